@@ -1,0 +1,26 @@
+"""How the project speaks to a user who made a mistake: one or two lines, no traceback."""
+
+import functools
+import sys
+from collections.abc import Callable
+
+
+class UserError(ValueError):
+    """Something the user can mend. The message names the key or file and says what would be right."""
+
+
+def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
+    """Decorate a command's `main`: a `UserError` becomes `error: ...` on stderr and exit status 2.
+
+    Any other exception keeps its traceback, because it is a bug of ours.
+    """
+
+    @functools.wraps(main)
+    def guarded(*args, **kwargs) -> None:
+        try:
+            main(*args, **kwargs)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
+
+    return guarded

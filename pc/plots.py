@@ -1,0 +1,39 @@
+"""One look for every figure of the project: PNG and SVG side by side, legible in a README."""
+
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")  # no display is needed, and none is assumed
+
+import matplotlib.pyplot as plt  # noqa: E402
+
+STYLE = {
+    "figure.dpi": 150,
+    "figure.constrained_layout.use": True,
+    "font.size": 9,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "svg.hashsalt": "pc",  # the same data gives the same bytes
+}
+
+
+def subplots(rows: int = 1, columns: int = 1, *, width: float = 4.2, height: float = 3.0, **kwargs):
+    """`plt.subplots` in the project's style; `width` and `height` are inches per panel."""
+    with plt.rc_context(STYLE):
+        return plt.subplots(rows, columns, figsize=(width * columns, height * rows), **kwargs)
+
+
+def save(figure, path: str | Path) -> list[Path]:
+    """Write `figure` as `path` with suffixes .png and .svg and close it; returns both paths."""
+    stem = Path(path)
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    written = [stem.parent / f"{stem.name}.png", stem.parent / f"{stem.name}.svg"]
+    with plt.rc_context(STYLE):
+        figure.savefig(written[0])
+        figure.savefig(written[1], metadata={"Date": None})
+    plt.close(figure)
+    return written
