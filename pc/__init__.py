@@ -1,0 +1,30 @@
+"""Polynomial weight preconditioning: linear layers whose weight is PC(W).
+
+The modules at this level need torch alone and work in any training loop:
+
+    model = pc.attach(model, pc.PCConfig(level=4))
+
+`pc.titan` trains with them on TorchTitan; `pc.data`, `pc.evaluate`, `pc.analysis` and `pc.launch` are the
+recipe around it.
+"""
+
+from pc import polynomial, spectral
+from pc.attach import attach, merge
+from pc.config import PCConfig
+from pc.errors import UserError
+from pc.forward import follow_optimizers, refresh
+from pc.linear import PCLinear, effective_weight, named_pc_linears
+
+__all__ = [
+    "PCConfig",
+    "PCLinear",
+    "UserError",
+    "attach",
+    "effective_weight",
+    "follow_optimizers",
+    "merge",
+    "named_pc_linears",
+    "polynomial",
+    "refresh",
+    "spectral",
+]

@@ -1,0 +1,79 @@
+"""Putting PC into any model by the names of its layers, and taking it out again."""
+
+import fnmatch
+
+import torch
+from torch import nn
+
+from pc.config import BLOCK_GROUPS, BLOCK_SUFFIXES, PCConfig
+from pc.errors import UserError
+from pc.forward import follow_optimizers
+from pc.linear import PCLinear, block_of, clean_name, effective_weight, named_pc_linears
+
+
+def matches(entry: str, name: str) -> bool:
+    """Whether an entry of `PCConfig.blocks` (block, group or full-name pattern) means the layer `name`."""
+    if entry in BLOCK_GROUPS:
+        return block_of(name) in BLOCK_GROUPS[entry]
+    if entry in BLOCK_SUFFIXES:
+        return block_of(name) == entry
+    return fnmatch.fnmatchcase(name, entry)
+
+
+def attach(model: nn.Module, config: PCConfig) -> nn.Module:
+    """Replace the layers that `config.blocks` names by `PCLinear`, in place; returns the model.
+
+    Works on TorchTitan's and Hugging Face's Llama-like models by the paper's block names, and on any
+    other module by full-name patterns. Attach before wrapping with FSDP or torch.compile. In schedule
+    "forward" the power iteration then follows by itself after every step of any `torch.optim` optimizer; on
+    the meta device, call `reset_pc_parameters` and `pc.follow_optimizers` once the weights exist.
+
+    Raises:
+        UserError: an entry that matches nothing, a match that is no `nn.Linear`, a layer named twice.
+    """
+    modules = dict(model.named_modules())
+    chosen: dict[str, PCConfig] = {}
+    for entry in config.blocks:
+        found = [name for name in modules if matches(entry, clean_name(name))]
+        if not found:
+            raise UserError(f"pc.blocks: {entry!r} matches no layer of the model")
+        for name in found:
+            if isinstance(modules[name], PCLinear):
+                raise UserError(f"pc.blocks: {name} has PC already; attach once")
+            if not isinstance(modules[name], nn.Linear):
+                raise UserError(f"pc.blocks: {entry!r} matches {name}, a {type(modules[name]).__name__}, not nn.Linear")
+            if name in chosen:
+                raise UserError(f"pc.blocks: {entry!r} names {name} a second time")
+            chosen[name] = config.for_block(entry)
+    for name, layer_config in chosen.items():
+        parent, _, child = name.rpartition(".")
+        setattr(
+            model.get_submodule(parent),
+            child,
+            PCLinear.from_linear(modules[name], clean_name(name), layer_config),
+        )
+    if config.schedule == "forward" and all(p.device.type != "meta" for p in model.parameters()):
+        follow_optimizers(model)
+    return model
+
+
+@torch.no_grad()
+def merge(model: nn.Module) -> nn.Module:
+    """Replace every `PCLinear` by a plain `nn.Linear` that holds PC(W), in place; returns the model.
+
+    The result has no overhead and needs nothing of this package (paper, remark 1).
+    """
+    for name, layer in list(named_pc_linears(model)):
+        weight = layer.weight
+        if layer.config.schedule == "forward":
+            weight = effective_weight(weight, layer.gamma, layer.u, layer.v, layer.config)
+        linear = nn.Linear(
+            layer.in_features, layer.out_features, layer.bias is not None, device="meta", dtype=weight.dtype
+        )
+        linear.weight = nn.Parameter(weight.detach().clone(), requires_grad=layer.weight.requires_grad)
+        if layer.bias is not None:
+            linear.bias = layer.bias
+        linear.train(layer.training)
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, linear)
+    return model

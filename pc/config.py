@@ -1,0 +1,97 @@
+"""What PC does to which layers: the one configuration that training, scoring and plots share."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from pc.errors import UserError
+from pc.polynomial import resolve
+
+# The paper's short names for the linear layers of a Llama block, as suffixes of module names:
+# TorchTitan's first, then Hugging Face's.
+BLOCK_SUFFIXES: dict[str, tuple[str, ...]] = {
+    "q": ("attention.wq", "self_attn.q_proj"),
+    "k": ("attention.wk", "self_attn.k_proj"),
+    "v": ("attention.wv", "self_attn.v_proj"),
+    "o": ("attention.wo", "self_attn.o_proj"),
+    "gate": ("feed_forward.w1", "mlp.gate_proj"),
+    "down": ("feed_forward.w2", "mlp.down_proj"),
+    "up": ("feed_forward.w3", "mlp.up_proj"),
+}
+BLOCK_GROUPS: dict[str, tuple[str, ...]] = {"qk": ("q", "k"), "ffn": ("gate", "up", "down")}
+
+SCHEDULES = ("step", "forward")
+COMPUTE_DTYPES = ("float32", "tf32", "bfloat16")
+
+Level = int | str
+
+
+@dataclass(frozen=True)
+class PCConfig:
+    """How weights are preconditioned (paper, algorithm 1).
+
+    Raises:
+        UserError: a value that does not exist, naming the field and what would be right.
+    """
+
+    level: Level | Mapping[str, Level] = 4
+    """Strength: 1 to 4, or "polar_express"; or one for each entry of `blocks`."""
+
+    blocks: tuple[str, ...] = ("o", "ffn")
+    """Layers to precondition: q, k, v, o, gate, up, down, the groups qk and ffn, or full-name patterns
+    such as "model.layers.*.mlp.fc1"."""
+
+    power_iterations: int = 10
+    """Power-iteration steps per optimizer step (q in algorithm 3)."""
+
+    norm_recovery: bool = True
+    """Multiply by the estimated spectral norm after the polynomial, so that the weight keeps its size."""
+
+    learnable_gamma: bool = True
+    """Multiply by a learnable scalar per matrix, which starts at 1."""
+
+    schedule: str = "step"
+    """"step": PC(W) once per optimizer step, between steps the layer is plain; "forward": in every forward
+    pass, inside the graph."""
+
+    compute_dtype: str = "float32"
+    """Precision of the polynomial's matrix products: "float32" (the weight's own), "tf32", "bfloat16"."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "blocks", tuple(self.blocks))
+        if not self.blocks:
+            raise UserError("pc.blocks is empty; name at least one, for example o or ffn")
+        if len(set(self.blocks)) != len(self.blocks):
+            raise UserError(f"pc.blocks names a block twice: {', '.join(self.blocks)}")
+        for name in self.blocks:
+            if name not in BLOCK_SUFFIXES and name not in BLOCK_GROUPS and "." not in name and "*" not in name:
+                known = " ".join([*BLOCK_SUFFIXES, *BLOCK_GROUPS])
+                raise UserError(f"pc.blocks: {name!r} is no block; blocks are {known}, or a full-name pattern")
+        if isinstance(self.level, Mapping):
+            object.__setattr__(self, "level", dict(self.level))
+            if set(self.level) != set(self.blocks):
+                raise UserError(
+                    f"pc.level names {sorted(self.level)} but pc.blocks names {sorted(self.blocks)}; "
+                    "give one level for each block"
+                )
+            levels = self.level.values()
+        else:
+            levels = [self.level]
+        for level in levels:
+            try:
+                resolve(level)
+            except (ValueError, TypeError) as error:
+                raise UserError(f"pc.level: {error}") from None
+        if self.power_iterations < 1:
+            raise UserError(f"pc.power_iterations must be at least 1, got {self.power_iterations}")
+        if self.schedule not in SCHEDULES:
+            raise UserError(f'pc.schedule must be "step" or "forward", got {self.schedule!r}')
+        if self.compute_dtype not in COMPUTE_DTYPES:
+            raise UserError(f"pc.compute_dtype must be one of {', '.join(COMPUTE_DTYPES)}, got {self.compute_dtype!r}")
+        if self.schedule == "forward" and self.compute_dtype == "tf32":
+            # It is a process-wide switch, which a compiled graph cannot turn for a few of its products.
+            raise UserError('pc.compute_dtype = "tf32" needs pc.schedule = "step"')
+
+    def for_block(self, block: str) -> "PCConfig":
+        """The same for one entry of `blocks` alone, with its own level."""
+        level = self.level[block] if isinstance(self.level, dict) else self.level
+        return replace(self, level=level, blocks=(block,))

@@ -1,0 +1,151 @@
+"""PC(W), and the linear layer that uses it."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pc import polynomial
+from pc.config import BLOCK_SUFFIXES, PCConfig
+from pc.spectral import initial_vectors, spectral_norm_estimate
+
+# What wrappers of torch insert into module names.
+_WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def effective_weight(weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor, config: PCConfig) -> Tensor:
+    """PC(W) = gamma * [s] * g(W / s) with s = u^T W v + epsilon (paper, algorithm 1, line 6).
+
+    The one definition that everything else is tested against. `u` and `v` are constants of the backward
+    pass; gradient flows through the `s` that divides, and not through the recovery factor `[s]`.
+
+    Args:
+        weight: W, [..., n, m]; leading dimensions are independent matrices.
+        gamma: learnable scalars [..., 1], or None for 1.
+        u: left singular vector estimates [..., n].
+        v: right singular vector estimates [..., m].
+        config: with one `level` (see `PCConfig.for_block`).
+
+    Returns:
+        [..., n, m] in the dtype of `weight`.
+    """
+    s = spectral_norm_estimate(weight, u.detach().to(weight.dtype), v.detach().to(weight.dtype))[..., None, None]
+    normalised = weight / s
+    if config.compute_dtype == "bfloat16":
+        normalised = normalised.bfloat16()
+    result = polynomial.apply(polynomial.resolve(config.level), normalised).to(weight.dtype)
+    scale = None
+    if config.norm_recovery:
+        scale = s.detach()
+    if gamma is not None:
+        gamma = gamma.to(weight.dtype)[..., None]
+        scale = gamma if scale is None else scale * gamma
+    return result if scale is None else result * scale
+
+
+class PCLinear(nn.Linear):
+    """A linear layer whose effective weight is PC(W).
+
+    `weight` keeps its name and shape [out_features, in_features], so initialisation, sharding and
+    conversion treat the layer as any other. Added are the parameter `gamma` [1] (unless
+    `learnable_gamma` is off) and, in schedule "forward", the buffers `u` [out_features] and `v` [in_features].
+
+    In schedule "forward" `weight` is the raw W and PC(W) is part of the graph. In schedule "step"
+    `weight` is PC(W) between optimizer steps; `pc.StepSchedule` keeps the raw W and puts both in place.
+    Then gamma is left out of the state dict as well, so that it is a plain linear's.
+    """
+
+    def __init__(self, *args, name: str, config: PCConfig, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self._add_pc(name, config)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, name: str, config: PCConfig) -> "PCLinear":
+        """The same layer with PC: parameters are shared with `linear`, not copied.
+
+        Args:
+            linear: an `nn.Linear`.
+            name: the layer's full name in the model, from which `u` and `v` are drawn.
+            config: with one level.
+        """
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer.in_features, layer.out_features = linear.in_features, linear.out_features
+        layer.weight, layer.bias = linear.weight, linear.bias
+        layer.train(linear.training)
+        layer._add_pc(name, config)
+        return layer
+
+    def _add_pc(self, name: str, config: PCConfig) -> None:
+        self.name, self.config = name, config
+        # TorchTitan checkpoints keep PC's own tensors apart from the model's in either schedule.
+        self.hides_pc_state = config.schedule == "step"
+        like = {"device": self.weight.device, "dtype": self.weight.dtype}
+        if config.learnable_gamma:
+            self.gamma = nn.Parameter(torch.empty(1, **like))
+        else:
+            self.register_parameter("gamma", None)
+        if config.schedule == "forward":
+            self.register_buffer("u", torch.empty(self.out_features, **like))
+            self.register_buffer("v", torch.empty(self.in_features, **like))
+        if self.weight.device.type != "meta":
+            self.reset_pc_parameters()
+
+    @torch.no_grad()
+    def reset_pc_parameters(self) -> None:
+        """gamma = 1, and `u`, `v` as drawn from the layer's name. Needed after `to_empty`."""
+        if self.gamma is not None:
+            self.gamma.fill_(1.0)
+        if self.config.schedule == "forward":
+            u, v = initial_vectors(self.name, (self.out_features, self.in_features))
+            self.u.copy_(u)
+            self.v.copy_(v)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in_features] to [..., out_features]."""
+        weight = self.weight
+        if self.config.schedule == "forward":
+            weight = effective_weight(weight, self.gamma, self.u, self.v, self.config)
+        return F.linear(x, weight, self.bias)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.hides_pc_state:
+            for key in ("gamma", "u", "v"):
+                destination.pop(prefix + key, None)
+
+    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors) -> None:
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+        if self.hides_pc_state:
+            hidden = {prefix + key for key in ("gamma", "u", "v")}
+            missing[:] = [key for key in missing if key not in hidden]
+
+    def extra_repr(self) -> str:
+        c = self.config
+        return (
+            f"{super().extra_repr()}, level={c.level}, schedule={c.schedule}, "
+            f"norm_recovery={c.norm_recovery}, learnable_gamma={c.learnable_gamma}"
+        )
+
+
+def clean_name(name: str) -> str:
+    """A module or parameter name without what torch.compile and activation checkpointing insert."""
+    for part in _WRAPPER_NAMES:
+        name = name.replace(part, "")
+    return name
+
+
+def named_pc_linears(model: nn.Module) -> Iterator[tuple[str, PCLinear]]:
+    """Every PC layer with its clean full name, in the model's order."""
+    for name, module in model.named_modules():
+        if isinstance(module, PCLinear):
+            yield clean_name(name), module
+
+
+def block_of(name: str) -> str | None:
+    """The paper's short name (q, k, v, o, gate, up, down) of a Llama linear layer, None for any other."""
+    for block, suffixes in BLOCK_SUFFIXES.items():
+        if name.endswith(suffixes):
+            return block
+    return None

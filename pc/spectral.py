@@ -1,0 +1,69 @@
+"""Spectral norm by streaming power iteration, and condition numbers."""
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+
+# Added to the estimated spectral norm, so that a zero matrix does not divide by zero (released code's value).
+EPSILON = 1e-7
+
+
+def initial_vectors(name: str, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Random unit vectors `u` [n] and `v` [m] (float32, CPU) to start the iteration for a weight [n, m].
+
+    They depend on the weight's name alone, so every number of ranks and every pipeline stage starts equal.
+    """
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
+    generator = torch.Generator().manual_seed(seed)
+    u, v = (torch.randn(size, generator=generator) for size in shape)
+    return u / u.norm(), v / v.norm()
+
+
+def power_iteration(weight: Tensor, u: Tensor, v: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """Move `u`, `v` towards the leading singular vectors of `weight` (paper, algorithm 3).
+
+    Args:
+        weight: [..., n, m].
+        u: [..., n] unit vectors, the last ones found (a warm start).
+        v: [..., m] unit vectors.
+        steps: how many times to multiply by the weight's transpose and by the weight.
+
+    Returns:
+        New `u` and `v`. Where the weight is zero they stay as they are: there is no direction to follow,
+        and a vector of zeros could never recover.
+    """
+    with torch.no_grad():
+        for _ in range(steps):
+            v = _unit_or_unchanged(_product(weight.mT, u), v)
+            u = _unit_or_unchanged(_product(weight, v), u)
+    return u, v
+
+
+def spectral_norm_estimate(weight: Tensor, u: Tensor, v: Tensor) -> Tensor:
+    """`u^T W v + epsilon` of shape [...] for `weight` [..., n, m]; differentiable in `weight`."""
+    return (u * _product(weight, v)).sum(-1) + EPSILON
+
+
+def modified_condition_number(singular_values: Tensor) -> Tensor:
+    """Largest singular value over the mean of the smallest tenth (paper, section 4.2).
+
+    Args:
+        singular_values: [..., k], in any order; the smallest `ceil(k / 10)` are averaged.
+
+    Returns:
+        [...]; infinite for a matrix whose smallest tenth is zero.
+    """
+    ascending = singular_values.sort(dim=-1).values
+    tenth = math.ceil(ascending.size(-1) / 10)
+    return ascending[..., -1] / ascending[..., :tenth].mean(-1)
+
+
+def _product(matrix: Tensor, vector: Tensor) -> Tensor:
+    return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
+
+
+def _unit_or_unchanged(vector: Tensor, previous: Tensor) -> Tensor:
+    norm = vector.norm(dim=-1, keepdim=True)
+    return torch.where(norm > 0, vector / norm, previous)

@@ -1,0 +1,175 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import pc
+from pc import PCConfig, PCLinear, UserError
+
+
+class Block(nn.Module):
+    """The linear layers of a Llama block under TorchTitan's names."""
+
+    def __init__(self, d=8, f=12):
+        super().__init__()
+        self.attention = nn.ModuleDict({n: nn.Linear(d, d, bias=False) for n in ("wq", "wk", "wv", "wo")})
+        self.feed_forward = nn.ModuleDict(
+            {"w1": nn.Linear(d, f, bias=False), "w2": nn.Linear(f, d, bias=False), "w3": nn.Linear(d, f, bias=False)}
+        )
+
+    def forward(self, x):
+        for layer in self.attention.values():
+            x = x + layer(x)
+        w = self.feed_forward
+        return x + w["w2"](torch.nn.functional.silu(w["w1"](x)) * w["w3"](x))
+
+
+def _model(layers=2, seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(*(Block() for _ in range(layers))).double()
+
+
+def _forward(level=4, blocks=("o", "ffn"), **kwargs):
+    return PCConfig(level=level, blocks=blocks, schedule="forward", **kwargs)
+
+
+def _names(model):
+    return {name for name, _ in pc.named_pc_linears(model)}
+
+
+def test_default_blocks():
+    model = pc.attach(_model(), _forward())
+    expected = {f"{i}.{n}" for i in (0, 1) for n in ("attention.wo", *(f"feed_forward.w{k}" for k in (1, 2, 3)))}
+    assert _names(model) == expected
+
+
+def test_groups_and_level_per_block():
+    model = pc.attach(_model(1), _forward(level={"qk": 1, "v": "polar_express"}, blocks=("qk", "v")))
+    levels = {name: layer.config.level for name, layer in pc.named_pc_linears(model)}
+    assert levels == {"0.attention.wq": 1, "0.attention.wk": 1, "0.attention.wv": "polar_express"}
+
+
+def test_full_name_pattern_on_any_module():
+    model = nn.ModuleDict({"encoder": nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3))})
+    pc.attach(model, _forward(blocks=("encoder.[02]",)))
+    assert _names(model) == {"encoder.0", "encoder.2"}
+    assert model["encoder"][0].bias is not None
+
+
+@pytest.mark.parametrize(
+    "blocks, message",
+    [
+        (("ffm",), "'ffm' is no block"),
+        ((), "empty"),
+        (("o", "o"), "twice"),
+        (("decoder.*",), "matches no layer"),
+        (("*.attention",), "ModuleDict, not nn.Linear"),
+        (("ffn", "gate"), "second time"),
+    ],
+)
+def test_wrong_blocks(blocks, message):
+    with pytest.raises(UserError, match=message):
+        pc.attach(_model(), _forward(blocks=blocks))
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"level": 7}, "level 7 does not exist"),
+        ({"level": {"o": 4}}, "pc.level names"),
+        ({"level": [4]}, "pc.level"),
+        ({"power_iterations": 0}, "power_iterations"),
+        ({"schedule": "steps"}, 'must be "step" or "forward"'),
+        ({"compute_dtype": "fp8"}, "compute_dtype"),
+        ({"compute_dtype": "tf32", "schedule": "forward"}, "tf32"),
+    ],
+)
+def test_wrong_config(values, message):
+    with pytest.raises(UserError, match=message):
+        PCConfig(**values)
+
+
+def test_attach_twice_is_refused():
+    model = pc.attach(_model(), _forward())
+    with pytest.raises(UserError, match="has PC already"):
+        pc.attach(model, _forward())
+
+
+def test_weight_keeps_its_name_and_is_shared():
+    model = _model()
+    keys = set(model.state_dict())
+    weights = {k: v.data_ptr() for k, v in model.state_dict().items()}
+    pc.attach(model, _forward())
+    state = model.state_dict()
+    assert keys <= set(state)
+    assert {k.rsplit(".", 1)[1] for k in set(state) - keys} == {"gamma", "u", "v"}
+    assert all(state[k].data_ptr() == pointer for k, pointer in weights.items())
+
+
+def test_merge_gives_plain_linears_with_equal_output():
+    model = pc.attach(_model(), _forward())
+    x = torch.randn(3, 8, dtype=torch.float64)
+    with torch.no_grad():
+        for _, layer in pc.named_pc_linears(model):
+            layer.gamma.fill_(1.3)
+    expected = model(x)
+    merged = pc.merge(copy.deepcopy(model))
+    assert set(merged.state_dict()) == set(_model().state_dict())
+    assert all(type(m) is nn.Linear for m in merged.modules() if isinstance(m, nn.Linear))
+    torch.testing.assert_close(merged(x), expected, rtol=0, atol=0)
+    # control: PC does change the function
+    assert (_model()(x) - expected).abs().max() > 1e-3
+
+
+def test_power_iteration_follows_the_optimizer_once_per_step():
+    model = pc.attach(_model(1), _forward(power_iterations=2))
+    layer = model[0].attention["wo"]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(3):
+        before = layer.u.clone(), layer.v.clone()
+        for _ in range(2):
+            model(torch.randn(4, 8, dtype=torch.float64)).square().mean().backward()
+            assert torch.equal(layer.u, before[0])  # no move within a step
+        optimizer.step()
+        optimizer.zero_grad()
+        expected = pc.spectral.power_iteration(layer.weight.detach(), *before, 2)
+        assert torch.equal(layer.u, expected[0]) and torch.equal(layer.v, expected[1])
+        assert not torch.equal(layer.u, before[0])
+
+
+def test_state_dict_round_trip_restores_everything():
+    model = pc.attach(_model(seed=1), _forward())
+    other = pc.attach(_model(seed=2), _forward())
+    other.load_state_dict(model.state_dict())
+    x = torch.randn(3, 8, dtype=torch.float64)
+    assert torch.equal(other(x), model(x))
+
+
+def test_under_compile_equals_eager_without_graph_break():
+    model = pc.attach(_model(1), _forward())
+    x = torch.randn(3, 8, dtype=torch.float64)
+    eager = model(x).sum()
+    eager.backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    torch._dynamo.reset()
+    torch.compile(model, backend="aot_eager", fullgraph=True)(x).sum().backward()
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-12)
+
+
+def test_meta_device_then_materialised():
+    with torch.device("meta"):
+        model = _model(1)
+    pc.attach(model, _forward())
+    model.to_empty(device="cpu")
+    for _, layer in pc.named_pc_linears(model):
+        layer.reset_pc_parameters()
+        assert layer.gamma.item() == 1.0
+        assert layer.u.norm().item() == pytest.approx(1.0, abs=1e-6)
+
+
+def test_repr_shows_the_settings():
+    text = repr(pc.attach(_model(1), _forward(level=2)))
+    assert "level=2, schedule=forward, norm_recovery=True, learnable_gamma=True" in text

@@ -1,0 +1,87 @@
+import pytest
+import torch
+
+from pc import polynomial
+
+LEVELS = [1, 2, 3, 4, "polar_express"]
+
+
+def _matrix(n, m, sigma_max=1.0, batch=(), seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    matrix = torch.randn(*batch, n, m, generator=generator, dtype=torch.float64)
+    return sigma_max * matrix / torch.linalg.matrix_norm(matrix, 2)[..., None, None]
+
+
+@pytest.mark.parametrize("level", [1, 2, 3, 4])
+def test_published_maps_fix_one(level):
+    assert sum(polynomial.COEFFICIENTS[level]) == pytest.approx(1.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("level", [1, 2, 3, 4])
+def test_fit_reproduces_published_maps(level):
+    # 5e-3 in sup norm: the paper sampled at random, and rounds its coefficients to three digits.
+    sigma = torch.linspace(0, 1.1, 4001, dtype=torch.float64)
+    published = polynomial.evaluate(polynomial.COEFFICIENTS[level], sigma)
+    fitted = polynomial.fit(polynomial.CUTOFFS[level], level)
+    assert (polynomial.evaluate(fitted, sigma) - published).abs().max() < 5e-3
+    assert sum(fitted) == pytest.approx(1.0, abs=1e-12)
+    # Control: another exponent of the weight is a different map.
+    other = polynomial.evaluate(polynomial.fit(polynomial.CUTOFFS[level], level, alpha=0.0), sigma)
+    assert (other - published).abs().max() > 5e-3
+
+
+def test_fit_without_anchor_is_closer_in_least_squares_and_leaves_one():
+    sigma = torch.linspace(0, 1.1, 4001, dtype=torch.float64)
+
+    def loss(coefficients):
+        error = polynomial.evaluate(coefficients, sigma) - polynomial.target(0.3, sigma)
+        return (error**2 * sigma**4).sum()
+
+    anchored, free = polynomial.fit(0.3, 4), polynomial.fit(0.3, 4, anchored=False)
+    assert loss(free) < loss(anchored)
+    assert abs(sum(free) - 1.0) > 1e-4
+
+
+@pytest.mark.parametrize("arguments", [(0.0, 2), (1.5, 2), (0.5, 0), (0.5, 2, 4.0, (1.0, 0.5))])
+def test_fit_rejects_arguments_outside_their_range(arguments):
+    with pytest.raises(ValueError):
+        polynomial.fit(*arguments)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("shape", [(7, 7), (5, 11), (11, 5), (1, 6), (6, 1)])
+def test_singular_values_are_mapped(level, shape):
+    matrix = _matrix(*shape)
+    mapped = polynomial.apply(polynomial.resolve(level), matrix)
+    u, sigma, vh = torch.linalg.svd(matrix, full_matrices=False)
+    expected = u @ torch.diag(polynomial.evaluate(polynomial.resolve(level), sigma)) @ vh
+    # float64 rounding through at most 26 products; the composite amplifies it by its slope at zero, about 2e3.
+    torch.testing.assert_close(mapped, expected, rtol=0, atol=1e-11 if level == "polar_express" else 1e-13)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_tall_is_transposed_wide_and_batches_are_independent(level):
+    matrices = _matrix(5, 9, batch=(2, 3))
+    chosen = polynomial.resolve(level)
+    batched = polynomial.apply(chosen, matrices)
+    torch.testing.assert_close(polynomial.apply(chosen, matrices.mT).mT, batched, rtol=0, atol=1e-12)
+    torch.testing.assert_close(batched[1, 2], polynomial.apply(chosen, matrices[1, 2]), rtol=0, atol=1e-12)
+
+
+def test_polar_express_flattens_nearly_everything():
+    sigma = torch.linspace(0.01, 1.0, 1000, dtype=torch.float64)
+    flat = polynomial.evaluate(polynomial.POLAR_EXPRESS, sigma)
+    assert (flat - 1).abs().max() < 0.05
+    # Control: the strongest level leaves the small ones small.
+    assert polynomial.evaluate(polynomial.COEFFICIENTS[4], sigma).min() < 0.05
+
+
+@pytest.mark.parametrize("level", [0, 5, "muon", True, None])
+def test_unknown_level(level):
+    with pytest.raises(ValueError, match="does not exist"):
+        polynomial.resolve(level)
+
+
+def test_gradients_flow_through_apply():
+    matrix = _matrix(3, 4).requires_grad_()
+    assert torch.autograd.gradcheck(lambda a: polynomial.apply(polynomial.COEFFICIENTS[4], a), matrix)

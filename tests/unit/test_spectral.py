@@ -1,0 +1,67 @@
+import pytest
+import torch
+
+from pc.spectral import (
+    EPSILON,
+    initial_vectors,
+    modified_condition_number,
+    power_iteration,
+    spectral_norm_estimate,
+)
+
+
+def _weights(seed=0, shape=(3, 12, 20)):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _start(weights):
+    pairs = [initial_vectors(f"layer.{i}", weights.shape[-2:]) for i in range(weights.size(0))]
+    return torch.stack([u for u, _ in pairs]).double(), torch.stack([v for _, v in pairs]).double()
+
+
+def test_power_iteration_finds_the_spectral_norm():
+    weights = _weights()
+    exact = torch.linalg.svdvals(weights)[:, 0]
+    few = spectral_norm_estimate(weights, *power_iteration(weights, *_start(weights), 3))
+    many = spectral_norm_estimate(weights, *power_iteration(weights, *_start(weights), 2000))
+    torch.testing.assert_close(many, exact + EPSILON, rtol=1e-10, atol=0)
+    assert ((exact - few) / exact).min() > 1e-4  # control: three steps do not suffice
+    assert (few <= exact + EPSILON).all()  # a Rayleigh quotient never overshoots
+
+
+def test_warm_start_streams():
+    weights = _weights()
+    u, v = _start(weights)
+    once = power_iteration(weights, u, v, 20)
+    streamed = power_iteration(weights, *power_iteration(weights, u, v, 10), 10)
+    for a, b in zip(once, streamed, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_zero_matrix_keeps_its_vectors_and_recovers():
+    zero = torch.zeros(1, 4, 6, dtype=torch.float64)
+    u, v = _start(zero)
+    u_after, v_after = power_iteration(zero, u, v, 10)
+    assert torch.equal(u_after, u) and torch.equal(v_after, v)
+    weights = _weights(shape=(1, 4, 6))
+    estimate = spectral_norm_estimate(weights, *power_iteration(weights, u_after, v_after, 500))
+    torch.testing.assert_close(estimate, torch.linalg.svdvals(weights)[:, 0], rtol=1e-6, atol=0)
+
+
+def test_initial_vectors_depend_on_the_name_alone():
+    torch.manual_seed(1)
+    u, v = initial_vectors("layers.0.attention.wo", (5, 7))
+    torch.manual_seed(2)
+    again = initial_vectors("layers.0.attention.wo", (5, 7))
+    other = initial_vectors("layers.1.attention.wo", (5, 7))
+    assert torch.equal(u, again[0]) and torch.equal(v, again[1])
+    assert not torch.equal(u, other[0])
+    assert u.norm().item() == pytest.approx(1.0, abs=1e-6)
+
+
+def test_modified_condition_number():
+    sigma = torch.tensor([[4.0, 1.0, 2.0], [3.0, 0.5, 1.0]])
+    torch.testing.assert_close(modified_condition_number(sigma), torch.tensor([4.0, 6.0]))
+    # eleven values: the smallest ceil(1.1) = 2 are averaged
+    values = torch.arange(1.0, 12.0)
+    assert modified_condition_number(values).item() == pytest.approx(11.0 / 1.5)
