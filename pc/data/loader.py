@@ -1,0 +1,214 @@
+"""Batches of token sequences in one global order, with one number as its state.
+
+The tokens of a split, all documents end to end, are cut into sequences of `seq_len` (each read with one
+token more, its last label). An epoch visits every sequence once, in a seeded shuffle. `position` counts
+sequences over the whole job since the start of training: micro-batch m of B sequences on each of W ranks
+takes positions m·B·W … (m+1)·B·W - 1, rank r the r-th B of them. So the order depends on neither B nor W,
+and a run that continues with others goes on with the very next sequence.
+"""
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.utils.data import DataLoader, Dataset
+
+from pc.data.manifest import Manifest
+from pc.data.order import shuffled
+from pc.data.shards import TokenStream
+from pc.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+IGNORED_LABEL = -100  # what torch's cross entropy skips
+VALIDATION_SEED = 0  # the validation set is the same in every run, whatever the run's seed
+
+Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+
+class Sequences(Dataset):
+    """Sequences by position. length: sequences in an epoch. limit: positions that exist, None = without end."""
+
+    def __init__(self, stream: TokenStream, seq_len: int, seed: int, limit: int | None):
+        self.stream = stream
+        self.seq_len = seq_len
+        self.seed = seed
+        self.limit = limit
+        self.length = max(0, (len(stream) - 1) // seq_len)
+
+    def tokens(self, position: int) -> np.ndarray:
+        """The tokens at a position: inputs and, one further on, labels [seq_len + 1]."""
+        epoch, place = divmod(position, self.length)
+        start = shuffled(place, self.length, self.seed, epoch) * self.seq_len
+        return self.stream.read(start, start + self.seq_len + 1)
+
+    def __getitem__(self, positions: range) -> Batch | UserError:
+        """({"input": int64 [B, seq_len]}, labels int64 [B, seq_len]); labels beyond `limit` are ignored ones.
+
+        A `UserError` is returned, since torch would bury one raised in a worker under its own traceback.
+        """
+        batch = torch.zeros(len(positions), self.seq_len + 1, dtype=torch.int64)
+        served = len(positions) if self.limit is None else max(0, min(len(positions), self.limit - positions.start))
+        rows = batch.numpy()
+        try:
+            for row in range(served):
+                rows[row] = self.tokens(positions[row])
+        except UserError as error:
+            return error
+        labels = batch[:, 1:].clone()
+        labels[served:] = IGNORED_LABEL
+        return {"input": batch[:, :-1].clone()}, labels
+
+
+class GlobalOrderLoader(Stateful):
+    """What `build_dataloader` returns: iterate it for batches; its state is the global position.
+
+    Every `iter()` goes on from `position`, except with `restart`: then each begins at 0.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequences,
+        identity: dict[str, str | int],
+        *,
+        local_batch_size: int,
+        dp_rank: int,
+        dp_world_size: int,
+        restart: bool,
+        num_workers: int,
+        prefetch_factor: int | None,
+        pin_memory: bool,
+    ):
+        self.sequences = sequences
+        self.identity = identity
+        self.local_batch_size = local_batch_size
+        self.dp_rank = dp_rank
+        self.dp_world_size = dp_world_size
+        self.restart = restart
+        self.position = 0
+        self._worker_settings = {
+            "num_workers": num_workers,
+            "prefetch_factor": prefetch_factor if num_workers else None,
+            "pin_memory": pin_memory and torch.accelerator.is_available(),
+            # a generator of its own: torch draws a seed per iterator, which must not move the model's
+            "generator": torch.Generator(),
+        }
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self.restart:
+            self.position = 0
+        step = self.local_batch_size * self.dp_world_size
+        plan = _RankPositions(self.position + self.dp_rank * self.local_batch_size, self.local_batch_size, step,
+                              self._micro_batches_left(step))
+        for batch in DataLoader(self.sequences, batch_size=None, sampler=plan, **self._worker_settings):
+            if isinstance(batch, UserError):
+                raise batch
+            self._advance(step)
+            yield batch
+        if not self.restart and self.dp_rank == 0:
+            logger.warning(f"The data are exhausted: all {self.sequences.limit:,} sequences have been served.")
+
+    def _micro_batches_left(self, step: int) -> int | None:
+        if self.sequences.limit is None:
+            return None
+        return -(-max(0, self.sequences.limit - self.position) // step)
+
+    def _advance(self, step: int) -> None:
+        epoch = self.position // self.sequences.length
+        self.position += step
+        if self.sequences.limit is not None:
+            self.position = min(self.position, self.sequences.limit)
+        elif self.position // self.sequences.length > epoch and self.dp_rank == 0:
+            logger.warning(f"Epoch {epoch + 1} of the data is over after {self.sequences.length:,} sequences; "
+                           "it goes on with the same documents in another order.")
+
+    def state_dict(self) -> dict[str, int | str]:
+        """position: sequences served in the whole job. identity: what the position refers to, as JSON."""
+        return {"position": self.position, "identity": json.dumps(self.identity, sort_keys=True)}
+
+    def load_state_dict(self, state_dict: dict[str, int | str]) -> None:
+        if not state_dict:
+            return
+        saved = json.loads(state_dict["identity"])
+        for key, here in self.identity.items():
+            if saved.get(key) != here:
+                raise UserError(f"the checkpoint was made with {key} = {saved.get(key)}, this run has {here}: it "
+                                "could not continue with the next sequence; restore it or begin a new run")
+        self.position = state_dict["position"]
+
+
+class _RankPositions:
+    """One rank's positions, micro-batch by micro-batch; count None = without end."""
+
+    def __init__(self, start: int, size: int, step: int, count: int | None):
+        self.start, self.size, self.step, self.count = start, size, step, count
+
+    def __iter__(self) -> Iterator[range]:
+        number = 0
+        while self.count is None or number < self.count:
+            first = self.start + number * self.step
+            yield range(first, first + self.size)
+            number += 1
+
+
+def build_dataloader(
+    path: str | Path,
+    split: str = "train",
+    *,
+    seq_len: int,
+    local_batch_size: int,
+    dp_rank: int,
+    dp_world_size: int,
+    seed: int,
+    vocab_size: int,
+    infinite: bool,
+    num_workers: int = 0,
+    prefetch_factor: int | None = None,
+    pin_memory: bool = False,
+    limit_sequences: int | None = None,
+) -> GlobalOrderLoader:
+    """A loader over a folder of token shards.
+
+    path: folder with manifest.json. split: "train" goes on where it was, "validation" begins anew at every
+    iter() and has the same order in every run. seq_len: tokens. local_batch_size: sequences per rank and
+    micro-batch. seed: of the training order. vocab_size: the model's. infinite: start another epoch at the
+    end, otherwise stop after one (the last micro-batch is filled up with ignored labels, so that every rank
+    has as many). limit_sequences: stop after so many, counted over all ranks. num_workers: processes that
+    read ahead, prefetch_factor micro-batches each.
+    """
+    manifest = Manifest.read(path)
+    if manifest.vocab_size > vocab_size:
+        raise UserError(f"{path} was tokenised with {manifest.tokenizer.name!r} of {manifest.vocab_size} entries, "
+                        f"but the model's vocabulary has {vocab_size}")
+    if infinite and limit_sequences is not None:
+        raise ValueError("limit_sequences needs infinite = False")
+    stream = TokenStream(manifest, split)
+    sequences = Sequences(stream, seq_len, VALIDATION_SEED if split == "validation" else seed, limit=None)
+    if sequences.length == 0:
+        raise UserError(f"the {split} split of {path} has {len(stream)} tokens, too few for one sequence of "
+                        f"seq_len + 1 = {seq_len + 1}")
+    if not infinite:
+        sequences.limit = sequences.length if limit_sequences is None else min(limit_sequences, sequences.length)
+        if limit_sequences is not None and sequences.limit < limit_sequences and dp_rank == 0:
+            logger.warning(f"The {split} split of {path} has {sequences.length} sequences of {seq_len} tokens; "
+                           f"all are used instead of the {limit_sequences} asked for.")
+    return GlobalOrderLoader(
+        sequences,
+        {
+            "data.path (its content)": manifest.configuration_sha256,
+            "split": split,
+            "training.seq_len": seq_len,
+            "data.seed": sequences.seed,
+        },
+        local_batch_size=local_batch_size,
+        dp_rank=dp_rank,
+        dp_world_size=dp_world_size,
+        restart=split == "validation",
+        num_workers=num_workers,
+        prefetch_factor=prefetch_factor,
+        pin_memory=pin_memory,
+    )

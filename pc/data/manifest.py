@@ -1,0 +1,136 @@
+"""`manifest.json`: what is in a folder of token shards.
+
+It is written last, when every shard is in place, so a folder that has one is complete.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pc.data.tokenizers import Tokenizer, load_tokenizer
+from pc.errors import UserError
+from pc.files import write_atomically
+
+FORMAT = 1
+SPLITS = ("train", "validation")
+TOKENIZER_FOLDER = "tokenizer"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of tokens and the file of document offsets that goes with it.
+
+    tokens_file, offsets_file: relative to the data folder. *_bytes: file sizes.
+    """
+
+    tokens_file: str
+    offsets_file: str
+    tokens: int
+    documents: int
+    tokens_bytes: int
+    offsets_bytes: int
+    tokens_sha256: str
+    offsets_sha256: str
+
+
+@dataclass(frozen=True)
+class TokenizerRecord:
+    """Which tokenizer made the shards; its own files lie in `tokenizer/` of the data folder."""
+
+    name: str
+    kind: str
+    sha256: str
+    vocab_size: int
+    bos_id: int | None
+    eos_id: int
+
+    @staticmethod
+    def of(tokenizer: Tokenizer) -> "TokenizerRecord":
+        return TokenizerRecord(tokenizer.name, tokenizer.kind, tokenizer.sha256, tokenizer.vocab_size,
+                               tokenizer.bos_id, tokenizer.eos_id)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """folder: where it was read from. dtype: "uint16" or "uint32", little-endian.
+
+    source: input as given, and its files with sizes and rows. split_rule: how documents were divided.
+    configuration_sha256: of all that decides the shards' bytes. shards: split name → its shards in order.
+    """
+
+    folder: Path
+    dtype: str
+    source: dict
+    split_rule: str
+    configuration_sha256: str
+    tokenizer: TokenizerRecord
+    shards: dict[str, list[Shard]]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.tokenizer.vocab_size
+
+    def tokens(self, split: str) -> int:
+        return sum(shard.tokens for shard in self.shards[split])
+
+    def documents(self, split: str) -> int:
+        return sum(shard.documents for shard in self.shards[split])
+
+    def load_tokenizer(self) -> Tokenizer:
+        """The tokenizer that made these shards, checked against its recorded hash."""
+        record = self.tokenizer
+        tokenizer = load_tokenizer(record.name if record.kind == "tiktoken" else self.folder / TOKENIZER_FOLDER)
+        if tokenizer.sha256 != record.sha256:
+            raise UserError(f"the tokenizer in {self.folder / TOKENIZER_FOLDER} is not the one that made the shards")
+        return tokenizer
+
+    def write(self) -> None:
+        content = {"format": FORMAT} | {k: v for k, v in asdict(self).items() if k not in ("folder", "shards")}
+        content["splits"] = {
+            split: {
+                "documents": self.documents(split),
+                "tokens": self.tokens(split),
+                "shards": [asdict(shard) for shard in shards],
+            }
+            for split, shards in self.shards.items()
+        }
+        write_atomically(self.folder / "manifest.json", json.dumps(content, indent=1) + "\n")
+
+    @staticmethod
+    def read(folder: str | Path) -> "Manifest":
+        folder = Path(folder)
+        path = folder / "manifest.json"
+        if not path.is_file():
+            raise UserError(_why_no_manifest(folder))
+        try:
+            content = json.loads(path.read_text())
+            if content["format"] != FORMAT:
+                raise UserError(f"{path} has format {content['format']}; this version reads format {FORMAT}")
+            return Manifest(
+                folder=folder,
+                dtype=content["dtype"],
+                source=content["source"],
+                split_rule=content["split_rule"],
+                configuration_sha256=content["configuration_sha256"],
+                tokenizer=TokenizerRecord(**content["tokenizer"]),
+                shards={s: [Shard(**shard) for shard in content["splits"][s]["shards"]] for s in SPLITS},
+            )
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise UserError(f"{path} is damaged ({error}); repeat the tokenising command, which writes it anew") from error
+
+
+def require_same_tokenizer(one: Manifest, other: Manifest) -> None:
+    """Refuse two data folders whose token ids mean different things (training and validation, say)."""
+    if one.tokenizer.sha256 != other.tokenizer.sha256:
+        raise UserError(
+            f"{one.folder} was tokenised with {one.tokenizer.name!r} and {other.folder} with "
+            f"{other.tokenizer.name!r}; one run needs one tokenizer"
+        )
+
+
+def _why_no_manifest(folder: Path) -> str:
+    if not folder.is_dir():
+        return f"data folder {folder} does not exist; make it with scripts/tokenize_fineweb.py"
+    if (folder / "plan.json").is_file():
+        return f"{folder} is not finished; repeat the tokenising command, which continues where it stopped"
+    return f"{folder} has no manifest.json, so it is no folder of token shards"
