@@ -14,10 +14,14 @@ from pc.config import PCConfig
 from pc.errors import UserError
 from pc.forward import follow_optimizers, refresh
 from pc.linear import PCLinear, effective_weight, named_pc_linears
+from pc.muon import Muon
+from pc.step import StepSchedule
 
 __all__ = [
+    "Muon",
     "PCConfig",
     "PCLinear",
+    "StepSchedule",
     "UserError",
     "attach",
     "effective_weight",

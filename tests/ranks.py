@@ -1,0 +1,64 @@
+"""Run a function on several gloo processes and collect what each returns."""
+
+import io
+import multiprocessing
+import os
+import tempfile
+import traceback
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+# One server process imports torch once; every rank is forked from it in milliseconds.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.distributed.fsdp"])
+
+
+def run_ranks(world_size: int, function, *args, timeout: float = 240.0) -> list:
+    """`function(rank, *args)` on each rank, with the default process group up; results in order of rank.
+
+    `function` is defined at module level. Arguments and results must pickle.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        queue = _context.Queue()
+        processes = [
+            _context.Process(target=_main, args=(rank, world_size, f"{folder}/store", queue, function, args))
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        results = {}
+        try:
+            for _ in range(world_size):
+                rank, result, error = queue.get(timeout=timeout)
+                if error is not None:
+                    raise AssertionError(f"rank {rank} failed:\n{error}")
+                # our own bytes, written a moment ago by the process above
+                results[rank] = torch.load(io.BytesIO(result), weights_only=False)
+        finally:
+            for process in processes:
+                process.join(timeout=5)
+                process.kill()
+        return [results[rank] for rank in range(world_size)]
+
+
+def _main(rank, world_size, store, queue, function, args) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    result, error = None, None
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=120)
+        )
+        # As bytes: a tensor put into the queue would live in shared memory that dies with its process.
+        buffer = io.BytesIO()
+        torch.save(function(rank, *args), buffer)
+        result = buffer.getvalue()
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        error = traceback.format_exc()
+    queue.put((rank, result, error))
+    queue.close()
+    queue.join_thread()

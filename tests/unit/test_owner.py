@@ -1,0 +1,53 @@
+import pytest
+import torch
+
+from pc.owner import assign, buckets, run_on_owners, shard_bounds
+
+
+def test_assignment_is_balanced_at_the_1b_shapes():
+    d, f = 2048, 5632
+    costs = [d**3 * 1.0] * 18 + [d * d * f * 1.0] * 54
+    owners = assign(costs, 8)
+    load = [sum(c for c, o in zip(costs, owners, strict=True) if o == rank) for rank in range(8)]
+    assert max(load) / sum(costs) < 0.135  # an eighth is 0.125
+    assert assign([1.0], 4) == [0]
+
+
+def test_buckets_bound_what_an_owner_holds():
+    owners = [0, 1, 0, 1, 0]
+    sizes = [5, 5, 4, 4, 9]
+    split = buckets(owners, sizes, limit=9)
+    assert sorted(i for bucket in split for i in bucket) == [0, 1, 2, 3, 4]
+    for bucket in split:
+        for owner in (0, 1):
+            assert sum(sizes[i] for i in bucket if owners[i] == owner) <= 9
+    assert len(buckets(owners, sizes, limit=1)) == 3  # one item at least
+    assert buckets(owners, sizes, limit=10**9) == [sorted(range(5), key=lambda i: -sizes[i])]
+
+
+@pytest.mark.parametrize("size, num_shards", [(7, 8), (7, 3), (8, 4), (1, 2), (10, 4)])
+def test_shard_bounds_are_those_of_chunk(size, num_shards):
+    chunks = torch.arange(size).chunk(num_shards)
+    for shard in range(num_shards):
+        start, length = shard_bounds(size, num_shards, shard)
+        expected = chunks[shard].tolist() if shard < len(chunks) else []
+        assert list(range(start, start + length)) == expected
+
+
+def test_alone_runs_on_views_without_copies():
+    matrices = [torch.arange(6.0).view(2, 3), torch.ones(4, 2)]
+    pointers = []
+
+    def double(key, matrix):
+        pointers.append(matrix.data_ptr())
+        return (matrix * key,)
+
+    originals = [m.clone() for m in matrices]
+    run_on_owners(double, [(m,) for m in matrices], [(m,) for m in matrices], keys=[2, 3])
+    assert pointers == [m.data_ptr() for m in matrices]
+    assert torch.equal(matrices[0], originals[0] * 2) and torch.equal(matrices[1], originals[1] * 3)
+
+
+def test_mixed_dtypes_are_refused():
+    with pytest.raises(ValueError, match="one dtype"):
+        run_on_owners(lambda key, *x: x, [(torch.ones(2, 2), torch.ones(2).double())], [()])
