@@ -7,13 +7,16 @@ manifest. Machines share the work as parts k/n of the same command (a SLURM arra
 `concurrent.futures` does, because it notices a process that the kernel has killed.
 """
 
+import argparse
 import hashlib
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -29,10 +32,11 @@ from pc.data.manifest import FORMAT, SPLITS, TOKENIZER_FOLDER, Manifest, Shard, 
 from pc.data.shards import size_complaint, smallest_dtype, write_shard
 from pc.data.sources import Unit, find_files, open_parquet, plan_units, read_footers
 from pc.data.tokenizers import DEFAULT_TOKENIZER, Tokenizer, load_tokenizer
-from pc.errors import UserError
+from pc.errors import UserError, exit_on_user_error
 from pc.files import write_atomically
 
 BATCH_ROWS = 1000  # documents tokenised at once
+QUIET_BELOW = 30 * 10**6  # bytes of text for which no progress bar is shown
 
 
 @dataclass(frozen=True)
@@ -173,8 +177,9 @@ def _finish(output: Path, plan: Plan, source: str, subset: str | None) -> Manife
 
 def _run(output: Path, plan: Plan, todo: list[Unit], processes: int) -> None:
     total = sum(unit.text_bytes for unit in todo)
-    with tqdm(total=total, unit="B", unit_scale=True, desc=f"tokenising in {processes} processes", mininterval=1,
-              disable=None if total > 50e6 else True, file=sys.stderr) as bar:
+    interval = 1 if sys.stderr.isatty() else 60  # seconds; a log file needs fewer lines
+    with tqdm(total=total, unit="B", unit_scale=True, desc=f"tokenising ({processes} processes)",
+              mininterval=interval, disable=total < QUIET_BELOW) as bar:
         if processes == 1:
             encoder = Encoder(load_tokenizer(_reference(output, plan)))
             for unit in todo:
@@ -268,8 +273,61 @@ def split_by_hash(texts: Sequence[bytes], validation_fraction: float) -> dict[st
     return result
 
 
-def default_part() -> tuple[int, int]:
+# --- the command -------------------------------------------------------------------------------------------
+
+
+def _default_part() -> str:
     """This process's share: that of the SLURM array task it is, or all."""
-    count = int(os.environ.get("SLURM_ARRAY_TASK_COUNT", 1))
     number = int(os.environ.get("SLURM_ARRAY_TASK_ID", 0)) - int(os.environ.get("SLURM_ARRAY_TASK_MIN", 0))
-    return number, count
+    return f"{number}/{os.environ.get('SLURM_ARRAY_TASK_COUNT', 1)}"
+
+
+def _parse_part(text: str) -> tuple[int, int]:
+    numbers = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not numbers or not int(numbers[1]) < int(numbers[2]):
+        raise UserError(f"--part {text} must be K/N with K from 0 to N - 1")
+    return int(numbers[1]), int(numbers[2])
+
+
+@exit_on_user_error
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Tokenise parquet files with a text column into training shards.")
+    parser.add_argument("--input", required=True, help="parquet file, folder, glob pattern or Hub dataset owner/name")
+    parser.add_argument("--subset", help="named subset of a Hub dataset, such as sample-10BT or CC-MAIN-2023-50")
+    parser.add_argument("--output", required=True, help="folder for the shards")
+    parser.add_argument("--tokenizer", default=DEFAULT_TOKENIZER,
+                        help="folder with tokenizer.json, SentencePiece .model file, tiktoken encoding, or "
+                             "%(default)s (default; 32,000 entries)")
+    parser.add_argument("--text-column", default="text", help="(default: %(default)s)")
+    parser.add_argument("--validation-fraction", type=float, default=0.0005,
+                        help="share of the documents, chosen by the hash of their text (default: %(default)s)")
+    parser.add_argument("--shard-megabytes", type=int, default=256, help="text per shard (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)),
+                        help="(default: one per core, here %(default)s)")
+    parser.add_argument("--part", default=_default_part(),
+                        help="K/N: do share K = 0 … N-1 of the work (default: this SLURM array task's, else all)")
+    options = parser.parse_args()
+    start = time.perf_counter()
+    try:
+        manifest = tokenize(
+            options.input,
+            options.output,
+            subset=options.subset,
+            tokenizer=options.tokenizer,
+            text_column=options.text_column,
+            validation_fraction=options.validation_fraction,
+            shard_megabytes=options.shard_megabytes,
+            processes=options.processes,
+            part=_parse_part(options.part),
+        )
+    except KeyboardInterrupt:
+        print("\nStopped. The same command continues with the shards that are missing.", file=sys.stderr)
+        sys.exit(130)
+    minutes = (time.perf_counter() - start) / 60
+    if manifest is None:
+        print(f"Part {options.part} is done after {minutes:.1f} minutes; {options.output} is complete when all are.")
+        return
+    print(f"{options.output} is complete ({minutes:.1f} minutes):")
+    for split in SPLITS:
+        print(f"  {split:10}  {manifest.documents(split):>12,} documents  {manifest.tokens(split):>15,} tokens")
+    print(f"Look into it with: python scripts/inspect_data.py {options.output}")

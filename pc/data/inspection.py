@@ -1,0 +1,135 @@
+"""What is in a folder of token shards, for a person to read."""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+
+from pc.data.manifest import SPLITS, Manifest
+from pc.data.shards import checksum_complaint, open_tokens, read_offsets
+from pc.data.tokenizers import Tokenizer
+from pc.errors import UserError, exit_on_user_error
+
+SHOWN_CHARACTERS = 300  # of each document
+
+
+def describe(manifest: Manifest) -> str:
+    tokenizer = manifest.tokenizer
+    lines = [
+        f"source       {manifest.source['input']}"
+        + (f", subset {manifest.source['subset']}" if manifest.source["subset"] else "")
+        + f" ({len(manifest.source['files'])} files)",
+        f"tokenizer    {tokenizer.name} ({tokenizer.kind}, {tokenizer.vocab_size:,} entries, BOS {tokenizer.bos_id}, "
+        f"EOS {tokenizer.eos_id}, sha256 {tokenizer.sha256[:12]}…)",
+        f"split        {manifest.split_rule}",
+    ]
+    for split in SPLITS:
+        documents, tokens = manifest.documents(split), manifest.tokens(split)
+        lines.append(f"{split:12} {len(manifest.shards[split])} shards, {documents:,} documents, {tokens:,} tokens "
+                     f"({manifest.dtype}), {tokens / max(1, documents):.0f} tokens per document")
+    return "\n".join(lines)
+
+
+def verify(manifest: Manifest) -> None:
+    """Read every byte: checksums, and the offsets against the tokens."""
+    for split in SPLITS:
+        for shard in manifest.shards[split]:
+            if complaint := checksum_complaint(manifest.folder, shard):
+                raise UserError(f"{complaint}; delete the file and repeat the tokenising command, which makes it again")
+
+
+def document_lengths(manifest: Manifest, split: str) -> np.ndarray:
+    """Tokens of each document, BOS and EOS included [documents]."""
+    offsets = [read_offsets(manifest.folder, shard) for shard in manifest.shards[split]]
+    return np.concatenate([np.zeros(0, dtype=np.int64)] + [np.diff(one) for one in offsets])
+
+
+def token_counts(manifest: Manifest, split: str) -> np.ndarray:
+    """How often each id occurs [vocab_size]."""
+    counts = np.zeros(manifest.vocab_size, dtype=np.int64)
+    for shard in manifest.shards[split]:
+        tokens = open_tokens(manifest.folder, shard, manifest.dtype)
+        for start in range(0, len(tokens), 10**7):  # bincount makes int64 of its input
+            piece = np.bincount(tokens[start : start + 10**7], minlength=manifest.vocab_size)
+            if len(piece) > manifest.vocab_size:
+                raise UserError(f"{manifest.folder / shard.tokens_file} holds tokens that its tokenizer does not have")
+            counts += piece
+    return counts
+
+
+def read_documents(manifest: Manifest, split: str, count: int) -> list[np.ndarray]:
+    """`count` documents' tokens, evenly spread over the split."""
+    total = manifest.documents(split)
+    wanted = sorted({i * total // count for i in range(count)}) if total else []
+    documents, first = [], 0
+    for shard in manifest.shards[split]:
+        here = [i - first for i in wanted if first <= i < first + shard.documents]
+        if here:
+            tokens = open_tokens(manifest.folder, shard, manifest.dtype)
+            offsets = read_offsets(manifest.folder, shard)
+            documents += [tokens[offsets[i] : offsets[i + 1]] for i in here]
+        first += shard.documents
+    return documents
+
+
+def plot_lengths(lengths: dict[str, np.ndarray], path: str | Path) -> list[Path]:
+    """Distribution of document lengths by documents and by tokens, one panel each."""
+    from pc import plots
+
+    figure, axes = plots.subplots(1, 2)
+    longest = max(int(one.max()) for one in lengths.values() if len(one))
+    bins = np.geomspace(1, longest + 1, 60)
+    for split, one in lengths.items():
+        if len(one):
+            axes[0].hist(one, bins, weights=np.full(len(one), 100 / len(one)), histtype="step", label=split)
+            axes[1].hist(one, bins, weights=100 * one / one.sum(), histtype="step", label=split)
+    for axis, what in zip(axes, ("documents", "tokens"), strict=True):
+        axis.set(xscale="log", xlabel="document length [tokens]", ylabel=f"share of {what} per bin [%]")
+    axes[0].legend()
+    return plots.save(figure, path)
+
+
+def _show_documents(manifest: Manifest, tokenizer: Tokenizer, count: int) -> None:
+    for tokens in read_documents(manifest, "train", count):
+        text = tokenizer.decode(tokens[int(tokenizer.bos_id is not None) : -1].tolist())
+        shown = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + " …"
+        print(f"\n--- document of {len(tokens):,} tokens ---\n{shown}")
+
+
+def _show_counts(counts: np.ndarray, tokenizer: Tokenizer, count: int = 20) -> None:
+    total = max(1, int(counts.sum()))
+    print(f"\n{np.count_nonzero(counts):,} of {len(counts):,} ids occur. The most frequent:")
+    for token in np.argsort(-counts, kind="stable")[:count]:
+        share = counts[token] / total
+        bar = "#" * round(share * 400)
+        print(f"  {token:>6}  {tokenizer.decode([token])!r:14} {100 * share:5.2f} %  {bar}")
+
+
+@exit_on_user_error
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Look into a folder of token shards.")
+    parser.add_argument("folder")
+    parser.add_argument("--documents", type=int, default=3, help="how many to show (default: %(default)s)")
+    parser.add_argument("--plot", help="where the plot of document lengths goes, as PNG and SVG "
+                                       "(default: FOLDER/document-lengths)")
+    options = parser.parse_args()
+    manifest = Manifest.read(options.folder)
+    print(describe(manifest))
+    verify(manifest)
+    print("checksums    all right")
+    tokenizer = manifest.load_tokenizer()
+    _show_documents(manifest, tokenizer, options.documents)
+    _show_counts(token_counts(manifest, "train"), tokenizer)
+    lengths = {split: document_lengths(manifest, split) for split in SPLITS}
+    print()
+    for split, one in lengths.items():
+        if len(one):
+            shares = np.percentile(one, [0, 5, 50, 95, 100]).astype(int)
+            print(f"{split} document lengths: {shares[0]} least, {shares[1]} at 5 %, {shares[2]} median, "
+                  f"{shares[3]} at 95 %, {shares[4]:,} most (tokens)")
+    written = plot_lengths(lengths, options.plot or Path(options.folder) / "document-lengths")
+    print(f"Plot: {written[0]}")
+
+
+if __name__ == "__main__":
+    main()
