@@ -1,0 +1,1 @@
+"""The paper's figures and figures of cost, from runs, checkpoints and configs."""

@@ -1,0 +1,86 @@
+"""Health of PC against steps: estimator error, activation size, condition numbers, as the trainer logged them."""
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from pc.analysis.runs import Run, Series
+from pc.errors import UserError
+from pc.plots import save, subplots
+
+BLOCK_TITLES = {
+    "q": r"$W_\mathrm{Q}$",
+    "k": r"$W_\mathrm{K}$",
+    "v": r"$W_\mathrm{V}$",
+    "o": r"$W_\mathrm{O}$",
+    "gate": r"$W_\mathrm{gate}$",
+    "up": r"$W_\mathrm{up}$",
+    "down": r"$W_\mathrm{down}$",
+}
+_ERROR = "spectra/estimate_error/"
+_GMCN = {"pc": "PC blocks", "qkv": r"$W_\mathrm{Q}, W_\mathrm{K}, W_\mathrm{V}$", "all": "all"}
+
+
+def plot_estimator_error(runs: Sequence[Run], output: Path) -> list[Path]:
+    """Relative error of the spectral-norm estimate against steps: per matrix type, median and maximum."""
+    with_estimate = [run for run in runs if any(key.startswith(_ERROR) for key in run.keys())]
+    if not with_estimate:
+        raise UserError(
+            "no run logged the estimator error: it exists in runs with [pc] enable = true and "
+            "[health] spectra_freq above 0"
+        )
+    present = {key.split("/")[2] for run in with_estimate for key in run.keys() if key.startswith(_ERROR)}
+    blocks = [block for block in BLOCK_TITLES if block in present]
+    figure, panels = subplots(1, len(blocks), width=3.2, height=2.9, sharey=True, squeeze=False)
+    for axes, block in zip(panels[0], blocks, strict=True):
+        for i, run in enumerate(with_estimate):
+            for statistic, style in (("median", "-"), ("max", "--")):
+                series = run.series(f"{_ERROR}{block}/{statistic}")
+                # The logarithmic axis has no zero; an estimate can be exact to the last bit.
+                values = [max(value, 1e-9) for value in series.values]
+                axes.plot(series.steps, values, style, marker=".", color=f"C{i}", label=f"{run.name}, {statistic}")
+        axes.set_yscale("log")
+        axes.set_title(BLOCK_TITLES[block])
+        axes.set_xlabel("step")
+    panels[0, 0].set_ylabel(r"$|s(W) - \|W\|_2| \,/\, \|W\|_2$")
+    panels[0, -1].legend(fontsize=7)
+    return save(figure, output / "estimator_error")
+
+
+def plot_activation_rms(runs: Sequence[Run], output: Path) -> list[Path]:
+    """RMS of attention and FFN outputs before the residual addition, averaged over layers, against steps."""
+    figure, panels = subplots(1, 2, width=4.0)
+    for axes, part, title in zip(panels, ("attention", "ffn"), ("Attention", "FFN"), strict=True):
+        for i, run in enumerate(runs):
+            series = _mean_over_layers(run, f"signal/{part}/rms/")
+            axes.plot(series.steps, series.values, color=f"C{i}", label=run.name)
+        axes.set_title(f"{title} output, mean over layers")
+        axes.set_xlabel("step")
+        axes.set_ylabel("RMS")
+    panels[0].legend()
+    return save(figure, output / "activation_rms")
+
+
+def plot_gmcn(runs: Sequence[Run], output: Path) -> list[Path]:
+    """Global modified condition number against tokens, for the PC blocks, QKV and all matrices."""
+    figure, panels = subplots(1, 3, width=3.2)
+    for axes, (group, title) in zip(panels, _GMCN.items(), strict=True):
+        for i, run in enumerate(runs):
+            series = run.require(f"spectra/gmcn/{group}", "set [health] spectra_freq above 0")
+            axes.plot(series.tokens, series.values, marker=".", color=f"C{i}", label=run.name)
+        axes.set_title(title)
+        axes.set_xlabel("training tokens")
+        axes.set_ylabel(r"$\tilde\kappa$")
+    panels[0].legend()
+    return save(figure, output / "gmcn")
+
+
+def _mean_over_layers(run: Run, prefix: str) -> Series:
+    layers = [run.series(key) for key in run.keys() if key.startswith(prefix)]
+    if not layers:
+        raise UserError(f"{run.file}: no {prefix!r} was logged; set [health] freq above 0")
+    return Series(
+        steps=layers[0].steps,
+        tokens=layers[0].tokens,
+        values=[statistics.fmean(values) for values in zip(*(layer.values for layer in layers), strict=True)],
+    )

@@ -1,0 +1,239 @@
+"""Theorem 1 of the paper in numbers: gradient descent on a deep linear network.
+
+The theorem: with step size 1/beta the loss falls by at least the factor 1 - mu/beta in every step, as long
+as every singular value of layer l stays in [mu_l, tau_l] (the region R), where
+
+    beta = (prod tau_l)^2 (sqrt(2 L(0)) + ||X||_F) L sigma_max(X),    mu = (prod mu_l)^2 sigma_min(X)^2.
+
+Here this is computed and compared with what happens. The same problem with PC in every layer is run too,
+with the same step size: it shows what PC does, and the theorem says nothing of it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pc.config import PCConfig
+from pc.errors import UserError
+from pc.linear import effective_weight
+from pc.plots import save, subplots
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A deep linear network and its data, in float64.
+
+    `weights[l]` is [d_{l+1}, d_l] with widths that rise and then fall; `inputs` X is [d_0, n] of full
+    column rank; `labels` is [d_L, n].
+    """
+
+    weights: list[Tensor]
+    inputs: Tensor
+    labels: Tensor
+
+    def loss(self, weights: Sequence[Tensor]) -> Tensor:
+        """Half the squared error, summed over samples."""
+        prediction = self.inputs
+        for weight in weights:
+            prediction = weight @ prediction
+        return 0.5 * (prediction - self.labels).square().sum()
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What the theorem promises for a problem and a region."""
+
+    lower: list[float]
+    """mu_l: smallest singular value allowed in layer l."""
+    upper: list[float]
+    """tau_l: largest singular value allowed in layer l."""
+    beta: float
+    mu: float
+
+    @property
+    def step_size(self) -> float:
+        return 1.0 / self.beta
+
+    @property
+    def contraction(self) -> float:
+        """Factor by which the loss falls at least, each step."""
+        return 1.0 - self.mu / self.beta
+
+
+@dataclass(frozen=True)
+class Descent:
+    """Gradient descent as it went; index t is the state after t steps."""
+
+    losses: list[float]
+    in_region: list[bool]
+    """Whether the raw weights were in R."""
+
+
+def make_problem(widths: Sequence[int] = (8, 12, 12, 6), samples: int = 6, seed: int = 0) -> Problem:
+    """Random weights with singular values spread over [0.5, 1.5], inputs of moderate condition.
+
+    Args:
+        widths: d_0 .. d_L, rising and then falling (the paper's assumption 1).
+        samples: n, at most d_0 (assumption 2).
+    """
+    peak = max(range(len(widths)), key=lambda i: widths[i])
+    if any(a > b for a, b in zip(widths[:peak], widths[1 : peak + 1])) or any(
+        a < b for a, b in zip(widths[peak:], widths[peak + 1 :])
+    ):
+        raise UserError(f"widths {tuple(widths)} should rise and then fall (assumption 1 of the paper)")
+    if samples > widths[0]:
+        raise UserError(f"samples = {samples} should be at most the input width {widths[0]} (assumption 2)")
+    generator = torch.Generator().manual_seed(seed)
+    weights = [
+        _with_singular_values(rows, columns, (0.5, 1.5), generator) for columns, rows in zip(widths, widths[1:])
+    ]
+    inputs = _with_singular_values(widths[0], samples, (0.7, 1.3), generator)
+    # Labels near the initial prediction, as training from here stays near the start and so inside R.
+    prediction = inputs
+    for weight in weights:
+        prediction = weight @ prediction
+    noise = torch.randn(prediction.shape, generator=generator, dtype=torch.float64)
+    return Problem(weights, inputs, prediction + 0.3 * noise / math.sqrt(noise.numel()))
+
+
+def bound(problem: Problem, slack: float = 0.2) -> Bound:
+    """The theorem's constants for the region that leaves each layer's initial spectrum `slack` of room.
+
+    The region is [(1 - slack) sigma_min, (1 + slack) sigma_max], widened to hold 1, as the theorem asks.
+    """
+    lower, upper = [], []
+    for weight in problem.weights:
+        sigma = torch.linalg.svdvals(weight)
+        lower.append(min(1.0, (1 - slack) * sigma[-1].item()))
+        upper.append(max(1.0, (1 + slack) * sigma[0].item()))
+    sigma = torch.linalg.svdvals(problem.inputs)
+    initial = problem.loss(problem.weights).item()
+    beta = (
+        math.prod(upper) ** 2
+        * (math.sqrt(2 * initial) + problem.inputs.norm().item())
+        * len(problem.weights)
+        * sigma[0].item()
+    )
+    return Bound(lower, upper, beta, math.prod(lower) ** 2 * sigma[-1].item() ** 2)
+
+
+def in_region(weights: Sequence[Tensor], region: Bound) -> bool:
+    """Whether every layer's singular values lie between its bounds."""
+    for weight, lower, upper in zip(weights, region.lower, region.upper, strict=True):
+        sigma = torch.linalg.svdvals(weight)
+        if sigma[-1] < lower or sigma[0] > upper:
+            return False
+    return True
+
+
+def descend(problem: Problem, region: Bound, steps: int, level: int | None = None) -> Descent:
+    """Gradient descent with step size 1/beta.
+
+    Args:
+        level: None trains the weights themselves. A PC level trains W with PC(W) in its place, with exact
+            singular vectors for the estimate, norm recovery and no gamma.
+    """
+    weights = [weight.clone().requires_grad_() for weight in problem.weights]
+    config = None if level is None else PCConfig(level=level, learnable_gamma=False)
+    losses, inside = [], []
+    for _ in range(steps + 1):
+        used = weights if config is None else [_preconditioned(weight, config) for weight in weights]
+        loss = problem.loss(used)
+        losses.append(loss.item())
+        inside.append(in_region([weight.detach() for weight in weights], region))
+        gradients = torch.autograd.grad(loss, weights)
+        with torch.no_grad():
+            for weight, gradient in zip(weights, gradients, strict=True):
+                weight -= region.step_size * gradient
+    return Descent(losses, inside)
+
+
+def kernel_eigenvalues(problem: Problem, weights: Sequence[Tensor]) -> tuple[float, float]:
+    """Smallest and largest eigenvalue of the tangent kernel G^T G, which mu and beta bound from outside."""
+    jacobians = torch.autograd.functional.jacobian(
+        lambda *ws: _predict(ws, problem.inputs).flatten(), tuple(weights)
+    )
+    stacked = torch.cat([jacobian.flatten(1) for jacobian in jacobians], dim=1)  # [n d_L, parameters]
+    sigma = torch.linalg.svdvals(stacked)
+    return sigma[-1].item() ** 2, sigma[0].item() ** 2
+
+
+def report(problem: Problem, region: Bound, plain: Descent, with_pc: Descent, level: int) -> str:
+    """How loose the bound is, in words and numbers."""
+    steps = len(plain.losses) - 1
+    smallest, largest = kernel_eigenvalues(problem, problem.weights)
+    measured = _mean_log_rate(plain)
+    promised = -math.log1p(-region.mu / region.beta)
+    lines = [
+        f"beta = {region.beta:.4g} (step size {region.step_size:.3g}), mu = {region.mu:.4g}, "
+        f"beta/mu = {region.beta / region.mu:.3g}",
+        f"inside the region R at every one of {steps} steps: {'yes' if all(plain.in_region) else 'NO'}",
+        f"loss: {plain.losses[0]:.4g} -> {plain.losses[-1]:.4g}; the theorem promises at most "
+        f"{plain.losses[0] * region.contraction**steps:.4g}",
+        f"fall of log loss per step: {measured:.3g} measured, {promised:.3g} promised, "
+        f"a factor of {measured / promised:.0f} between them",
+        f"tangent kernel at the start: smallest eigenvalue {smallest:.3g} where the theorem uses mu = {region.mu:.3g}; "
+        f"largest {largest:.3g} where it uses beta = {region.beta:.3g}",
+        f"with PC level {level} and the same step size: {with_pc.losses[0]:.4g} -> {with_pc.losses[-1]:.4g} "
+        f"(log loss falls {_mean_log_rate(with_pc):.3g} per step). Not covered by the theorem: its step size "
+        "belongs to the plain network, and PC starts at another function.",
+    ]
+    return "\n".join(lines)
+
+
+def plot(region: Bound, plain: Descent, with_pc: Descent, level: int, output: Path) -> list[Path]:
+    """Loss against steps beside the bound, and the fall per step beside the promised one."""
+    steps = range(len(plain.losses))
+    figure, (left, right) = subplots(1, 2, width=4.2)
+    left.plot([loss / plain.losses[0] for loss in plain.losses], label="gradient descent")
+    left.plot([region.contraction**t for t in steps], "k--", label="bound of theorem 1")
+    left.plot([loss / with_pc.losses[0] for loss in with_pc.losses], label=f"with PC level {level} (no theorem)")
+    left.set_yscale("log")
+    left.set_ylim(bottom=1e-20)
+    left.set_ylabel("loss / initial loss")
+    right.plot(_falls(plain), label="gradient descent")
+    right.axhline(1 - region.contraction, color="k", linestyle="--", label=r"promised: $\mu/\beta$")
+    right.plot(_falls(with_pc), label=f"with PC level {level} (no theorem)")
+    right.set_yscale("log")
+    right.set_ylabel("relative fall of the loss per step")
+    for axes in (left, right):
+        axes.set_xlabel("gradient descent step")
+    left.legend()
+    return save(figure, output / "theorem")
+
+
+def _falls(descent: Descent) -> list[float]:
+    """Relative fall of the loss in each step, as far down as float64 resolves it."""
+    return [
+        1 - after / before
+        for before, after in zip(descent.losses, descent.losses[1:])
+        if after > 1e-20 * descent.losses[0]
+    ]
+
+
+def _mean_log_rate(descent: Descent) -> float:
+    """Mean fall of the logarithm of the loss per step, as far down as float64 resolves it."""
+    steps = len(_falls(descent))
+    return math.log(descent.losses[0] / descent.losses[steps]) / steps
+
+
+def _preconditioned(weight: Tensor, config: PCConfig) -> Tensor:
+    u, _, vt = torch.linalg.svd(weight.detach(), full_matrices=False)
+    return effective_weight(weight, None, u[:, 0], vt[0], config)
+
+
+def _predict(weights: Sequence[Tensor], inputs: Tensor) -> Tensor:
+    for weight in weights:
+        inputs = weight @ inputs
+    return inputs
+
+
+def _with_singular_values(rows: int, columns: int, span: tuple[float, float], generator) -> Tensor:
+    shorter = min(rows, columns)
+    left = torch.linalg.qr(torch.randn(rows, shorter, generator=generator, dtype=torch.float64)).Q
+    right = torch.linalg.qr(torch.randn(columns, shorter, generator=generator, dtype=torch.float64)).Q
+    return left @ torch.diag(torch.linspace(*span, shorter, dtype=torch.float64)) @ right.T

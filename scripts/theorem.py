@@ -1,0 +1,31 @@
+"""Check the paper's convergence theorem in numbers on a small deep linear network.
+
+Usage: python scripts/theorem.py [--output DIR] [--steps N] [--level K] [--seed S]
+"""
+
+import argparse
+from pathlib import Path
+
+from pc.analysis import theorem
+from pc.errors import exit_on_user_error
+
+
+@exit_on_user_error
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path("outputs/theorem"), help="folder for the figure")
+    parser.add_argument("--steps", type=int, default=1500, help="gradient descent steps (default: 1500)")
+    parser.add_argument("--level", type=int, default=4, choices=(1, 2, 3, 4), help="PC level (default: 4)")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    problem = theorem.make_problem(seed=arguments.seed)
+    region = theorem.bound(problem)
+    plain = theorem.descend(problem, region, arguments.steps)
+    with_pc = theorem.descend(problem, region, arguments.steps, arguments.level)
+    print(theorem.report(problem, region, plain, with_pc, arguments.level))
+    for path in theorem.plot(region, plain, with_pc, arguments.level, arguments.output):
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Health metrics over ranks against one rank and a float64 SVD of gathered weights."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import pc
+from health_model import inputs, job_config, one_rank, transformer
+from pc.titan.metrics import HealthMetrics
+from ranks import run_ranks
+
+GLOBAL_BATCH = 12  # divides by every number of ranks
+
+
+def _collect(rank: int, layout: str | None, world_size: int) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Metrics after one step's forward pass, and the singular values of the gathered weights (float64)."""
+    model = transformer(layers=2)
+    model = pc.attach(model, pc.PCConfig(power_iterations=3))
+    dims, batch = one_rank(), inputs(0, GLOBAL_BATCH)
+    if layout in ("fsdp", "hsdp"):
+        shape = (2, world_size // 2) if layout == "hsdp" else (world_size,)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        for block in model.layers.values():
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        dims = SimpleNamespace(world_size=world_size, pp=1)
+        batch = batch.chunk(world_size)[rank]
+    elif layout == "pipeline":  # rank r has layer r alone
+        first_stage = transformer(layers=2)
+        pc.StepSchedule(pc.attach(first_stage, pc.PCConfig(power_iterations=3))).materialise()
+        del model.layers[str(1 - rank)]
+        if rank == 0:
+            model.norm = model.output = None
+        else:
+            model.tok_embeddings = None
+            del first_stage.layers["1"]
+            first_stage.norm = first_stage.output = None
+            batch = first_stage(batch).detach()
+        dims = SimpleNamespace(world_size=2, pp=2)
+    schedule = pc.StepSchedule(model)
+    schedule.materialise()
+    health = HealthMetrics(job_config(freq=1, spectra_freq=1), [model], schedule, dims)
+    health.start_step(1)
+    model(batch)
+    metrics = health.collect(1)
+    sigma = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name != "output":
+            weight = module.weight.full_tensor() if hasattr(module.weight, "full_tensor") else module.weight
+            sigma[name] = torch.linalg.svdvals(weight.detach().double()).tolist()
+    return metrics, sigma
+
+
+@pytest.mark.parametrize("layout, world_size", [("fsdp", 2), ("fsdp", 3), ("hsdp", 4), ("pipeline", 2)])
+def test_ranks_agree_with_one_rank_and_the_svd(layout, world_size):
+    expected, _ = _collect(0, None, 1)
+    results = run_ranks(world_size, _collect, layout, world_size)
+    for metrics, sigma in results:
+        assert metrics.keys() == expected.keys()
+        for key, value in expected.items():
+            # Float32: sums in another order, and PC(W) from differently batched products. The estimate's
+            # error is a difference of nearly equal numbers.
+            tolerance = 2e-6 if "estimate_error" in key else 2e-5 * abs(value)
+            assert abs(metrics[key] - value) < tolerance, key
+        for name, values in sigma.items():
+            condition = values[0] / (sum(values[-math.ceil(len(values) / 10) :]) / math.ceil(len(values) / 10))
+            assert metrics[f"spectra/condition/{name}"] == pytest.approx(condition, rel=2e-5)
+    assert expected["spectra/estimate_error/o/max"] > 1e-3  # control: there is an error to agree on
+    assert results[0][0]["signal/attention/absmax/1"] > 1.05 * expected["signal/attention/rms/1"]

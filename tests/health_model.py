@@ -1,0 +1,39 @@
+"""A small TorchTitan Llama and the little of a job's configuration that health metrics read."""
+
+from types import SimpleNamespace
+
+import torch
+from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+from torchtitan.models.llama3.model.args import RoPEScalingArgs
+
+from pc.titan.metrics import Health
+
+
+def transformer(layers: int = 2, seed: int = 0) -> Transformer:
+    """Width 48, vocabulary 64; weights large enough that layers and inputs differ visibly."""
+    args = TransformerModelArgs(
+        dim=48, n_layers=layers, n_heads=4, vocab_size=64, multiple_of=16, max_seq_len=32,
+        rope_scaling_args=RoPEScalingArgs(scaling_factor=1.0),
+    )  # fmt: skip
+    model = Transformer(args)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+            else:
+                parameter.fill_(1.0)
+    return model
+
+
+def inputs(index: int, size: int = 2) -> torch.Tensor:
+    """Token ids [size, 16], the same for the same index."""
+    return torch.randint(0, 64, (size, 16), generator=torch.Generator().manual_seed(index))
+
+
+def job_config(freq: int, spectra_freq: int) -> SimpleNamespace:
+    return SimpleNamespace(health=Health(freq=freq, spectra_freq=spectra_freq), pc=SimpleNamespace(blocks=["o", "ffn"]))
+
+
+def one_rank() -> SimpleNamespace:
+    return SimpleNamespace(world_size=1, pp=1)
