@@ -1,24 +1,26 @@
 """Muon for sharded matrices: `torch.optim.Muon` with its Newton-Schulz on owner ranks."""
 
-import math
-
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from pc.owner import local, run_on_owners
 
 # (a, b, c) of each Newton-Schulz step X <- a X + (b G + c G^2) X with G = X X^T.
-# "jordan2024": K. Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024; also torch's default
-# and the paper's (section 4.1).
-NEWTON_SCHULZ_COEFFICIENTS: dict[str, tuple[float, float, float]] = {"jordan2024": (3.4445, -4.7750, 2.0315)}
+NEWTON_SCHULZ_COEFFICIENTS: dict[str, tuple[float, float, float]] = {
+    # K. Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024; torch's default, and the paper's.
+    "jordan2024": (3.4445, -4.7750, 2.0315),
+}
 
 
 class Muon(torch.optim.Muon):
     """`torch.optim.Muon` that works on `DTensor` shards; same options, same results bit for bit.
 
     Momentum and the weight update are elementwise and stay on the shards. Each matrix is orthogonalised on
-    one owner rank (`pc.owner`), travelling there and back in bfloat16, which is what Newton-Schulz computes in.
+    one owner rank (`pc.owner`) by torch's own function, and travels there and back in bfloat16, which is what
+    that function computes in. Matrices are orthogonalised one by one: batched products round differently in
+    about one of fifty small matrices, and at the sizes of language models one product fills a device.
 
     The momentum is torch's running mean, `buf = mu buf + (1 - mu) g`. The paper writes `buf = mu buf + g`;
     the two differ by a constant factor that the orthogonalisation cancels, up to its epsilon of 1e-7 against
@@ -43,56 +45,21 @@ class Muon(torch.optim.Muon):
         if not parameters:
             return
         momentum, lr = group["momentum"], float(group["lr"])
-        shards, local_gradients, local_buffers = ([local(t) for t in x] for x in (parameters, gradients, buffers))
-        torch._foreach_lerp_(local_buffers, local_gradients, 1 - momentum)
-        updates = local_buffers
+        shards, local_gradients, updates = ([local(t) for t in x] for x in (parameters, gradients, buffers))
+        torch._foreach_lerp_(updates, local_gradients, 1 - momentum)
         if group["nesterov"]:
-            updates = torch._foreach_lerp(local_gradients, local_buffers, momentum)
-        # Onto the parameters' layout again, as bfloat16 copies that the results may overwrite.
+            updates = torch._foreach_lerp(local_gradients, updates, momentum)
+        # bfloat16 copies, which the results may overwrite, laid out as the parameters are
         updates = [_like(p, u.to(torch.bfloat16, copy=True)) for p, u in zip(parameters, updates, strict=True)]
         settings = (group["ns_coefficients"], group["ns_steps"], group["eps"])
         run_on_owners(_orthogonalise, [(u,) for u in updates], [(u,) for u in updates], [settings] * len(updates))
         torch._foreach_mul_(shards, 1 - lr * group["weight_decay"])
         for parameter, shard, update in zip(parameters, shards, updates, strict=True):
-            shard.add_(local(update), alpha=-lr * learning_rate_factor(group["adjust_lr_fn"], parameter.shape))
+            shard.add_(local(update), alpha=-_adjust_lr(lr, group["adjust_lr_fn"], parameter.shape))
 
 
-def newton_schulz(
-    update: Tensor, coefficients: tuple[float, float, float], steps: int, epsilon: float
-) -> Tensor:
-    """Push all singular values of `update` towards one; same as torch's, for a batch.
-
-    Args:
-        update: [B, n, m]; computed in bfloat16.
-        coefficients: (a, b, c) of the quintic.
-        steps: how many times to apply it.
-        epsilon: lower bound of the Frobenius norm that the matrices are divided by.
-
-    Returns:
-        [B, n, m] bfloat16.
-    """
-    a, b, c = coefficients
-    x = update.bfloat16()
-    tall = x.size(-2) > x.size(-1)
-    if tall:
-        x = x.mT
-    x = torch.stack([matrix / matrix.norm().clamp(min=epsilon) for matrix in x])
-    for _ in range(steps):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
-
-
-def learning_rate_factor(adjust: str | None, shape: torch.Size) -> float:
-    """What the learning rate of a matrix [n, m] is multiplied by; names as in `torch.optim.Muon`."""
-    n, m = shape[:2]
-    if adjust == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(n, m))
-    return math.sqrt(max(1, n / m))
-
-
-def _orthogonalise(settings: tuple, update: Tensor) -> tuple[Tensor]:
-    return (newton_schulz(update, *settings),)
+def _orthogonalise(settings: tuple, updates: Tensor) -> tuple[Tensor]:
+    return (torch.stack([_zeropower_via_newtonschulz(update, *settings) for update in updates]),)
 
 
 def _like(parameter: Tensor, shard: Tensor) -> Tensor:
@@ -106,4 +73,3 @@ def _like(parameter: Tensor, shard: Tensor) -> Tensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-
