@@ -60,6 +60,22 @@ def write_resolved(
     return resolved
 
 
+def to_config(resolved: dict[str, Any], config_class: type) -> Any:
+    """The dataclass with `resolved` set and its own defaults for the rest."""
+    annotations = typing.get_type_hints(config_class)
+    return config_class(
+        **{
+            key: to_config(value, annotations[key]) if dataclasses.is_dataclass(annotations[key]) else value
+            for key, value in resolved.items()
+        }
+    )
+
+
+def run_folder(path: str | Path, resolved: dict[str, Any]) -> Path:
+    """Where the run writes: `job.dump_folder`, or outputs/<name of the config> when that is not set."""
+    return Path(resolved.get("job", {}).get("dump_folder") or Path("outputs") / Path(path).stem)
+
+
 def chain(path: str | Path) -> list[Path]:
     """The file and its ancestors, youngest first."""
     return [file for file, _ in _read_bytes_of_chain(Path(path))]

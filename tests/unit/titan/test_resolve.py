@@ -8,7 +8,7 @@ import pytest
 
 from pc.errors import UserError
 from pc.files import sha256_of
-from pc.titan.resolve import chain, parse_overrides, resolve, write_resolved
+from pc.titan.resolve import chain, parse_overrides, resolve, run_folder, to_config, write_resolved
 
 
 @dataclass
@@ -198,6 +198,16 @@ def test_a_line_break_in_an_override_cannot_leave_the_comment(write, tmp_path):
     assert tomllib.loads((tmp_path / "c.toml").read_text()) == resolved == {
         "method": {"note": "x\n[training]\nsteps = 1"}
     }
+
+
+def test_to_config_fills_in_defaults():
+    config = to_config({"training": {"steps": 3, "loader": {"workers": 2}}}, Config)
+    assert config == Config(training=Training(steps=3, loader=Loader(workers=2)))
+
+
+def test_run_folder_is_named_after_the_config():
+    assert str(run_folder("configs/tiny.toml", {})) == "outputs/tiny"
+    assert str(run_folder("configs/tiny.toml", {"job": {"dump_folder": "elsewhere/run"}})) == "elsewhere/run"
 
 
 def test_torchtitan_own_config_is_understood(write):

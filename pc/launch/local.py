@@ -1,0 +1,58 @@
+"""Train one config on this machine: `python -m pc.launch.local CONFIG --section.key value ...`."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from pc.errors import UserError, exit_on_user_error
+from pc.launch import torchrun
+from pc.titan.config import JobConfig
+from pc.titan.resolve import resolve, run_folder
+
+DEMO = Path("data/demo")
+
+
+@exit_on_user_error
+def main() -> None:
+    if len(sys.argv) < 2:
+        raise UserError("no config named; usage: python -m pc.launch.local CONFIG --section.key value ...")
+    config, *overrides = sys.argv[1:]
+    resolved = resolve(config, overrides, JobConfig)
+    folder = run_folder(config, resolved)
+    processes = torchrun.processes_here()
+    fetch_demo_data(resolved)
+    run = subprocess.Popen(
+        torchrun.command(config, overrides, folder, processes), env=torchrun.environment(processes)
+    )
+    # Ctrl-C reaches torchrun too, since it shares the terminal; a plain kill has to be passed on.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: run.terminate())
+    signal.signal(signal.SIGUSR2, lambda *_: None)
+    if run.wait() == 0:
+        print(closing_words(config, folder))
+    sys.exit(run.returncode if run.returncode >= 0 else 128 - run.returncode)
+
+
+def fetch_demo_data(resolved: dict) -> None:
+    """Make the demo data when the config reads it."""
+    if Path(resolved.get("data", {}).get("path", "")) != DEMO:
+        return
+    if subprocess.run([sys.executable, "-m", "pc.data.demo"]).returncode:
+        raise UserError("the demo text could not be made (see above); another text: --data.path FOLDER")
+
+
+def closing_words(config: str, folder: Path) -> str:
+    """Where the run's results lie and what to try next."""
+    status = json.loads((folder / "status.json").read_text())
+    if status["state"] == "stopped":
+        return f"Stopped at step {status['step']}; the same command continues from {folder}/checkpoint."
+    return (
+        f"Checkpoints, metrics.jsonl and TensorBoard logs are in {folder}. Next: "
+        f"tensorboard --logdir {folder}/tb, or another config of train_configs/."
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""The command that trains one config: TorchTitan's trainer with PC under torchrun."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from pc.errors import UserError
+
+
+def processes_here() -> int:
+    """Processes per machine: NGPU, or one per GPU, or 1 on a machine without."""
+    gpus = torch.cuda.device_count()
+    wish = os.environ.get("NGPU", "")
+    if not wish:
+        return max(1, gpus)
+    if not wish.isdecimal() or int(wish) < 1:
+        raise UserError(f"NGPU={wish} should be a whole number of processes, at least 1")
+    if gpus and int(wish) > gpus:
+        raise UserError(f"NGPU={wish}, but this machine has {gpus} GPUs")
+    return int(wish)
+
+
+def command(
+    config: str | Path,
+    overrides: Sequence[str],
+    run_folder: Path,
+    processes: int,
+    rendezvous: Sequence[str] = ("--standalone",),
+) -> list[str]:
+    """Words of the torchrun command; rank 0 speaks on the console, every rank into run_folder/logs."""
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *rendezvous,
+        f"--nproc-per-node={processes}",
+        "--role=rank",
+        "--tee=3",
+        "--local-ranks-filter=0",
+        f"--log-dir={run_folder / 'logs'}",
+        "-m",
+        "pc.titan.train",
+        str(config),
+        *overrides,
+    ]
+
+
+def environment(processes: int) -> dict[str, str]:
+    """This process's environment, the CPU's cores shared out among the processes."""
+    threads = max(1, len(os.sched_getaffinity(0)) // processes)
+    return {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", **os.environ}

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Run the tests, setting up all they need on the way:
+#   ./run_tests.sh [--soak] [pytest arguments]
+# --soak runs the long ones instead of the usual ones.
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+
+marker="not soak"
+if [[ "${1:-}" == --soak ]]; then
+    marker="soak"
+    shift
+fi
+
+source "$here/scripts/set_up.sh"
+cd "$here"
+exec "$PYTHON" -m pytest -m "$marker" "$@"

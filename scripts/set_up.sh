@@ -1,0 +1,70 @@
+# Sourced by run_llama_train.sh and run_tests.sh: leaves `python` an interpreter with the project installed.
+# Uses the active environment, or .venv at the repository root, which it makes. Quick when all is there:
+# a stamp in the environment holds the checksum of what was installed.
+
+fail() {
+    echo "error: $*" >&2
+    exit 2
+}
+
+# Free space at the repository root in GiB, rounded down.
+free_gib() {
+    df -Pk "$ROOT" | awk 'NR == 2 {print int($4 / 1048576)}'
+}
+
+is_new_enough() {
+    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
+}
+
+choose_environment() {
+    if [[ -n "${VIRTUAL_ENV:-}" ]]; then
+        ENVIRONMENT=$VIRTUAL_ENV
+    elif [[ -n "${CONDA_PREFIX:-}" && "${CONDA_DEFAULT_ENV:-base}" != base ]]; then
+        ENVIRONMENT=$CONDA_PREFIX
+    else
+        ENVIRONMENT=$ROOT/.venv
+        if ! is_new_enough "$ENVIRONMENT/bin/python"; then
+            make_environment
+        fi
+    fi
+    PYTHON=$ENVIRONMENT/bin/python
+    is_new_enough "$PYTHON" ||
+        fail "Python 3.11 or newer is needed; $ENVIRONMENT has $("$PYTHON" --version 2>&1 || echo none)"
+}
+
+make_environment() {
+    local candidate
+    for candidate in python3 python3.13 python3.12 python3.11; do
+        if is_new_enough "$candidate"; then
+            [[ "$(free_gib)" -ge 8 ]] || fail "8 GiB of free disk are needed to install; $ROOT has $(free_gib) GiB"
+            echo "Making the environment $ENVIRONMENT with $("$candidate" --version)"
+            "$candidate" -m venv --clear "$ENVIRONMENT" >/dev/null ||
+                fail "$candidate cannot make an environment; on Debian and Ubuntu: apt-get install python3-venv"
+            return
+        fi
+    done
+    fail "Python 3.11 or newer is needed; python3 here is $(python3 --version 2>&1 || echo missing)"
+}
+
+install_project() {
+    local wanted stamp=$ENVIRONMENT/.pc-layer-installed
+    wanted="$(sha256sum <"$ROOT/pyproject.toml") $ROOT"
+    [[ "$(cat "$stamp" 2>/dev/null)" == "$wanted" ]] && return
+    "$PYTHON" -m pip --version >/dev/null 2>&1 || "$PYTHON" -m ensurepip >/dev/null 2>&1 ||
+        fail "$ENVIRONMENT has no pip; install pip there or deactivate it"
+    # torch first: the pin decides, not whatever a dependency of a dependency would choose
+    if ! "$PYTHON" -c 'import sys; from importlib.metadata import version
+sys.exit(not (2, 11) <= tuple(map(int, version("torch").split(".")[:2])) < (2, 14))' 2>/dev/null; then
+        [[ "$(free_gib)" -ge 8 ]] || fail "8 GiB of free disk are needed to install torch; $ROOT has $(free_gib) GiB"
+        echo "Installing torch 2.13.0 (once, some minutes)"
+        "$PYTHON" -m pip install --quiet torch==2.13.0 || fail "torch could not be installed; see above"
+    fi
+    [[ "$(free_gib)" -ge 2 ]] || fail "2 GiB of free disk are needed to install; $ROOT has $(free_gib) GiB"
+    echo "Installing the project and its dependencies into $ENVIRONMENT"
+    "$PYTHON" -m pip install --quiet --editable "$ROOT[test]" || fail "the project could not be installed; see above"
+    echo "$wanted" >"$stamp"
+}
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+choose_environment
+install_project
