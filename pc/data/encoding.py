@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -60,16 +61,24 @@ class Encoder:
 
 
 def _gigatoken(tokenizer: Tokenizer):
-    """A gigatoken tokenizer with the ids of `tokenizer`, or None."""
+    """A gigatoken tokenizer with the ids of `tokenizer`, or None where it cannot be had."""
     if not isinstance(tokenizer, SentencePieceTokenizer):
         return None
+    return _gigatoken_of(tokenizer.files["tokenizer.model"])
+
+
+@lru_cache(maxsize=2)  # it takes half a second to build
+def _gigatoken_of(model: bytes):
     try:
         import gigatoken
     except ImportError:
         return None
-    model = gigatoken.Tokenizer.from_sentencepiece(tokenizer.files["tokenizer.model"])
-    definition = json.loads(model._hf_json)
-    definition["added_tokens"] = []  # as it comes, it reads "</s>" in a text as the control token
+    try:
+        definition = json.loads(gigatoken.Tokenizer.from_sentencepiece(model)._hf_json)
+    except ValueError:  # only BPE models with byte fallback
+        return None
+    # As it comes, it reads "</s>" in a text as the control token.
+    definition["added_tokens"] = [token for token in definition["added_tokens"] if not token["special"]]
     return gigatoken.Tokenizer.from_json(json.dumps(definition))
 
 

@@ -77,8 +77,8 @@ def plot_lengths(lengths: dict[str, np.ndarray], path: str | Path) -> list[Path]
     from pc import plots
 
     figure, axes = plots.subplots(1, 2)
-    longest = max(int(one.max()) for one in lengths.values() if len(one))
-    bins = np.geomspace(1, longest + 1, 60)
+    together = np.concatenate(list(lengths.values()))
+    bins = np.geomspace(together.min(), together.max() + 1, 60)
     for split, one in lengths.items():
         if len(one):
             axes[0].hist(one, bins, weights=np.full(len(one), 100 / len(one)), histtype="step", label=split)

@@ -105,7 +105,8 @@ def open_parquet(file: str) -> pq.ParquetFile:
             return pq.ParquetFile(file, memory_map=True)
         import fsspec
 
-        return pq.ParquetFile(fsspec.open(file, "rb").open())
+        file_system, path = fsspec.url_to_fs(file)
+        return pq.ParquetFile(path, filesystem=file_system, pre_buffer=True)
     except (OSError, pa.ArrowException) as error:
         raise UserError(f"{file} is not a readable parquet file: {error}") from error
 

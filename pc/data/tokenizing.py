@@ -201,6 +201,7 @@ def _run_in_pool(output: Path, plan: Plan, todo: list[Unit], processes: int, bar
                 bar.update(progress.value - bar.n)
                 for future in finished:
                     future.result()
+            bar.update(bar.total - bar.n)  # text bytes per batch were rounded down
         except BrokenProcessPool as error:
             raise UserError("a tokenising process was killed, most likely because memory ran out: use fewer "
                             "--processes or a smaller --shard-megabytes, and repeat the command") from error
