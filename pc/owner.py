@@ -121,21 +121,28 @@ def shard_bounds(size: int, num_shards: int, shard: int) -> tuple[int, int]:
     return start, min(size, start + length) - start
 
 
+def sharding_dimensions(tensor: Tensor) -> list[int]:
+    """The dimensions of a tensor's device mesh over which it is spread; none for a plain tensor."""
+    if not isinstance(tensor, DTensor):
+        return []
+    return [
+        dimension
+        for dimension, placement in enumerate(tensor.placements)
+        if not isinstance(placement, Replicate) and tensor.device_mesh.size(dimension) > 1
+    ]
+
+
 def _route(tensors: Iterable[Tensor]) -> object:
     """Where an item's shards lie: None (whole here), a process group, or "gather" (several mesh dimensions)."""
     groups = set()
     for tensor in tensors:
-        if not isinstance(tensor, DTensor):
-            continue
-        for dimension, placement in enumerate(tensor.placements):
-            if isinstance(placement, Replicate):
-                continue
-            if not placement.is_shard():
+        for dimension in sharding_dimensions(tensor):
+            placement = tensor.placements[dimension]
+            if placement.is_partial():
                 raise ValueError(f"run_on_owners takes Shard and Replicate, not {placement}")
             if type(placement) is not Shard:
                 return "gather"  # the interleaved shards that tensor parallelism under FSDP makes
-            if tensor.device_mesh.size(dimension) > 1:
-                groups.add(tensor.device_mesh.get_group(dimension))
+            groups.add(tensor.device_mesh.get_group(dimension))
     if len(groups) > 1:
         return "gather"
     return groups.pop() if groups else None
@@ -182,14 +189,8 @@ class _Layout:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "_Layout":
-        sharded = []
-        if isinstance(tensor, DTensor):
-            sharded = [
-                placement.dim
-                for dimension, placement in enumerate(tensor.placements)
-                if placement.is_shard() and tensor.device_mesh.size(dimension) > 1
-            ]
-        return cls(tensor.shape, sharded[0] % tensor.ndim if sharded else None)
+        dimensions = sharding_dimensions(tensor)
+        return cls(tensor.shape, tensor.placements[dimensions[0]].dim % tensor.ndim if dimensions else None)
 
     def part(self, full: Tensor, num_shards: int, shard: int) -> Tensor:
         """The view of a full tensor that lies on rank `shard`."""

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from pc.config import PCConfig
 from pc.linear import PCLinear, effective_weight, named_pc_linears
-from pc.owner import local, run_on_owners
+from pc.owner import local, run_on_owners, sharding_dimensions
 from pc.spectral import initial_vectors, power_iteration
 
 
@@ -134,10 +134,7 @@ class StepSchedule:
         """W, gamma, u and v of every layer by name. The weights themselves belong to the model's state dict."""
         if self.weights_are_raw:
             self._store_raw()
-        return {
-            name: {"raw": s.raw, **{"gamma": g.detach() for g in s.gammas}, "u": s.u, "v": s.v}
-            for name, s in self.layers.items()
-        }
+        return self._tensors()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, dict[str, Tensor]]) -> None:
@@ -146,7 +143,7 @@ class StepSchedule:
         Raises:
             KeyError: layers or tensors are missing or unknown.
         """
-        own = self.state_dict()
+        own = self._tensors()
         if own.keys() != state_dict.keys():
             raise KeyError(f"PC state of other layers: {sorted(own.keys() ^ state_dict.keys())}")
         for name, tensors in own.items():
@@ -156,6 +153,12 @@ class StepSchedule:
                 local(tensor).copy_(local(state_dict[name][key]))
         self.weights_are_raw = False
         self._pulled_back = False
+
+    def _tensors(self) -> dict[str, dict[str, Tensor]]:
+        return {
+            name: {"raw": s.raw, **{"gamma": g.detach() for g in s.gammas}, "u": s.u, "v": s.v}
+            for name, s in self.layers.items()
+        }
 
     def _local_weights_and_raws(self) -> tuple[list[Tensor], list[Tensor]]:
         layers = self.layers.values()
@@ -203,8 +206,10 @@ def _distribute_like(weight: Tensor, vector: Tensor) -> Tensor:
     """`vector` on the weight's mesh, sharded along the mesh dimension that shards the weight, if it is one."""
     if not isinstance(weight, DTensor):
         return vector
-    sharded = [placement.is_shard() for placement in weight.placements]
-    placements = [Shard(0) if is_sharded and sum(sharded) == 1 else Replicate() for is_sharded in sharded]
+    dimensions = sharding_dimensions(weight)
+    placements = [
+        Shard(0) if dimensions == [dimension] else Replicate() for dimension in range(weight.device_mesh.ndim)
+    ]
     return distribute_tensor(vector, weight.device_mesh, placements, src_data_rank=None)
 
 

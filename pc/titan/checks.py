@@ -1,0 +1,75 @@
+"""Combinations that cannot work are refused before the first step, in a sentence each."""
+
+from torchtitan.distributed import ParallelDims
+
+from pc.errors import UserError
+from pc.titan import device
+from pc.titan.batch import accumulation_steps
+from pc.titan.config import JobConfig
+from pc.titan.llama2 import FLAVORS
+
+
+def check(config: JobConfig, dims: ParallelDims) -> None:
+    """Raises UserError naming the key and what would be right."""
+    _check_model(config)
+    _check_parallelism(config, dims)
+    _check_precision(config)
+    if device.is_cpu():
+        _check_cpu(config, dims)
+    accumulation_steps(
+        config.training.global_batch_size, config.training.local_batch_size, dims.dp_replicate * dims.dp_shard
+    )
+    if config.pc.enable:
+        config.pc.to_pc_config()
+
+
+def _check_model(config: JobConfig) -> None:
+    if config.model.flavor not in FLAVORS:
+        raise UserError(f"model.flavor = {config.model.flavor!r} should be one of {', '.join(FLAVORS)}")
+    if config.training.seq_len < 1:
+        raise UserError(f"training.seq_len = {config.training.seq_len} should be at least 1")
+    if config.checkpoint.enable and config.checkpoint.keep_latest_k == 1:
+        raise UserError("checkpoint.keep_latest_k = 1 could lose the last whole checkpoint; use 2 or more, or 0 for all")
+
+
+def _check_parallelism(config: JobConfig, dims: ParallelDims) -> None:
+    if dims.dp_replicate > 1 and dims.dp_shard == 1 and dims.cp == 1:
+        raise UserError(
+            "parallelism.data_parallel_replicate_degree without sharding is plain data parallelism, which "
+            "TorchTitan 0.2.2 averages twice; use data_parallel_shard_degree, alone or with it"
+        )
+    if dims.ep > 1:
+        raise UserError("parallelism.expert_parallel_degree is for mixtures of experts; Llama 2 has none, use 1")
+    if config.pc.enable and config.pc.schedule == "forward" and dims.tp > 1:
+        raise UserError(
+            'pc.schedule = "forward" needs whole weights in the forward pass, which tensor parallelism splits; use "step"'
+        )
+    if config.optimizer.early_step_in_backward:
+        raise UserError("optimizer.early_step_in_backward leaves no place for clipping and PC; use false")
+    heads = FLAVORS[config.model.flavor].n_heads
+    if heads % dims.tp:
+        raise UserError(f"parallelism.tensor_parallel_degree = {dims.tp} should divide the {heads} heads")
+    if config.training.seq_len % dims.seq_len_divisor:
+        raise UserError(
+            f"training.seq_len = {config.training.seq_len} should be a multiple of {dims.seq_len_divisor} "
+            "(tensor parallel degree x 2 x context parallel degree)"
+        )
+
+
+def _check_precision(config: JobConfig) -> None:
+    if config.training.dtype != "float32":
+        raise UserError('training.dtype should be "float32": raw weights are kept in it; mixed_precision_param may be bfloat16')
+
+
+def _check_cpu(config: JobConfig, dims: ParallelDims) -> None:
+    refused = {
+        "profiling.enable_profiling": config.profiling.enable_profiling,
+        "profiling.enable_memory_snapshot": config.profiling.enable_memory_snapshot,
+        "training.enable_cpu_offload": config.training.enable_cpu_offload,
+        'checkpoint.async_mode = "async_with_pinned_mem"': config.checkpoint.async_mode == "async_with_pinned_mem",
+    }
+    for key, is_set in refused.items():
+        if is_set:
+            raise UserError(f"{key} needs a GPU, and this machine has none; turn it off")
+    if dims.cp > 1:
+        raise UserError("parallelism.context_parallel_degree needs a GPU: PyTorch has no rule for CPU attention; use 1")

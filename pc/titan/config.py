@@ -1,0 +1,135 @@
+# No `from __future__ import annotations` here: TorchTitan merges these classes by their fields' real types.
+"""TorchTitan's JobConfig with the sections [pc], [data], [health] and [evaluation]."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+import torchtitan.config.job_config as titan
+
+from pc.config import PCConfig
+from pc.titan.metrics import Health
+
+
+@dataclass
+class PC:
+    """Polynomial weight preconditioning (see `pc.PCConfig`)."""
+
+    enable: bool = False
+    """Precondition weights. Off: the same trainer trains a plain Llama 2, the baseline."""
+
+    level: int | str | dict[str, int | str] = 4
+    """Strength: 1 to 4, or "polar_express"; or a table with one for each entry of blocks."""
+
+    blocks: list[str] = field(default_factory=lambda: ["o", "ffn"])
+    """Layers to precondition: q, k, v, o, gate, up, down, and the groups qk and ffn."""
+
+    power_iterations: int = 10
+    """Power-iteration steps per optimizer step that estimate the spectral norm."""
+
+    norm_recovery: bool = True
+    """Multiply by the estimated spectral norm again after the polynomial."""
+
+    learnable_gamma: bool = True
+    """Multiply by a learnable scalar per matrix."""
+
+    schedule: Literal["step", "forward"] = "step"
+    """When PC(W) is evaluated: once per optimizer step, or in every forward pass inside the graph."""
+
+    compute_dtype: Literal["float32", "tf32", "bfloat16"] = "float32"
+    """Precision of the polynomial's matrix products. The raw weight and all else of PC stay in float32."""
+
+    def to_pc_config(self) -> PCConfig:
+        """The method's own configuration, checked; raises UserError."""
+        values = asdict(self)
+        del values["enable"]
+        return PCConfig(**values)
+
+
+@dataclass
+class Data:
+    """Where tokens come from (see docs/data.md)."""
+
+    path: str = "data/demo"
+    """Folder of token shards with a manifest."""
+
+    validation_path: str = ""
+    """Another folder to take the validation split from; empty: the same."""
+
+    validation_sequences: int = 64
+    """Sequences to validate on, the same ones every time, over all ranks."""
+
+    seed: int = 0
+    """Order of the training sequences."""
+
+    streaming: str = ""
+    """For a quick look: a Hub dataset, "name" or "name:subset", tokenised while training instead of `path`."""
+
+    tokenizer: str = ""
+    """Tokenizer for streaming: a Hugging Face folder, a SentencePiece model or a tiktoken encoding; empty: the
+    default one. Shards know theirs."""
+
+
+@dataclass
+class Model(titan.Model):
+    """TorchTitan's section, with the size of the vocabulary."""
+
+    name: str = "pc_llama2"
+    """Train spec; this project's is pc_llama2."""
+
+    flavor: str = "debug"
+    """Size: debug, 60M, 271M or 1B."""
+
+    vocab_size: int = 32_000
+    """Rows of the embedding and of the output head; at least the tokenizer's entries."""
+
+
+@dataclass
+class Optimizer(titan.Optimizer):
+    """TorchTitan's section, with Muon. AdamW's keys also serve what Muon does not train."""
+
+    name: Literal["AdamW", "Muon"] = "AdamW"
+    """"Muon" trains the hidden matrices with Muon and the rest with AdamW."""
+
+    muon_momentum: float = 0.95
+    """Momentum of Muon."""
+
+    muon_nesterov: bool = True
+    """Nesterov momentum in Muon."""
+
+    muon_steps: int = 5
+    """Newton-Schulz steps."""
+
+    muon_coefficients: str = "jordan2024"
+    """Newton-Schulz coefficients, by their name in `pc.muon.NEWTON_SCHULZ_COEFFICIENTS`."""
+
+    muon_adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """How Muon scales the learning rate with a matrix's shape."""
+
+
+@dataclass
+class Evaluation:
+    """Zero-shot scores while training (see docs/evaluation.md)."""
+
+    interval: int = 0
+    """Score every so many steps; 0 is never."""
+
+    tasks: list[str] = field(default_factory=lambda: ["lambada_openai", "piqa", "arc_easy"])
+    """Tasks of the nine to score."""
+
+    limit: int = 200
+    """Items per task; 0 is all."""
+
+    data: str = ""
+    """Folder of the tasks as JSON lines; empty: from the Hub."""
+
+
+@dataclass
+class JobConfig(titan.JobConfig):
+    """All sections."""
+
+    model: Model = field(default_factory=Model)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    pc: PC = field(default_factory=PC)
+    data: Data = field(default_factory=Data)
+    health: Health = field(default_factory=Health)
+    evaluation: Evaluation = field(default_factory=Evaluation)

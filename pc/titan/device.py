@@ -1,0 +1,72 @@
+"""Lets TorchTitan 0.2.2 run on a CPU, which it does not foresee."""
+
+import os
+import resource
+import sys
+from collections import namedtuple
+
+import torch
+import torchtitan.tools.utils as titan_utils
+
+_Properties = namedtuple("_Properties", ["total_memory"])
+
+
+class CPUModule:
+    """What TorchTitan asks of `torch.cuda`, answered for the CPU: one process is one device."""
+
+    @staticmethod
+    def set_device(device) -> None:
+        pass
+
+    @staticmethod
+    def current_device() -> int:
+        return 0
+
+    @staticmethod
+    def synchronize(device=None) -> None:
+        pass
+
+    @staticmethod
+    def get_device_name(device=None) -> str:
+        return "CPU"
+
+    @staticmethod
+    def get_device_properties(device=None) -> _Properties:
+        return _Properties(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+    @staticmethod
+    def memory_stats(device=None) -> dict[str, int]:
+        """Peak bytes of this process since it started."""
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return {"active_bytes.all.peak": peak, "reserved_bytes.all.peak": peak, "num_alloc_retries": 0, "num_ooms": 0}
+
+    @staticmethod
+    def reset_peak_memory_stats(device=None) -> None:
+        pass
+
+    @staticmethod
+    def empty_cache() -> None:
+        pass
+
+
+def use_cpu_where_there_is_no_gpu() -> None:
+    """Replace the device that TorchTitan falls back to, in the modules that copied it on import too."""
+    if torch.accelerator.is_available():
+        return
+    replacements = {"device_type": "cpu", "device_module": CPUModule, "get_peak_flops": _no_peak}
+    originals = {name: getattr(titan_utils, name) for name in replacements}
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith("torchtitan"):
+            for name, value in replacements.items():
+                if module.__dict__.get(name) is originals[name]:
+                    setattr(module, name, value)
+
+
+def is_cpu() -> bool:
+    """Whether this process trains on the CPU."""
+    return titan_utils.device_type == "cpu"
+
+
+def _no_peak(device_name: str) -> float:
+    # No rate of a CPU is known, so the utilisation of it reads as 0 %.
+    return float("inf")

@@ -1,0 +1,107 @@
+"""Llama 2 on TorchTitan's Llama: sizes, and an initialisation that no layout of ranks can change."""
+
+import hashlib
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
+from torchtitan.models.llama3.model.model import Transformer
+
+from pc.linear import clean_name, named_pc_linears
+
+
+@dataclass
+class Llama2Args(TransformerModelArgs):
+    """Llama 2: rotary base 10000 without scaling (upstream's default scales), untied head, 32,000 tokens."""
+
+    vocab_size: int = 32_000
+    rope_theta: float = 10_000
+    norm_eps: float = 1e-5
+    rope_scaling_args: RoPEScalingArgs = field(default_factory=lambda: RoPEScalingArgs(scaling_factor=1.0))
+    init_seed: int = 0
+    """Start of the weights' random numbers; `debug.seed`."""
+
+    def update_from_config(self, job_config, **kwargs) -> None:
+        super().update_from_config(job_config, **kwargs)
+        self.vocab_size = job_config.model.vocab_size
+        self.init_seed = job_config.debug.seed or 0
+
+
+# Paper, table 5, and two smaller ones. `multiple_of` rounds 8/3 d up to the FFN's width: 704, 1408, 2816, 5632.
+FLAVORS: dict[str, Llama2Args] = {
+    "debug": Llama2Args(dim=256, n_layers=4, n_heads=4, multiple_of=64),
+    "60M": Llama2Args(dim=512, n_layers=8, n_heads=8, multiple_of=128),
+    "271M": Llama2Args(dim=1024, n_layers=16, n_heads=16, multiple_of=256),
+    "1B": Llama2Args(dim=2048, n_layers=18, n_heads=16, multiple_of=256),
+}
+
+
+class Llama2(Transformer):
+    """TorchTitan's transformer, initialised per parameter name.
+
+    Each parameter is drawn whole from a generator seeded by its name, then cut into this rank's shard. So the
+    start is the same on any number of ranks and under any parallelism; torch's own random initialisation
+    gives every CPU rank the same shard, and pipeline stages other numbers than one process.
+    """
+
+    def init_weights(self, buffer_device: torch.device | None = None) -> None:
+        """Fill all parameters and buffers, PC's too."""
+        with torch.device(buffer_device or self.freqs_cis.device):
+            self.freqs_cis = self._precompute_freqs_cis()
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                name = clean_name(name)
+                if not name.endswith(".gamma"):
+                    draw_parameter(name, parameter, self.model_args)
+            for _, layer in named_pc_linears(self):
+                layer.reset_pc_parameters()
+
+
+def draw_parameter(name: str, parameter: Tensor, args: Llama2Args) -> None:
+    """Initialise one parameter in place (released code's scheme; see `initial_std`)."""
+    if name.endswith("norm.weight"):
+        parameter.fill_(1.0)
+        return
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    seed = int.from_bytes(hashlib.sha256(f"{args.init_seed}.{name}".encode()).digest()[:8], "big") >> 1
+    generator = torch.Generator(local.device).manual_seed(seed)
+    full = torch.empty(parameter.shape, device=local.device)
+    if name == "output.weight":
+        full.uniform_(-1.0, 1.0, generator=generator)
+        cut = math.erf(3.0 / math.sqrt(2.0))  # a normal within three standard deviations, by inversion
+        full.mul_(cut).erfinv_().mul_(math.sqrt(2.0))
+    else:
+        full.normal_(generator=generator)
+    full *= initial_std(name, args)
+    if isinstance(parameter, DTensor):
+        full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
+    local.copy_(full)
+
+
+def initial_std(name: str, args: Llama2Args) -> float:
+    """Standard deviation of a matrix at the start: embedding 1; wq, wk, wv, w1 0.02; wo, w2, w3 less with depth;
+    head d^-0.5.
+
+    Raises:
+        ValueError: a parameter this model does not have.
+    """
+    if name == "tok_embeddings.weight":
+        return 1.0
+    if name == "output.weight":
+        return args.dim**-0.5
+    _, layer, _, matrix, _ = name.split(".")
+    if matrix in ("wq", "wk", "wv", "w1"):
+        return 0.02
+    if matrix in ("wo", "w2", "w3"):
+        return 0.02 / math.sqrt(2 * (int(layer) + 1))
+    raise ValueError(f"no initialisation for {name}")
+
+
+def count_parameters(args: Llama2Args) -> int:
+    """Parameters of the plain model."""
+    with torch.device("meta"):
+        model: nn.Module = Transformer(args)
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,170 @@
+"""AdamW or Muon with AdamW, groups by name, all their state in the checkpoint, and PC's hooks around the step."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torchtitan.components.lr_scheduler import LRSchedulersContainer, build_lr_schedulers
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.distributed import ParallelDims
+from torchtitan.tools.logging import logger
+
+from pc.errors import UserError
+from pc.forward import refresh
+from pc.linear import block_of, clean_name, named_pc_linears
+from pc.muon import NEWTON_SCHULZ_COEFFICIENTS, Muon
+from pc.step import StepSchedule
+from pc.titan.config import Optimizer
+
+# What a parameter is, by its name; every parameter must be one of these.
+GROUPS = ("hidden matrices", "embedding", "head", "vectors", "gamma")
+
+
+def group_of(name: str) -> str:
+    """The group of a parameter.
+
+    Raises:
+        UserError: a name that belongs to none, rather than an optimizer it was never meant for.
+    """
+    if name == "tok_embeddings.weight":
+        return "embedding"
+    if name == "output.weight":
+        return "head"
+    if name.endswith("norm.weight"):
+        return "vectors"
+    layer, _, kind = name.rpartition(".")
+    if block_of(layer) and kind in ("weight", "gamma"):
+        return "hidden matrices" if kind == "weight" else "gamma"
+    raise UserError(f"no optimizer group for parameter {name}; groups are {', '.join(GROUPS)}")
+
+
+class Optimizers(OptimizersContainer):
+    """AdamW, or Muon and AdamW, for each model part; with PC in schedule "step", on the raw weights.
+
+    Upstream's container pairs one optimizer with each model part and drops any other from the checkpoint;
+    this one keeps a list for each part.
+    """
+
+    def __init__(self, model_parts: list[nn.Module], config: Optimizer) -> None:
+        self.model_parts = model_parts
+        self.by_part = [_build(model, config) for model in model_parts]
+        self.optimizers = [optimizer for by_kind in self.by_part for optimizer in by_kind.values()]
+        parameters = [p for model in model_parts for p in model.parameters()]
+        self._post_init(parameters, {"lr": config.lr})
+        _log_groups(model_parts, config)
+        self.schedule = _add_pc(self, model_parts)
+
+    def named(self) -> Iterator[tuple[str, torch.optim.Optimizer]]:
+        """Each optimizer with its kind."""
+        for by_kind in self.by_part:
+            yield from by_kind.items()
+
+    def state_dict(self) -> dict[str, Any]:
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        state: dict[str, Any] = {}
+        for model, by_kind in zip(self.model_parts, self.by_part, strict=True):
+            state |= get_optimizer_state_dict(model, list(by_kind.values()), options=options)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        for model, by_kind in zip(self.model_parts, self.by_part, strict=True):
+            set_optimizer_state_dict(model, list(by_kind.values()), optim_state_dict=state_dict, options=options)
+
+
+class LRSchedulers(LRSchedulersContainer):
+    """Upstream's schedulers, each optimizer kind's own state saved and restored."""
+
+    def __init__(self, optimizers: Optimizers, upstream: LRSchedulersContainer) -> None:
+        self.schedulers = upstream.schedulers
+        self._kinds = [kind for kind, _ in optimizers.named()]
+
+    def state_dict(self) -> dict[str, Any]:
+        # Optimizers of one kind in several pipeline stages have equal schedules.
+        return {
+            kind: {key: value for key, value in scheduler.state_dict().items() if key != "lr_lambdas"}
+            for kind, scheduler in zip(self._kinds, self.schedulers, strict=True)
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for kind, scheduler in zip(self._kinds, self.schedulers, strict=True):
+            scheduler.load_state_dict({**state_dict[kind], "lr_lambdas": [None] * len(scheduler.lr_lambdas)})
+
+
+def build_optimizers(model_parts: list[nn.Module], config: Optimizer, parallel_dims: ParallelDims) -> Optimizers:
+    """For TorchTitan's TrainSpec."""
+    return Optimizers(model_parts, config)
+
+
+def build_schedulers(optimizers: Optimizers, config, training_steps: int) -> LRSchedulers:
+    """For TorchTitan's TrainSpec: upstream's warmup, plateau and decay for every group of every optimizer."""
+    return LRSchedulers(optimizers, build_lr_schedulers(optimizers, config, training_steps))
+
+
+def _build(model: nn.Module, config: Optimizer) -> dict[str, torch.optim.Optimizer]:
+    muon, adamw = [], []
+    for name, parameter in model.named_parameters():
+        group = group_of(clean_name(name))
+        (muon if config.name == "Muon" and group == "hidden matrices" else adamw).append(parameter)
+    optimizers: dict[str, torch.optim.Optimizer] = {}
+    if muon:
+        if config.muon_coefficients not in NEWTON_SCHULZ_COEFFICIENTS:
+            raise UserError(
+                f"optimizer.muon_coefficients = {config.muon_coefficients!r} should be one of "
+                f"{', '.join(NEWTON_SCHULZ_COEFFICIENTS)}"
+            )
+        optimizers["muon"] = Muon(
+            muon,
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            momentum=config.muon_momentum,
+            nesterov=config.muon_nesterov,
+            ns_coefficients=NEWTON_SCHULZ_COEFFICIENTS[config.muon_coefficients],
+            ns_steps=config.muon_steps,
+            adjust_lr_fn=config.muon_adjust_lr,
+        )
+    if adamw:
+        optimizers["adamw"] = torch.optim.AdamW(
+            adamw,
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=config.implementation == "fused",
+            foreach=config.implementation == "foreach",
+        )
+    return optimizers
+
+
+def _log_groups(model_parts: list[nn.Module], config: Optimizer) -> None:
+    members: dict[str, list[Tensor]] = {group: [] for group in GROUPS}
+    for model in model_parts:
+        for name, parameter in model.named_parameters():
+            members[group_of(clean_name(name))].append(parameter)
+    for group, parameters in members.items():
+        if parameters:
+            kind = config.name if group == "hidden matrices" else "AdamW"
+            count = sum(parameter.numel() for parameter in parameters)
+            logger.info(f"Optimizer group {group!r}: {kind}, {len(parameters)} tensors, {count:,} parameters")
+
+
+def _add_pc(optimizers: Optimizers, model_parts: list[nn.Module]) -> StepSchedule | None:
+    """Hooks on the container. On the inner optimizers, the empty step that creates their state would fire them."""
+    schedules = {layer.config.schedule for model in model_parts for _, layer in named_pc_linears(model)}
+    if schedules == {"forward"}:
+        for model in model_parts:
+            refresh(model)
+        optimizers.register_step_post_hook(lambda *_: [refresh(model) for model in model_parts])
+        return None
+    if not schedules:
+        return None
+    schedule = StepSchedule(*model_parts)
+    optimizers.register_step_pre_hook(lambda *_: schedule.restore_raw())
+    optimizers.register_step_post_hook(lambda *_: schedule.materialise())
+    return schedule

@@ -1,0 +1,95 @@
+"""PC and TorchTitan's parallelisms on one model, in the order in which they compose."""
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import apply_ac
+from torchtitan.distributed.context_parallel import apply_cp_to_attention_module
+from torchtitan.distributed.tensor_parallel import maybe_enable_async_tp
+from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list, apply_compile, apply_fsdp, apply_tp
+
+from pc.attach import attach
+from pc.config import PCConfig
+from pc.linear import block_of, named_pc_linears
+from pc.titan import device
+from pc.titan.config import JobConfig
+
+
+class AlwaysSharded(ParallelDims):
+    """TorchTitan's ParallelDims with FSDP on one rank too.
+
+    Upstream trains a single rank without FSDP under autocast, which are other numerics than many ranks have.
+    """
+
+    @property
+    def fsdp_enabled(self) -> bool:
+        return True
+
+    def _mesh_exist(self, name: str, degree: int) -> bool:
+        return name == "fsdp" or super()._mesh_exist(name, degree)
+
+
+def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
+    """Tensor and context parallelism, PC, activation checkpointing, compilation per block, FSDP.
+
+    PC comes after tensor parallelism, which would shard gamma with the weight, and before all that hides
+    the linear layers. The model, or one pipeline stage of it, is on the meta device.
+    """
+    if parallel_dims.tp_enabled:
+        tp_mesh = parallel_dims.get_mesh("tp")
+        apply_tp(
+            model,
+            tp_mesh,
+            loss_parallel=not job_config.parallelism.disable_loss_parallel,
+            enable_float8_tensorwise_tp=False,
+            cp_enabled=parallel_dims.cp_enabled,
+        )
+        maybe_enable_async_tp(job_config, tp_mesh)
+    if parallel_dims.cp_enabled:
+        apply_cp_to_attention_module(
+            [block.attention.inner_attention for block in model.layers.values()],
+            parallel_dims.get_mesh("cp"),
+            model.model_args.attn_type,
+        )
+    if job_config.pc.enable:
+        attach_to_stage(model, job_config.pc.to_pc_config())
+        for _, layer in named_pc_linears(model):
+            layer.hides_pc_state = True  # the checkpoint has gamma, u and v apart from the model
+        if parallel_dims.tp_enabled:
+            for _, layer in named_pc_linears(model):
+                if layer.gamma is not None:  # on the weights' mesh, or clipping could not add up the norms
+                    layer.gamma = nn.Parameter(distribute_tensor(layer.gamma, tp_mesh, [Replicate()]))
+    compile_model = job_config.compile.enable and "model" in job_config.compile.components
+    if job_config.activation_checkpoint.mode != "none":
+        apply_ac(
+            model,
+            job_config.activation_checkpoint,
+            model_compile_enabled=compile_model,
+            op_sac_save_list=_op_sac_save_list,
+            base_folder=job_config.job.dump_folder,
+        )
+    if compile_model:
+        apply_compile(model, job_config.compile)
+    names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
+    apply_fsdp(
+        model,
+        parallel_dims.get_mesh(names),
+        param_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
+        reduce_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_reduce],
+        pp_enabled=parallel_dims.pp_enabled,
+        cpu_offload=job_config.training.enable_cpu_offload,
+        reshard_after_forward_policy=job_config.parallelism.fsdp_reshard_after_forward,
+    )
+    if device.is_cpu():
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+    return model
+
+
+def attach_to_stage(model: nn.Module, config: PCConfig) -> None:
+    """`pc.attach`, but a pipeline stage without any of the named layers (the head alone, say) is in order."""
+    if any(block_of(name) for name, module in model.named_modules() if isinstance(module, nn.Linear)):
+        attach(model, config)

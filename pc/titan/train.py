@@ -1,0 +1,235 @@
+"""Train from one TOML: `torchrun ... -m pc.titan.train CONFIG.toml --section.key value ...`.
+
+TorchTitan's trainer, with PC around its optimizer step. What happens in one step:
+
+    micro-batches           forward and backward on the effective weights         (upstream)
+    end of the last one     gradients of PC(W) become gradients of W and gamma     `forward_backward_step`
+    clipping                                                                       (upstream)
+    optimizers.step()       W in place; step; W into store, PC(W) in place         hooks of `pc.titan.optimizers`
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchtitan.config import ConfigManager
+from torchtitan.components.loss import build_cross_entropy_loss
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.distributed.pipeline_parallel import pipeline_llm
+from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
+from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
+from torchtitan.tools.logging import init_logger, logger
+from torchtitan.train import Trainer
+
+from pc import data
+from pc.errors import UserError
+from pc.titan import method
+from pc.titan.checks import check
+from pc.titan.config import JobConfig
+from pc.titan.llama2 import FLAVORS, Llama2
+from pc.titan.metrics import HealthMetrics, build_metrics_processor
+from pc.titan.optimizers import build_optimizers, build_schedulers
+from pc.titan.parallelize import AlwaysSharded, parallelize
+from pc.titan.resolve import resolve, run_folder, write_resolved
+from pc.titan.status import write_environment, write_status
+from pc.titan.validate import FixedValidator
+
+
+class PCTrainer(Trainer):
+    """TorchTitan's trainer with PC, a stop on request, and a status file.
+
+    On SIGUSR2 to any rank all ranks save a checkpoint after the step under way and end normally.
+    """
+
+    def __init__(self, job_config: JobConfig) -> None:
+        self.stopped = False
+        self._micro_batches_done = 0
+        self._stop_requested = False
+        super().__init__(job_config)
+        signal.signal(signal.SIGUSR2, self._request_stop)
+        self._agreement_group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+        self.pc_schedule = self.optimizers.schedule
+        self.health = HealthMetrics(job_config, self.model_parts, self.pc_schedule, self.parallel_dims)
+        states = self.checkpointer.states
+        states[method.Fingerprint.KEY] = method.Fingerprint(job_config.pc)
+        if self.pc_schedule is not None:
+            states["pc"] = self.pc_schedule
+        elif job_config.pc.enable:
+            states["pc"] = method.ForwardState(self.model_parts)
+
+    def init_distributed(self) -> ParallelDims:
+        """Upstream's, with FSDP at every size."""
+        upstream = super().init_distributed()
+        fields = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "world_size")
+        dims = AlwaysSharded(**{name: getattr(upstream, name) for name in fields})
+        check(self.job_config, dims)
+        return dims
+
+    def train(self) -> None:
+        self._require_same_method()
+        write_status(self._folder, "running", self.step, self._steps) if dist.get_rank() == 0 else None
+        super().train()
+        if dist.get_rank() == 0:
+            state = "stopped" if self.stopped else "finished"
+            write_status(self._folder, state, self.step, self._steps, "asked to stop" if self.stopped else "")
+
+    def train_step(self, data_iterator) -> None:
+        if self.pc_schedule is not None and self.pc_schedule.weights_are_raw:
+            # The first step of a new run, after any checkpoint was loaded.
+            self.pc_schedule.materialise()
+        self._micro_batches_done = 0
+        self.health.start_step(self.step)
+        super().train_step(data_iterator)
+        self.metrics_processor.log_health(self.step, self.health.collect(self.step))
+
+    def forward_backward_step(self, *, input_dict, labels, global_valid_tokens) -> Tensor:
+        loss = super().forward_backward_step(
+            input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
+        )
+        self._micro_batches_done += 1
+        if self._micro_batches_done == self.gradient_accumulation_steps:
+            self._finish_gradients(global_valid_tokens)
+        return loss
+
+    def should_continue_training(self) -> bool:
+        if not super().should_continue_training():
+            return False
+        if self._agree_to_stop():
+            logger.info(f"Asked to stop: saving step {self.step}")
+            if self.step:
+                self.checkpointer.save(self.step, last_step=True)
+            self.stopped = True
+            return False
+        return True
+
+    def _finish_gradients(self, global_valid_tokens) -> None:
+        """Gradients of the whole step are complete: make them those of the mean loss, then those of W and gamma."""
+        if self.parallel_dims.pp_enabled:
+            # TorchTitan 0.2.2 never divides by the token count under pipeline parallelism.
+            for model in self.model_parts:
+                for parameter in model.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.div_(global_valid_tokens)
+        if self.pc_schedule is not None:
+            self.pc_schedule.pull_back()
+
+    def _require_same_method(self) -> None:
+        """Before anything is loaded, so that the message is about the method and not about missing tensors."""
+        checkpointer = self.checkpointer
+        if not checkpointer.enable:
+            return
+        step = self.job_config.checkpoint.load_step
+        step = checkpointer._find_load_step() if step == -1 else step
+        if step > 0 and os.path.exists(checkpointer.folder):
+            method.require(checkpointer._create_checkpoint_id(step), self.job_config.pc)
+        elif checkpointer.initial_load_path and not checkpointer.initial_load_model_only:
+            method.require(checkpointer.initial_load_path, self.job_config.pc)
+
+    def _request_stop(self, *_) -> None:
+        self._stop_requested = True
+
+    def _agree_to_stop(self) -> bool:
+        if self._agreement_group is None:
+            return self._stop_requested
+        # On the CPU: the ranks' Python waits for each other, their GPUs do not.
+        requested = torch.tensor(int(self._stop_requested))
+        dist.all_reduce(requested, dist.ReduceOp.MAX, group=self._agreement_group)
+        return bool(requested)
+
+    @property
+    def _folder(self) -> str:
+        return self.job_config.job.dump_folder
+
+    @property
+    def _steps(self) -> int:
+        return self.job_config.training.steps
+
+
+def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer, job_config: JobConfig):
+    """For TorchTitan's TrainSpec: shards in global order, or a stream from the Hub for a quick look."""
+    loader = job_config.training.dataloader
+    common = {
+        "seq_len": job_config.training.seq_len,
+        "local_batch_size": job_config.training.local_batch_size,
+        "dp_rank": dp_rank,
+        "dp_world_size": dp_world_size,
+        "vocab_size": job_config.model.vocab_size,
+    }
+    if job_config.data.streaming:
+        return data.build_streaming_dataloader(
+            job_config.data.streaming, tokenizer=job_config.data.tokenizer, seed=job_config.data.seed, **common
+        )
+    return data.build_dataloader(
+        job_config.data.path,
+        "train",
+        seed=job_config.data.seed,
+        infinite=True,
+        num_workers=loader.num_workers,
+        prefetch_factor=loader.prefetch_factor,
+        pin_memory=loader.pin_memory,
+        **common,
+    )
+
+
+TRAIN_SPEC = TrainSpec(
+    model_cls=Llama2,
+    model_args=FLAVORS,
+    parallelize_fn=parallelize,
+    pipelining_fn=pipeline_llm,
+    build_optimizers_fn=build_optimizers,
+    build_lr_schedulers_fn=build_schedulers,
+    build_dataloader_fn=build_dataloader,
+    build_tokenizer_fn=None,
+    build_loss_fn=build_cross_entropy_loss,
+    build_validator_fn=FixedValidator,
+    build_metrics_processor_fn=build_metrics_processor,
+    state_dict_adapter=Llama3StateDictAdapter,
+)
+register_train_spec("pc_llama2", TRAIN_SPEC)
+
+
+def load_config(path: str | Path, overrides: list[str]) -> JobConfig:
+    """The config of a run, resolved and checked, with its run folder filled in."""
+    values = resolve(path, overrides, JobConfig)
+    values.setdefault("job", {})["dump_folder"] = str(run_folder(path, values))
+    return ConfigManager(JobConfig)._dict_to_dataclass(JobConfig, values)
+
+
+def main() -> None:
+    init_logger()
+    rank = int(os.environ.get("RANK", "0"))
+    if len(sys.argv) < 2:
+        sys.exit("usage: torchrun ... -m pc.titan.train CONFIG.toml --section.key value ...")
+    path, *overrides = sys.argv[1:]
+    trainer: PCTrainer | None = None
+    config: JobConfig | None = None
+    try:
+        config = load_config(path, overrides)
+        if rank == 0:
+            write_resolved(path, overrides, JobConfig, Path(config.job.dump_folder) / "config.toml")
+            write_environment(config.job.dump_folder, int(os.environ.get("WORLD_SIZE", "1")))
+        trainer = PCTrainer(config)
+        trainer.train()
+    except BaseException as error:
+        if config is not None and rank == 0:
+            step = trainer.step if trainer else 0
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            write_status(config.job.dump_folder, "failed", step, config.training.steps, reason)
+        if isinstance(error, UserError):
+            if rank == 0:
+                print(f"error: {error}", file=sys.stderr, flush=True)
+            os._exit(2)  # other ranks may wait in a collective
+        raise
+    finally:
+        if trainer is not None:
+            trainer.close()
+    dist_utils.torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
