@@ -292,7 +292,8 @@ class JsonLinesLogger(BaseLogger):
         "mfu(%)": "mfu",
         "time_metrics/end_to_end(s)": "step_seconds",
         "time_metrics/data_loading(s)": "data_loading_seconds",
-        "memory/max_reserved(GiB)": "memory_gib",
+        "memory/max_active(GiB)": "memory_active_gib",
+        "memory/max_reserved(GiB)": "memory_reserved_gib",
         "validation_metrics/loss": "validation_loss",
     }
     """TorchTitan's names and ours. Its other names with a unit or a percentage in brackets are left out."""

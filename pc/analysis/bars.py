@@ -1,0 +1,79 @@
+"""Bars of final validation losses: learning-rate grids and ablations, from a sweep's results.jsonl."""
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from pc.analysis.curves import VALIDATION
+from pc.analysis.runs import Run
+from pc.errors import UserError
+from pc.plots import save, subplots
+
+
+def read_results(source: Path) -> list[dict]:
+    """Lines of `results.jsonl` (a sweep's folder or the file itself) that have a validation loss."""
+    file = source / "results.jsonl" if source.is_dir() else source
+    if not file.is_file():
+        raise UserError(f"{file}: no such file; scripts/sweep.py select writes it into the sweep's folder")
+    try:
+        results = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
+        usable = [result for result in results if result.get(VALIDATION) is not None]
+        for result in usable:
+            result["config"], result["settings"], result["spikes"]
+    except (json.JSONDecodeError, KeyError, AttributeError) as error:
+        raise UserError(f"{file}: not the results of a sweep ({error})") from None
+    if not usable:
+        raise UserError(f"{file}: no finished run with a {VALIDATION}")
+    return usable
+
+
+def plot(results: Sequence[dict], baselines: Sequence[Run], path: Path) -> list[Path]:
+    """A panel per config, a bar per setting: mean over seeds with the range; hatched where losses spiked.
+
+    Args:
+        baselines: for each config, in the order of their first results, a run to draw as a dashed line; or none.
+    """
+    configs = list(dict.fromkeys(result["config"] for result in results))
+    if baselines and len(baselines) != len(configs):
+        names = ", ".join(Path(config).stem for config in configs)
+        raise UserError(f"--baseline: {len(baselines)} given, {len(configs)} needed, one for each of {names}")
+    figure, panels = subplots(1, len(configs), width=4.6, height=3.4, squeeze=False)
+    for i, (axes, config) in enumerate(zip(panels[0], configs, strict=True)):
+        settings: dict[str, list[dict]] = {}
+        for result in results:
+            if result["config"] == config:
+                settings.setdefault(_label(result["settings"]), []).append(result)
+        shown = []
+        for place, members in enumerate(settings.values()):
+            losses = [member[VALIDATION] for member in members]
+            mean = statistics.fmean(losses)
+            spiked = any(member["spikes"] for member in members)
+            axes.bar(place, mean, color="C0", alpha=0.8, hatch="//" if spiked else None, edgecolor="white")
+            if len(losses) > 1:
+                axes.vlines(place, min(losses), max(losses), color="k")
+            axes.annotate(f"{mean:.4f}", (place, mean), ha="center", va="bottom", fontsize=7)
+            shown += losses
+        if baselines:
+            final = baselines[i].require(VALIDATION, "the baseline has no validation").values[-1]
+            axes.axhline(final, color="C3", linestyle="--", label=f"{baselines[i].name}: {final:.4f}")
+            axes.legend(loc="upper right")
+            shown.append(final)
+        shown = [loss for loss in shown if math.isfinite(loss)]
+        margin = 0.25 * (max(shown) - min(shown)) or 0.01 * max(shown)
+        axes.set_ylim(min(shown) - margin, max(shown) + margin)  # differences are small: the axis is cut
+        axes.set_xticks(range(len(settings)), settings, rotation=35, ha="right", fontsize=7)
+        axes.set_title(Path(config).stem)
+        axes.set_ylabel("final validation loss (nats per token)")
+    return save(figure, path)
+
+
+def _label(settings: dict) -> str:
+    return ", ".join(f"{key.rpartition('.')[2]} {_value(value)}" for key, value in settings.items()) or "as it is"
+
+
+def _value(value) -> str:
+    if isinstance(value, list):
+        return "+".join(map(str, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

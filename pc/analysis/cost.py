@@ -1,0 +1,283 @@
+"""What a step costs: floating-point operations of the model and of PC, and memory by part.
+
+One product of [a, b] and [b, c] counts 2abc; elementwise work is left out, as in the paper's appendix.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torchtitan.models.llama3.model.model import Transformer
+
+from pc import attach, named_pc_linears, polynomial
+from pc.config import PCConfig
+from pc.errors import UserError
+from pc.launch import memory
+from pc.owner import BUCKET_BYTES, assign, buckets
+from pc.titan.batch import accumulation_steps
+from pc.titan.config import JobConfig
+from pc.titan.llama2 import FLAVORS, Llama2Args
+from pc.titan.resolve import resolve, to_config
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A preconditioned weight of shape [n, m] with its settings."""
+
+    n: int
+    m: int
+    config: PCConfig
+
+    @property
+    def long(self) -> int:
+        return max(self.n, self.m)
+
+    @property
+    def short(self) -> int:
+        return min(self.n, self.m)
+
+    @property
+    def stages(self) -> tuple[polynomial.Coefficients, ...]:
+        return polynomial.stages(polynomial.resolve(self.config.level))
+
+    def polynomial_flops(self) -> int:
+        """One evaluation of g(W): Gram matrix, Horner's rule, product with W (paper: 4 l s^2 + 2 (k-1) s^3)."""
+        long, short = self.long, self.short
+        return sum(4 * long * short**2 + 2 * (len(stage) - 2) * short**3 for stage in self.stages)
+
+    def power_iteration_flops(self) -> int:
+        """Two products with a vector in each of q steps."""
+        return 4 * self.config.power_iterations * self.n * self.m
+
+    def estimate_flops(self) -> int:
+        """u^T W v."""
+        return 2 * self.n * self.m
+
+    def materialise_flops(self) -> int:
+        """Schedule "step", once per optimizer step: power iteration, then PC(W)."""
+        return self.power_iteration_flops() + self.estimate_flops() + self.polynomial_flops()
+
+    def pull_back_flops(self) -> int:
+        """Schedule "step", once per optimizer step: PC(W) again, and its backward pass, twice the forward."""
+        return 3 * self.polynomial_flops() + 2 * self.estimate_flops()
+
+    def in_graph_flops(self, recomputed: bool) -> int:
+        """Schedule "forward", for each micro-batch on each rank; activation checkpointing evaluates twice."""
+        forward = self.polynomial_flops() + self.estimate_flops()
+        backward = 2 * self.polynomial_flops() + self.estimate_flops()
+        return (2 if recomputed else 1) * forward + backward
+
+    def kept_elements(self) -> int:
+        """Elements that autograd keeps in schedule "forward" between a forward and its backward pass.
+
+        The normalised weight, the polynomial's result and PC(W) of [n, m]; Horner's partial sums of [s, s] and,
+        where there is more than one of them, the Gram matrix.
+        """
+        squares = sum(len(stage) if len(stage) > 2 else 1 for stage in self.stages)
+        return (len(self.stages) + 2) * self.n * self.m + squares * self.short**2
+
+    def paper_bound(self, tokens: int) -> float:
+        """The paper's bound ((k + 1) s + 2 q + 1) / B on PC's share of this matrix's own 6nmB, B = `tokens`."""
+        terms = sum(len(stage) for stage in self.stages)
+        return (terms * self.short + 2 * self.config.power_iterations + 1) / tokens
+
+
+def model_flops_per_token(args: Llama2Args, seq_len: int, *, causal: bool) -> float:
+    """Forward and backward pass per token, without recomputation.
+
+    Args:
+        causal: count the products of attention below the diagonal alone, as a kernel that skips the rest
+            does. TorchTitan's own figure, from which it reports utilisation, counts the whole square.
+    """
+    matrices = sum(shape.numel() for shape in _linear_shapes(args))
+    square = 12 * args.n_layers * args.dim * seq_len  # scores and their product with values; backward is twice
+    return 6 * matrices + (square / 2 if causal else square)
+
+
+def _linear_shapes(args: Llama2Args) -> list[torch.Size]:
+    with torch.device("meta"):
+        model = Transformer(args)
+    return [module.weight.shape for module in model.modules() if isinstance(module, torch.nn.Linear)]
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Operations of one optimizer step on a layout of ranks."""
+
+    tokens: int
+    micro_batches: int
+    """per rank"""
+    ranks: int
+    model: float
+    """whole job, attention counted causally"""
+    model_full_square: float
+    """whole job, attention counted fully"""
+    pc_step: int
+    """PC in schedule "step", whole job"""
+    pc_step_busiest: int
+    """of it, on the rank with the most"""
+    pc_forward: int
+    """PC in schedule "forward", whole job"""
+    paper_bound: float
+    """largest over matrices, B = tokens of the global batch"""
+
+
+class Plan:
+    """A config on `world_size` GPUs.
+
+    Raises:
+        UserError: the config does not resolve, or does not fit the number of GPUs.
+    """
+
+    def __init__(self, path: str | Path, overrides: Sequence[str], world_size: int) -> None:
+        self.config = to_config(resolve(path, overrides, JobConfig), JobConfig)
+        self.world_size = world_size
+        parallelism, training = self.config.parallelism, self.config.training
+        self.tensor_parallel = parallelism.tensor_parallel_degree
+        self.pipeline_parallel = parallelism.pipeline_parallel_degree
+        self.context_parallel = parallelism.context_parallel_degree
+        model_parallel = self.tensor_parallel * self.pipeline_parallel * self.context_parallel
+        if world_size < 1 or world_size % model_parallel:
+            raise UserError(f"--world-size {world_size} is no multiple of tensor x pipeline x context = {model_parallel}")
+        data_ranks = world_size // model_parallel
+        self.replicas = parallelism.data_parallel_replicate_degree
+        if data_ranks % self.replicas:
+            raise UserError(f"data_parallel_replicate_degree = {self.replicas} does not divide {data_ranks} data ranks")
+        self.shards = data_ranks // self.replicas * self.context_parallel
+        self.micro_batches = accumulation_steps(training.global_batch_size, training.local_batch_size, data_ranks)
+        self.tokens = self.micro_batches * training.local_batch_size * data_ranks * training.seq_len
+        if self.config.model.flavor not in FLAVORS:
+            raise UserError(f"model.flavor = {self.config.model.flavor!r} should be one of {', '.join(FLAVORS)}")
+        self.args = replace(
+            FLAVORS[self.config.model.flavor], vocab_size=self.config.model.vocab_size, max_seq_len=training.seq_len
+        )
+        with torch.device("meta"):
+            self.model = attach(Transformer(self.args), self.config.pc.to_pc_config())
+        self.matrices = [Matrix(*layer.weight.shape, layer.config) for _, layer in named_pc_linears(self.model)]
+
+    def step_cost(self) -> StepCost:
+        """Operations of one step, PC counted as if it were on even in a baseline's config."""
+        seq_len = self.config.training.seq_len
+        per_matrix = [matrix.materialise_flops() + matrix.pull_back_flops() for matrix in self.matrices]
+        # Where two mesh dimensions shard a matrix, all their ranks gather it and repeat the work.
+        gathered = self.tensor_parallel > 1 and self.shards > 1
+        owners = 1 if gathered else self.shards * self.tensor_parallel
+        repeats = self.replicas * (self.shards * self.tensor_parallel if gathered else 1)
+        load = [0] * owners
+        for cost, owner in zip(per_matrix, assign(per_matrix, owners), strict=True):
+            load[owner] += cost
+        recomputed = self.config.activation_checkpoint.mode == "full"
+        in_graph = sum(matrix.in_graph_flops(recomputed) for matrix in self.matrices)
+        power = sum(matrix.power_iteration_flops() for matrix in self.matrices)
+        ranks = self.world_size // self.pipeline_parallel  # a stage evaluates its own matrices alone
+        return StepCost(
+            tokens=self.tokens,
+            micro_batches=self.micro_batches,
+            ranks=self.world_size,
+            model=self.tokens * model_flops_per_token(self.args, seq_len, causal=True),
+            model_full_square=self.tokens * model_flops_per_token(self.args, seq_len, causal=False),
+            pc_step=sum(per_matrix) * repeats,
+            pc_step_busiest=math.ceil(max(load) / self.pipeline_parallel),
+            pc_forward=ranks * (self.micro_batches * in_graph + power),
+            paper_bound=max(matrix.paper_bound(self.tokens) for matrix in self.matrices),
+        )
+
+    def memory_by_part(self, schedule: str) -> dict[str, float]:
+        """GiB per GPU: schedule is "step", "forward" or "plain" for the baseline.
+
+        "PC work space" is used between steps, when there are no activations, so it does not add to the peak
+        of a run whose activations and logits are larger.
+        """
+        training = self.config.training
+        parts = memory.per_gpu(
+            memory.sizes_of(self.model),
+            optimizer=self.config.optimizer.name,
+            schedule=schedule,
+            shards=self.shards,
+            tensor_parallel=self.tensor_parallel,
+            pipeline_parallel=self.pipeline_parallel,
+            tokens=training.local_batch_size * training.seq_len // self.context_parallel,
+            activation_checkpoint=self.config.activation_checkpoint.mode,
+            compute_bytes=memory.BFLOAT16 if training.mixed_precision_param == "bfloat16" else memory.FLOAT32,
+        )
+        if schedule == "step":
+            parts["PC work space"] = self._work_space() / memory.GIB
+        if schedule == "forward":
+            kept = sum(matrix.kept_elements() for matrix in self.matrices) / self.pipeline_parallel
+            if self.config.activation_checkpoint.mode == "full":
+                kept /= self.args.n_layers
+            itemsize = memory.BFLOAT16 if training.mixed_precision_param == "bfloat16" else memory.FLOAT32
+            parts["PC in the graph"] = kept * itemsize / memory.GIB
+        return parts
+
+    def _work_space(self) -> float:
+        """Bytes on the busiest owner while gradients are pulled back.
+
+        Per matrix: W, its gradient, the normalised weight, the result and the two's gradients (6 of [n, m]),
+        and the Gram matrix and Horner's partial sums with their gradients (4 + 2k of [s, s]); with more than
+        one rank also the shards sent and received in and out, for a bucket of matrices at a time.
+        """
+        owners = self.shards * self.tensor_parallel
+
+        def bytes_of(matrix: Matrix) -> int:
+            products = 4 + 2 * max(len(stage) for stage in matrix.stages)
+            return 4 * (6 * matrix.n * matrix.m + products * matrix.short**2)
+
+        if owners == 1:
+            return max(bytes_of(matrix) for matrix in self.matrices)
+        costs = [float(matrix.short**2 * matrix.long) for matrix in self.matrices]
+        sizes = [8 * matrix.n * matrix.m for matrix in self.matrices]
+        owner_of = assign(costs, owners)
+        largest = 0.0
+        for bucket in buckets(owner_of, sizes, BUCKET_BYTES):
+            for owner in range(owners):
+                held = [self.matrices[i] for i in bucket if owner_of[i] == owner]
+                by_shape: dict[tuple[int, int], int] = {}
+                for matrix in held:
+                    by_shape[matrix.n, matrix.m] = by_shape.get((matrix.n, matrix.m), 0) + bytes_of(matrix)
+                exchanged = 4 * sum(8 * matrix.n * matrix.m for matrix in held)
+                largest = max(largest, exchanged + max(by_shape.values(), default=0))
+        return largest
+
+
+def table(plan: Plan) -> str:
+    """The plan's costs as Markdown tables."""
+    cost, parallel = plan.step_cost(), plan.config
+    share = cost.model / cost.ranks
+    level = parallel.pc.level
+    note = "" if parallel.pc.enable else " (this config has PC off; the figures are for turning it on)"
+    text = [
+        f"{parallel.model.flavor}, {cost.ranks} GPUs, {cost.tokens:,} tokens per step in {cost.micro_batches} "
+        f"micro-batches of {parallel.training.local_batch_size} x {parallel.training.seq_len} per rank, PC level {level}{note}",
+        "",
+        "| operations per step | PFLOP | of the model's |",
+        "|---|---|---|",
+        f"| model, attention counted causally | {cost.model / 1e15:.4g} | 100 % |",
+        f"| model, attention counted fully | {cost.model_full_square / 1e15:.4g} | |",
+        f'| PC, schedule "step", whole job | {cost.pc_step / 1e15:.4g} | {_percent(cost.pc_step / cost.model)} |',
+        f"| PC, schedule \"step\", on the busiest rank | {cost.pc_step_busiest / 1e15:.4g} | "
+        f"{_percent(cost.pc_step_busiest / share)} of that rank's |",
+        f'| PC, schedule "forward", whole job | {cost.pc_forward / 1e15:.4g} | {_percent(cost.pc_forward / cost.model)} |',
+        f"| paper's bound | | {_percent(cost.paper_bound)} |",
+        "",
+        "The paper's bound counts one forward and one backward evaluation of PC per step in the whole job, against "
+        "the preconditioned matrices' own products.",
+        "Operations are not time: PC's products run in pc.compute_dtype, the model's in bfloat16.",
+        "",
+        "| GiB per GPU | baseline | step | forward |",
+        "|---|---|---|---|",
+    ]
+    columns = [plan.memory_by_part(schedule) for schedule in ("plain", "step", "forward")]
+    for part in dict.fromkeys(part for column in columns for part in column):
+        text.append(f"| {part} | " + " | ".join(f"{column.get(part, 0.0):.2f}" for column in columns) + " |")
+    peaks = " | ".join(
+        f"{sum(size for part, size in column.items() if part != 'PC work space'):.2f}" for column in columns
+    )
+    text.append(f"| peak in the backward pass (without PC work space) | {peaks} |")
+    return "\n".join(text) + "\n"
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.3g} %"

@@ -1,0 +1,134 @@
+"""Exact singular values of a checkpoint's matrices, computed once and kept in a small file."""
+
+import io
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from pc.analysis.checkpoints import LinearWeights, latest_checkpoint
+from pc.config import BLOCK_GROUPS, BLOCK_SUFFIXES, PCConfig
+from pc.errors import UserError
+from pc.files import write_atomically
+from pc.linear import block_of
+from pc.spectral import modified_condition_number
+
+
+@dataclass(frozen=True)
+class Spectra:
+    """Singular values of every linear layer of the blocks of one checkpoint, descending.
+
+    `raw[block]` and `effective[block]` are [layers, min(n, m)]; they are equal where there is no PC.
+    """
+
+    name: str
+    step: int
+    pc_blocks: tuple[str, ...]
+    """Blocks with PC; empty for a baseline."""
+    raw: dict[str, Tensor]
+    effective: dict[str, Tensor]
+
+    @property
+    def num_layers(self) -> int:
+        return len(next(iter(self.raw.values())))
+
+    def gmcn(self, blocks: Sequence[str], effective: bool = True) -> float:
+        """Geometric mean of the modified condition numbers of `blocks` over all layers (paper, section 4.2)."""
+        values = self.effective if effective else self.raw
+        return math.exp(torch.cat([modified_condition_number(values[block]).log() for block in blocks]).mean().item())
+
+
+def compute(checkpoint: str | Path, name: str) -> Spectra:
+    """Decompose every matrix in float64, on the GPU if there is one. Shows progress."""
+    weights = LinearWeights(checkpoint)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    raw: dict[str, list[Tensor]] = {block: [] for block in BLOCK_SUFFIXES}
+    effective: dict[str, list[Tensor]] = {block: [] for block in BLOCK_SUFFIXES}
+    for linear in tqdm(weights.linears, desc=f"singular values of {name}", unit="matrix", leave=False):
+        block = block_of(linear)
+        raw_weight, effective_weight = weights.read(linear)
+        raw[block].append(_singular_values(raw_weight, device))
+        effective[block].append(
+            _singular_values(effective_weight, device) if weights.has_pc(linear) else raw[block][-1]
+        )
+    pc_blocks = {block_of(linear) for linear in weights.linears if weights.has_pc(linear)}
+    return Spectra(
+        name,
+        weights.step,
+        tuple(block for block in BLOCK_SUFFIXES if block in pc_blocks),
+        {block: torch.stack(rows) for block, rows in raw.items() if rows},
+        {block: torch.stack(rows) for block, rows in effective.items() if rows},
+    )
+
+
+def save(spectra: Spectra, path: Path) -> None:
+    """Write as a compressed .npz in float32, 4 bytes per singular value; equal ones are stored once."""
+    arrays = {f"raw.{block}": values.float().numpy() for block, values in spectra.raw.items()}
+    arrays |= {f"effective.{block}": spectra.effective[block].float().numpy() for block in spectra.pc_blocks}
+    about = {"name": spectra.name, "step": spectra.step, "pc_blocks": spectra.pc_blocks}
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, about=np.array(json.dumps(about)), **arrays)
+    write_atomically(path, buffer.getvalue())
+
+
+def load(path: str | Path) -> Spectra:
+    """Read what `save` wrote."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            about = json.loads(str(file["about"]))
+            arrays = {key: torch.from_numpy(file[key]) for key in file.files if key != "about"}
+    except (OSError, ValueError, KeyError, EOFError) as error:
+        raise UserError(f"{path}: not a file of singular values written by scripts/spectra.py ({error})") from None
+    raw = {key.removeprefix("raw."): values for key, values in arrays.items() if key.startswith("raw.")}
+    effective = {block: arrays.get(f"effective.{block}", values) for block, values in raw.items()}
+    return Spectra(about["name"], about["step"], tuple(about["pc_blocks"]), raw, effective)
+
+
+def of_source(source: str | Path, output: Path) -> Spectra:
+    """Spectra of a run folder (its last checkpoint), a checkpoint folder or a stored .npz.
+
+    What is computed is stored in `output` and read from there when asked for again.
+    """
+    source = Path(source)
+    if source.suffix == ".npz":
+        return load(source)
+    if not source.exists():
+        raise UserError(f"{source}: no such run, checkpoint or .npz file")
+    checkpoint = source if (source / ".metadata").exists() else latest_checkpoint(source)
+    resolved = checkpoint.resolve()
+    run = resolved.parent.parent if resolved.parent.name == "checkpoint" else resolved.parent
+    stored = output / f"{run.name}-{resolved.name}.npz"
+    newest = (checkpoint / ".metadata").stat().st_mtime
+    if stored.exists() and stored.stat().st_mtime > newest:
+        return load(stored)
+    spectra = compute(checkpoint, run.name)
+    save(spectra, stored)
+    return spectra
+
+
+def table(all_spectra: Sequence[Spectra]) -> str:
+    """Geometric means of the modified condition numbers, as Markdown."""
+    text = ["| run | step | weights | o, gate, up, down | q, k, v | all |", "|---|---|---|---|---|---|"]
+    for spectra in all_spectra:
+        for effective in (False, True):
+            if effective and not spectra.pc_blocks:
+                continue
+            kind = "raw W" if not effective else f"PC(W) in {', '.join(spectra.pc_blocks)}"
+            groups = [_default_pc_blocks(), ("q", "k", "v"), tuple(spectra.raw)]
+            numbers = " | ".join(f"{spectra.gmcn(blocks, effective):.2f}" for blocks in groups)
+            text.append(f"| {spectra.name} | {spectra.step:,} | {kind} | {numbers} |")
+    return "\n".join(text) + "\n"
+
+
+def _default_pc_blocks() -> tuple[str, ...]:
+    return tuple(block for entry in PCConfig.blocks for block in BLOCK_GROUPS.get(entry, (entry,)))
+
+
+def _singular_values(weight: Tensor, device: str) -> Tensor:
+    return torch.linalg.svdvals(weight.to(device, torch.float64)).cpu()

@@ -1,0 +1,25 @@
+"""Operations and memory of a config's step, with and without PC; with --measure also real steps.
+
+Usage: python scripts/cost.py CONFIG [--world-size N] [--measure] [--output DIR] [--section.key value ...]
+"""
+
+import argparse
+from pathlib import Path
+
+from pc.analysis.cost_report import report
+from pc.errors import exit_on_user_error
+
+
+@exit_on_user_error
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("config", type=Path, help="TOML of train_configs/")
+    parser.add_argument("--world-size", type=int, default=8, help="GPUs to count for (default: 8)")
+    parser.add_argument("--measure", action="store_true", help="train a few steps here, on NGPU processes")
+    parser.add_argument("--output", type=Path, help="folder for cost.md (default: print only)")
+    arguments, overrides = parser.parse_known_args()
+    report(arguments.config, overrides, arguments.world_size, arguments.measure, arguments.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""Singular values of runs: stored once, as histograms and quantile curves, and the GMCN against tokens.
+
+Usage: python scripts/spectra.py RUN_OR_CHECKPOINT_OR_NPZ... [--output DIR] [--layers L L L]
+"""
+
+import argparse
+from pathlib import Path
+
+from pc.analysis.figures import draw_spectra
+from pc.errors import exit_on_user_error
+
+
+@exit_on_user_error
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "sources", nargs="+", type=Path, metavar="RUN_OR_CHECKPOINT_OR_NPZ",
+        help="run folder (its last checkpoint), checkpoint folder step-N, or .npz stored earlier; baseline first",
+    )  # fmt: skip
+    parser.add_argument("--output", type=Path, default=Path("outputs/spectra"), help="folder for figures and .npz")
+    parser.add_argument("--layers", nargs="+", type=int, help="layers of the histograms, from 1 (default: the paper's)")
+    arguments = parser.parse_args()
+    draw_spectra(arguments.sources, arguments.output, arguments.layers)
+
+
+if __name__ == "__main__":
+    main()
