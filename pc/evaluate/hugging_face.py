@@ -1,0 +1,246 @@
+"""A run's weights as an ordinary `LlamaForCausalLM`, in memory or as a folder, and checks of such folders."""
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import tomli_w
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torchtitan.models.llama3.model.args import TransformerModelArgs
+from torchtitan.models.llama3.model.model import Transformer
+from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+from pc.data.tokenizers import load_tokenizer
+from pc.errors import UserError
+from pc.evaluate import checkpoint
+from pc.evaluate import tokenizer as tokenizers
+from pc.evaluate.checkpoint import RunCheckpoint
+from pc.files import write_atomically
+from pc.titan.config import Data
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# What makes two Llamas the same function of their weights.
+_ARCHITECTURE = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "rope_parameters", "tie_word_embeddings",
+    "attention_bias", "mlp_bias",
+)  # fmt: skip
+
+
+def llama_config(model_args: TransformerModelArgs, ffn_dim: int) -> LlamaConfig:
+    """Hugging Face's description of TorchTitan's model."""
+    if model_args.rope_scaling_args.scaling_factor != 1.0:
+        raise ValueError("only unscaled RoPE (Llama 2) can be exported")
+    return LlamaConfig(
+        vocab_size=model_args.vocab_size,
+        hidden_size=model_args.dim,
+        intermediate_size=ffn_dim,
+        num_hidden_layers=model_args.n_layers,
+        num_attention_heads=model_args.n_heads,
+        num_key_value_heads=model_args.n_kv_heads or model_args.n_heads,
+        max_position_embeddings=model_args.max_seq_len,
+        rms_norm_eps=model_args.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": float(model_args.rope_theta)},
+        tie_word_embeddings=False,
+    )
+
+
+def to_llama(weights: dict[str, Tensor], model_args: TransformerModelArgs) -> LlamaForCausalLM:
+    """A Llama holding `weights` (TorchTitan's names, effective weights); they are not copied twice."""
+    config = llama_config(model_args, ffn_dim=weights["layers.0.feed_forward.w1.weight"].shape[0])
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    converted = Llama3StateDictAdapter(model_args, hf_assets_path=None).to_hf(weights)
+    # contiguous: the adapter's permutation of wq and wk may give views, which safetensors refuses
+    model.load_state_dict({k: v.contiguous() for k, v in converted.items()}, strict=True, assign=True)
+    # `inv_freq` is no part of the state dict and is still on the meta device
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
+    return model.eval()
+
+
+def from_checkpoint(
+    run: RunCheckpoint, tokenizer: str | None = None
+) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """Model and tokenizer of a run's checkpoint, in memory; the tokenizer is that of its data unless named."""
+    named = tokenizer is not None
+    tokenizer = tokenizers.to_hugging_face(load_tokenizer(tokenizer)) if named else _tokenizer_of(run)
+    # A run may give its model more rows than its tokenizer has entries; a tokenizer named here must fit exactly.
+    if named or len(tokenizer) > run.model_args.vocab_size:
+        _require_same_vocabulary(tokenizer, run.model_args.vocab_size, run.path)
+    model = to_llama(run.weights, run.model_args)
+    for config in (model.config, model.generation_config):
+        config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    return model, tokenizer
+
+
+def load(path: str | Path, tokenizer: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model and tokenizer of a run's checkpoint or of any Hugging Face folder, for scoring and sampling."""
+    path = Path(path)
+    if (path / "config.json").is_file():
+        return _load_folder(path)
+    return from_checkpoint(checkpoint.load(path), tokenizer)
+
+
+def export(
+    source: str | Path,
+    out: str | Path,
+    dtype: str = "float32",
+    tokenizer: str | None = None,
+    max_shard_size: str = "5GB",
+) -> Path:
+    """Write a checkpoint of a run as a Hugging Face folder; returns it. `out` must not exist or be empty."""
+    if dtype not in DTYPES:
+        raise UserError(f"dtype {dtype!r} should be one of {', '.join(DTYPES)}")
+    out = Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out}: exists already; name a new folder")
+    run = checkpoint.load(source)
+    model, tokenizer = from_checkpoint(run, tokenizer)
+    model = model.to(DTYPES[dtype])
+    model.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, do_sample=True
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # Written beside and renamed: an interrupted export is never taken for a whole one.
+    partial = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
+    try:
+        model.save_pretrained(partial, max_shard_size=max_shard_size)
+        tokenizers.save(tokenizer, partial)
+        write_atomically(partial / "README.md", _model_card(run, model, dtype))
+        partial.chmod(0o755)
+        os.replace(partial, out)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return out
+
+
+def require_start_folder(path: str | Path, model_args: TransformerModelArgs) -> None:
+    """Check that a Hugging Face folder can be the start of a run, before any weight is loaded.
+
+    TorchTitan's own loader takes whatever tensors it finds under the expected names; an extra tensor, another
+    RoPE base or tied embeddings would pass in silence and change the model.
+
+    Raises:
+        UserError: naming the setting or tensor that differs.
+    """
+    path = Path(path)
+    if not (path / "config.json").is_file():
+        raise UserError(f"{path}: not a Hugging Face folder (no config.json)")
+    settings = json.loads((path / "config.json").read_text())
+    if settings.get("model_type") != "llama":
+        raise UserError(f"{path}: model_type {settings.get('model_type')!r}, a run starts from \"llama\"")
+    with torch.device("meta"):
+        ffn_dim = Transformer(model_args).layers["0"].feed_forward.w1.out_features
+    found, expected = LlamaConfig(**settings), llama_config(model_args, ffn_dim)
+    for key in _ARCHITECTURE:
+        if getattr(found, key) != getattr(expected, key):
+            raise UserError(
+                f"{path}: config.json has {key} {getattr(found, key)}, the run's model {getattr(expected, key)}"
+            )
+    with torch.device("meta"):
+        shapes = {key: list(tensor.shape) for key, tensor in LlamaForCausalLM(expected).state_dict().items()}
+    _require_tensors(path, shapes)
+
+
+def _require_tensors(path: Path, expected: dict[str, list[int]]) -> None:
+    found = {}
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            found |= {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}  # noqa: SIM118
+    if not found:
+        raise UserError(f"{path}: no *.safetensors in it")
+    for key in sorted(expected.keys() | found.keys()):
+        if key not in found:
+            raise UserError(f"{path}: tensor {key} is missing")
+        if key not in expected:
+            raise UserError(f"{path}: tensor {key} does not belong to the model")
+        if found[key] != expected[key]:
+            raise UserError(f"{path}: tensor {key} has shape {found[key]}, the model {expected[key]}")
+
+
+def _load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that they are reported, by name
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"{path}: {str(error).splitlines()[0]}") from None
+    # transformers fills what is missing with random numbers and drops what is too much
+    for key, found, expected in sorted(report["mismatched_keys"]):
+        raise UserError(f"{path}: tensor {key} has shape {list(found)}, the model of config.json {list(expected)}")
+    for kind in ("missing", "unexpected"):
+        for key in sorted(report[f"{kind}_keys"]):
+            raise UserError(f"{path}: tensor {key} is {kind}")
+    if len(tokenizer) > model.config.vocab_size:  # fewer is common: rows are padded to round numbers
+        _require_same_vocabulary(tokenizer, model.config.vocab_size, path)
+    return model.eval(), tokenizer
+
+
+def _tokenizer_of(run: RunCheckpoint) -> PreTrainedTokenizerFast:
+    data = Data(**run.config.get("data", {}))
+    if not data.streaming and not Path(data.path).exists():
+        raise UserError(f"{data.path}: the run's data folder is not here, so its tokenizer must be named (--tokenizer)")
+    return tokenizers.of_run(data)
+
+
+def _require_same_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, path: Path) -> None:
+    if len(tokenizer) != vocab_size:
+        raise UserError(f"{path}: the model has {vocab_size} tokens, its tokenizer {len(tokenizer)}")
+
+
+def _model_card(run: RunCheckpoint, model: LlamaForCausalLM, dtype: str) -> str:
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    method = ", ".join(f"{key} = {json.dumps(value)}" for key, value in run.method.items())
+    preconditioned = (
+        f"Trained with preconditioned weights ({method}). The weights here are the preconditioned ones, PC(W): "
+        "inference has no overhead and needs nothing but `transformers`."
+        if run.method.get("enable")
+        else "Trained without preconditioning."
+    )
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [llama, pc-layer]
+---
+
+# {run.path.parent.parent.name}, step {run.step}
+
+A Llama-2-style language model with {parameters:,} parameters ({dtype}), pre-trained from scratch.
+{preconditioned}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
+model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")
+```
+
+It is a base model for research: neither tuned to follow instructions nor filtered for safety.
+
+## Training configuration
+
+```toml
+{tomli_w.dumps(run.config)}```
+"""

@@ -1,0 +1,161 @@
+"""Runs as the trainer leaves them, small and without training: random weights in the checkpoint's layout."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import tomli_w
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from pc import PCConfig, attach, effective_weight, named_pc_linears
+from pc.data.manifest import TOKENIZER_FOLDER, Manifest, TokenizerRecord
+from pc.data.tokenizers import load_tokenizer
+from pc.spectral import power_iteration
+from pc.titan.llama2 import FLAVORS, Llama2
+
+# Long enough for the prompts of the tests; RoPE angles stay as large as in short training runs.
+SEQ_LEN = 256
+
+
+@dataclass
+class MadeRun:
+    """checkpoint: folder RUN/checkpoint/step-7. model: what the trainer computes with, PC evaluated."""
+
+    checkpoint: Path
+    model: Llama2
+
+
+def make_data(folder: Path) -> Path:
+    """A data folder that has a manifest and a tokenizer, but no shards."""
+    tokenizer = load_tokenizer("mistral-common")
+    (folder / TOKENIZER_FOLDER).mkdir(parents=True)
+    for name, content in tokenizer.files.items():
+        (folder / TOKENIZER_FOLDER / name).write_bytes(content)
+    Manifest(
+        folder=folder, dtype="uint16", source={}, split_rule="none", configuration_sha256="",
+        tokenizer=TokenizerRecord.of(tokenizer), shards={"train": [], "validation": []},
+    ).write()  # fmt: skip
+    return folder
+
+
+def make_run(
+    folder: Path,
+    data: Path,
+    pc_config: PCConfig | None,
+    flavor: str = "debug",
+    seed: int = 0,
+    vocab_size: int = 32_000,
+) -> MadeRun:
+    """Draw weights, evaluate PC where configured, and save them in the layout of a resumable checkpoint."""
+    torch.manual_seed(seed)
+    model_args = replace(FLAVORS[flavor], max_seq_len=SEQ_LEN, init_seed=seed, vocab_size=vocab_size)
+    raw = Llama2(model_args)
+    raw.init_weights()
+    for parameter in raw.parameters():  # norms of ones, and a small head, would hide mistakes
+        parameter.data.add_(torch.randn_like(parameter), alpha=0.02)
+    entries: dict[str, Tensor] = {key: tensor.clone() for key, tensor in raw.state_dict().items()}
+    effective = dict(entries)
+    method = {"enable": pc_config is not None}
+    if pc_config is not None:
+        names = ("level", "blocks", "schedule", "norm_recovery", "learnable_gamma")
+        method |= {name: getattr(pc_config, name) for name in names}
+        with torch.device("meta"):
+            layers = attach(Llama2(model_args), pc_config)
+        for name, layer in named_pc_linears(layers):
+            weight = entries[f"{name}.weight"]
+            u, v = (torch.nn.functional.normalize(torch.randn(size), dim=0) for size in weight.shape)
+            u, v = power_iteration(weight, u, v, 3)
+            gamma = 1 + 0.1 * torch.randn(1) if pc_config.learnable_gamma else None
+            effective[f"{name}.weight"] = effective_weight(weight, gamma, u, v, layer.config)
+            entries |= {f"pc.{name}.u": u, f"pc.{name}.v": v}
+            if gamma is not None:
+                entries[f"pc.{name}.gamma"] = gamma
+            if pc_config.schedule == "step":
+                entries[f"pc.{name}.raw"] = weight
+                entries[f"{name}.weight"] = effective[f"{name}.weight"]
+    states = entries | {
+        "optimizer": {"state.norm.weight.exp_avg": torch.zeros(3)},
+        "lr_scheduler": {"last_epoch": 7},
+        "dataloader": {"position": 12},
+        "train_state": {"step": torch.tensor(7), "ntokens_seen": torch.tensor(99)},
+        "method": {"fingerprint": json.dumps(method)},
+    }
+    config = {
+        "model": {"name": "pc_llama2", "flavor": flavor, "vocab_size": vocab_size},
+        "training": {"seq_len": SEQ_LEN},
+        "data": {"path": str(data)},
+        "pc": {"enable": pc_config is not None},
+    }
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(tomli_w.dumps(config))
+    checkpoint = folder / "checkpoint" / "step-7"
+    dcp.save(states, checkpoint_id=str(checkpoint), no_dist=True)
+    raw.load_state_dict(effective, strict=True)
+    return MadeRun(checkpoint, raw.eval())
+
+
+# Three items of each set, written for the tests, with the columns of the real sets.
+EVALUATION_ITEMS: dict[str, list[dict]] = {
+    "lambada_openai": [
+        {"text": "He looked for the key in every drawer, and at last beside the lamp he found the key"},
+        {"text": "The ship left the harbour at dawn, and by night nobody could see the ship"},
+        {"text": "She planted a pear tree. Ten years later we ate from the tree"},
+    ],
+    "hellaswag": [
+        {
+            "ind": index, "activity_label": "Baking bread", "ctx_a": "A man kneads the dough.", "ctx_b": "then he",
+            "ctx": "A man kneads the dough. then he", "source_id": "made", "split": "val", "split_type": "indomain",
+            "endings": ["puts it into the oven.", "[substeps] paints a wall with it.", "reads it aloud.", "swims."],
+            "label": label,
+        }
+        for index, label in enumerate("012")
+    ],
+    "winogrande": [
+        {"sentence": "The cup did not fit the box because the _ was too big.", "option1": "cup", "option2": "box",
+         "answer": "1"},
+        {"sentence": "The cup did not fit the box because the _ was too small.", "option1": "cup", "option2": "box",
+         "answer": "2"},
+        {"sentence": "Ana thanked Eva since _ had helped.", "option1": "Ana", "option2": "Eva", "answer": "2"},
+    ],
+    "piqa": [
+        {"goal": "Dry a wet shoe", "sol1": "Fill it with newspaper.", "sol2": "Fill it with water.", "label": 0},
+        {"goal": "Open a jar", "sol1": "Push the lid down.", "sol2": "Turn the lid.", "label": 1},
+        {"goal": "Cool the soup", "sol1": "Wait a while.", "sol2": "Heat the soup.", "label": 0},
+    ],
+    "boolq": [
+        {"idx": index, "passage": "Rivers -- A river carries water to the sea.", "question": question, "label": label}
+        for index, (question, label) in enumerate(
+            [("does a river carry water", 1), ("does a river carry fire", 0), ("is a river dry", 0)]
+        )
+    ],
+    "arc_easy": [
+        {"id": f"easy{index}", "question": "Which of these is a metal?",
+         "choices": {"text": ["iron", "wood", "glass"], "label": ["A", "B", "C"]}, "answerKey": "A"}
+        for index in range(3)
+    ],
+    "arc_challenge": [
+        {"id": f"hard{index}", "question": "What turns water into steam?",
+         "choices": {"text": ["light", "heat", "sound", "salt"], "label": ["A", "B", "C", "D"]}, "answerKey": "B"}
+        for index in range(3)
+    ],
+    "commonsense_qa": [
+        {"id": f"common{index}", "question": "Where does one keep milk?", "question_concept": "milk",
+         "choices": {"label": ["A", "B", "C", "D", "E"], "text": ["fridge", "garage", "desk", "lake", "bag"]},
+         "answerKey": "A"}
+        for index in range(3)
+    ],
+    "openbookqa": [
+        {"id": f"open{index}", "question_stem": "A plant grows towards",
+         "choices": {"text": ["light", "noise", "stone", "cold"], "label": ["A", "B", "C", "D"]}, "answerKey": "A"}
+        for index in range(3)
+    ],
+}  # fmt: skip
+
+
+def make_evaluation_data(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    for name, items in EVALUATION_ITEMS.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    return folder

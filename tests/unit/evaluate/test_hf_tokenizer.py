@@ -1,0 +1,76 @@
+"""The exported tokenizer gives training's ids."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, LlamaTokenizer
+
+from pc import UserError
+from pc.data.tokenizers import load_tokenizer
+from pc.evaluate import tokenizer as tokenizers
+from pc.titan.config import Data
+
+TRAINING = load_tokenizer("mistral-common")
+CONVERTED = tokenizers.to_hugging_face(TRAINING)
+
+
+@given(st.text(st.sampled_from("ab .\n\t<s>/▁é漢🙂\u200b0\r"), max_size=40) | st.text(max_size=40))
+@settings(max_examples=300, deadline=None)
+def test_ids_equal_the_training_ones(text):
+    # surrogates alone are no text: neither tokenizer takes them
+    text = text.encode(errors="ignore").decode()
+    assert CONVERTED.encode(text, add_special_tokens=False) == TRAINING.encode(text)
+
+
+def test_bos_in_front_and_control_tokens_stay_text():
+    ids = CONVERTED.encode("a</s><s>b")
+    assert ids[0] == TRAINING.bos_id
+    assert not {TRAINING.bos_id, TRAINING.eos_id} & set(ids[1:])
+
+
+def test_decoding_gives_the_text_back():
+    text = "A line,  two spaces\nand naïve 漢字."
+    assert CONVERTED.decode(CONVERTED.encode(text), skip_special_tokens=True) == text
+
+
+def test_saved_files_give_the_same_in_transformers(tmp_path):
+    tokenizers.save(CONVERTED, tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    for text in tokenizers.PROBES:
+        assert loaded.encode(text) == CONVERTED.encode(text)
+    assert (loaded.bos_token_id, loaded.eos_token_id, len(loaded)) == (1, 2, 32_000)
+
+
+def test_control_transformers_own_conversion_differs(tmp_path):
+    """Why there is a conversion here: transformers 5 splits runs of spaces and leading spaces otherwise."""
+    (tmp_path / "tokenizer.model").write_bytes(TRAINING.files["tokenizer.model"])
+    theirs = LlamaTokenizer.from_pretrained(tmp_path)
+    assert theirs.encode("a  b   c", add_special_tokens=False) != TRAINING.encode("a  b   c")
+
+
+def test_hugging_face_folder_keeps_its_ids(tmp_path):
+    tokenizers.save(CONVERTED, tmp_path)
+    training = load_tokenizer(tmp_path)
+    again = tokenizers.to_hugging_face(training)
+    for text in tokenizers.PROBES:
+        assert again.encode(text, add_special_tokens=False) == training.encode(text) == TRAINING.encode(text)
+    assert again.encode("a")[0] == training.bos_id
+
+
+def test_a_form_that_changes_ids_is_refused(monkeypatch):
+    monkeypatch.setattr(tokenizers, "generate_merges", lambda vocabulary, scores: [])
+    with pytest.raises(UserError, match="encodes .* differently"):
+        tokenizers.to_hugging_face(TRAINING)
+
+
+def test_tokenizer_of_a_run(data_folder):
+    assert tokenizers.of_run(Data(path=str(data_folder))).get_vocab() == CONVERTED.get_vocab()
+    assert len(tokenizers.of_run(Data(streaming="a/b", tokenizer="mistral-common"))) == 32_000
+
+
+def test_kind_without_a_form_is_named():
+    class Other:
+        kind, name = "tiktoken", "gpt2"
+
+    with pytest.raises(UserError, match="'gpt2' .tiktoken. has no Hugging Face form"):
+        tokenizers.to_hugging_face(Other())
