@@ -10,9 +10,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-# One server process imports torch once; every rank is forked from it in milliseconds.
+# One server process imports torch and TorchTitan once; every rank is forked from it in milliseconds.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.distributed.fsdp"])
+_context.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "pc.titan.train", "tiny"])
 
 
 def run_ranks(world_size: int, function, *args, timeout: float = 240.0) -> list:

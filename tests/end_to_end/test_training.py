@@ -1,0 +1,203 @@
+"""The trainer on one and more ranks: equal losses, exact resume, checkpoints that mean what they say."""
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import tiny
+from ranks import run_ranks
+
+BASELINE = ["--pc.enable", "false"]
+MUON = ["--optimizer.name", "Muon"]
+FORWARD = ["--pc.schedule", "forward"]
+
+
+def _run(ranks, config, overrides=()):
+    return run_ranks(ranks, tiny.train, config, list(overrides))[0]
+
+
+def _elsewhere(tmp_path, name):
+    return tmp_path / name, ["--job.dump_folder", str(tmp_path / name)]
+
+
+def _equal(one, other):
+    assert one.keys() == other.keys()
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("overrides", [[], BASELINE, MUON, FORWARD], ids=["pc", "baseline", "muon", "forward"])
+def test_losses_do_not_depend_on_the_number_of_ranks(tiny_config, tmp_path, overrides):
+    config, folder = tiny_config
+    _run(1, config, overrides)
+    expected = tiny.metrics(folder), tiny.metrics(folder, "validation_loss"), tiny.metrics(folder, "grad_norm")
+    assert len(expected[0]) == 6 and len(expected[1]) == 3
+    assert expected[0][-1] < expected[0][0] - 0.2  # it learns
+    for ranks in (2, 3):
+        other, to_other = _elsewhere(tmp_path, str(ranks))
+        _run(ranks, config, [*overrides, *to_other])
+        for key, values in zip(("loss", "validation_loss", "grad_norm"), expected, strict=True):
+            # float32 sums in another order, 1e-7 each, grown by six steps of a learning rate of 1e-2;
+            # Muon's bfloat16 iteration rounds a changed last bit up to 2^-8 of an update
+            tolerance = 5e-3 if overrides == MUON else 1e-4
+            assert tiny.metrics(other, key) == pytest.approx(values, rel=tolerance), (ranks, key)
+    # control: another seed is far outside
+    other, to_other = _elsewhere(tmp_path, "seed")
+    _run(1, config, [*overrides, *to_other, "--debug.seed", "1"])
+    assert tiny.metrics(other)[0] != pytest.approx(expected[0][0], rel=1e-3)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("overrides", [[], [*MUON, *FORWARD]], ids=["pc", "muon-forward"])
+def test_resume_is_exact(tiny_config, tmp_path, ranks, overrides):
+    config, folder = tiny_config
+    straight = _run(ranks, config, overrides)
+    expected = tiny.metrics(folder), tiny.metrics(folder, "validation_loss")
+    # the same run again, whose checkpoint at step 3 is all that is left
+    for path in (folder / "metrics.jsonl", folder / "checkpoint" / "step-6" / ".metadata"):
+        path.unlink()
+    resumed = _run(ranks, config, overrides)
+    assert _equal(straight, resumed)
+    assert tiny.metrics(folder) == expected[0][3:]
+    assert tiny.metrics(folder, "validation_loss") == expected[1][-1:]
+
+
+@pytest.mark.parametrize("before, after", [(1, 2), (2, 1), (2, 3), (4, 2)])
+def test_resume_on_other_ranks(tiny_config, before, after):
+    """The state arrives bit for bit; what follows differs by the order of sums."""
+    config, folder = tiny_config
+    overrides = [*MUON, "--training.steps", "4", "--lr_scheduler.total_steps", "6"]
+    _run(before, config, [*overrides, "--training.steps", "3"])
+    saved = _load_all(folder / "checkpoint" / "step-3")
+    loaded = run_ranks(after, _loaded_state, config, overrides)[0]
+    assert set(loaded) == set(saved) and "pc.layers.0.attention.wo.raw" in loaded
+    assert _equal(loaded, saved)
+
+
+def _loaded_state(rank, config, overrides):
+    from pc.titan.train import PCTrainer, load_config
+
+    tiny.add_tiny_flavor()
+    trainer = PCTrainer(load_config(config, overrides))
+    trainer.checkpointer.load()
+    optimizer = {
+        f"optimizer.{key}": tiny.whole(value)
+        for key, value in trainer.optimizers.state_dict().items()
+        if isinstance(value, torch.Tensor)
+    }
+    learning_rates = {g["lr"] for o in trainer.optimizers for g in o.param_groups}
+    assert len(learning_rates) == 1 and trainer.step == 3
+    assert all(s.last_epoch == 3 for s in trainer.lr_schedulers.schedulers)
+    state = {name: t for name, t in tiny.state_of(trainer).items() if not name.endswith(".gamma") or name[:3] == "pc."}
+    trainer.close()
+    return {**state, **optimizer}
+
+
+def _load_all(checkpoint):
+    """Every tensor of a checkpoint, whole, by name."""
+    reader = dcp.FileSystemReader(checkpoint)
+    entries = reader.read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if hasattr(entry, "properties")
+    }
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+def test_checkpoint_holds_a_plain_llama_and_the_raw_weights(tiny_config):
+    import pc
+    from pc.titan.llama2 import FLAVORS
+    from torchtitan.models.llama3.model.model import Transformer
+
+    config, folder = tiny_config
+    trained = _run(2, config)
+    saved = _load_all(folder / "checkpoint" / "step-6")
+    tiny.add_tiny_flavor()
+    args = FLAVORS["tiny"]
+    args.vocab_size, args.max_seq_len = tiny.VOCAB_SIZE, 16
+    plain = Transformer(args)
+    state = plain.state_dict()
+    dcp.load(state, checkpoint_id=str(folder / "checkpoint" / "step-6"), no_dist=True)
+    plain.load_state_dict(state)  # strict: the names are those of a plain model
+    assert torch.equal(plain.layers["1"].feed_forward.w2.weight, trained["layers.1.feed_forward.w2.weight"])
+    layers = {name.removeprefix("pc.").rpartition(".")[0] for name in saved if name.startswith("pc.")}
+    assert len(layers) == 8
+    for name in layers:
+        raw, gamma, u, v = (saved[f"pc.{name}.{key}"] for key in ("raw", "gamma", "u", "v"))
+        effective = pc.effective_weight(raw, gamma, u, v, pc.PCConfig(level=4, blocks=("o",)))
+        # the owner computed a batch of matrices; float32 products of another blocking
+        torch.testing.assert_close(saved[f"{name}.weight"], effective, rtol=0, atol=1e-6)
+        assert (saved[f"{name}.weight"] - raw).abs().max() > 1e-3  # control
+
+
+def test_baseline_and_pc_start_from_the_same_raw_weights(tiny_config, tmp_path):
+    config, _ = tiny_config
+    nothing_learnt = ["--training.steps", "1", "--optimizer.lr", "0.0"]
+    with_pc = _run(2, config, nothing_learnt)
+    baseline = _run(1, config, [*nothing_learnt, *BASELINE, *_elsewhere(tmp_path, "baseline")[1]])
+    for name, weight in baseline.items():
+        raw = f"pc.{name.removesuffix('.weight')}.raw"
+        assert torch.equal(with_pc.get(raw, with_pc[name]), weight), name
+
+
+def test_plain_checkpoint_starts_a_pc_run(tiny_config, tmp_path):
+    config, folder = tiny_config
+    trained = _run(1, config, [*BASELINE, "--training.steps", "2"])
+    start = ["--checkpoint.initial_load_path", str(folder / "checkpoint" / "step-2")]
+    nothing_learnt = ["--training.steps", "1", "--optimizer.lr", "0.0"]
+    started = _run(2, config, [*start, *nothing_learnt, *_elsewhere(tmp_path, "pc")[1]])
+    name = "layers.0.attention.wo"
+    assert torch.equal(started[f"pc.{name}.raw"], trained[f"{name}.weight"])
+    assert torch.equal(started["layers.0.attention.wq.weight"], trained["layers.0.attention.wq.weight"])
+    assert not torch.equal(started[f"{name}.weight"], trained[f"{name}.weight"])
+
+
+@pytest.mark.parametrize(
+    "first, then, message",
+    [
+        ([], BASELINE, "pc.enable: checkpoint True, config False"),
+        (BASELINE, [], "pc.enable: checkpoint False, config True"),
+        ([], ["--pc.level", "2"], "pc.level: checkpoint 4, config 2"),
+        ([], ["--pc.blocks", "ffn"], r"pc.blocks: checkpoint \['o', 'ffn'\], config \['ffn'\]"),
+        ([], FORWARD, "pc.schedule: checkpoint 'step', config 'forward'"),
+    ],
+)
+def test_resume_with_another_method_is_refused(tiny_config, first, then, message):
+    config, _ = tiny_config
+    _run(1, config, [*first, "--training.steps", "1"])
+    with pytest.raises(AssertionError, match=message):
+        _run(1, config, [*then, "--training.steps", "2"])
+
+
+def _train_with_signal(rank, config, overrides, at_step):
+    from pc.titan import train
+
+    class Interrupted(train.PCTrainer):
+        def train_step(self, data_iterator):
+            super().train_step(data_iterator)
+            if self.step == at_step and rank == 1:
+                os.kill(os.getpid(), signal.SIGUSR2)
+
+    original, train.PCTrainer = train.PCTrainer, Interrupted
+    try:
+        return tiny.train(rank, config, overrides)
+    finally:
+        train.PCTrainer = original
+
+
+def test_a_signal_to_one_rank_stops_all_and_the_run_continues(tiny_config, tmp_path):
+    config, folder = tiny_config
+    other, to_other = _elsewhere(tmp_path, "straight")
+    straight = _run(2, config, to_other)
+    run_ranks(2, _train_with_signal, config, [], 2)
+    assert json.loads((folder / "status.json").read_text()) == {
+        "state": "stopped", "step": 2, "steps": 6, "reason": "asked to stop"
+    }  # fmt: skip
+    assert _equal(_run(2, config), straight)
+    assert json.loads((folder / "status.json").read_text())["state"] == "finished"
+    assert tiny.metrics(folder) == tiny.metrics(other)

@@ -1,0 +1,134 @@
+"""A tiny trainer: text, tokenizer, config and a worker that trains, small enough for many runs in a test."""
+
+import json
+import random
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import sentencepiece
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+VOCAB_SIZE = 200
+
+CONFIG = """
+parent = "{base}"
+[job]
+dump_folder = "{folder}"
+[model]
+flavor = "tiny"
+vocab_size = {vocab_size}
+[data]
+path = "{shards}"
+validation_sequences = 12
+[optimizer]
+lr = 1e-2
+implementation = "foreach"
+[lr_scheduler]
+warmup_steps = 2
+[training]
+seq_len = 16
+local_batch_size = 2
+global_batch_size = 24
+steps = 6
+mixed_precision_param = "float32"
+[training.dataloader]
+num_workers = 0
+pin_memory = false
+[validation]
+freq = 3
+local_batch_size = 2
+[checkpoint]
+interval = 3
+keep_latest_k = 0
+[metrics]
+log_freq = 1
+enable_tensorboard = false
+[health]
+freq = 0
+spectra_freq = 0
+[compile]
+enable = false
+[parallelism]
+pipeline_parallel_microbatch_size = 1
+"""
+
+
+def make_shards(folder: Path) -> Path:
+    """Token shards of made-up sentences with a tokenizer of their own; returns their folder."""
+    from pc.data.tokenizing import tokenize
+
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefgh", k=draw.randint(2, 6))) for _ in range(60)]
+    texts = [" ".join(draw.choices(words, k=40)) for _ in range(300)]
+    pq.write_table(pa.table({"text": texts}), folder / "text.parquet")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts),
+        model_prefix=str(folder / "tiny"),
+        vocab_size=VOCAB_SIZE,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    tokenize(
+        str(folder / "text.parquet"), folder / "shards", tokenizer=str(folder / "tiny.model"), validation_fraction=0.2
+    )
+    return folder / "shards"
+
+
+def write_config(path: Path, shards: Path, run_folder: Path) -> Path:
+    """A config for the tiny model; `run_folder` is where the run writes."""
+    base = Path(__file__).resolve().parents[1] / "train_configs" / "base.toml"
+    path.write_text(CONFIG.format(base=base, folder=run_folder, shards=shards, vocab_size=VOCAB_SIZE))
+    return path
+
+
+def add_tiny_flavor() -> None:
+    from pc.titan.llama2 import FLAVORS, Llama2Args
+
+    # 24 rows over three ranks divide, 64 do not; over four, none of the vectors' does evenly.
+    FLAVORS["tiny"] = Llama2Args(dim=24, n_layers=2, n_heads=2, multiple_of=8)
+
+
+def train(rank: int, config: Path, overrides: list[str]) -> dict[str, torch.Tensor]:
+    """Run the trainer on one rank; returns all parameters and PC's tensors whole, by checkpoint name."""
+    from pc.titan.resolve import write_resolved
+    from pc.titan.config import JobConfig
+    from pc.titan.train import PCTrainer, load_config
+
+    add_tiny_flavor()
+    loaded = load_config(config, overrides)
+    if rank == 0:
+        write_resolved(config, overrides, JobConfig, Path(loaded.job.dump_folder) / "config.toml")
+    trainer = PCTrainer(loaded)
+    trainer.train()
+    result = state_of(trainer)
+    trainer.close()
+    return result
+
+
+def state_of(trainer) -> dict[str, torch.Tensor]:
+    """Parameters of this rank's model parts under checkpoint names, and `pc.<layer>.<key>`, as whole tensors."""
+    from pc.linear import clean_name
+
+    tensors = {clean_name(n): p for model in trainer.model_parts for n, p in model.named_parameters()}
+    if "pc" in trainer.checkpointer.states:
+        for name, state in trainer.checkpointer.states["pc"].state_dict().items():
+            tensors |= {f"pc.{name}.{key}": tensor for key, tensor in state.items()}
+    return {name: whole(tensor) for name, tensor in tensors.items()}
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def metrics(run_folder: Path, key: str = "loss") -> list[float]:
+    """The values of a key in a run's metrics.jsonl by step; the last line of a step wins."""
+    lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    by_step = {line["step"]: line[key] for line in lines if key in line}
+    return [value for _, value in sorted(by_step.items())]
+
+
+def is_first_rank() -> bool:
+    return dist.get_rank() == 0
