@@ -1,0 +1,51 @@
+"""Text from a checkpoint or an export."""
+
+from pathlib import Path
+
+import torch
+
+from pc.errors import UserError
+from pc.evaluate import hugging_face
+
+
+@torch.no_grad()
+def generate(
+    model: str | Path,
+    prompt: str,
+    *,
+    max_new_tokens: int = 100,
+    temperature: float = 0.8,
+    top_p: float = 0.95,
+    seed: int = 0,
+    device: str | None = None,
+) -> str:
+    """The prompt and what the model adds to it; the same seed gives the same text.
+
+    Args:
+        model: checkpoint of a run or Hugging Face folder.
+        prompt: may be empty.
+        max_new_tokens: at most so many; fewer where the model ends the document.
+        temperature: 0 always takes the likeliest token.
+        top_p: sample among the likeliest tokens that together have this probability.
+        seed: of the sampling.
+        device: None takes a GPU where there is one.
+    """
+    if temperature < 0 or not 0 < top_p <= 1 or max_new_tokens < 1:
+        raise UserError("temperature should be at least 0, top_p in (0, 1], max_new_tokens at least 1")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    llama, tokenizer = hugging_face.load(model)
+    llama = llama.to(device)
+    tokens = tokenizer(prompt, return_tensors="pt").to(device)
+    longest = llama.config.max_position_embeddings
+    if tokens.input_ids.shape[1] >= longest:
+        raise UserError(f"the prompt has {tokens.input_ids.shape[1]} tokens, the model takes {longest}")
+    torch.manual_seed(seed)
+    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
+    output = llama.generate(
+        input_ids=tokens.input_ids,
+        attention_mask=tokens.attention_mask,
+        max_new_tokens=min(max_new_tokens, longest - tokens.input_ids.shape[1]),
+        pad_token_id=tokenizer.eos_token_id,
+        **sampling,
+    )
+    return tokenizer.decode(output[0], skip_special_tokens=True)

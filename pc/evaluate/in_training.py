@@ -1,0 +1,93 @@
+"""Score the model while it trains, every so many steps, on a few tasks: the `[evaluation]` section.
+
+The weights are used where they lie, sharded as they are; nothing is gathered, converted or written. Random number
+generators are left as they were, so a run with scoring gives the same losses as one without.
+"""
+
+import random
+from contextlib import AbstractContextManager
+
+import lm_eval
+import numpy as np
+import torch
+from torch import nn
+from torchtitan.distributed import ParallelDims
+
+from pc.errors import UserError
+from pc.evaluate import tasks, tokenizer
+from pc.evaluate.live_model import LiveModel
+from pc.titan.config import JobConfig
+
+
+class InTrainingScorer:
+    """Call `score` on every rank at steps for which `due` is true.
+
+    Args:
+        lm: the live model.
+        names: tasks.
+        data: folder of JSON lines; None takes the sets from the Hub.
+        limit: items per task; None for all.
+        interval: steps from one scoring to the next.
+    """
+
+    def __init__(self, lm: LiveModel, names: list[str], data: str | None, limit: int | None, interval: int) -> None:
+        self._lm = lm
+        # Loaded here, so that a missing file or an unreachable Hub stops the run at its start.
+        self._tasks = tasks.load(names, data)
+        self._limit = limit
+        self._interval = interval
+
+    def due(self, step: int) -> bool:
+        return step % self._interval == 0
+
+    def score(self) -> dict[str, float]:
+        """`{"evaluation/<task>/<metric>": value}` and the average over tasks, the same on every rank."""
+        generators = random.getstate(), np.random.get_state()  # lm-eval draws from these
+        found = lm_eval.evaluate(self._lm, self._tasks, limit=self._limit, bootstrap_iters=0, log_samples=False)
+        random.setstate(generators[0])
+        np.random.set_state(generators[1])
+        names = list(self._tasks["tasks"])
+        metrics = {name: float(found["results"][name][f"{tasks.METRICS[name]},none"]) for name in names}
+        scores = {f"evaluation/{name}/{tasks.METRICS[name]}": value for name, value in metrics.items()}
+        return scores | {"evaluation/average": sum(metrics.values()) / len(metrics)}
+
+
+def build_in_training_scorer(
+    job_config: JobConfig,
+    model_parts: list[nn.Module],
+    parallel_dims: ParallelDims,
+    device: torch.device,
+    precision: AbstractContextManager | None = None,
+) -> InTrainingScorer | None:
+    """The scorer that `[evaluation]` asks for; None where its interval is 0.
+
+    Args:
+        job_config: the run's configuration.
+        model_parts: the trainer's model, one part.
+        parallel_dims: the trainer's meshes.
+        device: where token ids go.
+        precision: the trainer's autocast context.
+    """
+    section = job_config.evaluation
+    if section.interval == 0:
+        return None
+    for key in ("interval", "limit"):
+        if getattr(section, key) < 0:
+            raise UserError(f"evaluation.{key} = {getattr(section, key)} should be at least 0")
+    tasks.require_known(section.tasks)
+    if parallel_dims.pp_enabled or parallel_dims.cp_enabled:
+        raise UserError(
+            "evaluation.interval works with data and tensor parallelism, not with pipeline or context parallelism; "
+            "set it to 0 and score checkpoints with scripts/score.py"
+        )
+    batch_mesh = parallel_dims.get_optional_mesh("batch")
+    lm = LiveModel(
+        model_parts[0],
+        tokenizer.of_run(job_config.data),
+        max_length=job_config.training.seq_len,
+        batch_size=job_config.validation.local_batch_size,  # of sequences at least as long
+        device=device,
+        data_group=batch_mesh.get_group() if batch_mesh is not None else None,
+        precision=precision,
+    )
+    return InTrainingScorer(lm, section.tasks, section.data or None, section.limit or None, section.interval)

@@ -1,0 +1,133 @@
+"""Scores of several models as a Markdown table, a CSV and a bar plot."""
+
+import csv
+import io
+import math
+from pathlib import Path
+from typing import Any
+
+from pc import plots
+from pc.evaluate.tasks import METRICS
+from pc.files import write_atomically
+
+SHORT_NAMES = {
+    "lambada_openai": "LAMBADA",
+    "hellaswag": "HellaSwag",
+    "winogrande": "WinoGrande",
+    "piqa": "PIQA",
+    "boolq": "BoolQ",
+    "arc_easy": "ARC-E",
+    "arc_challenge": "ARC-C",
+    "commonsense_qa": "CSQA",
+    "openbookqa": "OBQA",
+}
+AVERAGE = "average"
+Score = tuple[float, float | None]  # value, standard error
+
+
+def write(results: list[dict[str, Any]], names: list[str], stem: Path) -> list[Path]:
+    """Write `stem`.md, .csv, .png and .svg.
+
+    Args:
+        results: one per model, as `pc.evaluate.score` keeps them.
+        names: tasks, in the order of the columns.
+        stem: path without suffix.
+    """
+    rows = [_scores(result, names) for result in results]
+    markdown, comma_separated = stem.with_name(f"{stem.name}.md"), stem.with_name(f"{stem.name}.csv")
+    write_atomically(markdown, _markdown(results, rows, names))
+    write_atomically(comma_separated, _csv(results, rows, names))
+    return [markdown, comma_separated, *plots.save(_plot(results, rows, names), stem)]
+
+
+def best_of_each_pair(rows: list[dict[str, Score]], column: str) -> set[int]:
+    """Rows to mark in a column: the best of models 1 and 2, of 3 and 4, ...; none where all are equal.
+
+    Baseline and preconditioned model are named in turn. An odd number of models is one group.
+    """
+    size = 2 if len(rows) % 2 == 0 else len(rows)
+    marked = set()
+    for start in range(0, len(rows), size):
+        group = range(start, start + size)
+        values = [rows[i][column][0] for i in group]
+        if max(values) > min(values):
+            marked |= {i for i in group if rows[i][column][0] == max(values)}
+    return marked
+
+
+def _scores(result: dict[str, Any], names: list[str]) -> dict[str, Score]:
+    """Each task's score by the paper's metric, and their average.
+
+    The items of different tasks are independent, so the average's error is sqrt(sum of squares) / number.
+    """
+    scores: dict[str, Score] = {}
+    for name in names:
+        found = result["tasks"][name]
+        scores[name] = (found[METRICS[name]], found[f"{METRICS[name]}_stderr"])
+    errors = [error for _, error in scores.values()]
+    error = None if None in errors else math.sqrt(sum(e * e for e in errors)) / len(errors)
+    scores[AVERAGE] = (sum(value for value, _ in scores.values()) / len(scores), error)
+    return scores
+
+
+def _markdown(results: list[dict[str, Any]], rows: list[dict[str, Score]], names: list[str]) -> str:
+    columns = [*names, AVERAGE]
+    marked = {column: best_of_each_pair(rows, column) for column in columns}
+    titles = [f"{SHORT_NAMES[name]} ({METRICS[name]})" for name in names] + [f"Average of {len(names)}"]
+    lines = ["| model | " + " | ".join(titles) + " |", "|---" * (len(columns) + 1) + "|"]
+    for index, (result, row) in enumerate(zip(results, rows, strict=True)):
+        cells = [_cell(row[column], index in marked[column]) for column in columns]
+        lines.append(f"| {result['name']} | " + " | ".join(cells) + " |")
+    notes = ["Zero-shot, value ± standard error; bold is the best of each pair of models."]
+    if missing := [name for name in METRICS if name not in names]:
+        notes.append(f"**Not the paper's average**: without {', '.join(missing)}.")
+    if results[0]["limit"]:
+        notes.insert(0, f"**PARTIAL: only the first {results[0]['limit']} items of each task.**")
+    return "\n".join([*notes, "", *lines]) + "\n"
+
+
+def _cell(score: Score, mark: bool) -> str:
+    value, error = score
+    text = f"**{value:.4f}**" if mark else f"{value:.4f}"
+    return text if error is None else f"{text} ± {error:.4f}"
+
+
+def _csv(results: list[dict[str, Any]], rows: list[dict[str, Score]], names: list[str]) -> str:
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(["model", "task", "metric", "value", "standard_error", "items", "partial", "best_of_pair"])
+    marked = {column: best_of_each_pair(rows, column) for column in [*names, AVERAGE]}
+    for index, (result, row) in enumerate(zip(results, rows, strict=True)):
+        for column, (value, error) in row.items():
+            items = result["tasks"][column]["items"] if column != AVERAGE else ""
+            partial = bool(result["limit"]) or (column == AVERAGE and len(names) < len(METRICS))
+            metric = METRICS.get(column, "mean")
+            best = int(index in marked[column])
+            cells = [result["name"], column, metric, repr(value), "" if error is None else repr(error)]
+            writer.writerow([*cells, items, int(partial), best])
+    return file.getvalue()
+
+
+def _plot(results: list[dict[str, Any]], rows: list[dict[str, Score]], names: list[str]):
+    columns = [*names, AVERAGE]
+    figure, axes = plots.subplots(width=max(5.0, 1.1 * len(columns)), height=3.2)
+    width = 0.8 / len(rows)
+    for index, (result, row) in enumerate(zip(results, rows, strict=True)):
+        places = [place + (index - (len(rows) - 1) / 2) * width for place in range(len(columns))]
+        axes.bar(
+            places,
+            [row[column][0] for column in columns],
+            width,
+            yerr=[row[column][1] or 0.0 for column in columns],
+            error_kw={"elinewidth": 0.8, "capsize": 1.5},
+            label=result["name"],
+        )
+    titles = [SHORT_NAMES[name] for name in names] + ["average"]
+    axes.set_xticks(range(len(columns)), titles, rotation=20, ha="right")
+    axes.grid(axis="x", visible=False)
+    axes.set_axisbelow(True)
+    axes.set_ylabel("accuracy (fraction of items)")
+    partial = f", PARTIAL: first {results[0]['limit']} items per task" if results[0]["limit"] else ""
+    axes.set_title(f"Zero-shot scores, ± standard error{partial}")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return figure

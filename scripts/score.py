@@ -1,0 +1,32 @@
+"""Score models on the paper's nine zero-shot tasks and write a table.
+
+Usage: python scripts/score.py [NAME=]MODEL... [--data DIR] [--limit N] [--output DIR] [--tasks a,b]
+
+MODEL is a checkpoint of a run (RUN/checkpoint/step-N) or a Hugging Face folder. Name baseline and
+preconditioned model in turn: the best of each pair is marked. A repeat scores only what is missing.
+"""
+
+import argparse
+
+from pc.errors import exit_on_user_error
+from pc.evaluate.score import score
+from pc.evaluate.tasks import METRICS
+
+
+@exit_on_user_error
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="+", metavar="[NAME=]MODEL")
+    parser.add_argument("--data", help="folder of scripts/fetch_eval_data.py (default: the Hub)")
+    parser.add_argument("--limit", type=int, help="only the first N items of each task, for a quick look")
+    parser.add_argument("--output", default="outputs/scores", help="default: outputs/scores")
+    parser.add_argument("--tasks", help="comma-separated; default: all nine", default=",".join(METRICS))
+    parser.add_argument("--batch-size", type=int, default=16, help="requests per forward pass (default: 16)")
+    arguments = vars(parser.parse_args())
+    names = [name.strip() for name in arguments.pop("tasks").split(",") if name.strip()]
+    for path in score(arguments.pop("models"), names=names, **arguments):
+        print(path)
+
+
+if __name__ == "__main__":
+    main()
