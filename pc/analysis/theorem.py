@@ -124,6 +124,8 @@ def bound(problem: Problem, slack: float = 0.2) -> Bound:
 def in_region(weights: Sequence[Tensor], region: Bound) -> bool:
     """Whether every layer's singular values lie between its bounds."""
     for weight, lower, upper in zip(weights, region.lower, region.upper, strict=True):
+        if not weight.isfinite().all():
+            return False
         sigma = torch.linalg.svdvals(weight)
         if sigma[-1] < lower or sigma[0] > upper:
             return False

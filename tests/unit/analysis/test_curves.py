@@ -1,0 +1,117 @@
+import json
+
+import pytest
+
+from pc.analysis import bars, curves, signals
+from pc.analysis.runs import Series, read_run, read_runs
+from pc.errors import UserError
+
+
+def _write(folder, lines):
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def _validations(folder, losses, tokens_per_step=100):
+    return _write(
+        folder,
+        [{"step": i + 1, "tokens": (i + 1) * tokens_per_step, "validation_loss": v} for i, v in enumerate(losses)],
+    )
+
+
+def test_tokens_to_reach_interpolates():
+    series = Series([1, 2, 3], [100, 200, 300], [5.0, 4.0, 3.5])
+    assert curves.tokens_to_reach(series, 4.0) == 200
+    assert curves.tokens_to_reach(series, 4.25) == 175
+    assert curves.tokens_to_reach(series, 6.0) == 100  # before the first validation nothing is known
+    assert curves.tokens_to_reach(series, 3.4) is None
+    # the first time counts, also when the loss rises again
+    assert curves.tokens_to_reach(Series([1, 2, 3], [100, 200, 300], [5.0, 3.0, 4.0]), 4.0) == 150
+
+
+def test_speedup_both_ways_and_neither(tmp_path):
+    reference = _validations(tmp_path / "reference", [5.0, 4.0, 3.0])
+    better = _validations(tmp_path / "better", [4.0, 3.0, 2.5])
+    worse = _validations(tmp_path / "worse", [5.5, 4.5, 4.0])
+    rows = curves.compare(read_runs([reference, better, worse]))
+    assert [row.speedup for row in rows] == [1.0, 300 / 200, 200 / 300]
+    assert [row.reached_at_tokens for row in rows] == [300, 200, None]
+    assert [round(row.difference, 6) for row in rows] == [0, -0.5, 1.0]
+    text = curves.table(rows)
+    assert "1.50x" in text and "never" in text and "different numbers of tokens" not in text
+
+
+def test_other_token_counts_are_said(tmp_path):
+    reference = _validations(tmp_path / "reference", [5.0, 4.0, 3.0])
+    short = _validations(tmp_path / "short", [4.0, 2.9])
+    text = curves.table(curves.compare(read_runs([reference, short])))
+    assert "different numbers of tokens" in text
+
+
+def test_last_line_of_a_step_wins_and_null_is_nan(tmp_path):
+    lines = [{"step": s, "tokens": s, "loss": float(s)} for s in (1, 2, 3)]
+    lines += [{"step": 2, "tokens": 2, "loss": 9.0}, {"step": 3, "tokens": 3, "loss": None}]
+    folder = _write(tmp_path / "run", lines)
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": 4, "lo')  # a crash
+    series = read_run(folder).series("loss")
+    assert series.steps == [1, 2, 3] and series.values[:2] == [1.0, 9.0] and series.values[2] != series.values[2]
+
+
+def test_errors_name_the_file_and_the_remedy(tmp_path):
+    with pytest.raises(UserError, match="no such file"):
+        read_run(tmp_path / "nothing")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match="logged nothing"):
+        read_run(empty)
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "metrics.jsonl").write_text('{"step": 1}\nrubbish\n{"step": 2}\n')
+    with pytest.raises(UserError, match="line 2"):
+        read_run(broken)
+    no_validation = read_run(_write(tmp_path / "plain", [{"step": 1, "tokens": 10, "loss": 3.0}]))
+    with pytest.raises(UserError, match="validation"):
+        curves.compare([no_validation])
+    with pytest.raises(UserError, match="spectra_freq"):
+        signals.plot_estimator_error([no_validation], tmp_path)
+    with pytest.raises(UserError, match="freq"):
+        signals.plot_activation_rms([no_validation], tmp_path)
+    with pytest.raises(UserError, match="twice"):
+        read_runs([tmp_path / "plain", tmp_path / "plain"])
+
+
+def test_equal_folder_names_are_told_apart(tmp_path):
+    a = _validations(tmp_path / "adamw" / "run", [3.0])
+    b = _validations(tmp_path / "muon" / "run", [3.0])
+    assert [run.name for run in read_runs([a, b])] == ["adamw/run", "muon/run"]
+
+
+def test_mean_over_layers(tmp_path):
+    lines = [{"step": s, "tokens": s, "signal/ffn/rms/0": 1.0 * s, "signal/ffn/rms/1": 3.0 * s} for s in (10, 20)]
+    series = signals._mean_over_layers(read_run(_write(tmp_path / "run", lines)), "signal/ffn/rms/")
+    assert series.steps == [10, 20] and series.values == [20.0, 40.0]
+
+
+def test_bars(tmp_path):
+    results = [
+        {"config": "a.toml", "settings": {"pc.blocks": ["ffn", "o"]}, "validation_loss": 3.0, "spikes": 0},
+        {"config": "a.toml", "settings": {"pc.blocks": ["ffn"]}, "validation_loss": 3.1, "spikes": 2},
+        {"config": "a.toml", "settings": {"pc.blocks": ["ffn"]}, "validation_loss": 3.2, "spikes": 0},
+        {"config": "b.toml", "settings": {"optimizer.lr": 3e-4}, "validation_loss": 2.9, "spikes": 0},
+        {"config": "b.toml", "settings": {"optimizer.lr": 4e-4}, "validation_loss": None, "spikes": 1},
+    ]
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(result) + "\n" for result in results))
+    usable = bars.read_results(tmp_path)
+    assert len(usable) == 4
+    for path in bars.plot(usable, [], tmp_path / "bars"):
+        assert path.stat().st_size > 5000
+    text = (tmp_path / "bars.svg").read_text()
+    assert "3.1500" in text and "3.0000" in text  # mean over seeds
+    baseline = read_run(_validations(tmp_path / "baseline", [3.3]))
+    with pytest.raises(UserError, match="2 needed"):
+        bars.plot(usable, [baseline], tmp_path / "bars")
+    with pytest.raises(UserError, match="results.jsonl"):
+        bars.read_results(tmp_path / "baseline")

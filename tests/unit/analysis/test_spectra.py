@@ -1,0 +1,97 @@
+import math
+
+import pytest
+import torch
+
+from pc.analysis import spectra, spectra_plots
+from pc.analysis.checkpoints import LinearWeights, latest_checkpoint
+from pc.config import BLOCK_SUFFIXES
+from pc.errors import UserError
+from small_runs import save_checkpoint
+
+
+@pytest.fixture(autouse=True)
+def _in_order_of_steps(tmp_path):
+    """An older checkpoint and half of a newer one lie beside what is tested."""
+    for step in (3, 12):
+        (tmp_path / "run" / "checkpoint" / f"step-{step}").mkdir(parents=True)
+
+
+@pytest.mark.parametrize("schedule, level", [("step", 4), ("forward", 4), ("forward", {"o": 2, "ffn": 4}), (None, 4)])
+def test_singular_values_are_those_of_the_weights(tmp_path, schedule, level):
+    merged = save_checkpoint(tmp_path / "run", schedule, level=level)
+    output = tmp_path / "out"
+    found = spectra.of_source(tmp_path / "run", output)
+    assert found.step == 7 and found.num_layers == 2
+    assert found.pc_blocks == (("o", "gate", "down", "up") if schedule else ())
+    for block, (suffix, *_) in BLOCK_SUFFIXES.items():
+        for layer in range(2):
+            weight = merged.get_submodule(f"layers.{layer}.{suffix}").weight.detach()
+            expected = torch.linalg.svdvals(weight.double())
+            # The weights are float32; in schedule "forward" PC(W) is computed anew from them.
+            torch.testing.assert_close(found.effective[block][layer].double(), expected, rtol=1e-5, atol=1e-6)
+            changed = not torch.allclose(found.raw[block][layer], found.effective[block][layer], rtol=1e-2)
+            assert changed == (block in found.pc_blocks)
+    stored = output / "run-step-7.npz"
+    assert stored.stat().st_size < 20_000
+    again = spectra.load(stored)
+    assert (again.name, again.step, again.pc_blocks) == (found.name, found.step, found.pc_blocks)
+    for block in found.raw:  # stored in float32
+        torch.testing.assert_close(again.effective[block].double(), found.effective[block].double(), rtol=1e-6, atol=0)
+
+
+def test_stored_values_are_used_again_unless_the_checkpoint_is_newer(tmp_path, monkeypatch):
+    save_checkpoint(tmp_path / "run", "step")
+    first = spectra.of_source(tmp_path / "run", tmp_path / "out")
+    calls = []
+    compute = spectra.compute
+    monkeypatch.setattr(spectra, "compute", lambda *a: calls.append(a) or compute(*a))
+    assert spectra.of_source(tmp_path / "run", tmp_path / "out").step == first.step and not calls
+    save_checkpoint(tmp_path / "run", None)
+    assert spectra.of_source(tmp_path / "run", tmp_path / "out").pc_blocks == () and calls
+
+
+def test_gmcn_is_the_geometric_mean(tmp_path):
+    save_checkpoint(tmp_path / "run", "step")
+    found = spectra.compute(latest_checkpoint(tmp_path / "run"), "run")
+    conditions = []
+    for block in ("q", "o"):
+        for sigma in found.effective[block]:
+            conditions.append((sigma[0] / sigma[-math.ceil(len(sigma) / 10) :].mean()).item())
+    assert found.gmcn(["q", "o"]) == pytest.approx(math.prod(conditions) ** 0.25, rel=1e-9)
+    text = spectra.table([found])
+    assert "raw W" in text and "PC(W) in o, gate, down, up" in text
+
+
+def test_figures(tmp_path):
+    with_pc = save_checkpoint(tmp_path / "run", "step") and spectra.of_source(tmp_path / "run", tmp_path)
+    save_checkpoint(tmp_path / "plain", None)
+    plain = spectra.of_source(tmp_path / "plain", tmp_path)
+    for paths in (
+        spectra_plots.plot_histograms([plain, with_pc], None, tmp_path),
+        spectra_plots.plot_quantiles([plain, with_pc], tmp_path),
+    ):
+        assert all(path.stat().st_size > 5000 for path in paths)
+    with pytest.raises(UserError, match="layers 1 to 2"):
+        spectra_plots.plot_histograms([plain], [3], tmp_path)
+
+
+def test_layers_of_the_paper():
+    assert spectra_plots.paper_layers(18) == [2, 10, 18]
+    assert spectra_plots.paper_layers(4) == [2, 3, 4]
+    assert spectra_plots.paper_layers(1) == [1]
+
+
+def test_errors(tmp_path):
+    with pytest.raises(UserError, match="no complete checkpoint"):
+        spectra.of_source(tmp_path / "run", tmp_path)
+    with pytest.raises(UserError, match="no such run"):
+        spectra.of_source(tmp_path / "nothing", tmp_path)
+    (tmp_path / "wrong.npz").write_bytes(b"not an archive")
+    with pytest.raises(UserError, match="not a file of singular values"):
+        spectra.of_source(tmp_path / "wrong.npz", tmp_path)
+    save_checkpoint(tmp_path / "run", "forward")
+    weights = LinearWeights(latest_checkpoint(tmp_path / "run"))
+    weights.fingerprint = {}
+    with pytest.raises(UserError, match="fingerprint"):
+        weights.read("layers.0.attention.wo")
