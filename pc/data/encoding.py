@@ -1,4 +1,4 @@
-"""Documents to token arrays, by the fast way where it is proven equal and by the tokenizer itself elsewhere."""
+"""Documents to token arrays, the fast way where that is proven equal, else by the tokenizer itself."""
 
 import json
 from collections.abc import Sequence
@@ -54,8 +54,10 @@ class Encoder:
         starts = np.concatenate([[0], np.cumsum(lengths)])
         for i in range(-self._seen % CHECKED_SHARE, len(texts), CHECKED_SHARE):
             if ids[starts[i] : starts[i + 1]].tolist() != self.tokenizer.encode(texts[i]):
-                raise RuntimeError(f"gigatoken and {self.tokenizer.kind} disagree on {texts[i][:80]!r}…; "
-                                   "uninstall gigatoken to go on without it, and report the text")
+                raise RuntimeError(
+                    f"gigatoken and {self.tokenizer.kind} disagree on {texts[i][:80]!r}…; "
+                    "uninstall gigatoken to go on without it, and report the text"
+                )
         self._seen += len(texts)
         return ids, lengths
 

@@ -19,14 +19,16 @@ def describe(manifest: Manifest) -> str:
         f"source       {manifest.source['input']}"
         + (f", subset {manifest.source['subset']}" if manifest.source["subset"] else "")
         + f" ({len(manifest.source['files'])} files)",
-        f"tokenizer    {tokenizer.name} ({tokenizer.kind}, {tokenizer.vocab_size:,} entries, BOS {tokenizer.bos_id}, "
-        f"EOS {tokenizer.eos_id}, sha256 {tokenizer.sha256[:12]}…)",
+        f"tokenizer    {tokenizer.name} ({tokenizer.kind}, {tokenizer.vocab_size:,} entries, "
+        f"BOS {tokenizer.bos_id}, EOS {tokenizer.eos_id}, sha256 {tokenizer.sha256[:12]}…)",
         f"split        {manifest.split_rule}",
     ]
     for split in SPLITS:
         documents, tokens = manifest.documents(split), manifest.tokens(split)
-        lines.append(f"{split:12} {len(manifest.shards[split])} shards, {documents:,} documents, {tokens:,} tokens "
-                     f"({manifest.dtype}), {tokens / max(1, documents):.0f} tokens per document")
+        lines.append(
+            f"{split:12} {len(manifest.shards[split])} shards, {documents:,} documents, {tokens:,} tokens "
+            f"({manifest.dtype}), {tokens / max(1, documents):.0f} tokens per document"
+        )
     return "\n".join(lines)
 
 
@@ -35,7 +37,9 @@ def verify(manifest: Manifest) -> None:
     for split in SPLITS:
         for shard in manifest.shards[split]:
             if complaint := checksum_complaint(manifest.folder, shard):
-                raise UserError(f"{complaint}; delete the file and repeat the tokenising command, which makes it again")
+                raise UserError(
+                    f"{complaint}; delete the file and repeat the tokenising command, which makes it again"
+                )
 
 
 def document_lengths(manifest: Manifest, split: str) -> np.ndarray:
@@ -52,7 +56,9 @@ def token_counts(manifest: Manifest, split: str) -> np.ndarray:
         for start in range(0, len(tokens), 10**7):  # bincount makes int64 of its input
             piece = np.bincount(tokens[start : start + 10**7], minlength=manifest.vocab_size)
             if len(piece) > manifest.vocab_size:
-                raise UserError(f"{manifest.folder / shard.tokens_file} holds tokens that its tokenizer does not have")
+                raise UserError(
+                    f"{manifest.folder / shard.tokens_file} holds tokens that its tokenizer does not have"
+                )
             counts += piece
     return counts
 
@@ -110,8 +116,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Look into a folder of token shards.")
     parser.add_argument("folder")
     parser.add_argument("--documents", type=int, default=3, help="how many to show (default: %(default)s)")
-    parser.add_argument("--plot", help="where the plot of document lengths goes, as PNG and SVG "
-                                       "(default: FOLDER/document-lengths)")
+    parser.add_argument(
+        "--plot",
+        help="where the plot of document lengths goes, as PNG and SVG (default: FOLDER/document-lengths)",
+    )
     options = parser.parse_args()
     manifest = Manifest.read(options.folder)
     print(describe(manifest))
@@ -125,8 +133,10 @@ def main() -> None:
     for split, one in lengths.items():
         if len(one):
             shares = np.percentile(one, [0, 5, 50, 95, 100]).astype(int)
-            print(f"{split} document lengths: {shares[0]} least, {shares[1]} at 5 %, {shares[2]} median, "
-                  f"{shares[3]} at 95 %, {shares[4]:,} most (tokens)")
+            print(
+                f"{split} document lengths: {shares[0]} least, {shares[1]} at 5 %, {shares[2]} median, "
+                f"{shares[3]} at 95 %, {shares[4]:,} most (tokens)"
+            )
     written = plot_lengths(lengths, options.plot or Path(options.folder) / "document-lengths")
     print(f"Plot: {written[0]}")
 

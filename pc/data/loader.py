@@ -31,7 +31,10 @@ Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 class Sequences(Dataset):
-    """Sequences by position. length: sequences in an epoch. limit: positions that exist, None = without end."""
+    """Sequences by position.
+
+    length: sequences in an epoch. limit: how many positions there are, None = without end.
+    """
 
     def __init__(self, stream: TokenStream, seq_len: int, seed: int, limit: int | None):
         self.stream = stream
@@ -52,7 +55,11 @@ class Sequences(Dataset):
         A `UserError` is returned, since torch would bury one raised in a worker under its own traceback.
         """
         batch = torch.zeros(len(positions), self.seq_len + 1, dtype=torch.int64)
-        served = len(positions) if self.limit is None else max(0, min(len(positions), self.limit - positions.start))
+        served = (
+            len(positions)
+            if self.limit is None
+            else max(0, min(len(positions), self.limit - positions.start))
+        )
         rows = batch.numpy()
         try:
             for row in range(served):
@@ -102,15 +109,21 @@ class GlobalOrderLoader(Stateful):
         if self.restart:
             self.position = 0
         step = self.local_batch_size * self.dp_world_size
-        plan = _RankPositions(self.position + self.dp_rank * self.local_batch_size, self.local_batch_size, step,
-                              self._micro_batches_left(step))
+        plan = _RankPositions(
+            self.position + self.dp_rank * self.local_batch_size,
+            self.local_batch_size,
+            step,
+            self._micro_batches_left(step),
+        )
         for batch in DataLoader(self.sequences, batch_size=None, sampler=plan, **self._worker_settings):
             if isinstance(batch, UserError):
                 raise batch
             self._advance(step)
             yield batch
         if not self.restart and self.dp_rank == 0:
-            logger.warning(f"The data are exhausted: all {self.sequences.limit:,} sequences have been served.")
+            logger.warning(
+                f"The data are exhausted: all {self.sequences.limit:,} sequences have been served."
+            )
 
     def _micro_batches_left(self, step: int) -> int | None:
         if self.sequences.limit is None:
@@ -123,8 +136,10 @@ class GlobalOrderLoader(Stateful):
         if self.sequences.limit is not None:
             self.position = min(self.position, self.sequences.limit)
         elif self.position // self.sequences.length > epoch and self.dp_rank == 0:
-            logger.warning(f"Epoch {epoch + 1} of the data is over after {self.sequences.length:,} sequences; "
-                           "it goes on with the same documents in another order.")
+            logger.warning(
+                f"Epoch {epoch + 1} of the data is over after {self.sequences.length:,} sequences; "
+                "it goes on with the same documents in another order."
+            )
 
     def state_dict(self) -> dict[str, int | str]:
         """position: sequences served in the whole job. identity: what the position refers to, as JSON."""
@@ -136,8 +151,10 @@ class GlobalOrderLoader(Stateful):
         saved = json.loads(state_dict["identity"])
         for key, here in self.identity.items():
             if saved.get(key) != here:
-                raise UserError(f"the checkpoint was made with {key} = {saved.get(key)}, this run has {here}: it "
-                                "could not continue with the next sequence; restore it or begin a new run")
+                raise UserError(
+                    f"the checkpoint was made with {key} = {saved.get(key)}, this run has {here}: it "
+                    "could not continue with the next sequence; restore it or begin a new run"
+                )
         self.position = state_dict["position"]
 
 
@@ -182,20 +199,28 @@ def build_dataloader(
     """
     manifest = Manifest.read(path)
     if manifest.vocab_size > vocab_size:
-        raise UserError(f"{path} was tokenised with {manifest.tokenizer.name!r} of {manifest.vocab_size} entries, "
-                        f"but the model's vocabulary has {vocab_size}")
+        raise UserError(
+            f"{path} was tokenised with {manifest.tokenizer.name!r} of {manifest.vocab_size} entries, "
+            f"but the model's vocabulary has {vocab_size}"
+        )
     if infinite and limit_sequences is not None:
         raise ValueError("limit_sequences needs infinite = False")
     stream = TokenStream(manifest, split)
     sequences = Sequences(stream, seq_len, VALIDATION_SEED if split == "validation" else seed, limit=None)
     if sequences.length == 0:
-        raise UserError(f"the {split} split of {path} has {len(stream)} tokens, too few for one sequence of "
-                        f"seq_len + 1 = {seq_len + 1}")
+        raise UserError(
+            f"the {split} split of {path} has {len(stream)} tokens, too few for one sequence of "
+            f"seq_len + 1 = {seq_len + 1}"
+        )
     if not infinite:
-        sequences.limit = sequences.length if limit_sequences is None else min(limit_sequences, sequences.length)
+        sequences.limit = (
+            sequences.length if limit_sequences is None else min(limit_sequences, sequences.length)
+        )
         if limit_sequences is not None and sequences.limit < limit_sequences and dp_rank == 0:
-            logger.warning(f"The {split} split of {path} has {sequences.length} sequences of {seq_len} tokens; "
-                           f"all are used instead of the {limit_sequences} asked for.")
+            logger.warning(
+                f"The {split} split of {path} has {sequences.length} sequences of {seq_len} tokens; "
+                f"all are used instead of the {limit_sequences} asked for."
+            )
     return GlobalOrderLoader(
         sequences,
         {

@@ -46,8 +46,14 @@ class TokenizerRecord:
 
     @staticmethod
     def of(tokenizer: Tokenizer) -> "TokenizerRecord":
-        return TokenizerRecord(tokenizer.name, tokenizer.kind, tokenizer.sha256, tokenizer.vocab_size,
-                               tokenizer.bos_id, tokenizer.eos_id)
+        return TokenizerRecord(
+            tokenizer.name,
+            tokenizer.kind,
+            tokenizer.sha256,
+            tokenizer.vocab_size,
+            tokenizer.bos_id,
+            tokenizer.eos_id,
+        )
 
 
 @dataclass(frozen=True)
@@ -79,13 +85,19 @@ class Manifest:
     def load_tokenizer(self) -> Tokenizer:
         """The tokenizer that made these shards, checked against its recorded hash."""
         record = self.tokenizer
-        tokenizer = load_tokenizer(record.name if record.kind == "tiktoken" else self.folder / TOKENIZER_FOLDER)
+        tokenizer = load_tokenizer(
+            record.name if record.kind == "tiktoken" else self.folder / TOKENIZER_FOLDER
+        )
         if tokenizer.sha256 != record.sha256:
-            raise UserError(f"the tokenizer in {self.folder / TOKENIZER_FOLDER} is not the one that made the shards")
+            raise UserError(
+                f"the tokenizer in {self.folder / TOKENIZER_FOLDER} is not the one that made the shards"
+            )
         return tokenizer
 
     def write(self) -> None:
-        content = {"format": FORMAT} | {k: v for k, v in asdict(self).items() if k not in ("folder", "shards")}
+        content = {"format": FORMAT} | {
+            k: v for k, v in asdict(self).items() if k not in ("folder", "shards")
+        }
         content["splits"] = {
             split: {
                 "documents": self.documents(split),
@@ -116,7 +128,9 @@ class Manifest:
                 shards={s: [Shard(**shard) for shard in content["splits"][s]["shards"]] for s in SPLITS},
             )
         except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise UserError(f"{path} is damaged ({error}); repeat the tokenising command, which writes it anew") from error
+            raise UserError(
+                f"{path} is damaged ({error}); repeat the tokenising command, which writes it anew"
+            ) from error
 
 
 def require_same_tokenizer(one: Manifest, other: Manifest) -> None:

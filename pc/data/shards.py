@@ -30,9 +30,13 @@ def write_shard(folder: Path, split: str, number: int, tokens: np.ndarray, lengt
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     assert offsets[-1] == len(tokens), (offsets[-1], len(tokens))
     names = [f"{split}/{number:05d}.{part}.npy" for part in ("tokens", "offsets")]
-    written = [_write_array(folder / name, array) for name, array in zip(names, (tokens, offsets), strict=True)]
+    written = [
+        _write_array(folder / name, array) for name, array in zip(names, (tokens, offsets), strict=True)
+    ]
     (tokens_bytes, tokens_sha256), (offsets_bytes, offsets_sha256) = written
-    return Shard(*names, len(tokens), len(lengths), tokens_bytes, offsets_bytes, tokens_sha256, offsets_sha256)
+    return Shard(
+        *names, len(tokens), len(lengths), tokens_bytes, offsets_bytes, tokens_sha256, offsets_sha256
+    )
 
 
 def _write_array(path: Path, array: np.ndarray) -> tuple[int, str]:
@@ -45,7 +49,9 @@ def _write_array(path: Path, array: np.ndarray) -> tuple[int, str]:
     try:
         write_atomically(path, content)
     except OSError as error:
-        raise UserError(f"could not write {path}: {error.strerror or error}; mend that and repeat the command") from error
+        raise UserError(
+            f"could not write {path}: {error.strerror or error}; mend that and repeat the command"
+        ) from error
     if sha256_of(path) != expected:
         raise UserError(f"{path} reads back differently from what was written: the disk is at fault")
     return len(content), expected
@@ -66,7 +72,10 @@ def checksum_complaint(folder: Path, shard: Shard) -> str | None:
     """Like `size_complaint`, but reads every byte: checksums, and the index against the tokens."""
     if complaint := size_complaint(folder, shard):
         return complaint
-    for name, digest in ((shard.tokens_file, shard.tokens_sha256), (shard.offsets_file, shard.offsets_sha256)):
+    for name, digest in (
+        (shard.tokens_file, shard.tokens_sha256),
+        (shard.offsets_file, shard.offsets_sha256),
+    ):
         if sha256_of(folder / name) != digest:
             return f"{folder / name} does not have the checksum of the manifest"
     try:
@@ -82,7 +91,8 @@ def open_tokens(folder: Path, shard: Shard, dtype: str) -> np.ndarray:
     tokens = _open_array(path)
     if tokens.dtype != np.dtype(dtype).newbyteorder("<") or tokens.shape != (shard.tokens,):
         raise UserError(
-            f"{path} holds {tokens.dtype} {list(tokens.shape)} where the manifest says {dtype} [{shard.tokens}]"
+            f"{path} holds {tokens.dtype} {list(tokens.shape)} where the manifest says "
+            f"{dtype} [{shard.tokens}]"
         )
     return tokens
 
@@ -92,10 +102,14 @@ def read_offsets(folder: Path, shard: Shard) -> np.ndarray:
     path = folder / shard.offsets_file
     offsets = np.asarray(_open_array(path))
     if offsets.dtype != np.int64 or offsets.shape != (shard.documents + 1,):
-        raise UserError(f"{path} holds {offsets.dtype} {list(offsets.shape)} where the manifest says "
-                        f"int64 [{shard.documents + 1}]")
+        raise UserError(
+            f"{path} holds {offsets.dtype} {list(offsets.shape)} where the manifest says "
+            f"int64 [{shard.documents + 1}]"
+        )
     if offsets[0] != 0 or offsets[-1] != shard.tokens or np.any(np.diff(offsets) <= 0):
-        raise UserError(f"{path} does not fit {shard.tokens_file}: its offsets do not cover the tokens in order")
+        raise UserError(
+            f"{path} does not fit {shard.tokens_file}: its offsets do not cover the tokens in order"
+        )
     return offsets
 
 
@@ -103,7 +117,9 @@ def _open_array(path: Path) -> np.ndarray:
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise UserError(f"{path} is missing or damaged ({error}); delete it and repeat the tokenising command") from error
+        raise UserError(
+            f"{path} is missing or damaged ({error}); delete it and repeat the tokenising command"
+        ) from error
 
 
 class TokenStream:
@@ -121,7 +137,9 @@ class TokenStream:
         self._opened: dict[int, np.ndarray] = {}
         for shard in self.shards:
             if complaint := size_complaint(self.folder, shard):
-                raise UserError(f"{complaint}; delete it and repeat the tokenising command, which makes it again")
+                raise UserError(
+                    f"{complaint}; delete it and repeat the tokenising command, which makes it again"
+                )
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if self.shards else 0
@@ -145,7 +163,9 @@ class TokenStream:
             piece = self._opened[number][start - first : min(stop, end) - first]
             if int(piece.max()) >= self.vocab_size:
                 path = self.folder / self.shards[number].tokens_file
-                raise UserError(f"{path} holds token {int(piece.max())}, but its tokenizer has {self.vocab_size}: "
-                                "the file is damaged; delete it and repeat the tokenising command")
+                raise UserError(
+                    f"{path} holds token {int(piece.max())}, but its tokenizer has {self.vocab_size}: "
+                    "the file is damaged; delete it and repeat the tokenising command"
+                )
             yield piece
             start, number = end, number + 1

@@ -1,9 +1,11 @@
 """Batches straight from a Hub dataset, tokenised on the fly: for a quick look, before shards are made.
 
-Each rank reads its own part of the stream and packs it like the shards are packed. There is no shuffle and
-no validation split. What resume can and cannot promise is said by `PROMISE`, which is logged at the start.
+Each rank reads its own part of the stream and packs it like the shards are packed. There is no validation
+split, and the shuffle reaches over a thousand documents at a time. What resume can and cannot promise is said
+by `PROMISE`, which is logged at the start.
 """
 
+import itertools
 import json
 import logging
 from collections.abc import Iterator
@@ -16,36 +18,52 @@ from torch.distributed.checkpoint.stateful import Stateful
 from pc.data.encoding import Encoder
 from pc.data.loader import Batch
 from pc.data.shards import smallest_dtype
-from pc.data.tokenizers import load_tokenizer
+from pc.data.tokenizers import DEFAULT_TOKENIZER, load_tokenizer
 from pc.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-DOCUMENTS_AT_ONCE = 64
+SHUFFLED_TOGETHER = 1000  # documents
 
 PROMISE = (
-    "Streaming {dataset} is for a quick look. A resumed run reads and tokenises the stream again from its start, "
-    "which takes as long as it took before, and goes on with the next sequence only if the dataset is still the "
-    "same; another number of ranks is refused. For exact and immediate resume, tokenise it to shards "
-    "(scripts/tokenize_fineweb.py) and set data.path."
+    "Streaming {dataset} is for a quick look. A resumed run reads and tokenises the stream again from its "
+    "start, which takes as long as it took before, and goes on with the next sequence only if the dataset is "
+    "still the same; another number of ranks is refused. For exact and immediate resume, tokenise it to "
+    "shards (scripts/tokenize_fineweb.py) and set data.path."
 )
 
 
 class StreamingLoader(Stateful):
     """What `build_streaming_dataloader` returns; its state is the global position in sequences."""
 
-    def __init__(self, dataset: str, documents, encoder: Encoder, *, seq_len: int, local_batch_size: int,
-                 dp_rank: int, dp_world_size: int):
+    def __init__(
+        self,
+        dataset: str,
+        documents,
+        encoder: Encoder,
+        *,
+        seed: int,
+        seq_len: int,
+        local_batch_size: int,
+        dp_rank: int,
+        dp_world_size: int,
+    ):
         self.dataset = dataset
         self.documents = documents
         self.encoder = encoder
+        self.seed = seed
         self.seq_len = seq_len
         self.local_batch_size = local_batch_size
         self.dp_rank = dp_rank
         self.dp_world_size = dp_world_size
         self.position = 0
-        self.identity = {"data.streaming": dataset, "tokenizer": encoder.tokenizer.sha256,
-                         "training.seq_len": seq_len, "number of data-parallel ranks": dp_world_size}
+        self.identity = {
+            "data.streaming": dataset,
+            "tokenizer": encoder.tokenizer.sha256,
+            "training.seq_len": seq_len,
+            "data.seed": seed,
+            "number of data-parallel ranks": dp_world_size,
+        }
 
     def __iter__(self) -> Iterator[Batch]:
         sequences = self._sequences()
@@ -61,12 +79,12 @@ class StreamingLoader(Stateful):
             yield {"input": batch[:, :-1].clone()}, batch[:, 1:].clone()
 
     def _sequences(self) -> Iterator[np.ndarray]:
-        """This rank's sequences, int64 [seq_len + 1], each beginning with the last token of the one before."""
+        """This rank's sequences [seq_len + 1], each beginning with the last token of the one before."""
         dtype = smallest_dtype(self.encoder.tokenizer.vocab_size)
         kept = np.zeros(0, dtype=np.int64)
-        while True:
+        for epoch in itertools.count():
             count = 0
-            for texts in self._texts():
+            for texts in self._texts(epoch):
                 kept = np.concatenate([kept, self.encoder.documents(texts, dtype)[0].astype(np.int64)])
                 start = 0
                 while start + self.seq_len < len(kept):
@@ -75,15 +93,18 @@ class StreamingLoader(Stateful):
                     count += 1
                 kept = kept[start:]
             if count == 0:
-                raise UserError(f"{self.dataset} has too little text for rank {self.dp_rank} of {self.dp_world_size}: "
-                                f"not one sequence of {self.seq_len} tokens")
+                raise UserError(
+                    f"{self.dataset} has too little text for rank {self.dp_rank} of {self.dp_world_size}: "
+                    f"not one sequence of {self.seq_len} tokens"
+                )
             logger.warning(f"{self.dataset} is at its end; rank {self.dp_rank} reads it once more")
 
-    def _texts(self) -> Iterator[list[str]]:
-        for rows in self.documents.iter(batch_size=DOCUMENTS_AT_ONCE):
+    def _texts(self, epoch: int) -> Iterator[list[str]]:
+        for number, rows in enumerate(self.documents.iter(batch_size=SHUFFLED_TOGETHER)):
             if "text" not in rows:
                 raise UserError(f"{self.dataset} has no column 'text'; it has {', '.join(rows)}")
-            yield [text or "" for text in rows["text"]]
+            order = np.random.default_rng([self.seed, epoch, number]).permutation(len(rows["text"]))
+            yield [rows["text"][i] or "" for i in order]
 
     def state_dict(self) -> dict[str, int | str]:
         return {"position": self.position, "identity": json.dumps(self.identity, sort_keys=True)}
@@ -94,42 +115,57 @@ class StreamingLoader(Stateful):
         saved = json.loads(state_dict["identity"])
         for key, here in self.identity.items():
             if saved.get(key) != here:
-                raise UserError(f"the checkpoint was made with {key} = {saved.get(key)}, this run has {here}; a stream "
-                                "cannot be continued that way")
+                raise UserError(
+                    f"the checkpoint was made with {key} = {saved.get(key)}, this run has {here}; a stream "
+                    "cannot be continued that way"
+                )
         self.position = state_dict["position"]
 
 
 def build_streaming_dataloader(
     dataset: str,
     *,
-    tokenizer: str,
+    tokenizer: str = "",
     seq_len: int,
     local_batch_size: int,
     dp_rank: int,
     dp_world_size: int,
+    seed: int,
     vocab_size: int,
 ) -> StreamingLoader:
-    """A loader over the `train` split of a Hub dataset `owner/name` or `owner/name:subset` (or a local folder).
+    """A loader over the `train` split of a Hub dataset `owner/name` or `owner/name:subset`.
 
-    tokenizer: see `load_tokenizer`. The other arguments are those of `build_dataloader`.
+    A local folder of parquet files will do as well. tokenizer: see `load_tokenizer`; empty: the default. The
+    other arguments are those of `build_dataloader`.
     """
     import datasets
     from datasets.distributed import split_dataset_by_node
 
-    encoder = Encoder(load_tokenizer(tokenizer))
+    encoder = Encoder(load_tokenizer(tokenizer or DEFAULT_TOKENIZER))
     if encoder.tokenizer.vocab_size > vocab_size:
-        raise UserError(f"tokenizer {tokenizer!r} has {encoder.tokenizer.vocab_size} entries, "
-                        f"but the model's vocabulary has {vocab_size}")
+        raise UserError(
+            f"tokenizer {encoder.tokenizer.name!r} has {encoder.tokenizer.vocab_size} entries, "
+            f"but the model's vocabulary has {vocab_size}"
+        )
     name, _, subset = dataset.partition(":")
     try:
         if Path(name).is_dir():
             stream = datasets.load_dataset("parquet", data_dir=name, split="train", streaming=True)
         else:
             stream = datasets.load_dataset(name, subset or None, split="train", streaming=True)
-    except Exception as error:  # unknown dataset, unknown subset, no network, no access: all say so themselves
+    except (
+        Exception
+    ) as error:  # unknown dataset, unknown subset, no network, no access: all say so themselves
         raise UserError(f"data.streaming = {dataset!r} cannot be read: {error}") from error
     if dp_rank == 0:
         logger.warning(PROMISE.format(dataset=dataset))
-    return StreamingLoader(dataset, split_dataset_by_node(stream, rank=dp_rank, world_size=dp_world_size), encoder,
-                           seq_len=seq_len, local_batch_size=local_batch_size, dp_rank=dp_rank,
-                           dp_world_size=dp_world_size)
+    return StreamingLoader(
+        dataset,
+        split_dataset_by_node(stream, rank=dp_rank, world_size=dp_world_size),
+        encoder,
+        seed=seed,
+        seq_len=seq_len,
+        local_batch_size=local_batch_size,
+        dp_rank=dp_rank,
+        dp_world_size=dp_world_size,
+    )

@@ -1,15 +1,12 @@
 """Parquet to token shards, one unit of work after another, in as many processes and machines as there are.
 
-The units, their order and every byte of the result follow from the configuration alone, so the work can
-be divided and repeated at will: each finished unit leaves `units/NNNNN.json`, written after its shards
-were read back and checked, and a repeat does only what is missing. Whoever finds all of them writes the
-manifest. Machines share the work as parts k/n of the same command (a SLURM array, say); on one machine
-`concurrent.futures` does, because it notices a process that the kernel has killed.
+Machines share the work as parts k/n of the same command (a SLURM array, say). On one machine
+`concurrent.futures` spreads the units over processes, because it notices one that the kernel has killed;
+`docs/data.md` has the comparison. A repeat of the command does only what is missing.
 """
 
 import argparse
 import hashlib
-import json
 import multiprocessing
 import os
 import re
@@ -20,7 +17,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -28,32 +24,15 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from pc.data.encoding import Encoder
-from pc.data.manifest import FORMAT, SPLITS, TOKENIZER_FOLDER, Manifest, Shard, TokenizerRecord
-from pc.data.shards import size_complaint, smallest_dtype, write_shard
-from pc.data.sources import Unit, find_files, open_parquet, plan_units, read_footers
-from pc.data.tokenizers import DEFAULT_TOKENIZER, Tokenizer, load_tokenizer
+from pc.data.manifest import SPLITS, TOKENIZER_FOLDER, Manifest, Shard
+from pc.data.plan import Plan, finish, finished, make_plan, record_unit
+from pc.data.shards import write_shard
+from pc.data.sources import Unit, open_parquet
+from pc.data.tokenizers import DEFAULT_TOKENIZER, load_tokenizer
 from pc.errors import UserError, exit_on_user_error
-from pc.files import write_atomically
 
 BATCH_ROWS = 1000  # documents tokenised at once
 QUIET_BELOW = 30 * 10**6  # bytes of text for which no progress bar is shown
-
-
-@dataclass(frozen=True)
-class Plan:
-    """All that decides the result. configuration: comparable and hashed. units: the work."""
-
-    configuration: dict
-    configuration_sha256: str
-    tokenizer: TokenizerRecord
-    dtype: str
-    validation_fraction: float
-    text_column: str
-    units: list[Unit]
-
-    @property
-    def text_bytes(self) -> int:
-        return sum(unit.text_bytes for unit in self.units)
 
 
 def tokenize(
@@ -76,59 +55,22 @@ def tokenize(
     source_name: what the manifest calls the source. Returns the manifest once all parts are done.
     """
     output = Path(output)
-    plan = _plan(source, subset, source_name, load_tokenizer(tokenizer), text_column, validation_fraction,
-                 shard_megabytes, output)
+    plan = make_plan(
+        source,
+        subset,
+        source_name,
+        load_tokenizer(tokenizer),
+        text_column,
+        validation_fraction,
+        shard_megabytes,
+        output,
+    )
     k, n = part
-    todo = [unit for unit in plan.units[k::n] if _finished(output, plan, unit) is None]
+    todo = [unit for unit in plan.units[k::n] if finished(output, plan, unit) is None]
     if todo:
         _require_space(output, todo, plan)
         _run(output, plan, todo, min(processes, len(todo)))
-    return _finish(output, plan, source_name or source, subset)
-
-
-def _plan(
-    source: str, subset: str | None, source_name: str | None, tokenizer: Tokenizer, text_column: str,
-    validation_fraction: float, shard_megabytes: int, output: Path,
-) -> Plan:
-    """Read the folder's plan, or look at the source and make one."""
-    if not 0 <= validation_fraction < 1:
-        raise UserError(f"--validation-fraction {validation_fraction} must be at least 0 and less than 1")
-    if shard_megabytes < 1:
-        raise UserError(f"--shard-megabytes {shard_megabytes} must be at least 1")
-    asked = {
-        "format": FORMAT,
-        "source": source_name or source,
-        "subset": subset,
-        "text_column": text_column,
-        "tokenizer": tokenizer.sha256,
-        "validation_fraction": validation_fraction,
-        "shard_megabytes": shard_megabytes,
-    }
-    path = output / "plan.json"
-    if path.is_file():
-        saved = json.loads(path.read_text())
-        configuration, units = saved["configuration"], [Unit(**unit) for unit in saved["units"]]
-        for key, value in asked.items():
-            if configuration[key] != value:
-                raise UserError(f"{output} was begun with {key} = {configuration[key]!r}, this command has {value!r}: "
-                                "choose another --output, or delete the folder")
-    else:
-        files = read_footers(find_files(source, subset), text_column)
-        configuration = asked | {"files": [file.summary() for file in files]}
-        units = plan_units(files, shard_megabytes * 10**6)
-        for name, content in tokenizer.files.items():
-            _write(output / TOKENIZER_FOLDER / name, content)
-        _write(path, json.dumps({"configuration": configuration, "units": [asdict(u) for u in units]}, indent=1))
-    digest = hashlib.sha256(json.dumps(configuration, sort_keys=True).encode()).hexdigest()
-    return Plan(configuration, digest, TokenizerRecord.of(tokenizer), smallest_dtype(tokenizer.vocab_size),
-                validation_fraction, text_column, units)
-
-
-def _write(path: Path, content: str | bytes) -> None:
-    try:
-        write_atomically(path, content)
-    except OSError as error:
-        raise UserError(f"could not write {path}: {error.strerror or error}") from error
+    return finish(output, plan)
 
 
 def _require_space(output: Path, todo: Sequence[Unit], plan: Plan) -> None:
@@ -136,50 +78,22 @@ def _require_space(output: Path, todo: Sequence[Unit], plan: Plan) -> None:
     needed = sum(unit.text_bytes for unit in todo) * np.dtype(plan.dtype).itemsize // 4
     free = shutil.disk_usage(output).free
     if free < needed:
-        raise UserError(f"{output} needs about {needed / 1e9:.1f} GB, but its disk has {free / 1e9:.1f} GB free")
-
-
-def _finished(output: Path, plan: Plan, unit: Unit) -> dict[str, list[Shard]] | None:
-    """The unit's shards if it was finished with this configuration and its files are all there."""
-    path = output / "units" / f"{unit.number:05d}.json"
-    try:
-        record = json.loads(path.read_text())
-        if record["configuration_sha256"] != plan.configuration_sha256:
-            return None
-        shards = {split: [Shard(**shard) for shard in record["shards"][split]] for split in SPLITS}
-    except (OSError, json.JSONDecodeError, KeyError, TypeError):
-        return None
-    complaints = [size_complaint(output, shard) for split in SPLITS for shard in shards[split]]
-    return None if any(complaints) else shards
-
-
-def _finish(output: Path, plan: Plan, source: str, subset: str | None) -> Manifest | None:
-    """Write the manifest if every unit is done."""
-    records = [_finished(output, plan, unit) for unit in plan.units]
-    if any(record is None for record in records):
-        return None
-    manifest = Manifest(
-        folder=output,
-        dtype=plan.dtype,
-        source={"input": source, "subset": subset, "files": plan.configuration["files"],
-                "text_column": plan.text_column},
-        split_rule=f"validation if blake2b-64(text) / 2^64 < {plan.validation_fraction}, else train",
-        configuration_sha256=plan.configuration_sha256,
-        tokenizer=plan.tokenizer,
-        shards={split: [shard for record in records for shard in record[split]] for split in SPLITS},
-    )
-    manifest.write()
-    return manifest
-
-
-# --- running units ---------------------------------------------------------------------------------------------
+        raise UserError(
+            f"{output} needs about {needed / 1e9:.1f} GB, but its disk has {free / 1e9:.1f} GB free"
+        )
 
 
 def _run(output: Path, plan: Plan, todo: list[Unit], processes: int) -> None:
     total = sum(unit.text_bytes for unit in todo)
     interval = 1 if sys.stderr.isatty() else 60  # seconds; a log file needs fewer lines
-    with tqdm(total=total, unit="B", unit_scale=True, desc=f"tokenising ({processes} processes)",
-              mininterval=interval, disable=total < QUIET_BELOW) as bar:
+    with tqdm(
+        total=total,
+        unit="B",
+        unit_scale=True,
+        desc=f"tokenising ({processes} processes)",
+        mininterval=interval,
+        disable=total < QUIET_BELOW,
+    ) as bar:
         if processes == 1:
             encoder = Encoder(load_tokenizer(_reference(output, plan)))
             for unit in todo:
@@ -190,7 +104,8 @@ def _run(output: Path, plan: Plan, todo: list[Unit], processes: int) -> None:
 
 
 def _run_in_pool(output: Path, plan: Plan, todo: list[Unit], processes: int, bar: tqdm) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # imports once, not in every process
     progress = context.Value("q", 0)  # text bytes done, over all processes
     # Each process starts with the tokenizer; the first failure cancels what has not begun.
     with ProcessPoolExecutor(processes, context, _start_worker, (output, plan, progress)) as pool:
@@ -203,8 +118,10 @@ def _run_in_pool(output: Path, plan: Plan, todo: list[Unit], processes: int, bar
                     future.result()
             bar.update(bar.total - bar.n)  # text bytes per batch were rounded down
         except BrokenProcessPool as error:
-            raise UserError("a tokenising process was killed, most likely because memory ran out: use fewer "
-                            "--processes or a smaller --shard-megabytes, and repeat the command") from error
+            raise UserError(
+                "a tokenising process was killed, most likely because memory ran out: use fewer "
+                "--processes or a smaller --shard-megabytes, and repeat the command"
+            ) from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -214,7 +131,9 @@ _worker: dict = {}  # what a pool process keeps between units
 
 def _start_worker(output: Path, plan: Plan, progress) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
-    _worker.update(output=output, plan=plan, progress=progress, encoder=Encoder(load_tokenizer(_reference(output, plan))))
+    _worker.update(
+        output=output, plan=plan, progress=progress, encoder=Encoder(load_tokenizer(_reference(output, plan)))
+    )
 
 
 def _work(unit: Unit) -> None:
@@ -230,8 +149,8 @@ def _reference(output: Path, plan: Plan) -> str:
 def tokenize_unit(output: Path, plan: Plan, unit: Unit, encoder: Encoder) -> Iterator[int]:
     """Do one unit; yields text bytes as they are done."""
     parts: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {split: [] for split in SPLITS}
-    for rows in _read_rows(unit, plan.text_column):
-        for split, texts in split_by_hash(rows, plan.validation_fraction).items():
+    for rows in _read_rows(unit, plan.configuration["text_column"]):
+        for split, texts in split_by_hash(rows, plan.configuration["validation_fraction"]).items():
             if texts:
                 parts[split].append(encoder.documents(texts, plan.dtype))
         yield len(rows) * unit.text_bytes // max(1, unit.rows)
@@ -240,11 +159,7 @@ def tokenize_unit(output: Path, plan: Plan, unit: Unit, encoder: Encoder) -> Ite
         if encoded:
             tokens, lengths = (np.concatenate(arrays) for arrays in zip(*encoded, strict=True))
             shards[split].append(write_shard(output, split, unit.number, tokens, lengths))
-    record = {
-        "configuration_sha256": plan.configuration_sha256,
-        "shards": {split: [asdict(shard) for shard in shards[split]] for split in SPLITS},
-    }
-    _write(output / "units" / f"{unit.number:05d}.json", json.dumps(record, indent=1))
+    record_unit(output, plan, unit, shards)
 
 
 def _read_rows(unit: Unit, text_column: str) -> Iterator[list[bytes]]:
@@ -252,7 +167,9 @@ def _read_rows(unit: Unit, text_column: str) -> Iterator[list[bytes]]:
     try:
         with open_parquet(unit.file) as parquet:
             groups = list(range(unit.first_row_group, unit.end_row_group))
-            for batch in parquet.iter_batches(BATCH_ROWS, row_groups=groups, columns=[text_column], use_threads=False):
+            for batch in parquet.iter_batches(
+                BATCH_ROWS, row_groups=groups, columns=[text_column], use_threads=False
+            ):
                 column = batch.column(0)
                 binary = pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary()
                 yield [text or b"" for text in column.cast(binary).to_pylist()]
@@ -274,9 +191,6 @@ def split_by_hash(texts: Sequence[bytes], validation_fraction: float) -> dict[st
     return result
 
 
-# --- the command -------------------------------------------------------------------------------------------
-
-
 def _default_part() -> str:
     """This process's share: that of the SLURM array task it is, or all."""
     number = int(os.environ.get("SLURM_ARRAY_TASK_ID", 0)) - int(os.environ.get("SLURM_ARRAY_TASK_MIN", 0))
@@ -292,21 +206,43 @@ def _parse_part(text: str) -> tuple[int, int]:
 
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Tokenise parquet files with a text column into training shards.")
-    parser.add_argument("--input", required=True, help="parquet file, folder, glob pattern or Hub dataset owner/name")
-    parser.add_argument("--subset", help="named subset of a Hub dataset, such as sample-10BT or CC-MAIN-2023-50")
+    parser = argparse.ArgumentParser(
+        description="Tokenise parquet files with a text column into training shards."
+    )
+    parser.add_argument(
+        "--input", required=True, help="parquet file, folder, glob pattern or Hub dataset owner/name"
+    )
+    parser.add_argument(
+        "--subset", help="named subset of a Hub dataset, such as sample-10BT or CC-MAIN-2023-50"
+    )
     parser.add_argument("--output", required=True, help="folder for the shards")
-    parser.add_argument("--tokenizer", default=DEFAULT_TOKENIZER,
-                        help="folder with tokenizer.json, SentencePiece .model file, tiktoken encoding, or "
-                             "%(default)s (default; 32,000 entries)")
+    parser.add_argument(
+        "--tokenizer",
+        default=DEFAULT_TOKENIZER,
+        help="folder with tokenizer.json, SentencePiece .model file, tiktoken encoding, or "
+        "%(default)s (default; 32,000 entries)",
+    )
     parser.add_argument("--text-column", default="text", help="(default: %(default)s)")
-    parser.add_argument("--validation-fraction", type=float, default=0.0005,
-                        help="share of the documents, chosen by the hash of their text (default: %(default)s)")
-    parser.add_argument("--shard-megabytes", type=int, default=256, help="text per shard (default: %(default)s)")
-    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)),
-                        help="(default: one per core, here %(default)s)")
-    parser.add_argument("--part", default=_default_part(),
-                        help="K/N: do share K = 0 … N-1 of the work (default: this SLURM array task's, else all)")
+    parser.add_argument(
+        "--validation-fraction",
+        type=float,
+        default=0.0005,
+        help="share of the documents, chosen by the hash of their text (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--shard-megabytes", type=int, default=256, help="text per shard (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="(default: one per core, here %(default)s)",
+    )
+    parser.add_argument(
+        "--part",
+        default=_default_part(),
+        help="K/N: do share K = 0 … N-1 of the work (default: this SLURM array task's, else all)",
+    )
     options = parser.parse_args()
     start = time.perf_counter()
     try:
@@ -326,9 +262,14 @@ def main() -> None:
         sys.exit(130)
     minutes = (time.perf_counter() - start) / 60
     if manifest is None:
-        print(f"Part {options.part} is done after {minutes:.1f} minutes; {options.output} is complete when all are.")
+        print(
+            f"Part {options.part} is done after {minutes:.1f} minutes; "
+            f"{options.output} is complete when all are."
+        )
         return
     print(f"{options.output} is complete ({minutes:.1f} minutes):")
     for split in SPLITS:
-        print(f"  {split:10}  {manifest.documents(split):>12,} documents  {manifest.tokens(split):>15,} tokens")
+        print(
+            f"  {split:10}  {manifest.documents(split):>12,} documents  {manifest.tokens(split):>15,} tokens"
+        )
     print(f"Look into it with: python scripts/inspect_data.py {options.output}")

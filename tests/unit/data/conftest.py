@@ -10,12 +10,19 @@ import pytest
 from pc.data.manifest import Manifest
 from pc.data.tokenizing import tokenize
 
-WORDS = "the of polynomial weight spectrum layer gradient singular value norm is grows 3.14 – naïve 字 \n".split(" ")
+WORDS = (
+    "the of polynomial weight spectrum layer gradient singular value norm is grows 3.14 – naïve 字 \n".split(
+        " "
+    )
+)
 
 
 def random_texts(count: int, seed: int, words: int = 60) -> list[str]:
     choose = random.Random(seed)
-    return [" ".join(choose.choices(WORDS, k=choose.randint(1, words))) for _ in range(count)]
+    # numbered, so that no two are equal
+    return [
+        f"{seed}.{i} " + " ".join(choose.choices(WORDS, k=choose.randint(1, words))) for i in range(count)
+    ]
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +40,11 @@ def write_parquet():
             # invalid UTF-8 in a string column, as broken writers leave it
             binary = pa.array([t.encode() if isinstance(t, str) else t for t in texts], pa.binary())
             texts = pa.Array.from_buffers(pa.string(), len(binary), binary.buffers())
-        pq.write_table(pa.table({"id": pa.array(range(len(texts))), column: pa.array(texts, pa.string())}), path, **kwargs)
+        pq.write_table(
+            pa.table({"id": pa.array(range(len(texts))), column: pa.array(texts, pa.string())}),
+            path,
+            **kwargs,
+        )
         return path
 
     return write

@@ -20,7 +20,9 @@ def folder(shards, tmp_path):
 
 
 def build(folder, **kwargs):
-    settings = dict(seq_len=16, local_batch_size=4, dp_rank=0, dp_world_size=1, seed=0, vocab_size=32000, infinite=False)
+    settings = dict(
+        seq_len=16, local_batch_size=4, dp_rank=0, dp_world_size=1, seed=0, vocab_size=32000, infinite=False
+    )
     return build_dataloader(folder, **settings | kwargs)
 
 
@@ -34,7 +36,9 @@ def test_truncated_shard(folder, parquet_folder):
     whole = path.read_bytes()
     path.write_bytes(whole[:-10])
     for look in (lambda: build(folder), lambda: verify(Manifest.read(folder))):
-        with pytest.raises(UserError, match=re.escape(f"{path} has {len(whole) - 10} bytes instead of {len(whole)}")):
+        with pytest.raises(
+            UserError, match=re.escape(f"{path} has {len(whole) - 10} bytes instead of {len(whole)}")
+        ):
             look()
     tokenize(str(parquet_folder), folder, validation_fraction=0.2)  # the advice in the message
     assert path.read_bytes() == whole
@@ -61,7 +65,9 @@ def test_flip_that_makes_an_impossible_token_is_met_in_reading(folder, num_worke
     tokens = np.load(path)
     tokens[10] |= 1 << 15
     np.save(path, tokens)
-    with pytest.raises(UserError, match="^[^\n]*00003.tokens.npy holds token [^\n]*$"):  # one line, no traceback
+    with pytest.raises(
+        UserError, match="^[^\n]*00003.tokens.npy holds token [^\n]*$"
+    ):  # one line, no traceback
         list(build(folder, num_workers=num_workers))
 
 
@@ -102,7 +108,9 @@ def test_tokens_of_another_type_than_the_manifest_says(folder):
 
 
 def test_model_with_a_smaller_vocabulary(folder):
-    with pytest.raises(UserError, match="'mistral-common' of 32000 entries, but the model's vocabulary has 16000"):
+    with pytest.raises(
+        UserError, match="'mistral-common' of 32000 entries, but the model's vocabulary has 16000"
+    ):
         build(folder, vocab_size=16000)
 
 
@@ -125,7 +133,10 @@ def test_exchanged_tokenizer_file(folder, tmp_path):
     [
         (lambda folder: shutil.rmtree(folder), "does not exist"),
         (lambda folder: (folder / "manifest.json").unlink(), "is not finished"),
-        (lambda folder: [p.unlink() for p in (folder / "manifest.json", folder / "plan.json")], "no folder of token"),
+        (
+            lambda folder: [p.unlink() for p in (folder / "manifest.json", folder / "plan.json")],
+            "no folder of token",
+        ),
         (lambda folder: (folder / "manifest.json").write_text('{"format": 1'), "manifest.json is damaged"),
         (lambda folder: (folder / "manifest.json").write_text('{"format": 1}'), "manifest.json is damaged"),
         (lambda folder: (folder / "manifest.json").write_text('{"format": 9}'), "format 9"),

@@ -19,8 +19,16 @@ SEQ_LEN = 24
 @pytest.fixture
 def build(shards):
     def build(**kwargs):
-        settings = dict(split="train", seq_len=SEQ_LEN, local_batch_size=4, dp_rank=0, dp_world_size=1, seed=3,
-                        vocab_size=32000, infinite=True)
+        settings = dict(
+            split="train",
+            seq_len=SEQ_LEN,
+            local_batch_size=4,
+            dp_rank=0,
+            dp_world_size=1,
+            seed=3,
+            vocab_size=32000,
+            infinite=True,
+        )
         return build_dataloader(shards.folder, **settings | kwargs)
 
     return build
@@ -35,8 +43,10 @@ def rows(batch) -> list[tuple[int, ...]]:
 
 def served(build, ranks: int, local_batch_size: int, micro_batches: int, **kwargs) -> list[tuple[int, ...]]:
     """Sequences in global order as all the ranks together get them."""
-    iterators = [iter(build(dp_rank=r, dp_world_size=ranks, local_batch_size=local_batch_size, **kwargs))
-                 for r in range(ranks)]
+    iterators = [
+        iter(build(dp_rank=r, dp_world_size=ranks, local_batch_size=local_batch_size, **kwargs))
+        for r in range(ranks)
+    ]
     return [row for _ in range(micro_batches) for iterator in iterators for row in rows(next(iterator))]
 
 
@@ -51,7 +61,10 @@ def order(build) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(("ranks", "local_batch_size"), [(1, 16), (2, 8), (4, 4), (8, 2), (8, 1), (4, 3)])
 def test_order_does_not_depend_on_ranks(ranks, local_batch_size, build, order):
     micro_batches = len(order) // (ranks * local_batch_size)
-    assert served(build, ranks, local_batch_size, micro_batches) == order[: micro_batches * ranks * local_batch_size]
+    assert (
+        served(build, ranks, local_batch_size, micro_batches)
+        == order[: micro_batches * ranks * local_batch_size]
+    )
 
 
 def test_epoch_has_every_token_once_in_another_order(shards, order):
@@ -80,8 +93,16 @@ def resume_trial(build, order, choose: random.Random, num_workers: int) -> None:
     got, state = [], None
     for ranks in (2, 4, 1):
         local_batch_size = choose.randint(1, 3)
-        loaders = [build(dp_rank=r, dp_world_size=ranks, local_batch_size=local_batch_size, num_workers=num_workers,
-                         prefetch_factor=choose.randint(1, 3) if num_workers else None) for r in range(ranks)]
+        loaders = [
+            build(
+                dp_rank=r,
+                dp_world_size=ranks,
+                local_batch_size=local_batch_size,
+                num_workers=num_workers,
+                prefetch_factor=choose.randint(1, 3) if num_workers else None,
+            )
+            for r in range(ranks)
+        ]
         if state is not None:
             for loader in loaders:
                 loader.load_state_dict(state)
@@ -122,8 +143,13 @@ def test_state_survives_a_distributed_checkpoint(build, order, tmp_path):
     assert rows(next(iter(other))) == order[20:22]
 
 
-@pytest.mark.parametrize(("change", "message"), [({"seed": 4}, "data.seed = 3, this run has 4"),
-                                                 ({"seq_len": 12}, "training.seq_len = 24, this run has 12")])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 4}, "data.seed = 3, this run has 4"),
+        ({"seq_len": 12}, "training.seq_len = 24, this run has 12"),
+    ],
+)
 def test_a_position_in_another_order_is_refused(change, message, build):
     state = build().state_dict()
     with pytest.raises(UserError, match=message):
@@ -163,7 +189,7 @@ class TestValidation:
         for rank in range(ranks):
             mine = self.batches(build, dp_rank=rank, dp_world_size=ranks, limit_sequences=21)
             batches.add(len(mine))
-            for inputs, labels in mine:
+            for _, labels in mine:
                 counted = labels[:, 0] != IGNORED_LABEL
                 assert torch.all(labels[~counted] == IGNORED_LABEL)
                 valid += [tuple(row) for row in labels[counted].tolist()]
@@ -183,7 +209,9 @@ class TestValidation:
         with caplog.at_level(logging.WARNING):
             loader = build(split="validation", infinite=False, limit_sequences=10**6)
         assert "all are used instead of the 1000000" in caplog.text
-        assert sum(int((labels[:, 0] != IGNORED_LABEL).sum()) for _, labels in loader) == loader.sequences.length
+        assert (
+            sum(int((labels[:, 0] != IGNORED_LABEL).sum()) for _, labels in loader) == loader.sequences.length
+        )
 
 
 def test_torch_random_numbers_are_left_alone(build):

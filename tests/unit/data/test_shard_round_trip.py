@@ -13,9 +13,14 @@ from pc.data.tokenizing import split_by_hash, tokenize
 
 any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=80)
 spaces = st.text(" \t\n\r\u00a0\u3000", min_size=1, max_size=40)
-control_texts = st.lists(st.sampled_from(["<s>", "</s>", "<unk>", " ", "x", "<0x00>"]), max_size=8).map("".join)
-documents = st.lists(st.one_of(st.just(""), st.none(), any_text, spaces, control_texts, st.binary(max_size=40)),
-                     min_size=1, max_size=30)
+control_texts = st.lists(st.sampled_from(["<s>", "</s>", "<unk>", " ", "x", "<0x00>"]), max_size=8).map(
+    "".join
+)
+documents = st.lists(
+    st.one_of(st.just(""), st.none(), any_text, spaces, control_texts, st.binary(max_size=40)),
+    min_size=1,
+    max_size=30,
+)
 
 
 def as_text(document: str | bytes | None) -> str:
@@ -23,14 +28,18 @@ def as_text(document: str | bytes | None) -> str:
 
 
 def stored_documents(manifest: Manifest) -> dict[str, list[list[int]]]:
-    return {split: [tokens.tolist() for tokens in read_documents(manifest, split, manifest.documents(split))]
-            for split in SPLITS}
+    return {
+        split: [tokens.tolist() for tokens in read_documents(manifest, split, manifest.documents(split))]
+        for split in SPLITS
+    }
 
 
 def expected_documents(documents: list, fraction: float, tokenizer) -> dict[str, list[list[int]]]:
     divided = split_by_hash([d if isinstance(d, bytes) else (d or "").encode() for d in documents], fraction)
-    return {split: [[tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id] for text in texts]
-            for split, texts in divided.items()}
+    return {
+        split: [[tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id] for text in texts]
+        for split, texts in divided.items()
+    }
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -38,7 +47,9 @@ def expected_documents(documents: list, fraction: float, tokenizer) -> dict[str,
 def test_odd_documents_come_back(documents, tmp_path_factory, write_parquet):
     folder = tmp_path_factory.mktemp("round-trip")
     tokenizer = load_tokenizer("mistral-common")
-    manifest = tokenize(str(write_parquet(folder / "in.parquet", documents)), folder / "out", validation_fraction=0.3)
+    manifest = tokenize(
+        str(write_parquet(folder / "in.parquet", documents)), folder / "out", validation_fraction=0.3
+    )
     stored = stored_documents(manifest)
     assert stored == expected_documents(documents, 0.3, tokenizer)
     texts = sorted(tokenizer.decode(tokens[1:-1]) for split in SPLITS for tokens in stored[split])

@@ -14,10 +14,32 @@ from pc.data import load_tokenizer
 from pc.data.encoding import Encoder, _gigatoken
 from pc.errors import UserError
 
-ODD_TEXTS = ["", "a", " ", "   \n\t ", "\x00", "a\x00b", "\ufffd", "▁", " ▁ x", "é e\u0301", "\u3000", "字" * 50,
-             "👨‍👩‍👧", "<s>", "</s>", "a</s>b", "<s> x </s><unk>", "<|endoftext|>", "<0x41>", "[INST] x [/INST]"]
+ODD_TEXTS = [
+    "",
+    "a",
+    " ",
+    "   \n\t ",
+    "\x00",
+    "a\x00b",
+    "\ufffd",
+    "▁",
+    " ▁ x",
+    "é e\u0301",
+    "\u3000",
+    "字" * 50,
+    "👨‍👩‍👧",
+    "<s>",
+    "</s>",
+    "a</s>b",
+    "<s> x </s><unk>",
+    "<|endoftext|>",
+    "<0x41>",
+    "[INST] x [/INST]",
+]
 any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
-pieces = st.sampled_from(["<s>", "</s>", "<unk>", "<0x0A>", "<|endoftext|>", " ", "  ", "▁", "a", "\n", "\x00", "é"])
+pieces = st.sampled_from(
+    ["<s>", "</s>", "<unk>", "<0x0A>", "<|endoftext|>", " ", "  ", "▁", "a", "\n", "\x00", "é"]
+)
 odd_text = st.one_of(any_text, st.lists(pieces, max_size=12).map("".join))
 
 
@@ -27,8 +49,12 @@ def hugging_face_folder(tmp_path_factory):
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=["<s>", "</s>"], show_progress=False,
-                                             initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<s>", "</s>"],
+        show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
     model.train_from_iterator(["the spectrum of the weight is the weight of the spectrum"] * 20, trainer)
     folder = tmp_path_factory.mktemp("hf")
     model.save(str(folder / "tokenizer.json"))
@@ -41,13 +67,17 @@ def hugging_face_folder(tmp_path_factory):
 def tiktoken_encoding():
     """A tiktoken encoding of single bytes; the named ones need the network."""
     ranks = {bytes([i]): i for i in range(256)} | {b"th": 256, b"the": 257}
-    return tiktoken.Encoding("bytes", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 258})
+    return tiktoken.Encoding(
+        "bytes", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 258}
+    )
 
 
 @pytest.fixture(params=["mistral-common", "huggingface", "tiktoken"])
 def tokenizer(request, hugging_face_folder, tiktoken_encoding, monkeypatch):
     monkeypatch.setattr(tiktoken, "get_encoding", {"bytes": tiktoken_encoding}.__getitem__)
-    return load_tokenizer({"huggingface": hugging_face_folder, "tiktoken": "bytes"}.get(request.param, request.param))
+    return load_tokenizer(
+        {"huggingface": hugging_face_folder, "tiktoken": "bytes"}.get(request.param, request.param)
+    )
 
 
 def test_odd_texts_never_give_control_ids_and_come_back(tokenizer):
@@ -135,7 +165,9 @@ class TestFastEngine:
     @settings(max_examples=300, deadline=None)
     @given(texts=st.lists(odd_text, min_size=1, max_size=5))
     def test_ids_are_equal(self, encoders, texts):
-        (fast, fast_lengths), (slow, slow_lengths) = (encoder.documents(texts, "uint16") for encoder in encoders)
+        (fast, fast_lengths), (slow, slow_lengths) = (
+            encoder.documents(texts, "uint16") for encoder in encoders
+        )
         assert fast.tolist() == slow.tolist() and fast_lengths.tolist() == slow_lengths.tolist()
 
     def test_as_it_comes_it_reads_control_tokens(self, encoders):

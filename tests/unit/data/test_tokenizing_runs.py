@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pc.data import Manifest, build_dataloader, require_same_tokenizer
-from pc.data import tokenizing
+from pc.data import Manifest, build_dataloader, require_same_tokenizer, tokenizing
 from pc.data.sources import find_files, find_hub_files, open_parquet, plan_units, read_footers
 from pc.data.tokenizing import tokenize
 from pc.errors import UserError
@@ -83,8 +82,9 @@ def test_other_settings_are_not_taken_for_finished(change, message, parquet_fold
 @pytest.fixture
 def mangled_model(tmp_path) -> Path:
     """The default model with two tokens exchanged."""
-    from pc.data.tokenizers import _mistral_model
     from sentencepiece import sentencepiece_model_pb2
+
+    from pc.data.tokenizers import _mistral_model
 
     model = sentencepiece_model_pb2.ModelProto.FromString(_mistral_model().read_bytes())
     a, b = model.pieces[5000], model.pieces[6000]
@@ -172,14 +172,24 @@ def _tokenize_with_small_files(source: str, output: str, queue) -> None:
 def test_disk_full_in_the_middle(parquet_folder, shards, tmp_path):
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
-    process = context.Process(target=_tokenize_with_small_files, args=(str(parquet_folder), str(tmp_path), queue))
+    process = context.Process(
+        target=_tokenize_with_small_files, args=(str(parquet_folder), str(tmp_path), queue)
+    )
     process.start()
     message = queue.get(timeout=60)
     process.join(60)
     assert "could not write" in message and str(tmp_path / "train" / "00000.tokens.npy") in message
     with pytest.raises(UserError, match="is not finished"):
-        build_dataloader(tmp_path, seq_len=8, local_batch_size=1, dp_rank=0, dp_world_size=1, seed=0,
-                         vocab_size=32000, infinite=True)
+        build_dataloader(
+            tmp_path,
+            seq_len=8,
+            local_batch_size=1,
+            dp_rank=0,
+            dp_world_size=1,
+            seed=0,
+            vocab_size=32000,
+            infinite=True,
+        )
     assert not list(tmp_path.rglob(".*")) and not list(tmp_path.rglob("*.npy"))
     tokenize(str(parquet_folder), tmp_path)  # with space again, the repeat completes
     assert Manifest.read(tmp_path).tokens("train") > 0
@@ -200,12 +210,16 @@ def test_hub_subset_gives_its_files(tmp_path, write_parquet):
     for name in ("sample/10BT/000.parquet", "sample/10BT/001.parquet", "data/CC-MAIN-2023-50/000.parquet"):
         write_parquet(tmp_path / name, ["x"])
     (tmp_path / "README.md").write_text(
-        "---\nconfigs:\n- config_name: sample-10BT\n  data_files:\n  - split: train\n    path: sample/10BT/*\n"
-        "- config_name: CC-MAIN-2023-50\n  data_files:\n  - split: train\n    path: data/CC-MAIN-2023-50/*\n---\n"
+        "---\nconfigs:\n"
+        "- config_name: sample-10BT\n  data_files:\n  - split: train\n    path: sample/10BT/*\n"
+        "- config_name: CC-MAIN-2023-50\n  data_files:\n  - split: train\n    path: data/CC-MAIN-2023-50/*\n"
+        "---\n"
     )
     files = find_hub_files(str(tmp_path), "sample-10BT")
     assert [Path(file).relative_to(tmp_path).as_posix() for file in files] == [
-        "sample/10BT/000.parquet", "sample/10BT/001.parquet"]
+        "sample/10BT/000.parquet",
+        "sample/10BT/001.parquet",
+    ]
     with pytest.raises(UserError, match="no-such-subset"):
         find_hub_files(str(tmp_path), "no-such-subset")
 
@@ -214,7 +228,10 @@ def test_remote_files_are_read_like_local_ones(parquet_folder):
     file = parquet_folder / "part-0.parquet"
     with open_parquet(f"file://{file}") as remote, open_parquet(str(file)) as local:
         assert remote.read().equals(local.read())
-    assert read_footers([f"file://{file}"], "text")[0].summary() == read_footers([str(file)], "text")[0].summary()
+    assert (
+        read_footers([f"file://{file}"], "text")[0].summary()
+        == read_footers([str(file)], "text")[0].summary()
+    )
 
 
 def test_slurm_array_tasks_share_the_work(monkeypatch):

@@ -1,0 +1,126 @@
+"""The data commands as a user runs them: killed in the middle, repeated, inspected, misused."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pc.data import Manifest, inspection, tokenizing
+from pc.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+
+
+def command(script: str, *arguments: str) -> list[str]:
+    return [sys.executable, str(ROOT / "scripts" / script), *arguments]
+
+
+def run(script: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess:
+    return subprocess.run(command(script, *arguments), cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory) -> Path:
+    """A folder with six parquet files of 2.5 MB of text, enough to be killed while at them."""
+    folder = tmp_path_factory.mktemp("work")
+    choose = random.Random(0)
+    words = ["".join(choose.choices("etaoinshrdlu", k=choose.randint(1, 9))) for _ in range(5000)]
+    for number in range(6):
+        texts = [" ".join(choose.choices(words, k=500)) for _ in range(900)]
+        (folder / "parquet").mkdir(exist_ok=True)
+        pq.write_table(pa.table({"text": texts}), folder / "parquet" / f"{number}.parquet")
+    return folder
+
+
+ARGUMENTS = ["--input", "parquet/*.parquet", "--validation-fraction", "0.05", "--processes", "2"]
+
+
+@pytest.fixture(scope="module")
+def finished(work) -> Path:
+    done = run("tokenize_fineweb.py", *ARGUMENTS, "--output", "finished", cwd=work)
+    assert done.returncode == 0, done.stderr
+    assert "finished is complete" in done.stdout and "inspect_data.py finished" in done.stdout
+    return work / "finished"
+
+
+def test_killed_run_is_continued(work, finished):
+    killed = work / "killed"
+    process = subprocess.Popen(
+        command("tokenize_fineweb.py", *ARGUMENTS, "--output", "killed"),
+        cwd=work,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 100
+    while len(list(killed.glob("units/*.json"))) < 2 and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    units = sorted(killed.glob("units/*.json"))
+    assert 2 <= len(units) < 6, "the run was over before it could be killed"
+    stamps = {path: path.stat().st_mtime_ns for path in units}
+    with pytest.raises(UserError, match="killed is not finished"):
+        Manifest.read(killed)
+
+    again = run("tokenize_fineweb.py", *ARGUMENTS, "--output", "killed", cwd=work)
+    assert again.returncode == 0, again.stderr
+    assert {path: path.stat().st_mtime_ns for path in units} == stamps, "finished shards were made again"
+    assert Manifest.read(killed).shards == Manifest.read(finished).shards
+    for path in finished.rglob("*.npy"):
+        np.testing.assert_array_equal(np.load(path), np.load(killed / path.relative_to(finished)))
+    assert not list(killed.rglob(".*"))
+
+
+def test_array_tasks_share_the_work(work, finished, monkeypatch, capsys):
+    monkeypatch.chdir(work)
+    monkeypatch.setattr(
+        sys, "argv", ["tokenize_fineweb.py", *ARGUMENTS, "--processes", "1", "--output", "array"]
+    )
+    monkeypatch.setenv("SLURM_ARRAY_TASK_MIN", "10")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_COUNT", "2")
+    for task in ("10", "11"):
+        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", task)
+        tokenizing.main()
+        assert ("complete when all are" in capsys.readouterr().out) == (task == "10")
+    assert Manifest.read(work / "array").shards == Manifest.read(finished).shards
+
+
+def test_inspect_shows_what_is_there(work, finished):
+    done = run("inspect_data.py", "finished", "--documents", "2", "--plot", "lengths", cwd=work)
+    assert done.returncode == 0, done.stderr
+    for expected in ("mistral-common", "checksums    all right", "--- document of", "ids occur", "median"):
+        assert expected in done.stdout
+    assert (work / "lengths.png").is_file() and (work / "lengths.svg").is_file()
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments", "message"),
+    [
+        (tokenizing.main, ["--input", "none/*.parquet", "--output", "x"], "matches no parquet file"),
+        (tokenizing.main, ["--input", "parquet", "--output", "finished"], "was begun with source"),
+        (tokenizing.main, ["--input", "parquet", "--output", "x", "--part", "2/2"], "--part 2/2 must be K/N"),
+        (
+            tokenizing.main,
+            ["--input", "parquet", "--output", "x", "--tokenizer", "no/where"],
+            "does not exist",
+        ),
+        (inspection.main, ["nowhere"], "data folder nowhere does not exist"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_2(main, arguments, message, work, finished, monkeypatch, capsys):
+    monkeypatch.chdir(work)
+    monkeypatch.setattr(sys, "argv", ["command", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and message in error and len(error.strip().splitlines()) == 1
