@@ -19,7 +19,6 @@ from torch import Tensor
 from torchtitan.config import ConfigManager
 from torchtitan.components.loss import build_cross_entropy_loss
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
@@ -55,6 +54,7 @@ class PCTrainer(Trainer):
         self._agreement_group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
         self.pc_schedule = self.optimizers.schedule
         self.health = HealthMetrics(job_config, self.model_parts, self.pc_schedule, self.parallel_dims)
+        self.scorer = self._build_scorer()
         states = self.checkpointer.states
         states[method.Fingerprint.KEY] = method.Fingerprint(job_config.pc)
         if self.pc_schedule is not None:
@@ -72,7 +72,8 @@ class PCTrainer(Trainer):
 
     def train(self) -> None:
         self._require_same_method()
-        write_status(self._folder, "running", self.step, self._steps) if dist.get_rank() == 0 else None
+        if dist.get_rank() == 0:
+            write_status(self._folder, "running", self.step, self._steps)
         super().train()
         if dist.get_rank() == 0:
             state = "stopped" if self.stopped else "finished"
@@ -86,6 +87,8 @@ class PCTrainer(Trainer):
         self.health.start_step(self.step)
         super().train_step(data_iterator)
         self.metrics_processor.log_health(self.step, self.health.collect(self.step))
+        if self.scorer is not None and self.scorer.due(self.step):
+            self.metrics_processor.log_health(self.step, self.scorer.score())
 
     def forward_backward_step(self, *, input_dict, labels, global_valid_tokens) -> Tensor:
         loss = super().forward_backward_step(
@@ -117,6 +120,17 @@ class PCTrainer(Trainer):
                         parameter.grad.div_(global_valid_tokens)
         if self.pc_schedule is not None:
             self.pc_schedule.pull_back()
+
+    def _build_scorer(self):
+        """The scorer of `[evaluation]`, if the config asks for one."""
+        if not self.job_config.evaluation.interval:
+            return None
+        # The one import against the direction, made only when needed: a run without scoring needs no lm-eval.
+        from pc.evaluate.in_training import build_in_training_scorer
+
+        return build_in_training_scorer(
+            self.job_config, self.model_parts, self.parallel_dims, self.device, self.maybe_enable_amp
+        )
 
     def _require_same_method(self) -> None:
         """Before anything is loaded, so that the message is about the method and not about missing tensors."""
@@ -228,7 +242,7 @@ def main() -> None:
     finally:
         if trainer is not None:
             trainer.close()
-    dist_utils.torch.distributed.destroy_process_group()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
