@@ -208,7 +208,7 @@ def _num_shards(tensor: Tensor) -> int:
     if not isinstance(tensor, DTensor):
         return 1
     return math.prod(
-        tensor.device_mesh.size(i) for i, placement in enumerate(tensor.placements) if placement.is_shard()
+        tensor.device_mesh.size(i) for i, placement in enumerate(tensor.placements) if not placement.is_replicate()
     )
 
 

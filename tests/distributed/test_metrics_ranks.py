@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torchtitan.models.llama3.infra.parallelize import apply_tp
 
 import pc
 from health_model import inputs, job_config, one_rank, transformer
@@ -20,6 +22,9 @@ GLOBAL_BATCH = 12  # divides by every number of ranks
 def _collect(rank: int, layout: str | None, world_size: int) -> tuple[dict[str, float], dict[str, list[float]]]:
     """Metrics after one step's forward pass, and the singular values of the gathered weights (float64)."""
     model = transformer(layers=2)
+    if layout == "tensor":
+        mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("shard", "tensor"))
+        apply_tp(model, mesh["tensor"], loss_parallel=False, enable_float8_tensorwise_tp=False)
     model = pc.attach(model, pc.PCConfig(power_iterations=3))
     dims, batch = one_rank(), inputs(0, GLOBAL_BATCH)
     if layout in ("fsdp", "hsdp"):
@@ -30,6 +35,14 @@ def _collect(rank: int, layout: str | None, world_size: int) -> tuple[dict[str, 
         fully_shard(model, mesh=mesh)
         dims = SimpleNamespace(world_size=world_size, pp=1)
         batch = batch.chunk(world_size)[rank]
+    elif layout == "tensor":
+        for _, layer in pc.named_pc_linears(model):
+            layer.gamma = nn.Parameter(distribute_tensor(layer.gamma, mesh["tensor"], [Replicate()]))
+        for block in model.layers.values():
+            fully_shard(block, mesh=mesh["shard"])
+        fully_shard(model, mesh=mesh["shard"])
+        dims = SimpleNamespace(world_size=world_size, pp=1)
+        batch = batch.chunk(2)[rank // (world_size // 2)]
     elif layout == "pipeline":  # rank r has layer r alone
         first_stage = transformer(layers=2)
         pc.StepSchedule(pc.attach(first_stage, pc.PCConfig(power_iterations=3))).materialise()
@@ -56,7 +69,7 @@ def _collect(rank: int, layout: str | None, world_size: int) -> tuple[dict[str, 
     return metrics, sigma
 
 
-@pytest.mark.parametrize("layout, world_size", [("fsdp", 2), ("fsdp", 3), ("hsdp", 4), ("pipeline", 2)])
+@pytest.mark.parametrize("layout, world_size", [("fsdp", 2), ("fsdp", 3), ("hsdp", 4), ("tensor", 4), ("pipeline", 2)])
 def test_ranks_agree_with_one_rank_and_the_svd(layout, world_size):
     expected, _ = _collect(0, None, 1)
     results = run_ranks(world_size, _collect, layout, world_size)
