@@ -22,7 +22,7 @@ def test_error_names_values_that_do_fit():
         accumulation_steps(320, 8, 3)
     message = str(raised.value)
     assert "global_batch_size 312 or 336" in message
-    assert "2 or 4 data-parallel ranks" in message
+    assert "2 or 4 data-parallel rank(s)" in message
     assert "local_batch_size 1" not in message  # 320 is no multiple of 3: no local size can help
     for size in map(int, re.findall(r"global_batch_size (\d+) or (\d+)", message)[0]):
         assert accumulation_steps(size, 8, 3) >= 1

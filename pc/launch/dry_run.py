@@ -1,0 +1,295 @@
+"""Everything about a config that can be wrong, found in seconds without a GPU."""
+
+import argparse
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.llama3.model.model import Transformer
+
+from pc import attach
+from pc.data import Manifest, require_same_tokenizer
+from pc.errors import UserError, exit_on_user_error
+from pc.launch import memory
+from pc.launch.local import DEMO
+from pc.titan import checks
+from pc.titan.batch import accumulation_steps
+from pc.titan.config import JobConfig
+from pc.titan.llama2 import FLAVORS, Llama2Args
+from pc.titan.resolve import resolve, run_folder, to_config
+
+
+@dataclass
+class Report:
+    """What a dry run found."""
+
+    facts: list[tuple[str, str]] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def text(self) -> str:
+        lines = [f"{name:<22} {value}" for name, value in self.facts]
+        lines += [f"warning: {warning}" for warning in self.warnings]
+        lines += [f"error: {error}" for error in self.errors]
+        return "\n".join(lines)
+
+
+def check(path: str | Path, overrides: Sequence[str], world_size: int, *, needs_data: bool = True) -> Report:
+    """Check one run as it would be on `world_size` GPUs.
+
+    Args:
+        needs_data: missing data are an error; otherwise a warning that names the command which makes them.
+
+    Raises:
+        UserError: the files do not resolve, so nothing else can be checked.
+    """
+    resolved = resolve(path, overrides, JobConfig)
+    config = to_config(resolved, JobConfig)
+    folder = run_folder(path, resolved)
+    report = Report()
+    model_args = _tried(report, _model_args, config)
+    data_parallel = _data_parallel_size(report, config, world_size)
+    if data_parallel:
+        _check_batch(report, config, data_parallel)
+        if model_args:
+            _check_combinations(report, config, world_size, data_parallel)
+    _check_schedule(report, config)
+    if model_args:
+        sizes = _check_model(report, config, model_args)
+        if sizes and data_parallel:
+            _check_memory(report, config, sizes, world_size, data_parallel, folder)
+        _check_data(report, config, model_args.vocab_size, needs_data)
+    return report
+
+
+def _model_args(config: JobConfig) -> Llama2Args:
+    if config.model.flavor not in FLAVORS:
+        raise UserError(f"model.flavor = {config.model.flavor!r} should be one of {', '.join(FLAVORS)}")
+    return replace(FLAVORS[config.model.flavor], vocab_size=config.model.vocab_size, max_seq_len=config.training.seq_len)
+
+
+def _tried(report: Report, function, *arguments):
+    """The function's result; a `UserError` goes into the report and gives None."""
+    try:
+        return function(*arguments)
+    except UserError as error:
+        report.errors.append(str(error))
+        return None
+
+
+def _data_parallel_size(report: Report, config: JobConfig, world_size: int) -> int | None:
+    parallelism = config.parallelism
+    model_parallel = (
+        parallelism.tensor_parallel_degree
+        * parallelism.pipeline_parallel_degree
+        * parallelism.context_parallel_degree
+    )
+    if world_size % model_parallel:
+        report.errors.append(
+            f"{world_size} GPUs are no multiple of tensor x pipeline x context parallel degree = {model_parallel}"
+        )
+        return None
+    data_parallel = world_size // model_parallel
+    replicas, shards = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
+    if shards != -1 and replicas * shards != data_parallel:
+        report.errors.append(
+            f"parallelism.data_parallel_replicate_degree {replicas} x data_parallel_shard_degree {shards} should be "
+            f"{data_parallel} on {world_size} GPUs; data_parallel_shard_degree = -1 takes what is left"
+        )
+        return None
+    if data_parallel % replicas:
+        report.errors.append(
+            f"parallelism.data_parallel_replicate_degree = {replicas} should divide the {data_parallel} "
+            "data-parallel ranks"
+        )
+        return None
+    return data_parallel
+
+
+def _check_batch(report: Report, config: JobConfig, data_parallel: int) -> None:
+    training = config.training
+    accumulation = _tried(
+        report, accumulation_steps, training.global_batch_size, training.local_batch_size, data_parallel
+    )
+    if accumulation is None:
+        return
+    sequences = accumulation * training.local_batch_size * data_parallel
+    tokens = sequences * training.seq_len
+    report.facts += [
+        (
+            "batch",
+            f"{sequences} sequences = {training.local_batch_size} per GPU x {data_parallel} data-parallel ranks "
+            f"x {accumulation} micro-batches, {tokens:,} tokens",
+        ),
+        ("steps", f"{training.steps:,}, warmup {config.lr_scheduler.warmup_steps:,}"),
+        ("tokens", f"{training.steps * tokens / 1e9:,.4g} G"),
+    ]
+
+
+def _check_combinations(report: Report, config: JobConfig, world_size: int, data_parallel: int) -> None:
+    """The trainer's own refusals, except those of a CPU: this machine is not the one that trains."""
+    parallelism = config.parallelism
+    dims = ParallelDims(
+        dp_replicate=parallelism.data_parallel_replicate_degree,
+        dp_shard=data_parallel // parallelism.data_parallel_replicate_degree,
+        cp=parallelism.context_parallel_degree,
+        tp=parallelism.tensor_parallel_degree,
+        pp=parallelism.pipeline_parallel_degree,
+        ep=parallelism.expert_parallel_degree,
+        etp=parallelism.expert_tensor_parallel_degree,
+        world_size=world_size,
+    )
+    for rule in (checks._check_model, checks._check_parallelism, checks._check_precision):
+        try:
+            rule(config, dims) if rule is checks._check_parallelism else rule(config)
+        except UserError as error:
+            report.errors.append(str(error))
+
+
+def _check_schedule(report: Report, config: JobConfig) -> None:
+    steps = config.training.steps
+    if steps < 1:
+        report.errors.append(f"training.steps = {steps} should be at least 1")
+    if config.optimizer.lr <= 0:
+        report.errors.append(f"optimizer.lr = {config.optimizer.lr} should be above 0")
+    if not 0 <= config.lr_scheduler.warmup_steps <= steps:
+        report.errors.append(
+            f"lr_scheduler.warmup_steps = {config.lr_scheduler.warmup_steps} should be between 0 and training.steps {steps}"
+        )
+    if config.validation.enable and config.validation.freq < 1:
+        report.errors.append(f"validation.freq = {config.validation.freq} should be at least 1")
+    if not config.checkpoint.enable:
+        report.warnings.append("checkpoint.enable is false: a run that ends early starts again from step 0")
+        return
+    if config.checkpoint.interval < 1:
+        report.errors.append(f"checkpoint.interval = {config.checkpoint.interval} should be at least 1")
+    if config.checkpoint.keep_latest_k < 0:
+        report.errors.append("checkpoint.keep_latest_k should be 0 (keep all) or at least 2")
+    if config.checkpoint.last_save_model_only:
+        report.warnings.append("checkpoint.last_save_model_only is true: the last checkpoint cannot be resumed")
+
+
+def _check_model(report: Report, config: JobConfig, model_args: Llama2Args) -> memory.Sizes | None:
+    with torch.device("meta"):
+        model = Transformer(model_args)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if config.pc.enable and _tried(report, _attach, model, config) is None:
+        return None
+    sizes = memory.sizes_of(model)
+    report.facts.append(("parameters", f"{parameters:,}, {parameters - sizes.outside_blocks:,} without embedding and head"))
+    if config.pc.enable:
+        share = sizes.preconditioned / parameters
+        report.facts.append(("preconditioned", f"{sizes.preconditioned:,} weights ({share:.0%}), level {config.pc.level}"))
+    return sizes
+
+
+def _attach(model: torch.nn.Module, config: JobConfig) -> torch.nn.Module:
+    return attach(model, config.pc.to_pc_config())
+
+
+def _check_memory(
+    report: Report, config: JobConfig, sizes: memory.Sizes, world_size: int, data_parallel: int, folder: Path
+) -> None:
+    parallelism = config.parallelism
+    schedule = config.pc.schedule if config.pc.enable else "plain"
+    parts = memory.per_gpu(
+        sizes,
+        optimizer=config.optimizer.name,
+        schedule=schedule,
+        shards=data_parallel // parallelism.data_parallel_replicate_degree * parallelism.context_parallel_degree,
+        tensor_parallel=parallelism.tensor_parallel_degree,
+        pipeline_parallel=parallelism.pipeline_parallel_degree,
+        tokens=config.training.local_batch_size * config.training.seq_len // parallelism.context_parallel_degree,
+        activation_checkpoint=config.activation_checkpoint.mode,
+        compute_bytes=memory.BFLOAT16 if config.training.mixed_precision_param == "bfloat16" else memory.FLOAT32,
+    )
+    listed = ", ".join(f"{part} {size:.2f}" for part, size in parts.items())
+    report.facts.append(("memory per GPU", f"{sum(parts.values()):.1f} GiB estimated at {world_size} GPUs: {listed}"))
+    if not config.checkpoint.enable:
+        return
+    size = memory.checkpoint_bytes(sizes, optimizer=config.optimizer.name, schedule=schedule)
+    kept = config.checkpoint.keep_latest_k or config.training.steps // max(1, config.checkpoint.interval) + 1
+    kept += bool(config.checkpoint.keep_latest_k)  # one more while it is being written
+    needed = size * kept
+    report.facts.append(
+        ("checkpoint disk", f"{needed / memory.GIB:.1f} GiB: {kept} checkpoints of {size / memory.GIB:.2f} GiB in {folder}")
+    )
+    existing = next(parent for parent in [folder, *folder.absolute().parents] if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        report.warnings.append(
+            f"{existing} has {free / memory.GIB:.1f} GiB free, the checkpoints need {needed / memory.GIB:.1f} GiB"
+        )
+
+
+def _check_data(report: Report, config: JobConfig, vocab_size: int, needs_data: bool) -> None:
+    if config.data.streaming:
+        report.warnings.append("data.streaming is on: its data are not checked, and a resume is not exact")
+        return
+    train = _manifest(report, "data.path", config.data.path, needs_data)
+    validation = train
+    if config.data.validation_path:
+        validation = _manifest(report, "data.validation_path", config.data.validation_path, needs_data)
+    for manifest in {id(manifest): manifest for manifest in (train, validation) if manifest}.values():
+        if manifest.vocab_size > vocab_size:
+            report.errors.append(
+                f"{manifest.folder} was tokenised with {manifest.vocab_size} entries, "
+                f"but the model's vocabulary has {vocab_size}"
+            )
+    if train and validation:
+        _tried(report, require_same_tokenizer, train, validation)
+    seq_len = config.training.seq_len
+    if train:
+        tokens = train.tokens("train")
+        report.facts.append(("training data", f"{train.folder}: {tokens:,} tokens, tokenizer {train.tokenizer.name}"))
+        if tokens <= seq_len:
+            report.errors.append(f"{train.folder} has {tokens} training tokens, too few for seq_len {seq_len}")
+        batch = config.training.global_batch_size
+        wanted = config.training.steps * max(batch, config.training.local_batch_size) * seq_len
+        if seq_len < tokens < wanted:
+            report.warnings.append(f"the run reads its {tokens:,} training tokens {wanted / tokens:.1f} times")
+    if validation and config.validation.enable:
+        sequences = max(0, validation.tokens("validation") - 1) // seq_len
+        report.facts.append(("validation data", f"{min(sequences, config.data.validation_sequences)} sequences of {seq_len}"))
+        if sequences == 0:
+            report.errors.append(f"{validation.folder} has no validation sequence of {seq_len} tokens")
+        elif sequences < config.data.validation_sequences:
+            report.warnings.append(
+                f"{validation.folder} has {sequences} validation sequences, "
+                f"data.validation_sequences asks for {config.data.validation_sequences}"
+            )
+
+
+def _manifest(report: Report, key: str, path: str, needs_data: bool) -> Manifest | None:
+    try:
+        return Manifest.read(path)
+    except UserError as error:
+        remedy = "; `python -m pc.data.demo` makes it" if Path(path) == DEMO else ""
+        (report.errors if needs_data else report.warnings).append(f"{key}: {error}{remedy}")
+        return None
+
+
+def check_or_raise(path: str | Path, overrides: Sequence[str], world_size: int) -> Report:
+    """Like `check`, for those who would start the run next: one `UserError` with everything wrong."""
+    report = check(path, overrides, world_size)
+    if report.errors:
+        raise UserError(f"{path}: " + "\nerror: ".join(report.errors))
+    return report
+
+
+@exit_on_user_error
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Check a config without a GPU: names, types, sizes, data, memory, disk.")
+    parser.add_argument("config", help="TOML file of the run")
+    parser.add_argument("--world-size", type=int, default=8, help="GPUs in all (default 8)")
+    parser.add_argument("--no-data", action="store_true", help="missing data are a warning, not an error")
+    arguments, overrides = parser.parse_known_args()
+    if arguments.world_size < 1:
+        raise UserError(f"--world-size {arguments.world_size} should be at least 1")
+    report = check(arguments.config, overrides, arguments.world_size, needs_data=not arguments.no_data)
+    print(report.text())
+    sys.exit(2 if report.errors else 0)

@@ -1,0 +1,119 @@
+"""How much memory a run needs, estimated part by part without a GPU."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from pc.linear import named_pc_linears
+
+GIB = 2**30
+FLOAT32, BFLOAT16 = 4, 2  # bytes
+
+MUON_HIDDEN_STATES, ADAMW_STATES = 1, 2  # optimizer tensors per parameter
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Parameter counts of the whole model."""
+
+    total: int
+    hidden_matrices: int
+    """weights of the linear layers inside blocks: what Muon moves"""
+    preconditioned: int
+    """weights that PC applies to"""
+    largest_block: int
+    outside_blocks: int
+    """embedding, final norm and head"""
+    dim: int
+    ffn_dim: int
+    layers: int
+    vocabulary: int
+
+
+def sizes_of(model: nn.Module) -> Sizes:
+    """Counts of a TorchTitan Llama (it may lie on the meta device), after `pc.attach` where PC is on."""
+    blocks = list(model.layers.values())
+    per_block = [sum(p.numel() for p in block.parameters()) for block in blocks]
+    total = sum(p.numel() for p in model.parameters())
+    linears = [module for block in blocks for module in block.modules() if isinstance(module, nn.Linear)]
+    return Sizes(
+        total=total,
+        hidden_matrices=sum(linear.weight.numel() for linear in linears),
+        preconditioned=sum(layer.weight.numel() for _, layer in named_pc_linears(model)),
+        largest_block=max(per_block),
+        outside_blocks=total - sum(per_block),
+        dim=model.tok_embeddings.embedding_dim,
+        ffn_dim=blocks[0].feed_forward.w1.out_features,
+        layers=len(blocks),
+        vocabulary=model.tok_embeddings.num_embeddings,
+    )
+
+
+def optimizer_elements(sizes: Sizes, optimizer: str) -> int:
+    if optimizer == "Muon":
+        others = sizes.total - sizes.hidden_matrices
+        return MUON_HIDDEN_STATES * sizes.hidden_matrices + ADAMW_STATES * others
+    return ADAMW_STATES * sizes.total
+
+
+def raw_elements(sizes: Sizes, schedule: str) -> int:
+    """Schedule "step" keeps raw W beside the effective weight; "forward" has only raw W."""
+    return sizes.preconditioned if schedule == "step" else 0
+
+
+def per_gpu(
+    sizes: Sizes,
+    *,
+    optimizer: str,
+    schedule: str,
+    shards: int,
+    tensor_parallel: int,
+    pipeline_parallel: int,
+    tokens: int,
+    activation_checkpoint: str,
+    compute_bytes: int,
+) -> dict[str, float]:
+    """GiB per GPU at the peak, which is at the start of the backward pass.
+
+    Args:
+        shards: ranks that FSDP spreads a parameter over.
+        tokens: of one micro-batch on one GPU.
+        activation_checkpoint: TorchTitan's mode; for "selective" the worst case, nothing recomputed, is
+            what is estimated.
+        compute_bytes: of an element of activations and of gathered parameters.
+
+    Fragmentation, the CUDA context and NCCL's buffers (1 to 4 GiB) are left out, and so is PC's work space,
+    which is used between steps when activations are gone.
+    """
+    split = shards * tensor_parallel * pipeline_parallel
+    model_split = tensor_parallel * pipeline_parallel
+    elements = {
+        "weights": FLOAT32 * sizes.total / split,
+        "gradients": FLOAT32 * sizes.total / split,
+        "optimizer": FLOAT32 * optimizer_elements(sizes, optimizer) / split,
+        "raw W": FLOAT32 * raw_elements(sizes, schedule) / split,
+        # The block at work and the next one, gathered; the block's gradient before it is reduced; and
+        # embedding and head, which stay gathered through the forward pass.
+        "gathered": compute_bytes * (3 * sizes.largest_block / tensor_parallel + sizes.outside_blocks / model_split),
+        "activations": _activations(sizes, tokens, activation_checkpoint, compute_bytes) / model_split,
+        # The logits in the compute type, then in float32, their log-softmax and its gradient.
+        "logits": tokens * sizes.vocabulary * (compute_bytes + 2 * FLOAT32) / tensor_parallel,
+    }
+    return {part: size / GIB for part, size in elements.items()}
+
+
+def _activations(sizes: Sizes, tokens: int, mode: str, compute_bytes: int) -> float:
+    """Bytes that the blocks keep for the backward pass.
+
+    Per token and block: the block's input, both norms' outputs, q, k, v, the attention's output and the
+    residual between (8 vectors of `dim`); gate, its activation, up and their product (4 of `ffn_dim`).
+    """
+    block = tokens * compute_bytes * (8 * sizes.dim + 4 * sizes.ffn_dim)
+    if mode == "full":
+        return sizes.layers * tokens * compute_bytes * sizes.dim + block
+    return sizes.layers * block
+
+
+def checkpoint_bytes(sizes: Sizes, *, optimizer: str, schedule: str) -> int:
+    """Bytes of one resumable checkpoint."""
+    return FLOAT32 * (sizes.total + optimizer_elements(sizes, optimizer) + raw_elements(sizes, schedule))

@@ -1,0 +1,215 @@
+"""SLURM: submit a run or a sweep, be one task of it, and decide afterwards whether it goes on.
+
+One batch script, scripts/slurm/train.sbatch, serves single runs and arrays, one node and many. Inside the
+allocation it calls this module twice: `task` becomes torchrun on every node; `after` requeues the job
+unless the run is finished or cannot get further. Nothing here needs slurmdbd or sacct: the truth about a
+run is its own folder.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pc.errors import UserError, exit_on_user_error
+from pc.files import write_atomically
+from pc.launch import runs, torchrun
+from pc.launch.dry_run import check_or_raise
+from pc.launch.sweep import Run, Sweep, begin
+from pc.titan.config import JobConfig
+from pc.titan.resolve import resolve, run_folder
+
+SCRIPTS = Path(__file__).parents[2] / "scripts" / "slurm"
+TRAIN_SCRIPT = SCRIPTS / "train.sbatch"
+SCORE_SCRIPT = SCRIPTS / "score.sbatch"
+
+CRASHES_ALLOWED_WITHOUT_PROGRESS = 2
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What to ask SLURM for."""
+
+    nodes: int
+    gpus_per_node: int
+    """0: train on CPUs"""
+    options: list[str]
+    """more options for sbatch"""
+
+    @staticmethod
+    def of(arguments: argparse.Namespace) -> "Allocation":
+        if arguments.nodes < 1 or arguments.gpus_per_node < 0:
+            raise UserError("--nodes should be at least 1 and --gpus-per-node at least 0")
+        return Allocation(arguments.nodes, arguments.gpus_per_node, shlex.split(arguments.sbatch))
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * max(1, self.gpus_per_node)
+
+    def words(self) -> list[str]:
+        gpus = [f"--gpus-per-node={self.gpus_per_node}"] if self.gpus_per_node else []
+        return [f"--nodes={self.nodes}", *gpus, *self.options]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--nodes", type=int, default=1, help="machines per run (default 1)")
+    parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs per machine (default 8; 0: CPU)")
+    parser.add_argument("--sbatch", default="", help='more options for sbatch, e.g. "--partition=main --time=8:00:00"')
+
+
+def submit_run(config: str, overrides: Sequence[str], allocation: Allocation, *, score: bool) -> str:
+    """Check one run, queue it and, when `score`, a job that exports and scores it once it is finished."""
+    check_or_raise(config, overrides, allocation.world_size)
+    folder = run_folder(config, resolve(config, overrides, JobConfig))
+    job = _sbatch(folder, [f"--job-name={folder.name}", *allocation.words()], TRAIN_SCRIPT, [config, *overrides])
+    said = f"job {job}: {config}, logs in {folder}/slurm"
+    if score:
+        one_gpu = Allocation(1, min(1, allocation.gpus_per_node), allocation.options)
+        # The second option keeps a job whose dependency has failed from waiting for ever.
+        dependency = [f"--dependency=afterok:{job}", "--kill-on-invalid-dep=yes", f"--job-name=score-{folder.name}"]
+        scoring = _sbatch(folder, [*dependency, *one_gpu.words()], SCORE_SCRIPT, [str(folder)])
+        said += f"\njob {scoring}: export and scores, when job {job} has finished"
+    return said
+
+
+def submit_sweep(sweep: Sweep, at_a_time: int, allocation: Allocation) -> str:
+    """Check a sweep's runs and queue the unfinished ones as an array, `at_a_time` of them at once (0: all)."""
+    for run in sweep.runs:
+        check_or_raise(run.config, run.overrides, allocation.world_size)
+    run_list = begin(sweep)
+    waiting = [index for index, run in enumerate(sweep.runs) if runs.state_of(run).state != "finished"]
+    if not waiting:
+        return f"all {len(sweep.runs)} runs are finished"
+    array = "--array=" + ",".join(map(str, waiting)) + (f"%{at_a_time}" if at_a_time else "")
+    options = [array, f"--job-name={sweep.path.stem}", *allocation.words()]
+    job = _sbatch(sweep.folder, options, TRAIN_SCRIPT, [str(run_list)])
+    return f"job {job}: {len(waiting)} runs, logs in {sweep.folder}/slurm"
+
+
+def _sbatch(folder: Path, options: list[str], script: Path, arguments: Sequence[str]) -> str:
+    """Hand a batch script to sbatch; returns the job's id."""
+    logs = folder / "slurm"
+    logs.mkdir(parents=True, exist_ok=True)  # SLURM drops the output when the folder is missing
+    is_array = any(option.startswith("--array") for option in options)
+    output = f"--output={logs}/%x-{'%A_%a' if is_array else '%j'}.log"
+    # the job uses the interpreter that submitted it
+    environment = {**os.environ, "PC_PYTHON": sys.executable}
+    words = ["sbatch", "--parsable", output, *options, str(script), *arguments]
+    try:
+        answer = subprocess.run(words, capture_output=True, text=True, env=environment)
+    except FileNotFoundError:
+        raise UserError("sbatch is not on the PATH; submit from a login node of a SLURM cluster") from None
+    if answer.returncode:
+        raise UserError(" ".join(answer.stderr.split()))
+    return answer.stdout.strip().split(";")[0]
+
+
+@exit_on_user_error
+def submit() -> None:
+    """Command line of scripts/slurm/submit.py."""
+    parser = argparse.ArgumentParser(description="Check a config, then queue its training and, if asked, its scoring.")
+    parser.add_argument("config", help="TOML file of the run")
+    add_options(parser)
+    parser.add_argument("--score", action="store_true", help="queue export and zero-shot scoring after it")
+    arguments, overrides = parser.parse_known_args()
+    print(submit_run(arguments.config, overrides, Allocation.of(arguments), score=arguments.score))
+
+
+# --- inside a job -----------------------------------------------------------------------------------
+
+
+def run_of(arguments: Sequence[str]) -> Run:
+    """The run that a job's arguments mean: CONFIG and overrides, or a run list and the array index."""
+    config, *overrides = arguments
+    name = None
+    if Path(config).suffix == ".json":
+        listed = json.loads(Path(config).read_text())["runs"][int(os.environ["SLURM_ARRAY_TASK_ID"])]
+        name, config, overrides = listed["name"], listed["config"], listed["overrides"]
+    folder = run_folder(config, resolve(config, overrides, JobConfig))
+    return Run(name or folder.name, config, tuple(overrides), folder)
+
+
+def task(run: Run) -> None:
+    """Become torchrun, on this node of the allocation."""
+    nodes = int(os.environ.get("SLURM_NNODES", "1"))
+    processes = torchrun.processes_here()
+    if os.environ.get("SLURM_NODEID", "0") == "0":
+        held = runs.lock(run.folder)
+        os.set_inheritable(held.fileno(), True)  # torchrun keeps it until it ends
+    rendezvous = ["--standalone"] if nodes == 1 else _rendezvous(nodes)
+    words = torchrun.command(run.config, run.overrides, run.folder, processes, rendezvous)
+    os.execve(words[0], words, torchrun.environment(processes))
+
+
+def _rendezvous(nodes: int) -> list[str]:
+    """torchrun's options for meeting on the first node of the allocation."""
+    node_list = os.environ["SLURM_JOB_NODELIST"]
+    names = subprocess.run(["scontrol", "show", "hostnames", node_list], capture_output=True, text=True, check=True)
+    job = os.environ["SLURM_JOB_ID"]
+    port = 20000 + int(job) % 10000  # jobs that share a node have different ids
+    return [
+        f"--nnodes={nodes}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-id={job}-{os.environ.get('SLURM_RESTART_COUNT', '0')}",
+        f"--rdzv-endpoint={names.stdout.split()[0]}:{port}",
+    ]
+
+
+def after(run: Run, returncode: int) -> int:
+    """Requeue the job if it should go on; returns the exit status of the batch script.
+
+    A run that stopped by itself (time limit) goes on. One that crashed is tried again, at most
+    `CRASHES_ALLOWED_WITHOUT_PROGRESS` times since its last new checkpoint: a lost node is worth another
+    try, an error that comes back is not.
+    """
+    state = runs.state_of(run)
+    if state.state == "finished":
+        print(f"{run.name}: finished", flush=True)
+        return 0
+    if state.state == "stopped":
+        return _requeue(f"{run.name}: stopped at step {state.step}")
+    crashes = _count_crash(run)
+    if crashes <= CRASHES_ALLOWED_WITHOUT_PROGRESS:
+        return _requeue(f"{run.name}: ended with status {returncode}, crash {crashes} since the last checkpoint")
+    if state.state != "failed":
+        reason = f"the trainer ended {crashes} times with status {returncode}; its last words are in the job's log"
+        runs.write_state(run, "failed", reason)
+    print(f"{run.name}: failed, {crashes} crashes since the last checkpoint", flush=True)
+    return 1
+
+
+def _count_crash(run: Run) -> int:
+    """Crashes since the newest checkpoint, this one included."""
+    file = run.folder / "crashes.json"
+    step = runs.latest_checkpoint(run.folder)
+    before = json.loads(file.read_text()) if file.exists() else {"step": -1, "crashes": 0}
+    crashes = before["crashes"] + 1 if before["step"] == step else 1
+    write_atomically(file, json.dumps({"step": step, "crashes": crashes}) + "\n")
+    return crashes
+
+
+def _requeue(why: str) -> int:
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ["SLURM_JOB_ID"]
+    print(f"{why}; requeueing job {job}", flush=True)
+    return subprocess.run(["scontrol", "requeue", job]).returncode
+
+
+@exit_on_user_error
+def main() -> None:
+    action, *arguments = sys.argv[1:]
+    if action == "task":
+        task(run_of(arguments))
+    elif action == "after":
+        sys.exit(after(run_of(arguments[1:]), int(arguments[0])))
+    else:
+        raise UserError(f"{action} should be task or after")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""Sweeps as data: base configs, axes and seeds in a TOML; their product is the list of runs.
+
+    configs = ["../271m_adamw_baseline.toml"]     # relative to the sweep's file
+    seeds = [0, 1]                                # optional
+
+    [axes]                                        # quoted: the dot belongs to the name
+    "optimizer.lr" = { first = 3e-4, last = 3.394e-3 }        # geometric, factor = sqrt(2)
+    "pc.level" = [1, 2, 3, 4]
+"""
+
+import itertools
+import json
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pc.errors import UserError
+from pc.files import sha256_of, write_atomically
+from pc.titan.config import JobConfig
+from pc.titan.resolve import chain, resolve
+
+
+@dataclass
+class Selection:
+    """What `select` calls the best run."""
+
+    metric: str = "validation_loss"
+    """Key of metrics.jsonl; the lowest final value wins."""
+
+    spike_window: int = 50
+    """A logged training loss is compared with the median of this many before it."""
+
+    spike_deviations: float = 6.0
+    """It is a spike when it lies above the median by more than so many robust standard deviations ..."""
+
+    spike_margin: float = 0.1
+    """... and by more than so many nats; one that is not finite always is."""
+
+    spike_warmup: int = 10
+    """The first so many logged losses are no spikes."""
+
+    spikes_allowed: int = 0
+    """A run with more spikes is unstable and cannot be chosen."""
+
+
+@dataclass
+class SweepConfig:
+    """The keys of a sweep's TOML; `parent` works as in any config."""
+
+    description: str = ""
+    """One line for people."""
+
+    configs: list[str] = field(default_factory=list)
+    """Training configs to vary, relative to the sweep's file."""
+
+    axes: dict[str, list | dict[str, float]] = field(default_factory=dict)
+    """"section.key" = [values], or { first, last, factor } for a geometric grid (factor: sqrt 2)."""
+
+    seeds: list[int] = field(default_factory=list)
+    """Each run once per seed, for initial weights and data order; empty: the config's own seed."""
+
+    folder: str = ""
+    """Where runs and results go; empty: outputs/sweeps/<name of the sweep's file>."""
+
+    select: Selection = field(default_factory=Selection)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run."""
+
+    name: str
+    config: str
+    overrides: tuple[str, ...]
+    """words of the command line; they set the run's folder too"""
+    folder: Path
+    settings: dict[str, Any] = field(default_factory=dict)
+    """{"section.key": value} that a sweep's axes set"""
+    seed: int | None = None
+
+    @property
+    def setting_name(self) -> str:
+        """The name without the seed: equal for runs that are repeats of each other."""
+        return self.name.rpartition("/seed-")[0] if self.seed is not None else self.name
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep's file, read and multiplied out."""
+
+    path: Path
+    folder: Path
+    runs: list[Run]
+    axes: dict[str, list]
+    select: Selection
+
+
+def load(path: str | Path) -> Sweep:
+    """Read a sweep and check every run's config, before anything is started."""
+    path = Path(path)
+    values = resolve(path, [], SweepConfig)
+    selection = Selection(**values.pop("select", {}))
+    config = SweepConfig(**values, select=selection)
+    _check_selection(path, selection)
+    if not config.configs:
+        raise UserError(f"{path}: configs names no config")
+    folder = Path(config.folder or Path("outputs/sweeps") / path.stem)
+    axes = {key: _axis_values(path, key, axis) for key, axis in config.axes.items()}
+
+    runs = []
+    for name in config.configs:
+        file = _shortest(path.parent / name)
+        prefix = Path(name).stem + "/" if len(config.configs) > 1 else ""
+        for combination in itertools.product(*axes.values()):
+            settings = dict(zip(axes, combination, strict=True))
+            parts = [f"{key.rpartition('.')[2]}-{_text(value)}" for key, value in settings.items()]
+            for seed in config.seeds or [None]:
+                run_name = prefix + ("_".join(parts) or Path(name).stem)
+                words = [_word(key, value) for key, value in settings.items()]
+                if seed is not None:
+                    run_name += f"/seed-{seed}"
+                    words += [f"--debug.seed={seed}", f"--data.seed={seed}"]
+                words.append(f"--job.dump_folder={folder / run_name}")
+                runs.append(Run(run_name, file, tuple(words), folder / run_name, settings, seed))
+    if len({run.name for run in runs}) < len(runs):
+        raise UserError(f"{path}: two runs have the same name; does a value, a seed or a config stand twice?")
+    for run in runs:
+        try:
+            resolve(run.config, run.overrides, JobConfig)
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
+    return Sweep(path, folder, runs, axes, selection)
+
+
+def begin(sweep: Sweep) -> Path:
+    """Write the run list; refuse when an earlier one in the same folder was another sweep.
+
+    Runs that were made under other configs must not be compared with new ones.
+    """
+    files = {str(file): sha256_of(file) for run in sweep.runs for file in chain(run.config)}
+    listed = [{"name": run.name, "config": run.config, "overrides": list(run.overrides)} for run in sweep.runs]
+    plan = {"files": files, "runs": listed}
+    destination = sweep.folder / "runs.json"
+    if destination.exists():
+        before = json.loads(destination.read_text())
+        changed = [file for file, digest in before["files"].items() if files.get(file, digest) != digest]
+        if changed or before != plan:
+            what = ", ".join(changed) or str(sweep.path)
+            raise UserError(
+                f"{what} changed since the sweep in {sweep.folder} began; "
+                "put the files back, or give the sweep another folder = \"...\""
+            )
+    else:
+        write_atomically(destination, json.dumps(plan, indent=1) + "\n")
+    return destination
+
+
+def tokens_of(run: Run, processes: int) -> int:
+    """Tokens that the run trains on."""
+    resolved = resolve(run.config, run.overrides, JobConfig)
+    training = {**vars(JobConfig().training), **resolved.get("training", {})}
+    batch = training["global_batch_size"]
+    if batch == -1:
+        batch = training["local_batch_size"] * processes
+    return training["steps"] * batch * training["seq_len"]
+
+
+def plan_text(sweep: Sweep, processes: int, tokens_per_second: float | None) -> str:
+    """The runs, their tokens and, when the throughput of one GPU is given, their GPU-hours."""
+    lines, total = [], 0
+    for run in sweep.runs:
+        tokens = tokens_of(run, processes)
+        total += tokens
+        lines.append(f"{run.name:<44} {_cost(tokens, tokens_per_second)}")
+    lines.append(f"{f'{len(sweep.runs)} runs':<44} {_cost(total, tokens_per_second)}")
+    return "\n".join(lines)
+
+
+def _cost(tokens: int, tokens_per_second: float | None) -> str:
+    text = f"{tokens / 1e9:>12.4f} G tokens"
+    if tokens_per_second:
+        text += f" {tokens / tokens_per_second / 3600:>12.2f} GPU-hours"
+    return text
+
+
+def _axis_values(path: Path, key: str, axis: list | dict[str, float]) -> list:
+    if isinstance(axis, list):
+        if not axis:
+            raise UserError(f'{path}: axes."{key}" has no values')
+        return axis
+    if not {"first", "last"} <= set(axis) <= {"first", "last", "factor"}:
+        raise UserError(
+            f'{path}: axes."{key}" should be a list or {{ first, last, factor }}, not {sorted(axis)}'
+        )
+    return geometric_grid(axis["first"], axis["last"], axis.get("factor", math.sqrt(2)), f'{path}: axes."{key}"')
+
+
+def geometric_grid(first: float, last: float, factor: float, where: str) -> list[float]:
+    """first, first*factor, ... up to last, each rounded to four significant digits.
+
+    `last` must lie on the grid to within half a percent: published ends are rounded.
+    """
+    if not (first > 0 and last >= first and factor > 1):
+        raise UserError(f"{where}: needs 0 < first <= last and factor > 1")
+    count = round(math.log(last / first) / math.log(factor))
+    if abs(first * factor**count / last - 1) > 5e-3:
+        fits = f"{first * factor**count:.4g} or {first * factor ** (count + 1):.4g}"
+        raise UserError(f"{where}: last = {last} is not on the grid; near it are {fits}")
+    return [float(f"{first * factor**step:.4g}") for step in range(count + 1)]
+
+
+def _check_selection(path: Path, selection: Selection) -> None:
+    for key in ("spike_window", "spike_deviations", "spike_margin"):
+        if getattr(selection, key) <= 0:
+            raise UserError(f"{path}: select.{key} = {getattr(selection, key)} should be above 0")
+    for key in ("spike_warmup", "spikes_allowed"):
+        if getattr(selection, key) < 0:
+            raise UserError(f"{path}: select.{key} = {getattr(selection, key)} should be 0 or more")
+
+
+def _shortest(path: Path) -> str:
+    """Relative to the working directory where that is inside it, so that a moved checkout still fits."""
+    relative = os.path.relpath(path)
+    return relative if not relative.startswith("..") else str(path.resolve())
+
+
+def _word(key: str, value: Any) -> str:
+    """`--section.key=value` as `resolve.parse_overrides` reads it; JSON's scalars and lists are TOML's."""
+    if isinstance(value, str):
+        return f"--{key}={value}"
+    if isinstance(value, dict):
+        pairs = ", ".join(f"{json.dumps(name)} = {json.dumps(item)}" for name, item in value.items())
+        return f"--{key}={{{pairs}}}"
+    return f"--{key}={json.dumps(value)}"
+
+
+def _text(value: Any) -> str:
+    """A value as part of a folder's name."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list):
+        return "+".join(_text(item) for item in value) or "none"
+    if isinstance(value, dict):
+        return "+".join(f"{name}={_text(item)}" for name, item in value.items())
+    return "".join(letter if letter.isalnum() or letter in "-." else "-" for letter in str(value))

@@ -1,0 +1,111 @@
+"""Every TOML that is shipped loads and dry-runs; the main ones hold the paper's numbers."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from pc.launch.dry_run import check
+from pc.launch.sweep import load
+from pc.titan.batch import accumulation_steps
+from pc.titan.config import JobConfig
+from pc.titan.resolve import resolve, to_config
+
+ROOT = Path(__file__).parents[3]
+CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
+SWEEPS = sorted((ROOT / "train_configs" / "sweeps").glob("*.toml"))
+
+# flavor, optimizer, PC level or None, peak LR, steps, warmup, micro-batch, accumulation on 8 GPUs, tokens (G)
+PAPER = {
+    "271m_adamw_baseline": ("271M", "AdamW", None, 8.486e-4, 22_000, 220, 8, 5, 57),
+    "271m_adamw_pc": ("271M", "AdamW", 4, 8.486e-4, 22_000, 220, 8, 5, 57),
+    "271m_muon_baseline": ("271M", "Muon", None, 4.243e-3, 22_000, 220, 8, 5, 57),
+    "271m_muon_pc": ("271M", "Muon", 2, 4.243e-3, 22_000, 220, 8, 5, 57),
+    "1b_adamw_baseline": ("1B", "AdamW", None, 3e-4, 61_100, 611, 4, 10, 160),
+    "1b_adamw_pc": ("1B", "AdamW", 4, 3e-4, 61_100, 611, 4, 10, 160),
+    "1b_muon_baseline": ("1B", "Muon", None, 1.5e-3, 61_100, 611, 4, 10, 160),
+    "1b_muon_pc": ("1B", "Muon", 2, 1.5e-3, 61_100, 611, 4, 10, 160),
+}
+PARAMETERS = {"271M": 271_090_688, "1B": 1_055_991_808}
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_main_configs_hold_the_papers_numbers(name):
+    flavor, optimizer, level, lr, steps, warmup, local, accumulation, giga_tokens = PAPER[name]
+    path = ROOT / "train_configs" / f"{name}.toml"
+    config = to_config(resolve(path, [], JobConfig), JobConfig)
+    training = config.training
+    assert config.model.flavor == flavor and config.model.vocab_size == 32_000
+    assert config.pc.enable == (level is not None)
+    if level is not None:
+        assert config.pc.level == level
+        assert config.pc.blocks == ["o", "ffn"]
+        assert config.pc.power_iterations == 10 and config.pc.norm_recovery and config.pc.learnable_gamma
+    assert (config.optimizer.name, config.optimizer.lr) == (optimizer, lr)
+    assert (config.optimizer.beta1, config.optimizer.beta2, config.optimizer.eps) == (0.9, 0.95, 1e-8)
+    assert config.optimizer.weight_decay == 0.1
+    assert (config.optimizer.muon_momentum, config.optimizer.muon_nesterov, config.optimizer.muon_steps) == (0.95, True, 5)
+    assert config.optimizer.muon_adjust_lr == "match_rms_adamw"
+    assert (training.seq_len, training.global_batch_size, training.local_batch_size) == (8192, 320, local)
+    assert accumulation_steps(320, local, 8) == accumulation
+    assert (training.steps, config.lr_scheduler.warmup_steps) == (steps, warmup)
+    assert math.floor(training.steps * 320 * 8192 / 1e9) == giga_tokens
+    assert (config.lr_scheduler.decay_type, config.lr_scheduler.min_lr_factor) == ("cosine", 0.1)
+    assert config.lr_scheduler.decay_ratio is None  # cosine from the end of the warmup on
+    assert training.max_norm == 1.0
+    assert config.validation.enable and config.validation.freq == 500
+    assert config.data.validation_sequences * 8192 == pytest.approx(21e6, rel=5e-3)
+    assert config.compile.enable and training.mixed_precision_param == "bfloat16"
+    assert config.checkpoint.enable and not config.checkpoint.last_save_model_only
+    parameters = dict(check(path, [], 8, needs_data=False).facts)["parameters"]
+    assert parameters.startswith(f"{PARAMETERS[flavor]:,},")
+
+
+def test_every_main_config_is_in_the_table():
+    assert {path.stem for path in CONFIGS} == {*PAPER, "base", "debug"}
+
+
+@pytest.mark.parametrize("world_size", [8, 4, 2, 1])
+@pytest.mark.parametrize("path", [path for path in CONFIGS if path.stem != "base"], ids=lambda path: path.stem)
+def test_every_config_dry_runs_on_8_4_2_and_1_gpus(path, world_size, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    report = check(path, [], world_size, needs_data=False)
+    assert report.errors == []
+    batch = dict(report.facts)["batch"]
+    assert batch.startswith("320 sequences" if path.stem != "debug" else "16 sequences")
+
+
+def test_base_alone_resolves():
+    assert to_config(resolve(ROOT / "train_configs" / "base.toml", [], JobConfig), JobConfig).model.name == "pc_llama2"
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
+def test_every_sweep_loads_and_each_first_run_dry_runs(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    sweep = load(path)
+    assert check(sweep.runs[0].config, sweep.runs[0].overrides, 8, needs_data=False).errors == []
+
+
+@pytest.mark.parametrize(
+    "name, lrs",
+    [
+        ("271m_adamw_lr", [3.0e-4, 4.243e-4, 6.0e-4, 8.485e-4, 1.2e-3, 1.697e-3, 2.4e-3, 3.394e-3]),
+        ("271m_muon_lr", [1.061e-3, 1.5e-3, 2.122e-3, 3.001e-3, 4.244e-3, 6.002e-3, 8.488e-3, 1.2e-2]),
+        ("1b_adamw_lr", [5.303e-5, 7.5e-5, 1.061e-4, 1.5e-4, 2.121e-4, 3.0e-4, 4.242e-4]),
+        ("1b_muon_lr", [7.5e-4, 1.061e-3, 1.5e-3, 2.121e-3, 3.0e-3, 4.243e-3]),
+    ],
+)
+def test_lr_grids_are_the_papers(name, lrs):
+    """To the rounding of published ends: the grid is generated from the first one."""
+    sweep = load(ROOT / "train_configs" / "sweeps" / f"{name}.toml")
+    assert [run.settings["optimizer.lr"] for run in sweep.runs] == pytest.approx(lrs, rel=5e-4)
+    selected = resolve(ROOT / "train_configs" / f"{name.removesuffix('_lr')}_baseline.toml", [], JobConfig)
+    # the paper's choice lies on its grid
+    assert any(run.settings["optimizer.lr"] == pytest.approx(selected["optimizer"]["lr"], rel=5e-4) for run in sweep.runs)
+
+
+@pytest.mark.parametrize(
+    "name, count", [("pc_level", 8), ("pc_blocks", 16), ("recovery_gamma", 4), ("polar_express", 2), ("1b_no_gamma", 1)]
+)
+def test_ablations_have_the_papers_size(name, count):
+    assert len(load(ROOT / "train_configs" / "sweeps" / f"{name}.toml").runs) == count
