@@ -43,9 +43,11 @@ class Matrix:
         return polynomial.stages(polynomial.resolve(self.config.level))
 
     def polynomial_flops(self) -> int:
-        """One evaluation of g(W): Gram matrix, Horner's rule, product with W (paper: 4 l s^2 + 2 (k-1) s^3)."""
-        long, short = self.long, self.short
-        return sum(4 * long * short**2 + 2 * (len(stage) - 2) * short**3 for stage in self.stages)
+        """One evaluation of g(W): Gram matrix, p of it, product with W (paper, by Horner's rule: 4 l s^2 + 2 (k-1) s^3)."""
+        return sum(self._stage_flops(stage) for stage in self.stages)
+
+    def _stage_flops(self, stage: polynomial.Coefficients) -> int:
+        return 4 * self.long * self.short**2 + 2 * polynomial.count_square_products(len(stage) - 1) * self.short**3
 
     def power_iteration_flops(self) -> int:
         """Two products with a vector in each of q steps."""
@@ -60,8 +62,17 @@ class Matrix:
         return self.power_iteration_flops() + self.estimate_flops() + self.polynomial_flops()
 
     def pull_back_flops(self) -> int:
-        """Schedule "step", once per optimizer step: PC(W) again, and its backward pass, twice the forward."""
-        return 3 * self.polynomial_flops() + 2 * self.estimate_flops()
+        """Schedule "step", once per optimizer step, by `polynomial.vjp`: p of the Gram matrix again, and its backward pass.
+
+        At each stage 4 products of [s, s] and [s, l] and, with c products of [s, s] in p, 3 c - 1 of these; all
+        stages but the last are evaluated first.
+        """
+        long, short = self.long, self.short
+        backward = 0
+        for stage in self.stages:
+            products = polynomial.count_square_products(len(stage) - 1)
+            backward += 8 * long * short**2 + 2 * max(0, 3 * products - 1) * short**3
+        return backward + sum(self._stage_flops(stage) for stage in self.stages[:-1]) + self.estimate_flops()
 
     def in_graph_flops(self, recomputed: bool) -> int:
         """Schedule "forward", for each micro-batch on each rank; activation checkpointing evaluates twice."""
@@ -72,10 +83,11 @@ class Matrix:
     def kept_elements(self) -> int:
         """Elements that autograd keeps in schedule "forward" between a forward and its backward pass.
 
-        The normalised weight, the polynomial's result and PC(W) of [n, m]; Horner's partial sums of [s, s] and,
-        where there is more than one of them, the Gram matrix.
+        The normalised weight, the polynomial's result and PC(W) of [n, m]; of [s, s] the partial sums of p(G), the
+        Gram matrix where it is squared, and its square where that is used again.
         """
-        squares = sum(len(stage) if len(stage) > 2 else 1 for stage in self.stages)
+        products = [polynomial.count_square_products(len(stage) - 1) for stage in self.stages]
+        squares = sum(max(1, count) + (count > 0) + (count > 1) for count in products)
         return (len(self.stages) + 2) * self.n * self.m + squares * self.short**2
 
     def paper_bound(self, tokens: int) -> float:
@@ -215,15 +227,16 @@ class Plan:
     def _work_space(self) -> float:
         """Bytes on the busiest owner while gradients are pulled back.
 
-        Per matrix: W, its gradient, the normalised weight, the result and the two's gradients (6 of [n, m]),
-        and the Gram matrix and Horner's partial sums with their gradients (4 + 2k of [s, s]); with more than
-        one rank also the shards sent and received in and out, for a bucket of matrices at a time.
+        Per matrix: W, its gradient, the normalised weight, the result before and after its last sum, and the
+        input of every inner stage (4 + stages of [n, m]); the Gram matrix, the partial sums of p and gradients
+        (5 + k of [s, s]). With more than one rank also the shards sent and received in and out, for a bucket of
+        matrices at a time.
         """
         owners = self.shards * self.tensor_parallel
 
         def bytes_of(matrix: Matrix) -> int:
-            products = 4 + 2 * max(len(stage) for stage in matrix.stages)
-            return 4 * (6 * matrix.n * matrix.m + products * matrix.short**2)
+            degree = max(len(stage) for stage in matrix.stages) - 1
+            return 4 * ((4 + len(matrix.stages)) * matrix.n * matrix.m + (5 + degree) * matrix.short**2)
 
         if owners == 1:
             return max(bytes_of(matrix) for matrix in self.matrices)

@@ -62,6 +62,7 @@ def plot_quantiles(all_spectra: Sequence[Spectra], output: Path) -> list[Path]:
                 axes.plot(probabilities, np.quantile(pooled, probabilities), style, color=f"C{i}", label=label)
         axes.set_title(BLOCK_TITLES[block])
         axes.set_xlabel("quantile")
+        axes.tick_params(labelbottom=True)
     for axes in panels[:: len(panels) // 2]:
         axes.set_ylabel(r"$\sigma / \sigma_\mathrm{max}$")
     handles = {}

@@ -117,7 +117,7 @@ class HealthMetrics:
         for model in self._model_parts:
             for name, parameter in model.named_parameters():
                 tensor = raws.get(clean_name(name), parameter)
-                squares += local(tensor).double().square().sum() * _num_shards(tensor) / self._num_stage_ranks
+                squares += local(tensor).norm().double().square() * _num_shards(tensor) / self._num_stage_ranks
         gammas, squares = _reduce(gammas), _reduce(squares)
         metrics = {"norm/weight": math.sqrt(squares.item())}
         for name, (value, copies) in self._cells(gammas):
