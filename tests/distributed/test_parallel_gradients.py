@@ -1,0 +1,175 @@
+"""Gradients of the trainer under every parallelism, in float64, against one plain model with PC in its graph."""
+
+import pytest
+import torch
+
+import tiny
+from ranks import run_ranks
+
+SEQUENCES = 36  # of one optimizer step: divides by 1, 2, 3, 4 ranks and by 3 micro-batches
+TOLERANCE = 1e-12  # float64 sums in another order, relative to the largest entry of each gradient
+BASELINE = ["--pc.enable", "false"]
+
+TP2 = ["--parallelism.tensor_parallel_degree", "2"]
+PP2 = ["--parallelism.pipeline_parallel_degree", "2"]
+HSDP2 = ["--parallelism.data_parallel_replicate_degree", "2"]
+
+# By number of ranks: name, ranks that read different data, keys that lay the ranks out.
+LAYOUTS = {
+    2: [("FSDP2", 2, []), ("TP2", 1, TP2), ("PP2", 1, PP2)],
+    3: [("FSDP3", 3, [])],
+    4: [
+        ("HSDP2x2", 4, HSDP2),
+        ("TP2 x FSDP2", 2, TP2),
+        ("PP2 x FSDP2", 2, PP2),
+        ("PP2 x TP2", 1, [*PP2, *TP2]),
+    ],
+}
+
+# Name, batches that a rank accumulates, micro-batches of each that go through the pipeline, its schedule.
+PLAIN = [("1 micro-batch", 1, 1, ""), ("3 micro-batches", 3, 1, "")]
+PIPELINED = [
+    ("1 micro-batch", 1, 1, "GPipe"),  # the other schedules need one for each stage
+    ("3 micro-batches", 1, 3, "1F1B"),
+    ("3 accumulated of 3 micro-batches", 3, 3, "1F1B"),
+    ("4 stages, two of them without a layer", 1, 6, "Interleaved1F1B"),
+]
+
+
+def _in_float64() -> None:
+    """Let TorchTitan compute in float64 in this process: it knows no such dtype, and does two things in float32."""
+    import torchtitan.components.loss as loss
+    import torchtitan.models.llama3.model.model as llama
+    from torchtitan.config import TORCH_DTYPE_MAP
+
+    def rotate(queries, keys, freqs_cis, positions=None):
+        rotated = []
+        for x in (queries, keys):
+            pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+            rotated.append(torch.view_as_real(pairs * llama.reshape_for_broadcast(freqs_cis, pairs, positions)).flatten(3))
+        return tuple(rotated)
+
+    def cross_entropy(predictions, labels):
+        return torch.nn.functional.cross_entropy(predictions.flatten(0, 1), labels.flatten(0, 1), reduction="sum")
+
+    TORCH_DTYPE_MAP["float32"] = torch.float64
+    llama.apply_rotary_emb = rotate
+    loss.cross_entropy_loss = cross_entropy
+
+
+def _oracle(rank, config, levels) -> list[dict[str, torch.Tensor]]:
+    """Gradients of one batch for each level of PC (None: the baseline), and their norm. No trainer, no sharding."""
+    import pc
+    from pc.data import build_dataloader
+    from pc.titan.llama2 import FLAVORS, Llama2
+    from pc.titan.train import load_config
+
+    tiny.add_tiny_flavor()
+    _in_float64()
+    settings = load_config(config, [])
+    loader = build_dataloader(
+        settings.data.path,
+        "train",
+        seq_len=settings.training.seq_len,
+        local_batch_size=SEQUENCES,
+        dp_rank=0,
+        dp_world_size=1,
+        seed=settings.data.seed,
+        vocab_size=tiny.VOCAB_SIZE,
+        infinite=True,
+    )
+    inputs, labels = next(iter(loader))
+    results = []
+    for level in levels:
+        args = FLAVORS["tiny"]
+        args.update_from_config(settings)
+        model = Llama2(args)
+        model.init_weights()
+        model.double()
+        if level is not None:
+            pc.attach(model, pc.PCConfig(level=level, schedule="forward"))
+        logits = model(inputs["input"])
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        norm = torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt()
+        results.append({**gradients, "norm": norm})
+    return results
+
+
+def _gradients(rank, config, cases) -> list[dict[str, torch.Tensor]]:
+    """For each case, a list of overrides: this rank's gradients as the trainer clips them, whole, and their norm."""
+    from pc.linear import clean_name
+    from pc.titan.train import PCTrainer, load_config
+
+    class Recorded(PCTrainer):
+        def _finish_gradients(self, global_valid_tokens):
+            super()._finish_gradients(global_valid_tokens)
+            self.gradients = {
+                clean_name(name): tiny.whole(p.grad)
+                for model in self.model_parts
+                for name, p in model.named_parameters()
+            }
+
+    tiny.add_tiny_flavor()
+    _in_float64()
+    results = []
+    for overrides in cases:
+        trainer = Recorded(load_config(config, overrides))
+        trainer.metrics_processor.log = lambda step, loss, max_loss, norm, extra_metrics: trainer.gradients.update(
+            norm=torch.tensor(norm, dtype=torch.float64)
+        )
+        trainer.step = 1  # which is logged
+        trainer.train_step(trainer.batch_generator(trainer.dataloader))
+        results.append(trainer.gradients)
+        trainer.close()
+    return results
+
+
+def _overrides(data_ranks, layout, accumulated, pipelined, schedule):
+    """A step of `SEQUENCES` in as many parts."""
+    local = SEQUENCES // data_ranks // accumulated
+    pipeline = ["--parallelism.pipeline_parallel_schedule", schedule] if schedule else []
+    return [
+        *layout,
+        *pipeline,
+        *("--training.global_batch_size", str(SEQUENCES), "--training.local_batch_size", str(local)),
+        *("--parallelism.pipeline_parallel_microbatch_size", str(local // pipelined)),
+        *("--validation.enable", "false", "--checkpoint.enable", "false"),
+    ]
+
+
+def _merged(by_rank: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """All ranks' gradients by name; ranks that have the same parameter must agree on it."""
+    merged: dict[str, torch.Tensor] = {}
+    for gradients in by_rank:
+        for name, gradient in gradients.items():
+            assert torch.equal(merged.setdefault(name, gradient), gradient), name
+    return merged
+
+
+def _distance(gradients, expected) -> float:
+    """Largest difference, relative to the largest entry of the same parameter's gradient."""
+    assert gradients.keys() == expected.keys()
+    return max(float((gradients[name] - expected[name]).abs().max() / expected[name].abs().max()) for name in expected)
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS)
+def test_gradients_equal_the_in_graph_oracle(tiny_config, ranks):
+    config, _ = tiny_config
+    pc, baseline, weaker = run_ranks(1, _oracle, config, [4, None, 3])[0]
+    names, cases, expected = [], [], []
+    for name, data_ranks, layout in LAYOUTS[ranks]:
+        for how, *split in PIPELINED if layout[:2] == PP2 else PLAIN:
+            names.append(f"{name}, {how}, PC")
+            cases.append(_overrides(data_ranks, layout, *split))
+            expected.append(pc)
+        names.append(f"{name}, {how}, baseline")
+        cases.append([*cases[-1], *BASELINE])
+        expected.append(baseline)
+    by_rank = run_ranks(ranks, _gradients, config, cases)
+    for i, name in enumerate(names):
+        gradients = _merged([results[i] for results in by_rank])
+        print(f"{name}: {_distance(gradients, expected[i]):.1e}")
+        assert _distance(gradients, expected[i]) <= TOLERANCE, name
+        if "PC" in name:  # control: another level is far outside
+            assert _distance(gradients, weaker) > 1e-3
