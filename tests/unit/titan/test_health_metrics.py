@@ -1,5 +1,6 @@
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ from torchtitan.components.metrics import BaseLogger
 
 import pc
 from health_model import inputs, job_config, one_rank, transformer
-from pc.titan.metrics import HealthMetrics, JsonLinesLogger, LossSpikes
+from pc.titan.config import JobConfig
+from pc.titan.device import use_cpu_where_there_is_no_gpu
+from pc.titan.metrics import HealthMetrics, JsonLinesLogger, LossSpikes, build_metrics_processor
 from pc.titan.outputs import COUNT
 
 # Sums of a few thousand float32 squares in another order.
@@ -191,3 +194,35 @@ def test_loss_spikes():
     spiky[150] = math.nan
     counts = [spikes.update(loss) for loss in spiky]
     assert counts[99:105] == [0, 1, 1, 1, 1, 1] and counts[-1] == 2
+
+
+def _processor(folder):
+    use_cpu_where_there_is_no_gpu()
+    config = JobConfig()
+    config.job.dump_folder = str(folder)
+    config.training.seq_len, config.training.local_batch_size, config.training.global_batch_size = 8, 2, 4
+    dims = SimpleNamespace(
+        world_size=1, pp=1, pp_enabled=False, dp_replicate=1, dp_shard=1, non_data_parallel_size=1
+    )  # fmt: skip
+    processor = build_metrics_processor(config, dims)
+    processor.num_flops_per_token = 1
+    return processor
+
+
+def test_processor_logs_lines_and_counts_spikes_across_a_resume(tmp_path):
+    processor = _processor(tmp_path)
+    for step in range(1, 21):
+        processor.data_loading_times = [0.1]
+        processor.log(step, 9.0 if step == 15 else 3.0, 3.5, 0.5, {"lr": 0.1, "n_tokens_seen": 32 * step})
+    processor.log_health(20, {"norm/weight": 2.0})
+    processor.log_health(21, {})
+    processor = _processor(tmp_path)  # resumed from a checkpoint of step 16
+    processor.data_loading_times = [0.1]
+    processor.log(17, 9.0, 9.5, 0.5)
+    processor.log_validation(2.5, 17)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss_spikes"] for line in lines if "loss" in line] == [0] * 14 + [1] * 6 + [2]
+    assert lines[0]["grad_norm"] == 0.5 and lines[0]["lr"] == 0.1 and lines[0]["max_loss"] == 3.5
+    assert [line for line in lines if "norm/weight" in line][0]["step"] == 20
+    assert lines[-1]["validation_loss"] == 2.5 and lines[-1]["tokens"] == 4 * 8 * 17
+    assert len(lines) == 23
