@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from pc.config import PCConfig
-from pc.linear import PCLinear, effective_weight, named_pc_linears
+from pc.linear import PCLinear, effective_weight, effective_weight_vjp, named_pc_linears
 from pc.owner import local, run_on_owners, sharding_dimensions
 from pc.spectral import initial_vectors, power_iteration
 
@@ -223,7 +223,4 @@ def _materialise(config: PCConfig, raw: Tensor, *rest: Tensor) -> tuple[Tensor, 
 def _pull_back(config: PCConfig, raw: Tensor, gradient: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
     """The vector-Jacobian product of PC at (W, gamma) with dL/dPC [B, n, m]: dL/dW and, if there is one, dL/dgamma."""
     *gamma, u, v = rest
-    variables = [tensor.detach().requires_grad_() for tensor in (raw, *gamma)]
-    with torch.enable_grad():
-        effective = effective_weight(variables[0], variables[1] if gamma else None, u, v, config)
-    return torch.autograd.grad(effective, variables, gradient)
+    return effective_weight_vjp(raw, gamma[0] if gamma else None, u, v, gradient, config)

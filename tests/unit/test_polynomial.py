@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from pc import polynomial
 
@@ -85,3 +86,48 @@ def test_unknown_level(level):
 def test_gradients_flow_through_apply():
     matrix = _matrix(3, 4).requires_grad_()
     assert torch.autograd.gradcheck(lambda a: polynomial.apply(polynomial.COEFFICIENTS[4], a), matrix)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("shape", [(7, 7), (5, 11), (11, 5), (1, 6), (6, 1), (2, 3, 5, 9)])
+def test_fewer_products_give_the_same_as_horner_and_autograd(level, shape):
+    chosen = polynomial.resolve(level)
+    _assert_equal_to_horner(chosen, shape)
+
+
+@pytest.mark.parametrize("degree", [5, 6, 7])
+def test_maps_of_higher_degree_than_the_levels(degree):
+    _assert_equal_to_horner(polynomial.fit(0.3, degree), (5, 9))
+
+
+def _assert_equal_to_horner(map, shape):
+    *batch, n, m = shape
+    matrix, gradient = _matrix(n, m, batch=batch).requires_grad_(), _matrix(n, m, batch=batch, seed=1)
+    reference = polynomial.apply_by_horner(map, matrix)
+    expected = torch.autograd.grad(reference, matrix, gradient, retain_graph=True)[0]
+    through_apply = torch.autograd.grad(polynomial.apply(map, matrix), matrix, gradient)[0]
+    with torch.no_grad():
+        value = polynomial.apply(map, matrix)
+        actual, inner_product = polynomial.vjp(map, matrix, gradient)
+        wrong, _ = polynomial.vjp(map, matrix, gradient + 1e-6 * matrix)
+    # Float64 rounding of the sums' largest terms, coefficients up to 1e3 at degree 7, and of the composite's
+    # slope of 2e3 at zero.
+    tolerance = 1e-11 * max(1.0, expected.abs().max())
+    torch.testing.assert_close(value, reference, rtol=0, atol=1e-11)
+    torch.testing.assert_close(through_apply, expected, rtol=0, atol=tolerance)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
+    torch.testing.assert_close(inner_product, (reference * gradient).sum((-2, -1)), rtol=0, atol=1e-11)
+    assert (wrong - expected).abs().max() > 10 * tolerance  # control
+
+
+@pytest.mark.parametrize("level, products", [(1, 0), (2, 1), (3, 2), (4, 2)])
+def test_products_counted(level, products):
+    def count(function):
+        with FlopCounterMode(display=False) as counter:
+            function(polynomial.resolve(level), torch.empty(1, 8, 24, device="meta"))
+        return counter.get_total_flops()
+
+    long, square = 2 * 8 * 8 * 24, 2 * 8**3
+    assert polynomial.count_square_products(level) == products
+    assert count(polynomial.apply) == 2 * long + products * square
+    assert count(polynomial.apply_by_horner) == 2 * long + (level - 1) * square

@@ -51,7 +51,12 @@ def test_pc_agrees_with_torch(shape, level):
     assert _counted(lambda: _pull_back(config, weight, gradient, gamma, u, v)) == pytest.approx(
         matrix.pull_back_flops(), rel=1e-2
     )
-    assert matrix.pull_back_flops() > 2 * matrix.materialise_flops()
+    # control: autograd would take more
+    variables = [weight.requires_grad_(), gamma.requires_grad_()]
+    by_autograd = _counted(
+        lambda: torch.autograd.grad(effective_weight(*variables, u, v, config), variables, gradient)
+    )
+    assert by_autograd > matrix.pull_back_flops()
 
 
 @pytest.mark.parametrize("level", [1, 4, "polar_express"])
@@ -80,8 +85,8 @@ def test_figures_of_the_paper():
     assert cost.model_full_square / cost.tokens == pytest.approx(9.57e9, rel=1e-3)
     assert cost.paper_bound == pytest.approx(3.92e-3, rel=5e-3)
     assert Plan(CONFIGS / "1b_muon_pc.toml", [], 8).step_cost().paper_bound == pytest.approx(2.35e-3, rel=5e-3)
-    # 80 evaluations per step, each 11 % of its micro-batch
-    assert cost.pc_forward / cost.model == pytest.approx(0.111, rel=0.01)
+    # 80 evaluations per step, each a tenth of its micro-batch (11 % by Horner's rule)
+    assert cost.pc_forward / cost.model == pytest.approx(0.0968, rel=0.01)
     assert cost.pc_step < cost.paper_bound * cost.model  # the paper's claim holds in schedule "step"
     assert cost.pc_step / 8 <= cost.pc_step_busiest < 1.1 * cost.pc_step / 8
     # what the paper measured the graph to keep: 72.20 - 65.90 GiB
