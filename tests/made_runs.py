@@ -1,9 +1,12 @@
 """Runs as the trainer leaves them, small and without training: random weights in the checkpoint's layout."""
 
 import json
+import random
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import tomli_w
 import torch
 import torch.distributed.checkpoint as dcp
@@ -12,6 +15,7 @@ from torch import Tensor
 from pc import PCConfig, attach, effective_weight, named_pc_linears
 from pc.data.manifest import TOKENIZER_FOLDER, Manifest, TokenizerRecord
 from pc.data.tokenizers import load_tokenizer
+from pc.data.tokenizing import tokenize
 from pc.spectral import power_iteration
 from pc.titan.llama2 import FLAVORS, Llama2
 
@@ -38,6 +42,16 @@ def make_data(folder: Path) -> Path:
         tokenizer=TokenizerRecord.of(tokenizer), shards={"train": [], "validation": []},
     ).write()  # fmt: skip
     return folder
+
+
+def make_shards(folder: Path) -> Path:
+    """Shards of random sentences in the default tokenizer's ids."""
+    draw = random.Random(0)
+    texts = [" ".join(draw.choices("the river carries water to the sea and back".split(), k=40)) for _ in range(200)]
+    folder.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table({"text": texts}), folder / "text.parquet")
+    tokenize(str(folder / "text.parquet"), folder / "shards", tokenizer="mistral-common", validation_fraction=0.2)
+    return folder / "shards"
 
 
 def make_run(

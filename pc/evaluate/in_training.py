@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 import lm_eval
 import numpy as np
 import torch
+from lm_eval.tasks.manager import TaskDict
 from torch import nn
 from torchtitan.distributed import ParallelDims
 
@@ -24,16 +25,14 @@ class InTrainingScorer:
 
     Args:
         lm: the live model.
-        names: tasks.
-        data: folder of JSON lines; None takes the sets from the Hub.
+        task_dict: tasks with their documents (`pc.evaluate.tasks.load`).
         limit: items per task; None for all.
         interval: steps from one scoring to the next.
     """
 
-    def __init__(self, lm: LiveModel, names: list[str], data: str | None, limit: int | None, interval: int) -> None:
+    def __init__(self, lm: LiveModel, task_dict: TaskDict, limit: int | None, interval: int) -> None:
         self._lm = lm
-        # Loaded here, so that a missing file or an unreachable Hub stops the run at its start.
-        self._tasks = tasks.load(names, data)
+        self._tasks = task_dict
         self._limit = limit
         self._interval = interval
 
@@ -74,12 +73,13 @@ def build_in_training_scorer(
     for key in ("interval", "limit"):
         if getattr(section, key) < 0:
             raise UserError(f"evaluation.{key} = {getattr(section, key)} should be at least 0")
-    tasks.require_known(section.tasks)
     if parallel_dims.pp_enabled or parallel_dims.cp_enabled:
         raise UserError(
             "evaluation.interval works with data and tensor parallelism, not with pipeline or context parallelism; "
             "set it to 0 and score checkpoints with scripts/score.py"
         )
+    # Loaded now: a missing file or an unreachable Hub stops the run at its start.
+    task_dict = tasks.load(section.tasks, section.data or None)
     batch_mesh = parallel_dims.get_optional_mesh("batch")
     lm = LiveModel(
         model_parts[0],
@@ -90,4 +90,4 @@ def build_in_training_scorer(
         data_group=batch_mesh.get_group() if batch_mesh is not None else None,
         precision=precision,
     )
-    return InTrainingScorer(lm, section.tasks, section.data or None, section.limit or None, section.interval)
+    return InTrainingScorer(lm, task_dict, section.limit or None, section.interval)

