@@ -13,6 +13,8 @@ def check(config: JobConfig, dims: ParallelDims) -> None:
     """Raises UserError naming the key and what would be right."""
     _check_model(config)
     _check_parallelism(config, dims)
+    if dims.pp > 1:
+        _check_pipeline(config, dims)
     _check_precision(config)
     if device.is_cpu():
         _check_cpu(config, dims)
@@ -21,6 +23,11 @@ def check(config: JobConfig, dims: ParallelDims) -> None:
     )
     if config.pc.enable:
         config.pc.to_pc_config()
+
+
+def compiles_model(config: JobConfig) -> bool:
+    """Whether transformer blocks are compiled (the loss may be alone)."""
+    return config.compile.enable and "model" in config.compile.components
 
 
 def _check_model(config: JobConfig) -> None:
@@ -44,6 +51,13 @@ def _check_parallelism(config: JobConfig, dims: ParallelDims) -> None:
         raise UserError(
             'pc.schedule = "forward" needs whole weights in the forward pass, which tensor parallelism splits; use "step"'
         )
+    if config.pc.enable and config.model.converters:
+        raise UserError(
+            f"model.converters = {config.model.converters} would replace the layers that PC preconditions; "
+            "use [], or pc.enable = false"
+        )
+    if config.parallelism.enable_async_tensor_parallel and not compiles_model(config):
+        raise UserError("parallelism.enable_async_tensor_parallel needs compile.enable = true")
     if config.optimizer.early_step_in_backward:
         raise UserError("optimizer.early_step_in_backward leaves no place for clipping and PC; use false")
     heads = FLAVORS[config.model.flavor].n_heads
@@ -53,6 +67,32 @@ def _check_parallelism(config: JobConfig, dims: ParallelDims) -> None:
         raise UserError(
             f"training.seq_len = {config.training.seq_len} should be a multiple of {dims.seq_len_divisor} "
             "(tensor parallel degree x 2 x context parallel degree)"
+        )
+
+
+def _check_pipeline(config: JobConfig, dims: ParallelDims) -> None:
+    batch, size = config.training.local_batch_size, config.parallelism.pipeline_parallel_microbatch_size
+    schedule = config.parallelism.pipeline_parallel_schedule
+    if size < 1 or batch % size:
+        raise UserError(
+            f"training.local_batch_size = {batch} should be a multiple of "
+            f"parallelism.pipeline_parallel_microbatch_size = {size}"
+        )
+    if schedule.lower() == "1f1b" and batch // size < dims.pp:
+        raise UserError(
+            f'parallelism.pipeline_parallel_schedule = "{schedule}" needs a micro-batch for each of the {dims.pp} '
+            f"stages, but training.local_batch_size / parallelism.pipeline_parallel_microbatch_size is {batch // size}"
+        )
+    if config.validation.enable and config.validation.local_batch_size != batch:
+        raise UserError(
+            f"validation.local_batch_size = {config.validation.local_batch_size} should be training.local_batch_size "
+            f"= {batch}: pipeline stages exchange tensors of one shape"
+        )
+    splits_backward = schedule.lower() in ("interleavedzerobubble", "zbvzerobubble", "dualpipev")
+    if splits_backward and compiles_model(config):
+        raise UserError(
+            f'parallelism.pipeline_parallel_schedule = "{schedule}" splits the backward pass, which compiled blocks '
+            "do not allow; use another schedule, or compile.enable = false"
         )
 
 
@@ -66,10 +106,14 @@ def _check_cpu(config: JobConfig, dims: ParallelDims) -> None:
         "profiling.enable_profiling": config.profiling.enable_profiling,
         "profiling.enable_memory_snapshot": config.profiling.enable_memory_snapshot,
         "training.enable_cpu_offload": config.training.enable_cpu_offload,
+        "parallelism.enable_async_tensor_parallel": config.parallelism.enable_async_tensor_parallel,
+        'parallelism.pipeline_parallel_schedule = "DualPipeV"': (
+            config.parallelism.pipeline_parallel_schedule.lower() == "dualpipev"
+        ),
         'checkpoint.async_mode = "async_with_pinned_mem"': config.checkpoint.async_mode == "async_with_pinned_mem",
     }
     for key, is_set in refused.items():
         if is_set:
-            raise UserError(f"{key} needs a GPU, and this machine has none; turn it off")
+            raise UserError(f"{key} needs a GPU, and this machine has none; do without")
     if dims.cp > 1:
         raise UserError("parallelism.context_parallel_degree needs a GPU: PyTorch has no rule for CPU attention; use 1")

@@ -7,13 +7,16 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.distributed.context_parallel import apply_cp_to_attention_module
+from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.distributed.tensor_parallel import maybe_enable_async_tp
 from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list, apply_compile, apply_fsdp, apply_tp
 
 from pc.attach import attach
 from pc.config import PCConfig
+from pc.errors import UserError
 from pc.linear import block_of, named_pc_linears
 from pc.titan import device
+from pc.titan.checks import compiles_model
 from pc.titan.config import JobConfig
 
 
@@ -61,7 +64,7 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobCo
             for _, layer in named_pc_linears(model):
                 if layer.gamma is not None:  # on the weights' mesh, or clipping could not add up the norms
                     layer.gamma = nn.Parameter(distribute_tensor(layer.gamma, tp_mesh, [Replicate()]))
-    compile_model = job_config.compile.enable and "model" in job_config.compile.components
+    compile_model = compiles_model(job_config)
     if job_config.activation_checkpoint.mode != "none":
         apply_ac(
             model,
@@ -87,6 +90,16 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobCo
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
     return model
+
+
+def pipeline(*args, **kwargs):
+    """TorchTitan's `pipeline_llm`, for a TrainSpec; a schedule that does not fit is the user's to mend."""
+    try:
+        return pipeline_llm(*args, **kwargs)
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"parallelism (pipeline): {' '.join(str(error).split())}") from error
 
 
 def attach_to_stage(model: nn.Module, config: PCConfig) -> None:

@@ -15,15 +15,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torchtitan.train
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torchtitan.config import ConfigManager
 from torchtitan.components.loss import build_cross_entropy_loss
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 from torchtitan.tools.logging import init_logger, logger
-from torchtitan.train import Trainer
 
 from pc import data
 from pc.errors import UserError
@@ -33,13 +33,16 @@ from pc.titan.config import JobConfig
 from pc.titan.llama2 import FLAVORS, Llama2
 from pc.titan.metrics import HealthMetrics, build_metrics_processor
 from pc.titan.optimizers import build_optimizers, build_schedulers
-from pc.titan.parallelize import AlwaysSharded, parallelize
+from pc.titan.parallelize import AlwaysSharded, parallelize, pipeline
 from pc.titan.resolve import resolve, run_folder, write_resolved
 from pc.titan.status import write_environment, write_status
 from pc.titan.validate import FixedValidator
 
+# Every pipeline stage knows the loss here (`PCTrainer._loss_of_all_stages`); upstream warns that rank 0 does not.
+torchtitan.train.ensure_pp_loss_visible = lambda *_: None
 
-class PCTrainer(Trainer):
+
+class PCTrainer(torchtitan.train.Trainer):
     """TorchTitan's trainer with PC, a stop on request, and a status file.
 
     On SIGUSR2 to any rank all ranks save a checkpoint after the step under way and end normally.
@@ -64,7 +67,10 @@ class PCTrainer(Trainer):
 
     def init_distributed(self) -> ParallelDims:
         """Upstream's, with FSDP at every size."""
-        upstream = super().init_distributed()
+        try:
+            upstream = super().init_distributed()
+        except AssertionError as error:  # degrees that do not multiply to the number of ranks
+            raise UserError(f"parallelism: {error}") from error
         fields = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "world_size")
         dims = AlwaysSharded(**{name: getattr(upstream, name) for name in fields})
         check(self.job_config, dims)
@@ -97,7 +103,7 @@ class PCTrainer(Trainer):
         self._micro_batches_done += 1
         if self._micro_batches_done == self.gradient_accumulation_steps:
             self._finish_gradients(global_valid_tokens)
-        return loss
+        return self._loss_of_all_stages(loss)
 
     def should_continue_training(self) -> bool:
         if not super().should_continue_training():
@@ -109,6 +115,15 @@ class PCTrainer(Trainer):
             self.stopped = True
             return False
         return True
+
+    def _loss_of_all_stages(self, loss: Tensor) -> Tensor:
+        """The last pipeline stage's loss on every stage, where TorchTitan 0.2.2 returns and logs -1."""
+        if not self.parallel_dims.pp_enabled:
+            return loss
+        loss = loss.detach() if self.pp_has_last_stage else torch.zeros((), device=self.device)
+        loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
+        dist.all_reduce(loss, group=self.parallel_dims.get_mesh("pp").get_group())
+        return loss
 
     def _finish_gradients(self, global_valid_tokens) -> None:
         """Gradients of the whole step are complete: make them those of the mean loss, then those of W and gamma."""
@@ -194,7 +209,7 @@ TRAIN_SPEC = TrainSpec(
     model_cls=Llama2,
     model_args=FLAVORS,
     parallelize_fn=parallelize,
-    pipelining_fn=pipeline_llm,
+    pipelining_fn=pipeline,
     build_optimizers_fn=build_optimizers,
     build_lr_schedulers_fn=build_schedulers,
     build_dataloader_fn=build_dataloader,

@@ -1,0 +1,103 @@
+"""Combinations that cannot work are refused in a sentence that names the key; those that can are not."""
+
+import pytest
+from torchtitan.distributed import ParallelDims
+
+from pc.errors import UserError
+from pc.titan import device
+from pc.titan.checks import check
+from pc.titan.config import JobConfig
+
+ONE = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "ep": 1, "etp": 1}
+
+
+def _config(settings: dict) -> JobConfig:
+    config = JobConfig()
+    config.training.seq_len = 64
+    config.pc.enable = True
+    for key, value in settings.items():
+        section, name = key.split(".")
+        assert hasattr(getattr(config, section), name), key
+        setattr(getattr(config, section), name, value)
+    return config
+
+
+def _check(settings: dict, degrees: dict) -> None:
+    degrees = ONE | degrees
+    world_size = 1
+    for name, degree in degrees.items():
+        world_size *= degree if name not in ("ep", "etp") else 1
+    check(_config(settings), ParallelDims(**degrees, world_size=world_size))
+
+
+COMPILE = {"compile.enable": True, "compile.components": ["model"]}
+
+REFUSED_ANYWHERE = [
+    ({"model.flavor": "7B"}, {}, "model.flavor = '7B' should be one of debug, 60M, 271M, 1B"),
+    ({"training.seq_len": 0}, {}, "training.seq_len = 0 should be at least 1"),
+    ({"checkpoint.enable": True, "checkpoint.keep_latest_k": 1}, {}, "checkpoint.keep_latest_k = 1 could lose"),
+    ({}, {"dp_replicate": 2}, "data_parallel_replicate_degree without sharding is plain data parallelism"),
+    ({}, {"dp_replicate": 2, "tp": 2}, "data_parallel_replicate_degree without sharding is plain data parallelism"),
+    ({}, {"dp_shard": 2, "ep": 2}, "expert_parallel_degree is for mixtures of experts"),
+    ({"pc.schedule": "forward"}, {"tp": 2}, 'pc.schedule = "forward" needs whole weights'),
+    ({"optimizer.early_step_in_backward": True}, {}, "optimizer.early_step_in_backward leaves no place"),
+    ({"model.converters": ["float8"]}, {}, "would replace the layers that PC preconditions"),
+    ({}, {"tp": 3}, "tensor_parallel_degree = 3 should divide the 4 heads"),
+    ({"training.seq_len": 63}, {"tp": 2}, "training.seq_len = 63 should be a multiple of 4"),
+    ({"parallelism.enable_async_tensor_parallel": True}, {"tp": 2}, "needs compile.enable = true"),
+    ({"training.local_batch_size": 8, "parallelism.pipeline_parallel_microbatch_size": 3}, {"pp": 2}, "multiple of"),
+    ({"parallelism.pipeline_parallel_microbatch_size": 8}, {"pp": 2}, "needs a micro-batch for each of the 2 stages"),
+    ({"validation.enable": True, "validation.local_batch_size": 4}, {"pp": 2}, "should be training.local_batch_size = 8"),
+    ({**COMPILE, "parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}, {"pp": 2}, "splits the backward pass"),
+    ({"training.dtype": "bfloat16"}, {}, 'training.dtype should be "float32"'),
+    ({"training.global_batch_size": 12}, {"dp_shard": 2}, "training.global_batch_size = 12 is no multiple"),
+    ({"pc.level": 7}, {}, "pc.level"),
+]  # fmt: skip
+
+REFUSED_ON_CPU = [
+    ({"profiling.enable_profiling": True}, {}, "profiling.enable_profiling needs a GPU"),
+    ({"profiling.enable_memory_snapshot": True}, {}, "profiling.enable_memory_snapshot needs a GPU"),
+    ({"training.enable_cpu_offload": True}, {}, "training.enable_cpu_offload needs a GPU"),
+    ({"checkpoint.async_mode": "async_with_pinned_mem"}, {}, "async_with_pinned_mem"),
+    ({**COMPILE, "parallelism.enable_async_tensor_parallel": True}, {"tp": 2}, "enable_async_tensor_parallel needs a GPU"),
+    ({"parallelism.pipeline_parallel_schedule": "DualPipeV"}, {"pp": 2}, '"DualPipeV" needs a GPU'),
+    ({}, {"cp": 2}, "context_parallel_degree needs a GPU"),
+]  # fmt: skip
+
+ACCEPTED = [
+    ({}, {}),
+    ({}, {"dp_shard": 8}),
+    ({}, {"dp_replicate": 2, "dp_shard": 2}),
+    ({}, {"dp_shard": 2, "tp": 2, "pp": 2}),
+    ({"model.converters": ["float8"], "pc.enable": False}, {}),
+    ({"pc.schedule": "forward"}, {"dp_shard": 2, "pp": 2}),
+    ({**COMPILE, "parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}, {"pp": 2}),
+    ({"parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}, {"pp": 2}),
+    ({"parallelism.pipeline_parallel_schedule": "GPipe", "parallelism.pipeline_parallel_microbatch_size": 8}, {"pp": 2}),
+]
+
+
+@pytest.mark.parametrize("cpu", [True, False], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("settings, degrees, sentence", REFUSED_ANYWHERE, ids=lambda value: str(value)[:40])
+def test_refused_anywhere(monkeypatch, cpu, settings, degrees, sentence):
+    monkeypatch.setattr(device, "is_cpu", lambda: cpu)
+    with pytest.raises(UserError) as error:
+        _check(settings, degrees)
+    assert sentence in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("settings, degrees, sentence", REFUSED_ON_CPU, ids=lambda value: str(value)[:40])
+def test_refused_on_a_cpu_alone(monkeypatch, settings, degrees, sentence):
+    monkeypatch.setattr(device, "is_cpu", lambda: False)
+    _check(settings, degrees)
+    monkeypatch.setattr(device, "is_cpu", lambda: True)
+    with pytest.raises(UserError) as error:
+        _check(settings, degrees)
+    assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize("settings, degrees", ACCEPTED, ids=str)
+def test_accepted(monkeypatch, settings, degrees):
+    monkeypatch.setattr(device, "is_cpu", lambda: True)
+    _check(settings, degrees)
