@@ -5,12 +5,6 @@
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
-marker="not soak"
-if [[ "${1:-}" == --soak ]]; then
-    marker="soak"
-    shift
-fi
-
 source "$here/scripts/set_up.sh"
 cd "$here"
-exec "$PYTHON" -m pytest -m "$marker" "$@"
+exec "$PYTHON" -m pytest "$@"

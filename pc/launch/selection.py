@@ -161,6 +161,8 @@ def _plot(sweep: Sweep, candidates: list[Candidate]) -> None:
         axes.set_xticks(range(len(values)), [_label(value) for value in values], rotation=30, ha="right")
     axes.set_xlabel(key or "")
     axes.set_ylabel(sweep.select.metric.replace("_", " ") + (" (nats)" if "loss" in sweep.select.metric else ""))
+    if not all(candidate.stable for candidate in candidates):
+        axes.set_title("hollow: unstable", fontsize="small", loc="left")
     axes.legend()
     plots.save(figure, sweep.folder / "plot")
 

@@ -1,0 +1,124 @@
+"""A sweep of real training runs: killed in the middle, repeated, finished, selected."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from pc.launch import runs
+from pc.launch.sweep import load
+from pc.launch.sweep_command import main
+from small_config import ROOT, write_small_config
+
+
+@pytest.fixture
+def sweep_file(tiny_shards, tmp_path):
+    write_small_config(tmp_path / "small.toml", tiny_shards, steps=40, interval=4)
+    path = tmp_path / "lr.toml"
+    path.write_text(
+        f'configs = ["small.toml"]\nfolder = "{tmp_path}/out"\n'
+        '[axes]\n"optimizer.lr" = { first = 1e-4, last = 1e-2, factor = 10 }\n'
+    )
+    return path
+
+
+def command(action: str, sweep: Path) -> list[str]:
+    return [sys.executable, "scripts/sweep.py", action, str(sweep)]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "NGPU": "1", "OMP_NUM_THREADS": "1"}
+
+
+def descendants(pid: int) -> list[int]:
+    """The process and all below it."""
+    found = [pid]
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            found += descendants(int(child))
+    return found
+
+
+def test_a_killed_sweep_finishes_when_repeated_and_selects(sweep_file, tmp_path):
+    sweep = load(sweep_file)
+    first, second, third = sweep.runs
+    with open(tmp_path / "first_attempt.log", "w") as log:
+        attempt = subprocess.Popen(command("run", sweep_file), cwd=ROOT, env=environment(), stdout=log, stderr=log)
+        deadline = time.monotonic() + 240
+        while runs.latest_checkpoint(second.folder) < 4:
+            assert attempt.poll() is None, (tmp_path / "first_attempt.log").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        for pid in descendants(attempt.pid):  # as when the machine loses power
+            os.kill(pid, signal.SIGKILL)
+        attempt.wait()
+    assert [runs.state_of(run).state for run in sweep.runs] == ["finished", "interrupted", "waiting"]
+    first_metrics = (first.folder / "metrics.jsonl").read_bytes()
+    reached = runs.latest_checkpoint(second.folder)
+    assert 4 <= reached < 40
+
+    repeated = subprocess.run(command("run", sweep_file), cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert repeated.returncode == 0, repeated.stdout + repeated.stderr
+    assert f"[1/3] {first.name}: finished before" in repeated.stdout
+    assert f"[2/3] {second.name}: from step {reached}" in repeated.stdout
+    assert [runs.state_of(run).state for run in sweep.runs] == ["finished"] * 3
+    assert (first.folder / "metrics.jsonl").read_bytes() == first_metrics  # not trained twice
+    lines = [json.loads(line) for line in (second.folder / "metrics.jsonl").read_text().splitlines()]
+    assert max(sum(line["step"] == step and "loss" in line for line in lines) for step in range(1, reached + 1)) == 1
+    results = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    assert [result["settings"]["optimizer.lr"] for result in results] == [1e-4, 1e-3, 1e-2]
+    assert all(result["tokens"] == 40 * 2 * 32 for result in results)
+
+    selected = subprocess.run(command("select", sweep_file), cwd=ROOT, capture_output=True, text=True)
+    assert selected.returncode == 0, selected.stderr
+    chosen = tomllib.loads((tmp_path / "out" / "selected-small.toml").read_text())["optimizer"]["lr"]
+    stable = [result for result in results if result["spikes"] == 0]
+    assert chosen == min(stable, key=lambda result: result["validation_loss"])["settings"]["optimizer.lr"]
+    # 1e-4 has learned next to nothing after 40 steps: the choice must see that
+    assert chosen != 1e-4
+
+
+def test_a_failed_run_is_reported_with_its_reason(sweep_file, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("NGPU", "1")
+    text = sweep_file.read_text()
+    sweep_file.write_text(text[: text.index("[axes]")] + '[axes]\n"data.path" = ["no-such-folder"]\n')
+    assert sweep_command(monkeypatch, "run", sweep_file) == 2
+    printed = capfd.readouterr()
+    assert "no-such-folder does not exist" in printed.out
+    assert printed.err.strip() == "error: 1 of 1 runs did not finish: path-no-such-folder"
+    assert sweep_command(monkeypatch, "status", sweep_file) == 0
+    printed = capfd.readouterr()
+    assert "failed" in printed.out and "no-such-folder" in printed.out
+    assert (tmp_path / "out" / "results.jsonl").read_text() == ""
+
+
+@pytest.mark.parametrize(
+    "action, file, said",
+    [
+        ("plan", "no-such.toml", "error: no-such.toml: no such file"),
+        ("run", "train_configs/debug.toml", "error: train_configs/debug.toml: unknown key"),
+        ("select", "train_configs/sweeps/pc_level.toml", "error: train_configs/sweeps/pc_level.toml: no run has finished"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(action, file, said, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    assert sweep_command(monkeypatch, action, file) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(said) and printed.err.count("\n") == 1
+
+
+def sweep_command(monkeypatch, *words) -> int:
+    """Exit status of scripts/sweep.py, run in this process."""
+    monkeypatch.setattr(sys, "argv", ["sweep.py", *map(str, words)])
+    try:
+        main()
+    except SystemExit as stop:
+        return stop.code
+    return 0
