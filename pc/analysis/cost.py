@@ -178,7 +178,7 @@ class Plan:
         owners = 1 if gathered else self.shards * self.tensor_parallel
         repeats = self.replicas * (self.shards * self.tensor_parallel if gathered else 1)
         load = [0] * owners
-        for cost, owner in zip(per_matrix, assign(per_matrix, owners), strict=True):
+        for cost, owner in zip(per_matrix, self._owners(owners), strict=True):
             load[owner] += cost
         recomputed = self.config.activation_checkpoint.mode == "full"
         in_graph = sum(matrix.in_graph_flops(recomputed) for matrix in self.matrices)
@@ -224,6 +224,10 @@ class Plan:
             parts["PC in the graph"] = kept * itemsize / memory.GIB
         return parts
 
+    def _owners(self, ranks: int) -> list[int]:
+        """The owner of each matrix, dealt out by cost as `pc.owner` does."""
+        return assign([float(matrix.short**2 * matrix.long) for matrix in self.matrices], ranks)
+
     def _work_space(self) -> float:
         """Bytes on the busiest owner while gradients are pulled back.
 
@@ -240,9 +244,8 @@ class Plan:
 
         if owners == 1:
             return max(bytes_of(matrix) for matrix in self.matrices)
-        costs = [float(matrix.short**2 * matrix.long) for matrix in self.matrices]
         sizes = [8 * matrix.n * matrix.m for matrix in self.matrices]
-        owner_of = assign(costs, owners)
+        owner_of = self._owners(owners)
         largest = 0.0
         for bucket in buckets(owner_of, sizes, BUCKET_BYTES):
             for owner in range(owners):
