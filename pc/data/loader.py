@@ -54,21 +54,19 @@ class Sequences(Dataset):
 
         A `UserError` is returned, since torch would bury one raised in a worker under its own traceback.
         """
-        batch = torch.zeros(len(positions), self.seq_len + 1, dtype=torch.int64)
-        served = (
-            len(positions)
-            if self.limit is None
-            else max(0, min(len(positions), self.limit - positions.start))
-        )
-        rows = batch.numpy()
+        shape = len(positions), self.seq_len
+        inputs, labels = (np.empty(shape, dtype=np.int64) for _ in range(2))
         try:
-            for row in range(served):
-                rows[row] = self.tokens(positions[row])
+            for row, position in enumerate(positions):
+                if self.limit is None or position < self.limit:
+                    tokens = self.tokens(position)
+                    inputs[row] = tokens[:-1]
+                    labels[row] = tokens[1:]
+                else:
+                    inputs[row], labels[row] = 0, IGNORED_LABEL
         except UserError as error:
             return error
-        labels = batch[:, 1:].clone()
-        labels[served:] = IGNORED_LABEL
-        return {"input": batch[:, :-1].clone()}, labels
+        return {"input": torch.from_numpy(inputs)}, torch.from_numpy(labels)
 
 
 class GlobalOrderLoader(Stateful):

@@ -7,7 +7,9 @@ A shard is two NumPy files, readable by anything that reads `.npy`:
 
 import hashlib
 import io
+from bisect import bisect_right
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -133,7 +135,7 @@ class TokenStream:
         self.dtype = manifest.dtype
         self.vocab_size = manifest.vocab_size
         self.shards = manifest.shards[split]
-        self.ends = np.cumsum([shard.tokens for shard in self.shards], dtype=np.int64)  # [shards]
+        self.ends = list(accumulate(shard.tokens for shard in self.shards))  # [shards]
         self._opened: dict[int, np.ndarray] = {}
         for shard in self.shards:
             if complaint := size_complaint(self.folder, shard):
@@ -142,7 +144,7 @@ class TokenStream:
                 )
 
     def __len__(self) -> int:
-        return int(self.ends[-1]) if self.shards else 0
+        return self.ends[-1] if self.ends else 0
 
     def __getstate__(self) -> dict:
         return self.__dict__ | {"_opened": {}}  # a worker process maps the files itself
@@ -153,12 +155,12 @@ class TokenStream:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def _pieces(self, start: int, stop: int) -> Iterator[np.ndarray]:
-        number = int(np.searchsorted(self.ends, start, side="right"))
+        number = bisect_right(self.ends, start)
         while start < stop:
             if number not in self._opened:
                 mapped = open_tokens(self.folder, self.shards[number], self.dtype)
                 self._opened[number] = np.asarray(mapped)  # a plain view: slicing np.memmap is slow
-            end = int(self.ends[number])
+            end = self.ends[number]
             first = end - self.shards[number].tokens
             piece = self._opened[number][start - first : min(stop, end) - first]
             if int(piece.max()) >= self.vocab_size:

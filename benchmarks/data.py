@@ -1,0 +1,286 @@
+"""Speed of the data path, each figure beside its yardstick from the same run; JSON on stdout or to --output.
+
+    python benchmarks/data.py tokenising --input 'parquet/*.parquet' --processes 2
+    python benchmarks/data.py engines --input 'parquet/*.parquet'
+    python benchmarks/data.py loader --data data/demo --seq-len 8192
+
+tokenising  the whole command (parquet to verified shards) against `datasets.map` with the same SentencePiece
+            model and as many processes, with and without gigatoken; CPU time with one process only
+engines     the tokenizers alone in one thread, and whether their ids are equal on every document
+loader      batches from the loader against reading the same spans from a plain `numpy.memmap`
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from pc.data import Manifest, build_dataloader, load_tokenizer
+from pc.data.encoding import Encoder
+from pc.data.sources import find_files, open_parquet
+from pc.data.tokenizing import tokenize
+from pc.errors import exit_on_user_error
+from pc.files import write_atomically
+
+
+def timed(function: Callable[[], object]) -> dict[str, float]:
+    """Wall time, and the CPU time of this process: pool processes are no children of ours to be counted."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    function()
+    return {"wall_seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu}
+
+
+def read_texts(source: str) -> list[str]:
+    texts: list[str] = []
+    for file in find_files(source):
+        with open_parquet(file) as parquet:
+            texts += parquet.read(columns=["text"]).column(0).to_pylist()
+    return texts
+
+
+# --- tokenising ------------------------------------------------------------------------------------------
+
+METHODS = ("shards with gigatoken", "shards with sentencepiece", "datasets.map with sentencepiece")
+
+
+def run_method(method: str, source: str, processes: int) -> dict[str, float]:
+    """One measurement, in a process of its own."""
+    with tempfile.TemporaryDirectory() as temporary:
+        environment = dict(os.environ)
+        if method == "shards with sentencepiece":
+            # a module in front of the installed one, because the worker processes must not find it either
+            (Path(temporary) / "gigatoken.py").write_text(
+                "raise ImportError('switched off for this measurement')\n"
+            )
+            environment["PYTHONPATH"] = os.pathsep.join([temporary, environment.get("PYTHONPATH", "")])
+        command = [
+            sys.executable,
+            __file__,
+            "one",
+            "--input",
+            source,
+            "--processes",
+            str(processes),
+            "--method",
+            method,
+            "--folder",
+            temporary,
+        ]
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
+        return json.loads(done.stdout.splitlines()[-1])
+
+
+def one(method: str, source: str, processes: int, folder: Path) -> dict[str, float]:
+    if method == METHODS[2]:
+        return datasets_map(source, processes, folder)
+    return timed(lambda: tokenize(source, folder / "shards", processes=processes))
+
+
+def datasets_map(source: str, processes: int, folder: Path) -> dict[str, float]:
+    """Only the `map` call is timed; reading parquet into Arrow before it is not, which favours it."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    data = datasets.load_dataset(
+        "parquet", data_files=find_files(source), split="train", cache_dir=str(folder)
+    )
+
+    def encode(batch: dict, state: dict = {}) -> dict:  # noqa: B006  one tokenizer per process
+        if not state:
+            state["tokenizer"] = load_tokenizer("mistral-common")
+        ids, lengths = state["tokenizer"].encode_batch(batch["text"])
+        pieces = np.split(ids.astype(np.uint16), np.cumsum(lengths)[:-1])
+        return {"ids": [np.concatenate([[1], piece, [2]]).astype(np.uint16) for piece in pieces]}
+
+    return timed(
+        lambda: data.map(
+            encode,
+            batched=True,
+            batch_size=1000,
+            num_proc=processes if processes > 1 else None,
+            remove_columns=data.column_names,
+            load_from_cache_file=False,
+        )
+    )
+
+
+def benchmark_tokenising(source: str, processes: int, repeats: int) -> dict:
+    megabytes = sum(len(text.encode()) for text in read_texts(source)) / 1e6
+    runs: dict[str, list[dict]] = {method: [] for method in METHODS}
+    for _ in range(repeats):  # in turns, so that a slow spell of the machine meets all of them
+        for method in METHODS:
+            runs[method].append(run_method(method, source, processes))
+    measured = ["wall_seconds"] + ["cpu_seconds"] * (processes == 1)
+    rates = {
+        method: {
+            f"megabytes_per_{key}"[:-1]: megabytes / statistics.median(r[key] for r in of_method)
+            for key in measured
+        }
+        for method, of_method in runs.items()
+    }
+    base = rates[METHODS[2]]
+    ratios = {method: {key: rates[method][key] / base[key] for key in base} for method in METHODS[:2]}
+    return {
+        "text_megabytes": megabytes,
+        "processes": processes,
+        "repeats": repeats,
+        "rates": rates,
+        "ratio_to_datasets_map": ratios,
+        "wall_seconds": {method: [r["wall_seconds"] for r in runs[method]] for method in METHODS},
+    }
+
+
+# --- engines ---------------------------------------------------------------------------------------------
+
+
+def benchmark_engines(source: str, repeats: int) -> dict:
+    texts = read_texts(source)
+    megabytes = sum(len(text.encode()) for text in texts) / 1e6
+    tokenizer = load_tokenizer("mistral-common")
+    encoders = [Encoder(tokenizer, fast=fast) for fast in (True, False)]
+    results: dict[str, list] = {encoder.engine: [] for encoder in encoders}
+    seconds: dict[str, list[float]] = {encoder.engine: [] for encoder in encoders}
+    for _ in range(repeats):
+        for encoder in encoders:
+            start = time.process_time()
+            results[encoder.engine] = [
+                encoder.documents(texts[i : i + 1000], "uint16") for i in range(0, len(texts), 1000)
+            ]
+            seconds[encoder.engine].append(time.process_time() - start)
+    different = 0
+    if len(results) == 2:
+        for (a, a_lengths), (b, b_lengths) in zip(*results.values(), strict=True):
+            pieces = [np.split(ids, np.cumsum(n)[:-1]) for ids, n in ((a, a_lengths), (b, b_lengths))]
+            different += sum(not np.array_equal(x, y) for x, y in zip(*pieces, strict=True))
+    rates = {engine: megabytes / statistics.median(of_engine) for engine, of_engine in seconds.items()}
+    return {
+        "text_megabytes": megabytes,
+        "documents": len(texts),
+        "tokens": int(sum(len(ids) for ids, _ in results["sentencepiece"])),
+        "documents_with_different_ids": different if len(results) == 2 else None,
+        "megabytes_per_cpu_second": rates,
+        "gigatoken_to_sentencepiece": rates.get("gigatoken", 0) / rates["sentencepiece"],
+    }
+
+
+# --- loader ----------------------------------------------------------------------------------------------
+
+
+def benchmark_loader(folder: str, seq_len: int, batch: int, micro_batches: int, repeats: int) -> dict:
+    manifest = Manifest.read(folder)
+
+    def loader(num_workers: int) -> Callable[[], None]:
+        built = build_dataloader(
+            folder,
+            seq_len=seq_len,
+            local_batch_size=batch,
+            dp_rank=0,
+            dp_world_size=1,
+            seed=0,
+            vocab_size=manifest.vocab_size,
+            infinite=True,
+            num_workers=num_workers,
+            prefetch_factor=4 if num_workers else None,
+        )
+        iterator = iter(built)
+        next(iterator)  # the workers are up
+
+        def read() -> None:
+            for _ in range(micro_batches):
+                next(iterator)
+
+        return read
+
+    largest = max(manifest.shards["train"], key=lambda shard: shard.tokens)
+    tokens = np.load(manifest.folder / largest.tokens_file, mmap_mode="r")
+    starts = np.random.default_rng(0).integers(0, len(tokens) - seq_len, size=(micro_batches, batch))
+
+    def memmap_copy() -> None:
+        """The bytes alone, as they are stored."""
+        for row in starts:
+            for start in row:
+                np.array(tokens[start : start + seq_len + 1])
+
+    def memmap_batches() -> None:
+        """The batch that a training step needs, in the shortest code: int64 inputs and labels."""
+        for row in starts:
+            spans = [tokens[start : start + seq_len + 1].astype(np.int64) for start in row]
+            torch.from_numpy(np.stack([span[:-1] for span in spans]))
+            torch.from_numpy(np.stack([span[1:] for span in spans]))
+
+    methods = {
+        "loader": loader(0),
+        "loader, 1 worker": loader(1),
+        "numpy.memmap, int64 batches": memmap_batches,
+        "numpy.memmap, copy only": memmap_copy,
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in methods}
+    for _ in range(repeats):
+        for name, method in methods.items():
+            seconds[name].append(timed(method)["wall_seconds"])
+    total = micro_batches * batch * seq_len
+    rates = {name: total / statistics.median(of_method) for name, of_method in seconds.items()}
+    # 1B on 8 H100 at 40 % of 989 TFLOP/s and 7.75 GFLOP per token: what one rank asks of its loader.
+    wanted = 0.4 * 989e12 / 7.75e9
+    return {
+        "seq_len": seq_len,
+        "batch": batch,
+        "micro_batches": micro_batches,
+        "repeats": repeats,
+        "tokens_per_second": rates,
+        "loader_to_memmap_batches": rates["loader"] / rates["numpy.memmap, int64 batches"],
+        "loader_to_memmap_copy": rates["loader"] / rates["numpy.memmap, copy only"],
+        "share_of_a_1B_step_percent": 100 * wanted / rates["loader"],
+    }
+
+
+@exit_on_user_error
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("tokenising", "engines", "one"):
+        command = commands.add_parser(name)
+        command.add_argument("--input", required=True)
+        command.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+        command.add_argument("--method", choices=METHODS)
+        command.add_argument("--folder", type=Path)
+    command = commands.add_parser("loader")
+    command.add_argument("--data", default="data/demo")
+    command.add_argument("--seq-len", type=int, default=8192)
+    command.add_argument("--batch", type=int, default=4)
+    command.add_argument("--micro-batches", type=int, default=200)
+    for command in commands.choices.values():
+        command.add_argument("--repeats", type=int, default=5)
+        command.add_argument("--output")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.command == "one":
+        print(json.dumps(one(options.method, options.input, options.processes, options.folder)))
+        return
+    if options.command == "tokenising":
+        result = benchmark_tokenising(options.input, options.processes, options.repeats)
+    elif options.command == "engines":
+        result = benchmark_engines(options.input, options.repeats)
+    else:
+        result = benchmark_loader(
+            options.data, options.seq_len, options.batch, options.micro_batches, options.repeats
+        )
+    text = json.dumps(result, indent=1) + "\n"
+    if options.output:
+        write_atomically(options.output, text)
+    print(text, end="")
+
+
+if __name__ == "__main__":
+    main()
