@@ -82,12 +82,15 @@ class FixedValidator(Validator):
         """Sum of the losses of a batch; None on a rank without the last pipeline stage."""
         if not self.parallel_dims.pp_enabled:
             with self.validation_context(), self.maybe_enable_amp:
-                loss = self.loss_fn(model_parts[0](inputs, **extra_inputs, **extra_kwargs), labels)
-                return loss.full_tensor() if isinstance(loss, torch.distributed.tensor.DTensor) else loss
+                return _whole(self.loss_fn(model_parts[0](inputs, **extra_inputs, **extra_kwargs), labels))
         losses: list[torch.Tensor] | None = [] if self.pp_has_last_stage else None
         target = labels if self.pp_has_last_stage else None
         arguments = (inputs,) if self.pp_has_first_stage else ()
         extra = {**extra_inputs, **extra_kwargs} if self.pp_has_first_stage else extra_kwargs
         with self.validation_context():
             self.pp_schedule.eval(*arguments, **extra, target=target, losses=losses)
-        return torch.stack(losses).sum().to(utils.device_type) if losses is not None else None
+        return _whole(torch.stack(losses).sum()).to(utils.device_type) if losses is not None else None
+
+
+def _whole(loss: torch.Tensor) -> torch.Tensor:
+    return loss.full_tensor() if isinstance(loss, torch.distributed.tensor.DTensor) else loss
