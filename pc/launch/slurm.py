@@ -62,17 +62,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sbatch", default="", help='more options for sbatch, e.g. "--partition=main --time=8:00:00"')
 
 
-def submit_run(config: str, overrides: Sequence[str], allocation: Allocation, *, score: bool) -> str:
-    """Check one run, queue it and, when `score`, a job that exports and scores it once it is finished."""
+def submit_run(config: str, overrides: Sequence[str], allocation: Allocation, score: str | None) -> str:
+    """Check one run and queue it; then a job that exports and scores it once it is finished.
+
+    Args:
+        score: options for scripts/score.py, as one would type them; None: no scoring.
+    """
     check_or_raise(config, overrides, allocation.world_size)
     folder = run_folder(config, resolve(config, overrides, JobConfig))
     job = _sbatch(folder, [f"--job-name={folder.name}", *allocation.words()], TRAIN_SCRIPT, [config, *overrides])
     said = f"job {job}: {config}, logs in {folder}/slurm"
-    if score:
+    if score is not None:
         one_gpu = Allocation(1, min(1, allocation.gpus_per_node), allocation.options)
         # The second option keeps a job whose dependency has failed from waiting for ever.
         dependency = [f"--dependency=afterok:{job}", "--kill-on-invalid-dep=yes", f"--job-name=score-{folder.name}"]
-        scoring = _sbatch(folder, [*dependency, *one_gpu.words()], SCORE_SCRIPT, [str(folder)])
+        scoring = _sbatch(folder, [*dependency, *one_gpu.words()], SCORE_SCRIPT, [str(folder), *shlex.split(score)])
         said += f"\njob {scoring}: export and scores, when job {job} has finished"
     return said
 
@@ -115,9 +119,11 @@ def submit() -> None:
     parser = argparse.ArgumentParser(description="Check a config, then queue its training and, if asked, its scoring.")
     parser.add_argument("config", help="TOML file of the run")
     add_options(parser)
-    parser.add_argument("--score", action="store_true", help="queue export and zero-shot scoring after it")
+    parser.add_argument(
+        "--score", nargs="?", const="", metavar="OPTIONS", help="then export and score it, with these options of scripts/score.py"
+    )
     arguments, overrides = parser.parse_known_args()
-    print(submit_run(arguments.config, overrides, Allocation.of(arguments), score=arguments.score))
+    print(submit_run(arguments.config, overrides, Allocation.of(arguments), arguments.score))
 
 
 # --- inside a job -----------------------------------------------------------------------------------
@@ -147,16 +153,16 @@ def task(run: Run) -> None:
 
 
 def _rendezvous(nodes: int) -> list[str]:
-    """torchrun's options for meeting on the first node of the allocation."""
-    node_list = os.environ["SLURM_JOB_NODELIST"]
-    names = subprocess.run(["scontrol", "show", "hostnames", node_list], capture_output=True, text=True, check=True)
+    """torchrun's options for meeting on the first node, where the batch script runs srun."""
     job = os.environ["SLURM_JOB_ID"]
     port = 20000 + int(job) % 10000  # jobs that share a node have different ids
+    is_host = os.environ["SLURM_NODEID"] == "0"
     return [
         f"--nnodes={nodes}",
         "--rdzv-backend=c10d",
         f"--rdzv-id={job}-{os.environ.get('SLURM_RESTART_COUNT', '0')}",
-        f"--rdzv-endpoint={names.stdout.split()[0]}:{port}",
+        f"--rdzv-endpoint={os.environ['SLURM_LAUNCH_NODE_IPADDR']}:{port}",
+        f"--rdzv-conf=is_host={int(is_host)}",
     ]
 
 
