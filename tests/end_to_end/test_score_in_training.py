@@ -73,6 +73,16 @@ def test_scores_do_not_depend_on_ranks(score_config):
             torch.testing.assert_close(answers, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_run_logs_scores_and_is_not_disturbed(score_config, tmp_path):
+    config, overrides = score_config
+    for name, interval in (("with", "2"), ("without", "0")):
+        own = ["--job.dump_folder", str(tmp_path / name), "--evaluation.interval", interval, "--training.steps", "4"]
+        run_ranks(2, tiny.train, config, [*overrides, *own])
+    assert tiny.metrics(tmp_path / "with") == tiny.metrics(tmp_path / "without")
+    assert len(tiny.metrics(tmp_path / "with", "evaluation/average")) == 2
+    assert tiny.metrics(tmp_path / "without", "evaluation/average") == []
+
+
 def _refused(rank, config, overrides):
     from pc.evaluate import in_training
     from pc.titan.parallelize import AlwaysSharded
