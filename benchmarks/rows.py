@@ -1,0 +1,144 @@
+"""What `step.py` measures: variants of the trainer, and the goals for their figures."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One trainer: a config of `train_configs` with overrides."""
+
+    config: str
+    overrides: tuple[str, ...] = ()
+    stock: bool = False
+    """TorchTitan's own trainer, parallelisation, optimizers and initialisation, on the same model sizes"""
+    compile_pc: bool = False
+    """pull-back and materialise through torch.compile, which the project itself does not do"""
+
+
+@dataclass(frozen=True)
+class Goal:
+    figure: str
+    """key of the row's figures"""
+    relation: str
+    """"<=" or ">=" """
+    limit: float
+
+
+@dataclass(frozen=True)
+class Row:
+    about: str
+    variants: dict[str, Variant]
+    micro_batches: int = 10
+    rounds: int = 5
+    goals: tuple[Goal, ...] = ()
+    shape: dict[str, int | str] = field(default_factory=dict)
+    """flavor, seq_len, local_batch_size where they differ from the config's"""
+
+
+ADAMW, PC = "1b_adamw_baseline.toml", "1b_adamw_pc.toml"
+TF32 = ("--pc.compute_dtype", "tf32")
+IN_GRAPH = ("--pc.schedule", "forward")
+EAGER = ("--compile.enable", "false")
+
+# In the order in which to spend scarce GPU time.
+ROWS: dict[str, Row] = {
+    "pc": Row(
+        "1B, AdamW: PC level 4 over baseline, one GPU owning every matrix",
+        {"baseline": Variant(ADAMW), "pc": Variant(PC, TF32)},
+        goals=(
+            Goal("time pc / baseline", "<=", 1.015),
+            Goal("extra peak GiB pc - baseline", "<=", 3.0),
+            Goal("PC state GiB per GPU of 8, pc", "<=", 0.4),
+            Goal("utilisation baseline", ">=", 0.5),
+        ),
+    ),
+    "paper-batch": Row(
+        "the same at the paper's global batch",
+        {"baseline": Variant(ADAMW), "pc": Variant(PC, TF32)},
+        micro_batches=80,
+        rounds=2,
+        goals=(Goal("time pc / baseline", "<=", 1.003),),
+    ),
+    "in-graph": Row(
+        "1B, AdamW: PC in every forward pass, compiled",
+        {"baseline": Variant(ADAMW), "in graph": Variant(PC, IN_GRAPH)},
+        rounds=4,
+    ),
+    "in-graph-eager": Row(
+        "1B, AdamW: PC in every forward pass, not compiled",
+        {"baseline": Variant(ADAMW, EAGER), "in graph": Variant(PC, IN_GRAPH + EAGER)},
+        rounds=4,
+    ),
+    "dtype": Row(
+        "1B, AdamW, PC level 4: precision of PC's products",
+        {
+            "tf32": Variant(PC, TF32),
+            "float32": Variant(PC, ("--pc.compute_dtype", "float32")),
+            "bfloat16": Variant(PC, ("--pc.compute_dtype", "bfloat16")),
+        },
+        rounds=4,
+    ),
+    "compiled-pc": Row(
+        "1B, AdamW: pull-back and materialise through torch.compile",
+        {"pc": Variant(PC, TF32), "compiled": Variant(PC, TF32, compile_pc=True)},
+        rounds=4,
+    ),
+    "stock": Row(
+        "1B, AdamW: this project's baseline over TorchTitan 0.2.2's own",
+        {"stock": Variant(ADAMW, stock=True), "baseline": Variant(ADAMW)},
+        goals=(Goal("time baseline / stock", "<=", 1.0), Goal("utilisation baseline", ">=", 0.5)),
+    ),
+    "muon": Row(
+        "1B: Muon over AdamW, and PC level 2 over Muon",
+        {
+            "adamw": Variant(ADAMW),
+            "muon": Variant("1b_muon_baseline.toml"),
+            "muon pc": Variant("1b_muon_pc.toml", TF32),
+        },
+        rounds=4,
+        goals=(Goal("time muon / adamw", "<=", 1.02), Goal("time muon pc / muon", "<=", 1.01)),
+    ),
+    "271m": Row(
+        "271M, AdamW: PC level 4 over baseline",
+        {"baseline": Variant("271m_adamw_baseline.toml"), "pc": Variant("271m_adamw_pc.toml", TF32)},
+        micro_batches=5,
+    ),
+    "schedules": Row(
+        "60M, AdamW, not compiled, short sequences, for a CPU: what PC itself takes in both schedules",
+        {"step": Variant(PC, EAGER), "in graph": Variant(PC, IN_GRAPH + EAGER)},
+        rounds=3,
+        goals=(Goal("time on PC step / in graph", "<=", 0.2),),
+        shape={"flavor": "60M", "seq_len": 64, "local_batch_size": 1},
+    ),
+}
+
+
+def table(folder: Path) -> str:
+    """Every row beside its goals, from the JSON files of a folder."""
+    lines = ["| row | figure | goal | measured (range) | met |", "|---|---|---|---|---|"]
+    for name, row in ROWS.items():
+        file = folder / f"{name}.json"
+        if not file.is_file():
+            for goal in row.goals or (None,):
+                wanted = (goal.figure, f"{goal.relation} {goal.limit}") if goal else (row.about, "")
+                lines.append(f"| {name} | {wanted[0]} | {wanted[1]} | not run | |")
+            continue
+        record = json.loads(file.read_text())
+        goals = {goal.figure: goal for goal in row.goals} if not record["changed"] else {}
+        found = record["figures"]
+        for figure in [*found, *(figure for figure in goals if figure not in found)]:
+            value = found.get(figure)
+            goal = goals.get(figure)
+            wanted = f"{goal.relation} {goal.limit}" if goal else ""
+            if value is None:
+                lines.append(f"| {name} | {figure} | {wanted} | not measured | |")
+                continue
+            met = ""
+            if goal:
+                is_met = value["median"] <= goal.limit if goal.relation == "<=" else value["median"] >= goal.limit
+                met = "yes" if is_met else "no"
+            text = f"{value['median']:.4g} ({value['smallest']:.4g} to {value['largest']:.4g}, n = {value['n']})"
+            lines.append(f"| {name} | {figure} | {wanted} | {text} | {met} |")
+    return "\n".join(lines) + "\n"
