@@ -41,11 +41,13 @@ def draw_spectra(sources: Sequence[Path], output: Path, layers: Sequence[int] | 
     write_atomically(output / "condition_numbers.md", text)
     _print(spectra_plots.plot_histograms(all_spectra, layers, output))
     _print(spectra_plots.plot_quantiles(all_spectra, output))
-    folders = [source for source in sources if (source / METRICS_FILE).is_file()]
+    # singular values that were stored in a run's folder know the run
+    folders = [source.parent if source.suffix == ".npz" else source for source in sources]
+    folders = list(dict.fromkeys(folder for folder in folders if (folder / METRICS_FILE).is_file()))
     if folders:
         _print_or_explain("GMCN against tokens", signals.plot_gmcn, read_runs(folders), output)
     else:
-        print("no figure of the GMCN against tokens: give run folders, whose metrics.jsonl has it")
+        print(f"no figure of the GMCN against tokens: give run folders, or .npz files beside a {METRICS_FILE}")
 
 
 def _print_or_explain(what: str, plot, runs, output: Path) -> None:

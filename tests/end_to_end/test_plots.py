@@ -1,6 +1,7 @@
 """The plotting commands, run as a user runs them, on a small pair of run folders."""
 
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
@@ -47,6 +48,12 @@ def test_spectra_and_curves_of_a_pair(pair, tmp_path, monkeypatch, capsys):
     before = (tmp_path / "histograms.png").read_bytes()
     assert _run(monkeypatch, "spectra.py", *stored, "--output", tmp_path) == 0
     assert (tmp_path / "histograms.png").read_bytes() == before  # from the stored values, the same figure
+
+    shutil.copy(stored[0], pair[0])
+    shutil.copy(stored[1], pair[1])
+    beside_metrics = [run / path.name for run, path in zip(pair, stored, strict=True)]
+    assert _run(monkeypatch, "spectra.py", *beside_metrics, "--output", tmp_path / "again") == 0
+    assert _figures(tmp_path / "again") == {"histograms", "quantiles", "gmcn"}
 
     assert _run(monkeypatch, "curves.py", *pair, "--output", tmp_path / "curves") == 0
     assert _figures(tmp_path / "curves") == {"validation_loss", "activation_rms", "estimator_error"}
