@@ -1,0 +1,78 @@
+"""The set-up scripts' own errors, with commands of the system replaced by ones that answer badly."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from small_config import ROOT
+
+SYSTEM = ("bash", "dirname", "basename", "awk", "cat", "sha256sum", "env", "grep")
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A copy of the scripts without an environment, and a PATH with only what a test puts there."""
+    root = tmp_path / "checkout"
+    (root / "scripts").mkdir(parents=True)
+    (root / "train_configs").mkdir()
+    for name in ("run_llama_train.sh", "run_tests.sh", "pyproject.toml", "scripts/set_up.sh", "train_configs/debug.toml"):
+        shutil.copy(ROOT / name, root / name)
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name in SYSTEM:
+        (programs / name).symlink_to(shutil.which(name))
+    program(programs, "df", "echo Filesystem; echo / 0 0 999999999 0 /")
+    return root
+
+
+def program(folder: Path, name: str, body: str) -> None:
+    (folder / name).write_text(f"#!{shutil.which('bash')}\n{body}\n")
+    (folder / name).chmod(0o755)
+
+
+def run(root: Path, *words: str, **environment: str) -> subprocess.CompletedProcess:
+    programs = root.parent / "programs"
+    clean = {"PATH": str(programs), "HOME": os.environ.get("HOME", "/"), **environment}
+    return subprocess.run(words, cwd="/", env=clean, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("script", ["run_llama_train.sh", "run_tests.sh"])
+def test_python_too_old(checkout, script):
+    body = 'case "$1" in --version) echo Python 3.9.2;; *) exit 1;; esac'
+    program(checkout.parent / "programs", "python3", body)
+    done = run(checkout, str(checkout / script))
+    assert done.returncode == 2
+    assert done.stderr == "error: Python 3.11 or newer is needed; python3 here is Python 3.9.2\n"
+
+
+def test_disk_short(checkout):
+    programs = checkout.parent / "programs"
+    program(programs, "python3", "exit 0")
+    program(programs, "df", "echo Filesystem; echo / 0 0 3145728 0 /")
+    done = run(checkout, str(checkout / "run_tests.sh"))
+    assert done.returncode == 2
+    assert done.stderr == f"error: 8 GiB of free disk are needed to install; {checkout} has 3 GiB\n"
+
+
+def test_missing_config_is_said_before_anything_is_installed(checkout):
+    done = run(checkout, str(checkout / "run_llama_train.sh"), "train_configs/none.toml")
+    assert done.returncode == 2
+    assert done.stderr == f"error: no config train_configs/none.toml; configs are in {checkout}/train_configs\n"
+
+
+@pytest.mark.parametrize("config", ["train_configs/debug.toml", None])
+def test_a_set_up_environment_is_used_at_once_and_from_anywhere(checkout, config):
+    """The active environment's python gets the config and the overrides; no pip runs."""
+    environment = checkout.parent / "environment"
+    (environment / "bin").mkdir(parents=True)
+    program(environment / "bin", "python", 'case "$1" in -c) exit 0;; *) echo "$PWD|$*";; esac')
+    digest = hashlib.sha256((checkout / "pyproject.toml").read_bytes()).hexdigest()
+    (environment / ".pc-layer-installed").write_text(f"{digest}  - {checkout}\n")
+    words = [str(checkout / "run_llama_train.sh"), *([config] if config else []), "--training.steps", "5"]
+    done = run(checkout, *words, VIRTUAL_ENV=str(environment))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{checkout}|-m pc.launch.local {checkout}/train_configs/debug.toml --training.steps 5\n"

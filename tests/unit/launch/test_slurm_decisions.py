@@ -1,0 +1,110 @@
+"""When a SLURM job goes on and when it ends, without SLURM."""
+
+import json
+
+import pytest
+
+from pc.errors import UserError
+from pc.launch import slurm, torchrun
+from pc.launch.slurm import Allocation, after, run_of
+from pc.launch.sweep import Run
+
+
+@pytest.fixture
+def run(tmp_path):
+    (tmp_path / "run").mkdir()
+    return Run("run", "config.toml", (), tmp_path / "run")
+
+
+@pytest.fixture
+def requeued(monkeypatch):
+    """The jobs handed to scontrol."""
+    jobs = []
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.delenv("SLURM_ARRAY_JOB_ID", raising=False)
+
+    def record(words):
+        jobs.append(words)
+        return type("Done", (), {"returncode": 0})
+
+    monkeypatch.setattr(slurm.subprocess, "run", record)
+    return jobs
+
+
+def say(run, state: str, step: int = 3) -> None:
+    (run.folder / "status.json").write_text(json.dumps({"state": state, "step": step, "steps": 9, "reason": "why"}))
+
+
+def add_checkpoint(run, step: int) -> None:
+    folder = run.folder / "checkpoint" / f"step-{step}"
+    folder.mkdir(parents=True)
+    (folder / ".metadata").touch()
+
+
+def test_finished_ends_well(run, requeued):
+    say(run, "finished")
+    assert after(run, 0) == 0 and requeued == []
+
+
+def test_stopped_goes_on_however_often(run, requeued):
+    say(run, "stopped")
+    assert [after(run, 0) for _ in range(5)] == [0] * 5
+    assert requeued == [["scontrol", "requeue", "17"]] * 5
+
+
+def test_an_array_task_requeues_itself_alone(run, requeued, monkeypatch):
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "16")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
+    say(run, "stopped")
+    after(run, 0)
+    assert requeued == [["scontrol", "requeue", "16_2"]]
+
+
+@pytest.mark.parametrize("state", ["running", "failed", None])
+def test_a_crash_is_tried_twice_more(run, requeued, state):
+    if state:
+        say(run, state)
+    assert [after(run, 137) for _ in range(3)] == [0, 0, 1]
+    assert len(requeued) == 2
+    status = json.loads((run.folder / "status.json").read_text())
+    assert status["state"] == "failed" and status["reason"]
+
+
+def test_a_new_checkpoint_gives_new_tries(run, requeued):
+    say(run, "running")
+    assert [after(run, 1) for _ in range(2)] == [0, 0]
+    add_checkpoint(run, 5)
+    assert [after(run, 1) for _ in range(3)] == [0, 0, 1]
+
+
+def test_run_of_a_list_and_of_a_config(tmp_path, monkeypatch):
+    config = tmp_path / "tiny.toml"
+    config.write_text("")
+    listed = {"name": "b", "config": str(config), "overrides": [f"--job.dump_folder={tmp_path}/b"]}
+    (tmp_path / "runs.json").write_text(json.dumps({"files": {}, "runs": [{**listed, "name": "a"}, listed]}))
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
+    run = run_of([str(tmp_path / "runs.json")])
+    assert (run.name, run.folder) == ("b", tmp_path / "b")
+    run = run_of([str(config), "--training.steps=3"])
+    assert (run.name, str(run.folder), run.overrides) == ("tiny", "outputs/tiny", ("--training.steps=3",))
+
+
+def test_no_sbatch_is_a_clear_error(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="sbatch is not on the PATH"):
+        slurm._sbatch(tmp_path, Allocation(1, 8, []).words(), slurm.TRAIN_SCRIPT, [])
+
+
+@pytest.mark.parametrize("wish, gpus, expected", [("", 0, 1), ("", 4, 4), ("2", 4, 2), ("3", 0, 3)])
+def test_processes_here(wish, gpus, expected, monkeypatch):
+    monkeypatch.setenv("NGPU", wish)
+    monkeypatch.setattr(torchrun.torch.cuda, "device_count", lambda: gpus)
+    assert torchrun.processes_here() == expected
+
+
+@pytest.mark.parametrize("wish, gpus", [("0", 0), ("two", 0), ("-1", 0), ("5", 4)])
+def test_wrong_ngpu(wish, gpus, monkeypatch):
+    monkeypatch.setenv("NGPU", wish)
+    monkeypatch.setattr(torchrun.torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(UserError, match=f"NGPU={wish}"):
+        torchrun.processes_here()
