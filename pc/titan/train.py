@@ -69,8 +69,13 @@ class PCTrainer(torchtitan.train.Trainer):
         """Upstream's, with FSDP at every size."""
         try:
             upstream = super().init_distributed()
-        except AssertionError as error:  # degrees that do not multiply to the number of ranks
-            raise UserError(f"parallelism: {error}") from error
+        except AssertionError as error:
+            p = self.job_config.parallelism
+            raise UserError(
+                f"parallelism: degrees replicate {p.data_parallel_replicate_degree} x shard {p.data_parallel_shard_degree} "
+                f"x context {p.context_parallel_degree} x tensor {p.tensor_parallel_degree} x pipeline "
+                f"{p.pipeline_parallel_degree} do not make {dist.get_world_size()} ranks"
+            ) from error
         fields = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "world_size")
         dims = AlwaysSharded(**{name: getattr(upstream, name) for name in fields})
         check(self.job_config, dims)
