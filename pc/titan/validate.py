@@ -6,7 +6,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.validate import BaseValidator, Validator
 from torchtitan.tools import utils
 
-from pc.data import build_dataloader
+from pc.data import Manifest, build_dataloader, require_same_tokenizer
 
 
 class FixedValidator(Validator):
@@ -38,8 +38,11 @@ class FixedValidator(Validator):
         self.pp_schedule = pp_schedule
         self.pp_has_first_stage = pp_has_first_stage
         self.pp_has_last_stage = pp_has_last_stage
+        section = job_config.data
+        if section.validation_path and not section.streaming:
+            require_same_tokenizer(Manifest.read(section.path), Manifest.read(section.validation_path))
         self.validation_dataloader = build_dataloader(
-            job_config.data.validation_path or job_config.data.path,
+            section.validation_path or section.path,
             "validation",
             seq_len=job_config.training.seq_len,
             local_batch_size=job_config.validation.local_batch_size,
@@ -48,7 +51,7 @@ class FixedValidator(Validator):
             seed=0,
             vocab_size=job_config.model.vocab_size,
             infinite=False,
-            limit_sequences=job_config.data.validation_sequences,
+            limit_sequences=section.validation_sequences,
         )
 
     def should_validate(self, step: int) -> bool:
