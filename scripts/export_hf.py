@@ -1,6 +1,6 @@
 """Write a checkpoint of a run as a Hugging Face folder that every tool loads as an ordinary Llama.
 
-Usage: python scripts/export_hf.py RUN/checkpoint/step-N OUT [--dtype float32|bfloat16|float16] [--tokenizer T]
+Usage: python scripts/export_hf.py RUN/checkpoint/step-N OUT [--dtype bfloat16] [--tokenizer T]
 """
 
 import argparse
@@ -14,7 +14,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("source", metavar="CHECKPOINT", help="RUN/checkpoint/step-N")
     parser.add_argument("out", metavar="OUT", help="folder to make")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights (default: float32)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="float32", help="of the weights (default: float32)"
+    )
     parser.add_argument("--tokenizer", help="as for tokenising; default: the one of the run's data folder")
     print(export(**vars(parser.parse_args())))
 

@@ -47,10 +47,15 @@ def make_data(folder: Path) -> Path:
 def make_shards(folder: Path) -> Path:
     """Shards of random sentences in the default tokenizer's ids."""
     draw = random.Random(0)
-    texts = [" ".join(draw.choices("the river carries water to the sea and back".split(), k=40)) for _ in range(200)]
+    texts = [
+        " ".join(draw.choices("the river carries water to the sea and back".split(), k=40))
+        for _ in range(200)
+    ]
     folder.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table({"text": texts}), folder / "text.parquet")
-    tokenize(str(folder / "text.parquet"), folder / "shards", tokenizer="mistral-common", validation_fraction=0.2)
+    tokenize(
+        str(folder / "text.parquet"), folder / "shards", tokenizer="mistral-common", validation_fraction=0.2
+    )
     return folder / "shards"
 
 
@@ -119,53 +124,106 @@ EVALUATION_ITEMS: dict[str, list[dict]] = {
     ],
     "hellaswag": [
         {
-            "ind": index, "activity_label": "Baking bread", "ctx_a": "A man kneads the dough.", "ctx_b": "then he",
-            "ctx": "A man kneads the dough. then he", "source_id": "made", "split": "val", "split_type": "indomain",
-            "endings": ["puts it into the oven.", "[substeps] paints a wall with it.", "reads it aloud.", "swims."],
+            "ind": index,
+            "activity_label": "Baking bread",
+            "ctx_a": "A man kneads the dough.",
+            "ctx_b": "then he",
+            "ctx": "A man kneads the dough. then he",
+            "source_id": "made",
+            "split": "val",
+            "split_type": "indomain",
+            "endings": [
+                "puts it into the oven.",
+                "[substeps] paints a wall with it.",
+                "reads it aloud.",
+                "swims.",
+            ],
             "label": label,
         }
         for index, label in enumerate("012")
     ],
     "winogrande": [
-        {"sentence": "The cup did not fit the box because the _ was too big.", "option1": "cup", "option2": "box",
-         "answer": "1"},
-        {"sentence": "The cup did not fit the box because the _ was too small.", "option1": "cup", "option2": "box",
-         "answer": "2"},
-        {"sentence": "Ana thanked Eva since _ had helped.", "option1": "Ana", "option2": "Eva", "answer": "2"},
+        {
+            "sentence": "The cup did not fit the box because the _ was too big.",
+            "option1": "cup",
+            "option2": "box",
+            "answer": "1",
+        },
+        {
+            "sentence": "The cup did not fit the box because the _ was too small.",
+            "option1": "cup",
+            "option2": "box",
+            "answer": "2",
+        },
+        {
+            "sentence": "Ana thanked Eva since _ had helped.",
+            "option1": "Ana",
+            "option2": "Eva",
+            "answer": "2",
+        },
     ],
     "piqa": [
-        {"goal": "Dry a wet shoe", "sol1": "Fill it with newspaper.", "sol2": "Fill it with water.", "label": 0},
+        {
+            "goal": "Dry a wet shoe",
+            "sol1": "Fill it with newspaper.",
+            "sol2": "Fill it with water.",
+            "label": 0,
+        },
         {"goal": "Open a jar", "sol1": "Push the lid down.", "sol2": "Turn the lid.", "label": 1},
         {"goal": "Cool the soup", "sol1": "Wait a while.", "sol2": "Heat the soup.", "label": 0},
     ],
     "boolq": [
-        {"idx": index, "passage": "Rivers -- A river carries water to the sea.", "question": question, "label": label}
+        {
+            "idx": index,
+            "passage": "Rivers -- A river carries water to the sea.",
+            "question": question,
+            "label": label,
+        }
         for index, (question, label) in enumerate(
             [("does a river carry water", 1), ("does a river carry fire", 0), ("is a river dry", 0)]
         )
     ],
     "arc_easy": [
-        {"id": f"easy{index}", "question": "Which of these is a metal?",
-         "choices": {"text": ["iron", "wood", "glass"], "label": ["A", "B", "C"]}, "answerKey": "A"}
+        {
+            "id": f"easy{index}",
+            "question": "Which of these is a metal?",
+            "choices": {"text": ["iron", "wood", "glass"], "label": ["A", "B", "C"]},
+            "answerKey": "A",
+        }
         for index in range(3)
     ],
     "arc_challenge": [
-        {"id": f"hard{index}", "question": "What turns water into steam?",
-         "choices": {"text": ["light", "heat", "sound", "salt"], "label": ["A", "B", "C", "D"]}, "answerKey": "B"}
+        {
+            "id": f"hard{index}",
+            "question": "What turns water into steam?",
+            "choices": {"text": ["light", "heat", "sound", "salt"], "label": ["A", "B", "C", "D"]},
+            "answerKey": "B",
+        }
         for index in range(3)
     ],
     "commonsense_qa": [
-        {"id": f"common{index}", "question": "Where does one keep milk?", "question_concept": "milk",
-         "choices": {"label": ["A", "B", "C", "D", "E"], "text": ["fridge", "garage", "desk", "lake", "bag"]},
-         "answerKey": "A"}
+        {
+            "id": f"common{index}",
+            "question": "Where does one keep milk?",
+            "question_concept": "milk",
+            "choices": {
+                "label": ["A", "B", "C", "D", "E"],
+                "text": ["fridge", "garage", "desk", "lake", "bag"],
+            },
+            "answerKey": "A",
+        }
         for index in range(3)
     ],
     "openbookqa": [
-        {"id": f"open{index}", "question_stem": "A plant grows towards",
-         "choices": {"text": ["light", "noise", "stone", "cold"], "label": ["A", "B", "C", "D"]}, "answerKey": "A"}
+        {
+            "id": f"open{index}",
+            "question_stem": "A plant grows towards",
+            "choices": {"text": ["light", "noise", "stone", "cold"], "label": ["A", "B", "C", "D"]},
+            "answerKey": "A",
+        }
         for index in range(3)
     ],
-}  # fmt: skip
+}
 
 
 def make_evaluation_data(folder: Path) -> Path:

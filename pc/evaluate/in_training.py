@@ -1,7 +1,7 @@
 """Score the model while it trains, every so many steps, on a few tasks: the `[evaluation]` section.
 
-The weights are used where they lie, sharded as they are; nothing is gathered, converted or written. Random number
-generators are left as they were, so a run with scoring gives the same losses as one without.
+The weights are used where they lie, sharded as they are; nothing is gathered, converted or written.
+Random number generators are left as they were, so a run with scoring gives the same losses as one without.
 """
 
 import random
@@ -42,7 +42,9 @@ class InTrainingScorer:
     def score(self) -> dict[str, float]:
         """`{"evaluation/<task>/<metric>": value}` and the average over tasks, the same on every rank."""
         generators = random.getstate(), np.random.get_state()  # lm-eval draws from these
-        found = lm_eval.evaluate(self._lm, self._tasks, limit=self._limit, bootstrap_iters=0, log_samples=False)
+        found = lm_eval.evaluate(
+            self._lm, self._tasks, limit=self._limit, bootstrap_iters=0, log_samples=False
+        )
         random.setstate(generators[0])
         np.random.set_state(generators[1])
         names = list(self._tasks["tasks"])
@@ -75,8 +77,8 @@ def build_in_training_scorer(
             raise UserError(f"evaluation.{key} = {getattr(section, key)} should be at least 0")
     if parallel_dims.pp_enabled or parallel_dims.cp_enabled:
         raise UserError(
-            "evaluation.interval works with data and tensor parallelism, not with pipeline or context parallelism; "
-            "set it to 0 and score checkpoints with scripts/score.py"
+            "evaluation.interval works with data and tensor parallelism, not with pipeline or context "
+            "parallelism; set it to 0 and score checkpoints with scripts/score.py"
         )
     # Loaded now: a missing file or an unreachable Hub stops the run at its start.
     task_dict = tasks.load(section.tasks, section.data or None)

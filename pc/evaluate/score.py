@@ -1,7 +1,7 @@
 """Score models on the nine tasks and keep what was found, one JSON file per model.
 
-A task is scored once: a repeat after a crash, or with one more model, takes finished tasks from the file, as long
-as model, data, limit and versions are the same.
+A task is scored once: a repeat after a crash, or with one more model, takes finished tasks from the file,
+as long as model, data, limit and versions are the same.
 """
 
 import hashlib
@@ -39,7 +39,9 @@ class Model:
         name, equals, path = text.rpartition("=")
         path = Path(path)
         if not path.exists():
-            raise UserError(f"{path}: no such model; expected a checkpoint (RUN/checkpoint/step-N) or an export")
+            raise UserError(
+                f"{path}: no such model; expected a checkpoint (RUN/checkpoint/step-N) or an export"
+            )
         if not equals:
             is_step = path.resolve().parent.name == "checkpoint"
             name = f"{path.resolve().parent.parent.name} {path.name}" if is_step else path.resolve().name
@@ -137,7 +139,11 @@ def _score_model(
 def _score_task(lm: HFLM, name: str, data: str | Path | None, limit: int | None) -> dict[str, Any]:
     found = lm_eval.evaluate(lm, tasks.load([name], data), limit=limit, log_samples=False)
     items = found["n-samples"][name]
-    scored = {"version": found["versions"][name], "items": items["effective"], "items_in_set": items["original"]}
+    scored = {
+        "version": found["versions"][name],
+        "items": items["effective"],
+        "items_in_set": items["original"],
+    }
     for metric in ("acc", "acc_norm"):
         if f"{metric},none" in found["results"][name]:
             scored[metric] = found["results"][name][f"{metric},none"]

@@ -59,8 +59,8 @@ def data_file(name: str, data: str | Path) -> Path:
 def write_task_files(out: str | Path, names: list[str], data: str | Path | None) -> None:
     """Write `<task>.yaml` files into `out`, for lm-eval's `--include_path`.
 
-    Each includes lm-eval's own file, so prompts, answers and metrics stay lm-eval's; only where documents come
-    from changes.
+    Each includes lm-eval's own file, so prompts, answers and metrics stay lm-eval's; only where documents
+    come from changes.
 
     Args:
         out: folder.
@@ -105,7 +105,9 @@ def _load_one(name: str, data: str | Path | None, manager: TaskManager):
         if data is not None:
             raise
         reason = str(error).splitlines()[0]
-        raise UserError(f"task {name} cannot be had from the Hub ({reason}); fetch the sets and pass --data") from None
+        raise UserError(
+            f"task {name} cannot be had from the Hub ({reason}); fetch the sets and pass --data"
+        ) from None
     except (KeyError, TypeError, ValueError, jinja2.UndefinedError) as error:
         if data is None:
             raise

@@ -16,7 +16,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 @pytest.fixture
 def command(monkeypatch, capsys):
-    """command(script or module, *arguments) in this process, since imports take long: (status, stdout, stderr)."""
+    """command(script or module, *arguments) -> (status, stdout, stderr) in this process: imports take long."""
 
     def run(name, *arguments):
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
@@ -48,7 +48,16 @@ def test_export_then_lm_evals_command_agrees_with_ours(made, command, monkeypatc
     assert status == 0, errors
     assert printed.strip() == str(folder / "out")
 
-    settings = ["--data", sets, "--output", folder / "scores", "--tasks", "piqa,arc_easy", "--batch-size", "4"]
+    settings = [
+        "--data",
+        sets,
+        "--output",
+        folder / "scores",
+        "--tasks",
+        "piqa,arc_easy",
+        "--batch-size",
+        "4",
+    ]
     status, _, errors = command("score.py", f"mine={checkpoint}", *settings)
     assert status == 0, errors
     ours = json.loads((folder / "scores" / "mine.json").read_text())["tasks"]
@@ -56,7 +65,8 @@ def test_export_then_lm_evals_command_agrees_with_ours(made, command, monkeypatc
     tasks.write_task_files(folder / "task_files", ["piqa", "arc_easy"], sets)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     status, _, errors = command(
-        "lm_eval", "run", "--model", "hf", "--model_args", f"pretrained={folder / 'out'}", "--tasks", "piqa,arc_easy",
+        "lm_eval", "run", "--model", "hf", "--model_args", f"pretrained={folder / 'out'}",
+        "--tasks", "piqa,arc_easy",
         "--include_path", folder / "task_files", "--device", "cpu", "--batch_size", "4",
         "--output_path", folder / "lm_eval",
     )  # fmt: skip

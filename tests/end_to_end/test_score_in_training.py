@@ -1,4 +1,4 @@
-"""Scoring the live model on several ranks: the same scores as on one, no rank left waiting, nothing disturbed."""
+"""Scoring the live model on several ranks: scores as on one, no rank left waiting, nothing disturbed."""
 
 import random
 
@@ -42,7 +42,11 @@ def _scores(rank, config, overrides):
     tiny.add_tiny_flavor()
     trainer = PCTrainer(load_config(config, overrides))
     scorer = in_training.build_in_training_scorer(
-        trainer.job_config, trainer.model_parts, trainer.parallel_dims, trainer.device, trainer.maybe_enable_amp
+        trainer.job_config,
+        trainer.model_parts,
+        trainer.parallel_dims,
+        trainer.device,
+        trainer.maybe_enable_amp,
     )
     assert [scorer.due(step) for step in (1, 2, 3, 4)] == [False, True, False, True]
     states = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
@@ -51,9 +55,12 @@ def _scores(rank, config, overrides):
     assert torch.equal(states[0], torch.get_rng_state())
     assert states[1:] == (random.getstate(), str(np.random.get_state()))
     assert all(model.training for model in trainer.model_parts)
-    # 9 answers in 5 batches of two: on two ranks one has none in the last round; then fewer batches than ranks
+    # 9 answers in 5 batches of two: on two ranks one has none in the last round;
+    # then fewer batches than ranks
     requests = [Instance("loglikelihood", {}, ("word " * i + "and", " an end"), i) for i in range(9)]
-    answers = [torch.tensor(scorer._lm.loglikelihood(some), dtype=torch.float64) for some in (requests, requests[:1])]
+    answers = [
+        torch.tensor(scorer._lm.loglikelihood(some), dtype=torch.float64) for some in (requests, requests[:1])
+    ]
     trainer.close()
     return metrics, *answers
 
@@ -63,7 +70,8 @@ def test_scores_do_not_depend_on_ranks(score_config):
     plain = [*overrides, "--pc.enable", "false"]
     ((metrics, *expected),) = run_ranks(1, _scores, config, plain)
     assert set(metrics) == {
-        "evaluation/piqa/acc", "evaluation/arc_easy/acc_norm", "evaluation/lambada_openai/acc", "evaluation/average",
+        "evaluation/piqa/acc", "evaluation/arc_easy/acc_norm", "evaluation/lambada_openai/acc",
+        "evaluation/average",
     }  # fmt: skip
     assert len(expected[0].unique()) > 9  # control: the answers differ
     for parallelism in ([], ["--parallelism.tensor_parallel_degree", "2"]):
@@ -76,7 +84,14 @@ def test_scores_do_not_depend_on_ranks(score_config):
 def test_a_run_logs_scores_and_is_not_disturbed(score_config, tmp_path):
     config, overrides = score_config
     for name, interval in (("with", "2"), ("without", "0")):
-        own = ["--job.dump_folder", str(tmp_path / name), "--evaluation.interval", interval, "--training.steps", "4"]
+        own = [
+            "--job.dump_folder",
+            str(tmp_path / name),
+            "--evaluation.interval",
+            interval,
+            "--training.steps",
+            "4",
+        ]
         run_ranks(2, tiny.train, config, [*overrides, *own])
     assert tiny.metrics(tmp_path / "with") == tiny.metrics(tmp_path / "without")
     assert len(tiny.metrics(tmp_path / "with", "evaluation/average")) == 2
@@ -91,11 +106,14 @@ def _refused(rank, config, overrides):
     tiny.add_tiny_flavor()
     job_config = load_config(config, overrides)
     dims = AlwaysSharded(
-        dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=job_config.parallelism.pipeline_parallel_degree, ep=1, etp=1,
+        dp_replicate=1, dp_shard=1, cp=1, tp=1, ep=1, etp=1,
+        pp=job_config.parallelism.pipeline_parallel_degree,
         world_size=job_config.parallelism.pipeline_parallel_degree,
     )  # fmt: skip
     try:
-        return in_training.build_in_training_scorer(job_config, [torch.nn.Linear(2, 2)], dims, torch.device("cpu"))
+        return in_training.build_in_training_scorer(
+            job_config, [torch.nn.Linear(2, 2)], dims, torch.device("cpu")
+        )
     except UserError as error:
         return str(error)
 

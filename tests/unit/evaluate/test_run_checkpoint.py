@@ -52,10 +52,22 @@ def test_schedule_forward_evaluates_pc(tmp_path, data_folder):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda e: e.pop("layers.1.attention.wk.weight"), r"tensor layers\.1\.attention\.wk\.weight is missing"),
-        (lambda e: e.pop("pc.layers.3.feed_forward.w2.u"), r"tensor pc\.layers\.3\.feed_forward\.w2\.u is missing"),
-        (lambda e: e.update({"layers.9.ffn_norm.weight": torch.ones(2)}), r"tensor layers\.9\.ffn_norm\.weight does not"),
-        (lambda e: e.update({"pc.layers.0.attention.wq.u": torch.ones(2)}), r"tensor pc\.layers\.0\.attention\.wq\.u does"),
+        (
+            lambda e: e.pop("layers.1.attention.wk.weight"),
+            r"tensor layers\.1\.attention\.wk\.weight is missing",
+        ),
+        (
+            lambda e: e.pop("pc.layers.3.feed_forward.w2.u"),
+            r"tensor pc\.layers\.3\.feed_forward\.w2\.u is missing",
+        ),
+        (
+            lambda e: e.update({"layers.9.ffn_norm.weight": torch.ones(2)}),
+            r"tensor layers\.9\.ffn_norm\.weight does not",
+        ),
+        (
+            lambda e: e.update({"pc.layers.0.attention.wq.u": torch.ones(2)}),
+            r"tensor pc\.layers\.0\.attention\.wq\.u does",
+        ),
         (lambda e: e.update({"norm.weight": torch.ones(5)}), r"tensor norm\.weight has shape \[5\].*\[256\]"),
         (lambda e: e["method"].update(fingerprint='{"enable": false}'), r"tensor pc\..* does not belong"),
     ],
@@ -68,7 +80,9 @@ def test_every_tensor_is_accounted_for(copied, change, message):
 
 def test_model_only_checkpoint_of_schedule_step_is_plain(copied, pc_run):
     def only_the_model(entries):
-        for key in [key for key in entries if key.startswith(("pc.", "method", "optimizer.", "train_state."))]:
+        for key in [
+            key for key in entries if key.startswith(("pc.", "method", "optimizer.", "train_state."))
+        ]:
             del entries[key]
 
     rewritten(copied, only_the_model)

@@ -21,7 +21,12 @@ def test_four_models_in_pairs(tmp_path):
     # five tasks with acc, four with acc_norm, which is half of it here
     assert abs(float(rows["B", "average"]["value"]) - (5 * 0.6 + 4 * 0.3) / 9) < 1e-12
     assert abs(float(rows["B", "average"]["standard_error"]) - 0.03 / 3) < 1e-12
-    assert [rows[name, "piqa"]["best_of_pair"] for name in ("A", "A + PC", "B", "B + PC")] == ["0", "1", "1", "0"]
+    assert [rows[name, "piqa"]["best_of_pair"] for name in ("A", "A + PC", "B", "B + PC")] == [
+        "0",
+        "1",
+        "1",
+        "0",
+    ]
     assert {row["partial"] for row in rows.values()} == {"0"}
     text = (tmp_path / "table.md").read_text()
     assert "PARTIAL" not in text and "Not the paper's average" not in text

@@ -8,15 +8,22 @@ from pc import UserError
 from pc.evaluate import tasks
 
 PROMPTS = {
-    "lambada_openai": ("He looked for the key in every drawer, and at last beside the lamp he found the", " key"),
+    "lambada_openai": (
+        "He looked for the key in every drawer, and at last beside the lamp he found the",
+        " key",
+    ),
     "hellaswag": ("Baking bread: A man kneads the dough. Then he", " puts it into the oven."),
     "winogrande": ("The cup did not fit the box because the cup", " was too big."),
     "piqa": ("Question: Dry a wet shoe\nAnswer:", " Fill it with newspaper."),
-    "boolq": ("Rivers -- A river carries water to the sea.\nQuestion: does a river carry water?\nAnswer:", " no"),
+    "boolq": (
+        "Rivers -- A river carries water to the sea.\nQuestion: does a river carry water?\nAnswer:",
+        " no",
+    ),
     "arc_easy": ("Question: Which of these is a metal?\nAnswer:", " iron"),
     "arc_challenge": ("Question: What turns water into steam?\nAnswer:", " light"),
     "commonsense_qa": (
-        "Question: Where does one keep milk?\nA. fridge\nB. garage\nC. desk\nD. lake\nE. bag\nAnswer:", " A"
+        "Question: Where does one keep milk?\nA. fridge\nB. garage\nC. desk\nD. lake\nE. bag\nAnswer:",
+        " A",
     ),
     "openbookqa": ("A plant grows towards", " light"),
 }
@@ -50,12 +57,15 @@ def test_unknown_task():
 
 
 def test_missing_set(tmp_path):
-    with pytest.raises(UserError, match=r"piqa\.jsonl: missing; make the folder with scripts/fetch_eval_data\.py"):
+    with pytest.raises(
+        UserError, match=r"piqa\.jsonl: missing; make the folder with scripts/fetch_eval_data\.py"
+    ):
         tasks.load(["piqa"], tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [("{not json\n", "not JSON lines"), ('{"goal": "a"}\n', "not the columns that piqa needs")]
+    ("content", "message"),
+    [("{not json\n", "not JSON lines"), ('{"goal": "a"}\n', "not the columns that piqa needs")],
 )
 def test_broken_set(tmp_path, content, message):
     (tmp_path / "piqa.jsonl").write_text(content)
@@ -70,5 +80,7 @@ def test_hub_out_of_reach(monkeypatch):
         raise ConnectionError("Couldn't reach the Hub\nmore lines")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
-    with pytest.raises(UserError, match=r"piqa cannot be had from the Hub \(Couldn't reach the Hub\).*--data"):
+    with pytest.raises(
+        UserError, match=r"piqa cannot be had from the Hub \(Couldn't reach the Hub\).*--data"
+    ):
         tasks.load(["piqa"], None)
