@@ -10,7 +10,7 @@ from torch import Tensor
 from pc.attach import matches
 from pc.config import PCConfig
 from pc.errors import UserError
-from pc.evaluate.distcp import CheckpointFolder
+from pc.titan.distcp import CheckpointFolder
 from pc.linear import block_of, effective_weight
 
 _STEP = re.compile(r"step-(\d+)$")

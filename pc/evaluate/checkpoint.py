@@ -13,7 +13,7 @@ from torchtitan.models.llama3.model.model import Transformer
 
 from pc import PCConfig, attach, effective_weight, named_pc_linears
 from pc.errors import UserError
-from pc.evaluate.distcp import CheckpointFolder
+from pc.titan.distcp import CheckpointFolder
 from pc.titan.config import PC, Model
 from pc.titan.llama2 import FLAVORS, Llama2Args
 

@@ -5,13 +5,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from pc.errors import UserError
 from pc.linear import named_pc_linears
 from pc.titan.config import PC
+from pc.titan.distcp import CheckpointFolder
 
 
 class Fingerprint(Stateful):
@@ -49,15 +49,13 @@ def read_fingerprint(checkpoint: str | Path) -> str:
     Raises:
         UserError: the checkpoint has none, or is not whole.
     """
-    state = {Fingerprint.KEY: {"fingerprint": ""}}
-    try:
-        dcp.load(state, checkpoint_id=str(checkpoint))
-    except Exception as error:
+    folder = CheckpointFolder(checkpoint)
+    if "method.fingerprint" not in folder.shapes():
         raise UserError(
-            f"{checkpoint} has no method fingerprint; it is not a whole checkpoint of this trainer "
+            f"{checkpoint} has no method fingerprint; it is no checkpoint of this trainer "
             "(to start from plain weights: --checkpoint.initial_load_path)"
-        ) from error
-    return state[Fingerprint.KEY]["fingerprint"]
+        )
+    return folder.read_value("method.fingerprint")
 
 
 def require(checkpoint: str | Path, pc: PC) -> None:

@@ -163,6 +163,12 @@ class PCTrainer(torchtitan.train.Trainer):
             method.require(checkpointer._create_checkpoint_id(step), self.job_config.pc)
         elif checkpointer.initial_load_path and not checkpointer.initial_load_model_only:
             method.require(checkpointer.initial_load_path, self.job_config.pc)
+        elif checkpointer.initial_load_in_hf and not os.path.exists(checkpointer.folder):
+            # Like scoring, against the direction of imports and only when needed: upstream would take a
+            # folder with other tensors or another rotary base without a word.
+            from pc.evaluate.hugging_face import require_start_folder
+
+            require_start_folder(checkpointer.initial_load_path, self.model_args)
 
     def _request_stop(self, *_) -> None:
         self._stop_requested = True

@@ -9,7 +9,7 @@ from ranks import run_ranks
 
 from pc.data import build_dataloader
 from pc.evaluate import checkpoint, hugging_face
-from pc.evaluate.distcp import CheckpointFolder
+from pc.titan.distcp import CheckpointFolder
 
 SETTINGS = ["--model.vocab_size", "32000", "--training.seq_len", "64", "--training.steps", "3"]
 

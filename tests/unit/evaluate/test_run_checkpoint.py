@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from made_runs import make_run
 from pc import PCConfig, UserError
 from pc.evaluate import checkpoint
-from pc.evaluate.distcp import CheckpointFolder
+from pc.titan.distcp import CheckpointFolder
 from ranks import run_ranks
 
 
