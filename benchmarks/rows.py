@@ -41,6 +41,8 @@ ADAMW, PC = "1b_adamw_baseline.toml", "1b_adamw_pc.toml"
 TF32 = ("--pc.compute_dtype", "tf32")
 IN_GRAPH = ("--pc.schedule", "forward")
 EAGER = ("--compile.enable", "false")
+FLOAT32 = ("--training.mixed_precision_param", "float32")
+SMALL: dict[str, int | str] = {"flavor": "60M", "seq_len": 64, "local_batch_size": 1}
 
 # In the order in which to spend scarce GPU time.
 ROWS: dict[str, Row] = {
@@ -106,11 +108,17 @@ ROWS: dict[str, Row] = {
         micro_batches=5,
     ),
     "schedules": Row(
-        "60M, AdamW, not compiled, short sequences, for a CPU: what PC itself takes in both schedules",
-        {"step": Variant(PC, EAGER), "in graph": Variant(PC, IN_GRAPH + EAGER)},
+        "60M, AdamW, float32, not compiled, short sequences, for a CPU: what PC itself takes in both schedules",
+        {"step": Variant(PC, EAGER + FLOAT32), "in graph": Variant(PC, IN_GRAPH + EAGER + FLOAT32)},
         rounds=3,
         goals=(Goal("time on PC step / in graph", "<=", 0.2),),
-        shape={"flavor": "60M", "seq_len": 64, "local_batch_size": 1},
+        shape=SMALL,
+    ),
+    "schedules-bf16": Row(
+        "the same as the configs stand: in the graph PC gets FSDP's bfloat16 weights, once per step float32 ones",
+        {"step": Variant(PC, EAGER), "in graph": Variant(PC, IN_GRAPH + EAGER)},
+        rounds=3,
+        shape=SMALL,
     ),
 }
 

@@ -238,12 +238,12 @@ def compiled_pc(enabled: bool):
     if not enabled:
         yield
         return
-    originals = pc.step._pull_back, pc.step._materialise
-    pc.step._pull_back, pc.step._materialise = (_compiled(function) for function in originals)
-    try:
+    with contextlib.ExitStack() as undo:
+        for name in ("effective_weight", "effective_weight_vjp", "power_iteration"):
+            original = getattr(pc.step, name)
+            setattr(pc.step, name, _compiled(original))
+            undo.callback(setattr, pc.step, name, original)
         yield
-    finally:
-        pc.step._pull_back, pc.step._materialise = originals
 
 
 def bytes_held(trainer: Trainer) -> int:

@@ -88,13 +88,12 @@ class StepSchedule:
         self._reshard()
         self._store_raw()
         layers = list(self.layers.values())
-        with matmul_precision(layers):
-            run_on_owners(
-                _materialise,
-                inputs=[(s.raw, *s.gammas, s.u, s.v) for s in layers],
-                outputs=[(s.weight, s.u, s.v) for s in layers],
-                keys=[s.config for s in layers],
-            )
+        run_on_owners(
+            _materialise,
+            inputs=[(s.raw, *s.gammas, s.u, s.v) for s in layers],
+            outputs=[(s.weight, s.u, s.v) for s in layers],
+            keys=[s.config for s in layers],
+        )
         self.weights_are_raw = False
         self._pulled_back = False
 
@@ -112,13 +111,12 @@ class StepSchedule:
             if state.gamma is not None:
                 state.gamma.grad = torch.zeros_like(state.gamma)
         layers = list(self.layers.values())
-        with matmul_precision(layers):
-            run_on_owners(
-                _pull_back,
-                inputs=[(s.raw, s.weight.grad, *s.gammas, s.u, s.v) for s in layers],
-                outputs=[(s.weight.grad, *(g.grad for g in s.gammas)) for s in layers],
-                keys=[s.config for s in layers],
-            )
+        run_on_owners(
+            _pull_back,
+            inputs=[(s.raw, s.weight.grad, *s.gammas, s.u, s.v) for s in layers],
+            outputs=[(s.weight.grad, *(g.grad for g in s.gammas)) for s in layers],
+            keys=[s.config for s in layers],
+        )
         self._pulled_back = True
 
     @torch.no_grad()
@@ -177,9 +175,9 @@ class StepSchedule:
 
 
 @contextmanager
-def matmul_precision(layers: list[LayerState]):
+def matmul_precision(config: PCConfig):
     """TF32 products within, where the configuration asks for them."""
-    if all(state.config.compute_dtype != "tf32" for state in layers):
+    if config.compute_dtype != "tf32":
         yield
         return
     before = torch.get_float32_matmul_precision()
@@ -217,10 +215,12 @@ def _materialise(config: PCConfig, raw: Tensor, *rest: Tensor) -> tuple[Tensor, 
     """PC(W) [B, n, m] with advanced u [B, n] and v [B, m], from W, gamma [B, 1] where there is one, u and v."""
     *gamma, u, v = rest
     u, v = power_iteration(raw, u, v, config.power_iterations)
-    return effective_weight(raw, gamma[0] if gamma else None, u, v, config), u, v
+    with matmul_precision(config):
+        return effective_weight(raw, gamma[0] if gamma else None, u, v, config), u, v
 
 
 def _pull_back(config: PCConfig, raw: Tensor, gradient: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
     """The vector-Jacobian product of PC at (W, gamma) with dL/dPC [B, n, m]: dL/dW and, if there is one, dL/dgamma."""
     *gamma, u, v = rest
-    return effective_weight_vjp(raw, gamma[0] if gamma else None, u, v, gradient, config)
+    with matmul_precision(config):
+        return effective_weight_vjp(raw, gamma[0] if gamma else None, u, v, gradient, config)

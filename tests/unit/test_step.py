@@ -168,3 +168,22 @@ def test_forward_layers_and_meta_weights_are_refused():
         model = nn.Sequential(nn.ModuleDict({"wo": nn.Linear(3, 3)}))
     with pytest.raises(ValueError, match="meta device"):
         StepSchedule(pc.attach(model, PCConfig(blocks=("0.wo",))))
+
+
+def test_tf32_is_on_for_the_polynomial_alone(monkeypatch):
+    seen = {}
+    for name in ("power_iteration", "effective_weight", "effective_weight_vjp"):
+        original = getattr(pc.step, name)
+
+        def noting(*args, name=name, original=original):
+            seen[name] = torch.get_float32_matmul_precision()
+            return original(*args)
+
+        monkeypatch.setattr(pc.step, name, noting)
+    model = pc.attach(toy_model(), _config("step", compute_dtype="tf32"))
+    schedule = StepSchedule(model)
+    schedule.materialise()
+    _backward(model, 1)
+    schedule.pull_back()
+    assert seen == {"power_iteration": "highest", "effective_weight": "high", "effective_weight_vjp": "high"}
+    assert torch.get_float32_matmul_precision() == "highest"

@@ -1,0 +1,114 @@
+"""Is a cheaper precision of PC's products harmless? Singular values of PC(W) against float64.
+
+    python benchmarks/precision.py [--output results/DATE-NAME]
+
+For each shape, spectrum, level and precision: W has known singular values; PC(W) and its vector-Jacobian product
+are computed with float32 data and products in that precision, and compared with float64. TF32 is emulated, so
+that any machine gives the figures: before each product both factors are rounded to 10 mantissa bits, sums are
+float32 (tensor cores truncate some low bits of their sums, which this does not show). bfloat16 is the
+machine's own, with float32 sums.
+
+A value of 1e-3 in the first column: no singular value of PC(W) is off by more than a thousandth of the largest
+target. The third compares with bfloat16, in which FSDP hands the effective weight to the model anyway.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pc import PCConfig, effective_weight, polynomial
+from pc.files import write_atomically
+from pc.linear import effective_weight_vjp
+
+SHAPES = [(1024, 1024), (1024, 2816)]
+LEVELS = [2, 4]
+PRECISIONS = ["float32", "tf32", "bfloat16"]
+
+
+class EmulatedTF32(TorchDispatchMode):
+    """Rounds the factors of every float32 matrix product to TF32's 10 mantissa bits, to nearest even."""
+
+    PRODUCTS = {torch.ops.aten.mm.default: (0, 1), torch.ops.aten.bmm.default: (0, 1)} | {
+        torch.ops.aten.addmm.default: (1, 2),
+        torch.ops.aten.baddbmm.default: (1, 2),
+    }
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in self.PRODUCTS:
+            args = list(args)
+            for index in self.PRODUCTS[function]:
+                args[index] = round_to_tf32(args[index])
+        return function(*args, **(kwargs or {}))
+
+
+def round_to_tf32(tensor: Tensor) -> Tensor:
+    """float32 values with 10 of 23 mantissa bits."""
+    bits = tensor.contiguous().view(torch.int32)
+    half_minus_one_and_odd = 0xFFF + ((bits >> 13) & 1)
+    return ((bits + half_minus_one_and_odd) & ~0x1FFF).view(torch.float32)
+
+
+def spectra(size: int) -> dict[str, Tensor]:
+    """Singular values in descending order, the largest 1 (float64)."""
+    position = torch.arange(size, dtype=torch.float64) / (size - 1)
+    return {
+        "linear, 1 to 0": 1 - position,  # about that of a square Gaussian matrix at initialisation
+        "geometric, 1 to 1e-3": 10 ** (-3 * position),  # a few directions dominate
+    }
+
+
+def with_singular_values(values: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    """W [n, m] = U diag(values) V^T in float64, with its leading u [n] and v [m]."""
+    generator = torch.Generator().manual_seed(0)
+    u, v = (torch.linalg.qr(torch.randn(n, len(values), generator=generator, dtype=torch.float64))[0] for n in shape)
+    return (u * values) @ v.T, u[:, 0], v[:, 0]
+
+
+def errors(shape: tuple[int, int], values: Tensor, level: int, precision: str) -> dict[str, float]:
+    weight, u, v = with_singular_values(values, shape)
+    generator = torch.Generator().manual_seed(1)
+    gradient = torch.randn(shape, generator=generator, dtype=torch.float64)
+    exact = PCConfig(level=level)
+    config = PCConfig(level=level, compute_dtype="bfloat16" if precision == "bfloat16" else "float32")
+    single = [tensor.float() for tensor in (weight, u, v, gradient)]
+    with EmulatedTF32() if precision == "tf32" else torch.no_grad():
+        effective = effective_weight(single[0], None, single[1], single[2], config)
+        (pulled_back,) = effective_weight_vjp(single[0], None, single[1], single[2], single[3], config)
+    expected = polynomial.evaluate(polynomial.resolve(level), values).sort(descending=True).values
+    found = torch.linalg.svdvals(effective.double())
+    target = effective_weight(weight, None, u, v, exact)
+    (target_gradient,) = effective_weight_vjp(weight, None, u, v, gradient, exact)
+    return {
+        "largest error of a singular value": ((found - expected).abs().max() / expected[0]).item(),
+        "relative error of PC(W)": ((effective.double() - target).norm() / target.norm()).item(),
+        "the same of rounding PC(W) to bfloat16": ((target.bfloat16().double() - target).norm() / target.norm()).item(),
+        "relative error of the gradient": ((pulled_back.double() - target_gradient).norm() / target_gradient.norm()).item(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="folder for precision.json")
+    output = parser.parse_args().output
+    rows = []
+    for shape in SHAPES:
+        for spectrum, values in spectra(min(shape)).items():
+            for level in LEVELS:
+                for precision in PRECISIONS:
+                    found = errors(shape, values, level, precision)
+                    rows.append({"shape": shape, "spectrum": spectrum, "level": level, "precision": precision, **found})
+                    if len(rows) == 1:
+                        print("| " + " | ".join(rows[0]) + " |\n" + "|---" * len(rows[0]) + "|")
+                    cells = (f"{cell:.2e}" if isinstance(cell, float) else str(cell) for cell in rows[-1].values())
+                    print("| " + " | ".join(cells) + " |", flush=True)
+    if output:
+        content = {"torch": torch.__version__, "rows": rows}
+        write_atomically(output / "precision.json", json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
