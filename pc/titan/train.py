@@ -168,7 +168,8 @@ class PCTrainer(torchtitan.train.Trainer):
             # folder with other tensors or another rotary base without a word.
             from pc.evaluate.hugging_face import require_start_folder
 
-            require_start_folder(checkpointer.initial_load_path, self.model_args)
+            folder = checkpointer.initial_load_path or self.job_config.model.hf_assets_path
+            require_start_folder(folder, self.model_args)
 
     def _request_stop(self, *_) -> None:
         self._stop_requested = True
