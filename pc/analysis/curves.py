@@ -1,6 +1,7 @@
 """Validation loss against tokens, and how many fewer tokens one run needs than another."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -122,6 +123,12 @@ def plot_validation(runs: Sequence[Run], output: Path) -> list[Path]:
                 color=f"C{i}",
                 fontsize=8,
             )
+    every = [run.series(VALIDATION) for run in runs]
+    early = max(series.tokens[-1] for series in every) / 10
+    shown = [v for s in every for t, v in zip(s.tokens, s.values, strict=True) if t >= early and math.isfinite(v)]
+    if len(shown) > 1 and max(shown) > min(shown):  # the first tenth falls so far that it would hide the rest
+        height = max(shown) - min(shown)
+        axes.set_ylim(min(shown) - 0.15 * height, max(shown) + 0.1 * height)
     axes.axhline(rows[0].final_loss, color="C0", linestyle=":", linewidth=1)
     axes.set_xlabel("training tokens")
     axes.set_ylabel("validation loss (nats per token)")

@@ -43,7 +43,7 @@ def plot_estimator_error(runs: Sequence[Run], output: Path) -> list[Path]:
         axes.set_title(BLOCK_TITLES[block])
         axes.set_xlabel("step")
     panels[0, 0].set_ylabel(r"$|s(W) - \|W\|_2| \,/\, \|W\|_2$")
-    panels[0, -1].legend(fontsize=7)
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
     return save(figure, output / "estimator_error")
 
 

@@ -42,7 +42,7 @@ def plot_histograms(all_spectra: Sequence[Spectra], layers: Sequence[int] | None
         row[0].set_ylabel("count per bin")
     for axes in panels[-1]:
         axes.set_xlabel(r"$\sigma / \sigma_\mathrm{max}$")
-    panels[0, -1].legend(fontsize=7)
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
     return save(figure, output / "histograms")
 
 
