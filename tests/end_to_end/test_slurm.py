@@ -1,0 +1,130 @@
+"""Sweeps and runs under a real SLURM on this machine: killed, stopped by signal, requeued, finished."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import slurm_cluster
+from pc.errors import UserError
+from pc.launch import runs
+from pc.launch.selection import select
+from pc.launch.slurm import Allocation, submit_sweep
+from pc.launch.sweep import Run, load
+from small_config import ROOT, write_small_config
+
+SECONDS = 600  # a quiet machine needs a sixth of it
+CPU = ["--gpus-per-node=0", "--sbatch=--time=15"]
+
+
+@pytest.fixture(scope="module")
+def slurm():
+    if program := slurm_cluster.missing_program():
+        pytest.skip(f"{program} is not installed; on Debian: apt-get install slurm-wlm munge")
+    with slurm_cluster.cluster() as environment:
+        yield environment
+
+
+@pytest.fixture
+def here(slurm, monkeypatch, tmp_path, tiny_shards):
+    """The repository as working directory, SLURM's programs on the PATH, and a config that takes seconds."""
+    monkeypatch.chdir(ROOT)
+    for key in ("SLURM_CONF", "PATH"):
+        monkeypatch.setenv(key, slurm[key])
+    monkeypatch.setenv("NGPU", "1")
+    return write_small_config(tmp_path / "small.toml", tiny_shards, steps=40, interval=4)
+
+
+def trainer_of(folder: Path) -> int:
+    """Process id of the rank that trains into `folder`."""
+    for process in Path("/proc").iterdir():
+        if process.name.isdecimal():
+            try:
+                words = (process / "cmdline").read_text().split("\0")
+            except OSError:
+                continue
+            if "pc.titan.train" in words and "torch.distributed.run" not in words:
+                if any(str(folder) in word for word in words):
+                    return int(process.name)
+    raise AssertionError(f"nothing trains into {folder}")
+
+
+def wait_for(condition, folder: Path) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        logs = [log.read_text()[-3000:] for log in folder.rglob("slurm/*.log")]
+        assert time.monotonic() < deadline, "\n".join(logs)
+        time.sleep(0.1)
+
+
+def job_field(job: str, field: str) -> str:
+    shown = subprocess.run(["scontrol", "show", "job", "--oneliner", job], capture_output=True, text=True).stdout
+    return next(word.partition("=")[2] for word in shown.split() if word.startswith(f"{field}="))
+
+
+def submit(config: Path, *words: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "scripts/slurm/submit.py", str(config), *CPU, *words]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_a_sweep_survives_a_killed_task(here, tmp_path):
+    (tmp_path / "lr.toml").write_text(
+        f'configs = ["small.toml"]\nfolder = "{tmp_path}/out"\n'
+        '[axes]\n"optimizer.lr" = { first = 1e-4, last = 1e-2, factor = 10 }\n'
+    )
+    sweep = load(tmp_path / "lr.toml")
+    said = submit_sweep(sweep, 0, Allocation(1, 0, ["--time=15"]))
+    job = said.removeprefix("job ").partition(":")[0]
+    victim = sweep.runs[0]
+    wait_for(lambda: runs.latest_checkpoint(victim.folder) >= 4, sweep.folder)
+    os.kill(trainer_of(victim.folder), signal.SIGKILL)
+    wait_for(lambda: all(runs.state_of(run).state == "finished" for run in sweep.runs), sweep.folder)
+
+    wait_for(lambda: job_field(f"{job}_0", "JobState") == "COMPLETED", sweep.folder)
+    assert [job_field(f"{job}_{index}", "Restarts") for index in range(3)] == ["1", "0", "0"]
+    log = (sweep.folder / "slurm" / f"lr-{job}_0.log").read_text()
+    assert "crash 1 since the last checkpoint; requeueing" in log
+    assert "Loading the checkpoint from" in log
+    assert "optimizer.lr = " in select(sweep)
+    chosen = tomllib.loads((sweep.folder / "selected-small.toml").read_text())
+    assert chosen["optimizer"]["lr"] in (1e-3, 1e-2)
+    assert submit_sweep(sweep, 0, Allocation(1, 0, [])) == "all 3 runs are finished"
+
+
+def test_a_run_that_is_signalled_saves_and_goes_on_exactly(here, tmp_path):
+    """USR2, as SLURM sends it before the time limit, at a step that no checkpoint interval would save."""
+    folder = tmp_path / "signalled"
+    said = submit(here, f"--job.dump_folder={folder}", "--checkpoint.interval=1000", "--training.steps=120")
+    assert said.returncode == 0, said.stderr
+    job = said.stdout.removeprefix("job ").partition(":")[0]
+    run = Run("signalled", str(here), (), folder)
+    wait_for(lambda: max(runs.read_metrics(folder)[0], default=0) >= 2, tmp_path)
+    subprocess.run(["scancel", "--signal=USR2", job], check=True)
+    wait_for(lambda: runs.latest_checkpoint(folder) > 0, tmp_path)
+    stopped_at = runs.latest_checkpoint(folder)
+    assert 2 <= stopped_at < 120
+    wait_for(lambda: runs.state_of(run).state == "finished", tmp_path)
+    wait_for(lambda: job_field(job, "JobState") == "COMPLETED", tmp_path)
+    assert job_field(job, "Restarts") == "1"
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    steps = [line.split(",")[0] for line in lines if '"loss"' in line]
+    assert len(steps) == len(set(steps)) == 120  # every step once: none lost, none repeated
+
+
+def test_a_wrong_config_is_not_queued(here, tmp_path):
+    said = submit(here, "--data.path=no-such-folder", "--training.global_batch_size=3", "--pc.blocks=x")
+    assert said.returncode == 2
+    assert "no-such-folder" in said.stderr and "global_batch_size" in said.stderr and "pc.blocks" in said.stderr
+    assert subprocess.run(["squeue", "-h"], capture_output=True, text=True).stdout == ""
+
+
+def test_sbatch_errors_reach_the_user(here, tmp_path):
+    sweep = tmp_path / "lr.toml"
+    sweep.write_text(f'configs = ["small.toml"]\nfolder = "{tmp_path}/out"\n[axes]\n"optimizer.lr" = [1e-3]\n')
+    with pytest.raises(UserError, match="nowhere"):
+        submit_sweep(load(sweep), 0, Allocation(1, 0, ["--partition=nowhere"]))

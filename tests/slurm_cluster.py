@@ -1,0 +1,127 @@
+"""A real SLURM on this machine for the length of a test: munge, controller and nodes on loopback."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
+FOLDERS = ["/usr/sbin", "/usr/local/sbin"]  # where Debian keeps daemons, and not on every user's PATH
+
+CONFIG = """
+ClusterName=local
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.sock,cred_expire=5
+CryptoType=crypto/munge
+CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobCompType=jobcomp/filetxt
+JobCompLoc={folder}/jobcomp.log
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+ReturnToService=2
+MinJobAge=3600
+KillWait=5
+MailProg=/bin/true
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=10
+"""
+
+
+def missing_program() -> str | None:
+    """Installs SLURM where CI may; the name of the first program that is missing then."""
+    path = os.pathsep.join([os.environ["PATH"], *FOLDERS])
+    missing = next((program for program in PROGRAMS if not shutil.which(program, path=path)), None)
+    if missing and os.environ.get("CI") == "true" and os.geteuid() == 0 and shutil.which("apt-get"):
+        for words in (["update"], ["install", "--yes", "--no-install-recommends", "slurm-wlm", "munge"]):
+            quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+            if subprocess.run(["apt-get", "--quiet", *words], env=quiet, capture_output=True, timeout=180).returncode:
+                return missing
+        missing = next((program for program in PROGRAMS if not shutil.which(program, path=path)), None)
+    return missing
+
+
+@contextlib.contextmanager
+def cluster(nodes: int = 1) -> Iterator[dict[str, str]]:
+    """Start it; gives the environment for sbatch and its like, in which SLURM_CONF lies among the logs.
+
+    Several nodes are several slurmd on this one machine, each with a port of its own.
+    """
+    # Not pytest's own folder: munge wants its socket where every user can reach it.
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))
+    folder.chmod(0o755)
+    (folder / "state").mkdir()
+    (folder / "key").write_bytes(os.urandom(128))
+    (folder / "key").chmod(0o400)
+    host, cores = socket.gethostname().split(".")[0], len(os.sched_getaffinity(0))
+    names = [host] if nodes == 1 else [f"{host}-{index}" for index in range(nodes)]
+    lines = [
+        f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={_free_port()} CPUs={cores} RealMemory=2000"
+        for name in names
+    ]
+    user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()
+    config = CONFIG.format(folder=folder, host=host, user=user, port=_free_port()).rsplit("PartitionName", 1)
+    (folder / "slurm.conf").write_text(config[0] + "\n".join(lines) + "\nPartitionName" + config[1])
+    # "disabled" is unknown to some versions; this plugin is never used with linuxproc
+    (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+    environment = {
+        **{key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_"))},
+        "SLURM_CONF": str(folder / "slurm.conf"),
+        "PATH": os.pathsep.join([os.environ["PATH"], *FOLDERS]),
+    }
+
+    def start(*words: str) -> None:
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=30)
+        assert done.returncode == 0, f"{words}: {done.stderr}"
+
+    try:
+        munge = {"key": "key-file", "munge.sock": "socket", "munged.pid": "pid-file", "munged.log": "log-file"}
+        start("munged", *[f"--{option}={folder / name}" for name, option in munge.items()], f"--seed-file={folder}/seed")
+        start("slurmctld", "-i")
+        for name in names:
+            start("slurmd", "-N", name)
+        _wait_for(lambda: _output(environment, "sinfo", "-h", "-o", "%T %D") == f"idle {nodes}", 30)
+        yield environment
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            subprocess.run(["scancel", f"--user={user}"], env=environment, timeout=30)
+            with contextlib.suppress(AssertionError):
+                _wait_for(lambda: not _output(environment, "squeue", "-h", "-t", "running,completing"), 20)
+        for file in [*folder.glob("slurmd-*.pid"), folder / "slurmctld.pid", folder / "munged.pid"]:
+            if file.exists():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(file.read_text()), signal.SIGTERM)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _output(environment: dict[str, str], *words: str) -> str:
+    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=30).stdout.strip()
+
+
+def _wait_for(condition, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "SLURM did not get there in time"
+        time.sleep(0.2)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
