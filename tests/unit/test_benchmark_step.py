@@ -1,0 +1,154 @@
+import gc
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import pc
+from tiny import add_tiny_flavor
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SHAPE = ["--flavor", "tiny", "--seq-len", "16", "--local-batch-size", "2", "--micro-batches", "3", "--rounds", "2"]
+
+
+@pytest.fixture
+def step(monkeypatch):
+    """The module benchmarks/step.py, with a tiny flavor."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    add_tiny_flavor()
+    import step
+
+    yield step
+    gc.enable()  # TorchTitan's trainer turns it off
+
+
+def _eager(rows):
+    return {
+        "baseline": rows.Variant(rows.ADAMW, rows.EAGER),
+        "pc": rows.Variant(rows.PC, rows.EAGER + rows.TF32),
+        "in graph": rows.Variant(rows.PC, rows.EAGER + rows.IN_GRAPH),
+        "stock": rows.Variant(rows.ADAMW, rows.EAGER, stock=True),
+        "muon pc": rows.Variant("1b_muon_pc.toml", rows.EAGER),
+    }
+
+
+def test_a_row_end_to_end(step, monkeypatch, tmp_path, capsys):
+    rows = sys.modules["rows"]
+    goals = (rows.Goal("time pc / baseline", "<=", 1e9), rows.Goal("extra peak GiB pc - baseline", "<=", 3.0))
+    monkeypatch.setitem(rows.ROWS, "all", rows.Row("every kind of variant", _eager(rows), micro_batches=3, goals=goals))
+    step.main(["all", *SHAPE, "--output", str(tmp_path)])
+    record = json.loads((tmp_path / "all.json").read_text())
+
+    order = re.findall(r"round (\d)/2: (.+) [\d.]+ s", capsys.readouterr().err)
+    assert order == [(str(i), name) for i in (1, 2) for name in _eager(rows)]  # A B A B
+    assert record["command"] == "python benchmarks/step.py all " + " ".join([*SHAPE, "--output", str(tmp_path)])
+    assert record["changed"] == {"flavor": "tiny", "seq_len": 16, "local_batch_size": 2}
+    assert record["versions"]["torchtitan"] and record["commit"] and record["date"]
+
+    variants = record["variants"]
+    own = {
+        "baseline": set(),
+        "stock": set(),
+        "pc": {"pull_back", "restore_raw", "materialise"},
+        "muon pc": {"pull_back", "restore_raw", "materialise"},
+        "in graph": {"PC in forward", "PC in backward", "power iteration"},
+    }
+    for name, variant in variants.items():
+        assert variant["tokens_per_step"] == 2 * 16 * 3
+        assert set(variant["parts"]) == {"forward", "backward", "optimizer", "rest"} | own[name]
+        for index, seconds in enumerate(variant["seconds"]):
+            parts = [values[index] for values in variant["parts"].values()]
+            assert all(part > 0 for part in parts), (name, variant["parts"])
+            assert sum(parts) == pytest.approx(seconds)
+    assert variants["pc"]["pc_state_gib"] > 0 == variants["baseline"]["pc_state_gib"]
+    # parameters, gradients and two moments are the same in both; PC adds raw W, u and v, and gamma
+    gammas = 4 * 4 * 8 / 2**30  # gamma, gradient and moments of eight matrices
+    extra = variants["pc"]["held_gib"] - variants["baseline"]["held_gib"]
+    assert extra == pytest.approx(variants["pc"]["pc_state_gib"] + gammas, rel=0.05)
+    assert variants["stock"]["held_gib"] == pytest.approx(variants["baseline"]["held_gib"], rel=0.02)
+    ratio = record["figures"]["time pc / baseline"]
+    ratios = [a / b for a, b in zip(variants["pc"]["seconds"], variants["baseline"]["seconds"], strict=True)]
+    assert (min(ratios), max(ratios)) == (ratio["smallest"], ratio["largest"])
+
+    printed = rows.table(tmp_path)
+    # goals hold for the row's own shapes, which these were not
+    assert re.search(r"\| all \| time pc / baseline \|  \| [\d.e+-]+ \(.*n = 2\) \|  \|", printed)
+    assert "| paper-batch | time pc / baseline | <= 1.003 | not run | |" in printed
+    record["changed"] = {}
+    (tmp_path / "all.json").write_text(json.dumps(record))
+    printed = rows.table(tmp_path)
+    assert re.search(r"\| all \| time pc / baseline \| <= 1000000000.0 \| .* \| yes \|", printed)
+    assert "| all | extra peak GiB pc - baseline | <= 3.0 | not measured | |" in printed
+
+
+def test_every_goal_is_a_figure_and_every_config_loads(step, tmp_path):
+    rows = sys.modules["rows"]
+    for name, row in rows.ROWS.items():
+        made_up = {
+            variant: {
+                "seconds": [1.0, 2.0], "peak_gib": [3.0, 3.0], "utilisation": 0.5, "pc_state_gib": 1.0,
+                "parts": {"forward": [0.5, 0.5], "pull_back": [0.1, 0.2]},
+            }
+            for variant in row.variants
+        }  # fmt: skip
+        found = step.figures(made_up)
+        assert {goal.figure for goal in row.goals} <= set(found), name
+        for variant in row.variants.values():
+            step.load_config(step.CONFIGS / variant.config, list(variant.overrides))
+
+
+def test_wrapping_is_undone(step):
+    class Schedule:
+        def work(self):
+            return 1
+
+    schedule = Schedule()
+    parts = step.Parts(None, step.Clock(is_gpu=False))
+    with step.contextlib.ExitStack() as undo:
+        parts._wrap(undo, schedule, "work", before="work", after="work")
+        parts._wrap(undo, pc.step, "power_iteration", before="q", after="q")
+        assert schedule.work() == 1 and "work" in vars(schedule)
+    assert "work" not in vars(schedule) and pc.step.power_iteration is pc.spectral.power_iteration
+    assert [part for part, *_ in parts._spans] == ["work"]
+
+
+def test_compiled_pc_is_the_same(step, monkeypatch):
+    # traced as ever, but not lowered, which takes half a minute
+    monkeypatch.setattr(step, "_compiled", lambda function: torch.compile(function, backend="eager", fullgraph=True))
+    weight = torch.randn(6, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    u, v = torch.eye(6, dtype=torch.float64)[0], torch.eye(9, dtype=torch.float64)[0]
+    config = pc.PCConfig()
+    expected = pc.step.effective_weight(weight, None, u, v, config)
+    with step.compiled_pc(True):
+        assert pc.step.effective_weight is not pc.effective_weight
+        torch.testing.assert_close(pc.step.effective_weight(weight, None, u, v, config), expected)
+    assert pc.step.effective_weight is pc.effective_weight
+
+
+def test_unknown_row(step, capsys):
+    with pytest.raises(SystemExit) as end:
+        step.main(["fastest"])
+    assert end.value.code == 2 and "ROW should be one of pc, paper-batch" in capsys.readouterr().err
+
+
+def test_emulated_tf32_rounds_to_ten_bits(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import precision
+
+    exact = torch.tensor([1.0, -1.5, 1 + 2.0**-10, 0.0, 3e38, -7e-30])
+    assert torch.equal(precision.round_to_tf32(exact[:4]), exact[:4])
+    values = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
+    relative = ((precision.round_to_tf32(values) - values) / values).abs()
+    assert 0.9 * 2**-11 < relative.max() <= 2**-11  # half of the last of ten bits
+    # ties go to even
+    ties = torch.tensor([1 + 2.0**-11, 1 + 3 * 2.0**-11])
+    assert precision.round_to_tf32(ties).tolist() == [1.0, 1 + 2.0**-9]
+    a, b = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(1))
+    with precision.EmulatedTF32():
+        product, fused = a @ b, torch.addmm(a, a, b)
+    rounded = precision.round_to_tf32(a) @ precision.round_to_tf32(b)
+    assert torch.equal(product, rounded) and not torch.equal(product, a @ b)
+    torch.testing.assert_close(fused, a + rounded, rtol=1e-6, atol=1e-6)
