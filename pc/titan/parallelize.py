@@ -74,6 +74,10 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobCo
             base_folder=job_config.job.dump_folder,
         )
     if compile_model:
+        if parallel_dims.tp_enabled and model.tok_embeddings is not None:
+            # Its output is a collective under way. Torch 2.13 loses the gradient of such an input of a compiled
+            # block, with FSDP in silence: the embedding would not train. Any operation waits for it.
+            model.tok_embeddings.register_forward_hook(lambda module, inputs, output: output.clone())
         apply_compile(model, job_config.compile)
     names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
     apply_fsdp(

@@ -1,8 +1,5 @@
 """Whole runs under every parallelism against one process: losses, validation, checkpoints that move between kinds."""
 
-import time
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -35,8 +32,6 @@ TOLERANCE = {"AdamW": 2e-6, "Muon": 1e-4}
 
 def _train_all(rank, config, cases):
     """Run each case, a list of overrides, in these processes; rank 0's losses as its console shows them."""
-    import torchtitan.train
-
     from pc.titan.metrics import PCMetricsProcessor
 
     shown = []
@@ -47,7 +42,6 @@ def _train_all(rank, config, cases):
         original(self, step, loss, *args, **kwargs)
 
     PCMetricsProcessor.log = log
-    torchtitan.train.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)  # 2 s at each end
     for overrides in cases:
         shown.append([])
         tiny.train(rank, config, overrides)

@@ -1,0 +1,85 @@
+"""Compiled blocks and activation checkpointing with PC: no graph break, no recompilation, the same losses.
+
+The compiler's front end alone (backend aot_eager), which is what can break or recompile; the tables of
+test_parallel_tables (soak) run the real back end.
+"""
+
+import pytest
+
+import tiny
+from ranks import run_ranks
+
+COMPILE = ["--compile.enable", "true", "--compile.components", "model", "--compile.backend", "aot_eager"]
+BASELINE = ["--pc.enable", "false"]
+MUON = ["--optimizer.name", "Muon"]
+FULL = ["--activation_checkpoint.mode", "full"]
+SELECTIVE = ["--activation_checkpoint.mode", "selective"]
+FORWARD = ["--pc.schedule", "forward"]
+TP2 = ["--parallelism.tensor_parallel_degree", "2"]
+PP2 = ["--parallelism.pipeline_parallel_degree", "2"]
+QUICK = ["--training.steps", "3", "--validation.enable", "false", "--checkpoint.enable", "false"]
+HEALTH = ["--health.freq", "2"]
+
+# Name, the method, what is added to it, graphs. All blocks share one, but
+# - with selective checkpointing every second block is checkpointed: one graph for each kind;
+# - where outputs are measured on some steps, those have a graph of their own (pc.titan.outputs).
+CASES = {
+    1: [
+        ("AdamW PC", [], [], 1),
+        ("AdamW PC, full AC", [], FULL, 1),
+        ("AdamW PC, selective AC", [], SELECTIVE, 2),
+        ("AdamW PC, outputs measured on some steps", [], HEALTH, 2),
+        ("Muon PC", MUON, [], 1),
+        ("AdamW PC in schedule forward", FORWARD, [], 1),
+        ("AdamW baseline", BASELINE, [], 1),
+    ],
+    2: [
+        ("FSDP2, full AC", [], FULL, 1),
+        ("TP2, Muon PC", MUON, TP2, 1),
+        ("TP2, AdamW baseline", BASELINE, TP2, 1),
+        ("PP2", [], PP2, 1),
+    ],
+}
+
+
+def _train_counted(rank, config, cases) -> list[tuple[int, dict]]:
+    """For each case the number of graphs that were compiled, and why they broke."""
+    import torch._dynamo
+    from torch._dynamo.utils import counters
+
+    results = []
+    for overrides in cases:
+        torch._dynamo.reset()
+        counters.clear()
+        tiny.train(rank, config, overrides)
+        results.append((counters["stats"]["unique_graphs"], dict(counters["graph_break"])))
+    return results
+
+
+@pytest.fixture(scope="module")
+def eager(tiny_shards, tmp_path_factory):
+    """Config, and run folders of one eager process without activation checkpointing by method."""
+    folder = tmp_path_factory.mktemp("compile")
+    config = tiny.write_config(folder / "tiny.toml", tiny_shards, folder / "run")
+    folders = {" ".join(method): folder / " ".join(method) for method in ([], MUON, FORWARD, BASELINE)}
+    cases = [[*QUICK, *method.split(), "--job.dump_folder", str(path)] for method, path in folders.items()]
+    assert run_ranks(1, _train_counted, config, cases)[0] == [(0, {})] * len(cases)
+    return config, folders
+
+
+@pytest.mark.parametrize("ranks", CASES)
+def test_no_break_no_recompilation_same_losses(eager, tmp_path, ranks):
+    config, eager_folders = eager
+    cases = [
+        [*QUICK, *COMPILE, *method, *added, "--job.dump_folder", str(tmp_path / name)]
+        for name, method, added, _ in CASES[ranks]
+    ]
+    for counts in run_ranks(ranks, _train_counted, config, cases):
+        for (name, *_, graphs), count in zip(CASES[ranks], counts, strict=True):
+            assert count == (graphs, {}), name
+    for name, method, *_ in CASES[ranks]:
+        # another order of float32 operations, 1e-7, grown by three steps; Muon: see test_parallelisms
+        tolerance = 1e-4 if method == MUON else 2e-6
+        for key in ("loss", "grad_norm"):
+            expected = tiny.metrics(eager_folders[" ".join(method)], key)
+            assert tiny.metrics(tmp_path / name, key) == pytest.approx(expected, rel=tolerance), (name, key)
