@@ -377,7 +377,7 @@ def about_this_run(command: list[str]) -> dict:
     return {
         "command": " ".join(["python benchmarks/step.py", *command]),
         "commit": git("rev-parse", "--short", "HEAD"),
-        "uncommitted": bool(git("status", "--porcelain", "--", "pc", "benchmarks/step.py", "train_configs")),
+        "uncommitted": bool(git("status", "--porcelain", "--", ":(glob)pc/*.py", "pc/titan", "benchmarks", "train_configs")),
         "date": datetime.date.today().isoformat(),
         "hardware": torch.cuda.get_device_name() if is_gpu else f"{len(os.sched_getaffinity(0))}-core CPU",
         "threads": torch.get_num_threads(),
