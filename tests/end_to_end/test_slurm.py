@@ -1,5 +1,6 @@
 """Sweeps and runs under a real SLURM on this machine: killed, stopped by signal, requeued, finished."""
 
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import slurm_cluster
+from made_runs import make_evaluation_data, make_shards
 from pc.errors import UserError
 from pc.launch import runs
 from pc.launch.selection import select
@@ -128,3 +130,29 @@ def test_sbatch_errors_reach_the_user(here, tmp_path):
     sweep.write_text(f'configs = ["small.toml"]\nfolder = "{tmp_path}/out"\n[axes]\n"optimizer.lr" = [1e-3]\n')
     with pytest.raises(UserError, match="nowhere"):
         submit_sweep(load(sweep), 0, Allocation(1, 0, ["--partition=nowhere"]))
+
+
+@pytest.mark.soak
+def test_two_nodes_train_one_run_and_a_job_behind_it_scores_it(tmp_path, monkeypatch):
+    if program := slurm_cluster.missing_program():
+        pytest.skip(f"{program} is not installed; on Debian: apt-get install slurm-wlm munge")
+    shards = make_shards(tmp_path / "text")
+    config = write_small_config(tmp_path / "small.toml", shards, steps=4, interval=2)
+    evaluation = make_evaluation_data(tmp_path / "evals")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("NGPU", "1")
+    folder = tmp_path / "run"
+    with slurm_cluster.cluster(nodes=2) as environment:
+        for key in ("SLURM_CONF", "PATH"):
+            monkeypatch.setenv(key, environment[key])
+        words = ["--nodes=2", f"--score=--data {evaluation} --tasks piqa", "--training.local_batch_size=1", "--model.vocab_size=32000"]
+        said = submit(config, *words, f"--job.dump_folder={folder}")
+        assert said.returncode == 0, said.stderr
+        train, score = [line.removeprefix("job ").partition(":")[0] for line in said.stdout.splitlines()]
+        wait_for(lambda: job_field(score, "JobState") in ("COMPLETED", "FAILED"), tmp_path)
+        log = "".join(file.read_text() for file in folder.glob("slurm/score-*.log"))
+        assert job_field(score, "JobState") == "COMPLETED", log
+        assert job_field(train, "JobState") == "COMPLETED" and job_field(train, "NumNodes") == "2"
+    assert json.loads((folder / "environment.json").read_text())["world_size"] == 2
+    assert (folder / "hugging_face" / "step-4" / "config.json").exists()
+    assert "piqa" in log or list((folder / "scores").rglob("*.md"))
