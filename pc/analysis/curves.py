@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pc.analysis.runs import Run, Series
+from pc.analysis.runs import Run, Series, short_tokens
 from pc.files import write_atomically
 from pc.plots import save, subplots
 
@@ -86,10 +86,10 @@ def table(rows: Sequence[Comparison]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        reached = "never" if row.reached_at_tokens is None else _tokens(row.reached_at_tokens)
+        reached = "never" if row.reached_at_tokens is None else short_tokens(row.reached_at_tokens)
         speedup = "-" if row.speedup is None else f"{row.speedup:.2f}x"
         text.append(
-            f"| {row.name} | {row.steps:,} | {_tokens(row.tokens)} | {row.final_loss:.4f} | "
+            f"| {row.name} | {row.steps:,} | {short_tokens(row.tokens)} | {row.final_loss:.4f} | "
             f"{row.difference:+.4f} | {reached} | {speedup} |"
         )
     text.append("")
@@ -132,7 +132,7 @@ def plot_validation(runs: Sequence[Run], output: Path) -> list[Path]:
     axes.axhline(rows[0].final_loss, color="C0", linestyle=":", linewidth=1)
     axes.set_xlabel("training tokens")
     axes.set_ylabel("validation loss (nats per token)")
-    axes.xaxis.set_major_formatter(lambda value, _: _tokens(value))
+    axes.xaxis.set_major_formatter(lambda value, _: short_tokens(value))
     axes.legend()
     return save(figure, output / "validation_loss")
 
@@ -143,10 +143,3 @@ def write_comparison(runs: Sequence[Run], output: Path) -> list[Path]:
     write_atomically(output / "summary.md", table(rows))
     write_atomically(output / "summary.json", json.dumps([asdict(row) for row in rows], indent=2) + "\n")
     return [*plot_validation(runs, output), output / "summary.md", output / "summary.json"]
-
-
-def _tokens(number: float) -> str:
-    for size, suffix in ((1e9, " B"), (1e6, " M"), (1e3, " k")):
-        if number >= size:
-            return f"{number / size:.3g}{suffix}"
-    return f"{number:.0f}"

@@ -4,7 +4,9 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from pc.analysis.runs import Run, Series
+from matplotlib.ticker import MaxNLocator
+
+from pc.analysis.runs import Run, Series, short_tokens
 from pc.errors import UserError
 from pc.plots import save, subplots
 
@@ -70,6 +72,8 @@ def plot_gmcn(runs: Sequence[Run], output: Path) -> list[Path]:
             axes.plot(series.tokens, series.values, marker=".", color=f"C{i}", label=run.name)
         axes.set_title(title)
         axes.set_xlabel("training tokens")
+        axes.xaxis.set_major_formatter(lambda value, _: short_tokens(value))
+        axes.xaxis.set_major_locator(MaxNLocator(4))
         axes.set_ylabel(r"$\tilde\kappa$")
     panels[0].legend()
     return save(figure, output / "gmcn")
