@@ -69,7 +69,9 @@ def check(path: str | Path, overrides: Sequence[str], world_size: int, *, needs_
 def _model_args(config: JobConfig) -> Llama2Args:
     if config.model.flavor not in FLAVORS:
         raise UserError(f"model.flavor = {config.model.flavor!r} should be one of {', '.join(FLAVORS)}")
-    return replace(FLAVORS[config.model.flavor], vocab_size=config.model.vocab_size, max_seq_len=config.training.seq_len)
+    return replace(
+        FLAVORS[config.model.flavor], vocab_size=config.model.vocab_size, max_seq_len=config.training.seq_len
+    )
 
 
 def _tried(report: Report, function, *arguments):
@@ -90,15 +92,16 @@ def _data_parallel_size(report: Report, config: JobConfig, world_size: int) -> i
     )
     if world_size % model_parallel:
         report.errors.append(
-            f"{world_size} GPUs are no multiple of tensor x pipeline x context parallel degree = {model_parallel}"
+            f"{world_size} GPUs are no multiple of tensor x pipeline x context parallel degree = "
+            f"{model_parallel}"
         )
         return None
     data_parallel = world_size // model_parallel
     replicas, shards = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
     if shards != -1 and replicas * shards != data_parallel:
         report.errors.append(
-            f"parallelism.data_parallel_replicate_degree {replicas} x data_parallel_shard_degree {shards} should be "
-            f"{data_parallel} on {world_size} GPUs; data_parallel_shard_degree = -1 takes what is left"
+            f"parallelism.data_parallel_replicate_degree {replicas} x data_parallel_shard_degree {shards} "
+            f"should be {data_parallel} on {world_size} GPUs; data_parallel_shard_degree = -1 takes the rest"
         )
         return None
     if data_parallel % replicas:
@@ -122,8 +125,8 @@ def _check_batch(report: Report, config: JobConfig, data_parallel: int) -> None:
     report.facts += [
         (
             "batch",
-            f"{sequences} sequences = {training.local_batch_size} per GPU x {data_parallel} data-parallel ranks "
-            f"x {accumulation} micro-batches, {tokens:,} tokens",
+            f"{sequences} sequences = {training.local_batch_size} per GPU x {data_parallel} data-parallel "
+            f"ranks x {accumulation} micro-batches, {tokens:,} tokens",
         ),
         ("steps", f"{training.steps:,}, warmup {config.lr_scheduler.warmup_steps:,}"),
         ("tokens", f"{training.steps * tokens / 1e9:,.4g} G"),
@@ -158,7 +161,8 @@ def _check_schedule(report: Report, config: JobConfig) -> None:
         report.errors.append(f"optimizer.lr = {config.optimizer.lr} should be above 0")
     if not 0 <= config.lr_scheduler.warmup_steps <= steps:
         report.errors.append(
-            f"lr_scheduler.warmup_steps = {config.lr_scheduler.warmup_steps} should be between 0 and training.steps {steps}"
+            f"lr_scheduler.warmup_steps = {config.lr_scheduler.warmup_steps} should be between 0 and "
+            f"training.steps {steps}"
         )
     if config.validation.enable and config.validation.freq < 1:
         report.errors.append(f"validation.freq = {config.validation.freq} should be at least 1")
@@ -170,7 +174,9 @@ def _check_schedule(report: Report, config: JobConfig) -> None:
     if config.checkpoint.keep_latest_k < 0:
         report.errors.append("checkpoint.keep_latest_k should be 0 (keep all) or at least 2")
     if config.checkpoint.last_save_model_only:
-        report.warnings.append("checkpoint.last_save_model_only is true: the last checkpoint cannot be resumed")
+        report.warnings.append(
+            "checkpoint.last_save_model_only is true: the last checkpoint cannot be resumed"
+        )
 
 
 def _check_model(report: Report, config: JobConfig, model_args: Llama2Args) -> memory.Sizes | None:
@@ -180,10 +186,14 @@ def _check_model(report: Report, config: JobConfig, model_args: Llama2Args) -> m
     if config.pc.enable and _tried(report, _attach, model, config) is None:
         return None
     sizes = memory.sizes_of(model)
-    report.facts.append(("parameters", f"{parameters:,}, {parameters - sizes.outside_blocks:,} without embedding and head"))
+    report.facts.append(
+        ("parameters", f"{parameters:,}, {parameters - sizes.outside_blocks:,} without embedding and head")
+    )
     if config.pc.enable:
         share = sizes.preconditioned / parameters
-        report.facts.append(("preconditioned", f"{sizes.preconditioned:,} weights ({share:.0%}), level {config.pc.level}"))
+        report.facts.append(
+            ("preconditioned", f"{sizes.preconditioned:,} weights ({share:.0%}), level {config.pc.level}")
+        )
     return sizes
 
 
@@ -200,15 +210,23 @@ def _check_memory(
         sizes,
         optimizer=config.optimizer.name,
         schedule=schedule,
-        shards=data_parallel // parallelism.data_parallel_replicate_degree * parallelism.context_parallel_degree,
+        shards=data_parallel
+        // parallelism.data_parallel_replicate_degree
+        * parallelism.context_parallel_degree,
         tensor_parallel=parallelism.tensor_parallel_degree,
         pipeline_parallel=parallelism.pipeline_parallel_degree,
-        tokens=config.training.local_batch_size * config.training.seq_len // parallelism.context_parallel_degree,
+        tokens=config.training.local_batch_size
+        * config.training.seq_len
+        // parallelism.context_parallel_degree,
         activation_checkpoint=config.activation_checkpoint.mode,
-        compute_bytes=memory.BFLOAT16 if config.training.mixed_precision_param == "bfloat16" else memory.FLOAT32,
+        compute_bytes=memory.BFLOAT16
+        if config.training.mixed_precision_param == "bfloat16"
+        else memory.FLOAT32,
     )
     listed = ", ".join(f"{part} {size:.2f}" for part, size in parts.items())
-    report.facts.append(("memory per GPU", f"{sum(parts.values()):.1f} GiB estimated at {world_size} GPUs: {listed}"))
+    report.facts.append(
+        ("memory per GPU", f"{sum(parts.values()):.1f} GiB estimated at {world_size} GPUs: {listed}")
+    )
     if not config.checkpoint.enable:
         return
     size = memory.checkpoint_bytes(sizes, optimizer=config.optimizer.name, schedule=schedule)
@@ -216,13 +234,17 @@ def _check_memory(
     kept += bool(config.checkpoint.keep_latest_k)  # one more while it is being written
     needed = size * kept
     report.facts.append(
-        ("checkpoint disk", f"{needed / memory.GIB:.1f} GiB: {kept} checkpoints of {size / memory.GIB:.2f} GiB in {folder}")
+        (
+            "checkpoint disk",
+            f"{needed / memory.GIB:.1f} GiB: {kept} checkpoints of {size / memory.GIB:.2f} GiB in {folder}",
+        )
     )
     existing = next(parent for parent in [folder, *folder.absolute().parents] if parent.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:
         report.warnings.append(
-            f"{existing} has {free / memory.GIB:.1f} GiB free, the checkpoints need {needed / memory.GIB:.1f} GiB"
+            f"{existing} has {free / memory.GIB:.1f} GiB free, "
+            f"the checkpoints need {needed / memory.GIB:.1f} GiB"
         )
 
 
@@ -245,16 +267,24 @@ def _check_data(report: Report, config: JobConfig, vocab_size: int, needs_data: 
     seq_len = config.training.seq_len
     if train:
         tokens = train.tokens("train")
-        report.facts.append(("training data", f"{train.folder}: {tokens:,} tokens, tokenizer {train.tokenizer.name}"))
+        report.facts.append(
+            ("training data", f"{train.folder}: {tokens:,} tokens, tokenizer {train.tokenizer.name}")
+        )
         if tokens <= seq_len:
-            report.errors.append(f"{train.folder} has {tokens} training tokens, too few for seq_len {seq_len}")
+            report.errors.append(
+                f"{train.folder} has {tokens} training tokens, too few for seq_len {seq_len}"
+            )
         batch = config.training.global_batch_size
         wanted = config.training.steps * max(batch, config.training.local_batch_size) * seq_len
         if seq_len < tokens < wanted:
-            report.warnings.append(f"the run reads its {tokens:,} training tokens {wanted / tokens:.1f} times")
+            report.warnings.append(
+                f"the run reads its {tokens:,} training tokens {wanted / tokens:.1f} times"
+            )
     if validation and config.validation.enable:
         sequences = max(0, validation.tokens("validation") - 1) // seq_len
-        report.facts.append(("validation data", f"{min(sequences, config.data.validation_sequences)} sequences of {seq_len}"))
+        report.facts.append(
+            ("validation data", f"{min(sequences, config.data.validation_sequences)} sequences of {seq_len}")
+        )
         if sequences == 0:
             report.errors.append(f"{validation.folder} has no validation sequence of {seq_len} tokens")
         elif sequences < config.data.validation_sequences:
@@ -283,7 +313,9 @@ def check_or_raise(path: str | Path, overrides: Sequence[str], world_size: int) 
 
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Check a config without a GPU: names, types, sizes, data, memory, disk.")
+    parser = argparse.ArgumentParser(
+        description="Check a config without a GPU: names, types, sizes, data, memory, disk."
+    )
     parser.add_argument("config", help="TOML file of the run")
     parser.add_argument("--world-size", type=int, default=8, help="GPUs in all (default 8)")
     parser.add_argument("--no-data", action="store_true", help="missing data are a warning, not an error")

@@ -46,8 +46,16 @@ def start(config: str, overrides: Sequence[str], folder: Path, processes: int) -
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return subprocess.Popen([sys.executable, "-m", "pc.titan.train", config, *overrides], env=environment | alone)
+    alone = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "pc.titan.train", config, *overrides], env=environment | alone
+    )
 
 
 def fetch_demo_data(resolved: dict) -> None:

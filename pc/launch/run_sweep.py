@@ -76,7 +76,10 @@ def _wait(trainer: subprocess.Popen, run: Run, label: str) -> None:
                 training, _ = runs.read_metrics(run.folder)
                 if training and max(training) != shown:
                     shown = max(training)
-                    print(f"{label}: step {shown}  loss {training[shown].get('loss', float('nan')):.4f}", flush=True)
+                    print(
+                        f"{label}: step {shown}  loss {training[shown].get('loss', float('nan')):.4f}",
+                        flush=True,
+                    )
     except KeyboardInterrupt:
         trainer.wait()  # Ctrl-C reached it too
         sys.exit(130)

@@ -1,11 +1,11 @@
 """Sweeps as data: base configs, axes and seeds in a TOML; their product is the list of runs.
 
-    configs = ["../271m_adamw_baseline.toml"]     # relative to the sweep's file
-    seeds = [0, 1]                                # optional
+configs = ["../271m_adamw_baseline.toml"]     # relative to the sweep's file
+seeds = [0, 1]                                # optional
 
-    [axes]                                        # quoted: the dot belongs to the name
-    "optimizer.lr" = { first = 3e-4, last = 3.394e-3 }        # geometric, factor = sqrt(2)
-    "pc.level" = [1, 2, 3, 4]
+[axes]                                        # quoted: the dot belongs to the name
+"optimizer.lr" = { first = 3e-4, last = 3.394e-3 }        # geometric, factor = sqrt(2)
+"pc.level" = [1, 2, 3, 4]
 """
 
 import itertools
@@ -140,7 +140,9 @@ def begin(sweep: Sweep) -> Path:
     Runs that were made under other configs must not be compared with new ones.
     """
     files = {str(file): sha256_of(file) for run in sweep.runs for file in chain(run.config)}
-    listed = [{"name": run.name, "config": run.config, "overrides": list(run.overrides)} for run in sweep.runs]
+    listed = [
+        {"name": run.name, "config": run.config, "overrides": list(run.overrides)} for run in sweep.runs
+    ]
     plan = {"files": files, "runs": listed}
     destination = sweep.folder / "runs.json"
     if destination.exists():
@@ -150,7 +152,7 @@ def begin(sweep: Sweep) -> Path:
             what = ", ".join(changed) or str(sweep.path)
             raise UserError(
                 f"{what} changed since the sweep in {sweep.folder} began; "
-                "put the files back, or give the sweep another folder = \"...\""
+                'put the files back, or give the sweep another folder = "..."'
             )
     else:
         write_atomically(destination, json.dumps(plan, indent=1) + "\n")
@@ -194,7 +196,9 @@ def _axis_values(path: Path, key: str, axis: list | dict[str, float]) -> list:
         raise UserError(
             f'{path}: axes."{key}" should be a list or {{ first, last, factor }}, not {sorted(axis)}'
         )
-    return geometric_grid(axis["first"], axis["last"], axis.get("factor", math.sqrt(2)), f'{path}: axes."{key}"')
+    return geometric_grid(
+        axis["first"], axis["last"], axis.get("factor", math.sqrt(2)), f'{path}: axes."{key}"'
+    )
 
 
 def geometric_grid(first: float, last: float, factor: float, where: str) -> list[float]:

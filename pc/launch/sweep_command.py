@@ -9,7 +9,9 @@ from pc.launch.sweep import load, plan_text
 
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Run the training runs that a sweep's TOML describes, and choose the best.")
+    parser = argparse.ArgumentParser(
+        description="Run the training runs that a sweep's TOML describes, and choose the best."
+    )
     actions = parser.add_subparsers(dest="action", required=True)
     described = {
         "plan": "print the runs, their tokens and GPU-hours",
@@ -18,7 +20,9 @@ def main() -> None:
         "status": "how far every run is, and why one failed",
         "select": "choose the stable run with the lowest final metric",
     }
-    commands = {name: actions.add_parser(name, help=text, description=text) for name, text in described.items()}
+    commands = {
+        name: actions.add_parser(name, help=text, description=text) for name, text in described.items()
+    }
     for command in commands.values():
         command.add_argument("sweep", help="TOML file of the sweep")
     commands["plan"].add_argument(

@@ -10,15 +10,15 @@ import tomllib
 from pathlib import Path
 
 import pytest
-
 import slurm_cluster
 from made_runs import make_evaluation_data, make_shards
+from small_config import ROOT, write_small_config
+
 from pc.errors import UserError
 from pc.launch import runs
 from pc.launch.selection import select
 from pc.launch.slurm import Allocation, submit_sweep
 from pc.launch.sweep import Run, load
-from small_config import ROOT, write_small_config
 
 SECONDS = 600  # a quiet machine needs a sixth of it
 CPU = ["--gpus-per-node=0", "--sbatch=--time=15"]
@@ -65,7 +65,9 @@ def wait_for(condition, folder: Path) -> None:
 
 
 def job_field(job: str, field: str) -> str:
-    shown = subprocess.run(["scontrol", "show", "job", "--oneliner", job], capture_output=True, text=True).stdout
+    shown = subprocess.run(
+        ["scontrol", "show", "job", "--oneliner", job], capture_output=True, text=True
+    ).stdout
     return next(word.partition("=")[2] for word in shown.split() if word.startswith(f"{field}="))
 
 
@@ -121,13 +123,17 @@ def test_a_run_that_is_signalled_saves_and_goes_on_exactly(here, tmp_path):
 def test_a_wrong_config_is_not_queued(here, tmp_path):
     said = submit(here, "--data.path=no-such-folder", "--training.global_batch_size=3", "--pc.blocks=x")
     assert said.returncode == 2
-    assert "no-such-folder" in said.stderr and "global_batch_size" in said.stderr and "pc.blocks" in said.stderr
+    assert (
+        "no-such-folder" in said.stderr and "global_batch_size" in said.stderr and "pc.blocks" in said.stderr
+    )
     assert subprocess.run(["squeue", "-h"], capture_output=True, text=True).stdout == ""
 
 
 def test_sbatch_errors_reach_the_user(here, tmp_path):
     sweep = tmp_path / "lr.toml"
-    sweep.write_text(f'configs = ["small.toml"]\nfolder = "{tmp_path}/out"\n[axes]\n"optimizer.lr" = [1e-3]\n')
+    sweep.write_text(
+        f'configs = ["small.toml"]\nfolder = "{tmp_path}/out"\n[axes]\n"optimizer.lr" = [1e-3]\n'
+    )
     with pytest.raises(UserError, match="nowhere"):
         submit_sweep(load(sweep), 0, Allocation(1, 0, ["--partition=nowhere"]))
 
@@ -145,7 +151,12 @@ def test_two_nodes_train_one_run_and_a_job_behind_it_scores_it(tmp_path, monkeyp
     with slurm_cluster.cluster(nodes=2) as environment:
         for key in ("SLURM_CONF", "PATH"):
             monkeypatch.setenv(key, environment[key])
-        words = ["--nodes=2", f"--score=--data {evaluation} --tasks piqa", "--training.local_batch_size=1", "--model.vocab_size=32000"]
+        words = [
+            "--nodes=2",
+            f"--score=--data {evaluation} --tasks piqa",
+            "--training.local_batch_size=1",
+            "--model.vocab_size=32000",
+        ]
         said = submit(config, *words, f"--job.dump_folder={folder}")
         assert said.returncode == 0, said.stderr
         train, score = [line.removeprefix("job ").partition(":")[0] for line in said.stdout.splitlines()]

@@ -10,11 +10,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from small_config import ROOT, write_small_config
 
 from pc.launch import runs
 from pc.launch.sweep import load
 from pc.launch.sweep_command import main
-from small_config import ROOT, write_small_config
 
 
 @pytest.fixture
@@ -49,7 +49,9 @@ def test_a_killed_sweep_finishes_when_repeated_and_selects(sweep_file, tmp_path)
     sweep = load(sweep_file)
     first, second, third = sweep.runs
     with open(tmp_path / "first_attempt.log", "w") as log:
-        attempt = subprocess.Popen(command("run", sweep_file), cwd=ROOT, env=environment(), stdout=log, stderr=log)
+        attempt = subprocess.Popen(
+            command("run", sweep_file), cwd=ROOT, env=environment(), stdout=log, stderr=log
+        )
         deadline = time.monotonic() + 240
         while runs.latest_checkpoint(second.folder) < 4:
             assert attempt.poll() is None, (tmp_path / "first_attempt.log").read_text()
@@ -63,14 +65,19 @@ def test_a_killed_sweep_finishes_when_repeated_and_selects(sweep_file, tmp_path)
     reached = runs.latest_checkpoint(second.folder)
     assert 4 <= reached < 40
 
-    repeated = subprocess.run(command("run", sweep_file), cwd=ROOT, env=environment(), capture_output=True, text=True)
+    repeated = subprocess.run(
+        command("run", sweep_file), cwd=ROOT, env=environment(), capture_output=True, text=True
+    )
     assert repeated.returncode == 0, repeated.stdout + repeated.stderr
     assert f"[1/3] {first.name}: finished before" in repeated.stdout
     assert f"[2/3] {second.name}: from step {reached}" in repeated.stdout
     assert [runs.state_of(run).state for run in sweep.runs] == ["finished"] * 3
     assert (first.folder / "metrics.jsonl").read_bytes() == first_metrics  # not trained twice
     lines = [json.loads(line) for line in (second.folder / "metrics.jsonl").read_text().splitlines()]
-    assert max(sum(line["step"] == step and "loss" in line for line in lines) for step in range(1, reached + 1)) == 1
+    assert (
+        max(sum(line["step"] == step and "loss" in line for line in lines) for step in range(1, reached + 1))
+        == 1
+    )
     results = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
     assert [result["settings"]["optimizer.lr"] for result in results] == [1e-4, 1e-3, 1e-2]
     assert all(result["tokens"] == 40 * 2 * 32 for result in results)
@@ -104,7 +111,11 @@ def test_a_failed_run_is_reported_with_its_reason(sweep_file, tmp_path, monkeypa
     [
         ("plan", "no-such.toml", "error: no-such.toml: no such file"),
         ("run", "train_configs/debug.toml", "error: train_configs/debug.toml: unknown key"),
-        ("select", "train_configs/sweeps/pc_level.toml", "error: train_configs/sweeps/pc_level.toml: no run has finished"),
+        (
+            "select",
+            "train_configs/sweeps/pc_level.toml",
+            "error: train_configs/sweeps/pc_level.toml: no run has finished",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(action, file, said, monkeypatch, capsys):

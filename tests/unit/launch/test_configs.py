@@ -44,7 +44,11 @@ def test_main_configs_hold_the_papers_numbers(name):
     assert (config.optimizer.name, config.optimizer.lr) == (optimizer, lr)
     assert (config.optimizer.beta1, config.optimizer.beta2, config.optimizer.eps) == (0.9, 0.95, 1e-8)
     assert config.optimizer.weight_decay == 0.1
-    assert (config.optimizer.muon_momentum, config.optimizer.muon_nesterov, config.optimizer.muon_steps) == (0.95, True, 5)
+    assert (config.optimizer.muon_momentum, config.optimizer.muon_nesterov, config.optimizer.muon_steps) == (
+        0.95,
+        True,
+        5,
+    )
     assert config.optimizer.muon_adjust_lr == "match_rms_adamw"
     assert (training.seq_len, training.global_batch_size, training.local_batch_size) == (8192, 320, local)
     assert accumulation_steps(320, local, 8) == accumulation
@@ -66,7 +70,9 @@ def test_every_main_config_is_in_the_table():
 
 
 @pytest.mark.parametrize("world_size", [8, 4, 2, 1])
-@pytest.mark.parametrize("path", [path for path in CONFIGS if path.stem != "base"], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [path for path in CONFIGS if path.stem != "base"], ids=lambda path: path.stem
+)
 def test_every_config_dry_runs_on_8_4_2_and_1_gpus(path, world_size, monkeypatch):
     monkeypatch.chdir(ROOT)
     report = check(path, [], world_size, needs_data=False)
@@ -76,7 +82,10 @@ def test_every_config_dry_runs_on_8_4_2_and_1_gpus(path, world_size, monkeypatch
 
 
 def test_base_alone_resolves():
-    assert to_config(resolve(ROOT / "train_configs" / "base.toml", [], JobConfig), JobConfig).model.name == "pc_llama2"
+    assert (
+        to_config(resolve(ROOT / "train_configs" / "base.toml", [], JobConfig), JobConfig).model.name
+        == "pc_llama2"
+    )
 
 
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
@@ -101,11 +110,15 @@ def test_lr_grids_are_the_papers(name, lrs):
     assert [run.settings["optimizer.lr"] for run in sweep.runs] == pytest.approx(lrs, rel=5e-4)
     selected = resolve(ROOT / "train_configs" / f"{name.removesuffix('_lr')}_baseline.toml", [], JobConfig)
     # the paper's choice lies on its grid
-    assert any(run.settings["optimizer.lr"] == pytest.approx(selected["optimizer"]["lr"], rel=5e-4) for run in sweep.runs)
+    assert any(
+        run.settings["optimizer.lr"] == pytest.approx(selected["optimizer"]["lr"], rel=5e-4)
+        for run in sweep.runs
+    )
 
 
 @pytest.mark.parametrize(
-    "name, count", [("pc_level", 8), ("pc_blocks", 16), ("recovery_gamma", 4), ("polar_express", 2), ("1b_no_gamma", 1)]
+    "name, count",
+    [("pc_level", 8), ("pc_blocks", 16), ("recovery_gamma", 4), ("polar_express", 2), ("1b_no_gamma", 1)],
 )
 def test_ablations_have_the_papers_size(name, count):
     assert len(load(ROOT / "train_configs" / "sweeps" / f"{name}.toml").runs) == count

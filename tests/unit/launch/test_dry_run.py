@@ -1,11 +1,11 @@
 """The dry run finds what is wrong, and its sums are right."""
 
 import pytest
+from small_config import ROOT
 
 from pc.errors import UserError
 from pc.launch import memory
 from pc.launch.dry_run import check, check_or_raise
-from small_config import ROOT
 
 CONFIG = ROOT / "train_configs" / "1b_adamw_pc.toml"
 
@@ -15,10 +15,18 @@ CONFIG = ROOT / "train_configs" / "1b_adamw_pc.toml"
     [
         (["--model.flavor=3B"], 8, "model.flavor = '3B' should be one of"),
         ([], 3, "Nearest that fit: global_batch_size 312 or 324"),
-        (["--parallelism.tensor_parallel_degree=3"], 8, "8 GPUs are no multiple of tensor x pipeline x context"),
+        (
+            ["--parallelism.tensor_parallel_degree=3"],
+            8,
+            "8 GPUs are no multiple of tensor x pipeline x context",
+        ),
         (["--parallelism.tensor_parallel_degree=32"], 32, "should divide the 16 heads"),
         (["--parallelism.data_parallel_replicate_degree=3"], 8, "should divide the 8 data-parallel ranks"),
-        (["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=8"], 8, "should be 8"),
+        (
+            ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=8"],
+            8,
+            "should be 8",
+        ),
         (["--training.steps=0"], 8, "training.steps = 0 should be at least 1"),
         (["--lr_scheduler.warmup_steps=70000"], 8, "lr_scheduler.warmup_steps"),
         (["--optimizer.lr=0"], 8, "optimizer.lr = 0.0 should be above 0"),
@@ -67,8 +75,8 @@ def test_data_are_checked_against_the_model(tiny_shards):
 
 # Two blocks of one matrix each, an embedding and a head: small enough to add up by hand.
 SIZES = memory.Sizes(
-    total=1000, hidden_matrices=600, preconditioned=400, largest_block=300, outside_blocks=400, dim=10, ffn_dim=30,
-    layers=2, vocabulary=50,
+    total=1000, hidden_matrices=600, preconditioned=400, largest_block=300, outside_blocks=400,
+    dim=10, ffn_dim=30, layers=2, vocabulary=50,
 )  # fmt: skip
 
 
@@ -77,7 +85,9 @@ def estimate(**changes):
         "optimizer": "AdamW", "schedule": "step", "shards": 1, "tensor_parallel": 1, "pipeline_parallel": 1,
         "tokens": 7, "activation_checkpoint": "none", "compute_bytes": 2,
     }  # fmt: skip
-    return {part: round(size * memory.GIB) for part, size in memory.per_gpu(SIZES, **arguments | changes).items()}
+    return {
+        part: round(size * memory.GIB) for part, size in memory.per_gpu(SIZES, **arguments | changes).items()
+    }
 
 
 def test_memory_by_hand():

@@ -22,7 +22,8 @@ def sweep(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.toml").write_text("[training]\nsteps = 40\n")
     (tmp_path / "sweep.toml").write_text(
-        'configs = ["tiny.toml"]\nfolder = "out"\n[axes]\n"optimizer.lr" = { first = 1e-3, last = 8e-3, factor = 2 }\n'
+        'configs = ["tiny.toml"]\nfolder = "out"\n'
+        '[axes]\n"optimizer.lr" = { first = 1e-3, last = 8e-3, factor = 2 }\n'
     )
     return load(tmp_path / "sweep.toml")
 
@@ -97,7 +98,9 @@ def test_nothing_stable_selects_nothing(sweep, tmp_path):
 
 def test_a_metric_that_no_run_wrote(sweep, tmp_path):
     write_run(sweep.runs[0], 4.0)
-    (tmp_path / "sweep.toml").write_text((tmp_path / "sweep.toml").read_text() + '[select]\nmetric = "accuracy"\n')
+    (tmp_path / "sweep.toml").write_text(
+        (tmp_path / "sweep.toml").read_text() + '[select]\nmetric = "accuracy"\n'
+    )
     with pytest.raises(UserError, match="select.metric = 'accuracy' was written by no run"):
         select(load(tmp_path / "sweep.toml"))
 
@@ -123,7 +126,12 @@ def test_seeds_are_averaged_and_must_all_finish(tmp_path, monkeypatch):
 
 
 def test_the_last_line_of_a_step_wins_and_half_a_line_is_none(tmp_path):
-    lines = ['{"step": 1, "loss": 5.0}', '{"step": 2, "loss": 4.0}', '{"step": 2, "loss": 3.0}', '{"step": 3, "lo']
+    lines = [
+        '{"step": 1, "loss": 5.0}',
+        '{"step": 2, "loss": 4.0}',
+        '{"step": 2, "loss": 3.0}',
+        '{"step": 3, "lo',
+    ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     training, validation = runs.read_metrics(tmp_path)
     assert [line["loss"] for line in training.values()] == [5.0, 3.0] and validation == {}

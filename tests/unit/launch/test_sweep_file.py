@@ -45,9 +45,7 @@ def test_product_of_configs_axes_and_seeds(sweep_file, tmp_path):
     assert values["job"]["dump_folder"] == str(run.folder) == "outputs/sweeps/sweep/" + run.name
 
 
-@pytest.mark.parametrize(
-    "value", ['"polar_express"', "3", '{ o = 4, ffn = "polar_express" }']
-)
+@pytest.mark.parametrize("value", ['"polar_express"', "3", '{ o = 4, ffn = "polar_express" }'])
 def test_values_of_any_type_reach_the_run(sweep_file, value):
     sweep = load(sweep_file(f'configs = ["tiny.toml"]\n[axes]\n"pc.level" = [{value}]\n'))
     (run,) = sweep.runs
@@ -72,15 +70,30 @@ def test_geometric_grid_of_one_value():
         ('configs = ["gone.toml"]', "gone.toml: no such file"),
         ('configs = ["tiny.toml"]\n[axes]\n"optimizer.lr" = []', 'axes."optimizer.lr" has no values'),
         ('configs = ["tiny.toml"]\n[axes]\n"optimizer.lr" = { first = 1.0 }', "first, last, factor"),
-        ('configs = ["tiny.toml"]\n[axes]\n"optimizer.lr" = { first = 1.0, last = 3.0, factor = 2 }', "near it are 4 or 8"),
-        ('configs = ["tiny.toml"]\n[axes]\n"optimizer.lr" = { first = 2.0, last = 1.0 }', "0 < first <= last"),
-        ('configs = ["tiny.toml"]\n[axes]\n"optimizer.lr" = { first = 1.0, last = 2.0, factor = 1 }', "factor > 1"),
+        (
+            'configs = ["tiny.toml"]\n[axes]\n"optimizer.lr" = { first = 1.0, last = 3.0, factor = 2 }',
+            "near it are 4 or 8",
+        ),
+        (
+            'configs = ["tiny.toml"]\n[axes]\n"optimizer.lr" = { first = 2.0, last = 1.0 }',
+            "0 < first <= last",
+        ),
+        (
+            'configs = ["tiny.toml"]\n[axes]\n"optimizer.lr" = { first = 1.0, last = 2.0, factor = 1 }',
+            "factor > 1",
+        ),
         ('configs = ["tiny.toml"]\n[axes]\n"optimizer.lt" = [1.0]', "did you mean optimizer.lr"),
-        ('configs = ["tiny.toml"]\n[axes]\n"optimizer.lr" = ["fast"]', "optimizer.lr = 'fast' should be a number"),
+        (
+            'configs = ["tiny.toml"]\n[axes]\n"optimizer.lr" = ["fast"]',
+            "optimizer.lr = 'fast' should be a number",
+        ),
         ('configs = ["tiny.toml"]\n[axes]\noptimizer.lr = [1.0]', "axes"),
         ('configs = ["tiny.toml"]\n[axes]\n"optimizer.lr" = [1.0, 1.0]', "two runs have the same name"),
         ('configs = ["tiny.toml"]\nsedes = [1]', "did you mean seeds"),
-        ('configs = ["tiny.toml"]\n[select]\nspike_margin = -1.0', "select.spike_margin = -1.0 should be above 0"),
+        (
+            'configs = ["tiny.toml"]\n[select]\nspike_margin = -1.0',
+            "select.spike_margin = -1.0 should be above 0",
+        ),
         ('parent = "sweep.toml"', "cycle"),
     ],
 )

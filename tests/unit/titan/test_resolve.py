@@ -68,7 +68,9 @@ def test_precedence_is_command_line_then_file_then_parents(write):
 
 
 def test_sections_merge_and_values_replace(write):
-    write("base.toml", '[training.loader]\nworkers = 2\n[method]\nblocks = ["q", "k"]\nlevel = {o = 4, ffn = 2}')
+    write(
+        "base.toml", '[training.loader]\nworkers = 2\n[method]\nblocks = ["q", "k"]\nlevel = {o = 4, ffn = 2}'
+    )
     leaf = write(
         "leaf.toml",
         'parent = "base.toml"\n[training.loader]\nprefetch = 3\n[method]\nblocks = ["v"]\nlevel = {ffn = 3}',
@@ -89,12 +91,18 @@ def test_sections_merge_and_values_replace(write):
         (["--optimizer.lr", "3"], {"optimizer": {"lr": 3.0}}),
         (["--optimizer.lr=.5"], {"optimizer": {"lr": 0.5}}),
         (["--optimizer.fused"], {"optimizer": {"fused": True}}),
-        (["--optimizer.fused", "--training.steps", "1"], {"optimizer": {"fused": True}, "training": {"steps": 1}}),
+        (
+            ["--optimizer.fused", "--training.steps", "1"],
+            {"optimizer": {"fused": True}, "training": {"steps": 1}},
+        ),
         (["--optimizer.fused", "false"], {"optimizer": {"fused": False}}),
         (["--optimizer.name", "Muon"], {"optimizer": {"name": "Muon"}}),
         (["--method.level", "2"], {"method": {"level": 2}}),
         (["--method.level", "polar_express"], {"method": {"level": "polar_express"}}),
-        (["--method.level", '{o = 4, ffn = "polar_express"}'], {"method": {"level": {"o": 4, "ffn": "polar_express"}}}),
+        (
+            ["--method.level", '{o = 4, ffn = "polar_express"}'],
+            {"method": {"level": {"o": 4, "ffn": "polar_express"}}},
+        ),
         (["--method.blocks", "o,ffn"], {"method": {"blocks": ["o", "ffn"]}}),
         (["--method.blocks", '["o", "ffn"]'], {"method": {"blocks": ["o", "ffn"]}}),
         (["--method.blocks="], {"method": {"blocks": []}}),
@@ -132,7 +140,7 @@ def test_command_line_words_take_the_declared_type(words, expected):
         ("[training.loader]\nworker = 1", "did you mean training.loader.workers?"),
         ("steps = = 1", "not valid TOML"),
         ("parent = 3", "parent must be the name of a TOML file"),
-        ('parent = "gone.toml"', "gone.toml\": no such file"),
+        ('parent = "gone.toml"', 'gone.toml": no such file'),
     ],
 )
 def test_bad_files_are_named_with_the_key(write, text, said):
@@ -180,7 +188,9 @@ def test_missing_file(tmp_path):
 
 def test_written_file_resolves_to_itself_and_names_its_ancestors(write, tmp_path):
     base = write("base.toml", "[optimizer]\nlr = 1e-3\n")
-    leaf = write("leaf.toml", 'parent = "base.toml"\n[method]\nnote = "tab\\t quote\\" del\\u007f ü"\nblocks = ["a"]\n')
+    leaf = write(
+        "leaf.toml", 'parent = "base.toml"\n[method]\nnote = "tab\\t quote\\" del\\u007f ü"\nblocks = ["a"]\n'
+    )
     overrides = ["--training.steps", "3", "--method.level={o = 4}"]
     written = tmp_path / "run" / "config.toml"
     resolved = write_resolved(leaf, overrides, Config, written)
@@ -194,10 +204,14 @@ def test_written_file_resolves_to_itself_and_names_its_ancestors(write, tmp_path
 
 def test_a_line_break_in_an_override_cannot_leave_the_comment(write, tmp_path):
     leaf = write("leaf.toml", "")
-    resolved = write_resolved(leaf, ["--method.note", "x\n[training]\nsteps = 1"], Config, tmp_path / "c.toml")
-    assert tomllib.loads((tmp_path / "c.toml").read_text()) == resolved == {
-        "method": {"note": "x\n[training]\nsteps = 1"}
-    }
+    resolved = write_resolved(
+        leaf, ["--method.note", "x\n[training]\nsteps = 1"], Config, tmp_path / "c.toml"
+    )
+    assert (
+        tomllib.loads((tmp_path / "c.toml").read_text())
+        == resolved
+        == {"method": {"note": "x\n[training]\nsteps = 1"}}
+    )
 
 
 def test_to_config_fills_in_defaults():
@@ -217,9 +231,7 @@ def test_torchtitan_own_config_is_understood(write):
     from torchtitan.config import JobConfig
 
     def without_none(table):
-        return {
-            k: without_none(v) if isinstance(v, dict) else v for k, v in table.items() if v is not None
-        }
+        return {k: without_none(v) if isinstance(v, dict) else v for k, v in table.items() if v is not None}
 
     import tomli_w
 
