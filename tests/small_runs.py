@@ -57,7 +57,9 @@ def save_checkpoint(run: Path, schedule: str | None, step: int = 7, level=4) -> 
     return pc.merge(model)
 
 
-def write_metrics(run: Path, *, gain: float = 0.0, health: bool = True, estimates: bool = False, steps: int = 100) -> None:
+def write_metrics(
+    run: Path, *, gain: float = 0.0, health: bool = True, estimates: bool = False, steps: int = 100
+) -> None:
     """Losses that fall as a logarithm, `gain` faster; health metrics every ten steps."""
     lines = []
     for step in range(1, steps + 1):

@@ -33,7 +33,8 @@ def plot(results: Sequence[dict], baselines: Sequence[Run], path: Path) -> list[
     """A panel per config, a bar per setting: mean over seeds with the range; hatched where losses spiked.
 
     Args:
-        baselines: for each config, in the order of their first results, a run to draw as a dashed line; or none.
+        baselines: for each config, in the order of their first results, a run to draw as a dashed
+            line; or none.
     """
     configs = list(dict.fromkeys(result["config"] for result in results))
     if baselines and len(baselines) != len(configs):
@@ -70,7 +71,10 @@ def plot(results: Sequence[dict], baselines: Sequence[Run], path: Path) -> list[
 
 
 def _label(settings: dict) -> str:
-    return ", ".join(f"{key.rpartition('.')[2]} {_value(value)}" for key, value in settings.items()) or "as it is"
+    return (
+        ", ".join(f"{key.rpartition('.')[2]} {_value(value)}" for key, value in settings.items())
+        or "as it is"
+    )
 
 
 def _value(value) -> str:

@@ -43,11 +43,17 @@ class Matrix:
         return polynomial.stages(polynomial.resolve(self.config.level))
 
     def polynomial_flops(self) -> int:
-        """One evaluation of g(W): Gram matrix, p of it, product with W (paper, by Horner's rule: 4 l s^2 + 2 (k-1) s^3)."""
+        """One evaluation of g(W): Gram matrix, p of it, product with W.
+
+        The paper counts 4 l s^2 + 2 (k-1) s^3, by Horner's rule.
+        """
         return sum(self._stage_flops(stage) for stage in self.stages)
 
     def _stage_flops(self, stage: polynomial.Coefficients) -> int:
-        return 4 * self.long * self.short**2 + 2 * polynomial.count_square_products(len(stage) - 1) * self.short**3
+        return (
+            4 * self.long * self.short**2
+            + 2 * polynomial.count_square_products(len(stage) - 1) * self.short**3
+        )
 
     def power_iteration_flops(self) -> int:
         """Two products with a vector in each of q steps."""
@@ -62,10 +68,10 @@ class Matrix:
         return self.power_iteration_flops() + self.estimate_flops() + self.polynomial_flops()
 
     def pull_back_flops(self) -> int:
-        """Schedule "step", once per optimizer step, by `polynomial.vjp`: p of the Gram matrix again, and its backward pass.
+        """Schedule "step", once per optimizer step, by `polynomial.vjp`: p again, and its backward pass.
 
-        At each stage 4 products of [s, s] and [s, l] and, with c products of [s, s] in p, 3 c - 1 of these; all
-        stages but the last are evaluated first.
+        At each stage 4 products of [s, s] and [s, l] and, with c products of [s, s] in p, 3 c - 1 of these;
+        all stages but the last are evaluated first.
         """
         long, short = self.long, self.short
         backward = 0
@@ -83,15 +89,15 @@ class Matrix:
     def kept_elements(self) -> int:
         """Elements that autograd keeps in schedule "forward" between a forward and its backward pass.
 
-        The normalised weight, the polynomial's result and PC(W) of [n, m]; of [s, s] the partial sums of p(G), the
-        Gram matrix where it is squared, and its square where that is used again.
+        The normalised weight, the polynomial's result and PC(W) of [n, m]; of [s, s] the partial sums of
+        p(G), the Gram matrix where it is squared, and its square where that is used again.
         """
         products = [polynomial.count_square_products(len(stage) - 1) for stage in self.stages]
         squares = sum(max(1, count) + (count > 0) + (count > 1) for count in products)
         return (len(self.stages) + 2) * self.n * self.m + squares * self.short**2
 
     def paper_bound(self, tokens: int) -> float:
-        """The paper's bound ((k + 1) s + 2 q + 1) / B on PC's share of this matrix's own 6nmB, B = `tokens`."""
+        """The paper's bound ((k + 1) s + 2 q + 1) / B on PC's share of its matrix's 6nmB, B = `tokens`."""
         terms = sum(len(stage) for stage in self.stages)
         return (terms * self.short + 2 * self.config.power_iterations + 1) / tokens
 
@@ -104,7 +110,9 @@ def model_flops_per_token(args: Llama2Args, seq_len: int, *, causal: bool) -> fl
             does. TorchTitan's own figure, from which it reports utilisation, counts the whole square.
     """
     matrices = sum(shape.numel() for shape in _linear_shapes(args))
-    square = 12 * args.n_layers * args.dim * seq_len  # scores and their product with values; backward is twice
+    square = (
+        12 * args.n_layers * args.dim * seq_len
+    )  # scores and their product with values; backward is twice
     return 6 * matrices + (square / 2 if causal else square)
 
 
@@ -152,22 +160,34 @@ class Plan:
         self.context_parallel = parallelism.context_parallel_degree
         model_parallel = self.tensor_parallel * self.pipeline_parallel * self.context_parallel
         if world_size < 1 or world_size % model_parallel:
-            raise UserError(f"--world-size {world_size} is no multiple of tensor x pipeline x context = {model_parallel}")
+            raise UserError(
+                f"--world-size {world_size} is no multiple of tensor x pipeline x context = {model_parallel}"
+            )
         data_ranks = world_size // model_parallel
         self.replicas = parallelism.data_parallel_replicate_degree
         if data_ranks % self.replicas:
-            raise UserError(f"data_parallel_replicate_degree = {self.replicas} does not divide {data_ranks} data ranks")
+            raise UserError(
+                f"data_parallel_replicate_degree = {self.replicas} does not divide {data_ranks} data ranks"
+            )
         self.shards = data_ranks // self.replicas * self.context_parallel
-        self.micro_batches = accumulation_steps(training.global_batch_size, training.local_batch_size, data_ranks)
+        self.micro_batches = accumulation_steps(
+            training.global_batch_size, training.local_batch_size, data_ranks
+        )
         self.tokens = self.micro_batches * training.local_batch_size * data_ranks * training.seq_len
         if self.config.model.flavor not in FLAVORS:
-            raise UserError(f"model.flavor = {self.config.model.flavor!r} should be one of {', '.join(FLAVORS)}")
+            raise UserError(
+                f"model.flavor = {self.config.model.flavor!r} should be one of {', '.join(FLAVORS)}"
+            )
         self.args = replace(
-            FLAVORS[self.config.model.flavor], vocab_size=self.config.model.vocab_size, max_seq_len=training.seq_len
+            FLAVORS[self.config.model.flavor],
+            vocab_size=self.config.model.vocab_size,
+            max_seq_len=training.seq_len,
         )
         with torch.device("meta"):
             self.model = attach(Transformer(self.args), self.config.pc.to_pc_config())
-        self.matrices = [Matrix(*layer.weight.shape, layer.config) for _, layer in named_pc_linears(self.model)]
+        self.matrices = [
+            Matrix(*layer.weight.shape, layer.config) for _, layer in named_pc_linears(self.model)
+        ]
 
     def step_cost(self) -> StepCost:
         """Operations of one step, PC counted as if it were on even in a baseline's config."""
@@ -232,9 +252,9 @@ class Plan:
         """Bytes on the busiest owner while gradients are pulled back.
 
         Per matrix: W, its gradient, the normalised weight, the result before and after its last sum, and the
-        input of every inner stage (4 + stages of [n, m]); the Gram matrix, the partial sums of p and gradients
-        (5 + k of [s, s]). With more than one rank also the shards sent and received in and out, for a bucket of
-        matrices at a time.
+        input of every inner stage (4 + stages of [n, m]); the Gram matrix, the partial sums of p and
+        gradients (5 + k of [s, s]). With more than one rank also the shards sent and received in and out,
+        for a bucket of matrices at a time.
         """
         owners = self.shards * self.tensor_parallel
 
@@ -265,21 +285,24 @@ def table(plan: Plan) -> str:
     level = parallel.pc.level
     note = "" if parallel.pc.enable else " (this config has PC off; the figures are for turning it on)"
     text = [
-        f"{parallel.model.flavor}, {cost.ranks} GPUs, {cost.tokens:,} tokens per step in {cost.micro_batches} "
-        f"micro-batches of {parallel.training.local_batch_size} x {parallel.training.seq_len} per rank, PC level {level}{note}",
+        f"{parallel.model.flavor}, {cost.ranks} GPUs, {cost.tokens:,} tokens per step in "
+        f"{cost.micro_batches} micro-batches of {parallel.training.local_batch_size} x "
+        f"{parallel.training.seq_len} per rank, PC level {level}{note}",
         "",
         "| operations per step | PFLOP | of the model's |",
         "|---|---|---|",
         f"| model, attention counted causally | {cost.model / 1e15:.4g} | 100 % |",
         f"| model, attention counted fully | {cost.model_full_square / 1e15:.4g} | |",
-        f'| PC, schedule "step", whole job | {cost.pc_step / 1e15:.4g} | {_percent(cost.pc_step / cost.model)} |',
-        f"| PC, schedule \"step\", on the busiest rank | {cost.pc_step_busiest / 1e15:.4g} | "
+        f'| PC, schedule "step", whole job | {cost.pc_step / 1e15:.4g} | '
+        f"{_percent(cost.pc_step / cost.model)} |",
+        f'| PC, schedule "step", on the busiest rank | {cost.pc_step_busiest / 1e15:.4g} | '
         f"{_percent(cost.pc_step_busiest / share)} of that rank's |",
-        f'| PC, schedule "forward", whole job | {cost.pc_forward / 1e15:.4g} | {_percent(cost.pc_forward / cost.model)} |',
+        f'| PC, schedule "forward", whole job | {cost.pc_forward / 1e15:.4g} | '
+        f"{_percent(cost.pc_forward / cost.model)} |",
         f"| paper's bound | | {_percent(cost.paper_bound)} |",
         "",
-        "The paper's bound counts one forward and one backward evaluation of PC per step in the whole job, against "
-        "the preconditioned matrices' own products.",
+        "The paper's bound counts one forward and one backward evaluation of PC per step in the whole job, "
+        "against the preconditioned matrices' own products.",
         "Operations are not time: PC's products run in pc.compute_dtype, the model's in bfloat16.",
         "",
         "| GiB per GPU | baseline | step | forward |",

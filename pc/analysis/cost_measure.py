@@ -27,7 +27,7 @@ class Measured:
 
 
 def measure(config: Path, overrides: Sequence[str], processes: int) -> dict[str, Measured]:
-    """Train eight steps each as "plain", "step" and "forward", one after another, with this machine's devices.
+    """Train eight steps each as "plain", "step" and "forward", one after another, on this machine.
 
     Nothing else is switched on: no validation, checkpoints or health metrics. Prints what it is doing.
     """
@@ -38,7 +38,10 @@ def measure(config: Path, overrides: Sequence[str], processes: int) -> dict[str,
         "forward": ["--pc.enable", "true", "--pc.schedule", "forward"],
     }
     for name, chosen in variants.items():
-        print(f"measuring {name}: {WARMUP_STEPS} + {MEASURED_STEPS} steps in {processes} processes ...", flush=True)
+        print(
+            f"measuring {name}: {WARMUP_STEPS} + {MEASURED_STEPS} steps in {processes} processes ...",
+            flush=True,
+        )
         with tempfile.TemporaryDirectory() as folder:
             results[name] = _train(config, [*overrides, *chosen], processes, Path(folder))
     return results
@@ -80,7 +83,8 @@ def table(results: dict[str, Measured], predicted: dict[str, float]) -> str:
         more = 100 * (measured.seconds_per_step / plain.seconds_per_step - 1)
         share = f"{100 * predicted[name]:.3g} %" if name in predicted else ""
         text.append(
-            f"| {name} | {measured.seconds_per_step:.3f} ({measured.fastest:.3f} to {measured.slowest:.3f}) | "
+            f"| {name} | {measured.seconds_per_step:.3f} "
+            f"({measured.fastest:.3f} to {measured.slowest:.3f}) | "
             f"{more:+.1f} % | {share} | {measured.memory_gib:.2f} |"
         )
     return "\n".join(text) + "\n"

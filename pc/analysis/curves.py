@@ -95,7 +95,8 @@ def table(rows: Sequence[Comparison]) -> str:
     text.append("")
     text.append(
         f"Difference and speedup are against {reference.name}. Between two validations the loss is taken as "
-        "linear in tokens. A speedup below 1 means that the reference needs fewer tokens for this run's final loss."
+        "linear in tokens. A speedup below 1 means that the reference needs fewer tokens for this run's "
+        "final loss."
     )
     if any(row.tokens != reference.tokens for row in rows):
         text.append(
@@ -113,7 +114,14 @@ def plot_validation(runs: Sequence[Run], output: Path) -> list[Path]:
         series = run.series(VALIDATION)
         axes.plot(series.tokens, series.values, color=f"C{i}", marker=".", markersize=3, label=run.name)
         if i > 0 and row.reached_at_tokens is not None:
-            axes.plot(row.reached_at_tokens, rows[0].final_loss, "o", color=f"C{i}", markerfacecolor="white", zorder=3)
+            axes.plot(
+                row.reached_at_tokens,
+                rows[0].final_loss,
+                "o",
+                color=f"C{i}",
+                markerfacecolor="white",
+                zorder=3,
+            )
             axes.annotate(
                 f"{row.speedup:.2f}x fewer tokens" if row.speedup >= 1 else f"{row.speedup:.2f}x",
                 (row.reached_at_tokens, rows[0].final_loss),
@@ -125,7 +133,9 @@ def plot_validation(runs: Sequence[Run], output: Path) -> list[Path]:
             )
     every = [run.series(VALIDATION) for run in runs]
     early = max(series.tokens[-1] for series in every) / 10
-    shown = [v for s in every for t, v in zip(s.tokens, s.values, strict=True) if t >= early and math.isfinite(v)]
+    shown = [
+        v for s in every for t, v in zip(s.tokens, s.values, strict=True) if t >= early and math.isfinite(v)
+    ]
     if len(shown) > 1 and max(shown) > min(shown):  # the first tenth falls so far that it would hide the rest
         height = max(shown) - min(shown)
         axes.set_ylim(min(shown) - 0.15 * height, max(shown) + 0.1 * height)

@@ -1,4 +1,4 @@
-"""What the plotting commands do: read, draw everything for which there is data, say what there was none for."""
+"""What the plotting commands do: read, draw all for which there is data, say what there was none for."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +31,7 @@ def draw_sweeps(folders: Sequence[Path], baselines: Sequence[Path], output: Path
 
 
 def draw_spectra(sources: Sequence[Path], output: Path, layers: Sequence[int] | None) -> None:
-    """Singular values of every source, histograms, quantile curves, condition numbers; GMCN of run folders."""
+    """Singular values, histograms, quantile curves, condition numbers; GMCN of run folders."""
     all_spectra = [spectra.of_source(source, output) for source in sources]
     for item in all_spectra:
         if not item.pc_blocks:
@@ -47,7 +47,9 @@ def draw_spectra(sources: Sequence[Path], output: Path, layers: Sequence[int] | 
     if folders:
         _print_or_explain("GMCN against tokens", signals.plot_gmcn, read_runs(folders), output)
     else:
-        print(f"no figure of the GMCN against tokens: give run folders, or .npz files beside a {METRICS_FILE}")
+        print(
+            f"no figure of the GMCN against tokens: give run folders, or .npz files beside a {METRICS_FILE}"
+        )
 
 
 def _print_or_explain(what: str, plot, runs, output: Path) -> None:

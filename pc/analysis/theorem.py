@@ -89,7 +89,8 @@ def make_problem(widths: Sequence[int] = (8, 12, 12, 6), samples: int = 6, seed:
         raise UserError(f"samples = {samples} should be at most the input width {widths[0]} (assumption 2)")
     generator = torch.Generator().manual_seed(seed)
     weights = [
-        _with_singular_values(rows, columns, (0.5, 1.5), generator) for columns, rows in zip(widths, widths[1:])
+        _with_singular_values(rows, columns, (0.5, 1.5), generator)
+        for columns, rows in zip(widths, widths[1:])
     ]
     inputs = _with_singular_values(widths[0], samples, (0.7, 1.3), generator)
     # Labels near the initial prediction, as training from here stays near the start and so inside R.
@@ -178,7 +179,8 @@ def report(problem: Problem, region: Bound, plain: Descent, with_pc: Descent, le
         f"{plain.losses[0] * region.contraction**steps:.4g}",
         f"fall of log loss per step: {measured:.3g} measured, {promised:.3g} promised, "
         f"a factor of {measured / promised:.0f} between them",
-        f"tangent kernel at the start: smallest eigenvalue {smallest:.3g} where the theorem uses mu = {region.mu:.3g}; "
+        f"tangent kernel at the start: smallest eigenvalue {smallest:.3g} where the theorem uses "
+        f"mu = {region.mu:.3g}; "
         f"largest {largest:.3g} where it uses beta = {region.beta:.3g}",
         f"with PC level {level} and the same step size: {with_pc.losses[0]:.4g} -> {with_pc.losses[-1]:.4g} "
         f"(log loss falls {_mean_log_rate(with_pc):.3g} per step). Not covered by the theorem: its step size "
@@ -193,7 +195,9 @@ def plot(region: Bound, plain: Descent, with_pc: Descent, level: int, output: Pa
     figure, (left, right) = subplots(1, 2, width=4.2)
     left.plot([loss / plain.losses[0] for loss in plain.losses], label="gradient descent")
     left.plot([region.contraction**t for t in steps], "k--", label="bound of theorem 1")
-    left.plot([loss / with_pc.losses[0] for loss in with_pc.losses], label=f"with PC level {level} (no theorem)")
+    left.plot(
+        [loss / with_pc.losses[0] for loss in with_pc.losses], label=f"with PC level {level} (no theorem)"
+    )
     left.set_yscale("log")
     left.set_ylim(bottom=1e-20)
     left.set_ylabel("loss / initial loss")

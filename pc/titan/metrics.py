@@ -1,10 +1,10 @@
 """Whether PC is healthy while it trains, and one JSON line for everything that is logged.
 
-    health = HealthMetrics(job_config, model_parts, step_schedule, parallel_dims)   # before the first forward
-    for step in ...:
-        health.start_step(step)
-        ...                                  # forward and backward passes, optimizer, materialise
-        metrics_processor.log_health(step, health.collect(step))   # on every rank: collect is collective
+health = HealthMetrics(job_config, model_parts, step_schedule, parallel_dims)   # before the first forward
+for step in ...:
+    health.start_step(step)
+    ...                                  # forward and backward passes, optimizer, materialise
+    metrics_processor.log_health(step, health.collect(step))   # on every rank: collect is collective
 """
 
 import json
@@ -42,7 +42,7 @@ class Health:
     """Every so many steps (and at the first): size of attention and FFN outputs, gamma, weight norm."""
 
     spectra_freq: int = 500
-    """Every so many steps (and at the first): condition number of every matrix, error of the norm estimate."""
+    """Every so many steps (and at the first): condition number of every matrix, error of the estimate."""
 
 
 class HealthMetrics:
@@ -56,7 +56,9 @@ class HealthMetrics:
         parallel_dims: TorchTitan's ParallelDims.
     """
 
-    def __init__(self, job_config, model_parts: list[nn.Module], schedule: StepSchedule | None, parallel_dims) -> None:
+    def __init__(
+        self, job_config, model_parts: list[nn.Module], schedule: StepSchedule | None, parallel_dims
+    ) -> None:
         self._health: Health = job_config.health
         self._pc_blocks = [
             block
@@ -112,12 +114,16 @@ class HealthMetrics:
         for name, layer in self._pc_linears():
             if layer.gamma is not None and local(layer.gamma).numel():
                 gammas[self._cell(name)] = torch.tensor([local(layer.gamma).item(), 1.0], dtype=torch.float64)
-        raws = {} if self._schedule is None else {f"{n}.weight": s.raw for n, s in self._schedule.layers.items()}
+        raws = (
+            {} if self._schedule is None else {f"{n}.weight": s.raw for n, s in self._schedule.layers.items()}
+        )
         squares = self._zeros(1)
         for model in self._model_parts:
             for name, parameter in model.named_parameters():
                 tensor = raws.get(clean_name(name), parameter)
-                squares += local(tensor).norm().double().square() * _num_shards(tensor) / self._num_stage_ranks
+                squares += (
+                    local(tensor).norm().double().square() * _num_shards(tensor) / self._num_stage_ranks
+                )
         gammas, squares = _reduce(gammas), _reduce(squares)
         metrics = {"norm/weight": math.sqrt(squares.item())}
         for name, (value, copies) in self._cells(gammas):
@@ -163,7 +169,9 @@ class HealthMetrics:
             if not math.isnan(error):
                 errors[block_of(name)].append(error / copies)
 
-        metrics = {f"spectra/condition/{name}": k for by_name in conditions.values() for name, k in by_name.items()}
+        metrics = {
+            f"spectra/condition/{name}": k for by_name in conditions.values() for name, k in by_name.items()
+        }
         for group, blocks in {"pc": self._pc_blocks, "qkv": ["q", "k", "v"], "all": BLOCKS}.items():
             values = [k for block in blocks for k in conditions[block].values()]
             if values:
@@ -186,7 +194,7 @@ class HealthMetrics:
         return int(name.split(".")[1]), BLOCKS.index(block_of(name))
 
     def _cells(self, table: Tensor):
-        """The names and values of the filled cells; the last value of a cell counts the ranks that filled it."""
+        """Names and values of the filled cells; a cell's last value counts the ranks that filled it."""
         for layer, row in enumerate(table.tolist()):
             for block, values in zip(BLOCKS, row, strict=True):
                 if values[-1]:
@@ -208,7 +216,9 @@ def _num_shards(tensor: Tensor) -> int:
     if not isinstance(tensor, DTensor):
         return 1
     return math.prod(
-        tensor.device_mesh.size(i) for i, placement in enumerate(tensor.placements) if not placement.is_replicate()
+        tensor.device_mesh.size(i)
+        for i, placement in enumerate(tensor.placements)
+        if not placement.is_replicate()
     )
 
 
@@ -234,7 +244,8 @@ def _singular_values(matrix: Tensor) -> Tensor:
     """Singular values, ascending, [..., min(n, m)] in float64; NaN for a matrix that is not finite.
 
     They are square roots of the eigenvalues of the smaller Gram matrix, several times cheaper than a
-    singular value decomposition. Squaring costs half of float64's digits: values below 1e-8 of the largest are lost.
+    singular value decomposition. Squaring costs half of float64's digits: values below 1e-8 of the
+    largest are lost.
     """
     finite = matrix.isfinite().all(-1).all(-1)
     # A decomposition of NaN raises, which would end a training run that could show what went wrong.
@@ -247,12 +258,14 @@ def _singular_values(matrix: Tensor) -> Tensor:
 class LossSpikes:
     """Counts loss spikes among the logged losses.
 
-    A spike begins when a loss is not finite, or lies above the median of the last `window` losses by more than
-    `deviations` robust standard deviations (1.4826 times the median absolute deviation) and `margin` nats;
-    it ends with the first loss that does not. Losses within a spike stay out of the window.
+    A spike begins when a loss is not finite, or lies above the median of the last `window` losses by more
+    than `deviations` robust standard deviations (1.4826 times the median absolute deviation) and `margin`
+    nats; it ends with the first loss that does not. Losses within a spike stay out of the window.
     """
 
-    def __init__(self, window: int = 50, deviations: float = 6.0, margin: float = 0.1, warmup: int = 10) -> None:
+    def __init__(
+        self, window: int = 50, deviations: float = 6.0, margin: float = 0.1, warmup: int = 10
+    ) -> None:
         self._recent: deque[float] = deque(maxlen=window)
         self._deviations, self._margin, self._warmup = deviations, margin, warmup
         self._in_spike = False
@@ -313,7 +326,9 @@ class JsonLinesLogger(BaseLogger):
             if name in self.NAMES or "(" not in name:
                 value = value.item() if isinstance(value, Tensor) else value
                 # JSON has no NaN and no infinity.
-                line[self.NAMES.get(name, name)] = None if isinstance(value, float) and not math.isfinite(value) else value
+                line[self.NAMES.get(name, name)] = (
+                    None if isinstance(value, float) and not math.isfinite(value) else value
+                )
         if "tokens_per_second_per_device" in line:
             line["tokens_per_second"] = line.pop("tokens_per_second_per_device") * self._num_devices
         # One write of a whole line in append mode: readers never see two lines mixed.
@@ -347,7 +362,9 @@ class PCMetricsProcessor(MetricsProcessor):
         if sequences < 0:
             sequences = training.local_batch_size * data_ranks
         self._json_lines = JsonLinesLogger(
-            Path(job_config.job.dump_folder) / "metrics.jsonl", sequences * training.seq_len, parallel_dims.world_size
+            Path(job_config.job.dump_folder) / "metrics.jsonl",
+            sequences * training.seq_len,
+            parallel_dims.world_size,
         )
         loggers = LoggerContainer()
         loggers.add_logger(self._json_lines)
@@ -376,7 +393,9 @@ class PCMetricsProcessor(MetricsProcessor):
             self.logger.log(metrics, step)
 
 
-def build_metrics_processor(job_config, parallel_dims, model_args=None, tag: str | None = None) -> PCMetricsProcessor:
+def build_metrics_processor(
+    job_config, parallel_dims, model_args=None, tag: str | None = None
+) -> PCMetricsProcessor:
     """For TorchTitan's TrainSpec."""
     return PCMetricsProcessor(job_config, parallel_dims, tag)
 

@@ -29,9 +29,7 @@ class OutputSizes:
     """
 
     def __init__(self, model_parts: list[nn.Module]) -> None:
-        self._measured = {
-            name: module for model in model_parts for name, module in _measured_modules(model)
-        }
+        self._measured = {name: module for model in model_parts for name, module in _measured_modules(model)}
         for module in self._measured.values():
             device = next(module.parameters()).device
             module.register_buffer("output_sizes", torch.zeros(3, device=device), persistent=False)
@@ -45,7 +43,7 @@ class OutputSizes:
             module.measures_output = True
 
     def stop(self) -> dict[tuple[int, str], Tensor]:
-        """No longer measure; returns {(layer, part): [sum of squares, count, largest magnitude]} of this rank."""
+        """Measure no longer; returns {(layer, part): [sum of squares, count, largest]} of this rank."""
         for module in self._measured.values():
             module.measures_output = False
         return {key: module.output_sizes for key, module in self._measured.items()}

@@ -24,7 +24,9 @@ def _sizes_by_hand(model, batches):
     for layer, block in model.layers.items():
         for part, module in (("attention", block.attention), ("ffn", block.feed_forward)):
             outputs = seen.setdefault((layer, part), [])
-            module.register_forward_hook(lambda _, __, output, outputs=outputs: outputs.append(output.detach().double()))
+            module.register_forward_hook(
+                lambda _, __, output, outputs=outputs: outputs.append(output.detach().double())
+            )
     for batch in batches:
         model(batch)
     return {
@@ -59,7 +61,9 @@ def test_output_sizes_equal_a_hand_written_hook(compile, checkpointing):
         for micro_batch in range(2):
             model(inputs(10 * step + micro_batch)).square().mean().backward()
         if step in (1, 3, 6):  # counted once, although activation checkpointing ran every forward pass twice
-            sizes = model.get_buffer(next(name for name, _ in model.named_buffers() if "output_sizes" in name))
+            sizes = model.get_buffer(
+                next(name for name, _ in model.named_buffers() if "output_sizes" in name)
+            )
             assert sizes[COUNT] == 2 * inputs(0).numel() * 48
         with torch.no_grad():  # what a validation between collect and the next step would do
             collected[step] = health.collect(step)
@@ -132,7 +136,9 @@ def test_spectra_equal_a_float64_svd(method_schedule):
             if name.endswith("wo"):
                 state = schedule.layers[name]
                 norm = torch.linalg.matrix_norm(weight.double(), 2)
-                errors.append(((state.u.double() @ weight.double() @ state.v.double() - norm).abs() / norm).item())
+                errors.append(
+                    ((state.u.double() @ weight.double() @ state.v.double() - norm).abs() / norm).item()
+                )
         # s itself is rounded to float32, and carries an epsilon of 1e-7
         assert metrics["spectra/estimate_error/o/max"] == pytest.approx(max(errors), abs=2e-6)
         assert max(errors) > 1e-3  # three steps from a random start: an error there is to see
@@ -176,7 +182,9 @@ def test_json_lines_survive_a_cut_and_keep_json(tmp_path):
         broken.write('{"step": 3, "lo')  # a crash in the middle of a line
     resumed = JsonLinesLogger(file, tokens_per_step=100, num_devices=4)
     resumed.log({"validation_metrics/loss": 2.25}, 3)
-    first, second, third = (json.loads(line, parse_constant=pytest.fail) for line in file.read_text().splitlines())
+    first, second, third = (
+        json.loads(line, parse_constant=pytest.fail) for line in file.read_text().splitlines()
+    )
     assert (first["loss"], first["tokens"], first["tokens_per_second"]) == (2.5, 100, 40.0)
     assert not any("memory" in key or "throughput" in key for key in first)
     assert second["loss"] is None and second["tokens"] == 205
