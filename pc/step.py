@@ -27,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from pc.config import PCConfig
+from pc.errors import UserError
 from pc.linear import PCLinear, effective_weight, effective_weight_vjp, named_pc_linears
 from pc.owner import local, run_on_owners, sharding_dimensions
 from pc.spectral import initial_vectors, power_iteration
@@ -63,6 +64,7 @@ class StepSchedule:
 
     Raises:
         ValueError: a PC layer of another schedule, or parameters still on the meta device.
+        UserError: weights of less than float32.
     """
 
     def __init__(self, *models: nn.Module) -> None:
@@ -75,6 +77,7 @@ class StepSchedule:
             for name, layer in named_pc_linears(model):
                 self.layers[name] = _initial_state(name, layer)
         self.weights_are_raw = True
+        self._started = False
         self._pulled_back = False
 
     @torch.no_grad()
@@ -95,6 +98,7 @@ class StepSchedule:
             keys=[s.config for s in layers],
         )
         self.weights_are_raw = False
+        self._started = True
         self._pulled_back = False
 
     @torch.no_grad()
@@ -129,7 +133,15 @@ class StepSchedule:
         self.weights_are_raw = True
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """W, gamma, u and v of every layer by name. The weights themselves belong to the model's state dict."""
+        """W, gamma, u and v of every layer by name. The weights themselves belong to the model's state dict.
+
+        Before the first `materialise` it is what a state can be loaded into, and no state to save.
+
+        Raises:
+            RuntimeError: between `restore_raw` and `materialise`, when the model's state dict holds W.
+        """
+        if self.weights_are_raw and self._started:
+            raise RuntimeError("state_dict() with W in place; call materialise() first")
         if self.weights_are_raw:
             self._store_raw()
         return self._tensors()
@@ -150,6 +162,7 @@ class StepSchedule:
             for key, tensor in tensors.items():
                 local(tensor).copy_(local(state_dict[name][key]))
         self.weights_are_raw = False
+        self._started = True
         self._pulled_back = False
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
@@ -194,6 +207,11 @@ def _initial_state(name: str, layer: PCLinear) -> LayerState:
     weight = layer.weight
     if weight.device.type == "meta":
         raise ValueError(f"{name}.weight is on the meta device; create StepSchedule after the weights exist")
+    if weight.dtype.itemsize < 4:
+        raise UserError(
+            f"{name}.weight is {weight.dtype}; W collects small updates and needs float32 (model.float(), and "
+            "autocast or FSDP's mixed precision for the products)"
+        )
     u, v = (
         _distribute_like(weight, vector.to(weight.device, weight.dtype)) for vector in initial_vectors(name, weight.shape)
     )

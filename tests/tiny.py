@@ -108,6 +108,7 @@ def train(rank: int, config: Path, overrides: list[str]) -> dict[str, torch.Tens
     if rank == 0:
         write_resolved(config, overrides, JobConfig, Path(loaded.job.dump_folder) / "config.toml")
     trainer = PCTrainer(loaded)
+    trainer.require_loadable()
     trainer.train()
     result = state_of(trainer)
     trainer.close()

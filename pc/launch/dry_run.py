@@ -85,6 +85,11 @@ def _tried(report: Report, function, *arguments):
 
 def _data_parallel_size(report: Report, config: JobConfig, world_size: int) -> int | None:
     parallelism = config.parallelism
+    degrees = ("tensor_parallel", "pipeline_parallel", "context_parallel", "data_parallel_replicate")
+    for key in (f"{degree}_degree" for degree in degrees):
+        if getattr(parallelism, key) < 1:
+            report.errors.append(f"parallelism.{key} = {getattr(parallelism, key)} should be at least 1")
+            return None
     model_parallel = (
         parallelism.tensor_parallel_degree
         * parallelism.pipeline_parallel_degree
@@ -146,10 +151,10 @@ def _check_combinations(report: Report, config: JobConfig, world_size: int, data
         etp=parallelism.expert_tensor_parallel_degree,
         world_size=world_size,
     )
-    for rule in (checks._check_model, checks._check_parallelism, checks._check_precision):
-        try:
-            rule(config, dims) if rule is checks._check_parallelism else rule(config)
-        except UserError as error:
+    try:
+        checks.check(config, dims, on_cpu=False)
+    except UserError as error:
+        if str(error) not in report.errors:
             report.errors.append(str(error))
 
 

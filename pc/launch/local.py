@@ -1,6 +1,7 @@
 """Train one config on this machine: `python -m pc.launch.local CONFIG --section.key value ...`."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from pc.data.demo import FOLDER as DEMO
 from pc.errors import UserError, exit_on_user_error
-from pc.launch import dry_run, torchrun
+from pc.launch import dry_run, runs, torchrun
 from pc.titan.config import JobConfig
 from pc.titan.resolve import resolve, run_folder
 
@@ -28,6 +29,8 @@ def main() -> None:
     errors = dry_run.check(config, overrides, processes).errors
     if errors:
         raise UserError("\nerror: ".join(errors))
+    held = runs.lock(folder)
+    os.set_inheritable(held.fileno(), True)  # the trainer keeps it if this process is killed
     run = start(config, overrides, folder, processes)
     # Ctrl-C reaches torchrun too, since it shares the terminal; a plain kill has to be passed on.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -42,7 +45,8 @@ def start(config: str, overrides: Sequence[str], folder: Path, processes: int) -
     """The trainer: under torchrun, or by itself where one process is all."""
     environment = torchrun.environment(processes)
     if processes > 1:
-        return subprocess.Popen(torchrun.command(config, overrides, folder, processes), env=environment)
+        words = torchrun.command(config, overrides, folder, processes)
+        return subprocess.Popen(words, env=environment, close_fds=False)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -54,7 +58,7 @@ def start(config: str, overrides: Sequence[str], folder: Path, processes: int) -
         "MASTER_PORT": str(port),
     }
     return subprocess.Popen(
-        [sys.executable, "-m", "pc.titan.train", config, *overrides], env=environment | alone
+        [sys.executable, "-m", "pc.titan.train", config, *overrides], env=environment | alone, close_fds=False
     )
 
 

@@ -13,6 +13,11 @@ from pc.errors import UserError
 def processes_here() -> int:
     """Processes per machine: NGPU, or one per GPU, or 1 on a machine without."""
     gpus = torch.cuda.device_count()
+    if gpus and not torch.cuda.is_available():
+        raise UserError(
+            f"this machine has {gpus} GPU(s) that torch {torch.__version__} cannot use (driver too old?); install a "
+            "torch from 2.11 to 2.13 for your CUDA into an environment, activate it and repeat"
+        )
     wish = os.environ.get("NGPU", "")
     if not wish:
         return max(1, gpus)

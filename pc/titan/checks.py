@@ -3,20 +3,27 @@
 from torchtitan.distributed import ParallelDims
 
 from pc.errors import UserError
-from pc.titan import device
+from pc.muon import NEWTON_SCHULZ_COEFFICIENTS
 from pc.titan.batch import accumulation_steps
 from pc.titan.config import JobConfig
 from pc.titan.llama2 import FLAVORS
 
 
-def check(config: JobConfig, dims: ParallelDims) -> None:
-    """Raises UserError naming the key and what would be right."""
+def check(config: JobConfig, dims: ParallelDims, on_cpu: bool) -> None:
+    """Raises UserError naming the key and what would be right.
+
+    Args:
+        dims: the parallel degrees of the run.
+        on_cpu: whether it trains on CPUs, which can do less.
+    """
+    _check_ignored(config)
+    _check_ranges(config)
     _check_model(config)
     _check_parallelism(config, dims)
     if dims.pp > 1:
         _check_pipeline(config, dims)
     _check_precision(config)
-    if device.is_cpu():
+    if on_cpu:
         _check_cpu(config, dims)
     accumulation_steps(
         config.training.global_batch_size, config.training.local_batch_size, dims.dp_replicate * dims.dp_shard
@@ -30,11 +37,83 @@ def compiles_model(config: JobConfig) -> bool:
     return config.compile.enable and "model" in config.compile.components
 
 
+# Keys of TorchTitan that nothing here reads, with what does the same.
+_IGNORED = {
+    "training.dataset": "data.path",
+    "training.dataset_path": "data.path",
+    "validation.dataset": "data.validation_path",
+    "validation.dataset_path": "data.validation_path",
+    "validation.seq_len": "training.seq_len",
+    "validation.steps": "data.validation_sequences",
+}
+
+# Keys that would divide by zero or fail in a traceback, with their least value.
+_AT_LEAST = {
+    "training.seq_len": 1,
+    "training.local_batch_size": 1,
+    "training.steps": 1,
+    "validation.local_batch_size": 1,
+    "validation.freq": 1,
+    "data.validation_sequences": 1,
+    "metrics.log_freq": 1,
+    "checkpoint.interval": 1,
+    "evaluation.interval": 0,
+    "evaluation.limit": 0,
+    "health.freq": 0,
+    "health.spectra_freq": 0,
+    "optimizer.lr": 0,
+    "optimizer.eps": 0,
+    "optimizer.weight_decay": 0,
+    "optimizer.muon_steps": 1,
+    "parallelism.data_parallel_replicate_degree": 1,
+    "parallelism.tensor_parallel_degree": 1,
+    "parallelism.pipeline_parallel_degree": 1,
+    "parallelism.context_parallel_degree": 1,
+}
+
+
+def _value(config: JobConfig, key: str):
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)
+
+
+def _check_ignored(config: JobConfig) -> None:
+    default = JobConfig()
+    for key, instead in _IGNORED.items():
+        if _value(config, key) != _value(default, key):
+            raise UserError(f"{key} is not read by this trainer; set {instead}")
+    refused = {
+        "fault_tolerance.enable": config.fault_tolerance.enable,
+        "checkpoint.create_seed_checkpoint": config.checkpoint.create_seed_checkpoint,
+        "training.enable_cpu_offload": config.training.enable_cpu_offload,
+        "optimizer.early_step_in_backward": config.optimizer.early_step_in_backward,
+    }
+    for key, is_set in refused.items():
+        if is_set:
+            raise UserError(f"{key} is not supported with PC's and Muon's work around the optimizer's step; use false")
+    if config.comm.mode != "default":
+        raise UserError(f'comm.mode = "{config.comm.mode}" does not train; use "default"')
+
+
+def _check_ranges(config: JobConfig) -> None:
+    for key, least in _AT_LEAST.items():
+        if _value(config, key) < least:
+            raise UserError(f"{key} = {_value(config, key)} should be at least {least}")
+    for key in ("optimizer.beta1", "optimizer.beta2", "optimizer.muon_momentum"):
+        if not 0 <= _value(config, key) < 1:
+            raise UserError(f"{key} = {_value(config, key)} should be at least 0 and below 1")
+    if config.optimizer.muon_coefficients not in NEWTON_SCHULZ_COEFFICIENTS:
+        raise UserError(
+            f"optimizer.muon_coefficients = {config.optimizer.muon_coefficients!r} should be one of "
+            f"{', '.join(NEWTON_SCHULZ_COEFFICIENTS)}"
+        )
+
+
 def _check_model(config: JobConfig) -> None:
+    if config.model.name != "pc_llama2":
+        raise UserError(f'model.name = "{config.model.name}" should be "pc_llama2", the model of this trainer')
     if config.model.flavor not in FLAVORS:
         raise UserError(f"model.flavor = {config.model.flavor!r} should be one of {', '.join(FLAVORS)}")
-    if config.training.seq_len < 1:
-        raise UserError(f"training.seq_len = {config.training.seq_len} should be at least 1")
     if config.checkpoint.enable and config.checkpoint.keep_latest_k == 1:
         raise UserError("checkpoint.keep_latest_k = 1 could lose the last whole checkpoint; use 2 or more, or 0 for all")
 
@@ -58,8 +137,6 @@ def _check_parallelism(config: JobConfig, dims: ParallelDims) -> None:
         )
     if config.parallelism.enable_async_tensor_parallel and not compiles_model(config):
         raise UserError("parallelism.enable_async_tensor_parallel needs compile.enable = true")
-    if config.optimizer.early_step_in_backward:
-        raise UserError("optimizer.early_step_in_backward leaves no place for clipping and PC; use false")
     heads = FLAVORS[config.model.flavor].n_heads
     if heads % dims.tp:
         raise UserError(f"parallelism.tensor_parallel_degree = {dims.tp} should divide the {heads} heads")
@@ -105,7 +182,6 @@ def _check_cpu(config: JobConfig, dims: ParallelDims) -> None:
     refused = {
         "profiling.enable_profiling": config.profiling.enable_profiling,
         "profiling.enable_memory_snapshot": config.profiling.enable_memory_snapshot,
-        "training.enable_cpu_offload": config.training.enable_cpu_offload,
         "parallelism.enable_async_tensor_parallel": config.parallelism.enable_async_tensor_parallel,
         'parallelism.pipeline_parallel_schedule = "DualPipeV"': (
             config.parallelism.pipeline_parallel_schedule.lower() == "dualpipev"

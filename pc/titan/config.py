@@ -36,7 +36,8 @@ class PC:
     """When PC(W) is evaluated: once per optimizer step, or in every forward pass inside the graph."""
 
     compute_dtype: Literal["float32", "tf32", "bfloat16"] = "float32"
-    """Precision of the polynomial's matrix products. The raw weight and all else of PC stay in float32."""
+    """Precision of the polynomial's matrix products. In schedule "step" the raw weight and all else of PC are
+    float32; in "forward" FSDP hands the layer weights of training.mixed_precision_param."""
 
     def to_pc_config(self) -> PCConfig:
         """The method's own configuration, checked; raises UserError."""

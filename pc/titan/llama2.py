@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
 from torchtitan.models.llama3.model.model import Transformer
@@ -98,10 +98,3 @@ def initial_std(name: str, args: Llama2Args) -> float:
     if matrix in ("wo", "w2", "w3"):
         return 0.02 / math.sqrt(2 * (int(layer) + 1))
     raise ValueError(f"no initialisation for {name}")
-
-
-def count_parameters(args: Llama2Args) -> int:
-    """Parameters of the plain model."""
-    with torch.device("meta"):
-        model: nn.Module = Transformer(args)
-    return sum(parameter.numel() for parameter in model.parameters())

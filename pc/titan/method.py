@@ -5,9 +5,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 
+from pc.config import BLOCK_GROUPS
 from pc.errors import UserError
 from pc.linear import named_pc_linears
 from pc.titan.config import PC
@@ -65,15 +67,70 @@ def require(checkpoint: str | Path, pc: PC) -> None:
         UserError: naming what differs, with both values.
     """
     saved, ours = json.loads(read_fingerprint(checkpoint)), json.loads(fingerprint(pc))
-    differing = [key for key in sorted(saved.keys() | ours.keys()) if saved.get(key) != ours.get(key)]
     if saved.get("enable") != ours.get("enable"):
         differing = ["enable"]
+    else:
+        one, other = _canonical(saved), _canonical(ours)
+        differing = [key for key in sorted(one.keys() | other.keys()) if one.get(key) != other.get(key)]
     if differing:
         what = ", ".join(f"pc.{k}: checkpoint {saved.get(k)!r}, config {ours.get(k)!r}" for k in differing)
         raise UserError(
             f"cannot resume {checkpoint}: {what}. Use the checkpoint's settings, or another job.dump_folder "
             "for a run from the start"
         )
+
+
+def require_contents(checkpoint: str | Path, shapes: dict[str, torch.Size], optimizers: set[str]) -> None:
+    """Refuse to resume another model or optimizer.
+
+    Args:
+        shapes: of the tensors that the model expects.
+        optimizers: kinds in use, "adamw" and "muon".
+
+    Raises:
+        UserError: naming a tensor or the kinds, with both values.
+    """
+    saved = CheckpointFolder(checkpoint).shapes()
+    for name, shape in shapes.items():
+        if saved.get(name) != shape:
+            found = tuple(saved[name]) if saved.get(name) is not None else "missing"
+            raise UserError(
+                f"cannot resume {checkpoint}: {name} is {found} in the checkpoint and {tuple(shape)} in the config's model"
+            )
+    kinds = {key.split(".")[1] for key in saved if key.startswith("lr_scheduler.")}
+    if not optimizers <= kinds:
+        raise UserError(
+            f"cannot resume {checkpoint}: optimizer {' and '.join(sorted(kinds))} in the checkpoint, "
+            f"{' and '.join(sorted(optimizers))} in the config"
+        )
+
+
+def require_plain_weights(checkpoint: str | Path) -> None:
+    """Refuse to start from a checkpoint whose `weight` is not what its model multiplied by.
+
+    Raises:
+        UserError: PC in schedule "forward", where `weight` is the raw W.
+    """
+    folder = CheckpointFolder(checkpoint)
+    if "method.fingerprint" not in folder.shapes():
+        return
+    if json.loads(folder.read_value("method.fingerprint")).get("schedule") == "forward":
+        raise UserError(
+            f"checkpoint.initial_load_path = {checkpoint} holds raw weights and PC beside them (schedule \"forward\"); "
+            "export it with scripts/export_hf.py and start from that with checkpoint.initial_load_in_hf = true"
+        )
+
+
+def _canonical(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings in which equal methods are equal: a level for each single block, whatever groups and order were named."""
+    if not settings["enable"]:
+        return settings
+    level, blocks = settings["level"], settings["blocks"]
+    levels = level if isinstance(level, dict) else dict.fromkeys(blocks, level)
+    single = {block: levels[entry] for entry in blocks for block in BLOCK_GROUPS.get(entry, (entry,))}
+    # One level for all stays one, so that other blocks alone are not another level too.
+    distinct = set(single.values())
+    return {**settings, "blocks": sorted(single), "level": single if len(distinct) > 1 else distinct.pop()}
 
 
 class ForwardState(Stateful):

@@ -114,11 +114,6 @@ def _build(model: nn.Module, config: Optimizer) -> dict[str, torch.optim.Optimiz
         (muon if config.name == "Muon" and group == "hidden matrices" else adamw).append(parameter)
     optimizers: dict[str, torch.optim.Optimizer] = {}
     if muon:
-        if config.muon_coefficients not in NEWTON_SCHULZ_COEFFICIENTS:
-            raise UserError(
-                f"optimizer.muon_coefficients = {config.muon_coefficients!r} should be one of "
-                f"{', '.join(NEWTON_SCHULZ_COEFFICIENTS)}"
-            )
         optimizers["muon"] = Muon(
             muon,
             lr=config.lr,

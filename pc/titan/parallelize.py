@@ -1,5 +1,7 @@
 """PC and TorchTitan's parallelisms on one model, in the order in which they compose."""
 
+from dataclasses import replace
+
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate, distribute_tensor
@@ -11,10 +13,10 @@ from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.distributed.tensor_parallel import maybe_enable_async_tp
 from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list, apply_compile, apply_fsdp, apply_tp
 
-from pc.attach import attach
+from pc.attach import attach, matches
 from pc.config import PCConfig
 from pc.errors import UserError
-from pc.linear import block_of, named_pc_linears
+from pc.linear import clean_name, named_pc_linears
 from pc.titan import device
 from pc.titan.checks import compiles_model
 from pc.titan.config import JobConfig
@@ -57,7 +59,8 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobCo
             model.model_args.attn_type,
         )
     if job_config.pc.enable:
-        attach_to_stage(model, job_config.pc.to_pc_config())
+        attach_to = attach_to_stage if parallel_dims.pp_enabled else attach
+        attach_to(model, job_config.pc.to_pc_config())
         for _, layer in named_pc_linears(model):
             layer.hides_pc_state = True  # the checkpoint has gamma, u and v apart from the model
         if parallel_dims.tp_enabled:
@@ -86,7 +89,6 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobCo
         param_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
         reduce_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_reduce],
         pp_enabled=parallel_dims.pp_enabled,
-        cpu_offload=job_config.training.enable_cpu_offload,
         reshard_after_forward_policy=job_config.parallelism.fsdp_reshard_after_forward,
     )
     if device.is_cpu():
@@ -107,6 +109,9 @@ def pipeline(*args, **kwargs):
 
 
 def attach_to_stage(model: nn.Module, config: PCConfig) -> None:
-    """`pc.attach`, but a pipeline stage without any of the named layers (the head alone, say) is in order."""
-    if any(block_of(name) for name, module in model.named_modules() if isinstance(module, nn.Linear)):
-        attach(model, config)
+    """`pc.attach` for those of the named blocks that this pipeline stage has; each may lie on another stage."""
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    blocks = [entry for entry in config.blocks if any(matches(entry, clean_name(name)) for name in names)]
+    if blocks:
+        level = {entry: config.level[entry] for entry in blocks} if isinstance(config.level, dict) else config.level
+        attach(model, replace(config, blocks=tuple(blocks), level=level))

@@ -19,6 +19,13 @@ def write_status(folder: str | Path, state: str, step: int, steps: int, reason: 
     write_atomically(Path(folder) / "status.json", json.dumps(content) + "\n")
 
 
+def write_failure(folder: str | Path, step: int, steps: int, reason: str) -> None:
+    """Say that the run failed; a finished run stays finished, whatever was tried in its folder afterwards."""
+    file = Path(folder) / "status.json"
+    if not file.exists() or json.loads(file.read_text())["state"] != "finished":
+        write_status(folder, "failed", step, steps, reason)
+
+
 def write_environment(folder: str | Path, world_size: int) -> None:
     """`environment.json`: hardware and versions that made the run's figures."""
     versions = {}

@@ -27,7 +27,7 @@ from torchtitan.tools.logging import init_logger, logger
 
 from pc import data
 from pc.errors import UserError
-from pc.titan import method
+from pc.titan import device, method
 from pc.titan.checks import check
 from pc.titan.config import JobConfig
 from pc.titan.llama2 import FLAVORS, Llama2
@@ -35,7 +35,7 @@ from pc.titan.metrics import HealthMetrics, build_metrics_processor
 from pc.titan.optimizers import build_optimizers, build_schedulers
 from pc.titan.parallelize import AlwaysSharded, parallelize, pipeline
 from pc.titan.resolve import resolve, run_folder, write_resolved
-from pc.titan.status import write_environment, write_status
+from pc.titan.status import write_environment, write_failure, write_status
 from pc.titan.validate import FixedValidator
 
 # Every pipeline stage knows the loss here (`PCTrainer._loss_of_all_stages`); upstream warns that rank 0 does not.
@@ -78,11 +78,10 @@ class PCTrainer(torchtitan.train.Trainer):
             ) from error
         fields = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "world_size")
         dims = AlwaysSharded(**{name: getattr(upstream, name) for name in fields})
-        check(self.job_config, dims)
+        check(self.job_config, dims, on_cpu=device.is_cpu())
         return dims
 
     def train(self) -> None:
-        self._require_same_method()
         if dist.get_rank() == 0:
             write_status(self._folder, "running", self.step, self._steps)
         super().train()
@@ -115,7 +114,9 @@ class PCTrainer(torchtitan.train.Trainer):
             return False
         if self._agree_to_stop():
             logger.info(f"Asked to stop: saving step {self.step}")
-            if self.step:
+            # A checkpoint of this step is not written again: a kill half way through would spoil it.
+            saved = Path(self.checkpointer._create_checkpoint_id(self.step), ".metadata").exists()
+            if self.step and not saved:
                 self.checkpointer.save(self.step, last_step=True)
             self.stopped = True
             return False
@@ -152,24 +153,49 @@ class PCTrainer(torchtitan.train.Trainer):
             self.job_config, self.model_parts, self.parallel_dims, self.device, self.maybe_enable_amp
         )
 
-    def _require_same_method(self) -> None:
-        """Before anything is loaded, so that the message is about the method and not about missing tensors."""
+    def require_loadable(self) -> None:
+        """Refuse what the checkpointer is about to load if it does not fit this run, before anything is touched.
+
+        Raises:
+            UserError: a checkpoint of another method, model or optimizer, or a start that is no plain model.
+        """
         checkpointer = self.checkpointer
         if not checkpointer.enable:
             return
         step = self.job_config.checkpoint.load_step
         step = checkpointer._find_load_step() if step == -1 else step
-        if step > 0 and os.path.exists(checkpointer.folder):
-            method.require(checkpointer._create_checkpoint_id(step), self.job_config.pc)
-        elif checkpointer.initial_load_path and not checkpointer.initial_load_model_only:
-            method.require(checkpointer.initial_load_path, self.job_config.pc)
-        elif checkpointer.initial_load_in_hf and not os.path.exists(checkpointer.folder):
+        if step == -1:
+            self._set_aside_torn_checkpoints()
+        folder, start = Path(checkpointer.folder), checkpointer.initial_load_path
+        if step > 0 and folder.exists():
+            self._require_same_run(checkpointer._create_checkpoint_id(step))
+        elif start and not checkpointer.initial_load_model_only:
+            self._require_same_run(start)
+        elif checkpointer.initial_load_in_hf:
             # Like scoring, against the direction of imports and only when needed: upstream would take a
             # folder with other tensors or another rotary base without a word.
             from pc.evaluate.hugging_face import require_start_folder
 
-            folder = checkpointer.initial_load_path or self.job_config.model.hf_assets_path
-            require_start_folder(folder, self.model_args)
+            require_start_folder(start or self.job_config.model.hf_assets_path, self.model_args)
+        elif start:
+            method.require_plain_weights(start)
+
+    def _require_same_run(self, checkpoint: str) -> None:
+        method.require(checkpoint, self.job_config.pc)
+        shapes = {name: tensor.shape for name, tensor in self.checkpointer.states["model"].state_dict().items()}
+        method.require_contents(checkpoint, shapes, {kind for kind, _ in self.optimizers.named()})
+
+    def _set_aside_torn_checkpoints(self) -> None:
+        """A folder that holds no whole checkpoint, as a kill during the first save leaves it.
+
+        TorchTitan would take its existence for a resume and leave the start that the config names unread.
+        """
+        folder = Path(self.checkpointer.folder)
+        if dist.get_rank() == 0 and folder.exists():
+            aside = next(p for n in range(10**6) if not (p := folder.with_name(f"{folder.name}.torn-{n}")).exists())
+            logger.warning(f"{folder} holds no whole checkpoint; it is now {aside}")
+            folder.rename(aside)
+        dist.barrier()
 
     def _request_stop(self, *_) -> None:
         self._stop_requested = True
@@ -251,19 +277,19 @@ def main() -> None:
     config: JobConfig | None = None
     try:
         config = load_config(path, overrides)
-        if rank == 0:
-            write_resolved(path, overrides, JobConfig, Path(config.job.dump_folder) / "config.toml")
-            write_environment(config.job.dump_folder, int(os.environ.get("WORLD_SIZE", "1")))
         trainer = PCTrainer(config)
+        trainer.require_loadable()
+        if rank == 0:  # not earlier: a refused start must not describe the runs that are there
+            write_resolved(path, overrides, JobConfig, Path(config.job.dump_folder) / "config.toml")
+            write_environment(config.job.dump_folder, dist.get_world_size())
         trainer.train()
     except BaseException as error:
-        if config is not None and rank == 0:
+        if config is not None and (rank == 0 or isinstance(error, UserError)):
             step = trainer.step if trainer else 0
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            write_status(config.job.dump_folder, "failed", step, config.training.steps, reason)
+            write_failure(config.job.dump_folder, step, config.training.steps, reason)
         if isinstance(error, UserError):
-            if rank == 0:
-                print(f"error: {error}", file=sys.stderr, flush=True)
+            print(f"error: {error}", file=sys.stderr, flush=True)  # torchrun shows rank 0 and logs the others
             os._exit(2)  # other ranks may wait in a collective
         raise
     finally:

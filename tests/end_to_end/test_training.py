@@ -50,8 +50,14 @@ def test_losses_do_not_depend_on_the_number_of_ranks(tiny_config, tmp_path, over
     assert tiny.metrics(other)[0] != pytest.approx(expected[0][0], rel=1e-3)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("overrides", [[], [*MUON, *FORWARD]], ids=["pc", "muon-forward"])
+ASYNC = ["--checkpoint.async_mode", "async"]
+
+
+@pytest.mark.parametrize(
+    "ranks, overrides",
+    [(1, []), (2, MUON), (2, [*MUON, *FORWARD]), (2, BASELINE), (2, ASYNC)],
+    ids=["pc", "muon-2", "muon-forward-2", "baseline-2", "async-2"],
+)
 def test_resume_is_exact(tiny_config, tmp_path, ranks, overrides):
     config, folder = tiny_config
     straight = _run(ranks, config, overrides)
@@ -165,6 +171,8 @@ def test_plain_checkpoint_starts_a_pc_run(tiny_config, tmp_path):
         ([], ["--pc.level", "2"], "pc.level: checkpoint 4, config 2"),
         ([], ["--pc.blocks", "ffn"], r"pc.blocks: checkpoint \['o', 'ffn'\], config \['ffn'\]"),
         ([], FORWARD, "pc.schedule: checkpoint 'step', config 'forward'"),
+        ([], MUON, "optimizer adamw in the checkpoint, adamw and muon in the config"),
+        ([], ["--model.flavor", "debug"], r"\(200, 24\) in the checkpoint and \(200, 256\)"),
     ],
 )
 def test_resume_with_another_method_is_refused(tiny_config, first, then, message):
@@ -172,6 +180,32 @@ def test_resume_with_another_method_is_refused(tiny_config, first, then, message
     _run(1, config, [*first, "--training.steps", "1"])
     with pytest.raises(AssertionError, match=message):
         _run(1, config, [*then, "--training.steps", "2"])
+
+
+def test_equal_methods_said_otherwise_resume(tiny_config):
+    config, folder = tiny_config
+    _run(1, config, ["--training.steps", "1"])
+    _run(1, config, ["--training.steps", "2", "--pc.blocks", "ffn,o"])
+    assert len(tiny.metrics(folder)) == 2
+
+
+def test_a_torn_first_checkpoint_does_not_hide_the_start(tiny_config, tmp_path):
+    config, folder = tiny_config
+    trained = _run(1, config, [*BASELINE, "--training.steps", "2"])
+    other, to_other = _elsewhere(tmp_path, "requeued")
+    (other / "checkpoint" / "step-1").mkdir(parents=True)  # what a kill during the first save leaves
+    start = ["--checkpoint.initial_load_path", str(folder / "checkpoint" / "step-2")]
+    started = _run(2, config, [*start, *to_other, *BASELINE, "--training.steps", "1", "--optimizer.lr", "0.0"])
+    assert _equal(started, trained)
+    assert (other / "checkpoint.torn-0" / "step-1").is_dir()
+
+
+def test_raw_weights_of_schedule_forward_are_no_start(tiny_config, tmp_path):
+    config, folder = tiny_config
+    _run(1, config, [*FORWARD, "--training.steps", "1"])
+    start = ["--checkpoint.initial_load_path", str(folder / "checkpoint" / "step-1")]
+    with pytest.raises(AssertionError, match="holds raw weights"):
+        _run(1, config, [*start, *BASELINE, *_elsewhere(tmp_path, "other")[1]])
 
 
 def _train_with_signal(rank, config, overrides, at_step):

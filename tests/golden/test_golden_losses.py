@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 import tiny
+from pc.data.demo import make_demo
+from pc.errors import UserError
 from pc.files import write_atomically
 from ranks import run_ranks
 
@@ -27,15 +29,18 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def demo_data():
-    """The demo shards that ./run_llama_train.sh makes."""
-    folder = ROOT / "data" / "demo"
-    if not (folder / "manifest.json").exists():
-        pytest.skip("data/demo is missing; python -m pc.data.demo makes it")
-    return folder
+    """The demo shards that ./run_llama_train.sh makes; made here if they are not there."""
+    try:
+        return make_demo(ROOT / "data" / "demo").folder
+    except UserError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_first_losses(demo_data, tmp_path, name):
+@pytest.mark.parametrize("name, ranks", [*((name, 1) for name in RUNS), ("adamw_pc", 2)])
+def test_first_losses(demo_data, tmp_path, name, ranks):
+    """Two ranks have the same losses: what differs is the order of float32 sums."""
     overrides = {
         "job.dump_folder": tmp_path,
         "data.path": demo_data,
@@ -47,7 +52,7 @@ def test_first_losses(demo_data, tmp_path, name):
         "checkpoint.enable": "false",
     }
     words = [word for key, value in overrides.items() for word in (f"--{key}", str(value))]
-    run_ranks(1, tiny.train, ROOT / "train_configs" / "debug.toml", words + RUNS[name])
+    run_ranks(ranks, tiny.train, ROOT / "train_configs" / "debug.toml", words + RUNS[name])
     losses = tiny.metrics(tmp_path)
     golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
     if os.environ.get("WRITE_GOLDEN"):

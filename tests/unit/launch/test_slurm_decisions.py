@@ -101,6 +101,7 @@ def test_no_sbatch_is_a_clear_error(tmp_path, monkeypatch):
 def test_processes_here(wish, gpus, expected, monkeypatch):
     monkeypatch.setenv("NGPU", wish)
     monkeypatch.setattr(torchrun.torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torchrun.torch.cuda, "is_available", lambda: gpus > 0)
     assert torchrun.processes_here() == expected
 
 
@@ -108,5 +109,6 @@ def test_processes_here(wish, gpus, expected, monkeypatch):
 def test_wrong_ngpu(wish, gpus, monkeypatch):
     monkeypatch.setenv("NGPU", wish)
     monkeypatch.setattr(torchrun.torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torchrun.torch.cuda, "is_available", lambda: gpus > 0)
     with pytest.raises(UserError, match=f"NGPU={wish}"):
         torchrun.processes_here()
