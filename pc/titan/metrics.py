@@ -71,10 +71,12 @@ class HealthMetrics:
         self._num_stage_ranks: int = parallel_dims.world_size // parallel_dims.pp
         self._device = next(model_parts[0].parameters()).device
         self._outputs = OutputSizes(model_parts) if self._health.freq else None
+        self._measuring = False
 
-    def start_step(self, step: int) -> None:
-        """Call on every step before its first forward pass."""
-        if self._outputs and _is_due(step, self._health.freq):
+    def start_step(self, step: int, measure_outputs: bool = True) -> None:
+        """Call on every step before its first forward pass; without `measure_outputs` outputs are left out of it."""
+        self._measuring = self._outputs is not None and measure_outputs and _is_due(step, self._health.freq)
+        if self._measuring:
             self._outputs.start()
 
     @torch.no_grad()
@@ -85,8 +87,9 @@ class HealthMetrics:
             {} on steps where nothing is due. Weights are those after the step, outputs those of the step.
         """
         metrics: dict[str, float] = {}
-        if self._outputs and _is_due(step, self._health.freq):
+        if self._measuring:
             metrics |= self._output_metrics(self._outputs.stop())
+        if _is_due(step, self._health.freq):
             metrics |= self._weight_metrics()
         if _is_due(step, self._health.spectra_freq):
             metrics |= self._spectra_metrics()

@@ -52,6 +52,7 @@ class PCTrainer(torchtitan.train.Trainer):
         self.stopped = False
         self._micro_batches_done = 0
         self._stop_requested = False
+        self._has_stepped = False
         super().__init__(job_config)
         signal.signal(signal.SIGUSR2, self._request_stop)
         self._agreement_group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
@@ -94,8 +95,9 @@ class PCTrainer(torchtitan.train.Trainer):
             # The first step of a new run, after any checkpoint was loaded.
             self.pc_schedule.materialise()
         self._micro_batches_done = 0
-        self.health.start_step(self.step)
+        self.health.start_step(self.step, measure_outputs=not self._pipeline_finds_shapes())
         super().train_step(data_iterator)
+        self._has_stepped = True
         self.metrics_processor.log_health(self.step, self.health.collect(self.step))
         if self.scorer is not None and self.scorer.due(self.step):
             self.metrics_processor.log_health(self.step, self.scorer.score())
@@ -108,6 +110,14 @@ class PCTrainer(torchtitan.train.Trainer):
         if self._micro_batches_done == self.gradient_accumulation_steps:
             self._finish_gradients(global_valid_tokens)
         return self._loss_of_all_stages(loss)
+
+    def state_dict(self) -> dict:
+        """Upstream's, with the tokens of all ranks, so that another number of ranks counts on from them."""
+        return super().state_dict() | {"ntokens_seen": self.ntokens_seen * self._data_ranks}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        super().load_state_dict(state_dict)
+        self.ntokens_seen = state_dict["ntokens_seen"] // self._data_ranks
 
     def should_continue_training(self) -> bool:
         if not super().should_continue_training():
@@ -141,6 +151,13 @@ class PCTrainer(torchtitan.train.Trainer):
                         parameter.grad.div_(global_valid_tokens)
         if self.pc_schedule is not None:
             self.pc_schedule.pull_back()
+
+    def _pipeline_finds_shapes(self) -> bool:
+        """Whether a pipeline will run a pass on uninitialised inputs, to find shapes: at first and after validation."""
+        if not self.parallel_dims.pp_enabled:
+            return False
+        validated = self.job_config.validation.enable and self.validator.should_validate(self.step - 1)
+        return not self._has_stepped or validated
 
     def _build_scorer(self):
         """The scorer of `[evaluation]`, if the config asks for one."""
@@ -207,6 +224,10 @@ class PCTrainer(torchtitan.train.Trainer):
         requested = torch.tensor(int(self._stop_requested))
         dist.all_reduce(requested, dist.ReduceOp.MAX, group=self._agreement_group)
         return bool(requested)
+
+    @property
+    def _data_ranks(self) -> int:
+        return self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
 
     @property
     def _folder(self) -> str:
