@@ -136,7 +136,7 @@ class PCTrainer(torchtitan.train.Trainer):
         """The last pipeline stage's loss on every stage, where TorchTitan 0.2.2 returns and logs -1."""
         if not self.parallel_dims.pp_enabled:
             return loss
-        loss = loss.detach() if self.pp_has_last_stage else torch.zeros((), device=self.device)
+        loss = loss.detach().float() if self.pp_has_last_stage else torch.zeros((), device=self.device)
         loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
         dist.all_reduce(loss, group=self.parallel_dims.get_mesh("pp").get_group())
         return loss
