@@ -51,6 +51,8 @@ enable_tensorboard = false
 [health]
 freq = 0
 spectra_freq = 0
+[activation_checkpoint]
+mode = "none"
 [compile]
 enable = false
 [parallelism]

@@ -13,21 +13,27 @@ COMPILE = ["--compile.enable", "true", "--compile.components", "model", "--compi
 BASELINE = ["--pc.enable", "false"]
 MUON = ["--optimizer.name", "Muon"]
 FULL = ["--activation_checkpoint.mode", "full"]
-SELECTIVE = ["--activation_checkpoint.mode", "selective"]
+SELECTIVE = ["--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "2"]
+PER_OPERATION = ["--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op"]
 FORWARD = ["--pc.schedule", "forward"]
 TP2 = ["--parallelism.tensor_parallel_degree", "2"]
 PP2 = ["--parallelism.pipeline_parallel_degree", "2"]
-QUICK = ["--training.steps", "3", "--validation.enable", "false", "--checkpoint.enable", "false"]
+QUICK = [
+    *("--training.steps", "3", "--validation.enable", "false", "--checkpoint.enable", "false"),
+    *("--activation_checkpoint.mode", "none"),
+]
 HEALTH = ["--health.freq", "2"]
 
 # Name, the method, what is added to it, graphs. All blocks share one, but
-# - with selective checkpointing every second block is checkpointed: one graph for each kind;
+# - where every second block is checkpointed there is one for each kind;
 # - where outputs are measured on some steps, those have a graph of their own (pc.titan.outputs).
 CASES = {
     1: [
         ("AdamW PC", [], [], 1),
         ("AdamW PC, full AC", [], FULL, 1),
-        ("AdamW PC, selective AC", [], SELECTIVE, 2),
+        ("AdamW PC, AC by operation", [], BY_OPERATION, 1),
+        ("AdamW PC, AC of every second block", [], SELECTIVE, 2),
+        ("AdamW PC, selective AC per operation", [], PER_OPERATION, 1),  # the recipes'
         ("AdamW PC, outputs measured on some steps", [], HEALTH, 2),
         ("Muon PC", MUON, [], 1),
         ("AdamW PC in schedule forward", FORWARD, [], 1),
