@@ -100,6 +100,7 @@ def test_a_sweep_survives_a_killed_task(here, tmp_path):
     assert submit_sweep(sweep, 0, Allocation(1, 0, [])) == "all 3 runs are finished"
 
 
+@pytest.mark.soak
 def test_a_run_that_is_signalled_saves_and_goes_on_exactly(here, tmp_path):
     """USR2, as SLURM sends it before the time limit, at a step that no checkpoint interval would save."""
     folder = tmp_path / "signalled"
