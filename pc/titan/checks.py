@@ -137,6 +137,11 @@ def _check_parallelism(config: JobConfig, dims: ParallelDims) -> None:
         )
     if config.parallelism.enable_async_tensor_parallel and not compiles_model(config):
         raise UserError("parallelism.enable_async_tensor_parallel needs compile.enable = true")
+    if dims.tp > 1 and compiles_model(config) and config.activation_checkpoint.mode != "none":
+        raise UserError(
+            f'activation_checkpoint.mode = "{config.activation_checkpoint.mode}" with tensor parallelism and compiled '
+            'blocks fails within torch 2.13; use "none", or compile.enable = false'
+        )
     heads = FLAVORS[config.model.flavor].n_heads
     if heads % dims.tp:
         raise UserError(f"parallelism.tensor_parallel_degree = {dims.tp} should divide the {heads} heads")
@@ -170,6 +175,12 @@ def _check_pipeline(config: JobConfig, dims: ParallelDims) -> None:
         raise UserError(
             f'parallelism.pipeline_parallel_schedule = "{schedule}" splits the backward pass, which compiled blocks '
             "do not allow; use another schedule, or compile.enable = false"
+        )
+    checkpointing = config.activation_checkpoint
+    if splits_backward and checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op":
+        raise UserError(
+            f'parallelism.pipeline_parallel_schedule = "{schedule}" splits the backward pass, which '
+            'activation_checkpoint.selective_ac_option = "op" does not allow; use activation_checkpoint.mode = "full"'
         )
 
 

@@ -26,13 +26,20 @@ LAYOUTS = {
     ],
 }
 
-# Name, batches that a rank accumulates, micro-batches of each that go through the pipeline, its schedule.
-PLAIN = [("1 micro-batch", 1, 1, ""), ("3 micro-batches", 3, 1, "")]
+NO_AC = ["--activation_checkpoint.mode", "none"]
+AC = ["--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op"]  # the recipes'
+
+# Name, batches that a rank accumulates, micro-batches of each that go through the pipeline, further overrides.
+PLAIN = [("1 micro-batch", 1, 1, NO_AC), ("3 micro-batches, AC", 3, 1, AC)]
+SCHEDULE = "--parallelism.pipeline_parallel_schedule"
 PIPELINED = [
-    ("1 micro-batch", 1, 1, "GPipe"),  # the other schedules need one for each stage
-    ("3 micro-batches", 1, 3, "1F1B"),
-    ("3 accumulated of 3 micro-batches", 3, 3, "1F1B"),
-    ("4 stages, two of them without a layer", 1, 6, "Interleaved1F1B"),
+    ("1 micro-batch", 1, 1, [SCHEDULE, "GPipe", *NO_AC]),  # the other schedules need one for each stage
+    ("3 micro-batches", 1, 3, [SCHEDULE, "1F1B", *NO_AC]),
+    ("3 accumulated of 3 micro-batches, AC", 3, 3, [SCHEDULE, "1F1B", *AC]),
+    ("4 stages, two of them without a layer", 1, 6, [SCHEDULE, "Interleaved1F1B", *NO_AC]),
+]
+OTHER_SCHEDULES = [
+    (name, 1, 6, [SCHEDULE, name, *NO_AC]) for name in ("LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble")
 ]
 
 
@@ -125,13 +132,12 @@ def _gradients(rank, config, cases) -> list[dict[str, torch.Tensor]]:
     return results
 
 
-def _overrides(data_ranks, layout, accumulated, pipelined, schedule):
+def _overrides(data_ranks, layout, accumulated, pipelined, further):
     """A step of `SEQUENCES` in as many parts."""
     local = SEQUENCES // data_ranks // accumulated
-    pipeline = ["--parallelism.pipeline_parallel_schedule", schedule] if schedule else []
     return [
         *layout,
-        *pipeline,
+        *further,
         *("--training.global_batch_size", str(SEQUENCES), "--training.local_batch_size", str(local)),
         *("--parallelism.pipeline_parallel_microbatch_size", str(local // pipelined)),
         *("--validation.enable", "false", "--checkpoint.enable", "false"),
@@ -159,7 +165,8 @@ def test_gradients_equal_the_in_graph_oracle(tiny_config, ranks):
     pc, baseline, weaker = run_ranks(1, _oracle, config, [4, None, 3])[0]
     names, cases, expected = [], [], []
     for name, data_ranks, layout in LAYOUTS[ranks]:
-        for how, *split in PIPELINED if layout[:2] == PP2 else PLAIN:
+        splits = PIPELINED if layout[:2] == PP2 else PLAIN
+        for how, *split in [*(OTHER_SCHEDULES if layout == PP2 and ranks == 2 else []), *splits]:
             names.append(f"{name}, {how}, PC")
             cases.append(_overrides(data_ranks, layout, *split))
             expected.append(pc)

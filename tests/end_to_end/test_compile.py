@@ -31,9 +31,8 @@ CASES = {
     1: [
         ("AdamW PC", [], [], 1),
         ("AdamW PC, full AC", [], FULL, 1),
-        ("AdamW PC, AC by operation", [], BY_OPERATION, 1),
         ("AdamW PC, AC of every second block", [], SELECTIVE, 2),
-        ("AdamW PC, selective AC per operation", [], PER_OPERATION, 1),  # the recipes'
+        ("AdamW PC, AC by operation", [], PER_OPERATION, 1),  # the recipes'
         ("AdamW PC, outputs measured on some steps", [], HEALTH, 2),
         ("Muon PC", MUON, [], 1),
         ("AdamW PC in schedule forward", FORWARD, [], 1),

@@ -96,7 +96,8 @@ def _loaded_state(rank, config, overrides):
     }
     learning_rates = {g["lr"] for o in trainer.optimizers for g in o.param_groups}
     assert len(learning_rates) == 1 and trainer.step == 3
-    assert trainer.ntokens_seen * int(os.environ["WORLD_SIZE"]) == 3 * 24 * 16
+    dims = trainer.parallel_dims
+    assert trainer.ntokens_seen * dims.dp_replicate * dims.dp_shard == 3 * 24 * 16
     assert all(s.last_epoch == 3 for s in trainer.lr_schedulers.schedulers)
     state = {name: t for name, t in tiny.state_of(trainer).items() if not name.endswith(".gamma") or name[:3] == "pc."}
     trainer.close()

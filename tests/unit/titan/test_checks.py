@@ -29,7 +29,9 @@ def _check(settings: dict, degrees: dict, on_cpu: bool = False) -> None:
     check(_config(settings), ParallelDims(**degrees, world_size=world_size), on_cpu)
 
 
-COMPILE = {"compile.enable": True, "compile.components": ["model"]}
+COMPILE = {"compile.enable": True, "compile.components": ["model"], "activation_checkpoint.mode": "none"}
+AC_OP = {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"}
+ZERO_BUBBLE = {"parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}
 
 REFUSED_ANYWHERE = [
     ({"model.flavor": "7B"}, {}, "model.flavor = '7B' should be one of debug, 60M, 271M, 1B"),
@@ -59,7 +61,9 @@ REFUSED_ANYWHERE = [
     ({"training.local_batch_size": 8, "parallelism.pipeline_parallel_microbatch_size": 3}, {"pp": 2}, "multiple of"),
     ({"parallelism.pipeline_parallel_microbatch_size": 8}, {"pp": 2}, "needs a micro-batch for each of the 2 stages"),
     ({"validation.enable": True, "validation.local_batch_size": 4}, {"pp": 2}, "should be training.local_batch_size = 8"),
-    ({**COMPILE, "parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}, {"pp": 2}, "splits the backward pass"),
+    ({**COMPILE, **ZERO_BUBBLE}, {"pp": 2}, "which compiled blocks do not allow"),
+    ({**AC_OP, **ZERO_BUBBLE}, {"pp": 2}, 'selective_ac_option = "op" does not allow'),
+    ({**COMPILE, **AC_OP}, {"tp": 2}, "with tensor parallelism and compiled blocks fails within torch 2.13"),
     ({"training.dtype": "bfloat16"}, {}, 'training.dtype should be "float32"'),
     ({"training.global_batch_size": 12}, {"dp_shard": 2}, "training.global_batch_size = 12 is no multiple"),
     ({"pc.level": 7}, {}, "pc.level"),
@@ -82,7 +86,10 @@ ACCEPTED = [
     ({"model.converters": ["float8"], "pc.enable": False}, {}),
     ({"pc.schedule": "forward"}, {"dp_shard": 2, "pp": 2}),
     ({**COMPILE, "parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}, {"pp": 2}),
-    ({"parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}, {"pp": 2}),
+    ({**ZERO_BUBBLE, "activation_checkpoint.mode": "full"}, {"pp": 2}),
+    (COMPILE, {"tp": 2}),
+    (AC_OP, {"tp": 2}),
+    ({**COMPILE, **AC_OP}, {"dp_shard": 2, "pp": 2}),
     ({"parallelism.pipeline_parallel_schedule": "GPipe", "parallelism.pipeline_parallel_microbatch_size": 8}, {"pp": 2}),
 ]
 

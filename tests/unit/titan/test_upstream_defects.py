@@ -118,6 +118,27 @@ def test_compiled_block_loses_the_gradient_of_a_collective_under_way():
     assert norms["compiled after another operation"] == pytest.approx(norms["eager"], rel=1e-6)
 
 
+def _tensor_parallel_compiled_checkpointed(rank, config) -> str:
+    from pc.titan import train
+
+    tiny.add_tiny_flavor()
+    train.check = lambda *_, **__: None
+    compiled = ["--compile.enable", "true", "--compile.components", "model", "--compile.backend", "aot_eager"]
+    layout = ["--parallelism.tensor_parallel_degree", "2", "--activation_checkpoint.mode", "full"]
+    trainer = train.PCTrainer(train.load_config(config, [*COMMON, *compiled, *layout]))
+    try:
+        trainer.train_step(trainer.batch_generator(trainer.dataloader))
+    except AssertionError as error:
+        return str(error)
+    return "no error"
+
+
+def test_compiled_blocks_with_checkpointing_fail_under_tensor_parallelism(tiny_config):
+    """Torch's defect at 2.13: the compiler takes a device mesh for a saved tensor. Our refusal: `pc.titan.checks`."""
+    message = run_ranks(2, _tensor_parallel_compiled_checkpointed, tiny_config[0])[0]
+    assert "expected all tensors_saved_with_vc_check to be Tensors" in message
+
+
 def test_initial_weights_depend_on_the_layout(tiny_config):
     """Our `Llama2.init_weights` draws by name."""
     config, _ = tiny_config
