@@ -142,12 +142,6 @@ def _check_parallelism(config: JobConfig, dims: ParallelDims) -> None:
             f'activation_checkpoint.mode = "{config.activation_checkpoint.mode}" with tensor parallelism and compiled '
             'blocks fails within torch 2.13; use "none", or compile.enable = false'
         )
-    owner_work = config.pc.enable or config.optimizer.name == "Muon"
-    if dims.tp > 1 and owner_work and compiles_model(config) and config.compile.backend == "inductor":
-        raise UserError(
-            "parallelism.tensor_parallel_degree with PC or Muon and blocks compiled by inductor diverged on torch 2.13 "
-            "(docs/parallelism.md); use compile.enable = false"
-        )
     heads = FLAVORS[config.model.flavor].n_heads
     if heads % dims.tp:
         raise UserError(f"parallelism.tensor_parallel_degree = {dims.tp} should divide the {heads} heads")

@@ -19,7 +19,7 @@ import torchtitan.train
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchtitan.config import ConfigManager
-from torchtitan.components.loss import build_cross_entropy_loss
+from torchtitan.components.loss import build_cross_entropy_loss, cross_entropy_loss
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
@@ -264,6 +264,20 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer, job_config: Jo
     )
 
 
+def build_loss(job_config: JobConfig, parallel_dims: ParallelDims):
+    """For TorchTitan's TrainSpec: cross entropy, compiled where [compile] names it, but not on sharded logits.
+
+    Torch 2.13 compiles a loss on logits that tensor parallelism shards rightly once; from the compiler's cache, in
+    this process or a later one, the loss comes out wrong, in silence.
+    """
+    sharded_logits = parallel_dims.tp_enabled and not job_config.parallelism.disable_loss_parallel
+    if not sharded_logits:
+        return build_cross_entropy_loss(job_config)
+    if job_config.compile.enable and "loss" in job_config.compile.components:
+        logger.warning("The loss is not compiled: under tensor parallelism torch's compiler cache makes it wrong")
+    return cross_entropy_loss
+
+
 TRAIN_SPEC = TrainSpec(
     model_cls=Llama2,
     model_args=FLAVORS,
@@ -273,7 +287,7 @@ TRAIN_SPEC = TrainSpec(
     build_lr_schedulers_fn=build_schedulers,
     build_dataloader_fn=build_dataloader,
     build_tokenizer_fn=None,
-    build_loss_fn=build_cross_entropy_loss,
+    build_loss_fn=build_loss,
     build_validator_fn=FixedValidator,
     build_metrics_processor_fn=build_metrics_processor,
     state_dict_adapter=Llama3StateDictAdapter,
