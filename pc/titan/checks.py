@@ -137,14 +137,14 @@ def _check_parallelism(config: JobConfig, dims: ParallelDims) -> None:
         )
     if config.parallelism.enable_async_tensor_parallel and not compiles_model(config):
         raise UserError("parallelism.enable_async_tensor_parallel needs compile.enable = true")
+    heads = FLAVORS[config.model.flavor].n_heads
+    if heads % dims.tp:
+        raise UserError(f"parallelism.tensor_parallel_degree = {dims.tp} should divide the {heads} heads")
     if dims.tp > 1 and compiles_model(config) and config.activation_checkpoint.mode != "none":
         raise UserError(
             f'activation_checkpoint.mode = "{config.activation_checkpoint.mode}" with tensor parallelism and compiled '
             'blocks fails within torch 2.13; use "none", or compile.enable = false'
         )
-    heads = FLAVORS[config.model.flavor].n_heads
-    if heads % dims.tp:
-        raise UserError(f"parallelism.tensor_parallel_degree = {dims.tp} should divide the {heads} heads")
     if config.training.seq_len % dims.seq_len_divisor:
         raise UserError(
             f"training.seq_len = {config.training.seq_len} should be a multiple of {dims.seq_len_divisor} "
