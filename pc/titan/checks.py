@@ -1,6 +1,7 @@
 """Combinations that cannot work are refused before the first step, in a sentence each."""
 
 from torchtitan.distributed import ParallelDims
+from torchtitan.protocols import train_spec
 
 from pc.errors import UserError
 from pc.muon import NEWTON_SCHULZ_COEFFICIENTS
@@ -110,7 +111,8 @@ def _check_ranges(config: JobConfig) -> None:
 
 
 def _check_model(config: JobConfig) -> None:
-    if config.model.name != "pc_llama2":
+    # The benchmarks register variants of it under other names.
+    if config.model.name != "pc_llama2" and config.model.name not in train_spec._extra_train_specs:
         raise UserError(f'model.name = "{config.model.name}" should be "pc_llama2", the model of this trainer')
     if config.model.flavor not in FLAVORS:
         raise UserError(f"model.flavor = {config.model.flavor!r} should be one of {', '.join(FLAVORS)}")
