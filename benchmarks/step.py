@@ -100,6 +100,7 @@ def build(variant: Variant, shape: dict[str, int | str], micro_batches: int, fol
         "lr_scheduler.warmup_steps": 1,
         "metrics.log_freq": 10**9,
         "metrics.enable_tensorboard": "false",
+        "activation_checkpoint.mode": "none",  # recomputation would blur the parts of a step
         "validation.enable": "false",
         "checkpoint.enable": "false",
         "health.freq": 0,
