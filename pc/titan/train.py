@@ -8,6 +8,7 @@ TorchTitan's trainer, with PC around its optimizer step. What happens in one ste
     optimizers.step()       W in place; step; W into store, PC(W) in place         hooks of `pc.titan.optimizers`
 """
 
+import dataclasses
 import os
 import signal
 import sys
@@ -18,8 +19,8 @@ import torch.distributed as dist
 import torchtitan.train
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torchtitan.components.loss import build_cross_entropy_loss
 from torchtitan.config import ConfigManager
-from torchtitan.components.loss import build_cross_entropy_loss, cross_entropy_loss
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
@@ -271,11 +272,12 @@ def build_loss(job_config: JobConfig, parallel_dims: ParallelDims):
     this process or a later one, the loss comes out wrong, in silence.
     """
     sharded_logits = parallel_dims.tp_enabled and not job_config.parallelism.disable_loss_parallel
-    if not sharded_logits:
-        return build_cross_entropy_loss(job_config)
-    if job_config.compile.enable and "loss" in job_config.compile.components:
+    if sharded_logits and job_config.compile.enable and "loss" in job_config.compile.components:
         logger.warning("The loss is not compiled: under tensor parallelism torch's compiler cache makes it wrong")
-    return cross_entropy_loss
+        components = [name for name in job_config.compile.components if name != "loss"]
+        compilation = dataclasses.replace(job_config.compile, components=components)
+        job_config = dataclasses.replace(job_config, compile=compilation)
+    return build_cross_entropy_loss(job_config)
 
 
 TRAIN_SPEC = TrainSpec(
