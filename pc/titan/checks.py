@@ -142,11 +142,6 @@ def _check_parallelism(config: JobConfig, dims: ParallelDims) -> None:
     heads = FLAVORS[config.model.flavor].n_heads
     if heads % dims.tp:
         raise UserError(f"parallelism.tensor_parallel_degree = {dims.tp} should divide the {heads} heads")
-    if dims.tp > 1 and compiles_model(config) and config.activation_checkpoint.mode != "none":
-        raise UserError(
-            f'activation_checkpoint.mode = "{config.activation_checkpoint.mode}" with tensor parallelism and compiled '
-            'blocks fails within torch 2.13; use "none", or compile.enable = false'
-        )
     if config.training.seq_len % dims.seq_len_divisor:
         raise UserError(
             f"training.seq_len = {config.training.seq_len} should be a multiple of {dims.seq_len_divisor} "
@@ -204,5 +199,14 @@ def _check_cpu(config: JobConfig, dims: ParallelDims) -> None:
     for key, is_set in refused.items():
         if is_set:
             raise UserError(f"{key} needs a GPU, and this machine has none; do without")
+    checkpointing = config.activation_checkpoint
+    recomputes_attention = checkpointing.mode == "full" or (
+        checkpointing.mode == "selective" and checkpointing.selective_ac_option != "op"
+    )
+    if dims.tp > 1 and compiles_model(config) and recomputes_attention:
+        raise UserError(
+            "activation_checkpoint that recomputes attention, with tensor parallelism and compiled blocks, fails within "
+            'torch 2.13 on a CPU; use mode = "selective" with selective_ac_option = "op", or compile.enable = false'
+        )
     if dims.cp > 1:
         raise UserError("parallelism.context_parallel_degree needs a GPU: PyTorch has no rule for CPU attention; use 1")

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate, distribute_tensor
@@ -20,6 +21,10 @@ from pc.linear import clean_name, named_pc_linears
 from pc.titan import device
 from pc.titan.checks import compiles_model
 from pc.titan.config import JobConfig
+
+# Upstream's list saves attention by its GPU kernels' names. Torch 2.13 fails on recomputing the CPU's in a compiled
+# block under tensor parallelism (test_upstream_defects.py).
+_CPU_ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default}
 
 
 class AlwaysSharded(ParallelDims):
@@ -73,7 +78,7 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobCo
             model,
             job_config.activation_checkpoint,
             model_compile_enabled=compile_model,
-            op_sac_save_list=_op_sac_save_list,
+            op_sac_save_list=_op_sac_save_list | _CPU_ATTENTION,
             base_folder=job_config.job.dump_folder,
         )
     if compile_model:

@@ -42,6 +42,7 @@ CASES = {
         ("FSDP2, full AC", [], FULL, 1),
         ("TP2, Muon PC", MUON, TP2, 1),
         ("TP2, AdamW baseline", BASELINE, TP2, 1),
+        ("TP2, AdamW PC, AC by operation", [], [*TP2, *PER_OPERATION], 1),
         ("TP2, the loss asked for too, which is left out", [], [*TP2, "--compile.components", "model,loss"], 1),
         ("PP2", [], PP2, 1),
     ],

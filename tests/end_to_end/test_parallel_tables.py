@@ -25,8 +25,9 @@ METHODS = {"AdamW baseline": BASELINE, "AdamW PC": [], "Muon baseline": [*MUON, 
 
 NO_AC = ["--activation_checkpoint.mode", "none"]
 AC = ["--activation_checkpoint.mode", "full"]
+OP_AC = ["--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op"]
 COMPILE = ["--compile.enable", "true"]
-HOW = {"eager": NO_AC, "AC": AC, "compile": [*COMPILE, *NO_AC], "compile + AC": [*COMPILE, *AC]}
+HOW = {"eager": NO_AC, "AC": AC, "compile": [*COMPILE, *NO_AC], "compile + AC": [*COMPILE, *AC], "compile + op AC": [*COMPILE, *OP_AC]}
 
 HSDP2 = ["--parallelism.data_parallel_replicate_degree", "2"]
 TP2 = ["--parallelism.tensor_parallel_degree", "2"]
@@ -153,8 +154,8 @@ def test_summation_order_alone(losses):
 
 
 def _ways(layout: str) -> tuple[str, ...]:
-    if "TP" in layout:  # not both at once (pc.titan.checks)
-        return ("eager", "AC", "compile")
+    if "TP" in layout:  # compiled with full checkpointing is refused on a CPU (pc.titan.checks)
+        return ("eager", "AC", "compile + op AC") if layout != "TP2" else ("eager", "AC", "compile", "compile + op AC")
     if layout in ("1 process", "FSDP2", "FSDP4"):
         return ("eager", "compile", "compile + AC")
     return ("eager", "compile + AC")

@@ -31,6 +31,7 @@ def _check(settings: dict, degrees: dict, on_cpu: bool = False) -> None:
 
 COMPILE = {"compile.enable": True, "compile.components": ["model"], "activation_checkpoint.mode": "none"}
 AC_OP = {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"}
+AC_FULL = {"activation_checkpoint.mode": "full"}
 ZERO_BUBBLE = {"parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}
 
 REFUSED_ANYWHERE = [
@@ -63,7 +64,6 @@ REFUSED_ANYWHERE = [
     ({"validation.enable": True, "validation.local_batch_size": 4}, {"pp": 2}, "should be training.local_batch_size = 8"),
     ({**COMPILE, **ZERO_BUBBLE}, {"pp": 2}, "which compiled blocks do not allow"),
     ({**AC_OP, **ZERO_BUBBLE}, {"pp": 2}, 'selective_ac_option = "op" does not allow'),
-    ({**COMPILE, **AC_OP}, {"tp": 2}, "with tensor parallelism and compiled blocks fails within torch 2.13"),
     ({"training.dtype": "bfloat16"}, {}, 'training.dtype should be "float32"'),
     ({"training.global_batch_size": 12}, {"dp_shard": 2}, "training.global_batch_size = 12 is no multiple"),
     ({"pc.level": 7}, {}, "pc.level"),
@@ -75,6 +75,7 @@ REFUSED_ON_CPU = [
     ({"checkpoint.async_mode": "async_with_pinned_mem"}, {}, "async_with_pinned_mem"),
     ({**COMPILE, "parallelism.enable_async_tensor_parallel": True}, {"tp": 2}, "enable_async_tensor_parallel needs a GPU"),
     ({"parallelism.pipeline_parallel_schedule": "DualPipeV"}, {"pp": 2}, '"DualPipeV" needs a GPU'),
+    ({**COMPILE, **AC_FULL}, {"tp": 2}, "activation_checkpoint that recomputes attention, with tensor parallelism"),
     ({}, {"cp": 2}, "context_parallel_degree needs a GPU"),
 ]  # fmt: skip
 
@@ -88,7 +89,8 @@ ACCEPTED = [
     ({**COMPILE, "parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}, {"pp": 2}),
     ({**ZERO_BUBBLE, "activation_checkpoint.mode": "full"}, {"pp": 2}),
     (COMPILE, {"tp": 2}),
-    (AC_OP, {"tp": 2}),
+    (AC_FULL, {"tp": 2}),
+    ({**COMPILE, **AC_OP}, {"tp": 2}),
     ({**COMPILE, **AC_OP}, {"dp_shard": 2, "pp": 2}),
     ({"parallelism.pipeline_parallel_schedule": "GPipe", "parallelism.pipeline_parallel_microbatch_size": 8}, {"pp": 2}),
 ]

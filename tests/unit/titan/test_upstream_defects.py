@@ -161,8 +161,10 @@ def _tensor_parallel_compiled_checkpointed(rank, config) -> str:
     return "no error"
 
 
-def test_compiled_blocks_with_checkpointing_fail_under_tensor_parallelism(tiny_config):
-    """Torch's defect at 2.13: the compiler takes a device mesh for a saved tensor. Our refusal: `pc.titan.checks`."""
+def test_compiled_blocks_that_recompute_attention_fail_under_tensor_parallelism(tiny_config):
+    """Torch's defect at 2.13: a CPU's attention counts as random, so that recomputing it saves the generator's state,
+    which the compiler puts behind the device mesh, where it looks for the mesh. Our refusal and what avoids it:
+    `pc.titan.checks`, `pc.titan.parallelize`."""
     message = run_ranks(2, _tensor_parallel_compiled_checkpointed, tiny_config[0])[0]
     assert "expected all tensors_saved_with_vc_check to be Tensors" in message
 
