@@ -42,6 +42,7 @@ TF32 = ("--pc.compute_dtype", "tf32")
 IN_GRAPH = ("--pc.schedule", "forward")
 EAGER = ("--compile.enable", "false")
 FLOAT32 = ("--training.mixed_precision_param", "float32")
+FLOAT8 = ("--model.converters", "quantize.linear.float8", "--quantize.linear.float8.filter_fqns", "output")
 SMALL: dict[str, int | str] = {"flavor": "60M", "seq_len": 64, "local_batch_size": 1}
 
 # In the order in which to spend scarce GPU time.
@@ -101,6 +102,11 @@ ROWS: dict[str, Row] = {
         },
         rounds=4,
         goals=(Goal("time muon / adamw", "<=", 1.02), Goal("time muon pc / muon", "<=", 1.01)),
+    ),
+    "float8": Row(
+        "1B, AdamW, PC level 4: all layers but the head multiply in float8 (torchao, tensorwise)",
+        {"bfloat16": Variant(PC, TF32), "float8": Variant(PC, TF32 + FLOAT8)},
+        rounds=4,
     ),
     "271m": Row(
         "271M, AdamW: PC level 4 over baseline",

@@ -29,7 +29,8 @@ def attach(model: nn.Module, config: PCConfig) -> nn.Module:
     the meta device, call `reset_pc_parameters` and `pc.follow_optimizers` once the weights exist.
 
     Raises:
-        UserError: an entry that matches nothing, a match that is no `nn.Linear`, a layer named twice.
+        UserError: an entry that matches nothing, a match that is no `nn.Linear`, a layer named twice, a weight that
+            another layer has too.
     """
     modules = dict(model.named_modules())
     chosen: dict[str, PCConfig] = {}
@@ -45,13 +46,14 @@ def attach(model: nn.Module, config: PCConfig) -> nn.Module:
             if name in chosen:
                 raise UserError(f"pc.blocks: {entry!r} names {name} a second time")
             chosen[name] = config.for_block(entry)
-    for name, layer_config in chosen.items():
-        parent, _, child = name.rpartition(".")
-        setattr(
-            model.get_submodule(parent),
-            child,
-            PCLinear.from_linear(modules[name], clean_name(name), layer_config),
-        )
+    _refuse_shared_weights(modules, chosen)
+    _replace(
+        model,
+        {
+            modules[name]: PCLinear.from_linear(modules[name], clean_name(name), layer_config)
+            for name, layer_config in chosen.items()
+        },
+    )
     if config.schedule == "forward" and all(p.device.type != "meta" for p in model.parameters()):
         follow_optimizers(model)
     return model
@@ -63,10 +65,11 @@ def merge(model: nn.Module) -> nn.Module:
 
     The result has no overhead and needs nothing of this package (paper, remark 1).
     """
-    for name, layer in list(named_pc_linears(model)):
+    replacements: dict[nn.Module, nn.Module] = {}
+    for _, layer in named_pc_linears(model):
         weight = layer.weight
-        if layer.config.schedule == "forward":
-            weight = effective_weight(weight, layer.gamma, layer.u, layer.v, layer.config)
+        if layer.pc_config.schedule == "forward":
+            weight = effective_weight(weight, layer.gamma, layer.u, layer.v, layer.pc_config)
         linear = nn.Linear(
             layer.in_features, layer.out_features, layer.bias is not None, device="meta", dtype=weight.dtype
         )
@@ -74,6 +77,25 @@ def merge(model: nn.Module) -> nn.Module:
         if layer.bias is not None:
             linear.bias = layer.bias
         linear.train(layer.training)
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, linear)
+        replacements[layer] = linear
+    _replace(model, replacements)
     return model
+
+
+def _replace(model: nn.Module, replacements: dict[nn.Module, nn.Module]) -> None:
+    """Put new modules in the place of old ones, under every name that a module has."""
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if module in replacements:
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, replacements[module])
+
+
+def _refuse_shared_weights(modules: dict[str, nn.Module], chosen: dict[str, PCConfig]) -> None:
+    owners: dict[nn.Parameter, list[str]] = {}
+    for name, module in modules.items():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, []).append(name)
+    for name in chosen:
+        others = [owner for owner in owners[modules[name].weight] if owner != name]
+        if others:
+            raise UserError(f"pc.blocks: {name}.weight is that of {others[0]} too; PC needs a weight of its own")

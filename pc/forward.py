@@ -54,6 +54,6 @@ def _refresh_layer(layer: PCLinear) -> None:
     weight = layer.weight
     if isinstance(weight, DTensor):
         weight = weight.full_tensor()  # on every rank: this schedule is the readable reference, not the fast one
-    u, v = power_iteration(weight.to(layer.u.dtype), layer.u, layer.v, layer.config.power_iterations)
+    u, v = power_iteration(weight.to(layer.u.dtype), layer.u, layer.v, layer.pc_config.power_iterations)
     layer.u.copy_(u)
     layer.v.copy_(v)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from copy import copy
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from pc import polynomial
 from pc.config import BLOCK_SUFFIXES, PCConfig
+from pc.errors import UserError
 from pc.spectral import initial_vectors, spectral_norm_estimate
 
 # What wrappers of torch insert into module names.
@@ -96,18 +98,28 @@ class PCLinear(nn.Linear):
         """The same layer with PC: parameters are shared with `linear`, not copied; its hooks come along.
 
         Args:
-            linear: an `nn.Linear`.
+            linear: an `nn.Linear`. A subclass that multiplies in its own way (in float8, say) goes on doing so, which
+                is possible in schedule "step" alone, where `weight` is PC(W).
             name: the layer's full name in the model, from which `u` and `v` are drawn.
             config: with one level.
+
+        Raises:
+            UserError: a subclass with its own `forward` in schedule "forward".
         """
-        layer = cls.__new__(cls)
+        kind = type(linear)
+        if config.schedule == "forward" and kind.forward is not nn.Linear.forward:
+            raise UserError(
+                f'pc.schedule = "forward" would replace how {kind.__name__} {name} multiplies; use "step"'
+            )
+        layer_class = cls if kind is nn.Linear else _with_product_of(kind)
+        layer = layer_class.__new__(layer_class)
         # Tensor parallelism lives in hooks, which must not be left behind. Containers are the layer's own.
         layer.__dict__ = {key: copy(value) if isinstance(value, dict) else value for key, value in vars(linear).items()}
         layer._add_pc(name, config)
         return layer
 
     def _add_pc(self, name: str, config: PCConfig) -> None:
-        self.name, self.config = name, config
+        self.name, self.pc_config = name, config
         # TorchTitan checkpoints keep PC's own tensors apart from the model's in either schedule.
         self.hides_pc_state = config.schedule == "step"
         like = {"device": self.weight.device, "dtype": self.weight.dtype}
@@ -126,16 +138,16 @@ class PCLinear(nn.Linear):
         """gamma = 1, and `u`, `v` as drawn from the layer's name. Needed after `to_empty`."""
         if self.gamma is not None:
             self.gamma.fill_(1.0)
-        if self.config.schedule == "forward":
+        if self.pc_config.schedule == "forward":
             u, v = initial_vectors(self.name, (self.out_features, self.in_features))
             self.u.copy_(u)
             self.v.copy_(v)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
-        weight = self.weight
-        if self.config.schedule == "forward":
-            weight = effective_weight(weight, self.gamma, self.u, self.v, self.config)
+        if self.pc_config.schedule == "step":
+            return super().forward(x)
+        weight = effective_weight(self.weight, self.gamma, self.u, self.v, self.pc_config)
         return F.linear(x, weight, self.bias)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
@@ -151,11 +163,17 @@ class PCLinear(nn.Linear):
             missing[:] = [key for key in missing if key not in hidden]
 
     def extra_repr(self) -> str:
-        c = self.config
+        c = self.pc_config
         return (
             f"{super().extra_repr()}, level={c.level}, schedule={c.schedule}, "
             f"norm_recovery={c.norm_recovery}, learnable_gamma={c.learnable_gamma}"
         )
+
+
+@cache
+def _with_product_of(kind: type[nn.Linear]) -> type[PCLinear]:
+    """A PC layer that multiplies as `kind` does."""
+    return type(f"PC{kind.__name__}", (PCLinear, kind), {})
 
 
 def clean_name(name: str) -> str:

@@ -202,8 +202,8 @@ def matmul_precision(config: PCConfig):
 
 
 def _initial_state(name: str, layer: PCLinear) -> LayerState:
-    if layer.config.schedule != "step":
-        raise ValueError(f'{name} has schedule "{layer.config.schedule}"; StepSchedule takes "step"')
+    if layer.pc_config.schedule != "step":
+        raise ValueError(f'{name} has schedule "{layer.pc_config.schedule}"; StepSchedule takes "step"')
     weight = layer.weight
     if weight.device.type == "meta":
         raise ValueError(f"{name}.weight is on the meta device; create StepSchedule after the weights exist")
@@ -215,7 +215,7 @@ def _initial_state(name: str, layer: PCLinear) -> LayerState:
     u, v = (
         _distribute_like(weight, vector.to(weight.device, weight.dtype)) for vector in initial_vectors(name, weight.shape)
     )
-    return LayerState(layer.config, weight, layer.gamma, weight.detach().clone(), u, v)
+    return LayerState(layer.pc_config, weight, layer.gamma, weight.detach().clone(), u, v)
 
 
 def _distribute_like(weight: Tensor, vector: Tensor) -> Tensor:

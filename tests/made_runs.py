@@ -87,7 +87,7 @@ def make_run(
             u, v = (torch.nn.functional.normalize(torch.randn(size), dim=0) for size in weight.shape)
             u, v = power_iteration(weight, u, v, 3)
             gamma = 1 + 0.1 * torch.randn(1) if pc_config.learnable_gamma else None
-            effective[f"{name}.weight"] = effective_weight(weight, gamma, u, v, layer.config)
+            effective[f"{name}.weight"] = effective_weight(weight, gamma, u, v, layer.pc_config)
             entries |= {f"pc.{name}.u": u, f"pc.{name}.v": v}
             if gamma is not None:
                 entries[f"pc.{name}.gamma"] = gamma

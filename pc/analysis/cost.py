@@ -186,7 +186,7 @@ class Plan:
         with torch.device("meta"):
             self.model = attach(Transformer(self.args), self.config.pc.to_pc_config())
         self.matrices = [
-            Matrix(*layer.weight.shape, layer.config) for _, layer in named_pc_linears(self.model)
+            Matrix(*layer.weight.shape, layer.pc_config) for _, layer in named_pc_linears(self.model)
         ]
 
     def step_cost(self) -> StepCost:

@@ -107,9 +107,9 @@ def _pc_shapes(model: Transformer) -> dict[str, torch.Size]:
         rows, columns = layer.weight.shape
         shapes[f"pc.{name}.u"] = torch.Size([rows])
         shapes[f"pc.{name}.v"] = torch.Size([columns])
-        if layer.config.learnable_gamma:
+        if layer.pc_config.learnable_gamma:
             shapes[f"pc.{name}.gamma"] = torch.Size([1])
-        if layer.config.schedule == "step":
+        if layer.pc_config.schedule == "step":
             shapes[f"pc.{name}.raw"] = layer.weight.shape
     return shapes
 
@@ -139,5 +139,5 @@ def _evaluate_pc(model: Transformer, tensors: dict[str, Tensor]) -> None:
             tensors.get(f"pc.{name}.gamma"),
             tensors[f"pc.{name}.u"],
             tensors[f"pc.{name}.v"],
-            layer.config,
+            layer.pc_config,
         )

@@ -1,5 +1,7 @@
 """Combinations that cannot work are refused before the first step, in a sentence each."""
 
+from importlib.util import find_spec
+
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols import train_spec
 
@@ -8,6 +10,9 @@ from pc.muon import NEWTON_SCHULZ_COEFFICIENTS
 from pc.titan.batch import accumulation_steps
 from pc.titan.config import JobConfig
 from pc.titan.llama2 import FLAVORS
+
+FLOAT8 = "quantize.linear.float8"
+"""TorchTitan's converter of linear layers to torchao's float8 ones; the others are untried here"""
 
 
 def check(config: JobConfig, dims: ParallelDims, on_cpu: bool) -> None:
@@ -24,6 +29,7 @@ def check(config: JobConfig, dims: ParallelDims, on_cpu: bool) -> None:
     if dims.pp > 1:
         _check_pipeline(config, dims)
     _check_precision(config)
+    _check_converters(config)
     if on_cpu:
         _check_cpu(config, dims)
     accumulation_steps(
@@ -132,11 +138,6 @@ def _check_parallelism(config: JobConfig, dims: ParallelDims) -> None:
         raise UserError(
             'pc.schedule = "forward" needs whole weights in the forward pass, which tensor parallelism splits; use "step"'
         )
-    if config.pc.enable and config.model.converters:
-        raise UserError(
-            f"model.converters = {config.model.converters} would replace the layers that PC preconditions; "
-            "use [], or pc.enable = false"
-        )
     if config.parallelism.enable_async_tensor_parallel and not compiles_model(config):
         raise UserError("parallelism.enable_async_tensor_parallel needs compile.enable = true")
     heads = FLAVORS[config.model.flavor].n_heads
@@ -186,7 +187,24 @@ def _check_precision(config: JobConfig) -> None:
         raise UserError('training.dtype should be "float32": raw weights are kept in it; mixed_precision_param may be bfloat16')
 
 
+def _check_converters(config: JobConfig) -> None:
+    if config.model.converters not in ([], [FLOAT8]):
+        raise UserError(f'model.converters = {config.model.converters} should be [] or ["{FLOAT8}"]')
+    if not config.model.converters:
+        return
+    if find_spec("torchao") is None:
+        raise UserError(f'model.converters = ["{FLOAT8}"] needs torchao: pip install torchao')
+    if config.pc.enable and config.pc.schedule == "forward":
+        raise UserError('pc.schedule = "forward" would replace how float8 layers multiply; use "step"')
+    if config.quantize.linear.float8.emulate and compiles_model(config):
+        raise UserError("quantize.linear.float8.emulate does not compile; use compile.enable = false")
+
+
 def _check_cpu(config: JobConfig, dims: ParallelDims) -> None:
+    if config.model.converters and not config.quantize.linear.float8.emulate:
+        raise UserError(
+            "quantize.linear.float8 needs a GPU, and this machine has none; emulate = true tries it out, slowly"
+        )
     refused = {
         "profiling.enable_profiling": config.profiling.enable_profiling,
         "profiling.enable_memory_snapshot": config.profiling.enable_memory_snapshot,

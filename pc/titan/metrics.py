@@ -158,7 +158,7 @@ class HealthMetrics:
                 else:
                     gamma = () if layer.gamma is None else (layer.gamma,)
                     inputs.append((layer.weight, layer.u, layer.v, *gamma))
-                    keys.append(layer.config)
+                    keys.append(layer.pc_config)
         outputs = [torch.zeros(2, device=self._device, dtype=item[0].dtype) for item in inputs]
         run_on_owners(_condition_and_error, inputs, [(output,) for output in outputs], keys)
 

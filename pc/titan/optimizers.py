@@ -151,7 +151,7 @@ def _log_groups(model_parts: list[nn.Module], config: Optimizer) -> None:
 
 def _add_pc(optimizers: Optimizers, model_parts: list[nn.Module]) -> StepSchedule | None:
     """Hooks on the container. On the inner optimizers, the empty step that creates their state would fire them."""
-    schedules = {layer.config.schedule for model in model_parts for _, layer in named_pc_linears(model)}
+    schedules = {layer.pc_config.schedule for model in model_parts for _, layer in named_pc_linears(model)}
     if schedules == {"forward"}:
         for model in model_parts:
             refresh(model)

@@ -6,28 +6,12 @@ from torch import nn
 
 import pc
 from pc import PCConfig, PCLinear, UserError
-
-
-class Block(nn.Module):
-    """The linear layers of a Llama block under TorchTitan's names."""
-
-    def __init__(self, d=8, f=12):
-        super().__init__()
-        self.attention = nn.ModuleDict({n: nn.Linear(d, d, bias=False) for n in ("wq", "wk", "wv", "wo")})
-        self.feed_forward = nn.ModuleDict(
-            {"w1": nn.Linear(d, f, bias=False), "w2": nn.Linear(f, d, bias=False), "w3": nn.Linear(d, f, bias=False)}
-        )
-
-    def forward(self, x):
-        for layer in self.attention.values():
-            x = x + layer(x)
-        w = self.feed_forward
-        return x + w["w2"](torch.nn.functional.silu(w["w1"](x)) * w["w3"](x))
+from toy import ToyBlock
 
 
 def _model(layers=2, seed=0):
     torch.manual_seed(seed)
-    return nn.Sequential(*(Block() for _ in range(layers))).double()
+    return nn.Sequential(*(ToyBlock(8, 12) for _ in range(layers))).double()
 
 
 def _forward(level=4, blocks=("o", "ffn"), **kwargs):
@@ -46,7 +30,7 @@ def test_default_blocks():
 
 def test_groups_and_level_per_block():
     model = pc.attach(_model(1), _forward(level={"qk": 1, "v": "polar_express"}, blocks=("qk", "v")))
-    levels = {name: layer.config.level for name, layer in pc.named_pc_linears(model)}
+    levels = {name: layer.pc_config.level for name, layer in pc.named_pc_linears(model)}
     assert levels == {"0.attention.wq": 1, "0.attention.wk": 1, "0.attention.wv": "polar_express"}
 
 
@@ -94,6 +78,54 @@ def test_attach_twice_is_refused():
     model = pc.attach(_model(), _forward())
     with pytest.raises(UserError, match="has PC already"):
         pc.attach(model, _forward())
+
+
+def test_a_layer_used_twice_is_one_layer():
+    def model():
+        torch.manual_seed(0)
+        linear = nn.Linear(4, 4)
+        return nn.Sequential(linear, nn.Tanh(), linear)
+
+    attached = pc.attach(model(), _forward(blocks=("0*",)))
+    assert attached[0] is attached[2] and isinstance(attached[0], PCLinear)
+    x = torch.randn(3, 4)
+    expected = attached(x)
+    merged = pc.merge(attached)
+    assert merged[0] is merged[2] and torch.equal(merged(x), expected)
+    assert not torch.allclose(model()(x), expected)
+
+
+def test_a_weight_of_two_layers_is_refused():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    with pytest.raises(UserError, match="0.weight is that of 1 too"):
+        pc.attach(model, _forward(blocks=("0*",)))
+
+
+class Doubled(nn.Linear):
+    """A linear layer that multiplies in its own way, as those of quantisation libraries do."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_a_layer_with_its_own_product_keeps_it_in_schedule_step():
+    torch.manual_seed(0)
+    model = nn.Sequential(Doubled(6, 4))
+    raw, x = model[0].weight.detach().clone(), torch.randn(3, 6)
+    pc.attach(model, PCConfig(blocks=("0*",)))
+    assert isinstance(model[0], PCLinear) and isinstance(model[0], Doubled)
+    schedule = pc.StepSchedule(model)
+    schedule.materialise()
+    state = schedule.layers["0"]
+    effective = pc.effective_weight(raw, model[0].gamma, state.u, state.v, model[0].pc_config)
+    torch.testing.assert_close(model(x), 2 * (x @ effective.T + model[0].bias))
+    assert (model[0].weight - raw).abs().max() > 1e-2
+
+
+def test_a_layer_with_its_own_product_is_refused_in_the_graph():
+    with pytest.raises(UserError, match='would replace how Doubled 0 multiplies; use "step"'):
+        pc.attach(nn.Sequential(Doubled(6, 4)), _forward(blocks=("0*",)))
 
 
 def test_weight_keeps_its_name_and_is_shared():

@@ -100,7 +100,7 @@ def _sharded_model() -> torch.nn.Module:
 def _state_of_shapes(name, layer) -> LayerState:
     weight = layer.weight
     u, v = (_distribute_like(weight, torch.empty(size, device="meta")) for size in weight.shape)
-    return LayerState(layer.config, weight, layer.gamma, weight.detach().clone(), u, v)
+    return LayerState(layer.pc_config, weight, layer.gamma, weight.detach().clone(), u, v)
 
 
 def _after_optimizer(model):

@@ -88,7 +88,7 @@ def test_weight_is_the_effective_weight_and_the_state_dict_is_plain():
     assert set(model.state_dict()) == set(toy_model().state_dict())
     for name, layer in pc.named_pc_linears(model):
         state = schedule.layers[name]
-        expected = pc.effective_weight(state.raw, layer.gamma, state.u, state.v, layer.config)
+        expected = pc.effective_weight(state.raw, layer.gamma, state.u, state.v, layer.pc_config)
         # one rounding unit: here the product of one matrix, there of a batch of one
         torch.testing.assert_close(layer.weight, expected, rtol=1e-14, atol=1e-14)
         assert torch.equal(state.raw, toy_model().get_submodule(name).weight)

@@ -1,5 +1,7 @@
 """Combinations that cannot work are refused in a sentence that names the key; those that can are not."""
 
+from functools import reduce
+
 import pytest
 from torchtitan.distributed import ParallelDims
 
@@ -15,9 +17,10 @@ def _config(settings: dict) -> JobConfig:
     config.training.seq_len = 64
     config.pc.enable = True
     for key, value in settings.items():
-        section, name = key.split(".")
-        assert hasattr(getattr(config, section), name), key
-        setattr(getattr(config, section), name, value)
+        *sections, name = key.split(".")
+        section = reduce(getattr, sections, config)
+        assert hasattr(section, name), key
+        setattr(section, name, value)
     return config
 
 
@@ -32,6 +35,8 @@ def _check(settings: dict, degrees: dict, on_cpu: bool = False) -> None:
 COMPILE = {"compile.enable": True, "compile.components": ["model"], "activation_checkpoint.mode": "none"}
 AC_OP = {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"}
 AC_FULL = {"activation_checkpoint.mode": "full"}
+FLOAT8 = {"model.converters": ["quantize.linear.float8"]}
+EMULATED_FLOAT8 = {**FLOAT8, "quantize.linear.float8.emulate": True}
 ZERO_BUBBLE = {"parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}
 
 REFUSED_ANYWHERE = [
@@ -55,7 +60,9 @@ REFUSED_ANYWHERE = [
     ({"evaluation.interval": -5}, {}, "evaluation.interval = -5 should be at least 0"),
     ({"optimizer.beta1": 1.5}, {}, "optimizer.beta1 = 1.5 should be at least 0 and below 1"),
     ({"optimizer.muon_coefficients": "x"}, {}, "optimizer.muon_coefficients = 'x' should be one of jordan2024"),
-    ({"model.converters": ["float8"]}, {}, "would replace the layers that PC preconditions"),
+    ({"model.converters": ["float8"]}, {}, "model.converters = ['float8'] should be [] or [\"quantize.linear.float8\"]"),
+    ({**EMULATED_FLOAT8, "pc.schedule": "forward"}, {}, "would replace how float8 layers multiply"),
+    ({**EMULATED_FLOAT8, **COMPILE}, {}, "quantize.linear.float8.emulate does not compile"),
     ({}, {"tp": 3}, "tensor_parallel_degree = 3 should divide the 4 heads"),
     ({"training.seq_len": 63}, {"tp": 2}, "training.seq_len = 63 should be a multiple of 4"),
     ({"parallelism.enable_async_tensor_parallel": True}, {"tp": 2}, "needs compile.enable = true"),
@@ -76,6 +83,7 @@ REFUSED_ON_CPU = [
     ({**COMPILE, "parallelism.enable_async_tensor_parallel": True}, {"tp": 2}, "enable_async_tensor_parallel needs a GPU"),
     ({"parallelism.pipeline_parallel_schedule": "DualPipeV"}, {"pp": 2}, '"DualPipeV" needs a GPU'),
     ({**COMPILE, **AC_FULL}, {"tp": 2}, "activation_checkpoint that recomputes attention, with tensor parallelism"),
+    (FLOAT8, {}, "quantize.linear.float8 needs a GPU"),
     ({}, {"cp": 2}, "context_parallel_degree needs a GPU"),
 ]  # fmt: skip
 
@@ -84,7 +92,8 @@ ACCEPTED = [
     ({}, {"dp_shard": 8}),
     ({}, {"dp_replicate": 2, "dp_shard": 2}),
     ({}, {"dp_shard": 2, "tp": 2, "pp": 2}),
-    ({"model.converters": ["float8"], "pc.enable": False}, {}),
+    (EMULATED_FLOAT8, {"dp_shard": 2, "tp": 2}),
+    ({**EMULATED_FLOAT8, "pc.enable": False}, {}),
     ({"pc.schedule": "forward"}, {"dp_shard": 2, "pp": 2}),
     ({**COMPILE, "parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}, {"pp": 2}),
     ({**ZERO_BUBBLE, "activation_checkpoint.mode": "full"}, {"pp": 2}),

@@ -1,0 +1,92 @@
+"""PC with float8 layers (torchao, emulated on a CPU): the layers multiply PC(W) in float8, and the rest goes on as before."""
+
+import pytest
+import torch
+from torch import nn
+
+import pc
+import tiny
+from pc.errors import UserError
+from pc.titan.checks import FLOAT8
+from ranks import run_ranks
+
+QUICK = ["--model.flavor", "tiny32", "--model.vocab_size", "208", "--validation.enable", "false"]
+EMULATED = ["--model.converters", FLOAT8, "--quantize.linear.float8.emulate", "true"]
+GATHERED = ["--quantize.linear.float8.enable_fsdp_float8_all_gather", "true"]
+CASES = {
+    1: {"without": [], "FSDP": EMULATED, "baseline": [*EMULATED, "--pc.enable", "false"]},
+    2: {
+        "FSDP2": EMULATED,
+        "FSDP2, gathered in float8": [*EMULATED, *GATHERED],
+        "FSDP2, gathered in float8 with scales made at the step": [
+            *(*EMULATED, *GATHERED, "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp", "true")
+        ],
+        "TP2": [*EMULATED, "--parallelism.tensor_parallel_degree", "2"],
+        "PP2": [*EMULATED, "--parallelism.pipeline_parallel_degree", "2"],
+    },
+}
+
+
+def _train_all(rank, config, cases) -> list[dict[str, torch.Tensor]]:
+    from pc.titan.llama2 import FLAVORS, Llama2Args
+
+    FLAVORS["tiny32"] = Llama2Args(dim=32, n_layers=2, n_heads=2, multiple_of=16)  # torchao converts multiples of 16
+    return [tiny.train(rank, config, overrides) for overrides in cases]
+
+
+def test_runs_in_float8(tiny_config, tmp_path):
+    config, _ = tiny_config
+    losses, weights = {}, {}
+    for ranks, cases in CASES.items():
+        overrides = [[*QUICK, *case, "--job.dump_folder", str(tmp_path / name)] for name, case in cases.items()]
+        for name, *states in zip(cases, *run_ranks(ranks, _train_all, config, overrides), strict=True):
+            losses[name] = tiny.metrics(tmp_path / name)
+            weights[name] = {key: tensor for state in states for key, tensor in state.items()}
+    plain, float8 = losses.pop("without"), losses.pop("FSDP")
+    assert plain[-1] < plain[0] - 0.2 and float8[-1] < float8[0] - 0.2  # both learn
+    # float8 has 3 bits behind the point, a relative 6 % of each factor, that average out in each product
+    assert float8 == pytest.approx(plain, rel=2e-3)
+    assert max(abs(a / b - 1) for a, b in zip(float8, plain, strict=True)) > 1e-4  # control: it was in use
+    assert max(abs(a / b - 1) for a, b in zip(losses.pop("baseline"), float8, strict=True)) > 5e-3  # so was PC
+    for name, values in losses.items():
+        # the largest entry that sets a scale is that of a shard's batch on each rank, so two ranks round differently
+        assert values == pytest.approx(float8, rel=1e-3), name
+    # where the rounding happens does not matter, only what is rounded
+    for name in CASES[2]:
+        if "gathered" in name:
+            assert losses[name] == losses["FSDP2"], name
+    # raw weights stay what the checkpoint format says they are
+    layer = "layers.0.attention.wo"
+    for tensors in weights.values():
+        assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
+    state = {key: weights["FSDP2"][f"pc.{layer}.{key}"] for key in ("raw", "gamma", "u", "v")}
+    effective = pc.effective_weight(state["raw"], state["gamma"], state["u"], state["v"], pc.PCConfig(level=4))
+    torch.testing.assert_close(weights["FSDP2"][f"{layer}.weight"], effective)
+
+
+def test_layer_multiplies_the_effective_weight_in_float8():
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def converted(model):
+        return convert_to_float8_training(model, config=Float8LinearConfig(emulate=True))
+
+    torch.manual_seed(0)
+    model, x = converted(nn.Sequential(nn.Linear(32, 48, bias=False))), torch.randn(16, 32)
+    pc.attach(model, pc.PCConfig(blocks=("0*",)))
+    pc.StepSchedule(model).materialise()
+    output = model(x)
+    merged = pc.merge(model)
+    assert type(merged[0]) is nn.Linear
+    exact = merged(x)
+    assert torch.equal(converted(merged)(x), output)
+    assert (exact - output).abs().max() > 1e-3  # control: float8 is coarser than that
+
+
+def test_a_machine_without_torchao(tiny_config, monkeypatch):
+    from pc.titan import checks
+    from pc.titan.train import load_config
+
+    tiny.add_tiny_flavor()
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="needs torchao: pip install torchao"):
+        checks._check_converters(load_config(tiny_config[0], EMULATED))
