@@ -17,7 +17,7 @@ import torch
 
 import pc
 from pc.titan.llama2 import FLAVORS, Llama2
-from pc.titan.metrics import Health, HealthMetrics
+from pc.titan.health import Health, HealthMetrics
 
 
 def cpu_seconds(function: Callable[[], object], repeats: int) -> float:

@@ -7,7 +7,7 @@ from typing import Literal
 import torchtitan.config.job_config as titan
 
 from pc.config import PCConfig
-from pc.titan.metrics import Health
+from pc.titan.health import Health
 
 
 @dataclass

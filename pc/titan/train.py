@@ -31,8 +31,9 @@ from pc.errors import UserError
 from pc.titan import device, method
 from pc.titan.checks import check
 from pc.titan.config import JobConfig
+from pc.titan.health import HealthMetrics
 from pc.titan.llama2 import FLAVORS, Llama2
-from pc.titan.metrics import HealthMetrics, build_metrics_processor
+from pc.titan.metrics import build_metrics_processor
 from pc.titan.optimizers import build_optimizers, build_schedulers
 from pc.titan.parallelize import AlwaysSharded, parallelize, pipeline
 from pc.titan.resolve import resolve, run_folder, write_resolved

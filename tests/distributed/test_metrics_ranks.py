@@ -13,7 +13,7 @@ from torchtitan.models.llama3.infra.parallelize import apply_tp
 
 import pc
 from health_model import inputs, job_config, one_rank, transformer
-from pc.titan.metrics import HealthMetrics
+from pc.titan.health import HealthMetrics
 from ranks import run_ranks
 
 GLOBAL_BATCH = 12  # divides by every number of ranks

@@ -1,0 +1,253 @@
+"""Whether PC is healthy while it trains: sizes of outputs, gamma, norms, condition numbers, error of the estimate.
+
+health = HealthMetrics(job_config, model_parts, step_schedule, parallel_dims)   # before the first forward
+for step in ...:
+    health.start_step(step)
+    ...                                  # forward and backward passes, optimizer, materialise
+    metrics_processor.log_health(step, health.collect(step))   # on every rank: collect is collective
+"""
+
+import math
+import statistics
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from pc.attach import matches
+from pc.config import BLOCK_SUFFIXES, PCConfig
+from pc.linear import block_of, clean_name, effective_weight, named_pc_linears
+from pc.owner import local, run_on_owners
+from pc.spectral import modified_condition_number, spectral_norm_estimate
+from pc.step import StepSchedule
+from pc.titan.outputs import COUNT, LARGEST, PARTS, SUM_OF_SQUARES, OutputSizes
+
+BLOCKS = tuple(BLOCK_SUFFIXES)
+
+
+@dataclass
+class Health:
+    """How often to measure what tells whether PC is healthy; 0 turns a group off."""
+
+    freq: int = 10
+    """Every so many steps (and at the first): size of attention and FFN outputs, gamma, weight norm."""
+
+    spectra_freq: int = 500
+    """Every so many steps (and at the first): condition number of every matrix, error of the estimate."""
+
+
+class HealthMetrics:
+    """Collects the quantities of `Health` over all ranks.
+
+    Args:
+        job_config: has a section `health` (`Health`) and `pc.blocks`, which also names what a baseline run
+            counts as PC blocks.
+        model_parts: this rank's transformers, sharded, compiled, off the meta device.
+        schedule: what holds the raw weights in schedule "step"; None in schedule "forward" and without PC.
+        parallel_dims: TorchTitan's ParallelDims.
+    """
+
+    def __init__(
+        self, job_config, model_parts: list[nn.Module], schedule: StepSchedule | None, parallel_dims
+    ) -> None:
+        self._health: Health = job_config.health
+        self._pc_blocks = [
+            block
+            for block, (suffix, *_) in BLOCK_SUFFIXES.items()
+            if any(matches(entry, f"layers.0.{suffix}") for entry in job_config.pc.blocks)
+        ]
+        self._model_parts = model_parts
+        self._schedule = schedule
+        self._num_layers: int = model_parts[0].n_layers
+        self._num_stage_ranks: int = parallel_dims.world_size // parallel_dims.pp
+        self._device = next(model_parts[0].parameters()).device
+        self._outputs = OutputSizes(model_parts) if self._health.freq else None
+        self._measuring = False
+
+    def start_step(self, step: int, measure_outputs: bool = True) -> None:
+        """Call on every step before its first forward pass; without `measure_outputs` outputs are left out of it."""
+        self._measuring = self._outputs is not None and measure_outputs and _is_due(step, self._health.freq)
+        if self._measuring:
+            self._outputs.start()
+
+    @torch.no_grad()
+    def collect(self, step: int) -> dict[str, float]:
+        """What is due at `step`, equal on all ranks; every rank calls it after the optimizer's step.
+
+        Returns:
+            {} on steps where nothing is due. Weights are those after the step, outputs those of the step.
+        """
+        metrics: dict[str, float] = {}
+        if self._measuring:
+            metrics |= self._output_metrics(self._outputs.stop())
+        if _is_due(step, self._health.freq):
+            metrics |= self._weight_metrics()
+        if _is_due(step, self._health.spectra_freq):
+            metrics |= self._spectra_metrics()
+        return metrics
+
+    def _output_metrics(self, measured: dict[tuple[int, str], Tensor]) -> dict[str, float]:
+        parts = list(PARTS.values())
+        sums = self._zeros(self._num_layers, len(parts), 2)
+        largest = self._zeros(self._num_layers, len(parts))
+        for (layer, part), sizes in measured.items():
+            sums[layer, parts.index(part)] = sizes[[SUM_OF_SQUARES, COUNT]].double()
+            largest[layer, parts.index(part)] = sizes[LARGEST]
+        # one wait for the device each
+        all_sums, all_largest = _reduce(sums).tolist(), _reduce(largest, dist.ReduceOp.MAX).tolist()
+        metrics = {}
+        for layer in range(self._num_layers):
+            for i, part in enumerate(parts):
+                total, count = all_sums[layer][i]
+                metrics[f"signal/{part}/rms/{layer}"] = math.sqrt(total / count) if count else math.nan
+                metrics[f"signal/{part}/absmax/{layer}"] = all_largest[layer][i]
+        return metrics
+
+    def _weight_metrics(self) -> dict[str, float]:
+        """gamma of every matrix, and the norm of all that the optimizer moves (W where PC applies)."""
+        gammas = self._zeros(self._num_layers, len(BLOCKS), 2)  # value, how many ranks have it
+        for name, layer in self._pc_linears():
+            if layer.gamma is not None and local(layer.gamma).numel():
+                gamma = local(layer.gamma).double()
+                gammas[self._cell(name)] = torch.cat([gamma, torch.ones_like(gamma)])  # no wait for the device
+        raws = (
+            {} if self._schedule is None else {f"{n}.weight": s.raw for n, s in self._schedule.layers.items()}
+        )
+        squares = self._zeros(1)
+        for model in self._model_parts:
+            for name, parameter in model.named_parameters():
+                tensor = raws.get(clean_name(name), parameter)
+                squares += (
+                    local(tensor).norm().double().square() * _num_shards(tensor) / self._num_stage_ranks
+                )
+        gammas, squares = _reduce(gammas), _reduce(squares)
+        metrics = {"norm/weight": math.sqrt(squares.item())}
+        for name, (value, copies) in self._cells(gammas):
+            if copies:
+                metrics[f"pc/gamma/{name}"] = value / copies
+        return metrics
+
+    def _spectra_metrics(self) -> dict[str, float]:
+        """Condition numbers of effective weights, and the relative error of s against the spectral norm of W.
+
+        Singular values are exact, of full matrices on their owner ranks; all ranks get the results.
+        """
+        names, inputs, keys = [], [], []
+        for model in self._model_parts:
+            pc_linears = dict(named_pc_linears(model))
+            for name, linear in model.named_modules():
+                name = clean_name(name)
+                if not isinstance(linear, nn.Linear) or block_of(name) is None:
+                    continue
+                names.append(name)
+                layer = pc_linears.get(name)
+                if layer is None:
+                    inputs.append((linear.weight,))
+                    keys.append(None)
+                elif self._schedule is not None:
+                    state = self._schedule.layers[name]
+                    inputs.append((state.raw, state.u, state.v, state.weight))
+                    keys.append("step")
+                else:
+                    gamma = () if layer.gamma is None else (layer.gamma,)
+                    inputs.append((layer.weight, layer.u, layer.v, *gamma))
+                    keys.append(layer.pc_config)
+        outputs = [torch.zeros(2, device=self._device, dtype=item[0].dtype) for item in inputs]
+        run_on_owners(_condition_and_error, inputs, [(output,) for output in outputs], keys)
+
+        found = self._zeros(self._num_layers, len(BLOCKS), 3)  # condition number, relative error, ranks
+        for name, output in zip(names, outputs, strict=True):
+            found[self._cell(name)] = torch.cat([output.double(), output.new_ones(1).double()])
+        conditions: dict[str, dict[str, float]] = {block: {} for block in BLOCKS}
+        errors: dict[str, list[float]] = {block: [] for block in BLOCKS}
+        for name, (condition, error, copies) in self._cells(_reduce(found)):
+            conditions[block_of(name)][name] = condition / copies
+            if not math.isnan(error):
+                errors[block_of(name)].append(error / copies)
+
+        metrics = {
+            f"spectra/condition/{name}": k for by_name in conditions.values() for name, k in by_name.items()
+        }
+        for group, blocks in {"pc": self._pc_blocks, "qkv": ["q", "k", "v"], "all": BLOCKS}.items():
+            values = [k for block in blocks for k in conditions[block].values()]
+            if values:
+                metrics[f"spectra/gmcn/{group}"] = statistics.geometric_mean(values)
+        for block, values in errors.items():
+            if values:
+                metrics[f"spectra/estimate_error/{block}/median"] = statistics.median(values)
+                metrics[f"spectra/estimate_error/{block}/max"] = max(values)
+        return metrics
+
+    def _pc_linears(self):
+        for model in self._model_parts:
+            yield from named_pc_linears(model)
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.float64, device=self._device)
+
+    def _cell(self, name: str) -> tuple[int, int]:
+        """Where the table [layers, blocks] of all pipeline stages has the linear layer `name`."""
+        return int(name.split(".")[1]), BLOCKS.index(block_of(name))
+
+    def _cells(self, table: Tensor):
+        """Names and values of the filled cells; a cell's last value counts the ranks that filled it."""
+        for layer, row in enumerate(table.tolist()):
+            for block, values in zip(BLOCKS, row, strict=True):
+                if values[-1]:
+                    yield f"layers.{layer}.{BLOCK_SUFFIXES[block][0]}", values
+
+
+def _is_due(step: int, freq: int) -> bool:
+    return freq > 0 and (step == 1 or step % freq == 0)
+
+
+def _reduce(tensor: Tensor, operation=dist.ReduceOp.SUM) -> Tensor:
+    if dist.is_initialized():
+        dist.all_reduce(tensor, operation)
+    return tensor
+
+
+def _num_shards(tensor: Tensor) -> int:
+    """Over how many ranks one copy of the tensor is spread."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    return math.prod(
+        tensor.device_mesh.size(i)
+        for i, placement in enumerate(tensor.placements)
+        if not placement.is_replicate()
+    )
+
+
+def _condition_and_error(key: str | PCConfig | None, weight: Tensor, *rest: Tensor) -> tuple[Tensor]:
+    """Condition number of the effective weight and relative error of s, [B, 2]; no error (NaN) without PC.
+
+    Args:
+        key: None: `weight` [B, n, m] is all there is. "step": W, u, v and PC(W). A PCConfig: W, u, v and
+            perhaps gamma, from which PC(W) is computed.
+    """
+    effective = weight
+    error = torch.full(weight.shape[:1], math.nan, device=weight.device, dtype=torch.float64)
+    if key is not None:
+        u, v, *others = rest
+        norm = _singular_values(weight)[..., -1]
+        error = (spectral_norm_estimate(weight, u, v).double() - norm).abs() / norm
+        effective = others[0] if key == "step" else effective_weight(weight, *(others or [None]), u, v, key)
+    condition = modified_condition_number(_singular_values(effective))
+    return (torch.stack([condition, error], dim=-1).to(weight.dtype),)
+
+
+def _singular_values(matrix: Tensor) -> Tensor:
+    """Singular values, ascending, [..., min(n, m)] in float64; NaN for a matrix that is not finite.
+
+    They are square roots of the eigenvalues of the smaller Gram matrix, several times cheaper than a
+    singular value decomposition. Squaring costs half of float64's digits: values below 1e-8 of the
+    largest are lost.
+    """
+    finite = matrix.isfinite().all(-1).all(-1)
+    # A decomposition of NaN raises, which would end a training run that could show what went wrong.
+    matrix = torch.where(finite[..., None, None], matrix, 0.0).double()
+    gram = matrix.mT @ matrix if matrix.size(-2) > matrix.size(-1) else matrix @ matrix.mT
+    sigma = torch.linalg.eigvalsh(gram).clamp(min=0.0).sqrt()
+    return torch.where(finite[..., None], sigma, math.nan)

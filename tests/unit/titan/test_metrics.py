@@ -1,0 +1,75 @@
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torchtitan.components.metrics import BaseLogger
+
+from pc.titan.config import JobConfig
+from pc.titan.device import use_cpu_where_there_is_no_gpu
+from pc.titan.metrics import JsonLinesLogger, LossSpikes, build_metrics_processor
+
+
+def test_json_lines_survive_a_cut_and_keep_json(tmp_path):
+    file = tmp_path / "run" / "metrics.jsonl"
+    logger = JsonLinesLogger(file, tokens_per_step=100, num_devices=4)
+    assert isinstance(logger, BaseLogger)
+    logger.log({"loss_metrics/global_avg_loss": 2.5, "throughput(tps)": 10.0, "memory/max_active(%)": 1.0}, 1)
+    logger.log({"loss_metrics/global_avg_loss": math.nan, "n_tokens_seen": torch.tensor(205.0)}, 2)
+    with open(file, "a") as broken:
+        broken.write('{"step": 3, "lo')  # a crash in the middle of a line
+    resumed = JsonLinesLogger(file, tokens_per_step=100, num_devices=4)
+    resumed.log({"validation_metrics/loss": 2.25}, 3)
+    first, second, third = (
+        json.loads(line, parse_constant=pytest.fail) for line in file.read_text().splitlines()
+    )
+    assert (first["loss"], first["tokens"], first["tokens_per_second"]) == (2.5, 100, 40.0)
+    assert not any("memory" in key or "throughput" in key for key in first)
+    assert second["loss"] is None and second["tokens"] == 205
+    assert third["validation_loss"] == 2.25 and third["tokens"] == 300
+    assert resumed.losses_before(2) == [2.5]
+
+
+def test_loss_spikes():
+    falling = [8 * math.exp(-0.05 * i) + 3 + 0.01 * math.sin(7 * i) for i in range(200)]
+    spikes = LossSpikes()
+    assert [spikes.update(loss) for loss in falling][-1] == 0
+    spikes = LossSpikes()
+    spiky = list(falling)
+    spiky[100:104] = [5.0, 6.0, 5.5, 4.5]  # one excursion of four losses
+    spiky[150] = math.nan
+    counts = [spikes.update(loss) for loss in spiky]
+    assert counts[99:105] == [0, 1, 1, 1, 1, 1] and counts[-1] == 2
+
+
+def _processor(folder):
+    use_cpu_where_there_is_no_gpu()
+    config = JobConfig()
+    config.job.dump_folder = str(folder)
+    config.training.seq_len, config.training.local_batch_size, config.training.global_batch_size = 8, 2, 4
+    dims = SimpleNamespace(
+        world_size=1, pp=1, pp_enabled=False, dp_replicate=1, dp_shard=1, non_data_parallel_size=1
+    )  # fmt: skip
+    processor = build_metrics_processor(config, dims)
+    processor.num_flops_per_token = 1
+    return processor
+
+
+def test_processor_logs_lines_and_counts_spikes_across_a_resume(tmp_path):
+    processor = _processor(tmp_path)
+    for step in range(1, 21):
+        processor.data_loading_times = [0.1]
+        processor.log(step, 9.0 if step == 15 else 3.0, 3.5, 0.5, {"lr": 0.1, "n_tokens_seen": 32 * step})
+    processor.log_health(20, {"norm/weight": 2.0})
+    processor.log_health(21, {})
+    processor = _processor(tmp_path)  # resumed from a checkpoint of step 16
+    processor.data_loading_times = [0.1]
+    processor.log(17, 9.0, 9.5, 0.5)
+    processor.log_validation(2.5, 17)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss_spikes"] for line in lines if "loss" in line] == [0] * 14 + [1] * 6 + [2]
+    assert lines[0]["grad_norm"] == 0.5 and lines[0]["lr"] == 0.1 and lines[0]["max_loss"] == 3.5
+    assert [line for line in lines if "norm/weight" in line][0]["step"] == 20
+    assert lines[-1]["validation_loss"] == 2.5 and lines[-1]["tokens"] == 4 * 8 * 17
+    assert len(lines) == 23
