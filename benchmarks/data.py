@@ -58,9 +58,7 @@ def run_method(method: str, source: str, processes: int) -> dict[str, float]:
         environment = dict(os.environ)
         if method == "shards with sentencepiece":
             # a module in front of the installed one, because the worker processes must not find it either
-            (Path(temporary) / "gigatoken.py").write_text(
-                "raise ImportError('switched off for this measurement')\n"
-            )
+            (Path(temporary) / "gigatoken.py").write_text("raise ImportError('switched off for this measurement')\n")
             environment["PYTHONPATH"] = os.pathsep.join([temporary, environment.get("PYTHONPATH", "")])
         command = [
             sys.executable,
@@ -90,9 +88,7 @@ def datasets_map(source: str, processes: int, folder: Path) -> dict[str, float]:
     import datasets
 
     datasets.disable_progress_bars()
-    data = datasets.load_dataset(
-        "parquet", data_files=find_files(source), split="train", cache_dir=str(folder)
-    )
+    data = datasets.load_dataset("parquet", data_files=find_files(source), split="train", cache_dir=str(folder))
 
     def encode(batch: dict, state: dict = {}) -> dict:  # noqa: B006  one tokenizer per process
         if not state:
@@ -122,8 +118,7 @@ def benchmark_tokenising(source: str, processes: int, repeats: int) -> dict:
     measured = ["wall_seconds"] + ["cpu_seconds"] * (processes == 1)
     rates = {
         method: {
-            f"megabytes_per_{key}"[:-1]: megabytes / statistics.median(r[key] for r in of_method)
-            for key in measured
+            f"megabytes_per_{key}"[:-1]: megabytes / statistics.median(r[key] for r in of_method) for key in measured
         }
         for method, of_method in runs.items()
     }
@@ -245,9 +240,7 @@ def benchmark_loader(folder: str, seq_len: int, batch: int, micro_batches: int, 
 
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("tokenising", "engines", "one"):
         command = commands.add_parser(name)
@@ -273,9 +266,7 @@ def main() -> None:
     elif options.command == "engines":
         result = benchmark_engines(options.input, options.repeats)
     else:
-        result = benchmark_loader(
-            options.data, options.seq_len, options.batch, options.micro_batches, options.repeats
-        )
+        result = benchmark_loader(options.data, options.seq_len, options.batch, options.micro_batches, options.repeats)
     text = json.dumps(result, indent=1) + "\n"
     if options.output:
         write_atomically(options.output, text)

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import torch
 
 import pc
-from pc.titan.llama2 import FLAVORS, Llama2
 from pc.titan.health import Health, HealthMetrics
+from pc.titan.llama2 import FLAVORS, Llama2
 
 
 def cpu_seconds(function: Callable[[], object], repeats: int) -> float:
@@ -34,9 +34,7 @@ def cpu_seconds(function: Callable[[], object], repeats: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--flavor", default="debug", choices=FLAVORS)
-    parser.add_argument(
-        "--tokens", type=int, default=2048, help="tokens per optimizer step, in sequences of 256"
-    )
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens per optimizer step, in sequences of 256")
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -86,7 +86,9 @@ def errors(shape: tuple[int, int], values: Tensor, level: int, precision: str) -
         "largest error of a singular value": ((found - expected).abs().max() / expected[0]).item(),
         "relative error of PC(W)": ((effective.double() - target).norm() / target.norm()).item(),
         "the same of rounding PC(W) to bfloat16": ((target.bfloat16().double() - target).norm() / target.norm()).item(),
-        "relative error of the gradient": ((pulled_back.double() - target_gradient).norm() / target_gradient.norm()).item(),
+        "relative error of the gradient": (
+            (pulled_back.double() - target_gradient).norm() / target_gradient.norm()
+        ).item(),
     }
 
 

@@ -32,6 +32,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rows import ROWS, Row, Variant, table
 from torch import Tensor
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.metrics import build_metrics_processor
@@ -51,7 +52,6 @@ from pc.files import write_atomically
 from pc.owner import local
 from pc.titan.status import PACKAGES
 from pc.titan.train import TRAIN_SPEC, PCTrainer, load_config
-from rows import ROWS, Row, Variant, table
 
 CONFIGS = Path(__file__).resolve().parents[1] / "train_configs"
 GIB = 2**30
@@ -378,7 +378,9 @@ def about_this_run(command: list[str]) -> dict:
     return {
         "command": " ".join(["python benchmarks/step.py", *command]),
         "commit": git("rev-parse", "--short", "HEAD"),
-        "uncommitted": bool(git("status", "--porcelain", "--", ":(glob)pc/*.py", "pc/titan", "benchmarks", "train_configs")),
+        "uncommitted": bool(
+            git("status", "--porcelain", "--", ":(glob)pc/*.py", "pc/titan", "benchmarks", "train_configs")
+        ),
         "date": datetime.date.today().isoformat(),
         "hardware": torch.cuda.get_device_name() if is_gpu else f"{len(os.sched_getaffinity(0))}-core CPU",
         "threads": torch.get_num_threads(),

@@ -108,9 +108,7 @@ class PCLinear(nn.Linear):
         """
         kind = type(linear)
         if config.schedule == "forward" and kind.forward is not nn.Linear.forward:
-            raise UserError(
-                f'pc.schedule = "forward" would replace how {kind.__name__} {name} multiplies; use "step"'
-            )
+            raise UserError(f'pc.schedule = "forward" would replace how {kind.__name__} {name} multiplies; use "step"')
         layer_class = cls if kind is nn.Linear else _with_product_of(kind)
         layer = layer_class.__new__(layer_class)
         # Tensor parallelism lives in hooks, which must not be left behind. Containers are the layer's own.

@@ -213,7 +213,8 @@ def _initial_state(name: str, layer: PCLinear) -> LayerState:
             "autocast or FSDP's mixed precision for the products)"
         )
     u, v = (
-        _distribute_like(weight, vector.to(weight.device, weight.dtype)) for vector in initial_vectors(name, weight.shape)
+        _distribute_like(weight, vector.to(weight.device, weight.dtype))
+        for vector in initial_vectors(name, weight.shape)
     )
     return LayerState(layer.pc_config, weight, layer.gamma, weight.detach().clone(), u, v)
 

@@ -14,19 +14,13 @@ from pc.errors import exit_on_user_error
 @exit_on_user_error
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "runs", nargs="*", type=Path, metavar="RUN", help="run folders; the first is the reference"
-    )
-    parser.add_argument(
-        "--sweep", nargs="+", type=Path, default=[], metavar="FOLDER", help="results of sweeps"
-    )
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="run folders; the first is the reference")
+    parser.add_argument("--sweep", nargs="+", type=Path, default=[], metavar="FOLDER", help="results of sweeps")
     parser.add_argument(
         "--baseline", nargs="+", type=Path, default=[], metavar="RUN",
         help="runs to draw as lines into the bars, one for each config of the sweep",
     )  # fmt: skip
-    parser.add_argument(
-        "--output", type=Path, default=Path("outputs/curves"), help="folder for figures and tables"
-    )
+    parser.add_argument("--output", type=Path, default=Path("outputs/curves"), help="folder for figures and tables")
     arguments = parser.parse_args()
     if not arguments.runs and not arguments.sweep:
         parser.error("give at least one RUN or --sweep FOLDER")

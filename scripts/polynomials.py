@@ -14,14 +14,10 @@ from pc.errors import exit_on_user_error
 @exit_on_user_error
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--output", type=Path, default=Path("outputs/polynomials"), help="folder for the figures"
-    )
+    parser.add_argument("--output", type=Path, default=Path("outputs/polynomials"), help="folder for the figures")
     parser.add_argument("--cutoff", type=float, help="fit your own map to min(sigma / CUTOFF, 1)")
     parser.add_argument("--degree", type=int, default=4, help="degree of p in g(s) = s p(s^2) (default: 4)")
-    parser.add_argument(
-        "--alpha", type=float, default=4.0, help="the fit's weight is sigma^ALPHA (default: 4)"
-    )
+    parser.add_argument("--alpha", type=float, default=4.0, help="the fit's weight is sigma^ALPHA (default: 4)")
     arguments = parser.parse_args()
     rows = {f"level {k}": (polynomial.resolve(k), b) for k, b in polynomial.CUTOFFS.items()}
     rows["Polar Express"] = (polynomial.POLAR_EXPRESS, 1e-3)

@@ -17,12 +17,8 @@ def main() -> None:
         "sources", nargs="+", type=Path, metavar="RUN_OR_CHECKPOINT_OR_NPZ",
         help="run folder (its last checkpoint), checkpoint folder step-N, or stored .npz; baseline first",
     )  # fmt: skip
-    parser.add_argument(
-        "--output", type=Path, default=Path("outputs/spectra"), help="folder for figures and .npz"
-    )
-    parser.add_argument(
-        "--layers", nargs="+", type=int, help="layers of the histograms, from 1 (default: the paper's)"
-    )
+    parser.add_argument("--output", type=Path, default=Path("outputs/spectra"), help="folder for figures and .npz")
+    parser.add_argument("--layers", nargs="+", type=int, help="layers of the histograms, from 1 (default: the paper's)")
     arguments = parser.parse_args()
     draw_spectra(arguments.sources, arguments.output, arguments.layers)
 

@@ -32,9 +32,7 @@ def inputs(index: int, size: int = 2) -> torch.Tensor:
 
 
 def job_config(freq: int, spectra_freq: int) -> SimpleNamespace:
-    return SimpleNamespace(
-        health=Health(freq=freq, spectra_freq=spectra_freq), pc=SimpleNamespace(blocks=["o", "ffn"])
-    )
+    return SimpleNamespace(health=Health(freq=freq, spectra_freq=spectra_freq), pc=SimpleNamespace(blocks=["o", "ffn"]))
 
 
 def one_rank() -> SimpleNamespace:

@@ -47,15 +47,10 @@ def make_data(folder: Path) -> Path:
 def make_shards(folder: Path) -> Path:
     """Shards of random sentences in the default tokenizer's ids."""
     draw = random.Random(0)
-    texts = [
-        " ".join(draw.choices("the river carries water to the sea and back".split(), k=40))
-        for _ in range(200)
-    ]
+    texts = [" ".join(draw.choices("the river carries water to the sea and back".split(), k=40)) for _ in range(200)]
     folder.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table({"text": texts}), folder / "text.parquet")
-    tokenize(
-        str(folder / "text.parquet"), folder / "shards", tokenizer="mistral-common", validation_fraction=0.2
-    )
+    tokenize(str(folder / "text.parquet"), folder / "shards", tokenizer="mistral-common", validation_fraction=0.2)
     return folder / "shards"
 
 

@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 # One server process imports torch and TorchTitan once; every rank is forked from it in milliseconds.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "pc.titan.train", "tiny"])
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "pc.titan.train", "tiny"]
+)
 
 
 def run_ranks(world_size: int, function, *args, timeout: float = 240.0) -> list:

@@ -51,9 +51,7 @@ def missing_program() -> str | None:
     if missing and os.environ.get("CI") == "true" and os.geteuid() == 0 and shutil.which("apt-get"):
         for words in (["update"], ["install", "--yes", "--no-install-recommends", "slurm-wlm", "munge"]):
             quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-            if subprocess.run(
-                ["apt-get", "--quiet", *words], env=quiet, capture_output=True, timeout=180
-            ).returncode:
+            if subprocess.run(["apt-get", "--quiet", *words], env=quiet, capture_output=True, timeout=180).returncode:
                 return missing
         missing = next((program for program in PROGRAMS if not shutil.which(program, path=path)), None)
     return missing
@@ -74,8 +72,7 @@ def cluster(nodes: int = 1) -> Iterator[dict[str, str]]:
     host, cores = socket.gethostname().split(".")[0], len(os.sched_getaffinity(0))
     names = [host] if nodes == 1 else [f"{host}-{index}" for index in range(nodes)]
     lines = [
-        f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={_free_port()} "
-        f"CPUs={cores} RealMemory=2000"
+        f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={_free_port()} CPUs={cores} RealMemory=2000"
         for name in names
     ]
     user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()

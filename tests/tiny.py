@@ -99,8 +99,8 @@ def train(rank: int, config: Path, overrides: list[str]) -> dict[str, torch.Tens
     """Run the trainer on one rank; returns all parameters and PC's tensors whole, by checkpoint name."""
     import torchtitan.train
 
-    from pc.titan.resolve import write_resolved
     from pc.titan.config import JobConfig
+    from pc.titan.resolve import write_resolved
     from pc.titan.train import PCTrainer, load_config
 
     # at its end upstream's trainer waits two seconds for other ranks, which is most of such a run

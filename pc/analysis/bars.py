@@ -71,10 +71,7 @@ def plot(results: Sequence[dict], baselines: Sequence[Run], path: Path) -> list[
 
 
 def _label(settings: dict) -> str:
-    return (
-        ", ".join(f"{key.rpartition('.')[2]} {_value(value)}" for key, value in settings.items())
-        or "as it is"
-    )
+    return ", ".join(f"{key.rpartition('.')[2]} {_value(value)}" for key, value in settings.items()) or "as it is"
 
 
 def _value(value) -> str:

@@ -45,16 +45,10 @@ class LinearWeights:
         self._keys = self._folder.shapes().keys()
         match = _STEP.search(Path(folder).resolve().name)
         self.step = int(match[1]) if match else -1
-        names = [
-            key.removesuffix(".weight") for key in self._keys if re.match(r"layers\.\d+\..*\.weight$", key)
-        ]
-        self.linears = sorted(
-            (name for name in names if block_of(name)), key=lambda n: (int(n.split(".")[1]), n)
-        )
+        names = [key.removesuffix(".weight") for key in self._keys if re.match(r"layers\.\d+\..*\.weight$", key)]
+        self.linears = sorted((name for name in names if block_of(name)), key=lambda n: (int(n.split(".")[1]), n))
         if not self.linears:
-            raise UserError(
-                f"{folder}: holds no linear layers of a Llama; is it a checkpoint of this trainer?"
-            )
+            raise UserError(f"{folder}: holds no linear layers of a Llama; is it a checkpoint of this trainer?")
         self.fingerprint: dict = {}
         if "method.fingerprint" in self._keys:
             self.fingerprint = json.loads(self._folder.read_value("method.fingerprint"))
@@ -76,16 +70,12 @@ class LinearWeights:
         names = [key for key in (weight, prefix + "gamma", prefix + "u", prefix + "v") if key in self._keys]
         tensors = self._folder.read_tensors(names)
         raw, gamma = tensors[weight], tensors.get(prefix + "gamma")
-        return raw, effective_weight(
-            raw, gamma, tensors[prefix + "u"], tensors[prefix + "v"], self._config(linear)
-        )
+        return raw, effective_weight(raw, gamma, tensors[prefix + "u"], tensors[prefix + "v"], self._config(linear))
 
     def _config(self, linear: str) -> PCConfig:
         missing = {"level", "blocks", "norm_recovery"} - self.fingerprint.keys()
         if missing:
-            raise UserError(
-                f"{self._folder.path}: method.fingerprint lacks {sorted(missing)}, which PC(W) needs"
-            )
+            raise UserError(f"{self._folder.path}: method.fingerprint lacks {sorted(missing)}, which PC(W) needs")
         known = PCConfig.__dataclass_fields__.keys() & self.fingerprint.keys()
         config = PCConfig(**{key: self.fingerprint[key] for key in known})
         return config.for_block(next(entry for entry in config.blocks if matches(entry, linear)))

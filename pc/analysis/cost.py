@@ -50,10 +50,7 @@ class Matrix:
         return sum(self._stage_flops(stage) for stage in self.stages)
 
     def _stage_flops(self, stage: polynomial.Coefficients) -> int:
-        return (
-            4 * self.long * self.short**2
-            + 2 * polynomial.count_square_products(len(stage) - 1) * self.short**3
-        )
+        return 4 * self.long * self.short**2 + 2 * polynomial.count_square_products(len(stage) - 1) * self.short**3
 
     def power_iteration_flops(self) -> int:
         """Two products with a vector in each of q steps."""
@@ -110,9 +107,7 @@ def model_flops_per_token(args: Llama2Args, seq_len: int, *, causal: bool) -> fl
             does. TorchTitan's own figure, from which it reports utilisation, counts the whole square.
     """
     matrices = sum(shape.numel() for shape in _linear_shapes(args))
-    square = (
-        12 * args.n_layers * args.dim * seq_len
-    )  # scores and their product with values; backward is twice
+    square = 12 * args.n_layers * args.dim * seq_len  # scores and their product with values; backward is twice
     return 6 * matrices + (square / 2 if causal else square)
 
 
@@ -166,18 +161,12 @@ class Plan:
         data_ranks = world_size // model_parallel
         self.replicas = parallelism.data_parallel_replicate_degree
         if data_ranks % self.replicas:
-            raise UserError(
-                f"data_parallel_replicate_degree = {self.replicas} does not divide {data_ranks} data ranks"
-            )
+            raise UserError(f"data_parallel_replicate_degree = {self.replicas} does not divide {data_ranks} data ranks")
         self.shards = data_ranks // self.replicas * self.context_parallel
-        self.micro_batches = accumulation_steps(
-            training.global_batch_size, training.local_batch_size, data_ranks
-        )
+        self.micro_batches = accumulation_steps(training.global_batch_size, training.local_batch_size, data_ranks)
         self.tokens = self.micro_batches * training.local_batch_size * data_ranks * training.seq_len
         if self.config.model.flavor not in FLAVORS:
-            raise UserError(
-                f"model.flavor = {self.config.model.flavor!r} should be one of {', '.join(FLAVORS)}"
-            )
+            raise UserError(f"model.flavor = {self.config.model.flavor!r} should be one of {', '.join(FLAVORS)}")
         self.args = replace(
             FLAVORS[self.config.model.flavor],
             vocab_size=self.config.model.vocab_size,
@@ -185,9 +174,7 @@ class Plan:
         )
         with torch.device("meta"):
             self.model = attach(Transformer(self.args), self.config.pc.to_pc_config())
-        self.matrices = [
-            Matrix(*layer.weight.shape, layer.pc_config) for _, layer in named_pc_linears(self.model)
-        ]
+        self.matrices = [Matrix(*layer.weight.shape, layer.pc_config) for _, layer in named_pc_linears(self.model)]
 
     def step_cost(self) -> StepCost:
         """Operations of one step, PC counted as if it were on even in a baseline's config."""
@@ -293,8 +280,7 @@ def table(plan: Plan) -> str:
         "|---|---|---|",
         f"| model, attention counted causally | {cost.model / 1e15:.4g} | 100 % |",
         f"| model, attention counted fully | {cost.model_full_square / 1e15:.4g} | |",
-        f'| PC, schedule "step", whole job | {cost.pc_step / 1e15:.4g} | '
-        f"{_percent(cost.pc_step / cost.model)} |",
+        f'| PC, schedule "step", whole job | {cost.pc_step / 1e15:.4g} | {_percent(cost.pc_step / cost.model)} |',
         f'| PC, schedule "step", on the busiest rank | {cost.pc_step_busiest / 1e15:.4g} | '
         f"{_percent(cost.pc_step_busiest / share)} of that rank's |",
         f'| PC, schedule "forward", whole job | {cost.pc_forward / 1e15:.4g} | '

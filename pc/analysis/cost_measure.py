@@ -67,9 +67,7 @@ def _train(config: Path, overrides: Sequence[str], processes: int, folder: Path)
         raise UserError(f"{config}: training ended with status {done.returncode}; its last words:\n{last}")
     run = read_run(folder)
     seconds = run.series("step_seconds").values[WARMUP_STEPS:]
-    return Measured(
-        statistics.median(seconds), min(seconds), max(seconds), max(run.series("memory_active_gib").values)
-    )
+    return Measured(statistics.median(seconds), min(seconds), max(seconds), max(run.series("memory_active_gib").values))
 
 
 def table(results: dict[str, Measured], predicted: dict[str, float]) -> str:

@@ -8,9 +8,7 @@ from pc.files import write_atomically
 from pc.launch import torchrun
 
 
-def report(
-    config: Path, overrides: Sequence[str], world_size: int, measure: bool, output: Path | None
-) -> None:
+def report(config: Path, overrides: Sequence[str], world_size: int, measure: bool, output: Path | None) -> None:
     """Print the counts, measure where asked to, and write both to `output`/cost.md."""
     text = cost.table(cost.Plan(config, overrides, world_size))
     print(text)

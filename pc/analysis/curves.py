@@ -133,9 +133,7 @@ def plot_validation(runs: Sequence[Run], output: Path) -> list[Path]:
             )
     every = [run.series(VALIDATION) for run in runs]
     early = max(series.tokens[-1] for series in every) / 10
-    shown = [
-        v for s in every for t, v in zip(s.tokens, s.values, strict=True) if t >= early and math.isfinite(v)
-    ]
+    shown = [v for s in every for t, v in zip(s.tokens, s.values, strict=True) if t >= early and math.isfinite(v)]
     if len(shown) > 1 and max(shown) > min(shown):  # the first tenth falls so far that it would hide the rest
         height = max(shown) - min(shown)
         axes.set_ylim(min(shown) - 0.15 * height, max(shown) + 0.1 * height)

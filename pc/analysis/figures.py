@@ -47,9 +47,7 @@ def draw_spectra(sources: Sequence[Path], output: Path, layers: Sequence[int] | 
     if folders:
         _print_or_explain("GMCN against tokens", signals.plot_gmcn, read_runs(folders), output)
     else:
-        print(
-            f"no figure of the GMCN against tokens: give run folders, or .npz files beside a {METRICS_FILE}"
-        )
+        print(f"no figure of the GMCN against tokens: give run folders, or .npz files beside a {METRICS_FILE}")
 
 
 def _print_or_explain(what: str, plot, runs, output: Path) -> None:

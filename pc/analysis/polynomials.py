@@ -58,12 +58,8 @@ def plot_paper(output: Path) -> list[Path]:
         value = polynomial.evaluate(polynomial.resolve(level), sigma)
         maps.plot(sigma, value, color=color, label=f"level {level}")
     flattening.plot(sigma, polynomial.evaluate(polynomial.resolve(4), sigma), color="C3", label="level 4")
-    flattening.plot(
-        sigma, polynomial.evaluate(polynomial.POLAR_EXPRESS, sigma), color="C4", label="Polar Express"
-    )
-    for axes, title in zip(
-        (targets, maps, flattening), ("Targets", "Fitted maps", "Over-flattening"), strict=True
-    ):
+    flattening.plot(sigma, polynomial.evaluate(polynomial.POLAR_EXPRESS, sigma), color="C4", label="Polar Express")
+    for axes, title in zip((targets, maps, flattening), ("Targets", "Fitted maps", "Over-flattening"), strict=True):
         axes.set_title(title)
         _finish(axes)
     return save(figure, output / "polynomials")
@@ -87,8 +83,7 @@ def plot_fit(coefficients: polynomial.Coefficients, cutoff: float, output: Path)
 def table(rows: dict[str, tuple[polynomial.Map, float]]) -> str:
     """One line per map: {name: (map, cutoff of its target)}."""
     text = [
-        "| map | p, degree 0 up | g(1) | largest amplification | largest value | "
-        "largest error | weighted RMS error |",
+        "| map | p, degree 0 up | g(1) | largest amplification | largest value | largest error | weighted RMS error |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, (map, cutoff) in rows.items():

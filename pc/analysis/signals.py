@@ -40,9 +40,7 @@ def plot_estimator_error(runs: Sequence[Run], output: Path) -> list[Path]:
                 series = run.series(f"{_ERROR}{block}/{statistic}")
                 # The logarithmic axis has no zero; an estimate can be exact to the last bit.
                 values = [max(value, 1e-9) for value in series.values]
-                axes.plot(
-                    series.steps, values, style, marker=".", color=f"C{i}", label=f"{run.name}, {statistic}"
-                )
+                axes.plot(series.steps, values, style, marker=".", color=f"C{i}", label=f"{run.name}, {statistic}")
         axes.set_yscale("log")
         axes.set_title(BLOCK_TITLES[block])
         axes.set_xlabel("step")

@@ -41,9 +41,7 @@ class Spectra:
     def gmcn(self, blocks: Sequence[str], effective: bool = True) -> float:
         """Geometric mean of the modified condition numbers of `blocks`, all layers (paper, section 4.2)."""
         values = self.effective if effective else self.raw
-        return math.exp(
-            torch.cat([modified_condition_number(values[block]).log() for block in blocks]).mean().item()
-        )
+        return math.exp(torch.cat([modified_condition_number(values[block]).log() for block in blocks]).mean().item())
 
 
 def compute(checkpoint: str | Path, name: str) -> Spectra:
@@ -86,9 +84,7 @@ def load(path: str | Path) -> Spectra:
             about = json.loads(str(file["about"]))
             arrays = {key: torch.from_numpy(file[key]) for key in file.files if key != "about"}
     except (OSError, ValueError, KeyError, EOFError) as error:
-        raise UserError(
-            f"{path}: not a file of singular values written by scripts/spectra.py ({error})"
-        ) from None
+        raise UserError(f"{path}: not a file of singular values written by scripts/spectra.py ({error})") from None
     raw = {key.removeprefix("raw."): values for key, values in arrays.items() if key.startswith("raw.")}
     effective = {block: arrays.get(f"effective.{block}", values) for block, values in raw.items()}
     return Spectra(about["name"], about["step"], tuple(about["pc_blocks"]), raw, effective)

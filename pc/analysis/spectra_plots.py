@@ -59,9 +59,7 @@ def plot_quantiles(all_spectra: Sequence[Spectra], output: Path) -> list[Path]:
                 kinds.append((":", f"{spectra.name}, raw W", spectra.raw[block]))
             for style, label, sigma in kinds:
                 pooled = (sigma / sigma[:, :1]).flatten()
-                axes.plot(
-                    probabilities, np.quantile(pooled, probabilities), style, color=f"C{i}", label=label
-                )
+                axes.plot(probabilities, np.quantile(pooled, probabilities), style, color=f"C{i}", label=label)
         axes.set_title(BLOCK_TITLES[block])
         axes.set_xlabel("quantile")
         axes.tick_params(labelbottom=True)

@@ -88,10 +88,7 @@ def make_problem(widths: Sequence[int] = (8, 12, 12, 6), samples: int = 6, seed:
     if samples > widths[0]:
         raise UserError(f"samples = {samples} should be at most the input width {widths[0]} (assumption 2)")
     generator = torch.Generator().manual_seed(seed)
-    weights = [
-        _with_singular_values(rows, columns, (0.5, 1.5), generator)
-        for columns, rows in zip(widths, widths[1:])
-    ]
+    weights = [_with_singular_values(rows, columns, (0.5, 1.5), generator) for columns, rows in zip(widths, widths[1:])]
     inputs = _with_singular_values(widths[0], samples, (0.7, 1.3), generator)
     # Labels near the initial prediction, as training from here stays near the start and so inside R.
     prediction = inputs
@@ -157,9 +154,7 @@ def descend(problem: Problem, region: Bound, steps: int, level: int | None = Non
 
 def kernel_eigenvalues(problem: Problem, weights: Sequence[Tensor]) -> tuple[float, float]:
     """Smallest and largest eigenvalue of the tangent kernel G^T G, which mu and beta bound from outside."""
-    jacobians = torch.autograd.functional.jacobian(
-        lambda *ws: _predict(ws, problem.inputs).flatten(), tuple(weights)
-    )
+    jacobians = torch.autograd.functional.jacobian(lambda *ws: _predict(ws, problem.inputs).flatten(), tuple(weights))
     stacked = torch.cat([jacobian.flatten(1) for jacobian in jacobians], dim=1)  # [n d_L, parameters]
     sigma = torch.linalg.svdvals(stacked)
     return sigma[-1].item() ** 2, sigma[0].item() ** 2
@@ -195,9 +190,7 @@ def plot(region: Bound, plain: Descent, with_pc: Descent, level: int, output: Pa
     figure, (left, right) = subplots(1, 2, width=4.2)
     left.plot([loss / plain.losses[0] for loss in plain.losses], label="gradient descent")
     left.plot([region.contraction**t for t in steps], "k--", label="bound of theorem 1")
-    left.plot(
-        [loss / with_pc.losses[0] for loss in with_pc.losses], label=f"with PC level {level} (no theorem)"
-    )
+    left.plot([loss / with_pc.losses[0] for loss in with_pc.losses], label=f"with PC level {level} (no theorem)")
     left.set_yscale("log")
     left.set_ylim(bottom=1e-20)
     left.set_ylabel("loss / initial loss")

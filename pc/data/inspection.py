@@ -37,9 +37,7 @@ def verify(manifest: Manifest) -> None:
     for split in SPLITS:
         for shard in manifest.shards[split]:
             if complaint := checksum_complaint(manifest.folder, shard):
-                raise UserError(
-                    f"{complaint}; delete the file and repeat the tokenising command, which makes it again"
-                )
+                raise UserError(f"{complaint}; delete the file and repeat the tokenising command, which makes it again")
 
 
 def document_lengths(manifest: Manifest, split: str) -> np.ndarray:
@@ -56,9 +54,7 @@ def token_counts(manifest: Manifest, split: str) -> np.ndarray:
         for start in range(0, len(tokens), 10**7):  # bincount makes int64 of its input
             piece = np.bincount(tokens[start : start + 10**7], minlength=manifest.vocab_size)
             if len(piece) > manifest.vocab_size:
-                raise UserError(
-                    f"{manifest.folder / shard.tokens_file} holds tokens that its tokenizer does not have"
-                )
+                raise UserError(f"{manifest.folder / shard.tokens_file} holds tokens that its tokenizer does not have")
             counts += piece
     return counts
 

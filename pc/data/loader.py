@@ -119,9 +119,7 @@ class GlobalOrderLoader(Stateful):
             self._advance(step)
             yield batch
         if not self.restart and self.dp_rank == 0:
-            logger.warning(
-                f"The data are exhausted: all {self.sequences.limit:,} sequences have been served."
-            )
+            logger.warning(f"The data are exhausted: all {self.sequences.limit:,} sequences have been served.")
 
     def _micro_batches_left(self, step: int) -> int | None:
         if self.sequences.limit is None:
@@ -211,9 +209,7 @@ def build_dataloader(
             f"seq_len + 1 = {seq_len + 1}"
         )
     if not infinite:
-        sequences.limit = (
-            sequences.length if limit_sequences is None else min(limit_sequences, sequences.length)
-        )
+        sequences.limit = sequences.length if limit_sequences is None else min(limit_sequences, sequences.length)
         if limit_sequences is not None and sequences.limit < limit_sequences and dp_rank == 0:
             logger.warning(
                 f"The {split} split of {path} has {sequences.length} sequences of {seq_len} tokens; "

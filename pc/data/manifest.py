@@ -85,19 +85,13 @@ class Manifest:
     def load_tokenizer(self) -> Tokenizer:
         """The tokenizer that made these shards, checked against its recorded hash."""
         record = self.tokenizer
-        tokenizer = load_tokenizer(
-            record.name if record.kind == "tiktoken" else self.folder / TOKENIZER_FOLDER
-        )
+        tokenizer = load_tokenizer(record.name if record.kind == "tiktoken" else self.folder / TOKENIZER_FOLDER)
         if tokenizer.sha256 != record.sha256:
-            raise UserError(
-                f"the tokenizer in {self.folder / TOKENIZER_FOLDER} is not the one that made the shards"
-            )
+            raise UserError(f"the tokenizer in {self.folder / TOKENIZER_FOLDER} is not the one that made the shards")
         return tokenizer
 
     def write(self) -> None:
-        content = {"format": FORMAT} | {
-            k: v for k, v in asdict(self).items() if k not in ("folder", "shards")
-        }
+        content = {"format": FORMAT} | {k: v for k, v in asdict(self).items() if k not in ("folder", "shards")}
         content["splits"] = {
             split: {
                 "documents": self.documents(split),

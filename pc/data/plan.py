@@ -72,9 +72,7 @@ def make_plan(
         units = plan_units(files, shard_megabytes * 10**6)
         for name, content in tokenizer.files.items():
             write(output / TOKENIZER_FOLDER / name, content)
-        write(
-            path, json.dumps({"configuration": configuration, "units": [asdict(u) for u in units]}, indent=1)
-        )
+        write(path, json.dumps({"configuration": configuration, "units": [asdict(u) for u in units]}, indent=1))
     digest = hashlib.sha256(json.dumps(configuration, sort_keys=True).encode()).hexdigest()
     return Plan(
         configuration,

@@ -32,13 +32,9 @@ def write_shard(folder: Path, split: str, number: int, tokens: np.ndarray, lengt
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     assert offsets[-1] == len(tokens), (offsets[-1], len(tokens))
     names = [f"{split}/{number:05d}.{part}.npy" for part in ("tokens", "offsets")]
-    written = [
-        _write_array(folder / name, array) for name, array in zip(names, (tokens, offsets), strict=True)
-    ]
+    written = [_write_array(folder / name, array) for name, array in zip(names, (tokens, offsets), strict=True)]
     (tokens_bytes, tokens_sha256), (offsets_bytes, offsets_sha256) = written
-    return Shard(
-        *names, len(tokens), len(lengths), tokens_bytes, offsets_bytes, tokens_sha256, offsets_sha256
-    )
+    return Shard(*names, len(tokens), len(lengths), tokens_bytes, offsets_bytes, tokens_sha256, offsets_sha256)
 
 
 def _write_array(path: Path, array: np.ndarray) -> tuple[int, str]:
@@ -93,8 +89,7 @@ def open_tokens(folder: Path, shard: Shard, dtype: str) -> np.ndarray:
     tokens = _open_array(path)
     if tokens.dtype != np.dtype(dtype).newbyteorder("<") or tokens.shape != (shard.tokens,):
         raise UserError(
-            f"{path} holds {tokens.dtype} {list(tokens.shape)} where the manifest says "
-            f"{dtype} [{shard.tokens}]"
+            f"{path} holds {tokens.dtype} {list(tokens.shape)} where the manifest says {dtype} [{shard.tokens}]"
         )
     return tokens
 
@@ -105,13 +100,10 @@ def read_offsets(folder: Path, shard: Shard) -> np.ndarray:
     offsets = np.asarray(_open_array(path))
     if offsets.dtype != np.int64 or offsets.shape != (shard.documents + 1,):
         raise UserError(
-            f"{path} holds {offsets.dtype} {list(offsets.shape)} where the manifest says "
-            f"int64 [{shard.documents + 1}]"
+            f"{path} holds {offsets.dtype} {list(offsets.shape)} where the manifest says int64 [{shard.documents + 1}]"
         )
     if offsets[0] != 0 or offsets[-1] != shard.tokens or np.any(np.diff(offsets) <= 0):
-        raise UserError(
-            f"{path} does not fit {shard.tokens_file}: its offsets do not cover the tokens in order"
-        )
+        raise UserError(f"{path} does not fit {shard.tokens_file}: its offsets do not cover the tokens in order")
     return offsets
 
 
@@ -139,9 +131,7 @@ class TokenStream:
         self._opened: dict[int, np.ndarray] = {}
         for shard in self.shards:
             if complaint := size_complaint(self.folder, shard):
-                raise UserError(
-                    f"{complaint}; delete it and repeat the tokenising command, which makes it again"
-                )
+                raise UserError(f"{complaint}; delete it and repeat the tokenising command, which makes it again")
 
     def __len__(self) -> int:
         return self.ends[-1] if self.ends else 0

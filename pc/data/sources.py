@@ -67,9 +67,7 @@ def find_hub_files(dataset: str, subset: str | None) -> list[str]:
 
     try:
         builder = datasets.load_dataset_builder(dataset, subset)
-    except (
-        Exception
-    ) as error:  # unknown dataset, unknown subset, no network, no access: all say so themselves
+    except Exception as error:  # unknown dataset, unknown subset, no network, no access: all say so themselves
         raise UserError(f"Hub dataset {dataset!r}, subset {subset!r}: {error}") from error
     files = [str(file) for file in builder.config.data_files["train"]]
     if not all(file.endswith(".parquet") for file in files):
@@ -87,9 +85,7 @@ def _read_footer(file: str, text_column: str) -> SourceFile:
     with open_parquet(file) as parquet:
         schema = parquet.schema_arrow
         if text_column not in schema.names:
-            raise UserError(
-                f"{file} has no column {text_column!r}; it has {', '.join(schema.names)} (--text-column)"
-            )
+            raise UserError(f"{file} has no column {text_column!r}; it has {', '.join(schema.names)} (--text-column)")
         kind = schema.field(text_column).type
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_binary(kind)):
             raise UserError(f"column {text_column!r} of {file} holds {kind}, not text")

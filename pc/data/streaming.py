@@ -153,9 +153,7 @@ def build_streaming_dataloader(
             stream = datasets.load_dataset("parquet", data_dir=name, split="train", streaming=True)
         else:
             stream = datasets.load_dataset(name, subset or None, split="train", streaming=True)
-    except (
-        Exception
-    ) as error:  # unknown dataset, unknown subset, no network, no access: all say so themselves
+    except Exception as error:  # unknown dataset, unknown subset, no network, no access: all say so themselves
         raise UserError(f"data.streaming = {dataset!r} cannot be read: {error}") from error
     if dp_rank == 0:
         logger.warning(PROMISE.format(dataset=dataset))

@@ -31,13 +31,9 @@ class Tokenizer:
 
     kind: str
 
-    def __init__(
-        self, name: str, vocab_size: int, bos_id: int | None, eos_id: int | None, files: dict[str, bytes]
-    ):
+    def __init__(self, name: str, vocab_size: int, bos_id: int | None, eos_id: int | None, files: dict[str, bytes]):
         if eos_id is None:
-            raise UserError(
-                f"tokenizer {name!r} has no end-of-text token, so documents could not be told apart"
-            )
+            raise UserError(f"tokenizer {name!r} has no end-of-text token, so documents could not be told apart")
         self.name = name
         self.vocab_size = vocab_size
         self.bos_id = bos_id
@@ -72,9 +68,7 @@ class SentencePieceTokenizer(Tokenizer):
         except (OSError, RuntimeError) as error:
             raise UserError(f"{path} is not a SentencePiece model") from error
         bos_id, eos_id = (i if i >= 0 else None for i in (self._model.bos_id(), self._model.eos_id()))
-        super().__init__(
-            name, self._model.vocab_size(), bos_id, eos_id, {"tokenizer.model": path.read_bytes()}
-        )
+        super().__init__(name, self._model.vocab_size(), bos_id, eos_id, {"tokenizer.model": path.read_bytes()})
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         return _flatten(self._model.encode(list(texts), num_threads=1))
@@ -113,9 +107,7 @@ class HuggingFaceTokenizer(Tokenizer):
             return None
         token_id = self._model.token_to_id(content)
         if token_id is None:
-            raise UserError(
-                f"{folder}/tokenizer_config.json names {content!r}, which tokenizer.json does not have"
-            )
+            raise UserError(f"{folder}/tokenizer_config.json names {content!r}, which tokenizer.json does not have")
         return token_id
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -150,9 +142,7 @@ class TiktokenTokenizer(Tokenizer):
             "name": name,
             "pattern": self._model._pat_str,
             "special": self._model._special_tokens,
-            "ranks_sha256": hashlib.sha256(
-                b"\n".join(b"%s %d" % (t.hex().encode(), r) for t, r in ranks)
-            ).hexdigest(),
+            "ranks_sha256": hashlib.sha256(b"\n".join(b"%s %d" % (t.hex().encode(), r) for t, r in ranks)).hexdigest(),
         }
         content = json.dumps(definition, indent=1, sort_keys=True).encode()
         super().__init__(

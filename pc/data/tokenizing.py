@@ -78,9 +78,7 @@ def _require_space(output: Path, todo: Sequence[Unit], plan: Plan) -> None:
     needed = sum(unit.text_bytes for unit in todo) * np.dtype(plan.dtype).itemsize // 4
     free = shutil.disk_usage(output).free
     if free < needed:
-        raise UserError(
-            f"{output} needs about {needed / 1e9:.1f} GB, but its disk has {free / 1e9:.1f} GB free"
-        )
+        raise UserError(f"{output} needs about {needed / 1e9:.1f} GB, but its disk has {free / 1e9:.1f} GB free")
 
 
 def _run(output: Path, plan: Plan, todo: list[Unit], processes: int) -> None:
@@ -167,9 +165,7 @@ def _read_rows(unit: Unit, text_column: str) -> Iterator[list[bytes]]:
     try:
         with open_parquet(unit.file) as parquet:
             groups = list(range(unit.first_row_group, unit.end_row_group))
-            for batch in parquet.iter_batches(
-                BATCH_ROWS, row_groups=groups, columns=[text_column], use_threads=False
-            ):
+            for batch in parquet.iter_batches(BATCH_ROWS, row_groups=groups, columns=[text_column], use_threads=False):
                 column = batch.column(0)
                 binary = pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary()
                 yield [text or b"" for text in column.cast(binary).to_pylist()]
@@ -206,15 +202,9 @@ def _parse_part(text: str) -> tuple[int, int]:
 
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Tokenise parquet files with a text column into training shards."
-    )
-    parser.add_argument(
-        "--input", required=True, help="parquet file, folder, glob pattern or Hub dataset owner/name"
-    )
-    parser.add_argument(
-        "--subset", help="named subset of a Hub dataset, such as sample-10BT or CC-MAIN-2023-50"
-    )
+    parser = argparse.ArgumentParser(description="Tokenise parquet files with a text column into training shards.")
+    parser.add_argument("--input", required=True, help="parquet file, folder, glob pattern or Hub dataset owner/name")
+    parser.add_argument("--subset", help="named subset of a Hub dataset, such as sample-10BT or CC-MAIN-2023-50")
     parser.add_argument("--output", required=True, help="folder for the shards")
     parser.add_argument(
         "--tokenizer",
@@ -229,9 +219,7 @@ def main() -> None:
         default=0.0005,
         help="share of the documents, chosen by the hash of their text (default: %(default)s)",
     )
-    parser.add_argument(
-        "--shard-megabytes", type=int, default=256, help="text per shard (default: %(default)s)"
-    )
+    parser.add_argument("--shard-megabytes", type=int, default=256, help="text per shard (default: %(default)s)")
     parser.add_argument(
         "--processes",
         type=int,
@@ -262,14 +250,9 @@ def main() -> None:
         sys.exit(130)
     minutes = (time.perf_counter() - start) / 60
     if manifest is None:
-        print(
-            f"Part {options.part} is done after {minutes:.1f} minutes; "
-            f"{options.output} is complete when all are."
-        )
+        print(f"Part {options.part} is done after {minutes:.1f} minutes; {options.output} is complete when all are.")
         return
     print(f"{options.output} is complete ({minutes:.1f} minutes):")
     for split in SPLITS:
-        print(
-            f"  {split:10}  {manifest.documents(split):>12,} documents  {manifest.tokens(split):>15,} tokens"
-        )
+        print(f"  {split:10}  {manifest.documents(split):>12,} documents  {manifest.tokens(split):>15,} tokens")
     print(f"Look into it with: python scripts/inspect_data.py {options.output}")

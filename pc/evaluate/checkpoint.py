@@ -13,8 +13,8 @@ from torchtitan.models.llama3.model.model import Transformer
 
 from pc import PCConfig, attach, effective_weight, named_pc_linears
 from pc.errors import UserError
-from pc.titan.distcp import CheckpointFolder
 from pc.titan.config import PC, Model
+from pc.titan.distcp import CheckpointFolder
 from pc.titan.llama2 import FLAVORS, Llama2Args
 
 # What a resumable checkpoint holds besides the model.
@@ -61,9 +61,7 @@ def load(path: str | Path) -> RunCheckpoint:
     forward = pc_config is not None and pc_config.schedule == "forward"
     pc_section = PC(**config.get("pc", {}))
     if not method and pc_section.enable and pc_section.schedule == "forward":
-        raise UserError(
-            f"{path}: holds raw weights without gamma, u and v; take a checkpoint that can be resumed"
-        )
+        raise UserError(f"{path}: holds raw weights without gamma, u and v; take a checkpoint that can be resumed")
 
     if pc_config is not None:
         attach(model, pc_config)
@@ -126,9 +124,7 @@ def _require_equal(expected: dict[str, torch.Size], found: dict[str, torch.Size 
             raise UserError(f"{path}: tensor {key} does not belong to the model of config.toml")
         if found[key] != expected[key]:
             shape = None if found[key] is None else list(found[key])
-            raise UserError(
-                f"{path}: tensor {key} has shape {shape}, the model of config.toml {list(expected[key])}"
-            )
+            raise UserError(f"{path}: tensor {key} has shape {shape}, the model of config.toml {list(expected[key])}")
 
 
 def _evaluate_pc(model: Transformer, tensors: dict[str, Tensor]) -> None:

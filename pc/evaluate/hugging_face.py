@@ -151,8 +151,7 @@ def require_start_folder(path: str | Path, model_args: TransformerModelArgs) -> 
     for key in _ARCHITECTURE:
         if getattr(found, key) != getattr(expected, key):
             raise UserError(
-                f"{path}: config.json has {key} {getattr(found, key)}, "
-                f"the run's model {getattr(expected, key)}"
+                f"{path}: config.json has {key} {getattr(found, key)}, the run's model {getattr(expected, key)}"
             )
     with torch.device("meta"):
         shapes = {key: list(tensor.shape) for key, tensor in LlamaForCausalLM(expected).state_dict().items()}
@@ -190,9 +189,7 @@ def _load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         raise UserError(f"{path}: {str(error).splitlines()[0]}") from None
     # transformers fills what is missing with random numbers and drops what is too much
     for key, found, expected in sorted(report["mismatched_keys"]):
-        raise UserError(
-            f"{path}: tensor {key} has shape {list(found)}, the model of config.json {list(expected)}"
-        )
+        raise UserError(f"{path}: tensor {key} has shape {list(found)}, the model of config.json {list(expected)}")
     for kind in ("missing", "unexpected"):
         for key in sorted(report[f"{kind}_keys"]):
             raise UserError(f"{path}: tensor {key} is {kind}")
@@ -204,9 +201,7 @@ def _load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 def _tokenizer_of(run: RunCheckpoint) -> PreTrainedTokenizerFast:
     data = Data(**run.config.get("data", {}))
     if not data.streaming and not Path(data.path).exists():
-        raise UserError(
-            f"{data.path}: the run's data folder is not here, so its tokenizer must be named (--tokenizer)"
-        )
+        raise UserError(f"{data.path}: the run's data folder is not here, so its tokenizer must be named (--tokenizer)")
     return tokenizers.of_run(data)
 
 

@@ -42,9 +42,7 @@ class InTrainingScorer:
     def score(self) -> dict[str, float]:
         """`{"evaluation/<task>/<metric>": value}` and the average over tasks, the same on every rank."""
         generators = random.getstate(), np.random.get_state()  # lm-eval draws from these
-        found = lm_eval.evaluate(
-            self._lm, self._tasks, limit=self._limit, bootstrap_iters=0, log_samples=False
-        )
+        found = lm_eval.evaluate(self._lm, self._tasks, limit=self._limit, bootstrap_iters=0, log_samples=False)
         random.setstate(generators[0])
         np.random.set_state(generators[1])
         names = list(self._tasks["tasks"])

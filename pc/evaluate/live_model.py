@@ -93,9 +93,7 @@ class LiveModel(TemplateLM):
 
     def _score_batch(self, batch: list[Request]) -> Tensor:
         """[batch, 2] in float64: log-likelihood of the continuation, 1 if every token is the likeliest."""
-        assert all(len(continuation) <= self.max_length for _, _, continuation in batch), (
-            "an answer is too long"
-        )
+        assert all(len(continuation) <= self.max_length for _, _, continuation in batch), "an answer is too long"
         inputs = [(context + continuation)[-self.max_length - 1 : -1] for _, context, continuation in batch]
         longest = max(map(len, inputs))
         length = min(self.max_length, -(-longest // _LENGTH_STEP) * _LENGTH_STEP)
@@ -110,9 +108,7 @@ class LiveModel(TemplateLM):
         scored = torch.zeros(len(batch), 2, dtype=torch.float64, device=self._device)
         for row, (ids, (_, _, continuation)) in enumerate(zip(inputs, batch, strict=True)):
             answer = torch.tensor(continuation, device=self._device)
-            log_p = (
-                logits[row, len(ids) - len(continuation) : len(ids)].float().log_softmax(-1)
-            )  # [answer, vocabulary]
+            log_p = logits[row, len(ids) - len(continuation) : len(ids)].float().log_softmax(-1)  # [answer, vocabulary]
             scored[row, 0] = log_p.gather(1, answer[:, None]).sum()
             scored[row, 1] = (log_p.argmax(-1) == answer).all()
         return scored

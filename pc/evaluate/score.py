@@ -39,9 +39,7 @@ class Model:
         name, equals, path = text.rpartition("=")
         path = Path(path)
         if not path.exists():
-            raise UserError(
-                f"{path}: no such model; expected a checkpoint (RUN/checkpoint/step-N) or an export"
-            )
+            raise UserError(f"{path}: no such model; expected a checkpoint (RUN/checkpoint/step-N) or an export")
         if not equals:
             is_step = path.resolve().parent.name == "checkpoint"
             name = f"{path.resolve().parent.parent.name} {path.name}" if is_step else path.resolve().name

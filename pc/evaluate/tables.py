@@ -95,9 +95,7 @@ def _cell(score: Score, mark: bool) -> str:
 def _csv(results: list[dict[str, Any]], rows: list[dict[str, Score]], names: list[str]) -> str:
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(
-        ["model", "task", "metric", "value", "standard_error", "items", "partial", "best_of_pair"]
-    )
+    writer.writerow(["model", "task", "metric", "value", "standard_error", "items", "partial", "best_of_pair"])
     marked = {column: best_of_each_pair(rows, column) for column in [*names, AVERAGE]}
     for index, (result, row) in enumerate(zip(results, rows, strict=True)):
         for column, (value, error) in row.items():

@@ -105,9 +105,7 @@ def _load_one(name: str, data: str | Path | None, manager: TaskManager):
         if data is not None:
             raise
         reason = str(error).splitlines()[0]
-        raise UserError(
-            f"task {name} cannot be had from the Hub ({reason}); fetch the sets and pass --data"
-        ) from None
+        raise UserError(f"task {name} cannot be had from the Hub ({reason}); fetch the sets and pass --data") from None
     except (KeyError, TypeError, ValueError, jinja2.UndefinedError) as error:
         if data is None:
             raise

@@ -91,14 +91,11 @@ def _data_parallel_size(report: Report, config: JobConfig, world_size: int) -> i
             report.errors.append(f"parallelism.{key} = {getattr(parallelism, key)} should be at least 1")
             return None
     model_parallel = (
-        parallelism.tensor_parallel_degree
-        * parallelism.pipeline_parallel_degree
-        * parallelism.context_parallel_degree
+        parallelism.tensor_parallel_degree * parallelism.pipeline_parallel_degree * parallelism.context_parallel_degree
     )
     if world_size % model_parallel:
         report.errors.append(
-            f"{world_size} GPUs are no multiple of tensor x pipeline x context parallel degree = "
-            f"{model_parallel}"
+            f"{world_size} GPUs are no multiple of tensor x pipeline x context parallel degree = {model_parallel}"
         )
         return None
     data_parallel = world_size // model_parallel
@@ -179,9 +176,7 @@ def _check_schedule(report: Report, config: JobConfig) -> None:
     if config.checkpoint.keep_latest_k < 0:
         report.errors.append("checkpoint.keep_latest_k should be 0 (keep all) or at least 2")
     if config.checkpoint.last_save_model_only:
-        report.warnings.append(
-            "checkpoint.last_save_model_only is true: the last checkpoint cannot be resumed"
-        )
+        report.warnings.append("checkpoint.last_save_model_only is true: the last checkpoint cannot be resumed")
 
 
 def _check_model(report: Report, config: JobConfig, model_args: Llama2Args) -> memory.Sizes | None:
@@ -215,23 +210,15 @@ def _check_memory(
         sizes,
         optimizer=config.optimizer.name,
         schedule=schedule,
-        shards=data_parallel
-        // parallelism.data_parallel_replicate_degree
-        * parallelism.context_parallel_degree,
+        shards=data_parallel // parallelism.data_parallel_replicate_degree * parallelism.context_parallel_degree,
         tensor_parallel=parallelism.tensor_parallel_degree,
         pipeline_parallel=parallelism.pipeline_parallel_degree,
-        tokens=config.training.local_batch_size
-        * config.training.seq_len
-        // parallelism.context_parallel_degree,
+        tokens=config.training.local_batch_size * config.training.seq_len // parallelism.context_parallel_degree,
         activation_checkpoint=config.activation_checkpoint.mode,
-        compute_bytes=memory.BFLOAT16
-        if config.training.mixed_precision_param == "bfloat16"
-        else memory.FLOAT32,
+        compute_bytes=memory.BFLOAT16 if config.training.mixed_precision_param == "bfloat16" else memory.FLOAT32,
     )
     listed = ", ".join(f"{part} {size:.2f}" for part, size in parts.items())
-    report.facts.append(
-        ("memory per GPU", f"{sum(parts.values()):.1f} GiB estimated at {world_size} GPUs: {listed}")
-    )
+    report.facts.append(("memory per GPU", f"{sum(parts.values()):.1f} GiB estimated at {world_size} GPUs: {listed}"))
     if not config.checkpoint.enable:
         return
     size = memory.checkpoint_bytes(sizes, optimizer=config.optimizer.name, schedule=schedule)
@@ -248,8 +235,7 @@ def _check_memory(
     free = shutil.disk_usage(existing).free
     if free < needed:
         report.warnings.append(
-            f"{existing} has {free / memory.GIB:.1f} GiB free, "
-            f"the checkpoints need {needed / memory.GIB:.1f} GiB"
+            f"{existing} has {free / memory.GIB:.1f} GiB free, the checkpoints need {needed / memory.GIB:.1f} GiB"
         )
 
 
@@ -272,19 +258,13 @@ def _check_data(report: Report, config: JobConfig, vocab_size: int, needs_data: 
     seq_len = config.training.seq_len
     if train:
         tokens = train.tokens("train")
-        report.facts.append(
-            ("training data", f"{train.folder}: {tokens:,} tokens, tokenizer {train.tokenizer.name}")
-        )
+        report.facts.append(("training data", f"{train.folder}: {tokens:,} tokens, tokenizer {train.tokenizer.name}"))
         if tokens <= seq_len:
-            report.errors.append(
-                f"{train.folder} has {tokens} training tokens, too few for seq_len {seq_len}"
-            )
+            report.errors.append(f"{train.folder} has {tokens} training tokens, too few for seq_len {seq_len}")
         batch = config.training.global_batch_size
         wanted = config.training.steps * max(batch, config.training.local_batch_size) * seq_len
         if seq_len < tokens < wanted:
-            report.warnings.append(
-                f"the run reads its {tokens:,} training tokens {wanted / tokens:.1f} times"
-            )
+            report.warnings.append(f"the run reads its {tokens:,} training tokens {wanted / tokens:.1f} times")
     if validation and config.validation.enable:
         sequences = max(0, validation.tokens("validation") - 1) // seq_len
         report.facts.append(

@@ -94,8 +94,7 @@ def per_gpu(
         "raw W": FLOAT32 * raw_elements(sizes, schedule) / split,
         # The block at work and the next one, gathered; the block's gradient before it is reduced; and
         # embedding and head, which stay gathered through the forward pass.
-        "gathered": compute_bytes
-        * (3 * sizes.largest_block / tensor_parallel + sizes.outside_blocks / model_split),
+        "gathered": compute_bytes * (3 * sizes.largest_block / tensor_parallel + sizes.outside_blocks / model_split),
         "activations": _activations(sizes, tokens, activation_checkpoint, compute_bytes) / model_split,
         # The logits in the compute type, then in float32, their log-softmax and its gradient.
         "logits": tokens * sizes.vocabulary * (compute_bytes + 2 * FLOAT32) / tensor_parallel,

@@ -90,9 +90,7 @@ def _choose(sweep: Sweep, config: str, candidates: list[Candidate]) -> str:
             section = section.setdefault(part, {})
         section[key.rpartition(".")[2]] = value
     chosen = ", ".join(f"{key} = {json.dumps(value)}" for key, value in best.settings.items())
-    comment = (
-        f"# Chosen by scripts/sweep.py select from {sweep.path.name}: {sweep.select.metric} {best.mean:.4f}\n"
-    )
+    comment = f"# Chosen by scripts/sweep.py select from {sweep.path.name}: {sweep.select.metric} {best.mean:.4f}\n"
     write_atomically(destination, comment + tomli_w.dumps(overlay))
     said = f"{name}: {chosen or 'its own values'}, {sweep.select.metric} {best.mean:.4f} -> {destination}"
     waiting = sum(run.config == config for run in sweep.runs) - sum(len(c.metrics) for c in candidates)
@@ -100,9 +98,7 @@ def _choose(sweep: Sweep, config: str, candidates: list[Candidate]) -> str:
         said += f"\n  provisional: {waiting} runs of {name} have not finished"
     for key, values in sweep.axes.items():
         if _is_numeric(values) and len(values) > 1 and best.settings[key] in (min(values), max(values)):
-            said += (
-                f"\n  note: {key} = {best.settings[key]} is an end of its grid; the optimum may lie outside"
-            )
+            said += f"\n  note: {key} = {best.settings[key]} is an end of its grid; the optimum may lie outside"
     return said
 
 
@@ -129,9 +125,7 @@ def _write_table(sweep: Sweep, candidates: list[Candidate]) -> str:
     )
     unfinished = [state for run in sweep.runs if (state := runs.state_of(run)).state != "finished"]
     if unfinished:
-        rule += "\nNot counted:\n" + "".join(
-            f"- {s.name}: {s.state} {s.reason}".rstrip() + "\n" for s in unfinished
-        )
+        rule += "\nNot counted:\n" + "".join(f"- {s.name}: {s.state} {s.reason}".rstrip() + "\n" for s in unfinished)
     write_atomically(sweep.folder / "table.md", "\n".join(lines) + "\n" + rule)
     return "\n".join(lines) + "\n" + rule
 
@@ -151,9 +145,7 @@ def _plot(sweep: Sweep, candidates: list[Candidate]) -> None:
         ]
         lines.setdefault(", ".join(others), []).append(candidate)
     for label, members in lines.items():
-        places = [
-            c.settings[key] if numeric else values.index(c.settings[key]) if key else 0 for c in members
-        ]
+        places = [c.settings[key] if numeric else values.index(c.settings[key]) if key else 0 for c in members]
         means = [c.mean for c in members]
         (line,) = axes.plot(places, means, label=label, linewidth=1)
         for place, candidate in zip(places, members, strict=True):
@@ -171,9 +163,7 @@ def _plot(sweep: Sweep, candidates: list[Candidate]) -> None:
     else:
         axes.set_xticks(range(len(values)), [_label(value) for value in values], rotation=30, ha="right")
     axes.set_xlabel(key or "")
-    axes.set_ylabel(
-        sweep.select.metric.replace("_", " ") + (" (nats)" if "loss" in sweep.select.metric else "")
-    )
+    axes.set_ylabel(sweep.select.metric.replace("_", " ") + (" (nats)" if "loss" in sweep.select.metric else ""))
     if not all(candidate.stable for candidate in candidates):
         axes.set_title("hollow: unstable", fontsize="small", loc="left")
     axes.legend()

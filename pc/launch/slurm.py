@@ -59,9 +59,7 @@ class Allocation:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, default=1, help="machines per run (default 1)")
     parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs per machine (default 8; 0: CPU)")
-    parser.add_argument(
-        "--sbatch", default="", help='more options for sbatch, e.g. "--partition=main --time=8:00:00"'
-    )
+    parser.add_argument("--sbatch", default="", help='more options for sbatch, e.g. "--partition=main --time=8:00:00"')
 
 
 def submit_run(config: str, overrides: Sequence[str], allocation: Allocation, score: str | None) -> str:
@@ -72,9 +70,7 @@ def submit_run(config: str, overrides: Sequence[str], allocation: Allocation, sc
     """
     check_or_raise(config, overrides, allocation.world_size)
     folder = run_folder(config, resolve(config, overrides, JobConfig))
-    job = _sbatch(
-        folder, [f"--job-name={folder.name}", *allocation.words()], TRAIN_SCRIPT, [config, *overrides]
-    )
+    job = _sbatch(folder, [f"--job-name={folder.name}", *allocation.words()], TRAIN_SCRIPT, [config, *overrides])
     said = f"job {job}: {config}, logs in {folder}/slurm"
     if score is not None:
         one_gpu = Allocation(1, min(1, allocation.gpus_per_node), allocation.options)
@@ -84,9 +80,7 @@ def submit_run(config: str, overrides: Sequence[str], allocation: Allocation, sc
             "--kill-on-invalid-dep=yes",
             f"--job-name=score-{folder.name}",
         ]
-        scoring = _sbatch(
-            folder, [*dependency, *one_gpu.words()], SCORE_SCRIPT, [str(folder), *shlex.split(score)]
-        )
+        scoring = _sbatch(folder, [*dependency, *one_gpu.words()], SCORE_SCRIPT, [str(folder), *shlex.split(score)])
         said += f"\njob {scoring}: export and scores, when job {job} has finished"
     return said
 
@@ -126,9 +120,7 @@ def _sbatch(folder: Path, options: list[str], script: Path, arguments: Sequence[
 @exit_on_user_error
 def submit() -> None:
     """Command line of scripts/slurm/submit.py."""
-    parser = argparse.ArgumentParser(
-        description="Check a config, then queue its training and, if asked, its scoring."
-    )
+    parser = argparse.ArgumentParser(description="Check a config, then queue its training and, if asked, its scoring.")
     parser.add_argument("config", help="TOML file of the run")
     add_options(parser)
     parser.add_argument(
@@ -197,13 +189,9 @@ def after(run: Run, returncode: int) -> int:
         return _requeue(f"{run.name}: stopped at step {state.step}")
     crashes = _count_crash(run)
     if crashes <= CRASHES_ALLOWED_WITHOUT_PROGRESS:
-        return _requeue(
-            f"{run.name}: ended with status {returncode}, crash {crashes} since the last checkpoint"
-        )
+        return _requeue(f"{run.name}: ended with status {returncode}, crash {crashes} since the last checkpoint")
     if state.state != "failed":
-        reason = (
-            f"the trainer ended {crashes} times with status {returncode}; its last words are in the job's log"
-        )
+        reason = f"the trainer ended {crashes} times with status {returncode}; its last words are in the job's log"
         runs.write_state(run, "failed", reason)
     print(f"{run.name}: failed, {crashes} crashes since the last checkpoint", flush=True)
     return 1

@@ -140,9 +140,7 @@ def begin(sweep: Sweep) -> Path:
     Runs that were made under other configs must not be compared with new ones.
     """
     files = {str(file): sha256_of(file) for run in sweep.runs for file in chain(run.config)}
-    listed = [
-        {"name": run.name, "config": run.config, "overrides": list(run.overrides)} for run in sweep.runs
-    ]
+    listed = [{"name": run.name, "config": run.config, "overrides": list(run.overrides)} for run in sweep.runs]
     plan = {"files": files, "runs": listed}
     destination = sweep.folder / "runs.json"
     if destination.exists():
@@ -193,12 +191,8 @@ def _axis_values(path: Path, key: str, axis: list | dict[str, float]) -> list:
             raise UserError(f'{path}: axes."{key}" has no values')
         return axis
     if not {"first", "last"} <= set(axis) <= {"first", "last", "factor"}:
-        raise UserError(
-            f'{path}: axes."{key}" should be a list or {{ first, last, factor }}, not {sorted(axis)}'
-        )
-    return geometric_grid(
-        axis["first"], axis["last"], axis.get("factor", math.sqrt(2)), f'{path}: axes."{key}"'
-    )
+        raise UserError(f'{path}: axes."{key}" should be a list or {{ first, last, factor }}, not {sorted(axis)}')
+    return geometric_grid(axis["first"], axis["last"], axis.get("factor", math.sqrt(2)), f'{path}: axes."{key}"')
 
 
 def geometric_grid(first: float, last: float, factor: float, where: str) -> list[float]:

@@ -20,9 +20,7 @@ def main() -> None:
         "status": "how far every run is, and why one failed",
         "select": "choose the stable run with the lowest final metric",
     }
-    commands = {
-        name: actions.add_parser(name, help=text, description=text) for name, text in described.items()
-    }
+    commands = {name: actions.add_parser(name, help=text, description=text) for name, text in described.items()}
     for command in commands.values():
         command.add_argument("sweep", help="TOML file of the sweep")
     commands["plan"].add_argument(

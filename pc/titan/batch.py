@@ -27,13 +27,10 @@ def accumulation_steps(global_batch_size: int, local_batch_size: int, data_paral
         choices.append(f"local_batch_size {_either(_nearest_divisors(per_rank, local_batch_size))}")
     if global_batch_size % local_batch_size == 0:
         micro_batches = global_batch_size // local_batch_size
-        choices.append(
-            f"{_either(_nearest_divisors(micro_batches, data_parallel_size))} data-parallel rank(s)"
-        )
+        choices.append(f"{_either(_nearest_divisors(micro_batches, data_parallel_size))} data-parallel rank(s)")
     raise UserError(
         f"training.global_batch_size = {global_batch_size} is no multiple of local_batch_size "
-        f"{local_batch_size} x {data_parallel_size} data-parallel rank(s). Nearest that fit: "
-        + "; or ".join(choices)
+        f"{local_batch_size} x {data_parallel_size} data-parallel rank(s). Nearest that fit: " + "; or ".join(choices)
     )
 
 

@@ -123,7 +123,9 @@ def _check_model(config: JobConfig) -> None:
     if config.model.flavor not in FLAVORS:
         raise UserError(f"model.flavor = {config.model.flavor!r} should be one of {', '.join(FLAVORS)}")
     if config.checkpoint.enable and config.checkpoint.keep_latest_k == 1:
-        raise UserError("checkpoint.keep_latest_k = 1 could lose the last whole checkpoint; use 2 or more, or 0 for all")
+        raise UserError(
+            "checkpoint.keep_latest_k = 1 could lose the last whole checkpoint; use 2 or more, or 0 for all"
+        )
 
 
 def _check_parallelism(config: JobConfig, dims: ParallelDims) -> None:
@@ -184,7 +186,9 @@ def _check_pipeline(config: JobConfig, dims: ParallelDims) -> None:
 
 def _check_precision(config: JobConfig) -> None:
     if config.training.dtype != "float32":
-        raise UserError('training.dtype should be "float32": raw weights are kept in it; mixed_precision_param may be bfloat16')
+        raise UserError(
+            'training.dtype should be "float32": raw weights are kept in it; mixed_precision_param may be bfloat16'
+        )
 
 
 def _check_converters(config: JobConfig) -> None:

@@ -70,9 +70,7 @@ class CheckpointFolder:
             if not file.is_file():
                 raise UserError(f"{file}: missing; the checkpoint is incomplete")
             if file.stat().st_size < end:
-                raise UserError(
-                    f"{file}: {file.stat().st_size} bytes where {end} are needed; it was cut short"
-                )
+                raise UserError(f"{file}: {file.stat().st_size} bytes where {end} are needed; it was cut short")
 
     def shapes(self) -> dict[str, torch.Size | None]:
         """Shape of every entry; None for what is not a tensor."""
@@ -99,12 +97,9 @@ class CheckpointFolder:
         if not self.path.exists():
             return f"{self.path}: no such checkpoint"
         if any(self.path.glob("*.distcp")):
-            return (
-                f"{self.path}: half a checkpoint (no .metadata, which is written last); take an earlier step"
-            )
+            return f"{self.path}: half a checkpoint (no .metadata, which is written last); take an earlier step"
         steps = [
-            p.parent
-            for p in [*self.path.glob("step-*/.metadata"), *self.path.glob("checkpoint/step-*/.metadata")]
+            p.parent for p in [*self.path.glob("step-*/.metadata"), *self.path.glob("checkpoint/step-*/.metadata")]
         ]
         if steps:
             newest = max(steps, key=lambda step: int(step.name.partition("-")[2]))

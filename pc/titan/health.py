@@ -49,9 +49,7 @@ class HealthMetrics:
         parallel_dims: TorchTitan's ParallelDims.
     """
 
-    def __init__(
-        self, job_config, model_parts: list[nn.Module], schedule: StepSchedule | None, parallel_dims
-    ) -> None:
+    def __init__(self, job_config, model_parts: list[nn.Module], schedule: StepSchedule | None, parallel_dims) -> None:
         self._health: Health = job_config.health
         self._pc_blocks = [
             block
@@ -112,16 +110,12 @@ class HealthMetrics:
             if layer.gamma is not None and local(layer.gamma).numel():
                 gamma = local(layer.gamma).double()
                 gammas[self._cell(name)] = torch.cat([gamma, torch.ones_like(gamma)])  # no wait for the device
-        raws = (
-            {} if self._schedule is None else {f"{n}.weight": s.raw for n, s in self._schedule.layers.items()}
-        )
+        raws = {} if self._schedule is None else {f"{n}.weight": s.raw for n, s in self._schedule.layers.items()}
         squares = self._zeros(1)
         for model in self._model_parts:
             for name, parameter in model.named_parameters():
                 tensor = raws.get(clean_name(name), parameter)
-                squares += (
-                    local(tensor).norm().double().square() * _num_shards(tensor) / self._num_stage_ranks
-                )
+                squares += local(tensor).norm().double().square() * _num_shards(tensor) / self._num_stage_ranks
         gammas, squares = _reduce(gammas), _reduce(squares)
         metrics = {"norm/weight": math.sqrt(squares.item())}
         for name, (value, copies) in self._cells(gammas):
@@ -167,9 +161,7 @@ class HealthMetrics:
             if not math.isnan(error):
                 errors[block_of(name)].append(error / copies)
 
-        metrics = {
-            f"spectra/condition/{name}": k for by_name in conditions.values() for name, k in by_name.items()
-        }
+        metrics = {f"spectra/condition/{name}": k for by_name in conditions.values() for name, k in by_name.items()}
         for group, blocks in {"pc": self._pc_blocks, "qkv": ["q", "k", "v"], "all": BLOCKS}.items():
             values = [k for block in blocks for k in conditions[block].values()]
             if values:
@@ -214,9 +206,7 @@ def _num_shards(tensor: Tensor) -> int:
     if not isinstance(tensor, DTensor):
         return 1
     return math.prod(
-        tensor.device_mesh.size(i)
-        for i, placement in enumerate(tensor.placements)
-        if not placement.is_replicate()
+        tensor.device_mesh.size(i) for i, placement in enumerate(tensor.placements) if not placement.is_replicate()
     )
 
 

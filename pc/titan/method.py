@@ -116,7 +116,7 @@ def require_plain_weights(checkpoint: str | Path) -> None:
         return
     if json.loads(folder.read_value("method.fingerprint")).get("schedule") == "forward":
         raise UserError(
-            f"checkpoint.initial_load_path = {checkpoint} holds raw weights and PC beside them (schedule \"forward\"); "
+            f'checkpoint.initial_load_path = {checkpoint} holds raw weights and PC beside them (schedule "forward"); '
             "export it with scripts/export_hf.py and start from that with checkpoint.initial_load_in_hf = true"
         )
 

@@ -22,9 +22,7 @@ class LossSpikes:
     nats; it ends with the first loss that does not. Losses within a spike stay out of the window.
     """
 
-    def __init__(
-        self, window: int = 50, deviations: float = 6.0, margin: float = 0.1, warmup: int = 10
-    ) -> None:
+    def __init__(self, window: int = 50, deviations: float = 6.0, margin: float = 0.1, warmup: int = 10) -> None:
         self._recent: deque[float] = deque(maxlen=window)
         self._deviations, self._margin, self._warmup = deviations, margin, warmup
         self._in_spike = False
@@ -152,9 +150,7 @@ class PCMetricsProcessor(MetricsProcessor):
             self.logger.log(metrics, step)
 
 
-def build_metrics_processor(
-    job_config, parallel_dims, model_args=None, tag: str | None = None
-) -> PCMetricsProcessor:
+def build_metrics_processor(job_config, parallel_dims, model_args=None, tag: str | None = None) -> PCMetricsProcessor:
     """For TorchTitan's TrainSpec."""
     return PCMetricsProcessor(job_config, parallel_dims, tag)
 

@@ -198,9 +198,7 @@ def _all_keys(config_class: type) -> list[str]:
 # --- types ------------------------------------------------------------------------------------------
 
 
-def _checked_section(
-    values: dict, section_class: type, keys: tuple[str, ...], config_class: type, where: str
-) -> dict:
+def _checked_section(values: dict, section_class: type, keys: tuple[str, ...], config_class: type, where: str) -> dict:
     annotations = typing.get_type_hints(section_class)
     checked = {}
     for key, value in values.items():

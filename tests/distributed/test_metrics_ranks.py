@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from health_model import inputs, job_config, one_rank, transformer
+from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -12,16 +14,12 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torchtitan.models.llama3.infra.parallelize import apply_tp
 
 import pc
-from health_model import inputs, job_config, one_rank, transformer
 from pc.titan.health import HealthMetrics
-from ranks import run_ranks
 
 GLOBAL_BATCH = 12  # divides by every number of ranks
 
 
-def _collect(
-    rank: int, layout: str | None, world_size: int
-) -> tuple[dict[str, float], dict[str, list[float]]]:
+def _collect(rank: int, layout: str | None, world_size: int) -> tuple[dict[str, float], dict[str, list[float]]]:
     """Metrics after one step's forward pass, and the singular values of the gathered weights (float64)."""
     model = transformer(layers=2)
     if layout == "tensor":
@@ -71,9 +69,7 @@ def _collect(
     return metrics, sigma
 
 
-@pytest.mark.parametrize(
-    "layout, world_size", [("fsdp", 2), ("fsdp", 3), ("hsdp", 4), ("tensor", 4), ("pipeline", 2)]
-)
+@pytest.mark.parametrize("layout, world_size", [("fsdp", 2), ("fsdp", 3), ("hsdp", 4), ("tensor", 4), ("pipeline", 2)])
 def test_ranks_agree_with_one_rank_and_the_svd(layout, world_size):
     expected, _ = _collect(0, None, 1)
     results = run_ranks(world_size, _collect, layout, world_size)
@@ -85,9 +81,7 @@ def test_ranks_agree_with_one_rank_and_the_svd(layout, world_size):
             tolerance = 2e-6 if "estimate_error" in key else 2e-5 * abs(value)
             assert abs(metrics[key] - value) < tolerance, key
         for name, values in sigma.items():
-            condition = values[0] / (
-                sum(values[-math.ceil(len(values) / 10) :]) / math.ceil(len(values) / 10)
-            )
+            condition = values[0] / (sum(values[-math.ceil(len(values) / 10) :]) / math.ceil(len(values) / 10))
             assert metrics[f"spectra/condition/{name}"] == pytest.approx(condition, rel=2e-5)
     assert expected["spectra/estimate_error/o/max"] > 1e-3  # control: there is an error to agree on
     assert results[0][0]["signal/attention/absmax/1"] > 1.05 * expected["signal/attention/rms/1"]

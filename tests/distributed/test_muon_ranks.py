@@ -2,14 +2,22 @@
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from pc.muon import Muon
-from ranks import run_ranks
 
-SHAPES = [(7, 5), (7, 5), (5, 7), (1, 4), (6, 6), (3, 8), (2, 9)]  # with three ranks (1, 4) and (2, 9) leave ranks empty
+SHAPES = [
+    (7, 5),
+    (7, 5),
+    (5, 7),
+    (1, 4),
+    (6, 6),
+    (3, 8),
+    (2, 9),
+]  # with three ranks (1, 4) and (2, 9) leave ranks empty
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
 
 
@@ -64,4 +72,3 @@ def test_alone_it_is_torch_muon_too():
             parameter.grad = _gradient(step, index)
         optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(model, _reference(), strict=True))
-

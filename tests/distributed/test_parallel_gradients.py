@@ -1,9 +1,8 @@
 """Gradients of the trainer under every parallelism, in float64, against one plain model with PC in its graph."""
 
 import pytest
-import torch
-
 import tiny
+import torch
 from ranks import run_ranks
 
 SEQUENCES = 36  # of one optimizer step: divides by 1, 2, 3, 4 ranks and by 3 micro-batches
@@ -53,7 +52,9 @@ def _in_float64() -> None:
         rotated = []
         for x in (queries, keys):
             pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
-            rotated.append(torch.view_as_real(pairs * llama.reshape_for_broadcast(freqs_cis, pairs, positions)).flatten(3))
+            rotated.append(
+                torch.view_as_real(pairs * llama.reshape_for_broadcast(freqs_cis, pairs, positions)).flatten(3)
+            )
         return tuple(rotated)
 
     def cross_entropy(predictions, labels):

@@ -5,7 +5,6 @@ test_parallel_tables (soak) run the real back end.
 """
 
 import pytest
-
 import tiny
 from ranks import run_ranks
 

@@ -83,9 +83,7 @@ def test_killed_run_is_continued(work, finished):
 
 def test_array_tasks_share_the_work(work, finished, monkeypatch, capsys):
     monkeypatch.chdir(work)
-    monkeypatch.setattr(
-        sys, "argv", ["tokenize_fineweb.py", *ARGUMENTS, "--processes", "1", "--output", "array"]
-    )
+    monkeypatch.setattr(sys, "argv", ["tokenize_fineweb.py", *ARGUMENTS, "--processes", "1", "--output", "array"])
     monkeypatch.setenv("SLURM_ARRAY_TASK_MIN", "10")
     monkeypatch.setenv("SLURM_ARRAY_TASK_COUNT", "2")
     for task in ("10", "11"):

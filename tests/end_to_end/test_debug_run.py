@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-import torch
-
 import tiny
-from pc.data.demo import make_demo
+import torch
 from ranks import run_ranks
+
+from pc.data.demo import make_demo
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 14

@@ -1,14 +1,14 @@
 """PC with float8 layers (torchao, emulated on a CPU): the layers multiply PC(W) in float8, and the rest goes on as before."""
 
 import pytest
+import tiny
 import torch
+from ranks import run_ranks
 from torch import nn
 
 import pc
-import tiny
 from pc.errors import UserError
 from pc.titan.checks import FLOAT8
-from ranks import run_ranks
 
 QUICK = ["--model.flavor", "tiny32", "--model.vocab_size", "208", "--validation.enable", "false"]
 EMULATED = ["--model.converters", FLOAT8, "--quantize.linear.float8.emulate", "true"]

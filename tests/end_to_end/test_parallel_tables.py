@@ -11,10 +11,10 @@ import os
 from pathlib import Path
 
 import pytest
-
 import tiny
-from pc.files import write_atomically
 from ranks import run_ranks
+
+from pc.files import write_atomically
 
 pytestmark = pytest.mark.soak
 
@@ -27,7 +27,13 @@ NO_AC = ["--activation_checkpoint.mode", "none"]
 AC = ["--activation_checkpoint.mode", "full"]
 OP_AC = ["--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op"]
 COMPILE = ["--compile.enable", "true"]
-HOW = {"eager": NO_AC, "AC": AC, "compile": [*COMPILE, *NO_AC], "compile + AC": [*COMPILE, *AC], "compile + op AC": [*COMPILE, *OP_AC]}
+HOW = {
+    "eager": NO_AC,
+    "AC": AC,
+    "compile": [*COMPILE, *NO_AC],
+    "compile + AC": [*COMPILE, *AC],
+    "compile + op AC": [*COMPILE, *OP_AC],
+}
 
 HSDP2 = ["--parallelism.data_parallel_replicate_degree", "2"]
 TP2 = ["--parallelism.tensor_parallel_degree", "2"]

@@ -1,13 +1,12 @@
 """Whole runs under every parallelism against one process: losses, validation, checkpoints that move between kinds."""
 
 import pytest
+import tiny
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
-import tiny
 from ranks import run_ranks
 from test_training import _equal, _load_all, _loaded_state
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 BASELINE = ["--pc.enable", "false"]
 MUON = ["--optimizer.name", "Muon"]
@@ -120,8 +119,7 @@ def test_checkpoint_moves_between_kinds(module_config, one_process, tmp_path, be
 
 def _context_parallel_collectives(rank) -> list[int]:
     """Sizes of the process groups whose collectives PC and Muon call, under FSDP2 x CP2 of pretended ranks."""
-    from pc import Muon, StepSchedule
-    from pc import owner
+    from pc import Muon, StepSchedule, owner
     from pc.titan.config import JobConfig
     from pc.titan.llama2 import FLAVORS, Llama2
     from pc.titan.parallelize import AlwaysSharded, parallelize

@@ -58,9 +58,7 @@ def _scores(rank, config, overrides):
     # 9 answers in 5 batches of two: on two ranks one has none in the last round;
     # then fewer batches than ranks
     requests = [Instance("loglikelihood", {}, ("word " * i + "and", " an end"), i) for i in range(9)]
-    answers = [
-        torch.tensor(scorer._lm.loglikelihood(some), dtype=torch.float64) for some in (requests, requests[:1])
-    ]
+    answers = [torch.tensor(scorer._lm.loglikelihood(some), dtype=torch.float64) for some in (requests, requests[:1])]
     trainer.close()
     return metrics, *answers
 
@@ -111,9 +109,7 @@ def _refused(rank, config, overrides):
         world_size=job_config.parallelism.pipeline_parallel_degree,
     )  # fmt: skip
     try:
-        return in_training.build_in_training_scorer(
-            job_config, [torch.nn.Linear(2, 2)], dims, torch.device("cpu")
-        )
+        return in_training.build_in_training_scorer(job_config, [torch.nn.Linear(2, 2)], dims, torch.device("cpu"))
     except UserError as error:
         return str(error)
 

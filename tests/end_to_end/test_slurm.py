@@ -65,9 +65,7 @@ def wait_for(condition, folder: Path) -> None:
 
 
 def job_field(job: str, field: str) -> str:
-    shown = subprocess.run(
-        ["scontrol", "show", "job", "--oneliner", job], capture_output=True, text=True
-    ).stdout
+    shown = subprocess.run(["scontrol", "show", "job", "--oneliner", job], capture_output=True, text=True).stdout
     return next(word.partition("=")[2] for word in shown.split() if word.startswith(f"{field}="))
 
 
@@ -124,17 +122,13 @@ def test_a_run_that_is_signalled_saves_and_goes_on_exactly(here, tmp_path):
 def test_a_wrong_config_is_not_queued(here, tmp_path):
     said = submit(here, "--data.path=no-such-folder", "--training.global_batch_size=3", "--pc.blocks=x")
     assert said.returncode == 2
-    assert (
-        "no-such-folder" in said.stderr and "global_batch_size" in said.stderr and "pc.blocks" in said.stderr
-    )
+    assert "no-such-folder" in said.stderr and "global_batch_size" in said.stderr and "pc.blocks" in said.stderr
     assert subprocess.run(["squeue", "-h"], capture_output=True, text=True).stdout == ""
 
 
 def test_sbatch_errors_reach_the_user(here, tmp_path):
     sweep = tmp_path / "lr.toml"
-    sweep.write_text(
-        f'configs = ["small.toml"]\nfolder = "{tmp_path}/out"\n[axes]\n"optimizer.lr" = [1e-3]\n'
-    )
+    sweep.write_text(f'configs = ["small.toml"]\nfolder = "{tmp_path}/out"\n[axes]\n"optimizer.lr" = [1e-3]\n')
     with pytest.raises(UserError, match="nowhere"):
         submit_sweep(load(sweep), 0, Allocation(1, 0, ["--partition=nowhere"]))
 

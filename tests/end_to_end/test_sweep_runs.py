@@ -49,9 +49,7 @@ def test_a_killed_sweep_finishes_when_repeated_and_selects(sweep_file, tmp_path)
     sweep = load(sweep_file)
     first, second, third = sweep.runs
     with open(tmp_path / "first_attempt.log", "w") as log:
-        attempt = subprocess.Popen(
-            command("run", sweep_file), cwd=ROOT, env=environment(), stdout=log, stderr=log
-        )
+        attempt = subprocess.Popen(command("run", sweep_file), cwd=ROOT, env=environment(), stdout=log, stderr=log)
         deadline = time.monotonic() + 240
         while runs.latest_checkpoint(second.folder) < 4:
             assert attempt.poll() is None, (tmp_path / "first_attempt.log").read_text()
@@ -65,19 +63,14 @@ def test_a_killed_sweep_finishes_when_repeated_and_selects(sweep_file, tmp_path)
     reached = runs.latest_checkpoint(second.folder)
     assert 4 <= reached < 40
 
-    repeated = subprocess.run(
-        command("run", sweep_file), cwd=ROOT, env=environment(), capture_output=True, text=True
-    )
+    repeated = subprocess.run(command("run", sweep_file), cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert repeated.returncode == 0, repeated.stdout + repeated.stderr
     assert f"[1/3] {first.name}: finished before" in repeated.stdout
     assert f"[2/3] {second.name}: from step {reached}" in repeated.stdout
     assert [runs.state_of(run).state for run in sweep.runs] == ["finished"] * 3
     assert (first.folder / "metrics.jsonl").read_bytes() == first_metrics  # not trained twice
     lines = [json.loads(line) for line in (second.folder / "metrics.jsonl").read_text().splitlines()]
-    assert (
-        max(sum(line["step"] == step and "loss" in line for line in lines) for step in range(1, reached + 1))
-        == 1
-    )
+    assert max(sum(line["step"] == step and "loss" in line for line in lines) for step in range(1, reached + 1)) == 1
     results = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
     assert [result["settings"]["optimizer.lr"] for result in results] == [1e-4, 1e-3, 1e-2]
     assert all(result["tokens"] == 40 * 2 * 32 for result in results)

@@ -5,10 +5,9 @@ import os
 import signal
 
 import pytest
+import tiny
 import torch
 import torch.distributed.checkpoint as dcp
-
-import tiny
 from ranks import run_ranks
 
 BASELINE = ["--pc.enable", "false"]
@@ -118,9 +117,10 @@ def _load_all(checkpoint):
 
 
 def test_checkpoint_holds_a_plain_llama_and_the_raw_weights(tiny_config):
+    from torchtitan.models.llama3.model.model import Transformer
+
     import pc
     from pc.titan.llama2 import FLAVORS
-    from torchtitan.models.llama3.model.model import Transformer
 
     config, folder = tiny_config
     trained = _run(2, config)

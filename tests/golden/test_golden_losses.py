@@ -9,12 +9,12 @@ import os
 from pathlib import Path
 
 import pytest
-
 import tiny
+from ranks import run_ranks
+
 from pc.data.demo import make_demo
 from pc.errors import UserError
 from pc.files import write_atomically
-from ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).with_name("losses.json")

@@ -53,9 +53,7 @@ def test_pc_agrees_with_torch(shape, level):
     )
     # control: autograd would take more
     variables = [weight.requires_grad_(), gamma.requires_grad_()]
-    by_autograd = _counted(
-        lambda: torch.autograd.grad(effective_weight(*variables, u, v, config), variables, gradient)
-    )
+    by_autograd = _counted(lambda: torch.autograd.grad(effective_weight(*variables, u, v, config), variables, gradient))
     assert by_autograd > matrix.pull_back_flops()
 
 
@@ -84,9 +82,7 @@ def test_figures_of_the_paper():
     assert cost.model / cost.tokens == pytest.approx(7.75e9, rel=1e-3)
     assert cost.model_full_square / cost.tokens == pytest.approx(9.57e9, rel=1e-3)
     assert cost.paper_bound == pytest.approx(3.92e-3, rel=5e-3)
-    assert Plan(CONFIGS / "1b_muon_pc.toml", [], 8).step_cost().paper_bound == pytest.approx(
-        2.35e-3, rel=5e-3
-    )
+    assert Plan(CONFIGS / "1b_muon_pc.toml", [], 8).step_cost().paper_bound == pytest.approx(2.35e-3, rel=5e-3)
     # 80 evaluations per step, each a tenth of its micro-batch (11 % by Horner's rule)
     assert cost.pc_forward / cost.model == pytest.approx(0.0968, rel=0.01)
     assert cost.pc_step < cost.paper_bound * cost.model  # the paper's claim holds in schedule "step"
@@ -98,12 +94,8 @@ def test_figures_of_the_paper():
 def test_any_number_of_ranks_costs_the_same_in_schedule_step():
     costs = [Plan(CONFIGS / "271m_adamw_pc.toml", [], ranks).step_cost() for ranks in (1, 2, 4, 8)]
     assert len({cost.pc_step for cost in costs}) == 1
-    assert [cost.pc_step_busiest for cost in costs] == sorted(
-        (c.pc_step_busiest for c in costs), reverse=True
-    )
-    assert (
-        costs[3].pc_forward > costs[0].pc_forward * 0.99
-    )  # evaluations per step depend on micro-batches alone
+    assert [cost.pc_step_busiest for cost in costs] == sorted((c.pc_step_busiest for c in costs), reverse=True)
+    assert costs[3].pc_forward > costs[0].pc_forward * 0.99  # evaluations per step depend on micro-batches alone
 
 
 def test_tables_and_bad_input():

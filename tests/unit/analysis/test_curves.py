@@ -16,10 +16,7 @@ def _write(folder, lines):
 def _validations(folder, losses, tokens_per_step=100):
     return _write(
         folder,
-        [
-            {"step": i + 1, "tokens": (i + 1) * tokens_per_step, "validation_loss": v}
-            for i, v in enumerate(losses)
-        ],
+        [{"step": i + 1, "tokens": (i + 1) * tokens_per_step, "validation_loss": v} for i, v in enumerate(losses)],
     )
 
 
@@ -59,9 +56,7 @@ def test_last_line_of_a_step_wins_and_null_is_nan(tmp_path):
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"step": 4, "lo')  # a crash
     series = read_run(folder).series("loss")
-    assert (
-        series.steps == [1, 2, 3] and series.values[:2] == [1.0, 9.0] and series.values[2] != series.values[2]
-    )
+    assert series.steps == [1, 2, 3] and series.values[:2] == [1.0, 9.0] and series.values[2] != series.values[2]
 
 
 def test_errors_name_the_file_and_the_remedy(tmp_path):
@@ -95,9 +90,7 @@ def test_equal_folder_names_are_told_apart(tmp_path):
 
 
 def test_mean_over_layers(tmp_path):
-    lines = [
-        {"step": s, "tokens": s, "signal/ffn/rms/0": 1.0 * s, "signal/ffn/rms/1": 3.0 * s} for s in (10, 20)
-    ]
+    lines = [{"step": s, "tokens": s, "signal/ffn/rms/0": 1.0 * s, "signal/ffn/rms/1": 3.0 * s} for s in (10, 20)]
     series = signals._mean_over_layers(read_run(_write(tmp_path / "run", lines)), "signal/ffn/rms/")
     assert series.steps == [10, 20] and series.values == [20.0, 40.0]
 

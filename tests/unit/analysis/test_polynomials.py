@@ -23,9 +23,7 @@ def test_own_fit_beats_the_papers_rounded_map_in_its_own_measure():
 
 
 def test_table_and_bad_wishes():
-    text = polynomials.table(
-        {"level 1": (polynomial.resolve(1), 0.8), "flat": (polynomial.POLAR_EXPRESS, 0.01)}
-    )
+    text = polynomials.table({"level 1": (polynomial.resolve(1), 0.8), "flat": (polynomial.POLAR_EXPRESS, 0.01)})
     assert "1.507, -0.507" in text and "8 quintics" in text
     with pytest.raises(UserError, match="cutoff"):
         polynomials.fit(1.5, 4, 4.0)

@@ -2,12 +2,12 @@ import math
 
 import pytest
 import torch
+from small_runs import save_checkpoint
 
 from pc.analysis import spectra, spectra_plots
 from pc.analysis.checkpoints import LinearWeights, latest_checkpoint
 from pc.config import BLOCK_SUFFIXES
 from pc.errors import UserError
-from small_runs import save_checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -17,9 +17,7 @@ def _in_order_of_steps(tmp_path):
         (tmp_path / "run" / "checkpoint" / f"step-{step}").mkdir(parents=True)
 
 
-@pytest.mark.parametrize(
-    "schedule, level", [("step", 4), ("forward", 4), ("forward", {"o": 2, "ffn": 4}), (None, 4)]
-)
+@pytest.mark.parametrize("schedule, level", [("step", 4), ("forward", 4), ("forward", {"o": 2, "ffn": 4}), (None, 4)])
 def test_singular_values_are_those_of_the_weights(tmp_path, schedule, level):
     merged = save_checkpoint(tmp_path / "run", schedule, level=level)
     output = tmp_path / "out"
@@ -39,9 +37,7 @@ def test_singular_values_are_those_of_the_weights(tmp_path, schedule, level):
     again = spectra.load(stored)
     assert (again.name, again.step, again.pc_blocks) == (found.name, found.step, found.pc_blocks)
     for block in found.raw:  # stored in float32
-        torch.testing.assert_close(
-            again.effective[block].double(), found.effective[block].double(), rtol=1e-6, atol=0
-        )
+        torch.testing.assert_close(again.effective[block].double(), found.effective[block].double(), rtol=1e-6, atol=0)
 
 
 def test_stored_values_are_used_again_unless_the_checkpoint_is_newer(tmp_path, monkeypatch):

@@ -40,9 +40,7 @@ def test_outside_the_region_the_promise_can_fail():
     too_large = theorem.Bound(region.lower, region.upper, beta=region.beta / 300, mu=region.mu)
     descent = theorem.descend(problem, too_large, 5)
     assert not all(descent.in_region)
-    falls = [
-        after / before for before, after in zip(descent.losses, descent.losses[1:]) if math.isfinite(after)
-    ]
+    falls = [after / before for before, after in zip(descent.losses, descent.losses[1:]) if math.isfinite(after)]
     assert max(falls) > 1
 
 

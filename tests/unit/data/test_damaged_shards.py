@@ -36,9 +36,7 @@ def test_truncated_shard(folder, parquet_folder):
     whole = path.read_bytes()
     path.write_bytes(whole[:-10])
     for look in (lambda: build(folder), lambda: verify(Manifest.read(folder))):
-        with pytest.raises(
-            UserError, match=re.escape(f"{path} has {len(whole) - 10} bytes instead of {len(whole)}")
-        ):
+        with pytest.raises(UserError, match=re.escape(f"{path} has {len(whole) - 10} bytes instead of {len(whole)}")):
             look()
     tokenize(str(parquet_folder), folder, validation_fraction=0.2)  # the advice in the message
     assert path.read_bytes() == whole
@@ -65,9 +63,7 @@ def test_flip_that_makes_an_impossible_token_is_met_in_reading(folder, num_worke
     tokens = np.load(path)
     tokens[10] |= 1 << 15
     np.save(path, tokens)
-    with pytest.raises(
-        UserError, match="^[^\n]*00003.tokens.npy holds token [^\n]*$"
-    ):  # one line, no traceback
+    with pytest.raises(UserError, match="^[^\n]*00003.tokens.npy holds token [^\n]*$"):  # one line, no traceback
         list(build(folder, num_workers=num_workers))
 
 
@@ -108,9 +104,7 @@ def test_tokens_of_another_type_than_the_manifest_says(folder):
 
 
 def test_model_with_a_smaller_vocabulary(folder):
-    with pytest.raises(
-        UserError, match="'mistral-common' of 32000 entries, but the model's vocabulary has 16000"
-    ):
+    with pytest.raises(UserError, match="'mistral-common' of 32000 entries, but the model's vocabulary has 16000"):
         build(folder, vocab_size=16000)
 
 

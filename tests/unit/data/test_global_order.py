@@ -44,8 +44,7 @@ def rows(batch) -> list[tuple[int, ...]]:
 def served(build, ranks: int, local_batch_size: int, micro_batches: int, **kwargs) -> list[tuple[int, ...]]:
     """Sequences in global order as all the ranks together get them."""
     iterators = [
-        iter(build(dp_rank=r, dp_world_size=ranks, local_batch_size=local_batch_size, **kwargs))
-        for r in range(ranks)
+        iter(build(dp_rank=r, dp_world_size=ranks, local_batch_size=local_batch_size, **kwargs)) for r in range(ranks)
     ]
     return [row for _ in range(micro_batches) for iterator in iterators for row in rows(next(iterator))]
 
@@ -61,10 +60,7 @@ def order(build) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(("ranks", "local_batch_size"), [(1, 16), (2, 8), (4, 4), (8, 2), (8, 1), (4, 3)])
 def test_order_does_not_depend_on_ranks(ranks, local_batch_size, build, order):
     micro_batches = len(order) // (ranks * local_batch_size)
-    assert (
-        served(build, ranks, local_batch_size, micro_batches)
-        == order[: micro_batches * ranks * local_batch_size]
-    )
+    assert served(build, ranks, local_batch_size, micro_batches) == order[: micro_batches * ranks * local_batch_size]
 
 
 def test_epoch_has_every_token_once_in_another_order(shards, order):
@@ -209,9 +205,7 @@ class TestValidation:
         with caplog.at_level(logging.WARNING):
             loader = build(split="validation", infinite=False, limit_sequences=10**6)
         assert "all are used instead of the 1000000" in caplog.text
-        assert (
-            sum(int((labels[:, 0] != IGNORED_LABEL).sum()) for _, labels in loader) == loader.sequences.length
-        )
+        assert sum(int((labels[:, 0] != IGNORED_LABEL).sum()) for _, labels in loader) == loader.sequences.length
 
 
 def test_torch_random_numbers_are_left_alone(build):

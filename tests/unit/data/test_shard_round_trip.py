@@ -13,9 +13,7 @@ from pc.data.tokenizing import split_by_hash, tokenize
 
 any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=80)
 spaces = st.text(" \t\n\r\u00a0\u3000", min_size=1, max_size=40)
-control_texts = st.lists(st.sampled_from(["<s>", "</s>", "<unk>", " ", "x", "<0x00>"]), max_size=8).map(
-    "".join
-)
+control_texts = st.lists(st.sampled_from(["<s>", "</s>", "<unk>", " ", "x", "<0x00>"]), max_size=8).map("".join)
 documents = st.lists(
     st.one_of(st.just(""), st.none(), any_text, spaces, control_texts, st.binary(max_size=40)),
     min_size=1,
@@ -47,9 +45,7 @@ def expected_documents(documents: list, fraction: float, tokenizer) -> dict[str,
 def test_odd_documents_come_back(documents, tmp_path_factory, write_parquet):
     folder = tmp_path_factory.mktemp("round-trip")
     tokenizer = load_tokenizer("mistral-common")
-    manifest = tokenize(
-        str(write_parquet(folder / "in.parquet", documents)), folder / "out", validation_fraction=0.3
-    )
+    manifest = tokenize(str(write_parquet(folder / "in.parquet", documents)), folder / "out", validation_fraction=0.3)
     stored = stored_documents(manifest)
     assert stored == expected_documents(documents, 0.3, tokenizer)
     texts = sorted(tokenizer.decode(tokens[1:-1]) for split in SPLITS for tokens in stored[split])

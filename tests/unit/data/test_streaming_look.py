@@ -86,9 +86,7 @@ def test_limits_are_said_at_the_start(build, caplog):
         build(dp_rank=1, dp_world_size=2)
         assert not caplog.text
         build()
-    assert (
-        "quick look" in caplog.text and "reads and tokenises the stream again from its start" in caplog.text
-    )
+    assert "quick look" in caplog.text and "reads and tokenises the stream again from its start" in caplog.text
 
 
 def test_what_cannot_be_continued_is_refused(build):

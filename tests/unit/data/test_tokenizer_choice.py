@@ -37,9 +37,7 @@ ODD_TEXTS = [
     "[INST] x [/INST]",
 ]
 any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
-pieces = st.sampled_from(
-    ["<s>", "</s>", "<unk>", "<0x0A>", "<|endoftext|>", " ", "  ", "▁", "a", "\n", "\x00", "é"]
-)
+pieces = st.sampled_from(["<s>", "</s>", "<unk>", "<0x0A>", "<|endoftext|>", " ", "  ", "▁", "a", "\n", "\x00", "é"])
 odd_text = st.one_of(any_text, st.lists(pieces, max_size=12).map("".join))
 
 
@@ -67,17 +65,13 @@ def hugging_face_folder(tmp_path_factory):
 def tiktoken_encoding():
     """A tiktoken encoding of single bytes; the named ones need the network."""
     ranks = {bytes([i]): i for i in range(256)} | {b"th": 256, b"the": 257}
-    return tiktoken.Encoding(
-        "bytes", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 258}
-    )
+    return tiktoken.Encoding("bytes", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 258})
 
 
 @pytest.fixture(params=["mistral-common", "huggingface", "tiktoken"])
 def tokenizer(request, hugging_face_folder, tiktoken_encoding, monkeypatch):
     monkeypatch.setattr(tiktoken, "get_encoding", {"bytes": tiktoken_encoding}.__getitem__)
-    return load_tokenizer(
-        {"huggingface": hugging_face_folder, "tiktoken": "bytes"}.get(request.param, request.param)
-    )
+    return load_tokenizer({"huggingface": hugging_face_folder, "tiktoken": "bytes"}.get(request.param, request.param))
 
 
 def test_odd_texts_never_give_control_ids_and_come_back(tokenizer):
@@ -165,9 +159,7 @@ class TestFastEngine:
     @settings(max_examples=300, deadline=None)
     @given(texts=st.lists(odd_text, min_size=1, max_size=5))
     def test_ids_are_equal(self, encoders, texts):
-        (fast, fast_lengths), (slow, slow_lengths) = (
-            encoder.documents(texts, "uint16") for encoder in encoders
-        )
+        (fast, fast_lengths), (slow, slow_lengths) = (encoder.documents(texts, "uint16") for encoder in encoders)
         assert fast.tolist() == slow.tolist() and fast_lengths.tolist() == slow_lengths.tolist()
 
     def test_as_it_comes_it_reads_control_tokens(self, encoders):

@@ -172,9 +172,7 @@ def _tokenize_with_small_files(source: str, output: str, queue) -> None:
 def test_disk_full_in_the_middle(parquet_folder, shards, tmp_path):
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
-    process = context.Process(
-        target=_tokenize_with_small_files, args=(str(parquet_folder), str(tmp_path), queue)
-    )
+    process = context.Process(target=_tokenize_with_small_files, args=(str(parquet_folder), str(tmp_path), queue))
     process.start()
     message = queue.get(timeout=60)
     process.join(60)
@@ -228,10 +226,7 @@ def test_remote_files_are_read_like_local_ones(parquet_folder):
     file = parquet_folder / "part-0.parquet"
     with open_parquet(f"file://{file}") as remote, open_parquet(str(file)) as local:
         assert remote.read().equals(local.read())
-    assert (
-        read_footers([f"file://{file}"], "text")[0].summary()
-        == read_footers([str(file)], "text")[0].summary()
-    )
+    assert read_footers([f"file://{file}"], "text")[0].summary() == read_footers([str(file)], "text")[0].summary()
 
 
 def test_slurm_array_tasks_share_the_work(monkeypatch):

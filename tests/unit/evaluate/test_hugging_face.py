@@ -83,9 +83,7 @@ def test_folder_loads_with_transformers_alone(pc_export, tmp_path):
         "extra = [n for n, _ in m.named_parameters() if 'gamma' in n];"
         "print(type(m).__name__, len(t), t.encode('Hello'), extra)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "LlamaForCausalLM 32000 [1, 22557] []"
 
 

@@ -7,14 +7,14 @@ import shutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from made_runs import make_run
+from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from made_runs import make_run
 from pc import PCConfig, UserError
 from pc.evaluate import checkpoint
 from pc.titan.distcp import CheckpointFolder
-from ranks import run_ranks
 
 
 @pytest.fixture
@@ -80,9 +80,7 @@ def test_every_tensor_is_accounted_for(copied, change, message):
 
 def test_model_only_checkpoint_of_schedule_step_is_plain(copied, pc_run):
     def only_the_model(entries):
-        for key in [
-            key for key in entries if key.startswith(("pc.", "method", "optimizer.", "train_state."))
-        ]:
+        for key in [key for key in entries if key.startswith(("pc.", "method", "optimizer.", "train_state."))]:
             del entries[key]
 
     rewritten(copied, only_the_model)

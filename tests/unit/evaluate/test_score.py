@@ -62,9 +62,7 @@ def test_a_crash_keeps_finished_tasks(pc_export, evaluation_data, tmp_path, monk
     assert list(json.loads((tmp_path / "pc.json").read_text())["tasks"]) == ["piqa"]
 
 
-def test_another_model_or_set_under_the_same_name_is_scored_anew(
-    pc_export, plain_run, evaluation_data, tmp_path
-):
+def test_another_model_or_set_under_the_same_name_is_scored_anew(pc_export, plain_run, evaluation_data, tmp_path):
     run([f"x={pc_export}"], tmp_path, evaluation_data, names=["piqa"])
     first = json.loads((tmp_path / "x.json").read_text())
     run([f"x={plain_run.checkpoint}"], tmp_path, evaluation_data, names=["piqa"])

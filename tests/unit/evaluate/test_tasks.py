@@ -57,9 +57,7 @@ def test_unknown_task():
 
 
 def test_missing_set(tmp_path):
-    with pytest.raises(
-        UserError, match=r"piqa\.jsonl: missing; make the folder with scripts/fetch_eval_data\.py"
-    ):
+    with pytest.raises(UserError, match=r"piqa\.jsonl: missing; make the folder with scripts/fetch_eval_data\.py"):
         tasks.load(["piqa"], tmp_path)
 
 
@@ -80,7 +78,5 @@ def test_hub_out_of_reach(monkeypatch):
         raise ConnectionError("Couldn't reach the Hub\nmore lines")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
-    with pytest.raises(
-        UserError, match=r"piqa cannot be had from the Hub \(Couldn't reach the Hub\).*--data"
-    ):
+    with pytest.raises(UserError, match=r"piqa cannot be had from the Hub \(Couldn't reach the Hub\).*--data"):
         tasks.load(["piqa"], None)

@@ -70,9 +70,7 @@ def test_every_main_config_is_in_the_table():
 
 
 @pytest.mark.parametrize("world_size", [8, 4, 2, 1])
-@pytest.mark.parametrize(
-    "path", [path for path in CONFIGS if path.stem != "base"], ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("path", [path for path in CONFIGS if path.stem != "base"], ids=lambda path: path.stem)
 def test_every_config_dry_runs_on_8_4_2_and_1_gpus(path, world_size, monkeypatch):
     monkeypatch.chdir(ROOT)
     report = check(path, [], world_size, needs_data=False)
@@ -82,10 +80,7 @@ def test_every_config_dry_runs_on_8_4_2_and_1_gpus(path, world_size, monkeypatch
 
 
 def test_base_alone_resolves():
-    assert (
-        to_config(resolve(ROOT / "train_configs" / "base.toml", [], JobConfig), JobConfig).model.name
-        == "pc_llama2"
-    )
+    assert to_config(resolve(ROOT / "train_configs" / "base.toml", [], JobConfig), JobConfig).model.name == "pc_llama2"
 
 
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
@@ -111,8 +106,7 @@ def test_lr_grids_are_the_papers(name, lrs):
     selected = resolve(ROOT / "train_configs" / f"{name.removesuffix('_lr')}_baseline.toml", [], JobConfig)
     # the paper's choice lies on its grid
     assert any(
-        run.settings["optimizer.lr"] == pytest.approx(selected["optimizer"]["lr"], rel=5e-4)
-        for run in sweep.runs
+        run.settings["optimizer.lr"] == pytest.approx(selected["optimizer"]["lr"], rel=5e-4) for run in sweep.runs
     )
 
 

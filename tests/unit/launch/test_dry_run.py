@@ -85,9 +85,7 @@ def estimate(**changes):
         "optimizer": "AdamW", "schedule": "step", "shards": 1, "tensor_parallel": 1, "pipeline_parallel": 1,
         "tokens": 7, "activation_checkpoint": "none", "compute_bytes": 2,
     }  # fmt: skip
-    return {
-        part: round(size * memory.GIB) for part, size in memory.per_gpu(SIZES, **arguments | changes).items()
-    }
+    return {part: round(size * memory.GIB) for part, size in memory.per_gpu(SIZES, **arguments | changes).items()}
 
 
 def test_memory_by_hand():

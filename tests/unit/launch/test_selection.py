@@ -22,8 +22,7 @@ def sweep(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.toml").write_text("[training]\nsteps = 40\n")
     (tmp_path / "sweep.toml").write_text(
-        'configs = ["tiny.toml"]\nfolder = "out"\n'
-        '[axes]\n"optimizer.lr" = { first = 1e-3, last = 8e-3, factor = 2 }\n'
+        'configs = ["tiny.toml"]\nfolder = "out"\n[axes]\n"optimizer.lr" = { first = 1e-3, last = 8e-3, factor = 2 }\n'
     )
     return load(tmp_path / "sweep.toml")
 
@@ -98,9 +97,7 @@ def test_nothing_stable_selects_nothing(sweep, tmp_path):
 
 def test_a_metric_that_no_run_wrote(sweep, tmp_path):
     write_run(sweep.runs[0], 4.0)
-    (tmp_path / "sweep.toml").write_text(
-        (tmp_path / "sweep.toml").read_text() + '[select]\nmetric = "accuracy"\n'
-    )
+    (tmp_path / "sweep.toml").write_text((tmp_path / "sweep.toml").read_text() + '[select]\nmetric = "accuracy"\n')
     with pytest.raises(UserError, match="select.metric = 'accuracy' was written by no run"):
         select(load(tmp_path / "sweep.toml"))
 
@@ -152,9 +149,7 @@ def test_a_dead_run_that_said_running_is_interrupted(sweep):
 def test_the_lock_outlives_its_launcher_in_the_trainer(sweep):
     run = sweep.runs[0]
     with runs.lock(run.folder) as held:
-        trainer = subprocess.Popen(
-            [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[held.fileno()]
-        )
+        trainer = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[held.fileno()])
     assert runs.is_locked(run.folder)
     trainer.communicate(b"\n")
     assert not runs.is_locked(run.folder)

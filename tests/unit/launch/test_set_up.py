@@ -66,9 +66,7 @@ def test_disk_short(checkout):
 def test_missing_config_is_said_before_anything_is_installed(checkout):
     done = run(checkout, str(checkout / "run_llama_train.sh"), "train_configs/none.toml")
     assert done.returncode == 2
-    assert (
-        done.stderr == f"error: no config train_configs/none.toml; configs are in {checkout}/train_configs\n"
-    )
+    assert done.stderr == f"error: no config train_configs/none.toml; configs are in {checkout}/train_configs\n"
 
 
 @pytest.mark.parametrize("config", ["train_configs/debug.toml", None])
@@ -82,7 +80,4 @@ def test_a_set_up_environment_is_used_at_once_and_from_anywhere(checkout, config
     words = [str(checkout / "run_llama_train.sh"), *([config] if config else []), "--training.steps", "5"]
     done = run(checkout, *words, VIRTUAL_ENV=str(environment))
     assert done.returncode == 0, done.stderr
-    assert (
-        done.stdout
-        == f"{checkout}|-m pc.launch.local {checkout}/train_configs/debug.toml --training.steps 5\n"
-    )
+    assert done.stdout == f"{checkout}|-m pc.launch.local {checkout}/train_configs/debug.toml --training.steps 5\n"

@@ -32,9 +32,7 @@ def requeued(monkeypatch):
 
 
 def say(run, state: str, step: int = 3) -> None:
-    (run.folder / "status.json").write_text(
-        json.dumps({"state": state, "step": step, "steps": 9, "reason": "why"})
-    )
+    (run.folder / "status.json").write_text(json.dumps({"state": state, "step": step, "steps": 9, "reason": "why"}))
 
 
 def add_checkpoint(run, step: int) -> None:

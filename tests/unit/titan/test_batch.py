@@ -8,9 +8,7 @@ from pc.errors import UserError
 from pc.titan.batch import accumulation_steps
 
 
-@pytest.mark.parametrize(
-    "local, ranks, expected", [(8, 8, 5), (4, 8, 10), (8, 4, 10), (8, 2, 20), (8, 1, 40)]
-)
+@pytest.mark.parametrize("local, ranks, expected", [(8, 8, 5), (4, 8, 10), (8, 4, 10), (8, 2, 20), (8, 1, 40)])
 def test_paper_batch_of_320_on_fewer_gpus(local, ranks, expected):
     assert accumulation_steps(320, local, ranks) == expected
 

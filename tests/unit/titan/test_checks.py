@@ -101,7 +101,10 @@ ACCEPTED = [
     (AC_FULL, {"tp": 2}),
     ({**COMPILE, **AC_OP}, {"tp": 2}),
     ({**COMPILE, **AC_OP}, {"dp_shard": 2, "pp": 2}),
-    ({"parallelism.pipeline_parallel_schedule": "GPipe", "parallelism.pipeline_parallel_microbatch_size": 8}, {"pp": 2}),
+    (
+        {"parallelism.pipeline_parallel_schedule": "GPipe", "parallelism.pipeline_parallel_microbatch_size": 8},
+        {"pp": 2},
+    ),
 ]
 
 

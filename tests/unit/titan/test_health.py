@@ -2,10 +2,10 @@ import math
 
 import pytest
 import torch
+from health_model import inputs, job_config, one_rank, transformer
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import pc
-from health_model import inputs, job_config, one_rank, transformer
 from pc.titan.health import HealthMetrics
 from pc.titan.outputs import COUNT
 
@@ -56,9 +56,7 @@ def test_output_sizes_equal_a_hand_written_hook(compile, checkpointing):
         for micro_batch in range(2):
             model(inputs(10 * step + micro_batch)).square().mean().backward()
         if step in (1, 3, 6):  # counted once, although activation checkpointing ran every forward pass twice
-            sizes = model.get_buffer(
-                next(name for name, _ in model.named_buffers() if "output_sizes" in name)
-            )
+            sizes = model.get_buffer(next(name for name, _ in model.named_buffers() if "output_sizes" in name))
             assert sizes[COUNT] == 2 * inputs(0).numel() * 48
         with torch.no_grad():  # what a validation between collect and the next step would do
             collected[step] = health.collect(step)
@@ -131,9 +129,7 @@ def test_spectra_equal_a_float64_svd(method_schedule):
             if name.endswith("wo"):
                 state = schedule.layers[name]
                 norm = torch.linalg.matrix_norm(weight.double(), 2)
-                errors.append(
-                    ((state.u.double() @ weight.double() @ state.v.double() - norm).abs() / norm).item()
-                )
+                errors.append(((state.u.double() @ weight.double() @ state.v.double() - norm).abs() / norm).item())
         # s itself is rounded to float32, and carries an epsilon of 1e-7
         assert metrics["spectra/estimate_error/o/max"] == pytest.approx(max(errors), abs=2e-6)
         assert max(errors) > 1e-3  # three steps from a random start: an error there is to see

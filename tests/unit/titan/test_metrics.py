@@ -21,9 +21,7 @@ def test_json_lines_survive_a_cut_and_keep_json(tmp_path):
         broken.write('{"step": 3, "lo')  # a crash in the middle of a line
     resumed = JsonLinesLogger(file, tokens_per_step=100, num_devices=4)
     resumed.log({"validation_metrics/loss": 2.25}, 3)
-    first, second, third = (
-        json.loads(line, parse_constant=pytest.fail) for line in file.read_text().splitlines()
-    )
+    first, second, third = (json.loads(line, parse_constant=pytest.fail) for line in file.read_text().splitlines())
     assert (first["loss"], first["tokens"], first["tokens_per_second"]) == (2.5, 100, 40.0)
     assert not any("memory" in key or "throughput" in key for key in first)
     assert second["loss"] is None and second["tokens"] == 205

@@ -68,9 +68,7 @@ def test_precedence_is_command_line_then_file_then_parents(write):
 
 
 def test_sections_merge_and_values_replace(write):
-    write(
-        "base.toml", '[training.loader]\nworkers = 2\n[method]\nblocks = ["q", "k"]\nlevel = {o = 4, ffn = 2}'
-    )
+    write("base.toml", '[training.loader]\nworkers = 2\n[method]\nblocks = ["q", "k"]\nlevel = {o = 4, ffn = 2}')
     leaf = write(
         "leaf.toml",
         'parent = "base.toml"\n[training.loader]\nprefetch = 3\n[method]\nblocks = ["v"]\nlevel = {ffn = 3}',
@@ -188,9 +186,7 @@ def test_missing_file(tmp_path):
 
 def test_written_file_resolves_to_itself_and_names_its_ancestors(write, tmp_path):
     base = write("base.toml", "[optimizer]\nlr = 1e-3\n")
-    leaf = write(
-        "leaf.toml", 'parent = "base.toml"\n[method]\nnote = "tab\\t quote\\" del\\u007f ü"\nblocks = ["a"]\n'
-    )
+    leaf = write("leaf.toml", 'parent = "base.toml"\n[method]\nnote = "tab\\t quote\\" del\\u007f ü"\nblocks = ["a"]\n')
     overrides = ["--training.steps", "3", "--method.level={o = 4}"]
     written = tmp_path / "run" / "config.toml"
     resolved = write_resolved(leaf, overrides, Config, written)
@@ -204,13 +200,9 @@ def test_written_file_resolves_to_itself_and_names_its_ancestors(write, tmp_path
 
 def test_a_line_break_in_an_override_cannot_leave_the_comment(write, tmp_path):
     leaf = write("leaf.toml", "")
-    resolved = write_resolved(
-        leaf, ["--method.note", "x\n[training]\nsteps = 1"], Config, tmp_path / "c.toml"
-    )
+    resolved = write_resolved(leaf, ["--method.note", "x\n[training]\nsteps = 1"], Config, tmp_path / "c.toml")
     assert (
-        tomllib.loads((tmp_path / "c.toml").read_text())
-        == resolved
-        == {"method": {"note": "x\n[training]\nsteps = 1"}}
+        tomllib.loads((tmp_path / "c.toml").read_text()) == resolved == {"method": {"note": "x\n[training]\nsteps = 1"}}
     )
 
 
