@@ -218,7 +218,7 @@ class Plan:
             tensor_parallel=self.tensor_parallel,
             pipeline_parallel=self.pipeline_parallel,
             tokens=training.local_batch_size * training.seq_len // self.context_parallel,
-            activation_checkpoint=self.config.activation_checkpoint.mode,
+            activation_checkpoint=self.config.activation_checkpoint,
             compute_bytes=memory.BFLOAT16 if training.mixed_precision_param == "bfloat16" else memory.FLOAT32,
         )
         if schedule == "step":

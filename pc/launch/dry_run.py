@@ -214,7 +214,7 @@ def _check_memory(
         tensor_parallel=parallelism.tensor_parallel_degree,
         pipeline_parallel=parallelism.pipeline_parallel_degree,
         tokens=config.training.local_batch_size * config.training.seq_len // parallelism.context_parallel_degree,
-        activation_checkpoint=config.activation_checkpoint.mode,
+        activation_checkpoint=config.activation_checkpoint,
         compute_bytes=memory.BFLOAT16 if config.training.mixed_precision_param == "bfloat16" else memory.FLOAT32,
     )
     listed = ", ".join(f"{part} {size:.2f}" for part, size in parts.items())

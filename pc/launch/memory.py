@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from torch import nn
+from torchtitan.config.job_config import ActivationCheckpoint
 
 from pc.linear import named_pc_linears
 
@@ -70,7 +71,7 @@ def per_gpu(
     tensor_parallel: int,
     pipeline_parallel: int,
     tokens: int,
-    activation_checkpoint: str,
+    activation_checkpoint: ActivationCheckpoint,
     compute_bytes: int,
 ) -> dict[str, float]:
     """GiB per GPU at the peak, which is at the start of the backward pass.
@@ -78,8 +79,7 @@ def per_gpu(
     Args:
         shards: ranks that FSDP spreads a parameter over.
         tokens: of one micro-batch on one GPU.
-        activation_checkpoint: TorchTitan's mode; for "selective" the worst case, nothing recomputed, is
-            what is estimated.
+        activation_checkpoint: TorchTitan's section.
         compute_bytes: of an element of activations and of gathered parameters.
 
     Fragmentation, the CUDA context and NCCL's buffers (1 to 4 GiB) are left out, and so is PC's work space,
@@ -102,16 +102,37 @@ def per_gpu(
     return {part: size / GIB for part, size in elements.items()}
 
 
-def _activations(sizes: Sizes, tokens: int, mode: str, compute_bytes: int) -> float:
-    """Bytes that the blocks keep for the backward pass.
+def _activations(sizes: Sizes, tokens: int, checkpointing: ActivationCheckpoint, compute_bytes: int) -> float:
+    """Bytes that the blocks keep for the backward pass, and what the block at work recomputes."""
+    whole, kept = _whole_block(sizes), kept_per_block(sizes, checkpointing)
+    return tokens * compute_bytes * (sizes.layers * kept + (whole if kept < whole else 0))
 
-    Per token and block: the block's input, both norms' outputs, q, k, v, the attention's output and the
-    residual between (8 vectors of `dim`); gate, its activation, up and their product (4 of `ffn_dim`).
+
+def _whole_block(sizes: Sizes) -> int:
+    """Elements per token that a block keeps when it recomputes nothing.
+
+    The block's input, both norms' outputs, q, k, v, the attention's output and the residual between (8 vectors of
+    `dim`); gate, its activation, up and their product (4 of `ffn_dim`).
     """
-    block = tokens * compute_bytes * (8 * sizes.dim + 4 * sizes.ffn_dim)
-    if mode == "full":
-        return sizes.layers * tokens * compute_bytes * sizes.dim + block
-    return sizes.layers * block
+    return 8 * sizes.dim + 4 * sizes.ffn_dim
+
+
+def kept_per_block(sizes: Sizes, checkpointing: ActivationCheckpoint) -> float:
+    """Elements per token that a block keeps from its forward to its backward pass, over all blocks' mean.
+
+    Mode "full" keeps a block's input. "selective" with "op" keeps that, the attention's output and every second
+    product: q, v, gate and down; with a number n, whole blocks but every n-th, which keeps its input. For
+    "memory_budget" it is what no checkpointing keeps, an upper bound.
+    """
+    whole = _whole_block(sizes)
+    if checkpointing.mode == "full":
+        return sizes.dim
+    if checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op":
+        return 5 * sizes.dim + sizes.ffn_dim
+    if checkpointing.mode == "selective":
+        every = max(int(checkpointing.selective_ac_option), 1)
+        return ((every - 1) * whole + sizes.dim) / every
+    return whole
 
 
 def checkpoint_bytes(sizes: Sizes, *, optimizer: str, schedule: str) -> int:

@@ -22,9 +22,9 @@ from pc.titan import device
 from pc.titan.checks import compiles_model
 from pc.titan.config import JobConfig
 
-# Upstream's list saves attention by its GPU kernels' names. Torch 2.13 fails on recomputing the CPU's in a compiled
-# block under tensor parallelism (test_upstream_defects.py).
-_CPU_ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default}
+# What selective checkpointing by operation keeps. Upstream's list has attention by its GPU kernels' names; torch 2.13
+# fails on recomputing the CPU's in a compiled block under tensor parallelism (test_upstream_defects.py).
+SAVED_OPERATIONS = _op_sac_save_list | {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default}
 
 
 class AlwaysSharded(ParallelDims):
@@ -78,7 +78,7 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobCo
             model,
             job_config.activation_checkpoint,
             model_compile_enabled=compile_model,
-            op_sac_save_list=_op_sac_save_list | _CPU_ATTENTION,
+            op_sac_save_list=SAVED_OPERATIONS,
             base_folder=job_config.job.dump_folder,
         )
     if compile_model:
