@@ -1,6 +1,6 @@
 # Sourced by run_llama_train.sh and run_tests.sh: leaves `python` an interpreter with the project installed.
 # Uses the active environment, or .venv at the repository root, which it makes. Quick when all is there:
-# a stamp in the environment holds the checksum of what was installed.
+# a stamp in the environment holds the checksum of what was installed. EXTRA is "" or an extra, "[test]".
 
 fail() {
     echo "error: $*" >&2
@@ -49,7 +49,8 @@ make_environment() {
 install_project() {
     local wanted stamp=$ENVIRONMENT/.pc-layer-installed
     wanted="$(sha256sum <"$ROOT/pyproject.toml") $ROOT"
-    [[ "$(cat "$stamp" 2>/dev/null)" == "$wanted" ]] && return
+    # an environment with the extra "test" has all the rest too
+    [[ "$(cat "$stamp$EXTRA" 2>/dev/null)" == "$wanted" || "$(cat "$stamp[test]" 2>/dev/null)" == "$wanted" ]] && return
     "$PYTHON" -m pip --version >/dev/null 2>&1 || "$PYTHON" -m ensurepip >/dev/null 2>&1 ||
         fail "$ENVIRONMENT has no pip; install pip there or deactivate it"
     # torch first: the pin decides, not whatever a dependency of a dependency would choose
@@ -61,10 +62,11 @@ sys.exit(not (2, 11) <= tuple(map(int, version("torch").split(".")[:2])) < (2, 1
     fi
     [[ "$(free_gib)" -ge 2 ]] || fail "2 GiB of free disk are needed to install; $ROOT has $(free_gib) GiB"
     echo "Installing the project and its dependencies into $ENVIRONMENT"
-    "$PYTHON" -m pip install --quiet --editable "$ROOT[test]" || fail "the project could not be installed; see above"
-    echo "$wanted" >"$stamp"
+    "$PYTHON" -m pip install --quiet --editable "$ROOT$EXTRA" || fail "the project could not be installed; see above"
+    echo "$wanted" >"$stamp$EXTRA"
 }
 
+EXTRA=${EXTRA:-}
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 choose_environment
 install_project

@@ -77,8 +77,14 @@ def closing_words(config: str, folder: Path) -> str:
         return f"Stopped at step {status['step']}; the same command continues from {folder}/checkpoint."
     return (
         f"Checkpoints, metrics.jsonl and TensorBoard logs are in {folder}. Next: "
-        f"tensorboard --logdir {folder}/tb, or another config of train_configs/."
+        f"{tensorboard()} --logdir {folder}/tb, or another config of train_configs/."
     )
+
+
+def tensorboard() -> str:
+    """The command as it can be typed here, whether or not the environment is active."""
+    command = Path(sys.executable).with_name("tensorboard")
+    return os.path.relpath(command) if command.is_relative_to(Path.cwd()) else str(command)
 
 
 if __name__ == "__main__":

@@ -114,7 +114,11 @@ def test_memory_follows_the_settings():
     assert estimate(optimizer="Muon")["optimizer"] == 4 * (600 + 2 * 400)
     assert estimate(schedule="forward")["raw W"] == 0
     whole = 8 * 10 + 4 * 30
-    for mode, option, kept in (("full", "op", 10), ("selective", "op", 5 * 10 + 30), ("selective", "2", (whole + 10) / 2)):
+    for mode, option, kept in (
+        ("full", "op", 10),
+        ("selective", "op", 5 * 10 + 30),
+        ("selective", "2", (whole + 10) / 2),
+    ):
         checkpointing = ActivationCheckpoint(mode=mode, selective_ac_option=option)
         assert estimate(activation_checkpoint=checkpointing)["activations"] == 7 * 2 * (2 * kept + whole)
     assert memory.checkpoint_bytes(SIZES, optimizer="AdamW", schedule="step") == 4 * (1000 + 2000 + 400)

@@ -69,15 +69,30 @@ def test_missing_config_is_said_before_anything_is_installed(checkout):
     assert done.stderr == f"error: no config train_configs/none.toml; configs are in {checkout}/train_configs\n"
 
 
-@pytest.mark.parametrize("config", ["train_configs/debug.toml", None])
-def test_a_set_up_environment_is_used_at_once_and_from_anywhere(checkout, config):
-    """The active environment's python gets the config and the overrides; no pip runs."""
+def made_environment(checkout: Path, extra: str) -> Path:
+    """An environment that says it is set up, whose python prints what it is asked to do."""
     environment = checkout.parent / "environment"
     (environment / "bin").mkdir(parents=True)
     program(environment / "bin", "python", 'case "$1" in -c) exit 0;; *) echo "$PWD|$*";; esac')
     digest = hashlib.sha256((checkout / "pyproject.toml").read_bytes()).hexdigest()
-    (environment / ".pc-layer-installed").write_text(f"{digest}  - {checkout}\n")
+    (environment / f".pc-layer-installed{extra}").write_text(f"{digest}  - {checkout}\n")
+    return environment
+
+
+@pytest.mark.parametrize("config, extra", [("train_configs/debug.toml", ""), (None, "[test]")])
+def test_a_set_up_environment_is_used_at_once_and_from_anywhere(checkout, config, extra):
+    """The active environment's python gets the config and the overrides; no pip runs."""
+    environment = made_environment(checkout, extra)
     words = [str(checkout / "run_llama_train.sh"), *([config] if config else []), "--training.steps", "5"]
     done = run(checkout, *words, VIRTUAL_ENV=str(environment))
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{checkout}|-m pc.launch.local {checkout}/train_configs/debug.toml --training.steps 5\n"
+
+
+def test_the_tests_needs_are_installed_for_the_tests_alone(checkout):
+    environment = made_environment(checkout, "")
+    for again in (False, True):
+        done = run(checkout, str(checkout / "run_tests.sh"), "-k", "nothing", VIRTUAL_ENV=str(environment))
+        assert done.returncode == 0, done.stderr
+        assert (f"-m pip install --quiet --editable {checkout}[test]\n" in done.stdout) is not again
+        assert done.stdout.endswith(f"{checkout}|-m pytest -k nothing\n")
