@@ -31,6 +31,11 @@ class Report:
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
+    def fail(self, error: str) -> None:
+        """Note an error, once, however many checks find it."""
+        if error not in self.errors:
+            self.errors.append(error)
+
     def text(self) -> str:
         lines = [f"{name:<22} {value}" for name, value in self.facts]
         lines += [f"warning: {warning}" for warning in self.warnings]
@@ -79,7 +84,7 @@ def _tried(report: Report, function, *arguments):
     try:
         return function(*arguments)
     except UserError as error:
-        report.errors.append(str(error))
+        report.fail(str(error))
         return None
 
 
@@ -88,26 +93,26 @@ def _data_parallel_size(report: Report, config: JobConfig, world_size: int) -> i
     degrees = ("tensor_parallel", "pipeline_parallel", "context_parallel", "data_parallel_replicate")
     for key in (f"{degree}_degree" for degree in degrees):
         if getattr(parallelism, key) < 1:
-            report.errors.append(f"parallelism.{key} = {getattr(parallelism, key)} should be at least 1")
+            report.fail(f"parallelism.{key} = {getattr(parallelism, key)} should be at least 1")
             return None
     model_parallel = (
         parallelism.tensor_parallel_degree * parallelism.pipeline_parallel_degree * parallelism.context_parallel_degree
     )
     if world_size % model_parallel:
-        report.errors.append(
+        report.fail(
             f"{world_size} GPUs are no multiple of tensor x pipeline x context parallel degree = {model_parallel}"
         )
         return None
     data_parallel = world_size // model_parallel
     replicas, shards = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
     if shards != -1 and replicas * shards != data_parallel:
-        report.errors.append(
+        report.fail(
             f"parallelism.data_parallel_replicate_degree {replicas} x data_parallel_shard_degree {shards} "
             f"should be {data_parallel} on {world_size} GPUs; data_parallel_shard_degree = -1 takes the rest"
         )
         return None
     if data_parallel % replicas:
-        report.errors.append(
+        report.fail(
             f"parallelism.data_parallel_replicate_degree = {replicas} should divide the {data_parallel} "
             "data-parallel ranks"
         )
@@ -151,30 +156,29 @@ def _check_combinations(report: Report, config: JobConfig, world_size: int, data
     try:
         checks.check(config, dims, on_cpu=False)
     except UserError as error:
-        if str(error) not in report.errors:
-            report.errors.append(str(error))
+        report.fail(str(error))
 
 
 def _check_schedule(report: Report, config: JobConfig) -> None:
     steps = config.training.steps
     if steps < 1:
-        report.errors.append(f"training.steps = {steps} should be at least 1")
+        report.fail(f"training.steps = {steps} should be at least 1")
     if config.optimizer.lr <= 0:
-        report.errors.append(f"optimizer.lr = {config.optimizer.lr} should be above 0")
+        report.fail(f"optimizer.lr = {config.optimizer.lr} should be above 0")
     if not 0 <= config.lr_scheduler.warmup_steps <= steps:
-        report.errors.append(
+        report.fail(
             f"lr_scheduler.warmup_steps = {config.lr_scheduler.warmup_steps} should be between 0 and "
             f"training.steps {steps}"
         )
     if config.validation.enable and config.validation.freq < 1:
-        report.errors.append(f"validation.freq = {config.validation.freq} should be at least 1")
+        report.fail(f"validation.freq = {config.validation.freq} should be at least 1")
     if not config.checkpoint.enable:
         report.warnings.append("checkpoint.enable is false: a run that ends early starts again from step 0")
         return
     if config.checkpoint.interval < 1:
-        report.errors.append(f"checkpoint.interval = {config.checkpoint.interval} should be at least 1")
+        report.fail(f"checkpoint.interval = {config.checkpoint.interval} should be at least 1")
     if config.checkpoint.keep_latest_k < 0:
-        report.errors.append("checkpoint.keep_latest_k should be 0 (keep all) or at least 2")
+        report.fail("checkpoint.keep_latest_k should be 0 (keep all) or at least 2")
     if config.checkpoint.last_save_model_only:
         report.warnings.append("checkpoint.last_save_model_only is true: the last checkpoint cannot be resumed")
 
@@ -249,7 +253,7 @@ def _check_data(report: Report, config: JobConfig, vocab_size: int, needs_data: 
         validation = _manifest(report, "data.validation_path", config.data.validation_path, needs_data)
     for manifest in {id(manifest): manifest for manifest in (train, validation) if manifest}.values():
         if manifest.vocab_size > vocab_size:
-            report.errors.append(
+            report.fail(
                 f"{manifest.folder} was tokenised with {manifest.vocab_size} entries, "
                 f"but the model's vocabulary has {vocab_size}"
             )
@@ -260,7 +264,7 @@ def _check_data(report: Report, config: JobConfig, vocab_size: int, needs_data: 
         tokens = train.tokens("train")
         report.facts.append(("training data", f"{train.folder}: {tokens:,} tokens, tokenizer {train.tokenizer.name}"))
         if tokens <= seq_len:
-            report.errors.append(f"{train.folder} has {tokens} training tokens, too few for seq_len {seq_len}")
+            report.fail(f"{train.folder} has {tokens} training tokens, too few for seq_len {seq_len}")
         batch = config.training.global_batch_size
         wanted = config.training.steps * max(batch, config.training.local_batch_size) * seq_len
         if seq_len < tokens < wanted:
@@ -271,7 +275,7 @@ def _check_data(report: Report, config: JobConfig, vocab_size: int, needs_data: 
             ("validation data", f"{min(sequences, config.data.validation_sequences)} sequences of {seq_len}")
         )
         if sequences == 0:
-            report.errors.append(f"{validation.folder} has no validation sequence of {seq_len} tokens")
+            report.fail(f"{validation.folder} has no validation sequence of {seq_len} tokens")
         elif sequences < config.data.validation_sequences:
             report.warnings.append(
                 f"{validation.folder} has {sequences} validation sequences, "
@@ -284,7 +288,7 @@ def _manifest(report: Report, key: str, path: str, needs_data: bool) -> Manifest
         return Manifest.read(path)
     except UserError as error:
         remedy = "; `python -m pc.data.demo` makes it" if Path(path) == DEMO else ""
-        (report.errors if needs_data else report.warnings).append(f"{key}: {error}{remedy}")
+        (report.fail if needs_data else report.warnings.append)(f"{key}: {error}{remedy}")
         return None
 
 

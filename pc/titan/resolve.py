@@ -180,7 +180,7 @@ def _unknown_key(keys: Sequence[str], siblings: list[str], config_class: type, w
     near = [".".join([*keys[:-1], key]) for key in difflib.get_close_matches(keys[-1], siblings, n=1)]
     elsewhere = [key for key in _all_keys(config_class) if key.rpartition(".")[2] == keys[-1]]
     candidates = near + elsewhere or difflib.get_close_matches(name, _all_keys(config_class), n=1)
-    hint = f"; did you mean {' or '.join(candidates[:3])}?" if candidates else ""
+    hint = f"; did you mean {' or '.join(candidates[:3])}?" if candidates else f"; known here: {', '.join(siblings)}"
     return UserError(f"{where}: unknown key {name}{hint}")
 
 

@@ -82,6 +82,12 @@ def test_data_are_checked_against_the_model(tiny_shards):
     assert any("too few for seq_len" in error for error in report.errors)
 
 
+def test_every_mistake_is_said_once():
+    report = check(CONFIG, ["--pc.level=9", "--training.steps=0", "--checkpoint.interval=0"], 8, needs_data=False)
+    for key in ("pc.level", "training.steps", "checkpoint.interval"):
+        assert sum(error.startswith(key) for error in report.errors) == 1, report.errors
+
+
 # Two blocks of one matrix each, an embedding and a head: small enough to add up by hand.
 SIZES = memory.Sizes(
     total=1000, hidden_matrices=600, preconditioned=400, largest_block=300, outside_blocks=400,
