@@ -79,21 +79,33 @@ def test_scores_do_not_depend_on_ranks(score_config):
             torch.testing.assert_close(answers, expected, rtol=1e-5, atol=1e-5)
 
 
+EVERYTHING_ELSE = [
+    *("--compile.enable", "true", "--compile.components", "model", "--compile.backend", "aot_eager"),
+    *("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op"),
+    *("--health.freq", "1", "--health.spectra_freq", "2", "--validation.freq", "2"),
+]
+
+
 def test_a_run_logs_scores_and_is_not_disturbed(score_config, tmp_path):
+    """Compiled, checkpointed, with health metrics and validation around it; the last run has nothing of all that."""
     config, overrides = score_config
-    for name, interval in (("with", "2"), ("without", "0")):
-        own = [
-            "--job.dump_folder",
-            str(tmp_path / name),
-            "--evaluation.interval",
-            interval,
-            "--training.steps",
-            "4",
-        ]
-        run_ranks(2, tiny.train, config, [*overrides, *own])
-    assert tiny.metrics(tmp_path / "with") == tiny.metrics(tmp_path / "without")
+    runs = {
+        "with": EVERYTHING_ELSE,
+        "without": [*EVERYTHING_ELSE, "--evaluation.interval", "0"],
+        "plain": ["--evaluation.interval", "0", "--validation.freq", "2"],
+    }
+    for name, own in runs.items():
+        folder = ["--job.dump_folder", str(tmp_path / name), "--training.steps", "4"]
+        run_ranks(2, tiny.train, config, [*overrides, *own, *folder])
+    for key in ("loss", "validation_loss", "grad_norm"):
+        values = tiny.metrics(tmp_path / "with", key)
+        assert values == tiny.metrics(tmp_path / "without", key)
+        assert values == pytest.approx(tiny.metrics(tmp_path / "plain", key), rel=2e-6)  # as in test_compile.py
     assert len(tiny.metrics(tmp_path / "with", "evaluation/average")) == 2
     assert tiny.metrics(tmp_path / "without", "evaluation/average") == []
+    for key, times in (("signal/ffn/rms/1", 4), ("spectra/gmcn/pc", 3)):
+        assert len(tiny.metrics(tmp_path / "with", key)) == times
+        assert tiny.metrics(tmp_path / "with", key) == tiny.metrics(tmp_path / "without", key)
 
 
 def _refused(rank, config, overrides):
