@@ -99,9 +99,9 @@ def train(rank: int, config: Path, overrides: list[str]) -> dict[str, torch.Tens
     """Run the trainer on one rank; returns all parameters and PC's tensors whole, by checkpoint name."""
     import torchtitan.train
 
+    from pc.launch.train import Trainer, load_config
     from pc.titan.config import JobConfig
     from pc.titan.resolve import write_resolved
-    from pc.titan.train import PCTrainer, load_config
 
     # at its end upstream's trainer waits two seconds for other ranks, which is most of such a run
     torchtitan.train.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)
@@ -109,7 +109,7 @@ def train(rank: int, config: Path, overrides: list[str]) -> dict[str, torch.Tens
     loaded = load_config(config, overrides)
     if rank == 0:
         write_resolved(config, overrides, JobConfig, Path(loaded.job.dump_folder) / "config.toml")
-    trainer = PCTrainer(loaded)
+    trainer = Trainer(loaded)
     trainer.require_loadable()
     trainer.train()
     result = state_of(trainer)

@@ -58,7 +58,7 @@ def start(config: str, overrides: Sequence[str], folder: Path, processes: int) -
         "MASTER_PORT": str(port),
     }
     return subprocess.Popen(
-        [sys.executable, "-m", "pc.titan.train", config, *overrides], env=environment | alone, close_fds=False
+        [sys.executable, "-m", "pc.launch.train", config, *overrides], env=environment | alone, close_fds=False
     )
 
 

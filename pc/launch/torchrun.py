@@ -47,7 +47,7 @@ def command(
         "--local-ranks-filter=0",
         f"--log-dir={run_folder / 'logs'}",
         "-m",
-        "pc.titan.train",
+        "pc.launch.train",
         str(config),
         *overrides,
     ]

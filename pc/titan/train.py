@@ -1,17 +1,13 @@
-"""Train from one TOML: `torchrun ... -m pc.titan.train CONFIG.toml --section.key value ...`.
+"""TorchTitan's trainer, with PC around its optimizer step (`pc.launch.train` is the command). What happens in one step:
 
-TorchTitan's trainer, with PC around its optimizer step. What happens in one step:
-
-    micro-batches           forward and backward on the effective weights         (upstream)
-    end of the last one     gradients of PC(W) become gradients of W and gamma     `forward_backward_step`
-    clipping                                                                       (upstream)
-    optimizers.step()       W in place; step; W into store, PC(W) in place         hooks of `pc.titan.optimizers`
+micro-batches           forward and backward on the effective weights         (upstream)
+end of the last one     gradients of PC(W) become gradients of W and gamma     `forward_backward_step`
+clipping                                                                       (upstream)
+optimizers.step()       W in place; step; W into store, PC(W) in place         hooks of `pc.titan.optimizers`
 """
 
 import dataclasses
-import os
 import signal
-import sys
 from pathlib import Path
 
 import torch
@@ -24,7 +20,7 @@ from torchtitan.config import ConfigManager
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
-from torchtitan.tools.logging import init_logger, logger
+from torchtitan.tools.logging import logger
 
 from pc import data
 from pc.errors import UserError
@@ -36,8 +32,8 @@ from pc.titan.llama2 import FLAVORS, Llama2
 from pc.titan.metrics import build_metrics_processor
 from pc.titan.optimizers import build_optimizers, build_schedulers
 from pc.titan.parallelize import AlwaysSharded, parallelize, pipeline
-from pc.titan.resolve import resolve, run_folder, write_resolved
-from pc.titan.status import write_environment, write_failure, write_status
+from pc.titan.resolve import resolve, run_folder
+from pc.titan.status import write_status
 from pc.titan.validate import FixedValidator
 
 # Every pipeline stage knows the loss here (`PCTrainer._loss_of_all_stages`); upstream warns that rank 0 does not.
@@ -60,7 +56,7 @@ class PCTrainer(torchtitan.train.Trainer):
         self._agreement_group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
         self.pc_schedule = self.optimizers.schedule
         self.health = HealthMetrics(job_config, self.model_parts, self.pc_schedule, self.parallel_dims)
-        self.scorer = self._build_scorer()
+        self.scorer = self.build_scorer()
         states = self.checkpointer.states
         states[method.Fingerprint.KEY] = method.Fingerprint(job_config.pc)
         if self.pc_schedule is not None:
@@ -161,16 +157,12 @@ class PCTrainer(torchtitan.train.Trainer):
         validated = self.job_config.validation.enable and self.validator.should_validate(self.step - 1)
         return not self._has_stepped or validated
 
-    def _build_scorer(self):
-        """The scorer of `[evaluation]`, if the config asks for one."""
-        if not self.job_config.evaluation.interval:
-            return None
-        # The one import against the direction, made only when needed: a run without scoring needs no lm-eval.
-        from pc.evaluate.in_training import build_in_training_scorer
+    def build_scorer(self):
+        """What scores the model while it trains: None, or an object with `due(step)` and a collective `score()`."""
+        return None
 
-        return build_in_training_scorer(
-            self.job_config, self.model_parts, self.parallel_dims, self.device, self.maybe_enable_amp
-        )
+    def require_start_folder(self, folder: str) -> None:
+        """Refuse a Hugging Face folder that is no start for this run's model; upstream takes much without a word."""
 
     def require_loadable(self) -> None:
         """Refuse what the checkpointer is about to load if it does not fit this run, before anything is touched.
@@ -191,11 +183,7 @@ class PCTrainer(torchtitan.train.Trainer):
         elif start and not checkpointer.initial_load_model_only:
             self._require_same_run(start)
         elif checkpointer.initial_load_in_hf:
-            # Like scoring, against the direction of imports and only when needed: upstream would take a
-            # folder with other tensors or another rotary base without a word.
-            from pc.evaluate.hugging_face import require_start_folder
-
-            require_start_folder(start or self.job_config.model.hf_assets_path, self.model_args)
+            self.require_start_folder(start or self.job_config.model.hf_assets_path)
         elif start:
             method.require_plain_weights(start)
 
@@ -303,38 +291,3 @@ def load_config(path: str | Path, overrides: list[str]) -> JobConfig:
     values = resolve(path, overrides, JobConfig)
     values.setdefault("job", {})["dump_folder"] = str(run_folder(path, values))
     return ConfigManager(JobConfig)._dict_to_dataclass(JobConfig, values)
-
-
-def main() -> None:
-    init_logger()
-    rank = int(os.environ.get("RANK", "0"))
-    if len(sys.argv) < 2:
-        sys.exit("usage: torchrun ... -m pc.titan.train CONFIG.toml --section.key value ...")
-    path, *overrides = sys.argv[1:]
-    trainer: PCTrainer | None = None
-    config: JobConfig | None = None
-    try:
-        config = load_config(path, overrides)
-        trainer = PCTrainer(config)
-        trainer.require_loadable()
-        if rank == 0:  # not earlier: a refused start must not describe the runs that are there
-            write_resolved(path, overrides, JobConfig, Path(config.job.dump_folder) / "config.toml")
-            write_environment(config.job.dump_folder, dist.get_world_size())
-        trainer.train()
-    except BaseException as error:
-        if config is not None and (rank == 0 or isinstance(error, UserError)):
-            step = trainer.step if trainer else 0
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            write_failure(config.job.dump_folder, step, config.training.steps, reason)
-        if isinstance(error, UserError):
-            print(f"error: {error}", file=sys.stderr, flush=True)  # torchrun shows rank 0 and logs the others
-            os._exit(2)  # other ranks may wait in a collective
-        raise
-    finally:
-        if trainer is not None:
-            trainer.close()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -50,7 +50,7 @@ def trainer_of(folder: Path) -> int:
                 words = (process / "cmdline").read_text().split("\0")
             except OSError:
                 continue
-            if "pc.titan.train" in words and "torch.distributed.run" not in words:
+            if "pc.launch.train" in words and "torch.distributed.run" not in words:
                 if any(str(folder) in word for word in words):
                     return int(process.name)
     raise AssertionError(f"nothing trains into {folder}")

@@ -211,19 +211,19 @@ def test_raw_weights_of_schedule_forward_are_no_start(tiny_config, tmp_path):
 
 
 def _train_with_signal(rank, config, overrides, at_step):
-    from pc.titan import train
+    from pc.launch import train
 
-    class Interrupted(train.PCTrainer):
+    class Interrupted(train.Trainer):
         def train_step(self, data_iterator):
             super().train_step(data_iterator)
             if self.step == at_step and rank == 1:
                 os.kill(os.getpid(), signal.SIGUSR2)
 
-    original, train.PCTrainer = train.PCTrainer, Interrupted
+    original, train.Trainer = train.Trainer, Interrupted
     try:
         return tiny.train(rank, config, overrides)
     finally:
-        train.PCTrainer = original
+        train.Trainer = original
 
 
 def test_a_signal_to_one_rank_stops_all_and_the_run_continues(tiny_config, tmp_path):
