@@ -15,6 +15,8 @@ class Variant:
     """TorchTitan's own trainer, parallelisation, optimizers and initialisation, on the same model sizes"""
     compile_pc: bool = False
     """pull-back and materialise through torch.compile, which the project itself does not do"""
+    attention: str = ""
+    """the only kernel of scaled dot product attention (a name of SDPBackend); TorchTitan's order of preference if empty"""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ IN_GRAPH = ("--pc.schedule", "forward")
 EAGER = ("--compile.enable", "false")
 FLOAT32 = ("--training.mixed_precision_param", "float32")
 FLOAT8 = ("--model.converters", "quantize.linear.float8", "--quantize.linear.float8.filter_fqns", "output")
+BY_OPERATION = ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op")
+FULL = ("--activation_checkpoint.mode", "full")
 SMALL: dict[str, int | str] = {"flavor": "60M", "seq_len": 64, "local_batch_size": 1}
 
 # In the order in which to spend scarce GPU time.
@@ -102,6 +106,16 @@ ROWS: dict[str, Row] = {
         },
         rounds=4,
         goals=(Goal("time muon / adamw", "<=", 1.02), Goal("time muon pc / muon", "<=", 1.01)),
+    ),
+    "attention": Row(
+        "1B, AdamW, baseline: attention by FlashAttention 2 alone over TorchTitan's choice, which is cuDNN's where there is one",
+        {"default": Variant(ADAMW), "flash": Variant(ADAMW, attention="FLASH_ATTENTION")},
+        rounds=4,
+    ),
+    "checkpointing": Row(
+        "1B, AdamW, baseline: activation checkpointing by operation, as the configs have it, and of whole blocks, over none",
+        {"none": Variant(ADAMW), "by operation": Variant(ADAMW, BY_OPERATION), "full": Variant(ADAMW, FULL)},
+        rounds=4,
     ),
     "float8": Row(
         "1B, AdamW, PC level 4: all layers but the head multiply in float8 (torchao, tensorwise)",

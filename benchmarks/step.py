@@ -34,9 +34,11 @@ import torch
 import torch.distributed as dist
 from rows import ROWS, Row, Variant, table
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.metrics import build_metrics_processor
 from torchtitan.components.optimizer import build_optimizers
+from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 from torchtitan.models.llama3 import parallelize_llama
 from torchtitan.models.llama3.model.model import Transformer
 from torchtitan.protocols.train_spec import register_train_spec
@@ -92,7 +94,6 @@ def register_specs() -> None:
 
 def build(variant: Variant, shape: dict[str, int | str], micro_batches: int, folder: str) -> Trainer:
     """A trainer that logs, saves and validates nothing."""
-    overrides = [*variant.overrides]
     settings = {
         "model.name": "benchmark_stock" if variant.stock else "benchmark_ours",
         "job.dump_folder": folder,
@@ -100,7 +101,7 @@ def build(variant: Variant, shape: dict[str, int | str], micro_batches: int, fol
         "lr_scheduler.warmup_steps": 1,
         "metrics.log_freq": 10**9,
         "metrics.enable_tensorboard": "false",
-        "activation_checkpoint.mode": "none",  # recomputation would blur the parts of a step
+        "activation_checkpoint.mode": "none",  # or backward would have the time of some of forward's work
         "validation.enable": "false",
         "checkpoint.enable": "false",
         "health.freq": 0,
@@ -108,11 +109,15 @@ def build(variant: Variant, shape: dict[str, int | str], micro_batches: int, fol
     }
     for key, value in shape.items():
         settings[f"{'model' if key == 'flavor' else 'training'}.{key}"] = value
-    for key, value in settings.items():
-        overrides += [f"--{key}", str(value)]
-    config = load_config(CONFIGS / variant.config, overrides)
+    overrides = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    config = load_config(CONFIGS / variant.config, [*overrides, *variant.overrides])
     config.training.global_batch_size = config.training.local_batch_size * micro_batches
     trainer = (Trainer if variant.stock else PCTrainer)(config)
+    if variant.attention:
+        for model in trainer.model_parts:
+            for module in model.modules():
+                if isinstance(module, ScaledDotProductAttentionWrapper):
+                    module.sdpa_backends = [getattr(SDPBackend, variant.attention)]
     trainer.step = 2  # the first is always logged
     return trainer
 

@@ -32,6 +32,8 @@ def _eager(rows):
         "in graph": rows.Variant(rows.PC, rows.EAGER + rows.IN_GRAPH),
         "stock": rows.Variant(rows.ADAMW, rows.EAGER, stock=True),
         "muon pc": rows.Variant("1b_muon_pc.toml", rows.EAGER),
+        "flash": rows.Variant(rows.ADAMW, rows.EAGER, attention="FLASH_ATTENTION"),
+        "full": rows.Variant(rows.ADAMW, rows.EAGER + rows.FULL),
     }
 
 
@@ -52,6 +54,8 @@ def test_a_row_end_to_end(step, monkeypatch, tmp_path, capsys):
     own = {
         "baseline": set(),
         "stock": set(),
+        "flash": set(),
+        "full": set(),
         "pc": {"pull_back", "restore_raw", "materialise"},
         "muon pc": {"pull_back", "restore_raw", "materialise"},
         "in graph": {"PC in forward", "PC in backward", "power iteration"},
