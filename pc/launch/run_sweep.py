@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+from typing import TextIO
 
 from pc.errors import UserError
 from pc.launch import runs, torchrun
@@ -17,7 +18,8 @@ SECONDS_BETWEEN_PROGRESS_LINES = 20
 def run_all(sweep: Sweep) -> None:
     """Train what is not finished; a run that was interrupted continues from its checkpoint.
 
-    A run that fails is reported and the next one starts; repeating the command tries it again.
+    A run that fails is reported and the next one starts; repeating the command tries it again. Several such commands
+    share a sweep: a run that another one trains is passed over.
     """
     begin(sweep)
     processes = torchrun.processes_here()
@@ -27,18 +29,27 @@ def run_all(sweep: Sweep) -> None:
             print(f"{label}: finished before", flush=True)
             continue
         fetch_demo_data(resolve(run.config, run.overrides, JobConfig))
-        train(run, processes, label)
+        try:
+            held = runs.lock(run.folder)
+        except UserError:
+            print(f"{label}: another process trains it", flush=True)
+            continue
+        train(run, held, processes, label)
         runs.collect(sweep)
     print(runs.status_text(sweep))
     print(f"Results: {sweep.folder / 'results.jsonl'}. Next: python scripts/sweep.py select {sweep.path}")
-    failed = [run.name for run in sweep.runs if runs.state_of(run).state != "finished"]
+    failed = [run.name for run in sweep.runs if runs.state_of(run).state not in ("finished", "running")]
     if failed:
         raise UserError(f"{len(failed)} of {len(sweep.runs)} runs did not finish: {', '.join(failed)}")
 
 
-def train(run: Run, processes: int, label: str) -> None:
-    """One run to its end, its output in <run folder>/train.log, its progress on the console."""
-    with runs.lock(run.folder) as held:
+def train(run: Run, held: TextIO, processes: int, label: str) -> None:
+    """One run to its end, its output in <run folder>/train.log, its progress on the console.
+
+    Args:
+        held: the folder's lock (`runs.lock`), released at the end.
+    """
+    with held:
         log = run.folder / "train.log"
         print(f"{label}: from step {runs.latest_checkpoint(run.folder)}, log in {log}", flush=True)
         with open(log, "a") as output:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from pc.errors import UserError
 from pc.files import write_atomically
@@ -141,7 +142,7 @@ def is_locked(folder: Path) -> bool:
     return False
 
 
-def lock(folder: Path):
+def lock(folder: Path) -> TextIO:
     """Keep others from training in the same folder; hand the open file on to the trainer's process.
 
     The lock lasts while any process holds the file, so it outlives a launcher that was killed while

@@ -99,6 +99,20 @@ def test_a_failed_run_is_reported_with_its_reason(sweep_file, tmp_path, monkeypa
     assert (tmp_path / "out" / "results.jsonl").read_text() == ""
 
 
+def test_a_run_that_another_process_trains_is_passed_over(sweep_file, monkeypatch, capfd):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("NGPU", "1")
+    text = sweep_file.read_text()
+    sweep_file.write_text(text[: text.index("[axes]")] + '[axes]\n"data.path" = ["no-such-folder", "nor-this"]\n')
+    first, second = load(sweep_file).runs
+    with runs.lock(first.folder):
+        assert sweep_command(monkeypatch, "run", sweep_file) == 2
+        printed = capfd.readouterr()
+        assert f"[1/2] {first.name}: another process trains it" in printed.out
+        assert printed.err.strip() == f"error: 1 of 2 runs did not finish: {second.name}"
+        assert runs.state_of(first).state == "running"
+
+
 @pytest.mark.parametrize(
     "action, file, said",
     [
