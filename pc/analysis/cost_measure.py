@@ -60,8 +60,8 @@ def _train(config: Path, overrides: Sequence[str], processes: int, folder: Path)
         "health.spectra_freq": 0,
     }
     words = [*overrides, *(word for key, value in settings.items() for word in (f"--{key}", str(value)))]
-    command = torchrun.command(config, words, folder, processes)
-    done = subprocess.run(command, env=torchrun.environment(processes), capture_output=True, text=True)
+    command, environment = torchrun.here(config, words, folder, processes)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-15:])
         raise UserError(f"{config}: training ended with status {done.returncode}; its last words:\n{last}")

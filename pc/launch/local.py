@@ -3,10 +3,8 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from pc.data.demo import FOLDER as DEMO
@@ -31,7 +29,8 @@ def main() -> None:
         raise UserError("\nerror: ".join(errors))
     held = runs.lock(folder)
     os.set_inheritable(held.fileno(), True)  # the trainer keeps it if this process is killed
-    run = start(config, overrides, folder, processes)
+    words, environment = torchrun.here(config, overrides, folder, processes)
+    run = subprocess.Popen(words, env=environment, close_fds=False)
     # Ctrl-C reaches torchrun too, since it shares the terminal; a plain kill has to be passed on.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: run.terminate())
@@ -39,27 +38,6 @@ def main() -> None:
     if run.wait() == 0:
         print(closing_words(config, folder))
     sys.exit(run.returncode if run.returncode >= 0 else 128 - run.returncode)
-
-
-def start(config: str, overrides: Sequence[str], folder: Path, processes: int) -> subprocess.Popen:
-    """The trainer: under torchrun, or by itself where one process is all."""
-    environment = torchrun.environment(processes)
-    if processes > 1:
-        words = torchrun.command(config, overrides, folder, processes)
-        return subprocess.Popen(words, env=environment, close_fds=False)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    alone = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    return subprocess.Popen(
-        [sys.executable, "-m", "pc.launch.train", config, *overrides], env=environment | alone, close_fds=False
-    )
 
 
 def fetch_demo_data(resolved: dict) -> None:

@@ -52,13 +52,10 @@ def train(run: Run, held: TextIO, processes: int, label: str) -> None:
     with held:
         log = run.folder / "train.log"
         print(f"{label}: from step {runs.latest_checkpoint(run.folder)}, log in {log}", flush=True)
+        words, environment = torchrun.here(run.config, run.overrides, run.folder, processes)
         with open(log, "a") as output:
             trainer = subprocess.Popen(
-                torchrun.command(run.config, run.overrides, run.folder, processes),
-                env=torchrun.environment(processes),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=[held.fileno()],
+                words, env=environment, stdout=output, stderr=subprocess.STDOUT, pass_fds=[held.fileno()]
             )
         _wait(trainer, run, label)
     if trainer.returncode != 0 and runs.state_of(run).state != "failed":

@@ -179,7 +179,7 @@ def plan_text(sweep: Sweep, processes: int, tokens_per_second: float | None) -> 
 
 
 def _cost(tokens: int, tokens_per_second: float | None) -> str:
-    text = f"{tokens / 1e9:>12.4f} G tokens"
+    text = f"{tokens / 1e6:>12,.1f} M tokens"
     if tokens_per_second:
         text += f" {tokens / tokens_per_second / 3600:>12.2f} GPU-hours"
     return text

@@ -1,6 +1,7 @@
-"""The command that trains one config: TorchTitan's trainer with PC under torchrun."""
+"""The command that trains one config: `pc.launch.train`, under torchrun where there are several processes."""
 
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +9,8 @@ from pathlib import Path
 import torch
 
 from pc.errors import UserError
+
+TRAINER = "pc.launch.train"
 
 
 def processes_here() -> int:
@@ -26,6 +29,25 @@ def processes_here() -> int:
     if gpus and int(wish) > gpus:
         raise UserError(f"NGPU={wish}, but this machine has {gpus} GPUs")
     return int(wish)
+
+
+def here(
+    config: str | Path, overrides: Sequence[str], run_folder: Path, processes: int
+) -> tuple[list[str], dict[str, str]]:
+    """Words and environment that train on this machine; a single process needs no torchrun, which takes seconds."""
+    if processes > 1:
+        return command(config, overrides, run_folder, processes), environment(processes)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    alone = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    return [sys.executable, "-m", TRAINER, str(config), *overrides], environment(1) | alone
 
 
 def command(
@@ -47,7 +69,7 @@ def command(
         "--local-ranks-filter=0",
         f"--log-dir={run_folder / 'logs'}",
         "-m",
-        "pc.launch.train",
+        TRAINER,
         str(config),
         *overrides,
     ]
