@@ -58,6 +58,9 @@ def test_a_killed_sweep_finishes_when_repeated_and_selects(sweep_file, tmp_path)
         for pid in descendants(attempt.pid):  # as when the machine loses power
             os.kill(pid, signal.SIGKILL)
         attempt.wait()
+        while runs.is_locked(second.folder):  # the trainer's memory takes a moment to go
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
     assert [runs.state_of(run).state for run in sweep.runs] == ["finished", "interrupted", "waiting"]
     first_metrics = (first.folder / "metrics.jsonl").read_bytes()
     reached = runs.latest_checkpoint(second.folder)
