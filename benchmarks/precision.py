@@ -1,6 +1,7 @@
 """Is a cheaper precision of PC's products harmless? Singular values of PC(W) against float64.
 
     python benchmarks/precision.py [--output results/DATE-NAME]
+    python benchmarks/precision.py --train 200 [--output results/DATE-NAME]
 
 For each shape, spectrum, level and precision: W has known singular values; PC(W) and its vector-Jacobian product
 are computed with float32 data and products in that precision, and compared with float64. TF32 is emulated, so
@@ -10,22 +11,33 @@ machine's own, with float32 sums.
 
 A value of 1e-3 in the first column: no singular value of PC(W) is off by more than a thousandth of the largest
 target. The third compares with bfloat16, in which FSDP hands the effective weight to the model anyway.
+
+`--train` trains the debug model for so many steps on short sequences with each precision, and beside them once more in
+float32 with each batch in two halves, which adds up in another order: the noise that any change makes.
 """
 
 import argparse
+import functools
 import json
+import os
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import pc.step
 from pc import PCConfig, effective_weight, polynomial
 from pc.files import write_atomically
 from pc.linear import effective_weight_vjp
+from pc.titan.train import PCTrainer, load_config
 
 SHAPES = [(1024, 1024), (1024, 2816)]
 LEVELS = [2, 4]
+DEBUG = Path(__file__).resolve().parents[1] / "train_configs" / "debug.toml"
 PRECISIONS = ["float32", "tf32", "bfloat16"]
 
 
@@ -92,10 +104,72 @@ def errors(shape: tuple[int, int], values: Tensor, level: int, precision: str) -
     }
 
 
+# Name: overrides of the debug config, and whether TF32 is emulated.
+TRAININGS: dict[str, tuple[list[str], bool]] = {
+    "float32": ([], False),
+    "float32, batch in halves": (["--training.local_batch_size", "8"], False),
+    "tf32": ([], True),
+    "bfloat16": (["--pc.compute_dtype", "bfloat16"], False),
+}
+SETTINGS = [
+    *("--training.seq_len", "64", "--training.local_batch_size", "16", "--metrics.log_freq", "1", "--health.freq", "0"),
+    *("--health.spectra_freq", "0", "--checkpoint.enable", "false", "--metrics.enable_tensorboard", "false"),
+]
+
+
+def in_tf32(function: Callable[..., object]) -> Callable[..., object]:
+    @functools.wraps(function)
+    def emulated(*args, **kwargs):
+        with EmulatedTF32():
+            return function(*args, **kwargs)
+
+    return emulated
+
+
+def train(steps: int, overrides: list[str], emulates_tf32: bool) -> dict[str, list[float]]:
+    """Losses by step and validation losses of one run."""
+    names = ("effective_weight", "effective_weight_vjp") if emulates_tf32 else ()
+    originals = {name: getattr(pc.step, name) for name in names}
+    for name, original in originals.items():
+        setattr(pc.step, name, in_tf32(original))
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["--training.steps", str(steps), "--validation.freq", str(steps), "--job.dump_folder", folder]
+        trainer = PCTrainer(load_config(DEBUG, [*SETTINGS, *words, *overrides]))
+        trainer.train()
+        trainer.close()
+        lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    for name, original in originals.items():
+        setattr(pc.step, name, original)
+    return {key: [line[key] for line in lines if key in line] for key in ("loss", "validation_loss")}
+
+
+def compare_trainings(steps: int) -> dict[str, dict[str, list[float]]]:
+    """Train with each precision and print how far the losses lie from float32's."""
+    os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    found = {name: train(steps, *how) for name, how in TRAININGS.items()}
+    dist.destroy_process_group()
+    print(
+        "| PC's products | validation loss | largest relative difference of a step's loss from float32 |\n|---|---|---|"
+    )
+    for name, losses in found.items():
+        pairs = zip(losses["loss"], found["float32"]["loss"], strict=True)
+        difference = max(abs(loss / reference - 1) for loss, reference in pairs)
+        print(f"| {name} | {losses['validation_loss'][-1]:.5f} | {difference:.1e} |")
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="folder for precision.json")
-    output = parser.parse_args().output
+    parser.add_argument("--train", type=int, metavar="STEPS", help="train the debug model with each precision instead")
+    arguments = parser.parse_args()
+    output = arguments.output
+    if arguments.train:
+        content = {"torch": torch.__version__, "steps": arguments.train, "runs": compare_trainings(arguments.train)}
+        if output:
+            write_atomically(output / "precision-training.json", json.dumps(content, indent=1) + "\n")
+        return
     rows = []
     for shape in SHAPES:
         for spectrum, values in spectra(min(shape)).items():
