@@ -9,6 +9,7 @@ from pathlib import Path
 from pc.analysis.curves import VALIDATION
 from pc.analysis.runs import Run
 from pc.errors import UserError
+from pc.launch.sweep import label
 from pc.plots import save, subplots
 
 
@@ -41,11 +42,17 @@ def plot(results: Sequence[dict], baselines: Sequence[Run], path: Path) -> list[
         names = ", ".join(Path(config).stem for config in configs)
         raise UserError(f"--baseline: {len(baselines)} given, {len(configs)} needed, one for each of {names}")
     figure, panels = subplots(1, len(configs), width=4.6, height=3.4, squeeze=False)
+    values: dict[str, list] = {}
+    for result in results:
+        for key, value in result["settings"].items():
+            values.setdefault(key, []).append(value)
+    varied = [key for key, given in values.items() if any(value != given[0] for value in given)]
     for i, (axes, config) in enumerate(zip(panels[0], configs, strict=True)):
         settings: dict[str, list[dict]] = {}
         for result in results:
             if result["config"] == config:
-                settings.setdefault(_label(result["settings"]), []).append(result)
+                chosen = {key: result["settings"][key] for key in varied if key in result["settings"]}
+                settings.setdefault(label(chosen) or "as it is", []).append(result)
         shown = []
         for place, members in enumerate(settings.values()):
             losses = [member[VALIDATION] for member in members]
@@ -54,7 +61,7 @@ def plot(results: Sequence[dict], baselines: Sequence[Run], path: Path) -> list[
             axes.bar(place, mean, color="C0", alpha=0.8, hatch="//" if spiked else None, edgecolor="white")
             if len(losses) > 1:
                 axes.vlines(place, min(losses), max(losses), color="k")
-            axes.annotate(f"{mean:.4f}", (place, mean), ha="center", va="bottom", fontsize=7)
+            axes.annotate(f"{mean:.4f}", (place, max(losses)), ha="center", va="bottom", fontsize=7)
             shown += losses
         if baselines:
             final = baselines[i].require(VALIDATION, "the baseline has no validation").values[-1]
@@ -68,13 +75,3 @@ def plot(results: Sequence[dict], baselines: Sequence[Run], path: Path) -> list[
         axes.set_title(Path(config).stem)
         axes.set_ylabel("final validation loss (nats per token)")
     return save(figure, path)
-
-
-def _label(settings: dict) -> str:
-    return ", ".join(f"{key.rpartition('.')[2]} {_value(value)}" for key, value in settings.items()) or "as it is"
-
-
-def _value(value) -> str:
-    if isinstance(value, list):
-        return "+".join(map(str, value))
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -12,7 +12,7 @@ from pc import plots
 from pc.errors import UserError
 from pc.files import write_atomically
 from pc.launch import runs
-from pc.launch.sweep import Sweep
+from pc.launch.sweep import Sweep, label, value_label
 
 
 @dataclass(frozen=True)
@@ -138,16 +138,17 @@ def _plot(sweep: Sweep, candidates: list[Candidate]) -> None:
     figure, axes = plots.subplots(width=6.0, height=3.6)
     lines: dict[str, list[Candidate]] = {}
     for candidate in candidates:
-        others = [Path(candidate.config).stem] + [
-            f"{name.rpartition('.')[2]} {json.dumps(value)}"
-            for name, value in candidate.settings.items()
-            if name != key
-        ]
-        lines.setdefault(", ".join(others), []).append(candidate)
-    for label, members in lines.items():
+        varied = {
+            name: candidate.settings[name] for name, given in sweep.axes.items() if name != key and len(given) > 1
+        }
+        configs = {c.config for c in candidates}
+        words = [Path(candidate.config).stem] if len(configs) > 1 or not varied else []
+        words += [label(varied)] if varied else []
+        lines.setdefault(", ".join(words), []).append(candidate)
+    for name, members in lines.items():
         places = [c.settings[key] if numeric else values.index(c.settings[key]) if key else 0 for c in members]
         means = [c.mean for c in members]
-        (line,) = axes.plot(places, means, label=label, linewidth=1)
+        (line,) = axes.plot(places, means, label=name, linewidth=1)
         for place, candidate in zip(places, members, strict=True):
             face = line.get_color() if candidate.stable else "none"
             axes.scatter([place], [candidate.mean], color=line.get_color(), facecolors=face, zorder=3)
@@ -161,18 +162,14 @@ def _plot(sweep: Sweep, candidates: list[Candidate]) -> None:
         else:
             axes.set_xticks(values)
     else:
-        axes.set_xticks(range(len(values)), [_label(value) for value in values], rotation=30, ha="right")
+        axes.set_xticks(range(len(values)), [value_label(value) for value in values], rotation=30, ha="right")
     axes.set_xlabel(key or "")
     axes.set_ylabel(sweep.select.metric.replace("_", " ") + (" (nats)" if "loss" in sweep.select.metric else ""))
     if not all(candidate.stable for candidate in candidates):
-        axes.set_title("hollow: unstable", fontsize="small", loc="left")
-    axes.legend()
+        axes.set_title("hollow: unstable", fontsize="small", loc="right")
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0)
     plots.save(figure, sweep.folder / "plot")
 
 
 def _is_numeric(values: list) -> bool:
     return all(type(value) in (int, float) for value in values)
-
-
-def _label(value: Any) -> str:
-    return "+".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -185,6 +185,24 @@ def _cost(tokens: int, tokens_per_second: float | None) -> str:
     return text
 
 
+def label(settings: dict[str, Any]) -> str:
+    """Settings as a plot names them: "pc on, lr 0.003, blocks o+ffn"."""
+    return ", ".join(_setting_label(key, value) for key, value in settings.items())
+
+
+def _setting_label(key: str, value: Any) -> str:
+    section, _, name = key.rpartition(".")
+    return f"{section if name == 'enable' else name} {value_label(value)}"
+
+
+def value_label(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, list):
+        return "+".join(map(str, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 def _axis_values(path: Path, key: str, axis: list | dict[str, float]) -> list:
     if isinstance(axis, list):
         if not axis:
