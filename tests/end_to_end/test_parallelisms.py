@@ -73,7 +73,8 @@ def one_process(module_config):
     return {method: path for (_, method), path in folders.items()}
 
 
-@pytest.mark.parametrize("ranks", LAYOUTS)
+# On four ranks a minute: gradients in float64 (test_parallel_gradients) and checkpoints below cover those layouts in every run.
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_losses_equal_one_process(module_config, one_process, ranks):
     config, root = module_config
     # baselines on four ranks: test_parallel_gradients has their gradients, test_parallel_tables (soak) whole runs
