@@ -14,7 +14,6 @@ from lm_eval.tasks.manager import TaskDict
 from torch import nn
 from torchtitan.distributed import ParallelDims
 
-from pc.errors import UserError
 from pc.evaluate import tasks, tokenizer
 from pc.evaluate.live_model import LiveModel
 from pc.titan.config import JobConfig
@@ -57,8 +56,8 @@ def build_in_training_scorer(
     parallel_dims: ParallelDims,
     device: torch.device,
     precision: AbstractContextManager | None = None,
-) -> InTrainingScorer | None:
-    """The scorer that `[evaluation]` asks for; None where its interval is 0.
+) -> InTrainingScorer:
+    """The scorer that `[evaluation]` asks for.
 
     Args:
         job_config: the run's configuration.
@@ -68,16 +67,6 @@ def build_in_training_scorer(
         precision: the trainer's autocast context.
     """
     section = job_config.evaluation
-    if section.interval == 0:
-        return None
-    for key in ("interval", "limit"):
-        if getattr(section, key) < 0:
-            raise UserError(f"evaluation.{key} = {getattr(section, key)} should be at least 0")
-    if parallel_dims.pp_enabled or parallel_dims.cp_enabled:
-        raise UserError(
-            "evaluation.interval works with data and tensor parallelism, not with pipeline or context "
-            "parallelism; set it to 0 and score checkpoints with scripts/score.py"
-        )
     # Loaded now: a missing file or an unreachable Hub stops the run at its start.
     task_dict = tasks.load(section.tasks, section.data or None)
     batch_mesh = parallel_dims.get_optional_mesh("batch")

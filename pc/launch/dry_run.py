@@ -56,24 +56,27 @@ def check(path: str | Path, overrides: Sequence[str], world_size: int, *, needs_
     config = to_config(resolved, JobConfig)
     folder = run_folder(path, resolved)
     report = Report()
-    model_args = _tried(report, _model_args, config)
+    for finding in checks.of_config(config):
+        report.fail(finding)
+    sound = not report.errors
+    model_args = _model_args(config)
     data_parallel = _data_parallel_size(report, config, world_size)
     if data_parallel:
         _check_batch(report, config, data_parallel)
         if model_args:
-            _check_combinations(report, config, world_size, data_parallel)
+            _check_layout(report, config, world_size, data_parallel)
     _check_schedule(report, config)
     if model_args:
         sizes = _check_model(report, config, model_args)
-        if sizes and data_parallel:
+        if sizes and data_parallel and sound:
             _check_memory(report, config, sizes, world_size, data_parallel, folder)
         _check_data(report, config, model_args.vocab_size, needs_data)
     return report
 
 
-def _model_args(config: JobConfig) -> Llama2Args:
+def _model_args(config: JobConfig) -> Llama2Args | None:
     if config.model.flavor not in FLAVORS:
-        raise UserError(f"model.flavor = {config.model.flavor!r} should be one of {', '.join(FLAVORS)}")
+        return None
     return replace(
         FLAVORS[config.model.flavor], vocab_size=config.model.vocab_size, max_seq_len=config.training.seq_len
     )
@@ -91,10 +94,8 @@ def _tried(report: Report, function, *arguments):
 def _data_parallel_size(report: Report, config: JobConfig, world_size: int) -> int | None:
     parallelism = config.parallelism
     degrees = ("tensor_parallel", "pipeline_parallel", "context_parallel", "data_parallel_replicate")
-    for key in (f"{degree}_degree" for degree in degrees):
-        if getattr(parallelism, key) < 1:
-            report.fail(f"parallelism.{key} = {getattr(parallelism, key)} should be at least 1")
-            return None
+    if any(getattr(parallelism, f"{degree}_degree") < 1 for degree in degrees):
+        return None  # said already
     model_parallel = (
         parallelism.tensor_parallel_degree * parallelism.pipeline_parallel_degree * parallelism.context_parallel_degree
     )
@@ -140,7 +141,7 @@ def _check_batch(report: Report, config: JobConfig, data_parallel: int) -> None:
     ]
 
 
-def _check_combinations(report: Report, config: JobConfig, world_size: int, data_parallel: int) -> None:
+def _check_layout(report: Report, config: JobConfig, world_size: int, data_parallel: int) -> None:
     """The trainer's own refusals, except those of a CPU: this machine is not the one that trains."""
     parallelism = config.parallelism
     dims = ParallelDims(
@@ -153,16 +154,12 @@ def _check_combinations(report: Report, config: JobConfig, world_size: int, data
         etp=parallelism.expert_tensor_parallel_degree,
         world_size=world_size,
     )
-    try:
-        checks.check(config, dims, on_cpu=False)
-    except UserError as error:
-        report.fail(str(error))
+    for finding in checks.of_layout(config, dims, on_cpu=False):
+        report.fail(finding)
 
 
 def _check_schedule(report: Report, config: JobConfig) -> None:
     steps = config.training.steps
-    if steps < 1:
-        report.fail(f"training.steps = {steps} should be at least 1")
     if config.optimizer.lr <= 0:
         report.fail(f"optimizer.lr = {config.optimizer.lr} should be above 0")
     if not 0 <= config.lr_scheduler.warmup_steps <= steps:
@@ -170,15 +167,9 @@ def _check_schedule(report: Report, config: JobConfig) -> None:
             f"lr_scheduler.warmup_steps = {config.lr_scheduler.warmup_steps} should be between 0 and "
             f"training.steps {steps}"
         )
-    if config.validation.enable and config.validation.freq < 1:
-        report.fail(f"validation.freq = {config.validation.freq} should be at least 1")
     if not config.checkpoint.enable:
         report.warnings.append("checkpoint.enable is false: a run that ends early starts again from step 0")
         return
-    if config.checkpoint.interval < 1:
-        report.fail(f"checkpoint.interval = {config.checkpoint.interval} should be at least 1")
-    if config.checkpoint.keep_latest_k < 0:
-        report.fail("checkpoint.keep_latest_k should be 0 (keep all) or at least 2")
     if config.checkpoint.last_save_model_only:
         report.warnings.append("checkpoint.last_save_model_only is true: the last checkpoint cannot be resumed")
 

@@ -1,6 +1,8 @@
 """Combinations that cannot work are refused before the first step, in a sentence each."""
 
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from itertools import chain
 
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols import train_spec
@@ -16,27 +18,45 @@ FLOAT8 = "quantize.linear.float8"
 
 
 def check(config: JobConfig, dims: ParallelDims, on_cpu: bool) -> None:
-    """Raises UserError naming the key and what would be right.
+    """Raises UserError with the first thing that `of_config` and `of_layout` find."""
+    for finding in chain(of_config(config), of_layout(config, dims, on_cpu)):
+        raise UserError(finding)
+
+
+def of_config(config: JobConfig) -> Iterator[str]:
+    """What is wrong however many processes there are: a sentence each, naming the key and what would be right."""
+    yield from _ignored(config)
+    yield from _ranges(config)
+    yield from _model(config)
+    yield from _precision(config)
+    yield from _checkpointing(config)
+    yield from _converters(config)
+    if config.pc.enable:
+        yield from _refusal_of(config.pc.to_pc_config)
+
+
+def of_layout(config: JobConfig, dims: ParallelDims, on_cpu: bool) -> Iterator[str]:
+    """What is wrong with the config on these processes; `of_config` has found nothing wrong with flavor and degrees.
 
     Args:
         dims: the parallel degrees of the run.
         on_cpu: whether it trains on CPUs, which can do less.
     """
-    _check_ignored(config)
-    _check_ranges(config)
-    _check_model(config)
-    _check_parallelism(config, dims)
+    yield from _parallelism(config, dims)
     if dims.pp > 1:
-        _check_pipeline(config, dims)
-    _check_precision(config)
-    _check_converters(config)
+        yield from _pipeline(config, dims)
     if on_cpu:
-        _check_cpu(config, dims)
-    accumulation_steps(
-        config.training.global_batch_size, config.training.local_batch_size, dims.dp_replicate * dims.dp_shard
-    )
-    if config.pc.enable:
-        config.pc.to_pc_config()
+        yield from _cpu(config, dims)
+    training = config.training
+    data_ranks = dims.dp_replicate * dims.dp_shard
+    yield from _refusal_of(accumulation_steps, training.global_batch_size, training.local_batch_size, data_ranks)
+
+
+def _refusal_of(function: Callable, *arguments) -> Iterator[str]:
+    try:
+        function(*arguments)
+    except UserError as error:
+        yield str(error)
 
 
 def compiles_model(config: JobConfig) -> bool:
@@ -64,6 +84,7 @@ _AT_LEAST = {
     "data.validation_sequences": 1,
     "metrics.log_freq": 1,
     "checkpoint.interval": 1,
+    "checkpoint.keep_latest_k": 0,
     "evaluation.interval": 0,
     "evaluation.limit": 0,
     "health.freq": 0,
@@ -84,11 +105,11 @@ def _value(config: JobConfig, key: str):
     return getattr(getattr(config, section), name)
 
 
-def _check_ignored(config: JobConfig) -> None:
+def _ignored(config: JobConfig) -> Iterator[str]:
     default = JobConfig()
     for key, instead in _IGNORED.items():
         if _value(config, key) != _value(default, key):
-            raise UserError(f"{key} is not read by this trainer; set {instead}")
+            yield f"{key} is not read by this trainer; set {instead}"
     refused = {
         "fault_tolerance.enable": config.fault_tolerance.enable,
         "checkpoint.create_seed_checkpoint": config.checkpoint.create_seed_checkpoint,
@@ -97,118 +118,126 @@ def _check_ignored(config: JobConfig) -> None:
     }
     for key, is_set in refused.items():
         if is_set:
-            raise UserError(f"{key} is not supported with PC's and Muon's work around the optimizer's step; use false")
+            yield f"{key} is not supported with PC's and Muon's work around the optimizer's step; use false"
     if config.comm.mode != "default":
-        raise UserError(f'comm.mode = "{config.comm.mode}" does not train; use "default"')
+        yield f'comm.mode = "{config.comm.mode}" does not train; use "default"'
 
 
-def _check_ranges(config: JobConfig) -> None:
+def _ranges(config: JobConfig) -> Iterator[str]:
     for key, least in _AT_LEAST.items():
         if _value(config, key) < least:
-            raise UserError(f"{key} = {_value(config, key)} should be at least {least}")
+            yield f"{key} = {_value(config, key)} should be at least {least}"
     for key in ("optimizer.beta1", "optimizer.beta2", "optimizer.muon_momentum"):
         if not 0 <= _value(config, key) < 1:
-            raise UserError(f"{key} = {_value(config, key)} should be at least 0 and below 1")
+            yield f"{key} = {_value(config, key)} should be at least 0 and below 1"
     if config.optimizer.muon_coefficients not in NEWTON_SCHULZ_COEFFICIENTS:
-        raise UserError(
+        yield (
             f"optimizer.muon_coefficients = {config.optimizer.muon_coefficients!r} should be one of "
             f"{', '.join(NEWTON_SCHULZ_COEFFICIENTS)}"
         )
 
 
-def _check_model(config: JobConfig) -> None:
+def _model(config: JobConfig) -> Iterator[str]:
     # The benchmarks register variants of it under other names.
     if config.model.name != "pc_llama2" and config.model.name not in train_spec._extra_train_specs:
-        raise UserError(f'model.name = "{config.model.name}" should be "pc_llama2", the model of this trainer')
+        yield f'model.name = "{config.model.name}" should be "pc_llama2", the model of this trainer'
     if config.model.flavor not in FLAVORS:
-        raise UserError(f"model.flavor = {config.model.flavor!r} should be one of {', '.join(FLAVORS)}")
+        yield f"model.flavor = {config.model.flavor!r} should be one of {', '.join(FLAVORS)}"
     if config.checkpoint.enable and config.checkpoint.keep_latest_k == 1:
-        raise UserError(
-            "checkpoint.keep_latest_k = 1 could lose the last whole checkpoint; use 2 or more, or 0 for all"
-        )
+        yield ("checkpoint.keep_latest_k = 1 could lose the last whole checkpoint; use 2 or more, or 0 for all")
 
 
-def _check_parallelism(config: JobConfig, dims: ParallelDims) -> None:
+def _parallelism(config: JobConfig, dims: ParallelDims) -> Iterator[str]:
     if dims.dp_replicate > 1 and dims.dp_shard == 1 and dims.cp == 1:
-        raise UserError(
+        yield (
             "parallelism.data_parallel_replicate_degree without sharding is plain data parallelism, which "
             "TorchTitan 0.2.2 averages twice; use data_parallel_shard_degree, alone or with it"
         )
     if dims.ep > 1:
-        raise UserError("parallelism.expert_parallel_degree is for mixtures of experts; Llama 2 has none, use 1")
+        yield "parallelism.expert_parallel_degree is for mixtures of experts; Llama 2 has none, use 1"
     if config.pc.enable and config.pc.schedule == "forward" and dims.tp > 1:
-        raise UserError(
+        yield (
             'pc.schedule = "forward" needs whole weights in the forward pass, which tensor parallelism splits; use "step"'
         )
     if config.parallelism.enable_async_tensor_parallel and not compiles_model(config):
-        raise UserError("parallelism.enable_async_tensor_parallel needs compile.enable = true")
+        yield "parallelism.enable_async_tensor_parallel needs compile.enable = true"
     heads = FLAVORS[config.model.flavor].n_heads
     if heads % dims.tp:
-        raise UserError(f"parallelism.tensor_parallel_degree = {dims.tp} should divide the {heads} heads")
+        yield f"parallelism.tensor_parallel_degree = {dims.tp} should divide the {heads} heads"
+    if config.evaluation.interval and (dims.pp > 1 or dims.cp > 1):
+        yield (
+            "evaluation.interval works with data and tensor parallelism, not with pipeline or context "
+            "parallelism; set it to 0 and score checkpoints with scripts/score.py"
+        )
     if config.training.seq_len % dims.seq_len_divisor:
-        raise UserError(
+        yield (
             f"training.seq_len = {config.training.seq_len} should be a multiple of {dims.seq_len_divisor} "
             "(tensor parallel degree x 2 x context parallel degree)"
         )
 
 
-def _check_pipeline(config: JobConfig, dims: ParallelDims) -> None:
+def _pipeline(config: JobConfig, dims: ParallelDims) -> Iterator[str]:
     batch, size = config.training.local_batch_size, config.parallelism.pipeline_parallel_microbatch_size
     schedule = config.parallelism.pipeline_parallel_schedule
     if size < 1 or batch % size:
-        raise UserError(
+        yield (
             f"training.local_batch_size = {batch} should be a multiple of "
             f"parallelism.pipeline_parallel_microbatch_size = {size}"
         )
+        return
     if schedule.lower() == "1f1b" and batch // size < dims.pp:
-        raise UserError(
+        yield (
             f'parallelism.pipeline_parallel_schedule = "{schedule}" needs a micro-batch for each of the {dims.pp} '
             f"stages, but training.local_batch_size / parallelism.pipeline_parallel_microbatch_size is {batch // size}"
         )
     if config.validation.enable and config.validation.local_batch_size != batch:
-        raise UserError(
+        yield (
             f"validation.local_batch_size = {config.validation.local_batch_size} should be training.local_batch_size "
             f"= {batch}: pipeline stages exchange tensors of one shape"
         )
     splits_backward = schedule.lower() in ("interleavedzerobubble", "zbvzerobubble", "dualpipev")
     if splits_backward and compiles_model(config):
-        raise UserError(
+        yield (
             f'parallelism.pipeline_parallel_schedule = "{schedule}" splits the backward pass, which compiled blocks '
             "do not allow; use another schedule, or compile.enable = false"
         )
     checkpointing = config.activation_checkpoint
     if splits_backward and checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op":
-        raise UserError(
+        yield (
             f'parallelism.pipeline_parallel_schedule = "{schedule}" splits the backward pass, which '
             'activation_checkpoint.selective_ac_option = "op" does not allow; use activation_checkpoint.mode = "full"'
         )
 
 
-def _check_precision(config: JobConfig) -> None:
+def _precision(config: JobConfig) -> Iterator[str]:
     if config.training.dtype != "float32":
-        raise UserError(
-            'training.dtype should be "float32": raw weights are kept in it; mixed_precision_param may be bfloat16'
-        )
+        yield ('training.dtype should be "float32": raw weights are kept in it; mixed_precision_param may be bfloat16')
 
 
-def _check_converters(config: JobConfig) -> None:
-    if config.model.converters not in ([], [FLOAT8]):
-        raise UserError(f'model.converters = {config.model.converters} should be [] or ["{FLOAT8}"]')
+def _checkpointing(config: JobConfig) -> Iterator[str]:
+    checkpointing = config.activation_checkpoint
+    option = checkpointing.selective_ac_option
+    if checkpointing.mode == "selective" and option != "op" and not option.isdecimal():
+        yield f'activation_checkpoint.selective_ac_option = "{option}" should be "op" or a number of blocks'
+
+
+def _converters(config: JobConfig) -> Iterator[str]:
     if not config.model.converters:
         return
+    if config.model.converters != [FLOAT8]:
+        yield f'model.converters = {config.model.converters} should be [] or ["{FLOAT8}"]'
+        return
     if find_spec("torchao") is None:
-        raise UserError(f'model.converters = ["{FLOAT8}"] needs torchao: pip install torchao')
+        yield f'model.converters = ["{FLOAT8}"] needs torchao: pip install torchao'
     if config.pc.enable and config.pc.schedule == "forward":
-        raise UserError('pc.schedule = "forward" would replace how float8 layers multiply; use "step"')
+        yield 'pc.schedule = "forward" would replace how float8 layers multiply; use "step"'
     if config.quantize.linear.float8.emulate and compiles_model(config):
-        raise UserError("quantize.linear.float8.emulate does not compile; use compile.enable = false")
+        yield "quantize.linear.float8.emulate does not compile; use compile.enable = false"
 
 
-def _check_cpu(config: JobConfig, dims: ParallelDims) -> None:
+def _cpu(config: JobConfig, dims: ParallelDims) -> Iterator[str]:
     if config.model.converters and not config.quantize.linear.float8.emulate:
-        raise UserError(
-            "quantize.linear.float8 needs a GPU, and this machine has none; emulate = true tries it out, slowly"
-        )
+        yield ("quantize.linear.float8 needs a GPU, and this machine has none; emulate = true tries it out, slowly")
     refused = {
         "profiling.enable_profiling": config.profiling.enable_profiling,
         "profiling.enable_memory_snapshot": config.profiling.enable_memory_snapshot,
@@ -220,15 +249,15 @@ def _check_cpu(config: JobConfig, dims: ParallelDims) -> None:
     }
     for key, is_set in refused.items():
         if is_set:
-            raise UserError(f"{key} needs a GPU, and this machine has none; do without")
+            yield f"{key} needs a GPU, and this machine has none; do without"
     checkpointing = config.activation_checkpoint
     recomputes_attention = checkpointing.mode == "full" or (
         checkpointing.mode == "selective" and checkpointing.selective_ac_option != "op"
     )
     if dims.tp > 1 and compiles_model(config) and recomputes_attention:
-        raise UserError(
+        yield (
             "activation_checkpoint that recomputes attention, with tensor parallelism and compiled blocks, fails within "
             'torch 2.13 on a CPU; use mode = "selective" with selective_ac_option = "op", or compile.enable = false'
         )
     if dims.cp > 1:
-        raise UserError("parallelism.context_parallel_degree needs a GPU: PyTorch has no rule for CPU attention; use 1")
+        yield "parallelism.context_parallel_degree needs a GPU: PyTorch has no rule for CPU attention; use 1"

@@ -1,14 +1,13 @@
 """PC with float8 layers (torchao, emulated on a CPU): the layers multiply PC(W) in float8, and the rest goes on as before."""
 
 import pytest
-import tiny
 import torch
-from ranks import run_ranks
 from torch import nn
 
 import pc
-from pc.errors import UserError
+import tiny
 from pc.titan.checks import FLOAT8
+from ranks import run_ranks
 
 QUICK = ["--model.flavor", "tiny32", "--model.vocab_size", "208", "--validation.enable", "false"]
 EMULATED = ["--model.converters", FLOAT8, "--quantize.linear.float8.emulate", "true"]
@@ -88,5 +87,5 @@ def test_a_machine_without_torchao(tiny_config, monkeypatch):
 
     tiny.add_tiny_flavor()
     monkeypatch.setattr(checks, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="needs torchao: pip install torchao"):
-        checks._check_converters(load_config(tiny_config[0], EMULATED))
+    (finding,) = checks.of_config(load_config(tiny_config[0], EMULATED))
+    assert finding.endswith("needs torchao: pip install torchao")
