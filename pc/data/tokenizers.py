@@ -10,6 +10,7 @@ Three properties hold for each of them, whatever the text says:
 import hashlib
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from pc.errors import UserError
 DEFAULT_TOKENIZER = "mistral-common"
 
 
-class Tokenizer:
+class Tokenizer(ABC):
     """What the rest of the project needs to know of a tokenizer.
 
     name: how the user chose it. kind: "sentencepiece", "huggingface" or "tiktoken".
@@ -44,15 +45,16 @@ class Tokenizer:
             digest.update(f"\n{file_name} {len(files[file_name])}\n".encode() + files[file_name])
         self.sha256 = digest.hexdigest()
 
+    @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Ids of all texts end to end (uint32 [total]) and each text's number of ids (int64 [texts])."""
-        raise NotImplementedError
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0].tolist()
 
+    @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        raise NotImplementedError
+        """The text of ids."""
 
 
 class SentencePieceTokenizer(Tokenizer):

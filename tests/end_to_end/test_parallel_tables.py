@@ -11,10 +11,10 @@ import os
 from pathlib import Path
 
 import pytest
-import tiny
-from ranks import run_ranks
 
+import tiny
 from pc.files import write_atomically
+from ranks import run_ranks
 
 pytestmark = pytest.mark.soak
 
@@ -110,10 +110,8 @@ def _run(ranks: int, root: Path, runs: dict[str, list[str]]) -> dict[str, list[f
 
 
 @pytest.fixture(scope="module")
-def losses(tmp_path_factory):
+def losses(demo_data, tmp_path_factory):
     """Losses of all runs so far by "<layout>, <how>, <method>"; at first those of one process."""
-    if not (ROOT / "data" / "demo" / "manifest.json").exists():
-        pytest.skip("no demo data; make them with python -m pc.data.demo")
     runs = {
         REFERENCE: ["--training.local_batch_size", str(SEQUENCES)],
         HALVES: ["--training.local_batch_size", str(SEQUENCES // 2)],

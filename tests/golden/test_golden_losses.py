@@ -9,12 +9,10 @@ import os
 from pathlib import Path
 
 import pytest
-import tiny
-from ranks import run_ranks
 
-from pc.data.demo import make_demo
-from pc.errors import UserError
+import tiny
 from pc.files import write_atomically
+from ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).with_name("losses.json")
@@ -25,17 +23,6 @@ RUNS = {
     "muon_baseline": ["--optimizer.name", "Muon", "--pc.enable", "false"],
     "muon_pc": ["--optimizer.name", "Muon", "--pc.level", "2"],
 }
-
-
-@pytest.fixture(scope="module")
-def demo_data():
-    """The demo shards that ./run_llama_train.sh makes; made here if they are not there."""
-    try:
-        return make_demo(ROOT / "data" / "demo").folder
-    except UserError as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(str(error))
 
 
 @pytest.mark.parametrize("name, ranks", [*((name, 1) for name in RUNS), ("adamw_pc", 2)])
