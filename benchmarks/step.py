@@ -32,7 +32,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rows import ROWS, Row, Variant, table
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torchtitan.components.lr_scheduler import build_lr_schedulers
@@ -54,6 +53,7 @@ from pc.files import write_atomically
 from pc.owner import local
 from pc.titan.status import PACKAGES
 from pc.titan.train import TRAIN_SPEC, PCTrainer, load_config
+from rows import ROWS, Row, Variant, table
 
 CONFIGS = Path(__file__).resolve().parents[1] / "train_configs"
 GIB = 2**30

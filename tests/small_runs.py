@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from health_model import transformer
 from torch import nn
 
 import pc
+from health_model import transformer
 from pc.config import BLOCK_SUFFIXES
 
 

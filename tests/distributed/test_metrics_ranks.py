@@ -5,8 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from health_model import inputs, job_config, one_rank, transformer
-from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -14,7 +12,9 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torchtitan.models.llama3.infra.parallelize import apply_tp
 
 import pc
+from health_model import inputs, job_config, one_rank, transformer
 from pc.titan.health import HealthMetrics
+from ranks import run_ranks
 
 GLOBAL_BATCH = 12  # divides by every number of ranks
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from pc.muon import Muon
+from ranks import run_ranks
 
 SHAPES = [
     (7, 5),

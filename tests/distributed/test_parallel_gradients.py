@@ -1,8 +1,9 @@
 """Gradients of the trainer under every parallelism, in float64, against one plain model with PC in its graph."""
 
 import pytest
-import tiny
 import torch
+
+import tiny
 from ranks import run_ranks
 
 SEQUENCES = 36  # of one optimizer step: divides by 1, 2, 3, 4 ranks and by 3 micro-batches

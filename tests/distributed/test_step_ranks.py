@@ -4,14 +4,14 @@ import copy
 
 import pytest
 import torch
-from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from toy import toy_batch, toy_loss, toy_model
 
 import pc
 from pc import PCConfig, StepSchedule
+from ranks import run_ranks
+from toy import toy_batch, toy_loss, toy_model
 
 BATCHES = 12  # micro-batches of one step over all ranks: divides by 1, 2, 3 and 4
 TOLERANCE = 1e-12  # float64 sums in another order

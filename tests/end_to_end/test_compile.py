@@ -5,6 +5,7 @@ test_parallel_tables (soak) run the real back end.
 """
 
 import pytest
+
 import tiny
 from ranks import run_ranks
 

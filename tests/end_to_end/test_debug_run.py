@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
-from ranks import run_ranks
 
+import tiny
 from pc.data.demo import make_demo
+from ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 14

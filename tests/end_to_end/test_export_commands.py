@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from made_runs import make_data, make_evaluation_data, make_run
 
+from made_runs import make_data, make_evaluation_data, make_run
 from pc import PCConfig
 from pc.evaluate import tasks
 

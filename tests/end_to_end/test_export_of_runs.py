@@ -1,15 +1,15 @@
 """A real run on two ranks: its checkpoint's export has its validation loss, and can start another run."""
 
 import pytest
-import tiny
 import torch
 import torch.nn.functional as F
-from made_runs import make_shards
-from ranks import run_ranks
 
+import tiny
+from made_runs import make_shards
 from pc.data import build_dataloader
 from pc.evaluate import checkpoint, hugging_face
 from pc.titan.distcp import CheckpointFolder
+from ranks import run_ranks
 
 SETTINGS = ["--model.vocab_size", "32000", "--training.seq_len", "64", "--training.steps", "3"]
 

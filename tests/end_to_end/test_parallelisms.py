@@ -1,12 +1,13 @@
 """Whole runs under every parallelism against one process: losses, validation, checkpoints that move between kinds."""
 
 import pytest
-import tiny
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from test_training import _equal, _load_all, _loaded_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import tiny
+from ranks import run_ranks
 
 BASELINE = ["--pc.enable", "false"]
 MUON = ["--optimizer.name", "Muon"]

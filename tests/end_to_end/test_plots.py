@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from small_runs import save_checkpoint, write_metrics
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"

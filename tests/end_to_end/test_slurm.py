@@ -10,15 +10,15 @@ import tomllib
 from pathlib import Path
 
 import pytest
+
 import slurm_cluster
 from made_runs import make_evaluation_data, make_shards
-from small_config import ROOT, write_small_config
-
 from pc.errors import UserError
 from pc.launch import runs
 from pc.launch.selection import select
 from pc.launch.slurm import Allocation, submit_sweep
 from pc.launch.sweep import Run, load
+from small_config import ROOT, write_small_config
 
 SECONDS = 600  # a quiet machine needs a sixth of it
 CPU = ["--gpus-per-node=0", "--sbatch=--time=15"]

@@ -10,11 +10,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from small_config import ROOT, write_small_config
 
 from pc.launch import runs
 from pc.launch.sweep import load
 from pc.launch.sweep_command import main
+from small_config import ROOT, write_small_config
 
 
 @pytest.fixture

@@ -5,9 +5,10 @@ import os
 import signal
 
 import pytest
-import tiny
 import torch
 import torch.distributed.checkpoint as dcp
+
+import tiny
 from ranks import run_ranks
 
 BASELINE = ["--pc.enable", "false"]

@@ -3,10 +3,10 @@ import copy
 import pytest
 import torch
 from torch import nn
-from toy import ToyBlock
 
 import pc
 from pc import PCConfig, PCLinear, UserError
+from toy import ToyBlock
 
 
 def _model(layers=2, seed=0):

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import add_tiny_flavor
 
 import pc
+from tiny import add_tiny_flavor
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SHAPE = ["--flavor", "tiny", "--seq-len", "16", "--local-batch-size", "2", "--micro-batches", "3", "--rounds", "2"]

@@ -3,10 +3,10 @@ import itertools
 import pytest
 import torch
 from torch import nn
-from toy import toy_batch, toy_loss, toy_model
 
 import pc
 from pc import PCConfig, StepSchedule
+from toy import toy_batch, toy_loss, toy_model
 
 # Float64 gradients through one summed and many separate passes differ in rounding alone.
 TOLERANCE = 1e-12

@@ -2,12 +2,12 @@ import math
 
 import pytest
 import torch
-from small_runs import save_checkpoint
 
 from pc.analysis import spectra, spectra_plots
 from pc.analysis.checkpoints import LinearWeights, latest_checkpoint
 from pc.config import BLOCK_SUFFIXES
 from pc.errors import UserError
+from small_runs import save_checkpoint
 
 
 @pytest.fixture(autouse=True)

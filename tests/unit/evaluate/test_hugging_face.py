@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from made_runs import make_run
 from safetensors.torch import load_file, save_file
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 
+from made_runs import make_run
 from pc import PCConfig, UserError
 from pc.evaluate import checkpoint, hugging_face
 from pc.titan.llama2 import FLAVORS

@@ -7,14 +7,14 @@ import shutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from made_runs import make_run
-from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from made_runs import make_run
 from pc import PCConfig, UserError
 from pc.evaluate import checkpoint
 from pc.titan.distcp import CheckpointFolder
+from ranks import run_ranks
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from small_config import ROOT
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 from torchtitan.config.job_config import ActivationCheckpoint
@@ -15,6 +14,7 @@ from pc.launch import memory
 from pc.launch.dry_run import check, check_or_raise
 from pc.titan.llama2 import FLAVORS, Llama2
 from pc.titan.parallelize import SAVED_OPERATIONS
+from small_config import ROOT
 
 CONFIG = ROOT / "train_configs" / "1b_adamw_pc.toml"
 

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from small_config import ROOT
 
 SYSTEM = ("bash", "dirname", "basename", "awk", "cat", "sha256sum", "env", "grep")

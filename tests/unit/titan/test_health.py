@@ -2,10 +2,10 @@ import math
 
 import pytest
 import torch
-from health_model import inputs, job_config, one_rank, transformer
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import pc
+from health_model import inputs, job_config, one_rank, transformer
 from pc.titan.health import HealthMetrics
 from pc.titan.outputs import COUNT
 

@@ -5,14 +5,15 @@ import dataclasses
 import os
 
 import pytest
-import tiny
 import torch
-from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import RowwiseParallel, loss_parallel, parallelize_module
+
+import tiny
+from ranks import run_ranks
 
 TOKENS = 24 * 16  # of one step of the tiny config
 
