@@ -31,10 +31,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import pc.step
-from pc import PCConfig, effective_weight, polynomial
+from pc import PCConfig, effective_weight, passes, polynomial
 from pc.files import write_atomically
-from pc.linear import effective_weight_vjp
+from pc.passes import materialise, pull_back
+from pc.spectral import spectral_norm_estimate
 from pc.titan.train import PCTrainer, load_config
 
 SHAPES = [(1024, 1024), (1024, 2816)]
@@ -44,7 +44,7 @@ PRECISIONS = ["float32", "tf32", "bfloat16"]
 
 
 class EmulatedTF32(TorchDispatchMode):
-    """Rounds the factors of every float32 matrix product to TF32's 10 mantissa bits, to nearest even."""
+    """Rounds the factors of float32 matrix products to TF32's 10 mantissa bits, to nearest even, where torch may."""
 
     PRODUCTS = {torch.ops.aten.mm.default: (0, 1), torch.ops.aten.bmm.default: (0, 1)} | {
         torch.ops.aten.addmm.default: (1, 2),
@@ -52,7 +52,7 @@ class EmulatedTF32(TorchDispatchMode):
     }
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function in self.PRODUCTS:
+        if function in self.PRODUCTS and torch.get_float32_matmul_precision() == "high":
             args = list(args)
             for index in self.PRODUCTS[function]:
                 args[index] = round_to_tf32(args[index])
@@ -87,15 +87,16 @@ def errors(shape: tuple[int, int], values: Tensor, level: int, precision: str) -
     generator = torch.Generator().manual_seed(1)
     gradient = torch.randn(shape, generator=generator, dtype=torch.float64)
     exact = PCConfig(level=level)
-    config = PCConfig(level=level, compute_dtype="bfloat16" if precision == "bfloat16" else "float32")
+    config = PCConfig(level=level, compute_dtype=precision)
     single = [tensor.float() for tensor in (weight, u, v, gradient)]
-    with EmulatedTF32() if precision == "tf32" else torch.no_grad():
-        effective = effective_weight(single[0], None, single[1], single[2], config)
-        (pulled_back,) = effective_weight_vjp(single[0], None, single[1], single[2], single[3], config)
+    with EmulatedTF32():
+        effective, *vectors = (x[0] for x in materialise(config, *(x[None] for x in single[:3])))
+        (pulled_back,) = pull_back(config, *(x[None] for x in (single[0], single[3], *single[1:3])))
+    estimate = spectral_norm_estimate(weight, *(vector.double() for vector in vectors))
     expected = polynomial.evaluate(polynomial.resolve(level), values).sort(descending=True).values
     found = torch.linalg.svdvals(effective.double())
     target = effective_weight(weight, None, u, v, exact)
-    (target_gradient,) = effective_weight_vjp(weight, None, u, v, gradient, exact)
+    (target_gradient,) = pull_back(exact, *(x[None] for x in (weight, gradient, u, v)))
     return {
         "largest error of a singular value": ((found - expected).abs().max() / expected[0]).item(),
         "relative error of PC(W)": ((effective.double() - target).norm() / target.norm()).item(),
@@ -103,15 +104,16 @@ def errors(shape: tuple[int, int], values: Tensor, level: int, precision: str) -
         "relative error of the gradient": (
             (pulled_back.double() - target_gradient).norm() / target_gradient.norm()
         ).item(),
+        "relative error of the norm": (estimate / values[0] - 1).abs().item(),
     }
 
 
-# Name: overrides of the debug config, and whether TF32 is emulated.
-TRAININGS: dict[str, tuple[list[str], bool]] = {
-    "float32": ([], False),
-    "float32, batch in halves": (["--training.local_batch_size", "8"], False),
-    "tf32": ([], True),
-    "bfloat16": (["--pc.compute_dtype", "bfloat16"], False),
+# Name: overrides of the debug config.
+TRAININGS: dict[str, list[str]] = {
+    "float32": [],
+    "float32, batch in halves": ["--training.local_batch_size", "8"],
+    "tf32": ["--pc.compute_dtype", "tf32"],
+    "bfloat16": ["--pc.compute_dtype", "bfloat16"],
 }
 SETTINGS = [
     *("--training.seq_len", "64", "--training.local_batch_size", "16", "--metrics.log_freq", "1", "--health.freq", "0"),
@@ -119,7 +121,7 @@ SETTINGS = [
 ]
 
 
-def in_tf32(function: Callable[..., object]) -> Callable[..., object]:
+def emulating(function: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(function)
     def emulated(*args, **kwargs):
         with EmulatedTF32():
@@ -128,12 +130,11 @@ def in_tf32(function: Callable[..., object]) -> Callable[..., object]:
     return emulated
 
 
-def train(steps: int, overrides: list[str], emulates_tf32: bool) -> dict[str, list[float]]:
+def train(steps: int, overrides: list[str]) -> dict[str, list[float]]:
     """Losses by step and validation losses of one run."""
-    names = ("effective_weight", "effective_weight_vjp") if emulates_tf32 else ()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as patches:
-        for name in names:
-            patches.enter_context(mock.patch.object(pc.step, name, in_tf32(getattr(pc.step, name))))
+        for name in ("materialise", "pull_back"):
+            patches.enter_context(mock.patch.object(passes, name, emulating(getattr(passes, name))))
         words = ["--training.steps", str(steps), "--validation.freq", str(steps), "--job.dump_folder", folder]
         trainer = PCTrainer(load_config(DEBUG, [*SETTINGS, *words, *overrides]))
         trainer.train()
@@ -146,7 +147,7 @@ def compare_trainings(steps: int) -> dict[str, dict[str, list[float]]]:
     """Train with each precision and print how far the losses lie from float32's."""
     os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    found = {name: train(steps, *how) for name, how in TRAININGS.items()}
+    found = {name: train(steps, overrides) for name, overrides in TRAININGS.items()}
     dist.destroy_process_group()
     print(
         "| PC's products | validation loss | largest relative difference of a step's loss from float32 |\n|---|---|---|"

@@ -29,6 +29,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -46,8 +47,9 @@ from torchtitan.train import Trainer
 
 import pc
 import pc.linear
-import pc.step
+import pc.passes
 import pc.titan.optimizers
+from pc import polynomial
 from pc.errors import UserError, exit_on_user_error
 from pc.files import write_atomically
 from pc.owner import local
@@ -245,10 +247,13 @@ def compiled_pc(enabled: bool):
         yield
         return
     with contextlib.ExitStack() as undo:
-        for name in ("effective_weight", "effective_weight_vjp", "power_iteration"):
-            original = getattr(pc.step, name)
-            setattr(pc.step, name, _compiled(original))
-            undo.callback(setattr, pc.step, name, original)
+        for owner, name in (
+            (pc.passes, "power_iteration_by_gram"),
+            (polynomial, "gram_matrix"),
+            (polynomial, "apply"),
+            (polynomial, "vjp"),
+        ):
+            undo.enter_context(mock.patch.object(owner, name, _compiled(getattr(owner, name))))
         yield
 
 

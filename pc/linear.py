@@ -47,36 +47,6 @@ def effective_weight(weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor,
     return result if scale is None else result * scale
 
 
-@torch.no_grad()
-def effective_weight_vjp(
-    weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor, gradient: Tensor, config: PCConfig
-) -> tuple[Tensor, ...]:
-    """The gradient of PC(W) as that of W and of gamma: what autograd gives for `effective_weight`, in fewer products.
-
-    Args:
-        gradient: with respect to PC(W), [..., n, m]; the others as in `effective_weight`.
-
-    Returns:
-        The gradient of W [..., n, m] and, where there is a gamma, its own [..., 1].
-    """
-    s = spectral_norm_estimate(weight, u, v)
-    normalised = weight / s[..., None, None]
-    recovery = s if config.norm_recovery else torch.ones_like(s)
-    scale = recovery if gamma is None else recovery * gamma[..., 0]
-    precision = torch.bfloat16 if config.compute_dtype == "bfloat16" else weight.dtype
-    d_normalised, inner_product = polynomial.vjp(
-        polynomial.resolve(config.level), normalised.to(precision), gradient.to(precision)
-    )
-    d_normalised = d_normalised.to(weight.dtype)
-    # W / s, with s = u^T W v + epsilon: the second term is what flows through s
-    along_s = (d_normalised * normalised).sum((-2, -1))[..., None, None]
-    d_weight = torch.addcmul(d_normalised, along_s * u[..., :, None], v[..., None, :], value=-1.0)
-    d_weight *= (scale / s)[..., None, None]
-    if gamma is None:
-        return (d_weight,)
-    return d_weight, (recovery * inner_product.to(weight.dtype))[..., None]
-
-
 class PCLinear(nn.Linear):
     """A linear layer whose effective weight is PC(W).
 

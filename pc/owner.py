@@ -73,7 +73,7 @@ def run_on_owners(
     for route, indices in routes.items():
         chosen = [[sequence[i] for i in indices] for sequence in (inputs, outputs, keys)]
         if route is None:
-            _run_alone(function, *chosen)
+            _run_alone(function, *chosen, bucket_bytes)
         elif route == "gather":
             _run_everywhere(function, *chosen)
         else:
@@ -148,12 +148,31 @@ def _route(tensors: Iterable[Tensor]) -> object:
     return groups.pop() if groups else None
 
 
-def _run_alone(function: Function, inputs, outputs, keys) -> None:
-    """No shards: each item by itself on a view with a batch dimension, without copies."""
-    for given, wanted, key in zip(inputs, outputs, keys, strict=True):
-        results = function(key, *(local(tensor).unsqueeze(0) for tensor in given))
-        for tensor, result in zip(wanted, results, strict=True):
-            local(tensor).copy_(result[0])
+def _run_alone(function: Function, inputs, outputs, keys, bucket_bytes: int) -> None:
+    """No shards: batches of items of one key and shapes, each within `bucket_bytes`; one item alone is not copied."""
+    shapes = [tuple(tensor.shape for tensor in item) for item in inputs]
+    for alike in _batches(range(len(inputs)), keys, shapes):
+        size = max(1, bucket_bytes // _bytes(inputs[alike[0]]))
+        for items in (alike[start : start + size] for start in range(0, len(alike), size)):
+            parts = zip(*([local(tensor) for tensor in inputs[i]] for i in items), strict=True)
+            batch = [torch.stack(part) if len(items) > 1 else part[0].unsqueeze(0) for part in parts]
+            results = function(keys[items[0]], *batch)
+            for position, i in enumerate(items):
+                for tensor, result in zip(outputs[i], results, strict=True):
+                    local(tensor).copy_(result[position])
+
+
+def _bytes(item: Item) -> int:
+    """Of an item's full tensors."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in item)
+
+
+def _batches(items: Iterable[int], keys: Sequence[Hashable], shapes: Sequence[tuple]) -> Iterable[list[int]]:
+    """Items of one key and shapes each."""
+    batches: dict[Hashable, list[int]] = defaultdict(list)
+    for i in items:
+        batches[keys[i], shapes[i]].append(i)
+    return batches.values()
 
 
 _warned_gather = False
@@ -216,7 +235,7 @@ class _Exchange:
         self.wanted = [[_Layout.of(tensor) for tensor in item] for item in outputs]
 
     def run(self, function: Function, inputs, outputs, keys, bucket_bytes: int) -> None:
-        sizes = [sum(tensor.numel() * tensor.element_size() for tensor in item) for item in inputs]
+        sizes = [_bytes(item) for item in inputs]
         for bucket in buckets(self.owners, sizes, bucket_bytes):
             owned = [[i for i in bucket if self.owners[i] == rank] for rank in range(self.world)]
             received = self._gather(inputs, owned)
@@ -250,12 +269,10 @@ class _Exchange:
 
     def _compute(self, function: Function, received: Tensor, mine: list[int], keys) -> dict[int, tuple[Tensor, ...]]:
         """Assemble full tensors in batches of equal key and shapes, and run the function on each batch."""
-        batches: dict[Hashable, list[int]] = defaultdict(list)
-        for i in mine:
-            batches[keys[i], tuple(layout.shape for layout in self.given[i])].append(i)
+        batches = list(_batches(mine, keys, [tuple(layout.shape for layout in item) for item in self.given]))
         place: dict[int, tuple[list[Tensor], int]] = {}
-        for (_, shapes), items in batches.items():
-            full = [received.new_empty(len(items), *shape) for shape in shapes]
+        for items in batches:
+            full = [received.new_empty(len(items), *layout.shape) for layout in self.given[items[0]]]
             place.update({i: (full, position) for position, i in enumerate(items)})
         offset = 0
         for source in range(self.world):
@@ -268,8 +285,8 @@ class _Exchange:
                     part.copy_(received[offset : offset + part.numel()].view(part.shape))
                     offset += part.numel()
         results = {}
-        for (key, _), items in batches.items():
-            batched = function(key, *place[items[0]][0])
+        for items in batches:
+            batched = function(keys[items[0]], *place[items[0]][0])
             results.update({i: tuple(result[b] for result in batched) for b, i in enumerate(items)})
         return results
 

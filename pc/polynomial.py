@@ -120,17 +120,36 @@ def evaluate(map: Map, sigma: Tensor) -> Tensor:
     return sigma
 
 
-def apply(map: Map, matrix: Tensor) -> Tensor:
-    """`g(A)` for matrices `A` of shape [..., n, m], batched over leading dimensions; same shape out.
+def gram_matrix(matrix: Tensor) -> Tensor:
+    """The smaller of `A A^T` and `A^T A`, [..., s, s], for `A` [..., n, m]."""
+    return matrix.mT @ matrix if matrix.size(-2) > matrix.size(-1) else matrix @ matrix.mT
+
+
+def apply(
+    map: Map, matrix: Tensor, *, gram: Tensor | None = None, divisor: Tensor | None = None, scale: Tensor | None = None
+) -> Tensor:
+    """`scale * g(A / divisor)` for matrices `A` of shape [..., n, m], batched over leading dimensions; same shape out.
 
     One product forms the smaller Gram matrix `G` [s, s], `count_square_products` give `p(G)`, and one product
-    goes back to the shape of `A`.
+    goes back to the shape of `A`. The divisor and the scale act on the square matrices, so that neither costs
+    another pass over `A`.
+
+    Args:
+        gram: `gram_matrix(A)`, where it is there already.
+        divisor: [..., 1, 1]; none for 1.
+        scale: [..., 1, 1]; none for 1.
     """
     batch = matrix.reshape(-1, *matrix.shape[-2:])
-    for coefficients in stages(map):
-        tall = batch.size(-2) > batch.size(-1)
-        sums, _ = _sums(coefficients, batch.mT @ batch if tall else batch @ batch.mT)
-        batch = batch @ sums[0] if tall else sums[0] @ batch
+    factor = None if divisor is None else divisor.reshape(-1, 1, 1).reciprocal()
+    composite = stages(map)
+    for index, coefficients in enumerate(composite):
+        gram = gram_matrix(batch) if gram is None else gram.reshape(-1, *gram.shape[-2:])
+        sums, _ = _sums(coefficients, gram if factor is None else _scaled(gram, factor.square()))
+        if scale is not None and index == len(composite) - 1:
+            factor = scale.reshape(-1, 1, 1) if factor is None else factor * scale.reshape(-1, 1, 1)
+        polynomial = sums[0] if factor is None else _scaled(sums[0], factor)
+        batch = batch @ polynomial if batch.size(-2) > batch.size(-1) else polynomial @ batch
+        gram = factor = None
     return batch.reshape(matrix.shape)
 
 
@@ -139,7 +158,7 @@ def apply_by_horner(map: Map, matrix: Tensor) -> Tensor:
     Calculation"), which takes `degree - 1` products of [s, s]."""
     for coefficients in stages(map):
         tall = matrix.size(-2) > matrix.size(-1)
-        gram = matrix.mT @ matrix if tall else matrix @ matrix.mT
+        gram = gram_matrix(matrix)
         identity = torch.eye(gram.size(-1), dtype=gram.dtype, device=gram.device)
         value = coefficients[-1] * gram + coefficients[-2] * identity
         for a in reversed(coefficients[:-2]):
@@ -148,27 +167,37 @@ def apply_by_horner(map: Map, matrix: Tensor) -> Tensor:
     return matrix
 
 
-def vjp(map: Map, matrix: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Vector-Jacobian product of `apply` at `A`: the gradient of `g(A)` becomes that of `A`.
+def vjp(
+    map: Map, matrix: Tensor, gradient: Tensor, *, divisor: Tensor | None = None, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Vector-Jacobian product of `apply` at `A`: the gradient of `scale * g(A / divisor)` becomes that of `A`.
 
     Autograd gives the same. At level 4 it takes 6 products of [s, s] by [s, l] and 6 of [s, s]; this takes 4
-    and 5, because every factor is symmetric and `g(A)` itself is not needed.
+    and 5, because every factor is symmetric and `g` itself is not needed.
 
     Args:
         matrix: `A` [..., n, m].
-        gradient: with respect to `g(A)` [..., n, m].
+        gradient: `H`, with respect to the result [..., n, m].
+        divisor: [..., 1, 1], held constant; none for 1.
+        scale: [..., 1, 1], held constant; none for 1.
 
     Returns:
-        The gradient with respect to `A` [..., n, m], and the inner products `<g(A), gradient>` [...].
+        The gradient with respect to `A` [..., n, m]; the inner products `<g(N), H>` and `<dN, N>`, [...] each,
+        of `N = A / divisor` with the gradient `dN` that `g` alone passes on: what the scale's and the divisor's
+        gradients are made of. Inner products are float32 at least.
     """
-    *inner_stages, last = stages(map)
+    composite = stages(map)
     matrices = [matrix.reshape(-1, *matrix.shape[-2:])]
-    for coefficients in inner_stages:
-        matrices.append(apply(coefficients, matrices[-1]))
-    result, inner_product = _stage_vjp(last, matrices.pop(), gradient.reshape(-1, *matrix.shape[-2:]))
-    for coefficients in reversed(inner_stages):
-        result, _ = _stage_vjp(coefficients, matrices.pop(), result)
-    return result.reshape(matrix.shape), inner_product.reshape(matrix.shape[:-2])
+    one = torch.ones(1, 1, 1, device=matrix.device, dtype=torch.promote_types(matrix.dtype, torch.float32))
+    divisor, scale = (one if x is None else x.reshape(-1, 1, 1) for x in (divisor, scale))
+    divisors, scales = ([x, *[one] * (len(composite) - 1)] for x in (divisor, scale))
+    for coefficients, by in zip(composite[:-1], divisors, strict=False):
+        matrices.append(apply(coefficients, matrices[-1], divisor=by))
+    result, value_product = gradient.reshape(matrices[0].shape), None
+    for stage in zip(*(reversed(x) for x in (composite, matrices, divisors, scales)), strict=True):
+        result, outer, inner = _stage_vjp(*stage, gradient=result)
+        value_product = outer if value_product is None else value_product
+    return result.reshape(matrix.shape), value_product.reshape(matrix.shape[:-2]), inner.reshape(matrix.shape[:-2])
 
 
 def count_square_products(degree: int) -> int:
@@ -198,17 +227,20 @@ def _sums(coefficients: Coefficients, gram: Tensor) -> tuple[list[Tensor], Tenso
     return sums, square
 
 
-def _stage_vjp(coefficients: Coefficients, matrix: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+def _stage_vjp(
+    coefficients: Coefficients, matrix: Tensor, divisor: Tensor, scale: Tensor, gradient: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """`vjp` of one stage, for [B, n, m]. Names `d_x` are gradients with respect to `x`."""
     if matrix.size(-2) > matrix.size(-1):
-        result, inner_product = _stage_vjp(coefficients, matrix.mT, gradient.mT)
-        return result.mT, inner_product
+        result, *products = _stage_vjp(coefficients, matrix.mT, divisor, scale, gradient.mT)
+        return result.mT, *products
     degree = len(coefficients) - 1
-    gram = matrix @ matrix.mT
+    factor = divisor.reciprocal()
+    gram = (matrix @ matrix.mT).mul_(factor.square())
     sums, square = _sums(coefficients, gram)
-    d_sum = gradient @ matrix.mT
-    # <p(G) A, H> = <p(G), H A^T>; summed in float32 at least
-    inner_product = (sums[0] * d_sum).sum((-2, -1), dtype=torch.promote_types(matrix.dtype, torch.float32))
+    d_sum = gradient @ matrix.mT  # times factor; what follows is linear in it
+    # <p(G) A, H> = <p(G), H A^T>
+    value_product = _inner_product(sums[0], d_sum)
     d_gram = coefficients[1] * d_sum
     d_square = None
     for j, inner in enumerate(sums[1:], start=1):
@@ -221,4 +253,20 @@ def _stage_vjp(coefficients: Coefficients, matrix: Tensor, gradient: Tensor) -> 
     if d_square is not None:
         # G^2 gives d_square G + G d_square; with its transpose, which A A^T adds, that is M + M^T for this M
         d_gram = torch.baddbmm(d_gram, gram, d_square + d_square.mT)
-    return torch.baddbmm(sums[0] @ gradient, d_gram + d_gram.mT, matrix), inner_product
+    # p(G) H + M A with M = d_gram + d_gram^T, whose inner product with A is <p(G), H A^T> + <M, G>
+    left, right = sums[0], d_gram + d_gram.mT
+    matrix_product = value_product + _inner_product(right, gram)
+    value_product, matrix_product = (product * factor[:, 0, 0] for product in (value_product, matrix_product))
+    left.mul_(factor * scale)
+    right.mul_(factor**3 * scale)
+    return torch.baddbmm(left @ gradient, right, matrix), value_product, matrix_product
+
+
+def _scaled(matrix: Tensor, factor: Tensor) -> Tensor:
+    """Multiplied in the factor's precision, [B, 1, 1], which may be more than the matrix's; rounded once."""
+    return (matrix * factor).to(matrix.dtype)
+
+
+def _inner_product(a: Tensor, b: Tensor) -> Tensor:
+    """[B, s, s] to [B], summed in float32 at least."""
+    return (a * b).sum((-2, -1), dtype=torch.promote_types(a.dtype, torch.float32))

@@ -18,7 +18,6 @@ Since one pull-back is linear in the gradient, the pull-back of the sum equals t
 schedule "forward" makes. Full matrices are needed for both passes; `pc.owner` brings each to one rank.
 """
 
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -26,11 +25,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from pc import passes
 from pc.config import PCConfig
 from pc.errors import UserError
-from pc.linear import PCLinear, effective_weight, effective_weight_vjp, named_pc_linears
+from pc.linear import PCLinear, named_pc_linears
 from pc.owner import local, run_on_owners, sharding_dimensions
-from pc.spectral import initial_vectors, power_iteration
+from pc.spectral import initial_vectors
 
 
 @dataclass
@@ -92,7 +92,7 @@ class StepSchedule:
         self._store_raw()
         layers = list(self.layers.values())
         run_on_owners(
-            _materialise,
+            passes.materialise,
             inputs=[(s.raw, *s.gammas, s.u, s.v) for s in layers],
             outputs=[(s.weight, s.u, s.v) for s in layers],
             keys=[s.config for s in layers],
@@ -116,7 +116,7 @@ class StepSchedule:
                 state.gamma.grad = torch.zeros_like(state.gamma)
         layers = list(self.layers.values())
         run_on_owners(
-            _pull_back,
+            passes.pull_back,
             inputs=[(s.raw, s.weight.grad, *s.gammas, s.u, s.v) for s in layers],
             outputs=[(s.weight.grad, *(g.grad for g in s.gammas)) for s in layers],
             keys=[s.config for s in layers],
@@ -187,20 +187,6 @@ class StepSchedule:
             module.reshard()
 
 
-@contextmanager
-def matmul_precision(config: PCConfig):
-    """TF32 products within, where the configuration asks for them."""
-    if config.compute_dtype != "tf32":
-        yield
-        return
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 def _initial_state(name: str, layer: PCLinear) -> LayerState:
     if layer.pc_config.schedule != "step":
         raise ValueError(f'{name} has schedule "{layer.pc_config.schedule}"; StepSchedule takes "step"')
@@ -228,18 +214,3 @@ def _distribute_like(weight: Tensor, vector: Tensor) -> Tensor:
         Shard(0) if dimensions == [dimension] else Replicate() for dimension in range(weight.device_mesh.ndim)
     ]
     return distribute_tensor(vector, weight.device_mesh, placements, src_data_rank=None)
-
-
-def _materialise(config: PCConfig, raw: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-    """PC(W) [B, n, m] with advanced u [B, n] and v [B, m], from W, gamma [B, 1] where there is one, u and v."""
-    *gamma, u, v = rest
-    u, v = power_iteration(raw, u, v, config.power_iterations)
-    with matmul_precision(config):
-        return effective_weight(raw, gamma[0] if gamma else None, u, v, config), u, v
-
-
-def _pull_back(config: PCConfig, raw: Tensor, gradient: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-    """The vector-Jacobian product of PC at (W, gamma) with dL/dPC [B, n, m]: dL/dW and, if there is one, dL/dgamma."""
-    *gamma, u, v = rest
-    with matmul_precision(config):
-        return effective_weight_vjp(raw, gamma[0] if gamma else None, u, v, gradient, config)

@@ -4,6 +4,7 @@ One product of [a, b] and [b, c] counts 2abc; elementwise work is left out, as i
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,8 +54,12 @@ class Matrix:
         return 4 * self.long * self.short**2 + 2 * polynomial.count_square_products(len(stage) - 1) * self.short**3
 
     def power_iteration_flops(self) -> int:
-        """Two products with a vector in each of q steps."""
+        """Schedule "forward": two products with a vector in each of q steps."""
         return 4 * self.config.power_iterations * self.n * self.m
+
+    def power_iteration_by_gram_flops(self) -> int:
+        """Schedule "step": q - 1 products of the Gram matrix, which PC needs anyway, and two of the weight."""
+        return 2 * (self.config.power_iterations - 1) * self.short**2 + 4 * self.n * self.m
 
     def estimate_flops(self) -> int:
         """u^T W v."""
@@ -62,7 +67,7 @@ class Matrix:
 
     def materialise_flops(self) -> int:
         """Schedule "step", once per optimizer step: power iteration, then PC(W)."""
-        return self.power_iteration_flops() + self.estimate_flops() + self.polynomial_flops()
+        return self.power_iteration_by_gram_flops() + self.estimate_flops() + self.polynomial_flops()
 
     def pull_back_flops(self) -> int:
         """Schedule "step", once per optimizer step, by `polynomial.vjp`: p again, and its backward pass.
@@ -76,6 +81,17 @@ class Matrix:
             products = polynomial.count_square_products(len(stage) - 1)
             backward += 8 * long * short**2 + 2 * max(0, 3 * products - 1) * short**3
         return backward + sum(self._stage_flops(stage) for stage in self.stages[:-1]) + self.estimate_flops()
+
+    def pull_back_bytes(self) -> int:
+        """What `passes.pull_back` allocates at its peak, in float32, inputs left out.
+
+        Of [n, m] the result before and after its last sum, and the input of every inner stage; of [s, s] the Gram
+        matrix, its square, and the partial sums of p and gradients.
+        """
+        inner_stages = len(self.stages) - 1
+        degree = max(len(stage) for stage in self.stages) - 1
+        long_ones = 2 + (inner_stages + 1 if inner_stages else 0)
+        return 4 * (long_ones * self.n * self.m + (5 + degree) * self.short**2)
 
     def in_graph_flops(self, recomputed: bool) -> int:
         """Schedule "forward", for each micro-batch on each rank; activation checkpointing evaluates twice."""
@@ -238,19 +254,18 @@ class Plan:
     def _work_space(self) -> float:
         """Bytes on the busiest owner while gradients are pulled back.
 
-        Per matrix: W, its gradient, the normalised weight, the result before and after its last sum, and the
-        input of every inner stage (4 + stages of [n, m]); the Gram matrix, the partial sums of p and
-        gradients (5 + k of [s, s]). With more than one rank also the shards sent and received in and out,
-        for a bucket of matrices at a time.
+        What the pass allocates for a batch of matrices, and the batch of W and gradients; with more than one rank
+        also the shards sent and received in and out, for a bucket of matrices at a time.
         """
         owners = self.shards * self.tensor_parallel
-
-        def bytes_of(matrix: Matrix) -> int:
-            degree = max(len(stage) for stage in matrix.stages) - 1
-            return 4 * ((4 + len(matrix.stages)) * matrix.n * matrix.m + (5 + degree) * matrix.short**2)
-
         if owners == 1:
-            return max(bytes_of(matrix) for matrix in self.matrices)
+            largest = 0.0
+            by_shape = Counter((matrix.n, matrix.m) for matrix in self.matrices)
+            for matrix in self.matrices:
+                batch = min(by_shape[matrix.n, matrix.m], max(1, BUCKET_BYTES // (8 * matrix.n * matrix.m)))
+                copied = 8 * matrix.n * matrix.m if batch > 1 else 0
+                largest = max(largest, batch * (copied + matrix.pull_back_bytes()))
+            return largest
         sizes = [8 * matrix.n * matrix.m for matrix in self.matrices]
         owner_of = self._owners(owners)
         largest = 0.0
@@ -259,7 +274,8 @@ class Plan:
                 held = [self.matrices[i] for i in bucket if owner_of[i] == owner]
                 by_shape: dict[tuple[int, int], int] = {}
                 for matrix in held:
-                    by_shape[matrix.n, matrix.m] = by_shape.get((matrix.n, matrix.m), 0) + bytes_of(matrix)
+                    key = matrix.n, matrix.m
+                    by_shape[key] = by_shape.get(key, 0) + matrix.pull_back_bytes()
                 exchanged = 4 * sum(8 * matrix.n * matrix.m for matrix in held)
                 largest = max(largest, exchanged + max(by_shape.values(), default=0))
         return largest

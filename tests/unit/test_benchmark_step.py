@@ -113,23 +113,31 @@ def test_wrapping_is_undone(step):
     parts = step.Parts(None, step.Clock(is_gpu=False))
     with step.contextlib.ExitStack() as undo:
         parts._wrap(undo, schedule, "work", before="work", after="work")
-        parts._wrap(undo, pc.step, "power_iteration", before="q", after="q")
+        parts._wrap(undo, pc.forward, "power_iteration", before="q", after="q")
         assert schedule.work() == 1 and "work" in vars(schedule)
-    assert "work" not in vars(schedule) and pc.step.power_iteration is pc.spectral.power_iteration
+    assert "work" not in vars(schedule) and pc.forward.power_iteration is pc.spectral.power_iteration
     assert [part for part, *_ in parts._spans] == ["work"]
 
 
 def test_compiled_pc_is_the_same(step, monkeypatch):
     # traced as ever, but not lowered, which takes half a minute
     monkeypatch.setattr(step, "_compiled", lambda function: torch.compile(function, backend="eager", fullgraph=True))
-    weight = torch.randn(6, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    u, v = torch.eye(6, dtype=torch.float64)[0], torch.eye(9, dtype=torch.float64)[0]
-    config = pc.PCConfig()
-    expected = pc.step.effective_weight(weight, None, u, v, config)
+    generator = torch.Generator().manual_seed(0)
+    weight, gradient = torch.randn(2, 1, 6, 9, generator=generator, dtype=torch.float64)
+    gamma, u, v = (torch.eye(n, dtype=torch.float64)[:1] for n in (1, 6, 9))
+
+    def both_passes():
+        config = pc.PCConfig()
+        return (
+            *pc.passes.materialise(config, weight, gamma, u, v),
+            *pc.passes.pull_back(config, weight, gradient, gamma, u, v),
+        )
+
+    expected, plain = both_passes(), pc.polynomial.vjp
     with step.compiled_pc(True):
-        assert pc.step.effective_weight is not pc.effective_weight
-        torch.testing.assert_close(pc.step.effective_weight(weight, None, u, v, config), expected)
-    assert pc.step.effective_weight is pc.effective_weight
+        assert pc.polynomial.vjp is not plain
+        torch.testing.assert_close(both_passes(), expected)
+    assert pc.polynomial.vjp is plain
 
 
 def test_unknown_row(step, capsys):
@@ -152,7 +160,10 @@ def test_emulated_tf32_rounds_to_ten_bits(monkeypatch):
     assert precision.round_to_tf32(ties).tolist() == [1.0, 1 + 2.0**-9]
     a, b = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(1))
     with precision.EmulatedTF32():
-        product, fused = a @ b, torch.addmm(a, a, b)
+        not_allowed = a @ b
+        with pc.passes.matmul_precision(pc.PCConfig(compute_dtype="tf32")):
+            product, fused = a @ b, torch.addmm(a, a, b)
+    assert torch.equal(not_allowed, a @ b)
     rounded = precision.round_to_tf32(a) @ precision.round_to_tf32(b)
     assert torch.equal(product, rounded) and not torch.equal(product, a @ b)
     torch.testing.assert_close(fused, a + rounded, rtol=1e-6, atol=1e-6)

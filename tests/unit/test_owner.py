@@ -48,6 +48,26 @@ def test_alone_runs_on_views_without_copies():
     assert torch.equal(matrices[0], originals[0] * 2) and torch.equal(matrices[1], originals[1] * 3)
 
 
+def test_alone_runs_alike_items_in_batches():
+    matrices = [torch.full((2, 3), float(i)) for i in range(5)] + [torch.ones(4, 2)]
+    keys = [1, 1, 1, 1, 10, 1]
+    batches = []
+
+    def double(key, matrix):
+        batches.append((key, tuple(matrix.shape)))
+        return (2 * key * matrix,)
+
+    originals = [m.clone() for m in matrices]
+    items = [(m,) for m in matrices]
+    run_on_owners(double, items, items, keys, bucket_bytes=3 * matrices[0].nbytes)
+    # of one key and shape, as many as fit; what is larger than that goes alone
+    assert batches == [(1, (3, 2, 3)), (1, (1, 2, 3)), (10, (1, 2, 3)), (1, (1, 4, 2))]
+    for matrix, original, key in zip(matrices, originals, keys, strict=True):
+        assert torch.equal(matrix, 2 * key * original)
+    run_on_owners(double, items, items, keys, bucket_bytes=1)
+    assert [shape[0] for _, shape in batches[4:]] == [1] * 6
+
+
 def test_mixed_dtypes_are_refused():
     with pytest.raises(ValueError, match="one dtype"):
         run_on_owners(lambda key, *x: x, [(torch.ones(2, 2), torch.ones(2).double())], [()])

@@ -108,8 +108,8 @@ def _assert_equal_to_horner(map, shape):
     through_apply = torch.autograd.grad(polynomial.apply(map, matrix), matrix, gradient)[0]
     with torch.no_grad():
         value = polynomial.apply(map, matrix)
-        actual, inner_product = polynomial.vjp(map, matrix, gradient)
-        wrong, _ = polynomial.vjp(map, matrix, gradient + 1e-6 * matrix)
+        actual, inner_product, _ = polynomial.vjp(map, matrix, gradient)
+        wrong, *_ = polynomial.vjp(map, matrix, gradient + 1e-6 * matrix)
     # Float64 rounding of the sums' largest terms, coefficients up to 1e3 at degree 7, and of the composite's
     # slope of 2e3 at zero.
     tolerance = 1e-11 * max(1.0, expected.abs().max())

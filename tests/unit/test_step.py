@@ -172,18 +172,25 @@ def test_forward_layers_and_meta_weights_are_refused():
 
 def test_tf32_is_on_for_the_polynomial_alone(monkeypatch):
     seen = {}
-    for name in ("power_iteration", "effective_weight", "effective_weight_vjp"):
-        original = getattr(pc.step, name)
+    for owner, name in (
+        (pc.passes, "power_iteration_by_gram"),
+        (pc.passes, "spectral_norm_estimate"),
+        (pc.polynomial, "gram_matrix"),
+        (pc.polynomial, "apply"),
+        (pc.polynomial, "vjp"),
+    ):
+        original = getattr(owner, name)
 
-        def noting(*args, name=name, original=original):
+        def noting(*args, name=name, original=original, **kwargs):
             seen[name] = torch.get_float32_matmul_precision()
-            return original(*args)
+            return original(*args, **kwargs)
 
-        monkeypatch.setattr(pc.step, name, noting)
+        monkeypatch.setattr(owner, name, noting)
     model = pc.attach(toy_model(), _config("step", compute_dtype="tf32"))
     schedule = StepSchedule(model)
     schedule.materialise()
     _backward(model, 1)
     schedule.pull_back()
-    assert seen == {"power_iteration": "highest", "effective_weight": "high", "effective_weight_vjp": "high"}
+    in_full = ("power_iteration_by_gram", "spectral_norm_estimate")
+    assert seen == {**dict.fromkeys(in_full, "highest"), **dict.fromkeys(("gram_matrix", "apply", "vjp"), "high")}
     assert torch.get_float32_matmul_precision() == "highest"

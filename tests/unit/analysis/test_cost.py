@@ -1,15 +1,18 @@
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from torchtitan.models.llama3.model.model import Transformer
 
 from pc import PCConfig, effective_weight
 from pc.analysis.cost import Matrix, Plan, model_flops_per_token, table
 from pc.errors import UserError
-from pc.step import _materialise, _pull_back
+from pc.passes import materialise, pull_back
 from pc.titan.llama2 import FLAVORS
 
 CONFIGS = Path(__file__).parents[3] / "train_configs"
@@ -45,16 +48,52 @@ def test_pc_agrees_with_torch(shape, level):
     weight, gradient = torch.empty(2, 1, *shape, device="meta")
     gamma, u, v = (torch.empty(1, size, device="meta") for size in (1, *shape))
     # Products with a vector: torch counts some as elementwise work.
-    assert _counted(lambda: _materialise(config, weight, gamma, u, v)) == pytest.approx(
+    assert _counted(lambda: materialise(config, weight, gamma, u, v)) == pytest.approx(
         matrix.materialise_flops(), rel=1e-2
     )
-    assert _counted(lambda: _pull_back(config, weight, gradient, gamma, u, v)) == pytest.approx(
+    assert _counted(lambda: pull_back(config, weight, gradient, gamma, u, v)) == pytest.approx(
         matrix.pull_back_flops(), rel=1e-2
     )
     # control: autograd would take more
     variables = [weight.requires_grad_(), gamma.requires_grad_()]
     by_autograd = _counted(lambda: torch.autograd.grad(effective_weight(*variables, u, v, config), variables, gradient))
     assert by_autograd > matrix.pull_back_flops()
+
+
+class Allocations(TorchDispatchMode):
+    """The most bytes that the tensors made within held at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        given, made = (
+            [x.untyped_storage() for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
+            for values in ((args, kwargs), result)
+        )
+        for storage in made:
+            if storage._cdata not in {other._cdata for other in given} | self.live.keys():
+                self.live[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self.live.pop, storage._cdata)
+        self.peak = max(self.peak, sum(self.live.values()))
+        return result
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (176, 64), (64, 176)])
+@pytest.mark.parametrize("level", [1, 2, 3, 4, "polar_express"])
+def test_memory_of_the_pull_back(shape, level):
+    config, batch = PCConfig(level=level), 3
+    weight, gradient = torch.randn(2, batch, *shape)
+    gamma, u, v = (torch.ones(batch, size) for size in (1, *shape))
+    with Allocations() as allocations:
+        pull_back(config, weight, gradient, gamma, u, v)
+    # level 1 needs one square matrix less; scalars and vectors are left out
+    square = 4 * batch * min(shape) ** 2
+    difference = allocations.peak - batch * Matrix(*shape, config).pull_back_bytes()
+    assert -1.01 * square * (level == 1) <= difference < 0.2 * square
 
 
 @pytest.mark.parametrize("level", [1, 4, "polar_express"])

@@ -1,0 +1,93 @@
+"""Both passes of schedule "step" against their readable definitions: power iteration, `effective_weight`, autograd."""
+
+import pytest
+import torch
+
+from pc import PCConfig, effective_weight
+from pc.passes import materialise, pull_back
+from pc.spectral import power_iteration, spectral_norm_estimate
+
+LEVELS = [1, 2, 3, 4, "polar_express"]
+OPTIONS = pytest.mark.parametrize("recovery, with_gamma", [(True, True), (False, True), (True, False), (False, False)])
+SHAPES = pytest.mark.parametrize("shape", [(6, 9), (9, 6), (7, 7)])
+
+
+def _config(level=4, **kwargs):
+    return PCConfig(level=level, blocks=("o",), **kwargs)
+
+
+def _batch(shape, size=3, converged=True):
+    """W [B, n, m], gamma [B, 1], u [B, n], v [B, m] and a gradient [B, n, m], no two matrices of one norm."""
+    generator = torch.Generator().manual_seed(0)
+    weight, gradient, u, v = (
+        torch.randn(size, *kind, generator=generator, dtype=torch.float64)
+        for kind in (shape, shape, shape[:1], shape[1:])
+    )
+    weight *= torch.tensor([3.0, 0.02, 1.0], dtype=torch.float64)[:size, None, None]
+    u, v = (x / x.norm(dim=-1, keepdim=True) for x in (u, v))
+    u, v = power_iteration(weight, u, v, 3000 if converged else 2)
+    return weight, torch.linspace(0.7, 1.1, size, dtype=torch.float64)[:, None], u, v, gradient
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@OPTIONS
+@SHAPES
+def test_materialise_equals_its_definition(level, recovery, with_gamma, shape):
+    # Polar Express has no finite value above one, where an unconverged estimate leaves singular values.
+    weight, gamma, u, v, _ = _batch(shape, converged=level == "polar_express")
+    config = _config(level, norm_recovery=recovery, power_iterations=3, learnable_gamma=with_gamma)
+    expected_u, expected_v = power_iteration(weight, u, v, 3)
+    gamma = gamma if with_gamma else None
+    expected = effective_weight(weight, gamma, expected_u, expected_v, config)
+    actual, *vectors = materialise(config, weight, *([gamma] if with_gamma else []), u, v)
+    for mine, reference in zip(vectors, (expected_u, expected_v), strict=True):
+        torch.testing.assert_close(mine, reference, rtol=0, atol=1e-13)
+    # float64 rounding; the composite's slope of 2e3 at zero amplifies it
+    torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
+    two_steps = materialise(_config(level, norm_recovery=recovery, power_iterations=2), weight, torch.ones(3, 1), u, v)
+    if level != "polar_express":
+        assert (two_steps[1] - expected_u).abs().max() > 1e-3  # control: another number of steps
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@OPTIONS
+@SHAPES
+@pytest.mark.parametrize("converged", [True, False])
+def test_pull_back_equals_autograd(level, recovery, with_gamma, shape, converged):
+    config = _config(level, norm_recovery=recovery, learnable_gamma=with_gamma)
+    weight, gamma, u, v, gradient = _batch(shape, converged=converged or level == "polar_express")
+    gammas = [gamma.requires_grad_()] if with_gamma else []
+    effective = effective_weight(weight.requires_grad_(), gamma if with_gamma else None, u, v, config)
+    expected = torch.autograd.grad(effective, [weight, *gammas], gradient)
+    actual = pull_back(config, weight, gradient, *gammas, u, v)
+    wrong = pull_back(config, weight, gradient, *gammas, u, 1.01 * v)
+    assert len(actual) == len(expected)
+    for mine, reference in zip(actual, expected, strict=True):
+        assert mine.shape == reference.shape
+        assert (mine - reference).abs().max() < 1e-11 * reference.abs().max()
+    assert (wrong[0] - expected[0]).abs().max() > 1e-3  # control
+
+
+@pytest.mark.parametrize("shape", [(64, 96), (96, 64)])
+def test_bfloat16_stays_close(shape):
+    weight, gamma, u, v, gradient = _batch(shape)
+    near, exact = (_config(compute_dtype=dtype) for dtype in ("bfloat16", "float32"))
+    for i in range(3):
+        one = [x[i : i + 1] for x in (weight, gamma, u, v, gradient)]
+        found, wanted = (materialise(config, *one[:4]) for config in (near, exact))
+        # a few roundings of 2^-9 each, times coefficients up to 14 that partly cancel
+        assert 1e-4 < (found[0] - wanted[0]).norm() / wanted[0].norm() < 3e-2
+        # the norm is nearly that of full precision: the last two multiplications are by W itself
+        norms = [spectral_norm_estimate(one[0], *vectors) for _, *vectors in (found, wanted)]
+        torch.testing.assert_close(*norms, rtol=1e-5, atol=0)
+        found, wanted = (pull_back(config, one[0], one[4], *one[1:4]) for config in (near, exact))
+        assert 1e-4 < (found[0] - wanted[0]).norm() / wanted[0].norm() < 3e-2
+        assert (found[1] - wanted[1]).abs() < 1e-2 * one[4].norm() * one[0].norm() / 8
+
+
+def test_zero_weight_stays_zero_with_its_vectors():
+    weight, gamma, u, v, gradient = _batch((4, 6))
+    zero = torch.zeros_like(weight)
+    actual, new_u, new_v = materialise(_config(), zero, gamma, u, v)
+    assert not actual.any() and torch.equal(new_u, u) and torch.equal(new_v, v)
+    assert all(x.isfinite().all() for x in pull_back(_config(), zero, gradient, gamma, u, v))
