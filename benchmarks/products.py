@@ -119,7 +119,7 @@ def count(flavor: str) -> dict[str, dict[str, float]]:
             run_on_owners(function, items, outputs, keys)
         reference = {"materialise": materialise_reference, "pull back": pull_back_reference}[name]
         with Traffic() as slow:
-            run_on_owners(reference, items, outputs, keys, bucket_bytes=1)
+            run_on_owners(reference, items, outputs, keys, batch_bytes=0)
         for kind, traffic in (("", fast), (", reference", slow)):
             result[name + kind] = {"kernels": traffic.kernels, "GiB": traffic.bytes / 2**30}
     return result

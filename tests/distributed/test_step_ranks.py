@@ -1,6 +1,8 @@
 """Schedule "step" on sharded models against the unsharded in-graph reference, on gloo."""
 
 import copy
+import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -74,14 +76,25 @@ def _train(rank, shape, level, steps):
     return first, {name: _full(p) for name, p in model.named_parameters()} | raw
 
 
-@pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)], ids=["fsdp2", "fsdp3", "hsdp2x2"])
-def test_training_equals_the_unsharded_reference(shape):
+def _train_as_on_a_gpu(rank, shape, level, steps):
+    """With batches of matrices, which a CPU takes one by one."""
+    in_batches = functools.partial(pc.owner.run_on_owners, batch_bytes=pc.owner.BUCKET_BYTES)
+    with mock.patch.object(pc.step, "run_on_owners", in_batches):
+        return _train(rank, shape, level, steps)
+
+
+@pytest.mark.parametrize(
+    "shape, train",
+    [((2,), _train), ((2,), _train_as_on_a_gpu), ((3,), _train), ((2, 2), _train_as_on_a_gpu)],
+    ids=["fsdp2", "fsdp2, batches", "fsdp3", "hsdp2x2, batches"],
+)
+def test_training_equals_the_unsharded_reference(shape, train):
     level = {"o": 2, "ffn": 4}  # two levels: several keys on one owner
     expected_first, expected_last = _reference(level, 3)
     ranks = 1
     for size in shape:
         ranks *= size
-    for first, last in run_ranks(ranks, _train, shape, level, 3):
+    for first, last in run_ranks(ranks, train, shape, level, 3):
         for expected, actual in ((expected_first, first), (expected_last, last)):
             assert actual.keys() == expected.keys()
             scale = max(tensor.abs().max() for tensor in expected.values())

@@ -59,12 +59,12 @@ def test_alone_runs_alike_items_in_batches():
 
     originals = [m.clone() for m in matrices]
     items = [(m,) for m in matrices]
-    run_on_owners(double, items, items, keys, bucket_bytes=3 * matrices[0].nbytes)
+    run_on_owners(double, items, items, keys, batch_bytes=3 * matrices[0].nbytes)
     # of one key and shape, as many as fit; what is larger than that goes alone
     assert batches == [(1, (3, 2, 3)), (1, (1, 2, 3)), (10, (1, 2, 3)), (1, (1, 4, 2))]
     for matrix, original, key in zip(matrices, originals, keys, strict=True):
         assert torch.equal(matrix, 2 * key * original)
-    run_on_owners(double, items, items, keys, bucket_bytes=1)
+    run_on_owners(double, items, items, keys)  # on a CPU one by one
     assert [shape[0] for _, shape in batches[4:]] == [1] * 6
 
 
