@@ -46,6 +46,7 @@ EAGER = ("--compile.enable", "false")
 FLOAT32 = ("--training.mixed_precision_param", "float32")
 FLOAT8 = ("--model.converters", "quantize.linear.float8", "--quantize.linear.float8.filter_fqns", "output")
 BY_OPERATION = ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op")
+CHUNKED_LOSS = ("--training.chunked_loss", "true")
 FULL = ("--activation_checkpoint.mode", "full")
 SMALL: dict[str, int | str] = {"flavor": "60M", "seq_len": 64, "local_batch_size": 1}
 
@@ -115,6 +116,11 @@ ROWS: dict[str, Row] = {
     "checkpointing": Row(
         "1B, AdamW, baseline: activation checkpointing by operation, as the configs have it, and of whole blocks, over none",
         {"none": Variant(ADAMW), "by operation": Variant(ADAMW, BY_OPERATION), "full": Variant(ADAMW, FULL)},
+        rounds=4,
+    ),
+    "loss": Row(
+        "1B, AdamW, baseline: head and loss in chunks of tokens (torch 2.13) over the compiled loss of whole logits",
+        {"compiled": Variant(ADAMW), "chunked": Variant(ADAMW, CHUNKED_LOSS)},
         rounds=4,
     ),
     "float8": Row(

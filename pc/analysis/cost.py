@@ -236,6 +236,7 @@ class Plan:
             tokens=training.local_batch_size * training.seq_len // self.context_parallel,
             activation_checkpoint=self.config.activation_checkpoint,
             compute_bytes=memory.BFLOAT16 if training.mixed_precision_param == "bfloat16" else memory.FLOAT32,
+            loss=memory.kind_of_loss(self.config),
         )
         if schedule == "step":
             parts["PC work space"] = self._work_space() / memory.GIB

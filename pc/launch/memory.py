@@ -1,11 +1,16 @@
 """How much memory a run needs, estimated part by part without a GPU."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import nn
 from torchtitan.config.job_config import ActivationCheckpoint
 
 from pc.linear import named_pc_linears
+from pc.titan.config import JobConfig
+from pc.titan.loss import compiles_loss
+
+Loss = Literal["plain", "compiled", "chunked"]
 
 GIB = 2**30
 FLOAT32, BFLOAT16 = 4, 2  # bytes
@@ -73,6 +78,7 @@ def per_gpu(
     tokens: int,
     activation_checkpoint: ActivationCheckpoint,
     compute_bytes: int,
+    loss: Loss,
 ) -> dict[str, float]:
     """GiB per GPU at the peak, which is at the start of the backward pass.
 
@@ -81,6 +87,7 @@ def per_gpu(
         tokens: of one micro-batch on one GPU.
         activation_checkpoint: TorchTitan's section.
         compute_bytes: of an element of activations and of gathered parameters.
+        loss: how it is computed, by `kind_of_loss`.
 
     Fragmentation, the CUDA context and NCCL's buffers (1 to 4 GiB) are left out, and so is PC's work space,
     which is used between steps when activations are gone.
@@ -96,10 +103,25 @@ def per_gpu(
         # embedding and head, which stay gathered through the forward pass.
         "gathered": compute_bytes * (3 * sizes.largest_block / tensor_parallel + sizes.outside_blocks / model_split),
         "activations": _activations(sizes, tokens, activation_checkpoint, compute_bytes) / model_split,
-        # The logits in the compute type, then in float32, their log-softmax and its gradient.
-        "logits": tokens * sizes.vocabulary * (compute_bytes + 2 * FLOAT32) / tensor_parallel,
+        "logits": tokens * sizes.vocabulary * _bytes_per_logit(loss, compute_bytes) / tensor_parallel,
     }
     return {part: size / GIB for part, size in elements.items()}
+
+
+def kind_of_loss(config: JobConfig) -> Loss:
+    """In chunks, compiled, or neither, as `pc.titan.loss` computes it."""
+    if config.training.chunked_loss:
+        return "chunked"
+    return "compiled" if compiles_loss(config, config.parallelism.tensor_parallel_degree) else "plain"
+
+
+def _bytes_per_logit(loss: Loss, compute_bytes: int) -> int:
+    """At most at a time, as measured by `benchmarks/loss.py`."""
+    return {
+        "plain": 3 * FLOAT32,  # the log-softmax, its gradient, and that of the logits
+        "compiled": 2 * compute_bytes,  # logits and their gradient; what is float32 stays in registers
+        "chunked": 0,  # some hundred MiB in all
+    }[loss]
 
 
 def _activations(sizes: Sizes, tokens: int, checkpointing: ActivationCheckpoint, compute_bytes: int) -> float:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from itertools import chain
 
+import torch
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols import train_spec
 
@@ -31,6 +32,7 @@ def of_config(config: JobConfig) -> Iterator[str]:
     yield from _precision(config)
     yield from _checkpointing(config)
     yield from _converters(config)
+    yield from _chunked_loss(config)
     if config.pc.enable:
         yield from _refusal_of(config.pc.to_pc_config)
 
@@ -169,6 +171,11 @@ def _parallelism(config: JobConfig, dims: ParallelDims) -> Iterator[str]:
             "evaluation.interval works with data and tensor parallelism, not with pipeline or context "
             "parallelism; set it to 0 and score checkpoints with scripts/score.py"
         )
+    if config.training.chunked_loss and (dims.tp > 1 or dims.pp > 1):
+        yield (
+            "training.chunked_loss works with data and context parallelism, not with tensor or pipeline "
+            "parallelism; use false"
+        )
     if config.training.seq_len % dims.seq_len_divisor:
         yield (
             f"training.seq_len = {config.training.seq_len} should be a multiple of {dims.seq_len_divisor} "
@@ -233,6 +240,18 @@ def _converters(config: JobConfig) -> Iterator[str]:
         yield 'pc.schedule = "forward" would replace how float8 layers multiply; use "step"'
     if config.quantize.linear.float8.emulate and compiles_model(config):
         yield "quantize.linear.float8.emulate does not compile; use compile.enable = false"
+
+
+def _chunked_loss(config: JobConfig) -> Iterator[str]:
+    if not config.training.chunked_loss:
+        return
+    if torch.__version__ < (2, 13):
+        yield f"training.chunked_loss needs torch 2.13, and this is {torch.__version__}"
+    if config.parallelism.fsdp_reshard_after_forward == "always":
+        yield (
+            "training.chunked_loss multiplies by the head's weight after the forward pass, when "
+            'parallelism.fsdp_reshard_after_forward = "always" has given it back; use "default"'
+        )
 
 
 def _cpu(config: JobConfig, dims: ParallelDims) -> Iterator[str]:

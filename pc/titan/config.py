@@ -85,6 +85,14 @@ class Model(titan.Model):
 
 
 @dataclass
+class Training(titan.Training):
+    """TorchTitan's section, with the loss in chunks."""
+
+    chunked_loss: bool = False
+    """Head and cross entropy a chunk of tokens at a time, without whole logits: less memory. Needs torch 2.13."""
+
+
+@dataclass
 class Optimizer(titan.Optimizer):
     """TorchTitan's section, with Muon. AdamW's keys also serve what Muon does not train."""
 
@@ -130,6 +138,7 @@ class JobConfig(titan.JobConfig):
 
     model: Model = field(default_factory=Model)
     optimizer: Optimizer = field(default_factory=Optimizer)
+    training: Training = field(default_factory=Training)
     pc: PC = field(default_factory=PC)
     data: Data = field(default_factory=Data)
     health: Health = field(default_factory=Health)

@@ -11,6 +11,7 @@ from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerMode
 from torchtitan.models.llama3.model.model import Transformer
 
 from pc.linear import clean_name, named_pc_linears
+from pc.titan.loss import DeferredHead
 
 
 @dataclass
@@ -24,10 +25,14 @@ class Llama2Args(TransformerModelArgs):
     init_seed: int = 0
     """Start of the weights' random numbers; `debug.seed`."""
 
+    chunked_loss: bool = False
+    """Whether the loss takes the head's input; `training.chunked_loss`."""
+
     def update_from_config(self, job_config, **kwargs) -> None:
         super().update_from_config(job_config, **kwargs)
         self.vocab_size = job_config.model.vocab_size
         self.init_seed = job_config.debug.seed or 0
+        self.chunked_loss = job_config.training.chunked_loss
 
 
 # Paper, table 5, and two smaller ones. `multiple_of` rounds 8/3 d up to the FFN's width: 704, 1408, 2816, 5632.
@@ -46,6 +51,11 @@ class Llama2(Transformer):
     start is the same on any number of ranks and under any parallelism; torch's own random initialisation
     gives every CPU rank the same shard, and pipeline stages other numbers than one process.
     """
+
+    def __init__(self, model_args: Llama2Args) -> None:
+        super().__init__(model_args)
+        if model_args.chunked_loss:
+            self.output = DeferredHead(model_args.dim, model_args.vocab_size, bias=False)
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
         """Fill all parameters and buffers, PC's too."""

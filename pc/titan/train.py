@@ -6,7 +6,6 @@ clipping                                                                       (
 optimizers.step()       W in place; step; W into store, PC(W) in place         hooks of `pc.titan.optimizers`
 """
 
-import dataclasses
 import signal
 from pathlib import Path
 
@@ -15,7 +14,6 @@ import torch.distributed as dist
 import torchtitan.train
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torchtitan.components.loss import build_cross_entropy_loss
 from torchtitan.config import ConfigManager
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
@@ -29,6 +27,7 @@ from pc.titan.checks import check
 from pc.titan.config import JobConfig
 from pc.titan.health import HealthMetrics
 from pc.titan.llama2 import FLAVORS, Llama2
+from pc.titan.loss import build_loss
 from pc.titan.metrics import build_metrics_processor
 from pc.titan.optimizers import build_optimizers, build_schedulers
 from pc.titan.parallelize import AlwaysSharded, parallelize, pipeline
@@ -252,21 +251,6 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer, job_config: Jo
         pin_memory=loader.pin_memory,
         **common,
     )
-
-
-def build_loss(job_config: JobConfig, parallel_dims: ParallelDims):
-    """For TorchTitan's TrainSpec: cross entropy, compiled where [compile] names it, but not on sharded logits.
-
-    Torch 2.13 compiles a loss on logits that tensor parallelism shards rightly once; from the compiler's cache, in
-    this process or a later one, the loss comes out wrong, in silence.
-    """
-    sharded_logits = parallel_dims.tp_enabled and not job_config.parallelism.disable_loss_parallel
-    if sharded_logits and job_config.compile.enable and "loss" in job_config.compile.components:
-        logger.warning("The loss is not compiled: under tensor parallelism torch's compiler cache makes it wrong")
-        components = [name for name in job_config.compile.components if name != "loss"]
-        compilation = dataclasses.replace(job_config.compile, components=components)
-        job_config = dataclasses.replace(job_config, compile=compilation)
-    return build_cross_entropy_loss(job_config)
 
 
 TRAIN_SPEC = TrainSpec(

@@ -1,8 +1,11 @@
 """Combinations that cannot work are refused in a sentence that names the key; those that can are not."""
 
+import re
 from functools import reduce
 
 import pytest
+import torch
+from torch.torch_version import TorchVersion
 from torchtitan.distributed import ParallelDims
 
 from pc.errors import UserError
@@ -132,3 +135,26 @@ def test_refused_on_a_cpu_alone(settings, degrees, sentence):
 @pytest.mark.parametrize("settings, degrees", ACCEPTED, ids=str)
 def test_accepted(settings, degrees):
     _check(settings, degrees, on_cpu=True)
+
+
+@pytest.mark.parametrize(
+    "settings, degrees, sentence",
+    [
+        (
+            {"parallelism.fsdp_reshard_after_forward": "always"},
+            {},
+            'fsdp_reshard_after_forward = "always" has given it',
+        ),
+        ({}, {"tp": 2}, "not with tensor or pipeline parallelism"),
+        ({}, {"pp": 2}, "not with tensor or pipeline parallelism"),
+    ],
+)
+def test_chunked_loss(monkeypatch, settings, degrees, sentence):
+    chunked = {"training.chunked_loss": True}
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0"))
+    _check(chunked, {"dp_shard": 2}, on_cpu=True)
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        _check(chunked | settings, degrees)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1+cu130"))
+    with pytest.raises(UserError, match=re.escape("needs torch 2.13, and this is 2.12.1+cu130")):
+        _check(chunked, {})

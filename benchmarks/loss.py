@@ -1,0 +1,107 @@
+"""What the head and the loss hold and take, by how the loss is computed.
+
+    OMP_NUM_THREADS=1 python benchmarks/loss.py [--tokens 8192] [--dim 256] [--output results/DATE-NAME]
+
+Forward and backward pass of a head [32000, dim] in bfloat16 and the cross entropy of its logits: "plain" is
+TorchTitan's, "compiled" the same through torch.compile as the configs have it, "chunked" is `training.chunked_loss`.
+Bytes are the most held at a time beside the inputs, by torch's record of its allocations, over the number of
+logits; gradients of head and states are in them. Time on a CPU is CPU time, the median of interleaved rounds.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
+from torchtitan.components.loss import cross_entropy_loss
+
+from pc.files import write_atomically
+from pc.titan.loss import DeferredHead, chunked_cross_entropy
+
+VOCABULARY = 32_000
+ROUNDS = 3
+
+
+def peak_bytes(function: Callable[[], None]) -> int:
+    """The most that `function` held at a time on the CPU, inside torch's operations too."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        function()
+    held = peak = 0
+    for event in sorted(record.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
+
+
+def peak_bytes_of_gpu(function: Callable[[], None]) -> int:
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    function()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def seconds(function: Callable[[], None], on_gpu: bool) -> float:
+    clock = time.perf_counter if on_gpu else time.process_time
+    start = clock()
+    function()
+    if on_gpu:
+        torch.cuda.synchronize()
+    return clock() - start
+
+
+def variants(tokens: int, dim: int, device: str) -> dict[str, Callable[[], None]]:
+    generator = torch.Generator().manual_seed(0)
+    head = DeferredHead(dim, VOCABULARY, bias=False, device=device, dtype=torch.bfloat16)
+    states = torch.randn(1, tokens, dim, generator=generator).to(device, torch.bfloat16).requires_grad_()
+    labels = torch.randint(0, VOCABULARY, (1, tokens), generator=generator).to(device)
+    compiled = torch.compile(cross_entropy_loss)
+
+    def backward(loss: torch.Tensor) -> None:
+        loss.backward()
+        states.grad = head.weight.grad = None
+
+    return {
+        "plain": lambda: backward(cross_entropy_loss(F.linear(states, head.weight), labels)),
+        "compiled": lambda: backward(compiled(F.linear(states, head.weight), labels)),
+        "chunked": lambda: backward(chunked_cross_entropy(head(states), labels)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--dim", type=int, default=256)
+    parser.add_argument("--output", type=Path, help="folder for loss.json")
+    chosen = parser.parse_args()
+    on_gpu = torch.cuda.is_available()
+    functions = variants(chosen.tokens, chosen.dim, "cuda" if on_gpu else "cpu")
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for index in range(ROUNDS + 1):  # the first warms up and compiles
+        for name, function in functions.items():
+            value = seconds(function, on_gpu)
+            if index:
+                times[name].append(value)
+    peak = peak_bytes_of_gpu if on_gpu else peak_bytes
+    content = {
+        "torch": torch.__version__,
+        "hardware": torch.cuda.get_device_name() if on_gpu else "CPU",
+        "threads": torch.get_num_threads(),
+        "tokens": chosen.tokens,
+        "dim": chosen.dim,
+        "bytes per logit": {n: peak(f) / (chosen.tokens * VOCABULARY) for n, f in functions.items()},
+        "seconds": {name: statistics.median(values) for name, values in times.items()},
+    }
+    text = json.dumps(content, indent=1) + "\n"
+    print(text, end="")
+    if chosen.output:
+        write_atomically(chosen.output / "loss.json", text)
+
+
+if __name__ == "__main__":
+    main()
