@@ -193,11 +193,12 @@ def vjp(
     divisors, scales = ([x, *[one] * (len(composite) - 1)] for x in (divisor, scale))
     for coefficients, by in zip(composite[:-1], divisors, strict=False):
         matrices.append(apply(coefficients, matrices[-1], divisor=by))
-    result, value_product = gradient.reshape(matrices[0].shape), None
+    result, products = gradient.reshape(matrices[0].shape), []
     for stage in zip(*(reversed(x) for x in (composite, matrices, divisors, scales)), strict=True):
-        result, outer, inner = _stage_vjp(*stage, gradient=result)
-        value_product = outer if value_product is None else value_product
-    return result.reshape(matrix.shape), value_product.reshape(matrix.shape[:-2]), inner.reshape(matrix.shape[:-2])
+        result, *of_stage = _stage_vjp(*stage, gradient=result)
+        products.append(of_stage)
+    (value_product, _), (_, matrix_product) = products[0], products[-1]  # of the last stage and of the first
+    return result.reshape(matrix.shape), *(x.reshape(matrix.shape[:-2]) for x in (value_product, matrix_product))
 
 
 def count_square_products(degree: int) -> int:
@@ -230,7 +231,10 @@ def _sums(coefficients: Coefficients, gram: Tensor) -> tuple[list[Tensor], Tenso
 def _stage_vjp(
     coefficients: Coefficients, matrix: Tensor, divisor: Tensor, scale: Tensor, gradient: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`vjp` of one stage, for [B, n, m]. Names `d_x` are gradients with respect to `x`."""
+    """`vjp` of one stage, for [B, n, m]; divisor and scale [B, 1, 1] or [1, 1, 1], of float32 at least.
+
+    Names `d_x` are gradients with respect to `x`.
+    """
     if matrix.size(-2) > matrix.size(-1):
         result, *products = _stage_vjp(coefficients, matrix.mT, divisor, scale, gradient.mT)
         return result.mT, *products

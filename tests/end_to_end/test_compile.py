@@ -5,6 +5,7 @@ test_parallel_tables (soak) run the real back end.
 """
 
 import pytest
+import torch
 
 import tiny
 from ranks import run_ranks
@@ -44,7 +45,7 @@ CASES = {
         ("TP2, AdamW baseline", BASELINE, TP2, 1),
         ("TP2, AdamW PC, AC by operation", [], [*TP2, *PER_OPERATION], 1),
         ("TP2, the loss asked for too, which is left out", [], [*TP2, "--compile.components", "model,loss"], 1),
-        ("PP2", [], PP2, 1),
+        ("PP2", [], PP2, 1 if torch.__version__ >= (2, 13) else 2),  # torch 2.11 makes two
     ],
 }
 
