@@ -3,9 +3,10 @@
     OMP_NUM_THREADS=1 python benchmarks/loss.py [--tokens 8192] [--dim 256] [--output results/DATE-NAME]
 
 Forward and backward pass of a head [32000, dim] in bfloat16 and the cross entropy of its logits: "plain" is
-TorchTitan's, "compiled" the same through torch.compile as the configs have it, "chunked" is `training.chunked_loss`.
-Bytes are the most held at a time beside the inputs, by torch's record of its allocations, over the number of
-logits; gradients of head and states are in them. Time on a CPU is CPU time, the median of interleaved rounds.
+TorchTitan's, "compiled" the same through torch.compile as the configs have it, "chunked" is `training.chunked_loss`,
+compiled or not.
+GiB are the most held at a time beside the inputs, by torch's record of its allocations; gradients of head and
+states are in them. Time on a CPU is CPU time, the median of interleaved rounds.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from torchtitan.components.loss import cross_entropy_loss
 
 from pc.files import write_atomically
-from pc.titan.loss import DeferredHead, chunked_cross_entropy
+from pc.titan.loss import DeferredHead, chunked_cross_entropy, loss_and_gradient
 
 VOCABULARY = 32_000
 ROUNDS = 3
@@ -60,7 +61,7 @@ def variants(tokens: int, dim: int, device: str) -> dict[str, Callable[[], None]
     head = DeferredHead(dim, VOCABULARY, bias=False, device=device, dtype=torch.bfloat16)
     states = torch.randn(1, tokens, dim, generator=generator).to(device, torch.bfloat16).requires_grad_()
     labels = torch.randint(0, VOCABULARY, (1, tokens), generator=generator).to(device)
-    compiled = torch.compile(cross_entropy_loss)
+    compiled, compiled_chunk = torch.compile(cross_entropy_loss), torch.compile(loss_and_gradient)
 
     def backward(loss: torch.Tensor) -> None:
         loss.backward()
@@ -69,7 +70,8 @@ def variants(tokens: int, dim: int, device: str) -> dict[str, Callable[[], None]
     return {
         "plain": lambda: backward(cross_entropy_loss(F.linear(states, head.weight), labels)),
         "compiled": lambda: backward(compiled(F.linear(states, head.weight), labels)),
-        "chunked": lambda: backward(chunked_cross_entropy(head(states), labels)),
+        "chunked, not compiled": lambda: backward(chunked_cross_entropy(head(states), labels)),
+        "chunked": lambda: backward(chunked_cross_entropy(head(states), labels, of_chunk=compiled_chunk)),
     }
 
 
@@ -94,7 +96,10 @@ def main() -> None:
         "threads": torch.get_num_threads(),
         "tokens": chosen.tokens,
         "dim": chosen.dim,
-        "bytes per logit": {n: peak(f) / (chosen.tokens * VOCABULARY) for n, f in functions.items()},
+        "GiB": {name: peak(function) / 2**30 for name, function in functions.items()},
+        "bytes per logit": {
+            name: peak(function) / (chosen.tokens * VOCABULARY) for name, function in functions.items()
+        },
         "seconds": {name: statistics.median(values) for name, values in times.items()},
     }
     text = json.dumps(content, indent=1) + "\n"

@@ -5,7 +5,7 @@
 "reference" is power iteration on the weight, Horner's rule in the Gram matrix, and autograd, one matrix after the
 other: what tests hold the fast passes equal to.
 
-Time: two matrices of the 271M model, float32, levels 2 and 4, interleaved; the median of the rounds, and the range of
+Time: three matrices of the 271M model, float32, levels 2 and 4, interleaved; the median of the rounds, and the range of
 their ratios. Counts: all matrices of a model, level 4, on one owner, with weights on the meta device: the operations
 that would be kernels on a GPU, and the bytes that each reads and writes, products included.
 """

@@ -242,7 +242,7 @@ _compiled = functools.cache(torch.compile)
 
 @contextlib.contextmanager
 def compiled_pc(enabled: bool):
-    """Pull-back and materialise through torch.compile within."""
+    """Power iteration, Gram matrix, polynomial and its vector-Jacobian product through torch.compile within."""
     if not enabled:
         yield
         return

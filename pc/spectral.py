@@ -42,7 +42,17 @@ def power_iteration(weight: Tensor, u: Tensor, v: Tensor, steps: int) -> tuple[T
 
 
 def power_iteration_by_gram(weight: Tensor, gram: Tensor, u: Tensor, v: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """`power_iteration` with the smaller Gram matrix [..., s, s] of the weight in place of the weight.
+    """`power_iteration` with the smaller Gram matrix in place of the weight.
+
+    Args:
+        weight: [..., n, m].
+        gram: `W W^T` or `W^T W`, whichever is smaller, [..., s, s].
+        u: [..., n] unit vectors, the last ones found (a warm start).
+        v: [..., m] unit vectors.
+        steps: at least 1.
+
+    Returns:
+        New `u` and `v`.
 
     One multiplication by `W W^T` is one by `W^T` and one by `W`. PC needs the Gram matrix anyway, and it is
     smaller; the weight itself is read twice instead of 2 `steps` times. The last multiplications are by the

@@ -82,6 +82,10 @@ class Matrix:
             backward += 8 * long * short**2 + 2 * max(0, 3 * products - 1) * short**3
         return backward + sum(self._stage_flops(stage) for stage in self.stages[:-1]) + self.estimate_flops()
 
+    def pull_back_input_bytes(self) -> int:
+        """W, the gradient of PC(W), gamma, u and v, in float32."""
+        return 4 * (2 * self.n * self.m + self.n + self.m + self.config.learnable_gamma)
+
     def pull_back_bytes(self) -> int:
         """What `passes.pull_back` allocates at its peak, in float32, inputs left out.
 
@@ -236,7 +240,7 @@ class Plan:
             tokens=training.local_batch_size * training.seq_len // self.context_parallel,
             activation_checkpoint=self.config.activation_checkpoint,
             compute_bytes=memory.BFLOAT16 if training.mixed_precision_param == "bfloat16" else memory.FLOAT32,
-            loss=memory.kind_of_loss(self.config),
+            loss=memory.Loss.of(self.config),
         )
         if schedule == "step":
             parts["PC work space"] = self._work_space() / memory.GIB
@@ -261,24 +265,20 @@ class Plan:
         owners = self.shards * self.tensor_parallel
         if owners == 1:
             largest = 0.0
-            by_shape = Counter((matrix.n, matrix.m) for matrix in self.matrices)
-            for matrix in self.matrices:
-                batch = min(by_shape[matrix.n, matrix.m], max(1, BUCKET_BYTES // (8 * matrix.n * matrix.m)))
-                copied = 8 * matrix.n * matrix.m if batch > 1 else 0
+            for matrix, count in Counter(self.matrices).items():
+                batch = min(count, max(1, BUCKET_BYTES // matrix.pull_back_input_bytes()))
+                copied = matrix.pull_back_input_bytes() if batch > 1 else 0
                 largest = max(largest, batch * (copied + matrix.pull_back_bytes()))
             return largest
-        sizes = [8 * matrix.n * matrix.m for matrix in self.matrices]
+        sizes = [matrix.pull_back_input_bytes() for matrix in self.matrices]
         owner_of = self._owners(owners)
         largest = 0.0
         for bucket in buckets(owner_of, sizes, BUCKET_BYTES):
             for owner in range(owners):
                 held = [self.matrices[i] for i in bucket if owner_of[i] == owner]
-                by_shape: dict[tuple[int, int], int] = {}
-                for matrix in held:
-                    key = matrix.n, matrix.m
-                    by_shape[key] = by_shape.get(key, 0) + matrix.pull_back_bytes()
-                exchanged = 4 * sum(8 * matrix.n * matrix.m for matrix in held)
-                largest = max(largest, exchanged + max(by_shape.values(), default=0))
+                batches = [count * matrix.pull_back_bytes() for matrix, count in Counter(held).items()]
+                exchanged = 4 * sum(matrix.pull_back_input_bytes() for matrix in held)
+                largest = max(largest, exchanged + max(batches, default=0))
         return largest
 
 

@@ -211,7 +211,7 @@ def _check_memory(
         tokens=config.training.local_batch_size * config.training.seq_len // parallelism.context_parallel_degree,
         activation_checkpoint=config.activation_checkpoint,
         compute_bytes=memory.BFLOAT16 if config.training.mixed_precision_param == "bfloat16" else memory.FLOAT32,
-        loss=memory.kind_of_loss(config),
+        loss=memory.Loss.of(config),
     )
     listed = ", ".join(f"{part} {size:.2f}" for part, size in parts.items())
     report.facts.append(("memory per GPU", f"{sum(parts.values()):.1f} GiB estimated at {world_size} GPUs: {listed}"))

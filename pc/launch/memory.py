@@ -1,21 +1,37 @@
 """How much memory a run needs, estimated part by part without a GPU."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import nn
 from torchtitan.config.job_config import ActivationCheckpoint
 
 from pc.linear import named_pc_linears
 from pc.titan.config import JobConfig
-from pc.titan.loss import compiles_loss
-
-Loss = Literal["plain", "compiled", "chunked"]
+from pc.titan.loss import CHUNK_LOGITS, compiles_loss
 
 GIB = 2**30
 FLOAT32, BFLOAT16 = 4, 2  # bytes
 
 MUON_HIDDEN_STATES, ADAMW_STATES = 1, 2  # optimizer tensors per parameter
+
+
+@dataclass(frozen=True)
+class Loss:
+    """How head and loss are computed (`pc.titan.loss`)."""
+
+    is_compiled: bool = True
+    is_chunked: bool = False
+    shards: int = 1
+    """ranks that tensor parallelism spreads the logits over"""
+
+    @classmethod
+    def of(cls, config: JobConfig) -> "Loss":
+        tensor_parallel = config.parallelism.tensor_parallel_degree
+        return cls(
+            compiles_loss(config, tensor_parallel),
+            config.training.chunked_loss,
+            1 if config.parallelism.disable_loss_parallel else tensor_parallel,
+        )
 
 
 @dataclass(frozen=True)
@@ -87,7 +103,7 @@ def per_gpu(
         tokens: of one micro-batch on one GPU.
         activation_checkpoint: TorchTitan's section.
         compute_bytes: of an element of activations and of gathered parameters.
-        loss: how it is computed, by `kind_of_loss`.
+        loss: how it is computed.
 
     Fragmentation, the CUDA context and NCCL's buffers (1 to 4 GiB) are left out, and so is PC's work space,
     which is used between steps when activations are gone.
@@ -103,25 +119,22 @@ def per_gpu(
         # embedding and head, which stay gathered through the forward pass.
         "gathered": compute_bytes * (3 * sizes.largest_block / tensor_parallel + sizes.outside_blocks / model_split),
         "activations": _activations(sizes, tokens, activation_checkpoint, compute_bytes) / model_split,
-        "logits": tokens * sizes.vocabulary * _bytes_per_logit(loss, compute_bytes) / tensor_parallel,
+        "logits": _bytes_of_logits(sizes, tokens, loss, compute_bytes),
     }
     return {part: size / GIB for part, size in elements.items()}
 
 
-def kind_of_loss(config: JobConfig) -> Loss:
-    """In chunks, compiled, or neither, as `pc.titan.loss` computes it."""
-    if config.training.chunked_loss:
-        return "chunked"
-    return "compiled" if compiles_loss(config, config.parallelism.tensor_parallel_degree) else "plain"
-
-
-def _bytes_per_logit(loss: Loss, compute_bytes: int) -> int:
-    """At most at a time, as measured by `benchmarks/loss.py`."""
-    return {
-        "plain": 3 * FLOAT32,  # the log-softmax, its gradient, and that of the logits
-        "compiled": 2 * compute_bytes,  # logits and their gradient; what is float32 stays in registers
-        "chunked": 0,  # some hundred MiB in all
-    }[loss]
+def _bytes_of_logits(sizes: Sizes, tokens: int, loss: Loss, compute_bytes: int) -> float:
+    """The most that head and loss hold at a time; `benchmarks/loss.py` measures it."""
+    if loss.is_compiled:
+        per_logit = 2 * compute_bytes  # logits and their gradient; what is float32 stays in registers
+    else:
+        per_logit = 3 * FLOAT32  # the log-softmax, its gradient, and that of the logits
+    if not loss.is_chunked:
+        return tokens * sizes.vocabulary * per_logit / loss.shards
+    per_logit = per_logit if loss.is_compiled else 5 * FLOAT32
+    head = sizes.vocabulary * sizes.dim * (FLOAT32 + compute_bytes)  # its gradient, and what a chunk adds
+    return CHUNK_LOGITS * per_logit + head + tokens * sizes.dim * compute_bytes
 
 
 def _activations(sizes: Sizes, tokens: int, checkpointing: ActivationCheckpoint, compute_bytes: int) -> float:

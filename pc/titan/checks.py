@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from itertools import chain
 
-import torch
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols import train_spec
 
@@ -245,8 +244,8 @@ def _converters(config: JobConfig) -> Iterator[str]:
 def _chunked_loss(config: JobConfig) -> Iterator[str]:
     if not config.training.chunked_loss:
         return
-    if torch.__version__ < (2, 13):
-        yield f"training.chunked_loss needs torch 2.13, and this is {torch.__version__}"
+    if config.model.converters and not any(part in "output" for part in config.quantize.linear.float8.filter_fqns):
+        yield 'training.chunked_loss needs the head as it is; add "output" to quantize.linear.float8.filter_fqns'
     if config.parallelism.fsdp_reshard_after_forward == "always":
         yield (
             "training.chunked_loss multiplies by the head's weight after the forward pass, when "

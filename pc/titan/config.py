@@ -89,7 +89,7 @@ class Training(titan.Training):
     """TorchTitan's section, with the loss in chunks."""
 
     chunked_loss: bool = False
-    """Head and cross entropy a chunk of tokens at a time, without whole logits: less memory. Needs torch 2.13."""
+    """Head and cross entropy a chunk of tokens at a time, without whole logits: less memory."""
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """The training loss: cross entropy of whole logits, or chunk by chunk of tokens from the head's input."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,9 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
 from pc.titan.config import JobConfig
+
+# Logits of one chunk: 128 MiB in float32, 1,048 tokens of 32,000, which is a product that fills a GPU.
+CHUNK_LOGITS = 2**25
 
 
 class HeadInput(NamedTuple):
@@ -26,29 +30,65 @@ class DeferredHead(nn.Linear):
     """An output head that leaves the logits to the loss while it trains. Without gradients it is a plain one."""
 
     def forward(self, x: Tensor) -> Tensor | HeadInput:
-        """[B, S, dim] to logits [B, S, vocab_size], or to what `chunked_cross_entropy` makes a loss of."""
+        """[B, S, dim] to logits [B, S, vocab_size], or to what `ChunkedCrossEntropy` makes a loss of."""
         if self.training and torch.is_grad_enabled():
             return HeadInput(x, self)
         return super().forward(x)
 
 
-def chunked_cross_entropy(prediction: HeadInput, labels: Tensor) -> Tensor:
-    """Sum of the cross entropies of labels [B, S]; torch takes as many tokens at a time as keep memory small.
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """Sum of the cross entropies of a head's logits, some tokens at a time.
 
-    Gradients are made along with the loss, so the logits are never whole, and not made twice.
+    The gradients are made along with the loss, so that logits are neither whole nor made twice. As with whole logits
+    products are of the inputs' dtype and the cross entropy is float32 at least; the loss and the weight's gradient are
+    summed in it too. (Torch 2.13's `linear_cross_entropy` sums both in the inputs' dtype: in bfloat16 its loss is off by
+    a percent after 32 chunks.)
     """
-    return F.linear_cross_entropy(
-        prediction.states.flatten(0, 1),
-        prediction.head.weight,
-        labels.flatten(0, 1),
-        reduction="sum",
-        ignore_index=IGNORE_INDEX,
-        options=nn.LinearCrossEntropyOptions(),
-    )
+
+    @staticmethod
+    def forward(ctx, states: Tensor, weight: Tensor, labels: Tensor, chunk: int, of_chunk: Callable) -> Tensor:
+        """Args: states [T, dim]; weight [vocab_size, dim]; labels [T]; tokens of a chunk; `loss_and_gradient`."""
+        precision = torch.promote_types(states.dtype, torch.float32)
+        loss = torch.zeros((), dtype=precision, device=states.device)
+        d_states = torch.empty_like(states)
+        d_weight = torch.zeros_like(weight, dtype=precision)
+        parts = (tensor.split(chunk) for tensor in (states, labels, d_states))
+        for some_states, some_labels, d_some in zip(*parts, strict=True):
+            chunk_loss, d_logits = of_chunk(some_states @ weight.T, some_labels)
+            loss += chunk_loss
+            torch.mm(d_logits, weight, out=d_some)
+            d_weight += d_logits.T @ some_states
+        ctx.save_for_backward(d_states, d_weight)
+        return loss
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        d_states, d_weight = ctx.saved_tensors
+        dtype = d_states.dtype
+        return (d_states * gradient).to(dtype), (d_weight * gradient).to(dtype), None, None, None
 
 
-def _asks_to_compile(config: JobConfig) -> bool:
-    return config.compile.enable and "loss" in config.compile.components
+def loss_and_gradient(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum of the cross entropies [] in float32 at least, and its gradient [T, vocab_size] in the logits' dtype.
+
+    Args:
+        logits: [T, vocab_size].
+        labels: [T]; `IGNORE_INDEX` counts nothing.
+    """
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    loss = F.cross_entropy(exact, labels, reduction="sum", ignore_index=IGNORE_INDEX)
+    is_label = torch.arange(logits.size(-1), device=logits.device) == labels[:, None]
+    gradient = (exact.softmax(-1) - is_label.to(exact.dtype)) * (labels != IGNORE_INDEX)[:, None]
+    return loss, gradient.to(logits.dtype)
+
+
+def chunked_cross_entropy(
+    prediction: HeadInput, labels: Tensor, *, chunk_logits: int = CHUNK_LOGITS, of_chunk: Callable = loss_and_gradient
+) -> Tensor:
+    """Sum of the cross entropies of labels [B, S] by `ChunkedCrossEntropy`, in chunks of so many logits."""
+    weight = prediction.head.weight
+    chunk = max(1, chunk_logits // len(weight))
+    return ChunkedCrossEntropy.apply(prediction.states.flatten(0, 1), weight, labels.flatten(), chunk, of_chunk)
 
 
 def compiles_loss(config: JobConfig, tensor_parallel: int) -> bool:
@@ -58,12 +98,14 @@ def compiles_loss(config: JobConfig, tensor_parallel: int) -> bool:
 
 
 def build_loss(job_config: JobConfig, parallel_dims: ParallelDims) -> LossFunction:
-    """For TorchTitan's TrainSpec: cross entropy, compiled where [compile] names it, but not on sharded logits.
+    """For TorchTitan's TrainSpec: cross entropy of whole logits, or in chunks where the head leaves them to the loss.
 
-    Torch 2.13 compiles a loss on logits that tensor parallelism shards rightly once; from the compiler's cache, in
-    this process or a later one, the loss comes out wrong, in silence.
+    It is compiled where [compile] names it, but not on sharded logits: torch 2.13 compiles a loss on logits that
+    tensor parallelism shards rightly once; from the compiler's cache, in this process or a later one, the loss comes
+    out wrong, in silence.
     """
-    if _asks_to_compile(job_config) and not compiles_loss(job_config, parallel_dims.tp):
+    compiles = compiles_loss(job_config, parallel_dims.tp)
+    if _asks_to_compile(job_config) and not compiles:
         logger.warning("The loss is not compiled: under tensor parallelism torch's compiler cache makes it wrong")
         components = [name for name in job_config.compile.components if name != "loss"]
         compilation = dataclasses.replace(job_config.compile, components=components)
@@ -71,9 +113,16 @@ def build_loss(job_config: JobConfig, parallel_dims: ParallelDims) -> LossFuncti
     of_logits = build_cross_entropy_loss(job_config)
     if not job_config.training.chunked_loss:
         return of_logits
+    backend = job_config.compile.backend
+    of_chunk = torch.compile(loss_and_gradient, backend=backend) if compiles else loss_and_gradient
 
     def loss(prediction: Tensor | HeadInput, labels: Tensor) -> Tensor:
-        of = chunked_cross_entropy if isinstance(prediction, HeadInput) else of_logits
-        return of(prediction, labels)
+        if isinstance(prediction, HeadInput):
+            return chunked_cross_entropy(prediction, labels, of_chunk=of_chunk)
+        return of_logits(prediction, labels)  # validation
 
     return loss
+
+
+def _asks_to_compile(config: JobConfig) -> bool:
+    return config.compile.enable and "loss" in config.compile.components

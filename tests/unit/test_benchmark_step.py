@@ -167,3 +167,18 @@ def test_emulated_tf32_rounds_to_ten_bits(monkeypatch):
     rounded = precision.round_to_tf32(a) @ precision.round_to_tf32(b)
     assert torch.equal(product, rounded) and not torch.equal(product, a @ b)
     torch.testing.assert_close(fused, a + rounded, rtol=1e-6, atol=1e-6)
+
+
+def test_traffic_counts_kernels_and_their_bytes(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import products
+
+    a = torch.empty(3, 4, device="meta")
+    with products.Traffic() as traffic:
+        b = (a.T @ a).view(16)  # [4, 3] and [3, 4] read, [4, 4] written; views are free
+        b.add_(1.0)  # read and written
+    assert (traffic.kernels, traffic.bytes) == (2, 4 * (12 + 12 + 16) + 4 * (16 + 16))
+    counts = products.count("debug")
+    for name in ("materialise", "pull back"):
+        fast, reference = counts[name], counts[f"{name}, reference"]
+        assert fast["kernels"] < reference["kernels"] / 3 and fast["GiB"] < 0.6 * reference["GiB"]

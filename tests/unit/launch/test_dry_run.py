@@ -14,6 +14,7 @@ from pc.launch import memory
 from pc.launch.dry_run import check, check_or_raise
 from pc.titan.config import JobConfig
 from pc.titan.llama2 import FLAVORS, Llama2
+from pc.titan.loss import CHUNK_LOGITS
 from pc.titan.parallelize import SAVED_OPERATIONS
 from small_config import ROOT
 
@@ -100,7 +101,7 @@ def estimate(**changes):
     arguments = {
         "optimizer": "AdamW", "schedule": "step", "shards": 1, "tensor_parallel": 1, "pipeline_parallel": 1,
         "tokens": 7, "activation_checkpoint": ActivationCheckpoint(mode="none"), "compute_bytes": 2,
-        "loss": "plain",
+        "loss": memory.Loss(is_compiled=False),
     }  # fmt: skip
     return {part: round(size * memory.GIB) for part, size in memory.per_gpu(SIZES, **arguments | changes).items()}
 
@@ -121,7 +122,9 @@ def test_memory_follows_the_settings():
     assert estimate(shards=4)["optimizer"] == 2000
     assert estimate(optimizer="Muon")["optimizer"] == 4 * (600 + 2 * 400)
     assert estimate(schedule="forward")["raw W"] == 0
-    assert estimate(loss="compiled")["logits"] == 7 * 50 * 4 and estimate(loss="chunked")["logits"] == 0
+    assert estimate(loss=memory.Loss())["logits"] == 7 * 50 * 4
+    assert estimate(loss=memory.Loss(shards=2))["logits"] == 7 * 50 * 4 / 2
+    assert estimate(loss=memory.Loss(is_chunked=True))["logits"] == 4 * CHUNK_LOGITS + 50 * 10 * 6 + 7 * 10 * 2
     whole = 8 * 10 + 4 * 30
     for mode, option, kept in (
         ("full", "op", 10),
@@ -134,20 +137,32 @@ def test_memory_follows_the_settings():
 
 
 @pytest.mark.parametrize(
-    "settings, kind",
+    "settings, loss",
     [
-        ({"compile.enable": False}, "plain"),
-        ({"compile.enable": True}, "compiled"),
-        ({"compile.enable": True, "parallelism.tensor_parallel_degree": 2}, "plain"),
-        ({"compile.enable": True, "training.chunked_loss": True}, "chunked"),
+        ({"compile.enable": False}, memory.Loss(is_compiled=False)),
+        ({"compile.enable": True}, memory.Loss()),
+        ({"compile.enable": True, "compile.components": ["model"]}, memory.Loss(is_compiled=False)),
+        (
+            {"compile.enable": True, "parallelism.tensor_parallel_degree": 2},
+            memory.Loss(is_compiled=False, shards=2),
+        ),
+        (
+            {
+                "compile.enable": True,
+                "parallelism.tensor_parallel_degree": 2,
+                "parallelism.disable_loss_parallel": True,
+            },
+            memory.Loss(),
+        ),
+        ({"compile.enable": True, "training.chunked_loss": True}, memory.Loss(is_chunked=True)),
     ],
 )
-def test_kind_of_loss(settings, kind):
+def test_kind_of_loss(settings, loss):
     config = JobConfig()
     for key, value in settings.items():
         section, name = key.split(".")
         setattr(getattr(config, section), name, value)
-    assert memory.kind_of_loss(config) == kind
+    assert memory.Loss.of(config) == loss
 
 
 @pytest.mark.parametrize("mode, option", [("none", "op"), ("selective", "op"), ("selective", "2"), ("full", "op")])

@@ -1,11 +1,8 @@
 """Combinations that cannot work are refused in a sentence that names the key; those that can are not."""
 
-import re
 from functools import reduce
 
 import pytest
-import torch
-from torch.torch_version import TorchVersion
 from torchtitan.distributed import ParallelDims
 
 from pc.errors import UserError
@@ -40,6 +37,7 @@ AC_OP = {"activation_checkpoint.mode": "selective", "activation_checkpoint.selec
 AC_FULL = {"activation_checkpoint.mode": "full"}
 FLOAT8 = {"model.converters": ["quantize.linear.float8"]}
 EMULATED_FLOAT8 = {**FLOAT8, "quantize.linear.float8.emulate": True}
+CHUNKED = {"training.chunked_loss": True}
 ZERO_BUBBLE = {"parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}
 
 REFUSED_ANYWHERE = [
@@ -81,6 +79,10 @@ REFUSED_ANYWHERE = [
     ({"training.dtype": "bfloat16"}, {}, 'training.dtype should be "float32"'),
     ({"training.global_batch_size": 12}, {"dp_shard": 2}, "training.global_batch_size = 12 is no multiple"),
     ({"pc.level": 7}, {}, "pc.level"),
+    ({**CHUNKED, "parallelism.fsdp_reshard_after_forward": "always"}, {}, '= "always" has given it back; use "default"'),
+    ({**CHUNKED, **EMULATED_FLOAT8}, {}, 'add "output" to quantize.linear.float8.filter_fqns'),
+    (CHUNKED, {"tp": 2}, "not with tensor or pipeline parallelism"),
+    (CHUNKED, {"pp": 2}, "not with tensor or pipeline parallelism"),
 ]  # fmt: skip
 
 REFUSED_ON_CPU = [
@@ -104,6 +106,8 @@ ACCEPTED = [
     ({"pc.schedule": "forward"}, {"dp_shard": 2, "pp": 2}),
     ({**COMPILE, "parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}, {"pp": 2}),
     ({**ZERO_BUBBLE, "activation_checkpoint.mode": "full"}, {"pp": 2}),
+    (CHUNKED, {"dp_replicate": 2, "dp_shard": 2}),
+    ({**CHUNKED, **EMULATED_FLOAT8, "quantize.linear.float8.filter_fqns": ["output"]}, {}),
     (COMPILE, {"tp": 2}),
     (AC_FULL, {"tp": 2}),
     ({**COMPILE, **AC_OP}, {"tp": 2}),
@@ -135,26 +139,3 @@ def test_refused_on_a_cpu_alone(settings, degrees, sentence):
 @pytest.mark.parametrize("settings, degrees", ACCEPTED, ids=str)
 def test_accepted(settings, degrees):
     _check(settings, degrees, on_cpu=True)
-
-
-@pytest.mark.parametrize(
-    "settings, degrees, sentence",
-    [
-        (
-            {"parallelism.fsdp_reshard_after_forward": "always"},
-            {},
-            'fsdp_reshard_after_forward = "always" has given it',
-        ),
-        ({}, {"tp": 2}, "not with tensor or pipeline parallelism"),
-        ({}, {"pp": 2}, "not with tensor or pipeline parallelism"),
-    ],
-)
-def test_chunked_loss(monkeypatch, settings, degrees, sentence):
-    chunked = {"training.chunked_loss": True}
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0"))
-    _check(chunked, {"dp_shard": 2}, on_cpu=True)
-    with pytest.raises(UserError, match=re.escape(sentence)):
-        _check(chunked | settings, degrees)
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1+cu130"))
-    with pytest.raises(UserError, match=re.escape("needs torch 2.13, and this is 2.12.1+cu130")):
-        _check(chunked, {})
