@@ -4,8 +4,8 @@
 
 Forward and backward pass of a head [32000, dim] in bfloat16 and the cross entropy of its logits: "plain" is
 TorchTitan's, "compiled" the same through torch.compile as the configs have it, "chunked" is `training.chunked_loss`,
-compiled or not.
-GiB are the most held at a time beside the inputs, by torch's record of its allocations; gradients of head and
+compiled or not, and "torch's own" is `linear_cross_entropy` with its default chunks where torch has it (2.13).
+Error is the loss's, relative to float64 of the same numbers. GiB are the most held at a time beside the inputs, by torch's record of its allocations; gradients of head and
 states are in them. Time on a CPU is CPU time, the median of interleaved rounds.
 """
 
@@ -28,7 +28,7 @@ VOCABULARY = 32_000
 ROUNDS = 3
 
 
-def peak_bytes(function: Callable[[], None]) -> int:
+def peak_bytes(function: Callable[[], object]) -> int:
     """The most that `function` held at a time on the CPU, inside torch's operations too."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         function()
@@ -40,14 +40,14 @@ def peak_bytes(function: Callable[[], None]) -> int:
     return peak
 
 
-def peak_bytes_of_gpu(function: Callable[[], None]) -> int:
+def peak_bytes_of_gpu(function: Callable[[], object]) -> int:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     function()
     return torch.cuda.max_memory_allocated() - before
 
 
-def seconds(function: Callable[[], None], on_gpu: bool) -> float:
+def seconds(function: Callable[[], object], on_gpu: bool) -> float:
     clock = time.perf_counter if on_gpu else time.process_time
     start = clock()
     function()
@@ -56,23 +56,33 @@ def seconds(function: Callable[[], None], on_gpu: bool) -> float:
     return clock() - start
 
 
-def variants(tokens: int, dim: int, device: str) -> dict[str, Callable[[], None]]:
+def variants(tokens: int, dim: int, device: str) -> tuple[dict[str, Callable[[], float]], float]:
+    """By name a forward and backward pass that returns the loss, and the loss in float64."""
     generator = torch.Generator().manual_seed(0)
     head = DeferredHead(dim, VOCABULARY, bias=False, device=device, dtype=torch.bfloat16)
     states = torch.randn(1, tokens, dim, generator=generator).to(device, torch.bfloat16).requires_grad_()
     labels = torch.randint(0, VOCABULARY, (1, tokens), generator=generator).to(device)
     compiled, compiled_chunk = torch.compile(cross_entropy_loss), torch.compile(loss_and_gradient)
 
-    def backward(loss: torch.Tensor) -> None:
+    def backward(loss: torch.Tensor) -> float:
         loss.backward()
         states.grad = head.weight.grad = None
+        return loss.item()
 
-    return {
+    functions = {
         "plain": lambda: backward(cross_entropy_loss(F.linear(states, head.weight), labels)),
         "compiled": lambda: backward(compiled(F.linear(states, head.weight), labels)),
         "chunked, not compiled": lambda: backward(chunked_cross_entropy(head(states), labels)),
         "chunked": lambda: backward(chunked_cross_entropy(head(states), labels, of_chunk=compiled_chunk)),
     }
+    if hasattr(F, "linear_cross_entropy"):
+        options = torch.nn.LinearCrossEntropyOptions()
+        functions["torch's own"] = lambda: backward(
+            F.linear_cross_entropy(states[0], head.weight, labels[0], reduction="sum", options=options)
+        )
+    exact = DeferredHead(dim, VOCABULARY, bias=False, device="meta", dtype=torch.float64)
+    exact.weight = torch.nn.Parameter(head.weight.detach().double())
+    return functions, chunked_cross_entropy(exact(states.detach().double()), labels).item()
 
 
 def main() -> None:
@@ -82,7 +92,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="folder for loss.json")
     chosen = parser.parse_args()
     on_gpu = torch.cuda.is_available()
-    functions = variants(chosen.tokens, chosen.dim, "cuda" if on_gpu else "cpu")
+    functions, exact = variants(chosen.tokens, chosen.dim, "cuda" if on_gpu else "cpu")
     times: dict[str, list[float]] = {name: [] for name in functions}
     for index in range(ROUNDS + 1):  # the first warms up and compiles
         for name, function in functions.items():
@@ -96,6 +106,7 @@ def main() -> None:
         "threads": torch.get_num_threads(),
         "tokens": chosen.tokens,
         "dim": chosen.dim,
+        "error": {name: abs(function() / exact - 1) for name, function in functions.items()},
         "GiB": {name: peak(function) / 2**30 for name, function in functions.items()},
         "bytes per logit": {
             name: peak(function) / (chosen.tokens * VOCABULARY) for name, function in functions.items()
