@@ -65,8 +65,15 @@ def _relative(actual, expected) -> float:
     return float((actual - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("of_chunk", [loss_and_gradient, torch.compile(loss_and_gradient)], ids=["eager", "compiled"])
-@pytest.mark.parametrize("dtype, chunks", [(torch.float64, 7), (torch.bfloat16, 32)], ids=str)
+@pytest.mark.parametrize(
+    "dtype, chunks, of_chunk",
+    [
+        (torch.float64, 7, loss_and_gradient),
+        (torch.bfloat16, 32, loss_and_gradient),
+        (torch.bfloat16, 32, torch.compile(loss_and_gradient)),
+    ],
+    ids=["float64", "bfloat16", "bfloat16, compiled"],
+)
 def test_value_and_gradients(dtype, chunks, of_chunk):
     """Against float64 of the same numbers; in bfloat16 hardly worse than a loss of whole logits is."""
     tokens, vocabulary, dim = 2048, 500, 32

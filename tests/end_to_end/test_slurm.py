@@ -77,7 +77,7 @@ def submit(config: Path, *words: str) -> subprocess.CompletedProcess:
 def test_a_sweep_survives_a_killed_task(here, tmp_path):
     (tmp_path / "lr.toml").write_text(
         f'configs = ["small.toml"]\nfolder = "{tmp_path}/out"\n'
-        '[axes]\n"optimizer.lr" = { first = 1e-4, last = 1e-2, factor = 10 }\n'
+        '[axes]\n"optimizer.lr" = { first = 1e-3, last = 1e-2, factor = 10 }\n'
     )
     sweep = load(tmp_path / "lr.toml")
     said = submit_sweep(sweep, 0, Allocation(1, 0, ["--time=15"]))
@@ -88,14 +88,14 @@ def test_a_sweep_survives_a_killed_task(here, tmp_path):
     wait_for(lambda: all(runs.state_of(run).state == "finished" for run in sweep.runs), sweep.folder)
 
     wait_for(lambda: job_field(f"{job}_0", "JobState") == "COMPLETED", sweep.folder)
-    assert [job_field(f"{job}_{index}", "Restarts") for index in range(3)] == ["1", "0", "0"]
+    assert [job_field(f"{job}_{index}", "Restarts") for index in range(2)] == ["1", "0"]
     log = (sweep.folder / "slurm" / f"lr-{job}_0.log").read_text()
     assert "crash 1 since the last checkpoint; requeueing" in log
     assert "Loading the checkpoint from" in log
     assert "optimizer.lr = " in select(sweep)
     chosen = tomllib.loads((sweep.folder / "selected-small.toml").read_text())
     assert chosen["optimizer"]["lr"] in (1e-3, 1e-2)
-    assert submit_sweep(sweep, 0, Allocation(1, 0, [])) == "all 3 runs are finished"
+    assert submit_sweep(sweep, 0, Allocation(1, 0, [])) == "all 2 runs are finished"
 
 
 @pytest.mark.soak
