@@ -1,6 +1,7 @@
 """The training loss: cross entropy of whole logits, or chunk by chunk of tokens from the head's input."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from torchtitan.tools.logging import logger
 
 from pc.titan.config import JobConfig
 
-# Logits of one chunk: 128 MiB in float32, 1,048 tokens of 32,000, which is a product that fills a GPU.
+# Most logits of one chunk: 128 MiB in float32, some 1,000 tokens of 32,000, which is a product that fills a GPU.
 CHUNK_LOGITS = 2**25
 
 
@@ -46,13 +47,13 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, states: Tensor, weight: Tensor, labels: Tensor, chunk: int, of_chunk: Callable) -> Tensor:
-        """Args: states [T, dim]; weight [vocab_size, dim]; labels [T]; tokens of a chunk; `loss_and_gradient`."""
+    def forward(ctx, states: Tensor, weight: Tensor, labels: Tensor, chunks: int, of_chunk: Callable) -> Tensor:
+        """Args: states [T, dim]; weight [vocab_size, dim]; labels [T]; how many chunks; `loss_and_gradient`."""
         precision = torch.promote_types(states.dtype, torch.float32)
         loss = torch.zeros((), dtype=precision, device=states.device)
         d_states = torch.empty_like(states)
         d_weight = torch.zeros_like(weight, dtype=precision)
-        parts = (tensor.split(chunk) for tensor in (states, labels, d_states))
+        parts = (tensor.chunk(chunks) for tensor in (states, labels, d_states))
         for some_states, some_labels, d_some in zip(*parts, strict=True):
             chunk_loss, d_logits = of_chunk(some_states @ weight.T, some_labels)
             loss += chunk_loss
@@ -64,8 +65,10 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor):
         d_states, d_weight = ctx.saved_tensors
-        dtype = d_states.dtype
-        return (d_states * gradient).to(dtype), (d_weight * gradient).to(dtype), None, None, None
+        # In place, so a second backward pass is an error. As a matrix, so that bfloat16 gradients are multiplied in
+        # float32: a tensor without dimensions would be rounded first, on a GPU.
+        gradient = gradient.reshape(1, 1)
+        return d_states.mul_(gradient), d_weight.mul_(gradient).to(d_states.dtype), None, None, None
 
 
 def loss_and_gradient(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,10 +88,10 @@ def loss_and_gradient(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 def chunked_cross_entropy(
     prediction: HeadInput, labels: Tensor, *, chunk_logits: int = CHUNK_LOGITS, of_chunk: Callable = loss_and_gradient
 ) -> Tensor:
-    """Sum of the cross entropies of labels [B, S] by `ChunkedCrossEntropy`, in chunks of so many logits."""
+    """Sum of the cross entropies of labels [B, S] by `ChunkedCrossEntropy`, in even chunks of so many logits at most."""
     weight = prediction.head.weight
-    chunk = max(1, chunk_logits // len(weight))
-    return ChunkedCrossEntropy.apply(prediction.states.flatten(0, 1), weight, labels.flatten(), chunk, of_chunk)
+    chunks = math.ceil(labels.numel() * len(weight) / chunk_logits)
+    return ChunkedCrossEntropy.apply(prediction.states.flatten(0, 1), weight, labels.flatten(), chunks, of_chunk)
 
 
 def compiles_loss(config: JobConfig, tensor_parallel: int) -> bool:

@@ -105,6 +105,13 @@ def test_value_and_gradients(dtype, chunks, of_chunk):
             assert mine < 1.5 * whole < 1e-2
 
 
+def test_a_second_backward_pass_is_an_error():
+    loss = chunked_cross_entropy(DeferredHead(4, 9, bias=False)(torch.randn(1, 3, 4)), torch.zeros(1, 3).long())
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_without_gradients_it_is_a_head():
     head, states = DeferredHead(4, 9, bias=False), torch.randn(1, 3, 4)
     logits = F.linear(states, head.weight)
