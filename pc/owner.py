@@ -47,7 +47,6 @@ def run_on_owners(
     inputs: Sequence[Item],
     outputs: Sequence[Item],
     keys: Sequence[Hashable] | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
     batch_bytes: int | None = None,
 ) -> None:
     """Run `function` on full tensors, each item on one rank, and write its results into sharded tensors.
@@ -60,8 +59,7 @@ def run_on_owners(
         inputs: for each item its tensors, plain or `DTensor`, a matrix [n, m] first, all of one dtype.
         outputs: for each item the tensors to write the results into; they may be inputs too.
         keys: what `function` must know of an item beside its tensors; items with other keys go in other batches.
-        bucket_bytes: bound on the full inputs that one rank holds at a time (one item at least).
-        batch_bytes: bound on those of one call of `function` (one item at least). By default `bucket_bytes`, since
+        batch_bytes: bound on the inputs of one call of `function` (one item at least). By default `BUCKET_BYTES`, since
             batches save a GPU launches, and one item on a CPU, where a batch leaves the cache: for 8 to 16 matrices
             of [512, 512] and [1408, 512] PC's passes took 1.1 to 1.4 times as long as one by one.
 
@@ -72,7 +70,7 @@ def run_on_owners(
     if len({tensor.dtype for item in inputs for tensor in item}) > 1:
         raise ValueError("run_on_owners needs inputs of one dtype")
     if batch_bytes is None and inputs:
-        batch_bytes = 0 if inputs[0][0].device.type == "cpu" else bucket_bytes
+        batch_bytes = 0 if inputs[0][0].device.type == "cpu" else BUCKET_BYTES
     routes: dict[object, list[int]] = defaultdict(list)
     for index, (given, wanted) in enumerate(zip(inputs, outputs, strict=True)):
         routes[_route((*given, *wanted))].append(index)
@@ -83,7 +81,7 @@ def run_on_owners(
         elif route == "gather":
             _run_everywhere(function, *chosen)
         else:
-            _Exchange(route, *chosen[:2]).run(function, *chosen, bucket_bytes, batch_bytes)
+            _Exchange(route, *chosen[:2]).run(function, *chosen, batch_bytes)
 
 
 def assign(costs: Sequence[float], num_owners: int) -> list[int]:
@@ -244,10 +242,10 @@ class _Exchange:
         self.given = [[_Layout.of(tensor) for tensor in item] for item in inputs]
         self.wanted = [[_Layout.of(tensor) for tensor in item] for item in outputs]
 
-    def run(self, function: Function, inputs, outputs, keys, bucket_bytes: int, batch_bytes: int) -> None:
+    def run(self, function: Function, inputs, outputs, keys, batch_bytes: int) -> None:
         sizes = [_bytes(item) for item in inputs]
         shapes = [tuple(layout.shape for layout in item) for item in self.given]
-        for bucket in buckets(self.owners, sizes, bucket_bytes):
+        for bucket in buckets(self.owners, sizes, BUCKET_BYTES):
             owned = [[i for i in bucket if self.owners[i] == rank] for rank in range(self.world)]
             received = self._gather(inputs, owned)
             batches = _batches(owned[self.rank], keys, shapes, sizes, batch_bytes)

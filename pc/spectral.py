@@ -60,15 +60,13 @@ def power_iteration_by_gram(weight: Tensor, gram: Tensor, u: Tensor, v: Tensor, 
     steps of a slightly other matrix would, and `u^T W v` is off by the square of that.
     """
     with torch.no_grad():
-        tall = weight.size(-2) > weight.size(-1)
-        if tall:
+        if weight.size(-2) > weight.size(-1):
             v = _unit_or_unchanged(_product(weight.mT, u), v)
-        for _ in range(steps - 1):
-            if tall:
+            for _ in range(steps - 1):
                 v = _unit_or_unchanged(_product(gram, v), v)
-            else:
+        else:
+            for _ in range(steps - 1):
                 u = _unit_or_unchanged(_product(gram, u), u)
-        if not tall:
             v = _unit_or_unchanged(_product(weight.mT, u), v)
         return _unit_or_unchanged(_product(weight, v), u), v
 
