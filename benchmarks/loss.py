@@ -5,8 +5,9 @@
 Forward and backward pass of a head [32000, dim] in bfloat16 and the cross entropy of its logits: "plain" is
 TorchTitan's, "compiled" the same through torch.compile as the configs have it, "chunked" is `training.chunked_loss`,
 compiled or not, and "torch's own" is `linear_cross_entropy` with its default chunks where torch has it (2.13).
-Error is the loss's, relative to float64 of the same numbers. GiB are the most held at a time beside the inputs, by torch's record of its allocations; gradients of head and
-states are in them. Time on a CPU is CPU time, the median of interleaved rounds.
+Error is the loss's, relative to float64 of the same numbers. GiB are the most held at a time beside the inputs, by
+torch's record of its allocations; gradients of head and states are in them. Time on a CPU is CPU time, the median of
+interleaved rounds.
 """
 
 import argparse
@@ -100,6 +101,7 @@ def main() -> None:
             if index:
                 times[name].append(value)
     peak = peak_bytes_of_gpu if on_gpu else peak_bytes
+    held = {name: peak(function) for name, function in functions.items()}
     content = {
         "torch": torch.__version__,
         "hardware": torch.cuda.get_device_name() if on_gpu else "CPU",
@@ -107,10 +109,8 @@ def main() -> None:
         "tokens": chosen.tokens,
         "dim": chosen.dim,
         "error": {name: abs(function() / exact - 1) for name, function in functions.items()},
-        "GiB": {name: peak(function) / 2**30 for name, function in functions.items()},
-        "bytes per logit": {
-            name: peak(function) / (chosen.tokens * VOCABULARY) for name, function in functions.items()
-        },
+        "GiB": {name: size / 2**30 for name, size in held.items()},
+        "bytes per logit": {name: size / (chosen.tokens * VOCABULARY) for name, size in held.items()},
         "seconds": {name: statistics.median(values) for name, values in times.items()},
     }
     text = json.dumps(content, indent=1) + "\n"

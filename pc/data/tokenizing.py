@@ -66,23 +66,23 @@ def tokenize(
         output,
     )
     k, n = part
-    todo = [unit for unit in plan.units[k::n] if finished(output, plan, unit) is None]
-    if todo:
-        _require_space(output, todo, plan)
-        _run(output, plan, todo, min(processes, len(todo)))
+    unfinished = [unit for unit in plan.units[k::n] if finished(output, plan, unit) is None]
+    if unfinished:
+        _require_space(output, unfinished, plan)
+        _run(output, plan, unfinished, min(processes, len(unfinished)))
     return finish(output, plan)
 
 
-def _require_space(output: Path, todo: Sequence[Unit], plan: Plan) -> None:
+def _require_space(output: Path, unfinished: Sequence[Unit], plan: Plan) -> None:
     # English text comes to some 4.3 bytes per token; half a byte per byte leaves a reserve at uint16.
-    needed = sum(unit.text_bytes for unit in todo) * np.dtype(plan.dtype).itemsize // 4
+    needed = sum(unit.text_bytes for unit in unfinished) * np.dtype(plan.dtype).itemsize // 4
     free = shutil.disk_usage(output).free
     if free < needed:
         raise UserError(f"{output} needs about {needed / 1e9:.1f} GB, but its disk has {free / 1e9:.1f} GB free")
 
 
-def _run(output: Path, plan: Plan, todo: list[Unit], processes: int) -> None:
-    total = sum(unit.text_bytes for unit in todo)
+def _run(output: Path, plan: Plan, unfinished: list[Unit], processes: int) -> None:
+    total = sum(unit.text_bytes for unit in unfinished)
     interval = 1 if sys.stderr.isatty() else 60  # seconds; a log file needs fewer lines
     with tqdm(
         total=total,
@@ -94,20 +94,20 @@ def _run(output: Path, plan: Plan, todo: list[Unit], processes: int) -> None:
     ) as bar:
         if processes == 1:
             encoder = Encoder(load_tokenizer(_reference(output, plan)))
-            for unit in todo:
+            for unit in unfinished:
                 for done in tokenize_unit(output, plan, unit, encoder):
                     bar.update(done)
         else:
-            _run_in_pool(output, plan, todo, processes, bar)
+            _run_in_pool(output, plan, unfinished, processes, bar)
 
 
-def _run_in_pool(output: Path, plan: Plan, todo: list[Unit], processes: int, bar: tqdm) -> None:
+def _run_in_pool(output: Path, plan: Plan, unfinished: list[Unit], processes: int, bar: tqdm) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # imports once, not in every process
     progress = context.Value("q", 0)  # text bytes done, over all processes
     # Each process starts with the tokenizer; the first failure cancels what has not begun.
     with ProcessPoolExecutor(processes, context, _start_worker, (output, plan, progress)) as pool:
-        pending = {pool.submit(_work, unit) for unit in todo}
+        pending = {pool.submit(_work, unit) for unit in unfinished}
         try:
             while pending:
                 finished, pending = wait(pending, timeout=1, return_when=FIRST_COMPLETED)
