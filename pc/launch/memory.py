@@ -126,15 +126,13 @@ def per_gpu(
 
 def _bytes_of_logits(sizes: Sizes, tokens: int, loss: Loss, compute_bytes: int) -> float:
     """The most that head and loss hold at a time; `benchmarks/loss.py` measures it."""
-    if loss.is_compiled:
-        per_logit = 2 * compute_bytes  # logits and their gradient; what is float32 stays in registers
-    else:
-        per_logit = 3 * FLOAT32  # the log-softmax, its gradient, and that of the logits
-    if not loss.is_chunked:
-        return tokens * sizes.vocabulary * per_logit / loss.shards
-    per_logit = per_logit if loss.is_compiled else 5 * FLOAT32
-    head = sizes.vocabulary * sizes.dim * (FLOAT32 + compute_bytes)  # its gradient, and what a chunk adds
-    return CHUNK_LOGITS * per_logit + head + tokens * sizes.dim * compute_bytes
+    compiled = 2 * compute_bytes  # per logit: itself and its gradient; what is float32 stays in registers
+    if loss.is_chunked:
+        of_chunk = CHUNK_LOGITS * (compiled if loss.is_compiled else 5 * FLOAT32)
+        head = sizes.vocabulary * sizes.dim * (FLOAT32 + compute_bytes)  # its gradient, and what a chunk adds
+        return of_chunk + head + tokens * sizes.dim * compute_bytes
+    plain = 3 * FLOAT32  # per logit: the log-softmax, its gradient, and that of the logit
+    return tokens * sizes.vocabulary * (compiled if loss.is_compiled else plain) / loss.shards
 
 
 def _activations(sizes: Sizes, tokens: int, checkpointing: ActivationCheckpoint, compute_bytes: int) -> float:
