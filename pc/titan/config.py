@@ -78,7 +78,7 @@ class Model(titan.Model):
     """Train spec; this project's is pc_llama2."""
 
     flavor: str = "debug"
-    """Size: debug, 60M, 271M or 1B."""
+    """Size: nano, debug, 60M, 271M or 1B."""
 
     vocab_size: int = 32_000
     """Rows of the embedding and of the output head; at least the tokenizer's entries."""

@@ -35,8 +35,9 @@ class Llama2Args(TransformerModelArgs):
         self.chunked_loss = job_config.training.chunked_loss
 
 
-# Paper, table 5, and two smaller ones. `multiple_of` rounds 8/3 d up to the FFN's width: 704, 1408, 2816, 5632.
+# Paper, table 5, and smaller ones. `multiple_of` rounds 8/3 d up to the FFN's width: 384, 704, 1408, 2816, 5632.
 FLAVORS: dict[str, Llama2Args] = {
+    "nano": Llama2Args(dim=128, n_layers=5, n_heads=4, multiple_of=64),
     "debug": Llama2Args(dim=256, n_layers=4, n_heads=4, multiple_of=64),
     "60M": Llama2Args(dim=512, n_layers=8, n_heads=8, multiple_of=128),
     "271M": Llama2Args(dim=1024, n_layers=16, n_heads=16, multiple_of=256),

@@ -1,0 +1,74 @@
+"""A byte-level BPE tokenizer trained on one's own text, for models whose vocabulary should be small."""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+from pc.data.sources import find_files, open_parquet
+from pc.errors import UserError, exit_on_user_error
+
+BOS, EOS = "<s>", "</s>"
+SMALLEST_VOCABULARY = 256 + 2  # every byte, BOS and EOS
+
+
+def train_tokenizer(source: str, output: str | Path, vocab_size: int, megabytes: int, text_column: str = "text") -> int:
+    """Train on the first `megabytes` of text behind `source` and write a Hugging Face folder; returns its entries.
+
+    The same text and settings give the same folder.
+
+    Args:
+        source: parquet files, as `pc.data.sources.find_files` takes them.
+        output: folder for tokenizer.json and tokenizer_config.json.
+        vocab_size: entries, BOS and EOS among them.
+        megabytes: text to learn from, in 10^6 characters.
+
+    Raises:
+        UserError: too small a vocabulary, no parquet file, no such column.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise UserError(f"--vocab-size {vocab_size} should be at least {SMALLEST_VOCABULARY}")
+    if megabytes < 1:
+        raise UserError(f"--megabytes {megabytes} should be at least 1")
+    model = Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BOS, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    model.train_from_iterator(_texts(source, text_column, megabytes * 10**6), trainer)
+    PreTrainedTokenizerFast(tokenizer_object=model, bos_token=BOS, eos_token=EOS).save_pretrained(output)
+    return model.get_vocab_size()
+
+
+def _texts(source: str, text_column: str, characters: int) -> Iterator[str]:
+    for file in find_files(source):
+        with open_parquet(file) as parquet:
+            if text_column not in parquet.schema_arrow.names:
+                raise UserError(f"{file} has no column {text_column!r} (--text-column)")
+            for batch in parquet.iter_batches(columns=[text_column]):
+                for text in batch.column(0).to_pylist():
+                    if characters <= 0:
+                        return
+                    if text:
+                        characters -= len(text)
+                        yield text
+
+
+@exit_on_user_error
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Train a byte-level BPE tokenizer on parquet files with a text column."
+    )
+    parser.add_argument("--input", required=True, help="parquet file, folder, glob pattern or Hub dataset owner/name")
+    parser.add_argument("--output", required=True, help="folder for the tokenizer")
+    parser.add_argument("--vocab-size", type=int, required=True, help="entries, BOS and EOS among them")
+    parser.add_argument("--megabytes", type=int, default=50, help="text to learn from (default: %(default)s)")
+    parser.add_argument("--text-column", default="text", help="(default: %(default)s)")
+    options = parser.parse_args()
+    entries = train_tokenizer(options.input, options.output, options.vocab_size, options.megabytes, options.text_column)
+    print(f"{options.output}: {entries:,} entries. Next: scripts/tokenize_fineweb.py --tokenizer {options.output}")
