@@ -9,7 +9,10 @@ medians with their range; ratios are taken round by round. Without a GPU, time i
 busy machine's wall clock tells about its other users) and peak memory is left out. The parts of a step are
 timed in the same steps: an event in the GPU's stream, or a look at the clock, waits for nothing.
 
-One JSON file per row; `--table` prints all rows beside their goals, and says which were not run.
+Activation checkpointing is that of the configs unless a variant says otherwise; what it recomputes is in "backward".
+
+One JSON file per row, written after every round, so that a crash or a time limit loses one round; `--table` prints
+all rows beside their goals, and says which were not run.
 """
 
 import argparse
@@ -103,7 +106,6 @@ def build(variant: Variant, shape: dict[str, int | str], micro_batches: int, fol
         "lr_scheduler.warmup_steps": 1,
         "metrics.log_freq": 10**9,
         "metrics.enable_tensorboard": "false",
-        "activation_checkpoint.mode": "none",  # or backward would have the time of some of forward's work
         "validation.enable": "false",
         "checkpoint.enable": "false",
         "health.freq": 0,
@@ -277,8 +279,8 @@ def pc_state(trainer: Trainer) -> list[Tensor]:
     return [tensor for state in layers for tensor in (state.raw, state.u, state.v)]
 
 
-def measure(row: Row, shape: dict[str, int | str], micro_batches: int, rounds: int) -> dict:
-    """Build all variants, warm up, and take `rounds` interleaved steps."""
+def measure(row: Row, shape: dict[str, int | str], micro_batches: int, rounds: int) -> Iterator[dict]:
+    """Build all variants, warm up, and take `rounds` interleaved steps; yields all results so far after each round."""
     is_gpu = utils.device_type == "cuda"
     clock = Clock(is_gpu)
     register_specs()
@@ -312,13 +314,12 @@ def measure(row: Row, shape: dict[str, int | str], micro_batches: int, rounds: i
                 if is_gpu:
                     peaks[name].append((torch.cuda.max_memory_allocated() - others) / GIB)
                 _say(f"round {index + 1}/{rounds}: {name} {parts[name][-1]['step']:.3f} s")
-        results = {
-            name: _variant_result(trainer, parts[name], peaks[name], micro_batches)
-            for name, trainer in trainers.items()
-        }
+            yield {
+                name: _variant_result(trainer, parts[name], peaks[name], micro_batches)
+                for name, trainer in trainers.items()
+            }
         for trainer in trainers.values():
             trainer.close()
-    return results
 
 
 def _say(line: str) -> None:
@@ -381,7 +382,10 @@ def about_this_run(command: list[str]) -> dict:
     """What another person needs to repeat it."""
 
     def git(*words: str) -> str:
-        done = subprocess.run(["git", *words], capture_output=True, text=True, cwd=CONFIGS.parent)
+        try:
+            done = subprocess.run(["git", *words], capture_output=True, text=True, cwd=CONFIGS.parent)
+        except OSError:  # no git on this machine
+            return "unknown"
         return done.stdout.strip() if done.returncode == 0 else "unknown"
 
     is_gpu = utils.device_type == "cuda"
@@ -422,22 +426,22 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
     backend = "nccl" if utils.device_type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        variants = measure(row, row.shape | changes, micro_batches, rounds)
-    finally:
-        dist.destroy_process_group()
     record = {
         "row": chosen.row,
         "about": row.about,
         # Goals hold for the row as it stands.
         "changed": changes | ({"micro_batches": micro_batches} if micro_batches != row.micro_batches else {}),
         **about_this_run(arguments if arguments is not None else sys.argv[1:]),
-        "figures": figures(variants),
-        "variants": variants,
+        "rounds": rounds,
     }
-    text = json.dumps(record, indent=1) + "\n"
-    if chosen.output:
-        write_atomically(chosen.output / f"{chosen.row}.json", text)
+    try:
+        for variants in measure(row, row.shape | changes, micro_batches, rounds):
+            record |= {"figures": figures(variants), "variants": variants}
+            text = json.dumps(record, indent=1) + "\n"
+            if chosen.output:
+                write_atomically(chosen.output / f"{chosen.row}.json", text)
+    finally:
+        dist.destroy_process_group()
     print(text if not chosen.output else json.dumps(record["figures"], indent=1))
 
 

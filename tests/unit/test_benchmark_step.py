@@ -29,7 +29,7 @@ def _eager(rows):
     return {
         "baseline": rows.Variant(rows.ADAMW, rows.EAGER),
         "pc": rows.Variant(rows.PC, rows.EAGER + rows.TF32),
-        "in graph": rows.Variant(rows.PC, rows.EAGER + rows.IN_GRAPH),
+        "in graph": rows.Variant(rows.PC, rows.EAGER + rows.IN_GRAPH + rows.KEEP_ALL),
         "stock": rows.Variant(rows.ADAMW, rows.EAGER, stock=True),
         "muon pc": rows.Variant("1b_muon_pc.toml", rows.EAGER),
         "flash": rows.Variant(rows.ADAMW, rows.EAGER, attention="FLASH_ATTENTION"),
@@ -86,6 +86,22 @@ def test_a_row_end_to_end(step, monkeypatch, tmp_path, capsys):
     printed = rows.table(tmp_path)
     assert re.search(r"\| all \| time pc / baseline \| <= 1000000000.0 \| .* \| yes \|", printed)
     assert "| all | extra peak GiB pc - baseline | <= 3.0 | not measured | |" in printed
+
+
+def test_a_row_that_breaks_off_keeps_its_rounds_and_needs_no_git(step, monkeypatch, tmp_path):
+    variant = {"seconds": [1.0], "peak_gib": None, "utilisation": None, "pc_state_gib": 0.0, "parts": {}}
+
+    def measure(*_):
+        monkeypatch.setenv("PATH", str(tmp_path))  # after what git is asked for
+        yield {"baseline": variant, "pc": variant}
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(step, "measure", measure)
+    with pytest.raises(torch.OutOfMemoryError):
+        step.main(["pc", "--output", str(tmp_path)])
+    record = json.loads((tmp_path / "pc.json").read_text())
+    assert record["figures"]["time pc / baseline"]["n"] == 1 < record["rounds"] and record["commit"] != "unknown"
+    assert step.about_this_run([])["commit"] == "unknown"
 
 
 def test_every_goal_is_a_figure_and_every_config_loads(step, tmp_path):
