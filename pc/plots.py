@@ -1,4 +1,4 @@
-"""One look for every figure of the project: PNG and SVG side by side, legible in a README."""
+"""One look for every figure of the project: PNG files that are legible in a README."""
 
 from pathlib import Path
 
@@ -17,7 +17,6 @@ STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "legend.frameon": False,
-    "svg.hashsalt": "pc",  # the same data gives the same bytes
 }
 
 
@@ -28,12 +27,11 @@ def subplots(rows: int = 1, columns: int = 1, *, width: float = 4.2, height: flo
 
 
 def save(figure, path: str | Path) -> list[Path]:
-    """Write `figure` as `path` with suffixes .png and .svg and close it; returns both paths."""
+    """Write `figure` as `path` with .png added and close it; returns what was written."""
     stem = Path(path)
     stem.parent.mkdir(parents=True, exist_ok=True)
-    written = [stem.parent / f"{stem.name}.png", stem.parent / f"{stem.name}.svg"]
+    written = stem.parent / f"{stem.name}.png"
     with plt.rc_context(STYLE):
-        figure.savefig(written[0])
-        figure.savefig(written[1], metadata={"Date": None})
+        figure.savefig(written)
     plt.close(figure)
-    return written
+    return [written]

@@ -26,7 +26,7 @@ Score = tuple[float, float | None]  # value, standard error
 
 
 def write(results: list[dict[str, Any]], names: list[str], stem: Path) -> list[Path]:
-    """Write `stem`.md, .csv, .png and .svg.
+    """Write `stem`.md, .csv and .png.
 
     Args:
         results: one per model, as `pc.evaluate.score` keeps them.

@@ -33,10 +33,7 @@ def _run(monkeypatch, script, *words):
 
 
 def _figures(folder):
-    """Names of figures that are there as PNG and as SVG."""
-    names = {path.stem for path in folder.glob("*.png")}
-    assert names == {path.stem for path in folder.glob("*.svg")}
-    return names
+    return {path.stem for path in folder.glob("*.png")}
 
 
 def test_spectra_and_curves_of_a_pair(pair, tmp_path, monkeypatch, capsys):

@@ -36,7 +36,7 @@ def test_checkpoint_and_its_export_score_alike(pc_run, pc_export, evaluation_dat
             assert one["tasks"][name][key] == other["tasks"][name][key]
     assert one["versions"]["lm_eval"].startswith("0.4.")
     assert "commit" in one["tasks"]["piqa"]
-    assert {path.name for path in tmp_path.iterdir()} >= {"table.md", "table.csv", "table.png", "table.svg"}
+    assert {path.name for path in tmp_path.iterdir()} >= {"table.md", "table.csv", "table.png"}
 
 
 def test_finished_tasks_are_not_repeated(pc_export, plain_run, evaluation_data, tmp_path, count_loads):

@@ -14,7 +14,7 @@ def result(name, value, error=0.03, limit=None):
 def test_four_models_in_pairs(tmp_path):
     results = [result("A", 0.2), result("A + PC", 0.4), result("B", 0.6), result("B + PC", 0.5)]
     written = tables.write(results, list(METRICS), tmp_path / "table")
-    assert {path.suffix for path in written} == {".md", ".csv", ".png", ".svg"}
+    assert {path.suffix for path in written} == {".md", ".csv", ".png"}
     assert all(path.stat().st_size for path in written)
     rows = {(row["model"], row["task"]): row for row in csv.DictReader((tmp_path / "table.csv").open())}
     assert rows["A", "piqa"]["value"] == "0.2" and rows["A", "hellaswag"]["value"] == "0.1"  # acc_norm

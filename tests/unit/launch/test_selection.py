@@ -59,7 +59,7 @@ def test_the_lowest_stable_run_is_chosen(sweep, tmp_path):
     assert [result["validation_loss"] for result in results] == [4.5, 4.0, 4.2, 3.0]
     assert [result["spikes"] for result in results] == [0, 0, 0, 1]
     assert "| 0.008 | 3.0000 | 1 | 1 | no |" in (tmp_path / "out" / "table.md").read_text()
-    assert (tmp_path / "out" / "plot.png").stat().st_size > 1000 and (tmp_path / "out" / "plot.svg").exists()
+    assert (tmp_path / "out" / "plot.png").stat().st_size > 1000
 
 
 def test_more_spikes_may_be_allowed(sweep, tmp_path):
