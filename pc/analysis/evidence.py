@@ -1,0 +1,220 @@
+"""What sweeps show, with their noise: arms side by side, each at its own best learning rate, differences by seed.
+
+An *arm* is what a sweep's settings say apart from the learning rate; the first arm is the reference. The rate of an
+arm is the one with the lowest final validation loss on the first seed. Where other seeds were run at that rate,
+they alone are judged, so that no figure is the one that the rate was chosen by.
+"""
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pc.analysis.bars import read_results
+from pc.analysis.curves import VALIDATION, compare
+from pc.analysis.runs import METRICS_FILE, Run, read_run, short_tokens
+from pc.errors import UserError
+from pc.files import write_atomically
+from pc.launch.sweep import label, value_label
+from pc.plots import save, subplots
+
+RATE = "optimizer.lr"
+KEPT = (VALIDATION, "spectra/gmcn/pc", "spectra/gmcn/qkv", "spectra/gmcn/all")
+ESTIMATE_ERROR = "spectra/estimate_error/"
+
+
+def collect(sweep: Path, output: Path) -> int:
+    """Copy what tables and figures need of a sweep's finished runs to `output`; returns the number of runs.
+
+    Of metrics.jsonl the lines with a validation loss or condition numbers stay, and of these KEPT, steps and tokens.
+    """
+    results = read_results(sweep)
+    for result in results:
+        source, destination = Path(result["folder"]), output / result["name"]
+        if not source.is_dir():
+            source = sweep / result["name"]
+        lines = [_thin(line) for line in read_run(source).lines if any(key in line for key in KEPT)]
+        write_atomically(destination / METRICS_FILE, "".join(json.dumps(line) + "\n" for line in lines))
+        write_atomically(destination / "config.toml", (source / "config.toml").read_text())
+        write_atomically(output / "environment.json", (source / "environment.json").read_text())
+    kept = [{key: value for key, value in result.items() if key != "folder"} for result in results]
+    write_atomically(output / "results.jsonl", "".join(json.dumps(result) + "\n" for result in kept))
+    return len(results)
+
+
+def _thin(line: dict) -> dict:
+    return {
+        key: round(value, 5) if isinstance(value, float) else value
+        for key, value in line.items()
+        if key in ("step", "tokens", *KEPT) or key.startswith(ESTIMATE_ERROR)
+    }
+
+
+@dataclass
+class Arm:
+    """Runs that differ in nothing but learning rate and seed."""
+
+    name: str
+    runs: dict[float | None, dict[int | None, Run]] = field(default_factory=dict)
+    """{learning rate: {seed: run}}; the rate is None where the sweep does not vary it"""
+
+    def loss(self, rate: float | None, seed: int | None) -> float:
+        """Final validation loss in nats per token; infinite if it is not a number, so that it never wins."""
+        value = self.runs[rate][seed].series(VALIDATION).values[-1]
+        return value if math.isfinite(value) else math.inf
+
+    @property
+    def best_rate(self) -> float | None:
+        """The rate with the lowest loss on the first seed that ran at every rate."""
+        common = set.intersection(*(set(runs) for runs in self.runs.values()))
+        if not common:
+            raise UserError(f"{self.name}: no seed has run at every learning rate")
+        seed = min(common, key=lambda s: -1 if s is None else s)
+        return min(self.runs, key=lambda rate: self.loss(rate, seed))
+
+    def judged(self, rate: float | None) -> dict[int | None, Run]:
+        """The runs at `rate` whose seed did not choose it, or the choosing one where there is no other."""
+        runs = dict(sorted(self.runs[rate].items(), key=lambda item: str(item[0])))
+        others = list(runs)[1:] if len(self.runs) > 1 and len(runs) > 1 else list(runs)
+        return {seed: runs[seed] for seed in others}
+
+
+def read_arms(folders: Sequence[Path]) -> list[Arm]:
+    """The arms of one or more collected sweeps, in the order of their first runs."""
+    arms: dict[str, Arm] = {}
+    for folder in folders:
+        results = read_results(folder)
+        several = len({result["config"] for result in results}) > 1
+        for result in results:
+            settings = {key: value for key, value in result["settings"].items() if key != RATE}
+            words = [Path(result["config"]).stem] if several or not settings else []
+            name = ", ".join(words + ([label(settings)] if settings else []))
+            arm = arms.setdefault(name, Arm(name))
+            arm.runs.setdefault(result["settings"].get(RATE), {})[result["seed"]] = read_run(folder / result["name"])
+    return list(arms.values())
+
+
+def mean_and_error(values: Sequence[float]) -> str:
+    """Mean, standard error of the mean (from two values on) and n, as a table shows them."""
+    mean = statistics.fmean(values)
+    if len(values) < 2 or not math.isfinite(mean):
+        return f"{mean:.4f} (n = {len(values)})"
+    return f"{mean:.4f} ± {statistics.stdev(values) / math.sqrt(len(values)):.4f} (n = {len(values)})"
+
+
+def grid_table(arms: Sequence[Arm]) -> str:
+    """Final validation loss by learning rate: mean over seeds; the chosen rate of each arm in bold."""
+    rates = sorted({rate for arm in arms for rate in arm.runs if rate is not None})
+    if len(rates) < 2:
+        return ""
+    rows = ["| learning rate | " + " | ".join(arm.name for arm in arms) + " |", "|---" * (len(arms) + 1) + "|"]
+    for rate in rates:
+        cells = []
+        for arm in arms:
+            losses = [arm.loss(rate, seed) for seed in arm.runs.get(rate, {})]
+            text = f"{statistics.fmean(losses):.4f}" if losses else "not run"
+            cells.append(f"**{text}**" if rate == arm.best_rate else text)
+        rows.append(f"| {value_label(rate)} | " + " | ".join(cells) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def arm_table(arms: Sequence[Arm]) -> str:
+    """Each arm at its own best rate, and at the reference's: loss, difference by seed, speedup in tokens."""
+    reference = arms[0]
+    base = reference.judged(reference.best_rate)
+    rows = [
+        f"| arm | learning rate | final validation loss | difference from {reference.name} | times fewer tokens |",
+        "|---|---|---|---|---|",
+    ]
+    for arm in arms:
+        rates = dict.fromkeys([arm.best_rate, reference.best_rate])
+        for rate in [rate for rate in rates if rate in arm.runs]:
+            runs = arm.judged(rate)
+            note = "" if rate == arm.best_rate or rate is None else ", the reference's"
+            losses = mean_and_error([arm.loss(rate, seed) for seed in runs])
+            difference = speedup = ""
+            if arm is not reference:
+                shared = [seed for seed in runs if seed in base] or None
+                if shared is None:
+                    difference = "no common seed"
+                else:
+                    pairs = [compare([base[seed], runs[seed]])[1] for seed in shared]
+                    difference = mean_and_error([pair.difference for pair in pairs])
+                    known = [pair.speedup for pair in pairs if pair.speedup is not None]
+                    speedup = f"{statistics.fmean(known):.2f}" if known else "-"
+            shown = value_label(rate) if rate is not None else "as configured"
+            rows.append(f"| {arm.name} | {shown}{note} | {losses} | {difference} | {speedup} |")
+    return "\n".join(rows) + "\n"
+
+
+def conditioning_table(arms: Sequence[Arm]) -> str:
+    """Geometric mean of the modified condition numbers at the end, and the estimate's error early and late."""
+    rows = [
+        "| arm | GMCN of PC blocks | of q, k, v | of all | largest error of the estimate, first / last |",
+        "|---|---|---|---|---|",
+    ]
+    for arm in arms:
+        runs = list(arm.judged(arm.best_rate).values())
+        cells = []
+        for key in KEPT[1:]:
+            values = [run.series(key).values[-1] for run in runs if run.series(key).steps]
+            cells.append(f"{statistics.fmean(values):.1f}" if values else "-")
+        early, late = (_estimate_error(runs, place) for place in (0, -1))
+        rows.append(f"| {arm.name} | " + " | ".join(cells) + f" | {early} / {late} |")
+    return "\n".join(rows) + "\n"
+
+
+def _estimate_error(runs: Sequence[Run], place: int) -> str:
+    """Largest relative error of the spectral-norm estimate over blocks and runs, at the first or last look."""
+    series = [run.series(key) for run in runs for key in run.keys() if key.startswith(ESTIMATE_ERROR) and "max" in key]
+    return f"{max(one.values[place] for one in series):.1e}" if series else "-"
+
+
+def plot(arms: Sequence[Arm], path: Path) -> list[Path]:
+    """Final loss against learning rate, and validation loss against tokens at each arm's best rate."""
+    figure, (left, right) = subplots(1, 2, width=4.2, height=3.2)
+    for i, arm in enumerate(arms):
+        rates = sorted(rate for rate in arm.runs if rate is not None)
+        means = [statistics.fmean(arm.loss(rate, seed) for seed in arm.runs[rate]) for rate in rates]
+        left.plot(rates, means, color=f"C{i}", linewidth=1, label=arm.name)
+        for rate in rates:
+            left.plot([rate] * len(arm.runs[rate]), [arm.loss(rate, s) for s in arm.runs[rate]], ".", color=f"C{i}")
+        for number, run in enumerate(arm.judged(arm.best_rate).values()):
+            series = run.series(VALIDATION)
+            late = [k for k, tokens in enumerate(series.tokens) if tokens >= series.tokens[-1] / 5]
+            right.plot(
+                [series.tokens[k] for k in late],
+                [series.values[k] for k in late],
+                color=f"C{i}",
+                linewidth=1,
+                label=f"{arm.name}, {value_label(arm.best_rate)}" if number == 0 and arm.best_rate else None,
+            )
+    rates = sorted({rate for arm in arms for rate in arm.runs if rate is not None})
+    if rates:
+        left.set_xscale("log")
+        left.set_xticks(rates, [value_label(rate) for rate in rates], rotation=45)
+        left.minorticks_off()
+    left.set_xlabel("peak learning rate")
+    left.set_ylabel("final validation loss (nats per token)")
+    right.set_xlabel("training tokens")
+    right.xaxis.set_major_formatter(lambda value, _: short_tokens(value))
+    right.set_ylabel("validation loss (nats per token)")
+    for axes in (left, right):
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=7)
+    return save(figure, path)
+
+
+def report(folders: Sequence[Path], output: Path) -> list[Path]:
+    """tables.md and figure.png in `output`, from collected sweeps whose arms belong together."""
+    arms = read_arms(folders)
+    parts = [grid_table(arms), arm_table(arms), conditioning_table(arms)]
+    words = (
+        "Losses in nats per token. ± is the standard error of the mean over seeds; differences and times fewer "
+        "tokens are taken seed by seed. The learning rate of an arm was chosen on its first seed, and other seeds, where there "
+        "are any, are judged.\n"
+    )
+    write_atomically(output / "tables.md", "\n".join([*filter(None, parts), words]))
+    return [output / "tables.md", *plot(arms, output / "figure")]

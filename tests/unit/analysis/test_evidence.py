@@ -1,0 +1,82 @@
+"""Tables of evidence: which rate is chosen, which seeds are judged, how differences and errors are made."""
+
+import json
+
+import pytest
+
+from pc.analysis import evidence
+
+# {(pc on, learning rate): final losses of seeds 0, 1, 2}
+LOSSES = {
+    (False, 1e-3): [4.0],
+    (False, 2e-3): [3.9, 4.2, 4.4],
+    (True, 1e-3): [3.7, 3.8, 4.0],
+    (True, 2e-3): [3.8, 3.9, 4.0],
+}
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """A finished sweep's folder with made-up runs."""
+    results = []
+    for (on, rate), finals in LOSSES.items():
+        for seed, final in enumerate(finals):
+            name = f"{on}-{rate}/seed-{seed}"
+            folder = tmp_path / "sweep" / name
+            folder.mkdir(parents=True)
+            lines = [
+                {"step": 1, "tokens": 10, "validation_loss": 5.0, "loss": 5.0},
+                {"step": 2, "tokens": 20, "loss": 4.5},
+                {"step": 3, "tokens": 30, "validation_loss": final},
+                {
+                    "step": 3,
+                    "tokens": 30,
+                    "spectra/gmcn/pc": 7.0,
+                    "spectra/estimate_error/o/max": 0.01,
+                    "norm/weight": 1.0,
+                },
+            ]
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+            (folder / "config.toml").write_text("")
+            (folder / "environment.json").write_text("{}")
+            settings = {"optimizer.lr": rate, "pc.enable": on}
+            results.append(
+                {"name": name, "config": "c.toml", "settings": settings, "seed": seed, "spikes": 0,
+                 "validation_loss": final, "folder": str(folder)}
+            )  # fmt: skip
+    (tmp_path / "sweep" / "results.jsonl").write_text("".join(json.dumps(result) + "\n" for result in results))
+    return tmp_path / "sweep"
+
+
+def test_rate_by_the_first_seed_and_judged_on_the_others(sweep, tmp_path):
+    """PC's best rate by seed 0 is 1e-3; seeds 1 and 2 alone enter the figures, paired with the baseline's."""
+    kept = tmp_path / "kept"
+    assert evidence.collect(sweep, kept) == sum(len(finals) for finals in LOSSES.values())
+    assert "norm/weight" not in (kept / "True-0.001" / "seed-0" / "metrics.jsonl").read_text()
+    arms = evidence.read_arms([kept])
+    assert [arm.name for arm in arms] == ["pc off", "pc on"]
+    assert [arm.best_rate for arm in arms] == [2e-3, 1e-3]
+    table = evidence.arm_table(arms)
+    assert "| pc off | 0.002 | 4.3000 ± 0.1000 (n = 2) |" in table
+    # 3.8 - 4.2 and 4.0 - 4.4 differ from each other by nothing; unpaired errors would be 0.14
+    assert "| pc on | 0.001 | 3.9000 ± 0.1000 (n = 2) | -0.4000 ± 0.0000 (n = 2) |" in table
+    assert "| pc on | 0.002, the reference's | 3.9500 ± 0.0500 (n = 2) | -0.3500 ± 0.0500 (n = 2) |" in table
+    assert "| 0.001 | 4.0000 | **3.8333** |" in evidence.grid_table(arms)
+    assert "| pc on | 7.0 | - | - | 1.0e-02 / 1.0e-02 |" in evidence.conditioning_table(arms)
+    for path in evidence.report([kept], tmp_path / "report"):
+        assert path.stat().st_size > 300
+
+
+def test_seeds_that_do_not_match_give_no_difference(sweep):
+    """The baseline has its choosing seed alone, PC is judged on two others: nothing to pair."""
+    arms = evidence.read_arms([sweep])
+    arms[0].runs = {1e-3: arms[0].runs[1e-3]}
+    assert evidence.mean_and_error([4.0]) == "4.0000 (n = 1)"
+    assert "no common seed" in evidence.arm_table(arms)
+
+
+def test_a_run_that_diverged_is_never_the_best(sweep):
+    arm = evidence.read_arms([sweep])[0]
+    run = arm.runs[2e-3][0]
+    run.lines[-2]["validation_loss"] = None
+    assert arm.best_rate == 1e-3
