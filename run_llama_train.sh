@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Train a config, setting up all it needs on the way:
 #   ./run_llama_train.sh [CONFIG.toml] [--section.key value ...]
+#   ./run_llama_train.sh [CONFIG.toml] --help      every key with its description and its value there
 # CONFIG defaults to train_configs/debug.toml. NGPU sets the number of processes (default: one per GPU, or 1).
 # Relative paths inside configs and overrides are relative to the repository root.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
 config=$here/train_configs/debug.toml
-if [[ $# -gt 0 && "$1" != --* ]]; then
+if [[ $# -gt 0 && "$1" != -* ]]; then
     if [[ -f "$1" ]]; then
         config=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
     elif [[ -f "$here/$1" ]]; then

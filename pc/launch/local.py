@@ -7,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import tyro
+
 from pc.data.demo import FOLDER as DEMO
 from pc.errors import UserError, exit_on_user_error
 from pc.launch import dry_run, runs, torchrun
 from pc.titan.config import JobConfig
-from pc.titan.resolve import resolve, run_folder
+from pc.titan.resolve import resolve, run_folder, to_config
 
 
 @exit_on_user_error
@@ -19,6 +21,9 @@ def main() -> None:
     if len(sys.argv) < 2:
         raise UserError("no config named; usage: python -m pc.launch.local CONFIG --section.key value ...")
     config, *overrides = sys.argv[1:]
+    if {"-h", "--help"} & set(overrides):
+        print_help(config)
+        return
     resolved = resolve(config, overrides, JobConfig)
     folder = run_folder(config, resolved)
     processes = torchrun.processes_here()
@@ -38,6 +43,18 @@ def main() -> None:
     if run.wait() == 0:
         print(closing_words(config, folder))
     sys.exit(run.returncode if run.returncode >= 0 else 128 - run.returncode)
+
+
+def print_help(config: str) -> None:
+    """Every key with its description and the value that `config` gives it."""
+    tyro.cli(
+        JobConfig,
+        prog="./run_llama_train.sh [CONFIG.toml]",
+        description=f"Train a config. Values shown are those of {os.path.relpath(config)}; words behind it win. "
+        "NGPU sets the number of processes (default: one per GPU, or 1).",
+        default=to_config(resolve(config, [], JobConfig), JobConfig),
+        args=["--help"],
+    )
 
 
 def fetch_demo_data(resolved: dict) -> None:

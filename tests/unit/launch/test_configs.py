@@ -1,10 +1,12 @@
 """Every TOML that is shipped loads and dry-runs; the main ones hold the paper's numbers."""
 
 import math
+import sys
 from pathlib import Path
 
 import pytest
 
+from pc.launch import local
 from pc.launch.dry_run import check
 from pc.launch.sweep import load
 from pc.titan.batch import accumulation_steps
@@ -12,8 +14,9 @@ from pc.titan.config import JobConfig
 from pc.titan.resolve import resolve, to_config
 
 ROOT = Path(__file__).parents[3]
+SWEEPS = sorted((ROOT / "train_configs").rglob("sweeps/*.toml"))
 CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
-SWEEPS = sorted((ROOT / "train_configs" / "sweeps").glob("*.toml"))
+SMALL = sorted((ROOT / "train_configs" / "small").glob("*.toml"))
 
 # flavor, optimizer, PC level or None, peak LR, steps, warmup, micro-batch, accumulation on 8 GPUs, tokens (G)
 PAPER = {
@@ -79,6 +82,13 @@ def test_every_config_dry_runs_on_8_4_2_and_1_gpus(path, world_size, monkeypatch
     assert batch.startswith("320 sequences" if path.stem != "debug" else "16 sequences")
 
 
+@pytest.mark.parametrize("path", SMALL, ids=lambda path: path.stem)
+def test_small_configs_dry_run_on_one_process(path, monkeypatch):
+    """Their one micro-batch of 32 sequences is for one process."""
+    monkeypatch.chdir(ROOT)
+    assert check(path, [], 1, needs_data=False).errors == []
+
+
 def test_base_alone_resolves():
     assert to_config(resolve(ROOT / "train_configs" / "base.toml", [], JobConfig), JobConfig).model.name == "pc_llama2"
 
@@ -87,7 +97,10 @@ def test_base_alone_resolves():
 def test_every_sweep_loads_and_each_first_run_dry_runs(path, monkeypatch):
     monkeypatch.chdir(ROOT)
     sweep = load(path)
-    assert check(sweep.runs[0].config, sweep.runs[0].overrides, 8, needs_data=False).errors == []
+    assert (
+        check(sweep.runs[0].config, sweep.runs[0].overrides, 1 if "small" in path.parts else 8, needs_data=False).errors
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,3 +129,14 @@ def test_lr_grids_are_the_papers(name, lrs):
 )
 def test_ablations_have_the_papers_size(name, count):
     assert len(load(ROOT / "train_configs" / "sweeps" / f"{name}.toml").runs) == count
+
+
+def test_help_shows_keys_descriptions_and_the_configs_values(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["local", str(ROOT / "train_configs" / "271m_muon_pc.toml"), "--help"])
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as ending:
+        local.main()
+    assert ending.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Learning rate to use (default: 0.004243)" in shown
+    assert "--pc.level" in shown and "Strength: 1 to 4" in shown
