@@ -1,4 +1,4 @@
-"""What the health metrics cost: CPU time of measuring outputs and of the spectra, beside a training step's.
+"""What logging and health metrics cost: CPU time of each, beside a training step's.
 
 Usage: python benchmarks/health_cost.py [--flavor debug] [--tokens 2048] [--repeats 7]
 
@@ -7,10 +7,13 @@ of training time is that at the default intervals of [health].
 """
 
 import argparse
+import itertools
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -18,6 +21,7 @@ import torch
 import pc
 from pc.titan.health import Health, HealthMetrics
 from pc.titan.llama2 import FLAVORS, Llama2
+from pc.titan.metrics import JsonLinesLogger, LossSpikes
 
 
 def cpu_seconds(function: Callable[[], object], repeats: int) -> float:
@@ -29,6 +33,19 @@ def cpu_seconds(function: Callable[[], object], repeats: int) -> float:
         function()
         times.append(time.process_time() - start)
     return statistics.median(times)
+
+
+def log_a_step() -> Callable[[], object]:
+    """What `metrics.log_freq = 1` adds to a step on a CPU: TorchTitan's numbers of it, one line, the spike rule."""
+    spikes, steps = LossSpikes(), itertools.count(1)
+    logger = JsonLinesLogger(Path(tempfile.mkdtemp()) / "metrics.jsonl", 2048, 1)
+    names = [*JsonLinesLogger.NAMES, "grad_norm", "lr"]
+
+    def log() -> None:
+        step = next(steps)
+        logger.log({**dict.fromkeys(names, 3.0), "loss_spikes": spikes.update(step, 3.0 + 0.01 * (step % 7))}, step)
+
+    return log
 
 
 def main() -> None:
@@ -72,15 +89,20 @@ def main() -> None:
         forward()
 
     measured = cpu_seconds(measured_forward, arguments.repeats)
-    frequent = cpu_seconds(lambda: health.collect(10), arguments.repeats)
-    spectra = cpu_seconds(lambda: health.collect(500), arguments.repeats) - frequent
+    # steps of which each is due for one more of the groups, beyond the first 1,000
+    frequent = cpu_seconds(lambda: health.collect(1010), arguments.repeats)
+    estimate = cpu_seconds(lambda: health.collect(1100), arguments.repeats) - frequent
+    spectra = cpu_seconds(lambda: health.collect(1500), arguments.repeats) - frequent - estimate
+    line = cpu_seconds(log_a_step(), 100)
     every_10 = max(measured - plain, 0.0) + frequent
-    share = every_10 / (10 * plain_step) + spectra / (500 * plain_step)
+    share = (line + every_10 / 10 + estimate / 100 + spectra / 500) / plain_step
     print(f"{arguments.flavor}, {arguments.tokens} tokens per step, one thread, CPU seconds:")
     print(f"  training step                       {plain_step:.4f}")
     print(f"  measuring outputs, every 10 steps   {measured - plain:+.4f}   (forward pass {plain:.4f})")
     print(f"  gamma and norms, every 10 steps     {frequent:.4f}")
     print(f"  spectra, every 500 steps            {spectra:.4f}")
+    print(f"  estimate's error, every 100 steps   {estimate:.4f}   ({100 * estimate / plain_step:.2f} % of a step)")
+    print(f"  loss to metrics.jsonl, every step   {line:.6f}   ({100 * line / plain_step:.3f} % of a step)")
     print(f"  share of training time at default intervals: {100 * share:.3f} %")
 
 

@@ -121,7 +121,16 @@ TRAININGS: dict[str, list[str]] = {
 }
 SETTINGS = [
     *("--training.seq_len", "64", "--training.local_batch_size", "16", "--metrics.log_freq", "1", "--health.freq", "0"),
-    *("--health.spectra_freq", "0", "--checkpoint.enable", "false", "--metrics.enable_tensorboard", "false"),
+    *(
+        "--health.spectra_freq",
+        "0",
+        "--health.estimate_freq",
+        "0",
+        "--checkpoint.enable",
+        "false",
+        "--metrics.enable_tensorboard",
+        "false",
+    ),
 ]
 
 

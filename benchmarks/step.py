@@ -110,6 +110,7 @@ def build(variant: Variant, shape: dict[str, int | str], micro_batches: int, fol
         "checkpoint.enable": "false",
         "health.freq": 0,
         "health.spectra_freq": 0,
+        "health.estimate_freq": 0,
     }
     for key, value in shape.items():
         settings[f"{'model' if key == 'flavor' else 'training'}.{key}"] = value

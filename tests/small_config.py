@@ -30,6 +30,7 @@ enable_tensorboard = false
 [health]
 freq = 0
 spectra_freq = 0
+estimate_freq = 0
 """
 
 

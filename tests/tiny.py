@@ -51,6 +51,7 @@ enable_tensorboard = false
 [health]
 freq = 0
 spectra_freq = 0
+estimate_freq = 0
 [activation_checkpoint]
 mode = "none"
 [compile]

@@ -58,6 +58,7 @@ def _train(config: Path, overrides: Sequence[str], processes: int, folder: Path)
         "checkpoint.enable": "false",
         "health.freq": 0,
         "health.spectra_freq": 0,
+        "health.estimate_freq": 0,
     }
     words = [*overrides, *(word for key, value in settings.items() for word in (f"--{key}", str(value)))]
     command, environment = torchrun.here(config, words, folder, processes)

@@ -29,7 +29,7 @@ def plot_estimator_error(runs: Sequence[Run], output: Path) -> list[Path]:
     if not with_estimate:
         raise UserError(
             "no run logged the estimator error: it exists in runs with [pc] enable = true and "
-            "[health] spectra_freq above 0"
+            "[health] estimate_freq above 0"
         )
     present = {key.split("/")[2] for run in with_estimate for key in run.keys() if key.startswith(_ERROR)}
     blocks = [block for block in BLOCK_TITLES if block in present]

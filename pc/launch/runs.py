@@ -82,11 +82,17 @@ def count_spikes(training: dict[int, dict], selection: Selection) -> int:
     spikes = LossSpikes(
         selection.spike_window, selection.spike_deviations, selection.spike_margin, selection.spike_warmup
     )
-    for line in training.values():
+    for step, line in training.items():
         if "loss" in line:
             # a loss that is not finite is null in JSON
-            spikes.update(math.nan if line["loss"] is None else line["loss"])
+            spikes.update(step, math.nan if line["loss"] is None else line["loss"])
     return spikes.count
+
+
+def steps_between_losses(training: dict[int, dict]) -> int:
+    """The longest way between two logged losses: a spike that is shorter can have been missed."""
+    steps = [step for step, line in training.items() if "loss" in line]
+    return max((after - before for before, after in zip(steps, steps[1:])), default=1)
 
 
 def result_of(run: Run, selection: Selection) -> dict | None:
@@ -107,6 +113,7 @@ def result_of(run: Run, selection: Selection) -> dict | None:
         "loss": last.get("loss"),
         selection.metric: final.get(selection.metric),
         "spikes": count_spikes(training, selection),
+        "steps_between_losses": steps_between_losses(training),
         "folder": str(run.folder),
     }
 

@@ -46,7 +46,7 @@ def select(sweep: Sweep) -> str:
     if all(result[metric] is None for result in results):
         raise UserError(f"{sweep.path}: select.metric = {metric!r} was written by no run")
     candidates = _candidates(sweep, results)
-    words = [_write_table(sweep, candidates)]
+    words = [_write_table(sweep, candidates, results)]
     for config in dict.fromkeys(run.config for run in sweep.runs):
         words.append(_choose(sweep, config, [c for c in candidates if c.config == config]))
     _plot(sweep, candidates)
@@ -102,7 +102,7 @@ def _choose(sweep: Sweep, config: str, candidates: list[Candidate]) -> str:
     return said
 
 
-def _write_table(sweep: Sweep, candidates: list[Candidate]) -> str:
+def _write_table(sweep: Sweep, candidates: list[Candidate], results: list[dict]) -> str:
     keys = list(sweep.axes)
     header = ["config", *keys, sweep.select.metric, "runs", "spikes", "stable"]
     rows = [
@@ -118,11 +118,14 @@ def _write_table(sweep: Sweep, candidates: list[Candidate]) -> str:
     ]
     lines = ["| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows]]
     rule = (
-        f"\nSpike: a logged training loss above the median of the {sweep.select.spike_window} before it "
+        f"\nSpike: a logged training loss above the median of the {sweep.select.spike_window} steps before it "
         f"by more than {sweep.select.spike_deviations} robust standard deviations and "
         f"{sweep.select.spike_margin} nats, or not finite; "
         f"stable: at most {sweep.select.spikes_allowed} spikes in any seed.\n"
     )
+    apart = max(result["steps_between_losses"] for result in results)
+    if apart > 1:
+        rule += f"\nLosses were logged up to {apart} steps apart, so spikes between them are not counted.\n"
     unfinished = [state for run in sweep.runs if (state := runs.state_of(run)).state != "finished"]
     if unfinished:
         rule += "\nNot counted:\n" + "".join(f"- {s.name}: {s.state} {s.reason}".rstrip() + "\n" for s in unfinished)

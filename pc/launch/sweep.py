@@ -30,7 +30,7 @@ class Selection:
     """Key of metrics.jsonl; the lowest final value wins."""
 
     spike_window: int = 50
-    """A logged training loss is compared with the median of this many before it."""
+    """A logged training loss is compared with the median of those of this many steps before it."""
 
     spike_deviations: float = 6.0
     """It is a spike when it lies above the median by more than so many robust standard deviations ..."""
@@ -39,7 +39,7 @@ class Selection:
     """... and by more than so many nats; one that is not finite always is."""
 
     spike_warmup: int = 10
-    """The first so many logged losses are no spikes."""
+    """Finite losses of the first so many steps are no spikes."""
 
     spikes_allowed: int = 0
     """A run with more spikes is unstable and cannot be chosen."""

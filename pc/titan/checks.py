@@ -90,6 +90,7 @@ _AT_LEAST = {
     "evaluation.limit": 0,
     "health.freq": 0,
     "health.spectra_freq": 0,
+    "health.estimate_freq": 0,
     "optimizer.lr": 0,
     "optimizer.eps": 0,
     "optimizer.weight_decay": 0,

@@ -20,7 +20,7 @@ from pc.attach import matches
 from pc.config import BLOCK_SUFFIXES, PCConfig
 from pc.linear import block_of, clean_name, effective_weight, named_pc_linears
 from pc.owner import local, run_on_owners
-from pc.spectral import modified_condition_number, spectral_norm_estimate
+from pc.spectral import modified_condition_number, spectral_norm, spectral_norm_estimate
 from pc.step import StepSchedule
 from pc.titan.outputs import COUNT, LARGEST, PARTS, SUM_OF_SQUARES, OutputSizes
 
@@ -35,7 +35,14 @@ class Health:
     """Every so many steps (and at the first): size of attention and FFN outputs, gamma, weight norm."""
 
     spectra_freq: int = 500
-    """Every so many steps (and at the first): condition number of every matrix, error of the estimate."""
+    """Every so many steps (and at the first): condition number of every matrix."""
+
+    estimate_freq: int = 100
+    """Every so many steps, and at each of the first 1,000: error of the estimated spectral norm, with PC."""
+
+
+FIRST_STEPS = 1000
+"""The estimate's error is large, and falls, in these (paper, appendix on the accuracy of the estimator)."""
 
 
 class HealthMetrics:
@@ -84,6 +91,9 @@ class HealthMetrics:
             metrics |= self._weight_metrics()
         if _is_due(step, self._health.spectra_freq):
             metrics |= self._spectra_metrics()
+        freq = self._health.estimate_freq
+        if freq and (step <= FIRST_STEPS or step % freq == 0):
+            metrics |= self._estimate_metrics()
         return metrics
 
     def _output_metrics(self, measured: dict[tuple[int, str], Tensor]) -> dict[str, float]:
@@ -124,7 +134,7 @@ class HealthMetrics:
         return metrics
 
     def _spectra_metrics(self) -> dict[str, float]:
-        """Condition numbers of effective weights, and the relative error of s against the spectral norm of W.
+        """Condition numbers of effective weights.
 
         Singular values are exact, of full matrices on their owner ranks; all ranks get the results.
         """
@@ -141,36 +151,48 @@ class HealthMetrics:
                     inputs.append((linear.weight,))
                     keys.append(None)
                 elif self._schedule is not None:
-                    state = self._schedule.layers[name]
-                    inputs.append((state.raw, state.u, state.v, state.weight))
-                    keys.append("step")
+                    inputs.append((self._schedule.layers[name].weight,))
+                    keys.append(None)
                 else:
                     gamma = () if layer.gamma is None else (layer.gamma,)
                     inputs.append((layer.weight, layer.u, layer.v, *gamma))
                     keys.append(layer.pc_config)
-        outputs = [torch.zeros(2, device=self._device, dtype=item[0].dtype) for item in inputs]
-        run_on_owners(_condition_and_error, inputs, [(output,) for output in outputs], keys)
-
-        found = self._zeros(self._num_layers, len(BLOCKS), 3)  # condition number, relative error, ranks
-        for name, output in zip(names, outputs, strict=True):
-            found[self._cell(name)] = torch.cat([output.double(), output.new_ones(1).double()])
         conditions: dict[str, dict[str, float]] = {block: {} for block in BLOCKS}
-        errors: dict[str, list[float]] = {block: [] for block in BLOCKS}
-        for name, (condition, error, copies) in self._cells(_reduce(found)):
-            conditions[block_of(name)][name] = condition / copies
-            if not math.isnan(error):
-                errors[block_of(name)].append(error / copies)
-
+        for name, condition in self._of_owners(_condition, names, inputs, keys):
+            conditions[block_of(name)][name] = condition
         metrics = {f"spectra/condition/{name}": k for by_name in conditions.values() for name, k in by_name.items()}
         for group, blocks in {"pc": self._pc_blocks, "qkv": ["q", "k", "v"], "all": BLOCKS}.items():
             values = [k for block in blocks for k in conditions[block].values()]
             if values:
                 metrics[f"spectra/gmcn/{group}"] = statistics.geometric_mean(values)
-        for block, values in errors.items():
-            if values:
-                metrics[f"spectra/estimate_error/{block}/median"] = statistics.median(values)
-                metrics[f"spectra/estimate_error/{block}/max"] = max(values)
         return metrics
+
+    def _estimate_metrics(self) -> dict[str, float]:
+        """Relative error of s against the spectral norm of W, for each type of matrix with PC; {} without PC."""
+        names, inputs = [], []
+        for name, layer in self._pc_linears():
+            state = layer if self._schedule is None else self._schedule.layers[name]
+            names.append(name)
+            inputs.append((layer.weight if self._schedule is None else state.raw, state.u, state.v))
+        errors: dict[str, list[float]] = {}
+        for name, error in self._of_owners(_estimate_error, names, inputs, [None] * len(names)):
+            if not math.isnan(error):
+                errors.setdefault(block_of(name), []).append(error)
+        metrics = {}
+        for block, values in errors.items():
+            metrics[f"spectra/estimate_error/{block}/median"] = statistics.median(values)
+            metrics[f"spectra/estimate_error/{block}/max"] = max(values)
+        return metrics
+
+    def _of_owners(self, function, names: list[str], inputs: list[tuple[Tensor, ...]], keys: list):
+        """(name, number) of each matrix of all pipeline stages; `function` gives the numbers [B, 1] on the owners."""
+        outputs = [torch.zeros(1, device=self._device, dtype=item[0].dtype) for item in inputs]
+        run_on_owners(function, inputs, [(output,) for output in outputs], keys)
+        found = self._zeros(self._num_layers, len(BLOCKS), 2)  # number, ranks
+        for name, output in zip(names, outputs, strict=True):
+            found[self._cell(name)] = torch.cat([output.double(), output.new_ones(1).double()])
+        for name, (number, copies) in self._cells(_reduce(found)):
+            yield name, number / copies
 
     def _pc_linears(self):
         for model in self._model_parts:
@@ -210,22 +232,23 @@ def _num_shards(tensor: Tensor) -> int:
     )
 
 
-def _condition_and_error(key: str | PCConfig | None, weight: Tensor, *rest: Tensor) -> tuple[Tensor]:
-    """Condition number of the effective weight and relative error of s, [B, 2]; no error (NaN) without PC.
+def _condition(key: PCConfig | None, weight: Tensor, *rest: Tensor) -> tuple[Tensor]:
+    """Condition number of the effective weight, [B, 1].
 
     Args:
-        key: None: `weight` [B, n, m] is all there is. "step": W, u, v and PC(W). A PCConfig: W, u, v and
-            perhaps gamma, from which PC(W) is computed.
+        key: None: `weight` [B, n, m] is effective. A PCConfig: W, u, v and perhaps gamma, which give PC(W).
     """
-    effective = weight
-    error = torch.full(weight.shape[:1], math.nan, device=weight.device, dtype=torch.float64)
     if key is not None:
-        u, v, *others = rest
-        norm = _singular_values(weight)[..., -1]
-        error = (spectral_norm_estimate(weight, u, v).double() - norm).abs() / norm
-        effective = others[0] if key == "step" else effective_weight(weight, *(others or [None]), u, v, key)
-    condition = modified_condition_number(_singular_values(effective))
-    return (torch.stack([condition, error], dim=-1).to(weight.dtype),)
+        u, v, *gamma = rest
+        weight = effective_weight(weight, *(gamma or [None]), u, v, key)
+    return (modified_condition_number(_singular_values(weight)).unsqueeze(-1).to(weight.dtype),)
+
+
+def _estimate_error(_: None, weight: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor]:
+    """Relative error of s = u^T W v, [B, 1], for W [B, n, m]."""
+    norm = spectral_norm(weight, u, v)
+    error = (spectral_norm_estimate(weight, u, v).double() - norm).abs() / norm
+    return (error.unsqueeze(-1).to(weight.dtype),)
 
 
 def _singular_values(matrix: Tensor) -> Tensor:

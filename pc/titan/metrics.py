@@ -17,32 +17,38 @@ from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsPr
 class LossSpikes:
     """Counts loss spikes among the logged losses.
 
-    A spike begins when a loss is not finite, or lies above the median of the last `window` losses by more
-    than `deviations` robust standard deviations (1.4826 times the median absolute deviation) and `margin`
-    nats; it ends with the first loss that does not. Losses within a spike stay out of the window.
+    A spike begins when a loss is not finite, or lies above the median of the losses of the last `window` steps by
+    more than `deviations` robust standard deviations (1.4826 times the median absolute deviation) and `margin`
+    nats; it ends with the first loss that does not. Losses within a spike stay out of the window. Where every step
+    is logged no spike is missed; fewer than `FEWEST` losses in the window tell no spread, so nothing is compared.
     """
 
+    FEWEST = 5
+
     def __init__(self, window: int = 50, deviations: float = 6.0, margin: float = 0.1, warmup: int = 10) -> None:
-        self._recent: deque[float] = deque(maxlen=window)
-        self._deviations, self._margin, self._warmup = deviations, margin, warmup
+        self._recent: deque[tuple[int, float]] = deque()  # step, loss
+        self._window, self._deviations, self._margin, self._warmup = window, deviations, margin, warmup
         self._in_spike = False
         self.count = 0
 
-    def update(self, loss: float) -> int:
-        """Take the next loss; returns the count so far. The first `warmup` losses are never spikes."""
-        was_in_spike, self._in_spike = self._in_spike, self._is_high(loss)
+    def update(self, step: int, loss: float) -> int:
+        """Take the loss of a later step; returns the count so far. A finite loss of the first `warmup` steps is no spike."""
+        was_in_spike, self._in_spike = self._in_spike, self._is_high(step, loss)
         self.count += self._in_spike and not was_in_spike
         if not self._in_spike:
-            self._recent.append(loss)
+            self._recent.append((step, loss))
+            while self._recent[0][0] <= step - self._window:
+                self._recent.popleft()
         return self.count
 
-    def _is_high(self, loss: float) -> bool:
+    def _is_high(self, step: int, loss: float) -> bool:
         if not math.isfinite(loss):
             return True
-        if len(self._recent) < self._warmup:
+        if step <= self._warmup or len(self._recent) < self.FEWEST:
             return False
-        median = statistics.median(self._recent)
-        spread = 1.4826 * statistics.median(abs(value - median) for value in self._recent)
+        losses = [value for _, value in self._recent]
+        median = statistics.median(losses)
+        spread = 1.4826 * statistics.median(abs(value - median) for value in losses)
         return loss - median > max(self._deviations * spread, self._margin)
 
 
@@ -92,13 +98,13 @@ class JsonLinesLogger(BaseLogger):
         with open(self._file, "ab", buffering=0) as file:
             file.write((json.dumps(line) + "\n").encode())
 
-    def losses_before(self, step: int) -> list[float]:
-        """Training losses that earlier parts of the run logged, by step."""
+    def losses_before(self, step: int) -> dict[int, float]:
+        """Training losses that earlier parts of the run logged, {step: loss} in order of steps."""
         if not self._file.exists():
-            return []
+            return {}
         lines = [json.loads(text) for text in self._file.read_text().splitlines()]
         by_step = {line["step"]: line["loss"] for line in lines if "loss" in line and line["step"] < step}
-        return [math.nan if loss is None else loss for _, loss in sorted(by_step.items())]
+        return {step: math.nan if loss is None else loss for step, loss in sorted(by_step.items())}
 
 
 class PCMetricsProcessor(MetricsProcessor):
@@ -139,9 +145,9 @@ class PCMetricsProcessor(MetricsProcessor):
         if self._json_lines is not None:
             if self._spikes is None:  # a resumed run counts on
                 self._spikes = LossSpikes()
-                for loss in self._json_lines.losses_before(step):
-                    self._spikes.update(loss)
-            extra_metrics = {**(extra_metrics or {}), "loss_spikes": self._spikes.update(global_avg_loss)}
+                for earlier, loss in self._json_lines.losses_before(step).items():
+                    self._spikes.update(earlier, loss)
+            extra_metrics = {**(extra_metrics or {}), "loss_spikes": self._spikes.update(step, global_avg_loss)}
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
 
     def log_health(self, step: int, metrics: dict[str, float]) -> None:

@@ -58,6 +58,7 @@ SETTINGS = [
     *("--training.mixed_precision_param", "float32", "--parallelism.pipeline_parallel_microbatch_size", "2"),
     *("--validation.enable", "false", "--checkpoint.enable", "false", "--metrics.log_freq", "1"),
     *("--metrics.enable_tensorboard", "false", "--health.freq", "0", "--health.spectra_freq", "0"),
+    *("--health.estimate_freq", "0"),
     *("--data.path", str(ROOT / "data" / "demo")),
 ]
 

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 
@@ -6,6 +8,7 @@ from pc.spectral import (
     initial_vectors,
     modified_condition_number,
     power_iteration,
+    spectral_norm,
     spectral_norm_estimate,
 )
 
@@ -65,3 +68,25 @@ def test_modified_condition_number():
     # eleven values: the smallest ceil(1.1) = 2 are averaged
     values = torch.arange(1.0, 12.0)
     assert modified_condition_number(values).item() == pytest.approx(11.0 / 1.5)
+
+
+@pytest.mark.parametrize("shape", [(40, 96), (96, 40), (64, 64), (3, 5)])
+def test_spectral_norm_is_far_closer_than_the_estimate_it_judges(shape):
+    torch.manual_seed(0)
+    weight = torch.randn(8, *shape)
+    u, v = (torch.randn(8, size) for size in shape)
+    exact = torch.linalg.matrix_norm(weight.double(), 2)
+    u, v = power_iteration(weight, u / u.norm(dim=-1, keepdim=True), v, 3)
+    error = (spectral_norm_estimate(weight, u, v) - exact).abs()
+    found = spectral_norm(weight, u, v)
+    assert ((found - exact).abs() <= 0.1 * error + 1e-6 * exact).all()  # a few roundings of float32
+    assert (error > 1e-4 * exact).any() or max(shape) < 10  # control: there is an error to judge
+
+
+def test_spectral_norm_of_odd_matrices():
+    u, v = torch.ones(4), torch.ones(4)
+    assert spectral_norm(torch.zeros(4, 4), u, v) == 0
+    assert spectral_norm(torch.eye(4), u, v) == pytest.approx(1, abs=1e-6)  # the Krylov space is one vector
+    missed = torch.tensor([0.0, 1.0, 0.0, 0.0])  # the estimate has locked on to another direction
+    assert spectral_norm(torch.diag(torch.tensor([3.0, 2.0, 1.0, 0.0])), missed, missed) == pytest.approx(3, abs=1e-5)
+    assert spectral_norm(torch.full((4, 4), math.inf), u, v).isnan()

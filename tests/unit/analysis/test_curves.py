@@ -76,7 +76,7 @@ def test_errors_name_the_file_and_the_remedy(tmp_path):
     no_validation = read_run(_write(tmp_path / "plain", [{"step": 1, "tokens": 10, "loss": 3.0}]))
     with pytest.raises(UserError, match="validation"):
         curves.compare([no_validation])
-    with pytest.raises(UserError, match="spectra_freq"):
+    with pytest.raises(UserError, match="estimate_freq"):
         signals.plot_estimator_error([no_validation], tmp_path)
     with pytest.raises(UserError, match="freq"):
         signals.plot_activation_rms([no_validation], tmp_path)

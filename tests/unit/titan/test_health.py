@@ -96,7 +96,7 @@ def test_off_leaves_the_model_alone():
 
 @pytest.mark.parametrize("method_schedule", ["step", "forward", None])
 def test_spectra_equal_a_float64_svd(method_schedule):
-    config = job_config(freq=0, spectra_freq=5)
+    config = job_config(freq=0, spectra_freq=5, estimate_freq=5)
     model = transformer()
     schedule = None
     if method_schedule:
@@ -133,6 +133,19 @@ def test_spectra_equal_a_float64_svd(method_schedule):
         # s itself is rounded to float32, and carries an epsilon of 1e-7
         assert metrics["spectra/estimate_error/o/max"] == pytest.approx(max(errors), abs=2e-6)
         assert max(errors) > 1e-3  # three steps from a random start: an error there is to see
+
+
+def test_the_estimate_has_an_interval_of_its_own():
+    model = pc.attach(transformer(), pc.PCConfig())
+    schedule = pc.StepSchedule(model)
+    schedule.materialise()
+    health = HealthMetrics(job_config(freq=0, spectra_freq=0, estimate_freq=300), [model], schedule, one_rank())
+    due = [step for step in (1, 2, 999, 1000, 1001, 1199, 1200, 1300, 1500) if health.collect(step)]
+    assert due == [1, 2, 999, 1000, 1200, 1500]
+    keys = {
+        f"spectra/estimate_error/{block}/{kind}" for block in ("o", "gate", "up", "down") for kind in ("median", "max")
+    }
+    assert health.collect(1).keys() == keys
 
 
 def test_weights_that_are_not_finite_do_not_end_the_run():

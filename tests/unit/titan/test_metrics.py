@@ -26,19 +26,43 @@ def test_json_lines_survive_a_cut_and_keep_json(tmp_path):
     assert not any("memory" in key or "throughput" in key for key in first)
     assert second["loss"] is None and second["tokens"] == 205
     assert third["validation_loss"] == 2.25 and third["tokens"] == 300
-    assert resumed.losses_before(2) == [2.5]
+    assert resumed.losses_before(2) == {1: 2.5}
 
 
 def test_loss_spikes():
     falling = [8 * math.exp(-0.05 * i) + 3 + 0.01 * math.sin(7 * i) for i in range(200)]
     spikes = LossSpikes()
-    assert [spikes.update(loss) for loss in falling][-1] == 0
+    assert [spikes.update(step, loss) for step, loss in enumerate(falling, start=1)][-1] == 0
     spikes = LossSpikes()
     spiky = list(falling)
     spiky[100:104] = [5.0, 6.0, 5.5, 4.5]  # one excursion of four losses
     spiky[150] = math.nan
-    counts = [spikes.update(loss) for loss in spiky]
+    counts = [spikes.update(step, loss) for step, loss in enumerate(spiky, start=1)]
     assert counts[99:105] == [0, 1, 1, 1, 1, 1] and counts[-1] == 2
+
+
+@pytest.mark.parametrize("log_freq, length, seen", [(1, 1, 1.0), (1, 3, 1.0), (10, 3, 0.31), (10, 8, 0.79)])
+def test_short_spikes_are_seen_where_every_step_is_logged(log_freq, length, seen):
+    """Spikes of 0.5 nats at every place of a noisy curve (0.03 nats): logged every tenth step most short ones are lost."""
+    noise = torch.randn(400, generator=torch.Generator().manual_seed(0)).mul(0.03).tolist()
+    found = []
+    for start in range(200, 300):
+        spikes = LossSpikes()
+        for step in range(1, 401):
+            if step % log_freq == 0:
+                spikes.update(step, 3.0 + noise[step - 1] + 0.5 * (start <= step < start + length))
+        found.append(spikes.count == 1)
+    assert sum(found) / len(found) == pytest.approx(seen, abs=0.02)
+
+
+def test_the_window_is_of_steps():
+    """After a pause of 60 steps the window begins anew, and nothing is compared until five losses are in it."""
+    spikes = LossSpikes()
+    for step in range(1, 50):
+        spikes.update(step, 3.0 + 0.01 * (step % 2))
+    assert spikes.update(110, 3.0) == 0
+    assert [spikes.update(step, 4.0) for step in range(111, 115)][-1] == 0
+    assert spikes.update(115, math.nan) == 1  # one that is not finite always counts
 
 
 def _processor(folder):
