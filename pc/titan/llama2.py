@@ -1,16 +1,18 @@
 """Llama 2 on TorchTitan's Llama: sizes, and an initialisation that no layout of ranks can change."""
 
-import hashlib
 import math
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
 from torchtitan.models.llama3.model.model import Transformer
 
 from pc.linear import clean_name, named_pc_linears
+from pc.owner import local
+from pc.titan.draws import fill_normal_, seed_of
 from pc.titan.loss import DeferredHead
 
 
@@ -48,9 +50,9 @@ FLAVORS: dict[str, Llama2Args] = {
 class Llama2(Transformer):
     """TorchTitan's transformer, initialised per parameter name.
 
-    Each parameter is drawn whole from a generator seeded by its name, then cut into this rank's shard. So the
-    start is the same on any number of ranks and under any parallelism; torch's own random initialisation
-    gives every CPU rank the same shard, and pipeline stages other numbers than one process.
+    Each number is a function of its parameter's name and its place in it (`pc.titan.draws`), so a rank draws its
+    own shard alone, and the start is the same on any number of ranks, under any parallelism, on CPU and GPU. Torch's
+    own random initialisation gives every CPU rank the same shard, and pipeline stages other numbers than one process.
     """
 
     def __init__(self, model_args: Llama2Args) -> None:
@@ -72,24 +74,17 @@ class Llama2(Transformer):
 
 
 def draw_parameter(name: str, parameter: Tensor, args: Llama2Args) -> None:
-    """Initialise one parameter in place (released code's scheme; see `initial_std`)."""
+    """Initialise one parameter [n] or [n, m] in place (released code's scheme; see `initial_std`)."""
     if name.endswith("norm.weight"):
         parameter.fill_(1.0)
         return
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    seed = int.from_bytes(hashlib.sha256(f"{args.init_seed}.{name}".encode()).digest()[:8], "big") >> 1
-    generator = torch.Generator(local.device).manual_seed(seed)
-    full = torch.empty(parameter.shape, device=local.device)
-    if name == "output.weight":
-        full.uniform_(-1.0, 1.0, generator=generator)
-        cut = math.erf(3.0 / math.sqrt(2.0))  # a normal within three standard deviations, by inversion
-        full.mul_(cut).erfinv_().mul_(math.sqrt(2.0))
-    else:
-        full.normal_(generator=generator)
-    full *= initial_std(name, args)
+    offset = (0, 0)
     if isinstance(parameter, DTensor):
-        full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
-    local.copy_(full)
+        # Under tensor parallelism with FSDP too, this rank's shard is a rectangle.
+        _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    cut = 3.0 if name == "output.weight" else math.inf
+    seed = seed_of(f"{args.init_seed}.{name}")
+    fill_normal_(local(parameter), seed, parameter.size(1), offset, initial_std(name, args), cut)
 
 
 def initial_std(name: str, args: Llama2Args) -> float:
