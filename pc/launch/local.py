@@ -42,6 +42,10 @@ def main() -> None:
     signal.signal(signal.SIGUSR2, lambda *_: None)
     if run.wait() == 0:
         print(closing_words(config, folder))
+    elif processes > 1 and (reason := torchrun.last_words(folder)):
+        print(reason, file=sys.stderr)  # again, below torchrun's report
+        if reason.startswith("error: "):
+            sys.exit(2)
     sys.exit(run.returncode if run.returncode >= 0 else 128 - run.returncode)
 
 

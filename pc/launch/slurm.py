@@ -194,6 +194,8 @@ def after(run: Run, returncode: int) -> int:
         reason = f"the trainer ended {crashes} times with status {returncode}; its last words are in the job's log"
         runs.write_state(run, "failed", reason)
     print(f"{run.name}: failed, {crashes} crashes since the last checkpoint", flush=True)
+    if reason := torchrun.last_words(run.folder):
+        print(reason, flush=True)  # again, below the reports of torchrun and srun
     return 1
 
 

@@ -11,6 +11,8 @@ import torch
 from pc.errors import UserError
 
 TRAINER = "pc.launch.train"
+LONGEST_END = 120.0
+"""seconds from the first rank's last word to the last one's"""
 
 
 def processes_here() -> int:
@@ -73,6 +75,25 @@ def command(
         str(config),
         *overrides,
     ]
+
+
+def last_words(run_folder: Path) -> str | None:
+    """Why the newest attempt failed, in a rank's own words; None if no rank says.
+
+    What a user can mend is lines that begin with "error: ". Of a crash the last line is given, with its log.
+    """
+    logs = sorted((run_folder / "logs").rglob("stderr.log"), key=lambda log: log.stat().st_mtime)
+    crash = None
+    for log in logs:
+        if log.stat().st_mtime < logs[-1].stat().st_mtime - LONGEST_END:
+            continue  # of an earlier attempt
+        lines = [line.rstrip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        said = [line for line in lines if line.startswith("error: ")]
+        if said:
+            return "\n".join(said)
+        if crash is None and any(line.startswith("Traceback (most recent call last)") for line in lines):
+            crash = f"rank {log.parent.name} ended with {lines[-1]!r}; its log is {log}"
+    return crash
 
 
 def environment(processes: int) -> dict[str, str]:

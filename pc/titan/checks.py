@@ -86,6 +86,7 @@ _AT_LEAST = {
     "metrics.log_freq": 1,
     "checkpoint.interval": 1,
     "checkpoint.keep_latest_k": 0,
+    "checkpoint.keep_every": 0,
     "evaluation.interval": 0,
     "evaluation.limit": 0,
     "health.freq": 0,

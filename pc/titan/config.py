@@ -116,6 +116,14 @@ class Optimizer(titan.Optimizer):
 
 
 @dataclass
+class Checkpoint(titan.Checkpoint):
+    """TorchTitan's section, with checkpoints that stay."""
+
+    keep_every: int = 0
+    """Beside the newest keep_latest_k, keep the checkpoint of every so many steps; 0 is none."""
+
+
+@dataclass
 class Evaluation:
     """Zero-shot scores while training (see docs/evaluation.md)."""
 
@@ -139,6 +147,7 @@ class JobConfig(titan.JobConfig):
     model: Model = field(default_factory=Model)
     optimizer: Optimizer = field(default_factory=Optimizer)
     training: Training = field(default_factory=Training)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
     pc: PC = field(default_factory=PC)
     data: Data = field(default_factory=Data)
     health: Health = field(default_factory=Health)

@@ -15,9 +15,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as index_types
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.planner import ReadItem
 
 from pc.errors import UserError
+from pc.titan.checksums import Damaged, verify_files, verify_index
 
 _ALLOWED = {
     "torch": {"Size", *(name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype))},
@@ -39,7 +42,9 @@ class _IndexUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-class _Reader(FileSystemReader):
+class Reader(FileSystemReader):
+    """Torch's reader, for loading on any number of ranks, without executing what the index says."""
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> index_types.Metadata:
         with open(Path(self.path) / ".metadata", "rb") as file:
             index = _IndexUnpickler(file).load()
@@ -47,30 +52,53 @@ class _Reader(FileSystemReader):
         return index
 
 
+class LoadPlanner(DefaultLoadPlanner):
+    """Torch's planner, which reads values that are no tensors with `weights_only` too."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        plain = io.BytesIO()
+        # Torch's own unpickles freely; it is given what was read here without executing anything.
+        torch.save(torch.load(value, weights_only=True), plain)
+        plain.seek(0)
+        super().load_bytes(read_item, plain)
+
+
 class CheckpointFolder:
     """One complete `torch.distributed.checkpoint` folder, open for reading.
 
+    Args:
+        verified: the checksums of its data files were compared a moment ago; else they are at the first reading.
+
     Raises:
-        UserError: there is none at `path`, or a part of it is missing or cut short.
+        UserError: there is none at `path`.
+        Damaged: a part of it is missing, cut short or not what was written.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, verified: bool = False) -> None:
         self.path = Path(path)
+        self._verified = verified
         if not (self.path / ".metadata").is_file():
             raise UserError(self._what_is_there_instead())
+        verify_index(self.path)
         try:
-            self._index = _Reader(self.path).read_metadata()
-        except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError) as error:
-            raise UserError(f"{self.path / '.metadata'}: not the index of a checkpoint ({error})") from None
-        ends: dict[str, int] = {}
-        for info in self._index.storage_data.values():
-            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+            self._index = Reader(self.path).read_metadata()
+            ends: dict[str, int] = {}
+            for info in self._index.storage_data.values():
+                ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        except Exception as error:  # bytes that are no index can make the unpickler raise anything
+            raise Damaged(f"{self.path / '.metadata'}: not the index of a checkpoint ({error})") from None
         for name, end in sorted(ends.items()):
             file = self.path / name
             if not file.is_file():
-                raise UserError(f"{file}: missing; the checkpoint is incomplete")
+                raise Damaged(f"{file}: missing; the checkpoint is incomplete")
             if file.stat().st_size < end:
-                raise UserError(f"{file}: {file.stat().st_size} bytes where {end} are needed; it was cut short")
+                raise Damaged(f"{file}: {file.stat().st_size} bytes where {end} are needed; it was cut short")
+        self._files = set(ends)
+
+    def verify(self, part: int = 0, parts: int = 1) -> None:
+        """Compare checksums, those of this rank's share of the files; raises Damaged."""
+        verify_files(self.path, self._files, self._index, part, parts)
+        self._verified = parts == 1
 
     def shapes(self) -> dict[str, torch.Size | None]:
         """Shape of every entry; None for what is not a tensor."""
@@ -79,19 +107,25 @@ class CheckpointFolder:
 
     def read_tensors(self, keys: list[str]) -> dict[str, Tensor]:
         """Whole tensors on the CPU, in the dtype they were saved in."""
+        self._verify_once()
         entries = self._index.state_dict_metadata
         tensors = {key: torch.empty(entries[key].size, dtype=entries[key].properties.dtype) for key in keys}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as asked
-            dcp.load(tensors, storage_reader=_Reader(self.path), no_dist=True)
+            dcp.load(tensors, storage_reader=Reader(self.path), no_dist=True)
         return tensors
 
     def read_value(self, key: str) -> Any:
         """An entry that is no tensor, such as a string."""
+        self._verify_once()
         info = self._index.storage_data[index_types.MetadataIndex(key)]
         with open(self.path / info.relative_path, "rb") as file:
             file.seek(info.offset)
             return torch.load(io.BytesIO(file.read(info.length)), weights_only=True)
+
+    def _verify_once(self) -> None:
+        if not self._verified:
+            self.verify()
 
     def _what_is_there_instead(self) -> str:
         if not self.path.exists():

@@ -46,12 +46,12 @@ def fingerprint(pc: PC) -> str:
 
 
 def read_fingerprint(checkpoint: str | Path) -> str:
-    """The fingerprint of a checkpoint folder.
+    """The fingerprint of a checkpoint folder whose checksums the caller has compared.
 
     Raises:
         UserError: the checkpoint has none, or is not whole.
     """
-    folder = CheckpointFolder(checkpoint)
+    folder = CheckpointFolder(checkpoint, verified=True)
     if "method.fingerprint" not in folder.shapes():
         raise UserError(
             f"{checkpoint} has no method fingerprint; it is no checkpoint of this trainer "
@@ -106,12 +106,12 @@ def require_contents(checkpoint: str | Path, shapes: dict[str, torch.Size], opti
 
 
 def require_plain_weights(checkpoint: str | Path) -> None:
-    """Refuse to start from a checkpoint whose `weight` is not what its model multiplied by.
+    """Refuse to start from a checkpoint whose `weight` is not what its model multiplied by. Its checksums are right.
 
     Raises:
         UserError: PC in schedule "forward", where `weight` is the raw W.
     """
-    folder = CheckpointFolder(checkpoint)
+    folder = CheckpointFolder(checkpoint, verified=True)
     if "method.fingerprint" not in folder.shapes():
         return
     if json.loads(folder.read_value("method.fingerprint")).get("schedule") == "forward":

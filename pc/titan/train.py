@@ -23,6 +23,7 @@ from torchtitan.tools.logging import logger
 from pc import data
 from pc.errors import UserError
 from pc.titan import device, method
+from pc.titan.checkpoints import Checkpoints
 from pc.titan.checks import check
 from pc.titan.config import JobConfig
 from pc.titan.health import HealthMetrics
@@ -56,6 +57,7 @@ class PCTrainer(torchtitan.train.Trainer):
         self.pc_schedule = self.optimizers.schedule
         self.health = HealthMetrics(job_config, self.model_parts, self.pc_schedule, self.parallel_dims)
         self.scorer = self.build_scorer()
+        self.checkpointer = self._build_checkpointer()
         states = self.checkpointer.states
         states[method.Fingerprint.KEY] = method.Fingerprint(job_config.pc)
         if self.pc_schedule is not None:
@@ -86,6 +88,7 @@ class PCTrainer(torchtitan.train.Trainer):
         if dist.get_rank() == 0:
             state = "stopped" if self.stopped else "finished"
             write_status(self._folder, state, self.step, self._steps, "asked to stop" if self.stopped else "")
+        self.checkpointer.remind()
 
     def train_step(self, data_iterator) -> None:
         if self.pc_schedule is not None and self.pc_schedule.weights_are_raw:
@@ -122,8 +125,8 @@ class PCTrainer(torchtitan.train.Trainer):
         if self._agree_to_stop():
             logger.info(f"Asked to stop: saving step {self.step}")
             # A checkpoint of this step is not written again: a kill half way through would spoil it.
-            saved = Path(self.checkpointer._create_checkpoint_id(self.step), ".metadata").exists()
-            if self.step and not saved:
+            self.checkpointer.finish_saving()
+            if self.step and not self.checkpointer.is_whole(self.step):
                 self.checkpointer.save(self.step, last_step=True)
             self.stopped = True
             return False
@@ -172,36 +175,43 @@ class PCTrainer(torchtitan.train.Trainer):
         checkpointer = self.checkpointer
         if not checkpointer.enable:
             return
-        step = self.job_config.checkpoint.load_step
-        step = checkpointer._find_load_step() if step == -1 else step
-        if step == -1:
-            self._set_aside_torn_checkpoints()
+        wish = self.job_config.checkpoint.load_step
+        step = checkpointer.newest_whole() if wish == -1 else wish
         folder, start = Path(checkpointer.folder), checkpointer.initial_load_path
         if step > 0 and folder.exists():
-            self._require_same_run(checkpointer._create_checkpoint_id(step))
-        elif start and not checkpointer.initial_load_model_only:
-            self._require_same_run(start)
+            checkpoint = checkpointer._create_checkpoint_id(step)
+            if wish != -1:
+                checkpointer.verify(checkpoint)
+            self._require_same_run(checkpoint)
         elif checkpointer.initial_load_in_hf:
             self.require_start_folder(start or self.job_config.model.hf_assets_path)
         elif start:
-            method.require_plain_weights(start)
+            checkpointer.verify(start)
+            if checkpointer.initial_load_model_only:
+                method.require_plain_weights(start)
+            else:
+                self._require_same_run(start)
 
     def _require_same_run(self, checkpoint: str) -> None:
         method.require(checkpoint, self.job_config.pc)
         shapes = {name: tensor.shape for name, tensor in self.checkpointer.states["model"].state_dict().items()}
         method.require_contents(checkpoint, shapes, {kind for kind, _ in self.optimizers.named()})
 
-    def _set_aside_torn_checkpoints(self) -> None:
-        """A folder that holds no whole checkpoint, as a kill during the first save leaves it.
-
-        TorchTitan would take its existence for a resume and leave the start that the config names unread.
-        """
-        folder = Path(self.checkpointer.folder)
-        if dist.get_rank() == 0 and folder.exists():
-            aside = next(p for n in range(10**6) if not (p := folder.with_name(f"{folder.name}.torn-{n}")).exists())
-            logger.warning(f"{folder} holds no whole checkpoint; it is now {aside}")
-            folder.rename(aside)
-        dist.barrier()
+    def _build_checkpointer(self) -> Checkpoints:
+        """Ours in the place of upstream's, which its trainer has just built."""
+        self.checkpointer.close()
+        return Checkpoints(
+            keep_every=self.job_config.checkpoint.keep_every,
+            group=self._agreement_group,
+            dataloader=self.dataloader,
+            model_parts=self.model_parts,
+            optimizers=self.optimizers,
+            lr_schedulers=self.lr_schedulers,
+            states={"train_state": self},
+            checkpoint_config=self.job_config.checkpoint,
+            sd_adapter=getattr(self.checkpointer, "sd_adapter", None),
+            base_folder=self._folder,
+        )
 
     def _request_stop(self, *_) -> None:
         self._stop_requested = True

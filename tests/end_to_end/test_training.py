@@ -62,13 +62,17 @@ def test_resume_is_exact(tiny_config, tmp_path, ranks, overrides):
     config, folder = tiny_config
     straight = _run(ranks, config, overrides)
     expected = tiny.metrics(folder), tiny.metrics(folder, "validation_loss")
-    # the same run again, whose checkpoint at step 3 is all that is left
-    for path in (folder / "metrics.jsonl", folder / "checkpoint" / "step-6" / ".metadata"):
-        path.unlink()
+    # the same run again, whose newest checkpoint is damaged by one bit
+    (folder / "metrics.jsonl").unlink()
+    file = folder / "checkpoint" / "step-6" / f"__{ranks - 1}_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
     resumed = _run(ranks, config, overrides)
     assert _equal(straight, resumed)
     assert tiny.metrics(folder) == expected[0][3:]
     assert tiny.metrics(folder, "validation_loss") == expected[1][-1:]
+    assert (folder / "checkpoint.damaged" / "step-6").is_dir()
 
 
 @pytest.mark.parametrize("before, after", [(1, 2), (2, 1), (2, 3), (4, 2)])
@@ -200,7 +204,7 @@ def test_a_torn_first_checkpoint_does_not_hide_the_start(tiny_config, tmp_path):
     start = ["--checkpoint.initial_load_path", str(folder / "checkpoint" / "step-2")]
     started = _run(2, config, [*start, *to_other, *BASELINE, "--training.steps", "1", "--optimizer.lr", "0.0"])
     assert _equal(started, trained)
-    assert (other / "checkpoint.torn-0" / "step-1").is_dir()
+    assert (other / "checkpoint.damaged" / "step-1").is_dir()
 
 
 def test_raw_weights_of_schedule_forward_are_no_start(tiny_config, tmp_path):

@@ -1,6 +1,7 @@
 """When a SLURM job goes on and when it ends, without SLURM."""
 
 import json
+import os
 
 import pytest
 
@@ -110,3 +111,22 @@ def test_wrong_ngpu(wish, gpus, monkeypatch):
     monkeypatch.setattr(torchrun.torch.cuda, "is_available", lambda: gpus > 0)
     with pytest.raises(UserError, match=f"NGPU={wish}"):
         torchrun.processes_here()
+
+
+def test_the_reason_is_the_last_thing_said(run, requeued, capsys):
+    def log(attempt, rank, text, age=0.0):
+        file = run.folder / "logs" / attempt / "attempt_0" / str(rank) / "stderr.log"
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
+        os.utime(file, (file.stat().st_mtime - age,) * 2)
+
+    assert torchrun.last_words(run.folder) is None
+    log("a", 0, "error: of yesterday\n", age=90000)
+    log("b", 0, "step 1\n")
+    log("b", 1, "step 1\nTraceback (most recent call last):\n  File\nRuntimeError: no more\n", age=2)
+    assert torchrun.last_words(run.folder).startswith("rank 1 ended with 'RuntimeError: no more'; its log is ")
+    log("b", 2, "Traceback (most recent call last):\nUserError: x\nerror: x.y = 1 is wrong\nerror: z too\n")
+    say(run, "failed")
+    for _ in range(3):
+        after(run, 1)
+    assert capsys.readouterr().out.endswith("\nerror: x.y = 1 is wrong\nerror: z too\n")

@@ -1,0 +1,157 @@
+"""Checksums of a checkpoint's files: taken while they are written, compared before they are used.
+
+A checkpoint folder gets one more file, `XXH128SUMS`, in the format of the command `xxh128sum`, with a line for each
+file, the index `.metadata` included. It is written before `.metadata`, whose presence marks a whole checkpoint, and
+`.metadata` says that it belongs there. XXH3 finds damage at the speed of memory; it is no protection against forgery.
+"""
+
+import os
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from pc.errors import UserError
+from pc.files import write_atomically
+
+CHECKSUMS = "XXH128SUMS"
+INDEX = ".metadata"
+
+
+class Damaged(UserError):
+    """A checkpoint whose files are not those that were written."""
+
+
+class ChecksummedWriter(FileSystemWriter):
+    """Torch's writer of checkpoint folders, which adds `XXH128SUMS`. Each rank hashes what it writes itself."""
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        super().__init__(path)
+        self.fs = _HashingFileSystem()
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        if is_coordinator:  # no longer whole as soon as the first file is overwritten
+            Path(self.path, INDEX).unlink(missing_ok=True)
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Future[list[WriteResult]]:
+        # Checksums travel to the coordinator as results of their own, which `finish` takes out again.
+        written = super().write_data(*args, **kwargs).wait()
+        sums = [WriteResult(MetadataIndex(name), 0, digest) for name, digest in self.fs.sums.items()]
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(written + sums)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        everything = [result for of_rank in results for result in of_rank]
+        self.fs.sums = {r.index.fqn: r.storage_data for r in everything if isinstance(r.storage_data, str)}
+        super().finish(metadata, [[r for r in everything if not isinstance(r.storage_data, str)]])
+
+    def storage_meta(self) -> StorageMeta:
+        meta = super().storage_meta()
+        meta.modules = [CHECKSUMS]
+        return meta
+
+
+class _HashingFileSystem(FileSystem):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums: dict[str, str] = {}
+        """file name: checksum in hexadecimal digits"""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[FileIO, None, None]:
+        with _HashedFile(path, mode) as stream:
+            yield stream
+        self.sums[Path(path).name] = stream.digest.hexdigest()
+
+    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
+        # The writer renames once, at the very end: the index gets its name. The checksums come first.
+        self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
+        lines = [f"{digest}  {name}\n" for name, digest in sorted(self.sums.items())]
+        write_atomically(Path(new_path).with_name(CHECKSUMS), "".join(lines))
+        super().rename(path, new_path)
+
+
+class _HashedFile(FileIO):
+    """Unbuffered, so that torch's fsync reaches all that was written."""
+
+    def __init__(self, path: str | os.PathLike, mode: str) -> None:
+        super().__init__(path, mode)
+        self.digest = xxhash.xxh3_128()
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self.digest.update(view)
+        done = 0
+        while done < len(view):  # one call writes at most 2 GiB
+            done += super().write(view[done:])
+        return done
+
+
+def verify_index(folder: Path) -> None:
+    """Compare the checksum of the index, before anything reads it. A folder without checksums passes.
+
+    Raises:
+        Damaged: it is not what was written.
+    """
+    sums = _read_sums(folder)
+    if sums is not None:
+        _compare(folder, INDEX, sums)
+
+
+def verify_files(folder: Path, names: set[str], index: Metadata, part: int = 0, parts: int = 1) -> None:
+    """Compare the checksums of a checkpoint's files, or of this rank's share of them.
+
+    Args:
+        names: files that the index refers to.
+        index: the checkpoint's own; it tells a checkpoint without checksums from one that has lost them.
+        part, parts: this rank takes every `parts`-th file, from the `part`-th on.
+
+    Raises:
+        Damaged: a file is not what was written, or the checksums are lost.
+    """
+    sums = _read_sums(folder)
+    if sums is None:
+        if CHECKSUMS in (getattr(index.storage_meta, "modules", None) or []):
+            raise Damaged(f"{folder / CHECKSUMS}: missing; the checkpoint cannot be trusted")
+        return
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        list(pool.map(lambda name: _compare(folder, name, sums), sorted(names)[part::parts]))
+
+
+def has_checksums(folder: str | Path) -> bool:
+    """False for a checkpoint of a trainer that wrote none."""
+    return (Path(folder) / CHECKSUMS).is_file()
+
+
+def _read_sums(folder: Path) -> dict[str, str] | None:
+    """{file: checksum}; None where there is no file of checksums."""
+    try:
+        lines = (folder / CHECKSUMS).read_text().splitlines()
+    except FileNotFoundError:
+        return None
+    except UnicodeDecodeError:
+        raise Damaged(f"{folder / CHECKSUMS}: damaged, not a list of checksums") from None
+    return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+
+
+def _compare(folder: Path, name: str, sums: dict[str, str]) -> None:
+    digest = xxhash.xxh3_128()
+    try:
+        with open(folder / name, "rb", buffering=0) as file:
+            while chunk := file.read(2**22):
+                digest.update(chunk)
+    except OSError as error:
+        raise Damaged(f"{folder / name}: {error.strerror}") from None
+    if digest.hexdigest() != sums.get(name):
+        raise Damaged(f"{folder / name}: damaged, its checksum is not the one in {CHECKSUMS}")
