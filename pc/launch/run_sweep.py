@@ -3,10 +3,11 @@
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import TextIO
 
 from pc.errors import UserError
-from pc.launch import runs, torchrun
+from pc.launch import equal_runs, runs, torchrun
 from pc.launch.local import fetch_demo_data
 from pc.launch.sweep import Run, Sweep, begin
 from pc.titan.config import JobConfig
@@ -15,18 +16,27 @@ from pc.titan.resolve import resolve
 SECONDS_BETWEEN_PROGRESS_LINES = 20
 
 
-def run_all(sweep: Sweep) -> None:
+def run_all(sweeps: Sequence[Sweep]) -> None:
     """Train what is not finished; a run that was interrupted continues from its checkpoint.
 
     A run that fails is reported and the next one starts; repeating the command tries it again. Several such commands
-    share a sweep: a run that another one trains is passed over.
+    share sweeps: a run that another one trains is passed over. Of equal runs one is trained, and the others take it over.
     """
-    begin(sweep)
+    for sweep in sweeps:
+        begin(sweep)
     processes = torchrun.processes_here()
-    for number, run in enumerate(sweep.runs, start=1):
-        label = f"[{number}/{len(sweep.runs)}] {run.name}"
+    order = [(sweep, run) for sweep in sweeps for run in sweep.runs]
+    for number, (sweep, run) in enumerate(order, start=1):
+        label = f"[{number}/{len(order)}] {run.name}"
         if runs.state_of(run).state == "finished":
             print(f"{label}: finished before", flush=True)
+            continue
+        planned = equal_runs.plan(sweeps)[number - 1]
+        if planned.owner != run:
+            print(f"{label}: the same run as {planned.owner.folder}", flush=True)
+            continue
+        if planned.trained_elsewhere is not None:
+            print(f"{label}: another process trains the same run in {planned.trained_elsewhere}", flush=True)
             continue
         fetch_demo_data(resolve(run.config, run.overrides, JobConfig))
         try:
@@ -35,12 +45,15 @@ def run_all(sweep: Sweep) -> None:
             print(f"{label}: another process trains it", flush=True)
             continue
         train(run, held, processes, label)
+        equal_runs.take_over(sweeps)
         runs.collect(sweep)
-    print(runs.status_text(sweep))
-    print(f"Results: {sweep.folder / 'results.jsonl'}. Next: python scripts/sweep.py select {sweep.path}")
-    failed = [run.name for run in sweep.runs if runs.state_of(run).state not in ("finished", "running")]
+    for sweep in sweeps:
+        runs.collect(sweep)
+        print(runs.status_text(sweep))
+        print(f"Results: {sweep.folder / 'results.jsonl'}. Next: python scripts/sweep.py select {sweep.path}")
+    failed = [run.name for _, run in order if runs.state_of(run).state not in ("finished", "running")]
     if failed:
-        raise UserError(f"{len(failed)} of {len(sweep.runs)} runs did not finish: {', '.join(failed)}")
+        raise UserError(f"{len(failed)} of {len(order)} runs did not finish: {', '.join(failed)}")
 
 
 def train(run: Run, held: TextIO, processes: int, label: str) -> None:

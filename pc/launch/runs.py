@@ -50,7 +50,8 @@ def status_text(sweep: Sweep) -> str:
     for run in sweep.runs:
         state = state_of(run)
         progress = f"{state.step}/{state.steps}" if state.steps else ""
-        lines.append(f"{run.name:<44} {state.state:<12} {progress:>15}  {state.reason}".rstrip())
+        reason = f"taken over from {run.folder.readlink()}" if run.folder.is_symlink() else state.reason
+        lines.append(f"{run.name:<44} {state.state:<12} {progress:>15}  {reason}".rstrip())
     counts: dict[str, int] = {}
     for run in sweep.runs:
         counts[state_of(run).state] = counts.get(state_of(run).state, 0) + 1

@@ -11,7 +11,7 @@ import tomli_w
 from pc import plots
 from pc.errors import UserError
 from pc.files import write_atomically
-from pc.launch import runs
+from pc.launch import equal_runs, runs
 from pc.launch.sweep import Sweep, label, value_label
 
 
@@ -39,6 +39,7 @@ class Candidate:
 
 def select(sweep: Sweep) -> str:
     """Write table.md, the plot and selected-<config>.toml beside the results; returns what to print."""
+    equal_runs.require_unchanged(sweep)
     results = runs.collect(sweep)
     metric = sweep.select.metric
     if not results:

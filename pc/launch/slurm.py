@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pc.errors import UserError, exit_on_user_error
 from pc.files import write_atomically
-from pc.launch import runs, torchrun
+from pc.launch import equal_runs, runs, torchrun
 from pc.launch.dry_run import check_or_raise
 from pc.launch.sweep import Run, Sweep, begin
 from pc.titan.config import JobConfig
@@ -85,18 +85,31 @@ def submit_run(config: str, overrides: Sequence[str], allocation: Allocation, sc
     return said
 
 
-def submit_sweep(sweep: Sweep, at_a_time: int, allocation: Allocation) -> str:
-    """Check a sweep's runs and queue the unfinished as an array, `at_a_time` of them at once (0: all)."""
-    for run in sweep.runs:
-        check_or_raise(run.config, run.overrides, allocation.world_size)
-    run_list = begin(sweep)
-    waiting = [index for index, run in enumerate(sweep.runs) if runs.state_of(run).state != "finished"]
-    if not waiting:
-        return f"all {len(sweep.runs)} runs are finished"
-    array = "--array=" + ",".join(map(str, waiting)) + (f"%{at_a_time}" if at_a_time else "")
-    options = [array, f"--job-name={sweep.path.stem}", *allocation.words()]
-    job = _sbatch(sweep.folder, options, TRAIN_SCRIPT, [str(run_list)])
-    return f"job {job}: {len(waiting)} runs, logs in {sweep.folder}/slurm"
+def submit_sweeps(sweeps: Sequence[Sweep], at_a_time: int, allocation: Allocation) -> str:
+    """Check the sweeps' runs and queue the unfinished, an array for each sweep, `at_a_time` at once (0: all).
+
+    Of equal runs one is queued: the first.
+    """
+    planned = equal_runs.plan(sweeps)
+    for item in planned:
+        check_or_raise(item.run.config, item.run.overrides, allocation.world_size)
+    said = []
+    for sweep in sweeps:
+        run_list = begin(sweep)
+        places = {listed["name"]: place for place, listed in enumerate(json.loads(run_list.read_text())["runs"])}
+        mine = [item for item in planned if item.sweep is sweep]
+        waiting = [places[item.run.name] for item in mine if item.remains and not item.trained_elsewhere]
+        equal = [item for item in mine if runs.state_of(item.run).state != "finished" and item.owner != item.run]
+        line = f"{sweep.path.stem}: all {len(mine)} runs are finished"
+        if waiting:
+            array = "--array=" + ",".join(map(str, waiting)) + (f"%{at_a_time}" if at_a_time else "")
+            options = [array, f"--job-name={sweep.path.stem}", *allocation.words()]
+            job = _sbatch(sweep.folder, options, TRAIN_SCRIPT, [str(run_list)])
+            line = f"job {job}: {len(waiting)} runs, logs in {sweep.folder}/slurm"
+        elif equal:
+            line = f"{sweep.path.stem}: nothing to queue"
+        said += [line] + [f"  {item.run.name}: the same run as {item.owner.folder}" for item in equal]
+    return "\n".join(said)
 
 
 def _sbatch(folder: Path, options: list[str], script: Path, arguments: Sequence[str]) -> str:

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from pc.errors import UserError
-from pc.files import sha256_of, write_atomically
+from pc.files import write_atomically
 from pc.titan.config import JobConfig
-from pc.titan.resolve import chain, resolve
+from pc.titan.resolve import resolve
 
 
 @dataclass
@@ -107,7 +107,7 @@ def load(path: str | Path) -> Sweep:
     if not config.configs:
         raise UserError(f"{path}: configs names no config")
     folder = Path(config.folder or Path("outputs/sweeps") / path.stem)
-    axes = {key: _axis_values(path, key, axis) for key, axis in config.axes.items()}
+    axes = {key: _axis_values(path, key, axis, config.configs) for key, axis in config.axes.items()}
 
     runs = []
     for name in config.configs:
@@ -117,7 +117,7 @@ def load(path: str | Path) -> Sweep:
             settings = dict(zip(axes, combination, strict=True))
             parts = [f"{key.rpartition('.')[2]}-{_text(value)}" for key, value in settings.items()]
             for seed in config.seeds or [None]:
-                run_name = prefix + ("_".join(parts) or Path(name).stem)
+                run_name = prefix + "_".join(parts) if parts else Path(name).stem
                 words = [_word(key, value) for key, value in settings.items()]
                 if seed is not None:
                     run_name += f"/seed-{seed}"
@@ -135,25 +135,15 @@ def load(path: str | Path) -> Sweep:
 
 
 def begin(sweep: Sweep) -> Path:
-    """Write the run list; refuse when an earlier one in the same folder was another sweep.
+    """Write the run list that jobs of an array read their run from.
 
-    Runs that were made under other configs must not be compared with new ones.
+    A run keeps its place in it, as jobs that wait know their run by that; runs that were added come at the end.
     """
-    files = {str(file): sha256_of(file) for run in sweep.runs for file in chain(run.config)}
-    listed = [{"name": run.name, "config": run.config, "overrides": list(run.overrides)} for run in sweep.runs]
-    plan = {"files": files, "runs": listed}
     destination = sweep.folder / "runs.json"
-    if destination.exists():
-        before = json.loads(destination.read_text())
-        changed = [file for file, digest in before["files"].items() if files.get(file, digest) != digest]
-        if changed or before != plan:
-            what = ", ".join(changed) or str(sweep.path)
-            raise UserError(
-                f"{what} changed since the sweep in {sweep.folder} began; "
-                'put the files back, or give the sweep another folder = "..."'
-            )
-    else:
-        write_atomically(destination, json.dumps(plan, indent=1) + "\n")
+    before = json.loads(destination.read_text())["runs"] if destination.exists() else []
+    now = {run.name: {"name": run.name, "config": run.config, "overrides": list(run.overrides)} for run in sweep.runs}
+    listed = [now.pop(entry["name"], entry) for entry in before] + list(now.values())
+    write_atomically(destination, json.dumps({"runs": listed}, indent=1) + "\n")
     return destination
 
 
@@ -165,24 +155,6 @@ def tokens_of(run: Run, processes: int) -> int:
     if batch == -1:
         batch = training["local_batch_size"] * processes
     return training["steps"] * batch * training["seq_len"]
-
-
-def plan_text(sweep: Sweep, processes: int, tokens_per_second: float | None) -> str:
-    """The runs, their tokens and, when the throughput of one GPU is given, their GPU-hours."""
-    lines, total = [], 0
-    for run in sweep.runs:
-        tokens = tokens_of(run, processes)
-        total += tokens
-        lines.append(f"{run.name:<44} {_cost(tokens, tokens_per_second)}")
-    lines.append(f"{f'{len(sweep.runs)} runs':<44} {_cost(total, tokens_per_second)}")
-    return "\n".join(lines)
-
-
-def _cost(tokens: int, tokens_per_second: float | None) -> str:
-    text = f"{tokens / 1e6:>12,.1f} M tokens"
-    if tokens_per_second:
-        text += f" {tokens / tokens_per_second / 3600:>12.2f} GPU-hours"
-    return text
 
 
 def label(settings: dict[str, Any]) -> str:
@@ -203,18 +175,26 @@ def value_label(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _axis_values(path: Path, key: str, axis: list | dict[str, float]) -> list:
+def _axis_values(path: Path, key: str, axis: list | dict[str, float], configs: list[str]) -> list:
     if isinstance(axis, list):
         if not axis:
             raise UserError(f'{path}: axes."{key}" has no values')
         return axis
     if not {"first", "last"} <= set(axis) <= {"first", "last", "factor"}:
         raise UserError(f'{path}: axes."{key}" should be a list or {{ first, last, factor }}, not {sorted(axis)}')
-    return geometric_grid(axis["first"], axis["last"], axis.get("factor", math.sqrt(2)), f'{path}: axes."{key}"')
+    grid = geometric_grid(axis["first"], axis["last"], axis.get("factor", math.sqrt(2)), f'{path}: axes."{key}"')
+    # The configs' own value lies on a published grid but for its rounding: the grid takes it, so that this run is theirs.
+    section, _, name = key.rpartition(".")
+    own = {resolve(path.parent / file, [], JobConfig).get(section, {}).get(name) for file in configs}
+    return [next((x for x in own if len(own) == 1 and x and abs(value / x - 1) < ROUNDING), value) for value in grid]
+
+
+ROUNDING = 5e-4
+"""Relative error of a number that is written with four digits."""
 
 
 def geometric_grid(first: float, last: float, factor: float, where: str) -> list[float]:
-    """first, first*factor, ... up to last, each rounded to four significant digits.
+    """first, first*factor, ... up to last, evenly spaced and rounded to four significant digits.
 
     `last` must lie on the grid to within half a percent: published ends are rounded.
     """
@@ -224,7 +204,7 @@ def geometric_grid(first: float, last: float, factor: float, where: str) -> list
     if abs(first * factor**count / last - 1) > 5e-3:
         fits = f"{first * factor**count:.4g} or {first * factor ** (count + 1):.4g}"
         raise UserError(f"{where}: last = {last} is not on the grid; near it are {fits}")
-    return [float(f"{first * factor**step:.4g}") for step in range(count + 1)]
+    return [float(f"{first * (last / first) ** (step / max(1, count)):.4g}") for step in range(count + 1)]
 
 
 def _check_selection(path: Path, selection: Selection) -> None:

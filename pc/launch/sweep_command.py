@@ -2,9 +2,10 @@
 
 import argparse
 
-from pc.errors import exit_on_user_error
-from pc.launch import run_sweep, runs, selection, slurm, torchrun
-from pc.launch.sweep import load, plan_text
+from pc.analysis import cost
+from pc.errors import UserError, exit_on_user_error
+from pc.launch import equal_runs, run_sweep, runs, selection, slurm, torchrun
+from pc.launch.sweep import Run, load, tokens_of
 
 
 @exit_on_user_error
@@ -22,23 +23,55 @@ def main() -> None:
     }
     commands = {name: actions.add_parser(name, help=text, description=text) for name, text in described.items()}
     for command in commands.values():
-        command.add_argument("sweep", help="TOML file of the sweep")
+        command.add_argument(
+            "sweeps", nargs="+", metavar="SWEEP", help="TOML files of sweeps; equal runs are trained once"
+        )
     commands["plan"].add_argument(
-        "--tokens-per-second", type=float, help="throughput of one GPU, for an estimate of GPU-hours"
+        "--tflops",
+        type=float,
+        default=400.0,
+        help="model operations that one GPU does per second, in units of 1e12 (default 400: an H100 at 40 %% of its peak)",
+    )
+    commands["plan"].add_argument(
+        "--tokens-per-second", type=float, help="throughput of one GPU as measured, in place of counted operations"
     )
     slurm.add_options(commands["submit"])
     commands["submit"].add_argument("--at-a-time", type=int, default=0, help="runs at once (default: all)")
     arguments = parser.parse_args()
 
-    sweep = load(arguments.sweep)
+    sweeps = [load(path) for path in arguments.sweeps]
+    if len({sweep.folder.resolve() for sweep in sweeps}) < len(sweeps):
+        raise UserError("two sweeps have the same folder; is one named twice?")
     if arguments.action == "plan":
-        print(plan_text(sweep, torchrun.processes_here(), arguments.tokens_per_second))
-    elif arguments.action == "run":
-        run_sweep.run_all(sweep)
+        processes = torchrun.processes_here()
+        print(
+            equal_runs.plan_text(
+                sweeps, lambda run: _cost(run, processes, arguments.tflops, arguments.tokens_per_second)
+            )
+        )
+        return
+    for sweep in sweeps:
+        equal_runs.require_unchanged(sweep)
+    equal_runs.take_over(sweeps)
+    if arguments.action == "run":
+        run_sweep.run_all(sweeps)
     elif arguments.action == "submit":
-        print(slurm.submit_sweep(sweep, arguments.at_a_time, slurm.Allocation.of(arguments)))
+        print(slurm.submit_sweeps(sweeps, arguments.at_a_time, slurm.Allocation.of(arguments)))
     elif arguments.action == "status":
-        runs.collect(sweep)
-        print(runs.status_text(sweep))
+        for sweep in sweeps:
+            runs.collect(sweep)
+            print(runs.status_text(sweep))
     else:
-        print(selection.select(sweep))
+        for sweep in sweeps:
+            print(selection.select(sweep))
+
+
+def _cost(run: Run, processes: int, tflops: float, tokens_per_second: float | None) -> tuple[int, float]:
+    """Tokens of a run and seconds of one GPU."""
+    tokens = tokens_of(run, processes)
+    if tokens_per_second:
+        return tokens, tokens / tokens_per_second
+    plan = cost.Plan(run.config, run.overrides, processes)
+    step = plan.step_cost()
+    operations = step.model + (step.pc_step if plan.config.pc.enable else 0)
+    return tokens, tokens / step.tokens * operations / (1e12 * tflops)

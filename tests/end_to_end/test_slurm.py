@@ -16,7 +16,7 @@ from made_runs import make_evaluation_data, make_shards
 from pc.errors import UserError
 from pc.launch import runs
 from pc.launch.selection import select
-from pc.launch.slurm import Allocation, submit_sweep
+from pc.launch.slurm import Allocation, submit_sweeps
 from pc.launch.sweep import Run, load
 from small_config import ROOT, write_small_config
 
@@ -80,7 +80,7 @@ def test_a_sweep_survives_a_killed_task(here, tmp_path):
         '[axes]\n"optimizer.lr" = { first = 1e-3, last = 1e-2, factor = 10 }\n'
     )
     sweep = load(tmp_path / "lr.toml")
-    said = submit_sweep(sweep, 0, Allocation(1, 0, ["--time=15"]))
+    said = submit_sweeps([sweep], 0, Allocation(1, 0, ["--time=15"]))
     job = said.removeprefix("job ").partition(":")[0]
     victim = sweep.runs[0]
     wait_for(lambda: runs.latest_checkpoint(victim.folder) >= 4, sweep.folder)
@@ -95,7 +95,7 @@ def test_a_sweep_survives_a_killed_task(here, tmp_path):
     assert "optimizer.lr = " in select(sweep)
     chosen = tomllib.loads((sweep.folder / "selected-small.toml").read_text())
     assert chosen["optimizer"]["lr"] in (1e-3, 1e-2)
-    assert submit_sweep(sweep, 0, Allocation(1, 0, [])) == "all 2 runs are finished"
+    assert submit_sweeps([sweep], 0, Allocation(1, 0, [])) == "lr: all 2 runs are finished"
 
 
 @pytest.mark.soak
@@ -130,7 +130,7 @@ def test_sbatch_errors_reach_the_user(here, tmp_path):
     sweep = tmp_path / "lr.toml"
     sweep.write_text(f'configs = ["small.toml"]\nfolder = "{tmp_path}/out"\n[axes]\n"optimizer.lr" = [1e-3]\n')
     with pytest.raises(UserError, match="nowhere"):
-        submit_sweep(load(sweep), 0, Allocation(1, 0, ["--partition=nowhere"]))
+        submit_sweeps([load(sweep)], 0, Allocation(1, 0, ["--partition=nowhere"]))
 
 
 @pytest.mark.soak

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pc.launch import local
+from pc.launch import equal_runs, local
 from pc.launch.dry_run import check
 from pc.launch.sweep import load
 from pc.titan.batch import accumulation_steps
@@ -106,21 +106,18 @@ def test_every_sweep_loads_and_each_first_run_dry_runs(path, monkeypatch):
 @pytest.mark.parametrize(
     "name, lrs",
     [
-        ("271m_adamw_lr", [3.0e-4, 4.243e-4, 6.0e-4, 8.485e-4, 1.2e-3, 1.697e-3, 2.4e-3, 3.394e-3]),
-        ("271m_muon_lr", [1.061e-3, 1.5e-3, 2.122e-3, 3.001e-3, 4.244e-3, 6.002e-3, 8.488e-3, 1.2e-2]),
-        ("1b_adamw_lr", [5.303e-5, 7.5e-5, 1.061e-4, 1.5e-4, 2.121e-4, 3.0e-4, 4.242e-4]),
+        ("271m_adamw_lr", [3.0e-4, 4.243e-4, 6.0e-4, 8.486e-4, 1.2e-3, 1.697e-3, 2.4e-3, 3.394e-3]),
+        ("271m_muon_lr", [1.061e-3, 1.5e-3, 2.122e-3, 3.001e-3, 4.243e-3, 6.001e-3, 8.486e-3, 1.2e-2]),
+        ("1b_adamw_lr", [5.303e-5, 7.5e-5, 1.061e-4, 1.5e-4, 2.121e-4, 3.0e-4, 4.243e-4]),
         ("1b_muon_lr", [7.5e-4, 1.061e-3, 1.5e-3, 2.121e-3, 3.0e-3, 4.243e-3]),
     ],
 )
 def test_lr_grids_are_the_papers(name, lrs):
-    """To the rounding of published ends: the grid is generated from the first one."""
+    """Both ends and the paper's choice to the digit; between them the even spacing of rounded ends."""
     sweep = load(ROOT / "train_configs" / "sweeps" / f"{name}.toml")
-    assert [run.settings["optimizer.lr"] for run in sweep.runs] == pytest.approx(lrs, rel=5e-4)
+    assert [run.settings["optimizer.lr"] for run in sweep.runs] == lrs
     selected = resolve(ROOT / "train_configs" / f"{name.removesuffix('_lr')}_baseline.toml", [], JobConfig)
-    # the paper's choice lies on its grid
-    assert any(
-        run.settings["optimizer.lr"] == pytest.approx(selected["optimizer"]["lr"], rel=5e-4) for run in sweep.runs
-    )
+    assert selected["optimizer"]["lr"] in lrs
 
 
 @pytest.mark.parametrize(
@@ -129,6 +126,19 @@ def test_lr_grids_are_the_papers(name, lrs):
 )
 def test_ablations_have_the_papers_size(name, count):
     assert len(load(ROOT / "train_configs" / "sweeps" / f"{name}.toml").runs) == count
+
+
+def test_all_271m_experiments_train_43_runs_of_50(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    names = ["271m_main", "271m_adamw_lr", "271m_muon_lr", "pc_level", "pc_blocks", "recovery_gamma", "polar_express"]
+    planned = equal_runs.plan([load(f"train_configs/sweeps/{name}.toml") for name in names])
+    assert len(planned) == 50 and sum(item.owner == item.run for item in planned) == 43
+    shared = [item.run.name for item in planned if item.owner.name == "271m_adamw_pc" != item.run.name]
+    assert shared == [
+        "271m_adamw_pc/level-4",
+        "271m_adamw_pc/blocks-ffn+o",
+        "norm_recovery-true_learnable_gamma-true",
+    ]
 
 
 def test_help_shows_keys_descriptions_and_the_configs_values(monkeypatch, capsys):

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from pc.errors import UserError
-from pc.launch.sweep import begin, geometric_grid, load, plan_text
+from pc.launch.sweep import begin, geometric_grid, load
 from pc.titan.config import JobConfig
 from pc.titan.resolve import resolve
 
@@ -104,24 +104,19 @@ def test_bad_sweeps_say_what_is_wrong(sweep_file, text, said):
     assert "sweep.toml" in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_plan_counts_tokens_and_gpu_hours(sweep_file):
-    sweep = load(sweep_file('configs = ["tiny.toml"]\n[axes]\n"training.steps" = [5, 10]\n'))
-    lines = plan_text(sweep, 1, tokens_per_second=0.1).splitlines()
-    assert len(lines) == 3
-    # 15 steps x 4 sequences x 32 tokens at 0.1 tokens per second
-    assert lines[-1].split()[-2] == f"{15 * 4 * 32 / 0.1 / 3600:.2f}"
+def test_a_grid_takes_the_configs_own_value_where_it_lies_on_it(sweep_file, tmp_path):
+    """Published grids are rounded: 8.485e-4 and 8.486e-4 are meant to be one learning rate, and one run."""
+    with open(tmp_path / "tiny.toml", "a") as config:
+        config.write("[optimizer]\nlr = 8.486e-4\n")
+    sweep = load(sweep_file('configs = ["tiny.toml"]\n[axes]\n"optimizer.lr" = { first = 3.0e-4, last = 3.394e-3 }\n'))
+    rates = [run.settings["optimizer.lr"] for run in sweep.runs]
+    assert rates == [3e-4, 4.243e-4, 6e-4, 8.486e-4, 1.2e-3, 1.697e-3, 2.4e-3, 3.394e-3]
 
 
-def test_a_changed_sweep_is_refused_in_the_same_folder(sweep_file, tmp_path):
-    path = sweep_file('configs = ["tiny.toml"]\n[axes]\n"optimizer.lr" = [1e-3]\n')
-    plan = json.loads(begin(load(path)).read_text())
-    assert [run["name"] for run in plan["runs"]] == ["lr-0.001"]
-    begin(load(path))  # the same again is welcome
-    config = tmp_path / "tiny.toml"
-    text = config.read_text()
-    config.write_text(text + "[data]\nseed = 3\n")
-    with pytest.raises(UserError, match="tiny.toml changed since the sweep"):
-        begin(load(path))
-    config.write_text(text)
-    with pytest.raises(UserError, match="sweep.toml changed since the sweep"):
-        begin(load(sweep_file('configs = ["tiny.toml"]\n[axes]\n"optimizer.lr" = [1e-3, 2e-3]\n')))
+def test_runs_keep_their_place_in_the_list(sweep_file):
+    """A job of an array knows its run by its place, and may still wait when the sweep grows."""
+    begin(load(sweep_file('configs = ["tiny.toml"]\n[axes]\n"optimizer.lr" = [2e-3, 4e-3]\n')))
+    listed = json.loads(
+        begin(load(sweep_file('configs = ["tiny.toml"]\n[axes]\n"optimizer.lr" = [1e-3, 4e-3]\n'))).read_text()
+    )
+    assert [run["name"] for run in listed["runs"]] == ["lr-0.002", "lr-0.004", "lr-0.001"]
