@@ -57,7 +57,7 @@ def main() -> None:
     torch.set_num_threads(1)
     model = Llama2(replace(FLAVORS[arguments.flavor], max_seq_len=256))
     model.init_weights()
-    pc.attach(model, pc.PCConfig())
+    pc.attach(model, pc.PCConfig(schedule="step"))
     schedule = pc.StepSchedule(model)
     schedule.materialise()
     config = SimpleNamespace(health=Health(), pc=SimpleNamespace(blocks=["o", "ffn"]))

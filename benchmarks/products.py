@@ -104,7 +104,7 @@ class Traffic(TorchDispatchMode):
 def count(flavor: str) -> dict[str, dict[str, float]]:
     """Kernels and GiB of both passes over all PC matrices of a model."""
     with torch.device("meta"):
-        model = attach(Llama2(FLAVORS[flavor]), PCConfig())
+        model = attach(Llama2(FLAVORS[flavor]), PCConfig(schedule="step"))
         layers = [(layer.pc_config, layer.weight.detach()) for _, layer in named_pc_linears(model)]
         gamma, vectors = torch.empty(1), [[torch.empty(n) for n in weight.shape] for _, weight in layers]
     keys = [config for config, _ in layers]

@@ -178,7 +178,7 @@ class Parts:
                     self._wrap(undo, schedule, name, before=name, after=name)
             elif not trainer.job_config.compile.enable:  # a compiled graph has no inside to time
                 self._replace(undo, pc.linear, "effective_weight", self._timed_effective_weight)
-                self._wrap(undo, pc.titan.optimizers, "refresh", before="power iteration", after="power iteration")
+                self._wrap(undo, pc.linear.PCLinear, "refresh", before="power iteration", after="power iteration")
             self._start("step")
             step()
             self._stop("step")

@@ -4,10 +4,12 @@ import fnmatch
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from pc.config import BLOCK_GROUPS, BLOCK_SUFFIXES, PCConfig
 from pc.errors import UserError
-from pc.forward import follow_optimizers
+from pc.forward import refresh
 from pc.linear import PCLinear, block_of, clean_name, effective_weight, named_pc_linears
 
 
@@ -24,15 +26,21 @@ def attach(model: nn.Module, config: PCConfig) -> nn.Module:
     """Replace the layers that `config.blocks` names by `PCLinear`, in place; returns the model.
 
     Works on TorchTitan's and Hugging Face's Llama-like models by the paper's block names, and on any
-    other module by full-name patterns. Attach before wrapping with FSDP or torch.compile. In schedule
-    "forward" the power iteration then follows by itself after every step of any `torch.optim` optimizer; on
-    the meta device, call `reset_pc_parameters` and `pc.follow_optimizers` once the weights exist.
+    other module by full-name patterns. Attach before wrapping with DDP, FSDP or torch.compile, and before making
+    the optimizer, which must get the gammas. In schedule "forward" that is all; on the meta device, call `pc.refresh`
+    once the weights exist. In schedule "step" a `pc.StepSchedule` comes next. A layer that is to multiply before that
+    raises `UserError`.
 
     Raises:
         UserError: an entry that matches nothing, a match that is no `nn.Linear`, a layer named twice, a weight that
-            another layer has too.
+            another layer has too, a model that is wrapped already.
     """
     modules = dict(model.named_modules())
+    for module in modules.values():
+        if isinstance(module, (FSDPModule, DistributedDataParallel)):
+            raise UserError(
+                f"pc.attach comes before {'FSDP' if isinstance(module, FSDPModule) else 'DDP'}; attach first"
+            )
     chosen: dict[str, PCConfig] = {}
     for entry in config.blocks:
         found = [name for name in modules if matches(entry, clean_name(name))]
@@ -54,8 +62,13 @@ def attach(model: nn.Module, config: PCConfig) -> nn.Module:
             for name, layer_config in chosen.items()
         },
     )
-    if config.schedule == "forward" and all(p.device.type != "meta" for p in model.parameters()):
-        follow_optimizers(model)
+    if config.schedule == "step":
+        # They take no part in the forward pass, so DDP would wait for their gradients, which `pull_back` sets.
+        gammas = [f"{name}.gamma" for name in chosen if model.get_submodule(name).gamma is not None]
+        ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*ignored, *gammas])
+    elif all(p.device.type != "meta" for p in model.parameters()):
+        refresh(model)
     return model
 
 
@@ -64,9 +77,14 @@ def merge(model: nn.Module) -> nn.Module:
     """Replace every `PCLinear` by a plain `nn.Linear` that holds PC(W), in place; returns the model.
 
     The result has no overhead and needs nothing of this package (paper, remark 1).
+
+    Raises:
+        UserError: PC(W) is not there yet, or W is in its place while an optimizer steps.
     """
     replacements: dict[nn.Module, nn.Module] = {}
-    for _, layer in named_pc_linears(model):
+    for name, layer in named_pc_linears(model):
+        if layer.missing_call:
+            raise UserError(f"pc.merge has no PC(W) of {name}: {layer.missing_call}")
         weight = layer.weight
         if layer.pc_config.schedule == "forward":
             weight = effective_weight(weight, layer.gamma, layer.u, layer.v, layer.pc_config)

@@ -19,7 +19,7 @@ BLOCK_SUFFIXES: dict[str, tuple[str, ...]] = {
 }
 BLOCK_GROUPS: dict[str, tuple[str, ...]] = {"qk": ("q", "k"), "ffn": ("gate", "up", "down")}
 
-SCHEDULES = ("step", "forward")
+SCHEDULES = ("forward", "step")
 COMPUTE_DTYPES = ("float32", "tf32", "bfloat16")
 
 Level = int | str
@@ -49,9 +49,9 @@ class PCConfig:
     learnable_gamma: bool = True
     """Multiply by a learnable scalar per matrix, which starts at 1."""
 
-    schedule: str = "step"
-    """"step": PC(W) once per optimizer step, between steps the layer is plain; "forward": in every forward
-    pass, inside the graph."""
+    schedule: str = "forward"
+    """"forward": PC(W) in every forward pass, inside the graph, in any loop; "step": once per optimizer step, between
+    steps the layer is plain (`pc.StepSchedule`)."""
 
     compute_dtype: str = "float32"
     """Precision of the polynomial's matrix products: "float32" (the weight's own), "tf32", "bfloat16"."""
@@ -84,7 +84,7 @@ class PCConfig:
         if self.power_iterations < 1:
             raise UserError(f"pc.power_iterations must be at least 1, got {self.power_iterations}")
         if self.schedule not in SCHEDULES:
-            raise UserError(f'pc.schedule must be "step" or "forward", got {self.schedule!r}')
+            raise UserError(f'pc.schedule must be "forward" or "step", got {self.schedule!r}')
         if self.compute_dtype not in COMPUTE_DTYPES:
             raise UserError(f"pc.compute_dtype must be one of {', '.join(COMPUTE_DTYPES)}, got {self.compute_dtype!r}")
         if self.schedule == "forward" and self.compute_dtype == "tf32":

@@ -1,5 +1,6 @@
 """PC(W), and the linear layer that uses it."""
 
+import warnings
 from collections.abc import Iterator
 from copy import copy
 from functools import cache
@@ -7,14 +8,29 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from pc import polynomial
+from pc import optimizer_hooks, polynomial
 from pc.config import BLOCK_SUFFIXES, PCConfig
 from pc.errors import UserError
-from pc.spectral import initial_vectors, spectral_norm_estimate
+from pc.spectral import initial_vectors, power_iteration, spectral_norm_estimate
 
 # What wrappers of torch insert into module names.
 _WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+# What `PCLinear.missing_call` says.
+MAKE_SCHEDULE = "no pc.StepSchedule holds it; after attach, and FSDP if you use it, pc.StepSchedule(model, optimizer)"
+MATERIALISE = "it holds W; call schedule.materialise()"
+UNFINISHED = (
+    "it holds W, since not every optimizer given to its pc.StepSchedule has stepped; step them all, or call "
+    "schedule.materialise()"
+)
+LOAD_STATE = (
+    "its weight was loaded alone; call schedule.load_state_dict() with the state of the same moment, or "
+    "schedule.materialise() to take the weight as W"
+)
+LOAD_WEIGHT = "its schedule's state was loaded alone; call model.load_state_dict() with the state of the same moment"
+REFRESH = "its weight was on the meta device; call pc.refresh(model) once the weights exist"
 
 
 def effective_weight(weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor, config: PCConfig) -> Tensor:
@@ -54,10 +70,18 @@ class PCLinear(nn.Linear):
     conversion treat the layer as any other. Added are the parameter `gamma` [1] (unless
     `learnable_gamma` is off) and, in schedule "forward", the buffers `u` [out_features] and `v` [in_features].
 
-    In schedule "forward" `weight` is the raw W and PC(W) is part of the graph. In schedule "step"
-    `weight` is PC(W) between optimizer steps; `pc.StepSchedule` keeps the raw W and puts both in place.
-    Then gamma is left out of the state dict as well, so that it is a plain linear's.
+    In schedule "forward" `weight` is the raw W and PC(W) is part of the graph; `u` and `v` move on after every
+    optimizer step that changed the weight. In schedule "step" `weight` is PC(W) between optimizer steps;
+    `pc.StepSchedule` keeps the raw W and puts both in place. Then gamma is left out of the state dict as well, so that
+    it is a plain linear's.
+
+    Raises:
+        UserError: when it is to multiply by something that is not PC(W), or when an optimizer is to change PC(W)
+            in place of W, naming the call that is missing.
     """
+
+    missing_call: str
+    """What must be done before the layer can multiply by PC(W); empty when it can."""
 
     def __init__(self, *args, name: str, config: PCConfig, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -98,12 +122,32 @@ class PCLinear(nn.Linear):
         if config.schedule == "forward":
             self.register_buffer("u", torch.empty(self.out_features, **like))
             self.register_buffer("v", torch.empty(self.in_features, **like))
+        self.missing_call = REFRESH if config.schedule == "forward" else MAKE_SCHEDULE
+        self.weight_was_loaded = False
+        self._observe_optimizers()
         if self.weight.device.type != "meta":
             self.reset_pc_parameters()
 
+    def _observe_optimizers(self) -> None:
+        self._refreshed = optimizer_hooks.now()
+        self._weight_version = self.weight._version
+        self._steps_without_gamma = 0
+        optimizer_hooks.observe_as_layer(self)
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self._observe_optimizers()  # a copy
+
+    def _apply(self, fn, recurse: bool = True) -> "PCLinear":
+        on_meta = self.weight.device.type == "meta"
+        super()._apply(fn, recurse)
+        if on_meta and self.weight.device.type != "meta":
+            self.reset_pc_parameters()
+        return self
+
     @torch.no_grad()
     def reset_pc_parameters(self) -> None:
-        """gamma = 1, and `u`, `v` as drawn from the layer's name. Needed after `to_empty`."""
+        """gamma = 1, and `u`, `v` as drawn from the layer's name."""
         if self.gamma is not None:
             self.gamma.fill_(1.0)
         if self.pc_config.schedule == "forward":
@@ -111,8 +155,56 @@ class PCLinear(nn.Linear):
             self.u.copy_(u)
             self.v.copy_(v)
 
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Schedule "forward": move `u` and `v` on by `power_iterations` steps."""
+        weight = self.weight
+        if isinstance(weight, DTensor):
+            weight = weight.full_tensor()  # on every rank: this schedule is the readable reference, not the fast one
+        u, v = power_iteration(weight.to(self.u.dtype), self.u, self.v, self.pc_config.power_iterations)
+        self.u.copy_(u)
+        self.v.copy_(v)
+        self.missing_call = ""
+        self._refreshed, self._weight_version = optimizer_hooks.now(), self.weight._version
+
+    def before_step(self, optimizer: torch.optim.Optimizer, parameters: set[int]) -> None:
+        """Refuse an optimizer that would train PC(W) as if it were an ordinary weight."""
+        holds_pc = self.pc_config.schedule == "step" and self.missing_call not in (
+            MAKE_SCHEDULE,
+            MATERIALISE,
+            UNFINISHED,
+        )
+        if holds_pc and id(self.weight) in parameters and self.weight.grad is not None:
+            raise UserError(
+                f"{type(optimizer).__name__}.step() would train PC(W) of {self.name} in place of W: give the optimizer to "
+                "the model's pc.StepSchedule(model, optimizer), or call schedule.pull_back() and "
+                "schedule.restore_raw() before it (a copy: copy.deepcopy((model, optimizer, schedule)) together)"
+            )
+
+    def after_step(self, optimizer: torch.optim.Optimizer, parameters: set[int], began: int) -> None:
+        """Schedule "forward": refresh once per step that changed the weight, however optimizers are nested."""
+        if self.pc_config.schedule != "forward" or self.weight.device.type == "meta":
+            return
+        if self.gamma is None or not self.gamma.requires_grad or id(self.gamma) in parameters:
+            self._steps_without_gamma = 0
+        elif id(self.weight) in parameters:
+            self._steps_without_gamma += 1
+            if self._steps_without_gamma == 2:  # another optimizer may step after the first
+                warnings.warn(
+                    "no optimizer trains the gammas of PC layers; make optimizers after pc.attach and any sharding, or set "
+                    "learnable_gamma=False",
+                    stacklevel=2,
+                )
+        if self._refreshed >= began:
+            return
+        # Fused and foreach steps leave a DTensor's version as it is; optimizers with copies of the weights hold no weight.
+        if id(self.weight) in parameters or self.weight._version != self._weight_version:
+            self.refresh()
+
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
+        if self.missing_call:
+            raise UserError(f"{self.name} cannot multiply by PC(W): {self.missing_call}")
         if self.pc_config.schedule == "step":
             return super().forward(x)
         weight = effective_weight(self.weight, self.gamma, self.u, self.v, self.pc_config)
@@ -129,6 +221,17 @@ class PCLinear(nn.Linear):
         if self.hides_pc_state:
             hidden = {prefix + key for key in ("gamma", "u", "v")}
             missing[:] = [key for key in missing if key not in hidden]
+        if prefix + "weight" in state_dict:
+            self._note_loaded_weight(has_vectors=prefix + "u" in state_dict)
+
+    def _note_loaded_weight(self, has_vectors: bool) -> None:
+        if self.pc_config.schedule == "step":
+            self.weight_was_loaded = True
+            self.missing_call = {"": LOAD_STATE, LOAD_WEIGHT: ""}.get(self.missing_call, self.missing_call)
+        elif has_vectors:
+            self.missing_call, self._weight_version = "", self.weight._version
+        elif not self.hides_pc_state and self.weight.device.type != "meta":
+            self.refresh()  # plain weights
 
     def extra_repr(self) -> str:
         c = self.pc_config

@@ -1,4 +1,4 @@
-"""AdamW or Muon with AdamW, groups by name, all their state in the checkpoint, and PC's hooks around the step."""
+"""AdamW or Muon with AdamW, groups by name, all their state in the checkpoint, and PC around the step."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -150,16 +150,12 @@ def _log_groups(model_parts: list[nn.Module], config: Optimizer) -> None:
 
 
 def _add_pc(optimizers: Optimizers, model_parts: list[nn.Module]) -> StepSchedule | None:
-    """Hooks on the container. On the inner optimizers, the empty step that creates their state would fire them."""
     schedules = {layer.pc_config.schedule for model in model_parts for _, layer in named_pc_linears(model)}
     if schedules == {"forward"}:
         for model in model_parts:
             refresh(model)
-        optimizers.register_step_post_hook(lambda *_: [refresh(model) for model in model_parts])
+    if schedules != {"step"}:
         return None
-    if not schedules:
-        return None
-    schedule = StepSchedule(*model_parts)
-    optimizers.register_step_pre_hook(lambda *_: schedule.restore_raw())
-    optimizers.register_step_post_hook(lambda *_: schedule.materialise())
+    schedule = StepSchedule(model_parts)  # PC(W) comes into place at the first step, after any checkpoint was loaded
+    schedule.follow(optimizers)
     return schedule

@@ -3,7 +3,7 @@
 micro-batches           forward and backward on the effective weights         (upstream)
 end of the last one     gradients of PC(W) become gradients of W and gamma     `forward_backward_step`
 clipping                                                                       (upstream)
-optimizers.step()       W in place; step; W into store, PC(W) in place         hooks of `pc.titan.optimizers`
+optimizers.step()       W in place; step; W into store, PC(W) in place         `pc.StepSchedule.follow`
 """
 
 import signal

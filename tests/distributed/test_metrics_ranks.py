@@ -25,7 +25,7 @@ def _collect(rank: int, layout: str | None, world_size: int) -> tuple[dict[str, 
     if layout == "tensor":
         mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("shard", "tensor"))
         apply_tp(model, mesh["tensor"], loss_parallel=False, enable_float8_tensorwise_tp=False)
-    model = pc.attach(model, pc.PCConfig(power_iterations=3))
+    model = pc.attach(model, pc.PCConfig(power_iterations=3, schedule="step"))
     dims, batch = one_rank(), inputs(0, GLOBAL_BATCH)
     if layout in ("fsdp", "hsdp"):
         shape = (2, world_size // 2) if layout == "hsdp" else (world_size,)
@@ -45,7 +45,7 @@ def _collect(rank: int, layout: str | None, world_size: int) -> tuple[dict[str, 
         batch = batch.chunk(2)[rank // (world_size // 2)]
     elif layout == "pipeline":  # rank r has layer r alone
         first_stage = transformer(layers=2)
-        pc.StepSchedule(pc.attach(first_stage, pc.PCConfig(power_iterations=3))).materialise()
+        pc.StepSchedule(pc.attach(first_stage, pc.PCConfig(power_iterations=3, schedule="step"))).materialise()
         del model.layers[str(1 - rank)]
         if rank == 0:
             model.norm = model.output = None

@@ -38,7 +38,7 @@ def command(monkeypatch, capsys):
 def made(tmp_path_factory):
     """A run with PC; (its checkpoint, a folder with sets, a free folder)."""
     folder = tmp_path_factory.mktemp("commands")
-    run = make_run(folder / "run", make_data(folder / "shards"), PCConfig(level=4))
+    run = make_run(folder / "run", make_data(folder / "shards"), PCConfig(level=4, schedule="step"))
     return run.checkpoint, make_evaluation_data(folder / "sets"), folder
 
 

@@ -64,7 +64,7 @@ def test_wrong_blocks(blocks, message):
         ({"level": {"o": 4}}, "pc.level names"),
         ({"level": [4]}, "pc.level"),
         ({"power_iterations": 0}, "power_iterations"),
-        ({"schedule": "steps"}, 'must be "step" or "forward"'),
+        ({"schedule": "steps"}, 'must be "forward" or "step"'),
         ({"compute_dtype": "fp8"}, "compute_dtype"),
         ({"compute_dtype": "tf32", "schedule": "forward"}, "tf32"),
     ],
@@ -113,7 +113,7 @@ def test_a_layer_with_its_own_product_keeps_it_in_schedule_step():
     torch.manual_seed(0)
     model = nn.Sequential(Doubled(6, 4))
     raw, x = model[0].weight.detach().clone(), torch.randn(3, 6)
-    pc.attach(model, PCConfig(blocks=("0*",)))
+    pc.attach(model, PCConfig(blocks=("0*",), schedule="step"))
     assert isinstance(model[0], PCLinear) and isinstance(model[0], Doubled)
     schedule = pc.StepSchedule(model)
     schedule.materialise()
@@ -191,15 +191,22 @@ def test_under_compile_equals_eager_without_graph_break():
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-12)
 
 
-def test_meta_device_then_materialised():
+def test_from_the_meta_device():
+    """gamma = 1 and new vectors come by themselves; multiplying by them before the weights exist is refused."""
     with torch.device("meta"):
         model = _model(1)
     pc.attach(model, _forward())
     model.to_empty(device="cpu")
     for _, layer in pc.named_pc_linears(model):
-        layer.reset_pc_parameters()
         assert layer.gamma.item() == 1.0
         assert layer.u.norm().item() == pytest.approx(1.0, abs=1e-6)
+    x = torch.randn(3, 8, dtype=torch.float64)
+    with pytest.raises(UserError, match="meta device; call pc.refresh"):
+        model(x)
+    expected = pc.attach(_model(1), _forward())
+    weights = {key: value for key, value in expected.state_dict().items() if key.endswith("weight")}
+    model.load_state_dict(weights, strict=False)  # plain weights refresh by themselves
+    assert torch.equal(model(x), expected(x))
 
 
 def test_repr_shows_the_settings():

@@ -129,9 +129,9 @@ def test_wrapping_is_undone(step):
     parts = step.Parts(None, step.Clock(is_gpu=False))
     with step.contextlib.ExitStack() as undo:
         parts._wrap(undo, schedule, "work", before="work", after="work")
-        parts._wrap(undo, pc.forward, "power_iteration", before="q", after="q")
+        parts._wrap(undo, pc.linear, "power_iteration", before="q", after="q")
         assert schedule.work() == 1 and "work" in vars(schedule)
-    assert "work" not in vars(schedule) and pc.forward.power_iteration is pc.spectral.power_iteration
+    assert "work" not in vars(schedule) and pc.linear.power_iteration is pc.spectral.power_iteration
     assert [part for part, *_ in parts._spans] == ["work"]
 
 
@@ -177,7 +177,7 @@ def test_emulated_tf32_rounds_to_ten_bits(monkeypatch):
     a, b = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(1))
     with precision.EmulatedTF32():
         not_allowed = a @ b
-        with pc.passes.matmul_precision(pc.PCConfig(compute_dtype="tf32")):
+        with pc.passes.matmul_precision(pc.PCConfig(compute_dtype="tf32", schedule="step")):
             product, fused = a @ b, torch.addmm(a, a, b)
     assert torch.equal(not_allowed, a @ b)
     rounded = precision.round_to_tf32(a) @ precision.round_to_tf32(b)

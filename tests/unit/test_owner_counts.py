@@ -89,7 +89,7 @@ def play(monkeypatch):
 def _sharded_model() -> torch.nn.Module:
     """The 1B model as `pc.titan.parallelize` shards it, with a gradient on each parameter."""
     with torch.device("meta"):
-        model = pc.attach(Llama2(FLAVORS["1B"]), pc.PCConfig())
+        model = pc.attach(Llama2(FLAVORS["1B"]), pc.PCConfig(schedule="step"))
     mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("fsdp",))
     apply_fsdp(model, mesh, torch.bfloat16, torch.float32, pp_enabled=False)
     for parameter in model.parameters():
@@ -100,7 +100,7 @@ def _sharded_model() -> torch.nn.Module:
 def _state_of_shapes(name, layer) -> LayerState:
     weight = layer.weight
     u, v = (_distribute_like(weight, torch.empty(size, device="meta")) for size in weight.shape)
-    return LayerState(layer.pc_config, weight, layer.gamma, weight.detach().clone(), u, v)
+    return LayerState(layer, weight, layer.gamma, weight.detach().clone(), u, v)
 
 
 def _after_optimizer(model):

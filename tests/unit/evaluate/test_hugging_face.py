@@ -20,7 +20,7 @@ from pc.titan.llama2 import FLAVORS
 # (measured); 32 leaves room for other kernels. Unpermuted heads are off by 10^5 times as much.
 ROUNDINGS = 32
 
-STEP_2, STEP_4 = PCConfig(level=2), PCConfig(level=4)
+STEP_2, STEP_4 = PCConfig(level=2, schedule="step"), PCConfig(level=4, schedule="step")
 FORWARD_4 = PCConfig(level=4, blocks=("o", "gate"), schedule="forward")
 NO_GAMMA = PCConfig(level={"o": 2, "ffn": 4}, learnable_gamma=False, norm_recovery=False, schedule="forward")
 

@@ -158,7 +158,7 @@ def test_weights_that_are_not_finite_do_not_end_the_run():
 
 
 def test_gamma_and_norm():
-    model = pc.attach(transformer(), pc.PCConfig())
+    model = pc.attach(transformer(), pc.PCConfig(schedule="step"))
     schedule = pc.StepSchedule(model)
     with torch.no_grad():
         for i, (_, layer) in enumerate(pc.linear.named_pc_linears(model)):
