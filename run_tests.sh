@@ -5,6 +5,6 @@
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
-EXTRA="[test]" source "$here/scripts/set_up.sh"
+EXTRA="[dev]" source "$here/scripts/set_up.sh"
 cd "$here"
 exec "$PYTHON" -m pytest "$@"

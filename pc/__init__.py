@@ -7,8 +7,11 @@ The modules at this level need torch alone and work in any training loop:
     model = pc.merge(model)
 
 `pc.titan` trains with them on TorchTitan; `pc.data`, `pc.evaluate`, `pc.analysis` and `pc.launch` are the
-recipe around it.
+recipe around it. They need the project's extras.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from pc import polynomial, spectral
 from pc.attach import attach, merge
@@ -16,8 +19,10 @@ from pc.config import PCConfig
 from pc.errors import UserError
 from pc.forward import refresh
 from pc.linear import PCLinear, effective_weight, named_pc_linears
-from pc.muon import Muon
-from pc.step import StepSchedule
+
+if TYPE_CHECKING:
+    from pc.muon import Muon
+    from pc.step import StepSchedule
 
 __all__ = [
     "Muon",
@@ -33,3 +38,12 @@ __all__ = [
     "refresh",
     "spectral",
 ]
+
+_IMPORTED_WHEN_USED = {"Muon": "pc.muon", "StepSchedule": "pc.step"}
+
+
+def __getattr__(name: str):
+    # They need torch.distributed.tensor, which takes half as long to import as torch itself.
+    if name not in _IMPORTED_WHEN_USED:
+        raise AttributeError(f"module 'pc' has no attribute {name!r}")
+    return getattr(import_module(_IMPORTED_WHEN_USED[name]), name)

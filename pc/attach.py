@@ -1,10 +1,10 @@
 """Putting PC into any model by the names of its layers, and taking it out again."""
 
 import fnmatch
+import sys
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from pc.config import BLOCK_GROUPS, BLOCK_SUFFIXES, PCConfig
@@ -36,11 +36,7 @@ def attach(model: nn.Module, config: PCConfig) -> nn.Module:
             another layer has too, a model that is wrapped already.
     """
     modules = dict(model.named_modules())
-    for module in modules.values():
-        if isinstance(module, (FSDPModule, DistributedDataParallel)):
-            raise UserError(
-                f"pc.attach comes before {'FSDP' if isinstance(module, FSDPModule) else 'DDP'}; attach first"
-            )
+    _refuse_wrapped(modules)
     chosen: dict[str, PCConfig] = {}
     for entry in config.blocks:
         found = [name for name in modules if matches(entry, clean_name(name))]
@@ -106,6 +102,15 @@ def _replace(model: nn.Module, replacements: dict[nn.Module, nn.Module]) -> None
         if module in replacements:
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, replacements[module])
+
+
+def _refuse_wrapped(modules: dict[str, nn.Module]) -> None:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # takes a while to import; without it nothing is wrapped
+    wrappers = (DistributedDataParallel, *((fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp else ()))
+    for module in modules.values():
+        if isinstance(module, wrappers):
+            kind = "DDP" if isinstance(module, DistributedDataParallel) else "FSDP"
+            raise UserError(f"pc.attach comes before {kind}; attach first")
 
 
 def _refuse_shared_weights(modules: dict[str, nn.Module], chosen: dict[str, PCConfig]) -> None:

@@ -3,10 +3,26 @@
 import functools
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 
 
 class UserError(ValueError):
     """Something the user can mend. The message names the key or file and says what would be right."""
+
+
+class MissingExtra(UserError, ImportError):
+    """A part of the project was imported whose dependencies are not installed."""
+
+
+def require_extra(extra: str, *modules: str) -> None:
+    """For a package's `__init__`: say which extra installs what it needs.
+
+    Raises:
+        MissingExtra: one of `modules` cannot be imported.
+    """
+    for module in modules:
+        if find_spec(module) is None:
+            raise MissingExtra(f"{module} is not installed; pip install 'pc-layer[{extra}]'")
 
 
 def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:

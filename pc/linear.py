@@ -8,7 +8,6 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from pc import optimizer_hooks, polynomial
 from pc.config import BLOCK_SUFFIXES, PCConfig
@@ -159,7 +158,7 @@ class PCLinear(nn.Linear):
     def refresh(self) -> None:
         """Schedule "forward": move `u` and `v` on by `power_iterations` steps."""
         weight = self.weight
-        if isinstance(weight, DTensor):
+        if hasattr(weight, "full_tensor"):  # a DTensor, which takes a while to import
             weight = weight.full_tensor()  # on every rank: this schedule is the readable reference, not the fast one
         u, v = power_iteration(weight.to(self.u.dtype), self.u, self.v, self.pc_config.power_iterations)
         self.u.copy_(u)

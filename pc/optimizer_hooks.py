@@ -8,7 +8,6 @@ from itertools import count
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -86,4 +85,4 @@ def _only_creates_state(optimizer: Optimizer) -> bool:
     if optimizer.state or any(float(group.get("lr", 0.0)) for group in optimizer.param_groups):
         return False
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    return not any((g._local_tensor if isinstance(g, DTensor) else g).any() for g in gradients)
+    return not any(getattr(g, "_local_tensor", g).any() for g in gradients)  # this rank's part of a DTensor

@@ -1,6 +1,7 @@
 # Sourced by run_llama_train.sh and run_tests.sh: leaves `python` an interpreter with the project installed.
 # Uses the active environment, or .venv at the repository root, which it makes. Quick when all is there:
-# a stamp in the environment holds the checksum of what was installed. EXTRA is "" or an extra, "[test]".
+# a stamp in the environment holds the checksum of what was installed. EXTRA is an extra: "[all]", the
+# recipe and the default, or "[dev]", which has the tests' needs too.
 
 fail() {
     echo "error: $*" >&2
@@ -49,8 +50,8 @@ make_environment() {
 install_project() {
     local wanted stamp=$ENVIRONMENT/.pc-layer-installed
     wanted="$(sha256sum <"$ROOT/pyproject.toml") $ROOT"
-    # an environment with the extra "test" has all the rest too
-    [[ "$(cat "$stamp$EXTRA" 2>/dev/null)" == "$wanted" || "$(cat "$stamp[test]" 2>/dev/null)" == "$wanted" ]] && return
+    # an environment with the extra "dev" has all the rest too
+    [[ "$(cat "$stamp$EXTRA" 2>/dev/null)" == "$wanted" || "$(cat "$stamp[dev]" 2>/dev/null)" == "$wanted" ]] && return
     "$PYTHON" -m pip --version >/dev/null 2>&1 || "$PYTHON" -m ensurepip >/dev/null 2>&1 ||
         fail "$ENVIRONMENT has no pip; install pip there or deactivate it"
     # torch first: the pin decides, not whatever a dependency of a dependency would choose
@@ -66,7 +67,7 @@ sys.exit(not (2, 11) <= tuple(map(int, version("torch").split(".")[:2])) < (2, 1
     echo "$wanted" >"$stamp$EXTRA"
 }
 
-EXTRA=${EXTRA:-}
+EXTRA=${EXTRA:-[all]}
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 choose_environment
 install_project

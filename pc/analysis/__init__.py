@@ -1,1 +1,5 @@
 """The paper's figures and figures of cost, from runs, checkpoints and configs."""
+
+from pc.errors import require_extra
+
+require_extra("plots", "matplotlib")

@@ -1,9 +1,13 @@
 """Text to token shards to batches; `docs/data.md` explains the whole path."""
 
-from pc.data.loader import GlobalOrderLoader, build_dataloader
-from pc.data.manifest import Manifest, require_same_tokenizer
-from pc.data.streaming import build_streaming_dataloader
-from pc.data.tokenizers import Tokenizer, load_tokenizer
+from pc.errors import require_extra
+
+require_extra("data", "numpy", "pyarrow", "sentencepiece")
+
+from pc.data.loader import GlobalOrderLoader, build_dataloader  # noqa: E402
+from pc.data.manifest import Manifest, require_same_tokenizer  # noqa: E402
+from pc.data.streaming import build_streaming_dataloader  # noqa: E402
+from pc.data.tokenizers import Tokenizer, load_tokenizer  # noqa: E402
 
 __all__ = [
     "GlobalOrderLoader",

@@ -4,6 +4,6 @@ TorchTitan is a dependency, extended from outside. This package is not called `t
 of that name at the top level would shadow it.
 """
 
-from pc.titan import device
+from pc.errors import require_extra
 
-device.use_cpu_where_there_is_no_gpu()
+require_extra("train", "torchtitan")

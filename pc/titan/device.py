@@ -51,7 +51,7 @@ class CPUModule:
 
 def use_cpu_where_there_is_no_gpu() -> None:
     """Replace the device that TorchTitan falls back to, in the modules that copied it on import too."""
-    if torch.accelerator.is_available():
+    if not is_cpu():
         return
     replacements = {"device_type": "cpu", "device_module": CPUModule, "get_peak_flops": _no_peak}
     originals = {name: getattr(titan_utils, name) for name in replacements}
@@ -64,7 +64,7 @@ def use_cpu_where_there_is_no_gpu() -> None:
 
 def is_cpu() -> bool:
     """Whether this process trains on the CPU."""
-    return titan_utils.device_type == "cpu"
+    return not torch.accelerator.is_available()
 
 
 def _no_peak(device_name: str) -> float:

@@ -36,9 +36,6 @@ from pc.titan.resolve import resolve, run_folder
 from pc.titan.status import write_status
 from pc.titan.validate import FixedValidator
 
-# Every pipeline stage knows the loss here (`PCTrainer._loss_of_all_stages`); upstream warns that rank 0 does not.
-torchtitan.train.ensure_pp_loss_visible = lambda *_: None
-
 
 class PCTrainer(torchtitan.train.Trainer):
     """TorchTitan's trainer with PC, a stop on request, and a status file.
@@ -51,6 +48,9 @@ class PCTrainer(torchtitan.train.Trainer):
         self._micro_batches_done = 0
         self._stop_requested = False
         self._has_stepped = False
+        device.use_cpu_where_there_is_no_gpu()
+        # Every pipeline stage knows the loss here (`_loss_of_all_stages`); upstream warns that rank 0 does not.
+        torchtitan.train.ensure_pp_loss_visible = lambda *_: None
         super().__init__(job_config)
         signal.signal(signal.SIGUSR2, self._request_stop)
         self._agreement_group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None

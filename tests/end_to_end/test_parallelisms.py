@@ -124,8 +124,10 @@ def _context_parallel_collectives(rank) -> list[int]:
     from pc import Muon, StepSchedule, owner
     from pc.titan.config import JobConfig
     from pc.titan.llama2 import FLAVORS, Llama2
+    from pc.titan import device
     from pc.titan.parallelize import AlwaysSharded, parallelize
 
+    device.use_cpu_where_there_is_no_gpu()
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     config = JobConfig()

@@ -80,7 +80,7 @@ def made_environment(checkout: Path, extra: str) -> Path:
     return environment
 
 
-@pytest.mark.parametrize("config, extra", [("train_configs/debug.toml", ""), (None, "[test]")])
+@pytest.mark.parametrize("config, extra", [("train_configs/debug.toml", "[all]"), (None, "[dev]")])
 def test_a_set_up_environment_is_used_at_once_and_from_anywhere(checkout, config, extra):
     """The active environment's python gets the config and the overrides; no pip runs."""
     environment = made_environment(checkout, extra)
@@ -91,9 +91,9 @@ def test_a_set_up_environment_is_used_at_once_and_from_anywhere(checkout, config
 
 
 def test_the_tests_needs_are_installed_for_the_tests_alone(checkout):
-    environment = made_environment(checkout, "")
+    environment = made_environment(checkout, "[all]")
     for again in (False, True):
         done = run(checkout, str(checkout / "run_tests.sh"), "-k", "nothing", VIRTUAL_ENV=str(environment))
         assert done.returncode == 0, done.stderr
-        assert (f"-m pip install --quiet --editable {checkout}[test]\n" in done.stdout) is not again
+        assert (f"-m pip install --quiet --editable {checkout}[dev]\n" in done.stdout) is not again
         assert done.stdout.endswith(f"{checkout}|-m pytest -k nothing\n")

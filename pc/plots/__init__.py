@@ -2,7 +2,11 @@
 
 from pathlib import Path
 
-import matplotlib
+from pc.errors import require_extra
+
+require_extra("plots", "matplotlib")
+
+import matplotlib  # noqa: E402
 
 matplotlib.use("Agg")  # no display is needed, and none is assumed
 
