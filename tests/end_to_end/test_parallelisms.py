@@ -122,9 +122,9 @@ def test_checkpoint_moves_between_kinds(module_config, one_process, tmp_path, be
 def _context_parallel_collectives(rank) -> list[int]:
     """Sizes of the process groups whose collectives PC and Muon call, under FSDP2 x CP2 of pretended ranks."""
     from pc import Muon, StepSchedule, owner
+    from pc.titan import device
     from pc.titan.config import JobConfig
     from pc.titan.llama2 import FLAVORS, Llama2
-    from pc.titan import device
     from pc.titan.parallelize import AlwaysSharded, parallelize
 
     device.use_cpu_where_there_is_no_gpu()
@@ -151,6 +151,7 @@ def _context_parallel_collectives(rank) -> list[int]:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     schedule.pull_back()
+    schedule.restore_raw()
     Muon([state.weight for state in schedule.layers.values()]).step()
     return sizes
 

@@ -136,7 +136,7 @@ def test_spectra_equal_a_float64_svd(method_schedule):
 
 
 def test_the_estimate_has_an_interval_of_its_own():
-    model = pc.attach(transformer(), pc.PCConfig())
+    model = pc.attach(transformer(), pc.PCConfig(schedule="step"))
     schedule = pc.StepSchedule(model)
     schedule.materialise()
     health = HealthMetrics(job_config(freq=0, spectra_freq=0, estimate_freq=300), [model], schedule, one_rank())
