@@ -49,7 +49,7 @@ make_environment() {
 
 install_project() {
     local wanted stamp=$ENVIRONMENT/.pc-layer-installed
-    wanted="$(sha256sum <"$ROOT/pyproject.toml") $ROOT"
+    wanted="$(cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt" | sha256sum) $ROOT"
     # an environment with the extra "dev" has all the rest too
     [[ "$(cat "$stamp$EXTRA" 2>/dev/null)" == "$wanted" || "$(cat "$stamp[dev]" 2>/dev/null)" == "$wanted" ]] && return
     "$PYTHON" -m pip --version >/dev/null 2>&1 || "$PYTHON" -m ensurepip >/dev/null 2>&1 ||
@@ -59,11 +59,11 @@ install_project() {
 sys.exit(not (2, 11) <= tuple(map(int, version("torch").split(".")[:2])) < (2, 14))' 2>/dev/null; then
         [[ "$(free_gib)" -ge 8 ]] || fail "8 GiB of free disk are needed to install torch; $ROOT has $(free_gib) GiB"
         echo "Installing torch 2.13.0 (once, some minutes)"
-        "$PYTHON" -m pip install --quiet torch==2.13.0 || fail "torch could not be installed; see above"
+        "$PYTHON" -m pip install --quiet --constraint "$ROOT/constraints.txt" torch==2.13.0 || fail "torch could not be installed; see above"
     fi
     [[ "$(free_gib)" -ge 2 ]] || fail "2 GiB of free disk are needed to install; $ROOT has $(free_gib) GiB"
     echo "Installing the project and its dependencies into $ENVIRONMENT"
-    "$PYTHON" -m pip install --quiet --editable "$ROOT$EXTRA" || fail "the project could not be installed; see above"
+    "$PYTHON" -m pip install --quiet --constraint "$ROOT/constraints.txt" --editable "$ROOT$EXTRA" || fail "the project could not be installed; see above"
     echo "$wanted" >"$stamp$EXTRA"
 }
 

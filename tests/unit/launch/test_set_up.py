@@ -1,12 +1,15 @@
-"""The set-up scripts' own errors, with commands of the system replaced by ones that answer badly."""
+"""The set-up scripts' own errors, with commands of the system replaced by ones that answer badly, and what they install."""
 
 import hashlib
 import os
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from small_config import ROOT
 
@@ -23,6 +26,7 @@ def checkout(tmp_path):
         "run_llama_train.sh",
         "run_tests.sh",
         "pyproject.toml",
+        "constraints.txt",
         "scripts/set_up.sh",
         "train_configs/debug.toml",
     ):
@@ -75,7 +79,8 @@ def made_environment(checkout: Path, extra: str) -> Path:
     environment = checkout.parent / "environment"
     (environment / "bin").mkdir(parents=True)
     program(environment / "bin", "python", 'case "$1" in -c) exit 0;; *) echo "$PWD|$*";; esac')
-    digest = hashlib.sha256((checkout / "pyproject.toml").read_bytes()).hexdigest()
+    needs = [(checkout / name).read_bytes() for name in ("pyproject.toml", "constraints.txt")]
+    digest = hashlib.sha256(b"".join(needs)).hexdigest()
     (environment / f".pc-layer-installed{extra}").write_text(f"{digest}  - {checkout}\n")
     return environment
 
@@ -95,5 +100,24 @@ def test_the_tests_needs_are_installed_for_the_tests_alone(checkout):
     for again in (False, True):
         done = run(checkout, str(checkout / "run_tests.sh"), "-k", "nothing", VIRTUAL_ENV=str(environment))
         assert done.returncode == 0, done.stderr
-        assert (f"-m pip install --quiet --editable {checkout}[dev]\n" in done.stdout) is not again
+        assert (
+            f"-m pip install --quiet --constraint {checkout}/constraints.txt --editable {checkout}[dev]\n"
+            in done.stdout
+        ) is not again
         assert done.stdout.endswith(f"{checkout}|-m pytest -k nothing\n")
+
+
+def test_constraints_fit_the_requirements():
+    """Every requirement but torch and triton has one pinned version, and it is in the range that pyproject.toml gives."""
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    pinned = {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
+    assert len(pinned) == len(lines)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [Requirement(text) for name, texts in extras.items() if name != "wandb" for text in texts]
+    wanted += [Requirement(text) for text in project["dependencies"]]
+    names = {canonicalize_name(requirement.name) for requirement in wanted} - {"pc-layer"}
+    assert names - set(pinned) == {"torch", "triton"}
+    for requirement in wanted:
+        version = pinned.get(canonicalize_name(requirement.name))
+        assert version is None or version in requirement.specifier, requirement
