@@ -8,24 +8,25 @@ results' shards back.
         rank 0            rank 1                     rank 0            rank 1
     A[:2] B[:2]       A[2:] B[2:]   all_to_all  ->   A                 B         -> function -> all_to_all
 
-A tensor takes this path when at most one dimension of its device mesh shards it (FSDP, HSDP, tensor
-parallelism alone, or any of them within a pipeline stage). On the mesh's other dimensions the work is
-repeated. Tensors sharded along two mesh dimensions (tensor parallelism with FSDP) are gathered on every
-rank instead, which is right and slow, and said once.
+Under FSDP, tensor parallelism, or both, a shard is one rectangular block of its matrix. So one layout serves every
+device mesh: for each rank the block that it holds. The ranks are those of all mesh dimensions that shard an item,
+as one flat group. Over the other dimensions (replicas of HSDP) each copy of the model works for itself, which costs
+less than sending results from one copy to another would (docs/scale.md).
 """
 
-import logging
+import heapq
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
-
-logger = logging.getLogger(__name__)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 Item = tuple[Tensor, ...]
 Function = Callable[..., tuple[Tensor, ...]]
@@ -56,7 +57,8 @@ def run_on_owners(
     Args:
         function: called as `function(key, *batch)`, each tensor with a leading batch dimension of items that
             share key and shapes; returns a tuple of batched results, one for each tensor of an output item.
-        inputs: for each item its tensors, plain or `DTensor`, a matrix [n, m] first, all of one dtype.
+        inputs: for each item its tensors, plain or `DTensor`, a matrix [n, m] first, all of one dtype. A plain tensor
+            is the same on every rank.
         outputs: for each item the tensors to write the results into; they may be inputs too.
         keys: what `function` must know of an item beside its tensors; items with other keys go in other batches.
         batch_bytes: bound on the inputs of one call of `function` (one item at least). By default `BUCKET_BYTES`, since
@@ -64,34 +66,31 @@ def run_on_owners(
             of [512, 512] and [1408, 512] PC's passes took 1.1 to 1.4 times as long as one by one.
 
     Raises:
-        ValueError: tensors of several dtypes, or a placement that is neither `Shard` nor `Replicate`.
+        ValueError: tensors of several dtypes, an item on several meshes, or shards that are not blocks of their tensor.
     """
     keys = keys if keys is not None else [None] * len(inputs)
     if len({tensor.dtype for item in inputs for tensor in item}) > 1:
         raise ValueError("run_on_owners needs inputs of one dtype")
     if batch_bytes is None and inputs:
         batch_bytes = 0 if inputs[0][0].device.type == "cpu" else BUCKET_BYTES
-    routes: dict[object, list[int]] = defaultdict(list)
+    spreads: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[int]] = defaultdict(list)
     for index, (given, wanted) in enumerate(zip(inputs, outputs, strict=True)):
-        routes[_route((*given, *wanted))].append(index)
-    for route, indices in routes.items():
+        spreads[_spread((*given, *wanted))].append(index)
+    for spread, indices in spreads.items():
         chosen = [[sequence[i] for i in indices] for sequence in (inputs, outputs, keys)]
-        if route is None:
+        if spread is None:
             _run_alone(function, *chosen, batch_bytes)
-        elif route == "gather":
-            _run_everywhere(function, *chosen)
         else:
-            _Exchange(route, *chosen[:2]).run(function, *chosen, batch_bytes)
+            _Exchange(*spread, *chosen[:2]).run(function, *chosen, batch_bytes)
 
 
 def assign(costs: Sequence[float], num_owners: int) -> list[int]:
     """The owner of each item: dearest first, each to the rank with the least so far."""
-    load = [0.0] * num_owners
+    load = [(0.0, owner) for owner in range(num_owners)]  # a heap
     owners = [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        owner = min(range(num_owners), key=load.__getitem__)
-        owners[index] = owner
-        load[owner] += costs[index]
+        least, owners[index] = load[0]
+        heapq.heapreplace(load, (least + costs[index], owners[index]))
     return owners
 
 
@@ -118,13 +117,6 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def shard_bounds(size: int, num_shards: int, shard: int) -> tuple[int, int]:
-    """Start and length of a shard of `Shard(dim)` along a dimension of `size`; the last ones may be empty."""
-    length = math.ceil(size / num_shards)
-    start = min(size, shard * length)
-    return start, min(size, start + length) - start
-
-
 def sharding_dimensions(tensor: Tensor) -> list[int]:
     """The dimensions of a tensor's device mesh over which it is spread; none for a plain tensor."""
     if not isinstance(tensor, DTensor):
@@ -136,32 +128,37 @@ def sharding_dimensions(tensor: Tensor) -> list[int]:
     ]
 
 
-def _route(tensors: Iterable[Tensor]) -> object:
-    """Where an item's shards lie: None (whole here), a process group, or "gather" (several mesh dimensions)."""
-    groups = set()
-    for tensor in tensors:
-        for dimension in sharding_dimensions(tensor):
-            placement = tensor.placements[dimension]
-            if placement.is_partial():
-                raise ValueError(f"run_on_owners takes Shard and Replicate, not {placement}")
-            if type(placement) is not Shard:
-                return "gather"  # the interleaved shards that tensor parallelism under FSDP makes
-            groups.add(tensor.device_mesh.get_group(dimension))
-    if len(groups) > 1:
-        return "gather"
-    return groups.pop() if groups else None
+def _spread(tensors: Iterable[Tensor]) -> tuple[DeviceMesh, tuple[int, ...]] | None:
+    """The mesh that an item lies on, and those of its dimensions that shard any of the tensors; None: whole here."""
+    found = [(tensor.device_mesh, dimensions) for tensor in tensors if (dimensions := sharding_dimensions(tensor))]
+    if len({mesh for mesh, _ in found}) > 1:
+        raise ValueError("run_on_owners needs the tensors of an item on one device mesh")
+    return (found[0][0], tuple(sorted({d for _, dimensions in found for d in dimensions}))) if found else None
 
 
 def _run_alone(function: Function, inputs, outputs, keys, batch_bytes: int) -> None:
     """No shards: an item by itself is not copied."""
-    shapes = [tuple(tensor.shape for tensor in item) for item in inputs]
-    for items in _batches(range(len(inputs)), keys, shapes, [_bytes(item) for item in inputs], batch_bytes):
+
+    def load(items: list[int]) -> list[Tensor]:
         parts = zip(*([local(tensor) for tensor in inputs[i]] for i in items), strict=True)
-        batch = [torch.stack(part) if len(items) > 1 else part[0].unsqueeze(0) for part in parts]
-        results = function(keys[items[0]], *batch)
+        return [torch.stack(part) if len(items) > 1 else part[0].unsqueeze(0) for part in parts]
+
+    def store(i: int, results: list[Tensor]) -> None:
+        for tensor, result in zip(outputs[i], results, strict=True):
+            local(tensor).copy_(result)
+
+    shapes = [tuple(tensor.shape for tensor in item) for item in inputs]
+    batches = _batches(range(len(inputs)), keys, shapes, [_bytes(item) for item in inputs], batch_bytes)
+    _compute(function, keys, batches, load, store)
+
+
+def _compute(function: Function, keys, batches: list[list[int]], load, store) -> None:
+    """`load(items)` gives a batch, `store(i, results)` takes an item's results; one batch is held at a time."""
+    for items in batches:
+        results = function(keys[items[0]], *load(items))
         for position, i in enumerate(items):
-            for tensor, result in zip(outputs[i], results, strict=True):
-                local(tensor).copy_(result[position])
+            store(i, [result[position] for result in results])
+        del results  # or they would stay until the next batch's are made
 
 
 def _bytes(item: Item) -> int:
@@ -183,155 +180,155 @@ def _batches(
     return result
 
 
-_warned_gather = False
-
-
-def _run_everywhere(function: Function, inputs, outputs, keys) -> None:
-    """Shards along several mesh dimensions: gather each item on every rank and keep the own part of the result."""
-    global _warned_gather
-    if not _warned_gather:
-        logger.warning(
-            "Matrices sharded along two mesh dimensions (tensor parallelism with FSDP): PC and Muon gather them on "
-            "every rank and repeat the work there. Results are the same; the step is slower."
-        )
-        _warned_gather = True
-    for given, wanted, key in zip(inputs, outputs, keys, strict=True):
-        full = [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in given]
-        results = function(key, *(tensor.unsqueeze(0) for tensor in full))
-        for tensor, result in zip(wanted, results, strict=True):
-            if isinstance(tensor, DTensor):
-                replicated = DTensor.from_local(
-                    result[0].contiguous(), tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim, run_check=False
-                )
-                result = replicated.redistribute(placements=tensor.placements)._local_tensor[None]
-            local(tensor).copy_(result[0])
-
-
 @dataclass(frozen=True)
 class _Layout:
     """How one tensor lies over the ranks of the group."""
 
     shape: torch.Size
-    dim: int | None  # sharded tensor dimension; None: every rank has all of it
+    blocks: list[tuple[tuple[int, int], ...]]
+    """by rank: start and length along each dimension"""
+    numels: list[int]
+    """by rank: elements of the block"""
+    copies: list[tuple[int, ...]]
+    """by rank: which copy of the tensor its block belongs to, where mesh dimensions replicate it"""
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> "_Layout":
-        dimensions = sharding_dimensions(tensor)
-        return cls(tensor.shape, tensor.placements[dimensions[0]].dim % tensor.ndim if dimensions else None)
+    def part(self, full: Tensor, rank: int) -> Tensor:
+        """The view of a full tensor that lies on a rank."""
+        for dim, (start, length) in enumerate(self.blocks[rank]):
+            if length != self.shape[dim]:
+                full = full.narrow(dim, start, length)
+        return full
 
-    def part(self, full: Tensor, num_shards: int, shard: int) -> Tensor:
-        """The view of a full tensor that lies on rank `shard`."""
-        if self.dim is None:
-            return full
-        return full.narrow(self.dim, *shard_bounds(self.shape[self.dim], num_shards, shard))
+    def sends(self, rank: int, owner: int) -> bool:
+        """Whether the rank's block goes to the owner: of equal blocks that of the owner's own copy does."""
+        return self.copies[rank] == self.copies[owner] and self.numels[rank] > 0
 
-    def part_shape(self, num_shards: int, shard: int) -> torch.Size:
-        if self.dim is None:
-            return self.shape
-        shape = list(self.shape)
-        shape[self.dim] = shard_bounds(shape[self.dim], num_shards, shard)[1]
-        return torch.Size(shape)
+
+@lru_cache(maxsize=None)
+def _layout(shape: torch.Size, placements: tuple[Placement, ...], sizes: tuple[int, ...]) -> _Layout:
+    """The layout over a group of `sizes` ranks along each of its mesh dimensions."""
+    plain = [d for d, placement in enumerate(placements) if type(placement) is Shard]
+    strided = [d for d, placement in enumerate(placements) if d not in plain and not placement.is_replicate()]
+    for d in strided:  # FSDP over tensor parallelism, which has cut the tensor before
+        before = math.prod(
+            sizes[e] for e in plain if e > d and placements[e].dim == getattr(placements[d], "dim", None)
+        )
+        if getattr(placements[d], "split_factor", None) != before:
+            raise ValueError(f"run_on_owners takes copies and shards that are blocks, not {placements}")
+    blocks, copies = [], []
+    for coordinate in itertools.product(*(range(size) for size in sizes)):
+        block = [(0, size) for size in shape]
+        for d in (*plain, *strided):
+            start, length = block[placements[d].dim]
+            piece = math.ceil(length / sizes[d])
+            offset = min(length, piece * coordinate[d])
+            block[placements[d].dim] = start + offset, min(piece, length - offset)
+        blocks.append(tuple(block))
+        copies.append(tuple(c for d, c in enumerate(coordinate) if d not in plain and d not in strided))
+    return _Layout(shape, blocks, [math.prod(length for _, length in block) for block in blocks], copies)
+
+
+@lru_cache(maxsize=None)
+def _group_of(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.ProcessGroup:
+    # Only members call this: a pipeline stage without matrices does not.
+    return world if len(ranks) == world.size() else dist.new_group(ranks, use_local_synchronization=True)
 
 
 class _Exchange:
-    """The two all-to-alls and the work between them, over one process group."""
+    """The two all-to-alls and the work between them, over all ranks of some dimensions of a mesh."""
 
-    def __init__(self, group: dist.ProcessGroup, inputs: Sequence[Item], outputs: Sequence[Item]) -> None:
-        self.group, self.rank, self.world = group, dist.get_rank(group), dist.get_world_size(group)
+    def __init__(
+        self, mesh: DeviceMesh, dimensions: tuple[int, ...], inputs: Sequence[Item], outputs: Sequence[Item]
+    ) -> None:
+        if len(dimensions) == 1:
+            self.group = mesh.get_group(dimensions[0])
+        else:
+            index = tuple(slice(None) if d in dimensions else c for d, c in enumerate(mesh.get_coordinate()))
+            self.group = _group_of(tuple(mesh.mesh[index].flatten().tolist()), dist.group.WORLD)
+        self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.owners = assign([matrix_cost(item) for item in inputs], self.world)
-        self.given = [[_Layout.of(tensor) for tensor in item] for item in inputs]
-        self.wanted = [[_Layout.of(tensor) for tensor in item] for item in outputs]
+        sizes = tuple(mesh.size(d) for d in dimensions)
+
+        def layout(tensor: Tensor) -> _Layout:
+            placements = tensor.placements if isinstance(tensor, DTensor) else (Replicate(),) * mesh.ndim
+            return _layout(tensor.shape, tuple(placements[d] for d in dimensions), sizes)
+
+        self.given, self.wanted = ([[layout(t) for t in item] for item in items] for items in (inputs, outputs))
 
     def run(self, function: Function, inputs, outputs, keys, batch_bytes: int) -> None:
         sizes = [_bytes(item) for item in inputs]
         shapes = [tuple(layout.shape for layout in item) for item in self.given]
         for bucket in buckets(self.owners, sizes, BUCKET_BYTES):
-            owned = [[i for i in bucket if self.owners[i] == rank] for rank in range(self.world)]
-            received = self._gather(inputs, owned)
+            owned: list[list[int]] = [[] for _ in range(self.world)]
+            for i in bucket:
+                owned[self.owners[i]].append(i)
             batches = _batches(owned[self.rank], keys, shapes, sizes, batch_bytes)
-            results = self._compute(function, received, owned[self.rank], batches, keys)
-            del received
+            results: dict[int, list[Tensor]] = {}
+            _compute(function, keys, batches, self._gather(inputs, owned), results.__setitem__)
             self._scatter(results, outputs, owned)
+            del results
 
-    def _gather(self, inputs, owned: list[list[int]]) -> Tensor:
-        """Send local shards to their owners; returns what arrived, flat: by source, then item, then tensor."""
+    def _gather(self, inputs, owned: list[list[int]]) -> Callable[[list[int]], list[Tensor]]:
+        """Send local shards to their owners; returns what assembles a batch of full tensors from those that arrived."""
         send, send_sizes = [], []
         for owner, items in enumerate(owned):
             parts = [
                 local(tensor).reshape(-1)
                 for i in items
                 for tensor, layout in zip(inputs[i], self.given[i], strict=True)
-                # what every rank has, the owner has too
-                if layout.dim is not None or owner == self.rank
+                if layout.sends(self.rank, owner)
             ]
             send += parts
             send_sizes.append(sum(part.numel() for part in parts))
-        receive_sizes = [
-            sum(
-                layout.part_shape(self.world, source).numel()
-                for i in owned[self.rank]
-                for layout in self.given[i]
-                if layout.dim is not None or source == self.rank
-            )
+        arriving = [  # by source, then item, then tensor
+            (source, i, index, layout.numels[source])
             for source in range(self.world)
+            for i in owned[self.rank]
+            for index, layout in enumerate(self.given[i])
+            if layout.sends(source, self.rank)
         ]
-        return self._all_to_all(torch.cat(send), send_sizes, receive_sizes)
+        receive_sizes = [0] * self.world
+        for source, _, _, numel in arriving:
+            receive_sizes[source] += numel
+        received = self._all_to_all(send, inputs, send_sizes, receive_sizes)
+        pieces: dict[tuple[int, int], list[tuple[int, Tensor]]] = defaultdict(list)
+        for (source, i, index, _), piece in zip(arriving, received.split([numel for *_, numel in arriving])):
+            pieces[i, index].append((source, piece))
 
-    def _compute(
-        self, function: Function, received: Tensor, mine: list[int], batches: list[list[int]], keys
-    ) -> dict[int, tuple[Tensor, ...]]:
-        """Assemble full tensors in batches, and run the function on each batch."""
-        place: dict[int, tuple[list[Tensor], int]] = {}
-        for items in batches:
-            full = [received.new_empty(len(items), *layout.shape) for layout in self.given[items[0]]]
-            place.update({i: (full, position) for position, i in enumerate(items)})
-        offset = 0
-        for source in range(self.world):
-            for i in mine:
-                full, position = place[i]
-                for tensor, layout in zip(full, self.given[i], strict=True):
-                    if layout.dim is None and source != self.rank:
-                        continue
-                    part = layout.part(tensor[position], self.world, source)
-                    part.copy_(received[offset : offset + part.numel()].view(part.shape))
-                    offset += part.numel()
-        results = {}
-        for items in batches:
-            batched = function(keys[items[0]], *place[items[0]][0])
-            results.update({i: tuple(result[b] for result in batched) for b, i in enumerate(items)})
-        return results
+        def load(items: list[int]) -> list[Tensor]:
+            batch = []
+            for index, layout in enumerate(self.given[items[0]]):
+                full = received.new_empty(len(items), *layout.shape)
+                parts = [
+                    (layout.part(full[position], source), piece)
+                    for position, i in enumerate(items)
+                    for source, piece in pieces[i, index]
+                ]
+                torch._foreach_copy_([p for p, _ in parts], [piece.view(p.shape) for p, piece in parts])
+                batch.append(full)
+            return batch
 
-    def _scatter(self, results: dict[int, tuple[Tensor, ...]], outputs, owned: list[list[int]]) -> None:
+        return load
+
+    def _scatter(self, results: dict[int, list[Tensor]], outputs, owned: list[list[int]]) -> None:
         """Send each rank its shards of the results and write what arrives."""
         mine = owned[self.rank]
-        send, send_sizes = [], []
-        for destination in range(self.world):
-            parts = [
-                layout.part(result, self.world, destination).reshape(-1)
-                for i in mine
-                for result, layout in zip(results[i], self.wanted[i], strict=True)
-            ]
-            send += parts
-            send_sizes.append(sum(part.numel() for part in parts))
-        receive_sizes = [
-            sum(layout.part_shape(self.world, self.rank).numel() for i in items for layout in self.wanted[i])
-            for items in owned
+        send = [
+            layout.part(result, destination).reshape(-1)
+            for destination in range(self.world)
+            for i in mine
+            for result, layout in zip(results[i], self.wanted[i], strict=True)
         ]
-        if send:
-            flat = torch.cat(send)
-        else:  # this rank owns nothing; what arrives has the dtype of what is written
-            like = local(outputs[next(i for items in owned for i in items)][0])
-            flat = like.new_empty(0)
-        received = self._all_to_all(flat, send_sizes, receive_sizes)
-        offset = 0
-        for items in owned:
-            for i in items:
-                for tensor in outputs[i]:
-                    part = local(tensor)
-                    part.copy_(received[offset : offset + part.numel()].view(part.shape))
-                    offset += part.numel()
+        send_sizes = [sum(layout.numels[rank] for i in mine for layout in self.wanted[i]) for rank in range(self.world)]
+        receive_sizes = [sum(layout.numels[self.rank] for i in items for layout in self.wanted[i]) for items in owned]
+        received = self._all_to_all(send, outputs, send_sizes, receive_sizes)
+        parts = [local(tensor) for items in owned for i in items for tensor in outputs[i]]
+        for part, piece in zip(parts, received.split([part.numel() for part in parts]), strict=True):
+            part.copy_(piece.view(part.shape))
 
-    def _all_to_all(self, send: Tensor, send_sizes: list[int], receive_sizes: list[int]) -> Tensor:
+    def _all_to_all(self, parts: list[Tensor], like: Sequence[Item], send_sizes, receive_sizes) -> Tensor:
+        """Exchange flat parts; a rank that has none sends nothing of the dtype of `like`."""
+        send = torch.cat(parts) if parts else local(like[0][0]).new_empty(0)
         receive = send.new_empty(sum(receive_sizes))
         dist.all_to_all_single(receive, send, receive_sizes, send_sizes, group=self.group)
         return receive

@@ -347,11 +347,9 @@ def _initial_state(name: str, layer: PCLinear) -> LayerState:
 
 
 def _distribute_like(weight: Tensor, vector: Tensor) -> Tensor:
-    """`vector` on the weight's mesh, sharded along the mesh dimension that shards the weight, if it is one."""
+    """`vector` on the weight's mesh, sharded along every mesh dimension that shards the weight."""
     if not isinstance(weight, DTensor):
         return vector
     dimensions = sharding_dimensions(weight)
-    placements = [
-        Shard(0) if dimensions == [dimension] else Replicate() for dimension in range(weight.device_mesh.ndim)
-    ]
+    placements = [Shard(0) if d in dimensions else Replicate() for d in range(weight.device_mesh.ndim)]
     return distribute_tensor(vector, weight.device_mesh, placements, src_data_rank=None)

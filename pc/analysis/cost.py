@@ -200,10 +200,7 @@ class Plan:
         """Operations of one step, PC counted as if it were on even in a baseline's config."""
         seq_len = self.config.training.seq_len
         per_matrix = [matrix.materialise_flops() + matrix.pull_back_flops() for matrix in self.matrices]
-        # Where two mesh dimensions shard a matrix, all their ranks gather it and repeat the work.
-        gathered = self.tensor_parallel > 1 and self.shards > 1
-        owners = 1 if gathered else self.shards * self.tensor_parallel
-        repeats = self.replicas * (self.shards * self.tensor_parallel if gathered else 1)
+        owners = self.shards * self.tensor_parallel
         load = [0] * owners
         for cost, owner in zip(per_matrix, self._owners(owners), strict=True):
             load[owner] += cost
@@ -217,7 +214,7 @@ class Plan:
             ranks=self.world_size,
             model=self.tokens * model_flops_per_token(self.args, seq_len, causal=True),
             model_full_square=self.tokens * model_flops_per_token(self.args, seq_len, causal=False),
-            pc_step=sum(per_matrix) * repeats,
+            pc_step=sum(per_matrix) * self.replicas,  # each for itself
             pc_step_busiest=math.ceil(max(load) / self.pipeline_parallel),
             pc_forward=ranks * (self.micro_batches * in_graph + power),
             paper_bound=max(matrix.paper_bound(self.tokens) for matrix in self.matrices),

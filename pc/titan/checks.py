@@ -164,9 +164,10 @@ def _parallelism(config: JobConfig, dims: ParallelDims) -> Iterator[str]:
         )
     if config.parallelism.enable_async_tensor_parallel and not compiles_model(config):
         yield "parallelism.enable_async_tensor_parallel needs compile.enable = true"
-    heads = FLAVORS[config.model.flavor].n_heads
+    args = FLAVORS[config.model.flavor]
+    heads, kind = (args.n_kv_heads, "key-value heads") if args.n_kv_heads else (args.n_heads, "heads")
     if heads % dims.tp:
-        yield f"parallelism.tensor_parallel_degree = {dims.tp} should divide the {heads} heads"
+        yield f"parallelism.tensor_parallel_degree = {dims.tp} should divide the {heads} {kind}"
     if config.evaluation.interval and (dims.pp > 1 or dims.cp > 1):
         yield (
             "evaluation.interval works with data and tensor parallelism, not with pipeline or context "

@@ -37,13 +37,17 @@ class Llama2Args(TransformerModelArgs):
         self.chunked_loss = job_config.training.chunked_loss
 
 
-# Paper, table 5, and smaller ones. `multiple_of` rounds 8/3 d up to the FFN's width: 384, 704, 1408, 2816, 5632.
+# Paper, table 5, smaller ones, and Llama 2's own (70B with grouped queries). `multiple_of` rounds 8/3 d, or 1.3 times it,
+# up to the FFN's width: 384, 704, 1408, 2816, 5632, 11008, 13824, 28672.
 FLAVORS: dict[str, Llama2Args] = {
     "nano": Llama2Args(dim=128, n_layers=5, n_heads=4, multiple_of=64),
     "debug": Llama2Args(dim=256, n_layers=4, n_heads=4, multiple_of=64),
     "60M": Llama2Args(dim=512, n_layers=8, n_heads=8, multiple_of=128),
     "271M": Llama2Args(dim=1024, n_layers=16, n_heads=16, multiple_of=256),
     "1B": Llama2Args(dim=2048, n_layers=18, n_heads=16, multiple_of=256),
+    "7B": Llama2Args(dim=4096, n_layers=32, n_heads=32, multiple_of=256),
+    "13B": Llama2Args(dim=5120, n_layers=40, n_heads=40, multiple_of=256),
+    "70B": Llama2Args(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_dim_multiplier=1.3, multiple_of=4096),
 }
 
 

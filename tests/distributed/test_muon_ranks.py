@@ -1,10 +1,13 @@
 """Muon on shards against unsharded `torch.optim.Muon`: bit for bit."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from pc.muon import Muon
 from ranks import run_ranks
@@ -41,24 +44,28 @@ def _reference(**options):
     return [p.detach().clone() for p in model]
 
 
-def _sharded(rank, world_size, options):
-    mesh = init_device_mesh("cpu", (world_size,))
-    model = fully_shard(_model(), mesh=mesh)
-    optimizer = Muon(model.parameters(), **OPTIONS | options)
+def _sharded(rank, shape, options):
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("fsdp", "tp")[: len(shape)])
+    if len(shape) == 1:
+        model = fully_shard(_model(), mesh=mesh)
+    else:
+        placements = [Shard(0), Shard(1)]
+        model = [nn.Parameter(distribute_tensor(p.detach(), mesh, placements, src_data_rank=None)) for p in _model()]
+    optimizer = Muon(list(model), **OPTIONS | options)
     for step in range(20):
         for index, parameter in enumerate(model):
-            parameter.grad = torch.distributed.tensor.distribute_tensor(
-                _gradient(step, index), mesh, parameter.placements, src_data_rank=None
-            )
+            parameter.grad = distribute_tensor(_gradient(step, index), mesh, parameter.placements, src_data_rank=None)
         optimizer.step()
     return [p.full_tensor().detach().clone() for p in model]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("options", [{}, {"nesterov": False, "adjust_lr_fn": "original"}], ids=["default", "original"])
-def test_bitwise_equal_to_unsharded_torch(world_size, options):
+ORIGINAL = {"nesterov": False, "adjust_lr_fn": "original"}
+
+
+@pytest.mark.parametrize("shape, options", [((2,), ORIGINAL), ((3,), {}), ((2, 2), {})], ids=["2", "3", "2x2"])
+def test_bitwise_equal_to_unsharded_torch(shape, options):
     expected = _reference(**options)
-    for parameters in run_ranks(world_size, _sharded, world_size, options):
+    for parameters in run_ranks(math.prod(shape), _sharded, shape, options):
         assert all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
     other = _reference(lr=0.021)  # control
     assert not any(torch.equal(a, b) for a, b in zip(other, expected, strict=True))

@@ -1,7 +1,9 @@
+import weakref
+
 import pytest
 import torch
 
-from pc.owner import assign, buckets, run_on_owners, shard_bounds
+from pc.owner import assign, buckets, run_on_owners
 
 
 def test_assignment_is_balanced_at_the_1b_shapes():
@@ -23,15 +25,6 @@ def test_buckets_bound_what_an_owner_holds():
             assert sum(sizes[i] for i in bucket if owners[i] == owner) <= 9
     assert len(buckets(owners, sizes, limit=1)) == 3  # one item at least
     assert buckets(owners, sizes, limit=10**9) == [sorted(range(5), key=lambda i: -sizes[i])]
-
-
-@pytest.mark.parametrize("size, num_shards", [(7, 8), (7, 3), (8, 4), (1, 2), (10, 4)])
-def test_shard_bounds_are_those_of_chunk(size, num_shards):
-    chunks = torch.arange(size).chunk(num_shards)
-    for shard in range(num_shards):
-        start, length = shard_bounds(size, num_shards, shard)
-        expected = chunks[shard].tolist() if shard < len(chunks) else []
-        assert list(range(start, start + length)) == expected
 
 
 def test_alone_runs_on_views_without_copies():
@@ -71,3 +64,17 @@ def test_alone_runs_alike_items_in_batches():
 def test_mixed_dtypes_are_refused():
     with pytest.raises(ValueError, match="one dtype"):
         run_on_owners(lambda key, *x: x, [(torch.ones(2, 2), torch.ones(2).double())], [()])
+
+
+def test_a_batch_and_its_results_are_gone_before_the_next():
+    alive = []
+
+    def function(key, *batch):
+        assert not any(reference() is not None for reference in alive)
+        result = batch[0] + batch[1]
+        alive[:] = [weakref.ref(tensor) for tensor in (*batch, result)]
+        return (result,)
+
+    items = [(torch.ones(2, 2), torch.ones(2, 2)) for _ in range(4)]
+    run_on_owners(function, items, [(first,) for first, _ in items], batch_bytes=2 * 32)
+    assert alive and all(torch.equal(first, torch.full((2, 2), 2.0)) for first, _ in items)

@@ -120,4 +120,4 @@ def test_tables_and_bad_input():
     with pytest.raises(UserError, match="global_batch_size"):
         Plan(CONFIGS / "1b_adamw_pc.toml", [], 7)
     with pytest.raises(UserError, match="flavor"):
-        Plan(CONFIGS / "debug.toml", ["--model.flavor", "7B"], 1)
+        Plan(CONFIGS / "debug.toml", ["--model.flavor", "3B"], 1)

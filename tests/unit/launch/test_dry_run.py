@@ -32,6 +32,7 @@ CONFIG = ROOT / "train_configs" / "1b_adamw_pc.toml"
             "8 GPUs are no multiple of tensor x pipeline x context",
         ),
         (["--parallelism.tensor_parallel_degree=32"], 32, "should divide the 16 heads"),
+        (["--model.flavor=70B", "--parallelism.tensor_parallel_degree=16"], 16, "should divide the 8 key-value heads"),
         (["--parallelism.data_parallel_replicate_degree=3"], 8, "should divide the 8 data-parallel ranks"),
         (
             ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=8"],

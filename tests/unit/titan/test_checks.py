@@ -41,7 +41,7 @@ CHUNKED = {"training.chunked_loss": True}
 ZERO_BUBBLE = {"parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}
 
 REFUSED_ANYWHERE = [
-    ({"model.flavor": "7B"}, {}, "model.flavor = '7B' should be one of nano, debug, 60M, 271M, 1B"),
+    ({"model.flavor": "3B"}, {}, "model.flavor = '3B' should be one of nano, debug, 60M, 271M, 1B, 7B"),
     ({"training.seq_len": 0}, {}, "training.seq_len = 0 should be at least 1"),
     ({"checkpoint.enable": True, "checkpoint.keep_latest_k": 1}, {}, "checkpoint.keep_latest_k = 1 could lose"),
     ({}, {"dp_replicate": 2}, "data_parallel_replicate_degree without sharding is plain data parallelism"),
