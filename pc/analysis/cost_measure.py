@@ -23,7 +23,7 @@ class Measured:
     fastest: float
     slowest: float
     memory_gib: float
-    """largest peak of rank 0: active memory of the GPU, or resident memory of the process on a CPU"""
+    """largest peak of any rank: active memory of the GPU, or resident memory of the process on a CPU"""
 
 
 def measure(config: Path, overrides: Sequence[str], processes: int) -> dict[str, Measured]:
@@ -68,7 +68,9 @@ def _train(config: Path, overrides: Sequence[str], processes: int, folder: Path)
         raise UserError(f"{config}: training ended with status {done.returncode}; its last words:\n{last}")
     run = read_run(folder)
     seconds = run.series("step_seconds").values[WARMUP_STEPS:]
-    return Measured(statistics.median(seconds), min(seconds), max(seconds), max(run.series("memory_active_gib").values))
+    return Measured(
+        statistics.median(seconds), min(seconds), max(seconds), max(run.series("memory_active_gib_of_all_ranks").values)
+    )
 
 
 def table(results: dict[str, Measured], predicted: dict[str, float]) -> str:

@@ -80,11 +80,16 @@ def make_problem(widths: Sequence[int] = (8, 12, 12, 6), samples: int = 6, seed:
         widths: d_0 .. d_L, rising and then falling (the paper's assumption 1).
         samples: n, at most d_0 (assumption 2).
     """
-    peak = max(range(len(widths)), key=lambda i: widths[i])
-    if any(a > b for a, b in zip(widths[:peak], widths[1 : peak + 1])) or any(
-        a < b for a, b in zip(widths[peak:], widths[peak + 1 :])
+    peak = max(range(1, len(widths)), key=lambda i: widths[i], default=0)  # r of the paper is at least 1: d_0 <= d_1
+    if (
+        len(widths) < 2
+        or any(a > b for a, b in zip(widths[:peak], widths[1 : peak + 1]))
+        or any(a < b for a, b in zip(widths[peak:], widths[peak + 1 :]))
     ):
-        raise UserError(f"widths {tuple(widths)} should rise and then fall (assumption 1 of the paper)")
+        raise UserError(
+            f"widths {tuple(widths)} should rise, or stay, from the first to the second and fall at the end at most "
+            "(assumption 1 of the paper)"
+        )
     if samples > widths[0]:
         raise UserError(f"samples = {samples} should be at most the input width {widths[0]} (assumption 2)")
     generator = torch.Generator().manual_seed(seed)

@@ -4,10 +4,11 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from pc.data.sources import find_files, open_parquet
+from pc.data.sources import find_files, plan_units, read_footers, read_rows
 from pc.errors import UserError, exit_on_user_error
 
 BOS, EOS = "<s>", "</s>"
+UNIT_BYTES = 10**8
 SMALLEST_VOCABULARY = 256 + 2  # every byte, BOS and EOS
 
 
@@ -17,13 +18,13 @@ def train_tokenizer(source: str, output: str | Path, vocab_size: int, megabytes:
     The same text and settings give the same folder.
 
     Args:
-        source: parquet files, as `pc.data.sources.find_files` takes them.
+        source: files with text, as `pc.data.sources.find_files` takes them.
         output: folder for tokenizer.json and tokenizer_config.json.
         vocab_size: entries, BOS and EOS among them.
         megabytes: text to learn from, in 10^6 characters.
 
     Raises:
-        UserError: too small a vocabulary, no parquet file, no such column.
+        UserError: too small a vocabulary, no file, no such column.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -47,14 +48,13 @@ def train_tokenizer(source: str, output: str | Path, vocab_size: int, megabytes:
 
 def _texts(source: str, text_column: str, characters: int) -> Iterator[str]:
     for file in find_files(source):
-        with open_parquet(file) as parquet:
-            if text_column not in parquet.schema_arrow.names:
-                raise UserError(f"{file} has no column {text_column!r} (--text-column)")
-            for batch in parquet.iter_batches(columns=[text_column]):
-                for text in batch.column(0).to_pylist():
+        for unit in plan_units(read_footers([file], text_column), UNIT_BYTES):
+            for batch in read_rows(unit, text_column):
+                for text in batch:
                     if characters <= 0:
                         return
                     if text:
+                        text = text.decode("utf-8", errors="replace")
                         characters -= len(text)
                         yield text
 
@@ -62,9 +62,13 @@ def _texts(source: str, text_column: str, characters: int) -> Iterator[str]:
 @exit_on_user_error
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Train a byte-level BPE tokenizer on parquet files with a text column."
+        description="Train a byte-level BPE tokenizer on parquet files, JSON lines or text files."
     )
-    parser.add_argument("--input", required=True, help="parquet file, folder, glob pattern or Hub dataset owner/name")
+    parser.add_argument(
+        "--input",
+        required=True,
+        help="file, folder, glob pattern or Hub dataset owner/name, as for tokenize_fineweb.py",
+    )
     parser.add_argument("--output", required=True, help="folder for the tokenizer")
     parser.add_argument("--vocab-size", type=int, required=True, help="entries, BOS and EOS among them")
     parser.add_argument("--megabytes", type=int, default=50, help="text to learn from (default: %(default)s)")

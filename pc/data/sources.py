@@ -1,23 +1,28 @@
-"""Where the text comes from: parquet files, local or on the Hub, cut into units of work."""
+"""Where the text comes from: parquet files, JSON lines and text files, local or on the Hub, cut into units of work."""
 
 import glob
 import re
+from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pc.data.text_files import PARQUET, TEXT, groups_of, kind_of, texts_of
 from pc.errors import UserError
+
+BATCH_ROWS, BATCH_BYTES = 1000, 2**24  # documents handed on at once; fewer where they are long
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Consecutive row groups of one parquet file, which become one shard per split.
+    """Consecutive row groups of one file, or several text files, which become one shard per split.
 
-    rows, text_bytes: how much that is (text_bytes as stored in parquet, uncompressed).
+    rows, text_bytes: how much that is (text_bytes as stored in the file, uncompressed). more_files: text files after the first.
     """
 
     number: int
@@ -26,11 +31,12 @@ class Unit:
     end_row_group: int
     rows: int
     text_bytes: int
+    more_files: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One parquet file: path or hf:// address, bytes, rows and the rows and text bytes of each row group."""
+    """One file: path or hf:// address, bytes, rows and the rows and text bytes of each row group."""
 
     file: str
     size: int
@@ -42,10 +48,10 @@ class SourceFile:
 
 
 def find_files(source: str, subset: str | None = None) -> list[str]:
-    """Parquet files behind `source`: a file, a folder, a glob pattern or a Hub dataset `owner/name`."""
+    """Files of one kind behind `source`: a file, a folder, a glob pattern or a Hub dataset `owner/name`."""
     path = Path(source).expanduser()
     if path.is_dir():
-        files = sorted(str(file) for file in path.rglob("*.parquet"))
+        files = sorted(str(file) for file in path.rglob("*") if kind_of(file.name) and file.is_file())
     elif path.is_file():
         files = [str(path)]
     elif any(sign in source for sign in "*?["):
@@ -57,7 +63,22 @@ def find_files(source: str, subset: str | None = None) -> list[str]:
     if subset is not None:
         raise UserError(f"--subset names a part of a Hub dataset, but --input {source} is local")
     if not files:
-        raise UserError(f"--input {source} matches no parquet file")
+        raise UserError(f"--input {source} matches no file of parquet, JSON lines or text")
+    return _of_one_kind(source, files)
+
+
+def _of_one_kind(source: str, files: list[str]) -> list[str]:
+    unknown = [file for file in files if kind_of(file) is None]
+    if unknown:
+        raise UserError(
+            f"{unknown[0]}: a name should end in .parquet, .jsonl or .txt, the last two perhaps with .gz or .zst"
+        )
+    kinds = Counter(kind_of(file) for file in files)
+    if len(kinds) > 1:
+        counts = ", ".join(f"{count} of {kind}" for kind, count in kinds.items())
+        raise UserError(
+            f"--input {source} has files of several kinds ({counts}); choose one with a pattern such as '*.jsonl'"
+        )
     return files
 
 
@@ -70,18 +91,19 @@ def find_hub_files(dataset: str, subset: str | None) -> list[str]:
     except Exception as error:  # unknown dataset, unknown subset, no network, no access: all say so themselves
         raise UserError(f"Hub dataset {dataset!r}, subset {subset!r}: {error}") from error
     files = [str(file) for file in builder.config.data_files["train"]]
-    if not all(file.endswith(".parquet") for file in files):
-        raise UserError(f"Hub dataset {dataset!r} is not stored as parquet")
-    return files
+    return _of_one_kind(dataset, files)
 
 
 def read_footers(files: list[str], text_column: str) -> list[SourceFile]:
-    """What the files' footers say; checks that each has the text column."""
+    """How much the files hold, from parquet's footers or by reading the others once; checks that each has the text column."""
     with ThreadPoolExecutor(16) as pool:
         return list(pool.map(lambda file: _read_footer(file, text_column), files))
 
 
 def _read_footer(file: str, text_column: str) -> SourceFile:
+    if kind_of(file) != PARQUET:
+        groups = groups_of(file, text_column)
+        return SourceFile(file, _size(file), sum(rows for rows, _ in groups), groups)
     with open_parquet(file) as parquet:
         schema = parquet.schema_arrow
         if text_column not in schema.names:
@@ -121,9 +143,15 @@ def _size(file: str) -> int:
 
 
 def plan_units(files: list[SourceFile], unit_bytes: int) -> list[Unit]:
-    """Cut the files into units of about `unit_bytes` of text, never finer than a row group."""
+    """Cut the files into units of about `unit_bytes` of text, never finer than a row group; text files are put together."""
     units: list[Unit] = []
     for file in files:
+        last = units[-1] if units else None
+        if kind_of(file.file) == TEXT and last is not None and last.text_bytes < unit_bytes:
+            ((_, size),) = file.row_groups
+            more = [*last.more_files, file.file]
+            units[-1] = replace(last, rows=last.rows + 1, text_bytes=last.text_bytes + size, more_files=more)
+            continue
         first, rows, size = 0, 0, 0
         for number, (group_rows, group_bytes) in enumerate(file.row_groups, start=1):
             rows, size = rows + group_rows, size + group_bytes
@@ -131,3 +159,32 @@ def plan_units(files: list[SourceFile], unit_bytes: int) -> list[Unit]:
                 units.append(Unit(len(units), file.file, first, number, rows, size))
                 first, rows, size = number, 0, 0
     return units
+
+
+def read_rows(unit: Unit, text_column: str) -> Iterator[list[bytes]]:
+    """The unit's texts as UTF-8 bytes, some rows at a time; null is an empty text."""
+    if kind_of(unit.file) == PARQUET:
+        yield from _read_parquet(unit, text_column)
+        return
+    batch, size = [], 0
+    for file in [unit.file, *unit.more_files]:
+        for text in texts_of(file, text_column, unit.first_row_group, unit.end_row_group):
+            batch.append(text)
+            size += len(text)
+            if len(batch) == BATCH_ROWS or size >= BATCH_BYTES:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _read_parquet(unit: Unit, text_column: str) -> Iterator[list[bytes]]:
+    try:
+        with open_parquet(unit.file) as parquet:
+            groups = list(range(unit.first_row_group, unit.end_row_group))
+            for batch in parquet.iter_batches(BATCH_ROWS, row_groups=groups, columns=[text_column], use_threads=False):
+                column = batch.column(0)
+                binary = pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary()
+                yield [text or b"" for text in column.cast(binary).to_pylist()]
+    except (OSError, pa.ArrowException) as error:
+        raise UserError(f"{unit.file} cannot be read to its end: {error}") from error

@@ -1,4 +1,4 @@
-"""Parquet to token shards, one unit of work after another, in as many processes and machines as there are.
+"""Text to token shards, one unit of work after another, in as many processes and machines as there are.
 
 Machines share the work as parts k/n of the same command (a SLURM array, say). On one machine
 `concurrent.futures` spreads the units over processes, because it notices one that the kernel has killed;
@@ -20,18 +20,16 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 from tqdm import tqdm
 
 from pc.data.encoding import Encoder
 from pc.data.manifest import SPLITS, TOKENIZER_FOLDER, Manifest, Shard
 from pc.data.plan import Plan, finish, finished, make_plan, record_unit
 from pc.data.shards import write_shard
-from pc.data.sources import Unit, open_parquet
+from pc.data.sources import Unit, read_rows
 from pc.data.tokenizers import DEFAULT_TOKENIZER, load_tokenizer
 from pc.errors import UserError, exit_on_user_error
 
-BATCH_ROWS = 1000  # documents tokenised at once
 QUIET_BELOW = 30 * 10**6  # bytes of text for which no progress bar is shown
 
 
@@ -147,7 +145,7 @@ def _reference(output: Path, plan: Plan) -> str:
 def tokenize_unit(output: Path, plan: Plan, unit: Unit, encoder: Encoder) -> Iterator[int]:
     """Do one unit; yields text bytes as they are done."""
     parts: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {split: [] for split in SPLITS}
-    for rows in _read_rows(unit, plan.configuration["text_column"]):
+    for rows in read_rows(unit, plan.configuration["text_column"]):
         for split, texts in split_by_hash(rows, plan.configuration["validation_fraction"]).items():
             if texts:
                 parts[split].append(encoder.documents(texts, plan.dtype))
@@ -158,19 +156,6 @@ def tokenize_unit(output: Path, plan: Plan, unit: Unit, encoder: Encoder) -> Ite
             tokens, lengths = (np.concatenate(arrays) for arrays in zip(*encoded, strict=True))
             shards[split].append(write_shard(output, split, unit.number, tokens, lengths))
     record_unit(output, plan, unit, shards)
-
-
-def _read_rows(unit: Unit, text_column: str) -> Iterator[list[bytes]]:
-    """The unit's texts as UTF-8 bytes, some rows at a time; null is an empty text."""
-    try:
-        with open_parquet(unit.file) as parquet:
-            groups = list(range(unit.first_row_group, unit.end_row_group))
-            for batch in parquet.iter_batches(BATCH_ROWS, row_groups=groups, columns=[text_column], use_threads=False):
-                column = batch.column(0)
-                binary = pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary()
-                yield [text or b"" for text in column.cast(binary).to_pylist()]
-    except (OSError, pa.ArrowException) as error:
-        raise UserError(f"{unit.file} cannot be read to its end: {error}") from error
 
 
 def split_by_hash(texts: Sequence[bytes], validation_fraction: float) -> dict[str, list[str]]:
@@ -202,8 +187,14 @@ def _parse_part(text: str) -> tuple[int, int]:
 
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Tokenise parquet files with a text column into training shards.")
-    parser.add_argument("--input", required=True, help="parquet file, folder, glob pattern or Hub dataset owner/name")
+    parser = argparse.ArgumentParser(
+        description="Tokenise parquet files, JSON lines or text files into training shards."
+    )
+    parser.add_argument(
+        "--input",
+        required=True,
+        help="file, folder, glob pattern or Hub dataset owner/name: .parquet, .jsonl or .txt, the last two also .gz or .zst",
+    )
     parser.add_argument("--subset", help="named subset of a Hub dataset, such as sample-10BT or CC-MAIN-2023-50")
     parser.add_argument("--output", required=True, help="folder for the shards")
     parser.add_argument(

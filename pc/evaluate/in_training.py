@@ -13,6 +13,7 @@ import torch
 from lm_eval.tasks.manager import TaskDict
 from torch import nn
 from torchtitan.distributed import ParallelDims
+from torchtitan.tools.logging import logger
 
 from pc.evaluate import tasks, tokenizer
 from pc.evaluate.live_model import LiveModel
@@ -69,6 +70,9 @@ def build_in_training_scorer(
     section = job_config.evaluation
     # Loaded now: a missing file or an unreachable Hub stops the run at its start.
     task_dict = tasks.load(section.tasks, section.data or None)
+    for name in section.tasks:
+        if variant := tasks.variant_of(name, section.data or None):
+            logger.warning(f"{name} in {section.data} is another set than lm-eval's: {variant}")
     batch_mesh = parallel_dims.get_optional_mesh("batch")
     lm = LiveModel(
         model_parts[0],

@@ -131,6 +131,8 @@ def _score_model(
             "batch_size": batch_size,
         }
         write_atomically(path, json.dumps(results, indent=2) + "\n")
+    for name in names:
+        results["tasks"][name]["variant"] = tasks.variant_of(name, data)
     write_atomically(path, json.dumps(results, indent=2) + "\n")
 
 

@@ -73,7 +73,7 @@ def _scores(result: dict[str, Any], names: list[str]) -> dict[str, Score]:
 def _markdown(results: list[dict[str, Any]], rows: list[dict[str, Score]], names: list[str]) -> str:
     columns = [*names, AVERAGE]
     marked = {column: best_of_each_pair(rows, column) for column in columns}
-    titles = [f"{SHORT_NAMES[name]} ({METRICS[name]})" for name in names] + [f"Average of {len(names)}"]
+    titles = [f"{_title(name, results)} ({METRICS[name]})" for name in names] + [f"Average of {len(names)}"]
     lines = ["| model | " + " | ".join(titles) + " |", "|---" * (len(columns) + 1) + "|"]
     for index, (result, row) in enumerate(zip(results, rows, strict=True)):
         cells = [_cell(row[column], index in marked[column]) for column in columns]
@@ -86,6 +86,12 @@ def _markdown(results: list[dict[str, Any]], rows: list[dict[str, Score]], names
     return "\n".join([*notes, "", *lines]) + "\n"
 
 
+def _title(name: str, results: list[dict[str, Any]]) -> str:
+    """The task's short name, and which text it is where that is not lm-eval's."""
+    variants = {result["tasks"][name].get("variant", "") for result in results} - {""}
+    return f"{SHORT_NAMES[name]}, {' or '.join(variants)}" if variants else SHORT_NAMES[name]
+
+
 def _cell(score: Score, mark: bool) -> str:
     value, error = score
     text = f"**{value:.4f}**" if mark else f"{value:.4f}"
@@ -95,7 +101,9 @@ def _cell(score: Score, mark: bool) -> str:
 def _csv(results: list[dict[str, Any]], rows: list[dict[str, Score]], names: list[str]) -> str:
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(["model", "task", "metric", "value", "standard_error", "items", "partial", "best_of_pair"])
+    writer.writerow(
+        ["model", "task", "metric", "value", "standard_error", "items", "partial", "best_of_pair", "variant"]
+    )
     marked = {column: best_of_each_pair(rows, column) for column in [*names, AVERAGE]}
     for index, (result, row) in enumerate(zip(results, rows, strict=True)):
         for column, (value, error) in row.items():
@@ -104,7 +112,8 @@ def _csv(results: list[dict[str, Any]], rows: list[dict[str, Score]], names: lis
             metric = METRICS.get(column, "mean")
             best = int(index in marked[column])
             cells = [result["name"], column, metric, repr(value), "" if error is None else repr(error)]
-            writer.writerow([*cells, items, int(partial), best])
+            variant = result["tasks"][column].get("variant", "") if column != AVERAGE else ""
+            writer.writerow([*cells, items, int(partial), best, variant])
     return file.getvalue()
 
 
@@ -122,7 +131,7 @@ def _plot(results: list[dict[str, Any]], rows: list[dict[str, Score]], names: li
             error_kw={"elinewidth": 0.8, "capsize": 1.5},
             label=result["name"],
         )
-    titles = [SHORT_NAMES[name] for name in names] + ["average"]
+    titles = [_title(name, results) for name in names] + ["average"]
     axes.set_xticks(range(len(columns)), titles, rotation=20, ha="right")
     axes.grid(axis="x", visible=False)
     axes.set_axisbelow(True)

@@ -56,6 +56,16 @@ def data_file(name: str, data: str | Path) -> Path:
     return path
 
 
+def variant_of(name: str, data: str | Path | None) -> str:
+    """What the text of a task is where it is not lm-eval's own; "" where it is.
+
+    lm-eval's LAMBADA keeps the line breaks of its books; sets without any are another text, with other scores.
+    """
+    if name != "lambada_openai" or data is None:
+        return ""
+    return "" if "\\n" in data_file(name, data).read_text() else "text without line breaks"
+
+
 def write_task_files(out: str | Path, names: list[str], data: str | Path | None) -> None:
     """Write `<task>.yaml` files into `out`, for lm-eval's `--include_path`.
 

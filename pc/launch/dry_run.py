@@ -14,13 +14,19 @@ from torchtitan.models.llama3.model.model import Transformer
 from pc import attach
 from pc.data import Manifest, require_same_tokenizer
 from pc.data.demo import FOLDER as DEMO
+from pc.data.manifest import TOKENIZER_FOLDER
 from pc.errors import UserError, exit_on_user_error
+from pc.files import sha256_of
 from pc.launch import memory
 from pc.titan import checks
 from pc.titan.batch import accumulation_steps
 from pc.titan.config import JobConfig
 from pc.titan.llama2 import FLAVORS, Llama2Args
 from pc.titan.resolve import resolve, run_folder, to_config
+
+PAPERS_FLAVORS = ("271M", "1B")
+LLAMA_2_TOKENIZER_SHA256 = "9e556afd44213b6bd1be2b850ebbbd98f5481437a8021afaf58ee7fb1818d347"
+"""Of `tokenizer.model` in meta-llama/Llama-2-7b-hf."""
 
 
 @dataclass
@@ -252,6 +258,8 @@ def _check_data(report: Report, config: JobConfig, vocab_size: int, needs_data: 
     if train and validation:
         _tried(report, require_same_tokenizer, train, validation)
     seq_len = config.training.seq_len
+    if train and config.model.flavor in PAPERS_FLAVORS:
+        _check_papers_data(report, config, train)
     if train:
         tokens = train.tokens("train")
         report.facts.append(("training data", f"{train.folder}: {tokens:,} tokens, tokenizer {train.tokenizer.name}"))
@@ -259,7 +267,7 @@ def _check_data(report: Report, config: JobConfig, vocab_size: int, needs_data: 
             report.fail(f"{train.folder} has {tokens} training tokens, too few for seq_len {seq_len}")
         batch = config.training.global_batch_size
         wanted = config.training.steps * max(batch, config.training.local_batch_size) * seq_len
-        if seq_len < tokens < wanted:
+        if seq_len < tokens < wanted and config.model.flavor not in PAPERS_FLAVORS:
             report.warnings.append(f"the run reads its {tokens:,} training tokens {wanted / tokens:.1f} times")
     if validation and config.validation.enable:
         sequences = max(0, validation.tokens("validation") - 1) // seq_len
@@ -273,6 +281,22 @@ def _check_data(report: Report, config: JobConfig, vocab_size: int, needs_data: 
                 f"{validation.folder} has {sequences} validation sequences, "
                 f"data.validation_sequences asks for {config.data.validation_sequences}"
             )
+
+
+def _check_papers_data(report: Report, config: JobConfig, train: Manifest) -> None:
+    """Say where a model of the paper's sizes would be trained on other data than the paper's."""
+    file = train.folder / TOKENIZER_FOLDER / "tokenizer.model"
+    if not file.is_file() or sha256_of(file) != LLAMA_2_TOKENIZER_SHA256:
+        report.warnings.append(
+            f"{train.folder} was tokenised with {train.tokenizer.name}, the paper with Llama 2's tokenizer.model: losses per "
+            "token are not comparable with the paper's, only with each other"
+        )
+    wanted = config.training.steps * config.training.global_batch_size * config.training.seq_len
+    if train.tokens("train") < wanted:
+        report.warnings.append(
+            f"the run reads {wanted / 1e9:.1f} B tokens, {train.folder} has {train.tokens('train') / 1e9:.1f} B; the paper read "
+            "none twice, so final losses will differ from its own (docs/reproduce.md has the command that makes its data)"
+        )
 
 
 def _manifest(report: Report, key: str, path: str, needs_data: bool) -> Manifest | None:

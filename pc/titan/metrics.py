@@ -9,6 +9,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor, _get_metrics_rank
@@ -69,6 +70,7 @@ class JsonLinesLogger(BaseLogger):
         "time_metrics/end_to_end(s)": "step_seconds",
         "time_metrics/data_loading(s)": "data_loading_seconds",
         "memory/max_active(GiB)": "memory_active_gib",
+        "memory/max_active_of_all_ranks(GiB)": "memory_active_gib_of_all_ranks",
         "memory/max_reserved(GiB)": "memory_reserved_gib",
         "validation_metrics/loss": "validation_loss",
     }
@@ -117,6 +119,7 @@ class PCMetricsProcessor(MetricsProcessor):
         super().__init__(job_config, parallel_dims, tag)
         self._json_lines: JsonLinesLogger | None = None
         self._spikes: LossSpikes | None = None
+        self._device = self.device_memory_monitor.device.type
         if _rank() != _get_metrics_rank(parallel_dims, job_config):
             return
         training = job_config.training
@@ -148,6 +151,11 @@ class PCMetricsProcessor(MetricsProcessor):
                 for earlier, loss in self._json_lines.losses_before(step).items():
                     self._spikes.update(earlier, loss)
             extra_metrics = {**(extra_metrics or {}), "loss_spikes": self._spikes.update(step, global_avg_loss)}
+        # before upstream resets the peak; on every rank, since it is collective
+        peak = torch.tensor(self.device_memory_monitor.get_peak_stats().max_active_gib, device=self._device)
+        if dist.is_initialized():
+            dist.all_reduce(peak, dist.ReduceOp.MAX)
+        extra_metrics = {**(extra_metrics or {}), "memory/max_active_of_all_ranks(GiB)": peak.item()}
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
 
     def log_health(self, step: int, metrics: dict[str, float]) -> None:

@@ -104,7 +104,7 @@ def test_inspect_shows_what_is_there(work, finished):
 @pytest.mark.parametrize(
     ("main", "arguments", "message"),
     [
-        (tokenizing.main, ["--input", "none/*.parquet", "--output", "x"], "matches no parquet file"),
+        (tokenizing.main, ["--input", "none/*.parquet", "--output", "x"], "matches no file of parquet"),
         (tokenizing.main, ["--input", "parquet", "--output", "finished"], "was begun with source"),
         (tokenizing.main, ["--input", "parquet", "--output", "x", "--part", "2/2"], "--part 2/2 must be K/N"),
         (

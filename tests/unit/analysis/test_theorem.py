@@ -59,7 +59,10 @@ def test_pc_trains_raw_weights_through_the_map():
     assert with_pc.losses[0] != plain.losses[0] and with_pc.losses[-1] < with_pc.losses[0]
 
 
-@pytest.mark.parametrize("widths, samples, word", [((8, 6, 9), 4, "rise"), ((4, 6, 3), 5, "samples")])
+@pytest.mark.parametrize(
+    "widths, samples, word",
+    [((8, 6, 9), 4, "rise"), ((8, 6, 4), 4, "rise"), ((8,), 4, "rise"), ((4, 6, 3), 5, "samples")],
+)
 def test_problems_outside_the_assumptions(widths, samples, word):
     with pytest.raises(UserError, match=word):
         theorem.make_problem(widths, samples)

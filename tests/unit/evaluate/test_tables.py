@@ -42,6 +42,17 @@ def test_partial_results_say_so(tmp_path):
     assert {row["partial"] for row in rows} == {"1"}
 
 
+def test_another_text_is_named(tmp_path):
+    results = [result("A", 0.2), result("B", 0.3)]
+    for one in results:
+        one["tasks"]["lambada_openai"]["variant"] = "text without line breaks"
+    tables.write(results, list(METRICS), tmp_path / "table")
+    text = (tmp_path / "table.md").read_text()
+    assert "| LAMBADA, text without line breaks (acc) | HellaSwag (acc_norm) |" in text
+    rows = list(csv.DictReader((tmp_path / "table.csv").open()))
+    assert {row["task"] for row in rows if row["variant"]} == {"lambada_openai"}
+
+
 def test_one_item_has_no_error(tmp_path):
     tables.write([result("A", 1.0, error=None)], ["piqa"], tmp_path / "table")
     assert "| A | 1.0000 | 1.0000 |" in (tmp_path / "table.md").read_text()

@@ -1,6 +1,8 @@
 """The dry run finds what is wrong, and its sums are right."""
 
 import dataclasses
+import hashlib
+import shutil
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torchtitan.config.job_config import ActivationCheckpoint
 from torchtitan.distributed.activation_checkpoint import apply_ac
 
 from pc.errors import UserError
-from pc.launch import memory
+from pc.launch import dry_run, memory
 from pc.launch.dry_run import check, check_or_raise
 from pc.titan.config import JobConfig
 from pc.titan.llama2 import FLAVORS, Llama2
@@ -83,6 +85,25 @@ def test_data_are_checked_against_the_model(tiny_shards):
     assert any("the model's vocabulary has 10" in error for error in report.errors)
     report = check(ROOT / "train_configs" / "debug.toml", [*words, "--training.seq_len=1000000"], 1)
     assert any("too few for seq_len" in error for error in report.errors)
+
+
+def test_a_model_of_the_papers_says_where_its_data_are_not_the_papers(tiny_shards, tmp_path, monkeypatch):
+    def warnings(folder):
+        found = check(ROOT / "train_configs" / "271m_adamw_pc.toml", [f"--data.path={folder}"], 8).warnings
+        return [warning for warning in found if "the paper" in warning]
+
+    said = warnings(tiny_shards)
+    assert "the paper with Llama 2's tokenizer.model: losses per token are not comparable" in said[0]
+    assert "the run reads 57.7 B tokens" in said[1] and "none twice" in said[1] and len(said) == 2
+    # control: with Llama 2's tokenizer, known by its hash, only the number of tokens is left to say
+    folder = tmp_path / "shards"
+    shutil.copytree(tiny_shards, folder)
+    (folder / "tokenizer").mkdir(exist_ok=True)
+    (folder / "tokenizer" / "tokenizer.model").write_bytes(b"x")
+    monkeypatch.setattr(dry_run, "LLAMA_2_TOKENIZER_SHA256", hashlib.sha256(b"x").hexdigest())
+    assert len(warnings(folder)) == 1
+    small = check(ROOT / "train_configs" / "debug.toml", [f"--data.path={folder}"], 1).warnings
+    assert not any("the paper" in warning for warning in small)
 
 
 def test_every_mistake_is_said_once():
