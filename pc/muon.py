@@ -25,7 +25,11 @@ class Muon(torch.optim.Muon):
     The momentum is torch's running mean, `buf = mu buf + (1 - mu) g`. The paper writes `buf = mu buf + g`;
     the two differ by a constant factor that the orthogonalisation cancels, up to its epsilon of 1e-7 against
     the norm of the whole update.
+
+    A step changes nothing if the attribute `found_inf`, a tensor on the device as in torch's fused optimizers, is 1.
     """
+
+    found_inf: Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -46,6 +50,12 @@ class Muon(torch.optim.Muon):
             return
         momentum, lr = group["momentum"], float(group["lr"])
         shards, local_gradients, updates = ([local(t) for t in x] for x in (parameters, gradients, buffers))
+        decay: float | Tensor = 1 - lr * group["weight_decay"]
+        if self.found_inf is not None:
+            skip = self.found_inf.bool()
+            decay = torch.where(skip, 1.0, decay)
+            for gradient, buffer in zip(local_gradients, updates, strict=True):
+                torch.where(skip, buffer, gradient, out=gradient)  # a running mean of its own value stays as it is
         torch._foreach_lerp_(updates, local_gradients, 1 - momentum)
         if group["nesterov"]:
             updates = torch._foreach_lerp(local_gradients, updates, momentum)
@@ -53,8 +63,10 @@ class Muon(torch.optim.Muon):
         updates = [_like(p, u.to(torch.bfloat16, copy=True)) for p, u in zip(parameters, updates, strict=True)]
         settings = (group["ns_coefficients"], group["ns_steps"], group["eps"])
         run_on_owners(_orthogonalise, [(u,) for u in updates], [(u,) for u in updates], [settings] * len(updates))
-        torch._foreach_mul_(shards, 1 - lr * group["weight_decay"])
+        torch._foreach_mul_(shards, decay)
         for parameter, shard, update in zip(parameters, shards, updates, strict=True):
+            if self.found_inf is not None:
+                local(update).masked_fill_(skip, 0)
             shard.add_(local(update), alpha=-_adjust_lr(lr, group["adjust_lr_fn"], parameter.shape))
 
 

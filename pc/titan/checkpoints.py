@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,15 @@ class Checkpoints(CheckpointManager):
 
     Args:
         keep_every: checkpoints of these steps are kept whatever `keep_latest_k` says; 0 is none.
+        may_save: asked before a save on every rank; if False, it is left to the next interval.
         group: processes that agree on what is damaged, on the CPU; None: this one alone.
         others: upstream's arguments.
     """
 
-    def __init__(self, *, keep_every: int, group: dist.ProcessGroup | None, **others: Any) -> None:
-        self._keep_every, self._group = keep_every, group
+    def __init__(
+        self, *, keep_every: int, may_save: Callable[[], bool], group: dist.ProcessGroup | None, **others: Any
+    ) -> None:
+        self._keep_every, self._may_save, self._group = keep_every, may_save, group
         super().__init__(**others)
 
     # --- saving -------------------------------------------------------------------------------------
@@ -60,6 +64,12 @@ class Checkpoints(CheckpointManager):
         if enable_garbage_collection:
             GarbageCollection.collect("GC collection invoked by checkpointer.")
         return result
+
+    def save(self, curr_step: int, last_step: bool = False) -> None:
+        if self._should_save(curr_step, last_step) and not self._may_save() and not last_step:
+            logger.warning(f"No checkpoint of step {curr_step}, which was left out")
+            return
+        super().save(curr_step, last_step)
 
     def finish_saving(self) -> None:
         """Wait for a checkpoint that is still being written; raises UserError if it cannot be."""

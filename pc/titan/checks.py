@@ -80,6 +80,7 @@ _AT_LEAST = {
     "training.seq_len": 1,
     "training.local_batch_size": 1,
     "training.steps": 1,
+    "training.max_nonfinite_steps": 1,
     "validation.local_batch_size": 1,
     "validation.freq": 1,
     "data.validation_sequences": 1,

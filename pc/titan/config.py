@@ -88,6 +88,9 @@ class Model(titan.Model):
 class Training(titan.Training):
     """TorchTitan's section, with the loss in chunks."""
 
+    max_nonfinite_steps: int = 3
+    """A step whose loss or gradient norm is not finite is left out of the weights; stop after so many in a row."""
+
     chunked_loss: bool = False
     """Head and cross entropy a chunk of tokens at a time, without whole logits: less memory."""
 

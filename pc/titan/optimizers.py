@@ -59,6 +59,18 @@ class Optimizers(OptimizersContainer):
         self._post_init(parameters, {"lr": config.lr})
         _log_groups(model_parts, config)
         self.schedule = _add_pc(self, model_parts)
+        self.left_out: Tensor | None = None
+        """1.0 on the device if the gradients must not enter the weights, 0.0 if they may; None: they may"""
+
+    def step(self, *arguments, **options) -> None:
+        """Step unless `left_out` says 1 on the device. AdamW that is not fused waits for it, since torch's cannot obey it."""
+        for kind, optimizer in self.named():
+            obeys = kind == "muon" or optimizer.defaults.get("fused")
+            if obeys:
+                optimizer.found_inf = self.left_out  # the name that torch's own gradient scaler uses
+            elif self.left_out is not None and bool(self.left_out):
+                continue
+            optimizer.step(*arguments, **options)
 
     def named(self) -> Iterator[tuple[str, torch.optim.Optimizer]]:
         """Each optimizer with its kind."""

@@ -22,6 +22,7 @@ from torchtitan.tools.logging import logger
 
 from pc import data
 from pc.errors import UserError
+from pc.owner import local
 from pc.titan import device, method
 from pc.titan.checkpoints import Checkpoints
 from pc.titan.checks import check
@@ -30,6 +31,7 @@ from pc.titan.health import HealthMetrics
 from pc.titan.llama2 import FLAVORS, Llama2
 from pc.titan.loss import build_loss
 from pc.titan.metrics import build_metrics_processor
+from pc.titan.nonfinite import FiniteSteps
 from pc.titan.optimizers import build_optimizers, build_schedulers
 from pc.titan.parallelize import AlwaysSharded, parallelize, pipeline
 from pc.titan.resolve import resolve, run_folder
@@ -58,6 +60,13 @@ class PCTrainer(torchtitan.train.Trainer):
         self.health = HealthMetrics(job_config, self.model_parts, self.pc_schedule, self.parallel_dims)
         self.scorer = self.build_scorer()
         self.checkpointer = self._build_checkpointer()
+        self.finite_steps = FiniteSteps(
+            self.model_parts,
+            self.pc_schedule,
+            self.device,
+            job_config.training.max_nonfinite_steps,
+            lambda step, count: self.metrics_processor.log_health(step, {"steps_left_out": count}),
+        )
         states = self.checkpointer.states
         states[method.Fingerprint.KEY] = method.Fingerprint(job_config.pc)
         if self.pc_schedule is not None:
@@ -94,10 +103,12 @@ class PCTrainer(torchtitan.train.Trainer):
         if self.pc_schedule is not None and self.pc_schedule.weights_are_raw:
             # The first step of a new run, after any checkpoint was loaded.
             self.pc_schedule.materialise()
-        self._micro_batches_done = 0
+        self._micro_batches_done, self._loss = 0, 0.0
+        first = getattr(self.dataloader, "position", None)  # a stream has none
         self.health.start_step(self.step, measure_outputs=not self._pipeline_finds_shapes())
         super().train_step(data_iterator)
         self._has_stepped = True
+        self.finite_steps.note(self.step, None if first is None else range(first, self.dataloader.position))
         self.metrics_processor.log_health(self.step, self.health.collect(self.step))
         if self.scorer is not None and self.scorer.due(self.step):
             self.metrics_processor.log_health(self.step, self.scorer.score())
@@ -106,9 +117,11 @@ class PCTrainer(torchtitan.train.Trainer):
         loss = super().forward_backward_step(
             input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
         )
+        self._loss = self._loss + local(loss.detach())
         self._micro_batches_done += 1
         if self._micro_batches_done == self.gradient_accumulation_steps:
             self._finish_gradients(global_valid_tokens)
+            self.optimizers.left_out = self.finite_steps.judge(self._loss)
         return self._loss_of_all_stages(loss)
 
     def state_dict(self) -> dict:
@@ -202,6 +215,7 @@ class PCTrainer(torchtitan.train.Trainer):
         self.checkpointer.close()
         return Checkpoints(
             keep_every=self.job_config.checkpoint.keep_every,
+            may_save=lambda: not self.finite_steps.settle(),
             group=self._agreement_group,
             dataloader=self.dataloader,
             model_parts=self.model_parts,

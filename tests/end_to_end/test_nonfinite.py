@@ -1,0 +1,82 @@
+"""A step whose loss or gradient is not finite leaves no trace in weights or optimizer state, on any rank."""
+
+import json
+import math
+
+import pytest
+import torch
+
+import tiny
+from pc.errors import UserError
+from ranks import run_ranks
+
+
+def _train(rank, config, overrides, bad_steps, value):
+    """Train; in `bad_steps` a gradient of rank 1 alone gets `value`. Returns state after each step, what was raised."""
+    from pc.launch.train import Trainer, load_config
+
+    tiny.add_tiny_flavor()
+    trainer = Trainer(load_config(config, overrides))
+    trainer.require_loadable()
+    judge, seen = trainer.finite_steps.judge, [_state(trainer)]
+
+    def spoilt(loss):
+        if trainer.step in bad_steps and rank == 1:
+            if value == "loss":
+                loss = loss * math.nan
+            else:
+                trainer.model_parts[0].layers["0"].attention.wo.weight.grad._local_tensor[-1, -1] = value
+        return judge(loss)
+
+    trainer.finite_steps.judge = spoilt
+    save = trainer.checkpointer.save
+    trainer.checkpointer.save = lambda *args, **kwargs: (seen.append(_state(trainer)), save(*args, **kwargs))
+    error = ""
+    try:
+        trainer.train()
+    except UserError as raised:
+        error = str(raised)
+    trainer.close()
+    return seen, error
+
+
+def _state(trainer):
+    """Weights, or W under PC, and all of the optimizers' state, of this rank."""
+    tensors = {f"optimizer.{k}": tiny.whole(v) for k, v in trainer.optimizers.state_dict().items() if torch.is_tensor(v)}
+    weights = tiny.state_of(trainer)
+    raw = {name[3:-4]: tensor for name, tensor in weights.items() if name.endswith(".raw")}
+    for name, tensor in weights.items():
+        if name[:3] != "pc.":
+            tensors[name] = raw.get(name.removesuffix(".weight"), tensor)
+    return tensors
+
+
+MUON = ["--optimizer.name", "Muon"]
+FUSED = ["--optimizer.implementation", "fused"]
+
+
+@pytest.mark.parametrize(
+    "overrides, value",
+    [(FUSED, math.nan), ([], math.inf), ([*MUON, *FUSED, "--pc.schedule", "forward"], "loss"), ([*MUON, *FUSED], 1e30)],
+    ids=["fused-nan", "foreach-inf", "muon-forward-loss", "muon-overflow"],
+)
+def test_a_bad_step_is_left_out(tiny_config, overrides, value):
+    config, folder = tiny_config
+    for states, error in run_ranks(2, _train, config, overrides, (3, 4), value):
+        assert error == "" and len(states) == 7
+        moved = [any(not torch.equal(a[k], b[k]) for k in b if k in a) for a, b in zip(states, states[1:], strict=False)]
+        assert moved == [True, True, False, False, True, True]
+        assert all(tensor.isfinite().all() for tensor in states[-1].values())
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["steps_left_out"]) for line in lines if "steps_left_out" in line] == [(3, 1), (4, 2)]
+    # none is saved in the middle of it, where an interval of 3 would have
+    assert {p.name for p in (folder / "checkpoint").iterdir()} == {"step-6"}
+
+
+def test_so_many_in_a_row_stop_the_run(tiny_config):
+    config, folder = tiny_config
+    words = ["--training.steps", "20", "--lr_scheduler.total_steps", "20"]
+    for states, error in run_ranks(2, _train, config, [*FUSED, *words], range(4, 20), math.nan):
+        assert "not finite in 3 steps in a row, up to step 6; data positions 72-143" in error
+        assert "not finite now: gradient of" in error and "data.skip" in error and "\n" not in error
+    assert {p.name for p in (folder / "checkpoint").iterdir()} == {"step-3"}
