@@ -34,12 +34,15 @@ class Row:
     variants: dict[str, Variant]
     micro_batches: int = 10
     rounds: int = 5
+    processes: int = 1
+    """that the row needs at least, under torchrun"""
     goals: tuple[Goal, ...] = ()
     shape: dict[str, int | str] = field(default_factory=dict)
     """flavor, seq_len, local_batch_size where they differ from the config's"""
 
 
 ADAMW, PC = "1b_adamw_baseline.toml", "1b_adamw_pc.toml"
+DEBUG = "debug.toml"
 TF32 = ("--pc.compute_dtype", "tf32")
 IN_GRAPH = ("--pc.schedule", "forward")
 EAGER = ("--compile.enable", "false")
@@ -50,6 +53,10 @@ CHUNKED_LOSS = ("--training.chunked_loss", "true")
 FULL = ("--activation_checkpoint.mode", "full")
 # The parts of PC in the graph cannot be told apart where backward makes PC(W) again.
 KEEP_ALL = ("--activation_checkpoint.mode", "none")
+BASELINE = ("--pc.enable", "false")
+BFLOAT16 = ("--training.mixed_precision_param", "bfloat16")
+EVERY_MICRO_BATCH = ("--parallelism.fsdp_sync", "micro_batch")
+ONCE = ("--parallelism.fsdp_sync", "step")
 SMALL: dict[str, int | str] = {"flavor": "60M", "seq_len": 64, "local_batch_size": 1}
 
 # In the order in which to spend scarce GPU time.
@@ -134,6 +141,38 @@ ROWS: dict[str, Row] = {
         "271M, AdamW: PC level 4 over baseline",
         {"baseline": Variant("271m_adamw_baseline.toml"), "pc": Variant("271m_adamw_pc.toml", TF32)},
         micro_batches=5,
+    ),
+    "exchange": Row(
+        "1B, AdamW, baseline, on all GPUs of a machine: weights gathered and gradients reduced once per step over with "
+        "every micro-batch",
+        {"every micro-batch": Variant(ADAMW, EVERY_MICRO_BATCH), "once": Variant(ADAMW, ONCE)},
+        processes=2,
+        goals=(Goal("time once / every micro-batch", "<=", 1.0),),
+    ),
+    "stock-cpu": Row(
+        "debug model at the default run's shapes, float32, for a CPU: this project's baseline over TorchTitan's own step",
+        {"stock": Variant(DEBUG, BASELINE, stock=True), "baseline": Variant(DEBUG, BASELINE)},
+        micro_batches=8,
+        rounds=15,
+        goals=(Goal("time baseline / stock", "<=", 1.03),),
+    ),
+    "stock-cpu-bf16": Row(
+        "the same in bfloat16, which TorchTitan has from autocast on one process",
+        {"stock": Variant(DEBUG, BASELINE + BFLOAT16, stock=True), "baseline": Variant(DEBUG, BASELINE + BFLOAT16)},
+        micro_batches=8,
+        rounds=5,
+        goals=(Goal("time baseline / stock", "<=", 1.03),),
+    ),
+    "exchange-cpu": Row(
+        "debug model at the default run's shapes, float32, two processes of a CPU: as row exchange",
+        {
+            "every micro-batch": Variant(DEBUG, BASELINE + EVERY_MICRO_BATCH),
+            "once": Variant(DEBUG, BASELINE + ONCE),
+        },
+        micro_batches=4,
+        processes=2,
+        rounds=11,
+        goals=(Goal("time once / every micro-batch", "<=", 1.0),),
     ),
     "schedules": Row(
         "60M, AdamW, float32, not compiled, short sequences, for a CPU: what PC itself takes in both schedules",

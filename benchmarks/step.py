@@ -1,12 +1,14 @@
 """Time and memory of a training step, variants side by side in one process.
 
     python benchmarks/step.py ROW [--output results/DATE-NAME] [--local-batch-size N ...]
+    torchrun --nproc-per-node N benchmarks/step.py ROW ...      # on N GPUs, or N processes of a CPU
     python benchmarks/step.py --table results/DATE-NAME
 
 A row of `ROWS` is a handful of variants of the real trainer, all in memory at once. After a warm-up each takes
 one step in turn (A B A B ...), so that a drifting clock rate or a busy machine meets all of them. Figures are
 medians with their range; ratios are taken round by round. Without a GPU, time is CPU time of the process (a
-busy machine's wall clock tells about its other users) and peak memory is left out. The parts of a step are
+busy machine's wall clock tells about its other users), or with several processes, which wait for each other, the wall
+clock's, and peak memory is left out. With several, collectives are counted and timed, on the first of them. The parts of a step are
 timed in the same steps: an event in the GPU's stream, or a look at the clock, waits for nothing.
 
 Activation checkpointing is that of the configs unless a variant says otherwise; what it recomputes is in "backward".
@@ -52,10 +54,12 @@ import pc
 import pc.linear
 import pc.passes
 import pc.titan.optimizers
+from collectives import Collectives
 from pc import polynomial
 from pc.errors import UserError, exit_on_user_error
 from pc.files import write_atomically
 from pc.owner import local
+from pc.titan import device
 from pc.titan.status import PACKAGES
 from pc.titan.train import TRAIN_SPEC, PCTrainer, load_config
 from rows import ROWS, Row, Variant, table
@@ -116,7 +120,7 @@ def build(variant: Variant, shape: dict[str, int | str], micro_batches: int, fol
         settings[f"{'model' if key == 'flavor' else 'training'}.{key}"] = value
     overrides = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
     config = load_config(CONFIGS / variant.config, [*overrides, *variant.overrides])
-    config.training.global_batch_size = config.training.local_batch_size * micro_batches
+    config.training.global_batch_size = config.training.local_batch_size * micro_batches * dist.get_world_size()
     trainer = (Trainer if variant.stock else PCTrainer)(config)
     if variant.attention:
         for model in trainer.model_parts:
@@ -138,17 +142,19 @@ PARTS_OF_PC = ("pull_back", "materialise", "PC in forward", "PC in backward", "p
 
 
 class Clock:
-    """Seconds between moments: of the GPU's stream, or CPU time of this process."""
+    """Seconds between moments: of the GPU's stream, or CPU time of this process, or with several the wall clock's."""
 
-    def __init__(self, is_gpu: bool) -> None:
+    def __init__(self, is_gpu: bool, processes: int = 1) -> None:
         self._is_gpu = is_gpu
+        self._now = time.process_time if processes == 1 else time.perf_counter
+        self.name = "GPU stream" if is_gpu else "CPU time of the process" if processes == 1 else "wall clock"
 
     def now(self):
         if self._is_gpu:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
             return event
-        return time.process_time()
+        return self._now()
 
     def seconds(self, start, end) -> float:
         if self._is_gpu:
@@ -283,7 +289,7 @@ def pc_state(trainer: Trainer) -> list[Tensor]:
 def measure(row: Row, shape: dict[str, int | str], micro_batches: int, rounds: int) -> Iterator[dict]:
     """Build all variants, warm up, and take `rounds` interleaved steps; yields all results so far after each round."""
     is_gpu = utils.device_type == "cuda"
-    clock = Clock(is_gpu)
+    clock = Clock(is_gpu, dist.get_world_size())
     register_specs()
     trainers: dict[str, Trainer] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -293,6 +299,7 @@ def measure(row: Row, shape: dict[str, int | str], micro_batches: int, rounds: i
         iterators = {name: trainer.batch_generator(trainer.dataloader) for name, trainer in trainers.items()}
         parts: dict[str, list[dict[str, float]]] = {name: [] for name in trainers}
         peaks: dict[str, list[float]] = {name: [] for name in trainers}
+        exchanged: dict[str, list[dict]] = {name: [] for name in trainers}
 
         def step(name: str) -> None:
             with compiled_pc(row.variants[name].compile_pc):
@@ -311,12 +318,15 @@ def measure(row: Row, shape: dict[str, int | str], micro_batches: int, rounds: i
                     torch.cuda.synchronize()
                     torch.cuda.reset_peak_memory_stats()
                     others = torch.cuda.memory_allocated() - bytes_held(trainer)
-                parts[name].append(Parts(trainer, clock).take(functools.partial(step, name)))
+                dist.barrier()
+                with Collectives(clock.now, clock.seconds) as collectives:
+                    parts[name].append(Parts(trainer, clock).take(functools.partial(step, name)))
+                exchanged[name].append(collectives.totals())
                 if is_gpu:
                     peaks[name].append((torch.cuda.max_memory_allocated() - others) / GIB)
                 _say(f"round {index + 1}/{rounds}: {name} {parts[name][-1]['step']:.3f} s")
             yield {
-                name: _variant_result(trainer, parts[name], peaks[name], micro_batches)
+                name: _variant_result(trainer, parts[name], peaks[name], exchanged[name], micro_batches)
                 for name, trainer in trainers.items()
             }
         for trainer in trainers.values():
@@ -324,14 +334,17 @@ def measure(row: Row, shape: dict[str, int | str], micro_batches: int, rounds: i
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    if dist.get_rank() == 0:
+        print(line, file=sys.stderr, flush=True)
 
 
-def _variant_result(trainer: Trainer, steps: list[dict[str, float]], peaks: list[float], micro_batches: int) -> dict:
+def _variant_result(
+    trainer: Trainer, steps: list[dict[str, float]], peaks: list[float], exchanged: list[dict], micro_batches: int
+) -> dict:
     training = trainer.job_config.training
     parts = {part: [step[part] for step in steps] for part in steps[0]}
     seconds = parts.pop("step")
-    tokens = training.local_batch_size * training.seq_len * micro_batches
+    tokens = training.local_batch_size * training.seq_len * micro_batches  # of one process
     per_second = tokens / statistics.median(seconds)
     flops_per_token = trainer.metrics_processor.num_flops_per_token
     peak_flops = trainer.metrics_processor.gpu_peak_flops if utils.device_type == "cuda" else None
@@ -343,8 +356,15 @@ def _variant_result(trainer: Trainer, steps: list[dict[str, float]], peaks: list
         "utilisation": flops_per_token * per_second / peak_flops if peak_flops else None,
         "peak_gib": peaks or None,
         "held_gib": bytes_held(trainer) / GIB,
-        "pc_state_gib": sum(local(t).numel() * local(t).element_size() for t in pc_state(trainer)) / GIB,
+        "pc_state_gib": dist.get_world_size()
+        * sum(local(t).numel() * local(t).element_size() for t in pc_state(trainer))
+        / GIB,
         "parts": parts,
+        # of one step; calls and bytes are the same in each
+        "exchange": {
+            kind: {**totals, "seconds": [step[kind]["seconds"] for step in exchanged]}
+            for kind, totals in exchanged[-1].items()
+        },
     }
 
 
@@ -365,6 +385,10 @@ def figures(variants: dict[str, dict]) -> dict[str, dict[str, float]]:
             result[f"utilisation {name}"] = _summary([variant["utilisation"]])
         if variant["pc_state_gib"]:
             result[f"PC state GiB per GPU of 8, {name}"] = _summary([variant["pc_state_gib"] / 8])
+        for kind, totals in variant["exchange"].items():
+            result[f"{kind}: calls, {name}"] = _summary([totals["calls"]])
+            result[f"{kind}: GiB sent, {name}"] = _summary([totals["bytes"] / GIB])
+            result[f"{kind}: seconds, {name}"] = _summary(totals["seconds"])
     if list(variants) == ["step", "in graph"]:
         on_pc = {
             name: [sum(values) for values in zip(*(v for part, v in variant["parts"].items() if part in PARTS_OF_PC))]
@@ -379,7 +403,7 @@ def _summary(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "smallest": min(values), "largest": max(values), "n": len(values)}
 
 
-def about_this_run(command: list[str]) -> dict:
+def about_this_run(command: list[str], processes: int = 1) -> dict:
     """What another person needs to repeat it."""
 
     def git(*words: str) -> str:
@@ -399,7 +423,8 @@ def about_this_run(command: list[str]) -> dict:
         "date": datetime.date.today().isoformat(),
         "hardware": torch.cuda.get_device_name() if is_gpu else f"{len(os.sched_getaffinity(0))}-core CPU",
         "threads": torch.get_num_threads(),
-        "clock": "GPU stream" if is_gpu else "CPU time of the process",
+        "processes": processes,
+        "clock": Clock(is_gpu, processes).name,
         "versions": {"python": platform.python_version(), **{p: version(p) for p in PACKAGES[:2]}},
     }
 
@@ -424,26 +449,36 @@ def main(arguments: list[str] | None = None) -> None:
     row = ROWS[chosen.row]
     changes = {key: getattr(chosen, key) for key in ("flavor", "seq_len", "local_batch_size") if getattr(chosen, key)}
     micro_batches, rounds = chosen.micro_batches or row.micro_batches, chosen.rounds or row.rounds
-    os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
+    device.use_cpu_where_there_is_no_gpu()
     backend = "nccl" if utils.device_type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if dist.get_world_size() < row.processes:
+        raise UserError(
+            f"row {chosen.row} is about several processes: torchrun --nproc-per-node 2 benchmarks/step.py {chosen.row}"
+        )
     record = {
         "row": chosen.row,
         "about": row.about,
         # Goals hold for the row as it stands.
         "changed": changes | ({"micro_batches": micro_batches} if micro_batches != row.micro_batches else {}),
-        **about_this_run(arguments if arguments is not None else sys.argv[1:]),
+        **about_this_run(arguments if arguments is not None else sys.argv[1:], dist.get_world_size()),
         "rounds": rounds,
     }
+    is_first = dist.get_rank() == 0
     try:
         for variants in measure(row, row.shape | changes, micro_batches, rounds):
             record |= {"figures": figures(variants), "variants": variants}
             text = json.dumps(record, indent=1) + "\n"
-            if chosen.output:
+            if chosen.output and is_first:
                 write_atomically(chosen.output / f"{chosen.row}.json", text)
     finally:
         dist.destroy_process_group()
-    print(text if not chosen.output else json.dumps(record["figures"], indent=1))
+    if is_first:
+        print(text if not chosen.output else json.dumps(record["figures"], indent=1))
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from torchtitan.models.llama3.model.model import Transformer
 from pc import attach, named_pc_linears, polynomial
 from pc.config import PCConfig
 from pc.errors import UserError
-from pc.launch import memory
 from pc.owner import BUCKET_BYTES, assign, buckets
+from pc.titan import memory
 from pc.titan.batch import accumulation_steps
 from pc.titan.config import JobConfig
 from pc.titan.llama2 import FLAVORS, Llama2Args
@@ -238,6 +238,8 @@ class Plan:
             activation_checkpoint=self.config.activation_checkpoint,
             compute_bytes=memory.BFLOAT16 if training.mixed_precision_param == "bfloat16" else memory.FLOAT32,
             loss=memory.Loss.of(self.config),
+            gathers_once=memory.gathers_once(self.config),
+            accumulates=self.micro_batches > 1,
         )
         if schedule == "step":
             parts["PC work space"] = self._work_space() / memory.GIB

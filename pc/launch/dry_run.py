@@ -17,8 +17,7 @@ from pc.data.demo import FOLDER as DEMO
 from pc.data.manifest import TOKENIZER_FOLDER
 from pc.errors import UserError, exit_on_user_error
 from pc.files import sha256_of
-from pc.launch import memory
-from pc.titan import checks
+from pc.titan import checks, memory
 from pc.titan.batch import accumulation_steps
 from pc.titan.config import JobConfig
 from pc.titan.llama2 import FLAVORS, Llama2Args
@@ -75,7 +74,7 @@ def check(path: str | Path, overrides: Sequence[str], world_size: int, *, needs_
     if model_args:
         sizes = _check_model(report, config, model_args)
         if sizes and data_parallel and sound:
-            _check_memory(report, config, sizes, world_size, data_parallel, folder)
+            _tried(report, _check_memory, report, config, sizes, world_size, data_parallel, folder)
         _check_data(report, config, model_args.vocab_size, needs_data)
     return report
 
@@ -149,8 +148,13 @@ def _check_batch(report: Report, config: JobConfig, data_parallel: int) -> None:
 
 def _check_layout(report: Report, config: JobConfig, world_size: int, data_parallel: int) -> None:
     """The trainer's own refusals, except those of a CPU: this machine is not the one that trains."""
+    for finding in checks.of_layout(config, _dims(config, world_size, data_parallel), on_cpu=False):
+        report.fail(finding)
+
+
+def _dims(config: JobConfig, world_size: int, data_parallel: int) -> ParallelDims:
     parallelism = config.parallelism
-    dims = ParallelDims(
+    return ParallelDims(
         dp_replicate=parallelism.data_parallel_replicate_degree,
         dp_shard=data_parallel // parallelism.data_parallel_replicate_degree,
         cp=parallelism.context_parallel_degree,
@@ -160,8 +164,6 @@ def _check_layout(report: Report, config: JobConfig, world_size: int, data_paral
         etp=parallelism.expert_tensor_parallel_degree,
         world_size=world_size,
     )
-    for finding in checks.of_layout(config, dims, on_cpu=False):
-        report.fail(finding)
 
 
 def _check_schedule(report: Report, config: JobConfig) -> None:
@@ -205,22 +207,20 @@ def _attach(model: torch.nn.Module, config: JobConfig) -> torch.nn.Module:
 def _check_memory(
     report: Report, config: JobConfig, sizes: memory.Sizes, world_size: int, data_parallel: int, folder: Path
 ) -> None:
-    parallelism = config.parallelism
     schedule = config.pc.schedule if config.pc.enable else "plain"
-    parts = memory.per_gpu(
-        sizes,
-        optimizer=config.optimizer.name,
-        schedule=schedule,
-        shards=data_parallel // parallelism.data_parallel_replicate_degree * parallelism.context_parallel_degree,
-        tensor_parallel=parallelism.tensor_parallel_degree,
-        pipeline_parallel=parallelism.pipeline_parallel_degree,
-        tokens=config.training.local_batch_size * config.training.seq_len // parallelism.context_parallel_degree,
-        activation_checkpoint=config.activation_checkpoint,
-        compute_bytes=memory.BFLOAT16 if config.training.mixed_precision_param == "bfloat16" else memory.FLOAT32,
-        loss=memory.Loss.of(config),
-    )
+    dims = _dims(config, world_size, data_parallel)
+    parts = memory.of_run(config, dims, sizes)
     listed = ", ".join(f"{part} {size:.2f}" for part, size in parts.items())
     report.facts.append(("memory per GPU", f"{sum(parts.values()):.1f} GiB estimated at {world_size} GPUs: {listed}"))
+    if memory.gathers_once(config):
+        otherwise = sum(memory.of_run(config, dims, sizes, once=False).values())
+        report.facts.append(
+            (
+                "weights and gradients",
+                f"exchanged once per step on GPUs of {sum(parts.values()) + memory.RESERVE_GIB:.0f} GiB or more; with "
+                f"every micro-batch {otherwise:.1f} GiB (parallelism.fsdp_sync)",
+            )
+        )
     if not config.checkpoint.enable:
         return
     size = memory.checkpoint_bytes(sizes, optimizer=config.optimizer.name, schedule=schedule)

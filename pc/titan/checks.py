@@ -44,6 +44,7 @@ def of_layout(config: JobConfig, dims: ParallelDims, on_cpu: bool) -> Iterator[s
         on_cpu: whether it trains on CPUs, which can do less.
     """
     yield from _parallelism(config, dims)
+    yield from _fsdp_sync(config, dims)
     if dims.pp > 1:
         yield from _pipeline(config, dims)
     if on_cpu:
@@ -183,6 +184,20 @@ def _parallelism(config: JobConfig, dims: ParallelDims) -> Iterator[str]:
         yield (
             f"training.seq_len = {config.training.seq_len} should be a multiple of {dims.seq_len_divisor} "
             "(tensor parallel degree x 2 x context parallel degree)"
+        )
+
+
+def _fsdp_sync(config: JobConfig, dims: ParallelDims) -> Iterator[str]:
+    asked = config.parallelism.fsdp_sync
+    if asked == "step" and config.parallelism.fsdp_reshard_after_forward == "always":
+        yield (
+            'parallelism.fsdp_sync = "step" keeps weights gathered, parallelism.fsdp_reshard_after_forward = "always" '
+            'gives them back; use fsdp_sync = "auto"'
+        )
+    if asked in ("step", "replicas_per_step") and dims.pp > 1:
+        yield (
+            f'parallelism.fsdp_sync = "{asked}" does not reach into pipeline schedules, which exchange once for every '
+            'pass; use "auto"'
         )
 
 

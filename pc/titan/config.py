@@ -96,6 +96,16 @@ class Training(titan.Training):
 
 
 @dataclass
+class Parallelism(titan.Parallelism):
+    """TorchTitan's section, with how often FSDP exchanges weights and gradients."""
+
+    fsdp_sync: Literal["auto", "step", "replicas_per_step", "micro_batch"] = "auto"
+    """Gather weights and reduce gradients once per optimizer step ("step"), with every micro-batch ("micro_batch",
+    TorchTitan's way), or with every micro-batch but among replicas once per step ("replicas_per_step"). "auto": once
+    per step where the memory estimate fits the device, otherwise "replicas_per_step"."""
+
+
+@dataclass
 class Optimizer(titan.Optimizer):
     """TorchTitan's section, with Muon. AdamW's keys also serve what Muon does not train."""
 
@@ -151,6 +161,7 @@ class JobConfig(titan.JobConfig):
     optimizer: Optimizer = field(default_factory=Optimizer)
     training: Training = field(default_factory=Training)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    parallelism: Parallelism = field(default_factory=Parallelism)
     pc: PC = field(default_factory=PC)
     data: Data = field(default_factory=Data)
     health: Health = field(default_factory=Health)

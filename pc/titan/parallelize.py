@@ -18,7 +18,6 @@ from pc.attach import attach, matches
 from pc.config import PCConfig
 from pc.errors import UserError
 from pc.linear import clean_name, named_pc_linears
-from pc.titan import device
 from pc.titan.checks import compiles_model
 from pc.titan.config import JobConfig
 
@@ -87,6 +86,7 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobCo
             # block, with FSDP in silence: the embedding would not train. Any operation waits for it.
             model.tok_embeddings.register_forward_hook(lambda module, inputs, output: output.clone())
         apply_compile(model, job_config.compile)
+    parallelism = job_config.parallelism
     names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
     apply_fsdp(
         model,
@@ -94,12 +94,18 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobCo
         param_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
         reduce_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_reduce],
         pp_enabled=parallel_dims.pp_enabled,
-        reshard_after_forward_policy=job_config.parallelism.fsdp_reshard_after_forward,
+        reshard_after_forward_policy=(
+            "never" if parallelism.fsdp_sync == "step" else parallelism.fsdp_reshard_after_forward
+        ),
     )
-    if device.is_cpu():
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # The loss is divided by the tokens of all ranks, so gradients are plain sums. Upstream asks for a sum scaled
+            # by 1, which gloo does not have, for which NCCL cannot reduce without copies, and which on one rank
+            # divides every gradient by 1 into another buffer.
+            module.set_force_sum_reduction_for_comms(True)
+            if parallel_dims.dp_replicate * parallel_dims.dp_shard * parallel_dims.cp == 1:
+                module.set_gradient_divide_factor(None)
     return model
 
 

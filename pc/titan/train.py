@@ -1,6 +1,6 @@
 """TorchTitan's trainer, with PC around its optimizer step (`pc.launch.train` is the command). What happens in one step:
 
-micro-batches           forward and backward on the effective weights         (upstream)
+micro-batches           forward and backward on the effective weights         (upstream; `pc.titan.fsdp_sync`)
 end of the last one     gradients of PC(W) become gradients of W and gamma     `forward_backward_step`
 clipping                                                                       (upstream)
 optimizers.step()       W in place; step; W into store, PC(W) in place         `pc.StepSchedule.follow`
@@ -23,7 +23,7 @@ from torchtitan.tools.logging import logger
 from pc import data
 from pc.errors import UserError
 from pc.owner import local
-from pc.titan import device, method
+from pc.titan import device, fsdp_sync, method
 from pc.titan.checkpoints import Checkpoints
 from pc.titan.checks import check
 from pc.titan.config import JobConfig
@@ -88,6 +88,8 @@ class PCTrainer(torchtitan.train.Trainer):
         fields = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "world_size")
         dims = AlwaysSharded(**{name: getattr(upstream, name) for name in fields})
         check(self.job_config, dims, on_cpu=device.is_cpu())
+        self._sync = fsdp_sync.choose(self.job_config, dims, self.device, device.memory(self.device))
+        self.job_config.parallelism.fsdp_sync = self._sync  # for `parallelize`
         return dims
 
     def train(self) -> None:
@@ -112,14 +114,17 @@ class PCTrainer(torchtitan.train.Trainer):
         self.metrics_processor.log_health(self.step, self.health.collect(self.step))
         if self.scorer is not None and self.scorer.due(self.step):
             self.metrics_processor.log_health(self.step, self.scorer.score())
+            fsdp_sync.reshard(self.model_parts)
 
     def forward_backward_step(self, *, input_dict, labels, global_valid_tokens) -> Tensor:
+        self._micro_batches_done += 1
+        is_last = self._micro_batches_done == self.gradient_accumulation_steps
+        fsdp_sync.start_micro_batch(self.model_parts, self._sync, is_last)
         loss = super().forward_backward_step(
             input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
         )
         self._loss = self._loss + local(loss.detach())
-        self._micro_batches_done += 1
-        if self._micro_batches_done == self.gradient_accumulation_steps:
+        if is_last:
             self._finish_gradients(global_valid_tokens)
             self.optimizers.left_out = self.finite_steps.judge(self._loss)
         return self._loss_of_all_stages(loss)

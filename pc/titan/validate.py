@@ -7,6 +7,7 @@ from torchtitan.components.validate import BaseValidator, Validator
 from torchtitan.tools import utils
 
 from pc.data import Manifest, build_dataloader, require_same_tokenizer
+from pc.titan.fsdp_sync import reshard
 
 
 class FixedValidator(Validator):
@@ -80,6 +81,7 @@ class FixedValidator(Validator):
         self.metrics_processor.log_validation(loss=loss_sum / tokens, step=step)
         for model in model_parts:
             model.train()
+        reshard(model_parts)
 
     def _loss_sum(self, model_parts, inputs, labels, extra_inputs, extra_kwargs) -> torch.Tensor | None:
         """Sum of the losses of a batch; None on a rank without the last pipeline stage."""

@@ -16,6 +16,7 @@ HSDP2 = ["--parallelism.data_parallel_replicate_degree", "2"]
 
 # By number of ranks: name, ranks that read different data, keys that lay the ranks out.
 LAYOUTS = {
+    1: [("one process", 1, [])],
     2: [("FSDP2", 2, []), ("TP2", 1, TP2), ("PP2", 1, PP2)],
     3: [("FSDP3", 3, [])],
     4: [
@@ -31,6 +32,11 @@ AC = ["--activation_checkpoint.mode", "selective", "--activation_checkpoint.sele
 
 # Name, batches that a rank accumulates, micro-batches of each that go through the pipeline, further overrides.
 PLAIN = [("1 micro-batch", 1, 1, NO_AC), ("3 micro-batches, AC", 3, 1, AC)]
+SYNC = "--parallelism.fsdp_sync"  # once per step unless it is given
+OTHER_SYNCS = [
+    ("3 micro-batches, synchronised with each", 3, 1, [SYNC, "micro_batch", *NO_AC]),
+    ("3 micro-batches, replicas once", 3, 1, [SYNC, "replicas_per_step", *NO_AC]),
+]
 SCHEDULE = "--parallelism.pipeline_parallel_schedule"
 PIPELINED = [
     ("1 micro-batch", 1, 1, [SCHEDULE, "GPipe", *NO_AC]),  # the other schedules need one for each stage
@@ -168,7 +174,8 @@ def test_gradients_equal_the_in_graph_oracle(tiny_config, ranks):
     names, cases, expected = [], [], []
     for name, data_ranks, layout in LAYOUTS[ranks]:
         splits = PIPELINED if layout[:2] == PP2 else PLAIN
-        for how, *split in [*(OTHER_SCHEDULES if layout == PP2 and ranks == 2 else []), *splits]:
+        further = OTHER_SCHEDULES if layout == PP2 and ranks == 2 else OTHER_SYNCS if layout == HSDP2 else []
+        for how, *split in [*further, *splits]:
             names.append(f"{name}, {how}, PC")
             cases.append(_overrides(data_ranks, layout, *split))
             expected.append(pc)

@@ -132,6 +132,6 @@ def test_logits_are_never_whole(monkeypatch):
         lambda: chunked_cross_entropy(head(states), labels, chunk_logits=tokens * vocabulary // 64).backward()
     )
     assert chunked < 0.15 * logits
-    # as pc.launch.memory counts
+    # as pc.titan.memory counts
     whole = peak_bytes(lambda: cross_entropy_loss(F.linear(states, head.weight), labels).backward())
     assert whole == pytest.approx(3 * logits, rel=0.02)

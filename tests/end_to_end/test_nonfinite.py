@@ -42,7 +42,9 @@ def _train(rank, config, overrides, bad_steps, value):
 
 def _state(trainer):
     """Weights, or W under PC, and all of the optimizers' state, of this rank."""
-    tensors = {f"optimizer.{k}": tiny.whole(v) for k, v in trainer.optimizers.state_dict().items() if torch.is_tensor(v)}
+    tensors = {
+        f"optimizer.{k}": tiny.whole(v) for k, v in trainer.optimizers.state_dict().items() if torch.is_tensor(v)
+    }
     weights = tiny.state_of(trainer)
     raw = {name[3:-4]: tensor for name, tensor in weights.items() if name.endswith(".raw")}
     for name, tensor in weights.items():
@@ -64,7 +66,9 @@ def test_a_bad_step_is_left_out(tiny_config, overrides, value):
     config, folder = tiny_config
     for states, error in run_ranks(2, _train, config, overrides, (3, 4), value):
         assert error == "" and len(states) == 7
-        moved = [any(not torch.equal(a[k], b[k]) for k in b if k in a) for a, b in zip(states, states[1:], strict=False)]
+        moved = [
+            any(not torch.equal(a[k], b[k]) for k in b if k in a) for a, b in zip(states, states[1:], strict=False)
+        ]
         assert moved == [True, True, False, False, True, True]
         assert all(tensor.isfinite().all() for tensor in states[-1].values())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

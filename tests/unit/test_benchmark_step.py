@@ -89,7 +89,14 @@ def test_a_row_end_to_end(step, monkeypatch, tmp_path, capsys):
 
 
 def test_a_row_that_breaks_off_keeps_its_rounds_and_needs_no_git(step, monkeypatch, tmp_path):
-    variant = {"seconds": [1.0], "peak_gib": None, "utilisation": None, "pc_state_gib": 0.0, "parts": {}}
+    variant = {
+        "seconds": [1.0],
+        "peak_gib": None,
+        "utilisation": None,
+        "pc_state_gib": 0.0,
+        "parts": {},
+        "exchange": {},
+    }
 
     def measure(*_):
         monkeypatch.setenv("PATH", str(tmp_path))  # after what git is asked for
@@ -110,7 +117,7 @@ def test_every_goal_is_a_figure_and_every_config_loads(step, tmp_path):
         made_up = {
             variant: {
                 "seconds": [1.0, 2.0], "peak_gib": [3.0, 3.0], "utilisation": 0.5, "pc_state_gib": 1.0,
-                "parts": {"forward": [0.5, 0.5], "pull_back": [0.1, 0.2]},
+                "parts": {"forward": [0.5, 0.5], "pull_back": [0.1, 0.2]}, "exchange": {},
             }
             for variant in row.variants
         }  # fmt: skip

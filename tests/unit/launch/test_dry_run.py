@@ -12,8 +12,9 @@ from torchtitan.config.job_config import ActivationCheckpoint
 from torchtitan.distributed.activation_checkpoint import apply_ac
 
 from pc.errors import UserError
-from pc.launch import dry_run, memory
+from pc.launch import dry_run
 from pc.launch.dry_run import check, check_or_raise
+from pc.titan import memory
 from pc.titan.config import JobConfig
 from pc.titan.llama2 import FLAVORS, Llama2
 from pc.titan.loss import CHUNK_LOGITS
@@ -123,7 +124,7 @@ def estimate(**changes):
     arguments = {
         "optimizer": "AdamW", "schedule": "step", "shards": 1, "tensor_parallel": 1, "pipeline_parallel": 1,
         "tokens": 7, "activation_checkpoint": ActivationCheckpoint(mode="none"), "compute_bytes": 2,
-        "loss": memory.Loss(is_compiled=False),
+        "loss": memory.Loss(is_compiled=False), "gathers_once": False, "accumulates": True,
     }  # fmt: skip
     return {part: round(size * memory.GIB) for part, size in memory.per_gpu(SIZES, **arguments | changes).items()}
 

@@ -38,6 +38,7 @@ AC_FULL = {"activation_checkpoint.mode": "full"}
 FLOAT8 = {"model.converters": ["quantize.linear.float8"]}
 EMULATED_FLOAT8 = {**FLOAT8, "quantize.linear.float8.emulate": True}
 CHUNKED = {"training.chunked_loss": True}
+ONCE = {"parallelism.fsdp_sync": "step"}
 ZERO_BUBBLE = {"parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}
 
 REFUSED_ANYWHERE = [
@@ -83,6 +84,8 @@ REFUSED_ANYWHERE = [
     ({**CHUNKED, **EMULATED_FLOAT8}, {}, 'add "output" to quantize.linear.float8.filter_fqns'),
     (CHUNKED, {"tp": 2}, "not with tensor or pipeline parallelism"),
     (CHUNKED, {"pp": 2}, "not with tensor or pipeline parallelism"),
+    ({**ONCE, "parallelism.fsdp_reshard_after_forward": "always"}, {}, 'gives them back; use fsdp_sync = "auto"'),
+    (ONCE, {"pp": 2}, 'parallelism.fsdp_sync = "step" does not reach into pipeline schedules'),
 ]  # fmt: skip
 
 REFUSED_ON_CPU = [
@@ -107,6 +110,7 @@ ACCEPTED = [
     ({**COMPILE, "parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}, {"pp": 2}),
     ({**ZERO_BUBBLE, "activation_checkpoint.mode": "full"}, {"pp": 2}),
     (CHUNKED, {"dp_replicate": 2, "dp_shard": 2}),
+    (ONCE, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}),
     ({**CHUNKED, **EMULATED_FLOAT8, "quantize.linear.float8.filter_fqns": ["output"]}, {}),
     (COMPILE, {"tp": 2}),
     (AC_FULL, {"tp": 2}),

@@ -1,16 +1,25 @@
 """How much memory a run needs, estimated part by part without a GPU."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 from torchtitan.config.job_config import ActivationCheckpoint
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.llama3.model.model import Transformer
 
+from pc.attach import attach
 from pc.linear import named_pc_linears
+from pc.titan.batch import accumulation_steps
 from pc.titan.config import JobConfig
+from pc.titan.llama2 import FLAVORS
 from pc.titan.loss import CHUNK_LOGITS, compiles_loss
 
 GIB = 2**30
 FLOAT32, BFLOAT16 = 4, 2  # bytes
+
+RESERVE_GIB = 4
+"""what the estimate leaves out on a GPU: the CUDA context, NCCL's buffers, fragmentation"""
 
 MUON_HIDDEN_STATES, ADAMW_STATES = 1, 2  # optimizer tensors per parameter
 
@@ -71,6 +80,56 @@ def sizes_of(model: nn.Module) -> Sizes:
     )
 
 
+def sizes_of_run(config: JobConfig) -> Sizes:
+    """Of the whole model, whatever this process has of it."""
+    args = replace(
+        FLAVORS[config.model.flavor], vocab_size=config.model.vocab_size, max_seq_len=config.training.seq_len
+    )
+    with torch.device("meta"):
+        model = Transformer(args)
+    if config.pc.enable:
+        attach(model, config.pc.to_pc_config())
+    return sizes_of(model)
+
+
+def gathers_once(config: JobConfig) -> bool:
+    """Whether the config asks for weights gathered and gradients reduced once per step, if memory allows."""
+    parallelism = config.parallelism
+    if parallelism.pipeline_parallel_degree > 1 or parallelism.fsdp_reshard_after_forward == "always":
+        return False
+    return parallelism.fsdp_sync in ("auto", "step")
+
+
+def of_run(
+    config: JobConfig, dims: ParallelDims, sizes: Sizes | None = None, once: bool | None = None
+) -> dict[str, float]:
+    """`per_gpu` for a run of so many processes.
+
+    Args:
+        dims: the parallel degrees.
+        sizes: of the model, if they are known.
+        once: whether weights are gathered and gradients reduced once per step; None: as the config asks.
+    """
+    training = config.training
+    micro_batches = accumulation_steps(
+        training.global_batch_size, training.local_batch_size, dims.dp_replicate * dims.dp_shard
+    )
+    return per_gpu(
+        sizes or sizes_of_run(config),
+        optimizer=config.optimizer.name,
+        schedule=config.pc.schedule if config.pc.enable else "plain",
+        shards=dims.dp_shard * dims.cp,
+        tensor_parallel=dims.tp,
+        pipeline_parallel=dims.pp,
+        tokens=training.local_batch_size * training.seq_len // dims.cp,
+        activation_checkpoint=config.activation_checkpoint,
+        compute_bytes=BFLOAT16 if training.mixed_precision_param == "bfloat16" else FLOAT32,
+        loss=Loss.of(config),
+        gathers_once=gathers_once(config) if once is None else once,
+        accumulates=micro_batches > 1,
+    )
+
+
 def optimizer_elements(sizes: Sizes, optimizer: str) -> int:
     if optimizer == "Muon":
         others = sizes.total - sizes.hidden_matrices
@@ -95,8 +154,10 @@ def per_gpu(
     activation_checkpoint: ActivationCheckpoint,
     compute_bytes: int,
     loss: Loss,
+    gathers_once: bool,
+    accumulates: bool,
 ) -> dict[str, float]:
-    """GiB per GPU at the peak, which is at the start of the backward pass.
+    """GiB per GPU at the peak, which is at the start of the last micro-batch's backward pass.
 
     Args:
         shards: ranks that FSDP spreads a parameter over.
@@ -104,20 +165,28 @@ def per_gpu(
         activation_checkpoint: TorchTitan's section.
         compute_bytes: of an element of activations and of gathered parameters.
         loss: how it is computed.
+        gathers_once: weights are gathered and gradients reduced once per step (`pc.titan.fsdp_sync`).
+        accumulates: a step has several micro-batches.
 
-    Fragmentation, the CUDA context and NCCL's buffers (1 to 4 GiB) are left out, and so is PC's work space,
+    Fragmentation, the CUDA context and NCCL's buffers (1 to 4 GiB, `RESERVE_GIB`) are left out, and so is PC's work space,
     which is used between steps when activations are gone.
     """
     split = shards * tensor_parallel * pipeline_parallel
     model_split = tensor_parallel * pipeline_parallel
-    elements = {
-        "weights": FLOAT32 * sizes.total / split,
-        "gradients": FLOAT32 * sizes.total / split,
-        "optimizer": FLOAT32 * optimizer_elements(sizes, optimizer) / split,
-        "raw W": FLOAT32 * raw_elements(sizes, schedule) / split,
+    largest_block = sizes.largest_block / tensor_parallel
+    if gathers_once:
+        # All weights of this rank's part, and the gradient of the block at work before it is added up.
+        gathered = sizes.total / model_split + largest_block
+    else:
         # The block at work and the next one, gathered; the block's gradient before it is reduced; and
         # embedding and head, which stay gathered through the forward pass.
-        "gathered": compute_bytes * (3 * sizes.largest_block / tensor_parallel + sizes.outside_blocks / model_split),
+        gathered = 3 * largest_block + sizes.outside_blocks / model_split
+    elements = {
+        "weights": FLOAT32 * sizes.total / split,
+        "gradients": FLOAT32 * sizes.total / (model_split if gathers_once and accumulates else split),
+        "optimizer": FLOAT32 * optimizer_elements(sizes, optimizer) / split,
+        "raw W": FLOAT32 * raw_elements(sizes, schedule) / split,
+        "gathered": compute_bytes * gathered,
         "activations": _activations(sizes, tokens, activation_checkpoint, compute_bytes) / model_split,
         "logits": _bytes_of_logits(sizes, tokens, loss, compute_bytes),
     }

@@ -1,0 +1,219 @@
+"""How often weights are gathered and gradients reduced (`parallelism.fsdp_sync`), and that it changes no number."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor
+
+import tiny
+from ranks import run_ranks
+
+BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
+MICRO_BATCHES, RANKS, LAYERS = 10, 8, 2
+AC = ["--activation_checkpoint.mode", "full"]
+QUIET = ["--validation.enable", "false", "--checkpoint.enable", "false"]
+
+
+def _sync(way: str) -> list[str]:
+    return ["--parallelism.fsdp_sync", way]
+
+
+def _collectives(rank, config, cases) -> list[dict]:
+    """For each case, a list of overrides, what the second step exchanges, as the first of 8 pretended ranks."""
+    sys.path.insert(0, BENCHMARKS)
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from collectives import Collectives
+    from pc.titan.train import PCTrainer, load_config
+
+    tiny.add_tiny_flavor()
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    dist.new_group = lambda **_: None  # of gloo, which would wait for the others
+    results = []
+    for overrides in cases:
+        trainer = PCTrainer(load_config(config, [*QUIET, *overrides]))
+        trainer.metrics_processor.should_log = lambda step: False
+        trainer._agree_to_stop = lambda: False
+        batches = trainer.batch_generator(trainer.dataloader)
+        trainer.step = 1
+        trainer.train_step(batches)
+        with Collectives() as collectives:
+            trainer.train_step(batches)
+        results.append(
+            {"parameters": sum(p.numel() for p in trainer.model_parts[0].parameters()), **collectives.totals()}
+        )
+        trainer.close()
+    return results
+
+
+def test_collectives_of_a_step(tiny_config):
+    """Ten micro-batches on a group of eight."""
+    batch = ["--training.global_batch_size", str(MICRO_BATCHES * RANKS), "--training.local_batch_size", "1"]
+    hsdp = ["--parallelism.data_parallel_replicate_degree", "2"]
+    cases = {
+        "micro-batch": _sync("micro_batch"),
+        "step": _sync("step"),
+        "step, AC": [*_sync("step"), *AC],
+        "replicas": [*_sync("replicas_per_step"), *hsdp],
+        "replicas, micro-batch": [*_sync("micro_batch"), *hsdp],
+        "replicas, step": [*_sync("step"), *hsdp],
+    }
+    found = run_ranks(1, _collectives, tiny_config[0], [[*batch, *words] for words in cases.values()])[0]
+    found = dict(zip(cases, found, strict=True))
+
+    def calls(case: str, kind: str) -> int:
+        return int(found[case][kind]["calls"])
+
+    groups = LAYERS + 2  # the embedding, each block, and the last norm with the head
+    # The head's weights stay from forward to backward pass in any case.
+    assert calls("micro-batch", "gather weights") == 2 * MICRO_BATCHES * (groups - 1) + MICRO_BATCHES
+    assert calls("micro-batch", "reduce gradients") == MICRO_BATCHES * groups
+    for case in ("step", "step, AC", "replicas, step"):
+        assert calls(case, "gather weights") == calls(case, "reduce gradients") == groups
+    # What PC exchanges was once per step before.
+    assert found["step"]["PC and Muon"]["calls"] == found["micro-batch"]["PC and Muon"]["calls"] > 0
+    # A rank sends 7/8 of all parameters; each shard is padded to as many rows as the first has.
+    assert found["step"]["gather weights"]["bytes"] == pytest.approx(4 * 7 / 8 * found["step"]["parameters"], rel=0.05)
+    # Among replicas: TorchTitan's way, the least that HSDP should do, and once for all.
+    replicas = {way: calls(f"replicas{way}", "all-reduce") for way in ("", ", micro-batch", ", step")}
+    assert replicas == {"": groups, ", micro-batch": MICRO_BATCHES * groups, ", step": groups}
+    assert calls("replicas", "reduce gradients") == MICRO_BATCHES * groups
+
+
+def _held(rank, config, overrides) -> tuple[float, float, str]:
+    """GiB that a step holds between two micro-batches beside what it held before, what is estimated, and the way."""
+    import gc
+
+    from pc.titan import memory
+    from pc.titan.train import PCTrainer, load_config
+
+    def gib() -> float:
+        gc.collect()
+        storages = {}
+        for thing in gc.get_objects():
+            if isinstance(thing, torch.Tensor) and not thing.is_meta:
+                storage = local(thing).untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+        return sum(storages.values()) / memory.GIB
+
+    def local(tensor):
+        return tensor._local_tensor if isinstance(tensor, dist.tensor.DTensor) else tensor
+
+    class Measured(PCTrainer):
+        held: list[float] = []
+
+        def forward_backward_step(self, **batch):
+            self.held.append(gib())
+            return super().forward_backward_step(**batch)
+
+    tiny.add_tiny_flavor()
+    trainer = Measured(load_config(config, [*QUIET, *overrides]))
+    trainer.metrics_processor.should_log = lambda step: False
+    trainer.train_step(trainer.batch_generator(trainer.dataloader))
+    parts = memory.of_run(trainer.job_config, trainer.parallel_dims)
+    block = memory.BFLOAT16 * memory.sizes_of_run(trainer.job_config).largest_block / memory.GIB
+    expected = parts["gathered"] - block + parts["gradients"]  # no block is at work
+    result = trainer.held[1] - trainer.held[0], expected, trainer.job_config.parallelism.fsdp_sync
+    trainer.close()
+    return result
+
+
+def test_memory_between_micro_batches_is_the_estimate(tiny_config):
+    """bfloat16 weights whole, float32 gradients whole, on one process and on two."""
+    words = ["--training.mixed_precision_param", "bfloat16"]
+    for ranks in (1, 2):
+        held, expected, way = run_ranks(ranks, _held, tiny_config[0], words)[0]
+        assert way == "step"  # by "auto"
+        assert held == pytest.approx(expected, rel=0.02)
+
+
+def _chosen(rank, config, cases) -> list[tuple[str, str]]:
+    """For each case, overrides and a device's bytes: the way chosen and what was logged with a warning."""
+    import logging
+
+    from torchtitan.distributed import ParallelDims
+
+    from pc.titan import fsdp_sync
+    from pc.titan.train import load_config
+
+    dims = ParallelDims(dp_replicate=1, dp_shard=2, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=2)
+    results = []
+    for overrides, device_bytes in cases:
+        said: list[str] = []
+        fsdp_sync.logger = logging.Logger("test")
+        fsdp_sync.logger.warning = said.append
+        way = fsdp_sync.choose(load_config(config, overrides), dims, torch.device("cpu"), device_bytes[rank])
+        results.append((way, " ".join(said)))
+    return results
+
+
+def test_the_way_follows_the_memory_of_the_smallest_device():
+    config = Path(__file__).parents[2] / "train_configs" / "1b_adamw_pc.toml"
+    small, large = 40 * 2**30, 80 * 2**30
+    always = ["--parallelism.fsdp_reshard_after_forward", "always"]
+    cases = [
+        ([], (large, large)),
+        ([], (large, small)),
+        (_sync("step"), (large, small)),
+        (_sync("micro_batch"), (large, large)),
+        (always, (large, large)),
+    ]
+    for found in run_ranks(2, _chosen, config, cases):
+        assert [way for way, _ in found] == ["step", "replicas_per_step", "step", "micro_batch", "replicas_per_step"]
+        warned = [warning for _, warning in found]
+        assert "of 40.0 GiB" in warned[1] and 'fsdp_sync = "step" does it all the same' in warned[1]
+        assert 'fsdp_sync = "step" may not fit' in warned[2]
+        assert warned[0] == warned[3] == warned[4] == ""
+
+
+def _traffic(rank, config) -> tuple[dict[str, float], float]:
+    """Bytes that a micro-batch moves through memory for each parameter, on one process in bfloat16, by way; and the
+    head's share of the parameters."""
+    sys.path.insert(0, BENCHMARKS)
+    from torch.distributed.fsdp import FSDPModule
+
+    from pc.titan.train import PCTrainer, load_config
+    from products import Traffic
+
+    tiny.add_tiny_flavor()
+    found = {}
+    for name in ("micro_batch", "step", "scaled by 1"):
+        way = _sync("step" if name == "step" else "micro_batch")
+        words = [*QUIET, *way, "--pc.enable", "false", "--training.mixed_precision_param", "bfloat16"]
+        shape = ["--training.local_batch_size", "1", "--model.flavor", "debug", "--model.vocab_size", "4000"]
+        trainer = PCTrainer(load_config(config, [*words, *shape]))
+        trainer.metrics_processor.should_log = lambda step: False
+        if name == "scaled by 1":
+            for module in trainer.model_parts[0].modules():
+                if isinstance(module, FSDPModule):
+                    module.set_force_sum_reduction_for_comms(False)
+                    module.set_gradient_divide_factor(1.0)
+        batches = trainer.batch_generator(trainer.dataloader)
+        moved = []
+        for trainer.gradient_accumulation_steps in (1, 2, 3):
+            with Traffic() as traffic:
+                trainer.train_step(batches)
+            moved.append(traffic.bytes)
+        model = trainer.model_parts[0]
+        parameters = sum(p.numel() for p in model.parameters())
+        found[name] = (moved[2] - moved[1]) / parameters
+        trainer.close()
+    return found, model.output.weight.numel() / parameters
+
+
+def test_memory_traffic_of_one_process(tiny_config):
+    """Nothing is exchanged, but copies stand for it. Bytes for a parameter and micro-batch, by hand:
+
+    gathering (the head's weights once, others twice): 4 read and 2 written, then copied; reducing: 2 read and 4 written,
+    4 copied to 4, 4 + 4 read and 4 written; instead, adding up in float32: 4 + 2 read, 4 written. The counter has the
+    destination of a copy as read and written. A sum scaled by 1 reads 4 and writes 4 more.
+    """
+    found, head = run_ranks(1, _traffic, tiny_config[0])[0]
+    print({name: round(moved, 1) for name, moved in found.items()})
+    gathered, reduced, added = (2 - head) * (6 + 6), 6 + 12 + 12, 10
+    assert found["micro_batch"] - found["step"] == pytest.approx(gathered + reduced - added, abs=0.5)
+    assert found["scaled by 1"] - found["micro_batch"] == pytest.approx(8, abs=0.1)
