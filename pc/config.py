@@ -1,10 +1,10 @@
 """What PC does to which layers: the one configuration that training, scoring and plots share."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pc.errors import UserError
-from pc.polynomial import resolve
+from pc.polynomial import Coefficients, require_usable, resolve
 
 # The paper's short names for the linear layers of a Llama block, as suffixes of module names:
 # TorchTitan's first, then Hugging Face's.
@@ -22,7 +22,7 @@ BLOCK_GROUPS: dict[str, tuple[str, ...]] = {"qk": ("q", "k"), "ffn": ("gate", "u
 SCHEDULES = ("forward", "step")
 COMPUTE_DTYPES = ("float32", "tf32", "bfloat16")
 
-Level = int | str
+Level = int | str | Coefficients
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class PCConfig:
     """
 
     level: Level | Mapping[str, Level] = 4
-    """Strength: 1 to 4, or "polar_express"; or one for each entry of `blocks`."""
+    """Strength: 1 to 4, or "polar_express"; or a map of one's own as the coefficients of p from degree 0 up, such as
+    [2.083, -1.643, 0.560]; or one of these for each entry of `blocks`."""
 
     blocks: tuple[str, ...] = ("o", "ffn")
     """Layers to precondition: q, k, v, o, gate, up, down, the groups qk and ffn, or full-name patterns
@@ -67,7 +68,7 @@ class PCConfig:
                 known = " ".join([*BLOCK_SUFFIXES, *BLOCK_GROUPS])
                 raise UserError(f"pc.blocks: {name!r} is no block; blocks are {known}, or a full-name pattern")
         if isinstance(self.level, Mapping):
-            object.__setattr__(self, "level", dict(self.level))
+            object.__setattr__(self, "level", {block: _hashable(level) for block, level in self.level.items()})
             if set(self.level) != set(self.blocks):
                 raise UserError(
                     f"pc.level names {sorted(self.level)} but pc.blocks names {sorted(self.blocks)}; "
@@ -75,9 +76,12 @@ class PCConfig:
                 )
             levels = self.level.values()
         else:
+            object.__setattr__(self, "level", _hashable(self.level))
             levels = [self.level]
         for level in levels:
             try:
+                if isinstance(level, tuple):
+                    require_usable(level)
                 resolve(level)
             except (ValueError, TypeError) as error:
                 raise UserError(f"pc.level: {error}") from None
@@ -95,3 +99,10 @@ class PCConfig:
         """The same for one entry of `blocks` alone, with its own level."""
         level = self.level[block] if isinstance(self.level, dict) else self.level
         return replace(self, level=level, blocks=(block,))
+
+
+def _hashable(level: Level | Sequence[float]) -> Level:
+    """Coefficients as a tuple of floats; anything else as it is."""
+    if isinstance(level, str) or not isinstance(level, Sequence):
+        return level
+    return tuple(float(a) if type(a) is int else a for a in level)

@@ -9,7 +9,9 @@ and gives `U diag(g(sigma)) V^T` (paper, proposition 1).
 """
 
 import math
+import warnings
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -42,17 +44,58 @@ POLAR_EXPRESS: tuple[Coefficients, ...] = (
 )
 
 
-def resolve(level: int | str) -> Map:
-    """The map of a level: 1 to 4, or `"polar_express"`.
+# What a map of one's own may reach on [0, 1.1], and how far g(1) may be from 1 without a warning.
+OWN_MAP_RANGE = (-0.05, 1.1)
+OWN_MAP_TOLERANCE = 0.02
+
+
+def resolve(level: int | str | Sequence[float]) -> Map:
+    """The map of a level: 1 to 4, `"polar_express"`, or the coefficients of one's own (`require_usable` checks those).
 
     Raises:
         ValueError: no such level.
     """
+    if not isinstance(level, str) and isinstance(level, Sequence):
+        return level if isinstance(level, tuple) else tuple(level)
     if level == "polar_express":
         return POLAR_EXPRESS
     if isinstance(level, bool) or level not in COEFFICIENTS:
-        raise ValueError(f'PC level {level!r} does not exist; levels are 1, 2, 3, 4 and "polar_express"')
+        raise ValueError(
+            f'PC level {level!r} does not exist; levels are 1, 2, 3, 4, "polar_express" and a list of coefficients'
+        )
     return COEFFICIENTS[level]
+
+
+@cache
+def require_usable(coefficients: Coefficients) -> None:
+    """Check a map of one's own on [0, 1.1], where the estimate of the norm lets singular values lie.
+
+    The published maps stay within [0, 1.021] there and have g(1) = 1. A map that reaches far outside [0, 1] would turn
+    singular vectors round or let the norm grow; one whose g(1) is not 1 changes the norm that is recovered.
+
+    Raises:
+        ValueError: fewer than two coefficients, what is no number, or values outside [-0.05, 1.1], with the worst point.
+    """
+    if len(coefficients) < 2 or not all(type(a) is float and math.isfinite(a) for a in coefficients):
+        raise ValueError(
+            f"coefficients {list(coefficients)} should be two or more numbers, those of p from degree 0 up"
+        )
+    lowest, highest = OWN_MAP_RANGE
+    sigma = torch.linspace(0.0, 1.1, 11_001, dtype=torch.float64)
+    value = evaluate(coefficients, sigma)
+    outside = torch.maximum(value - highest, lowest - value)
+    worst = outside.argmax()
+    if outside[worst] > 0:
+        raise ValueError(
+            f"coefficients {list(coefficients)}: g({sigma[worst]:.4g}) = {value[worst]:.4g}, but on [0, 1.1] a map should "
+            f"stay within [{lowest}, {highest}]"
+        )
+    if abs(sum(coefficients) - 1.0) > OWN_MAP_TOLERANCE:
+        warnings.warn(
+            f"pc.level: coefficients {list(coefficients)} have g(1) = {sum(coefficients):.4g}, so PC(W) has that many times "
+            "the norm of W; the published maps have g(1) = 1",
+            stacklevel=3,
+        )
 
 
 def stages(map: Map) -> tuple[Coefficients, ...]:

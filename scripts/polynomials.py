@@ -24,7 +24,7 @@ def main() -> None:
     if arguments.cutoff is not None:
         own = polynomials.fit(arguments.cutoff, arguments.degree, arguments.alpha)
         rows["own fit"] = (own, arguments.cutoff)
-        print("coefficients of the own fit:", ", ".join(f"{a:.6f}" for a in own))
+        print(polynomials.line_to_paste(own))
     print(polynomials.table(rows))
     written = polynomials.plot_paper(arguments.output)
     if arguments.cutoff is not None:

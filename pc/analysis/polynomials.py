@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from pc import polynomial
+from pc.config import PCConfig
 from pc.errors import UserError
 from pc.plots import save, subplots
 
@@ -46,6 +47,18 @@ def fit(cutoff: float, degree: int, alpha: float) -> polynomial.Coefficients:
         return polynomial.fit(cutoff, degree, alpha)
     except ValueError as error:
         raise UserError(str(error)) from None
+
+
+def line_to_paste(coefficients: polynomial.Coefficients) -> str:
+    """The line of a config's [pc] section that trains with a map, rounded so that g(1) is as near to 1 as it was.
+
+    Raises:
+        UserError: a map that PC refuses.
+    """
+    rounded = [round(a, 6) for a in coefficients]
+    rounded[0] = round(sum(coefficients) - sum(rounded[1:]), 6)
+    PCConfig(level=rounded)
+    return f"level = [{', '.join(f'{a:.6f}' for a in rounded)}]"
 
 
 def plot_paper(output: Path) -> list[Path]:

@@ -17,8 +17,9 @@ class PC:
     enable: bool = False
     """Precondition weights. Off: the same trainer trains a plain Llama 2, the baseline."""
 
-    level: int | str | dict[str, int | str] = 4
-    """Strength: 1 to 4, or "polar_express"; or a table with one for each entry of blocks."""
+    level: int | str | list[float] | dict[str, int | str | list[float]] = 4
+    """Strength: 1 to 4, or "polar_express"; or coefficients of one's own map, such as [2.083, -1.643, 0.560]; or a table
+    with one for each entry of blocks."""
 
     blocks: list[str] = field(default_factory=lambda: ["o", "ffn"])
     """Layers to precondition: q, k, v, o, gate, up, down, and the groups qk and ffn."""

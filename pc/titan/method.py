@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from pc.config import BLOCK_GROUPS
 from pc.errors import UserError
 from pc.linear import named_pc_linears
+from pc.polynomial import resolve
 from pc.titan.config import PC
 from pc.titan.distcp import CheckpointFolder
 
@@ -127,6 +128,8 @@ def _canonical(settings: dict[str, Any]) -> dict[str, Any]:
         return settings
     level, blocks = settings["level"], settings["blocks"]
     levels = level if isinstance(level, dict) else dict.fromkeys(blocks, level)
+    # A map given by its coefficients, as a list, is the same as a level's name.
+    levels = {entry: resolve(level) for entry, level in levels.items()}
     single = {block: levels[entry] for entry in blocks for block in BLOCK_GROUPS.get(entry, (entry,))}
     # One level for all stays one, so that other blocks alone are not another level too.
     distinct = set(single.values())

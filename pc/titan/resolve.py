@@ -286,7 +286,8 @@ def _parse_text(text: str, annotation: Any) -> Any:
             value = text  # a date
     except tomllib.TOMLDecodeError:
         value = text
-    if list in kinds and not isinstance(value, list):
+    may_be_one = kinds != {list} and "," not in text  # of another kind, such as a number or a name
+    if list in kinds and not isinstance(value, list | dict) and not may_be_one:
         return [_parse_scalar(item.strip(), annotation) for item in text.split(",") if item.strip()]
     if float in kinds and isinstance(value, str):
         try:

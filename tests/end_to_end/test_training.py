@@ -13,6 +13,8 @@ from ranks import run_ranks
 
 BASELINE = ["--pc.enable", "false"]
 MUON = ["--optimizer.name", "Muon"]
+# of `python scripts/polynomials.py --cutoff 0.5 --degree 3`
+OWN_MAP = ["--pc.level", "2.616097,-3.550208,2.730920,-0.796809"]
 FORWARD = ["--pc.schedule", "forward"]
 
 
@@ -55,8 +57,8 @@ ASYNC = ["--checkpoint.async_mode", "async"]
 
 @pytest.mark.parametrize(
     "ranks, overrides",
-    [(1, []), (2, MUON), (2, [*MUON, *FORWARD]), (2, BASELINE), (2, ASYNC)],
-    ids=["pc", "muon-2", "muon-forward-2", "baseline-2", "async-2"],
+    [(1, OWN_MAP), (2, MUON), (2, [*MUON, *FORWARD]), (2, BASELINE), (2, ASYNC)],
+    ids=["pc-own-map", "muon-2", "muon-forward-2", "baseline-2", "async-2"],
 )
 def test_resume_is_exact(tiny_config, tmp_path, ranks, overrides):
     config, folder = tiny_config
@@ -176,6 +178,11 @@ def test_plain_checkpoint_starts_a_pc_run(tiny_config, tmp_path):
         ([], BASELINE, "pc.enable: checkpoint True, config False"),
         (BASELINE, [], "pc.enable: checkpoint False, config True"),
         ([], ["--pc.level", "2"], "pc.level: checkpoint 4, config 2"),
+        (
+            OWN_MAP,
+            ["--pc.level", "2.6,-3.5,2.7,-0.8"],
+            r"pc.level: checkpoint \[2.616097, .*, config \[2.6, -3.5, 2.7, -0.8\]",
+        ),
         ([], ["--pc.blocks", "ffn"], r"pc.blocks: checkpoint \['o', 'ffn'\], config \['ffn'\]"),
         ([], FORWARD, "pc.schedule: checkpoint 'step', config 'forward'"),
         ([], MUON, "optimizer adamw in the checkpoint, adamw and muon in the config"),
@@ -192,7 +199,8 @@ def test_resume_with_another_method_is_refused(tiny_config, first, then, message
 def test_equal_methods_said_otherwise_resume(tiny_config):
     config, folder = tiny_config
     _run(1, config, ["--training.steps", "1"])
-    _run(1, config, ["--training.steps", "2", "--pc.blocks", "ffn,o"])
+    level_4 = ["--pc.level", "3.625,-9.261,14.097,-10.351,2.890"]
+    _run(1, config, ["--training.steps", "2", "--pc.blocks", "ffn,o", *level_4])
     assert len(tiny.metrics(folder)) == 2
 
 

@@ -62,7 +62,11 @@ def test_wrong_blocks(blocks, message):
     [
         ({"level": 7}, "level 7 does not exist"),
         ({"level": {"o": 4}}, "pc.level names"),
-        ({"level": [4]}, "pc.level"),
+        ({"level": [4]}, "two or more numbers"),
+        ({"level": [1.5, "x"]}, "two or more numbers"),
+        ({"level": [1.5, float("nan")]}, "two or more numbers"),
+        ({"level": [3.0, -1.0]}, r"g\(1\) = 2|g\(1\.\d+\) = 2\.0"),
+        ({"level": {"o": 4, "ffn": [2.0, -3.0]}}, r"g\(1\.1\) = -1\.793"),
         ({"power_iterations": 0}, "power_iterations"),
         ({"schedule": "steps"}, 'must be "forward" or "step"'),
         ({"compute_dtype": "fp8"}, "compute_dtype"),
@@ -72,6 +76,17 @@ def test_wrong_blocks(blocks, message):
 def test_wrong_config(values, message):
     with pytest.raises(UserError, match=message):
         PCConfig(**values)
+
+
+def test_a_map_of_ones_own_is_a_level():
+    """The published coefficients of level 2 are level 2, for all blocks or one; a g(1) far from 1 is warned of."""
+    own = [2.083, -1.643, 0.560]
+    x = torch.randn(3, 8, dtype=torch.float64)
+    outputs = [pc.attach(_model(), _forward(level=level))(x) for level in (2, own, {"o": own, "ffn": 2})]
+    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
+    assert not torch.equal(pc.attach(_model(), _forward(level=[2.083, -1.643, 0.559]))(x), outputs[0])
+    with pytest.warns(UserWarning, match=r"g\(1\) = 0\.9\b"):
+        PCConfig(level=[1.4, -0.5])
 
 
 def test_attach_twice_is_refused():

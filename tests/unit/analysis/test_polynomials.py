@@ -1,7 +1,10 @@
+import tomllib
+
 import pytest
 
 from pc import polynomial
 from pc.analysis import polynomials
+from pc.config import PCConfig
 from pc.errors import UserError
 
 
@@ -20,6 +23,15 @@ def test_own_fit_beats_the_papers_rounded_map_in_its_own_measure():
     assert ours.weighted_error < papers.weighted_error < 1.1 * ours.weighted_error
     lower_degree = polynomials.quality(polynomials.fit(0.3, 2, 4.0), 0.3)
     assert lower_degree.weighted_error > 1.5 * ours.weighted_error
+
+
+def test_the_line_to_paste_trains_with_the_fit():
+    fitted = polynomials.fit(0.5, 3, 4.0)
+    level = tomllib.loads(polynomials.line_to_paste(fitted))["level"]
+    assert PCConfig(level=level).level == pytest.approx(
+        fitted, abs=4e-6
+    )  # three are rounded to six digits, one makes up
+    assert sum(level) == pytest.approx(1.0, abs=1e-9)
 
 
 def test_table_and_bad_wishes():

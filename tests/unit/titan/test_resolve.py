@@ -33,7 +33,7 @@ class Optimizer:
 
 @dataclass
 class Method:
-    level: int | str | dict[str, int | str] = 4
+    level: int | str | list[float] | dict[str, int | str | list[float]] = 4
     blocks: list[str] = field(default_factory=lambda: ["o"])
     note: str = ""
 
@@ -101,6 +101,10 @@ def test_sections_merge_and_values_replace(write):
             ["--method.level", '{o = 4, ffn = "polar_express"}'],
             {"method": {"level": {"o": 4, "ffn": "polar_express"}}},
         ),
+        (["--method.level", "2.5,-1.5"], {"method": {"level": [2.5, -1.5]}}),
+        (["--method.level", "[2, -1.5, 0.5]"], {"method": {"level": [2.0, -1.5, 0.5]}}),
+        (["--method.level", "{o = [1.5, -0.5], ffn = 2}"], {"method": {"level": {"o": [1.5, -0.5], "ffn": 2}}}),
+        (["--method.blocks", "o"], {"method": {"blocks": ["o"]}}),
         (["--method.blocks", "o,ffn"], {"method": {"blocks": ["o", "ffn"]}}),
         (["--method.blocks", '["o", "ffn"]'], {"method": {"blocks": ["o", "ffn"]}}),
         (["--method.blocks="], {"method": {"blocks": []}}),
@@ -133,7 +137,7 @@ def test_command_line_words_take_the_declared_type(words, expected):
         ('[optimizer]\nname = "SGD"', "should be one of 'AdamW', 'Muon'"),
         ("[method]\nblocks = [1]", "method.blocks = [1] should be a list of a string"),
         ('[method]\nblocks = "o"', "should be a list"),
-        ("[method]\nlevel = 1.5", "should be a whole number or a string or a table"),
+        ("[method]\nlevel = 1.5", "should be a whole number or a string or a list"),
         ("[method]\nlevel = {o = 1.5}", "method.level"),
         ("[training.loader]\nworker = 1", "did you mean training.loader.workers?"),
         ("steps = = 1", "not valid TOML"),
