@@ -22,6 +22,7 @@ from pc.linear import PCLinear, effective_weight, named_pc_linears
 
 if TYPE_CHECKING:
     from pc.muon import Muon
+    from pc.start import preserve
     from pc.step import StepSchedule
 
 __all__ = [
@@ -35,11 +36,12 @@ __all__ = [
     "merge",
     "named_pc_linears",
     "polynomial",
+    "preserve",
     "refresh",
     "spectral",
 ]
 
-_IMPORTED_WHEN_USED = {"Muon": "pc.muon", "StepSchedule": "pc.step"}
+_IMPORTED_WHEN_USED = {"Muon": "pc.muon", "preserve": "pc.start", "StepSchedule": "pc.step"}
 
 
 def __getattr__(name: str):

@@ -2,6 +2,7 @@
 
 import fnmatch
 import sys
+from importlib import import_module
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ def matches(entry: str, name: str) -> bool:
     return fnmatch.fnmatchcase(name, entry)
 
 
-def attach(model: nn.Module, config: PCConfig) -> nn.Module:
+def attach(model: nn.Module, config: PCConfig, preserve: bool = False) -> nn.Module:
     """Replace the layers that `config.blocks` names by `PCLinear`, in place; returns the model.
 
     Works on TorchTitan's and Hugging Face's Llama-like models by the paper's block names, and on any
@@ -31,9 +32,14 @@ def attach(model: nn.Module, config: PCConfig) -> nn.Module:
     once the weights exist. In schedule "step" a `pc.StepSchedule` comes next. A layer that is to multiply before that
     raises `UserError`.
 
+    Args:
+        preserve: choose W so that PC(W) is the weight that is there, and the model computes what it did: for trained
+            weights. Otherwise the weight that is there is W.
+
     Raises:
         UserError: an entry that matches nothing, a match that is no `nn.Linear`, a layer named twice, a weight that
-            another layer has too, a model that is wrapped already.
+            another layer has too, a model that is wrapped already; with `preserve`, weights on the meta device, a map
+            with g(1) other than 1, or no norm recovery.
     """
     modules = dict(model.named_modules())
     _refuse_wrapped(modules)
@@ -58,12 +64,17 @@ def attach(model: nn.Module, config: PCConfig) -> nn.Module:
             for name, layer_config in chosen.items()
         },
     )
+    on_meta = any(p.device.type == "meta" for p in model.parameters())
+    if preserve and on_meta:
+        raise UserError("pc.attach(preserve=True) needs weights; on the meta device call pc.preserve once they exist")
     if config.schedule == "step":
         # They take no part in the forward pass, so DDP would wait for their gradients, which `pull_back` sets.
         gammas = [f"{name}.gamma" for name in chosen if model.get_submodule(name).gamma is not None]
         ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*ignored, *gammas])
-    elif all(p.device.type != "meta" for p in model.parameters()):
+    if preserve:
+        import_module("pc.start").preserve(model)  # it imports torch.distributed.tensor, which takes a while
+    elif config.schedule == "forward" and not on_meta:
         refresh(model)
     return model
 

@@ -82,6 +82,9 @@ class PCLinear(nn.Linear):
     missing_call: str
     """What must be done before the layer can multiply by PC(W); empty when it can."""
 
+    start_vectors: tuple[Tensor, Tensor] | None
+    """`u` [out_features] and `v` [in_features] for a `pc.StepSchedule` to start from; None: drawn from the name."""
+
     def __init__(self, *args, name: str, config: PCConfig, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self._add_pc(name, config)
@@ -123,6 +126,7 @@ class PCLinear(nn.Linear):
             self.register_buffer("v", torch.empty(self.in_features, **like))
         self.missing_call = REFRESH if config.schedule == "forward" else MAKE_SCHEDULE
         self.weight_was_loaded = False
+        self.start_vectors = None
         self._observe_optimizers()
         if self.weight.device.type != "meta":
             self.reset_pc_parameters()

@@ -341,7 +341,7 @@ def _initial_state(name: str, layer: PCLinear) -> LayerState:
         )
     u, v = (
         _distribute_like(weight, vector.to(weight.device, weight.dtype))
-        for vector in initial_vectors(name, weight.shape)
+        for vector in layer.start_vectors or initial_vectors(name, weight.shape)
     )
     return LayerState(layer, weight, layer.gamma, weight.detach().clone(), u, v)
 

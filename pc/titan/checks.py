@@ -9,6 +9,7 @@ from torchtitan.protocols import train_spec
 
 from pc.errors import UserError
 from pc.muon import NEWTON_SCHULZ_COEFFICIENTS
+from pc.start import require_possible
 from pc.titan.batch import accumulation_steps
 from pc.titan.config import JobConfig
 from pc.titan.llama2 import FLAVORS
@@ -34,6 +35,11 @@ def of_config(config: JobConfig) -> Iterator[str]:
     yield from _chunked_loss(config)
     if config.pc.enable:
         yield from _refusal_of(config.pc.to_pc_config)
+        loads = config.checkpoint.enable and (
+            config.checkpoint.initial_load_path or config.checkpoint.initial_load_in_hf
+        )
+        if loads and config.pc.start == "preserve":
+            yield from _refusal_of(lambda: require_possible(config.pc.to_pc_config()))
 
 
 def of_layout(config: JobConfig, dims: ParallelDims, on_cpu: bool) -> Iterator[str]:

@@ -40,10 +40,14 @@ class PC:
     """Precision of the polynomial's matrix products. In schedule "step" the raw weight and all else of PC are
     float32; in "forward" FSDP hands the layer weights of training.mixed_precision_param."""
 
+    start: Literal["preserve", "raw"] = "preserve"
+    """What weights mean that a new run starts from (checkpoint.initial_load_path, initial_load_in_hf): "preserve": what
+    PC(W) is, so that the first step's function is theirs; "raw": W."""
+
     def to_pc_config(self) -> PCConfig:
         """The method's own configuration, checked; raises UserError."""
         values = asdict(self)
-        del values["enable"]
+        del values["enable"], values["start"]
         return PCConfig(**values)
 
 

@@ -41,7 +41,7 @@ def fingerprint(pc: PC) -> str:
         return json.dumps({"enable": False})
     settings = asdict(pc)
     # How often and how exactly the norm is estimated may change between resumes; what PC(W) is may not.
-    for key in ("power_iterations", "compute_dtype"):
+    for key in ("power_iterations", "compute_dtype", "start"):
         del settings[key]
     return json.dumps(settings, sort_keys=True)
 

@@ -23,6 +23,7 @@ from torchtitan.tools.logging import logger
 from pc import data
 from pc.errors import UserError
 from pc.owner import local
+from pc.start import preserve
 from pc.titan import device, fsdp_sync, method
 from pc.titan.checkpoints import Checkpoints
 from pc.titan.checks import check
@@ -102,6 +103,8 @@ class PCTrainer(torchtitan.train.Trainer):
         self.checkpointer.remind()
 
     def train_step(self, data_iterator) -> None:
+        if self.step == 1 and self._starts_from_given_weights():
+            preserve(self.model_parts, self.pc_schedule)
         if self.pc_schedule is not None and self.pc_schedule.weights_are_raw:
             # The first step of a new run, after any checkpoint was loaded.
             self.pc_schedule.materialise()
@@ -149,6 +152,17 @@ class PCTrainer(torchtitan.train.Trainer):
             self.stopped = True
             return False
         return True
+
+    def _starts_from_given_weights(self) -> bool:
+        """Whether a new run has loaded weights whose function it is to start with."""
+        checkpoint = self.checkpointer
+        loads = checkpoint.enable and checkpoint.initial_load_model_only
+        return (
+            self.job_config.pc.enable
+            and self.job_config.pc.start == "preserve"
+            and loads
+            and bool(checkpoint.initial_load_path or checkpoint.initial_load_in_hf)
+        )
 
     def _loss_of_all_stages(self, loss: Tensor) -> Tensor:
         """The last pipeline stage's loss on every stage, where TorchTitan 0.2.2 returns and logs -1."""

@@ -142,6 +142,20 @@ def test_wrapped_models_are_followed(schedule, wrapper):
             torch.testing.assert_close(state[name], tensor, rtol=0, atol=tolerance, msg=name)
 
 
+def _preserved(rank):
+    model = _shard(pc.attach(toy_model(), _config("step")), init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)))
+    schedule = StepSchedule(model)
+    pc.preserve(model, schedule)
+    schedule.materialise()
+    return {name: _full(tensor) for name, tensor in model.state_dict().items()}
+
+
+def test_sharded_weights_come_back_from_a_preserving_start():
+    for state in run_ranks(2, _preserved):
+        for name, tensor in toy_model().state_dict().items():
+            torch.testing.assert_close(state[name], tensor, rtol=0, atol=1e-6, msg=name)  # an epsilon of 1e-7
+
+
 def _equal_layout(rank, copies):
     results = [_train(rank, (2,), 4, 2)[1] for _ in range(copies)]
     return all(torch.equal(results[0][name], result[name]) for result in results for name in result)

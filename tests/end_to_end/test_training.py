@@ -162,14 +162,30 @@ def test_baseline_and_pc_start_from_the_same_raw_weights(tiny_config, tmp_path):
 
 def test_plain_checkpoint_starts_a_pc_run(tiny_config, tmp_path):
     config, folder = tiny_config
-    trained = _run(1, config, [*BASELINE, "--training.steps", "2"])
+    import pc
+
+    trained, losses = _run(1, config, [*BASELINE, "--training.steps", "2"]), []
     start = ["--checkpoint.initial_load_path", str(folder / "checkpoint" / "step-2")]
     nothing_learnt = ["--training.steps", "1", "--optimizer.lr", "0.0"]
-    started = _run(2, config, [*start, *nothing_learnt, *_elsewhere(tmp_path, "pc")[1]])
     name = "layers.0.attention.wo"
-    assert torch.equal(started[f"pc.{name}.raw"], trained[f"{name}.weight"])
-    assert torch.equal(started["layers.0.attention.wq.weight"], trained["layers.0.attention.wq.weight"])
-    assert not torch.equal(started[f"{name}.weight"], trained[f"{name}.weight"])
+    given = trained[f"{name}.weight"]
+    for ranks, schedule in ((2, []), (1, FORWARD)):
+        where = _elsewhere(tmp_path, f"preserve-{ranks}")
+        started = _run(ranks, config, [*start, *nothing_learnt, *schedule, *where[1]])
+        assert torch.equal(started["layers.0.attention.wq.weight"], trained["layers.0.attention.wq.weight"])
+        raw = started[f"{name}.weight" if schedule else f"pc.{name}.raw"]
+        gamma, u, v = (started[f"pc.{name}.{key}"] for key in ("gamma", "u", "v"))
+        effective = pc.effective_weight(raw, gamma, u, v, pc.PCConfig(level=4))
+        # float32 singular value decompositions; PC(W) of another W is another weight
+        assert (effective - given).norm() < 1e-5 * given.norm() and (raw - given).norm() > 1e-2 * given.norm()
+        if not schedule:
+            assert (started[f"{name}.weight"] - given).norm() < 1e-5 * given.norm()
+        losses.append(tiny.metrics(where[0])[0])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    where = _elsewhere(tmp_path, "raw")
+    raw = _run(1, config, [*start, *nothing_learnt, "--pc.start", "raw", *where[1]])
+    assert torch.equal(raw[f"pc.{name}.raw"], given) and not torch.equal(raw[f"{name}.weight"], given)
+    assert abs(tiny.metrics(where[0])[0] - losses[0]) > 1e-3
 
 
 @pytest.mark.parametrize(

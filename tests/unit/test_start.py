@@ -1,0 +1,80 @@
+"""A start that preserves the function: PC(W) is the given weight."""
+
+import pytest
+import torch
+from torch import nn
+
+import pc
+from pc import PCConfig, UserError
+from pc.polynomial import evaluate, fit, resolve
+from pc.start import preserving, smallest_root
+from toy import toy_batch, toy_loss, toy_model
+
+OWN = fit(0.5, 3)
+
+
+@pytest.mark.parametrize("level", [1, 2, 3, 4, OWN])
+def test_smallest_root(level):
+    values = torch.linspace(0, 1, 1001, dtype=torch.float64)[:-1]
+    roots = smallest_root(resolve(level), values)
+    torch.testing.assert_close(evaluate(resolve(level), roots), values, rtol=0, atol=1e-13)
+    # none smaller: below it the map stays below the value
+    below = evaluate(resolve(level), torch.linspace(0, 1, 201, dtype=torch.float64)[:-1, None] * roots)
+    assert (below < values + 1e-12).all()
+
+
+@pytest.mark.parametrize("level", [1, 2, 3, 4])
+@pytest.mark.parametrize("shape", [(512, 512), (512, 1408), (1408, 512)], ids=str)
+def test_the_weight_comes_back_in_float32_at_the_60m_shapes(level, shape):
+    config = PCConfig(level=level, blocks=("o",))
+    generator = torch.Generator().manual_seed(0)
+    weight = 0.02 * torch.randn(1, *shape, generator=generator)
+    raw, u, v = preserving(config, weight)
+    effective = pc.effective_weight(raw, torch.ones(1, 1), u, v, config)
+    largest = weight.abs().max()
+    assert (effective - weight).abs().max() < 3e-6 * largest  # some roundings of float32
+    # control: the vectors matter, and so does W
+    drawn = (x[None] for x in pc.spectral.power_iteration(raw[0], *pc.spectral.initial_vectors("x", shape), 2))
+    assert (pc.effective_weight(raw, torch.ones(1, 1), *drawn, config) - weight).abs().max() > 1e-3 * largest
+    assert (pc.effective_weight(weight, torch.ones(1, 1), u, v, config) - weight).abs().max() > 1e-2 * largest
+
+
+@pytest.mark.parametrize("schedule", ["forward", "step"])
+@pytest.mark.parametrize("level", [1, {"o": OWN, "ffn": 4}], ids=["1", "own and 4"])
+def test_an_attached_model_computes_what_it_did(schedule, level):
+    x, model = toy_batch(0), toy_model()
+    expected = model(x)
+    pc.attach(model, PCConfig(level=level, schedule=schedule), preserve=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step_schedule = pc.StepSchedule(model, optimizer) if schedule == "step" else None
+    # an epsilon of 1e-7 beside norms near 1
+    torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-6)
+    toy_loss(model, x).backward()
+    if step_schedule:
+        step_schedule.pull_back()
+    optimizer.step()
+    assert (model(x) - expected).abs().max() > 1e-3
+    raw = pc.attach(toy_model(), PCConfig(level=level))
+    assert (raw(x) - expected).abs().max() > 1e-2  # control: otherwise the given weights are W
+
+
+def test_a_weight_of_zeros_and_one_of_one_row():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+    with torch.no_grad():
+        model[0].weight.zero_()
+    x = torch.randn(5, 4)
+    expected = model(x)
+    torch.testing.assert_close(pc.attach(model, PCConfig(blocks=("0*", "1*")), preserve=True)(x), expected)
+
+
+@pytest.mark.parametrize(
+    "values, said",
+    [
+        ({"level": "polar_express"}, "needs g\\(1\\) = 1, but level polar_express has"),
+        ({"level": [1.49, -0.5]}, "has 0.99"),
+        ({"norm_recovery": False}, "needs pc.norm_recovery = true"),
+    ],
+)
+def test_what_cannot_be_preserved_is_refused(values, said):
+    with pytest.raises(UserError, match=said):
+        pc.attach(toy_model(), PCConfig(**values), preserve=True)
