@@ -1,0 +1,105 @@
+"""Every table and figure of the paper at debug size, from its commands to its picture: the path of docs/reproduce.md.
+
+Usage: python scripts/reproduce_debug.py [ROW...] [--evals DIR]
+
+Takes some fifteen minutes on two free cores. Repeat to continue: finished runs and scores are kept. All goes to
+outputs/reproduce. Numbers at this size mean nothing; at the paper's the same commands take its configs.
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from pc.errors import UserError, exit_on_user_error
+
+ROOT = Path(__file__).parents[1]
+OUT = "outputs/reproduce"
+CONFIGS = "train_configs/reproduce"
+SWEEPS = ["main", "adamw_lr", "muon_lr", "pc_level", "pc_blocks", "recovery_gamma", "polar_express", "no_gamma"]
+MAIN = {name: f"{OUT}/main/{name}" for name in ("adamw_baseline", "adamw_pc", "muon_baseline", "muon_pc")}
+ADAMW, MUON = ([MAIN[f"{name}_baseline"], MAIN[f"{name}_pc"]] for name in ("adamw", "muon"))
+BASELINES = [MAIN["adamw_baseline"], MAIN["muon_baseline"]]
+LAST = "checkpoint/step-12"
+
+
+def sweeps(*names: str) -> list[str]:
+    return [f"{CONFIGS}/{name}.toml" for name in names]
+
+
+def bars(name: str, *baselines: str) -> list[str]:
+    return [
+        "scripts/curves.py",
+        "--sweep",
+        f"{OUT}/{name}",
+        "--baseline",
+        *baselines,
+        "--output",
+        f"{OUT}/figures/{name}",
+    ]
+
+
+def rows(evals: str) -> dict[str, list[list[str]]]:
+    """Row of the table in docs/reproduce.md -> its commands, as words after `python`."""
+    models = [f"{name}={folder}/{LAST}" for name, folder in MAIN.items()]
+    return {
+        "data": [["-m", "pc.data.demo"], ["scripts/inspect_data.py", "data/demo"]],
+        "runs": [
+            ["scripts/sweep.py", "plan", *sweeps(*SWEEPS)],
+            ["scripts/sweep.py", "run", *sweeps(*SWEEPS)],
+            ["scripts/sweep.py", "select", *sweeps("adamw_lr", "muon_lr", "pc_level", "pc_blocks")],
+            ["scripts/sweep.py", "select", *sweeps("recovery_gamma", "polar_express", "no_gamma")],
+        ],
+        "maps": [["scripts/polynomials.py", "--output", f"{OUT}/figures/maps"]],
+        "model-table": [["scripts/dry_run.py", f"{CONFIGS}/adamw_pc.toml", "--world-size", "1"]],
+        "loss-adamw": [["scripts/curves.py", *ADAMW, "--output", f"{OUT}/figures/loss-adamw"]],
+        "loss-muon": [["scripts/curves.py", *MUON, "--output", f"{OUT}/figures/loss-muon"]],
+        "spectra-adamw": [["scripts/spectra.py", *ADAMW, "--output", f"{OUT}/figures/spectra-adamw"]],
+        "spectra-muon": [["scripts/spectra.py", *MUON, "--output", f"{OUT}/figures/spectra-muon"]],
+        "levels": [bars("pc_level", *BASELINES)],
+        "blocks": [bars("pc_blocks", *BASELINES)],
+        "recovery": [bars("recovery_gamma", MAIN["adamw_baseline"])],
+        "gamma-spikes": [
+            ["scripts/curves.py", MAIN["adamw_pc"], f"{OUT}/no_gamma/learnable_gamma-false"]
+            + ["--output", f"{OUT}/figures/gamma-spikes"]
+        ],
+        "flattening": [
+            ["scripts/curves.py", *pair, f"{OUT}/polar_express/{name}_pc/level-polar-express"]
+            + ["--output", f"{OUT}/figures/flattening-{name}"]
+            for name, pair in (("adamw", ADAMW), ("muon", MUON))
+        ],
+        "estimator": [["scripts/curves.py", *ADAMW, "--output", f"{OUT}/figures/estimator"]],
+        "cost": [["scripts/cost.py", "train_configs/1b_adamw_pc.toml", "--output", f"{OUT}/figures/cost"]],
+        "memory": [
+            ["scripts/cost.py", f"{CONFIGS}/adamw_pc.toml", "--world-size", "1", "--measure"]
+            + ["--activation_checkpoint.mode", "none", "--compile.enable", "false", "--output", f"{OUT}/figures/memory"]
+        ],
+        "theorem": [["scripts/theorem.py", "--output", f"{OUT}/figures/theorem"]],
+        "scores": [
+            *([] if Path(evals).is_dir() else [["scripts/fetch_eval_data.py", evals]]),
+            ["scripts/score.py", *models, "--data", evals, "--limit", "2", "--output", f"{OUT}/figures/scores"],
+        ],
+    }
+
+
+@exit_on_user_error
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(rows(''))} (default: all)")
+    parser.add_argument("--evals", default=f"{OUT}/evals", help="folder of scripts/fetch_eval_data.py (default: made)")
+    arguments = parser.parse_args()
+    every = rows(arguments.evals)
+    for name in arguments.rows or every:
+        if name not in every:
+            raise UserError(f"no row {name!r}; rows are {', '.join(every)}")
+        start = time.monotonic()
+        for words in every[name]:
+            print(f"\n$ python {' '.join(words)}", flush=True)
+            if subprocess.run([sys.executable, *words], cwd=ROOT).returncode:
+                raise UserError(f"row {name} failed at: python {' '.join(words)}")
+        print(f"row {name}: {time.monotonic() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
