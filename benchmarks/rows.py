@@ -151,14 +151,22 @@ ROWS: dict[str, Row] = {
     ),
     "stock-cpu": Row(
         "debug model at the default run's shapes, float32, for a CPU: this project's baseline over TorchTitan's own step",
-        {"stock": Variant(DEBUG, BASELINE, stock=True), "baseline": Variant(DEBUG, BASELINE)},
+        {
+            "stock": Variant(DEBUG, BASELINE, stock=True),
+            "every micro-batch": Variant(DEBUG, BASELINE + EVERY_MICRO_BATCH),
+            "baseline": Variant(DEBUG, BASELINE),
+        },
         micro_batches=8,
         rounds=15,
         goals=(Goal("time baseline / stock", "<=", 1.03),),
     ),
     "stock-cpu-bf16": Row(
         "the same in bfloat16, which TorchTitan has from autocast on one process",
-        {"stock": Variant(DEBUG, BASELINE + BFLOAT16, stock=True), "baseline": Variant(DEBUG, BASELINE + BFLOAT16)},
+        {
+            "stock": Variant(DEBUG, BASELINE + BFLOAT16, stock=True),
+            "every micro-batch": Variant(DEBUG, BASELINE + BFLOAT16 + EVERY_MICRO_BATCH),
+            "baseline": Variant(DEBUG, BASELINE + BFLOAT16),
+        },
         micro_batches=8,
         rounds=5,
         goals=(Goal("time baseline / stock", "<=", 1.03),),
