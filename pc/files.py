@@ -28,6 +28,13 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
         raise
 
 
+def make_readable(folder: str | Path) -> None:
+    """Give a folder and all in it the permissions that new files get here; some libraries keep theirs to the owner."""
+    mask = _current_umask()
+    for path in [Path(folder), *Path(folder).rglob("*")]:
+        path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
+
+
 def sha256_of(path: str | Path) -> str:
     """Hexadecimal SHA-256 of a file's bytes."""
     with open(path, "rb") as file:

@@ -9,7 +9,7 @@ and a run that continues with others goes on with the very next sequence.
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +49,7 @@ class Sequences(Dataset):
         start = shuffled(place, self.length, self.seed, epoch) * self.seq_len
         return self.stream.read(start, start + self.seq_len + 1)
 
-    def __getitem__(self, positions: range) -> Batch | UserError:
+    def __getitem__(self, positions: Sequence[int]) -> Batch | UserError:
         """({"input": int64 [B, seq_len]}, labels int64 [B, seq_len]); labels beyond `limit` are ignored ones.
 
         A `UserError` is returned, since torch would bury one raised in a worker under its own traceback.
@@ -87,8 +87,10 @@ class GlobalOrderLoader(Stateful):
         num_workers: int,
         prefetch_factor: int | None,
         pin_memory: bool,
+        skip: Sequence[range] = (),
     ):
         self.sequences = sequences
+        self.skip = skip
         self.identity = identity
         self.local_batch_size = local_batch_size
         self.dp_rank = dp_rank
@@ -108,10 +110,12 @@ class GlobalOrderLoader(Stateful):
             self.position = 0
         step = self.local_batch_size * self.dp_world_size
         plan = _RankPositions(
-            self.position + self.dp_rank * self.local_batch_size,
+            self.position,
+            self.dp_rank * self.local_batch_size,
             self.local_batch_size,
             step,
             self._micro_batches_left(step),
+            self.skip,
         )
         for batch in DataLoader(self.sequences, batch_size=None, sampler=plan, **self._worker_settings):
             if isinstance(batch, UserError):
@@ -128,7 +132,7 @@ class GlobalOrderLoader(Stateful):
 
     def _advance(self, step: int) -> None:
         epoch = self.position // self.sequences.length
-        self.position += step
+        self.position = advance(self.position, step, self.skip)
         if self.sequences.limit is not None:
             self.position = min(self.position, self.sequences.limit)
         elif self.position // self.sequences.length > epoch and self.dp_rank == 0:
@@ -155,17 +159,51 @@ class GlobalOrderLoader(Stateful):
 
 
 class _RankPositions:
-    """One rank's positions, micro-batch by micro-batch; count None = without end."""
+    """One rank's positions, micro-batch by micro-batch: `size` of the `step`, from the `offset`-th on; count None = without end."""
 
-    def __init__(self, start: int, size: int, step: int, count: int | None):
-        self.start, self.size, self.step, self.count = start, size, step, count
+    def __init__(self, position: int, offset: int, size: int, step: int, count: int | None, skip: Sequence[range]):
+        self.position, self.offset, self.size, self.step = position, offset, size, step
+        self.count, self.skip = count, skip
 
-    def __iter__(self) -> Iterator[range]:
-        number = 0
+    def __iter__(self) -> Iterator[list[int]]:
+        number, position = 0, self.position
         while self.count is None or number < self.count:
-            first = self.start + number * self.step
-            yield range(first, first + self.size)
+            first = advance(position, self.offset, self.skip)
+            yield [advance(first, row + 1, self.skip) - 1 for row in range(self.size)]
+            position = advance(position, self.step, self.skip)
             number += 1
+
+
+def advance(position: int, count: int, skip: Sequence[range]) -> int:
+    """The position behind the next `count` ones that are not skipped; skip: disjoint, in order (`parse_skip`)."""
+    for gap in skip:
+        if count == 0 or position + count <= gap.start:
+            break
+        if gap.stop > position:
+            count -= max(0, gap.start - position)
+            position = gap.stop
+    return position + count
+
+
+def parse_skip(words: Sequence[str]) -> list[range]:
+    """`data.skip` as disjoint ranges in order: "7" is one position, "7-9" three.
+
+    Raises:
+        UserError: a word that is neither.
+    """
+    ranges = []
+    for word in words:
+        first, dash, last = word.partition("-")
+        if not (first.isdecimal() and (last.isdecimal() if dash else not last)) or (dash and int(last) < int(first)):
+            raise UserError(f'data.skip: {word!r} should be a position, "1200", or a first and a last one, "1200-1263"')
+        ranges.append(range(int(first), int(last or first) + 1))
+    merged: list[range] = []
+    for gap in sorted(ranges, key=lambda gap: gap.start):
+        if merged and gap.start <= merged[-1].stop:
+            merged[-1] = range(merged[-1].start, max(merged[-1].stop, gap.stop))
+        else:
+            merged.append(gap)
+    return merged
 
 
 def build_dataloader(
@@ -183,6 +221,7 @@ def build_dataloader(
     prefetch_factor: int | None = None,
     pin_memory: bool = False,
     limit_sequences: int | None = None,
+    skip: Sequence[str] = (),
 ) -> GlobalOrderLoader:
     """A loader over a folder of token shards.
 
@@ -191,7 +230,8 @@ def build_dataloader(
     micro-batch. seed: of the training order. vocab_size: the model's. infinite: start another epoch at the
     end, otherwise stop after one (the last micro-batch is filled up with ignored labels, so that every rank
     has as many). limit_sequences: stop after so many, counted over all ranks. num_workers: processes that
-    read ahead, prefetch_factor micro-batches each.
+    read ahead, prefetch_factor micro-batches each. skip: positions to leave out (`parse_skip`); they count in the order
+    without it, so what is skipped may change at a resume.
     """
     manifest = Manifest.read(path)
     if manifest.vocab_size > vocab_size:
@@ -230,4 +270,5 @@ def build_dataloader(
         num_workers=num_workers,
         prefetch_factor=prefetch_factor,
         pin_memory=pin_memory,
+        skip=parse_skip(skip),
     )

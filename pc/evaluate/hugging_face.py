@@ -29,7 +29,7 @@ from pc.errors import UserError
 from pc.evaluate import checkpoint
 from pc.evaluate import tokenizer as tokenizers
 from pc.evaluate.checkpoint import RunCheckpoint
-from pc.files import write_atomically
+from pc.files import make_readable, write_atomically
 from pc.titan.config import Data
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -122,7 +122,7 @@ def export(
         model.save_pretrained(partial, max_shard_size=max_shard_size)
         tokenizers.save(tokenizer, partial)
         write_atomically(partial / "README.md", _model_card(run, model, dtype))
-        partial.chmod(0o755)
+        make_readable(partial)
         os.replace(partial, out)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)

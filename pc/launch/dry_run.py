@@ -21,6 +21,7 @@ from pc.titan import checks, memory
 from pc.titan.batch import accumulation_steps
 from pc.titan.config import JobConfig
 from pc.titan.llama2 import FLAVORS, Llama2Args
+from pc.titan.ranges import is_within
 from pc.titan.resolve import resolve, run_folder, to_config
 
 PAPERS_FLAVORS = ("271M", "1B")
@@ -80,8 +81,8 @@ def check(path: str | Path, overrides: Sequence[str], world_size: int, *, needs_
 
 
 def _model_args(config: JobConfig) -> Llama2Args | None:
-    if config.model.flavor not in FLAVORS:
-        return None
+    if config.model.flavor not in FLAVORS or not is_within(config, "model.vocab_size", "training.seq_len"):
+        return None  # said already
     return replace(
         FLAVORS[config.model.flavor], vocab_size=config.model.vocab_size, max_seq_len=config.training.seq_len
     )
@@ -98,7 +99,14 @@ def _tried(report: Report, function, *arguments):
 
 def _data_parallel_size(report: Report, config: JobConfig, world_size: int) -> int | None:
     parallelism = config.parallelism
-    degrees = ("tensor_parallel", "pipeline_parallel", "context_parallel", "data_parallel_replicate")
+    degrees = (
+        "tensor_parallel",
+        "pipeline_parallel",
+        "context_parallel",
+        "data_parallel_replicate",
+        "expert_parallel",
+        "expert_tensor_parallel",
+    )
     if any(getattr(parallelism, f"{degree}_degree") < 1 for degree in degrees):
         return None  # said already
     model_parallel = (

@@ -49,7 +49,7 @@ def main() -> None:
         trainer.require_loadable()
         if rank == 0:  # not earlier: a refused start must not describe the runs that are there
             write_resolved(path, overrides, JobConfig, Path(config.job.dump_folder) / "config.toml")
-            write_environment(config.job.dump_folder, dist.get_world_size())
+            write_environment(config.job.dump_folder, dist.get_world_size(), [path, *overrides])
         trainer.train()
     except BaseException as error:
         if config is not None and (rank == 0 or isinstance(error, UserError)):

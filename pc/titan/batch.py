@@ -1,5 +1,7 @@
 """The global batch on any number of GPUs: fewer GPUs accumulate more micro-batches."""
 
+from math import isqrt
+
 from pc.errors import UserError
 
 
@@ -41,7 +43,8 @@ def _nearest_multiples(number: int, factor: int) -> list[int]:
 
 def _nearest_divisors(number: int, wish: int) -> list[int]:
     """The divisors of `number` next below and next above `wish`."""
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    small = [d for d in range(1, min(isqrt(number), 10**6) + 1) if number % d == 0]
+    divisors = sorted({*small, *(number // d for d in small)})
     below = [d for d in divisors if d < wish][-1:]
     above = [d for d in divisors if d > wish][:1]
     return below + above

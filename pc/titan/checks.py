@@ -3,13 +3,16 @@
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from itertools import chain
+from pathlib import Path
 
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols import train_spec
 
+from pc.data.loader import parse_skip
 from pc.errors import UserError
 from pc.muon import NEWTON_SCHULZ_COEFFICIENTS
 from pc.start import require_possible
+from pc.titan import ranges
 from pc.titan.batch import accumulation_steps
 from pc.titan.config import JobConfig
 from pc.titan.llama2 import FLAVORS
@@ -31,6 +34,8 @@ def of_config(config: JobConfig) -> Iterator[str]:
     yield from _model(config)
     yield from _precision(config)
     yield from _checkpointing(config)
+    yield from _names(config)
+    yield from _saving(config)
     yield from _converters(config)
     yield from _chunked_loss(config)
     if config.pc.enable:
@@ -82,33 +87,8 @@ _IGNORED = {
     "validation.steps": "data.validation_sequences",
 }
 
-# Keys that would divide by zero or fail in a traceback, with their least value.
-_AT_LEAST = {
-    "training.seq_len": 1,
-    "training.local_batch_size": 1,
-    "training.steps": 1,
-    "training.max_nonfinite_steps": 1,
-    "validation.local_batch_size": 1,
-    "validation.freq": 1,
-    "data.validation_sequences": 1,
-    "metrics.log_freq": 1,
-    "checkpoint.interval": 1,
-    "checkpoint.keep_latest_k": 0,
-    "checkpoint.keep_every": 0,
-    "evaluation.interval": 0,
-    "evaluation.limit": 0,
-    "health.freq": 0,
-    "health.spectra_freq": 0,
-    "health.estimate_freq": 0,
-    "optimizer.lr": 0,
-    "optimizer.eps": 0,
-    "optimizer.weight_decay": 0,
-    "optimizer.muon_steps": 1,
-    "parallelism.data_parallel_replicate_degree": 1,
-    "parallelism.tensor_parallel_degree": 1,
-    "parallelism.pipeline_parallel_degree": 1,
-    "parallelism.context_parallel_degree": 1,
-}
+# What a checkpoint is made of.
+_STATES = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state", "method", "pc")
 
 
 def _value(config: JobConfig, key: str):
@@ -130,17 +110,24 @@ def _ignored(config: JobConfig) -> Iterator[str]:
     for key, is_set in refused.items():
         if is_set:
             yield f"{key} is not supported with PC's and Muon's work around the optimizer's step; use false"
+    for module in ("job.custom_config_module", "experimental.custom_args_module"):
+        if _value(config, module) and _value(config, module) != _value(default, module):
+            yield f"{module} is not read by this trainer, whose keys are in pc/titan/config.py; leave it out"
     if config.comm.mode != "default":
         yield f'comm.mode = "{config.comm.mode}" does not train; use "default"'
 
 
 def _ranges(config: JobConfig) -> Iterator[str]:
-    for key, least in _AT_LEAST.items():
-        if _value(config, key) < least:
-            yield f"{key} = {_value(config, key)} should be at least {least}"
+    yield from ranges.findings(config)
     for key in ("optimizer.beta1", "optimizer.beta2", "optimizer.muon_momentum"):
         if not 0 <= _value(config, key) < 1:
             yield f"{key} = {_value(config, key)} should be at least 0 and below 1"
+    profiling = config.profiling
+    if profiling.profile_freq < profiling.profiler_active + profiling.profiler_warmup:
+        yield (
+            f"profiling.profile_freq = {profiling.profile_freq} should be at least profiling.profiler_active + "
+            f"profiling.profiler_warmup = {profiling.profiler_active + profiling.profiler_warmup}"
+        )
     if config.optimizer.muon_coefficients not in NEWTON_SCHULZ_COEFFICIENTS:
         yield (
             f"optimizer.muon_coefficients = {config.optimizer.muon_coefficients!r} should be one of "
@@ -151,7 +138,7 @@ def _ranges(config: JobConfig) -> Iterator[str]:
 def _model(config: JobConfig) -> Iterator[str]:
     # The benchmarks register variants of it under other names.
     if config.model.name != "pc_llama2" and config.model.name not in train_spec._extra_train_specs:
-        yield f'model.name = "{config.model.name}" should be "pc_llama2", the model of this trainer'
+        yield f'model.name = {config.model.name!r} should be "pc_llama2", the model of this trainer'
     if config.model.flavor not in FLAVORS:
         yield f"model.flavor = {config.model.flavor!r} should be one of {', '.join(FLAVORS)}"
     if config.checkpoint.enable and config.checkpoint.keep_latest_k == 1:
@@ -238,6 +225,58 @@ def _pipeline(config: JobConfig, dims: ParallelDims) -> Iterator[str]:
             f'parallelism.pipeline_parallel_schedule = "{schedule}" splits the backward pass, which '
             'activation_checkpoint.selective_ac_option = "op" does not allow; use activation_checkpoint.mode = "full"'
         )
+
+
+def _names(config: JobConfig) -> Iterator[str]:
+    """Names of things that are looked up only once the run is under way."""
+    yield from _refusal_of(parse_skip, config.data.skip)
+    if config.data.skip and config.data.streaming:
+        yield "data.skip needs data.path: a stream has no positions"
+    module = config.experimental.custom_import
+    if module and not _is_importable(module):
+        yield f"experimental.custom_import = {module!r} should be the name of a Python module that can be imported"
+    folder = config.checkpoint.folder
+    if not folder or Path(folder).name != folder:
+        yield f"checkpoint.folder = {folder!r} should be the name of a folder within job.dump_folder"
+    unknown = set(config.checkpoint.exclude_from_loading) - set(_STATES)
+    if unknown:
+        yield (
+            f"checkpoint.exclude_from_loading = {config.checkpoint.exclude_from_loading} should name some of "
+            f"{', '.join(_STATES)}"
+        )
+    if set(config.compile.components) - {"model", "loss"}:
+        yield f"compile.components = {config.compile.components} should name model, loss or both"
+    if config.compile.enable and config.compile.backend != "inductor":
+        from torch._dynamo import list_backends  # takes a second
+
+        if config.compile.backend not in (backends := list_backends(exclude_tags=())):
+            yield f"compile.backend = {config.compile.backend!r} should be one of {', '.join(backends)}"
+    if config.metrics.enable_wandb and find_spec("wandb") is None:
+        yield "metrics.enable_wandb needs wandb: pip install wandb"
+    if config.activation_checkpoint.determinism_check not in ("default", "none"):
+        yield (
+            f"activation_checkpoint.determinism_check = {config.activation_checkpoint.determinism_check!r} should be "
+            '"default" or "none"'
+        )
+
+
+def _is_importable(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):  # a parent package is missing, or it is no name
+        return False
+
+
+def _saving(config: JobConfig) -> Iterator[str]:
+    """Settings of checkpoints that TorchTitan refuses only when it loads or, worse, saves the last one."""
+    section = config.checkpoint
+    for key, needed in (
+        ("last_save_in_hf", "last_save_model_only"),
+        ("initial_load_in_hf", "initial_load_model_only"),
+        ("initial_load_in_hf_quantized", "initial_load_in_hf"),
+    ):
+        if getattr(section, key) and not getattr(section, needed):
+            yield f"checkpoint.{key} = true needs checkpoint.{needed} = true"
 
 
 def _precision(config: JobConfig) -> Iterator[str]:

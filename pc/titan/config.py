@@ -67,6 +67,9 @@ class Data:
     seed: int = 0
     """Order of the training sequences."""
 
+    skip: list[str] = field(default_factory=list)
+    """Training sequences to leave out, by the positions that the log gives: "1200-1263"."""
+
     streaming: str = ""
     """For a quick look: a Hub dataset, "name" or "name:subset", tokenised while training instead of `path`."""
 

@@ -6,6 +6,7 @@ import os
 import statistics
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor, _get_metrics_rank
+from torchtitan.tools.logging import logger
 
 
 class LossSpikes:
@@ -119,6 +121,8 @@ class PCMetricsProcessor(MetricsProcessor):
         super().__init__(job_config, parallel_dims, tag)
         self._json_lines: JsonLinesLogger | None = None
         self._spikes: LossSpikes | None = None
+        self.positions: Callable[[], range | None] = lambda: None
+        """of the sequences of the step under way, in the order of the data"""
         self._device = self.device_memory_monitor.device.type
         if _rank() != _get_metrics_rank(parallel_dims, job_config):
             return
@@ -150,13 +154,29 @@ class PCMetricsProcessor(MetricsProcessor):
                 self._spikes = LossSpikes()
                 for earlier, loss in self._json_lines.losses_before(step).items():
                     self._spikes.update(earlier, loss)
+            before = self._spikes.count
             extra_metrics = {**(extra_metrics or {}), "loss_spikes": self._spikes.update(step, global_avg_loss)}
+            if self._spikes.count > before:
+                extra_metrics |= self._say_spike(step, global_avg_loss)
         # before upstream resets the peak; on every rank, since it is collective
         peak = torch.tensor(self.device_memory_monitor.get_peak_stats().max_active_gib, device=self._device)
         if dist.is_initialized():
             dist.all_reduce(peak, dist.ReduceOp.MAX)
         extra_metrics = {**(extra_metrics or {}), "memory/max_active_of_all_ranks(GiB)": peak.item()}
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
+
+    def _say_spike(self, step: int, loss: float) -> dict[str, int]:
+        """Log where a spike begins; returns the same as metrics."""
+        positions = self.positions()
+        said = f"Loss spike {self._spikes.count} begins at step {step} with {loss:.4g}"
+        if positions is None:
+            logger.warning(said)
+            return {}
+        first, last = positions.start, positions.stop - 1
+        logger.warning(
+            f"{said}; data positions {first}-{last} (to repeat the run without them: --data.skip {first}-{last})"
+        )
+        return {"spike/first_position": first, "spike/last_position": last}
 
     def log_health(self, step: int, metrics: dict[str, float]) -> None:
         """Log what `HealthMetrics.collect` returned, if anything."""

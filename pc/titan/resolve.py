@@ -9,6 +9,7 @@ without a word. TorchTitan gets the one file that `write_resolved` writes.
 import dataclasses
 import difflib
 import hashlib
+import math
 import tomllib
 import types
 import typing
@@ -63,12 +64,14 @@ def write_resolved(
 def to_config(resolved: dict[str, Any], config_class: type) -> Any:
     """The dataclass with `resolved` set and its own defaults for the rest."""
     annotations = typing.get_type_hints(config_class)
-    return config_class(
-        **{
-            key: to_config(value, annotations[key]) if dataclasses.is_dataclass(annotations[key]) else value
-            for key, value in resolved.items()
-        }
-    )
+    values = {
+        key: to_config(value, annotations[key]) if dataclasses.is_dataclass(annotations[key]) else value
+        for key, value in resolved.items()
+    }
+    try:
+        return config_class(**values)
+    except (ValueError, AssertionError) as error:  # TorchTitan's sections check some values themselves
+        raise UserError(f"[{config_class.__name__.lower()}]: {error}") from None
 
 
 def run_folder(path: str | Path, resolved: dict[str, Any]) -> Path:
@@ -140,7 +143,7 @@ def _read_bytes_of_chain(path: Path) -> Iterator[tuple[Path, bytes]]:
         yield path, content
         seen.append(path.resolve())
         parent = _parse_toml(path, content).get(PARENT)
-        if parent is not None and not isinstance(parent, str):
+        if parent is not None and not (isinstance(parent, str) and "\0" not in parent):
             raise UserError(f"{path}: {PARENT} must be the name of a TOML file, not {parent!r}")
         child, path = path, path.parent / parent if parent is not None else None
 
@@ -148,7 +151,7 @@ def _read_bytes_of_chain(path: Path) -> Iterator[tuple[Path, bytes]]:
 def _parse_toml(file: Path, content: bytes) -> dict[str, Any]:
     try:
         return tomllib.loads(content.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # wrong syntax, wrong encoding, endless digits or nesting
         raise UserError(f"{file}: not valid TOML: {error}") from None
 
 
@@ -215,10 +218,10 @@ def _checked_section(values: dict, section_class: type, keys: tuple[str, ...], c
 
 
 def _checked(value: Any, annotation: Any, name: str, where: str) -> Any:
-    """`value` if it is of the type `annotation`, an integer for a float made a float."""
+    """`value` if it is of the type `annotation`, an integer for a float made a float; numbers are finite."""
     try:
         return _conform(value, annotation)
-    except TypeError:
+    except (TypeError, OverflowError):
         raise UserError(f"{where}: {name} = {value!r} should be {_describe(annotation)}") from None
 
 
@@ -250,7 +253,11 @@ def _conform(value: Any, annotation: Any) -> Any:
             return value
         return {_conform(k, arguments[0]): _conform(v, arguments[1]) for k, v in value.items()}
     if annotation is float and type(value) is int:
-        return float(value)
+        value = float(value)
+    if type(value) is float and not math.isfinite(value):
+        raise TypeError
+    if type(value) is str and "\0" in value:  # no file's name can hold it
+        raise TypeError
     # `type`, not isinstance: True is an instance of int
     if type(value) is not annotation:
         raise TypeError
@@ -270,7 +277,7 @@ def _describe(annotation: Any) -> str:
         if not arguments:
             return "a table"
         return f"a table of {_describe(arguments[0])} = {_describe(arguments[1])}"
-    words = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
+    words = {bool: "true or false", int: "a whole number", float: "a finite number", str: "a string"}
     return words.get(annotation, getattr(annotation, "__name__", str(annotation)))
 
 
@@ -284,7 +291,7 @@ def _parse_text(text: str, annotation: Any) -> Any:
         value = tomllib.loads(f"value = {text}")["value"]
         if not isinstance(value, str | int | float | bool | list | dict):
             value = text  # a date
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         value = text
     may_be_one = kinds != {list} and "," not in text  # of another kind, such as a number or a name
     if list in kinds and not isinstance(value, list | dict) and not may_be_one:

@@ -14,7 +14,6 @@ import torch.distributed as dist
 import torchtitan.train
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torchtitan.config import ConfigManager
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
@@ -25,6 +24,7 @@ from pc.errors import UserError
 from pc.owner import local
 from pc.start import preserve
 from pc.titan import device, fsdp_sync, method
+from pc.titan.agreement import identity, require_agreement
 from pc.titan.checkpoints import Checkpoints
 from pc.titan.checks import check
 from pc.titan.config import JobConfig
@@ -35,7 +35,7 @@ from pc.titan.metrics import build_metrics_processor
 from pc.titan.nonfinite import FiniteSteps
 from pc.titan.optimizers import build_optimizers, build_schedulers
 from pc.titan.parallelize import AlwaysSharded, parallelize, pipeline
-from pc.titan.resolve import resolve, run_folder
+from pc.titan.resolve import resolve, run_folder, to_config
 from pc.titan.status import write_status
 from pc.titan.validate import FixedValidator
 
@@ -88,6 +88,7 @@ class PCTrainer(torchtitan.train.Trainer):
             ) from error
         fields = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "world_size")
         dims = AlwaysSharded(**{name: getattr(upstream, name) for name in fields})
+        require_agreement(identity(self.job_config))
         check(self.job_config, dims, on_cpu=device.is_cpu())
         self._sync = fsdp_sync.choose(self.job_config, dims, self.device, device.memory(self.device))
         self.job_config.parallelism.fsdp_sync = self._sync  # for `parallelize`
@@ -110,10 +111,11 @@ class PCTrainer(torchtitan.train.Trainer):
             self.pc_schedule.materialise()
         self._micro_batches_done, self._loss = 0, 0.0
         first = getattr(self.dataloader, "position", None)  # a stream has none
+        self.metrics_processor.positions = lambda: None if first is None else range(first, self.dataloader.position)
         self.health.start_step(self.step, measure_outputs=not self._pipeline_finds_shapes())
         super().train_step(data_iterator)
         self._has_stepped = True
-        self.finite_steps.note(self.step, None if first is None else range(first, self.dataloader.position))
+        self.finite_steps.note(self.step, self.metrics_processor.positions())
         self.metrics_processor.log_health(self.step, self.health.collect(self.step))
         if self.scorer is not None and self.scorer.due(self.step):
             self.metrics_processor.log_health(self.step, self.scorer.score())
@@ -288,6 +290,7 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer, job_config: Jo
         job_config.data.path,
         "train",
         seed=job_config.data.seed,
+        skip=job_config.data.skip,
         infinite=True,
         num_workers=loader.num_workers,
         prefetch_factor=loader.prefetch_factor,
@@ -317,4 +320,4 @@ def load_config(path: str | Path, overrides: list[str]) -> JobConfig:
     """The config of a run, resolved and checked, with its run folder filled in."""
     values = resolve(path, overrides, JobConfig)
     values.setdefault("job", {})["dump_folder"] = str(run_folder(path, values))
-    return ConfigManager(JobConfig)._dict_to_dataclass(JobConfig, values)
+    return to_config(values, JobConfig)

@@ -1,7 +1,9 @@
 """The commands as a user types them, and lm-eval's own command on what they write."""
 
 import json
+import os
 import runpy
+import stat
 import sys
 from pathlib import Path
 
@@ -44,8 +46,12 @@ def made(tmp_path_factory):
 
 def test_export_then_lm_evals_command_agrees_with_ours(made, command, monkeypatch):
     checkpoint, sets, folder = made
+    before = os.umask(0o027)
     status, printed, errors = command("export_hf.py", checkpoint, folder / "out")
+    os.umask(before)
     assert status == 0, errors
+    modes = {stat.filemode(p.stat().st_mode) for p in [folder / "out", *(folder / "out").iterdir()]}
+    assert modes == {"drwxr-x---", "-rw-r-----"}  # as the umask says
     assert printed.strip() == str(folder / "out")
 
     settings = [

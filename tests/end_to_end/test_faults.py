@@ -1,13 +1,18 @@
 """Faults of real runs, each in processes of its own: what is lost, and what the last line says."""
 
 import os
+import random
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 import tiny
+from ranks import run_ranks
 from small_config import ROOT, write_small_config
 
 pytestmark = pytest.mark.soak
@@ -51,3 +56,75 @@ def test_damage_on_two_processes(small):
     assert refused.returncode == 2
     last = refused.stderr.splitlines()[-1]
     assert last.startswith("error: ") and last.endswith(f"no other checkpoint in {small.folder}/checkpoint is whole")
+
+
+KILLS = 20
+
+
+def _train_until_killed(rank, config, overrides, delay):
+    if rank == 1:
+        killer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL))
+        killer.daemon = True
+        killer.start()
+    return tiny.train(rank, config, overrides)
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_kills_at_random_moments(tiny_config, tmp_path, mode):
+    """One of two ranks is killed again and again, with a save after every step and a validation after every second."""
+    config, _ = tiny_config
+    words = ["--training.steps=16", "--checkpoint.interval=1", "--validation.freq=2", f"--checkpoint.async_mode={mode}"]
+    begin = time.monotonic()
+    run_ranks(2, tiny.train, config, [*words, f"--job.dump_folder={tmp_path}/straight"])
+    longest = time.monotonic() - begin
+    expected = [tiny.metrics(tmp_path / "straight", key) for key in ("loss", "validation_loss")]
+    draw, kills, finished = random.Random(0), 0, 0
+    while kills < KILLS or not finished:
+        folder = tmp_path / f"killed-{finished}"
+        delay = draw.uniform(0, longest) if kills < KILLS else 1e6
+        try:
+            run_ranks(2, _train_until_killed, config, [*words, f"--job.dump_folder={folder}"], delay)
+        except AssertionError as error:  # the other rank's
+            assert "UserError" not in str(error), error
+            kills += 1
+            continue
+        assert [tiny.metrics(folder, key) for key in ("loss", "validation_loss")] == expected
+        finished += 1
+    print(f"{kills} kills, {finished} runs, each equal to the undisturbed one")
+
+
+def test_a_long_run_does_not_grow(tiny_config, tmp_path):
+    """2,000 steps of the tiny model; the same with a restart every 100 has the same losses."""
+    config, _ = tiny_config
+    words = ["--training.global_batch_size=2", "--validation.freq=500", "--lr_scheduler.total_steps=2000"]
+    words += ["--checkpoint.interval=100", "--checkpoint.keep_latest_k=2"]
+    straight, restarted = ([*words, f"--job.dump_folder={tmp_path}/{name}"] for name in ("straight", "restarted"))
+    (sizes,) = run_ranks(1, _train_and_measure, config, [*straight, "--training.steps=2000"], timeout=1800)
+    print(sizes)
+    settled, last = sizes[4], sizes[-1]
+    assert last["threads"] == settled["threads"] and last["files"] == settled["files"]
+    assert last["bytes"] < settled["bytes"] + 8 * 2**20  # 1,500 steps: 5.6 KB each
+    for step in range(100, 2001, 100):
+        run_ranks(1, tiny.train, config, [*restarted, f"--training.steps={step}"])
+    assert tiny.metrics(tmp_path / "restarted") == tiny.metrics(tmp_path / "straight")
+
+
+def _train_and_measure(rank, config, overrides):
+    """Resident bytes, threads and open files after every hundredth step."""
+    from pc.launch.train import Trainer, load_config
+
+    tiny.add_tiny_flavor()
+    trainer = Trainer(load_config(config, overrides))
+    sizes, step = [], trainer.train_step
+
+    def measured(data):
+        step(data)
+        if trainer.step % 100 == 0:
+            resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            files = len(os.listdir("/proc/self/fd"))
+            sizes.append({"bytes": resident, "threads": len(os.listdir("/proc/self/task")), "files": files})
+
+    trainer.train_step = measured
+    trainer.train()
+    trainer.close()
+    return sizes

@@ -57,6 +57,28 @@ def order(build) -> list[tuple[int, ...]]:
     return [row for _ in range(2 * loader.sequences.length) for row in rows(next(iterator))]
 
 
+@pytest.mark.parametrize(("ranks", "local_batch_size"), [(1, 12), (2, 3), (3, 2)])
+def test_skipped_positions_are_left_out_and_all_else_stays(build, order, ranks, local_batch_size):
+    left_out = [*range(1), *range(5, 9), *range(13, 14)]
+    expected = [row for position, row in enumerate(order) if position not in left_out]
+    skip = ["8", "5-7", "0-0", "13", "6-8"]
+    assert served(build, ranks, local_batch_size, 2, skip=skip) == expected[: 2 * ranks * local_batch_size]
+    # the position counts without them, so the list may change at a resume
+    loader = build(local_batch_size=4, skip=skip)
+    iterator = iter(loader)
+    assert rows(next(iterator)) == order[1:5] and loader.position == 5
+    assert rows(next(iterator)) == order[9:13] and loader.position == 13
+    resumed = build(local_batch_size=4)
+    resumed.load_state_dict(loader.state_dict())
+    assert rows(next(iter(resumed))) == order[13:17]
+
+
+@pytest.mark.parametrize("word", ["", "a", "1-", "-1", "3-2", "1-2-3", "1.5"])
+def test_what_is_no_position(build, word):
+    with pytest.raises(UserError, match="data.skip"):
+        build(skip=[word])
+
+
 @pytest.mark.parametrize(("ranks", "local_batch_size"), [(1, 16), (2, 8), (4, 4), (8, 2), (8, 1), (4, 3)])
 def test_order_does_not_depend_on_ranks(ranks, local_batch_size, build, order):
     micro_batches = len(order) // (ranks * local_batch_size)

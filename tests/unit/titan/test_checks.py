@@ -55,7 +55,7 @@ REFUSED_ANYWHERE = [
     ({"training.dataset_path": "text"}, {}, "training.dataset_path is not read by this trainer; set data.path"),
     ({"validation.steps": 5}, {}, "validation.steps is not read by this trainer; set data.validation_sequences"),
     ({"comm.mode": "local_tensor"}, {}, 'comm.mode = "local_tensor" does not train'),
-    ({"model.name": "llama3"}, {}, 'model.name = "llama3" should be "pc_llama2"'),
+    ({"model.name": "llama3"}, {}, "model.name = 'llama3' should be \"pc_llama2\""),
     ({"metrics.log_freq": 0}, {}, "metrics.log_freq = 0 should be at least 1"),
     ({"validation.local_batch_size": 0}, {}, "validation.local_batch_size = 0 should be at least 1"),
     ({"data.validation_sequences": 0}, {}, "data.validation_sequences = 0 should be at least 1"),

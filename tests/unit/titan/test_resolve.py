@@ -131,7 +131,7 @@ def test_command_line_words_take_the_declared_type(words, expected):
         ("[training]\nsteps = 5.5", "training.steps = 5.5 should be a whole number"),
         ("[training]\nsteps = true", "training.steps = True should be a whole number"),
         ('[training]\nsteps = "5"', "training.steps = '5' should be a whole number"),
-        ('[optimizer]\nlr = "fast"', "optimizer.lr = 'fast' should be a number"),
+        ('[optimizer]\nlr = "fast"', "optimizer.lr = 'fast' should be a finite number"),
         ("[optimizer]\nlr = 2020-01-01", "optimizer.lr"),
         ("[optimizer]\nfused = 1", "optimizer.fused = 1 should be true or false"),
         ('[optimizer]\nname = "SGD"', "should be one of 'AdamW', 'Muon'"),
@@ -167,7 +167,7 @@ def test_bad_files_are_named_with_the_key(write, text, said):
         (["--training.steps.more", "5"], "unknown key training.steps.more"),
         (["training.steps", "5"], "is not an override"),
         (["--optimizer.fused", "yes"], "should be true or false"),
-        (["--optimizer.lr", "fast"], "should be a number"),
+        (["--optimizer.lr", "fast"], "should be a finite number"),
     ],
 )
 def test_bad_overrides_are_named(words, said):

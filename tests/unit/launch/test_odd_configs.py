@@ -1,0 +1,138 @@
+"""Odd values for every key, and files that are no configs: a line or two each, no traceback, no hang."""
+
+import signal
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from odd_configs import ODD, keys, settings
+from pc.errors import UserError
+from pc.launch.dry_run import check
+from pc.titan import ranges
+from pc.titan.config import JobConfig
+from pc.titan.resolve import resolve
+from small_config import ROOT
+
+DEBUG = ROOT / "train_configs" / "debug.toml"
+SECONDS = 20  # that one may take
+
+
+@contextmanager
+def no_longer_than(seconds: int):
+    def end(*_):
+        raise TimeoutError(f"still not done after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def said_of(key: str, value: str) -> list[str]:
+    """What the checks say, a finding each."""
+    with no_longer_than(SECONDS):
+        try:
+            return check(DEBUG, [f"--{key}={value}"], 1, needs_data=False).errors
+        except UserError as error:
+            return [str(error)]
+
+
+def require_plain_words(key: str, value: str) -> bool:
+    """Whether the value is refused; if so each finding is one or two lines, and one names the key or its section."""
+    findings = said_of(key, value)
+    assert all(finding.count("\n") <= 1 for finding in findings), findings
+    section, _, name = key.partition(".")
+    assert not findings or any(name.rpartition(".")[2] in f or f"[{section}" in f for f in findings), findings
+    return bool(findings)
+
+
+@pytest.mark.soak
+def test_every_key_with_every_odd_value():
+    cases = settings()
+    assert len(cases) > 2000
+    start = time.monotonic()
+    refused = sum(require_plain_words(key, value) for key, value in cases)
+    print(f"{len(cases)} settings, {refused} refused, {time.monotonic() - start:.0f} s")
+    assert 0.4 * len(cases) < refused < 0.9 * len(cases)
+
+
+# those that ended in a traceback or never, and one value for each other key
+KNOWN = [
+    *(("model.vocab_size", value) for value in ("0", "-1", "1" + "0" * 24)),
+    *(("training.seq_len", value) for value in ("0", "-1", "1" + "0" * 24)),
+    *((f"parallelism.expert{kind}_parallel_degree", value) for kind in ("", "_tensor") for value in ("0", "-1")),
+    ("parallelism.context_parallel_load_balancer", ""),
+    ("validation.steps", "0"),
+    ("training.global_batch_size", "1" + "0" * 24),
+    ("optimizer.eps", "nan"),
+    ("comm.init_timeout_seconds", "-1"),
+    ("training.gc_freq", "0"),
+    ("experimental.custom_import", "no_such_module"),
+    ("checkpoint.folder", ""),
+    ("checkpoint.last_save_in_hf", "true"),
+]
+
+
+@pytest.mark.parametrize("key, value", KNOWN)
+def test_what_once_ended_in_a_traceback_is_refused(key, value):
+    assert require_plain_words(key, value)
+
+
+def test_an_odd_value_for_every_key():
+    """Another one for each key in turn."""
+    for number, key in enumerate(keys()):
+        require_plain_words(key, ODD[number % len(ODD)])
+
+
+def test_every_number_has_a_range_and_is_finite():
+    for key in ranges.numbers():
+        assert key in ranges.RANGES or key.startswith(ranges.UNUSED) or key in ranges.SAID_ELSEWHERE, key
+        for value in ("nan", "inf", "-inf"):
+            with pytest.raises(UserError, match=key):
+                resolve(DEBUG, [f"--{key}={value}"], JobConfig)
+    assert set(ranges.RANGES) <= set(ranges.numbers())
+
+
+FILES = {
+    "syntax": b"[training\nsteps = 1",
+    "encoding": "[job]\ndescription = 'é'".encode("latin-1"),
+    "utf-16": "[job]".encode("utf-16"),
+    "binary": bytes(range(256)),
+    "digits": b"[training]\nsteps = " + b"1" * 10_000,
+    "nesting": b"x = " + b"[" * 10_000,
+    "twice": b"[training]\nsteps = 1\nsteps = 2",
+    "section": b"training = 3",
+    "no section": b"steps = 3",
+    "parent is a number": b"parent = 3",
+    "parent is missing": b'parent = "no-such.toml"',
+    "parent is itself": b'parent = "it.toml"',
+    "parent is a folder": b'parent = "."',
+    "parent with a NUL": b'parent = "a\\u0000b"',
+    "not finite": b"[optimizer]\nlr = nan",
+    "a date": b"[optimizer]\nlr = 1979-05-27",
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_files_that_are_no_configs(tmp_path, kind):
+    file = tmp_path / "it.toml"
+    file.write_bytes(FILES[kind])
+    with no_longer_than(SECONDS), pytest.raises(UserError) as raised:
+        check(file, [], 1)
+    assert str(file) in str(raised.value) and str(raised.value).count("\n") <= 1
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["training.steps=1"], ["--"], ["--=1"], ["--training"], ["--training.steps"], ["--training.steps", "--x"], ["--.", "1"],
+     ["--training..steps=1"], ["--a.b.c.d=1"], ["--training.steps.x=1"], ["-1"], [""], ["--\0=1"]],
+    ids=str,
+)  # fmt: skip
+def test_command_lines(words):
+    with pytest.raises(UserError, match="command line"):
+        check(DEBUG, words, 1)
