@@ -54,7 +54,7 @@ class EmulatedTF32(TorchDispatchMode):
     }
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function in self.PRODUCTS and torch.get_float32_matmul_precision() == "high":
+        if function in self.PRODUCTS and torch.backends.cuda.matmul.fp32_precision == "tf32":
             args = list(args)
             for index in self.PRODUCTS[function]:
                 args[index] = round_to_tf32(args[index])

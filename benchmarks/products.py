@@ -1,6 +1,7 @@
 """What PC's two passes save beside their readable definitions: CPU time, and kernels and memory traffic at 1B.
 
     OMP_NUM_THREADS=1 python benchmarks/products.py [--output results/DATE-NAME]
+    python benchmarks/products.py --passes 1B [--output results/DATE-NAME]      # on the GPU where there is one
 
 "reference" is power iteration on the weight, Horner's rule in the Gram matrix, and autograd, one matrix after the
 other: what tests hold the fast passes equal to.
@@ -8,6 +9,9 @@ other: what tests hold the fast passes equal to.
 Time: three matrices of the 271M model, float32, levels 2 and 4, interleaved; the median of the rounds, and the range of
 their ratios. Counts: all matrices of a model, level 4, on one owner, with weights on the meta device: the operations
 that would be kernels on a GPU, and the bytes that each reads and writes, products included.
+
+`--passes`: both passes over all matrices of a model, as one owner runs them in training: by precision, matrices one by one and
+in batches, beside the references one by one; and their errors against float64 on the same device, a matrix of each shape.
 """
 
 import argparse
@@ -21,12 +25,11 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from pc import PCConfig, attach, effective_weight, named_pc_linears, polynomial
+from pc.analysis.traffic import of_passes
 from pc.files import write_atomically
-from pc.owner import run_on_owners
+from pc.owner import BUCKET_BYTES, run_on_owners
 from pc.passes import materialise, pull_back
 from pc.spectral import initial_vectors, power_iteration
 from pc.titan.llama2 import FLAVORS, Llama2
@@ -51,6 +54,75 @@ def pull_back_reference(
         return torch.autograd.grad(effective_weight(*variables, u, v, config), variables, gradient)
 
 
+PRECISIONS = ("tf32", "float32", "bfloat16")
+
+
+def seconds_of(function: Callable[[], object], device: str) -> float:
+    """CPU time of the process, or a GPU's time, launches included."""
+    if device == "cpu":
+        return cpu_seconds(function)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    function()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def weights_of(flavor: str, device: str) -> tuple[list[Batch], list[Tensor]]:
+    """(W, gamma, u, v) of each PC matrix, and gradients."""
+    with torch.device("meta"):
+        model = attach(Llama2(FLAVORS[flavor]), PCConfig(schedule="step"))
+    generator = torch.Generator(device).manual_seed(0)
+    items, gradients = [], []
+    for name, layer in named_pc_linears(model):
+        weight, gradient = (torch.randn(layer.weight.shape, generator=generator, device=device) for _ in range(2))
+        u, v = (vector.to(device) for vector in initial_vectors(name, layer.weight.shape))
+        items.append((weight, torch.ones(1, device=device), *power_iteration(weight, u, v, 30)))
+        gradients.append(gradient)
+    return items, gradients
+
+
+def measure_passes(flavor: str, device: str, rounds: int, write: Callable[[dict], None]) -> None:
+    """Fills a record and hands it to `write` after every measurement."""
+    items, gradients = weights_of(flavor, device)
+    pulled = [(weight, gradient, *rest) for (weight, *rest), gradient in zip(items, gradients, strict=True)]
+    results = {
+        "materialise": [tuple(torch.empty_like(x) for x in (w, u, v)) for w, _, u, v in items],
+        "pull back": [tuple(torch.empty_like(x) for x in (w, gamma)) for w, gamma, *_ in items],
+    }
+    hardware = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    record = {"torch": torch.__version__, "hardware": hardware, "flavor": flavor, "matrices": len(items)}
+    record |= {"rounds": rounds, "seconds": {}, "errors": {}}
+    variants = [(precision, batch) for precision in PRECISIONS for batch in (BUCKET_BYTES, 0)] + [("reference", 0)]
+    for precision, batch_bytes in variants:
+        name = f"{precision}, {'in batches' if batch_bytes else 'one by one'}"
+        fast = precision != "reference"
+        config = PCConfig(compute_dtype=precision, schedule="step") if fast else PCConfig(schedule="step")
+        functions = (materialise, pull_back) if fast else (materialise_reference, pull_back_reference)
+        for part, function, inputs in zip(results, functions, (items, pulled), strict=True):
+            call = partial(run_on_owners, function, inputs, results[part], [config] * len(items), batch_bytes)
+            call()  # warms up
+            record["seconds"].setdefault(part, {})[name] = [seconds_of(call, device) for _ in range(rounds)]
+            write(record)
+    shapes = {item[0].shape: index for index, item in enumerate(items)}
+    for precision in PRECISIONS:
+        for (n, m), index in shapes.items():
+            found, exact = (
+                both_passes(PCConfig(compute_dtype=kind, schedule="step"), [x.to(dtype) for x in pulled[index]])
+                for kind, dtype in ((precision, torch.float32), ("float32", torch.float64))
+            )
+            errors = [((a - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
+            record["errors"].setdefault(precision, {})[f"{n} x {m}"] = dict(zip(results, errors, strict=True))
+        write(record)
+
+
+def both_passes(config: PCConfig, item: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """PC(W) and the gradient of W in float64, for W, gradient, gamma, u, v."""
+    weight, gradient, gamma, u, v = (tensor[None] for tensor in item)
+    effective, *_ = materialise(config, weight, gamma, u, v)
+    return effective.double(), pull_back(config, weight, gradient, gamma, u, v)[0].double()
+
+
 def cpu_seconds(function: Callable[[], object]) -> float:
     start = time.process_time()
     function()
@@ -58,7 +130,7 @@ def cpu_seconds(function: Callable[[], object]) -> float:
 
 
 def compare(shape: tuple[int, int], level: int) -> dict:
-    config = PCConfig(level=level)
+    config = PCConfig(level=level, schedule="step")
     generator = torch.Generator().manual_seed(0)
     weight, gradient = (torch.randn(1, *shape, generator=generator) * 0.02 for _ in range(2))
     gamma = torch.ones(1, 1)
@@ -84,51 +156,40 @@ def compare(shape: tuple[int, int], level: int) -> dict:
     return {"shape": shape, "level": level, "seconds": medians, "ratio to reference": ratios}
 
 
-class Traffic(TorchDispatchMode):
-    """Counts operations that move data, and the bytes of their inputs and outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kernels = self.bytes = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        writes_or_makes = function._schema.is_mutable or not any(r.alias_info for r in function._schema.returns)
-        if writes_or_makes and not str(function).startswith(("aten.detach", "aten.empty", "aten._unsafe_view")):
-            self.kernels += 1
-            tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor)]
-            self.bytes += sum(x.nbytes for x in tensors)
-        return result
-
-
 def count(flavor: str) -> dict[str, dict[str, float]]:
     """Kernels and GiB of both passes over all PC matrices of a model."""
     with torch.device("meta"):
         model = attach(Llama2(FLAVORS[flavor]), PCConfig(schedule="step"))
-        layers = [(layer.pc_config, layer.weight.detach()) for _, layer in named_pc_linears(model)]
-        gamma, vectors = torch.empty(1), [[torch.empty(n) for n in weight.shape] for _, weight in layers]
-    keys = [config for config, _ in layers]
-    weights = [(weight, gamma, *uv) for (_, weight), uv in zip(layers, vectors, strict=True)]
-    gradients = [(weight, torch.empty_like(weight), *rest) for weight, *rest in weights]
-    result = {}
-    for name, function, items, outputs in (
-        ("materialise", materialise, weights, [(w, u, v) for w, _, u, v in weights]),
-        ("pull back", pull_back, gradients, [(h, g) for _, h, g, *_ in gradients]),
-    ):
-        with Traffic() as fast:
-            run_on_owners(function, items, outputs, keys)
-        reference = {"materialise": materialise_reference, "pull back": pull_back_reference}[name]
-        with Traffic() as slow:
-            run_on_owners(reference, items, outputs, keys, batch_bytes=0)
-        for kind, traffic in (("", fast), (", reference", slow)):
-            result[name + kind] = {"kernels": traffic.kernels, "GiB": traffic.bytes / 2**30}
-    return result
+    matrices = [(*layer.weight.shape, layer.pc_config) for _, layer in named_pc_linears(model)]
+    fast = of_passes(matrices)
+    slow = of_passes(matrices, (materialise_reference, pull_back_reference), batch_bytes=0)
+    return {
+        name + kind: {"kernels": len(traffic.kernels), "GiB": traffic.bytes / 2**30}
+        for kind, passes in (("", fast), (", reference", slow))
+        for name, traffic in passes.items()
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="folder for products.json")
-    output = parser.parse_args().output
+    parser.add_argument(
+        "--passes", metavar="FLAVOR", choices=FLAVORS, help="measure both passes of a whole model instead"
+    )
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    chosen = parser.parse_args()
+    output = chosen.output
+    if chosen.passes:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+
+        def write(record: dict) -> None:
+            if output:
+                write_atomically(output / "passes.json", json.dumps(record, indent=1) + "\n")
+
+        record: dict = {}
+        measure_passes(chosen.passes, device, chosen.rounds, lambda found: (record.update(found), write(found)))
+        print(json.dumps(record, indent=1))
+        return
     content = {
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),

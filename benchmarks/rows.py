@@ -44,7 +44,7 @@ class Row:
 ADAMW, PC = "1b_adamw_baseline.toml", "1b_adamw_pc.toml"
 DEBUG = "debug.toml"
 TF32 = ("--pc.compute_dtype", "tf32")
-IN_GRAPH = ("--pc.schedule", "forward")
+IN_GRAPH = ("--pc.schedule", "forward", "--pc.compute_dtype", "float32")
 EAGER = ("--compile.enable", "false")
 FLOAT32 = ("--training.mixed_precision_param", "float32")
 FLOAT8 = ("--model.converters", "quantize.linear.float8", "--quantize.linear.float8.filter_fqns", "output")

@@ -93,7 +93,7 @@ class PCConfig:
             raise UserError(f"pc.compute_dtype must be one of {', '.join(COMPUTE_DTYPES)}, got {self.compute_dtype!r}")
         if self.schedule == "forward" and self.compute_dtype == "tf32":
             # It is a process-wide switch, which a compiled graph cannot turn for a few of its products.
-            raise UserError('pc.compute_dtype = "tf32" needs pc.schedule = "step"')
+            raise UserError('pc.compute_dtype = "tf32" needs pc.schedule = "step"; with "forward" use "float32"')
 
     def for_block(self, block: str) -> "PCConfig":
         """The same for one entry of `blocks` alone, with its own level."""

@@ -15,7 +15,29 @@ from pc.config import PCConfig
 from pc.spectral import power_iteration_by_gram, spectral_norm_estimate
 
 
+@contextmanager
+def matmul_precision(precision: str):
+    """Within, a GPU multiplies float32 matrices as "ieee" (plain float32) or "tf32", whatever the process has chosen.
+
+    A CPU's products stay float32. The setting is that of CUDA's products alone: torch's older switch,
+    `set_float32_matmul_precision`, raises where a user has set this one.
+    """
+    products = torch.backends.cuda.matmul
+    before = products.fp32_precision
+    products.fp32_precision = precision
+    try:
+        yield
+    finally:
+        products.fp32_precision = before
+
+
+def _polynomials(config: PCConfig):
+    """The precision that the configuration wants for the polynomial; all else is float32."""
+    return matmul_precision("tf32" if config.compute_dtype == "tf32" else "ieee")
+
+
 @torch.no_grad()
+@matmul_precision("ieee")
 def materialise(config: PCConfig, raw: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """PC(W) and the vectors that made it.
 
@@ -29,11 +51,11 @@ def materialise(config: PCConfig, raw: Tensor, *rest: Tensor) -> tuple[Tensor, T
     """
     *gamma, u, v = rest
     matrix = raw.to(_precision(config, raw))
-    with matmul_precision(config):
+    with _polynomials(config):
         gram = polynomial.gram_matrix(matrix)
     u, v = power_iteration_by_gram(raw, gram.to(raw.dtype), u, v, config.power_iterations)
     s = spectral_norm_estimate(raw, u, v)
-    with matmul_precision(config):
+    with _polynomials(config):
         weight = polynomial.apply(
             polynomial.resolve(config.level),
             matrix,
@@ -45,6 +67,7 @@ def materialise(config: PCConfig, raw: Tensor, *rest: Tensor) -> tuple[Tensor, T
 
 
 @torch.no_grad()
+@matmul_precision("ieee")
 def pull_back(config: PCConfig, raw: Tensor, gradient: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
     """The gradient of PC(W) as that of W and of gamma, with the u and v that made this PC(W).
 
@@ -61,7 +84,7 @@ def pull_back(config: PCConfig, raw: Tensor, gradient: Tensor, *rest: Tensor) ->
     precision = _precision(config, raw)
     s = spectral_norm_estimate(raw, u, v)
     scale = _scale(config, s, gamma)
-    with matmul_precision(config):
+    with _polynomials(config):
         d_weight, value_product, matrix_product = polynomial.vjp(
             polynomial.resolve(config.level),
             raw.to(precision),
@@ -75,20 +98,6 @@ def pull_back(config: PCConfig, raw: Tensor, gradient: Tensor, *rest: Tensor) ->
     if not gamma:
         return (d_weight,)
     return d_weight, ((s if config.norm_recovery else 1.0) * value_product)[:, None].to(raw.dtype)
-
-
-@contextmanager
-def matmul_precision(config: PCConfig):
-    """TF32 products within, where the configuration asks for them."""
-    if config.compute_dtype != "tf32":
-        yield
-        return
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def _precision(config: PCConfig, raw: Tensor) -> torch.dtype:

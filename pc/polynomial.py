@@ -291,7 +291,7 @@ def _stage_vjp(
     d_gram = coefficients[1] * d_sum
     d_square = None
     for j, inner in enumerate(sums[1:], start=1):
-        d_square = inner @ d_sum if d_square is None else torch.baddbmm(d_square, inner, d_sum)
+        d_square = inner @ d_sum if d_square is None else torch.baddbmm(d_square, inner, d_sum, out=d_square)
         d_sum = d_sum @ square
         d_gram.add_(d_sum, alpha=coefficients[2 * j + 1])
     if degree % 2 == 0:
@@ -299,14 +299,15 @@ def _stage_vjp(
         d_square = last if d_square is None else d_square.add_(last)
     if d_square is not None:
         # G^2 gives d_square G + G d_square; with its transpose, which A A^T adds, that is M + M^T for this M
-        d_gram = torch.baddbmm(d_gram, gram, d_square + d_square.mT)
+        torch.baddbmm(d_gram, gram, d_square + d_square.mT, out=d_gram)
     # p(G) H + M A with M = d_gram + d_gram^T, whose inner product with A is <p(G), H A^T> + <M, G>
     left, right = sums[0], d_gram + d_gram.mT
     matrix_product = value_product + _inner_product(right, gram)
     value_product, matrix_product = (product * factor[:, 0, 0] for product in (value_product, matrix_product))
     left.mul_(factor * scale)
     right.mul_(factor**3 * scale)
-    return torch.baddbmm(left @ gradient, right, matrix), value_product, matrix_product
+    result = left @ gradient
+    return torch.baddbmm(result, right, matrix, out=result), value_product, matrix_product
 
 
 def _scaled(matrix: Tensor, factor: Tensor) -> Tensor:

@@ -5,8 +5,9 @@ One product of [a, b] and [b, c] counts 2abc; elementwise work is left out, as i
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -89,13 +90,28 @@ class Matrix:
     def pull_back_bytes(self) -> int:
         """What `passes.pull_back` allocates at its peak, in float32, inputs left out.
 
-        Of [n, m] the result before and after its last sum, and the input of every inner stage; of [s, s] the Gram
-        matrix, its square, and the partial sums of p and gradients.
+        Of [n, m] the result and the input of every inner stage; of [s, s] the Gram matrix, its square, and the partial
+        sums of p and gradients.
         """
         inner_stages = len(self.stages) - 1
-        degree = max(len(stage) for stage in self.stages) - 1
-        long_ones = 2 + (inner_stages + 1 if inner_stages else 0)
-        return 4 * (long_ones * self.n * self.m + (5 + degree) * self.short**2)
+        long_ones = 1 + (inner_stages + 1 if inner_stages else 0)
+        return 4 * (long_ones * self.n * self.m + (5 + self._degree) * self.short**2)
+
+    def materialise_input_bytes(self) -> int:
+        """W, gamma, u and v, in float32."""
+        return self.pull_back_input_bytes() - 4 * self.n * self.m
+
+    def materialise_bytes(self) -> int:
+        """What `passes.materialise` allocates at its peak, in float32, inputs left out: PC(W), or an inner stage's
+        result; of [s, s] the Gram matrix, its square, the partial sums of p, and p scaled."""
+        squares = 3 + (self._degree > 1) + (self._degree - 1) // 2
+        if len(self.stages) > 1:  # the stage before still holds its own
+            squares += 2 + self._degree
+        return 4 * (self.n * self.m + squares * self.short**2)
+
+    @property
+    def _degree(self) -> int:
+        return max(len(stage) for stage in self.stages) - 1
 
     def in_graph_flops(self, recomputed: bool) -> int:
         """Schedule "forward", for each micro-batch on each rank; activation checkpointing evaluates twice."""
@@ -196,13 +212,13 @@ class Plan:
             self.model = attach(Transformer(self.args), self.config.pc.to_pc_config())
         self.matrices = [Matrix(*layer.weight.shape, layer.pc_config) for _, layer in named_pc_linears(self.model)]
 
+    @cache
     def step_cost(self) -> StepCost:
         """Operations of one step, PC counted as if it were on even in a baseline's config."""
         seq_len = self.config.training.seq_len
         per_matrix = [matrix.materialise_flops() + matrix.pull_back_flops() for matrix in self.matrices]
-        owners = self.shards * self.tensor_parallel
-        load = [0] * owners
-        for cost, owner in zip(per_matrix, self._owners(owners), strict=True):
+        load = [0] * self.owners
+        for cost, owner in zip(per_matrix, self.owners_of_matrices(), strict=True):
             load[owner] += cost
         recomputed = self.config.activation_checkpoint.mode == "full"
         in_graph = sum(matrix.in_graph_flops(recomputed) for matrix in self.matrices)
@@ -251,32 +267,49 @@ class Plan:
             parts["PC in the graph"] = kept * itemsize / memory.GIB
         return parts
 
-    def _owners(self, ranks: int) -> list[int]:
+    @property
+    def owners(self) -> int:
+        """Ranks that share the matrices out."""
+        return self.shards * self.tensor_parallel
+
+    def owners_of_matrices(self) -> list[int]:
         """The owner of each matrix, dealt out by cost as `pc.owner` does."""
-        return assign([float(matrix.short**2 * matrix.long) for matrix in self.matrices], ranks)
+        return assign([float(matrix.short**2 * matrix.long) for matrix in self.matrices], self.owners)
+
+    def busiest_matrices(self) -> list[Matrix]:
+        """Those of the owner with the most operations."""
+        held: list[list[Matrix]] = [[] for _ in range(self.owners)]
+        for matrix, owner in zip(self.matrices, self.owners_of_matrices(), strict=True):
+            held[owner].append(matrix)
+        return max(held, key=lambda some: sum(m.materialise_flops() + m.pull_back_flops() for m in some))
 
     def _work_space(self) -> float:
-        """Bytes on the busiest owner while gradients are pulled back.
+        """Bytes on the busiest owner in the larger of the two passes.
 
-        What the pass allocates for a batch of matrices, and the batch of W and gradients; with more than one rank
-        also the shards sent and received in and out, for a bucket of matrices at a time.
+        What the pass allocates for a batch of matrices, and the batch of its inputs; with more than one rank also the
+        shards sent and received in and out, for a bucket of matrices at a time.
         """
-        owners = self.shards * self.tensor_parallel
-        if owners == 1:
+        return max(
+            self._work_space_of(Matrix.pull_back_input_bytes, Matrix.pull_back_bytes),
+            self._work_space_of(Matrix.materialise_input_bytes, Matrix.materialise_bytes),
+        )
+
+    def _work_space_of(self, input_bytes: Callable[[Matrix], int], bytes_of: Callable[[Matrix], int]) -> float:
+        if self.owners == 1:
             largest = 0.0
             for matrix, count in Counter(self.matrices).items():
-                batch = min(count, max(1, BUCKET_BYTES // matrix.pull_back_input_bytes()))
-                copied = matrix.pull_back_input_bytes() if batch > 1 else 0
-                largest = max(largest, batch * (copied + matrix.pull_back_bytes()))
+                batch = min(count, max(1, BUCKET_BYTES // input_bytes(matrix)))
+                copied = input_bytes(matrix) if batch > 1 else 0
+                largest = max(largest, batch * (copied + bytes_of(matrix)))
             return largest
-        sizes = [matrix.pull_back_input_bytes() for matrix in self.matrices]
-        owner_of = self._owners(owners)
+        sizes = [input_bytes(matrix) for matrix in self.matrices]
+        owner_of = self.owners_of_matrices()
         largest = 0.0
         for bucket in buckets(owner_of, sizes, BUCKET_BYTES):
-            for owner in range(owners):
+            for owner in range(self.owners):
                 held = [self.matrices[i] for i in bucket if owner_of[i] == owner]
-                batches = [count * matrix.pull_back_bytes() for matrix, count in Counter(held).items()]
-                exchanged = 4 * sum(matrix.pull_back_input_bytes() for matrix in held)
+                batches = [count * bytes_of(matrix) for matrix, count in Counter(held).items()]
+                exchanged = 4 * sum(input_bytes(matrix) for matrix in held)
                 largest = max(largest, exchanged + max(batches, default=0))
         return largest
 

@@ -35,7 +35,7 @@ def measure(config: Path, overrides: Sequence[str], processes: int) -> dict[str,
     variants = {
         "plain": ["--pc.enable", "false"],
         "step": ["--pc.enable", "true", "--pc.schedule", "step"],
-        "forward": ["--pc.enable", "true", "--pc.schedule", "forward"],
+        "forward": ["--pc.enable", "true", "--pc.schedule", "forward", "--pc.compute_dtype", "float32"],
     }
     for name, chosen in variants.items():
         print(

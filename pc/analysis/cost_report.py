@@ -3,14 +3,15 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from pc.analysis import cost, cost_measure
+from pc.analysis import cost, cost_measure, cost_time
 from pc.files import write_atomically
 from pc.launch import torchrun
 
 
 def report(config: Path, overrides: Sequence[str], world_size: int, measure: bool, output: Path | None) -> None:
     """Print the counts, measure where asked to, and write both to `output`/cost.md."""
-    text = cost.table(cost.Plan(config, overrides, world_size))
+    plan = cost.Plan(config, overrides, world_size)
+    text = cost.table(plan) + "\n" + cost_time.table(plan)
     print(text)
     if measure:
         processes = torchrun.processes_here()

@@ -17,7 +17,7 @@ from pc.config import BLOCK_GROUPS, BLOCK_SUFFIXES, PCConfig
 from pc.errors import UserError
 from pc.files import write_atomically
 from pc.linear import block_of
-from pc.spectral import modified_condition_number
+from pc.spectral import modified_condition_number, singular_values
 
 
 @dataclass(frozen=True)
@@ -131,4 +131,4 @@ def _default_pc_blocks() -> tuple[str, ...]:
 
 
 def _singular_values(weight: Tensor, device: str) -> Tensor:
-    return torch.linalg.svdvals(weight.to(device, torch.float64)).cpu()
+    return singular_values(weight.to(device)).flip(-1).cpu()

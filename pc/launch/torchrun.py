@@ -97,6 +97,15 @@ def last_words(run_folder: Path) -> str | None:
 
 
 def environment(processes: int) -> dict[str, str]:
-    """This process's environment, the CPU's cores shared out among the processes."""
+    """This process's environment, the CPU's cores shared out among the processes.
+
+    GPU memory in segments that grow, as TorchTitan's launcher has it, so that shapes which change (PC's batches between
+    steps) leave no holes.
+    """
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
-    return {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", **os.environ}
+    defaults = {
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONUNBUFFERED": "1",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    }
+    return {**defaults, **os.environ}

@@ -20,7 +20,7 @@ from pc.attach import matches
 from pc.config import BLOCK_SUFFIXES, PCConfig
 from pc.linear import block_of, clean_name, effective_weight, named_pc_linears
 from pc.owner import local, run_on_owners
-from pc.spectral import modified_condition_number, spectral_norm, spectral_norm_estimate
+from pc.spectral import modified_condition_number, singular_values, spectral_norm, spectral_norm_estimate
 from pc.step import StepSchedule
 from pc.titan.outputs import COUNT, LARGEST, PARTS, SUM_OF_SQUARES, OutputSizes
 
@@ -241,7 +241,7 @@ def _condition(key: PCConfig | None, weight: Tensor, *rest: Tensor) -> tuple[Ten
     if key is not None:
         u, v, *gamma = rest
         weight = effective_weight(weight, *(gamma or [None]), u, v, key)
-    return (modified_condition_number(_singular_values(weight)).unsqueeze(-1).to(weight.dtype),)
+    return (modified_condition_number(singular_values(weight)).unsqueeze(-1).to(weight.dtype),)
 
 
 def _estimate_error(_: None, weight: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor]:
@@ -249,18 +249,3 @@ def _estimate_error(_: None, weight: Tensor, u: Tensor, v: Tensor) -> tuple[Tens
     norm = spectral_norm(weight, u, v)
     error = (spectral_norm_estimate(weight, u, v).double() - norm).abs() / norm
     return (error.unsqueeze(-1).to(weight.dtype),)
-
-
-def _singular_values(matrix: Tensor) -> Tensor:
-    """Singular values, ascending, [..., min(n, m)] in float64; NaN for a matrix that is not finite.
-
-    They are square roots of the eigenvalues of the smaller Gram matrix, several times cheaper than a
-    singular value decomposition. Squaring costs half of float64's digits: values below 1e-8 of the
-    largest are lost.
-    """
-    finite = matrix.isfinite().all(-1).all(-1)
-    # A decomposition of NaN raises, which would end a training run that could show what went wrong.
-    matrix = torch.where(finite[..., None, None], matrix, 0.0).double()
-    gram = matrix.mT @ matrix if matrix.size(-2) > matrix.size(-1) else matrix @ matrix.mT
-    sigma = torch.linalg.eigvalsh(gram).clamp(min=0.0).sqrt()
-    return torch.where(finite[..., None], sigma, math.nan)

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.attention import SDPBackend
+from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
 from torchtitan.models.llama3.model.model import Transformer
 
@@ -61,6 +63,10 @@ class Llama2(Transformer):
 
     def __init__(self, model_args: Llama2Args) -> None:
         super().__init__(model_args)
+        for module in self.modules():
+            if isinstance(module, ScaledDotProductAttentionWrapper):
+                # Upstream's other kernels take no float32, for which it is left with the one that stores all scores.
+                module.sdpa_backends = [*module.sdpa_backends[:-1], SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
         if model_args.chunked_loss:
             self.output = DeferredHead(model_args.dim, model_args.vocab_size, bias=False)
 

@@ -202,8 +202,17 @@ def test_a_state_of_other_layers_is_refused():
         schedule.load_state_dict(plain.state_dict())
 
 
-def test_tf32_is_on_for_the_polynomial_alone(monkeypatch):
-    seen = {}
+@pytest.mark.parametrize("process", ["none", "tf32", "ieee", "high"])
+@pytest.mark.parametrize("compute_dtype", ["tf32", "float32"])
+def test_precision_of_products_whatever_the_process_has_chosen(monkeypatch, process, compute_dtype):
+    """On a GPU TF32 is for the polynomial alone, and where it is not asked for no product has it."""
+    seen, products = {}, torch.backends.cuda.matmul
+    before = products.fp32_precision
+    if process == "high":  # torch's older switch, for which it raises where the newer one is set otherwise
+        torch.set_float32_matmul_precision(process)
+    else:
+        products.fp32_precision = process
+    chosen = products.fp32_precision
     for owner, name in (
         (pc.passes, "power_iteration_by_gram"),
         (pc.passes, "spectral_norm_estimate"),
@@ -214,15 +223,20 @@ def test_tf32_is_on_for_the_polynomial_alone(monkeypatch):
         original = getattr(owner, name)
 
         def noting(*args, name=name, original=original, **kwargs):
-            seen[name] = torch.get_float32_matmul_precision()
+            seen[name] = products.fp32_precision
             return original(*args, **kwargs)
 
         monkeypatch.setattr(owner, name, noting)
-    model = pc.attach(toy_model(), _config("step", compute_dtype="tf32"))
-    schedule = StepSchedule(model)
-    schedule.materialise()
-    _backward(model, 1)
-    schedule.pull_back()
-    in_full = ("power_iteration_by_gram", "spectral_norm_estimate")
-    assert seen == {**dict.fromkeys(in_full, "highest"), **dict.fromkeys(("gram_matrix", "apply", "vjp"), "high")}
-    assert torch.get_float32_matmul_precision() == "highest"
+    try:
+        model = pc.attach(toy_model(), _config("step", compute_dtype=compute_dtype))
+        schedule = StepSchedule(model)
+        schedule.materialise()
+        _backward(model, 1)
+        schedule.pull_back()
+        assert products.fp32_precision == chosen
+    finally:
+        if process == "high":
+            torch.set_float32_matmul_precision("highest")
+        products.fp32_precision = before
+    polynomials = dict.fromkeys(("gram_matrix", "apply", "vjp"), "tf32" if compute_dtype == "tf32" else "ieee")
+    assert seen == {**dict.fromkeys(("power_iteration_by_gram", "spectral_norm_estimate"), "ieee"), **polynomials}

@@ -1,0 +1,58 @@
+"""A CUDA device that computes nothing: shapes and devices of what a GPU would do, on a machine without one.
+
+    with pretended_cuda() as strict:
+        tensor = torch.empty(3, 4, device="cuda")       # no memory, no numbers
+        with strict:                                    # from here on no CPU tensors, and no wait for the device
+            ...
+
+Torch's FakeTensorMode knows no CUDA device in a build for CPUs, because nothing there can make one the current device.
+Such a guard that does nothing is two lines of C++ against torch's headers.
+"""
+
+import contextlib
+import ctypes
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+COMPILER = shutil.which("g++")
+GUARD = """
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+namespace { C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>) }
+"""
+WAITS = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.is_nonzero", "aten.masked_select")
+
+
+class Strict(TorchDispatchMode):
+    """Refuses operations that touch a tensor of the CPU, or for whose result the host waits."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if str(function).startswith(WAITS):
+            raise AssertionError(f"{function} waits for the device")
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves((args, kwargs, result)):
+            if isinstance(tensor, Tensor) and tensor.device.type != "cuda":
+                raise AssertionError(f"{function} has a tensor {tuple(tensor.shape)} on {tensor.device}")
+        return result
+
+
+@contextlib.contextmanager
+def pretended_cuda() -> Iterator[Strict]:
+    """Call it before the process's first backward pass: autograd counts devices once."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder, "guard.cpp"), Path(folder, "guard.so")
+        source.write_text(GUARD)
+        root = Path(torch.__file__).parent
+        words = [COMPILER, "-shared", "-fPIC", "-std=c++20", f"-I{root / 'include'}", str(source), "-o", str(library)]
+        subprocess.run([*words, f"-L{root / 'lib'}", "-lc10"], check=True)
+        ctypes.CDLL(str(library))
+    with FakeTensorMode():
+        yield Strict()
