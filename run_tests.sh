@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run the tests, setting up all they need on the way:
-#   ./run_tests.sh [--soak] [pytest arguments]
-# --soak runs the long ones instead of the usual ones.
+#   ./run_tests.sh [--soak | --gpu] [pytest arguments]
+# --soak runs the long ones instead of the usual ones, --gpu those that need a GPU, which the others hide.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 

@@ -1,5 +1,10 @@
 import os
+import sys
 from pathlib import Path
+
+# Tests compare with numbers of the CPU, on a machine with a GPU too. Before anything asks torch for devices.
+if "--gpu" not in sys.argv:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import pytest
 
@@ -8,13 +13,21 @@ from tiny import make_shards, write_config
 
 def pytest_addoption(parser):
     parser.addoption("--soak", action="store_true", help="run the long tests, and only them")
+    parser.addoption("--gpu", action="store_true", help="run tests/gpu, and only them, on the machine's GPUs")
 
 
 def pytest_collection_modifyitems(config, items):
-    soak = config.getoption("--soak")
-    chosen = [item for item in items if ("soak" in item.keywords) == soak]
+    if config.getoption("--gpu"):
+        chosen = [item for item in items if _is_for_gpu(item)]
+    else:
+        soak = config.getoption("--soak")
+        chosen = [item for item in items if ("soak" in item.keywords) == soak and not _is_for_gpu(item)]
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = chosen
+
+
+def _is_for_gpu(item) -> bool:
+    return item.path.parent.name == "gpu"
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,201 @@
+"""Everything that is to be measured on a GPU, in order of value, in the minutes there are.
+
+    python benchmarks/all_rows.py --minutes 9 --output results/DATE-gpu
+
+Repeat it to go on: what is done is skipped, what failed is tried again. It installs nothing. First it looks at the machine,
+then it runs tests/gpu (train, resume, export, compile, the exchange, passes against float64), then both passes of a 1B model
+by precision and batch, then the rows of `step.py`. Each is a process of its own with a time limit and a log in
+OUTPUT/logs; rows write their JSON after every round, so a limit loses one round.
+
+At the end OUTPUT/README.md has the table beside its goals, and measured figures beside the estimate of
+`pc/analysis/cost_time.py`. `--tiny` runs all of it with tiny shapes, on a machine without a GPU too.
+"""
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pc.analysis import cost_time
+from pc.analysis.cost import Plan
+from pc.errors import UserError, exit_on_user_error
+from pc.files import write_atomically
+from rows import ROWS, table
+
+ROOT = Path(__file__).resolve().parents[1]
+STEP = str(ROOT / "benchmarks" / "step.py")
+# Row: estimated seconds on one H100, compilation included.
+ORDER: dict[str, int] = {
+    "pc": 180, "stock": 180, "muon": 240, "dtype": 240, "checkpointing": 240, "loss": 180, "attention": 180,
+    "float8": 180, "compiled-pc": 180, "in-graph": 240, "271m": 120, "paper-batch": 420,
+}  # fmt: skip
+TINY = ["--flavor", "debug", "--seq-len", "16", "--local-batch-size", "1", "--micro-batches", "2", "--rounds", "1"]
+# Rows whose variants do not fit 80 GB together: half of the micro-batch, twice as often.
+DO_NOT_FIT = ("dtype", "checkpointing")
+LARGE_GPU = 100 * 2**30
+LEAST_SECONDS = 45
+"""below which nothing is started"""
+
+
+@dataclass(frozen=True)
+class Task:
+    name: str
+    words: list[str]
+    seconds: int
+    """limit, and what it is expected to take"""
+
+
+def tasks(output: Path, tiny: bool) -> list[Task]:
+    """All of them, in order of value."""
+    python = sys.executable
+    found = [
+        Task("smoke", [python, "-m", "pytest", "-q", "--gpu", str(ROOT / "tests" / "gpu")], 240),
+        Task(
+            "passes",
+            [python, str(ROOT / "benchmarks" / "products.py"), "--passes", "debug" if tiny else "1B", "--rounds", "3",
+             "--output", str(output)],
+            90,
+        ),
+    ]  # fmt: skip
+    small_gpu = torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory < LARGE_GPU
+    for row, seconds in ORDER.items():
+        words = [python, STEP, row, "--output", str(output)]
+        if tiny:
+            words += TINY
+        elif small_gpu and row in DO_NOT_FIT:
+            words += ["--local-batch-size", "2", "--micro-batches", str(2 * ROWS[row].micro_batches)]
+        found.append(Task(row, words, 2 * seconds))
+    return found
+
+
+def run(task: Task, limit: float, log: Path, tiny: bool) -> str:
+    """ "done", or what went wrong."""
+    environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    if tiny:  # compiling takes minutes on a CPU
+        environment["TORCHDYNAMO_DISABLE"] = "1"
+        if not torch.cuda.is_available():
+            environment["PC_GPU_TESTS_ON"] = "cpu"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            task.words, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True
+        )
+        try:
+            code = process.wait(timeout=limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # with the processes it started
+                process.wait()
+    if code == 0:
+        return "done"
+    last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-1:]
+    return f"over {limit:.0f} s" if code is None else f"failed: {last[0].strip() if last else f'status {code}'}"
+
+
+def machine() -> dict[str, str]:
+    """What the figures hold for."""
+    gpu = torch.cuda.is_available()
+    memory = f"{torch.cuda.get_device_properties(0).total_memory / 2**30:.0f} GiB" if gpu else ""
+    return {
+        "hardware": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {memory}" if gpu else "CPU",
+        "torch": torch.__version__,
+        "CUDA": str(torch.version.cuda),
+    }
+
+
+def compared(output: Path, tiny: bool) -> str:
+    """Measured figures beside the estimate, as Markdown; "" where there is no estimate of this hardware."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    known = [key for key in cost_time.DEVICES if key in name]
+    if not known and not tiny:
+        return ""
+    device = cost_time.DEVICES[known[0] if known else "H100"]
+    lines = ["| figure | measured | estimated |", "|---|---|---|"]
+    for row in ("pc", "paper-batch", "271m"):
+        file = output / f"{row}.json"
+        if not file.exists():
+            continue
+        record = json.loads(file.read_text())
+        changed, micro_batches = record["changed"], record["changed"].get("micro_batches", ROWS[row].micro_batches)
+        batch = changed.get("local_batch_size")
+        overrides = [] if batch is None else ["--training.local_batch_size", str(batch)]
+        for key in ("flavor", "seq_len"):
+            if key in changed:
+                overrides += [f"--{'model' if key == 'flavor' else 'training'}.{key}", str(changed[key])]
+        config = ROOT / "train_configs" / ROWS[row].variants["pc"].config
+        if batch is None:
+            batch = Plan(config, overrides, 1).config.training.local_batch_size
+        plan = Plan(config, [*overrides, "--training.global_batch_size", str(batch * micro_batches)], 1)
+        expected = cost_time.estimate(plan, device, "tf32")
+        seconds = record["variants"]["baseline"]["seconds"]
+        ratio = record["figures"]["time pc / baseline"]["median"]
+        lines.append(f"| {row}: step without PC, s | {statistics.median(seconds):.4g} | {expected.model:.4g} |")
+        share = expected.pc / expected.model
+        lines.append(f"| {row}: PC's share of it | {100 * (ratio - 1):.3g} % | {100 * share:.3g} % |")
+    file = output / "passes.json"
+    if file.exists():
+        record = json.loads(file.read_text())
+        config = ROOT / "train_configs" / "1b_adamw_pc.toml"
+        plan = Plan(config, ["--model.flavor", record["flavor"], "--training.global_batch_size", "4"], 1)
+        for precision in cost_time.PRECISIONS:
+            expected = cost_time.estimate(plan, device, precision)
+            for part, value in (("materialise", expected.materialise), ("pull back", expected.pull_back)):
+                measured = record["seconds"].get(part, {}).get(f"{precision}, in batches")
+                if measured:
+                    milliseconds = 1e3 * statistics.median(measured)
+                    lines.append(f"| {part}, {precision}, ms | {milliseconds:.4g} | {1e3 * value:.4g} |")
+    return "\n".join(lines) + "\n"
+
+
+def report(output: Path, state: dict[str, str], tiny: bool) -> str:
+    text = ["# Measurements" + (" with tiny shapes, which say nothing of speed" if tiny else ""), ""]
+    text += [f"- {key}: {value}" for key, value in machine().items()]
+    text += ["", "| task | state |", "|---|---|"]
+    text += [f"| {task.name} | {state.get(task.name, 'not run')} |" for task in tasks(output, tiny)]
+    return "\n".join(text) + f"\n\n{table(output)}\n{compared(output, tiny)}"
+
+
+@exit_on_user_error
+def main(arguments: list[str] | None = None) -> None:
+    started = time.monotonic()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=9, help="in which to stop (default: 9)")
+    parser.add_argument("--output", type=Path, required=True, help="folder of JSON, logs and README.md")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, to see it all run")
+    chosen = parser.parse_args(arguments)
+    if not torch.cuda.is_available() and not chosen.tiny:
+        raise UserError("torch sees no GPU here; --tiny runs everything with tiny shapes on a CPU")
+    output = chosen.output.resolve()
+    file = output / "all_rows.json"
+    state: dict[str, str] = json.loads(file.read_text())["state"] if file.exists() else {}
+    for key, value in machine().items():
+        print(f"{key}: {value}")
+    for task in tasks(output, chosen.tiny):
+        left = started + 60 * chosen.minutes - time.monotonic()
+        if state.get(task.name) == "done":
+            continue
+        if left < LEAST_SECONDS:
+            print(f"{left:.0f} s left: repeat the command to go on with {task.name}")
+            break
+        print(f"{task.name} ({min(left, task.seconds):.0f} s at most) ...", flush=True)
+        begun = time.monotonic()
+        state[task.name] = run(task, min(left, task.seconds), output / "logs" / f"{task.name}.log", chosen.tiny)
+        print(f"{task.name}: {state[task.name]} after {time.monotonic() - begun:.0f} s", flush=True)
+        write_atomically(file, json.dumps({"machine": machine(), "state": state}, indent=1) + "\n")
+        write_atomically(output / "README.md", report(output, state, chosen.tiny))
+    print(report(output, state, chosen.tiny))
+
+
+if __name__ == "__main__":
+    main()
