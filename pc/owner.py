@@ -10,8 +10,8 @@ results' shards back.
 
 Under FSDP, tensor parallelism, or both, a shard is one rectangular block of its matrix. So one layout serves every
 device mesh: for each rank the block that it holds. The ranks are those of all mesh dimensions that shard an item,
-as one flat group. Over the other dimensions (replicas of HSDP) each copy of the model works for itself, which costs
-less than sending results from one copy to another would (docs/scale.md).
+as one flat group. Over the other dimensions (replicas of HSDP) each copy of the model works for itself: sending results
+from copy to copy costs small models more than it saves, and large ones are better off without replicas (docs/scale.md).
 """
 
 import heapq

@@ -5,102 +5,34 @@ rank is played in turn with the trainer's own model, sharding, PC and Muon.
 """
 
 import math
-from collections import Counter
-from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
-from torchtitan.models.llama3.infra.parallelize import apply_fsdp
 
 import pc
+from pc.analysis import scale
 from pc.owner import BUCKET_BYTES, assign, buckets
-from pc.step import LayerState, _distribute_like
-from pc.titan.llama2 import FLAVORS, Llama2
+from pc.titan.config import JobConfig
+from pc.titan.llama2 import FLAVORS
+from pc.titan.resolve import resolve, to_config
 
+CONFIG = Path(__file__).parents[2] / "train_configs" / "1b_adamw_pc.toml"
 WORLD, LAYERS, D, F = 8, 18, 2048, 5632
 FFN = [(F, D), (D, F), (F, D)]
+TP2 = [scale.TENSOR, "2"]
 
 
-@dataclass
-class Exchange:
-    """What one rank's all-to-alls carry, counted where `pc.owner` calls them."""
-
-    rank: int
-    calls: int = 0
-    sent: int = 0
-    """bytes to other ranks"""
-    received: int = 0
-    """bytes from other ranks"""
-
-    def __call__(self, receive, send, receive_sizes, send_sizes, group) -> None:
-        assert (sum(receive_sizes), sum(send_sizes)) == (receive.numel(), send.numel())
-        self.calls += 1
-        self.sent += (send.numel() - send_sizes[self.rank]) * send.element_size()
-        self.received += (receive.numel() - receive_sizes[self.rank]) * receive.element_size()
-
-
-class OtherCollectives(TorchDispatchMode):
-    """Counts every collective that is called in another way, those inside DTensor included."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace in ("c10d", "_c10d_functional"):
-            self.counts[str(function)] += 1
-        return function(*args, **(kwargs or {}))
-
-
-@dataclass
-class Played:
-    exchange: Exchange
-    operations: int
-    others: Counter[str]
-
-
-@pytest.fixture
-def play(monkeypatch):
-    """`play(rank, prepare, action)`: `action(prepare())` with the model sharded as on `rank` of 8, counted."""
-    # PC refuses weights on the meta device, because starting vectors are data. Here shapes are enough.
-    monkeypatch.setattr("pc.step._initial_state", _state_of_shapes)
-
-    def run(rank, prepare, action) -> Played:
-        exchange = Exchange(rank)
-        monkeypatch.setattr(dist, "all_to_all_single", exchange)
-        dist.init_process_group("fake", rank=rank, world_size=WORLD, store=FakeStore())
-        try:
-            prepared = prepare(_sharded_model())
-            with FlopCounterMode(display=False) as flops, OtherCollectives() as others:
-                action(prepared)
-            return Played(exchange, flops.get_total_flops(), others.counts)
-        finally:
-            dist.destroy_process_group()
-
-    return run
-
-
-def _sharded_model() -> torch.nn.Module:
-    """The 1B model as `pc.titan.parallelize` shards it, with a gradient on each parameter."""
-    with torch.device("meta"):
-        model = pc.attach(Llama2(FLAVORS["1B"]), pc.PCConfig(schedule="step"))
-    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("fsdp",))
-    apply_fsdp(model, mesh, torch.bfloat16, torch.float32, pp_enabled=False)
-    for parameter in model.parameters():
-        parameter.grad = torch.empty_like(parameter)
-    return model
-
-
-def _state_of_shapes(name, layer) -> LayerState:
-    weight = layer.weight
-    u, v = (_distribute_like(weight, torch.empty(size, device="meta")) for size in weight.shape)
-    return LayerState(layer, weight, layer.gamma, weight.detach().clone(), u, v)
+def play(rank, prepare, action, layout=()) -> tuple[scale.Counts, int]:
+    """`action(prepare(model))` with the model sharded as on `rank` of 8: what was counted, and operations."""
+    config = to_config(resolve(CONFIG, [*layout, *scale.NOT_COUNTED], JobConfig), JobConfig)
+    with scale.fake_rank(rank, WORLD) as counts:
+        prepared = prepare(scale.sharded(FLAVORS["1B"], config, WORLD))
+        with FlopCounterMode(display=False) as flops, counts:
+            action(prepared)
+    return counts, flops.get_total_flops()
 
 
 def _after_optimizer(model):
@@ -122,37 +54,37 @@ def _muon(model):
 
 
 @pytest.mark.parametrize(
-    "prepare, action, shapes, input_bytes, output_bytes",
+    "prepare, action, shapes, input_bytes, output_bytes, layout",
     [
         # W and the gradient of PC(W) go to the owner, that of W comes back
-        (_after_backward, pc.StepSchedule.pull_back, [(D, D), *FFN] * LAYERS, 8, 4),
-        (_after_optimizer, pc.StepSchedule.materialise, [(D, D), *FFN] * LAYERS, 4, 4),
+        (_after_backward, pc.StepSchedule.pull_back, [(D, D), *FFN] * LAYERS, 8, 4, []),
+        (_after_optimizer, pc.StepSchedule.materialise, [(D, D), *FFN] * LAYERS, 4, 4, TP2),
         # updates travel in bfloat16
-        (_muon, pc.Muon.step, [*[(D, D)] * 4, *FFN] * LAYERS, 2, 2),
+        (_muon, pc.Muon.step, [*[(D, D)] * 4, *FFN] * LAYERS, 2, 2, []),
     ],
-    ids=["pull back", "materialise", "Muon"],
+    ids=["pull back", "materialise, TP2 x FSDP4", "Muon"],
 )
-def test_collectives_bytes_and_operations(play, prepare, action, shapes, input_bytes, output_bytes):
+def test_collectives_bytes_and_operations(prepare, action, shapes, input_bytes, output_bytes, layout):
     elements = [math.prod(shape) for shape in shapes]
     owners = assign([float(min(shape)) ** 2 * max(shape) for shape in shapes], WORLD)
     num_buckets = len(buckets(owners, [input_bytes * n for n in elements], BUCKET_BYTES))
-    ranks = [play(rank, prepare, action) for rank in range(WORLD)]
+    ranks = [play(rank, prepare, action, layout) for rank in range(WORLD)]
 
     # u, v and gamma travel too: less than a thousandth
     bytes_moved = sum(elements) * (input_bytes + output_bytes) * (WORLD - 1) / WORLD
-    for played in ranks:
-        assert played.exchange.calls == 2 * num_buckets
-        assert not played.others
+    sent, received = ([sum(getattr(one, s) for one in c.all_to_alls) for c, _ in ranks] for s in ("sent", "received"))
+    for rank, (counts, _) in enumerate(ranks):
+        assert len(counts.all_to_alls) == 2 * num_buckets
+        assert not counts.others
         # An eighth lies on each rank; the busiest owner has 8 % more than an eighth of the work.
-        assert 0.88 < played.exchange.sent * WORLD / bytes_moved < 1.12
-        assert 0.88 < played.exchange.received * WORLD / bytes_moved < 1.12
-    assert sum(p.exchange.sent for p in ranks) == sum(p.exchange.received for p in ranks)
-    assert sum(p.exchange.sent for p in ranks) == pytest.approx(bytes_moved, rel=1e-3)
+        assert 0.88 < sent[rank] * WORLD / bytes_moved < 1.12
+        assert 0.88 < received[rank] * WORLD / bytes_moved < 1.12
+    assert sum(sent) == sum(received) == pytest.approx(bytes_moved, rel=1e-3)
 
-    operations = [played.operations for played in ranks]
+    operations = [operations for _, operations in ranks]
     assert max(operations) / sum(operations) < 0.15  # an eighth is 0.125
     # nothing is done twice: together they do what one rank does with whole matrices
-    assert sum(operations) == play(0, lambda model: _whole(prepare(model)), action).operations
+    assert sum(operations) == play(0, lambda model: _whole(prepare(model)), action)[1]
 
 
 def _whole(prepared):
@@ -172,7 +104,7 @@ def _whole(prepared):
     return prepared
 
 
-def test_the_count_notices_other_collectives(play):
+def test_the_count_notices_other_collectives():
     """A control: gathering a DTensor is seen."""
 
     def gather(model):
@@ -180,5 +112,25 @@ def test_the_count_notices_other_collectives(play):
         shard = torch.zeros(weight.to_local().shape)
         DTensor.from_local(shard, weight.device_mesh, weight.placements).full_tensor()
 
-    played = play(3, lambda model: model, gather)
-    assert played.others and not played.exchange.calls
+    counts, _ = play(3, lambda model: model, gather)
+    assert counts.others and not counts.all_to_alls
+
+
+def test_simulated_bytes_are_those_of_all_ranks_and_memory_is_seen():
+    """The busiest owner of 8 as `scale.simulate` plays it; a model of the same shapes on 64 GPUs in replicas."""
+    alone = scale.simulate(CONFIG, [], WORLD)
+    replicas = scale.simulate(CONFIG, [scale.REPLICAS, "8"], 64)
+    shared = scale.simulate(CONFIG, [scale.REPLICAS, "8"], 64, replicas_share=True)
+    assert alone.matrices == 4 * LAYERS and alone.busiest == 10 and 1.0 <= alone.over_fair_share < 1.1
+    # replicas work for themselves, and send nothing over the network
+    assert (replicas.flops, replicas.materialise, replicas.pull_back) == (
+        alone.flops,
+        alone.materialise,
+        alone.pull_back,
+    )
+    assert not any(one.over_network for one in replicas.materialise + replicas.pull_back)
+    # what they would compute less if they shared, and send more
+    assert shared.flops < replicas.flops / 5
+    assert sum(one.over_network for one in shared.materialise) > 2**27
+    # a bucket's shards in and out, the assembled batch and the results
+    assert 2 * BUCKET_BYTES < alone.peak < 6 * BUCKET_BYTES

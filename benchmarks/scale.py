@@ -1,0 +1,34 @@
+"""What PC costs on 8 to 1,024 GPUs: operations, bytes, collectives and memory counted, seconds predicted from them.
+
+    python benchmarks/scale.py [--output results/DATE-NAME]
+
+`pc/analysis/scale.py` says how, and with which rates. At 64 and 512 GPUs rows with several replicas are counted a second
+time with the replicas sharing the matrices. Takes some minutes; no GPU, no weights.
+"""
+
+import argparse
+from pathlib import Path
+
+from pc.analysis import scale
+from pc.files import write_atomically
+
+CONFIGS = Path(__file__).parents[1] / "train_configs"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, help="folder for scale.md (default: print only)")
+    output = parser.parse_args().output
+    lines = [f"| {scale.HEADINGS} |", "|---" * len(scale.HEADINGS.split("|")) + "|"]
+    print("\n".join(lines))
+    for model, gpus, mesh, overrides in scale.PLANS:
+        for share in (False, True) if scale.REPLICAS in overrides and gpus in (64, 512) else (False,):
+            counted = scale.simulate(CONFIGS / f"{model}_adamw_pc.toml", overrides, gpus, share)
+            lines.append(scale.row(model, gpus, mesh + (", replicas share" if share else ""), counted))
+            print(lines[-1], flush=True)
+    if output is not None:
+        write_atomically(output / "scale.md", "\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
