@@ -15,7 +15,8 @@ from pc.titan.resolve import resolve, to_config
 
 ROOT = Path(__file__).parents[3]
 SWEEPS = sorted((ROOT / "train_configs").rglob("sweeps/*.toml"))
-CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
+LARGE = sorted(path for size in ("7b", "13b", "70b") for path in (ROOT / "train_configs").glob(f"{size}_*.toml"))
+CONFIGS = sorted(set((ROOT / "train_configs").glob("*.toml")) - set(LARGE))
 SMALL = sorted((ROOT / "train_configs" / "small").glob("*.toml"))
 
 # flavor, optimizer, PC level or None, peak LR, steps, warmup, micro-batch, accumulation on 8 GPUs, tokens (G)
@@ -87,6 +88,14 @@ def test_small_configs_dry_run_on_one_process(path, monkeypatch):
     """Their one micro-batch of 32 sequences is for one process."""
     monkeypatch.chdir(ROOT)
     assert check(path, [], 1, needs_data=False).errors == []
+
+
+@pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
+def test_large_configs_dry_run_on_64_gpus(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    report = check(path, [], 64, needs_data=False)
+    assert report.errors == []
+    assert dict(report.facts)["batch"].startswith("1024 sequences")
 
 
 def test_base_alone_resolves():
