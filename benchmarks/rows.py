@@ -128,7 +128,7 @@ ROWS: dict[str, Row] = {
         rounds=4,
     ),
     "loss": Row(
-        "1B, AdamW, baseline: head and loss in chunks of tokens over whole logits; what the chunks differentiate is in forward",
+        "1B, AdamW, baseline: head and loss in chunks of tokens over full logits; what the chunks differentiate is in forward",
         {"whole": Variant(ADAMW), "chunked": Variant(ADAMW, CHUNKED_LOSS)},
         rounds=4,
     ),

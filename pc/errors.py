@@ -1,4 +1,4 @@
-"""How the project speaks to a user who made a mistake: one or two lines, no traceback."""
+"""What a user who made a mistake is told: one or two lines, no traceback."""
 
 import functools
 import sys
@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 
 class UserError(ValueError):
-    """Something the user can mend. The message names the key or file and says what would be right."""
+    """Something the user can fix. The message names the key or file and says what would be right."""
 
 
 class MissingExtra(UserError, ImportError):

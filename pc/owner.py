@@ -85,7 +85,7 @@ def run_on_owners(
 
 
 def assign(costs: Sequence[float], num_owners: int) -> list[int]:
-    """The owner of each item: dearest first, each to the rank with the least so far."""
+    """The owner of each item: most expensive first, each to the rank with the least work so far."""
     load = [(0.0, owner) for owner in range(num_owners)]  # a heap
     owners = [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda i: -costs[i]):

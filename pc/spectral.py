@@ -57,7 +57,7 @@ def power_iteration_by_gram(weight: Tensor, gram: Tensor, u: Tensor, v: Tensor, 
     One multiplication by `W W^T` is one by `W^T` and one by `W`. PC needs the Gram matrix anyway, and it is
     smaller; the weight itself is read twice instead of 2 `steps` times. The last multiplications are by the
     weight, so a Gram matrix that is a little off, of TF32 products say, moves the vectors only as far as so many
-    steps of a slightly other matrix would, and `u^T W v` is off by the square of that.
+    steps on a slightly different matrix would, and `u^T W v` is off by the square of that.
     """
     with torch.no_grad():
         if weight.size(-2) > weight.size(-1):

@@ -3,7 +3,7 @@
 Between steps a layer's `weight` is PC(W), so forward and backward passes are those of a plain model, however
 many micro-batches there are and however the model is parallelised. A training loop adds one call:
 
-    schedule = pc.StepSchedule(model, optimizer)  # after attach and any sharding: W into store, PC(W) into weight
+    schedule = pc.StepSchedule(model, optimizer)  # after attach and any sharding: saves W, writes PC(W) into weight
     for batches in data:
         for batch in batches:
             loss(model, batch).backward()         # gradients with respect to PC(W), summed and reduced as usual
@@ -137,7 +137,7 @@ class StepSchedule:
 
     @torch.no_grad()
     def materialise(self) -> None:
-        """Take W from the weights into store, advance `u` and `v`, and write PC(W) into the weights.
+        """Save W from the weights, advance `u` and `v`, and write PC(W) into the weights.
 
         Once before the first forward pass, unless a state is loaded, and after every optimizer step.
 

@@ -62,7 +62,7 @@ class Reached:
     launch: float = 6e-6
     """seconds of the host for a kernel, through PyTorch's dispatcher; kernels overlap with later launches"""
     peer: float = 2e-6
-    """seconds that a collective takes for each rank it speaks with, over 20e-6 for itself"""
+    """seconds that a collective takes for each rank it exchanges with, over 20e-6 for itself"""
 
 
 # Published cuBLAS measurements on H100 lie at 0.65 to 0.8 of the data sheet for bfloat16 (power limits the clock), and

@@ -102,7 +102,7 @@ def _unique_names(folders: list[Path]) -> list[str]:
 
 
 def short_tokens(number: float) -> str:
-    """A number of tokens for people: 57 B, 2.62 M, 492 k."""
+    """A number of tokens in short: 57 B, 2.62 M, 492 k."""
     for size, suffix in ((1e9, " B"), (1e6, " M"), (1e3, " k")):
         if number >= size:
             return f"{number / size:.3g}{suffix}"

@@ -34,7 +34,7 @@ TF32 = H100.flops["tf32"] * REACHED.products["tf32"]  # operations per second of
 MODEL = H100.flops["bfloat16"] * REACHED.model  # of a whole step, attention counted causally
 NVLINK, NETWORK = H100.nvlink * REACHED.link, H100.network * REACHED.link  # bytes per second in one direction
 MEMORY = H100.memory * REACHED.memory
-COLLECTIVE, PEER = 20e-6, REACHED.peer  # seconds that an all-to-all takes, and for each rank it speaks with
+COLLECTIVE, PEER = 20e-6, REACHED.peer  # seconds that an all-to-all takes, and for each rank it exchanges with
 NOT_COUNTED = ["--compile.enable", "false", "--activation_checkpoint.mode", "none"]
 
 
@@ -140,7 +140,7 @@ class Scale:
     over_fair_share: float
     """its operations over an equal part of PC's in its replica"""
     flops: int
-    dearest: int
+    most_flops: int
     """operations of PC on one matrix, the largest"""
     materialise: list[AllToAll]
     pull_back: list[AllToAll]
@@ -203,7 +203,7 @@ def simulate(path: str | Path, overrides: Sequence[str], world_size: int, replic
         busiest=owner_of.count(busiest),
         over_fair_share=counter.get_total_flops() / (sum(flops) / owners),
         flops=counter.get_total_flops(),
-        dearest=max(flops),
+        most_flops=max(flops),
         materialise=counts.all_to_alls[:materialise],
         pull_back=counts.all_to_alls[materialise:],
         peak=counts.peak,

@@ -39,7 +39,7 @@ def state_of(run: Run) -> State:
 
 
 def write_state(run: Run, state: str, reason: str) -> None:
-    """Speak for a trainer that died without a word."""
+    """Record the end of a trainer that died before it could."""
     known = state_of(run)
     status = {"state": state, "step": known.step, "steps": known.steps, "reason": reason}
     write_atomically(run.folder / "status.json", json.dumps(status) + "\n")

@@ -50,7 +50,7 @@ class SweepConfig:
     """The keys of a sweep's TOML; `parent` works as in any config."""
 
     description: str = ""
-    """One line for people."""
+    """One line of description."""
 
     configs: list[str] = field(default_factory=list)
     """Training configs to vary, relative to the sweep's file."""

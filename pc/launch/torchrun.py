@@ -59,7 +59,7 @@ def command(
     processes: int,
     rendezvous: Sequence[str] = ("--standalone",),
 ) -> list[str]:
-    """Words of the torchrun command; rank 0 speaks on the console, every rank into run_folder/logs."""
+    """Words of the torchrun command; rank 0 writes to the console, every rank into run_folder/logs."""
     return [
         sys.executable,
         "-m",
@@ -80,7 +80,7 @@ def command(
 def last_words(run_folder: Path) -> str | None:
     """Why the newest attempt failed, in a rank's own words; None if no rank says.
 
-    What a user can mend is lines that begin with "error: ". Of a crash the last line is given, with its log.
+    What a user can fix is lines that begin with "error: ". Of a crash the last line is given, with its log.
     """
     logs = sorted((run_folder / "logs").rglob("stderr.log"), key=lambda log: log.stat().st_mtime)
     crash = None

@@ -88,7 +88,7 @@ class Checkpoints(CheckpointManager):
             self._give_up(error)
 
     def _give_up(self, error: CheckpointException) -> None:
-        """Raise the reason why a save failed, if it is one that a user can mend. Every rank gets here, or none."""
+        """Raise the reason why a save failed, if it is one that a user can fix. Every rank gets here, or none."""
         for rank, (cause, _) in sorted(error.failures.items()):
             if isinstance(cause, OSError):
                 if dist.get_rank() == 0:

@@ -228,7 +228,7 @@ def _pipeline(config: JobConfig, dims: ParallelDims) -> Iterator[str]:
 
 
 def _names(config: JobConfig) -> Iterator[str]:
-    """Names of things that are looked up only once the run is under way."""
+    """Names of things that are looked up only while the run goes on."""
     yield from _refusal_of(parse_skip, config.data.skip)
     if config.data.skip and config.data.streaming:
         yield "data.skip needs data.path: a stream has no positions"

@@ -100,7 +100,7 @@ class Training(titan.Training):
     """A step whose loss or gradient norm is not finite is left out of the weights; stop after so many in a row."""
 
     chunked_loss: bool = False
-    """Head and cross entropy a chunk of tokens at a time, without whole logits: less memory."""
+    """Head and cross entropy a chunk of tokens at a time, without full logits: less memory."""
 
 
 @dataclass

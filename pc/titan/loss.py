@@ -1,4 +1,4 @@
-"""The training loss: cross entropy of whole logits, or chunk by chunk of tokens from the head's input."""
+"""The training loss: cross entropy of full logits, or chunk by chunk of tokens from the head's input."""
 
 import dataclasses
 import math
@@ -41,7 +41,7 @@ class DeferredHead(nn.Linear):
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Sum of the cross entropies of a head's logits, some tokens at a time.
 
-    The gradients are made along with the loss, so that logits are neither whole nor made twice. As with whole logits
+    The gradients are made along with the loss, so that full logits never exist and no logit is computed twice. As with full logits
     products are of the inputs' dtype and the cross entropy is float32 at least; the loss and the weight's gradient are
     summed in it too. (Torch 2.13's `linear_cross_entropy` sums both in the inputs' dtype: in bfloat16 its loss of 8,192
     tokens was off by 2e-3, `benchmarks/loss.py`.)
@@ -96,13 +96,13 @@ def chunked_cross_entropy(
 
 
 def compiles_loss(config: JobConfig, tensor_parallel: int) -> bool:
-    """Whether a loss of whole logits is compiled: not where tensor parallelism shards them (`build_loss`)."""
+    """Whether a loss of full logits is compiled: not where tensor parallelism shards them (`build_loss`)."""
     sharded_logits = tensor_parallel > 1 and not config.parallelism.disable_loss_parallel
     return _asks_to_compile(config) and not sharded_logits
 
 
 def build_loss(job_config: JobConfig, parallel_dims: ParallelDims) -> LossFunction:
-    """For TorchTitan's TrainSpec: cross entropy of whole logits, or in chunks where the head leaves them to the loss.
+    """For TorchTitan's TrainSpec: cross entropy of full logits, or in chunks where the head leaves them to the loss.
 
     It is compiled where [compile] names it, but not on sharded logits: torch 2.13 compiles a loss on logits that
     tensor parallelism shards rightly once; from the compiler's cache, in this process or a later one, the loss comes

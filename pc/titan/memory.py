@@ -175,10 +175,10 @@ def per_gpu(
     model_split = tensor_parallel * pipeline_parallel
     largest_block = sizes.largest_block / tensor_parallel
     if gathers_once:
-        # All weights of this rank's part, and the gradient of the block at work before it is added up.
+        # All weights of this rank's part, and the gradient of the current block before it is added up.
         gathered = sizes.total / model_split + largest_block
     else:
-        # The block at work and the next one, gathered; the block's gradient before it is reduced; and
+        # The current block and the next one, gathered; the block's gradient before it is reduced; and
         # embedding and head, which stay gathered through the forward pass.
         gathered = 3 * largest_block + sizes.outside_blocks / model_split
     elements = {
@@ -205,7 +205,7 @@ def _bytes_of_logits(sizes: Sizes, tokens: int, loss: Loss, compute_bytes: int) 
 
 
 def _activations(sizes: Sizes, tokens: int, checkpointing: ActivationCheckpoint, compute_bytes: int) -> float:
-    """Bytes that the blocks keep for the backward pass, and what the block at work recomputes."""
+    """Bytes that the blocks keep for the backward pass, and what the current block recomputes."""
     whole, kept = _whole_block(sizes), kept_per_block(sizes, checkpointing)
     return tokens * compute_bytes * (sizes.layers * kept + (whole if kept < whole else 0))
 

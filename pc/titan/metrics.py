@@ -60,7 +60,7 @@ class JsonLinesLogger(BaseLogger):
 
     Args:
         file: created with its folders; if a crash left half a line at its end, that is cut off.
-        tokens_per_step: training tokens of one optimizer step over all ranks, for lines that do not say.
+        tokens_per_step: training tokens of one optimizer step over all ranks, for lines without a token count.
     """
 
     NAMES = {
@@ -122,7 +122,7 @@ class PCMetricsProcessor(MetricsProcessor):
         self._json_lines: JsonLinesLogger | None = None
         self._spikes: LossSpikes | None = None
         self.positions: Callable[[], range | None] = lambda: None
-        """of the sequences of the step under way, in the order of the data"""
+        """of the sequences of the current step, in the order of the data"""
         self._device = self.device_memory_monitor.device.type
         if _rank() != _get_metrics_rank(parallel_dims, job_config):
             return

@@ -61,7 +61,7 @@ def _measure(module: nn.Module, arguments: tuple, output: Tensor) -> None:
     if not module.measures_output:
         return
     # Activation checkpointing runs the forward pass again inside the backward pass, where a graph task is
-    # under way. A compiled graph writes the buffer in its forward part alone.
+    # running. A compiled graph writes the buffer in its forward part alone.
     if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
         return
     with torch.no_grad():

@@ -82,7 +82,7 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobCo
         )
     if compile_model:
         if parallel_dims.tp_enabled and model.tok_embeddings is not None:
-            # Its output is a collective under way. Torch 2.13 loses the gradient of such an input of a compiled
+            # Its output is an asynchronous collective in flight. Torch 2.13 loses the gradient of such an input of a compiled
             # block, with FSDP in silence: the embedding would not train. Any operation waits for it.
             model.tok_embeddings.register_forward_hook(lambda module, inputs, output: output.clone())
         apply_compile(model, job_config.compile)
@@ -110,7 +110,7 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobCo
 
 
 def pipeline(*args, **kwargs):
-    """TorchTitan's `pipeline_llm`, for a TrainSpec; a schedule that does not fit is the user's to mend."""
+    """TorchTitan's `pipeline_llm`, for a TrainSpec; a schedule that does not fit is a UserError."""
     try:
         return pipeline_llm(*args, **kwargs)
     except UserError:

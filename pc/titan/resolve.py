@@ -2,8 +2,8 @@
 
 Precedence: command line > the file > its parent > the parent's parent > the dataclasses' defaults.
 Sections merge key by key; a value replaces its parent's, lists and tables such as `pc.level` whole.
-Names and types are checked here, strictly, since TorchTitan takes `steps = 5.5` or `lr = "fast"`
-without a word. TorchTitan gets the one file that `write_resolved` writes.
+Names and types are checked here, strictly, since TorchTitan silently accepts `steps = 5.5`
+or `lr = "fast"`. TorchTitan gets the one file that `write_resolved` writes.
 """
 
 import dataclasses

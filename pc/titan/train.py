@@ -3,7 +3,7 @@
 micro-batches           forward and backward on the effective weights         (upstream; `pc.titan.fsdp_sync`)
 end of the last one     gradients of PC(W) become gradients of W and gamma     `forward_backward_step`
 clipping                                                                       (upstream)
-optimizers.step()       W in place; step; W into store, PC(W) in place         `pc.StepSchedule.follow`
+optimizers.step()       W in place; step; save W, PC(W) in place         `pc.StepSchedule.follow`
 """
 
 import signal
@@ -43,7 +43,7 @@ from pc.titan.validate import FixedValidator
 class PCTrainer(torchtitan.train.Trainer):
     """TorchTitan's trainer with PC, a stop on request, and a status file.
 
-    On SIGUSR2 to any rank all ranks save a checkpoint after the step under way and end normally.
+    On SIGUSR2 to any rank all ranks save a checkpoint after the current step and end normally.
     """
 
     def __init__(self, job_config: JobConfig) -> None:
@@ -198,7 +198,7 @@ class PCTrainer(torchtitan.train.Trainer):
         return None
 
     def require_start_folder(self, folder: str) -> None:
-        """Refuse a Hugging Face folder that is no start for this run's model; upstream takes much without a word."""
+        """Refuse a Hugging Face folder that is no start for this run's model; TorchTitan silently accepts mismatches."""
 
     def require_loadable(self) -> None:
         """Refuse what the checkpointer is about to load if it does not fit this run, before anything is touched.

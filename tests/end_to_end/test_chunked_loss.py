@@ -1,4 +1,4 @@
-"""The loss in chunks of tokens against the loss of whole logits: same training, less memory."""
+"""The loss in chunks of tokens against the loss of full logits: same training, less memory."""
 
 from pathlib import Path
 
@@ -75,7 +75,7 @@ def _relative(actual, expected) -> float:
     ids=["float64", "bfloat16", "bfloat16, compiled"],
 )
 def test_value_and_gradients(dtype, chunks, of_chunk):
-    """Against float64 of the same numbers; in bfloat16 hardly worse than a loss of whole logits is."""
+    """Against float64 of the same numbers; in bfloat16 hardly worse than a loss of full logits is."""
     tokens, vocabulary, dim = 2048, 500, 32
     generator = torch.Generator().manual_seed(0)
     head = DeferredHead(dim, vocabulary, bias=False, dtype=dtype)
@@ -101,7 +101,7 @@ def test_value_and_gradients(dtype, chunks, of_chunk):
     else:
         assert found["chunked"][0] < 1e-5
         for mine, whole in zip(found["chunked"][1:], found["whole"][1:], strict=True):
-            # each chunk's part of the head's gradient is rounded to bfloat16, where whole logits round the sum once
+            # each chunk's part of the head's gradient is rounded to bfloat16, where full logits round the sum once
             assert mine < 1.5 * whole < 1e-2
 
 
