@@ -43,6 +43,15 @@ def observe_as_layer(observer: Observer) -> None:
     _register()
 
 
+def go_before_later_hooks(optimizer: Optimizer) -> None:
+    """From now on tell observers of a step's end before hooks that are registered on the optimizer later.
+
+    Torch runs global hooks after an optimizer's own. A hook that reads weights after a step, such as one that computes
+    float8 scales or a moving average, must find PC(W) there.
+    """
+    optimizer.register_step_post_hook(_after)
+
+
 def now() -> int:
     """Number of the optimizer step that began last."""
     return _last_step
@@ -68,7 +77,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    began = _began.pop(optimizer, None)
+    began = _began.pop(optimizer, None)  # None where it was told already
     if began is not None:
         parameters = _parameters(optimizer)
         for observer in [*_schedules, *_layers]:

@@ -133,6 +133,8 @@ class StepSchedule:
                     f"no optimizer given to pc.StepSchedule holds {name}; make optimizers after pc.attach and any sharding, "
                     "and give all that train the model"
                 )
+        for optimizer in optimizers:
+            optimizer_hooks.go_before_later_hooks(optimizer)
         self._follows = True
 
     @torch.no_grad()

@@ -174,11 +174,10 @@ def test_the_way_follows_the_memory_of_the_smallest_device():
 def _traffic(rank, config) -> tuple[dict[str, float], float]:
     """Bytes that a micro-batch moves through memory for each parameter, on one process in bfloat16, by way; and the
     head's share of the parameters."""
-    sys.path.insert(0, BENCHMARKS)
     from torch.distributed.fsdp import FSDPModule
 
+    from pc.analysis.traffic import Traffic
     from pc.titan.train import PCTrainer, load_config
-    from products import Traffic
 
     tiny.add_tiny_flavor()
     found = {}

@@ -73,7 +73,7 @@ STAND_STILL = ["--optimizer.lr", "0.0", "--training.steps", "1", "--checkpoint.i
     "overrides", [[], pytest.param(["--pc.enable", "false"], marks=pytest.mark.soak)], ids=["pc", "baseline"]
 )
 def test_export_of_a_baseline_starts_a_run(train, tmp_path, shards, overrides):
-    """With a learning rate of 0, what a run saves is what it started from: raw W where PC applies."""
+    """With a learning rate of 0, what a run saves is what it started from; where PC applies, W is chosen so that PC(W) is."""
     first = train("first", "--pc.enable", "false")
     out = hugging_face.export(first / "checkpoint" / "step-3", tmp_path / "out")
     require_same_validation_loss(first, out, shards)
@@ -83,8 +83,13 @@ def test_export_of_a_baseline_starts_a_run(train, tmp_path, shards, overrides):
     )  # fmt: skip
     expected = checkpoint.load(first / "checkpoint" / "step-3").weights
     folder = CheckpointFolder(second / "checkpoint" / "step-1")
+    found = folder.read_tensors(list(expected))
     raw = {key: f"pc.{key.removesuffix('weight')}raw" for key in expected}
-    raw = {key: name if name in folder.shapes() else key for key, name in raw.items()}
-    assert sum(name.startswith("pc.") for name in raw.values()) == (0 if overrides else 8)
-    found = folder.read_tensors(list(raw.values()))
-    assert all(torch.equal(found[raw[key]], tensor) for key, tensor in expected.items())
+    preconditioned = [key for key, name in raw.items() if name in folder.shapes()]
+    assert len(preconditioned) == (0 if overrides else 8)
+    for key, tensor in expected.items():
+        # a float64 decomposition, then PC in float32: some 1e-6 of the largest entry; W itself differs by far more
+        tolerance = 1e-5 * tensor.abs().max().item() if key in preconditioned else 0.0
+        torch.testing.assert_close(found[key], tensor, rtol=0.0, atol=tolerance)
+    for key in preconditioned:
+        assert (folder.read_tensors([raw[key]])[raw[key]] - expected[key]).abs().max() > 1e-3

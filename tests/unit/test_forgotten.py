@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 

@@ -192,6 +192,22 @@ def test_state_round_trip_continues_bitwise(order):
             assert torch.equal(resumed[2].state_dict()[name][key], tensor), (name, key)
 
 
+def test_later_hooks_of_the_optimizer_find_the_effective_weight():
+    """What reads weights in a step hook (float8 scales, a moving average) reads PC(W), not W."""
+    model = pc.attach(toy_model(), _config("step"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = StepSchedule(model, optimizer)
+    seen = []
+    optimizer.register_step_post_hook(lambda *_: seen.append(copy.deepcopy(model.state_dict())))
+    _backward(model, 1)
+    schedule.pull_back()
+    optimizer.step()
+    for name, weight in model.state_dict().items():
+        assert torch.equal(seen[0][name], weight), name
+    name = "0.attention.wo"
+    assert not torch.equal(seen[0][f"{name}.weight"], schedule.layers[name].raw)  # control
+
+
 def test_a_state_of_other_layers_is_refused():
     schedule = StepSchedule(pc.attach(toy_model(layers=2), _config("step")))
     other = StepSchedule(pc.attach(toy_model(layers=1), _config("step")))
