@@ -85,7 +85,7 @@ def test_geometric_grid_of_one_value():
         ('configs = ["tiny.toml"]\n[axes]\n"optimizer.lt" = [1.0]', "did you mean optimizer.lr"),
         (
             'configs = ["tiny.toml"]\n[axes]\n"optimizer.lr" = ["fast"]',
-            "optimizer.lr = 'fast' should be a number",
+            "optimizer.lr = 'fast' should be a finite number",
         ),
         ('configs = ["tiny.toml"]\n[axes]\noptimizer.lr = [1.0]', "axes"),
         ('configs = ["tiny.toml"]\n[axes]\n"optimizer.lr" = [1.0, 1.0]', "two runs have the same name"),
