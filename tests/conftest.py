@@ -10,8 +10,28 @@ import pytest
 
 from tiny import make_shards, write_config
 
+# `--fast`: what guards the method, the configuration and the order of the data, and one training run.
+FAST = (
+    "tests/unit/test_attach.py",
+    "tests/unit/test_effective_weight.py",
+    "tests/unit/test_forgotten.py",
+    "tests/unit/test_owner.py",
+    "tests/unit/test_passes.py",
+    "tests/unit/test_polynomial.py",
+    "tests/unit/test_spectral.py",
+    "tests/unit/test_start.py",
+    "tests/unit/test_step.py",
+    "tests/unit/titan/test_batch.py",
+    "tests/unit/titan/test_checks.py",
+    "tests/unit/titan/test_resolve.py",
+    "tests/unit/data/test_shuffle_order.py",
+    "tests/unit/data/test_shard_round_trip.py",
+    "tests/golden/test_golden_losses.py::test_first_losses[adamw_pc-1]",
+)
+
 
 def pytest_addoption(parser):
+    parser.addoption("--fast", action="store_true", help="run the core of the tests, in a minute or two")
     parser.addoption("--soak", action="store_true", help="run the long tests, and only them")
     parser.addoption("--gpu", action="store_true", help="run tests/gpu, and only them, on the machine's GPUs")
 
@@ -22,6 +42,8 @@ def pytest_collection_modifyitems(config, items):
     else:
         soak = config.getoption("--soak")
         chosen = [item for item in items if ("soak" in item.keywords) == soak and not _is_for_gpu(item)]
+    if config.getoption("--fast"):
+        chosen = [item for item in chosen if item.nodeid.startswith(FAST)]
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = chosen
 

@@ -74,6 +74,7 @@ def submit(config: Path, *words: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True)
 
 
+@pytest.mark.soak
 def test_a_sweep_survives_a_killed_task(here, tmp_path):
     (tmp_path / "lr.toml").write_text(
         f'configs = ["small.toml"]\nfolder = "{tmp_path}/out"\n'

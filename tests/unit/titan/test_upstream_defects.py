@@ -37,7 +37,10 @@ def _upstream(rank, config, cases, model=None) -> list[dict]:
     from torchtitan.models.llama3.model.model import Transformer
     from torchtitan.protocols.train_spec import register_train_spec
 
+    from pc.titan import device
     from pc.titan.train import TRAIN_SPEC, load_config
+
+    device.use_cpu_where_there_is_no_gpu()
 
     def parallelize(model, *args):
         model = parallelize_llama(model, *args)
