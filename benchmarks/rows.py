@@ -15,6 +15,8 @@ class Variant:
     """TorchTitan's own trainer, parallelisation, optimizers and initialisation, on the same model sizes"""
     compile_pc: bool = False
     """what pull-back and materialise compute through torch.compile, which the project itself does not do"""
+    finite_check: bool = True
+    """whether each step's loss and gradients are checked to be finite, as the trainer always does"""
     attention: str = ""
     """the only kernel of scaled dot product attention (a name of SDPBackend); TorchTitan's order of preference if empty"""
 
@@ -170,6 +172,13 @@ ROWS: dict[str, Row] = {
         micro_batches=8,
         rounds=5,
         goals=(Goal("time baseline / stock", "<=", 1.03),),
+    ),
+    "finite-cpu": Row(
+        "debug model at the default run's shapes, float32, for a CPU: the check that loss and gradients are finite over none",
+        {"unchecked": Variant(DEBUG, finite_check=False), "checked": Variant(DEBUG)},
+        micro_batches=8,
+        rounds=15,
+        goals=(Goal("time checked / unchecked", "<=", 1.01),),
     ),
     "exchange-cpu": Row(
         "debug model at the default run's shapes, float32, two processes of a CPU: as row exchange",

@@ -127,6 +127,8 @@ def build(variant: Variant, shape: dict[str, int | str], micro_batches: int, fol
             for module in model.modules():
                 if isinstance(module, ScaledDotProductAttentionWrapper):
                     module.sdpa_backends = [getattr(SDPBackend, variant.attention)]
+    if not variant.finite_check:
+        trainer.finite_steps.judge = trainer.finite_steps.note = lambda *_: None
     trainer.step = 2  # the first is always logged
     return trainer
 
@@ -134,7 +136,7 @@ def build(variant: Variant, shape: dict[str, int | str], micro_batches: int, fol
 # Timed inside another part, and taken off it.
 PARTS_WITHIN = {
     "forward": ("PC in forward",),
-    "backward": ("PC in backward", "pull_back"),
+    "backward": ("PC in backward", "pull_back", "finite check"),
     "optimizer": ("restore_raw", "materialise", "power iteration"),
 }
 # What a plain model does not have; moving the raw weight in and out is left out.
@@ -179,6 +181,8 @@ class Parts:
             self._wrap(undo, trainer, "forward_backward_step", before="forward", after="backward")
             self._wrap(undo, trainer, "loss_fn", after="forward", then="backward")
             self._wrap(undo, trainer.optimizers, "step", before="optimizer", after="optimizer")
+            if hasattr(trainer, "finite_steps"):
+                self._wrap(undo, trainer.finite_steps, "judge", before="finite check", after="finite check")
             if schedule is not None:
                 for name in ("pull_back", "restore_raw", "materialise"):
                     self._wrap(undo, schedule, name, before=name, after=name)
