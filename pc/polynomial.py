@@ -304,8 +304,9 @@ def _stage_vjp(
     left, right = sums[0], d_gram + d_gram.mT
     matrix_product = value_product + _inner_product(right, gram)
     value_product, matrix_product = (product * factor[:, 0, 0] for product in (value_product, matrix_product))
-    left.mul_(factor * scale)
-    right.mul_(factor**3 * scale)
+    outer = factor * scale  # first: the cube of a small factor is zero in float32, the product is gamma
+    left.mul_(outer)
+    right.mul_(factor.square() * outer)
     result = left @ gradient
     return torch.baddbmm(result, right, matrix, out=result), value_product, matrix_product
 

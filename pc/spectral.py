@@ -61,12 +61,13 @@ def power_iteration_by_gram(weight: Tensor, gram: Tensor, u: Tensor, v: Tensor, 
     """
     with torch.no_grad():
         if weight.size(-2) > weight.size(-1):
-            v = _unit_or_unchanged(_product(weight.mT, u), v)
+            v = _of_size_one(_product(weight.mT, u), v)
             for _ in range(steps - 1):
-                v = _unit_or_unchanged(_product(gram, v), v)
+                v = _of_size_one(_product(gram, v), v)
+            v = v / v.norm(dim=-1, keepdim=True)
         else:
             for _ in range(steps - 1):
-                u = _unit_or_unchanged(_product(gram, u), u)
+                u = _of_size_one(_product(gram, u), u)
             v = _unit_or_unchanged(_product(weight.mT, u), v)
         return _unit_or_unchanged(_product(weight, v), u), v
 
@@ -148,5 +149,13 @@ def _product(matrix: Tensor, vector: Tensor) -> Tensor:
 
 
 def _unit_or_unchanged(vector: Tensor, previous: Tensor) -> Tensor:
-    norm = vector.norm(dim=-1, keepdim=True)
-    return torch.where(norm > 0, vector / norm, previous)
+    # the squares of float32 numbers beyond 1e19 overflow, and those of a Gram matrix soon: the largest entry becomes 1
+    size = torch.linalg.vector_norm(vector, math.inf, dim=-1, keepdim=True)
+    vector = vector / size
+    return torch.where(size > 0, vector / vector.norm(dim=-1, keepdim=True), previous)
+
+
+def _of_size_one(vector: Tensor, previous: Tensor) -> Tensor:
+    """The vector with 1 or -1 as its largest entry, or the previous one."""
+    size = torch.linalg.vector_norm(vector, math.inf, dim=-1, keepdim=True)
+    return torch.where(size > 0, vector / size, previous)

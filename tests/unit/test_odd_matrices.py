@@ -1,0 +1,133 @@
+"""Zero, rank-deficient, huge and tiny matrices, unlucky vectors, NaN: PC is finite and right, or the matrix is named."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import pc
+from pc import PCConfig, effective_weight, passes
+from pc.owner import local
+from pc.spectral import initial_vectors, power_iteration
+from pc.titan.nonfinite import FiniteSteps
+from toy import toy_model
+
+SHAPES = pytest.mark.parametrize("shape", [(12, 20), (20, 12)])
+SCHEDULES = pytest.mark.parametrize("schedule", ["forward", "step"])
+CONFIG = PCConfig(level=4)
+
+
+def evaluate(schedule, weight, vectors=None, steps=10):
+    """PC(W) and the gradient of W and gamma for a fixed gradient of PC(W), and the vectors, in float32."""
+    u, v = vectors or initial_vectors("x", weight.shape)
+    gamma = torch.ones(1)
+    gradient = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+    config = PCConfig(level=4, power_iterations=steps)
+    if schedule == "step":
+        result, u, v = passes.materialise(config, weight[None], gamma[None], u[None], v[None])
+        d_weight, d_gamma = passes.pull_back(config, weight[None], gradient[None], gamma[None], u, v)
+        return result[0], d_weight[0], d_gamma[0], u[0], v[0]
+    u, v = power_iteration(weight, u, v, steps)
+    leaves = weight.clone().requires_grad_(), gamma.requires_grad_()
+    result = effective_weight(*leaves, u, v, config)
+    return result.detach(), *torch.autograd.grad(result, leaves, gradient), u, v
+
+
+def random(shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+@SCHEDULES
+@SHAPES
+@pytest.mark.parametrize("rank", [0, 1, 5])
+def test_zero_and_rank_deficient(schedule, shape, rank):
+    weight = random((shape[0], max(rank, 1))) @ random((max(rank, 1), shape[1])) * (rank > 0)
+    result, *others = evaluate(schedule, weight, steps=100)
+    assert all(tensor.isfinite().all() for tensor in (result, *others))
+    # singular values below 1e-6 of the largest are rounding of float32
+    sigma = torch.linalg.svdvals(result.double())
+    assert (sigma > 1e-5 * sigma.max()).sum() == rank
+
+
+@SCHEDULES
+@SHAPES
+@pytest.mark.parametrize("exponent", [-10, 20, 40, 58])
+def test_pc_of_a_multiple_is_the_multiple(schedule, shape, exponent):
+    """PC(c W) = c PC(W) with the same gradient: powers of two are exact, up to 3e17."""
+    weight = random(shape)
+    result, d_weight, d_gamma, u, v = evaluate(schedule, weight)
+    scaled = evaluate(schedule, weight * 2.0**exponent)
+    expected = result * 2.0**exponent, d_weight, d_gamma * 2.0**exponent, u, v
+    for mine, other in zip(scaled, expected, strict=True):
+        # 1e-7 beside the estimate s counts for W / 1024, by 2e-5; else rounding of float32
+        assert (mine - other).norm() < (1e-3 if exponent < 0 else 1e-5) * other.norm()
+
+
+@SHAPES
+def test_beyond_float32_squares_the_readable_schedule_stays_finite(shape):
+    for scale in (1e30, 1e36, 1e-30, 1e-40):
+        assert all(tensor.isfinite().all() for tensor in evaluate("forward", random(shape) * scale)[:2])
+    # the Gram matrix of schedule "step" cannot, and what the trainer says is tested below
+    assert not evaluate("step", random(shape) * 1e30)[0].isfinite().all()
+    assert evaluate("step", random(shape) * 1e-30)[0].isfinite().all()
+
+
+@SCHEDULES
+@SHAPES
+def test_vectors_orthogonal_to_the_leading_ones(schedule, shape):
+    """Finite at once; rounding turns them, until the estimate is that of the leading ones."""
+    left, sigma, right = torch.linalg.svd(random(shape), full_matrices=False)
+    vectors = left[:, 1], right[1]
+    for step in range(20):
+        result, d_weight, d_gamma, *vectors = evaluate(schedule, random(shape), tuple(vectors))
+        assert all(tensor.isfinite().all() for tensor in (result, d_weight, d_gamma)), step
+    assert vectors[0] @ random(shape) @ vectors[1] == pytest.approx(sigma[0].item(), rel=1e-4)
+    # control: they were orthogonal, and ten steps are not enough
+    start = evaluate(schedule, random(shape), (left[:, 1], right[1]), steps=1)
+    assert start[3] @ random(shape) @ start[4] == pytest.approx(sigma[1].item(), rel=1e-4)
+
+
+@pytest.fixture
+def one_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@SCHEDULES
+@pytest.mark.parametrize("value", [math.nan, 1e30])
+def test_the_trainer_names_the_matrix(one_process, schedule, value):
+    """One weight of W goes wrong between two steps, as a bad optimizer step would make it."""
+    model = pc.attach(toy_model().float(), PCConfig(level=4, schedule=schedule))
+    step_schedule = pc.StepSchedule(model) if schedule == "step" else None
+    if step_schedule:
+        step_schedule.materialise()
+        step_schedule.restore_raw()
+    name = "1.feed_forward.w2"
+    with torch.no_grad():
+        local(model.get_submodule(name).weight)[2, 3] = value
+    if step_schedule:
+        step_schedule.materialise()
+    else:
+        pc.refresh(model)
+    finite = FiniteSteps([model], step_schedule, torch.device("cpu"), 2, lambda *_: None)
+    loss = model(torch.ones(3, 7)).square().mean()
+    loss.backward()
+    if step_schedule:
+        step_schedule.pull_back()
+    said = ""
+    for step in (1, 2):
+        assert finite.judge(loss.detach()) == 1.0
+        try:
+            finite.note(step, None)
+        except pc.errors.UserError as error:
+            said = str(error)
+    assert "\n" not in said
+    named = said.partition("not finite now: ")[2].split(",")[0]
+    if value == 1e30 and schedule == "forward":
+        assert named.startswith("gradient of")  # PC is finite, and what is made of it is not
+    elif value == 1e30:
+        assert named == f"PC of {name}.weight (largest weight 1.0e+30)"
+    else:
+        assert named == f"{name}.weight"
