@@ -261,7 +261,7 @@ def _check_data(report: Report, config: JobConfig, vocab_size: int, needs_data: 
         if manifest.vocab_size > vocab_size:
             report.fail(
                 f"{manifest.folder} was tokenised with {manifest.vocab_size} entries, "
-                f"but the model's vocabulary has {vocab_size}"
+                f"but model.vocab_size is {vocab_size}"
             )
     if train and validation:
         _tried(report, require_same_tokenizer, train, validation)

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import math
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -154,13 +155,14 @@ def lock(folder: Path) -> TextIO:
     """Keep others from training in the same folder; hand the open file on to the trainer's process.
 
     The lock lasts while any process holds the file, so it outlives a launcher that was killed while
-    its trainer lives on.
+    its trainer lives on. Its time of change is when the newest attempt began.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = open(folder / "lock", "a")  # open as long as the run
     for _ in range(10):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.utime(file.fileno())
             return file
         except OSError:
             time.sleep(0.1)  # `is_locked` holds it for an instant

@@ -29,6 +29,8 @@ TRAIN_SCRIPT = SCRIPTS / "train.sbatch"
 SCORE_SCRIPT = SCRIPTS / "score.sbatch"
 
 CRASHES_ALLOWED_WITHOUT_PROGRESS = 2
+MISTAKE = 2
+"""exit status after a `UserError`"""
 
 
 @dataclass(frozen=True)
@@ -192,24 +194,27 @@ def after(run: Run, returncode: int) -> int:
 
     A run that stopped by itself (time limit) goes on. One that crashed is tried again, at most
     `CRASHES_ALLOWED_WITHOUT_PROGRESS` times since its last new checkpoint: a lost node is worth another
-    try, an error that comes back is not.
+    try, an error that comes back is not. A mistake that the user has to mend comes back at once.
     """
     state = runs.state_of(run)
     if state.state == "finished":
         print(f"{run.name}: finished", flush=True)
         return 0
-    if state.state == "stopped":
+    if state.state == "stopped" and returncode != MISTAKE:
         return _requeue(f"{run.name}: stopped at step {state.step}")
+    said = torchrun.last_words(run.folder) or ""
+    is_mistake = returncode == MISTAKE or said.startswith("error: ")  # torchrun ends with 1 whatever its ranks end with
     crashes = _count_crash(run)
-    if crashes <= CRASHES_ALLOWED_WITHOUT_PROGRESS:
+    if not is_mistake and crashes <= CRASHES_ALLOWED_WITHOUT_PROGRESS:
         return _requeue(f"{run.name}: ended with status {returncode}, crash {crashes} since the last checkpoint")
     if state.state != "failed":
         reason = f"the trainer ended {crashes} times with status {returncode}; its last words are in the job's log"
         runs.write_state(run, "failed", reason)
-    print(f"{run.name}: failed, {crashes} crashes since the last checkpoint", flush=True)
-    if reason := torchrun.last_words(run.folder):
-        print(reason, flush=True)  # again, below the reports of torchrun and srun
-    return 1
+    why = "what is wrong would meet another try too" if is_mistake else f"{crashes} crashes since the last checkpoint"
+    print(f"{run.name}: failed, {why}", flush=True)
+    if said:
+        print(said, flush=True)  # again, below the reports of torchrun and srun
+    return MISTAKE if is_mistake else 1
 
 
 def _count_crash(run: Run) -> int:

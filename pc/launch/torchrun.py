@@ -11,8 +11,6 @@ import torch
 from pc.errors import UserError
 
 TRAINER = "pc.launch.train"
-LONGEST_END = 120.0
-"""seconds from the first rank's last word to the last one's"""
 
 
 def processes_here() -> int:
@@ -78,15 +76,14 @@ def command(
 
 
 def last_words(run_folder: Path) -> str | None:
-    """Why the newest attempt failed, in a rank's own words; None if no rank says.
+    """Why the newest attempt, which has touched the run's `lock`, failed, in a rank's own words; None if no rank says.
 
     What a user can fix is lines that begin with "error: ". Of a crash the last line is given, with its log.
     """
-    logs = sorted((run_folder / "logs").rglob("stderr.log"), key=lambda log: log.stat().st_mtime)
+    begin = (run_folder / "lock").stat().st_mtime if (run_folder / "lock").exists() else 0.0
+    logs = [log for log in (run_folder / "logs").rglob("stderr.log") if log.stat().st_mtime >= begin]
     crash = None
-    for log in logs:
-        if log.stat().st_mtime < logs[-1].stat().st_mtime - LONGEST_END:
-            continue  # of an earlier attempt
+    for log in sorted(logs, key=lambda log: log.stat().st_mtime):
         lines = [line.rstrip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
         said = [line for line in lines if line.startswith("error: ")]
         if said:

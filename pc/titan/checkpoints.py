@@ -189,6 +189,15 @@ class Checkpoints(CheckpointManager):
             dist.barrier(group=self._group)
         return chosen
 
+    def go_back(self, step: int) -> None:
+        """Set checkpoints newer than this aside, or a restart would go on from them. Every rank calls it."""
+        if self._group is not None:
+            dist.barrier(group=self._group)  # every rank has looked
+        newer = [other for other in self._steps() if other > step] if dist.get_rank() == 0 else []
+        for other in newer:
+            complaint = f"the run went back to step {step} (checkpoint.load_step)"
+            self._set_aside(Path(self._create_checkpoint_id(other)), complaint, Path(f"{self.folder}.abandoned"))
+
     def remind(self) -> None:
         """Say once more what was set aside in this run, by this job or an earlier one."""
         if self.enable and self._aside.is_dir() and dist.get_rank() == 0:
@@ -199,9 +208,10 @@ class Checkpoints(CheckpointManager):
     def _aside(self) -> Path:
         return Path(f"{self.folder}.damaged")
 
-    def _set_aside(self, path: Path, complaint: str) -> None:
-        self._aside.mkdir(exist_ok=True)
+    def _set_aside(self, path: Path, complaint: str, where: Path | None = None) -> None:
+        where = where or self._aside
+        where.mkdir(exist_ok=True)
         names = (f"{path.name}.{n}" if n else path.name for n in range(10**6))
-        target = next(self._aside / name for name in names if not (self._aside / name).exists())
+        target = next(where / name for name in names if not (where / name).exists())
         path.rename(target)
         logger.warning(f"{path} is not used: {complaint}; it is now {target}")

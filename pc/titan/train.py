@@ -6,13 +6,17 @@ clipping                                                                       (
 optimizers.step()       W in place; step; save W, PC(W) in place         `pc.StepSchedule.follow`
 """
 
+import json
+import os
 import signal
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torchtitan.train
 from torch import Tensor
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
@@ -21,9 +25,10 @@ from torchtitan.tools.logging import logger
 
 from pc import data
 from pc.errors import UserError
+from pc.files import write_atomically
 from pc.owner import local
 from pc.start import preserve
-from pc.titan import device, fsdp_sync, method
+from pc.titan import device, fsdp_sync, hangs, method
 from pc.titan.agreement import identity, require_agreement
 from pc.titan.checkpoints import Checkpoints
 from pc.titan.checks import check
@@ -88,6 +93,7 @@ class PCTrainer(torchtitan.train.Trainer):
             ) from error
         fields = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "world_size")
         dims = AlwaysSharded(**{name: getattr(upstream, name) for name in fields})
+        hangs.introduce()
         require_agreement(identity(self.job_config))
         check(self.job_config, dims, on_cpu=device.is_cpu())
         self._sync = fsdp_sync.choose(self.job_config, dims, self.device, device.memory(self.device))
@@ -97,7 +103,12 @@ class PCTrainer(torchtitan.train.Trainer):
     def train(self) -> None:
         if dist.get_rank() == 0:
             write_status(self._folder, "running", self.step, self._steps)
-        super().train()
+        try:
+            super().train()
+        except RuntimeError as error:
+            if explained := hangs.explain(error, self.step):
+                raise explained from error
+            raise
         if dist.get_rank() == 0:
             state = "stopped" if self.stopped else "finished"
             write_status(self._folder, state, self.step, self._steps, "asked to stop" if self.stopped else "")
@@ -114,6 +125,10 @@ class PCTrainer(torchtitan.train.Trainer):
         self.metrics_processor.positions = lambda: None if first is None else range(first, self.dataloader.position)
         self.health.start_step(self.step, measure_outputs=not self._pipeline_finds_shapes())
         super().train_step(data_iterator)
+        if not self._has_stepped and self._agreement_group is not None:
+            # upstream shortens the timeout of its own groups so, after a run's first step
+            seconds = self.job_config.comm.train_timeout_seconds
+            _set_pg_timeout(timedelta(seconds=seconds), self._agreement_group)
         self._has_stepped = True
         self.finite_steps.note(self.step, self.metrics_processor.positions())
         self.metrics_processor.log_health(self.step, self.health.collect(self.step))
@@ -209,7 +224,7 @@ class PCTrainer(torchtitan.train.Trainer):
         checkpointer = self.checkpointer
         if not checkpointer.enable:
             return
-        wish = self.job_config.checkpoint.load_step
+        wish = self._load_step()
         step = checkpointer.newest_whole() if wish == -1 else wish
         folder, start = Path(checkpointer.folder), checkpointer.initial_load_path
         if step > 0 and folder.exists():
@@ -217,6 +232,10 @@ class PCTrainer(torchtitan.train.Trainer):
             if wish != -1:
                 checkpointer.verify(checkpoint)
             self._require_same_run(checkpoint)
+            if wish != -1:
+                checkpointer.go_back(step)
+                if dist.get_rank() == 0:
+                    write_atomically(self._went_back, json.dumps(self._branch))
         elif checkpointer.initial_load_in_hf:
             self.require_start_folder(start or self.job_config.model.hf_assets_path)
         elif start:
@@ -225,6 +244,19 @@ class PCTrainer(torchtitan.train.Trainer):
                 method.require_plain_weights(start)
             else:
                 self._require_same_run(start)
+
+    def _load_step(self) -> int:
+        """`checkpoint.load_step`, which a SLURM job follows once: when it is requeued, the newest checkpoint is its own."""
+        settings = self.job_config.checkpoint
+        self._went_back = Path(self._folder, "load_step.json")
+        self._branch = {"load_step": settings.load_step, "job": os.environ.get("SLURM_JOB_ID")}
+        if settings.load_step != -1 and self._branch["job"] and self._went_back.exists():
+            if json.loads(self._went_back.read_text()) == self._branch:
+                logger.info(
+                    f"This job went back to step {settings.load_step} before; it goes on from its newest checkpoint"
+                )
+                settings.load_step = -1
+        return settings.load_step
 
     def _require_same_run(self, checkpoint: str) -> None:
         method.require(checkpoint, self.job_config.pc)

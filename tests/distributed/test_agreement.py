@@ -1,9 +1,13 @@
 """Ranks that were started differently say so, by name, instead of hanging."""
 
 import copy
+import json
+import subprocess
 
 from pc.errors import UserError
+from pc.titan.status import write_environment
 from ranks import run_ranks
+from small_config import ROOT
 
 
 def _compare(rank, change):
@@ -25,3 +29,12 @@ def test_equal_ranks_pass_and_others_are_named():
     for said in run_ranks(3, _compare, change):
         assert said.startswith("ranks 0 (on ") and " and 1 (on " in said and said.endswith("; and 1 more")
         assert "training.steps: '10000' and '7'" in said and "version of torch: '2" in said and "commit: " in said
+
+
+def test_the_environment_says_commit_and_command(tmp_path):
+    write_environment(tmp_path, 2, ["a.toml", "--training.steps=3"])
+    written = json.loads((tmp_path / "environment.json").read_text())
+    assert written["command"] == ["a.toml", "--training.steps=3"] and written["world_size"] == 2
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
+    changed = subprocess.run(["git", "diff", "--quiet", "HEAD"], cwd=ROOT).returncode == 1
+    assert written["commit"] == (git.stdout.strip() + "+" * changed if git.returncode == 0 else None)

@@ -120,6 +120,21 @@ def test_a_run_that_is_signalled_saves_and_goes_on_exactly(here, tmp_path):
     assert len(steps) == len(set(steps)) == 120  # every step once: none lost, none repeated
 
 
+@pytest.mark.soak
+def test_what_a_user_must_mend_is_not_requeued(here, tmp_path):
+    """Torchrun ends with 1 where its ranks end with 2: the job reads their words."""
+    folder = tmp_path / "damaged"
+    (folder / "checkpoint" / "step-4").mkdir(parents=True)
+    (folder / "checkpoint" / "step-4" / ".metadata").write_bytes(b"no index")
+    said = submit(here, f"--job.dump_folder={folder}")
+    assert said.returncode == 0, said.stderr
+    job = said.stdout.removeprefix("job ").partition(":")[0]
+    wait_for(lambda: job_field(job, "JobState") in ("FAILED", "COMPLETED"), tmp_path)
+    assert [job_field(job, field) for field in ("JobState", "Restarts", "ExitCode")] == ["FAILED", "0", "2:0"]
+    last = next(folder.glob("slurm/*.log")).read_text().splitlines()[-1]
+    assert last.startswith(f"error: {folder}/checkpoint/step-4")
+
+
 def test_a_wrong_config_is_not_queued(here, tmp_path):
     said = submit(here, "--data.path=no-such-folder", "--training.global_batch_size=3", "--pc.blocks=x")
     assert said.returncode == 2
@@ -160,6 +175,7 @@ def test_two_nodes_train_one_run_and_a_job_behind_it_scores_it(tmp_path, monkeyp
         log = "".join(file.read_text() for file in folder.glob("slurm/score-*.log"))
         assert job_field(score, "JobState") == "COMPLETED", log
         assert job_field(train, "JobState") == "COMPLETED" and job_field(train, "NumNodes") == "2"
-    assert json.loads((folder / "environment.json").read_text())["world_size"] == 2
+    environment = json.loads((folder / "environment.json").read_text())
+    assert environment["world_size"] == 2 and environment["command"][0] == str(config) and environment["commit"]
     assert (folder / "hugging_face" / "step-4" / "config.json").exists()
     assert "piqa" in log or list((folder / "scores").rglob("*.md"))

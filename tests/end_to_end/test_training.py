@@ -220,6 +220,32 @@ def test_equal_methods_said_otherwise_resume(tiny_config):
     assert len(tiny.metrics(folder)) == 2
 
 
+def _train_in_job(rank, config, overrides, job):
+    os.environ["SLURM_JOB_ID"] = job
+    return tiny.train(rank, config, overrides)
+
+
+def test_an_abandoned_branch_is_not_taken_up_again(tiny_config):
+    """After `load_step` the newest checkpoint is the new branch's, also for a requeued job with the same words."""
+    config, folder = tiny_config
+    words = ["--checkpoint.interval", "2", "--lr_scheduler.total_steps", "6"]
+    straight = run_ranks(2, tiny.train, config, words)[0]
+    back = [*words, "--checkpoint.load_step", "2", "--data.skip", "48-71"]  # another branch
+
+    def steps(name="checkpoint"):
+        return sorted(path.name for path in folder.glob(f"{name}/*"))
+
+    run_ranks(2, _train_in_job, config, [*back, "--training.steps", "3"], "7")
+    assert steps() == ["step-2", "step-3"] and steps("checkpoint.abandoned") == ["step-4", "step-6"]
+    (folder / "metrics.jsonl").unlink()
+    requeued = run_ranks(2, _train_in_job, config, back, "7")[0]  # from step 3
+    assert len(tiny.metrics(folder)) == 3 and steps() == ["step-2", "step-3", "step-4", "step-6"]
+    assert not _equal(requeued, straight)
+    assert _equal(run_ranks(2, tiny.train, config, words)[0], requeued)  # nothing left to do
+    run_ranks(2, _train_in_job, config, [*words, "--checkpoint.load_step", "2", "--training.steps", "3"], "8")
+    assert steps("checkpoint.abandoned") == ["step-3", "step-4", "step-4.1", "step-6", "step-6.1"]
+
+
 def test_a_torn_first_checkpoint_does_not_hide_the_start(tiny_config, tmp_path):
     config, folder = tiny_config
     trained = _run(1, config, [*BASELINE, "--training.steps", "2"])

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from pc.errors import UserError
-from pc.launch import slurm, torchrun
+from pc.launch import runs, slurm, torchrun
 from pc.launch.slurm import Allocation, after, run_of
 from pc.launch.sweep import Run
 
@@ -51,6 +51,13 @@ def test_stopped_goes_on_however_often(run, requeued):
     say(run, "stopped")
     assert [after(run, 0) for _ in range(5)] == [0] * 5
     assert requeued == [["scontrol", "requeue", "17"]] * 5
+
+
+def test_a_mistake_is_not_tried_again(run, requeued):
+    for state in ("stopped", "running", "failed"):
+        say(run, state)
+        assert after(run, 2) == 2 and requeued == []
+        assert json.loads((run.folder / "status.json").read_text())["state"] == "failed"
 
 
 def test_an_array_task_requeues_itself_alone(run, requeued, monkeypatch):
@@ -122,11 +129,14 @@ def test_the_reason_is_the_last_thing_said(run, requeued, capsys):
 
     assert torchrun.last_words(run.folder) is None
     log("a", 0, "error: of yesterday\n", age=90000)
+    runs.lock(run.folder).close()
+    assert torchrun.last_words(run.folder) is None  # an attempt that has said nothing yet
     log("b", 0, "step 1\n")
-    log("b", 1, "step 1\nTraceback (most recent call last):\n  File\nRuntimeError: no more\n", age=2)
+    log("b", 1, "step 1\nTraceback (most recent call last):\n  File\nRuntimeError: no more\n")
     assert torchrun.last_words(run.folder).startswith("rank 1 ended with 'RuntimeError: no more'; its log is ")
-    log("b", 2, "Traceback (most recent call last):\nUserError: x\nerror: x.y = 1 is wrong\nerror: z too\n")
     say(run, "failed")
-    for _ in range(3):
-        after(run, 1)
+    assert after(run, 1) == 0 and requeued
+    requeued.clear()
+    log("b", 2, "Traceback (most recent call last):\nUserError: x\nerror: x.y = 1 is wrong\nerror: z too\n")
+    assert after(run, 1) == 2 and not requeued  # a mistake comes back at every try
     assert capsys.readouterr().out.endswith("\nerror: x.y = 1 is wrong\nerror: z too\n")

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torchtitan.components.metrics import BaseLogger
+from torchtitan.tools.logging import logger as torchtitan_logger
 
 from pc.titan.config import JobConfig
 from pc.titan.device import use_cpu_where_there_is_no_gpu
@@ -78,11 +79,16 @@ def _processor(folder):
     return processor
 
 
-def test_processor_logs_lines_and_counts_spikes_across_a_resume(tmp_path):
+def test_processor_logs_lines_and_counts_spikes_across_a_resume(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(torchtitan_logger, "propagate", True)
     processor = _processor(tmp_path)
     for step in range(1, 21):
         processor.data_loading_times = [0.1]
+        processor.positions = lambda step=step: range(4 * (step - 1), 4 * step)
         processor.log(step, 9.0 if step == 15 else 3.0, 3.5, 0.5, {"lr": 0.1, "n_tokens_seen": 32 * step})
+    (said,) = [record.message for record in caplog.records if "spike" in record.message]
+    assert said.startswith("Loss spike 1 begins at step 15 with 9; data positions 56-59 (")
+    assert said.endswith("--data.skip 56-59)")
     processor.log_health(20, {"norm/weight": 2.0})
     processor.log_health(21, {})
     processor = _processor(tmp_path)  # resumed from a checkpoint of step 16
@@ -91,6 +97,12 @@ def test_processor_logs_lines_and_counts_spikes_across_a_resume(tmp_path):
     processor.log_validation(2.5, 17)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss_spikes"] for line in lines if "loss" in line] == [0] * 14 + [1] * 6 + [2]
+    places = [
+        (line["step"], line["spike/first_position"], line["spike/last_position"])
+        for line in lines
+        if "spike/first_position" in line
+    ]
+    assert places == [(15, 56, 59)]
     assert lines[0]["memory_active_gib_of_all_ranks"] == pytest.approx(lines[0]["memory_active_gib"], rel=0.1)
     assert lines[0]["grad_norm"] == 0.5 and lines[0]["lr"] == 0.1 and lines[0]["max_loss"] == 3.5
     assert [line for line in lines if "norm/weight" in line][0]["step"] == 20
