@@ -37,9 +37,9 @@ BUCKET_BYTES = 256 * 2**20
 
 
 def matrix_cost(inputs: Item) -> float:
-    """Floating-point operations of a Gram-matrix product, up to a constant, for an item led by its matrix."""
-    n, m = inputs[0].shape[-2:]
-    return float(min(n, m)) ** 2 * max(n, m)
+    """Operations on an item led by its matrix, up to a constant: PC's at level 4 are (12 long + 14 short) short^2."""
+    short, long = sorted(inputs[0].shape[-2:])
+    return float(short) ** 2 * (long + short)
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from torchtitan.models.llama3.model.model import Transformer
 from pc import attach, named_pc_linears, polynomial
 from pc.config import PCConfig
 from pc.errors import UserError
-from pc.owner import BUCKET_BYTES, assign, buckets
+from pc.owner import BUCKET_BYTES, assign, buckets, matrix_cost
 from pc.titan import memory
 from pc.titan.batch import accumulation_steps
 from pc.titan.config import JobConfig
@@ -274,7 +274,7 @@ class Plan:
 
     def owners_of_matrices(self) -> list[int]:
         """The owner of each matrix, dealt out by cost as `pc.owner` does."""
-        return assign([float(matrix.short**2 * matrix.long) for matrix in self.matrices], self.owners)
+        return assign([matrix_cost((layer.weight,)) for _, layer in named_pc_linears(self.model)], self.owners)
 
     def busiest_matrices(self) -> list[Matrix]:
         """Those of the owner with the most operations."""

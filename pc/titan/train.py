@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torchtitan.train
 from torch import Tensor
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
@@ -56,6 +56,7 @@ class PCTrainer(torchtitan.train.Trainer):
         self._micro_batches_done = 0
         self._stop_requested = False
         self._has_stepped = False
+        self._groups_with_timeout = 0
         device.use_cpu_where_there_is_no_gpu()
         # Every pipeline stage knows the loss here (`_loss_of_all_stages`); upstream warns that rank 0 does not.
         torchtitan.train.ensure_pp_loss_visible = lambda *_: None
@@ -125,16 +126,13 @@ class PCTrainer(torchtitan.train.Trainer):
         self.metrics_processor.positions = lambda: None if first is None else range(first, self.dataloader.position)
         self.health.start_step(self.step, measure_outputs=not self._pipeline_finds_shapes())
         super().train_step(data_iterator)
-        if not self._has_stepped and self._agreement_group is not None:
-            # upstream shortens the timeout of its own groups so, after a run's first step
-            seconds = self.job_config.comm.train_timeout_seconds
-            _set_pg_timeout(timedelta(seconds=seconds), self._agreement_group)
         self._has_stepped = True
         self.finite_steps.note(self.step, self.metrics_processor.positions())
         self.metrics_processor.log_health(self.step, self.health.collect(self.step))
         if self.scorer is not None and self.scorer.due(self.step):
             self.metrics_processor.log_health(self.step, self.scorer.score())
             fsdp_sync.reshard(self.model_parts)
+        self._set_timeouts()
 
     def forward_backward_step(self, *, input_dict, labels, global_valid_tokens) -> Tensor:
         self._micro_batches_done += 1
@@ -169,6 +167,23 @@ class PCTrainer(torchtitan.train.Trainer):
             self.stopped = True
             return False
         return True
+
+    def _set_timeouts(self) -> None:
+        """`comm.train_timeout_seconds` for all process groups from the first step on, and for those made later.
+
+        Upstream sets it after step 1, which a resumed run does not have, and for the groups of single mesh dimensions: not
+        for those of `pc.owner` over several of them.
+        """
+        groups = list(distributed_c10d._world.pg_map)
+        if len(groups) == self._groups_with_timeout:
+            return
+        if not self._groups_with_timeout and self._agreement_group is not None:
+            dist.barrier(group=self._agreement_group)  # a first step may take longer than the timeout
+        timeout = timedelta(seconds=self.job_config.comm.train_timeout_seconds)
+        for group in groups:
+            if dist.get_backend(group) != "fake":  # TorchTitan's, of mesh dimensions of one rank
+                distributed_c10d._set_pg_timeout(timeout, group)
+        self._groups_with_timeout = len(groups)
 
     def _starts_from_given_weights(self) -> bool:
         """Whether a new run has loaded weights whose function it is to start with."""

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import tiny
@@ -108,6 +109,39 @@ def _loaded_state(rank, config, overrides):
     state = {name: t for name, t in tiny.state_of(trainer).items() if not name.endswith(".gamma") or name[:3] == "pc."}
     trainer.close()
     return {**state, **optimizer}
+
+
+def _timeouts(rank, config, overrides):
+    """Seconds of all process groups after each step, with one as `pc.owner` makes it for a part of the ranks, and a later one."""
+    from torch.distributed import distributed_c10d
+
+    from pc import owner
+    from pc.launch import train
+
+    class Watched(train.Trainer):
+        def train_step(self, data_iterator):
+            made.append(owner._group_of((rank,), dist.group.WORLD))
+            super().train_step(data_iterator)
+            groups = distributed_c10d._world.pg_map
+            assert made[-1] in groups
+            backends = [g._get_backend(torch.device("cpu")) for g in groups if dist.get_backend(g) != "fake"]
+            found.append({backend.options._timeout.total_seconds() for backend in backends})
+            if self.step == 1:
+                made.append(dist.new_group([rank], use_local_synchronization=True))
+
+    made, found = [], []
+    original, train.Trainer = train.Trainer, Watched
+    try:
+        tiny.train(rank, config, overrides)
+    finally:
+        train.Trainer = original
+    return found
+
+
+def test_every_process_group_has_the_timeout_of_training(tiny_config):
+    config, _ = tiny_config
+    overrides = ["--comm.train_timeout_seconds", "171", "--training.steps", "2", "--lr_scheduler.total_steps", "6"]
+    assert run_ranks(2, _timeouts, config, overrides) == [[{171.0}, {171.0}]] * 2
 
 
 def _load_all(checkpoint):

@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import pc
 from pc.analysis import scale
-from pc.owner import BUCKET_BYTES, assign, buckets
+from pc.analysis.cost import Plan
+from pc.owner import BUCKET_BYTES, assign, buckets, matrix_cost
 from pc.titan.config import JobConfig
 from pc.titan.llama2 import FLAVORS
 from pc.titan.resolve import resolve, to_config
@@ -66,7 +67,7 @@ def _muon(model):
 )
 def test_collectives_bytes_and_operations(prepare, action, shapes, input_bytes, output_bytes, layout):
     elements = [math.prod(shape) for shape in shapes]
-    owners = assign([float(min(shape)) ** 2 * max(shape) for shape in shapes], WORLD)
+    owners = assign([matrix_cost((torch.empty(shape, device="meta"),)) for shape in shapes], WORLD)
     num_buckets = len(buckets(owners, [input_bytes * n for n in elements], BUCKET_BYTES))
     ranks = [play(rank, prepare, action, layout) for rank in range(WORLD)]
 
@@ -102,6 +103,36 @@ def _whole(prepared):
         state.weight, state.gamma = whole(state.weight), whole(state.gamma)
         state.raw, state.u, state.v = (whole(t).detach() for t in (state.raw, state.u, state.v))
     return prepared
+
+
+def _fits(costs: list[int], owners: int, limit: int) -> bool:
+    """Whether whole matrices of at most two sizes can be dealt out with less than `limit` operations for every owner."""
+    big, small = max(costs), min(costs)
+    bigs = costs.count(big)
+    most = {0: 0}  # big ones dealt out: the most small ones that fit beside them
+    for _ in range(owners):
+        after: dict[int, int] = {}
+        for placed, count in most.items():
+            for more in range(min(bigs - placed, (limit - 1) // big) + 1):
+                fitting = count + (limit - 1 - more * big) // small
+                after[placed + more] = max(after.get(placed + more, 0), fitting)
+        most = after
+    return most.get(bigs, -1) >= len(costs) - bigs
+
+
+@pytest.mark.parametrize("model", ["271m", "1b", "7b", "13b", "70b"])
+def test_the_busiest_owner_has_little_more_than_an_equal_share(model):
+    """At most a tenth more, or the least that is possible with whole matrices; operations of PC as counted."""
+    assert _fits([3, 3, 2], 2, 6) and not _fits([3, 3, 2], 2, 5)
+    path = CONFIG.with_name(f"{model}_adamw_pc.toml")
+    plan = Plan(path, ["--training.global_batch_size", "1024", "--training.local_batch_size", "1"], 64)
+    costs = [matrix.materialise_flops() + matrix.pull_back_flops() for matrix in plan.matrices]
+    relative = [matrix_cost((layer.weight,)) for _, layer in pc.named_pc_linears(plan.model)]
+    for owners in (2, 8, 16, 24, 32, 48, 64, 96, 100, 128, 192, 256, 512, 1024):
+        load = [0] * owners
+        for cost, owner in zip(costs, assign(relative, owners), strict=True):
+            load[owner] += cost
+        assert max(load) <= 1.1 * sum(costs) / owners or not _fits(costs, owners, max(load))
 
 
 def test_the_count_notices_other_collectives():
