@@ -57,7 +57,7 @@ def tasks(output: Path, tiny: bool) -> list[Task]:
     """All of them, in order of value."""
     python = sys.executable
     found = [
-        Task("smoke", [python, "-m", "pytest", "-q", "--gpu", str(ROOT / "tests" / "gpu")], 240),
+        Task("smoke", [python, "-m", "pytest", "-q", "--gpu", str(ROOT / "tests" / "gpu")], 480),
         Task(
             "passes",
             [python, str(ROOT / "benchmarks" / "products.py"), "--passes", "debug" if tiny else "1B", "--rounds", "3",

@@ -13,6 +13,8 @@ import torch
 
 import tiny
 from pc import PCConfig
+from pc.data.new_tokenizer import train_tokenizer
+from pc.data.tokenizing import tokenize
 from pc.owner import run_on_owners
 from pc.passes import materialise, pull_back
 from pc.spectral import power_iteration
@@ -108,6 +110,9 @@ def _run(words, device=DEVICE):
 def runs(tiny_shards, tmp_path_factory):
     """Run folders: the same six steps on the device, on the CPU, on the device in two parts, and compiled."""
     folder = tmp_path_factory.mktemp("runs")
+    text, tokenizer = str(tiny_shards.parent / "text.parquet"), folder / "tokenizer"
+    entries = train_tokenizer(text, tokenizer, vocab_size=300, megabytes=1)  # one that exports have a form of
+    tokenize(text, folder / "shards", tokenizer=str(tokenizer), validation_fraction=0.2)
     kinds = {
         "device": (DEVICE, [[]]),
         "cpu": ("cpu", [[]]),
@@ -116,8 +121,9 @@ def runs(tiny_shards, tmp_path_factory):
         "plain": (DEVICE, [["--pc.enable", "false"]]),
     }
     for kind, (device, parts) in kinds.items():
-        config = tiny.write_config(folder / f"{kind}.toml", tiny_shards, folder / kind)
-        shape = ["--model.flavor", "nano", "--training.seq_len", "64", "--lr_scheduler.total_steps", "6"]
+        config = tiny.write_config(folder / f"{kind}.toml", folder / "shards", folder / kind)
+        shape = ["--model.flavor", "nano", "--model.vocab_size", str(entries)]
+        shape += ["--training.seq_len", "64", "--lr_scheduler.total_steps", "6"]
         for overrides in parts:
             _run(["-m", "pc.launch.local", str(config), *shape, *overrides], device)
     return {kind: folder / kind for kind in kinds}
@@ -137,5 +143,5 @@ def test_export(runs, tmp_path):
     assert (tmp_path / "out" / "config.json").exists()
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").to(DEVICE)
-    tokens = torch.randint(0, tiny.VOCAB_SIZE, (1, 16), device=DEVICE)
+    tokens = torch.randint(0, 256, (1, 16), device=DEVICE)
     assert model(tokens).logits.isfinite().all()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 
 import pytest
 
@@ -118,6 +119,21 @@ def test_wrong_ngpu(wish, gpus, monkeypatch):
     monkeypatch.setattr(torchrun.torch.cuda, "is_available", lambda: gpus > 0)
     with pytest.raises(UserError, match=f"NGPU={wish}"):
         torchrun.processes_here()
+
+
+@pytest.mark.parametrize("own", [None, "max_split_size_mb:64"])
+def test_a_training_process_has_growing_memory_segments_unless_the_user_said_otherwise(own, tmp_path, monkeypatch):
+    (tmp_path / "shows.py").write_text("import os, sys; print(sys.argv[1], os.environ['PYTORCH_ALLOC_CONF'])")
+    monkeypatch.setattr(torchrun, "TRAINER", "shows")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    if own:
+        monkeypatch.setenv("PYTORCH_ALLOC_CONF", own)
+    words, environment = torchrun.here("x.toml", [], tmp_path, 1)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    wanted = own or "expandable_segments:True"
+    assert done.stdout == f"x.toml {wanted}\n", done.stderr
+    assert torchrun.here("x.toml", [], tmp_path, 2)[1]["PYTORCH_ALLOC_CONF"] == wanted  # torchrun hands its own on
 
 
 def test_the_reason_is_the_last_thing_said(run, requeued, capsys):
