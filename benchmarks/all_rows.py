@@ -24,13 +24,16 @@ from pathlib import Path
 
 import torch
 
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # a fresh clone need not be installed
+# ruff: noqa: E402
+
 from pc.analysis import cost_time
 from pc.analysis.cost import Plan
 from pc.errors import UserError, exit_on_user_error
 from pc.files import write_atomically
 from rows import ROWS, table
 
-ROOT = Path(__file__).resolve().parents[1]
 STEP = str(ROOT / "benchmarks" / "step.py")
 # Row: estimated seconds on one H100, compilation included.
 ORDER: dict[str, int] = {

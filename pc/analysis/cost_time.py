@@ -9,6 +9,7 @@ from functools import cache
 from pc.analysis.cost import Plan
 from pc.analysis.traffic import Traffic, of_passes
 from pc.owner import BUCKET_BYTES, buckets
+from pc.titan import memory
 
 PRECISIONS = ("float32", "tf32", "bfloat16")
 GPUS_PER_NODE = 8
@@ -27,22 +28,26 @@ class Device:
     """bytes per second in one direction, to the other GPUs of a node"""
     network: float
     """bytes per second in one direction, for each GPU"""
+    gib: float
+    """of memory, as torch reports it"""
 
 
-def _device(float32: float, tf32: float, bfloat16: float, memory: float, nvlink: float, network: float) -> Device:
-    """TFLOP/s and GB/s."""
+def _device(
+    float32: float, tf32: float, bfloat16: float, memory: float, nvlink: float, network: float, gib: float
+) -> Device:
+    """TFLOP/s, GB/s and GiB."""
     flops = {"float32": float32 * 1e12, "tf32": tf32 * 1e12, "bfloat16": bfloat16 * 1e12}
-    return Device(flops, memory * 1e9, nvlink * 1e9, network * 1e9)
+    return Device(flops, memory * 1e9, nvlink * 1e9, network * 1e9, gib)
 
 
 # NVIDIA's data sheets: H100 SXM, H200 SXM, HGX B200 (an eighth of its eight), A100 80GB SXM. Their figures for tensor
 # cores are with sparsity, and half of them stand here; NVLink's count both directions. Networks are those of DGX
 # systems: a 400 Gb/s adapter for each GPU, 200 Gb/s beside an A100.
 DEVICES: dict[str, Device] = {
-    "H100": _device(67, 494.5, 989, 3350, 450, 50),
-    "H200": _device(67, 494.5, 989, 4800, 450, 50),
-    "B200": _device(75, 1100, 2250, 7700, 900, 50),
-    "A100": _device(19.5, 156, 312, 2039, 300, 25),
+    "H100": _device(67, 494.5, 989, 3350, 450, 50, 79),
+    "H200": _device(67, 494.5, 989, 4800, 450, 50, 139),
+    "B200": _device(75, 1100, 2250, 7700, 900, 50, 178),
+    "A100": _device(19.5, 156, 312, 2039, 300, 25, 79),
 }
 
 
@@ -98,13 +103,13 @@ def estimate(plan: Plan, device: Device, precision: str, reached: Reached = REAC
     passes = _traffic_of_passes(matrices)
     seconds = {name: _seconds(traffic, device, reached) / plan.pipeline_parallel for name, traffic in passes.items()}
     weights = 4 * sum(matrix.n * matrix.m for matrix in plan.matrices) / plan.pipeline_parallel
-    memory = device.memory * reached.memory
+    rate = device.memory * reached.memory
     return StepTime(
         model=max(_model_seconds(plan, device, reached), _fsdp_seconds(plan, device, reached)),
         materialise=seconds["materialise"],
         pull_back=seconds["pull back"],
         exchange=_exchange_seconds(plan, weights, device, reached),
-        copies=2 * 2 * weights / plan.owners / memory,  # raw into weight and weight into raw, read and written
+        copies=2 * 2 * weights / plan.owners / rate,  # raw into weight and weight into raw, read and written
     )
 
 
@@ -115,9 +120,9 @@ def in_graph_seconds(plan: Plan, device: Device, reached: Reached = REACHED) -> 
 
 def _seconds(traffic: Traffic, device: Device, reached: Reached) -> float:
     """Each kernel is bound by its operations or its bytes, all of them together by the host that launches them."""
-    memory = device.memory * reached.memory
+    rate = device.memory * reached.memory
     kernels = sum(
-        max(k.flops / (device.flops[k.precision] * reached.products[k.precision]), k.bytes / memory)
+        max(k.flops / (device.flops[k.precision] * reached.products[k.precision]), k.bytes / rate)
         for k in traffic.kernels
     )
     return max(kernels, reached.launch * len(traffic.kernels))
@@ -128,11 +133,22 @@ def _model_seconds(plan: Plan, device: Device, reached: Reached) -> float:
 
 
 def _fsdp_seconds(plan: Plan, device: Device, reached: Reached) -> float:
-    """Weights gathered in bfloat16 for the forward and the backward pass of each micro-batch, gradients reduced in float32;
-    it passes behind the products, unless it takes longer."""
+    """Weights gathered in bfloat16, gradients reduced in float32; it passes behind the products, unless it takes longer.
+
+    Once per step each, or for each micro-batch the weights twice, for its forward and its backward pass.
+    """
     parameters = sum(p.numel() for p in plan.model.parameters()) / plan.pipeline_parallel / plan.tensor_parallel
-    sent = (2 * 2 + 4) * parameters * plan.micro_batches * (plan.shards - 1) / plan.shards
-    return sent / (_link(plan.shards, device) * reached.link)
+    sent = (2 + 4) if exchanges_once(plan, device) else (2 * 2 + 4) * plan.micro_batches
+    return sent * parameters * (plan.shards - 1) / plan.shards / (_link(plan.shards, device) * reached.link)
+
+
+def exchanges_once(plan: Plan, device: Device) -> bool:
+    """Whether FSDP gathers and reduces once per step there: as `pc.titan.fsdp_sync.choose` decides."""
+    config = plan.config
+    if not memory.gathers_once(config) or config.parallelism.fsdp_sync == "step":
+        return memory.gathers_once(config)
+    parts = plan.memory_by_part(config.pc.schedule if config.pc.enable else "plain")
+    return sum(parts.values()) - parts.get("PC work space", 0.0) + memory.RESERVE_GIB <= device.gib
 
 
 def _exchange_seconds(plan: Plan, weights: float, device: Device, reached: Reached) -> float:

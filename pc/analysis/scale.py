@@ -195,7 +195,8 @@ def simulate(path: str | Path, overrides: Sequence[str], world_size: int, replic
             materialise = len(counts.all_to_alls)
             schedule.pull_back()
     assert not counts.others, counts.others
-    tokens = max(training.global_batch_size, world_size // parallel.tensor_parallel_degree) * training.seq_len
+    data_ranks = world_size // parallel.tensor_parallel_degree // parallel.context_parallel_degree
+    tokens = max(training.global_batch_size, data_ranks) * training.seq_len
     return Scale(
         tokens=tokens,
         model_seconds=tokens * model_flops_per_token(args, training.seq_len, causal=True) / world_size / MODEL,
@@ -217,8 +218,10 @@ def _all_dimensions(tensor: torch.Tensor) -> list[int]:
 def sharded(args: Llama2Args, config: JobConfig, world_size: int) -> nn.Module:
     """The model as the trainer shards it, on the meta device, with a gradient on each parameter."""
     tensor, replicas = config.parallelism.tensor_parallel_degree, config.parallelism.data_parallel_replicate_degree
-    degrees = {"dp_replicate": replicas, "dp_shard": world_size // tensor // replicas, "tp": tensor}
-    dims = AlwaysSharded(**degrees, cp=1, pp=1, ep=1, etp=1, world_size=world_size)
+    context = config.parallelism.context_parallel_degree
+    shards = world_size // tensor // replicas // context
+    degrees = {"dp_replicate": replicas, "dp_shard": shards, "cp": context, "tp": tensor}
+    dims = AlwaysSharded(**degrees, pp=1, ep=1, etp=1, world_size=world_size)
     with torch.device("meta"):
         model = Llama2(args)
     parallelize(model, dims, config)
@@ -230,6 +233,7 @@ def sharded(args: Llama2Args, config: JobConfig, world_size: int) -> nn.Module:
 # Config, GPUs, mesh as people use them, its keys. FSDP in a node and replicas of it for small models, which leave the
 # network to one reduction; tensor parallelism in a node where a model is too large for that.
 REPLICAS, TENSOR = "--parallelism.data_parallel_replicate_degree", "--parallelism.tensor_parallel_degree"
+CONTEXT = "--parallelism.context_parallel_degree"
 GPUS = (8, 64, 512, 1024)
 PLANS: list[tuple[str, int, str, list[str]]] = [
     *(("271m", n, f"HSDP {n // 8} x 8", [REPLICAS, str(n // 8)]) for n in GPUS),
@@ -237,6 +241,8 @@ PLANS: list[tuple[str, int, str, list[str]]] = [
     *(("1b", n, f"FSDP {n}", []) for n in GPUS[1:]),
     *(("7b", n, f"FSDP {n}", []) for n in GPUS),
     ("7b", 512, "HSDP 8 x 64", [REPLICAS, "8"]),
+    ("7b", 512, "CP 8 x FSDP 64", [CONTEXT, "8"]),
+    *(("13b", n, f"FSDP {n}", []) for n in GPUS),
     *(("70b", n, f"TP 8 x FSDP {n // 8}", []) for n in GPUS),
     ("70b", 512, "FSDP 512", [TENSOR, "1"]),
     ("70b", 512, "TP 8 x HSDP 8 x 8", [REPLICAS, "8"]),

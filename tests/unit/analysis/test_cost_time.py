@@ -55,3 +55,18 @@ def test_more_gpus_and_cheaper_products():
     assert cost_time._link(16, H100) == pytest.approx(50e9 * 15 / 8)
     text = cost_time.table(plans[1])
     assert all(f"| {name} |" in text for name in cost_time.DEVICES) and "not measured" in text
+
+
+def test_fsdp_exchanges_once_per_step_where_the_run_does():
+    words = ["--training.local_batch_size", "1", "--training.global_batch_size", "64", "--parallelism.fsdp_sync"]
+    plans = {sync: Plan(CONFIG, [*words, sync], 16) for sync in ("micro_batch", "step", "auto", "replicas_per_step")}
+    seconds = {sync: cost_time._fsdp_seconds(plan, H100, cost_time.REACHED) for sync, plan in plans.items()}
+    parameters = sum(p.numel() for p in plans["step"].model.parameters())
+    rate = 0.7 * 50e9 * 15 / 8
+    assert plans["step"].micro_batches == 4
+    assert seconds["step"] == pytest.approx(6 * parameters * 15 / 16 / rate)
+    assert seconds["micro_batch"] == pytest.approx(4 * 8 * parameters * 15 / 16 / rate)
+    assert seconds["replicas_per_step"] == seconds["micro_batch"] and seconds["auto"] == seconds["step"]
+    # "auto" on a device that has no room for it
+    assert not cost_time.exchanges_once(plans["auto"], replace(H100, gib=5))
+    assert cost_time.exchanges_once(plans["step"], replace(H100, gib=5))
