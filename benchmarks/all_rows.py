@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -32,8 +33,12 @@ from pc.analysis import cost_time
 from pc.analysis.cost import Plan
 from pc.errors import UserError, exit_on_user_error
 from pc.files import write_atomically
-from rows import ROWS, table
+from pc.titan import memory
+from pc.titan.config import JobConfig
+from pc.titan.resolve import resolve, to_config
+from rows import ROWS, Row, table
 
+CONFIGS = ROOT / "train_configs"
 STEP = str(ROOT / "benchmarks" / "step.py")
 # Row: estimated seconds on one H100, compilation included.
 ORDER: dict[str, int] = {
@@ -41,9 +46,8 @@ ORDER: dict[str, int] = {
     "float8": 180, "compiled-pc": 180, "in-graph": 240, "271m": 120, "paper-batch": 420,
 }  # fmt: skip
 TINY = ["--flavor", "debug", "--seq-len", "16", "--local-batch-size", "1", "--micro-batches", "2", "--rounds", "1"]
-# Rows whose variants do not fit 80 GB together: half of the micro-batch, twice as often.
-DO_NOT_FIT = ("dtype", "checkpointing")
-LARGE_GPU = 100 * 2**30
+KEPT = ("weights", "gradients", "optimizer", "raw W")
+"""parts of the memory estimate that a variant holds while others take their steps"""
 LEAST_SECONDS = 45
 """below which nothing is started"""
 
@@ -56,11 +60,52 @@ class Task:
     """limit, and what it is expected to take"""
 
 
+def needed_gib(row: Row, batch: int | None = None) -> float:
+    """Estimated GiB at the peak of a row with all its variants in memory, of which one at a time takes a step.
+
+    Args:
+        batch: sequences of a micro-batch (default: the configs'), as many more micro-batches as keep the tokens.
+    """
+    kept = most = 0.0
+    for variant in row.variants.values():
+        usual = _local_batch_size(CONFIGS / variant.config)
+        mine, transient = _gib(variant.config, variant.overrides, batch or usual, usual * row.micro_batches)
+        kept, most = kept + mine, max(most, transient)
+    return kept + most + memory.RESERVE_GIB
+
+
+@cache
+def _gib(config: str, overrides: tuple[str, ...], batch: int, sequences: int) -> tuple[float, float]:
+    """Of one variant: kept between steps, and more in a step."""
+    sizes = ["--training.local_batch_size", str(batch), "--training.global_batch_size", str(sequences)]
+    plan = Plan(CONFIGS / config, [*overrides, *sizes], 1)
+    parts = plan.memory_by_part(plan.config.pc.schedule if plan.config.pc.enable else "plain")
+    parts.pop("PC work space", None)  # between steps, when there are no activations
+    kept = sum(parts[part] for part in KEPT)
+    return kept, sum(parts.values()) - kept
+
+
+@cache
+def _local_batch_size(config: Path) -> int:
+    return to_config(resolve(config, [], JobConfig), JobConfig).training.local_batch_size
+
+
+@cache
+def smaller_batch(name: str, gib: float) -> list[str]:
+    """What a row needs to fit so much memory: nothing, or smaller micro-batches and more of them."""
+    row = ROWS[name]
+    usual = batch = _local_batch_size(CONFIGS / next(iter(row.variants.values())).config)
+    while batch > 1 and needed_gib(row, batch) > gib:
+        batch //= 2
+    more = row.micro_batches * usual // batch
+    return [] if batch == usual else ["--local-batch-size", str(batch), "--micro-batches", str(more)]
+
+
 def tasks(output: Path, tiny: bool) -> list[Task]:
     """All of them, in order of value."""
     python = sys.executable
     found = [
-        Task("smoke", [python, "-m", "pytest", "-q", "--gpu", str(ROOT / "tests" / "gpu")], 480),
+        Task("smoke", [python, "-m", "pytest", "-q", "--gpu", str(ROOT / "tests" / "gpu")], 600),
         Task(
             "passes",
             [python, str(ROOT / "benchmarks" / "products.py"), "--passes", "debug" if tiny else "1B", "--rounds", "3",
@@ -68,14 +113,10 @@ def tasks(output: Path, tiny: bool) -> list[Task]:
             90,
         ),
     ]  # fmt: skip
-    small_gpu = torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory < LARGE_GPU
+    gib = torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.is_available() else 0.0
     for row, seconds in ORDER.items():
-        words = [python, STEP, row, "--output", str(output)]
-        if tiny:
-            words += TINY
-        elif small_gpu and row in DO_NOT_FIT:
-            words += ["--local-batch-size", "2", "--micro-batches", str(2 * ROWS[row].micro_batches)]
-        found.append(Task(row, words, 2 * seconds))
+        shape = TINY if tiny else smaller_batch(row, gib)
+        found.append(Task(row, [python, STEP, row, "--output", str(output), *shape], 2 * seconds))
     return found
 
 
@@ -136,7 +177,7 @@ def compared(output: Path, tiny: bool) -> str:
         for key in ("flavor", "seq_len"):
             if key in changed:
                 overrides += [f"--{'model' if key == 'flavor' else 'training'}.{key}", str(changed[key])]
-        config = ROOT / "train_configs" / ROWS[row].variants["pc"].config
+        config = CONFIGS / ROWS[row].variants["pc"].config
         if batch is None:
             batch = Plan(config, overrides, 1).config.training.local_batch_size
         plan = Plan(config, [*overrides, "--training.global_batch_size", str(batch * micro_batches)], 1)
@@ -149,7 +190,7 @@ def compared(output: Path, tiny: bool) -> str:
     file = output / "passes.json"
     if file.exists():
         record = json.loads(file.read_text())
-        config = ROOT / "train_configs" / "1b_adamw_pc.toml"
+        config = CONFIGS / "1b_adamw_pc.toml"
         plan = Plan(config, ["--model.flavor", record["flavor"], "--training.global_batch_size", "4"], 1)
         for precision in cost_time.PRECISIONS:
             expected = cost_time.estimate(plan, device, precision)

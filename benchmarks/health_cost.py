@@ -1,9 +1,9 @@
-"""What logging and health metrics cost: CPU time of each, beside a training step's.
+"""What logging and health metrics cost: time of each, beside a training step's.
 
 Usage: python benchmarks/health_cost.py [--flavor debug] [--tokens 2048] [--repeats 7]
 
-One process, one thread, CPU seconds (so that other work on the machine does not count), float32. The share
-of training time is that at the default intervals of [health].
+One process, one thread, float32. On a GPU the time until it is done, else CPU time (so that other work on the machine does
+not count). The share of training time is that at the default intervals of [health].
 """
 
 import argparse
@@ -23,15 +23,26 @@ from pc.titan.health import Health, HealthMetrics
 from pc.titan.llama2 import FLAVORS, Llama2
 from pc.titan.metrics import JsonLinesLogger, LossSpikes
 
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
 
-def cpu_seconds(function: Callable[[], object], repeats: int) -> float:
-    """Median CPU time of a call, after one call to warm up."""
+
+def now() -> float:
+    """Seconds; on a GPU when all that was launched is done."""
+    if ON_GPU:
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time()
+
+
+def seconds(function: Callable[[], object], repeats: int) -> float:
+    """Median time of a call, after one call to warm up."""
     function()
     times = []
     for _ in range(repeats):
-        start = time.process_time()
+        start = now()
         function()
-        times.append(time.process_time() - start)
+        times.append(now() - start)
     return statistics.median(times)
 
 
@@ -57,13 +68,14 @@ def main() -> None:
     torch.set_num_threads(1)
     model = Llama2(replace(FLAVORS[arguments.flavor], max_seq_len=256))
     model.init_weights()
+    model.to(DEVICE)
     pc.attach(model, pc.PCConfig(schedule="step"))
     schedule = pc.StepSchedule(model)
     schedule.materialise()
     config = SimpleNamespace(health=Health(), pc=SimpleNamespace(blocks=["o", "ffn"]))
     health = HealthMetrics(config, [model], schedule, SimpleNamespace(world_size=1, pp=1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    tokens = torch.randint(0, 32_000, (arguments.tokens // 256, 256))
+    tokens = torch.randint(0, 32_000, (arguments.tokens // 256, 256), device=DEVICE)
 
     def pass_through_the_model() -> None:
         logits = model(tokens)
@@ -81,22 +93,22 @@ def main() -> None:
         with torch.no_grad():
             model(tokens)
 
-    plain_step = cpu_seconds(step, arguments.repeats)
-    plain = cpu_seconds(forward, arguments.repeats)
+    plain_step = seconds(step, arguments.repeats)
+    plain = seconds(forward, arguments.repeats)
 
     def measured_forward() -> None:
         health.start_step(10)
         forward()
 
-    measured = cpu_seconds(measured_forward, arguments.repeats)
+    measured = seconds(measured_forward, arguments.repeats)
     # steps of which each is due for one more of the groups, beyond the first 1,000
-    frequent = cpu_seconds(lambda: health.collect(1010), arguments.repeats)
-    estimate = cpu_seconds(lambda: health.collect(1100), arguments.repeats) - frequent
-    spectra = cpu_seconds(lambda: health.collect(1500), arguments.repeats) - frequent - estimate
-    line = cpu_seconds(log_a_step(), 100)
+    frequent = seconds(lambda: health.collect(1010), arguments.repeats)
+    estimate = seconds(lambda: health.collect(1100), arguments.repeats) - frequent
+    spectra = seconds(lambda: health.collect(1500), arguments.repeats) - frequent - estimate
+    line = seconds(log_a_step(), 100)
     every_10 = max(measured - plain, 0.0) + frequent
     share = (line + every_10 / 10 + estimate / 100 + spectra / 500) / plain_step
-    print(f"{arguments.flavor}, {arguments.tokens} tokens per step, one thread, CPU seconds:")
+    print(f"{arguments.flavor}, {arguments.tokens} tokens per step, one thread, {'GPU' if ON_GPU else 'CPU'} seconds:")
     print(f"  training step                       {plain_step:.4f}")
     print(f"  measuring outputs, every 10 steps   {measured - plain:+.4f}   (forward pass {plain:.4f})")
     print(f"  gamma and norms, every 10 steps     {frequent:.4f}")

@@ -4,10 +4,10 @@
     python benchmarks/precision.py --train 200 [--output results/DATE-NAME]
 
 For each shape, spectrum, level and precision: W has known singular values; PC(W) and its vector-Jacobian product
-are computed with float32 data and products in that precision, and compared with float64. TF32 is emulated, so
-that any machine gives the figures: before each product both factors are rounded to 10 mantissa bits, sums are
-float32 (tensor cores truncate some low bits of their sums, which this does not show). bfloat16 is the
-machine's own, with float32 sums.
+are computed with float32 data and products in that precision, and compared with float64 on the CPU. On a GPU the products
+are its own. On a CPU TF32 is emulated: before each product both factors are rounded to 10 mantissa bits, sums are
+float32 (tensor cores truncate some low bits of their sums, which this does not show). bfloat16 is the machine's own,
+with float32 sums.
 
 A value of 1e-3 in the first column: no singular value of PC(W) is off by more than a thousandth of the largest
 target. The third compares with bfloat16, in which FSDP hands the effective weight to the model anyway.
@@ -41,6 +41,8 @@ from pc.titan.train import PCTrainer, load_config
 SHAPES = [(1024, 1024), (1024, 2816)]
 LEVELS = [2, 4]
 STEPS = 20  # of the optimizer, ten of power iteration each
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
 DEBUG = Path(__file__).resolve().parents[1] / "train_configs" / "debug.toml"
 PRECISIONS = ["float32", "tf32", "bfloat16"]
 
@@ -59,6 +61,11 @@ class EmulatedTF32(TorchDispatchMode):
             for index in self.PRODUCTS[function]:
                 args[index] = round_to_tf32(args[index])
         return function(*args, **(kwargs or {}))
+
+
+def emulated_tf32() -> contextlib.AbstractContextManager:
+    """Nothing on a GPU, which has TF32."""
+    return contextlib.nullcontext() if ON_GPU else EmulatedTF32()
 
 
 def round_to_tf32(tensor: Tensor) -> Tensor:
@@ -90,12 +97,13 @@ def errors(shape: tuple[int, int], values: Tensor, level: int, precision: str) -
     gradient = torch.randn(shape, generator=generator, dtype=torch.float64)
     exact = PCConfig(level=level)
     config = PCConfig(level=level, compute_dtype=precision, schedule="step")
-    single = [tensor.float() for tensor in (weight, u, v, gradient)]
-    with EmulatedTF32():
+    single = [tensor.to(DEVICE, torch.float32) for tensor in (weight, u, v, gradient)]
+    with emulated_tf32():
         vectors = single[1:3]
         for _ in range(STEPS):  # from the right vectors to those that this precision finds
             effective, *vectors = (x[0] for x in materialise(config, *(x[None] for x in (single[0], *vectors))))
         (pulled_back,) = pull_back(config, *(x[None] for x in (single[0], single[3], *single[1:3])))
+    effective, pulled_back, *vectors = (tensor.cpu() for tensor in (effective, pulled_back, *vectors))
     estimate = spectral_norm_estimate(weight, *(vector.double() for vector in vectors))
     expected = polynomial.evaluate(polynomial.resolve(level), values).sort(descending=True).values
     found = torch.linalg.svdvals(effective.double())
@@ -137,7 +145,7 @@ SETTINGS = [
 def emulating(function: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(function)
     def emulated(*args, **kwargs):
-        with EmulatedTF32():
+        with emulated_tf32():
             return function(*args, **kwargs)
 
     return emulated
@@ -159,7 +167,7 @@ def train(steps: int, overrides: list[str]) -> dict[str, list[float]]:
 def compare_trainings(steps: int) -> dict[str, dict[str, list[float]]]:
     """Train with each precision and print how far the losses lie from float32's."""
     os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("nccl" if ON_GPU else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     found = {name: train(steps, overrides) for name, overrides in TRAININGS.items()}
     dist.destroy_process_group()
     print(
@@ -174,6 +182,12 @@ def compare_trainings(steps: int) -> dict[str, dict[str, list[float]]]:
     return found
 
 
+def about() -> dict[str, str]:
+    """Where the figures come from."""
+    hardware = torch.cuda.get_device_name() if ON_GPU else "CPU, TF32 emulated"
+    return {"torch": torch.__version__, "hardware": hardware}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="folder for precision.json")
@@ -181,7 +195,7 @@ def main() -> None:
     arguments = parser.parse_args()
     output = arguments.output
     if arguments.train:
-        content = {"torch": torch.__version__, "steps": arguments.train, "runs": compare_trainings(arguments.train)}
+        content = {**about(), "steps": arguments.train, "runs": compare_trainings(arguments.train)}
         if output:
             write_atomically(output / "precision-training.json", json.dumps(content, indent=1) + "\n")
         return
@@ -197,7 +211,7 @@ def main() -> None:
                     cells = (f"{cell:.2e}" if isinstance(cell, float) else str(cell) for cell in rows[-1].values())
                     print("| " + " | ".join(cells) + " |", flush=True)
     if output:
-        content = {"torch": torch.__version__, "rows": rows}
+        content = {**about(), "rows": rows}
         write_atomically(output / "precision.json", json.dumps(content, indent=1) + "\n")
 
 

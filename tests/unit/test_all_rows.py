@@ -57,6 +57,20 @@ def test_every_row_for_a_gpu_is_there_and_needs_one(all_rows, monkeypatch, tmp_p
     assert "--tiny" in capsys.readouterr().err
 
 
+def test_rows_fit_80_gb(all_rows):
+    """By the memory estimate, with the same tokens per step; on an H200 as they stand."""
+    changed = {}
+    for name in all_rows.ORDER:
+        row, words = all_rows.ROWS[name], all_rows.smaller_batch(name, 79.0)
+        batch = int(words[1]) if words else None
+        assert all_rows.needed_gib(row, batch) <= 79
+        if words:
+            assert all_rows.needed_gib(row) > 79
+            changed[name] = words[1::2]
+        assert all_rows.smaller_batch(name, 139.0) == []
+    assert changed == {"dtype": ["2", "20"], "checkpointing": ["2", "20"]}
+
+
 def test_measured_beside_estimated(all_rows, tmp_path):
     record = {
         "changed": {"flavor": "debug", "seq_len": 16, "local_batch_size": 1, "micro_batches": 2},
