@@ -6,6 +6,7 @@ It is written last, when every shard is in place, so a folder that has one is co
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import get_type_hints
 
 from pc.data.tokenizers import Tokenizer, load_tokenizer
 from pc.errors import UserError
@@ -112,7 +113,7 @@ class Manifest:
             content = json.loads(path.read_text())
             if content["format"] != FORMAT:
                 raise UserError(f"{path} has format {content['format']}; this version reads format {FORMAT}")
-            return Manifest(
+            manifest = Manifest(
                 folder=folder,
                 dtype=content["dtype"],
                 source=content["source"],
@@ -121,10 +122,24 @@ class Manifest:
                 tokenizer=TokenizerRecord(**content["tokenizer"]),
                 shards={s: [Shard(**shard) for shard in content["splits"][s]["shards"]] for s in SPLITS},
             )
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            if manifest.dtype not in ("uint16", "uint32"):
+                raise TypeError(f"dtype = {manifest.dtype!r}")
+            for record in (manifest.tokenizer, *(shard for split in SPLITS for shard in manifest.shards[split])):
+                _require_types(record)
+            return manifest
+        except UserError:
+            raise
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(
                 f"{path} is damaged ({error}); repeat the tokenising command, which writes it anew"
             ) from error
+
+
+def _require_types(record: Shard | TokenizerRecord) -> None:
+    for name, kind in get_type_hints(type(record)).items():
+        value = getattr(record, name)
+        if not isinstance(value, kind) or (isinstance(value, str) and "\0" in value):
+            raise TypeError(f"{name} = {value!r}")
 
 
 def require_same_tokenizer(one: Manifest, other: Manifest) -> None:

@@ -96,6 +96,8 @@ class HuggingFaceTokenizer(Tokenizer):
             settings = json.loads(files["tokenizer_config.json"])
         except Exception as error:  # the library raises bare Exception
             raise UserError(f"{folder} does not hold a readable tokenizer: {error}") from error
+        if not isinstance(settings, dict):
+            raise UserError(f"{folder}/tokenizer_config.json should be an object that names eos_token")
         self._model.no_truncation()
         self._model.no_padding()
         self._model.encode_special_tokens = True  # "</s>" in a text stays text
@@ -104,10 +106,10 @@ class HuggingFaceTokenizer(Tokenizer):
         super().__init__(name, size, bos_id, eos_id, files)
 
     def _id_of(self, token: str | dict | None, folder: Path) -> int | None:
-        content = token["content"] if isinstance(token, dict) else token
+        content = token.get("content", "") if isinstance(token, dict) else token
         if content is None:
             return None
-        token_id = self._model.token_to_id(content)
+        token_id = self._model.token_to_id(content) if isinstance(content, str) else None
         if token_id is None:
             raise UserError(f"{folder}/tokenizer_config.json names {content!r}, which tokenizer.json does not have")
         return token_id
@@ -171,7 +173,11 @@ def load_tokenizer(reference: str | Path) -> Tokenizer:
     name = str(reference)
     if name == DEFAULT_TOKENIZER:
         return SentencePieceTokenizer(name, _mistral_model())
-    path = Path(name).expanduser()
+    try:
+        path = Path(name).expanduser()
+        path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # a name too long, no such user's home, a NUL
+        raise UserError(f"tokenizer {name[:80]!r} is no path: {error.args[-1] if error.args else error}") from None
     if path.is_dir():
         if (path / "tokenizer.json").is_file():
             return HuggingFaceTokenizer(name, path)

@@ -13,9 +13,10 @@ from torchtitan.models.llama3.model.model import Transformer
 
 from pc import PCConfig, attach, effective_weight, named_pc_linears
 from pc.errors import UserError
-from pc.titan.config import PC, Model
+from pc.titan.config import PC, JobConfig, Model
 from pc.titan.distcp import CheckpointFolder
 from pc.titan.llama2 import FLAVORS, Llama2Args
+from pc.titan.resolve import require_typed
 
 # What a resumable checkpoint holds besides the model.
 _OTHER_STATES = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.", "method.")
@@ -88,7 +89,15 @@ def _run_config(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint.parent.parent / "config.toml"
     if not path.is_file():
         raise UserError(f"{path}: missing; a checkpoint is read together with its run's config.toml")
-    return tomllib.loads(path.read_text())
+    try:
+        config = tomllib.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not the configuration of a run ({str(error).splitlines()[0]})") from None
+    used = {key: config[key] for key in ("model", "training", "data", "pc") if key in config}
+    if isinstance(used.get("training"), dict):  # of an older version's other keys nothing is asked
+        used["training"] = {key: value for key, value in used["training"].items() if key == "seq_len"}
+    require_typed(used, JobConfig, str(path))
+    return config
 
 
 def _pc_config(method: dict[str, Any], config: dict[str, Any]) -> PCConfig:

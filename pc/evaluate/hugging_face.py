@@ -91,7 +91,11 @@ def from_checkpoint(
 def load(path: str | Path, tokenizer: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model and tokenizer of a run's checkpoint or of any Hugging Face folder, for scoring and sampling."""
     path = Path(path)
-    if (path / "config.json").is_file():
+    try:
+        is_folder = (path / "config.json").is_file()
+    except OSError as error:
+        raise UserError(f"{str(path)[:80]}: {error.strerror}") from None
+    if is_folder:
         return _load_folder(path)
     return from_checkpoint(checkpoint.load(path), tokenizer)
 
@@ -115,9 +119,12 @@ def export(
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, do_sample=True
     )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    # Written beside and renamed: an interrupted export is never taken for a whole one.
-    partial = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        # Written beside and renamed: an interrupted export is never taken for a whole one.
+        partial = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{out}: cannot be made ({error})") from None
     try:
         model.save_pretrained(partial, max_shard_size=max_shard_size)
         tokenizers.save(tokenizer, partial)
@@ -185,8 +192,9 @@ def _load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # so that they are reported, by name
         )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"{path}: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # a damaged folder makes transformers raise anything
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{path}: not a Llama that transformers can read ({reason})") from None
     # transformers fills what is missing with random numbers and drops what is too much
     for key, found, expected in sorted(report["mismatched_keys"]):
         raise UserError(f"{path}: tensor {key} has shape {list(found)}, the model of config.json {list(expected)}")

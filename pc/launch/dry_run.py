@@ -114,7 +114,8 @@ def _data_parallel_size(report: Report, config: JobConfig, world_size: int) -> i
     )
     if world_size % model_parallel:
         report.fail(
-            f"{world_size} GPUs are no multiple of tensor x pipeline x context parallel degree = {model_parallel}"
+            f"{world_size} GPUs are no multiple of tensor_parallel_degree x pipeline_parallel_degree x "
+            f"context_parallel_degree = {model_parallel}"
         )
         return None
     data_parallel = world_size // model_parallel

@@ -185,7 +185,10 @@ def _axis_values(path: Path, key: str, axis: list | dict[str, float], configs: l
     grid = geometric_grid(axis["first"], axis["last"], axis.get("factor", math.sqrt(2)), f'{path}: axes."{key}"')
     # The configs' own value lies on a published grid but for its rounding: the grid takes it, so that this run is theirs.
     section, _, name = key.rpartition(".")
-    own = {resolve(path.parent / file, [], JobConfig).get(section, {}).get(name) for file in configs}
+    try:
+        own = {resolve(path.parent / file, [], JobConfig).get(section, {}).get(name) for file in configs}
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
     return [next((x for x in own if len(own) == 1 and x and abs(value / x - 1) < ROUNDING), value) for value in grid]
 
 

@@ -43,6 +43,11 @@ def resolve(path: str | Path, overrides: Sequence[str], config_class: type) -> d
     return resolved
 
 
+def require_typed(values: dict[str, Any], config_class: type, where: str) -> None:
+    """Refuse sections and keys that `config_class` does not have, and values of another type."""
+    _checked_section(values, config_class, (), config_class, where)
+
+
 def write_resolved(
     path: str | Path, overrides: Sequence[str], config_class: type, destination: str | Path
 ) -> dict[str, Any]:

@@ -32,7 +32,7 @@ CONFIG = ROOT / "train_configs" / "1b_adamw_pc.toml"
         (
             ["--parallelism.tensor_parallel_degree=3"],
             8,
-            "8 GPUs are no multiple of tensor x pipeline x context",
+            "8 GPUs are no multiple of tensor_parallel_degree x pipeline",
         ),
         (["--parallelism.tensor_parallel_degree=32"], 32, "should divide the 16 heads"),
         (["--model.flavor=70B", "--parallelism.tensor_parallel_degree=16"], 16, "should divide the 8 key-value heads"),
