@@ -8,7 +8,7 @@ by precision and batch, then the rows of `step.py`. Each is a process of its own
 OUTPUT/logs; rows write their JSON after every round, so a limit loses one round.
 
 At the end OUTPUT/README.md has the table beside its goals, and measured figures beside the estimate of
-`pc/analysis/cost_time.py`. `--tiny` runs all of it with tiny shapes, on a machine without a GPU too.
+`pc/plan/gpu_time.py`. `--tiny` runs all of it with tiny shapes, on a machine without a GPU too.
 """
 
 import argparse
@@ -29,13 +29,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a fresh clone need not be installed
 # ruff: noqa: E402
 
-from pc.analysis import cost_time
-from pc.analysis.cost import Plan
+from pc.common.files import write_atomically
 from pc.errors import UserError, exit_on_user_error
-from pc.files import write_atomically
+from pc.plan import gpu_time
+from pc.plan.cost import Plan
 from pc.titan import memory
 from pc.titan.config import JobConfig
-from pc.titan.resolve import resolve, to_config
+from pc.titan.toml import resolve, to_config
 from rows import ROWS, Row, table
 
 CONFIGS = ROOT / "train_configs"
@@ -161,10 +161,10 @@ def machine() -> dict[str, str]:
 def compared(output: Path, tiny: bool) -> str:
     """Measured figures beside the estimate, as Markdown; "" where there is no estimate of this hardware."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    known = [key for key in cost_time.DEVICES if key in name]
+    known = [key for key in gpu_time.DEVICES if key in name]
     if not known and not tiny:
         return ""
-    device = cost_time.DEVICES[known[0] if known else "H100"]
+    device = gpu_time.DEVICES[known[0] if known else "H100"]
     lines = ["| figure | measured | estimated |", "|---|---|---|"]
     for row in ("pc", "paper-batch", "271m"):
         file = output / f"{row}.json"
@@ -181,7 +181,7 @@ def compared(output: Path, tiny: bool) -> str:
         if batch is None:
             batch = Plan(config, overrides, 1).config.training.local_batch_size
         plan = Plan(config, [*overrides, "--training.global_batch_size", str(batch * micro_batches)], 1)
-        expected = cost_time.estimate(plan, device, "tf32")
+        expected = gpu_time.estimate(plan, device, "tf32")
         seconds = record["variants"]["baseline"]["seconds"]
         ratio = record["figures"]["time pc / baseline"]["median"]
         lines.append(f"| {row}: step without PC, s | {statistics.median(seconds):.4g} | {expected.model:.4g} |")
@@ -192,8 +192,8 @@ def compared(output: Path, tiny: bool) -> str:
         record = json.loads(file.read_text())
         config = CONFIGS / "1b_adamw_pc.toml"
         plan = Plan(config, ["--model.flavor", record["flavor"], "--training.global_batch_size", "4"], 1)
-        for precision in cost_time.PRECISIONS:
-            expected = cost_time.estimate(plan, device, precision)
+        for precision in gpu_time.PRECISIONS:
+            expected = gpu_time.estimate(plan, device, precision)
             for part, value in (("materialise", expected.materialise), ("pull back", expected.pull_back)):
                 measured = record["seconds"].get(part, {}).get(f"{precision}, in batches")
                 if measured:

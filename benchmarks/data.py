@@ -24,12 +24,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from pc.common.files import write_atomically
 from pc.data import Manifest, build_dataloader, load_tokenizer
 from pc.data.encoding import Encoder
 from pc.data.sources import find_files, open_parquet
 from pc.data.tokenizing import tokenize
 from pc.errors import exit_on_user_error
-from pc.files import write_atomically
 
 
 def timed(function: Callable[[], object]) -> dict[str, float]:

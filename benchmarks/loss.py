@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 from torchtitan.components.loss import cross_entropy_loss
 
-from pc.files import write_atomically
+from pc.common.files import write_atomically
 from pc.titan.loss import DeferredHead, chunked_cross_entropy, loss_and_gradient
 
 VOCABULARY = 32_000

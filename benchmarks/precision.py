@@ -33,10 +33,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pc import PCConfig, effective_weight, passes, polynomial
-from pc.files import write_atomically
+from pc.common.files import write_atomically
 from pc.passes import materialise, pull_back
 from pc.spectral import spectral_norm_estimate
-from pc.titan.train import PCTrainer, load_config
+from pc.titan.trainer import PCTrainer, load_config
 
 SHAPES = [(1024, 1024), (1024, 2816)]
 LEVELS = [2, 4]

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from pc import PCConfig, attach, effective_weight, named_pc_linears, polynomial
-from pc.analysis.traffic import of_passes
-from pc.files import write_atomically
+from pc.common.files import write_atomically
 from pc.owner import BUCKET_BYTES, run_on_owners
 from pc.passes import materialise, pull_back
+from pc.plan.traffic import of_passes
 from pc.spectral import initial_vectors, power_iteration
 from pc.titan.llama2 import FLAVORS, Llama2
 

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 import pc
+from pc.common.files import write_atomically
 from pc.errors import UserError, exit_on_user_error
-from pc.files import write_atomically
 from pc.spectral import EPSILON
 
 FILE = "torchtitan/pc_layer/pc_layer.py"

@@ -2,15 +2,15 @@
 
     python benchmarks/scale.py [--output results/DATE-NAME]
 
-`pc/analysis/scale.py` says how, and with which rates. At 64 and 512 GPUs rows with several replicas are counted a second
+`pc/plan/scale.py` says how, and with which rates. At 64 and 512 GPUs rows with several replicas are counted a second
 time with the replicas sharing the matrices. Takes some minutes; no GPU, no weights.
 """
 
 import argparse
 from pathlib import Path
 
-from pc.analysis import scale
-from pc.files import write_atomically
+from pc.common.files import write_atomically
+from pc.plan import scale
 
 CONFIGS = Path(__file__).parents[1] / "train_configs"
 

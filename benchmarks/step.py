@@ -56,12 +56,12 @@ import pc.passes
 import pc.titan.optimizers
 from collectives import Collectives
 from pc import polynomial
+from pc.common.files import write_atomically
 from pc.errors import UserError, exit_on_user_error
-from pc.files import write_atomically
 from pc.owner import local
-from pc.titan import device
-from pc.titan.status import PACKAGES
-from pc.titan.train import TRAIN_SPEC, PCTrainer, load_config
+from pc.titan import cpu
+from pc.titan.environment import PACKAGES
+from pc.titan.trainer import TRAIN_SPEC, PCTrainer, load_config
 from rows import ROWS, Row, Variant, table
 
 CONFIGS = Path(__file__).resolve().parents[1] / "train_configs"
@@ -453,7 +453,7 @@ def main(arguments: list[str] | None = None) -> None:
     row = ROWS[chosen.row]
     changes = {key: getattr(chosen, key) for key in ("flavor", "seq_len", "local_batch_size") if getattr(chosen, key)}
     micro_batches, rounds = chosen.micro_batches or row.micro_batches, chosen.rounds or row.rounds
-    device.use_cpu_where_there_is_no_gpu()
+    cpu.use_cpu_where_there_is_no_gpu()
     backend = "nccl" if utils.device_type == "cuda" else "gloo"
     if "TORCHELASTIC_RUN_ID" in os.environ:
         dist.init_process_group(backend)

@@ -6,8 +6,9 @@ The modules at this level need torch alone and work in any training loop:
     optimizer = torch.optim.AdamW(model.parameters())  # ... train as before
     model = pc.merge(model)
 
-`pc.titan` trains with them on TorchTitan; `pc.data`, `pc.evaluate`, `pc.analysis` and `pc.launch` are the
-recipe around it. They need the project's extras.
+The packages beside them are the recipe, and need the project's extras: `pc.titan` trains with PC on TorchTitan, `pc.data`
+makes token shards, `pc.plan` says what a config needs, `pc.launch` and `pc.sweep` start runs, `pc.evaluate` and
+`pc.analysis` look at what came of them; `pc.common` serves them all.
 """
 
 from importlib import import_module
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from pc.muon import Muon
     from pc.start import preserve
     from pc.step import StepSchedule
+
+__version__ = "0.1.0"
 
 __all__ = [
     "Muon",

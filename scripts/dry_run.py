@@ -3,7 +3,28 @@
 python scripts/dry_run.py CONFIG.toml [--world-size 8] [--no-data] [--section.key value ...]
 """
 
-from pc.launch.dry_run import main
+import argparse
+import sys
+
+from pc.errors import UserError, exit_on_user_error
+from pc.plan.dry_run import check
+
+
+@exit_on_user_error
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Check a config without a GPU: names, types, sizes, data, memory, disk."
+    )
+    parser.add_argument("config", help="TOML file of the run")
+    parser.add_argument("--world-size", type=int, default=8, help="GPUs in all (default 8)")
+    parser.add_argument("--no-data", action="store_true", help="missing data are a warning, not an error")
+    arguments, overrides = parser.parse_known_args()
+    if arguments.world_size < 1:
+        raise UserError(f"--world-size {arguments.world_size} should be at least 1")
+    report = check(arguments.config, overrides, arguments.world_size, needs_data=not arguments.no_data)
+    print(report.text())
+    sys.exit(2 if report.errors else 0)
+
 
 if __name__ == "__main__":
     main()

@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 
 from pc import polynomial
-from pc.analysis import polynomials
+from pc.analysis import maps
 from pc.errors import exit_on_user_error
 
 
@@ -22,13 +22,13 @@ def main() -> None:
     rows = {f"level {k}": (polynomial.resolve(k), b) for k, b in polynomial.CUTOFFS.items()}
     rows["Polar Express"] = (polynomial.POLAR_EXPRESS, 1e-3)
     if arguments.cutoff is not None:
-        own = polynomials.fit(arguments.cutoff, arguments.degree, arguments.alpha)
+        own = maps.fit(arguments.cutoff, arguments.degree, arguments.alpha)
         rows["own fit"] = (own, arguments.cutoff)
-        print(polynomials.line_to_paste(own))
-    print(polynomials.table(rows))
-    written = polynomials.plot_paper(arguments.output)
+        print(maps.line_to_paste(own))
+    print(maps.table(rows))
+    written = maps.plot_paper(arguments.output)
     if arguments.cutoff is not None:
-        written += polynomials.plot_fit(own, arguments.cutoff, arguments.output)
+        written += maps.plot_fit(own, arguments.cutoff, arguments.output)
     for path in written:
         print(path)
 

@@ -7,7 +7,88 @@ python scripts/sweep.py status SWEEP.toml...
 python scripts/sweep.py select SWEEP.toml...
 """
 
-from pc.launch.sweep_command import main
+import argparse
+
+from pc.errors import UserError, exit_on_user_error
+from pc.launch import slurm, torchrun
+from pc.launch.run import Run
+from pc.plan import cost
+from pc.sweep import equal_runs
+from pc.sweep.results import collect, status_text
+from pc.sweep.run import run_all
+from pc.sweep.select import select
+from pc.sweep.spec import load, tokens_of
+from pc.sweep.submit import submit
+
+
+@exit_on_user_error
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Run the training runs that a sweep's TOML describes, and choose the best."
+    )
+    actions = parser.add_subparsers(dest="action", required=True)
+    described = {
+        "plan": "print the runs, their tokens and GPU-hours",
+        "run": "train here, one run after another; repeat to continue",
+        "submit": "queue the unfinished runs as a SLURM array",
+        "status": "how far every run is, and why one failed",
+        "select": "choose the stable run with the lowest final metric",
+    }
+    commands = {name: actions.add_parser(name, help=text, description=text) for name, text in described.items()}
+    for command in commands.values():
+        command.add_argument(
+            "sweeps", nargs="+", metavar="SWEEP", help="TOML files of sweeps; equal runs are trained once"
+        )
+    commands["plan"].add_argument(
+        "--tflops",
+        type=float,
+        default=400.0,
+        help="model operations that one GPU does per second, in units of 1e12 (default 400: an H100 at 40 %% of its peak)",
+    )
+    commands["plan"].add_argument(
+        "--tokens-per-second", type=float, help="throughput of one GPU as measured, in place of counted operations"
+    )
+    slurm.add_options(commands["submit"])
+    commands["submit"].add_argument("--at-a-time", type=int, default=0, help="runs at once (default: all)")
+    arguments = parser.parse_args()
+
+    sweeps = [load(path) for path in arguments.sweeps]
+    if len({sweep.folder.resolve() for sweep in sweeps}) < len(sweeps):
+        raise UserError("two sweeps have the same folder; is one named twice?")
+    if arguments.action == "plan":
+        processes = torchrun.processes_here()
+        print(
+            equal_runs.plan_text(
+                sweeps, lambda run: _cost(run, processes, arguments.tflops, arguments.tokens_per_second)
+            )
+        )
+        return
+    for sweep in sweeps:
+        equal_runs.require_unchanged(sweep)
+    equal_runs.take_over(sweeps)
+    if arguments.action == "run":
+        run_all(sweeps)
+    elif arguments.action == "submit":
+        print(submit(sweeps, arguments.at_a_time, slurm.Allocation.of(arguments)))
+    elif arguments.action == "status":
+        for sweep in sweeps:
+            collect(sweep)
+            print(status_text(sweep))
+    else:
+        for sweep in sweeps:
+            print(select(sweep))
+
+
+def _cost(run: Run, processes: int, tflops: float, tokens_per_second: float | None) -> tuple[int, float]:
+    """Tokens of a run and seconds of one GPU."""
+    tokens = tokens_of(run, processes)
+    if tokens_per_second:
+        return tokens, tokens / tokens_per_second
+    plan = cost.Plan(run.config, run.overrides, processes)
+    step = plan.step_cost()
+    operations = step.model + (step.pc_step if plan.config.pc.enable else 0)
+    return tokens, tokens / step.tokens * operations / (1e12 * tflops)
+
 
 if __name__ == "__main__":
     main()

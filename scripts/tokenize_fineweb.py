@@ -10,7 +10,94 @@ On 64 machines of a SLURM cluster, each doing its share:
 After a stop of any kind, the same command goes on with what is missing.
 """
 
-from pc.data.tokenizing import main
+import argparse
+import os
+import re
+import sys
+import time
+
+from pc.data.manifest import SPLITS
+from pc.data.tokenizers import DEFAULT_TOKENIZER
+from pc.data.tokenizing import tokenize
+from pc.errors import UserError, exit_on_user_error
+
+
+@exit_on_user_error
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Tokenise parquet files, JSON lines or text files into training shards."
+    )
+    parser.add_argument(
+        "--input",
+        required=True,
+        help="file, folder, glob pattern or Hub dataset owner/name: .parquet, .jsonl or .txt, the last two also .gz or .zst",
+    )
+    parser.add_argument("--subset", help="named subset of a Hub dataset, such as sample-10BT or CC-MAIN-2023-50")
+    parser.add_argument("--output", required=True, help="folder for the shards")
+    parser.add_argument(
+        "--tokenizer",
+        default=DEFAULT_TOKENIZER,
+        help="folder with tokenizer.json, SentencePiece .model file, tiktoken encoding, or "
+        "%(default)s (default; 32,000 entries)",
+    )
+    parser.add_argument("--text-column", default="text", help="(default: %(default)s)")
+    parser.add_argument(
+        "--validation-fraction",
+        type=float,
+        default=0.0005,
+        help="share of the documents, chosen by the hash of their text (default: %(default)s)",
+    )
+    parser.add_argument("--shard-megabytes", type=int, default=256, help="text per shard (default: %(default)s)")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="(default: one per core, here %(default)s)",
+    )
+    parser.add_argument(
+        "--part",
+        default=_default_part(),
+        help="K/N: do share K = 0 … N-1 of the work (default: this SLURM array task's, else all)",
+    )
+    options = parser.parse_args()
+    start = time.perf_counter()
+    try:
+        manifest = tokenize(
+            options.input,
+            options.output,
+            subset=options.subset,
+            tokenizer=options.tokenizer,
+            text_column=options.text_column,
+            validation_fraction=options.validation_fraction,
+            shard_megabytes=options.shard_megabytes,
+            processes=options.processes,
+            part=_parse_part(options.part),
+        )
+    except KeyboardInterrupt:
+        print("\nStopped. The same command continues with the shards that are missing.", file=sys.stderr)
+        sys.exit(130)
+    minutes = (time.perf_counter() - start) / 60
+    if manifest is None:
+        print(f"Part {options.part} is done after {minutes:.1f} minutes; {options.output} is complete when all are.")
+        return
+    print(f"{options.output} is complete ({minutes:.1f} minutes):")
+    for split in SPLITS:
+        print(f"  {split:10}  {manifest.documents(split):>12,} documents  {manifest.tokens(split):>15,} tokens")
+    print(f"Look into it with: python scripts/inspect_data.py {options.output}")
+
+
+def _default_part() -> str:
+    """This process's share: that of the SLURM array task it is, or all."""
+    number = int(os.environ.get("SLURM_ARRAY_TASK_ID", 0)) - int(os.environ.get("SLURM_ARRAY_TASK_MIN", 0))
+    return f"{number}/{os.environ.get('SLURM_ARRAY_TASK_COUNT', 1)}"
+
+
+def _parse_part(text: str) -> tuple[int, int]:
+    numbers = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not numbers or not int(numbers[1]) < int(numbers[2]):
+        raise UserError(f"--part {text} must be K/N with K from 0 to N - 1")
+    return int(numbers[1]), int(numbers[2])
+
 
 if __name__ == "__main__":
     main()

@@ -3,7 +3,30 @@
 python scripts/train_tokenizer.py --input text/ --vocab-size 4096 --output tokenizers/mine-4096
 """
 
-from pc.data.new_tokenizer import main
+import argparse
+
+from pc.data.train_tokenizer import train_tokenizer
+from pc.errors import exit_on_user_error
+
+
+@exit_on_user_error
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Train a byte-level BPE tokenizer on parquet files, JSON lines or text files."
+    )
+    parser.add_argument(
+        "--input",
+        required=True,
+        help="file, folder, glob pattern or Hub dataset owner/name, as for tokenize_fineweb.py",
+    )
+    parser.add_argument("--output", required=True, help="folder for the tokenizer")
+    parser.add_argument("--vocab-size", type=int, required=True, help="entries, BOS and EOS among them")
+    parser.add_argument("--megabytes", type=int, default=50, help="text to learn from (default: %(default)s)")
+    parser.add_argument("--text-column", default="text", help="(default: %(default)s)")
+    options = parser.parse_args()
+    entries = train_tokenizer(options.input, options.output, options.vocab_size, options.megabytes, options.text_column)
+    print(f"{options.output}: {entries:,} entries. Next: scripts/tokenize_fineweb.py --tokenizer {options.output}")
+
 
 if __name__ == "__main__":
     main()

@@ -1,4 +1,5 @@
 import os
+import runpy
 import sys
 from pathlib import Path
 
@@ -9,6 +10,8 @@ if "--gpu" not in sys.argv:
 import pytest
 
 from tiny import make_shards, write_config
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 
 # `--fast`: what guards the method, the configuration and the order of the data, and one training run.
 FAST = (
@@ -21,9 +24,9 @@ FAST = (
     "tests/unit/test_spectral.py",
     "tests/unit/test_start.py",
     "tests/unit/test_step.py",
-    "tests/unit/titan/test_batch.py",
+    "tests/unit/titan/test_layout.py",
     "tests/unit/titan/test_checks.py",
-    "tests/unit/titan/test_resolve.py",
+    "tests/unit/titan/test_toml.py",
     "tests/unit/data/test_shuffle_order.py",
     "tests/unit/data/test_shard_round_trip.py",
     "tests/golden/test_golden_losses.py::test_first_losses[adamw_pc-1]",
@@ -76,3 +79,23 @@ def tiny_shards(tmp_path_factory):
 def tiny_config(tiny_shards, tmp_path):
     """(config file, run folder) of the tiny model."""
     return write_config(tmp_path / "tiny.toml", tiny_shards, tmp_path / "run"), tmp_path / "run"
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """command(script or module, *arguments) -> (status, stdout, stderr) in this process: imports take long."""
+
+    def run(name, *arguments):
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        capsys.readouterr()
+        status = 0
+        try:
+            if name.endswith(".py"):
+                runpy.run_path(str(SCRIPTS / name), run_name="__main__")
+            else:
+                runpy.run_module(name, run_name="__main__")
+        except SystemExit as end:
+            status = end.code or 0
+        return status, *capsys.readouterr()
+
+    return run

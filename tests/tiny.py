@@ -100,9 +100,9 @@ def train(rank: int, config: Path, overrides: list[str]) -> dict[str, torch.Tens
     """Run the trainer on one rank; returns all parameters and PC's tensors whole, by checkpoint name."""
     import torchtitan.train
 
-    from pc.launch.train import Trainer, load_config
+    from pc.launch.worker import Trainer, load_config
     from pc.titan.config import JobConfig
-    from pc.titan.resolve import write_resolved
+    from pc.titan.toml import write_resolved
 
     # at its end upstream's trainer waits two seconds for other ranks, which is most of such a run
     torchtitan.train.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)

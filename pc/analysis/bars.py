@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pc.analysis.curves import VALIDATION
-from pc.analysis.runs import Run
+from pc.common.plots import save, subplots
+from pc.common.run_folder import RunLog
 from pc.errors import UserError
-from pc.launch.sweep import label
-from pc.plots import save, subplots
+from pc.sweep.spec import label
 
 
 def read_results(source: Path) -> list[dict]:
@@ -30,7 +30,7 @@ def read_results(source: Path) -> list[dict]:
     return usable
 
 
-def plot(results: Sequence[dict], baselines: Sequence[Run], path: Path) -> list[Path]:
+def plot(results: Sequence[dict], baselines: Sequence[RunLog], path: Path) -> list[Path]:
     """A panel per config, a bar per setting: mean over seeds with the range; hatched where losses spiked.
 
     Args:

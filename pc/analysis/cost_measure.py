@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pc.analysis.runs import read_run
+from pc.common.run_folder import read_log
 from pc.errors import UserError
 from pc.launch import torchrun
 
@@ -66,7 +66,7 @@ def _train(config: Path, overrides: Sequence[str], processes: int, folder: Path)
     if done.returncode:
         last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-15:])
         raise UserError(f"{config}: training ended with status {done.returncode}; its last words:\n{last}")
-    run = read_run(folder)
+    run = read_log(folder)
     seconds = run.series("step_seconds").values[WARMUP_STEPS:]
     return Measured(
         statistics.median(seconds), min(seconds), max(seconds), max(run.series("memory_active_gib_of_all_ranks").values)

@@ -3,15 +3,16 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from pc.analysis import cost, cost_measure, cost_time
-from pc.files import write_atomically
+from pc.analysis import cost_measure
+from pc.common.files import write_atomically
 from pc.launch import torchrun
+from pc.plan import cost, gpu_time
 
 
 def report(config: Path, overrides: Sequence[str], world_size: int, measure: bool, output: Path | None) -> None:
     """Print the counts, measure where asked to, and write both to `output`/cost.md."""
     plan = cost.Plan(config, overrides, world_size)
-    text = cost.table(plan) + "\n" + cost_time.table(plan)
+    text = cost.table(plan) + "\n" + gpu_time.table(plan)
     print(text)
     if measure:
         processes = torchrun.processes_here()

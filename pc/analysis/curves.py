@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pc.analysis.runs import Run, Series, short_tokens
-from pc.files import write_atomically
-from pc.plots import save, subplots
+from pc.common.files import write_atomically
+from pc.common.plots import save, short_tokens, subplots
+from pc.common.run_folder import RunLog, Series
 
 VALIDATION = "validation_loss"
 _REMEDY = "turn validation on with [validation] enable = true and a freq below the number of steps"
@@ -47,7 +47,7 @@ def tokens_to_reach(series: Series, loss: float) -> float | None:
     return None
 
 
-def compare(runs: Sequence[Run]) -> list[Comparison]:
+def compare(runs: Sequence[RunLog]) -> list[Comparison]:
     """Every run against the first."""
     reference = runs[0].require(VALIDATION, _REMEDY)
     rows = []
@@ -106,7 +106,7 @@ def table(rows: Sequence[Comparison]) -> str:
     return "\n".join(text) + "\n"
 
 
-def plot_validation(runs: Sequence[Run], output: Path) -> list[Path]:
+def plot_validation(runs: Sequence[RunLog], output: Path) -> list[Path]:
     """Validation loss against tokens; where a run reaches the reference's final loss is marked."""
     figure, axes = subplots(width=5.0, height=3.4)
     rows = compare(runs)
@@ -145,7 +145,7 @@ def plot_validation(runs: Sequence[Run], output: Path) -> list[Path]:
     return save(figure, output / "validation_loss")
 
 
-def write_comparison(runs: Sequence[Run], output: Path) -> list[Path]:
+def write_comparison(runs: Sequence[RunLog], output: Path) -> list[Path]:
     """Figure, `summary.md` and `summary.json` of two or more runs."""
     rows = compare(runs)
     write_atomically(output / "summary.md", table(rows))

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from pc.analysis.bars import read_results
 from pc.analysis.curves import VALIDATION, compare
-from pc.analysis.runs import METRICS_FILE, Run, read_run, short_tokens
+from pc.common.files import write_atomically
+from pc.common.plots import save, short_tokens, subplots
+from pc.common.run_folder import METRICS, RunLog, read_log
 from pc.errors import UserError
-from pc.files import write_atomically
-from pc.launch.sweep import label, value_label
-from pc.plots import save, subplots
+from pc.sweep.spec import label, value_label
 
 RATE = "optimizer.lr"
 KEPT = (VALIDATION, "spectra/gmcn/pc", "spectra/gmcn/qkv", "spectra/gmcn/all")
@@ -35,8 +35,8 @@ def collect(sweep: Path, output: Path) -> int:
         source, destination = Path(result["folder"]), output / result["name"]
         if not source.is_dir():
             source = sweep / result["name"]
-        lines = [_thin(line) for line in read_run(source).lines if any(key in line for key in KEPT)]
-        write_atomically(destination / METRICS_FILE, "".join(json.dumps(line) + "\n" for line in lines))
+        lines = [_thin(line) for line in read_log(source).lines if any(key in line for key in KEPT)]
+        write_atomically(destination / METRICS, "".join(json.dumps(line) + "\n" for line in lines))
         write_atomically(destination / "config.toml", (source / "config.toml").read_text())
         write_atomically(output / "environment.json", (source / "environment.json").read_text())
     kept = [{key: value for key, value in result.items() if key != "folder"} for result in results]
@@ -57,7 +57,7 @@ class Arm:
     """Runs that differ in nothing but learning rate and seed."""
 
     name: str
-    runs: dict[float | None, dict[int | None, Run]] = field(default_factory=dict)
+    runs: dict[float | None, dict[int | None, RunLog]] = field(default_factory=dict)
     """{learning rate: {seed: run}}; the rate is None where the sweep does not vary it"""
 
     def loss(self, rate: float | None, seed: int | None) -> float:
@@ -74,7 +74,7 @@ class Arm:
         seed = min(common, key=lambda s: -1 if s is None else s)
         return min(self.runs, key=lambda rate: self.loss(rate, seed))
 
-    def judged(self, rate: float | None) -> dict[int | None, Run]:
+    def judged(self, rate: float | None) -> dict[int | None, RunLog]:
         """The runs at `rate` whose seed did not choose it, or the choosing one where there is no other."""
         runs = dict(sorted(self.runs[rate].items(), key=lambda item: str(item[0])))
         others = list(runs)[1:] if len(self.runs) > 1 and len(runs) > 1 else list(runs)
@@ -92,7 +92,7 @@ def read_arms(folders: Sequence[Path]) -> list[Arm]:
             words = [Path(result["config"]).stem] if several or not settings else []
             name = ", ".join(words + ([label(settings)] if settings else []))
             arm = arms.setdefault(name, Arm(name))
-            arm.runs.setdefault(result["settings"].get(RATE), {})[result["seed"]] = read_run(folder / result["name"])
+            arm.runs.setdefault(result["settings"].get(RATE), {})[result["seed"]] = read_log(folder / result["name"])
     return list(arms.values())
 
 
@@ -166,7 +166,7 @@ def conditioning_table(arms: Sequence[Arm]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def _estimate_error(runs: Sequence[Run], place: int) -> str:
+def _estimate_error(runs: Sequence[RunLog], place: int) -> str:
     """Largest relative error of the spectral-norm estimate over blocks and runs, at the first or last look."""
     series = [run.series(key) for run in runs for key in run.keys() if key.startswith(ESTIMATE_ERROR) and "max" in key]
     return f"{max(one.values[place] for one in series):.1e}" if series else "-"

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pc.analysis import bars, curves, signals, spectra, spectra_plots
-from pc.analysis.runs import METRICS_FILE, read_run, read_runs
+from pc.common.files import write_atomically
+from pc.common.run_folder import METRICS, read_log, read_logs
 from pc.errors import UserError
-from pc.files import write_atomically
 
 
 def draw_curves(paths: Sequence[Path], output: Path) -> None:
     """Validation curves with a summary table; activation sizes and estimator error where they were logged."""
-    runs = read_runs(paths)
+    runs = read_logs(paths)
     print(curves.table(curves.compare(runs)))
     _print(curves.write_comparison(runs, output))
     for what, plot in (
@@ -23,7 +23,7 @@ def draw_curves(paths: Sequence[Path], output: Path) -> None:
 
 def draw_sweeps(folders: Sequence[Path], baselines: Sequence[Path], output: Path) -> None:
     """A bar plot for each sweep, named after its folder."""
-    baseline_runs = [read_run(path) for path in baselines]
+    baseline_runs = [read_log(path) for path in baselines]
     for folder in folders:
         results = bars.read_results(folder)
         name = folder.resolve().name if folder.is_dir() else folder.resolve().parent.name
@@ -43,11 +43,11 @@ def draw_spectra(sources: Sequence[Path], output: Path, layers: Sequence[int] | 
     _print(spectra_plots.plot_quantiles(all_spectra, output))
     # singular values that were stored in a run's folder know the run
     folders = [source.parent if source.suffix == ".npz" else source for source in sources]
-    folders = list(dict.fromkeys(folder for folder in folders if (folder / METRICS_FILE).is_file()))
+    folders = list(dict.fromkeys(folder for folder in folders if (folder / METRICS).is_file()))
     if folders:
-        _print_or_explain("GMCN against tokens", signals.plot_gmcn, read_runs(folders), output)
+        _print_or_explain("GMCN against tokens", signals.plot_gmcn, read_logs(folders), output)
     else:
-        print(f"no figure of the GMCN against tokens: give run folders, or .npz files beside a {METRICS_FILE}")
+        print(f"no figure of the GMCN against tokens: give run folders, or .npz files beside a {METRICS}")
 
 
 def _print_or_explain(what: str, plot, runs, output: Path) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from matplotlib.ticker import MaxNLocator
 
-from pc.analysis.runs import Run, Series, short_tokens
+from pc.common.plots import save, short_tokens, subplots
+from pc.common.run_folder import RunLog, Series
 from pc.errors import UserError
-from pc.plots import save, subplots
 
 BLOCK_TITLES = {
     "q": r"$W_\mathrm{Q}$",
@@ -23,7 +23,7 @@ _ERROR = "spectra/estimate_error/"
 _GMCN = {"pc": "PC blocks", "qkv": r"$W_\mathrm{Q}, W_\mathrm{K}, W_\mathrm{V}$", "all": "all"}
 
 
-def plot_estimator_error(runs: Sequence[Run], output: Path) -> list[Path]:
+def plot_estimator_error(runs: Sequence[RunLog], output: Path) -> list[Path]:
     """Relative error of the spectral-norm estimate against steps: per matrix type, median and maximum."""
     with_estimate = [run for run in runs if any(key.startswith(_ERROR) for key in run.keys())]
     if not with_estimate:
@@ -49,7 +49,7 @@ def plot_estimator_error(runs: Sequence[Run], output: Path) -> list[Path]:
     return save(figure, output / "estimator_error")
 
 
-def plot_activation_rms(runs: Sequence[Run], output: Path) -> list[Path]:
+def plot_activation_rms(runs: Sequence[RunLog], output: Path) -> list[Path]:
     """RMS of attention and FFN outputs before the residual addition, averaged over layers, against steps."""
     figure, panels = subplots(1, 2, width=4.0)
     for axes, part, title in zip(panels, ("attention", "ffn"), ("Attention", "FFN"), strict=True):
@@ -63,7 +63,7 @@ def plot_activation_rms(runs: Sequence[Run], output: Path) -> list[Path]:
     return save(figure, output / "activation_rms")
 
 
-def plot_gmcn(runs: Sequence[Run], output: Path) -> list[Path]:
+def plot_gmcn(runs: Sequence[RunLog], output: Path) -> list[Path]:
     """Global modified condition number against tokens, for the PC blocks, QKV and all matrices."""
     figure, panels = subplots(1, 3, width=3.2)
     for axes, (group, title) in zip(panels, _GMCN.items(), strict=True):
@@ -79,7 +79,7 @@ def plot_gmcn(runs: Sequence[Run], output: Path) -> list[Path]:
     return save(figure, output / "gmcn")
 
 
-def _mean_over_layers(run: Run, prefix: str) -> Series:
+def _mean_over_layers(run: RunLog, prefix: str) -> Series:
     layers = [run.series(key) for key in run.keys() if key.startswith(prefix)]
     if not layers:
         raise UserError(f"{run.file}: no {prefix!r} was logged; set [health] freq above 0")

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from pc.analysis.checkpoints import LinearWeights, latest_checkpoint
+from pc.analysis.weights import LinearWeights
+from pc.common.files import write_atomically
+from pc.common.run_folder import INDEX, newest_checkpoint
 from pc.config import BLOCK_GROUPS, BLOCK_SUFFIXES, PCConfig
 from pc.errors import UserError
-from pc.files import write_atomically
 from pc.linear import block_of
 from pc.spectral import modified_condition_number, singular_values
 
@@ -100,11 +101,16 @@ def of_source(source: str | Path, output: Path) -> Spectra:
         return load(source)
     if not source.exists():
         raise UserError(f"{source}: no such run, checkpoint or .npz file")
-    checkpoint = source if (source / ".metadata").exists() else latest_checkpoint(source)
+    checkpoint = source if (source / INDEX).exists() else newest_checkpoint(source)
+    if checkpoint is None:
+        raise UserError(
+            f"{source}: no complete checkpoint in {source / 'checkpoint'}; "
+            "train with [checkpoint] enable = true, or give a folder step-N itself"
+        )
     resolved = checkpoint.resolve()
     run = resolved.parent.parent if resolved.parent.name == "checkpoint" else resolved.parent
     stored = output / f"{run.name}-{resolved.name}.npz"
-    newest = (checkpoint / ".metadata").stat().st_mtime
+    newest = (checkpoint / INDEX).stat().st_mtime
     if stored.exists() and stored.stat().st_mtime > newest:
         return load(stored)
     spectra = compute(checkpoint, run.name)

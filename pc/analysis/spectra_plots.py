@@ -7,8 +7,8 @@ import numpy as np
 
 from pc.analysis.signals import BLOCK_TITLES
 from pc.analysis.spectra import Spectra
+from pc.common.plots import save, subplots
 from pc.errors import UserError
-from pc.plots import save, subplots
 
 HISTOGRAM_BLOCKS = ("o", "gate", "up", "down")
 BINS = 40

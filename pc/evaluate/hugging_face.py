@@ -24,12 +24,12 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from pc.common.files import make_readable, write_atomically
 from pc.data.tokenizers import load_tokenizer
 from pc.errors import UserError
-from pc.evaluate import checkpoint
-from pc.evaluate import tokenizer as tokenizers
-from pc.evaluate.checkpoint import RunCheckpoint
-from pc.files import make_readable, write_atomically
+from pc.evaluate import hf_tokenizer as tokenizers
+from pc.evaluate import plain_weights
+from pc.evaluate.plain_weights import RunCheckpoint
 from pc.titan.config import Data
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -97,7 +97,7 @@ def load(path: str | Path, tokenizer: str | None = None) -> tuple[PreTrainedMode
         raise UserError(f"{str(path)[:80]}: {error.strerror}") from None
     if is_folder:
         return _load_folder(path)
-    return from_checkpoint(checkpoint.load(path), tokenizer)
+    return from_checkpoint(plain_weights.load(path), tokenizer)
 
 
 def export(
@@ -113,7 +113,7 @@ def export(
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: exists already; name a new folder")
-    run = checkpoint.load(source)
+    run = plain_weights.load(source)
     model, tokenizer = from_checkpoint(run, tokenizer)
     model = model.to(DTYPES[dtype])
     model.generation_config = GenerationConfig(

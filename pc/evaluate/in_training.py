@@ -15,7 +15,7 @@ from torch import nn
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
-from pc.evaluate import tasks, tokenizer
+from pc.evaluate import hf_tokenizer, tasks
 from pc.evaluate.live_model import LiveModel
 from pc.titan.config import JobConfig
 
@@ -76,7 +76,7 @@ def build_in_training_scorer(
     batch_mesh = parallel_dims.get_optional_mesh("batch")
     lm = LiveModel(
         model_parts[0],
-        tokenizer.of_run(job_config.data),
+        hf_tokenizer.of_run(job_config.data),
         max_length=job_config.training.seq_len,
         batch_size=job_config.validation.local_batch_size,  # of sequences at least as long
         device=device,

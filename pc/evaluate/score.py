@@ -19,9 +19,9 @@ import lm_eval
 import torch
 from lm_eval.models.huggingface import HFLM
 
+from pc.common.files import sha256_of, write_atomically
 from pc.errors import UserError
 from pc.evaluate import hugging_face, tables, tasks
-from pc.files import sha256_of, write_atomically
 
 _VERSIONED = ("lm_eval", "transformers", "tokenizers", "datasets", "torch")
 

@@ -6,9 +6,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from pc import plots
+from pc.common import plots
+from pc.common.files import write_atomically
 from pc.evaluate.tasks import METRICS
-from pc.files import write_atomically
 
 SHORT_NAMES = {
     "lambada_openai": "LAMBADA",

@@ -10,8 +10,8 @@ from datasets.exceptions import DatasetGenerationError
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks.manager import TaskDict
 
+from pc.common.files import write_atomically
 from pc.errors import UserError
-from pc.files import write_atomically
 
 # Paper, table on downstream evaluation: accuracy normalised by length where the paper reports it.
 METRICS = {

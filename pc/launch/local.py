@@ -9,11 +9,13 @@ from pathlib import Path
 
 import tyro
 
+from pc.common.run_folder import lock
 from pc.data.demo import FOLDER as DEMO
 from pc.errors import UserError, exit_on_user_error
-from pc.launch import dry_run, runs, torchrun
+from pc.launch import torchrun
+from pc.plan import dry_run
 from pc.titan.config import JobConfig
-from pc.titan.resolve import resolve, run_folder, to_config
+from pc.titan.toml import dump_folder, resolve, to_config
 
 
 @exit_on_user_error
@@ -25,14 +27,14 @@ def main() -> None:
         print_help(config)
         return
     resolved = resolve(config, overrides, JobConfig)
-    folder = run_folder(config, resolved)
+    folder = dump_folder(config, resolved)
     processes = torchrun.processes_here()
     fetch_demo_data(resolved)
     # Mistakes are said here, in a line each: torchrun would bury them under its report of a failed process.
     errors = dry_run.check(config, overrides, processes).errors
     if errors:
         raise UserError("\nerror: ".join(errors))
-    held = runs.lock(folder)
+    held = lock(folder)
     os.set_inheritable(held.fileno(), True)  # the trainer keeps it if this process is killed
     words, environment = torchrun.here(config, overrides, folder, processes)
     run = subprocess.Popen(words, env=environment, close_fds=False)

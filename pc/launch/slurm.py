@@ -1,4 +1,4 @@
-"""SLURM: submit a run or a sweep, be one task of it, and decide afterwards whether it goes on.
+"""SLURM: submit a run, be one task of a run or a sweep, and decide afterwards whether it goes on.
 
 One batch script, scripts/slurm/train.sbatch, serves single runs and arrays, one node and many. Inside the
 allocation it calls this module twice: `task` becomes torchrun on every node; `after` requeues the job
@@ -16,13 +16,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pc.common.files import write_atomically
+from pc.common.run_folder import lock, newest_step, state_of, write_failure
 from pc.errors import UserError, exit_on_user_error
-from pc.files import write_atomically
-from pc.launch import equal_runs, runs, torchrun
-from pc.launch.dry_run import check_or_raise
-from pc.launch.sweep import Run, Sweep, begin
+from pc.launch import torchrun
+from pc.launch.run import Run
+from pc.plan.dry_run import check_or_raise
 from pc.titan.config import JobConfig
-from pc.titan.resolve import resolve, run_folder
+from pc.titan.toml import dump_folder, resolve
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "slurm"
 TRAIN_SCRIPT = SCRIPTS / "train.sbatch"
@@ -71,8 +72,8 @@ def submit_run(config: str, overrides: Sequence[str], allocation: Allocation, sc
         score: options for scripts/score.py, as one would type them; None: no scoring.
     """
     check_or_raise(config, overrides, allocation.world_size)
-    folder = run_folder(config, resolve(config, overrides, JobConfig))
-    job = _sbatch(folder, [f"--job-name={folder.name}", *allocation.words()], TRAIN_SCRIPT, [config, *overrides])
+    folder = dump_folder(config, resolve(config, overrides, JobConfig))
+    job = sbatch(folder, [f"--job-name={folder.name}", *allocation.words()], TRAIN_SCRIPT, [config, *overrides])
     said = f"job {job}: {config}, logs in {folder}/slurm"
     if score is not None:
         one_gpu = Allocation(1, min(1, allocation.gpus_per_node), allocation.options)
@@ -82,39 +83,12 @@ def submit_run(config: str, overrides: Sequence[str], allocation: Allocation, sc
             "--kill-on-invalid-dep=yes",
             f"--job-name=score-{folder.name}",
         ]
-        scoring = _sbatch(folder, [*dependency, *one_gpu.words()], SCORE_SCRIPT, [str(folder), *shlex.split(score)])
+        scoring = sbatch(folder, [*dependency, *one_gpu.words()], SCORE_SCRIPT, [str(folder), *shlex.split(score)])
         said += f"\njob {scoring}: export and scores, when job {job} has finished"
     return said
 
 
-def submit_sweeps(sweeps: Sequence[Sweep], at_a_time: int, allocation: Allocation) -> str:
-    """Check the sweeps' runs and queue the unfinished, an array for each sweep, `at_a_time` at once (0: all).
-
-    Of equal runs one is queued: the first.
-    """
-    planned = equal_runs.plan(sweeps)
-    for item in planned:
-        check_or_raise(item.run.config, item.run.overrides, allocation.world_size)
-    said = []
-    for sweep in sweeps:
-        run_list = begin(sweep)
-        places = {listed["name"]: place for place, listed in enumerate(json.loads(run_list.read_text())["runs"])}
-        mine = [item for item in planned if item.sweep is sweep]
-        waiting = [places[item.run.name] for item in mine if item.remains and not item.trained_elsewhere]
-        equal = [item for item in mine if runs.state_of(item.run).state != "finished" and item.owner != item.run]
-        line = f"{sweep.path.stem}: all {len(mine)} runs are finished"
-        if waiting:
-            array = "--array=" + ",".join(map(str, waiting)) + (f"%{at_a_time}" if at_a_time else "")
-            options = [array, f"--job-name={sweep.path.stem}", *allocation.words()]
-            job = _sbatch(sweep.folder, options, TRAIN_SCRIPT, [str(run_list)])
-            line = f"job {job}: {len(waiting)} runs, logs in {sweep.folder}/slurm"
-        elif equal:
-            line = f"{sweep.path.stem}: nothing to queue"
-        said += [line] + [f"  {item.run.name}: the same run as {item.owner.folder}" for item in equal]
-    return "\n".join(said)
-
-
-def _sbatch(folder: Path, options: list[str], script: Path, arguments: Sequence[str]) -> str:
+def sbatch(folder: Path, options: list[str], script: Path, arguments: Sequence[str]) -> str:
     """Hand a batch script to sbatch; returns the job's id."""
     logs = folder / "slurm"
     logs.mkdir(parents=True, exist_ok=True)  # SLURM drops the output when the folder is missing
@@ -132,23 +106,6 @@ def _sbatch(folder: Path, options: list[str], script: Path, arguments: Sequence[
     return answer.stdout.strip().split(";")[0]
 
 
-@exit_on_user_error
-def submit() -> None:
-    """Command line of scripts/slurm/submit.py."""
-    parser = argparse.ArgumentParser(description="Check a config, then queue its training and, if asked, its scoring.")
-    parser.add_argument("config", help="TOML file of the run")
-    add_options(parser)
-    parser.add_argument(
-        "--score",
-        nargs="?",
-        const="",
-        metavar="OPTIONS",
-        help="then export and score it, with these options of scripts/score.py",
-    )
-    arguments, overrides = parser.parse_known_args()
-    print(submit_run(arguments.config, overrides, Allocation.of(arguments), arguments.score))
-
-
 # --- inside a job -----------------------------------------------------------------------------------
 
 
@@ -159,7 +116,7 @@ def run_of(arguments: Sequence[str]) -> Run:
     if Path(config).suffix == ".json":
         listed = json.loads(Path(config).read_text())["runs"][int(os.environ["SLURM_ARRAY_TASK_ID"])]
         name, config, overrides = listed["name"], listed["config"], listed["overrides"]
-    folder = run_folder(config, resolve(config, overrides, JobConfig))
+    folder = dump_folder(config, resolve(config, overrides, JobConfig))
     return Run(name or folder.name, config, tuple(overrides), folder)
 
 
@@ -168,7 +125,7 @@ def task(run: Run) -> None:
     nodes = int(os.environ.get("SLURM_NNODES", "1"))
     processes = torchrun.processes_here()
     if os.environ.get("SLURM_NODEID", "0") == "0":
-        held = runs.lock(run.folder)
+        held = lock(run.folder)
         os.set_inheritable(held.fileno(), True)  # torchrun keeps it until it ends
     rendezvous = ["--standalone"] if nodes == 1 else _rendezvous(nodes)
     words = torchrun.command(run.config, run.overrides, run.folder, processes, rendezvous)
@@ -196,7 +153,7 @@ def after(run: Run, returncode: int) -> int:
     `CRASHES_ALLOWED_WITHOUT_PROGRESS` times since its last new checkpoint: a lost node is worth another
     try, an error that comes back is not. A mistake that the user has to mend comes back at once.
     """
-    state = runs.state_of(run)
+    state = state_of(run.folder)
     if state.state == "finished":
         print(f"{run.name}: finished", flush=True)
         return 0
@@ -209,7 +166,7 @@ def after(run: Run, returncode: int) -> int:
         return _requeue(f"{run.name}: ended with status {returncode}, crash {crashes} since the last checkpoint")
     if state.state != "failed":
         reason = f"the trainer ended {crashes} times with status {returncode}; its last words are in the job's log"
-        runs.write_state(run, "failed", reason)
+        write_failure(run.folder, reason)
     why = "what is wrong would meet another try too" if is_mistake else f"{crashes} crashes since the last checkpoint"
     print(f"{run.name}: failed, {why}", flush=True)
     if said:
@@ -220,7 +177,7 @@ def after(run: Run, returncode: int) -> int:
 def _count_crash(run: Run) -> int:
     """Crashes since the newest checkpoint, this one included."""
     file = run.folder / "crashes.json"
-    step = runs.latest_checkpoint(run.folder)
+    step = newest_step(run.folder)
     before = json.loads(file.read_text()) if file.exists() else {"step": -1, "crashes": 0}
     crashes = before["crashes"] + 1 if before["step"] == step else 1
     write_atomically(file, json.dumps({"step": step, "crashes": crashes}) + "\n")
@@ -243,7 +200,3 @@ def main() -> None:
         sys.exit(after(run_of(arguments[1:]), int(arguments[0])))
     else:
         raise UserError(f"{action} should be task or after")
-
-
-if __name__ == "__main__":
-    main()

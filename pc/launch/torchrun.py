@@ -1,4 +1,4 @@
-"""The command that trains one config: `pc.launch.train`, under torchrun where there are several processes."""
+"""The command that trains one config: `pc.launch.worker`, under torchrun where there are several processes."""
 
 import os
 import socket
@@ -10,7 +10,7 @@ import torch
 
 from pc.errors import UserError
 
-TRAINER = "pc.launch.train"
+TRAINER = "pc.launch.worker"
 
 
 def processes_here() -> int:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pc.data import Manifest
 from pc.errors import UserError
 from pc.titan.config import JobConfig
-from pc.titan.status import commit, versions
+from pc.titan.environment import commit, versions
 
 SHOWN = 4
 

@@ -10,12 +10,12 @@ from torchtitan.protocols import train_spec
 
 from pc.data.loader import parse_skip
 from pc.errors import UserError
-from pc.muon import NEWTON_SCHULZ_COEFFICIENTS
 from pc.start import require_possible
 from pc.titan import ranges
-from pc.titan.batch import accumulation_steps
 from pc.titan.config import JobConfig
+from pc.titan.layout import Layout
 from pc.titan.llama2 import FLAVORS
+from pc.titan.optimizer_kinds import KINDS
 
 FLOAT8 = "quantize.linear.float8"
 """TorchTitan's converter of linear layers to torchao's float8 ones; the others are untried here"""
@@ -60,9 +60,7 @@ def of_layout(config: JobConfig, dims: ParallelDims, on_cpu: bool) -> Iterator[s
         yield from _pipeline(config, dims)
     if on_cpu:
         yield from _cpu(config, dims)
-    training = config.training
-    data_ranks = dims.dp_replicate * dims.dp_shard
-    yield from _refusal_of(accumulation_steps, training.global_batch_size, training.local_batch_size, data_ranks)
+    yield from _refusal_of(lambda: Layout(dims, config.training).micro_batches)
 
 
 def _refusal_of(function: Callable, *arguments) -> Iterator[str]:
@@ -119,7 +117,7 @@ def _ignored(config: JobConfig) -> Iterator[str]:
 
 def _ranges(config: JobConfig) -> Iterator[str]:
     yield from ranges.findings(config)
-    for key in ("optimizer.beta1", "optimizer.beta2", "optimizer.muon_momentum"):
+    for key in ("optimizer.beta1", "optimizer.beta2"):
         if not 0 <= _value(config, key) < 1:
             yield f"{key} = {_value(config, key)} should be at least 0 and below 1"
     profiling = config.profiling
@@ -128,11 +126,12 @@ def _ranges(config: JobConfig) -> Iterator[str]:
             f"profiling.profile_freq = {profiling.profile_freq} should be at least profiling.profiler_active + "
             f"profiling.profiler_warmup = {profiling.profiler_active + profiling.profiler_warmup}"
         )
-    if config.optimizer.muon_coefficients not in NEWTON_SCHULZ_COEFFICIENTS:
-        yield (
-            f"optimizer.muon_coefficients = {config.optimizer.muon_coefficients!r} should be one of "
-            f"{', '.join(NEWTON_SCHULZ_COEFFICIENTS)}"
-        )
+    choices = {"name": tuple(KINDS)}
+    for kind in KINDS.values():
+        choices |= kind.choices
+    for key, allowed in choices.items():
+        if (value := getattr(config.optimizer, key)) not in allowed:
+            yield f"optimizer.{key} = {value!r} should be one of {', '.join(allowed)}"
 
 
 def _model(config: JobConfig) -> Iterator[str]:

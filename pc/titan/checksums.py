@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from pc.common.files import write_atomically
+from pc.common.run_folder import INDEX
 from pc.errors import UserError
-from pc.files import write_atomically
 
 CHECKSUMS = "XXH128SUMS"
-INDEX = ".metadata"
 
 
 class Damaged(UserError):

@@ -8,6 +8,7 @@ import torchtitan.config.job_config as titan
 
 from pc.config import PCConfig
 from pc.titan.health import Health
+from pc.titan.optimizer_kinds import Optimizer
 
 
 @dataclass
@@ -111,29 +112,6 @@ class Parallelism(titan.Parallelism):
     """Gather weights and reduce gradients once per optimizer step ("step"), with every micro-batch ("micro_batch",
     TorchTitan's way), or with every micro-batch but among replicas once per step ("replicas_per_step"). "auto": once
     per step where the memory estimate fits the device, otherwise "replicas_per_step"."""
-
-
-@dataclass
-class Optimizer(titan.Optimizer):
-    """TorchTitan's section, with Muon. AdamW's keys also serve what Muon does not train."""
-
-    name: Literal["AdamW", "Muon"] = "AdamW"
-    """"Muon" trains the hidden matrices with Muon and the rest with AdamW."""
-
-    muon_momentum: float = 0.95
-    """Momentum of Muon."""
-
-    muon_nesterov: bool = True
-    """Nesterov momentum in Muon."""
-
-    muon_steps: int = 5
-    """Newton-Schulz steps."""
-
-    muon_coefficients: str = "jordan2024"
-    """Newton-Schulz coefficients, by their name in `pc.muon.NEWTON_SCHULZ_COEFFICIENTS`."""
-
-    muon_adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """How Muon scales the learning rate with a matrix's shape."""
 
 
 @dataclass

@@ -9,6 +9,7 @@ for step in ...:
 
 import math
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,9 +23,13 @@ from pc.linear import block_of, clean_name, effective_weight, named_pc_linears
 from pc.owner import local, run_on_owners
 from pc.spectral import modified_condition_number, singular_values, spectral_norm, spectral_norm_estimate
 from pc.step import StepSchedule
-from pc.titan.outputs import COUNT, LARGEST, PARTS, SUM_OF_SQUARES, OutputSizes
+from pc.titan.activations import COUNT, LARGEST, PARTS, SUM_OF_SQUARES, OutputSizes
 
 BLOCKS = tuple(BLOCK_SUFFIXES)
+
+SPECTRAL: dict[str, Callable[[Tensor], Tensor]] = {"condition": modified_condition_number}
+"""Metrics of a matrix: from the singular values [B, min(n, m)] of B effective weights, ascending, a number each, [B].
+One is logged as spectra/NAME/LAYER every `health.spectra_freq` steps; a new one is a line here."""
 
 
 @dataclass
@@ -134,7 +139,7 @@ class HealthMetrics:
         return metrics
 
     def _spectra_metrics(self) -> dict[str, float]:
-        """Condition numbers of effective weights.
+        """`SPECTRAL` of effective weights, and geometric means of condition numbers.
 
         Singular values are exact, of full matrices on their owner ranks; all ranks get the results.
         """
@@ -157,12 +162,14 @@ class HealthMetrics:
                     gamma = () if layer.gamma is None else (layer.gamma,)
                     inputs.append((layer.weight, layer.u, layer.v, *gamma))
                     keys.append(layer.pc_config)
-        conditions: dict[str, dict[str, float]] = {block: {} for block in BLOCKS}
-        for name, condition in self._of_owners(_condition, names, inputs, keys):
-            conditions[block_of(name)][name] = condition
-        metrics = {f"spectra/condition/{name}": k for by_name in conditions.values() for name, k in by_name.items()}
+        metrics = {}
+        conditions: dict[str, list[float]] = {block: [] for block in BLOCKS}
+        for name, numbers in self._of_owners(_spectral, names, inputs, keys, len(SPECTRAL)):
+            measured = dict(zip(SPECTRAL, numbers, strict=True))
+            metrics |= {f"spectra/{metric}/{name}": number for metric, number in measured.items()}
+            conditions[block_of(name)].append(measured["condition"])
         for group, blocks in {"pc": self._pc_blocks, "qkv": ["q", "k", "v"], "all": BLOCKS}.items():
-            values = [k for block in blocks for k in conditions[block].values()]
+            values = [number for block in blocks for number in conditions[block]]
             if values:
                 metrics[f"spectra/gmcn/{group}"] = statistics.geometric_mean(values)
         return metrics
@@ -175,7 +182,7 @@ class HealthMetrics:
             names.append(name)
             inputs.append((layer.weight if self._schedule is None else state.raw, state.u, state.v))
         errors: dict[str, list[float]] = {}
-        for name, error in self._of_owners(_estimate_error, names, inputs, [None] * len(names)):
+        for name, (error,) in self._of_owners(_estimate_error, names, inputs, [None] * len(names), 1):
             if not math.isnan(error):
                 errors.setdefault(block_of(name), []).append(error)
         metrics = {}
@@ -184,15 +191,15 @@ class HealthMetrics:
             metrics[f"spectra/estimate_error/{block}/max"] = max(values)
         return metrics
 
-    def _of_owners(self, function, names: list[str], inputs: list[tuple[Tensor, ...]], keys: list):
-        """(name, number) of each matrix of all pipeline stages; `function` gives the numbers [B, 1] on the owners."""
-        outputs = [torch.zeros(1, device=self._device, dtype=item[0].dtype) for item in inputs]
+    def _of_owners(self, function, names: list[str], inputs: list[tuple[Tensor, ...]], keys: list, count: int):
+        """(name, [numbers]) of each matrix of all pipeline stages; `function` gives them as [B, count] on the owners."""
+        outputs = [torch.zeros(count, device=self._device, dtype=item[0].dtype) for item in inputs]
         run_on_owners(function, inputs, [(output,) for output in outputs], keys)
-        found = self._zeros(self._num_layers, len(BLOCKS), 2)  # number, ranks
+        found = self._zeros(self._num_layers, len(BLOCKS), count + 1)  # numbers, ranks
         for name, output in zip(names, outputs, strict=True):
             found[self._cell(name)] = torch.cat([output.double(), output.new_ones(1).double()])
-        for name, (number, copies) in self._cells(_reduce(found)):
-            yield name, number / copies
+        for name, (*numbers, copies) in self._cells(_reduce(found)):
+            yield name, [number / copies for number in numbers]
 
     def _pc_linears(self):
         for model in self._model_parts:
@@ -232,8 +239,8 @@ def _num_shards(tensor: Tensor) -> int:
     )
 
 
-def _condition(key: PCConfig | None, weight: Tensor, *rest: Tensor) -> tuple[Tensor]:
-    """Condition number of the effective weight, [B, 1].
+def _spectral(key: PCConfig | None, weight: Tensor, *rest: Tensor) -> tuple[Tensor]:
+    """`SPECTRAL` of the effective weight, [B, metrics].
 
     Args:
         key: None: `weight` [B, n, m] is effective. A PCConfig: W, u, v and perhaps gamma, which give PC(W).
@@ -241,7 +248,8 @@ def _condition(key: PCConfig | None, weight: Tensor, *rest: Tensor) -> tuple[Ten
     if key is not None:
         u, v, *gamma = rest
         weight = effective_weight(weight, *(gamma or [None]), u, v, key)
-    return (modified_condition_number(singular_values(weight)).unsqueeze(-1).to(weight.dtype),)
+    values = singular_values(weight)
+    return (torch.stack([metric(values) for metric in SPECTRAL.values()], -1).to(weight.dtype),)
 
 
 def _estimate_error(_: None, weight: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor]:

@@ -1,7 +1,7 @@
 """Llama 2 on TorchTitan's Llama: sizes, and an initialisation that no layout of ranks can change."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
 from torchtitan.models.llama3.model.model import Transformer
 
+from pc.errors import UserError
 from pc.linear import clean_name, named_pc_linears
 from pc.owner import local
 from pc.titan.draws import fill_normal_, seed_of
@@ -51,6 +52,17 @@ FLAVORS: dict[str, Llama2Args] = {
     "13B": Llama2Args(dim=5120, n_layers=40, n_heads=40, multiple_of=256),
     "70B": Llama2Args(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_dim_multiplier=1.3, multiple_of=4096),
 }
+
+
+def model_args(flavor: str, vocab_size: int, seq_len: int) -> Llama2Args:
+    """A flavor with a config's vocabulary and sequence length in tokens.
+
+    Raises:
+        UserError: no such flavor.
+    """
+    if flavor not in FLAVORS:
+        raise UserError(f"model.flavor = {flavor!r} should be one of {', '.join(FLAVORS)}")
+    return replace(FLAVORS[flavor], vocab_size=vocab_size, max_seq_len=seq_len)
 
 
 class Llama2(Transformer):

@@ -1,6 +1,6 @@
 """How much memory a run needs, estimated part by part without a GPU."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -10,18 +10,17 @@ from torchtitan.models.llama3.model.model import Transformer
 
 from pc.attach import attach
 from pc.linear import named_pc_linears
-from pc.titan.batch import accumulation_steps
 from pc.titan.config import JobConfig
-from pc.titan.llama2 import FLAVORS
+from pc.titan.layout import Layout
+from pc.titan.llama2 import model_args
 from pc.titan.loss import CHUNK_LOGITS, compiles_loss
+from pc.titan.optimizer_kinds import KINDS
 
 GIB = 2**30
 FLOAT32, BFLOAT16 = 4, 2  # bytes
 
 RESERVE_GIB = 4
 """what the estimate leaves out on a GPU: the CUDA context, NCCL's buffers, fragmentation"""
-
-MUON_HIDDEN_STATES, ADAMW_STATES = 1, 2  # optimizer tensors per parameter
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Sizes:
 
     total: int
     hidden_matrices: int
-    """weights of the linear layers inside blocks: what Muon moves"""
+    """weights of the linear layers inside blocks, which `optimizer.name` trains"""
     preconditioned: int
     """weights that PC applies to"""
     largest_block: int
@@ -82,11 +81,8 @@ def sizes_of(model: nn.Module) -> Sizes:
 
 def sizes_of_run(config: JobConfig) -> Sizes:
     """Of the whole model, whatever this process has of it."""
-    args = replace(
-        FLAVORS[config.model.flavor], vocab_size=config.model.vocab_size, max_seq_len=config.training.seq_len
-    )
     with torch.device("meta"):
-        model = Transformer(args)
+        model = Transformer(model_args(config.model.flavor, config.model.vocab_size, config.training.seq_len))
     if config.pc.enable:
         attach(model, config.pc.to_pc_config())
     return sizes_of(model)
@@ -101,7 +97,11 @@ def gathers_once(config: JobConfig) -> bool:
 
 
 def of_run(
-    config: JobConfig, dims: ParallelDims, sizes: Sizes | None = None, once: bool | None = None
+    config: JobConfig,
+    dims: ParallelDims,
+    sizes: Sizes | None = None,
+    once: bool | None = None,
+    schedule: str | None = None,
 ) -> dict[str, float]:
     """`per_gpu` for a run of so many processes.
 
@@ -109,16 +109,14 @@ def of_run(
         dims: the parallel degrees.
         sizes: of the model, if they are known.
         once: whether weights are gathered and gradients reduced once per step; None: as the config asks.
+        schedule: "step", "forward" or "plain" (without PC); None: as the config asks.
     """
-    training = config.training
-    micro_batches = accumulation_steps(
-        training.global_batch_size, training.local_batch_size, dims.dp_replicate * dims.dp_shard
-    )
+    training, layout = config.training, Layout(dims, config.training)
     return per_gpu(
         sizes or sizes_of_run(config),
         optimizer=config.optimizer.name,
-        schedule=config.pc.schedule if config.pc.enable else "plain",
-        shards=dims.dp_shard * dims.cp,
+        schedule=schedule or (config.pc.schedule if config.pc.enable else "plain"),
+        shards=layout.shards,
         tensor_parallel=dims.tp,
         pipeline_parallel=dims.pp,
         tokens=training.local_batch_size * training.seq_len // dims.cp,
@@ -126,15 +124,13 @@ def of_run(
         compute_bytes=BFLOAT16 if training.mixed_precision_param == "bfloat16" else FLOAT32,
         loss=Loss.of(config),
         gathers_once=gathers_once(config) if once is None else once,
-        accumulates=micro_batches > 1,
+        accumulates=layout.micro_batches > 1,
     )
 
 
 def optimizer_elements(sizes: Sizes, optimizer: str) -> int:
-    if optimizer == "Muon":
-        others = sizes.total - sizes.hidden_matrices
-        return MUON_HIDDEN_STATES * sizes.hidden_matrices + ADAMW_STATES * others
-    return ADAMW_STATES * sizes.total
+    others = sizes.total - sizes.hidden_matrices
+    return KINDS[optimizer].states * sizes.hidden_matrices + KINDS["AdamW"].states * others
 
 
 def raw_elements(sizes: Sizes, schedule: str) -> int:

@@ -16,6 +16,8 @@ from torch import Tensor
 from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor, _get_metrics_rank
 from torchtitan.tools.logging import logger
 
+from pc.titan.layout import Layout
+
 
 class LossSpikes:
     """Counts loss spikes among the logged losses.
@@ -126,14 +128,9 @@ class PCMetricsProcessor(MetricsProcessor):
         self._device = self.device_memory_monitor.device.type
         if _rank() != _get_metrics_rank(parallel_dims, job_config):
             return
-        training = job_config.training
-        data_ranks = parallel_dims.dp_replicate * parallel_dims.dp_shard
-        sequences = training.global_batch_size
-        if sequences < 0:
-            sequences = training.local_batch_size * data_ranks
         self._json_lines = JsonLinesLogger(
             Path(job_config.job.dump_folder) / "metrics.jsonl",
-            sequences * training.seq_len,
+            Layout(parallel_dims, job_config.training).tokens,
             parallel_dims.world_size,
         )
         loggers = LoggerContainer()

@@ -18,12 +18,13 @@ from torchtitan.tools.logging import logger
 from pc.errors import UserError
 from pc.forward import refresh
 from pc.linear import block_of, clean_name, named_pc_linears
-from pc.muon import NEWTON_SCHULZ_COEFFICIENTS, Muon
 from pc.step import StepSchedule
-from pc.titan.config import Optimizer
+from pc.titan.optimizer_kinds import KINDS, Optimizer
 
 # What a parameter is, by its name; every parameter must be one of these.
 GROUPS = ("hidden matrices", "embedding", "head", "vectors", "gamma")
+
+_BY_STATE = {name.lower(): kind for name, kind in KINDS.items()}
 
 
 def group_of(name: str) -> str:
@@ -65,8 +66,7 @@ class Optimizers(OptimizersContainer):
     def step(self, *arguments, **options) -> None:
         """Step unless `left_out` says 1 on the device. AdamW that is not fused waits for it, since torch's cannot obey it."""
         for kind, optimizer in self.named():
-            obeys = kind == "muon" or optimizer.defaults.get("fused")
-            if obeys:
+            if _BY_STATE[kind].obeys_found_inf(optimizer):
                 optimizer.found_inf = self.left_out  # the name that torch's own gradient scaler uses
             elif self.left_out is not None and bool(self.left_out):
                 continue
@@ -120,33 +120,12 @@ def build_schedulers(optimizers: Optimizers, config, training_steps: int) -> LRS
 
 
 def _build(model: nn.Module, config: Optimizer) -> dict[str, torch.optim.Optimizer]:
-    muon, adamw = [], []
+    """{kind: optimizer}: the config's for the hidden matrices, AdamW for the rest."""
+    members: dict[str, list[nn.Parameter]] = {config.name: [], "AdamW": []}
     for name, parameter in model.named_parameters():
-        group = group_of(clean_name(name))
-        (muon if config.name == "Muon" and group == "hidden matrices" else adamw).append(parameter)
-    optimizers: dict[str, torch.optim.Optimizer] = {}
-    if muon:
-        optimizers["muon"] = Muon(
-            muon,
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            momentum=config.muon_momentum,
-            nesterov=config.muon_nesterov,
-            ns_coefficients=NEWTON_SCHULZ_COEFFICIENTS[config.muon_coefficients],
-            ns_steps=config.muon_steps,
-            adjust_lr_fn=config.muon_adjust_lr,
-        )
-    if adamw:
-        optimizers["adamw"] = torch.optim.AdamW(
-            adamw,
-            lr=config.lr,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            fused=config.implementation == "fused",
-            foreach=config.implementation == "foreach",
-        )
-    return optimizers
+        kind = config.name if group_of(clean_name(name)) == "hidden matrices" else "AdamW"
+        members[kind].append(parameter)
+    return {kind.lower(): KINDS[kind].build(some, config) for kind, some in members.items() if some}
 
 
 def _log_groups(model_parts: list[nn.Module], config: Optimizer) -> None:

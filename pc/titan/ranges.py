@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import reduce
 
 from pc.titan.config import JobConfig
+from pc.titan.optimizer_kinds import KINDS
 
 MANY = 10**9
 """more steps, sequences or items than anyone trains on"""
@@ -38,7 +39,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "model.vocab_size": (1, _TOKENS),
     "optimizer.eps": (0, 1),
     "optimizer.lr": (0, 1e6),
-    "optimizer.muon_steps": (1, 100),
+    **{f"optimizer.{key}": limits for kind in KINDS.values() for key, limits in kind.ranges.items()},
     "optimizer.weight_decay": (0, 1e6),
     "parallelism.context_parallel_degree": (1, MANY),
     "parallelism.data_parallel_replicate_degree": (1, MANY),
@@ -72,7 +73,6 @@ UNUSED = ("fault_tolerance.", "validation.steps", "validation.seq_len", "validat
 SAID_ELSEWHERE = (
     "optimizer.beta1",
     "optimizer.beta2",
-    "optimizer.muon_momentum",
     "parallelism.pipeline_parallel_microbatch_size",
     "pc.level",
 )

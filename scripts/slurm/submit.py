@@ -4,7 +4,28 @@ python scripts/slurm/submit.py CONFIG.toml [--gpus-per-node 8] [--nodes 1] [--sc
                                [--sbatch "--partition=main --time=8:00:00"] [--section.key value ...]
 """
 
-from pc.launch.slurm import submit
+import argparse
+
+from pc.errors import exit_on_user_error
+from pc.launch.slurm import Allocation, add_options, submit_run
+
+
+@exit_on_user_error
+def main() -> None:
+    """Command line of scripts/slurm/submit.py."""
+    parser = argparse.ArgumentParser(description="Check a config, then queue its training and, if asked, its scoring.")
+    parser.add_argument("config", help="TOML file of the run")
+    add_options(parser)
+    parser.add_argument(
+        "--score",
+        nargs="?",
+        const="",
+        metavar="OPTIONS",
+        help="then export and score it, with these options of scripts/score.py",
+    )
+    arguments, overrides = parser.parse_known_args()
+    print(submit_run(arguments.config, overrides, Allocation.of(arguments), arguments.score))
+
 
 if __name__ == "__main__":
-    submit()
+    main()

@@ -5,7 +5,7 @@ import json
 import subprocess
 
 from pc.errors import UserError
-from pc.titan.status import write_environment
+from pc.titan.environment import write_environment
 from ranks import run_ranks
 from small_config import ROOT
 

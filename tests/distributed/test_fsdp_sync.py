@@ -27,7 +27,7 @@ def _collectives(rank, config, cases) -> list[dict]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from collectives import Collectives
-    from pc.titan.train import PCTrainer, load_config
+    from pc.titan.trainer import PCTrainer, load_config
 
     tiny.add_tiny_flavor()
     dist.destroy_process_group()
@@ -90,7 +90,7 @@ def _held(rank, config, overrides) -> tuple[float, float, str]:
     import gc
 
     from pc.titan import memory
-    from pc.titan.train import PCTrainer, load_config
+    from pc.titan.trainer import PCTrainer, load_config
 
     def gib() -> float:
         gc.collect()
@@ -139,7 +139,7 @@ def _chosen(rank, config, cases) -> list[tuple[str, str]]:
     from torchtitan.distributed import ParallelDims
 
     from pc.titan import fsdp_sync
-    from pc.titan.train import load_config
+    from pc.titan.trainer import load_config
 
     dims = ParallelDims(dp_replicate=1, dp_shard=2, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=2)
     results = []
@@ -176,8 +176,8 @@ def _traffic(rank, config) -> tuple[dict[str, float], float]:
     head's share of the parameters."""
     from torch.distributed.fsdp import FSDPModule
 
-    from pc.analysis.traffic import Traffic
-    from pc.titan.train import PCTrainer, load_config
+    from pc.plan.traffic import Traffic
+    from pc.titan.trainer import PCTrainer, load_config
 
     tiny.add_tiny_flavor()
     found = {}

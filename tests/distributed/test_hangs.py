@@ -11,7 +11,7 @@ from ranks import run_ranks
 
 
 def _one_sleeps(rank, config, overrides):
-    from pc.launch.train import Trainer
+    from pc.launch.worker import Trainer
     from pc.titan import hangs
 
     hangs.SECONDS, step = 1.0, Trainer.train_step

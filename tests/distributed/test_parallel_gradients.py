@@ -77,7 +77,7 @@ def _oracle(rank, config, levels) -> list[dict[str, torch.Tensor]]:
     import pc
     from pc.data import build_dataloader
     from pc.titan.llama2 import FLAVORS, Llama2
-    from pc.titan.train import load_config
+    from pc.titan.trainer import load_config
 
     tiny.add_tiny_flavor()
     _in_float64()
@@ -114,7 +114,7 @@ def _oracle(rank, config, levels) -> list[dict[str, torch.Tensor]]:
 def _gradients(rank, config, cases) -> list[dict[str, torch.Tensor]]:
     """For each case, a list of overrides: this rank's gradients as the trainer clips them, whole, and their norm."""
     from pc.linear import clean_name
-    from pc.titan.train import PCTrainer, load_config
+    from pc.titan.trainer import PCTrainer, load_config
 
     class Recorded(PCTrainer):
         def _finish_gradients(self, global_valid_tokens):

@@ -27,7 +27,7 @@ HEALTH = ["--health.freq", "2"]
 
 # Name, the method, what is added to it, graphs. All blocks share one, but
 # - where every second block is checkpointed there is one for each kind;
-# - where outputs are measured on some steps, those have a graph of their own (pc.titan.outputs).
+# - where outputs are measured on some steps, those have a graph of their own (pc.titan.activations).
 CASES = {
     1: [
         ("AdamW PC", [], [], 1),

@@ -13,18 +13,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pc.data import Manifest, inspection, tokenizing
+from pc.data import Manifest
 from pc.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 
 
-def command(script: str, *arguments: str) -> list[str]:
+def words_of(script: str, *arguments: str) -> list[str]:
     return [sys.executable, str(ROOT / "scripts" / script), *arguments]
 
 
 def run(script: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess:
-    return subprocess.run(command(script, *arguments), cwd=cwd, capture_output=True, text=True, timeout=120)
+    return subprocess.run(words_of(script, *arguments), cwd=cwd, capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def finished(work) -> Path:
 def test_killed_run_is_continued(work, finished):
     killed = work / "killed"
     process = subprocess.Popen(
-        command("tokenize_fineweb.py", *ARGUMENTS, "--output", "killed"),
+        words_of("tokenize_fineweb.py", *ARGUMENTS, "--output", "killed"),
         cwd=work,
         start_new_session=True,
         stdout=subprocess.DEVNULL,
@@ -81,15 +81,14 @@ def test_killed_run_is_continued(work, finished):
     assert not list(killed.rglob(".*"))
 
 
-def test_array_tasks_share_the_work(work, finished, monkeypatch, capsys):
+def test_array_tasks_share_the_work(work, finished, monkeypatch, command):
     monkeypatch.chdir(work)
-    monkeypatch.setattr(sys, "argv", ["tokenize_fineweb.py", *ARGUMENTS, "--processes", "1", "--output", "array"])
     monkeypatch.setenv("SLURM_ARRAY_TASK_MIN", "10")
     monkeypatch.setenv("SLURM_ARRAY_TASK_COUNT", "2")
     for task in ("10", "11"):
         monkeypatch.setenv("SLURM_ARRAY_TASK_ID", task)
-        tokenizing.main()
-        assert ("complete when all are" in capsys.readouterr().out) == (task == "10")
+        _, printed, _ = command("tokenize_fineweb.py", *ARGUMENTS, "--processes", "1", "--output", "array")
+        assert ("complete when all are" in printed) == (task == "10")
     assert Manifest.read(work / "array").shards == Manifest.read(finished).shards
 
 
@@ -102,23 +101,20 @@ def test_inspect_shows_what_is_there(work, finished):
 
 
 @pytest.mark.parametrize(
-    ("main", "arguments", "message"),
+    ("script", "arguments", "message"),
     [
-        (tokenizing.main, ["--input", "none/*.parquet", "--output", "x"], "matches no file of parquet"),
-        (tokenizing.main, ["--input", "parquet", "--output", "finished"], "was begun with source"),
-        (tokenizing.main, ["--input", "parquet", "--output", "x", "--part", "2/2"], "--part 2/2 must be K/N"),
+        ("tokenize_fineweb.py", ["--input", "none/*.parquet", "--output", "x"], "matches no file of parquet"),
+        ("tokenize_fineweb.py", ["--input", "parquet", "--output", "finished"], "was begun with source"),
+        ("tokenize_fineweb.py", ["--input", "parquet", "--output", "x", "--part", "2/2"], "--part 2/2 must be K/N"),
         (
-            tokenizing.main,
+            "tokenize_fineweb.py",
             ["--input", "parquet", "--output", "x", "--tokenizer", "no/where"],
             "does not exist",
         ),
-        (inspection.main, ["nowhere"], "data folder nowhere does not exist"),
+        ("inspect_data.py", ["nowhere"], "data folder nowhere does not exist"),
     ],
 )
-def test_mistakes_are_one_line_and_exit_2(main, arguments, message, work, finished, monkeypatch, capsys):
+def test_mistakes_are_one_line_and_exit_2(script, arguments, message, work, finished, monkeypatch, command):
     monkeypatch.chdir(work)
-    monkeypatch.setattr(sys, "argv", ["command", *arguments])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    error = capsys.readouterr().err
-    assert stopped.value.code == 2 and message in error and len(error.strip().splitlines()) == 1
+    status, _, error = command(script, *arguments)
+    assert status == 2 and message in error and len(error.strip().splitlines()) == 1

@@ -2,9 +2,7 @@
 
 import json
 import os
-import runpy
 import stat
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,28 +10,6 @@ import pytest
 from made_runs import make_data, make_evaluation_data, make_run
 from pc import PCConfig
 from pc.evaluate import tasks
-
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-
-
-@pytest.fixture
-def command(monkeypatch, capsys):
-    """command(script or module, *arguments) -> (status, stdout, stderr) in this process: imports take long."""
-
-    def run(name, *arguments):
-        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
-        capsys.readouterr()
-        status = 0
-        try:
-            if name.endswith(".py"):
-                runpy.run_path(str(SCRIPTS / name), run_name="__main__")
-            else:
-                runpy.run_module(name, run_name="__main__")
-        except SystemExit as end:
-            status = end.code or 0
-        return status, *capsys.readouterr()
-
-    return run
 
 
 @pytest.fixture(scope="module")

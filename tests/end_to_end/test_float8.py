@@ -83,7 +83,7 @@ def test_layer_multiplies_the_effective_weight_in_float8():
 
 def test_a_machine_without_torchao(tiny_config, monkeypatch):
     from pc.titan import checks
-    from pc.titan.train import load_config
+    from pc.titan.trainer import load_config
 
     tiny.add_tiny_flavor()
     monkeypatch.setattr(checks, "find_spec", lambda name: None)

@@ -13,7 +13,7 @@ from ranks import run_ranks
 
 def _train(rank, config, overrides, bad_steps, value):
     """Train; in `bad_steps` a gradient of rank 1 alone gets `value`. Returns state after each step, what was raised."""
-    from pc.launch.train import Trainer, load_config
+    from pc.launch.worker import Trainer, load_config
 
     tiny.add_tiny_flavor()
     trainer = Trainer(load_config(config, overrides))

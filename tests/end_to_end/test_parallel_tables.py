@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import tiny
-from pc.files import write_atomically
+from pc.common.files import write_atomically
 from ranks import run_ranks
 
 pytestmark = pytest.mark.soak
@@ -76,7 +76,7 @@ def _train_all(rank, cases) -> None:
     import torch._dynamo
     import torchtitan.train
 
-    from pc.titan.train import PCTrainer, load_config
+    from pc.titan.trainer import PCTrainer, load_config
 
     torchtitan.train.time.sleep = lambda _: None  # upstream waits two seconds at the end of each run
     for overrides in cases:

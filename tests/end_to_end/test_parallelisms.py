@@ -122,12 +122,12 @@ def test_checkpoint_moves_between_kinds(module_config, one_process, tmp_path, be
 def _context_parallel_collectives(rank) -> list[int]:
     """Sizes of the process groups whose collectives PC and Muon call, under FSDP2 x CP2 of pretended ranks."""
     from pc import Muon, StepSchedule, owner
-    from pc.titan import device
+    from pc.titan import cpu
     from pc.titan.config import JobConfig
     from pc.titan.llama2 import FLAVORS, Llama2
     from pc.titan.parallelize import AlwaysSharded, parallelize
 
-    device.use_cpu_where_there_is_no_gpu()
+    cpu.use_cpu_where_there_is_no_gpu()
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     config = JobConfig()
@@ -166,7 +166,7 @@ def test_context_parallelism_takes_the_owner_path():
 
 def _refused(rank, config, overrides):
     from pc.errors import UserError
-    from pc.titan.train import PCTrainer, load_config
+    from pc.titan.trainer import PCTrainer, load_config
 
     tiny.add_tiny_flavor()
     try:

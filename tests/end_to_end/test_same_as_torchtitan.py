@@ -26,8 +26,8 @@ def _twenty_steps(rank, config, kind) -> dict[str, torch.Tensor]:
     from torchtitan.models.llama3.infra.parallelize import parallelize_llama
     from torchtitan.protocols.train_spec import register_train_spec
 
-    from pc.titan import device
-    from pc.titan.train import TRAIN_SPEC, PCTrainer, load_config
+    from pc.titan import cpu
+    from pc.titan.trainer import TRAIN_SPEC, PCTrainer, load_config
 
     def parallelize(model, *args):
         model = parallelize_llama(model, *args)
@@ -36,7 +36,7 @@ def _twenty_steps(rank, config, kind) -> dict[str, torch.Tensor]:
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
         return model
 
-    device.use_cpu_where_there_is_no_gpu()
+    cpu.use_cpu_where_there_is_no_gpu()
     tiny.add_tiny_flavor()
     upstream = dataclasses.replace(
         TRAIN_SPEC,  # of ours: the initial weights, the sizes and the data

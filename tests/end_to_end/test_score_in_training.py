@@ -37,7 +37,7 @@ def _scores(rank, config, overrides):
     from lm_eval.api.instance import Instance
 
     from pc.evaluate import in_training
-    from pc.titan.train import PCTrainer, load_config
+    from pc.titan.trainer import PCTrainer, load_config
 
     tiny.add_tiny_flavor()
     trainer = PCTrainer(load_config(config, overrides))
@@ -110,11 +110,11 @@ def test_a_run_logs_scores_and_is_not_disturbed(score_config, tmp_path):
 
 def _refused(rank, config, overrides):
     from pc.evaluate import in_training
-    from pc.titan import device
+    from pc.titan import cpu
     from pc.titan.parallelize import AlwaysSharded
-    from pc.titan.train import load_config
+    from pc.titan.trainer import load_config
 
-    device.use_cpu_where_there_is_no_gpu()
+    cpu.use_cpu_where_there_is_no_gpu()
     tiny.add_tiny_flavor()
     job_config = load_config(config, overrides)
     dims = AlwaysSharded(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)

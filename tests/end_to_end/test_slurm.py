@@ -13,11 +13,13 @@ import pytest
 
 import slurm_cluster
 from made_runs import make_evaluation_data, make_shards
+from pc.common.run_folder import newest_step, state_of
 from pc.errors import UserError
-from pc.launch import runs
-from pc.launch.selection import select
-from pc.launch.slurm import Allocation, submit_sweeps
-from pc.launch.sweep import Run, load
+from pc.launch.run import Run
+from pc.launch.slurm import Allocation
+from pc.sweep.select import select
+from pc.sweep.spec import load
+from pc.sweep.submit import submit as submit_sweeps
 from small_config import ROOT, write_small_config
 
 SECONDS = 600  # a quiet machine needs a sixth of it
@@ -50,7 +52,7 @@ def trainer_of(folder: Path) -> int:
                 words = (process / "cmdline").read_text().split("\0")
             except OSError:
                 continue
-            if "pc.launch.train" in words and "torch.distributed.run" not in words:
+            if "pc.launch.worker" in words and "torch.distributed.run" not in words:
                 if any(str(folder) in word for word in words):
                     return int(process.name)
     raise AssertionError(f"nothing trains into {folder}")
@@ -84,9 +86,9 @@ def test_a_sweep_survives_a_killed_task(here, tmp_path):
     said = submit_sweeps([sweep], 0, Allocation(1, 0, ["--time=15"]))
     job = said.removeprefix("job ").partition(":")[0]
     victim = sweep.runs[0]
-    wait_for(lambda: runs.latest_checkpoint(victim.folder) >= 4, sweep.folder)
+    wait_for(lambda: newest_step(victim.folder) >= 4, sweep.folder)
     os.kill(trainer_of(victim.folder), signal.SIGKILL)
-    wait_for(lambda: all(runs.state_of(run).state == "finished" for run in sweep.runs), sweep.folder)
+    wait_for(lambda: all(state_of(run.folder).state == "finished" for run in sweep.runs), sweep.folder)
 
     wait_for(lambda: job_field(f"{job}_0", "JobState") == "COMPLETED", sweep.folder)
     assert [job_field(f"{job}_{index}", "Restarts") for index in range(2)] == ["1", "0"]
@@ -107,15 +109,16 @@ def test_a_run_that_is_signalled_saves_and_goes_on_exactly(here, tmp_path):
     assert said.returncode == 0, said.stderr
     job = said.stdout.removeprefix("job ").partition(":")[0]
     run = Run("signalled", str(here), (), folder)
-    wait_for(lambda: max(runs.read_metrics(folder)[0], default=0) >= 2, tmp_path)
+    metrics = folder / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.read_text().count('"loss"') >= 2, tmp_path)
     subprocess.run(["scancel", "--signal=USR2", job], check=True)
-    wait_for(lambda: runs.latest_checkpoint(folder) > 0, tmp_path)
-    stopped_at = runs.latest_checkpoint(folder)
+    wait_for(lambda: newest_step(folder) > 0, tmp_path)
+    stopped_at = newest_step(folder)
     assert 2 <= stopped_at < 120
-    wait_for(lambda: runs.state_of(run).state == "finished", tmp_path)
+    wait_for(lambda: state_of(run.folder).state == "finished", tmp_path)
     wait_for(lambda: job_field(job, "JobState") == "COMPLETED", tmp_path)
     assert job_field(job, "Restarts") == "1"
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    lines = metrics.read_text().splitlines()
     steps = [line.split(",")[0] for line in lines if '"loss"' in line]
     assert len(steps) == len(set(steps)) == 120  # every step once: none lost, none repeated
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -11,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pc.launch import runs
-from pc.launch.sweep import load
-from pc.launch.sweep_command import main
+from pc.common.run_folder import is_locked, lock, newest_step, state_of
+from pc.sweep.spec import load
 from small_config import ROOT, write_small_config
 
 
@@ -51,26 +51,26 @@ def test_a_killed_sweep_finishes_when_repeated_and_selects(sweep_file, tmp_path)
     with open(tmp_path / "first_attempt.log", "w") as log:
         attempt = subprocess.Popen(command("run", sweep_file), cwd=ROOT, env=environment(), stdout=log, stderr=log)
         deadline = time.monotonic() + 240
-        while runs.latest_checkpoint(second.folder) < 4:
+        while newest_step(second.folder) < 4:
             assert attempt.poll() is None, (tmp_path / "first_attempt.log").read_text()
             assert time.monotonic() < deadline
             time.sleep(0.05)
         for pid in descendants(attempt.pid):  # as when the machine loses power
             os.kill(pid, signal.SIGKILL)
         attempt.wait()
-        while runs.is_locked(second.folder):  # the trainer's memory takes a moment to go
+        while is_locked(second.folder):  # the trainer's memory takes a moment to go
             assert time.monotonic() < deadline
             time.sleep(0.05)
-    assert [runs.state_of(run).state for run in sweep.runs] == ["finished", "interrupted", "waiting"]
+    assert [state_of(run.folder).state for run in sweep.runs] == ["finished", "interrupted", "waiting"]
     first_metrics = (first.folder / "metrics.jsonl").read_bytes()
-    reached = runs.latest_checkpoint(second.folder)
+    reached = newest_step(second.folder)
     assert 4 <= reached < 40
 
     repeated = subprocess.run(command("run", sweep_file), cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert repeated.returncode == 0, repeated.stdout + repeated.stderr
     assert f"[1/3] {first.name}: finished before" in repeated.stdout
     assert f"[2/3] {second.name}: from step {reached}" in repeated.stdout
-    assert [runs.state_of(run).state for run in sweep.runs] == ["finished"] * 3
+    assert [state_of(run.folder).state for run in sweep.runs] == ["finished"] * 3
     assert (first.folder / "metrics.jsonl").read_bytes() == first_metrics  # not trained twice
     lines = [json.loads(line) for line in (second.folder / "metrics.jsonl").read_text().splitlines()]
     assert max(sum(line["step"] == step and "loss" in line for line in lines) for step in range(1, reached + 1)) == 1
@@ -108,12 +108,12 @@ def test_a_run_that_another_process_trains_is_passed_over(sweep_file, monkeypatc
     text = sweep_file.read_text()
     sweep_file.write_text(text[: text.index("[axes]")] + '[axes]\n"data.path" = ["no-such-folder", "nor-this"]\n')
     first, second = load(sweep_file).runs
-    with runs.lock(first.folder):
+    with lock(first.folder):
         assert sweep_command(monkeypatch, "run", sweep_file) == 2
         printed = capfd.readouterr()
         assert f"[1/2] {first.name}: another process trains it" in printed.out
         assert printed.err.strip() == f"error: 1 of 2 runs did not finish: {second.name}"
-        assert runs.state_of(first).state == "running"
+        assert state_of(first.folder).state == "running"
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def sweep_command(monkeypatch, *words) -> int:
     """Exit status of scripts/sweep.py, run in this process."""
     monkeypatch.setattr(sys, "argv", ["sweep.py", *map(str, words)])
     try:
-        main()
+        runpy.run_path("scripts/sweep.py", run_name="__main__")
     except SystemExit as stop:
         return stop.code
     return 0

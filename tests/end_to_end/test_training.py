@@ -91,7 +91,7 @@ def test_resume_on_other_ranks(tiny_config, before, after):
 
 
 def _loaded_state(rank, config, overrides):
-    from pc.titan.train import PCTrainer, load_config
+    from pc.titan.trainer import PCTrainer, load_config
 
     tiny.add_tiny_flavor()
     trainer = PCTrainer(load_config(config, overrides))
@@ -116,9 +116,9 @@ def _timeouts(rank, config, overrides):
     from torch.distributed import distributed_c10d
 
     from pc import owner
-    from pc.launch import train
+    from pc.launch import worker
 
-    class Watched(train.Trainer):
+    class Watched(worker.Trainer):
         def train_step(self, data_iterator):
             made.append(owner._group_of((rank,), dist.group.WORLD))
             super().train_step(data_iterator)
@@ -130,11 +130,11 @@ def _timeouts(rank, config, overrides):
                 made.append(dist.new_group([rank], use_local_synchronization=True))
 
     made, found = [], []
-    original, train.Trainer = train.Trainer, Watched
+    original, worker.Trainer = worker.Trainer, Watched
     try:
         tiny.train(rank, config, overrides)
     finally:
-        train.Trainer = original
+        worker.Trainer = original
     return found
 
 
@@ -300,19 +300,19 @@ def test_raw_weights_of_schedule_forward_are_no_start(tiny_config, tmp_path):
 
 
 def _train_with_signal(rank, config, overrides, at_step):
-    from pc.launch import train
+    from pc.launch import worker
 
-    class Interrupted(train.Trainer):
+    class Interrupted(worker.Trainer):
         def train_step(self, data_iterator):
             super().train_step(data_iterator)
             if self.step == at_step and rank == 1:
                 os.kill(os.getpid(), signal.SIGUSR2)
 
-    original, train.Trainer = train.Trainer, Interrupted
+    original, worker.Trainer = worker.Trainer, Interrupted
     try:
         return tiny.train(rank, config, overrides)
     finally:
-        train.Trainer = original
+        worker.Trainer = original
 
 
 def test_a_signal_to_one_rank_stops_all_and_the_run_continues(tiny_config, tmp_path):

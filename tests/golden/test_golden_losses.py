@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import tiny
-from pc.files import write_atomically
+from pc.common.files import write_atomically
 from ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]

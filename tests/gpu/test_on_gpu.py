@@ -13,8 +13,8 @@ import torch
 
 import tiny
 from pc import PCConfig
-from pc.data.new_tokenizer import train_tokenizer
 from pc.data.tokenizing import tokenize
+from pc.data.train_tokenizer import train_tokenizer
 from pc.owner import run_on_owners
 from pc.passes import materialise, pull_back
 from pc.spectral import power_iteration

@@ -196,7 +196,7 @@ def test_emulated_tf32_rounds_to_ten_bits(monkeypatch):
 def test_traffic_counts_kernels_and_their_bytes(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import products
-    from pc.analysis.traffic import Traffic
+    from pc.plan.traffic import Traffic
 
     a = torch.empty(3, 4, device="meta")
     with Traffic() as traffic:

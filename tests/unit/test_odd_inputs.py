@@ -23,8 +23,8 @@ from pc.data import Manifest, build_dataloader
 from pc.data.inspection import verify
 from pc.data.tokenizers import load_tokenizer
 from pc.errors import UserError
-from pc.evaluate import checkpoint, hugging_face
-from pc.launch.sweep import load as load_sweep
+from pc.evaluate import hugging_face, plain_weights
+from pc.sweep.spec import load as load_sweep
 
 
 def complaint(read: Callable[[], Any], about: Path | str) -> str:
@@ -187,7 +187,7 @@ def test_checkpoints(made, tmp_path, soak):
         findings.add(f"config.toml: {what}", complaint(lambda: hugging_face.load(step), ""))
     file.write_text(tomli_w.dumps(config))
     for what, _ in changed_files(run):
-        findings.add(what, complaint(lambda: checkpoint.load(step), run))
+        findings.add(what, complaint(lambda: plain_weights.load(step), run))
     for path in (run, run / "checkpoint", tmp_path, tmp_path / "no-such", file, Path("\0"), Path("n" * 5000), Path("")):
         findings.add(str(path)[:40], complaint(lambda path=path: hugging_face.load(path), ""))
     out = tmp_path / "out"

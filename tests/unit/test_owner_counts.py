@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import pc
-from pc.analysis import scale
-from pc.analysis.cost import Plan
 from pc.owner import BUCKET_BYTES, assign, buckets, matrix_cost
+from pc.plan import scale
+from pc.plan.cost import Plan
 from pc.titan.config import JobConfig
 from pc.titan.llama2 import FLAVORS
-from pc.titan.resolve import resolve, to_config
+from pc.titan.toml import resolve, to_config
 
 CONFIG = Path(__file__).parents[2] / "train_configs" / "1b_adamw_pc.toml"
 WORLD, LAYERS, D, F = 8, 18, 2048, 5632

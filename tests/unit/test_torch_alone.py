@@ -81,7 +81,7 @@ import torchtitan.tools.utils as utils, torchtitan.train, torchtitan.components.
 names = [(utils, "device_type"), (utils, "device_module"), (utils, "get_peak_flops"), (metrics, "device_type"),
          (torchtitan.train, "ensure_pp_loss_visible")]
 before = [getattr(module, name) for module, name in names]
-import pc.launch.train
+import pc.launch.worker
 assert [getattr(module, name) for module, name in names] == before
 """
 

@@ -3,9 +3,9 @@ import json
 import pytest
 
 from pc.analysis import bars, curves, signals
-from pc.analysis.runs import Series, read_run, read_runs
+from pc.common.plots import save
+from pc.common.run_folder import Series, read_log, read_logs
 from pc.errors import UserError
-from pc.plots import save
 
 
 def _write(folder, lines):
@@ -35,7 +35,7 @@ def test_speedup_both_ways_and_neither(tmp_path):
     reference = _validations(tmp_path / "reference", [5.0, 4.0, 3.0])
     better = _validations(tmp_path / "better", [4.0, 3.0, 2.5])
     worse = _validations(tmp_path / "worse", [5.5, 4.5, 4.0])
-    rows = curves.compare(read_runs([reference, better, worse]))
+    rows = curves.compare(read_logs([reference, better, worse]))
     assert [row.speedup for row in rows] == [1.0, 300 / 200, 200 / 300]
     assert [row.reached_at_tokens for row in rows] == [300, 200, None]
     assert [round(row.difference, 6) for row in rows] == [0, -0.5, 1.0]
@@ -46,7 +46,7 @@ def test_speedup_both_ways_and_neither(tmp_path):
 def test_other_token_counts_are_said(tmp_path):
     reference = _validations(tmp_path / "reference", [5.0, 4.0, 3.0])
     short = _validations(tmp_path / "short", [4.0, 2.9])
-    text = curves.table(curves.compare(read_runs([reference, short])))
+    text = curves.table(curves.compare(read_logs([reference, short])))
     assert "different numbers of tokens" in text
 
 
@@ -56,24 +56,24 @@ def test_last_line_of_a_step_wins_and_null_is_nan(tmp_path):
     folder = _write(tmp_path / "run", lines)
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"step": 4, "lo')  # a crash
-    series = read_run(folder).series("loss")
+    series = read_log(folder).series("loss")
     assert series.steps == [1, 2, 3] and series.values[:2] == [1.0, 9.0] and series.values[2] != series.values[2]
 
 
 def test_errors_name_the_file_and_the_remedy(tmp_path):
     with pytest.raises(UserError, match="no such file"):
-        read_run(tmp_path / "nothing")
+        read_log(tmp_path / "nothing")
     empty = tmp_path / "empty"
     empty.mkdir()
     (empty / "metrics.jsonl").write_text("")
     with pytest.raises(UserError, match="logged nothing"):
-        read_run(empty)
+        read_log(empty)
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "metrics.jsonl").write_text('{"step": 1}\nrubbish\n{"step": 2}\n')
     with pytest.raises(UserError, match="line 2"):
-        read_run(broken)
-    no_validation = read_run(_write(tmp_path / "plain", [{"step": 1, "tokens": 10, "loss": 3.0}]))
+        read_log(broken)
+    no_validation = read_log(_write(tmp_path / "plain", [{"step": 1, "tokens": 10, "loss": 3.0}]))
     with pytest.raises(UserError, match="validation"):
         curves.compare([no_validation])
     with pytest.raises(UserError, match="estimate_freq"):
@@ -81,18 +81,18 @@ def test_errors_name_the_file_and_the_remedy(tmp_path):
     with pytest.raises(UserError, match="freq"):
         signals.plot_activation_rms([no_validation], tmp_path)
     with pytest.raises(UserError, match="twice"):
-        read_runs([tmp_path / "plain", tmp_path / "plain"])
+        read_logs([tmp_path / "plain", tmp_path / "plain"])
 
 
 def test_equal_folder_names_are_told_apart(tmp_path):
     a = _validations(tmp_path / "adamw" / "run", [3.0])
     b = _validations(tmp_path / "muon" / "run", [3.0])
-    assert [run.name for run in read_runs([a, b])] == ["adamw/run", "muon/run"]
+    assert [run.name for run in read_logs([a, b])] == ["adamw/run", "muon/run"]
 
 
 def test_mean_over_layers(tmp_path):
     lines = [{"step": s, "tokens": s, "signal/ffn/rms/0": 1.0 * s, "signal/ffn/rms/1": 3.0 * s} for s in (10, 20)]
-    series = signals._mean_over_layers(read_run(_write(tmp_path / "run", lines)), "signal/ffn/rms/")
+    series = signals._mean_over_layers(read_log(_write(tmp_path / "run", lines)), "signal/ffn/rms/")
     assert series.steps == [10, 20] and series.values == [20.0, 40.0]
 
 
@@ -113,7 +113,7 @@ def test_bars(tmp_path, monkeypatch):
         assert path.stat().st_size > 5000
     texts = {text.get_text() for axes in drawn[0].axes for text in axes.texts}
     assert {"3.1500", "3.0000"} <= texts  # mean over seeds
-    baseline = read_run(_validations(tmp_path / "baseline", [3.3]))
+    baseline = read_log(_validations(tmp_path / "baseline", [3.3]))
     with pytest.raises(UserError, match="2 needed"):
         bars.plot(usable, [baseline], tmp_path / "bars")
     with pytest.raises(UserError, match="results.jsonl"):

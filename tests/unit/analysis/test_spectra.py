@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from pc.analysis import spectra, spectra_plots
-from pc.analysis.checkpoints import LinearWeights, latest_checkpoint
+from pc.analysis.weights import LinearWeights
+from pc.common.run_folder import newest_checkpoint
 from pc.config import BLOCK_SUFFIXES
 from pc.errors import UserError
 from small_runs import save_checkpoint
@@ -53,7 +54,7 @@ def test_stored_values_are_used_again_unless_the_checkpoint_is_newer(tmp_path, m
 
 def test_gmcn_is_the_geometric_mean(tmp_path):
     save_checkpoint(tmp_path / "run", "step")
-    found = spectra.compute(latest_checkpoint(tmp_path / "run"), "run")
+    found = spectra.compute(newest_checkpoint(tmp_path / "run"), "run")
     conditions = []
     for block in ("q", "o"):
         for sigma in found.effective[block]:
@@ -91,7 +92,7 @@ def test_errors(tmp_path):
     with pytest.raises(UserError, match="not a file of singular values"):
         spectra.of_source(tmp_path / "wrong.npz", tmp_path)
     save_checkpoint(tmp_path / "run", "forward")
-    weights = LinearWeights(latest_checkpoint(tmp_path / "run"))
+    weights = LinearWeights(newest_checkpoint(tmp_path / "run"))
     weights.fingerprint = {}
     with pytest.raises(UserError, match="fingerprint"):
         weights.read("layers.0.attention.wo")

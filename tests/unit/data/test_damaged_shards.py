@@ -85,7 +85,7 @@ def test_index_that_disagrees(folder, change):
     elif change == "end":
         offsets[-1] -= 1
     np.save(path, offsets.astype(np.float64) if change == "type" else offsets)
-    from pc.files import sha256_of
+    from pc.common.files import sha256_of
 
     content = json.loads(manifest_path.read_text())  # even when the checksum was brought in line
     shard = content["splits"]["train"]["shards"][0]

@@ -6,10 +6,10 @@ import zipfile
 import numpy as np
 import pytest
 
+from pc.common.files import sha256_of
 from pc.data import demo
 from pc.data.inspection import describe, document_lengths, plot_lengths, read_documents, token_counts
 from pc.errors import UserError
-from pc.files import sha256_of
 
 
 def test_counts_and_lengths_agree_with_the_files(shards):

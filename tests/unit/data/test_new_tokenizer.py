@@ -4,8 +4,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pc.data.new_tokenizer import train_tokenizer
 from pc.data.tokenizers import load_tokenizer
+from pc.data.train_tokenizer import train_tokenizer
 from pc.errors import UserError
 
 TEXTS = [

@@ -9,9 +9,9 @@ import pyarrow as pa
 import pytest
 
 from pc.data import text_files
-from pc.data.new_tokenizer import train_tokenizer
 from pc.data.sources import find_files, plan_units, read_footers, read_rows
 from pc.data.tokenizing import tokenize
+from pc.data.train_tokenizer import train_tokenizer
 from pc.errors import UserError
 
 

@@ -7,7 +7,7 @@ from transformers import AutoTokenizer, LlamaTokenizer
 
 from pc import UserError
 from pc.data.tokenizers import load_tokenizer
-from pc.evaluate import tokenizer as tokenizers
+from pc.evaluate import hf_tokenizer as tokenizers
 from pc.titan.config import Data
 
 TRAINING = load_tokenizer("mistral-common")

@@ -12,7 +12,7 @@ from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAda
 
 from made_runs import make_run
 from pc import PCConfig, UserError
-from pc.evaluate import checkpoint, hugging_face
+from pc.evaluate import hugging_face, plain_weights
 from pc.titan.llama2 import FLAVORS
 
 # Both models sum the same float32 products, in other orders (attention heads are permuted for the two RoPE
@@ -67,8 +67,8 @@ def test_control_an_unpermuted_head_is_seen(pc_run, tokens, monkeypatch):
 
 def test_control_raw_weights_are_seen(tmp_path, data_folder, tokens):
     run = make_run(tmp_path / "run", data_folder, STEP_4)
-    state = checkpoint.load(run.checkpoint)
-    raw = checkpoint.CheckpointFolder(run.checkpoint).read_tensors(["pc.layers.0.attention.wo.raw"])
+    state = plain_weights.load(run.checkpoint)
+    raw = plain_weights.CheckpointFolder(run.checkpoint).read_tensors(["pc.layers.0.attention.wo.raw"])
     state.weights["layers.0.attention.wo.weight"] = raw["pc.layers.0.attention.wo.raw"]
     llama = hugging_face.to_llama(state.weights, state.model_args)
     assert distance_in_roundings(*logits_of(run.model, llama, tokens)) > 1000 * ROUNDINGS

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from pc.launch import equal_runs, local
-from pc.launch.dry_run import check
-from pc.launch.sweep import load
-from pc.titan.batch import accumulation_steps
+from pc.launch import local
+from pc.plan.dry_run import check
+from pc.sweep import equal_runs
+from pc.sweep.spec import load
 from pc.titan.config import JobConfig
-from pc.titan.resolve import resolve, to_config
+from pc.titan.layout import accumulation_steps
+from pc.titan.toml import resolve, to_config
 
 ROOT = Path(__file__).parents[3]
 SWEEPS = sorted((ROOT / "train_configs").rglob("sweeps/*.toml"))

@@ -8,10 +8,10 @@ import pytest
 
 from odd_configs import ODD, keys, settings
 from pc.errors import UserError
-from pc.launch.dry_run import check
+from pc.plan.dry_run import check
 from pc.titan import ranges
 from pc.titan.config import JobConfig
-from pc.titan.resolve import resolve
+from pc.titan.toml import resolve
 from small_config import ROOT
 
 DEBUG = ROOT / "train_configs" / "debug.toml"

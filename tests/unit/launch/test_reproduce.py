@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from pc.launch import equal_runs
-from pc.launch.dry_run import check
-from pc.launch.sweep import load
+from pc.plan.dry_run import check
+from pc.sweep import equal_runs
+from pc.sweep.spec import load
 from small_config import ROOT
 
 _spec = importlib.util.spec_from_file_location("reproduce_debug", ROOT / "scripts" / "reproduce_debug.py")

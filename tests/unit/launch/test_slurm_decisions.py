@@ -6,10 +6,11 @@ import subprocess
 
 import pytest
 
+from pc.common.run_folder import lock
 from pc.errors import UserError
-from pc.launch import runs, slurm, torchrun
+from pc.launch import slurm, torchrun
 from pc.launch.slurm import Allocation, after, run_of
-from pc.launch.sweep import Run
+from pc.sweep.spec import Run
 
 
 @pytest.fixture
@@ -101,7 +102,7 @@ def test_run_of_a_list_and_of_a_config(tmp_path, monkeypatch):
 def test_no_sbatch_is_a_clear_error(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="sbatch is not on the PATH"):
-        slurm._sbatch(tmp_path, Allocation(1, 8, []).words(), slurm.TRAIN_SCRIPT, [])
+        slurm.sbatch(tmp_path, Allocation(1, 8, []).words(), slurm.TRAIN_SCRIPT, [])
 
 
 @pytest.mark.parametrize("wish, gpus, expected", [("", 0, 1), ("", 4, 4), ("2", 4, 2), ("3", 0, 3)])
@@ -145,7 +146,7 @@ def test_the_reason_is_the_last_thing_said(run, requeued, capsys):
 
     assert torchrun.last_words(run.folder) is None
     log("a", 0, "error: of yesterday\n", age=90000)
-    runs.lock(run.folder).close()
+    lock(run.folder).close()
     assert torchrun.last_words(run.folder) is None  # an attempt that has said nothing yet
     log("b", 0, "step 1\n")
     log("b", 1, "step 1\nTraceback (most recent call last):\n  File\nRuntimeError: no more\n")

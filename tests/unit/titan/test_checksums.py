@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from pc.errors import UserError
-from pc.titan import checkpoints, checksums
-from pc.titan.checkpoints import Checkpoints
+from pc.titan import checkpoint, checksums
+from pc.titan.checkpoint import Checkpoints
 from pc.titan.checksums import CHECKSUMS, ChecksummedWriter, Damaged
 from pc.titan.distcp import CheckpointFolder, LoadPlanner, Reader
 from ranks import run_ranks
@@ -119,7 +119,7 @@ def test_values_are_not_executed(tmp_path):
 def manager(saved, tmp_path, monkeypatch):
     """A manager of a copy of the two checkpoints, without a trainer."""
     shutil.copytree(saved / "checkpoint", tmp_path / "checkpoint")
-    monkeypatch.setattr(checkpoints.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(checkpoint.dist, "get_rank", lambda: 0)
     manager = Checkpoints.__new__(Checkpoints)
     manager.enable, manager.folder, manager._group = True, str(tmp_path / "checkpoint"), None
     manager.keep_latest_k, manager._keep_every = 2, 0
@@ -171,7 +171,7 @@ def test_a_full_disk_is_said_in_a_line_and_earlier_ones_stay(manager, tmp_path, 
     monkeypatch.setattr(checksums._HashedFile, "write", full)
     state, new = {"w": torch.ones(3)}, tmp_path / "checkpoint" / "step-30"
     with pytest.raises(UserError, match=r"step-30 could not be written \(rank 0: No space left on device\)"):
-        manager.dcp_save(state, str(new), checkpoints.AsyncMode.DISABLED)
+        manager.dcp_save(state, str(new), checkpoint.AsyncMode.DISABLED)
     assert not new.exists() and manager.newest_whole() == 20
 
 
@@ -184,6 +184,6 @@ def test_an_overwritten_checkpoint_is_not_whole_meanwhile(manager, tmp_path, mon
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(ChecksummedWriter, "write_data", look)
-    manager.dcp_save({"w": torch.ones(3)}, str(tmp_path / "checkpoint" / "step-20"), checkpoints.AsyncMode.DISABLED)
+    manager.dcp_save({"w": torch.ones(3)}, str(tmp_path / "checkpoint" / "step-20"), checkpoint.AsyncMode.DISABLED)
     assert seen == [False] and manager.is_whole(20)
     CheckpointFolder(tmp_path / "checkpoint" / "step-20").verify()

@@ -6,8 +6,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import pc
 from health_model import inputs, job_config, one_rank, transformer
+from pc.titan.activations import COUNT
 from pc.titan.health import HealthMetrics
-from pc.titan.outputs import COUNT
 
 # Sums of a few thousand float32 squares in another order.
 FLOAT32 = 1e-5

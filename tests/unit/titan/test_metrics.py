@@ -8,7 +8,7 @@ from torchtitan.components.metrics import BaseLogger
 from torchtitan.tools.logging import logger as torchtitan_logger
 
 from pc.titan.config import JobConfig
-from pc.titan.device import use_cpu_where_there_is_no_gpu
+from pc.titan.cpu import use_cpu_where_there_is_no_gpu
 from pc.titan.metrics import JsonLinesLogger, LossSpikes, build_metrics_processor
 
 

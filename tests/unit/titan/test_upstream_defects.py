@@ -37,10 +37,10 @@ def _upstream(rank, config, cases, model=None) -> list[dict]:
     from torchtitan.models.llama3.model.model import Transformer
     from torchtitan.protocols.train_spec import register_train_spec
 
-    from pc.titan import device
-    from pc.titan.train import TRAIN_SPEC, load_config
+    from pc.titan import cpu
+    from pc.titan.trainer import TRAIN_SPEC, load_config
 
-    device.use_cpu_where_there_is_no_gpu()
+    cpu.use_cpu_where_there_is_no_gpu()
 
     def parallelize(model, *args):
         model = parallelize_llama(model, *args)
@@ -154,13 +154,13 @@ def test_compiled_loss_on_sharded_logits_is_wrong_from_the_cache(tmp_path):
 
 
 def _tensor_parallel_compiled_checkpointed(rank, config) -> str:
-    from pc.titan import train
+    from pc.titan import trainer
 
     tiny.add_tiny_flavor()
-    train.check = lambda *_, **__: None
+    trainer.check = lambda *_, **__: None
     compiled = ["--compile.enable", "true", "--compile.components", "model", "--compile.backend", "aot_eager"]
     layout = ["--parallelism.tensor_parallel_degree", "2", "--activation_checkpoint.mode", "full"]
-    trainer = train.PCTrainer(train.load_config(config, [*COMMON, *compiled, *layout]))
+    trainer = trainer.PCTrainer(trainer.load_config(config, [*COMMON, *compiled, *layout]))
     try:
         trainer.train_step(trainer.batch_generator(trainer.dataloader))
     except AssertionError as error:

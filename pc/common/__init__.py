@@ -1,0 +1,1 @@
+"""What several parts need: whole writes, a run's folder, one look for figures."""

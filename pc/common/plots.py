@@ -1,0 +1,49 @@
+"""One look for every figure of the project: PNG files that are legible in a README."""
+
+from pathlib import Path
+
+from pc.errors import require_extra
+
+require_extra("plots", "matplotlib")
+
+import matplotlib  # noqa: E402
+
+matplotlib.use("Agg")  # no display is needed, and none is assumed
+
+import matplotlib.pyplot as plt  # noqa: E402
+
+STYLE = {
+    "figure.dpi": 150,
+    "figure.constrained_layout.use": True,
+    "font.size": 9,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+}
+
+
+def subplots(rows: int = 1, columns: int = 1, *, width: float = 4.2, height: float = 3.0, **kwargs):
+    """`plt.subplots` in the project's style; `width` and `height` are inches per panel."""
+    with plt.rc_context(STYLE):
+        return plt.subplots(rows, columns, figsize=(width * columns, height * rows), **kwargs)
+
+
+def save(figure, path: str | Path) -> list[Path]:
+    """Write `figure` as `path` with .png added and close it; returns what was written."""
+    stem = Path(path)
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    written = stem.parent / f"{stem.name}.png"
+    with plt.rc_context(STYLE):
+        figure.savefig(written)
+    plt.close(figure)
+    return [written]
+
+
+def short_tokens(number: float) -> str:
+    """A number of tokens in short: 57 B, 2.62 M, 492 k."""
+    for size, suffix in ((1e9, " B"), (1e6, " M"), (1e3, " k")):
+        if number >= size:
+            return f"{number / size:.3g}{suffix}"
+    return f"{number:.0f}"

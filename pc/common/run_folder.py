@@ -1,0 +1,247 @@
+"""What lies in a run's folder and what it says: its state, who trains in it, its checkpoints, its metrics."""
+
+import fcntl
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from pc.common.files import write_atomically
+from pc.errors import UserError
+
+METRICS = "metrics.jsonl"
+"""one JSON object per line"""
+INDEX = ".metadata"
+"""is written last, so a checkpoint that has it is whole"""
+_STATUS = "status.json"
+_STEP = re.compile(r"step-(\d+)")
+
+
+# --- state ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class State:
+    """How far a run is."""
+
+    state: str
+    """waiting, running, interrupted, stopped, finished or failed"""
+    step: int
+    steps: int
+    reason: str
+    """why it stopped or failed, in a line"""
+
+
+def state_of(folder: Path) -> State:
+    """What status.json says, "interrupted" for a run that says it runs and does not."""
+    file = folder / _STATUS
+    if not file.exists():
+        return State("running" if is_locked(folder) else "waiting", 0, 0, "")
+    status = json.loads(file.read_text())
+    state = status["state"]
+    if state == "running" and not is_locked(folder):
+        state = "interrupted"
+    return State(state, status["step"], status["steps"], status.get("reason", ""))
+
+
+def write_state(folder: str | Path, state: str, step: int, steps: int, reason: str = "") -> None:
+    """state: running, stopped, finished or failed."""
+    content = {"state": state, "step": step, "steps": steps, "reason": reason}
+    write_atomically(Path(folder) / _STATUS, json.dumps(content) + "\n")
+
+
+def write_failure(folder: str | Path, reason: str, step: int | None = None, steps: int | None = None) -> None:
+    """Say that the run failed; a finished run stays finished, whatever was tried in its folder afterwards.
+
+    Args:
+        step, steps: where it was and how many there are; None: as the folder says.
+    """
+    known = state_of(Path(folder))
+    if known.state != "finished":
+        write_state(
+            folder, "failed", known.step if step is None else step, known.steps if steps is None else steps, reason
+        )
+
+
+# --- who trains in it -------------------------------------------------------------------------------
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a process that called `lock` is alive."""
+    try:
+        with open(folder / "lock") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
+def lock(folder: Path) -> TextIO:
+    """Keep others from training in the same folder; hand the open file on to the trainer's process.
+
+    The lock lasts while any process holds the file, so it outlives a launcher that was killed while
+    its trainer lives on. Its time of change is when the newest attempt began.
+
+    Raises:
+        UserError: another process trains there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = open(folder / "lock", "a")  # open as long as the run
+    for _ in range(10):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.utime(file.fileno())
+            return file
+        except OSError:
+            time.sleep(0.1)  # `is_locked` holds it for an instant
+    file.close()
+    raise UserError(f"{folder}: another process is training here")
+
+
+# --- checkpoints ------------------------------------------------------------------------------------
+
+
+def step_of(checkpoint: str | Path) -> int:
+    """N of a folder step-N; -1 for any other name."""
+    match = _STEP.fullmatch(Path(checkpoint).resolve().name)
+    return int(match[1]) if match else -1
+
+
+def checkpoints(folder: str | Path) -> dict[int, Path]:
+    """{step: folder} of all checkpoints in RUN/checkpoint, whole or not, in order of steps."""
+    found = {step_of(path): path for path in Path(folder).glob("step-*")}
+    return {step: found[step] for step in sorted(found) if step >= 0}
+
+
+def newest_checkpoint(run: Path) -> Path | None:
+    """The newest checkpoint in a run's folder that was written to its end. Its checksums are not compared."""
+    whole = [path for path in checkpoints(run / "checkpoint").values() if (path / INDEX).exists()]
+    return whole[-1] if whole else None
+
+
+def newest_step(run: Path) -> int:
+    """Step of `newest_checkpoint`, 0 if there is none."""
+    newest = newest_checkpoint(run)
+    return 0 if newest is None else step_of(newest)
+
+
+# --- metrics and logs -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Series:
+    """One logged quantity: `values[i]` at optimizer step `steps[i]`, after `tokens[i]` training tokens."""
+
+    steps: list[int]
+    tokens: list[int]
+    values: list[float]
+
+
+@dataclass(frozen=True)
+class RunLog:
+    """A run's name and the lines of its metrics.jsonl, in the order they were written."""
+
+    name: str
+    file: Path
+    lines: list[dict]
+
+    def keys(self) -> list[str]:
+        """Every quantity that was logged at least once, sorted."""
+        return sorted({key for line in self.lines for key in line})
+
+    def series(self, key: str) -> Series:
+        """What was logged under `key`, by step; empty if nothing was. A null, which JSON has for NaN, is NaN.
+
+        A resumed run logs again the steps after its checkpoint: the last line of a step wins.
+        """
+        by_step = {line["step"]: line for line in self.lines if key in line}
+        steps = sorted(by_step)
+        return Series(
+            steps=steps,
+            tokens=[by_step[step].get("tokens", step) for step in steps],
+            values=[math.nan if (value := by_step[step][key]) is None else value for step in steps],
+        )
+
+    def require(self, key: str, remedy: str) -> Series:
+        """`series(key)`, or a `UserError` that says what to set so that it is logged."""
+        series = self.series(key)
+        if not series.steps:
+            raise UserError(f"{self.file}: no {key!r} was logged; {remedy}")
+        return series
+
+
+def read_log(path: str | Path) -> RunLog:
+    """Read a run folder, or a `metrics.jsonl` itself.
+
+    A last line that was cut by a crash is left out; a broken line elsewhere is an error.
+    """
+    path = Path(path)
+    file = path / METRICS if path.is_dir() else path
+    if not file.is_file():
+        raise UserError(f"{file}: no such file; give a run's folder, which holds {METRICS}")
+    lines = []
+    texts = file.read_text().splitlines()
+    for number, text in enumerate(texts, start=1):
+        if not text.strip():
+            continue
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError:
+            if number == len(texts):
+                continue
+            raise UserError(f"{file}, line {number}: not JSON; the file is damaged") from None
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+            raise UserError(f"{file}, line {number}: not an object with a whole-numbered 'step'")
+        lines.append(line)
+    if not lines:
+        raise UserError(f"{file}: the run logged nothing yet")
+    return RunLog(name=file.resolve().parent.name, file=file, lines=lines)
+
+
+def read_logs(paths: Sequence[str | Path]) -> list[RunLog]:
+    """Several runs, each with a name of its own: folders are told apart by their parents' names."""
+    logs = [read_log(path) for path in paths]
+    if len({log.file.resolve() for log in logs}) < len(logs):
+        raise UserError("the same run is given twice")
+    return [
+        RunLog(unique, log.file, log.lines)
+        for unique, log in zip(_unique_names([log.file.resolve().parent for log in logs]), logs, strict=True)
+    ]
+
+
+def _unique_names(folders: list[Path]) -> list[str]:
+    depth = 1
+    while True:
+        names = ["/".join(folder.parts[-depth:]) for folder in folders]
+        if len(set(names)) == len(names) or depth > 20:
+            return names
+        depth += 1
+
+
+def tail(file: Path, lines: int = 1) -> Iterator[str]:
+    """The last lines of a log that say something."""
+    text = file.read_text(errors="replace") if file.exists() else ""
+    yield from [line.strip() for line in text.splitlines() if line.strip()][-lines:]
+
+
+def time_left(steps: Sequence[int], times: Sequence[float], last: int) -> str:
+    """ "about 12 min left", by the pace between the first and the last of `steps`; "" where that tells nothing.
+
+    Args:
+        steps: done at `times`, in seconds.
+        last: the step that ends the run.
+    """
+    if len(steps) < 2 or steps[-1] <= steps[0]:
+        return ""
+    seconds = (times[-1] - times[0]) / (steps[-1] - steps[0]) * max(0, last - steps[-1])
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"about {seconds / size:.2g} {unit} left"
+    return f"about {seconds:.0f} s left"

@@ -1,0 +1,136 @@
+"""The plan of a tokenising run: what decides the result, which units there are and which are finished.
+
+The units, their order and every byte of the result follow from the configuration alone. Each finished unit
+leaves `units/NNNNN.json`, written after its shards were read back and checked. Whoever finds all of them
+writes the manifest.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pc.common.files import write_atomically
+from pc.data.manifest import FORMAT, SPLITS, TOKENIZER_FOLDER, Manifest, Shard, TokenizerRecord
+from pc.data.shards import size_complaint, smallest_dtype
+from pc.data.sources import Unit, find_files, plan_units, read_footers
+from pc.data.tokenizers import Tokenizer
+from pc.errors import UserError
+
+
+@dataclass(frozen=True)
+class Plan:
+    """configuration: all that decides the result, comparable and hashed. units: the work."""
+
+    configuration: dict
+    configuration_sha256: str
+    tokenizer: TokenizerRecord
+    dtype: str
+    units: list[Unit]
+
+
+def make_plan(
+    source: str,
+    subset: str | None,
+    source_name: str | None,
+    tokenizer: Tokenizer,
+    text_column: str,
+    validation_fraction: float,
+    shard_megabytes: int,
+    output: Path,
+) -> Plan:
+    """Read the folder's plan, or look at the source and make one."""
+    if not 0 <= validation_fraction < 1:
+        raise UserError(f"--validation-fraction {validation_fraction} must be at least 0 and less than 1")
+    if shard_megabytes < 1:
+        raise UserError(f"--shard-megabytes {shard_megabytes} must be at least 1")
+    asked = {
+        "format": FORMAT,
+        "source": source_name or source,
+        "subset": subset,
+        "text_column": text_column,
+        "tokenizer": tokenizer.sha256,
+        "validation_fraction": validation_fraction,
+        "shard_megabytes": shard_megabytes,
+    }
+    path = output / "plan.json"
+    if path.is_file():
+        try:
+            saved = json.loads(path.read_text())
+            configuration, units = saved["configuration"], [Unit(**unit) for unit in saved["units"]]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise UserError(f"{path} is damaged ({error}); delete {output} and begin again") from error
+        for key, value in asked.items():
+            if configuration.get(key) != value:
+                raise UserError(
+                    f"{output} was begun with {key} = {configuration.get(key)!r}, this command has "
+                    f"{value!r}: choose another --output, or delete the folder"
+                )
+    else:
+        files = read_footers(find_files(source, subset), text_column)
+        configuration = asked | {"files": [file.summary() for file in files]}
+        units = plan_units(files, shard_megabytes * 10**6)
+        for name, content in tokenizer.files.items():
+            write(output / TOKENIZER_FOLDER / name, content)
+        write(path, json.dumps({"configuration": configuration, "units": [asdict(u) for u in units]}, indent=1))
+    digest = hashlib.sha256(json.dumps(configuration, sort_keys=True).encode()).hexdigest()
+    return Plan(
+        configuration,
+        digest,
+        TokenizerRecord.of(tokenizer),
+        smallest_dtype(tokenizer.vocab_size),
+        units,
+    )
+
+
+def record_unit(output: Path, plan: Plan, unit: Unit, shards: dict[str, list[Shard]]) -> None:
+    """Mark the unit as finished, once its shards are written and checked."""
+    record = {
+        "configuration_sha256": plan.configuration_sha256,
+        "shards": {split: [asdict(shard) for shard in shards[split]] for split in SPLITS},
+    }
+    write(_record_path(output, unit), json.dumps(record, indent=1))
+
+
+def _record_path(output: Path, unit: Unit) -> Path:
+    return output / "units" / f"{unit.number:05d}.json"
+
+
+def finished(output: Path, plan: Plan, unit: Unit) -> dict[str, list[Shard]] | None:
+    """The unit's shards if it was finished with this configuration and its files are all there."""
+    try:
+        record = json.loads(_record_path(output, unit).read_text())
+        if record["configuration_sha256"] != plan.configuration_sha256:
+            return None
+        shards = {split: [Shard(**shard) for shard in record["shards"][split]] for split in SPLITS}
+    except (OSError, json.JSONDecodeError, KeyError, TypeError):
+        return None
+    complaints = [size_complaint(output, shard) for split in SPLITS for shard in shards[split]]
+    return None if any(complaints) else shards
+
+
+def finish(output: Path, plan: Plan) -> Manifest | None:
+    """Write the manifest if every unit is done."""
+    records = [finished(output, plan, unit) for unit in plan.units]
+    if any(record is None for record in records):
+        return None
+    made_with = plan.configuration
+    manifest = Manifest(
+        folder=output,
+        dtype=plan.dtype,
+        source={"input": made_with["source"]} | {k: made_with[k] for k in ("subset", "text_column", "files")},
+        split_rule=f"validation if blake2b-64(text) / 2^64 < {made_with['validation_fraction']}, else train",
+        configuration_sha256=plan.configuration_sha256,
+        tokenizer=plan.tokenizer,
+        shards={split: [shard for record in records for shard in record[split]] for split in SPLITS},
+    )
+    manifest.write()
+    return manifest
+
+
+def write(path: Path, content: str | bytes) -> None:
+    """Write a file whole, or say what kept it from being written."""
+    try:
+        write_atomically(path, content)
+    except OSError as error:
+        raise UserError(f"could not write {path}: {error.strerror or error}") from error

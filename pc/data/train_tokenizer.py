@@ -1,0 +1,58 @@
+"""A byte-level BPE tokenizer trained on one's own text, for models whose vocabulary should be small."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from pc.data.sources import find_files, plan_units, read_footers, read_rows
+from pc.errors import UserError
+
+BOS, EOS = "<s>", "</s>"
+UNIT_BYTES = 10**8
+SMALLEST_VOCABULARY = 256 + 2  # every byte, BOS and EOS
+
+
+def train_tokenizer(source: str, output: str | Path, vocab_size: int, megabytes: int, text_column: str = "text") -> int:
+    """Train on the first `megabytes` of text behind `source` and write a Hugging Face folder; returns its entries.
+
+    The same text and settings give the same folder.
+
+    Args:
+        source: files with text, as `pc.data.sources.find_files` takes them.
+        output: folder for tokenizer.json and tokenizer_config.json.
+        vocab_size: entries, BOS and EOS among them.
+        megabytes: text to learn from, in 10^6 characters.
+
+    Raises:
+        UserError: too small a vocabulary, no file, no such column.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise UserError(f"--vocab-size {vocab_size} should be at least {SMALLEST_VOCABULARY}")
+    if megabytes < 1:
+        raise UserError(f"--megabytes {megabytes} should be at least 1")
+    model = Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BOS, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    model.train_from_iterator(_texts(source, text_column, megabytes * 10**6), trainer)
+    PreTrainedTokenizerFast(tokenizer_object=model, bos_token=BOS, eos_token=EOS).save_pretrained(output)
+    return model.get_vocab_size()
+
+
+def _texts(source: str, text_column: str, characters: int) -> Iterator[str]:
+    for file in find_files(source):
+        for unit in plan_units(read_footers([file], text_column), UNIT_BYTES):
+            for batch in read_rows(unit, text_column):
+                for text in batch:
+                    if characters <= 0:
+                        return
+                    if text:
+                        text = text.decode("utf-8", errors="replace")
+                        characters -= len(text)
+                        yield text

@@ -1,0 +1,110 @@
+"""The tokenizer that made the shards, in the form that every Hugging Face tool loads.
+
+It gives the same ids as in training, with BOS in front of each text as in front of each document there; text
+that looks like a control token stays text.
+"""
+
+import json
+import tempfile
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import SentencePieceExtractor, generate_merges
+
+import pc.data.tokenizers as training
+from pc.common.files import write_atomically
+from pc.data.manifest import Manifest
+from pc.errors import UserError
+from pc.titan.config import Data
+
+# Runs of spaces, line ends, several scripts, compatibility characters, bytes without a piece, control tokens
+# as text: where conversions go wrong first.
+PROBES = (
+    "",
+    " ",
+    "Hello world",
+    "  two in front",
+    "a  b   c    d     e",
+    "line\n\nline\ttab\r\n",
+    "naïve café, Ωμέγα, Привет, 漢字, 🙂👩‍👩‍👧",
+    "ﬁ ½ Ａ \u00a0 \u200b",
+    "<s> no control token </s>",
+    "3.14159 + 2_000 = x**2; def f(x): return x",
+    "trailing   ",
+)
+
+
+def of_run(data: Data) -> PreTrainedTokenizerFast:
+    """The tokenizer of a run's data."""
+    if data.streaming:
+        return to_hugging_face(training.load_tokenizer(data.tokenizer or training.DEFAULT_TOKENIZER))
+    return to_hugging_face(Manifest.read(data.path).load_tokenizer())
+
+
+def to_hugging_face(tokenizer: training.Tokenizer) -> PreTrainedTokenizerFast:
+    """The same ids from `transformers`.
+
+    Raises:
+        UserError: the tokenizer has no such form, or its form gives other ids.
+    """
+    if tokenizer.kind == "sentencepiece":
+        converted = _from_sentencepiece(tokenizer)
+    elif tokenizer.kind == "huggingface":
+        converted = Tokenizer.from_str(tokenizer.files["tokenizer.json"].decode())
+    else:
+        raise UserError(
+            f"tokenizer {tokenizer.name!r} ({tokenizer.kind}) has no Hugging Face form here; "
+            "name a folder that holds it as tokenizer.json"
+        )
+    names = {"eos_token": converted.id_to_token(tokenizer.eos_id)}
+    if tokenizer.bos_id is not None:
+        bos = names["bos_token"] = converted.id_to_token(tokenizer.bos_id)
+        converted.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokenizer.bos_id)]
+        )
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=converted,
+        **names,
+        split_special_tokens=True,  # a "<s>" in the text is text, as in training
+        clean_up_tokenization_spaces=False,
+    )
+    for text in PROBES:
+        if wrapped.encode(text, add_special_tokens=False) != tokenizer.encode(text):
+            raise UserError(f"tokenizer {tokenizer.name!r}: its Hugging Face form encodes {text!r} differently")
+    return wrapped
+
+
+def save(tokenizer: PreTrainedTokenizerFast, folder: str | Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json into an existing folder."""
+    tokenizer.save_pretrained(folder)
+    path = Path(folder) / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    # The class that reads tokenizer.json as it is, under the name that old and new transformers know. A class
+    # such as LlamaTokenizer would rebuild parts of it and change ids.
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    config.pop("backend", None)
+    write_atomically(path, json.dumps(config, indent=2) + "\n")
+
+
+def _from_sentencepiece(tokenizer: training.Tokenizer) -> Tokenizer:
+    with tempfile.NamedTemporaryFile(suffix=".model") as file:
+        file.write(tokenizer.files["tokenizer.model"])
+        file.flush()
+        extractor = SentencePieceExtractor(file.name)
+    pieces = [piece.piece for piece in extractor.proto.pieces]
+    scores = [(piece.piece, piece.score) for piece in extractor.proto.pieces]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    unknown = pieces[extractor.proto.trainer_spec.unk_id]
+    # Merges in order of score: transformers' own order, by id, splits runs of spaces differently.
+    merges = generate_merges(vocabulary, scores)
+    converted = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
+    converted.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    converted.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    controls = [unknown, *(pieces[i] for i in (tokenizer.bos_id, tokenizer.eos_id) if i is not None)]
+    converted.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in controls])
+    return converted

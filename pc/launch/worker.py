@@ -1,0 +1,71 @@
+"""One process of a run: `torchrun ... -m pc.launch.worker CONFIG.toml --section.key value ...`.
+
+The trainer of `pc.titan` with what needs `pc.evaluate`: scores while training, and starts from Hugging Face folders.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+from torchtitan.tools.logging import init_logger
+
+from pc.common.run_folder import write_failure
+from pc.errors import UserError
+from pc.titan.config import JobConfig
+from pc.titan.environment import write_environment
+from pc.titan.toml import write_resolved
+from pc.titan.trainer import PCTrainer, load_config
+
+
+class Trainer(PCTrainer):
+    """`[evaluation]` and `checkpoint.initial_load_in_hf` looked after. Both imports take seconds, and only when needed."""
+
+    def build_scorer(self):
+        if not self.job_config.evaluation.interval:
+            return None
+        from pc.evaluate.in_training import build_in_training_scorer
+
+        return build_in_training_scorer(
+            self.job_config, self.model_parts, self.parallel_dims, self.device, self.maybe_enable_amp
+        )
+
+    def require_start_folder(self, folder: str) -> None:
+        from pc.evaluate.hugging_face import require_start_folder
+
+        require_start_folder(folder, self.model_args)
+
+
+def main() -> None:
+    init_logger()
+    rank = int(os.environ.get("RANK", "0"))
+    if len(sys.argv) < 2:
+        sys.exit("usage: torchrun ... -m pc.launch.worker CONFIG.toml --section.key value ...")
+    path, *overrides = sys.argv[1:]
+    trainer: Trainer | None = None
+    config: JobConfig | None = None
+    try:
+        config = load_config(path, overrides)
+        trainer = Trainer(config)
+        trainer.require_loadable()
+        if rank == 0:  # not earlier: a refused start must not describe the runs that are there
+            write_resolved(path, overrides, JobConfig, Path(config.job.dump_folder) / "config.toml")
+            write_environment(config.job.dump_folder, dist.get_world_size(), [path, *overrides])
+        trainer.train()
+    except BaseException as error:
+        if config is not None and (rank == 0 or isinstance(error, UserError)):
+            step = trainer.step if trainer else 0
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            write_failure(config.job.dump_folder, reason, step, config.training.steps)
+        if isinstance(error, UserError):
+            print(f"error: {error}", file=sys.stderr, flush=True)  # torchrun shows rank 0 and logs the others
+            os._exit(2)  # other ranks may wait in a collective
+        raise
+    finally:
+        if trainer is not None:
+            trainer.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,327 @@
+"""What a step costs: floating-point operations of the model and of PC, and memory by part.
+
+One product of [a, b] and [b, c] counts 2abc; elementwise work is left out, as in the paper's appendix.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torchtitan.models.llama3.model.model import Transformer
+
+from pc import attach, named_pc_linears, polynomial
+from pc.config import PCConfig
+from pc.owner import BUCKET_BYTES, assign, buckets, matrix_cost
+from pc.titan import memory
+from pc.titan.config import JobConfig
+from pc.titan.layout import Layout
+from pc.titan.llama2 import Llama2Args, model_args
+from pc.titan.toml import resolve, to_config
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A preconditioned weight of shape [n, m] with its settings."""
+
+    n: int
+    m: int
+    config: PCConfig
+
+    @property
+    def long(self) -> int:
+        return max(self.n, self.m)
+
+    @property
+    def short(self) -> int:
+        return min(self.n, self.m)
+
+    @property
+    def stages(self) -> tuple[polynomial.Coefficients, ...]:
+        return polynomial.stages(polynomial.resolve(self.config.level))
+
+    def polynomial_flops(self) -> int:
+        """One evaluation of g(W): Gram matrix, p of it, product with W.
+
+        The paper counts 4 l s^2 + 2 (k-1) s^3, by Horner's rule.
+        """
+        return sum(self._stage_flops(stage) for stage in self.stages)
+
+    def _stage_flops(self, stage: polynomial.Coefficients) -> int:
+        return 4 * self.long * self.short**2 + 2 * polynomial.count_square_products(len(stage) - 1) * self.short**3
+
+    def power_iteration_flops(self) -> int:
+        """Schedule "forward": two products with a vector in each of q steps."""
+        return 4 * self.config.power_iterations * self.n * self.m
+
+    def power_iteration_by_gram_flops(self) -> int:
+        """Schedule "step": q - 1 products of the Gram matrix, which PC needs anyway, and two of the weight."""
+        return 2 * (self.config.power_iterations - 1) * self.short**2 + 4 * self.n * self.m
+
+    def estimate_flops(self) -> int:
+        """u^T W v."""
+        return 2 * self.n * self.m
+
+    def materialise_flops(self) -> int:
+        """Schedule "step", once per optimizer step: power iteration, then PC(W)."""
+        return self.power_iteration_by_gram_flops() + self.estimate_flops() + self.polynomial_flops()
+
+    def pull_back_flops(self) -> int:
+        """Schedule "step", once per optimizer step, by `polynomial.vjp`: p again, and its backward pass.
+
+        At each stage 4 products of [s, s] and [s, l] and, with c products of [s, s] in p, 3 c - 1 of these;
+        all stages but the last are evaluated first.
+        """
+        long, short = self.long, self.short
+        backward = 0
+        for stage in self.stages:
+            products = polynomial.count_square_products(len(stage) - 1)
+            backward += 8 * long * short**2 + 2 * max(0, 3 * products - 1) * short**3
+        return backward + sum(self._stage_flops(stage) for stage in self.stages[:-1]) + self.estimate_flops()
+
+    def pull_back_input_bytes(self) -> int:
+        """W, the gradient of PC(W), gamma, u and v, in float32."""
+        return 4 * (2 * self.n * self.m + self.n + self.m + self.config.learnable_gamma)
+
+    def pull_back_bytes(self) -> int:
+        """What `passes.pull_back` allocates at its peak, in float32, inputs left out.
+
+        Of [n, m] the result and the input of every inner stage; of [s, s] the Gram matrix, its square, and the partial
+        sums of p and gradients.
+        """
+        inner_stages = len(self.stages) - 1
+        long_ones = 1 + (inner_stages + 1 if inner_stages else 0)
+        return 4 * (long_ones * self.n * self.m + (5 + self._degree) * self.short**2)
+
+    def materialise_input_bytes(self) -> int:
+        """W, gamma, u and v, in float32."""
+        return self.pull_back_input_bytes() - 4 * self.n * self.m
+
+    def materialise_bytes(self) -> int:
+        """What `passes.materialise` allocates at its peak, in float32, inputs left out: PC(W), or an inner stage's
+        result; of [s, s] the Gram matrix, its square, the partial sums of p, and p scaled."""
+        squares = 3 + (self._degree > 1) + (self._degree - 1) // 2
+        if len(self.stages) > 1:  # the stage before still holds its own
+            squares += 2 + self._degree
+        return 4 * (self.n * self.m + squares * self.short**2)
+
+    @property
+    def _degree(self) -> int:
+        return max(len(stage) for stage in self.stages) - 1
+
+    def in_graph_flops(self, recomputed: bool) -> int:
+        """Schedule "forward", for each micro-batch on each rank; activation checkpointing evaluates twice."""
+        forward = self.polynomial_flops() + self.estimate_flops()
+        backward = 2 * self.polynomial_flops() + self.estimate_flops()
+        return (2 if recomputed else 1) * forward + backward
+
+    def kept_elements(self) -> int:
+        """Elements that autograd keeps in schedule "forward" between a forward and its backward pass.
+
+        The normalised weight, the polynomial's result and PC(W) of [n, m]; of [s, s] the partial sums of
+        p(G), the Gram matrix where it is squared, and its square where that is used again.
+        """
+        products = [polynomial.count_square_products(len(stage) - 1) for stage in self.stages]
+        squares = sum(max(1, count) + (count > 0) + (count > 1) for count in products)
+        return (len(self.stages) + 2) * self.n * self.m + squares * self.short**2
+
+    def paper_bound(self, tokens: int) -> float:
+        """The paper's bound ((k + 1) s + 2 q + 1) / B on PC's share of its matrix's 6nmB, B = `tokens`."""
+        terms = sum(len(stage) for stage in self.stages)
+        return (terms * self.short + 2 * self.config.power_iterations + 1) / tokens
+
+
+def model_flops_per_token(args: Llama2Args, seq_len: int, *, causal: bool) -> float:
+    """Forward and backward pass per token, without recomputation.
+
+    Args:
+        causal: count the products of attention below the diagonal alone, as a kernel that skips the rest
+            does. TorchTitan's own figure, from which it reports utilisation, counts the whole square.
+    """
+    matrices = sum(shape.numel() for shape in _linear_shapes(args))
+    square = 12 * args.n_layers * args.dim * seq_len  # scores and their product with values; backward is twice
+    return 6 * matrices + (square / 2 if causal else square)
+
+
+def _linear_shapes(args: Llama2Args) -> list[torch.Size]:
+    with torch.device("meta"):
+        model = Transformer(args)
+    return [module.weight.shape for module in model.modules() if isinstance(module, torch.nn.Linear)]
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Operations of one optimizer step on a layout of ranks."""
+
+    tokens: int
+    micro_batches: int
+    """per rank"""
+    ranks: int
+    model: float
+    """whole job, attention counted causally"""
+    model_full_square: float
+    """whole job, attention counted fully"""
+    pc_step: int
+    """PC in schedule "step", whole job"""
+    pc_step_busiest: int
+    """of it, on the rank with the most"""
+    pc_forward: int
+    """PC in schedule "forward", whole job"""
+    paper_bound: float
+    """largest over matrices, B = tokens of the global batch"""
+
+
+class Plan:
+    """A config on `world_size` GPUs.
+
+    Raises:
+        UserError: the config does not resolve, or does not fit the number of GPUs.
+    """
+
+    def __init__(self, path: str | Path, overrides: Sequence[str], world_size: int) -> None:
+        self.config = to_config(resolve(path, overrides, JobConfig), JobConfig)
+        self.world_size = world_size
+        layout = Layout.of(self.config, world_size)
+        self.dims = layout.dims
+        self.tensor_parallel, self.pipeline_parallel = layout.dims.tp, layout.dims.pp
+        self.replicas, self.shards = layout.dims.dp_replicate, layout.shards
+        self.micro_batches, self.tokens = layout.micro_batches, layout.tokens
+        model, seq_len = self.config.model, self.config.training.seq_len
+        self.args = model_args(model.flavor, model.vocab_size, seq_len)
+        with torch.device("meta"):
+            self.model = attach(Transformer(self.args), self.config.pc.to_pc_config())
+        self.matrices = [Matrix(*layer.weight.shape, layer.pc_config) for _, layer in named_pc_linears(self.model)]
+
+    @cache
+    def step_cost(self) -> StepCost:
+        """Operations of one step, PC counted as if it were on even in a baseline's config."""
+        seq_len = self.config.training.seq_len
+        per_matrix = [matrix.materialise_flops() + matrix.pull_back_flops() for matrix in self.matrices]
+        load = [0] * self.owners
+        for cost, owner in zip(per_matrix, self.owners_of_matrices(), strict=True):
+            load[owner] += cost
+        recomputed = self.config.activation_checkpoint.mode == "full"
+        in_graph = sum(matrix.in_graph_flops(recomputed) for matrix in self.matrices)
+        power = sum(matrix.power_iteration_flops() for matrix in self.matrices)
+        ranks = self.world_size // self.pipeline_parallel  # a stage evaluates its own matrices alone
+        return StepCost(
+            tokens=self.tokens,
+            micro_batches=self.micro_batches,
+            ranks=self.world_size,
+            model=self.tokens * model_flops_per_token(self.args, seq_len, causal=True),
+            model_full_square=self.tokens * model_flops_per_token(self.args, seq_len, causal=False),
+            pc_step=sum(per_matrix) * self.replicas,  # each for itself
+            pc_step_busiest=math.ceil(max(load) / self.pipeline_parallel),
+            pc_forward=ranks * (self.micro_batches * in_graph + power),
+            paper_bound=max(matrix.paper_bound(self.tokens) for matrix in self.matrices),
+        )
+
+    def memory_by_part(self, schedule: str) -> dict[str, float]:
+        """GiB per GPU: schedule is "step", "forward" or "plain" for the baseline.
+
+        "PC work space" is used between steps, when there are no activations, so it does not add to the peak
+        of a run whose activations and logits are larger.
+        """
+        training = self.config.training
+        parts = memory.of_run(self.config, self.dims, memory.sizes_of(self.model), schedule=schedule)
+        if schedule == "step":
+            parts["PC work space"] = self._work_space() / memory.GIB
+        if schedule == "forward":
+            kept = sum(matrix.kept_elements() for matrix in self.matrices) / self.pipeline_parallel
+            if self.config.activation_checkpoint.mode == "full":
+                kept /= self.args.n_layers
+            itemsize = memory.BFLOAT16 if training.mixed_precision_param == "bfloat16" else memory.FLOAT32
+            parts["PC in the graph"] = kept * itemsize / memory.GIB
+        return parts
+
+    @property
+    def owners(self) -> int:
+        """Ranks that share the matrices out."""
+        return self.shards * self.tensor_parallel
+
+    def owners_of_matrices(self) -> list[int]:
+        """The owner of each matrix, dealt out by cost as `pc.owner` does."""
+        return assign([matrix_cost((layer.weight,)) for _, layer in named_pc_linears(self.model)], self.owners)
+
+    def busiest_matrices(self) -> list[Matrix]:
+        """Those of the owner with the most operations."""
+        held: list[list[Matrix]] = [[] for _ in range(self.owners)]
+        for matrix, owner in zip(self.matrices, self.owners_of_matrices(), strict=True):
+            held[owner].append(matrix)
+        return max(held, key=lambda some: sum(m.materialise_flops() + m.pull_back_flops() for m in some))
+
+    def _work_space(self) -> float:
+        """Bytes on the busiest owner in the larger of the two passes.
+
+        What the pass allocates for a batch of matrices, and the batch of its inputs; with more than one rank also the
+        shards sent and received in and out, for a bucket of matrices at a time.
+        """
+        return max(
+            self._work_space_of(Matrix.pull_back_input_bytes, Matrix.pull_back_bytes),
+            self._work_space_of(Matrix.materialise_input_bytes, Matrix.materialise_bytes),
+        )
+
+    def _work_space_of(self, input_bytes: Callable[[Matrix], int], bytes_of: Callable[[Matrix], int]) -> float:
+        if self.owners == 1:
+            largest = 0.0
+            for matrix, count in Counter(self.matrices).items():
+                batch = min(count, max(1, BUCKET_BYTES // input_bytes(matrix)))
+                copied = input_bytes(matrix) if batch > 1 else 0
+                largest = max(largest, batch * (copied + bytes_of(matrix)))
+            return largest
+        sizes = [input_bytes(matrix) for matrix in self.matrices]
+        owner_of = self.owners_of_matrices()
+        largest = 0.0
+        for bucket in buckets(owner_of, sizes, BUCKET_BYTES):
+            for owner in range(self.owners):
+                held = [self.matrices[i] for i in bucket if owner_of[i] == owner]
+                batches = [count * bytes_of(matrix) for matrix, count in Counter(held).items()]
+                exchanged = 4 * sum(input_bytes(matrix) for matrix in held)
+                largest = max(largest, exchanged + max(batches, default=0))
+        return largest
+
+
+def table(plan: Plan) -> str:
+    """The plan's costs as Markdown tables."""
+    cost, parallel = plan.step_cost(), plan.config
+    share = cost.model / cost.ranks
+    level = parallel.pc.level
+    note = "" if parallel.pc.enable else " (this config has PC off; the figures are for turning it on)"
+    text = [
+        f"{parallel.model.flavor}, {cost.ranks} GPUs, {cost.tokens:,} tokens per step in "
+        f"{cost.micro_batches} micro-batches of {parallel.training.local_batch_size} x "
+        f"{parallel.training.seq_len} per rank, PC level {level}{note}",
+        "",
+        "| operations per step | PFLOP | of the model's |",
+        "|---|---|---|",
+        f"| model, attention counted causally | {cost.model / 1e15:.4g} | 100 % |",
+        f"| model, attention counted fully | {cost.model_full_square / 1e15:.4g} | |",
+        f'| PC, schedule "step", whole job | {cost.pc_step / 1e15:.4g} | {_percent(cost.pc_step / cost.model)} |',
+        f'| PC, schedule "step", on the busiest rank | {cost.pc_step_busiest / 1e15:.4g} | '
+        f"{_percent(cost.pc_step_busiest / share)} of that rank's |",
+        f'| PC, schedule "forward", whole job | {cost.pc_forward / 1e15:.4g} | '
+        f"{_percent(cost.pc_forward / cost.model)} |",
+        f"| paper's bound | | {_percent(cost.paper_bound)} |",
+        "",
+        "The paper's bound counts one forward and one backward evaluation of PC per step in the whole job, "
+        "against the preconditioned matrices' own products.",
+        "Operations are not time: PC's products run in pc.compute_dtype, the model's in bfloat16.",
+        "",
+        "| GiB per GPU | baseline | step | forward |",
+        "|---|---|---|---|",
+    ]
+    columns = [plan.memory_by_part(schedule) for schedule in ("plain", "step", "forward")]
+    for part in dict.fromkeys(part for column in columns for part in column):
+        text.append(f"| {part} | " + " | ".join(f"{column.get(part, 0.0):.2f}" for column in columns) + " |")
+    peaks = " | ".join(
+        f"{sum(size for part, size in column.items() if part != 'PC work space'):.2f}" for column in columns
+    )
+    text.append(f"| peak in the backward pass (without PC work space) | {peaks} |")
+    return "\n".join(text) + "\n"
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.3g} %"

@@ -1,0 +1,265 @@
+"""Everything about a config that can be wrong, found in seconds without a GPU."""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torchtitan.models.llama3.model.model import Transformer
+
+from pc import attach
+from pc.common.files import sha256_of
+from pc.data import Manifest, require_same_tokenizer
+from pc.data.demo import FOLDER as DEMO
+from pc.data.manifest import TOKENIZER_FOLDER
+from pc.errors import UserError
+from pc.titan import checks, memory
+from pc.titan.config import JobConfig
+from pc.titan.layout import Layout
+from pc.titan.llama2 import FLAVORS, Llama2Args, model_args
+from pc.titan.ranges import is_within
+from pc.titan.toml import dump_folder, resolve, to_config
+
+PAPERS_FLAVORS = ("271M", "1B")
+LLAMA_2_TOKENIZER_SHA256 = "9e556afd44213b6bd1be2b850ebbbd98f5481437a8021afaf58ee7fb1818d347"
+"""Of `tokenizer.model` in meta-llama/Llama-2-7b-hf."""
+
+
+@dataclass
+class Report:
+    """What a dry run found."""
+
+    facts: list[tuple[str, str]] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def fail(self, error: str) -> None:
+        """Note an error, once, however many checks find it."""
+        if error not in self.errors:
+            self.errors.append(error)
+
+    def text(self) -> str:
+        lines = [f"{name:<22} {value}" for name, value in self.facts]
+        lines += [f"warning: {warning}" for warning in self.warnings]
+        lines += [f"error: {error}" for error in self.errors]
+        return "\n".join(lines)
+
+
+def check(path: str | Path, overrides: Sequence[str], world_size: int, *, needs_data: bool = True) -> Report:
+    """Check one run as it would be on `world_size` GPUs.
+
+    Args:
+        needs_data: missing data are an error; otherwise a warning that names the command which makes them.
+
+    Raises:
+        UserError: the files do not resolve, so nothing else can be checked.
+    """
+    resolved = resolve(path, overrides, JobConfig)
+    config = to_config(resolved, JobConfig)
+    folder = dump_folder(path, resolved)
+    report = Report()
+    for finding in checks.of_config(config):
+        report.fail(finding)
+    sound = not report.errors
+    args = _model_args(config)
+    layout = _layout(report, config, world_size)
+    if layout:
+        _check_batch(report, config, layout)
+        if args:  # the trainer's own refusals, except those of a CPU: this machine is not the one that trains
+            for finding in checks.of_layout(config, layout.dims, on_cpu=False):
+                report.fail(finding)
+    _check_schedule(report, config)
+    if args:
+        sizes = _check_model(report, config, args)
+        if sizes and layout and sound:
+            _tried(report, _check_memory, report, config, sizes, layout, folder)
+        _check_data(report, config, args.vocab_size, needs_data)
+    return report
+
+
+def _model_args(config: JobConfig) -> Llama2Args | None:
+    if config.model.flavor not in FLAVORS or not is_within(config, "model.vocab_size", "training.seq_len"):
+        return None  # said already
+    return model_args(config.model.flavor, config.model.vocab_size, config.training.seq_len)
+
+
+def _tried(report: Report, function, *arguments):
+    """The function's result; a `UserError` goes into the report and gives None."""
+    try:
+        return function(*arguments)
+    except UserError as error:
+        report.fail(str(error))
+        return None
+
+
+def _layout(report: Report, config: JobConfig, world_size: int) -> Layout | None:
+    degrees = [f"parallelism.{name}" for name in vars(config.parallelism) if name.endswith("_degree")]
+    if not is_within(config, *degrees):
+        return None  # said already
+    return _tried(report, Layout.of, config, world_size)
+
+
+def _check_batch(report: Report, config: JobConfig, layout: Layout) -> None:
+    training = config.training
+    if _tried(report, lambda: layout.micro_batches) is None:
+        return
+    report.facts += [
+        (
+            "batch",
+            f"{layout.sequences} sequences = {training.local_batch_size} per GPU x {layout.data_ranks} data-parallel "
+            f"ranks x {layout.micro_batches} micro-batches, {layout.tokens:,} tokens",
+        ),
+        ("steps", f"{training.steps:,}, warmup {config.lr_scheduler.warmup_steps:,}"),
+        ("tokens", f"{training.steps * layout.tokens / 1e9:,.4g} G"),
+    ]
+
+
+def _check_schedule(report: Report, config: JobConfig) -> None:
+    steps = config.training.steps
+    if config.optimizer.lr <= 0:
+        report.fail(f"optimizer.lr = {config.optimizer.lr} should be above 0")
+    if not 0 <= config.lr_scheduler.warmup_steps <= steps:
+        report.fail(
+            f"lr_scheduler.warmup_steps = {config.lr_scheduler.warmup_steps} should be between 0 and "
+            f"training.steps {steps}"
+        )
+    if not config.checkpoint.enable:
+        report.warnings.append("checkpoint.enable is false: a run that ends early starts again from step 0")
+        return
+    if config.checkpoint.last_save_model_only:
+        report.warnings.append("checkpoint.last_save_model_only is true: the last checkpoint cannot be resumed")
+
+
+def _check_model(report: Report, config: JobConfig, model_args: Llama2Args) -> memory.Sizes | None:
+    with torch.device("meta"):
+        model = Transformer(model_args)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if config.pc.enable and _tried(report, _attach, model, config) is None:
+        return None
+    sizes = memory.sizes_of(model)
+    report.facts.append(
+        ("parameters", f"{parameters:,}, {parameters - sizes.outside_blocks:,} without embedding and head")
+    )
+    if config.pc.enable:
+        share = sizes.preconditioned / parameters
+        report.facts.append(
+            ("preconditioned", f"{sizes.preconditioned:,} weights ({share:.0%}), level {config.pc.level}")
+        )
+    return sizes
+
+
+def _attach(model: torch.nn.Module, config: JobConfig) -> torch.nn.Module:
+    return attach(model, config.pc.to_pc_config())
+
+
+def _check_memory(report: Report, config: JobConfig, sizes: memory.Sizes, layout: Layout, folder: Path) -> None:
+    schedule = config.pc.schedule if config.pc.enable else "plain"
+    dims = layout.dims
+    parts = memory.of_run(config, dims, sizes)
+    listed = ", ".join(f"{part} {size:.2f}" for part, size in parts.items())
+    report.facts.append(
+        ("memory per GPU", f"{sum(parts.values()):.1f} GiB estimated at {dims.world_size} GPUs: {listed}")
+    )
+    if memory.gathers_once(config):
+        otherwise = sum(memory.of_run(config, dims, sizes, once=False).values())
+        report.facts.append(
+            (
+                "weights and gradients",
+                f"exchanged once per step on GPUs of {sum(parts.values()) + memory.RESERVE_GIB:.0f} GiB or more; with "
+                f"every micro-batch {otherwise:.1f} GiB (parallelism.fsdp_sync)",
+            )
+        )
+    if not config.checkpoint.enable:
+        return
+    size = memory.checkpoint_bytes(sizes, optimizer=config.optimizer.name, schedule=schedule)
+    kept = config.checkpoint.keep_latest_k or config.training.steps // max(1, config.checkpoint.interval) + 1
+    kept += bool(config.checkpoint.keep_latest_k)  # one more while it is being written
+    needed = size * kept
+    report.facts.append(
+        (
+            "checkpoint disk",
+            f"{needed / memory.GIB:.1f} GiB: {kept} checkpoints of {size / memory.GIB:.2f} GiB in {folder}",
+        )
+    )
+    existing = next(parent for parent in [folder, *folder.absolute().parents] if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        report.warnings.append(
+            f"{existing} has {free / memory.GIB:.1f} GiB free, the checkpoints need {needed / memory.GIB:.1f} GiB"
+        )
+
+
+def _check_data(report: Report, config: JobConfig, vocab_size: int, needs_data: bool) -> None:
+    if config.data.streaming:
+        report.warnings.append("data.streaming is on: its data are not checked, and a resume is not exact")
+        return
+    train = _manifest(report, "data.path", config.data.path, needs_data)
+    validation = train
+    if config.data.validation_path:
+        validation = _manifest(report, "data.validation_path", config.data.validation_path, needs_data)
+    for manifest in {id(manifest): manifest for manifest in (train, validation) if manifest}.values():
+        if manifest.vocab_size > vocab_size:
+            report.fail(
+                f"{manifest.folder} was tokenised with {manifest.vocab_size} entries, "
+                f"but model.vocab_size is {vocab_size}"
+            )
+    if train and validation:
+        _tried(report, require_same_tokenizer, train, validation)
+    seq_len = config.training.seq_len
+    if train and config.model.flavor in PAPERS_FLAVORS:
+        _check_papers_data(report, config, train)
+    if train:
+        tokens = train.tokens("train")
+        report.facts.append(("training data", f"{train.folder}: {tokens:,} tokens, tokenizer {train.tokenizer.name}"))
+        if tokens <= seq_len:
+            report.fail(f"{train.folder} has {tokens} training tokens, too few for seq_len {seq_len}")
+        batch = config.training.global_batch_size
+        wanted = config.training.steps * max(batch, config.training.local_batch_size) * seq_len
+        if seq_len < tokens < wanted and config.model.flavor not in PAPERS_FLAVORS:
+            report.warnings.append(f"the run reads its {tokens:,} training tokens {wanted / tokens:.1f} times")
+    if validation and config.validation.enable:
+        sequences = max(0, validation.tokens("validation") - 1) // seq_len
+        report.facts.append(
+            ("validation data", f"{min(sequences, config.data.validation_sequences)} sequences of {seq_len}")
+        )
+        if sequences == 0:
+            report.fail(f"{validation.folder} has no validation sequence of {seq_len} tokens")
+        elif sequences < config.data.validation_sequences:
+            report.warnings.append(
+                f"{validation.folder} has {sequences} validation sequences, "
+                f"data.validation_sequences asks for {config.data.validation_sequences}"
+            )
+
+
+def _check_papers_data(report: Report, config: JobConfig, train: Manifest) -> None:
+    """Say where a model of the paper's sizes would be trained on other data than the paper's."""
+    file = train.folder / TOKENIZER_FOLDER / "tokenizer.model"
+    if not file.is_file() or sha256_of(file) != LLAMA_2_TOKENIZER_SHA256:
+        report.warnings.append(
+            f"{train.folder} was tokenised with {train.tokenizer.name}, the paper with Llama 2's tokenizer.model: losses per "
+            "token are not comparable with the paper's, only with each other"
+        )
+    wanted = config.training.steps * config.training.global_batch_size * config.training.seq_len
+    if train.tokens("train") < wanted:
+        report.warnings.append(
+            f"the run reads {wanted / 1e9:.1f} B tokens, {train.folder} has {train.tokens('train') / 1e9:.1f} B; the paper read "
+            "none twice, so final losses will differ from its own (docs/reproduce.md has the command that makes its data)"
+        )
+
+
+def _manifest(report: Report, key: str, path: str, needs_data: bool) -> Manifest | None:
+    try:
+        return Manifest.read(path)
+    except UserError as error:
+        remedy = "; `python -m pc.data.demo` makes it" if Path(path) == DEMO else ""
+        (report.fail if needs_data else report.warnings.append)(f"{key}: {error}{remedy}")
+        return None
+
+
+def check_or_raise(path: str | Path, overrides: Sequence[str], world_size: int) -> Report:
+    """Like `check`, for those who would start the run next: one `UserError` with everything wrong."""
+    report = check(path, overrides, world_size)
+    if report.errors:
+        raise UserError(f"{path}: " + "\nerror: ".join(report.errors))
+    return report

@@ -1,0 +1,5 @@
+"""Sweeps: many runs from one TOML, on this machine or a cluster, and the choice among them."""
+
+from pc.errors import require_extra
+
+require_extra("train", "torchtitan")

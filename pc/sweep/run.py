@@ -1,0 +1,123 @@
+"""Run a sweep on this machine, one training run after another."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import TextIO
+
+from pc.common.run_folder import lock, newest_step, read_log, state_of, tail, time_left, write_failure
+from pc.errors import UserError
+from pc.launch import torchrun
+from pc.launch.local import fetch_demo_data
+from pc.launch.run import Run
+from pc.sweep import equal_runs
+from pc.sweep.results import collect, status_text
+from pc.sweep.spec import Sweep, begin
+from pc.titan.config import JobConfig
+from pc.titan.toml import resolve
+
+SECONDS_BETWEEN_PROGRESS_LINES = 20
+RECENT = 20
+"""logged lines whose pace tells the time left"""
+
+
+def run_all(sweeps: Sequence[Sweep]) -> None:
+    """Train what is not finished; a run that was interrupted continues from its checkpoint.
+
+    A run that fails is reported and the next one starts; repeating the command tries it again. Several such commands
+    share sweeps: a run that another one trains is passed over. Of equal runs one is trained, and the others take it over.
+    """
+    for sweep in sweeps:
+        begin(sweep)
+    processes = torchrun.processes_here()
+    order = [(sweep, run) for sweep in sweeps for run in sweep.runs]
+    for number, (sweep, run) in enumerate(order, start=1):
+        label = f"[{number}/{len(order)}] {run.name}"
+        if state_of(run.folder).state == "finished":
+            print(f"{label}: finished before", flush=True)
+            continue
+        planned = equal_runs.plan(sweeps)[number - 1]
+        if planned.owner != run:
+            print(f"{label}: the same run as {planned.owner.folder}", flush=True)
+            continue
+        if planned.trained_elsewhere is not None:
+            print(f"{label}: another process trains the same run in {planned.trained_elsewhere}", flush=True)
+            continue
+        fetch_demo_data(resolve(run.config, run.overrides, JobConfig))
+        try:
+            held = lock(run.folder)
+        except UserError:
+            print(f"{label}: another process trains it", flush=True)
+            continue
+        train(run, held, processes, label)
+        equal_runs.take_over(sweeps)
+        collect(sweep)
+    for sweep in sweeps:
+        collect(sweep)
+        print(status_text(sweep))
+        print(f"Results: {sweep.folder / 'results.jsonl'}. Next: python scripts/sweep.py select {sweep.path}")
+    failed = [run.name for _, run in order if state_of(run.folder).state not in ("finished", "running")]
+    if failed:
+        raise UserError(f"{len(failed)} of {len(order)} runs did not finish: {', '.join(failed)}")
+
+
+def train(run: Run, held: TextIO, processes: int, label: str) -> None:
+    """One run to its end, its output in <run folder>/train.log, its progress on the console.
+
+    Args:
+        held: the folder's lock (`run_folder.lock`), released at the end.
+    """
+    with held:
+        log = run.folder / "train.log"
+        print(f"{label}: from step {newest_step(run.folder)}, log in {log}", flush=True)
+        words, environment = torchrun.here(run.config, run.overrides, run.folder, processes)
+        with open(log, "a") as output:
+            trainer = subprocess.Popen(
+                words, env=environment, stdout=output, stderr=subprocess.STDOUT, pass_fds=[held.fileno()]
+            )
+        _wait(trainer, run, label)
+    if trainer.returncode != 0 and state_of(run.folder).state != "failed":
+        last_words = " ".join(tail(log)) or "no output"
+        write_failure(run.folder, f"status {trainer.returncode}: {last_words[:300]}")
+    state = state_of(run.folder)
+    print(f"{label}: {state.state} at step {state.step} {state.reason}".rstrip(), flush=True)
+
+
+def _wait(trainer: subprocess.Popen, run: Run, label: str) -> None:
+    """Wait for the trainer, saying now and then how far it is; end it when this process is ended."""
+
+    def end(signal_number, _) -> None:
+        trainer.terminate()
+        trainer.wait()
+        sys.exit(128 + signal_number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    shown = 0
+    try:
+        while True:
+            try:
+                trainer.wait(timeout=SECONDS_BETWEEN_PROGRESS_LINES)
+                return
+            except subprocess.TimeoutExpired:
+                shown = _say_progress(run, label, shown)
+    except KeyboardInterrupt:
+        trainer.wait()  # Ctrl-C reached it too
+        sys.exit(130)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _say_progress(run: Run, label: str, shown: int) -> int:
+    """Print the newest step, its loss and the time left, unless it is step `shown`; returns the step."""
+    try:
+        log = read_log(run.folder)
+    except UserError:
+        return shown  # nothing logged yet
+    losses, times = log.series("loss"), log.series("time")
+    if not losses.steps or losses.steps[-1] == shown:
+        return shown
+    steps = state_of(run.folder).steps
+    left = time_left(times.steps[-RECENT:], times.values[-RECENT:], steps)
+    print(f"{label}: step {losses.steps[-1]}/{steps}  loss {losses.values[-1]:.4f}  {left}".rstrip(), flush=True)
+    return losses.steps[-1]

@@ -1,0 +1,183 @@
+"""Choose the stable run with the lowest final metric; a table, a plot, and the choice as an overlay."""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from pc.common import plots
+from pc.common.files import write_atomically
+from pc.common.run_folder import state_of
+from pc.errors import UserError
+from pc.sweep import equal_runs
+from pc.sweep.results import collect
+from pc.sweep.spec import Sweep, label, value_label
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """The runs that differ only in their seed, taken together."""
+
+    config: str
+    settings: dict[str, Any]
+    metrics: list[float]
+    spikes: int
+    """of the worst seed"""
+    complete: bool
+    """whether every seed has finished"""
+    allowed: int
+
+    @property
+    def stable(self) -> bool:
+        return self.spikes <= self.allowed
+
+    @property
+    def mean(self) -> float:
+        return sum(self.metrics) / len(self.metrics)
+
+
+def select(sweep: Sweep) -> str:
+    """Write table.md, the plot and selected-<config>.toml beside the results; returns what to print."""
+    equal_runs.require_unchanged(sweep)
+    results = collect(sweep)
+    metric = sweep.select.metric
+    if not results:
+        raise UserError(f"{sweep.path}: no run has finished; see `scripts/sweep.py status`")
+    if all(result[metric] is None for result in results):
+        raise UserError(f"{sweep.path}: select.metric = {metric!r} was written by no run")
+    candidates = _candidates(sweep, results)
+    words = [_write_table(sweep, candidates, results)]
+    for config in dict.fromkeys(run.config for run in sweep.runs):
+        words.append(_choose(sweep, config, [c for c in candidates if c.config == config]))
+    _plot(sweep, candidates)
+    words.append(f"Table and plot: {sweep.folder}/table.md, {sweep.folder}/plot.png")
+    return "\n".join(words)
+
+
+def _candidates(sweep: Sweep, results: list[dict]) -> list[Candidate]:
+    """Candidates with at least one finished run that wrote the metric, in the sweep's order."""
+    by_name = {result["name"]: result for result in results if result[sweep.select.metric] is not None}
+    candidates = []
+    for setting in dict.fromkeys(run.setting_name for run in sweep.runs):
+        members = [run for run in sweep.runs if run.setting_name == setting]
+        finished = [by_name[run.name] for run in members if run.name in by_name]
+        if finished:
+            candidates.append(
+                Candidate(
+                    config=members[0].config,
+                    settings=members[0].settings,
+                    metrics=[result[sweep.select.metric] for result in finished],
+                    spikes=max(result["spikes"] for result in finished),
+                    complete=len(finished) == len(members),
+                    allowed=sweep.select.spikes_allowed,
+                )
+            )
+    return candidates
+
+
+def _choose(sweep: Sweep, config: str, candidates: list[Candidate]) -> str:
+    """The overlay of the best candidate of one config, and a line about it."""
+    name = Path(config).stem
+    eligible = [c for c in candidates if c.stable and c.complete]
+    if not eligible:
+        return f"{name}: nothing selected, since no setting is both finished for every seed and stable"
+    best = min(eligible, key=lambda candidate: candidate.mean)
+    destination = sweep.folder / f"selected-{name}.toml"
+    overlay: dict[str, Any] = {"parent": os.path.relpath(config, sweep.folder)}
+    for key, value in best.settings.items():
+        section = overlay
+        for part in key.split(".")[:-1]:
+            section = section.setdefault(part, {})
+        section[key.rpartition(".")[2]] = value
+    chosen = ", ".join(f"{key} = {json.dumps(value)}" for key, value in best.settings.items())
+    comment = f"# Chosen by scripts/sweep.py select from {sweep.path.name}: {sweep.select.metric} {best.mean:.4f}\n"
+    write_atomically(destination, comment + tomli_w.dumps(overlay))
+    said = f"{name}: {chosen or 'its own values'}, {sweep.select.metric} {best.mean:.4f} -> {destination}"
+    waiting = sum(run.config == config for run in sweep.runs) - sum(len(c.metrics) for c in candidates)
+    if waiting:
+        said += f"\n  provisional: {waiting} runs of {name} have not finished"
+    for key, values in sweep.axes.items():
+        if _is_numeric(values) and len(values) > 1 and best.settings[key] in (min(values), max(values)):
+            said += f"\n  note: {key} = {best.settings[key]} is an end of its grid; the optimum may lie outside"
+    return said
+
+
+def _write_table(sweep: Sweep, candidates: list[Candidate], results: list[dict]) -> str:
+    keys = list(sweep.axes)
+    header = ["config", *keys, sweep.select.metric, "runs", "spikes", "stable"]
+    rows = [
+        [
+            Path(c.config).stem,
+            *[json.dumps(c.settings[key]) for key in keys],
+            f"{c.mean:.4f}",
+            str(len(c.metrics)),
+            str(c.spikes),
+            "yes" if c.stable else "no",
+        ]
+        for c in candidates
+    ]
+    lines = ["| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows]]
+    rule = (
+        f"\nSpike: a logged training loss above the median of the {sweep.select.spike_window} steps before it "
+        f"by more than {sweep.select.spike_deviations} robust standard deviations and "
+        f"{sweep.select.spike_margin} nats, or not finite; "
+        f"stable: at most {sweep.select.spikes_allowed} spikes in any seed.\n"
+    )
+    apart = max(result["steps_between_losses"] for result in results)
+    if apart > 1:
+        rule += f"\nLosses were logged up to {apart} steps apart, so spikes between them are not counted.\n"
+    unfinished = [(run.name, state) for run in sweep.runs if (state := state_of(run.folder)).state != "finished"]
+    if unfinished:
+        rule += "\nNot counted:\n" + "".join(
+            f"- {name}: {s.state} {s.reason}".rstrip() + "\n" for name, s in unfinished
+        )
+    write_atomically(sweep.folder / "table.md", "\n".join(lines) + "\n" + rule)
+    return "\n".join(lines) + "\n" + rule
+
+
+def _plot(sweep: Sweep, candidates: list[Candidate]) -> None:
+    """The metric over the longest axis, one line per combination of the others; unstable runs hollow."""
+    key = max(sweep.axes, key=lambda name: len(sweep.axes[name]), default=None)
+    values = sweep.axes[key] if key else ["run"]
+    numeric = _is_numeric(values)
+    figure, axes = plots.subplots(width=6.0, height=3.6)
+    lines: dict[str, list[Candidate]] = {}
+    for candidate in candidates:
+        varied = {
+            name: candidate.settings[name] for name, given in sweep.axes.items() if name != key and len(given) > 1
+        }
+        configs = {c.config for c in candidates}
+        words = [Path(candidate.config).stem] if len(configs) > 1 or not varied else []
+        words += [label(varied)] if varied else []
+        lines.setdefault(", ".join(words), []).append(candidate)
+    for name, members in lines.items():
+        places = [c.settings[key] if numeric else values.index(c.settings[key]) if key else 0 for c in members]
+        means = [c.mean for c in members]
+        (line,) = axes.plot(places, means, label=name, linewidth=1)
+        for place, candidate in zip(places, members, strict=True):
+            face = line.get_color() if candidate.stable else "none"
+            axes.scatter([place], [candidate.mean], color=line.get_color(), facecolors=face, zorder=3)
+            if len(candidate.metrics) > 1:
+                axes.vlines(place, min(candidate.metrics), max(candidate.metrics), color=line.get_color())
+    if numeric:
+        if min(values) > 0 and max(values) / min(values) >= 4 and any(isinstance(v, float) for v in values):
+            axes.set_xscale("log")
+            axes.set_xticks(values, [f"{value:.3g}" for value in values], rotation=45)
+            axes.minorticks_off()
+        else:
+            axes.set_xticks(values)
+    else:
+        axes.set_xticks(range(len(values)), [value_label(value) for value in values], rotation=30, ha="right")
+    axes.set_xlabel(key or "")
+    axes.set_ylabel(sweep.select.metric.replace("_", " ") + (" (nats)" if "loss" in sweep.select.metric else ""))
+    if not all(candidate.stable for candidate in candidates):
+        axes.set_title("hollow: unstable", fontsize="small", loc="right")
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0)
+    plots.save(figure, sweep.folder / "plot")
+
+
+def _is_numeric(values: list) -> bool:
+    return all(type(value) in (int, float) for value in values)

@@ -1,0 +1,227 @@
+"""Sweeps as data: base configs, axes and seeds in a TOML; their product is the list of runs.
+
+configs = ["../271m_adamw_baseline.toml"]     # relative to the sweep's file
+seeds = [0, 1]                                # optional
+
+[axes]                                        # quoted: the dot belongs to the name
+"optimizer.lr" = { first = 3e-4, last = 3.394e-3 }        # geometric, factor = sqrt(2)
+"pc.level" = [1, 2, 3, 4]
+"""
+
+import itertools
+import json
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pc.common.files import write_atomically
+from pc.errors import UserError
+from pc.launch.run import Run
+from pc.titan.config import JobConfig
+from pc.titan.layout import Layout
+from pc.titan.toml import resolve, to_config
+
+
+@dataclass
+class Selection:
+    """What `select` calls the best run."""
+
+    metric: str = "validation_loss"
+    """Key of metrics.jsonl; the lowest final value wins."""
+
+    spike_window: int = 50
+    """A logged training loss is compared with the median of those of this many steps before it."""
+
+    spike_deviations: float = 6.0
+    """It is a spike when it lies above the median by more than so many robust standard deviations ..."""
+
+    spike_margin: float = 0.1
+    """... and by more than so many nats; one that is not finite always is."""
+
+    spike_warmup: int = 10
+    """Finite losses of the first so many steps are no spikes."""
+
+    spikes_allowed: int = 0
+    """A run with more spikes is unstable and cannot be chosen."""
+
+
+@dataclass
+class SweepConfig:
+    """The keys of a sweep's TOML; `parent` works as in any config."""
+
+    description: str = ""
+    """One line of description."""
+
+    configs: list[str] = field(default_factory=list)
+    """Training configs to vary, relative to the sweep's file."""
+
+    axes: dict[str, list | dict[str, float]] = field(default_factory=dict)
+    """"section.key" = [values], or { first, last, factor } for a geometric grid (factor: sqrt 2)."""
+
+    seeds: list[int] = field(default_factory=list)
+    """Each run once per seed, for initial weights and data order; empty: the config's own seed."""
+
+    folder: str = ""
+    """Where runs and results go; empty: outputs/sweeps/<name of the sweep's file>."""
+
+    select: Selection = field(default_factory=Selection)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep's file, read and multiplied out."""
+
+    path: Path
+    folder: Path
+    runs: list[Run]
+    axes: dict[str, list]
+    select: Selection
+
+
+def load(path: str | Path) -> Sweep:
+    """Read a sweep and check every run's config, before anything is started."""
+    path = Path(path)
+    values = resolve(path, [], SweepConfig)
+    selection = Selection(**values.pop("select", {}))
+    config = SweepConfig(**values, select=selection)
+    _check_selection(path, selection)
+    if not config.configs:
+        raise UserError(f"{path}: configs names no config")
+    folder = Path(config.folder or Path("outputs/sweeps") / path.stem)
+    axes = {key: _axis_values(path, key, axis, config.configs) for key, axis in config.axes.items()}
+
+    runs = []
+    for name in config.configs:
+        file = _shortest(path.parent / name)
+        prefix = Path(name).stem + "/" if len(config.configs) > 1 else ""
+        for combination in itertools.product(*axes.values()):
+            settings = dict(zip(axes, combination, strict=True))
+            parts = [f"{key.rpartition('.')[2]}-{_text(value)}" for key, value in settings.items()]
+            for seed in config.seeds or [None]:
+                run_name = prefix + "_".join(parts) if parts else Path(name).stem
+                words = [_word(key, value) for key, value in settings.items()]
+                if seed is not None:
+                    run_name += f"/seed-{seed}"
+                    words += [f"--debug.seed={seed}", f"--data.seed={seed}"]
+                words.append(f"--job.dump_folder={folder / run_name}")
+                runs.append(Run(run_name, file, tuple(words), folder / run_name, settings, seed))
+    if len({run.name for run in runs}) < len(runs):
+        raise UserError(f"{path}: two runs have the same name; does a value, a seed or a config stand twice?")
+    for run in runs:
+        try:
+            resolve(run.config, run.overrides, JobConfig)
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
+    return Sweep(path, folder, runs, axes, selection)
+
+
+def begin(sweep: Sweep) -> Path:
+    """Write the run list that jobs of an array read their run from.
+
+    A run keeps its place in it, as jobs that wait know their run by that; runs that were added come at the end.
+    """
+    destination = sweep.folder / "runs.json"
+    before = json.loads(destination.read_text())["runs"] if destination.exists() else []
+    now = {run.name: {"name": run.name, "config": run.config, "overrides": list(run.overrides)} for run in sweep.runs}
+    listed = [now.pop(entry["name"], entry) for entry in before] + list(now.values())
+    write_atomically(destination, json.dumps({"runs": listed}, indent=1) + "\n")
+    return destination
+
+
+def tokens_of(run: Run, processes: int) -> int:
+    """Tokens that the run trains on."""
+    config = to_config(resolve(run.config, run.overrides, JobConfig), JobConfig)
+    return config.training.steps * Layout.of(config, processes).tokens
+
+
+def label(settings: dict[str, Any]) -> str:
+    """Settings as a plot names them: "pc on, lr 0.003, blocks o+ffn"."""
+    return ", ".join(_setting_label(key, value) for key, value in settings.items())
+
+
+def _setting_label(key: str, value: Any) -> str:
+    section, _, name = key.rpartition(".")
+    return f"{section if name == 'enable' else name} {value_label(value)}"
+
+
+def value_label(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, list):
+        return "+".join(map(str, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _axis_values(path: Path, key: str, axis: list | dict[str, float], configs: list[str]) -> list:
+    if isinstance(axis, list):
+        if not axis:
+            raise UserError(f'{path}: axes."{key}" has no values')
+        return axis
+    if not {"first", "last"} <= set(axis) <= {"first", "last", "factor"}:
+        raise UserError(f'{path}: axes."{key}" should be a list or {{ first, last, factor }}, not {sorted(axis)}')
+    grid = geometric_grid(axis["first"], axis["last"], axis.get("factor", math.sqrt(2)), f'{path}: axes."{key}"')
+    # The configs' own value lies on a published grid but for its rounding: the grid takes it, so that this run is theirs.
+    section, _, name = key.rpartition(".")
+    try:
+        own = {resolve(path.parent / file, [], JobConfig).get(section, {}).get(name) for file in configs}
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    return [next((x for x in own if len(own) == 1 and x and abs(value / x - 1) < ROUNDING), value) for value in grid]
+
+
+ROUNDING = 5e-4
+"""Relative error of a number that is written with four digits."""
+
+
+def geometric_grid(first: float, last: float, factor: float, where: str) -> list[float]:
+    """first, first*factor, ... up to last, evenly spaced and rounded to four significant digits.
+
+    `last` must lie on the grid to within half a percent: published ends are rounded.
+    """
+    if not (first > 0 and last >= first and factor > 1):
+        raise UserError(f"{where}: needs 0 < first <= last and factor > 1")
+    count = round(math.log(last / first) / math.log(factor))
+    if abs(first * factor**count / last - 1) > 5e-3:
+        fits = f"{first * factor**count:.4g} or {first * factor ** (count + 1):.4g}"
+        raise UserError(f"{where}: last = {last} is not on the grid; near it are {fits}")
+    return [float(f"{first * (last / first) ** (step / max(1, count)):.4g}") for step in range(count + 1)]
+
+
+def _check_selection(path: Path, selection: Selection) -> None:
+    for key in ("spike_window", "spike_deviations", "spike_margin"):
+        if getattr(selection, key) <= 0:
+            raise UserError(f"{path}: select.{key} = {getattr(selection, key)} should be above 0")
+    for key in ("spike_warmup", "spikes_allowed"):
+        if getattr(selection, key) < 0:
+            raise UserError(f"{path}: select.{key} = {getattr(selection, key)} should be 0 or more")
+
+
+def _shortest(path: Path) -> str:
+    """Relative to the working directory where that is inside it, so that a moved checkout still fits."""
+    relative = os.path.relpath(path)
+    return relative if not relative.startswith("..") else str(path.resolve())
+
+
+def _word(key: str, value: Any) -> str:
+    """`--section.key=value` as `resolve.parse_overrides` reads it; JSON's scalars and lists are TOML's."""
+    if isinstance(value, str):
+        return f"--{key}={value}"
+    if isinstance(value, dict):
+        pairs = ", ".join(f"{json.dumps(name)} = {json.dumps(item)}" for name, item in value.items())
+        return f"--{key}={{{pairs}}}"
+    return f"--{key}={json.dumps(value)}"
+
+
+def _text(value: Any) -> str:
+    """A value as part of a folder's name."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list):
+        return "+".join(_text(item) for item in value) or "none"
+    if isinstance(value, dict):
+        return "+".join(f"{name}={_text(item)}" for name, item in value.items())
+    return "".join(letter if letter.isalnum() or letter in "-." else "-" for letter in str(value))

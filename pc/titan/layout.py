@@ -1,0 +1,131 @@
+"""A config on a number of GPUs: parallel degrees, micro-batches, tokens. Fewer GPUs accumulate more micro-batches."""
+
+from dataclasses import dataclass
+from math import isqrt
+
+from torchtitan.config.job_config import Training
+from torchtitan.distributed import ParallelDims
+
+from pc.errors import UserError
+from pc.titan.config import JobConfig
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a step is spread over ranks."""
+
+    dims: ParallelDims
+    training: Training
+    """TorchTitan's section"""
+
+    @classmethod
+    def of(cls, config: JobConfig, world_size: int) -> "Layout":
+        """Of a config on so many GPUs; data-parallel shards take what the other degrees leave.
+
+        Raises:
+            UserError: the degrees do not fit the number of GPUs.
+        """
+        p = config.parallelism
+        model_parallel = p.tensor_parallel_degree * p.pipeline_parallel_degree * p.context_parallel_degree
+        if world_size < 1 or world_size % model_parallel:
+            raise UserError(
+                f"{world_size} GPUs are no multiple of tensor_parallel_degree x pipeline_parallel_degree x "
+                f"context_parallel_degree = {model_parallel}"
+            )
+        data_ranks = world_size // model_parallel
+        replicas, shards = p.data_parallel_replicate_degree, p.data_parallel_shard_degree
+        if shards != -1 and replicas * shards != data_ranks:
+            raise UserError(
+                f"parallelism.data_parallel_replicate_degree {replicas} x data_parallel_shard_degree {shards} "
+                f"should be {data_ranks} on {world_size} GPUs; data_parallel_shard_degree = -1 takes the rest"
+            )
+        if data_ranks % replicas:
+            raise UserError(
+                f"parallelism.data_parallel_replicate_degree = {replicas} should divide the {data_ranks} "
+                "data-parallel ranks"
+            )
+        dims = ParallelDims(
+            dp_replicate=replicas,
+            dp_shard=data_ranks // replicas,
+            cp=p.context_parallel_degree,
+            tp=p.tensor_parallel_degree,
+            pp=p.pipeline_parallel_degree,
+            ep=p.expert_parallel_degree,
+            etp=p.expert_tensor_parallel_degree,
+            world_size=world_size,
+        )
+        return cls(dims, config.training)
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that read different data."""
+        return self.dims.dp_replicate * self.dims.dp_shard
+
+    @property
+    def shards(self) -> int:
+        """Ranks that FSDP spreads a parameter over."""
+        return self.dims.dp_shard * self.dims.cp
+
+    @property
+    def micro_batches(self) -> int:
+        """Per optimizer step on every data-parallel rank; raises UserError where the batch does not divide."""
+        return accumulation_steps(self.training.global_batch_size, self.training.local_batch_size, self.data_ranks)
+
+    @property
+    def sequences(self) -> int:
+        """Of one optimizer step over all ranks."""
+        return self.micro_batches * self.training.local_batch_size * self.data_ranks
+
+    @property
+    def tokens(self) -> int:
+        """Of one optimizer step over all ranks."""
+        return self.sequences * self.training.seq_len
+
+
+def accumulation_steps(global_batch_size: int, local_batch_size: int, data_parallel_size: int) -> int:
+    """Micro-batches per optimizer step on every data-parallel rank.
+
+    Args:
+        global_batch_size: sequences per optimizer step over all ranks; -1 means no accumulation.
+        local_batch_size: sequences per micro-batch and rank.
+        data_parallel_size: ranks that read different data (GPUs / (tensor x context x pipeline)).
+    """
+    if local_batch_size < 1:
+        raise UserError(f"training.local_batch_size = {local_batch_size} should be at least 1")
+    per_pass = local_batch_size * data_parallel_size
+    if global_batch_size == -1:
+        return 1
+    if global_batch_size < 1:
+        raise UserError(f"training.global_batch_size = {global_batch_size} should be at least 1, or -1")
+    if global_batch_size % per_pass == 0:
+        return global_batch_size // per_pass
+
+    choices = [f"global_batch_size {_either(_nearest_multiples(global_batch_size, per_pass))}"]
+    if global_batch_size % data_parallel_size == 0:
+        per_rank = global_batch_size // data_parallel_size
+        choices.append(f"local_batch_size {_either(_nearest_divisors(per_rank, local_batch_size))}")
+    if global_batch_size % local_batch_size == 0:
+        micro_batches = global_batch_size // local_batch_size
+        choices.append(f"{_either(_nearest_divisors(micro_batches, data_parallel_size))} data-parallel rank(s)")
+    raise UserError(
+        f"training.global_batch_size = {global_batch_size} is no multiple of local_batch_size "
+        f"{local_batch_size} x {data_parallel_size} data-parallel rank(s). Nearest that fit: " + "; or ".join(choices)
+    )
+
+
+def _nearest_multiples(number: int, factor: int) -> list[int]:
+    below = number // factor * factor
+    return [multiple for multiple in (below, below + factor) if multiple > 0]
+
+
+def _nearest_divisors(number: int, wish: int) -> list[int]:
+    """The divisors of `number` next below and next above `wish`."""
+    small = [d for d in range(1, min(isqrt(number), 10**6) + 1) if number % d == 0]
+    divisors = sorted({*small, *(number // d for d in small)})
+    below = [d for d in divisors if d < wish][-1:]
+    above = [d for d in divisors if d > wish][:1]
+    return below + above
+
+
+def _either(numbers: list[int]) -> str:
+    return " or ".join(str(number) for number in numbers)

@@ -1,0 +1,370 @@
+"""TorchTitan's trainer, with PC around its optimizer step (`pc.launch.worker` is the command). What happens in one step:
+
+micro-batches           forward and backward on the effective weights         (upstream; `pc.titan.fsdp_sync`)
+end of the last one     gradients of PC(W) become gradients of W and gamma     `forward_backward_step`
+clipping                                                                       (upstream)
+optimizers.step()       W in place; step; save W, PC(W) in place         `pc.StepSchedule.follow`
+"""
+
+import json
+import os
+import signal
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torchtitan.train
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
+from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
+from torchtitan.tools.logging import logger
+
+from pc import data
+from pc.common.files import write_atomically
+from pc.common.run_folder import write_state
+from pc.errors import UserError
+from pc.owner import local
+from pc.start import preserve
+from pc.titan import cpu, fingerprint, fsdp_sync, hangs
+from pc.titan.agreement import identity, require_agreement
+from pc.titan.checkpoint import Checkpoints
+from pc.titan.checks import check
+from pc.titan.config import JobConfig
+from pc.titan.health import HealthMetrics
+from pc.titan.llama2 import FLAVORS, Llama2
+from pc.titan.loss import build_loss
+from pc.titan.metrics import build_metrics_processor
+from pc.titan.nonfinite import FiniteSteps
+from pc.titan.optimizers import build_optimizers, build_schedulers
+from pc.titan.parallelize import AlwaysSharded, parallelize, pipeline
+from pc.titan.toml import dump_folder, resolve, to_config
+from pc.titan.validate import FixedValidator
+
+
+class PCTrainer(torchtitan.train.Trainer):
+    """TorchTitan's trainer with PC, a stop on request, and a status file.
+
+    On SIGUSR2 to any rank all ranks save a checkpoint after the current step and end normally.
+    """
+
+    def __init__(self, job_config: JobConfig) -> None:
+        self.stopped = False
+        self._micro_batches_done = 0
+        self._stop_requested = False
+        self._has_stepped = False
+        self._groups_with_timeout = 0
+        cpu.use_cpu_where_there_is_no_gpu()
+        # Every pipeline stage knows the loss here (`_loss_of_all_stages`); upstream warns that rank 0 does not.
+        torchtitan.train.ensure_pp_loss_visible = lambda *_: None
+        super().__init__(job_config)
+        signal.signal(signal.SIGUSR2, self._request_stop)
+        self._agreement_group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+        self.pc_schedule = self.optimizers.schedule
+        self.health = HealthMetrics(job_config, self.model_parts, self.pc_schedule, self.parallel_dims)
+        self.scorer = self.build_scorer()
+        self.checkpointer = self._build_checkpointer()
+        self.finite_steps = FiniteSteps(
+            self.model_parts,
+            self.pc_schedule,
+            self.device,
+            job_config.training.max_nonfinite_steps,
+            lambda step, count: self.metrics_processor.log_health(step, {"steps_left_out": count}),
+        )
+        states = self.checkpointer.states
+        states[fingerprint.Fingerprint.KEY] = fingerprint.Fingerprint(job_config.pc)
+        if self.pc_schedule is not None:
+            states["pc"] = self.pc_schedule
+        elif job_config.pc.enable:
+            states["pc"] = fingerprint.ForwardState(self.model_parts)
+
+    def init_distributed(self) -> ParallelDims:
+        """Upstream's, with FSDP at every size."""
+        try:
+            upstream = super().init_distributed()
+        except AssertionError as error:
+            p = self.job_config.parallelism
+            raise UserError(
+                f"parallelism: degrees replicate {p.data_parallel_replicate_degree} x shard {p.data_parallel_shard_degree} "
+                f"x context {p.context_parallel_degree} x tensor {p.tensor_parallel_degree} x pipeline "
+                f"{p.pipeline_parallel_degree} do not make {dist.get_world_size()} ranks"
+            ) from error
+        fields = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "world_size")
+        dims = AlwaysSharded(**{name: getattr(upstream, name) for name in fields})
+        hangs.introduce()
+        require_agreement(identity(self.job_config))
+        check(self.job_config, dims, on_cpu=cpu.is_cpu())
+        self._sync = fsdp_sync.choose(self.job_config, dims, self.device, cpu.memory(self.device))
+        self.job_config.parallelism.fsdp_sync = self._sync  # for `parallelize`
+        return dims
+
+    def train(self) -> None:
+        if dist.get_rank() == 0:
+            write_state(self._folder, "running", self.step, self._steps)
+        try:
+            super().train()
+        except RuntimeError as error:
+            if explained := hangs.explain(error, self.step):
+                raise explained from error
+            raise
+        if dist.get_rank() == 0:
+            state = "stopped" if self.stopped else "finished"
+            write_state(self._folder, state, self.step, self._steps, "asked to stop" if self.stopped else "")
+        self.checkpointer.remind()
+
+    def train_step(self, data_iterator) -> None:
+        if self.step == 1 and self._starts_from_given_weights():
+            preserve(self.model_parts, self.pc_schedule)
+        if self.pc_schedule is not None and self.pc_schedule.weights_are_raw:
+            # The first step of a new run, after any checkpoint was loaded.
+            self.pc_schedule.materialise()
+        self._micro_batches_done, self._loss = 0, 0.0
+        first = getattr(self.dataloader, "position", None)  # a stream has none
+        self.metrics_processor.positions = lambda: None if first is None else range(first, self.dataloader.position)
+        self.health.start_step(self.step, measure_outputs=not self._pipeline_finds_shapes())
+        super().train_step(data_iterator)
+        self._has_stepped = True
+        self.finite_steps.note(self.step, self.metrics_processor.positions())
+        self.metrics_processor.log_health(self.step, self.health.collect(self.step))
+        if self.scorer is not None and self.scorer.due(self.step):
+            self.metrics_processor.log_health(self.step, self.scorer.score())
+            fsdp_sync.reshard(self.model_parts)
+        self._set_timeouts()
+
+    def forward_backward_step(self, *, input_dict, labels, global_valid_tokens) -> Tensor:
+        self._micro_batches_done += 1
+        is_last = self._micro_batches_done == self.gradient_accumulation_steps
+        fsdp_sync.start_micro_batch(self.model_parts, self._sync, is_last)
+        loss = super().forward_backward_step(
+            input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
+        )
+        self._loss = self._loss + local(loss.detach())
+        if is_last:
+            self._finish_gradients(global_valid_tokens)
+            self.optimizers.left_out = self.finite_steps.judge(self._loss)
+        return self._loss_of_all_stages(loss)
+
+    def state_dict(self) -> dict:
+        """Upstream's, with the tokens of all ranks, so that another number of ranks counts on from them."""
+        return super().state_dict() | {"ntokens_seen": self.ntokens_seen * self._data_ranks}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        super().load_state_dict(state_dict)
+        self.ntokens_seen = state_dict["ntokens_seen"] // self._data_ranks
+
+    def should_continue_training(self) -> bool:
+        if not super().should_continue_training():
+            return False
+        if self._agree_to_stop():
+            logger.info(f"Asked to stop: saving step {self.step}")
+            # A checkpoint of this step is not written again: a kill half way through would spoil it.
+            self.checkpointer.finish_saving()
+            if self.step and not self.checkpointer.is_whole(self.step):
+                self.checkpointer.save(self.step, last_step=True)
+            self.stopped = True
+            return False
+        return True
+
+    def _set_timeouts(self) -> None:
+        """`comm.train_timeout_seconds` for all process groups from the first step on, and for those made later.
+
+        Upstream sets it after step 1, which a resumed run does not have, and for the groups of single mesh dimensions: not
+        for those of `pc.owner` over several of them.
+        """
+        groups = list(distributed_c10d._world.pg_map)
+        if len(groups) == self._groups_with_timeout:
+            return
+        if not self._groups_with_timeout and self._agreement_group is not None:
+            dist.barrier(group=self._agreement_group)  # a first step may take longer than the timeout
+        timeout = timedelta(seconds=self.job_config.comm.train_timeout_seconds)
+        for group in groups:
+            if dist.get_backend(group) != "fake":  # TorchTitan's, of mesh dimensions of one rank
+                distributed_c10d._set_pg_timeout(timeout, group)
+        self._groups_with_timeout = len(groups)
+
+    def _starts_from_given_weights(self) -> bool:
+        """Whether a new run has loaded weights whose function it is to start with."""
+        checkpoint = self.checkpointer
+        loads = checkpoint.enable and checkpoint.initial_load_model_only
+        return (
+            self.job_config.pc.enable
+            and self.job_config.pc.start == "preserve"
+            and loads
+            and bool(checkpoint.initial_load_path or checkpoint.initial_load_in_hf)
+        )
+
+    def _loss_of_all_stages(self, loss: Tensor) -> Tensor:
+        """The last pipeline stage's loss on every stage, where TorchTitan 0.2.2 returns and logs -1."""
+        if not self.parallel_dims.pp_enabled:
+            return loss
+        loss = loss.detach().float() if self.pp_has_last_stage else torch.zeros((), device=self.device)
+        loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
+        dist.all_reduce(loss, group=self.parallel_dims.get_mesh("pp").get_group())
+        return loss
+
+    def _finish_gradients(self, global_valid_tokens) -> None:
+        """Gradients of the whole step are complete: make them those of the mean loss, then those of W and gamma."""
+        if self.parallel_dims.pp_enabled:
+            # TorchTitan 0.2.2 never divides by the token count under pipeline parallelism.
+            for model in self.model_parts:
+                for parameter in model.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.div_(global_valid_tokens)
+        if self.pc_schedule is not None:
+            self.pc_schedule.pull_back()
+
+    def _pipeline_finds_shapes(self) -> bool:
+        """Whether a pipeline will run a pass on uninitialised inputs, to find shapes: at first and after validation."""
+        if not self.parallel_dims.pp_enabled:
+            return False
+        validated = self.job_config.validation.enable and self.validator.should_validate(self.step - 1)
+        return not self._has_stepped or validated
+
+    def build_scorer(self):
+        """What scores the model while it trains: None, or an object with `due(step)` and a collective `score()`."""
+        return None
+
+    def require_start_folder(self, folder: str) -> None:
+        """Refuse a Hugging Face folder that is no start for this run's model; TorchTitan silently accepts mismatches."""
+
+    def require_loadable(self) -> None:
+        """Refuse what the checkpointer is about to load if it does not fit this run, before anything is touched.
+
+        Raises:
+            UserError: a checkpoint of another method, model or optimizer, or a start that is no plain model.
+        """
+        checkpointer = self.checkpointer
+        if not checkpointer.enable:
+            return
+        wish = self._load_step()
+        step = checkpointer.newest_whole() if wish == -1 else wish
+        folder, start = Path(checkpointer.folder), checkpointer.initial_load_path
+        if step > 0 and folder.exists():
+            checkpoint = checkpointer._create_checkpoint_id(step)
+            if wish != -1:
+                checkpointer.verify(checkpoint)
+            self._require_same_run(checkpoint)
+            if wish != -1:
+                checkpointer.go_back(step)
+                if dist.get_rank() == 0:
+                    write_atomically(self._went_back, json.dumps(self._branch))
+        elif checkpointer.initial_load_in_hf:
+            self.require_start_folder(start or self.job_config.model.hf_assets_path)
+        elif start:
+            checkpointer.verify(start)
+            if checkpointer.initial_load_model_only:
+                fingerprint.require_plain_weights(start)
+            else:
+                self._require_same_run(start)
+
+    def _load_step(self) -> int:
+        """`checkpoint.load_step`, which a SLURM job follows once: when it is requeued, the newest checkpoint is its own."""
+        settings = self.job_config.checkpoint
+        self._went_back = Path(self._folder, "load_step.json")
+        self._branch = {"load_step": settings.load_step, "job": os.environ.get("SLURM_JOB_ID")}
+        if settings.load_step != -1 and self._branch["job"] and self._went_back.exists():
+            if json.loads(self._went_back.read_text()) == self._branch:
+                logger.info(
+                    f"This job went back to step {settings.load_step} before; it goes on from its newest checkpoint"
+                )
+                settings.load_step = -1
+        return settings.load_step
+
+    def _require_same_run(self, checkpoint: str) -> None:
+        fingerprint.require(checkpoint, self.job_config.pc)
+        shapes = {name: tensor.shape for name, tensor in self.checkpointer.states["model"].state_dict().items()}
+        fingerprint.require_contents(checkpoint, shapes, {kind for kind, _ in self.optimizers.named()})
+
+    def _build_checkpointer(self) -> Checkpoints:
+        """Ours in the place of upstream's, which its trainer has just built."""
+        self.checkpointer.close()
+        return Checkpoints(
+            keep_every=self.job_config.checkpoint.keep_every,
+            may_save=lambda: not self.finite_steps.settle(),
+            group=self._agreement_group,
+            dataloader=self.dataloader,
+            model_parts=self.model_parts,
+            optimizers=self.optimizers,
+            lr_schedulers=self.lr_schedulers,
+            states={"train_state": self},
+            checkpoint_config=self.job_config.checkpoint,
+            sd_adapter=getattr(self.checkpointer, "sd_adapter", None),
+            base_folder=self._folder,
+        )
+
+    def _request_stop(self, *_) -> None:
+        self._stop_requested = True
+
+    def _agree_to_stop(self) -> bool:
+        if self._agreement_group is None:
+            return self._stop_requested
+        # On the CPU: the ranks' Python waits for each other, their GPUs do not.
+        requested = torch.tensor(int(self._stop_requested))
+        dist.all_reduce(requested, dist.ReduceOp.MAX, group=self._agreement_group)
+        return bool(requested)
+
+    @property
+    def _data_ranks(self) -> int:
+        return self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
+
+    @property
+    def _folder(self) -> str:
+        return self.job_config.job.dump_folder
+
+    @property
+    def _steps(self) -> int:
+        return self.job_config.training.steps
+
+
+def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer, job_config: JobConfig):
+    """For TorchTitan's TrainSpec: shards in global order, or a stream from the Hub for a quick look."""
+    loader = job_config.training.dataloader
+    common = {
+        "seq_len": job_config.training.seq_len,
+        "local_batch_size": job_config.training.local_batch_size,
+        "dp_rank": dp_rank,
+        "dp_world_size": dp_world_size,
+        "vocab_size": job_config.model.vocab_size,
+    }
+    if job_config.data.streaming:
+        return data.build_streaming_dataloader(
+            job_config.data.streaming, tokenizer=job_config.data.tokenizer, seed=job_config.data.seed, **common
+        )
+    return data.build_dataloader(
+        job_config.data.path,
+        "train",
+        seed=job_config.data.seed,
+        skip=job_config.data.skip,
+        infinite=True,
+        num_workers=loader.num_workers,
+        prefetch_factor=loader.prefetch_factor,
+        pin_memory=loader.pin_memory,
+        **common,
+    )
+
+
+TRAIN_SPEC = TrainSpec(
+    model_cls=Llama2,
+    model_args=FLAVORS,
+    parallelize_fn=parallelize,
+    pipelining_fn=pipeline,
+    build_optimizers_fn=build_optimizers,
+    build_lr_schedulers_fn=build_schedulers,
+    build_dataloader_fn=build_dataloader,
+    build_tokenizer_fn=None,
+    build_loss_fn=build_loss,
+    build_validator_fn=FixedValidator,
+    build_metrics_processor_fn=build_metrics_processor,
+    state_dict_adapter=Llama3StateDictAdapter,
+)
+register_train_spec("pc_llama2", TRAIN_SPEC)
+
+
+def load_config(path: str | Path, overrides: list[str]) -> JobConfig:
+    """The config of a run, resolved and checked, with its run folder filled in."""
+    values = resolve(path, overrides, JobConfig)
+    values.setdefault("job", {})["dump_folder"] = str(dump_folder(path, values))
+    return to_config(values, JobConfig)

@@ -1,0 +1,166 @@
+"""A checkpoint is read whole or not at all, and nothing in it is executed."""
+
+import json
+import pickle
+import shutil
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from made_runs import make_run
+from pc import PCConfig, UserError
+from pc.evaluate import plain_weights
+from pc.titan.distcp import CheckpointFolder
+from ranks import run_ranks
+
+
+@pytest.fixture
+def copied(tmp_path, pc_run):
+    """A copy of the run that a test may damage; returns its checkpoint."""
+    shutil.copytree(pc_run.checkpoint.parent.parent, tmp_path / "run")
+    return tmp_path / "run" / "checkpoint" / "step-7"
+
+
+def rewritten(folder, change):
+    """Save the checkpoint again with its entries changed."""
+    reader = CheckpointFolder(folder)
+    entries = reader.read_tensors([key for key, shape in reader.shapes().items() if shape is not None])
+    entries |= {"method": {"fingerprint": reader.read_value("method.fingerprint")}}
+    change(entries)
+    shutil.rmtree(folder)
+    dcp.save(entries, checkpoint_id=str(folder), no_dist=True)
+
+
+def test_weights_are_the_trainers(pc_run):
+    run = plain_weights.load(pc_run.checkpoint)
+    expected = pc_run.model.state_dict()
+    assert run.weights.keys() == expected.keys()
+    assert all(torch.equal(run.weights[key], expected[key]) for key in expected)
+    assert (run.step, run.method["level"], run.model_args.max_seq_len) == (7, 4, 256)
+
+
+def test_schedule_forward_evaluates_pc(tmp_path, data_folder):
+    made = make_run(tmp_path / "run", data_folder, PCConfig(level=2, schedule="forward"))
+    weights = plain_weights.load(made.checkpoint).weights
+    expected = made.model.state_dict()
+    assert all(torch.equal(weights[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda e: e.pop("layers.1.attention.wk.weight"),
+            r"tensor layers\.1\.attention\.wk\.weight is missing",
+        ),
+        (
+            lambda e: e.pop("pc.layers.3.feed_forward.w2.u"),
+            r"tensor pc\.layers\.3\.feed_forward\.w2\.u is missing",
+        ),
+        (
+            lambda e: e.update({"layers.9.ffn_norm.weight": torch.ones(2)}),
+            r"tensor layers\.9\.ffn_norm\.weight does not",
+        ),
+        (
+            lambda e: e.update({"pc.layers.0.attention.wq.u": torch.ones(2)}),
+            r"tensor pc\.layers\.0\.attention\.wq\.u does",
+        ),
+        (lambda e: e.update({"norm.weight": torch.ones(5)}), r"tensor norm\.weight has shape \[5\].*\[256\]"),
+        (lambda e: e["method"].update(fingerprint='{"enable": false}'), r"tensor pc\..* does not belong"),
+    ],
+)
+def test_every_tensor_is_accounted_for(copied, change, message):
+    rewritten(copied, change)
+    with pytest.raises(UserError, match=message):
+        plain_weights.load(copied)
+
+
+def test_model_only_checkpoint_of_schedule_step_is_plain(copied, pc_run):
+    def only_the_model(entries):
+        for key in [key for key in entries if key.startswith(("pc.", "method", "optimizer.", "train_state."))]:
+            del entries[key]
+
+    rewritten(copied, only_the_model)
+    weights = plain_weights.load(copied).weights
+    assert all(torch.equal(weights[key], tensor) for key, tensor in pc_run.model.state_dict().items())
+
+
+def test_model_only_checkpoint_of_schedule_forward_is_refused(copied):
+    config = copied.parent.parent / "config.toml"
+    config.write_text(config.read_text() + 'schedule = "forward"\n')
+    rewritten(copied, lambda entries: entries.pop("method"))
+    with pytest.raises(UserError, match="raw weights"):
+        plain_weights.load(copied)
+
+
+def test_half_a_checkpoint(copied):
+    (copied / ".metadata").unlink()
+    with pytest.raises(UserError, match=r"half a checkpoint \(no .metadata"):
+        plain_weights.load(copied)
+
+
+def test_a_part_is_missing(copied):
+    (copied / "__0_0.distcp").unlink()
+    with pytest.raises(UserError, match=r"__0_0\.distcp: missing"):
+        plain_weights.load(copied)
+
+
+def test_a_part_was_cut_short(copied):
+    part = copied / "__0_0.distcp"
+    part.write_bytes(part.read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"__0_0\.distcp: \d+ bytes where \d+ are needed"):
+        plain_weights.load(copied)
+
+
+def test_no_checkpoint_at_all(tmp_path):
+    with pytest.raises(UserError, match="no such checkpoint"):
+        plain_weights.load(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="not a checkpoint"):
+        plain_weights.load(tmp_path)
+
+
+def test_a_run_instead_of_its_checkpoint(pc_run):
+    with pytest.raises(UserError, match=r"the newest one in it is .*step-7"):
+        plain_weights.load(pc_run.checkpoint.parent.parent)
+
+
+def test_config_is_missing(copied):
+    (copied.parent.parent / "config.toml").unlink()
+    with pytest.raises(UserError, match=r"config\.toml: missing"):
+        plain_weights.load(copied)
+
+
+def test_index_is_not_executed(copied, tmp_path):
+    class Attack:
+        def __reduce__(self):
+            return exec, (f"open({str(tmp_path / 'executed')!r}, 'w')",)
+
+    (copied / ".metadata").write_bytes(pickle.dumps(Attack()))
+    with pytest.raises(UserError, match="builtins.exec does not belong"):
+        plain_weights.load(copied)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_index_is_garbage(copied):
+    (copied / ".metadata").write_bytes(b"\x80\x05 and so on")
+    with pytest.raises(UserError, match="not the index of a checkpoint"):
+        plain_weights.load(copied)
+
+
+def _save_sharded(rank, entries, folder):
+    mesh = init_device_mesh("cpu", (3,))
+    sharded = {key: distribute_tensor(tensor, mesh, [Shard(0)]) for key, tensor in entries.items()}
+    dcp.save(sharded | {"method": {"fingerprint": json.dumps({"enable": False})}}, checkpoint_id=str(folder))
+
+
+def test_written_by_three_ranks(tmp_path, plain_run):
+    """256 rows on 3 ranks: uneven shards."""
+    shutil.copytree(plain_run.checkpoint.parent.parent, tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoint" / "step-8"
+    run_ranks(3, _save_sharded, plain_run.model.state_dict(), folder)
+    assert len(list(folder.glob("*.distcp"))) == 3
+    weights = plain_weights.load(folder).weights
+    assert all(torch.equal(weights[key], tensor) for key, tensor in plain_run.model.state_dict().items())

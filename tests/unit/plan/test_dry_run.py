@@ -1,0 +1,226 @@
+"""The dry run finds what is wrong, and its sums are right."""
+
+import dataclasses
+import hashlib
+import shutil
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
+from torchtitan.config.job_config import ActivationCheckpoint
+from torchtitan.distributed.activation_checkpoint import apply_ac
+
+from pc.errors import UserError
+from pc.plan import dry_run
+from pc.plan.dry_run import check, check_or_raise
+from pc.titan import memory
+from pc.titan.config import JobConfig
+from pc.titan.llama2 import FLAVORS, Llama2
+from pc.titan.loss import CHUNK_LOGITS
+from pc.titan.parallelize import SAVED_OPERATIONS
+from small_config import ROOT
+
+CONFIG = ROOT / "train_configs" / "1b_adamw_pc.toml"
+
+
+@pytest.mark.parametrize(
+    "overrides, world_size, said",
+    [
+        (["--model.flavor=3B"], 8, "model.flavor = '3B' should be one of"),
+        ([], 3, "Nearest that fit: global_batch_size 312 or 324"),
+        (
+            ["--parallelism.tensor_parallel_degree=3"],
+            8,
+            "8 GPUs are no multiple of tensor_parallel_degree x pipeline",
+        ),
+        (["--parallelism.tensor_parallel_degree=32"], 32, "should divide the 16 heads"),
+        (["--model.flavor=70B", "--parallelism.tensor_parallel_degree=16"], 16, "should divide the 8 key-value heads"),
+        (["--parallelism.data_parallel_replicate_degree=3"], 8, "should divide the 8 data-parallel ranks"),
+        (
+            ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=8"],
+            8,
+            "should be 8",
+        ),
+        (["--training.steps=0"], 8, "training.steps = 0 should be at least 1"),
+        (["--lr_scheduler.warmup_steps=70000"], 8, "lr_scheduler.warmup_steps"),
+        (["--optimizer.lr=0"], 8, "optimizer.lr = 0.0 should be above 0"),
+        (["--pc.blocks=o,ffm"], 8, "'ffm' is no block"),
+        (["--pc.level=7"], 8, "pc.level"),
+        (["--checkpoint.keep_latest_k=1"], 8, "keep_latest_k"),
+        (["--checkpoint.interval=0"], 8, "checkpoint.interval"),
+        (["--validation.freq=0"], 8, "validation.freq"),
+        (["--training.dtype=bfloat16"], 8, "training.dtype"),
+    ],
+)
+def test_one_fault_is_one_error(overrides, world_size, said):
+    report = check(CONFIG, overrides, world_size, needs_data=False)
+    assert len(report.errors) >= 1 and any(said in error for error in report.errors)
+
+
+def test_the_config_itself_has_no_error_but_missing_data(tmp_path):
+    report = check(CONFIG, [f"--data.path={tmp_path}/none"], 8, needs_data=False)
+    assert report.errors == [] and any("does not exist" in warning for warning in report.warnings)
+    with pytest.raises(UserError, match="data.path: data folder .* does not exist; make it with"):
+        check_or_raise(CONFIG, [f"--data.path={tmp_path}/none"], 8)
+
+
+def test_missing_demo_data_name_their_command(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    report = check(ROOT / "train_configs" / "debug.toml", [], 1)
+    assert any("python -m pc.data.demo" in error for error in report.errors)
+
+
+def test_all_faults_come_at_once():
+    with pytest.raises(UserError) as raised:
+        check_or_raise(CONFIG, ["--training.steps=0", "--pc.level=7", "--data.path=none"], 3)
+    assert str(raised.value).count("error: ") >= 3  # and the first without the word
+
+
+def test_data_are_checked_against_the_model(tiny_shards):
+    words = [f"--data.path={tiny_shards}", "--training.seq_len=16", "--data.validation_sequences=100000"]
+    report = check(ROOT / "train_configs" / "debug.toml", words, 1)
+    assert report.errors == []
+    assert any("validation sequences" in warning for warning in report.warnings)
+    report = check(ROOT / "train_configs" / "debug.toml", [*words, "--model.vocab_size=10"], 1)
+    assert any("model.vocab_size is 10" in error for error in report.errors)
+    report = check(ROOT / "train_configs" / "debug.toml", [*words, "--training.seq_len=1000000"], 1)
+    assert any("too few for seq_len" in error for error in report.errors)
+
+
+def test_a_model_of_the_papers_says_where_its_data_are_not_the_papers(tiny_shards, tmp_path, monkeypatch):
+    def warnings(folder):
+        found = check(ROOT / "train_configs" / "271m_adamw_pc.toml", [f"--data.path={folder}"], 8).warnings
+        return [warning for warning in found if "the paper" in warning]
+
+    said = warnings(tiny_shards)
+    assert "the paper with Llama 2's tokenizer.model: losses per token are not comparable" in said[0]
+    assert "the run reads 57.7 B tokens" in said[1] and "none twice" in said[1] and len(said) == 2
+    # control: with Llama 2's tokenizer, known by its hash, only the number of tokens is left to say
+    folder = tmp_path / "shards"
+    shutil.copytree(tiny_shards, folder)
+    (folder / "tokenizer").mkdir(exist_ok=True)
+    (folder / "tokenizer" / "tokenizer.model").write_bytes(b"x")
+    monkeypatch.setattr(dry_run, "LLAMA_2_TOKENIZER_SHA256", hashlib.sha256(b"x").hexdigest())
+    assert len(warnings(folder)) == 1
+    small = check(ROOT / "train_configs" / "debug.toml", [f"--data.path={folder}"], 1).warnings
+    assert not any("the paper" in warning for warning in small)
+
+
+def test_every_mistake_is_said_once():
+    report = check(CONFIG, ["--pc.level=9", "--training.steps=0", "--checkpoint.interval=0"], 8, needs_data=False)
+    for key in ("pc.level", "training.steps", "checkpoint.interval"):
+        assert sum(error.startswith(key) for error in report.errors) == 1, report.errors
+
+
+# Two blocks of one matrix each, an embedding and a head: small enough to add up by hand.
+SIZES = memory.Sizes(
+    total=1000, hidden_matrices=600, preconditioned=400, largest_block=300, outside_blocks=400,
+    dim=10, ffn_dim=30, layers=2, vocabulary=50,
+)  # fmt: skip
+
+
+def estimate(**changes):
+    arguments = {
+        "optimizer": "AdamW", "schedule": "step", "shards": 1, "tensor_parallel": 1, "pipeline_parallel": 1,
+        "tokens": 7, "activation_checkpoint": ActivationCheckpoint(mode="none"), "compute_bytes": 2,
+        "loss": memory.Loss(is_compiled=False), "gathers_once": False, "accumulates": True,
+    }  # fmt: skip
+    return {part: round(size * memory.GIB) for part, size in memory.per_gpu(SIZES, **arguments | changes).items()}
+
+
+def test_memory_by_hand():
+    assert estimate() == {
+        "weights": 4000,
+        "gradients": 4000,
+        "optimizer": 8000,
+        "raw W": 1600,
+        "gathered": 2 * (3 * 300 + 400),
+        "activations": 2 * 7 * 2 * (8 * 10 + 4 * 30),
+        "logits": 7 * 50 * 12,
+    }
+
+
+def test_memory_follows_the_settings():
+    assert estimate(shards=4)["optimizer"] == 2000
+    assert estimate(optimizer="Muon")["optimizer"] == 4 * (600 + 2 * 400)
+    assert estimate(schedule="forward")["raw W"] == 0
+    assert estimate(loss=memory.Loss())["logits"] == 7 * 50 * 4
+    assert estimate(loss=memory.Loss(shards=2))["logits"] == 7 * 50 * 4 / 2
+    assert estimate(loss=memory.Loss(is_chunked=True))["logits"] == 4 * CHUNK_LOGITS + 50 * 10 * 6 + 7 * 10 * 2
+    whole = 8 * 10 + 4 * 30
+    for mode, option, kept in (
+        ("full", "op", 10),
+        ("selective", "op", 5 * 10 + 30),
+        ("selective", "2", (whole + 10) / 2),
+    ):
+        checkpointing = ActivationCheckpoint(mode=mode, selective_ac_option=option)
+        assert estimate(activation_checkpoint=checkpointing)["activations"] == 7 * 2 * (2 * kept + whole)
+    assert memory.checkpoint_bytes(SIZES, optimizer="AdamW", schedule="step") == 4 * (1000 + 2000 + 400)
+
+
+@pytest.mark.parametrize(
+    "settings, loss",
+    [
+        ({"compile.enable": False}, memory.Loss(is_compiled=False)),
+        ({"compile.enable": True}, memory.Loss()),
+        ({"compile.enable": True, "compile.components": ["model"]}, memory.Loss(is_compiled=False)),
+        (
+            {"compile.enable": True, "parallelism.tensor_parallel_degree": 2},
+            memory.Loss(is_compiled=False, shards=2),
+        ),
+        (
+            {
+                "compile.enable": True,
+                "parallelism.tensor_parallel_degree": 2,
+                "parallelism.disable_loss_parallel": True,
+            },
+            memory.Loss(),
+        ),
+        ({"compile.enable": True, "training.chunked_loss": True}, memory.Loss(is_chunked=True)),
+    ],
+)
+def test_kind_of_loss(settings, loss):
+    config = JobConfig()
+    for key, value in settings.items():
+        section, name = key.split(".")
+        setattr(getattr(config, section), name, value)
+    assert memory.Loss.of(config) == loss
+
+
+@pytest.mark.parametrize("mode, option", [("none", "op"), ("selective", "op"), ("selective", "2"), ("full", "op")])
+def test_activations_against_torchs_tracker(mode, option):
+    """Every tensor that a 60M forward pass leaves behind, uncompiled and in float32, by torch's own count."""
+    tokens, batch = 512, 2
+    args = dataclasses.replace(FLAVORS["60M"], max_seq_len=tokens // batch)
+    checkpointing = ActivationCheckpoint(mode=mode, selective_ac_option=option)
+    with FakeTensorMode():
+        model = Llama2(args)
+        sizes = memory.sizes_of(model)
+        if mode != "none":
+            apply_ac(
+                model,
+                checkpointing,
+                model_compile_enabled=False,
+                op_sac_save_list=SAVED_OPERATIONS,
+                base_folder="",
+            )
+        inputs = torch.zeros(batch, tokens // batch, dtype=torch.long)
+        tracker = MemTracker()
+        tracker.track_external(model, inputs)
+        with tracker:
+            logits = model(inputs)
+            left = tracker.get_tracker_snapshot("current")[torch.device("cpu")]
+    kept = left[_MemRefType.ACT] - 4 * logits.numel()
+    outside = 4 * tokens * 3 * sizes.dim  # the embedding's output, and the last norm's input and output
+    expected = 4 * tokens * sizes.layers * memory.kept_per_block(sizes, checkpointing)
+    # uncompiled, q and k are kept before and after their rotation: two of 21 vectors that the estimate leaves out
+    assert kept - outside == pytest.approx(expected, rel=0.11 if mode == "none" or option == "2" else 0.01)
+
+
+def test_the_papers_1b_run_is_in_range():
+    """65.9 GiB measured by the paper for the baseline; the estimate leaves out what it says it does. Not compiled,
+    since the paper's code cannot compile PC, which it compares with this."""
+    settings = ["--activation_checkpoint.mode", "none", "--compile.enable", "false"]
+    facts = dict(check(ROOT / "train_configs" / "1b_adamw_baseline.toml", settings, 8, needs_data=False).facts)
+    assert 0.75 * 65.9 < float(facts["memory per GPU"].split()[0]) < 65.9

@@ -1,0 +1,159 @@
+"""Equal runs are known by what decides their result, trained once, and taken over."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pc.common.run_folder import lock
+from pc.errors import UserError
+from pc.launch.slurm import Allocation
+from pc.sweep import equal_runs
+from pc.sweep.results import status_text
+from pc.sweep.run import run_all
+from pc.sweep.spec import load, tokens_of
+from pc.sweep.submit import submit
+from pc.titan.config import JobConfig
+from pc.titan.toml import resolve, write_resolved
+
+CONFIG = """
+[training]
+seq_len = 32
+local_batch_size = 2
+global_batch_size = 4
+steps = 5
+[optimizer]
+lr = 1e-3
+[pc]
+enable = true
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pc.toml").write_text(CONFIG)
+    (tmp_path / "level.toml").write_text('configs = ["pc.toml"]\n[axes]\n"pc.level" = [3, 4]\n')
+    (tmp_path / "blocks.toml").write_text('configs = ["pc.toml"]\n[axes]\n"pc.blocks" = [["ffn", "o"], ["ffn"]]\n')
+    return tmp_path
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """In place of training: names of the runs that were trained, whose folders look as the trainer leaves them."""
+    names = []
+
+    def train(run, held, processes, label):
+        with held:
+            names.append(str(run.folder))
+            finish(run.config, run.overrides, run.folder)
+
+    monkeypatch.setattr("pc.sweep.run.train", train)
+    return names
+
+
+def finish(config, overrides, folder: Path, state="finished"):
+    write_resolved(config, overrides, JobConfig, folder / "config.toml")
+    (folder / "status.json").write_text(json.dumps({"state": state, "step": 5, "steps": 5}))
+    (folder / "metrics.jsonl").write_text(
+        '{"step": 5, "loss": 3.0, "tokens": 640}\n{"step": 5, "validation_loss": 3.0}\n'
+    )
+
+
+def identity(*words: str):
+    return equal_runs.identity(resolve("pc.toml", words, JobConfig))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--job.dump_folder=elsewhere", "--job.description=other", "--metrics.log_freq=7", "--health.freq=0"],
+        ["--checkpoint.interval=3", "--checkpoint.folder=there", "--profiling.enable_profiling"],
+        ["--pc.blocks=ffn,o"],
+        ["--pc.blocks=up,gate,down,o"],
+        ["--pc.level=4", "--optimizer.name=AdamW", "--optimizer.muon_steps=9"],
+    ],
+)
+def test_the_same_run(folder, words):
+    assert identity(*words) == identity()
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["--pc.level=3", "--optimizer.lr=2e-3", "--data.seed=1", "--data.path=other", "--pc.enable=false", "--pc.blocks=o"]
+    + ["--checkpoint.initial_load_path=here", "--training.steps=6", "--validation.freq=3", "--optimizer.name=Muon"],
+)
+def test_another_run(folder, word):
+    assert identity(word) != identity()
+
+
+def test_baselines_do_not_differ_in_what_pc_would_do(folder):
+    assert identity("--pc.enable=false", "--pc.level=2") == identity("--pc.enable=false", "--pc.blocks=o")
+
+
+def test_equal_runs_of_two_sweeps_and_of_a_config_are_trained_once(folder, trained, capsys):
+    finish("pc.toml", ["--pc.level=3"], folder / "outputs" / "by-hand")
+    sweeps = [load("level.toml"), load("blocks.toml")]
+    text = equal_runs.plan_text(sweeps, lambda run: (tokens_of(run, 1), 36000.0))
+    assert "level/level-3" in text and "finished as outputs/by-hand" in text
+    assert "the same as outputs/sweeps/level/level-4" in text
+    counts = [line.split()[0] for line in text.splitlines()[-3:]]
+    assert counts == ["4", "3", "2"] and text.splitlines()[-1].split()[-2] == "20.0"
+    equal_runs.take_over(sweeps)
+    run_all(sweeps)
+    assert trained == ["outputs/sweeps/level/level-4", "outputs/sweeps/blocks/blocks-ffn"]
+    said = capsys.readouterr().out
+    assert "level-3: taken over from outputs/by-hand" in said
+    assert "blocks-ffn+o: taken over from outputs/sweeps/level/level-4" in said
+    assert "taken over from ../level/level-4" in status_text(sweeps[1])
+    results = [json.loads(line) for line in Path("outputs/sweeps/blocks/results.jsonl").read_text().splitlines()]
+    assert [result["validation_loss"] for result in results] == [3.0, 3.0]
+    run_all(sweeps)
+    assert len(trained) == 2
+
+
+def test_a_sweep_goes_on_when_it_grows_and_refuses_what_was_trained_otherwise(folder, trained):
+    run_all([load("level.toml")])
+    (folder / "level.toml").write_text('configs = ["pc.toml"]\n[axes]\n"pc.level" = [1, 3, 4]\n')
+    (folder / "pc.toml").write_text(CONFIG + "[metrics]\nlog_freq = 3\n")  # decides no result
+    equal_runs.require_unchanged(load("level.toml"))
+    run_all([load("level.toml")])
+    assert [Path(name).name for name in trained] == ["level-3", "level-4", "level-1"]
+    (folder / "pc.toml").write_text(CONFIG.replace("1e-3", "2e-3"))
+    with pytest.raises(UserError, match=r"level-1 was trained with optimizer.lr = 0.001 \(now 0.002\)"):
+        equal_runs.require_unchanged(load("level.toml"))
+
+
+def test_a_link_whose_run_is_gone_is_trained_again(folder, trained):
+    sweeps = [load("level.toml"), load("blocks.toml")]
+    run_all(sweeps)
+    (folder / "outputs/sweeps/level/level-4").rename(folder / "gone")
+    equal_runs.take_over(sweeps)
+    run_all(sweeps[1:])
+    assert trained[-1] == "outputs/sweeps/blocks/blocks-ffn+o"
+
+
+def test_a_run_that_is_trained_elsewhere_is_passed_over(folder, trained, capsys):
+    finish("pc.toml", [], folder / "outputs" / "by-hand", state="running")
+    with lock(folder / "outputs" / "by-hand"), pytest.raises(UserError, match="did not finish: level-4"):
+        run_all([load("level.toml")])
+    assert "level-4: another process trains the same run in outputs/by-hand" in capsys.readouterr().out
+    assert trained == ["outputs/sweeps/level/level-3"]
+
+
+def test_equal_runs_are_queued_once(folder, monkeypatch):
+    monkeypatch.setattr("pc.sweep.submit.check_or_raise", lambda *_: None)
+    queued = []
+
+    def sbatch(words, **_):
+        queued.append(next(word for word in words if word.startswith("--array")))
+        return subprocess.CompletedProcess(words, 0, "77", "")
+
+    monkeypatch.setattr(subprocess, "run", sbatch)
+    finish("pc.toml", ["--pc.level=3"], folder / "outputs" / "by-hand")
+    sweeps = [load("level.toml"), load("blocks.toml")]
+    equal_runs.take_over(sweeps)
+    said = submit(sweeps, 2, Allocation(1, 8, []))
+    assert queued == ["--array=1%2", "--array=1%2"]  # level 4; the FFN alone
+    assert "blocks-ffn+o: the same run as outputs/sweeps/level/level-4" in said
