@@ -23,7 +23,7 @@ from pc.data.manifest import SPLITS, TOKENIZER_FOLDER, Manifest, Shard
 from pc.data.shards import write_shard
 from pc.data.sources import Unit, read_rows
 from pc.data.tokenizers import DEFAULT_TOKENIZER, load_tokenizer
-from pc.data.tokenizing_plan import Plan, finish, finished, make_plan, record_unit
+from pc.data.tokenizing_plan import TokenizingPlan, finish, finished, make_plan, record_unit
 from pc.errors import UserError
 
 QUIET_BELOW = 30 * 10**6  # bytes of text for which no progress bar is shown
@@ -67,7 +67,7 @@ def tokenize(
     return finish(output, plan)
 
 
-def _require_space(output: Path, unfinished: Sequence[Unit], plan: Plan) -> None:
+def _require_space(output: Path, unfinished: Sequence[Unit], plan: TokenizingPlan) -> None:
     # English text comes to some 4.3 bytes per token; half a byte per byte leaves a reserve at uint16.
     needed = sum(unit.text_bytes for unit in unfinished) * np.dtype(plan.dtype).itemsize // 4
     free = shutil.disk_usage(output).free
@@ -75,7 +75,7 @@ def _require_space(output: Path, unfinished: Sequence[Unit], plan: Plan) -> None
         raise UserError(f"{output} needs about {needed / 1e9:.1f} GB, but its disk has {free / 1e9:.1f} GB free")
 
 
-def _run(output: Path, plan: Plan, unfinished: list[Unit], processes: int) -> None:
+def _run(output: Path, plan: TokenizingPlan, unfinished: list[Unit], processes: int) -> None:
     total = sum(unit.text_bytes for unit in unfinished)
     interval = 1 if sys.stderr.isatty() else 60  # seconds; a log file needs fewer lines
     with tqdm(
@@ -95,7 +95,7 @@ def _run(output: Path, plan: Plan, unfinished: list[Unit], processes: int) -> No
             _run_in_pool(output, plan, unfinished, processes, bar)
 
 
-def _run_in_pool(output: Path, plan: Plan, unfinished: list[Unit], processes: int, bar: tqdm) -> None:
+def _run_in_pool(output: Path, plan: TokenizingPlan, unfinished: list[Unit], processes: int, bar: tqdm) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # imports once, not in every process
     progress = context.Value("q", 0)  # text bytes done, over all processes
@@ -121,7 +121,7 @@ def _run_in_pool(output: Path, plan: Plan, unfinished: list[Unit], processes: in
 _worker: dict = {}  # what a pool process keeps between units
 
 
-def _start_worker(output: Path, plan: Plan, progress) -> None:
+def _start_worker(output: Path, plan: TokenizingPlan, progress) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
     _worker.update(
         output=output, plan=plan, progress=progress, encoder=Encoder(load_tokenizer(_reference(output, plan)))
@@ -134,11 +134,11 @@ def _work(unit: Unit) -> None:
             _worker["progress"].value += done
 
 
-def _reference(output: Path, plan: Plan) -> str:
+def _reference(output: Path, plan: TokenizingPlan) -> str:
     return plan.tokenizer.name if plan.tokenizer.kind == "tiktoken" else str(output / TOKENIZER_FOLDER)
 
 
-def tokenize_unit(output: Path, plan: Plan, unit: Unit, encoder: Encoder) -> Iterator[int]:
+def tokenize_unit(output: Path, plan: TokenizingPlan, unit: Unit, encoder: Encoder) -> Iterator[int]:
     """Do one unit; yields text bytes as they are done."""
     parts: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {split: [] for split in SPLITS}
     for rows in read_rows(unit, plan.configuration["text_column"]):

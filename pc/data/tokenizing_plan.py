@@ -19,7 +19,7 @@ from pc.errors import UserError
 
 
 @dataclass(frozen=True)
-class Plan:
+class TokenizingPlan:
     """configuration: all that decides the result, comparable and hashed. units: the work."""
 
     configuration: dict
@@ -38,7 +38,7 @@ def make_plan(
     validation_fraction: float,
     shard_megabytes: int,
     output: Path,
-) -> Plan:
+) -> TokenizingPlan:
     """Read the folder's plan, or look at the source and make one."""
     if not 0 <= validation_fraction < 1:
         raise UserError(f"--validation-fraction {validation_fraction} must be at least 0 and less than 1")
@@ -74,7 +74,7 @@ def make_plan(
             write(output / TOKENIZER_FOLDER / name, content)
         write(path, json.dumps({"configuration": configuration, "units": [asdict(u) for u in units]}, indent=1))
     digest = hashlib.sha256(json.dumps(configuration, sort_keys=True).encode()).hexdigest()
-    return Plan(
+    return TokenizingPlan(
         configuration,
         digest,
         TokenizerRecord.of(tokenizer),
@@ -83,7 +83,7 @@ def make_plan(
     )
 
 
-def record_unit(output: Path, plan: Plan, unit: Unit, shards: dict[str, list[Shard]]) -> None:
+def record_unit(output: Path, plan: TokenizingPlan, unit: Unit, shards: dict[str, list[Shard]]) -> None:
     """Mark the unit as finished, once its shards are written and checked."""
     record = {
         "configuration_sha256": plan.configuration_sha256,
@@ -96,7 +96,7 @@ def _record_path(output: Path, unit: Unit) -> Path:
     return output / "units" / f"{unit.number:05d}.json"
 
 
-def finished(output: Path, plan: Plan, unit: Unit) -> dict[str, list[Shard]] | None:
+def finished(output: Path, plan: TokenizingPlan, unit: Unit) -> dict[str, list[Shard]] | None:
     """The unit's shards if it was finished with this configuration and its files are all there."""
     try:
         record = json.loads(_record_path(output, unit).read_text())
@@ -109,7 +109,7 @@ def finished(output: Path, plan: Plan, unit: Unit) -> dict[str, list[Shard]] | N
     return None if any(complaints) else shards
 
 
-def finish(output: Path, plan: Plan) -> Manifest | None:
+def finish(output: Path, plan: TokenizingPlan) -> Manifest | None:
     """Write the manifest if every unit is done."""
     records = [finished(output, plan, unit) for unit in plan.units]
     if any(record is None for record in records):
