@@ -12,6 +12,10 @@ from pc.errors import UserError
 
 TRAINER = "pc.launch.worker"
 
+GLIBC_KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
+"""Otherwise the C library gives every large tensor back to the kernel, which clears the pages of the next one: some 15 % of
+a CPU's time, and more through its caches (docs/performance.md)."""
+
 
 def processes_here() -> int:
     """Processes per machine: NGPU, or one per GPU, or 1 on a machine without."""
@@ -97,12 +101,13 @@ def environment(processes: int) -> dict[str, str]:
     """This process's environment, the CPU's cores shared out among the processes.
 
     GPU memory in segments that grow, as TorchTitan's launcher has it, so that shapes which change (PC's batches between
-    steps) leave no holes.
+    steps) leave no holes. A CPU's memory is kept between steps.
     """
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
+    keeps_memory = {} if torch.cuda.device_count() else GLIBC_KEEPS_MEMORY
     defaults = {
         "OMP_NUM_THREADS": str(threads),
         "PYTHONUNBUFFERED": "1",
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     }
-    return {**defaults, **os.environ}
+    return {**defaults, **keeps_memory, **os.environ}

@@ -16,7 +16,10 @@ from torch import Tensor
 from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor, _get_metrics_rank
 from torchtitan.tools.logging import logger
 
+from pc.common.run_folder import time_left
 from pc.titan.layout import Layout
+
+SECONDS_BETWEEN_PROGRESS_LINES = 20.0
 
 
 class LossSpikes:
@@ -123,6 +126,8 @@ class PCMetricsProcessor(MetricsProcessor):
         super().__init__(job_config, parallel_dims, tag)
         self._json_lines: JsonLinesLogger | None = None
         self._spikes: LossSpikes | None = None
+        self._paces: deque[tuple[int, float]] = deque(maxlen=20)  # logged step, time
+        self._said_at = 0.0
         self.positions: Callable[[], range | None] = lambda: None
         """of the sequences of the current step, in the order of the data"""
         self._device = self.device_memory_monitor.device.type
@@ -161,6 +166,18 @@ class PCMetricsProcessor(MetricsProcessor):
             dist.all_reduce(peak, dist.ReduceOp.MAX)
         extra_metrics = {**(extra_metrics or {}), "memory/max_active_of_all_ranks(GiB)": peak.item()}
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
+        if self._json_lines is not None:
+            self._say_time_left(step)
+
+    def _say_time_left(self, step: int) -> None:
+        """Log how far the run is, at most every `SECONDS_BETWEEN_PROGRESS_LINES`."""
+        now, last = time.time(), self.job_config.training.steps
+        self._paces.append((step, now))
+        if now - self._said_at >= SECONDS_BETWEEN_PROGRESS_LINES:
+            left = time_left([step for step, _ in self._paces], [when for _, when in self._paces], last)
+            if left:
+                self._said_at = now
+                logger.info(f"Step {step} of {last}, {left}")
 
     def _say_spike(self, step: int, loss: float) -> dict[str, int]:
         """Log where a spike begins; returns the same as metrics."""
