@@ -33,6 +33,23 @@ FAST = (
 )
 
 
+# Their tests share what is made once for the file, so one process runs them; it starts with those.
+SHARING = (
+    "test_compile.py",
+    "test_data_commands.py",
+    "test_export_commands.py",
+    "test_export_of_runs.py",
+    "test_parallelisms.py",
+    "test_plots.py",
+    "test_score_in_training.py",
+    "test_slurm.py",
+    "test_tokenizer_choice.py",
+    "test_upstream_defects.py",
+)
+LONGEST_FIRST = ("golden", "end_to_end", "distributed")
+"""folders whose tests begin first, so that none is left for the end when only one process is still busy"""
+
+
 def pytest_addoption(parser):
     parser.addoption("--fast", action="store_true", help="run the core of the tests, in a minute or two")
     parser.addoption("--soak", action="store_true", help="run the long tests, and only them")
@@ -48,7 +65,10 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("--fast"):
         chosen = [item for item in chosen if item.nodeid.startswith(FAST)]
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-    items[:] = chosen
+    items[:] = sorted(chosen, key=lambda item: item.path.parent.name not in LONGEST_FIRST)
+    for item in items:
+        if item.path.name in SHARING:
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
 
 
 def _is_for_gpu(item) -> bool:

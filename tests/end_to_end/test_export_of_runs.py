@@ -66,7 +66,7 @@ def test_validation_loss_of_the_export_is_the_runs(train, tmp_path, shards, over
     require_same_validation_loss(folder, out, shards)
 
 
-STAND_STILL = ["--optimizer.lr", "0.0", "--training.steps", "1", "--plain_weights.interval", "1"]
+STAND_STILL = ["--optimizer.lr", "0.0", "--training.steps", "1", "--checkpoint.interval", "1"]
 
 
 @pytest.mark.parametrize(
@@ -78,8 +78,8 @@ def test_export_of_a_baseline_starts_a_run(train, tmp_path, shards, overrides):
     out = hugging_face.export(first / "checkpoint" / "step-3", tmp_path / "out")
     require_same_validation_loss(first, out, shards)
     second = train(
-        "second", *overrides, *STAND_STILL, "--plain_weights.initial_load_in_hf", "true",
-        "--plain_weights.initial_load_path", str(out),
+        "second", *overrides, *STAND_STILL, "--checkpoint.initial_load_in_hf", "true",
+        "--checkpoint.initial_load_path", str(out),
     )  # fmt: skip
     expected = plain_weights.load(first / "checkpoint" / "step-3").weights
     folder = CheckpointFolder(second / "checkpoint" / "step-1")

@@ -67,7 +67,7 @@ for schedule in ("forward", "step"):
     torch.testing.assert_close(plain(x), outputs[0])
     results.append(plain(x))
 torch.testing.assert_close(*results, rtol=1e-3, atol=1e-4)  # AdamW's square roots amplify float32 rounding
-for package in ("titan", "data", "evaluate", "launch", "plots", "analysis"):
+for package in ("titan", "data", "plan", "evaluate", "launch", "sweep", "common.plots", "analysis"):
     try:
         __import__(f"pc.{package}")
     except ImportError as error:

@@ -229,17 +229,6 @@ def test_remote_files_are_read_like_local_ones(parquet_folder):
     assert read_footers([f"file://{file}"], "text")[0].summary() == read_footers([str(file)], "text")[0].summary()
 
 
-def test_slurm_array_tasks_share_the_work(monkeypatch):
-    for name, value in {"TASK_ID": "7", "TASK_MIN": "4", "TASK_COUNT": "8"}.items():
-        monkeypatch.setenv(f"SLURM_ARRAY_{name}", value)
-    assert tokenizing._parse_part(tokenizing._default_part()) == (3, 8)
-    for name in ("TASK_ID", "TASK_MIN", "TASK_COUNT"):
-        monkeypatch.delenv(f"SLURM_ARRAY_{name}")
-    assert tokenizing._parse_part(tokenizing._default_part()) == (0, 1)
-    with pytest.raises(UserError, match="--part 3/3"):
-        tokenizing._parse_part("3/3")
-
-
 def test_manifest_says_what_was_done(shards, parquet_folder):
     content = json.loads((shards.folder / "manifest.json").read_text())
     assert content["source"]["input"] == str(parquet_folder) and len(content["source"]["files"]) == 5
