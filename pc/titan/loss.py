@@ -60,6 +60,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             loss += chunk_loss
             torch.mm(d_logits, weight, out=d_some)
             d_weight += d_logits.T @ some_states
+            del d_logits  # before the next chunk's logits are made
         ctx.save_for_backward(d_states, d_weight)
         return loss
 
