@@ -130,6 +130,6 @@ def _refuse_shared_weights(modules: dict[str, nn.Module], chosen: dict[str, PCCo
         for parameter in module.parameters(recurse=False):
             owners.setdefault(parameter, []).append(name)
     for name in chosen:
-        others = [owner for owner in owners[modules[name].weight] if owner != name]
+        others = [owner for owner in owners[modules[name].get_parameter("weight")] if owner != name]
         if others:
             raise UserError(f"pc.blocks: {name}.weight is that of {others[0]} too; PC needs a weight of its own")

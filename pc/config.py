@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pc.errors import UserError
-from pc.polynomial import Coefficients, require_usable, resolve
+from pc.polynomial import Coefficients, Map, require_usable, resolve
 
 # The paper's short names for the linear layers of a Llama block, as suffixes of module names:
 # TorchTitan's first, then Hugging Face's.
@@ -74,7 +74,7 @@ class PCConfig:
                     f"pc.level names {sorted(self.level)} but pc.blocks names {sorted(self.blocks)}; "
                     "give one level for each block"
                 )
-            levels = self.level.values()
+            levels = list(self.level.values())
         else:
             object.__setattr__(self, "level", _hashable(self.level))
             levels = [self.level]
@@ -95,14 +95,20 @@ class PCConfig:
             # It is a process-wide switch, which a compiled graph cannot turn for a few of its products.
             raise UserError('pc.compute_dtype = "tf32" needs pc.schedule = "step"; with "forward" use "float32"')
 
+    @property
+    def map(self) -> Map:
+        """g of a config with one level (see `for_block`)."""
+        assert not isinstance(self.level, Mapping)
+        return resolve(self.level)
+
     def for_block(self, block: str) -> "PCConfig":
         """The same for one entry of `blocks` alone, with its own level."""
-        level = self.level[block] if isinstance(self.level, dict) else self.level
+        level = self.level[block] if isinstance(self.level, Mapping) else self.level
         return replace(self, level=level, blocks=(block,))
 
 
 def _hashable(level: Level | Sequence[float]) -> Level:
     """Coefficients as a tuple of floats; anything else as it is."""
-    if isinstance(level, str) or not isinstance(level, Sequence):
-        return level
-    return tuple(float(a) if type(a) is int else a for a in level)
+    if isinstance(level, Sequence) and not isinstance(level, (int, str)):
+        return tuple(float(a) if type(a) is int else a for a in level)
+    return level

@@ -52,10 +52,8 @@ def effective_weight(weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor,
     normalised = weight / s
     if config.compute_dtype == "bfloat16":
         normalised = normalised.bfloat16()
-    result = polynomial.apply(polynomial.resolve(config.level), normalised).to(weight.dtype)
-    scale = None
-    if config.norm_recovery:
-        scale = s.detach()
+    result = polynomial.apply(config.map, normalised).to(weight.dtype)
+    scale = s.detach() if config.norm_recovery else None
     if gamma is not None:
         gamma = gamma.to(weight.dtype)[..., None]
         scale = gamma if scale is None else scale * gamma
@@ -78,6 +76,10 @@ class PCLinear(nn.Linear):
         UserError: when it is to multiply by something that is not PC(W), or when an optimizer is to change PC(W)
             in place of W, naming the call that is missing.
     """
+
+    gamma: nn.Parameter | None
+    u: Tensor
+    v: Tensor
 
     missing_call: str
     """What must be done before the layer can multiply by PC(W); empty when it can."""
@@ -102,8 +104,8 @@ class PCLinear(nn.Linear):
         Raises:
             UserError: a subclass with its own `forward` in schedule "forward".
         """
-        kind = type(linear)
-        if config.schedule == "forward" and kind.forward is not nn.Linear.forward:
+        kind: type = type(linear)
+        if config.schedule == "forward" and type(linear).forward is not nn.Linear.forward:
             raise UserError(f'pc.schedule = "forward" would replace how {kind.__name__} {name} multiplies; use "step"')
         layer_class = cls if kind is nn.Linear else _with_product_of(kind)
         layer = layer_class.__new__(layer_class)
@@ -116,14 +118,12 @@ class PCLinear(nn.Linear):
         self.name, self.pc_config = name, config
         # TorchTitan checkpoints keep PC's own tensors apart from the model's in either schedule.
         self.hides_pc_state = config.schedule == "step"
-        like = {"device": self.weight.device, "dtype": self.weight.dtype}
-        if config.learnable_gamma:
-            self.gamma = nn.Parameter(torch.empty(1, **like))
-        else:
-            self.register_parameter("gamma", None)
+        device, dtype = self.weight.device, self.weight.dtype
+        gamma = nn.Parameter(torch.empty(1, device=device, dtype=dtype)) if config.learnable_gamma else None
+        self.register_parameter("gamma", gamma)
         if config.schedule == "forward":
-            self.register_buffer("u", torch.empty(self.out_features, **like))
-            self.register_buffer("v", torch.empty(self.in_features, **like))
+            self.register_buffer("u", torch.empty(self.out_features, device=device, dtype=dtype))
+            self.register_buffer("v", torch.empty(self.in_features, device=device, dtype=dtype))
         self.missing_call = REFRESH if config.schedule == "forward" else MAKE_SCHEDULE
         self.weight_was_loaded = False
         self.start_vectors = None
@@ -172,11 +172,8 @@ class PCLinear(nn.Linear):
 
     def before_step(self, optimizer: torch.optim.Optimizer, parameters: set[int]) -> None:
         """Refuse an optimizer that would train PC(W) as if it were an ordinary weight."""
-        holds_pc = self.pc_config.schedule == "step" and self.missing_call not in (
-            MAKE_SCHEDULE,
-            MATERIALISE,
-            UNFINISHED,
-        )
+        holds_raw = self.missing_call in (MAKE_SCHEDULE, MATERIALISE, UNFINISHED)
+        holds_pc = self.pc_config.schedule == "step" and not holds_raw
         if holds_pc and id(self.weight) in parameters and self.weight.grad is not None:
             raise UserError(
                 f"{type(optimizer).__name__}.step() would train PC(W) of {self.name} in place of W: give the optimizer to "

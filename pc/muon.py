@@ -58,7 +58,7 @@ class Muon(torch.optim.Muon):
                 torch.where(skip, buffer, gradient, out=gradient)  # a running mean of its own value stays as it is
         torch._foreach_lerp_(updates, local_gradients, 1 - momentum)
         if group["nesterov"]:
-            updates = torch._foreach_lerp(local_gradients, updates, momentum)
+            updates = list(torch._foreach_lerp(local_gradients, updates, momentum))
         # bfloat16 copies, which the results may overwrite, laid out as the parameters are
         updates = [_like(p, u.to(torch.bfloat16, copy=True)) for p, u in zip(parameters, updates, strict=True)]
         settings = (group["ns_coefficients"], group["ns_steps"], group["eps"])

@@ -71,13 +71,13 @@ def run_on_owners(
     keys = keys if keys is not None else [None] * len(inputs)
     if len({tensor.dtype for item in inputs for tensor in item}) > 1:
         raise ValueError("run_on_owners needs inputs of one dtype")
-    if batch_bytes is None and inputs:
-        batch_bytes = 0 if inputs[0][0].device.type == "cpu" else BUCKET_BYTES
+    if batch_bytes is None:
+        batch_bytes = 0 if inputs and inputs[0][0].device.type == "cpu" else BUCKET_BYTES
     spreads: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[int]] = defaultdict(list)
     for index, (given, wanted) in enumerate(zip(inputs, outputs, strict=True)):
         spreads[_spread((*given, *wanted))].append(index)
     for spread, indices in spreads.items():
-        chosen = [[sequence[i] for i in indices] for sequence in (inputs, outputs, keys)]
+        chosen = [inputs[i] for i in indices], [outputs[i] for i in indices], [keys[i] for i in indices]
         if spread is None:
             _run_alone(function, *chosen, batch_bytes)
         else:
@@ -130,7 +130,7 @@ def sharding_dimensions(tensor: Tensor) -> list[int]:
 
 def _spread(tensors: Iterable[Tensor]) -> tuple[DeviceMesh, tuple[int, ...]] | None:
     """The mesh that an item lies on, and those of its dimensions that shard any of the tensors; None: whole here."""
-    found = [(tensor.device_mesh, dimensions) for tensor in tensors if (dimensions := sharding_dimensions(tensor))]
+    found = [(t.device_mesh, spread) for t in tensors if isinstance(t, DTensor) and (spread := sharding_dimensions(t))]
     if len({mesh for mesh, _ in found}) > 1:
         raise ValueError("run_on_owners needs the tensors of an item on one device mesh")
     return (found[0][0], tuple(sorted({d for _, dimensions in found for d in dimensions}))) if found else None
@@ -209,20 +209,19 @@ def _layout(shape: torch.Size, placements: tuple[Placement, ...], sizes: tuple[i
     """The layout over a group of `sizes` ranks along each of its mesh dimensions."""
     plain = [d for d, placement in enumerate(placements) if type(placement) is Shard]
     strided = [d for d, placement in enumerate(placements) if d not in plain and not placement.is_replicate()]
+    dims: list[int] = [getattr(placement, "dim", -1) for placement in placements]  # of the tensor
     for d in strided:  # FSDP over tensor parallelism, which has cut the tensor before
-        before = math.prod(
-            sizes[e] for e in plain if e > d and placements[e].dim == getattr(placements[d], "dim", None)
-        )
+        before = math.prod(sizes[e] for e in plain if e > d and dims[e] == dims[d])
         if getattr(placements[d], "split_factor", None) != before:
             raise ValueError(f"run_on_owners takes copies and shards that are blocks, not {placements}")
     blocks, copies = [], []
     for coordinate in itertools.product(*(range(size) for size in sizes)):
         block = [(0, size) for size in shape]
         for d in (*plain, *strided):
-            start, length = block[placements[d].dim]
+            start, length = block[dims[d]]
             piece = math.ceil(length / sizes[d])
             offset = min(length, piece * coordinate[d])
-            block[placements[d].dim] = start + offset, min(piece, length - offset)
+            block[dims[d]] = start + offset, min(piece, length - offset)
         blocks.append(tuple(block))
         copies.append(tuple(c for d, c in enumerate(coordinate) if d not in plain and d not in strided))
     return _Layout(shape, blocks, [math.prod(length for _, length in block) for block in blocks], copies)
@@ -243,7 +242,7 @@ class _Exchange:
         if len(dimensions) == 1:
             self.group = mesh.get_group(dimensions[0])
         else:
-            index = tuple(slice(None) if d in dimensions else c for d, c in enumerate(mesh.get_coordinate()))
+            index = tuple(slice(None) if d in dimensions else mesh.get_local_rank(d) for d in range(mesh.ndim))
             self.group = _group_of(tuple(mesh.mesh[index].flatten().tolist()), dist.group.WORLD)
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.owners = assign([matrix_cost(item) for item in inputs], self.world)

@@ -57,11 +57,7 @@ def materialise(config: PCConfig, raw: Tensor, *rest: Tensor) -> tuple[Tensor, T
     s = spectral_norm_estimate(raw, u, v)
     with _polynomials(config):
         weight = polynomial.apply(
-            polynomial.resolve(config.level),
-            matrix,
-            gram=gram,
-            divisor=s[:, None, None],
-            scale=_scale(config, s, gamma)[:, None, None],
+            config.map, matrix, gram=gram, divisor=s[:, None, None], scale=_scale(config, s, gamma)[:, None, None]
         )
     return weight.to(raw.dtype), u, v
 
@@ -86,7 +82,7 @@ def pull_back(config: PCConfig, raw: Tensor, gradient: Tensor, *rest: Tensor) ->
     scale = _scale(config, s, gamma)
     with _polynomials(config):
         d_weight, value_product, matrix_product = polynomial.vjp(
-            polynomial.resolve(config.level),
+            config.map,
             raw.to(precision),
             gradient.to(precision),
             divisor=s[:, None, None],

@@ -55,8 +55,8 @@ def resolve(level: int | str | Sequence[float]) -> Map:
     Raises:
         ValueError: no such level.
     """
-    if not isinstance(level, str) and isinstance(level, Sequence):
-        return level if isinstance(level, tuple) else tuple(level)
+    if isinstance(level, Sequence) and not isinstance(level, (int, str)):
+        return tuple(level)
     if level == "polar_express":
         return POLAR_EXPRESS
     if isinstance(level, bool) or level not in COEFFICIENTS:
@@ -237,11 +237,12 @@ def vjp(
     for coefficients, by in zip(composite[:-1], divisors, strict=False):
         matrices.append(apply(coefficients, matrices[-1], divisor=by))
     result, products = gradient.reshape(matrices[0].shape), []
-    for stage in zip(*(reversed(x) for x in (composite, matrices, divisors, scales)), strict=True):
+    for stage in zip(composite[::-1], matrices[::-1], divisors[::-1], scales[::-1], strict=True):
         result, *of_stage = _stage_vjp(*stage, gradient=result)
         products.append(of_stage)
-    (value_product, _), (_, matrix_product) = products[0], products[-1]  # of the last stage and of the first
-    return result.reshape(matrix.shape), *(x.reshape(matrix.shape[:-2]) for x in (value_product, matrix_product))
+    value_product, matrix_product = products[0][0], products[-1][1]  # of the last stage and of the first
+    leading = matrix.shape[:-2]
+    return result.reshape(matrix.shape), value_product.reshape(leading), matrix_product.reshape(leading)
 
 
 def count_square_products(degree: int) -> int:
@@ -260,11 +261,12 @@ def _sums(coefficients: Coefficients, gram: Tensor) -> tuple[list[Tensor], Tenso
     square = gram @ gram if degree > 1 else None
     first = (degree - 1) // 2  # j of the last sum, which is made first
     value = coefficients[2 * first + 1] * gram
-    if degree % 2 == 0:
+    if square is not None and degree % 2 == 0:
         value = torch.add(value, square, alpha=coefficients[degree])
     value.diagonal(dim1=-2, dim2=-1).add_(coefficients[2 * first])
     sums = [value]
     for j in reversed(range(first)):
+        assert square is not None
         value = torch.baddbmm(gram, value, square, beta=coefficients[2 * j + 1])
         value.diagonal(dim1=-2, dim2=-1).add_(coefficients[2 * j])
         sums.insert(0, value)
@@ -279,8 +281,8 @@ def _stage_vjp(
     Names `d_x` are gradients with respect to `x`.
     """
     if matrix.size(-2) > matrix.size(-1):
-        result, *products = _stage_vjp(coefficients, matrix.mT, divisor, scale, gradient.mT)
-        return result.mT, *products
+        result, value_product, matrix_product = _stage_vjp(coefficients, matrix.mT, divisor, scale, gradient.mT)
+        return result.mT, value_product, matrix_product
     degree = len(coefficients) - 1
     factor = divisor.reciprocal()
     gram = (matrix @ matrix.mT).mul_(factor.square())
@@ -292,6 +294,7 @@ def _stage_vjp(
     d_square = None
     for j, inner in enumerate(sums[1:], start=1):
         d_square = inner @ d_sum if d_square is None else torch.baddbmm(d_square, inner, d_sum, out=d_square)
+        assert square is not None
         d_sum = d_sum @ square
         d_gram.add_(d_sum, alpha=coefficients[2 * j + 1])
     if degree % 2 == 0:

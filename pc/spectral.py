@@ -107,8 +107,8 @@ def spectral_norm(weight: Tensor, u: Tensor, v: Tensor, steps: int = 20) -> Tens
         previous, vector = vector, torch.where(size > 0, rest / size, 0.0)
     projected = torch.diag_embed(torch.stack(diagonal, -1))
     if len(beside) > 1:
-        beside = torch.diag_embed(torch.stack(beside[:-1], -1), offset=1)
-        projected = projected + beside + beside.mT
+        upper = torch.diag_embed(torch.stack(beside[:-1], -1), offset=1)
+        projected = projected + upper + upper.mT
     finite = projected.isfinite().all(-1).all(-1)
     # a decomposition of NaN raises, which would end a training run that could show what went wrong
     projected = torch.where(finite[..., None, None], projected, 0.0)

@@ -4,7 +4,7 @@ With the weight's singular values t sigma_1, W = sigma_1 U diag(x) V^T where x i
 the largest. Then u^T W v = sigma_1 with the leading vectors u and v, gamma is 1, and PC(W) is the weight to rounding.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ def preserve(models: nn.Module | Iterable[nn.Module], schedule=None) -> None:
     for layer in layers.values():
         require_possible(layer.pc_config)
         if schedule is None and layer.pc_config.schedule == "step":
-            layer.start_vectors = tuple(layer.weight.new_empty(size) for size in layer.weight.shape)
+            layer.start_vectors = layer.weight.new_empty(layer.out_features), layer.weight.new_empty(layer.in_features)
     if schedule is not None:
         vectors = {name: (state.u, state.v) for name, state in schedule.layers.items()}
     else:
@@ -59,7 +59,7 @@ def preserve(models: nn.Module | Iterable[nn.Module], schedule=None) -> None:
 
 def require_possible(config: PCConfig) -> None:
     """Raises UserError with the reason why a start cannot preserve the function."""
-    levels = config.level.values() if isinstance(config.level, dict) else [config.level]
+    levels = config.level.values() if isinstance(config.level, Mapping) else [config.level]
     for level in levels:
         at_one = polynomial.evaluate(polynomial.resolve(level), torch.ones(1, dtype=torch.float64)).item()
         if abs(at_one - 1.0) > TOLERANCE:
@@ -89,7 +89,7 @@ def preserving(config: PCConfig, weight: Tensor) -> tuple[Tensor, Tensor, Tensor
     left, singular_values, right = torch.linalg.svd(weight.double(), full_matrices=False)
     largest = singular_values[:, :1]
     relative = singular_values / largest.clamp(min=torch.finfo(largest.dtype).tiny)
-    roots = smallest_root(polynomial.resolve(config.level), relative)
+    roots = smallest_root(config.map, relative)
     roots[:, 0] = 1.0
     raw = left * (largest * roots)[:, None, :] @ right
     return raw.to(weight.dtype), left[:, :, 0].to(weight.dtype), right[:, 0].to(weight.dtype)

@@ -180,30 +180,29 @@ class StepSchedule:
         if self.weights_are_raw:
             raise UserError("pull_back() with W in place; materialise() and backward() come first")
         layers = {name: s for name, s in self.layers.items() if s.is_trained}
+        gradients: list[tuple[Tensor, ...]] = []  # of each layer's weight and gammas
         for name, state in layers.items():
-            if state.weight.grad is None:
+            gradient = state.weight.grad
+            if gradient is None:
                 raise UserError(
                     f"pull_back() found no gradient on {name}.weight; call it after backward() (a frozen weight needs a "
                     "frozen gamma)"
                 )
-            if state.weight.grad is self._pulled_back:
+            if gradient is self._pulled_back:
                 raise UserError(
                     "pull_back() on gradients that are those of W already; once per step, after the last micro-batch, "
                     "and optimizer.zero_grad() before the next backward()"
                 )
-        for state in layers.values():
-            for gamma in state.gammas:
-                gamma.grad = torch.zeros_like(gamma)
+            gradients.append((gradient, *(torch.zeros_like(gamma) for gamma in state.gammas)))
         run_on_owners(
             passes.pull_back,
-            inputs=[(s.raw, s.weight.grad, *s.gammas, s.u, s.v) for s in layers.values()],
-            outputs=[(s.weight.grad, *(g.grad for g in s.gammas)) for s in layers.values()],
+            inputs=[(s.raw, g, *s.gammas, s.u, s.v) for s, (g, *_) in zip(layers.values(), gradients, strict=True)],
+            outputs=gradients,
             keys=[s.config for s in layers.values()],
         )
-        for state in layers.values():
-            for parameter in (state.weight, *state.gammas):
-                if not parameter.requires_grad:
-                    parameter.grad = None
+        for state, given in zip(layers.values(), gradients, strict=True):
+            for parameter, gradient in zip((state.weight, *state.gammas), given, strict=True):
+                parameter.grad = gradient if parameter.requires_grad else None
             self._pulled_back = state.weight.grad
 
     @torch.no_grad()
@@ -343,7 +342,7 @@ def _initial_state(name: str, layer: PCLinear) -> LayerState:
         )
     u, v = (
         _distribute_like(weight, vector.to(weight.device, weight.dtype))
-        for vector in layer.start_vectors or initial_vectors(name, weight.shape)
+        for vector in layer.start_vectors or initial_vectors(name, (layer.out_features, layer.in_features))
     )
     return LayerState(layer, weight, layer.gamma, weight.detach().clone(), u, v)
 

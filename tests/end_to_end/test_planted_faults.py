@@ -34,7 +34,7 @@ FAULTS = {
         "        self._reshard()\n        states = [self.layers[name]",
         "        states = [self.layers[name]",
     ),
-    "a second pull_back goes through": ("step", "state.weight.grad is self._pulled_back", "False"),
+    "a second pull_back goes through": ("step", "gradient is self._pulled_back", "False"),
     "loaded state of other layers is taken": ("step", "own.keys() != state_dict.keys()", "False"),
     "v does not move on": ("passes", "return weight.to(raw.dtype), u, v", "return weight.to(raw.dtype), u, rest[-1]"),
     "the gradient through s is left out": ("passes", "value=-1.0", "value=0.0"),
