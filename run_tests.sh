@@ -12,4 +12,6 @@ cd "$here"
 side_by_side=(--numprocesses auto --maxprocesses 8 --dist loadgroup)
 [[ " $* " == *" --soak "* || " $* " == *" --gpu "* ]] && side_by_side=()
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # what runs side by side should not share each core's threads
+# as the launchers set it (pc/launch/torchrun.py): large tensors come and go in tests too
+export MALLOC_MMAP_MAX_=${MALLOC_MMAP_MAX_:-0} MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-1099511627776}
 exec "$PYTHON" -m pytest "${side_by_side[@]}" "$@"

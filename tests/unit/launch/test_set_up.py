@@ -104,7 +104,9 @@ def test_the_tests_needs_are_installed_for_the_tests_alone(checkout):
             f"-m pip install --quiet --constraint {checkout}/constraints.txt --editable {checkout}[dev]\n"
             in done.stdout
         ) is not again
-        assert done.stdout.endswith(f"{checkout}|-m pytest -k nothing\n")
+        assert done.stdout.endswith(
+            f"{checkout}|-m pytest --numprocesses auto --maxprocesses 8 --dist loadgroup -k nothing\n"
+        )
 
 
 def test_constraints_fit_the_requirements():
