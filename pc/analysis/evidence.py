@@ -120,6 +120,16 @@ def grid_table(arms: Sequence[Arm]) -> str:
     return "\n".join(rows) + "\n"
 
 
+def unfinished(arms: Sequence[Arm]) -> str:
+    """A warning where arms were run at different learning rates; else nothing."""
+    rates = {rate for arm in arms for rate in arm.runs}
+    missing = [f"{arm.name} at {', '.join(value_label(r) for r in sorted(rates - arm.runs.keys()))}" for arm in arms]
+    missing = [words for words in missing if not words.endswith(" at ")]
+    if not missing:
+        return ""
+    return f"**Not finished, so arms are not comparable at their best rates:** not run are {'; '.join(missing)}.\n"
+
+
 def arm_table(arms: Sequence[Arm]) -> str:
     """Each arm at its own best rate, and at the reference's: loss, difference by seed, speedup in tokens."""
     reference = arms[0]
@@ -210,7 +220,7 @@ def plot(arms: Sequence[Arm], path: Path) -> list[Path]:
 def report(folders: Sequence[Path], output: Path) -> list[Path]:
     """tables.md and figure.png in `output`, from collected sweeps whose arms belong together."""
     arms = read_arms(folders)
-    parts = [grid_table(arms), arm_table(arms), conditioning_table(arms)]
+    parts = [grid_table(arms), unfinished(arms), arm_table(arms), conditioning_table(arms)]
     words = (
         "Losses in nats per token. ± is the standard error of the mean over seeds; differences and times fewer "
         "tokens are taken seed by seed. The learning rate of an arm was chosen on its first seed, and other seeds, where there "

@@ -67,6 +67,13 @@ def test_rate_by_the_first_seed_and_judged_on_the_others(sweep, tmp_path):
         assert path.stat().st_size > 300
 
 
+def test_a_grid_with_holes_is_called_unfinished(sweep):
+    arms = evidence.read_arms([sweep])
+    assert evidence.unfinished(arms) == ""
+    del arms[1].runs[2e-3]
+    assert "not run are pc on at 0.002." in evidence.unfinished(arms)
+
+
 def test_seeds_that_do_not_match_give_no_difference(sweep):
     """The baseline has its choosing seed alone, PC is judged on two others: nothing to pair."""
     arms = evidence.read_arms([sweep])
