@@ -191,7 +191,8 @@ def per_gpu(
 
 def _bytes_of_logits(sizes: Sizes, tokens: int, loss: Loss, compute_bytes: int) -> float:
     """The most that head and loss hold at a time; `benchmarks/loss.py` measures it."""
-    compiled = 2 * compute_bytes  # per logit: itself and its gradient; what is float32 stays in registers
+    # per logit: itself and its gradient, and a copy where a chunk is handed on; what is float32 stays in registers
+    compiled = (3 if loss.is_chunked else 2) * compute_bytes
     if loss.is_chunked:
         of_chunk = CHUNK_LOGITS * (compiled if loss.is_compiled else 5 * FLOAT32)
         head = sizes.vocabulary * sizes.dim * (FLOAT32 + compute_bytes)  # its gradient, and what a chunk adds

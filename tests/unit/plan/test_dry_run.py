@@ -147,7 +147,7 @@ def test_memory_follows_the_settings():
     assert estimate(schedule="forward")["raw W"] == 0
     assert estimate(loss=memory.Loss())["logits"] == 7 * 50 * 4
     assert estimate(loss=memory.Loss(shards=2))["logits"] == 7 * 50 * 4 / 2
-    assert estimate(loss=memory.Loss(is_chunked=True))["logits"] == 4 * CHUNK_LOGITS + 50 * 10 * 6 + 7 * 10 * 2
+    assert estimate(loss=memory.Loss(is_chunked=True))["logits"] == 6 * CHUNK_LOGITS + 50 * 10 * 6 + 7 * 10 * 2
     whole = 8 * 10 + 4 * 30
     for mode, option, kept in (
         ("full", "op", 10),
