@@ -2,8 +2,8 @@
 
 Usage: python scripts/reproduce_debug.py [ROW...] [--evals DIR]
 
-Takes some fifteen minutes on two free cores. Repeat to continue: finished runs and scores are kept. All goes to
-outputs/reproduce. Numbers at this size mean nothing; at the paper's the same commands take its configs.
+Takes under half an hour on two cores (26:41 minutes, beside other work). Repeat to continue: finished runs and scores are
+kept. All goes to outputs/reproduce. Numbers at this size mean nothing; at the paper's the same commands take its configs.
 """
 
 import argparse
