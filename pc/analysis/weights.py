@@ -13,6 +13,7 @@ from pc.config import PCConfig
 from pc.errors import UserError
 from pc.linear import block_of, effective_weight
 from pc.titan.distcp import CheckpointFolder
+from pc.titan.fingerprint import pc_config
 
 
 class LinearWeights:
@@ -59,6 +60,5 @@ class LinearWeights:
         missing = {"level", "blocks", "norm_recovery"} - self.fingerprint.keys()
         if missing:
             raise UserError(f"{self._folder.path}: method.fingerprint lacks {sorted(missing)}, which PC(W) needs")
-        known = PCConfig.__dataclass_fields__.keys() & self.fingerprint.keys()
-        config = PCConfig(**{key: self.fingerprint[key] for key in known})
+        config = pc_config(self.fingerprint, PCConfig())
         return config.for_block(next(entry for entry in config.blocks if matches(entry, linear)))

@@ -2,7 +2,7 @@
 
 import json
 import tomllib
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,10 @@ from torch import Tensor
 from torchtitan.config.job_config import Training
 from torchtitan.models.llama3.model.model import Transformer
 
-from pc import PCConfig, attach, effective_weight, named_pc_linears
+from pc import attach, effective_weight, named_pc_linears
 from pc.common.run_folder import INDEX, step_of
 from pc.errors import UserError
+from pc.titan import fingerprint
 from pc.titan.config import PC, JobConfig, Model
 from pc.titan.distcp import CheckpointFolder
 from pc.titan.llama2 import Llama2Args, model_args
@@ -59,9 +60,9 @@ def load(path: str | Path) -> RunCheckpoint:
     plain = {key: tensor.shape for key, tensor in model.state_dict().items()}
     shapes = folder.shapes()
     method = json.loads(folder.read_value("method.fingerprint")) if "method.fingerprint" in shapes else {}
-    pc_config = _pc_config(method, config) if method.get("enable") else None
-    forward = pc_config is not None and pc_config.schedule == "forward"
     pc_section = PC(**config.get("pc", {}))
+    pc_config = fingerprint.pc_config(method, pc_section.to_pc_config()) if method.get("enable") else None
+    forward = pc_config is not None and pc_config.schedule == "forward"
     if not method and pc_section.enable and pc_section.schedule == "forward":
         raise UserError(f"{path}: holds raw weights without gamma, u and v; take a checkpoint that can be resumed")
 
@@ -96,13 +97,6 @@ def _run_config(checkpoint: Path) -> dict[str, Any]:
         used["training"] = {key: value for key, value in used["training"].items() if key == "seq_len"}
     require_typed(used, JobConfig, str(path))
     return config
-
-
-def _pc_config(method: dict[str, Any], config: dict[str, Any]) -> PCConfig:
-    """The checkpoint's own method; what its fingerprint leaves out (precision) is the config's."""
-    known = {field.name for field in fields(PCConfig)}
-    settings = {key: value for key, value in method.items() if key in known}
-    return replace(PC(**config.get("pc", {})).to_pc_config(), **settings)
 
 
 def _pc_shapes(model: Transformer) -> dict[str, torch.Size]:

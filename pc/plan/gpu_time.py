@@ -147,8 +147,8 @@ def exchanges_once(plan: Plan, device: Device) -> bool:
     config = plan.config
     if not memory.gathers_once(config) or config.parallelism.fsdp_sync == "step":
         return memory.gathers_once(config)
-    parts = plan.memory_by_part(config.pc.schedule if config.pc.enable else "plain")
-    return sum(parts.values()) - parts.get("PC work space", 0.0) + memory.RESERVE_GIB <= device.gib
+    parts = memory.of_run(config, plan.dims, memory.sizes_of(plan.model))
+    return sum(parts.values()) + memory.RESERVE_GIB <= device.gib
 
 
 def _exchange_seconds(plan: Plan, weights: float, device: Device, reached: Reached) -> float:

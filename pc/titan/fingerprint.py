@@ -1,7 +1,7 @@
 """What a checkpoint says of the method: PC's own tensors, and a fingerprint that a resume must agree with."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from pc.config import BLOCK_GROUPS
+from pc.config import BLOCK_GROUPS, PCConfig
 from pc.errors import UserError
 from pc.linear import named_pc_linears
 from pc.polynomial import resolve
@@ -44,6 +44,11 @@ def fingerprint(pc: PC) -> str:
     for key in ("power_iterations", "compute_dtype", "start"):
         del settings[key]
     return json.dumps(settings, sort_keys=True)
+
+
+def pc_config(settings: dict[str, Any], like: PCConfig) -> PCConfig:
+    """What a fingerprint says, and for what it leaves out (precision), what `like` does."""
+    return replace(like, **{key: value for key, value in settings.items() if key in PCConfig.__dataclass_fields__})
 
 
 def read_fingerprint(checkpoint: str | Path) -> str:

@@ -52,6 +52,7 @@ class Optimizers(OptimizersContainer):
 
     def __init__(self, model_parts: list[nn.Module], config: Optimizer) -> None:
         self.model_parts = model_parts
+        self._kinds = {name.lower(): KINDS[name] for name in (config.name, "AdamW")}
         self.by_part = [_build(model, config) for model in model_parts]
         self.optimizers = [optimizer for by_kind in self.by_part for optimizer in by_kind.values()]
         parameters = [p for model in model_parts for p in model.parameters()]
@@ -63,9 +64,8 @@ class Optimizers(OptimizersContainer):
 
     def step(self, *arguments, **options) -> None:
         """Step unless `left_out` says 1 on the device. AdamW that is not fused waits for it, since torch's cannot obey it."""
-        kinds = {name.lower(): kind for name, kind in KINDS.items()}
         for kind, optimizer in self.named():
-            if kinds[kind].obeys_found_inf(optimizer):
+            if self._kinds[kind].obeys_found_inf(optimizer):
                 optimizer.found_inf = self.left_out  # the name that torch's own gradient scaler uses
             elif self.left_out is not None and bool(self.left_out):
                 continue

@@ -1,6 +1,6 @@
 """`./run_tests.sh --fast` guards the method: faults planted in `pc/*.py`, one at a time, and whether it fails.
 
-The table that it prints is in CONTRIBUTING.md.
+It prints a table: the fault, and the first test that fails.
 """
 
 import os
