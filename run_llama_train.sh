@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Train a config, setting up all it needs on the way:
+# Set up everything and train a config:
 #   ./run_llama_train.sh [CONFIG.toml] [--section.key value ...]
-#   ./run_llama_train.sh [CONFIG.toml] --help      every key with its description and its value there
+#   ./run_llama_train.sh [CONFIG.toml] --help      every key with its description and its value
 # CONFIG defaults to train_configs/debug.toml. NGPU sets the number of processes (default: one per GPU, or 1).
 # Relative paths inside configs and overrides are relative to the repository root.
 set -euo pipefail

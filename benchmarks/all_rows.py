@@ -1,14 +1,14 @@
-"""Everything that is to be measured on a GPU, in order of value, in the minutes there are.
+"""Everything to be measured on a GPU, in order of value, within a given time.
 
     python benchmarks/all_rows.py --minutes 9 --output results/DATE-gpu
 
-Repeat it to go on: what is done is skipped, what failed is tried again. It installs nothing. First it looks at the machine,
-then it runs tests/gpu (train, resume, export, compile, the exchange, passes against float64), then both passes of a 1B model
-by precision and batch, then the rows of `step.py`. Each is a process of its own with a time limit and a log in
-OUTPUT/logs; rows write their JSON after every round, so a limit loses one round.
+Repeat it to continue: finished tasks are skipped, failed ones are retried. It installs nothing. It prints the machine,
+then runs tests/gpu (train, resume, export, compile, the exchange, passes against float64), both passes of a 1B model by
+precision and batch, and the rows of `step.py`. Each is a separate process with a time limit and a log in OUTPUT/logs.
+Rows write their JSON after every round, so a time limit loses at most one round.
 
-At the end OUTPUT/README.md has the table beside its goals, and measured figures beside the estimate of
-`pc/plan/gpu_time.py`. `--tiny` runs all of it with tiny shapes, on a machine without a GPU too.
+At the end OUTPUT/README.md has the table with its goals, and the measured figures next to the estimate of
+`pc/plan/gpu_time.py`. `--tiny` runs everything with tiny shapes, also without a GPU.
 """
 
 import argparse
@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a fresh clone need not be installed
 # ruff: noqa: E402
 
+from pc.common import markdown
 from pc.common.files import write_atomically
 from pc.errors import UserError, exit_on_user_error
 from pc.plan import gpu_time
@@ -36,7 +37,7 @@ from pc.plan.cost import Plan
 from pc.titan import memory
 from pc.titan.config import JobConfig
 from pc.titan.toml import resolve, to_config
-from rows import ROWS, Row, table
+from rows import ROWS, Row, overrides_of, table
 
 CONFIGS = ROOT / "train_configs"
 STEP = str(ROOT / "benchmarks" / "step.py")
@@ -47,9 +48,9 @@ ORDER: dict[str, int] = {
 }  # fmt: skip
 TINY = ["--flavor", "debug", "--seq-len", "16", "--local-batch-size", "1", "--micro-batches", "2", "--rounds", "1"]
 KEPT = ("weights", "gradients", "optimizer", "raw W")
-"""parts of the memory estimate that a variant holds while others take their steps"""
+"""parts of the memory estimate that a variant keeps during the steps of others"""
 LEAST_SECONDS = 45
-"""below which nothing is started"""
+"""time left below which nothing is started"""
 
 
 @dataclass(frozen=True)
@@ -57,14 +58,15 @@ class Task:
     name: str
     words: list[str]
     seconds: int
-    """limit, and what it is expected to take"""
+    """time limit"""
 
 
 def needed_gib(row: Row, batch: int | None = None) -> float:
-    """Estimated GiB at the peak of a row with all its variants in memory, of which one at a time takes a step.
+    """Estimated peak GiB of a row with all its variants in memory, one of them in a step.
 
     Args:
-        batch: sequences of a micro-batch (default: the configs'), as many more micro-batches as keep the tokens.
+        batch: sequences of a micro-batch (default: the configs'); the number of micro-batches changes to keep the
+            tokens.
     """
     kept = most = 0.0
     for variant in row.variants.values():
@@ -76,7 +78,7 @@ def needed_gib(row: Row, batch: int | None = None) -> float:
 
 @cache
 def _gib(config: str, overrides: tuple[str, ...], batch: int, sequences: int) -> tuple[float, float]:
-    """Of one variant: kept between steps, and more in a step."""
+    """GiB of one variant: kept between steps, and additional in a step."""
     sizes = ["--training.local_batch_size", str(batch), "--training.global_batch_size", str(sequences)]
     plan = Plan(CONFIGS / config, [*overrides, *sizes], 1)
     parts = plan.memory_by_part(plan.config.pc.schedule if plan.config.pc.enable else "plain")
@@ -92,7 +94,7 @@ def _local_batch_size(config: Path) -> int:
 
 @cache
 def smaller_batch(name: str, gib: float) -> list[str]:
-    """What a row needs to fit so much memory: nothing, or smaller micro-batches and more of them."""
+    """Options with which a row fits into `gib`: none, or smaller micro-batches and more of them."""
     row = ROWS[name]
     usual = batch = _local_batch_size(CONFIGS / next(iter(row.variants.values())).config)
     while batch > 1 and needed_gib(row, batch) > gib:
@@ -102,7 +104,7 @@ def smaller_batch(name: str, gib: float) -> list[str]:
 
 
 def tasks(output: Path, tiny: bool) -> list[Task]:
-    """All of them, in order of value."""
+    """All tasks, in order of value."""
     python = sys.executable
     found = [
         Task("smoke", [python, "-m", "pytest", "-q", "--gpu", str(ROOT / "tests" / "gpu")], 600),
@@ -121,7 +123,7 @@ def tasks(output: Path, tiny: bool) -> list[Task]:
 
 
 def run(task: Task, limit: float, log: Path, tiny: bool) -> str:
-    """ "done", or what went wrong."""
+    """Run a task; returns "done" or what went wrong."""
     environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     if tiny:  # compiling takes minutes on a CPU
@@ -148,7 +150,7 @@ def run(task: Task, limit: float, log: Path, tiny: bool) -> str:
 
 
 def machine() -> dict[str, str]:
-    """What the figures hold for."""
+    """The hardware and versions of the figures."""
     gpu = torch.cuda.is_available()
     memory = f"{torch.cuda.get_device_properties(0).total_memory / 2**30:.0f} GiB" if gpu else ""
     return {
@@ -159,34 +161,29 @@ def machine() -> dict[str, str]:
 
 
 def compared(output: Path, tiny: bool) -> str:
-    """Measured figures beside the estimate, as Markdown; "" where there is no estimate of this hardware."""
+    """Measured figures next to the estimate, as Markdown; "" if there is no estimate for this hardware."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     known = [key for key in gpu_time.DEVICES if key in name]
     if not known and not tiny:
         return ""
     device = gpu_time.DEVICES[known[0] if known else "H100"]
-    lines = ["| figure | measured | estimated |", "|---|---|---|"]
+    lines = []
     for row in ("pc", "paper-batch", "271m"):
         file = output / f"{row}.json"
         if not file.exists():
             continue
         record = json.loads(file.read_text())
-        changed, micro_batches = record["changed"], record["changed"].get("micro_batches", ROWS[row].micro_batches)
-        batch = changed.get("local_batch_size")
-        overrides = [] if batch is None else ["--training.local_batch_size", str(batch)]
-        for key in ("flavor", "seq_len"):
-            if key in changed:
-                overrides += [f"--{'model' if key == 'flavor' else 'training'}.{key}", str(changed[key])]
+        shape = dict(record["changed"])
+        micro_batches = shape.pop("micro_batches", ROWS[row].micro_batches)
         config = CONFIGS / ROWS[row].variants["pc"].config
-        if batch is None:
-            batch = Plan(config, overrides, 1).config.training.local_batch_size
-        plan = Plan(config, [*overrides, "--training.global_batch_size", str(batch * micro_batches)], 1)
+        batch = micro_batches * shape.get("local_batch_size", _local_batch_size(config))
+        plan = Plan(config, [*overrides_of(shape), f"--training.global_batch_size={batch}"], 1)
         expected = gpu_time.estimate(plan, device, "tf32")
         seconds = record["variants"]["baseline"]["seconds"]
         ratio = record["figures"]["time pc / baseline"]["median"]
-        lines.append(f"| {row}: step without PC, s | {statistics.median(seconds):.4g} | {expected.model:.4g} |")
-        share = expected.pc / expected.model
-        lines.append(f"| {row}: PC's share of it | {100 * (ratio - 1):.3g} % | {100 * share:.3g} % |")
+        lines.append([f"{row}: step without PC, s", f"{statistics.median(seconds):.4g}", f"{expected.model:.4g}"])
+        shares = [f"{100 * share:.3g} %" for share in (ratio - 1, expected.pc / expected.model)]
+        lines.append([f"{row}: PC's share of it", *shares])
     file = output / "passes.json"
     if file.exists():
         record = json.loads(file.read_text())
@@ -197,26 +194,26 @@ def compared(output: Path, tiny: bool) -> str:
             for part, value in (("materialise", expected.materialise), ("pull back", expected.pull_back)):
                 measured = record["seconds"].get(part, {}).get(f"{precision}, in batches")
                 if measured:
-                    milliseconds = 1e3 * statistics.median(measured)
-                    lines.append(f"| {part}, {precision}, ms | {milliseconds:.4g} | {1e3 * value:.4g} |")
-    return "\n".join(lines) + "\n"
+                    milliseconds = [f"{1e3 * seconds:.4g}" for seconds in (statistics.median(measured), value)]
+                    lines.append([f"{part}, {precision}, ms", *milliseconds])
+    return markdown.table(["figure", "measured", "estimated"], lines)
 
 
 def report(output: Path, state: dict[str, str], tiny: bool) -> str:
-    text = ["# Measurements" + (" with tiny shapes, which say nothing of speed" if tiny else ""), ""]
+    text = ["# Measurements" + (" with tiny shapes, which say nothing about speed" if tiny else ""), ""]
     text += [f"- {key}: {value}" for key, value in machine().items()]
-    text += ["", "| task | state |", "|---|---|"]
-    text += [f"| {task.name} | {state.get(task.name, 'not run')} |" for task in tasks(output, tiny)]
-    return "\n".join(text) + f"\n\n{table(output)}\n{compared(output, tiny)}"
+    states = [(task.name, state.get(task.name, "not run")) for task in tasks(output, tiny)]
+    tables = [markdown.table(["task", "state"], states), table(output), compared(output, tiny)]
+    return "\n".join([*text, "", *tables])
 
 
 @exit_on_user_error
 def main(arguments: list[str] | None = None) -> None:
     started = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=9, help="in which to stop (default: 9)")
+    parser.add_argument("--minutes", type=float, default=9, help="time after which to stop (default: 9)")
     parser.add_argument("--output", type=Path, required=True, help="folder of JSON, logs and README.md")
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes, to see it all run")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try everything")
     chosen = parser.parse_args(arguments)
     if not torch.cuda.is_available() and not chosen.tiny:
         raise UserError("torch sees no GPU here; --tiny runs everything with tiny shapes on a CPU")
@@ -230,7 +227,7 @@ def main(arguments: list[str] | None = None) -> None:
         if state.get(task.name) == "done":
             continue
         if left < LEAST_SECONDS:
-            print(f"{left:.0f} s left: repeat the command to go on with {task.name}")
+            print(f"{left:.0f} s left: repeat the command to continue with {task.name}")
             break
         print(f"{task.name} ({min(left, task.seconds):.0f} s at most) ...", flush=True)
         begun = time.monotonic()

@@ -1,8 +1,8 @@
-"""What checksums cost a checkpoint: `python benchmarks/checksums.py --gib 2 FOLDER`, one process, one rank's share.
+"""Cost of a checkpoint's checksums: `python benchmarks/checksums.py --gib 2 FOLDER`, one process, one rank's share.
 
-Writes tensors with torch's writer and with the checksummed one in turns, and compares the checksums afterwards, which
-finds the file in the page cache: the time is that of the hashing. Prints the fastest of each, and its CPU time, which
-says more on a machine that does other things too.
+Writes tensors alternately with torch's writer and with the checksummed one, then compares the checksums. That reads the
+file from the page cache, so its time is that of hashing. Prints the fastest time of each and the CPU time, which is
+more reliable on a busy machine.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from pc.titan.distcp import CheckpointFolder
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where checkpoints will lie; a subfolder is made and removed")
+    parser.add_argument("folder", type=Path, help="folder for checkpoints; a subfolder is created and removed")
     parser.add_argument("--gib", type=float, default=1.0, help="size of the checkpoint (default 1)")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
@@ -30,12 +30,8 @@ def main() -> None:
     count = max(1, round(arguments.gib * 2**30 / (4 * 2**24)))
     state = {f"w{i}": torch.randn(4096, 4096) for i in range(count)}  # 64 MiB each
     gib = count * 2**26 / 2**30
-    seconds: dict[str, list[tuple[float, float]]] = {
-        "torch's writer": [],
-        "with checksums": [],
-        "hashing alone": [],
-        "comparing": [],
-    }
+    names = ("torch's writer", "with checksums", "hashing alone", "comparing")
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for _ in range(arguments.rounds):
         for name, writer in (("torch's writer", dcp.FileSystemWriter), ("with checksums", ChecksummedWriter)):
             shutil.rmtree(folder, ignore_errors=True)
@@ -47,11 +43,11 @@ def main() -> None:
     shutil.rmtree(folder)
     for name, times in seconds.items():
         wall, cpu = (min(values) for values in zip(*times, strict=True))
-        print(f"{name:<16} {wall / gib:6.2f} s per GiB, of them {cpu / gib:.2f} s of CPU time")
+        print(f"{name:<16} {wall / gib:6.2f} s per GiB, {cpu / gib:.2f} s of CPU time")
 
 
 def _time(function) -> tuple[float, float]:
-    """Seconds on the clock and of the CPU."""
+    """Seconds of wall clock and of CPU time."""
     start = time.perf_counter(), time.process_time()
     function()
     return time.perf_counter() - start[0], time.process_time() - start[1]

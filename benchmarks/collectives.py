@@ -1,9 +1,10 @@
-"""What the processes of a step exchange: calls, bytes and time of every kind of collective, by wrapping torch's own.
+"""Collectives of a step: calls, bytes and time of each kind, by wrapping torch's functions.
 
-FSDP gathers weights and reduces gradients through these functions, and `pc.owner` exchanges matrices. What DTensor
-does on its own (tensor parallelism, the gradient norm) is not counted.
+FSDP gathers weights and reduces gradients through these functions, and `pc.owner` exchanges matrices. Collectives of
+DTensor itself (tensor parallelism, the gradient norm) are not counted.
 """
 
+import contextlib
 import functools
 import inspect
 from collections import defaultdict
@@ -11,8 +12,8 @@ from unittest import mock
 
 import torch.distributed as dist
 
-# Name: what it does in a step, which argument is the whole tensor, how often a rank sends the others' part of it (a
-# ring does, which is the least there can be). Torch 2.13 has new names for two.
+# Name: its purpose in a step, which argument is the full tensor, how often a rank sends the others' part of it (in a
+# ring, the minimum). Torch 2.13 renamed two.
 KINDS = {
     "all_gather_into_tensor": ("gather weights", 0, 1),
     "all_gather_single": ("gather weights", 0, 1),
@@ -23,30 +24,26 @@ KINDS = {
 }
 
 
-class Collectives:
+class Collectives(contextlib.ExitStack):
     """Counts the collectives within a `with`.
 
     Args:
-        now: the time of this moment, for `seconds`.
-        seconds: between two such moments, called after the work.
+        now: returns a time stamp for `seconds`.
+        seconds: seconds between two time stamps, called after the work.
     """
 
     def __init__(self, now=lambda: None, seconds=lambda start, end: 0.0) -> None:
+        super().__init__()
         self._now, self._seconds = now, seconds
         self._calls: list[tuple[str, float, object, object]] = []
-        self._patches = [mock.patch.object(dist, name, self._counted(name)) for name in KINDS if hasattr(dist, name)]
 
     def __enter__(self) -> "Collectives":
-        for patch in self._patches:
-            patch.start()
+        present = {name: self._counted(name) for name in KINDS if hasattr(dist, name)}
+        self.enter_context(mock.patch.multiple(dist, **present))
         return self
 
-    def __exit__(self, *_) -> None:
-        for patch in self._patches:
-            patch.stop()
-
     def totals(self) -> dict[str, dict[str, float]]:
-        """By what it is for: calls, bytes that this rank sends, seconds."""
+        """{purpose: calls, bytes sent by this rank, seconds}."""
         result: dict[str, dict[str, float]] = defaultdict(lambda: {"calls": 0, "bytes": 0.0, "seconds": 0.0})
         for kind, size, start, end in self._calls:
             result[kind]["calls"] += 1

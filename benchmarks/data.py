@@ -1,4 +1,4 @@
-"""Speed of the data path, each figure beside its yardstick from the same run; JSON on stdout or to --output.
+"""Speed of the data path, each figure with its reference from the same run; JSON on stdout or to --output.
 
     python benchmarks/data.py tokenising --input 'parquet/*.parquet' --processes 2
     python benchmarks/data.py engines --input 'parquet/*.parquet'
@@ -33,7 +33,7 @@ from pc.errors import exit_on_user_error
 
 
 def timed(function: Callable[[], object]) -> dict[str, float]:
-    """Wall time, and the CPU time of this process: pool processes are no children of ours to be counted."""
+    """Wall time, and CPU time of this process; worker processes of a pool are not included."""
     wall, cpu = time.perf_counter(), time.process_time()
     function()
     return {"wall_seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu}
@@ -53,38 +53,22 @@ METHODS = ("shards with gigatoken", "shards with sentencepiece", "datasets.map w
 
 
 def run_method(method: str, source: str, processes: int) -> dict[str, float]:
-    """One measurement, in a process of its own."""
+    """One measurement, in a separate process."""
     with tempfile.TemporaryDirectory() as temporary:
         environment = dict(os.environ)
         if method == "shards with sentencepiece":
-            # a module in front of the installed one, because the worker processes must not find it either
-            (Path(temporary) / "gigatoken.py").write_text("raise ImportError('switched off for this measurement')\n")
+            # shadows the installed module, so that worker processes do not find it either
+            (Path(temporary) / "gigatoken.py").write_text("raise ImportError('disabled for this measurement')\n")
             environment["PYTHONPATH"] = os.pathsep.join([temporary, environment.get("PYTHONPATH", "")])
-        command = [
-            sys.executable,
-            __file__,
-            "one",
-            "--input",
-            source,
-            "--processes",
-            str(processes),
-            "--method",
-            method,
-            "--folder",
-            temporary,
-        ]
+        options = {"input": source, "processes": processes, "method": method, "folder": temporary}
+        words = [f"--{name}={value}" for name, value in options.items()]
+        command = [sys.executable, __file__, "one", *words]
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
         return json.loads(done.stdout.splitlines()[-1])
 
 
-def one(method: str, source: str, processes: int, folder: Path) -> dict[str, float]:
-    if method == METHODS[2]:
-        return datasets_map(source, processes, folder)
-    return timed(lambda: tokenize(source, folder / "shards", processes=processes))
-
-
 def datasets_map(source: str, processes: int, folder: Path) -> dict[str, float]:
-    """Only the `map` call is timed; reading parquet into Arrow before it is not, which favours it."""
+    """Times only the `map` call, not reading parquet into Arrow before it, which favours `map`."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -112,15 +96,13 @@ def datasets_map(source: str, processes: int, folder: Path) -> dict[str, float]:
 def benchmark_tokenising(source: str, processes: int, repeats: int) -> dict:
     megabytes = sum(len(text.encode()) for text in read_texts(source)) / 1e6
     runs: dict[str, list[dict]] = {method: [] for method in METHODS}
-    for _ in range(repeats):  # in turns, so that a slow spell of the machine meets all of them
+    for _ in range(repeats):  # interleaved, so that a slow phase of the machine affects all methods
         for method in METHODS:
             runs[method].append(run_method(method, source, processes))
     measured = ["wall_seconds"] + ["cpu_seconds"] * (processes == 1)
     rates = {
-        method: {
-            f"megabytes_per_{key}"[:-1]: megabytes / statistics.median(r[key] for r in of_method) for key in measured
-        }
-        for method, of_method in runs.items()
+        method: {f"megabytes_per_{key}"[:-1]: megabytes / statistics.median(r[key] for r in found) for key in measured}
+        for method, found in runs.items()
     }
     base = rates[METHODS[2]]
     ratios = {method: {key: rates[method][key] / base[key] for key in base} for method in METHODS[:2]}
@@ -187,7 +169,7 @@ def benchmark_loader(folder: str, seq_len: int, batch: int, micro_batches: int, 
             prefetch_factor=4 if num_workers else None,
         )
         iterator = iter(built)
-        next(iterator)  # the workers are up
+        next(iterator)  # starts the workers
 
         def read() -> None:
             for _ in range(micro_batches):
@@ -200,13 +182,13 @@ def benchmark_loader(folder: str, seq_len: int, batch: int, micro_batches: int, 
     starts = np.random.default_rng(0).integers(0, len(tokens) - seq_len, size=(micro_batches, batch))
 
     def memmap_copy() -> None:
-        """The bytes alone, as they are stored."""
+        """Copies only the stored bytes."""
         for row in starts:
             for start in row:
                 np.array(tokens[start : start + seq_len + 1])
 
     def memmap_batches() -> None:
-        """The batch that a training step needs, in the shortest code: int64 inputs and labels."""
+        """The batch of a training step in the simplest way: int64 inputs and labels."""
         for row in starts:
             spans = [tokens[start : start + seq_len + 1].astype(np.int64) for start in row]
             torch.from_numpy(np.stack([span[:-1] for span in spans]))
@@ -224,7 +206,7 @@ def benchmark_loader(folder: str, seq_len: int, batch: int, micro_batches: int, 
             seconds[name].append(timed(method)["wall_seconds"])
     total = micro_batches * batch * seq_len
     rates = {name: total / statistics.median(of_method) for name, of_method in seconds.items()}
-    # 1B on 8 H100 at 40 % of 989 TFLOP/s and 7.75 GFLOP per token: what one rank asks of its loader.
+    # tokens per second of one rank at 1B on 8 H100s: 40 % MFU of 989 TFLOP/s, 7.75 GFLOP per token
     wanted = 0.4 * 989e12 / 7.75e9
     return {
         "seq_len": seq_len,
@@ -259,7 +241,11 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.command == "one":
-        print(json.dumps(one(options.method, options.input, options.processes, options.folder)))
+        if options.method == METHODS[2]:
+            result = datasets_map(options.input, options.processes, options.folder)
+        else:
+            result = timed(lambda: tokenize(options.input, options.folder / "shards", processes=options.processes))
+        print(json.dumps(result))
         return
     if options.command == "tokenising":
         result = benchmark_tokenising(options.input, options.processes, options.repeats)

@@ -1,16 +1,15 @@
-"""What logging and health metrics cost: time of each, beside a training step's.
+"""Cost of logging and health metrics: the time of each, next to that of a training step.
 
 Usage: python benchmarks/health_cost.py [--flavor debug] [--tokens 2048] [--repeats 7]
 
-One process, one thread, float32. On a GPU the time until it is done, else CPU time (so that other work on the machine does
-not count). The share of training time is that at the default intervals of [health].
+One process, one thread, float32. On a GPU this is wall clock with synchronisation, else CPU time, which other work on
+the machine does not affect. The share of training time is for the default intervals of [health].
 """
 
 import argparse
 import itertools
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,35 +18,19 @@ from types import SimpleNamespace
 import torch
 
 import pc
+import timing
 from pc.titan.health import Health, HealthMetrics
 from pc.titan.llama2 import FLAVORS, Llama2
 from pc.titan.metrics import JsonLinesLogger, LossSpikes
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
-
-
-def now() -> float:
-    """Seconds; on a GPU when all that was launched is done."""
-    if ON_GPU:
-        torch.cuda.synchronize()
-        return time.perf_counter()
-    return time.process_time()
-
 
 def seconds(function: Callable[[], object], repeats: int) -> float:
     """Median time of a call, after one call to warm up."""
-    function()
-    times = []
-    for _ in range(repeats):
-        start = now()
-        function()
-        times.append(now() - start)
-    return statistics.median(times)
+    return statistics.median(timing.interleaved({"": function}, repeats)[""])
 
 
 def log_a_step() -> Callable[[], object]:
-    """What `metrics.log_freq = 1` adds to a step on a CPU: TorchTitan's numbers of it, one line, the spike rule."""
+    """The work that `metrics.log_freq = 1` adds to a step on a CPU: TorchTitan's metrics, one line, the spike rule."""
     spikes, steps = LossSpikes(), itertools.count(1)
     logger = JsonLinesLogger(Path(tempfile.mkdtemp()) / "metrics.jsonl", 2048, 1)
     names = [*JsonLinesLogger.NAMES, "grad_norm", "lr"]
@@ -68,21 +51,18 @@ def main() -> None:
     torch.set_num_threads(1)
     model = Llama2(replace(FLAVORS[arguments.flavor], max_seq_len=256))
     model.init_weights()
-    model.to(DEVICE)
+    model.to(timing.DEVICE)
     pc.attach(model, pc.PCConfig(schedule="step"))
     schedule = pc.StepSchedule(model)
     schedule.materialise()
     config = SimpleNamespace(health=Health(), pc=SimpleNamespace(blocks=["o", "ffn"]))
     health = HealthMetrics(config, [model], schedule, SimpleNamespace(world_size=1, pp=1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    tokens = torch.randint(0, 32_000, (arguments.tokens // 256, 256), device=DEVICE)
-
-    def pass_through_the_model() -> None:
-        logits = model(tokens)
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
+    tokens = torch.randint(0, 32_000, (arguments.tokens // 256, 256), device=timing.DEVICE)
 
     def step() -> None:
-        pass_through_the_model()
+        logits = model(tokens)
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
         schedule.pull_back()
         schedule.restore_raw()
         optimizer.step()
@@ -101,14 +81,16 @@ def main() -> None:
         forward()
 
     measured = seconds(measured_forward, arguments.repeats)
-    # steps of which each is due for one more of the groups, beyond the first 1,000
+    # steps after the first 1,000, each with one more group of metrics due
     frequent = seconds(lambda: health.collect(1010), arguments.repeats)
     estimate = seconds(lambda: health.collect(1100), arguments.repeats) - frequent
     spectra = seconds(lambda: health.collect(1500), arguments.repeats) - frequent - estimate
     line = seconds(log_a_step(), 100)
     every_10 = max(measured - plain, 0.0) + frequent
     share = (line + every_10 / 10 + estimate / 100 + spectra / 500) / plain_step
-    print(f"{arguments.flavor}, {arguments.tokens} tokens per step, one thread, {'GPU' if ON_GPU else 'CPU'} seconds:")
+    print(
+        f"{arguments.flavor}, {arguments.tokens} tokens per step, one thread, {'GPU' if timing.ON_GPU else 'CPU'} seconds:"
+    )
     print(f"  training step                       {plain_step:.4f}")
     print(f"  measuring outputs, every 10 steps   {measured - plain:+.4f}   (forward pass {plain:.4f})")
     print(f"  gamma and norms, every 10 steps     {frequent:.4f}")

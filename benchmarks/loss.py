@@ -1,19 +1,17 @@
-"""What the head and the loss hold and take, by how the loss is computed.
+"""Memory and time of head and loss, by implementation of the loss.
 
     OMP_NUM_THREADS=1 python benchmarks/loss.py [--tokens 8192] [--dim 256] [--output results/DATE-NAME]
 
-Forward and backward pass of a head [32000, dim] in bfloat16 and the cross entropy of its logits: "plain" is
-TorchTitan's, "compiled" the same through torch.compile as the configs have it, "chunked" is `training.chunked_loss`,
-compiled or not, and "torch's own" is `linear_cross_entropy` with its default chunks where torch has it (2.13).
-Error is the loss's, relative to float64 of the same numbers. GiB are the most held at a time beside the inputs, by
-torch's record of its allocations; gradients of head and states are in them. Time on a CPU is CPU time, the median of
-interleaved rounds.
+Forward and backward pass of a head [32000, dim] in bfloat16 and the cross entropy of its logits. "plain" is
+TorchTitan's loss, "compiled" the same through torch.compile, as in the configs. "chunked" is `training.chunked_loss`,
+compiled or not. "torch's own" is `linear_cross_entropy` with its default chunks, if torch has it (2.13). Error is the
+relative error of the loss against float64. GiB is the peak memory without the inputs, with the gradients of head and
+states, from torch's record of its allocations. Time on a CPU is CPU time, the median of interleaved rounds.
 """
 
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,13 +22,14 @@ from torchtitan.components.loss import cross_entropy_loss
 
 from pc.common.files import write_atomically
 from pc.titan.loss import DeferredHead, chunked_cross_entropy, loss_and_gradient
+from timing import DEVICE, ON_GPU, hardware, interleaved
 
 VOCABULARY = 32_000
 ROUNDS = 3
 
 
 def peak_bytes(function: Callable[[], object]) -> int:
-    """The most that `function` held at a time on the CPU, inside torch's operations too."""
+    """Peak memory of `function` on the CPU, including memory inside torch's operations."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         function()
     held = peak = 0
@@ -48,17 +47,8 @@ def peak_bytes_of_gpu(function: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def seconds(function: Callable[[], object], on_gpu: bool) -> float:
-    clock = time.perf_counter if on_gpu else time.process_time
-    start = clock()
-    function()
-    if on_gpu:
-        torch.cuda.synchronize()
-    return clock() - start
-
-
 def variants(tokens: int, dim: int, device: str) -> tuple[dict[str, Callable[[], float]], float]:
-    """By name a forward and backward pass that returns the loss, and the loss in float64."""
+    """{name: a forward and backward pass that returns the loss}, and the loss in float64."""
     generator = torch.Generator().manual_seed(0)
     head = DeferredHead(dim, VOCABULARY, bias=False, device=device, dtype=torch.bfloat16)
     states = torch.randn(1, tokens, dim, generator=generator).to(device, torch.bfloat16).requires_grad_()
@@ -92,19 +82,13 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--output", type=Path, help="folder for loss.json")
     chosen = parser.parse_args()
-    on_gpu = torch.cuda.is_available()
-    functions, exact = variants(chosen.tokens, chosen.dim, "cuda" if on_gpu else "cpu")
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for index in range(ROUNDS + 1):  # the first warms up and compiles
-        for name, function in functions.items():
-            value = seconds(function, on_gpu)
-            if index:
-                times[name].append(value)
-    peak = peak_bytes_of_gpu if on_gpu else peak_bytes
+    functions, exact = variants(chosen.tokens, chosen.dim, DEVICE)
+    times = interleaved(functions, ROUNDS)
+    peak = peak_bytes_of_gpu if ON_GPU else peak_bytes
     held = {name: peak(function) for name, function in functions.items()}
     content = {
         "torch": torch.__version__,
-        "hardware": torch.cuda.get_device_name() if on_gpu else "CPU",
+        "hardware": hardware(),
         "threads": torch.get_num_threads(),
         "tokens": chosen.tokens,
         "dim": chosen.dim,

@@ -1,29 +1,28 @@
-"""Is a cheaper precision of PC's products harmless? Singular values of PC(W) against float64.
+"""Is lower precision of PC's matmuls harmless? Singular values of PC(W) against float64.
 
     python benchmarks/precision.py [--output results/DATE-NAME]
     python benchmarks/precision.py --train 200 [--output results/DATE-NAME]
 
-For each shape, spectrum, level and precision: W has known singular values; PC(W) and its vector-Jacobian product
-are computed with float32 data and products in that precision, and compared with float64 on the CPU. On a GPU the products
-are its own. On a CPU TF32 is emulated: before each product both factors are rounded to 10 mantissa bits, sums are
-float32 (tensor cores truncate some low bits of their sums, which this does not show). bfloat16 is the machine's own,
-with float32 sums.
+For each shape, spectrum, level and precision, W has known singular values. PC(W) and its vector-Jacobian product are
+computed with float32 data and matmuls in that precision, and compared with float64 on the CPU. A GPU uses its own
+matmuls. On a CPU TF32 is emulated: before each matmul both factors are rounded to 10 mantissa bits; sums are float32.
+(Tensor cores truncate some low bits of their sums, which this does not show.) bfloat16 is the machine's own, with
+float32 sums.
 
-A value of 1e-3 in the first column: no singular value of PC(W) is off by more than a thousandth of the largest
-target. The third compares with bfloat16, in which FSDP hands the effective weight to the model anyway.
+A value of 1e-3 in the first column means that no singular value of PC(W) is off by more than a thousandth of the
+largest target. The third column is for comparison: FSDP gives the model the effective weight in bfloat16 anyway.
 
-`--train` trains the debug model for so many steps on short sequences with each precision, and beside them once more in
-float32 with each batch in two halves, which adds up in another order: the noise that any change makes.
+`--train` trains the debug model for so many steps on short sequences with each precision. One more run in float32
+splits each batch into two halves, which changes the order of sums: it shows the noise that any change makes.
 """
 
 import argparse
 import contextlib
-import functools
 import json
 import os
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -33,22 +32,23 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pc import PCConfig, effective_weight, passes, polynomial
+from pc.common import markdown
 from pc.common.files import write_atomically
+from pc.launch.torchrun import STEPS_ALONE
 from pc.passes import materialise, pull_back
 from pc.spectral import spectral_norm_estimate
 from pc.titan.trainer import PCTrainer, load_config
+from timing import DEVICE, ON_GPU, hardware
 
 SHAPES = [(1024, 1024), (1024, 2816)]
 LEVELS = [2, 4]
-STEPS = 20  # of the optimizer, ten of power iteration each
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
+STEPS = 20  # optimizer steps, with ten power iterations each
 DEBUG = Path(__file__).resolve().parents[1] / "train_configs" / "debug.toml"
 PRECISIONS = ["float32", "tf32", "bfloat16"]
 
 
 class EmulatedTF32(TorchDispatchMode):
-    """Rounds the factors of float32 matrix products to TF32's 10 mantissa bits, to nearest even, where torch may."""
+    """Rounds the factors of float32 matmuls to TF32's 10 mantissa bits, to nearest even, where torch may use TF32."""
 
     PRODUCTS = {torch.ops.aten.mm.default: (0, 1), torch.ops.aten.bmm.default: (0, 1)} | {
         torch.ops.aten.addmm.default: (1, 2),
@@ -63,9 +63,11 @@ class EmulatedTF32(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def emulated_tf32() -> contextlib.AbstractContextManager:
-    """Nothing on a GPU, which has TF32."""
-    return contextlib.nullcontext() if ON_GPU else EmulatedTF32()
+@contextlib.contextmanager
+def emulated_tf32() -> Iterator[None]:
+    """Nothing on a GPU, which has TF32. Also a decorator."""
+    with contextlib.nullcontext() if ON_GPU else EmulatedTF32():
+        yield
 
 
 def round_to_tf32(tensor: Tensor) -> Tensor:
@@ -100,7 +102,7 @@ def errors(shape: tuple[int, int], values: Tensor, level: int, precision: str) -
     single = [tensor.to(DEVICE, torch.float32) for tensor in (weight, u, v, gradient)]
     with emulated_tf32():
         vectors = single[1:3]
-        for _ in range(STEPS):  # from the right vectors to those that this precision finds
+        for _ in range(STEPS):  # from the exact vectors to those of this precision
             effective, *vectors = (x[0] for x in materialise(config, *(x[None] for x in (single[0], *vectors))))
         (pulled_back,) = pull_back(config, *(x[None] for x in (single[0], single[3], *single[1:3])))
     effective, pulled_back, *vectors = (tensor.cpu() for tensor in (effective, pulled_back, *vectors))
@@ -127,35 +129,14 @@ TRAININGS: dict[str, list[str]] = {
     "tf32": ["--pc.compute_dtype", "tf32"],
     "bfloat16": ["--pc.compute_dtype", "bfloat16"],
 }
-SETTINGS = [
-    *("--training.seq_len", "64", "--training.local_batch_size", "16", "--metrics.log_freq", "1", "--health.freq", "0"),
-    *(
-        "--health.spectra_freq",
-        "0",
-        "--health.estimate_freq",
-        "0",
-        "--checkpoint.enable",
-        "false",
-        "--metrics.enable_tensorboard",
-        "false",
-    ),
-]
-
-
-def emulating(function: Callable[..., object]) -> Callable[..., object]:
-    @functools.wraps(function)
-    def emulated(*args, **kwargs):
-        with emulated_tf32():
-            return function(*args, **kwargs)
-
-    return emulated
+SETTINGS = [*STEPS_ALONE, "--validation.enable=true", "--metrics.log_freq=1"]
+SETTINGS += ["--training.seq_len=64", "--training.local_batch_size=16"]
 
 
 def train(steps: int, overrides: list[str]) -> dict[str, list[float]]:
     """Losses by step and validation losses of one run."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as patches:
-        for name in ("materialise", "pull_back"):
-            patches.enter_context(mock.patch.object(passes, name, emulating(getattr(passes, name))))
+    emulated = {function.__name__: emulated_tf32()(function) for function in (materialise, pull_back)}
+    with tempfile.TemporaryDirectory() as folder, mock.patch.multiple(passes, **emulated):
         words = ["--training.steps", str(steps), "--validation.freq", str(steps), "--job.dump_folder", folder]
         trainer = PCTrainer(load_config(DEBUG, [*SETTINGS, *words, *overrides]))
         trainer.train()
@@ -165,27 +146,25 @@ def train(steps: int, overrides: list[str]) -> dict[str, list[float]]:
 
 
 def compare_trainings(steps: int) -> dict[str, dict[str, list[float]]]:
-    """Train with each precision and print how far the losses lie from float32's."""
+    """Train with each precision and print the differences of the losses from float32's."""
     os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
     dist.init_process_group("nccl" if ON_GPU else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     found = {name: train(steps, overrides) for name, overrides in TRAININGS.items()}
     dist.destroy_process_group()
-    print(
-        "| PC's products | validation loss | largest relative difference of a step's loss from float32 | median |\n"
-        "|---|---|---|---|"
-    )
+    rows = []
     for name, losses in found.items():
         pairs = zip(losses["loss"], found["float32"]["loss"], strict=True)
         differences = [abs(loss / reference - 1) for loss, reference in pairs]
-        largest, median = max(differences), statistics.median(differences)
-        print(f"| {name} | {losses['validation_loss'][-1]:.5f} | {largest:.1e} | {median:.1e} |")
+        figures = [f"{value:.1e}" for value in (max(differences), statistics.median(differences))]
+        rows.append([name, f"{losses['validation_loss'][-1]:.5f}", *figures])
+    header = ["PC's matmuls", "validation loss", "largest relative difference of a step's loss from float32", "median"]
+    print(markdown.table(header, rows), end="")
     return found
 
 
 def about() -> dict[str, str]:
-    """Where the figures come from."""
-    hardware = torch.cuda.get_device_name() if ON_GPU else "CPU, TF32 emulated"
-    return {"torch": torch.__version__, "hardware": hardware}
+    """Versions and hardware of the figures."""
+    return {"torch": torch.__version__, "hardware": hardware() + ("" if ON_GPU else ", TF32 emulated")}
 
 
 def main() -> None:
@@ -207,9 +186,9 @@ def main() -> None:
                     found = errors(shape, values, level, precision)
                     rows.append({"shape": shape, "spectrum": spectrum, "level": level, "precision": precision, **found})
                     if len(rows) == 1:
-                        print("| " + " | ".join(rows[0]) + " |\n" + "|---" * len(rows[0]) + "|")
-                    cells = (f"{cell:.2e}" if isinstance(cell, float) else str(cell) for cell in rows[-1].values())
-                    print("| " + " | ".join(cells) + " |", flush=True)
+                        print(markdown.table(list(rows[0]), []), end="")
+                    cells = [f"{cell:.2e}" if isinstance(cell, float) else cell for cell in rows[-1].values()]
+                    print(markdown.row(cells), end="", flush=True)
     if output:
         content = {**about(), "rows": rows}
         write_atomically(output / "precision.json", json.dumps(content, indent=1) + "\n")

@@ -1,24 +1,24 @@
-"""What PC's two passes save beside their readable definitions: CPU time, and kernels and memory traffic at 1B.
+"""What PC's two passes save compared with their readable definitions: CPU time, kernels and memory traffic.
 
     OMP_NUM_THREADS=1 python benchmarks/products.py [--output results/DATE-NAME]
-    python benchmarks/products.py --passes 1B [--output results/DATE-NAME]      # on the GPU where there is one
+    python benchmarks/products.py --passes 1B [--output results/DATE-NAME]      # on the GPU if there is one
 
-"reference" is power iteration on the weight, Horner's rule in the Gram matrix, and autograd, one matrix after the
-other: what tests hold the fast passes equal to.
+"reference" is power iteration on the weight, Horner's rule in the Gram matrix, and autograd, one matrix at a time;
+tests compare the fast passes with it.
 
-Time: three matrices of the 271M model, float32, levels 2 and 4, interleaved; the median of the rounds, and the range of
-their ratios. Counts: all matrices of a model, level 4, on one owner, with weights on the meta device: the operations
-that would be kernels on a GPU, and the bytes that each reads and writes, products included.
+Time: three matrices of the 271M model, float32, levels 2 and 4, interleaved; the median of the rounds and the range of
+their ratios. Counts: all matrices of a model, level 4, on one owner, with weights on the meta device. Counted are the
+operations that would be kernels on a GPU, including matmuls, and the bytes that each reads and writes.
 
-`--passes`: both passes over all matrices of a model, as one owner runs them in training: by precision, matrices one by one and
-in batches, beside the references one by one; and their errors against float64 on the same device, a matrix of each shape.
+`--passes`: both passes over all matrices of a model, as one owner runs them in training, by precision, one by one and
+in batches, next to the references one by one; and their errors against float64 on the same device, for one matrix of
+each shape.
 """
 
 import argparse
 import json
 import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -33,6 +33,7 @@ from pc.passes import materialise, pull_back
 from pc.plan.traffic import of_passes
 from pc.spectral import initial_vectors, power_iteration
 from pc.titan.llama2 import FLAVORS, Llama2
+from timing import DEVICE, hardware, interleaved, seconds
 
 SHAPES = [(1024, 1024), (2816, 1024), (1024, 2816)]
 ROUNDS = 5
@@ -57,41 +58,29 @@ def pull_back_reference(
 PRECISIONS = ("tf32", "float32", "bfloat16")
 
 
-def seconds_of(function: Callable[[], object], device: str) -> float:
-    """CPU time of the process, or a GPU's time, launches included."""
-    if device == "cpu":
-        return cpu_seconds(function)
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    function()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
-def weights_of(flavor: str, device: str) -> tuple[list[Batch], list[Tensor]]:
+def weights_of(flavor: str) -> tuple[list[Batch], list[Tensor]]:
     """(W, gamma, u, v) of each PC matrix, and gradients."""
     with torch.device("meta"):
         model = attach(Llama2(FLAVORS[flavor]), PCConfig(schedule="step"))
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
     items, gradients = [], []
     for name, layer in named_pc_linears(model):
-        weight, gradient = (torch.randn(layer.weight.shape, generator=generator, device=device) for _ in range(2))
-        u, v = (vector.to(device) for vector in initial_vectors(name, layer.weight.shape))
-        items.append((weight, torch.ones(1, device=device), *power_iteration(weight, u, v, 30)))
+        weight, gradient = (torch.randn(layer.weight.shape, generator=generator, device=DEVICE) for _ in range(2))
+        u, v = (vector.to(DEVICE) for vector in initial_vectors(name, layer.weight.shape))
+        items.append((weight, torch.ones(1, device=DEVICE), *power_iteration(weight, u, v, 30)))
         gradients.append(gradient)
     return items, gradients
 
 
-def measure_passes(flavor: str, device: str, rounds: int, write: Callable[[dict], None]) -> None:
-    """Fills a record and hands it to `write` after every measurement."""
-    items, gradients = weights_of(flavor, device)
+def measure_passes(flavor: str, rounds: int) -> Iterator[dict]:
+    """Yields the record so far after every measurement."""
+    items, gradients = weights_of(flavor)
     pulled = [(weight, gradient, *rest) for (weight, *rest), gradient in zip(items, gradients, strict=True)]
     results = {
         "materialise": [tuple(torch.empty_like(x) for x in (w, u, v)) for w, _, u, v in items],
         "pull back": [tuple(torch.empty_like(x) for x in (w, gamma)) for w, gamma, *_ in items],
     }
-    hardware = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    record = {"torch": torch.__version__, "hardware": hardware, "flavor": flavor, "matrices": len(items)}
+    record = {"torch": torch.__version__, "hardware": hardware(), "flavor": flavor, "matrices": len(items)}
     record |= {"rounds": rounds, "seconds": {}, "errors": {}}
     variants = [(precision, batch) for precision in PRECISIONS for batch in (BUCKET_BYTES, 0)] + [("reference", 0)]
     for precision, batch_bytes in variants:
@@ -102,8 +91,8 @@ def measure_passes(flavor: str, device: str, rounds: int, write: Callable[[dict]
         for part, function, inputs in zip(results, functions, (items, pulled), strict=True):
             call = partial(run_on_owners, function, inputs, results[part], [config] * len(items), batch_bytes)
             call()  # warms up
-            record["seconds"].setdefault(part, {})[name] = [seconds_of(call, device) for _ in range(rounds)]
-            write(record)
+            record["seconds"].setdefault(part, {})[name] = [seconds(call) for _ in range(rounds)]
+            yield record
     shapes = {item[0].shape: index for index, item in enumerate(items)}
     for precision in PRECISIONS:
         for (n, m), index in shapes.items():
@@ -113,7 +102,7 @@ def measure_passes(flavor: str, device: str, rounds: int, write: Callable[[dict]
             )
             errors = [((a - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
             record["errors"].setdefault(precision, {})[f"{n} x {m}"] = dict(zip(results, errors, strict=True))
-        write(record)
+        yield record
 
 
 def both_passes(config: PCConfig, item: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -121,12 +110,6 @@ def both_passes(config: PCConfig, item: list[Tensor]) -> tuple[Tensor, Tensor]:
     weight, gradient, gamma, u, v = (tensor[None] for tensor in item)
     effective, *_ = materialise(config, weight, gamma, u, v)
     return effective.double(), pull_back(config, weight, gradient, gamma, u, v)[0].double()
-
-
-def cpu_seconds(function: Callable[[], object]) -> float:
-    start = time.process_time()
-    function()
-    return time.process_time() - start
 
 
 def compare(shape: tuple[int, int], level: int) -> dict:
@@ -142,17 +125,12 @@ def compare(shape: tuple[int, int], level: int) -> dict:
         "pull back": partial(pull_back, config, weight, gradient, gamma, u, v),
         "pull back, reference": partial(pull_back_reference, config, weight, gradient, gamma, u, v),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for index in range(ROUNDS + 1):  # the first warms up
-        for name, function in functions.items():
-            value = cpu_seconds(function)
-            if index:
-                seconds[name].append(value)
+    times = interleaved(functions, ROUNDS, on_gpu=False)
     ratios = {}
     for name in ("materialise", "pull back"):
-        each = [a / b for a, b in zip(seconds[name], seconds[f"{name}, reference"], strict=True)]
+        each = [a / b for a, b in zip(times[name], times[f"{name}, reference"], strict=True)]
         ratios[name] = {"median": statistics.median(each), "smallest": min(each), "largest": max(each)}
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    medians = {name: statistics.median(values) for name, values in times.items()}
     return {"shape": shape, "level": level, "seconds": medians, "ratio to reference": ratios}
 
 
@@ -180,15 +158,11 @@ def main() -> None:
     chosen = parser.parse_args()
     output = chosen.output
     if chosen.passes:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-
-        def write(record: dict) -> None:
+        for record in measure_passes(chosen.passes, chosen.rounds):
+            text = json.dumps(record, indent=1) + "\n"
             if output:
-                write_atomically(output / "passes.json", json.dumps(record, indent=1) + "\n")
-
-        record: dict = {}
-        measure_passes(chosen.passes, device, chosen.rounds, lambda found: (record.update(found), write(found)))
-        print(json.dumps(record, indent=1))
+                write_atomically(output / "passes.json", text)
+        print(text, end="")
         return
     content = {
         "torch": torch.__version__,

@@ -1,11 +1,11 @@
-"""The paper's released PC layer beside ours, on the same matrices: numbers in float64, and time for ten micro-batches.
+"""The paper's released PC layer against ours on the same matrices: results in float64, and time of ten micro-batches.
 
     git clone https://github.com/Empath-aln/PC-layer released
     OMP_NUM_THREADS=1 python benchmarks/released_code.py --clone released [--output results/DATE-NAME]
 
-Their layer is loaded from the clone's file and run as it is; nothing of it is here. One optimizer step is a
-power iteration of ten steps and then, for each micro-batch, a forward and a backward pass through the layer. Theirs
-evaluates PC in each of these; ours (schedule "step") once before them and pulls the summed gradient back once.
+Their layer is loaded from the clone and run unchanged; this project holds no copy. One optimizer step is a power
+iteration of ten steps and then, for each micro-batch, a forward and a backward pass through the layer. Theirs evaluates
+PC in each of these. Ours (schedule "step") evaluates it once before them and pulls the summed gradient back once.
 """
 
 import argparse
@@ -13,8 +13,6 @@ import importlib.util
 import json
 import statistics
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -25,13 +23,14 @@ import pc
 from pc.common.files import write_atomically
 from pc.errors import UserError, exit_on_user_error
 from pc.spectral import EPSILON
+from timing import interleaved
 
 FILE = "torchtitan/pc_layer/pc_layer.py"
 SHAPES = [(1024, 1024), (2816, 1024), (1024, 2816)]  # of the 271M model, [out, in]
 
 
 def load_released(clone: Path) -> ModuleType:
-    """The module of the released layer; it needs torch alone."""
+    """The module of the released layer; it needs only torch."""
     file = clone / FILE
     if not file.is_file():
         raise UserError(f"{file}: no such file; --clone should be a clone of github.com/Empath-aln/PC-layer")
@@ -87,7 +86,8 @@ def linear_of(shape: tuple[int, int], dtype: torch.dtype) -> nn.Linear:
 def differences(released: ModuleType, shape: tuple[int, int], level: int, micro_batches: int) -> dict[str, float]:
     """Largest relative difference of output, gradient of W and gradient of gamma, in float64.
 
-    Both use the singular vectors that ours found: theirs divides them by their norm plus epsilon, which moves s by 1e-7.
+    Both use the singular vectors that ours found: theirs divides them by their norm plus epsilon, which moves s by
+    1e-7.
     """
     ours = Ours(linear_of(shape, torch.float64), level)
     theirs = Theirs(released, linear_of(shape, torch.float64), level)
@@ -104,18 +104,12 @@ def differences(released: ModuleType, shape: tuple[int, int], level: int, micro_
         ours.layer(batch).square().sum().backward()
     ours.schedule.pull_back()
     gradients = (theirs.layer.linear.weight.grad, ours.state.weight.grad)
+    (last,) = torch.autograd.grad(theirs.layer(batches[-1]).square().sum(), theirs.layer.linear.weight)
     return found | {
         "gradient of W": relative(*gradients),
         "gradient of gamma": relative(theirs.layer.gamma.v.grad, ours.state.gamma.grad),
-        "control: gradient without the last micro-batch": relative(
-            gradients[0] - gradient_of(theirs, batches[-1]), gradients[1]
-        ),
+        "control: gradient without the last micro-batch": relative(gradients[0] - last, gradients[1]),
     }
-
-
-def gradient_of(theirs: Theirs, batch: Tensor) -> Tensor:
-    loss = theirs.layer(batch).square().sum()
-    return torch.autograd.grad(loss, theirs.layer.linear.weight)[0]
 
 
 def relative(one: Tensor, other: Tensor) -> float:
@@ -123,7 +117,7 @@ def relative(one: Tensor, other: Tensor) -> float:
 
 
 def seconds(released: ModuleType, level: int, micro_batches: int, tokens: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of a step over all SHAPES in float32, one after another in each round; the layers without PC as "plain"."""
+    """Seconds of a step over all SHAPES in float32, interleaved in each round; "plain" is the layers without PC."""
     plain = [linear_of(shape, torch.float32) for shape in SHAPES]
     theirs = [Theirs(released, linear_of(shape, torch.float32), level) for shape in SHAPES]
     for layer, shape in zip(theirs, SHAPES, strict=True):
@@ -135,28 +129,21 @@ def seconds(released: ModuleType, level: int, micro_batches: int, tokens: int, r
         for batch in inputs:
             linear(batch).square().sum().backward()
 
-    steps: dict[str, Callable[[], None]] = {
+    steps = {
         "plain": lambda: [plain_step(linear, inputs) for linear, inputs in zip(plain, batches, strict=True)],
         "released": lambda: [layer.step(inputs) for layer, inputs in zip(theirs, batches, strict=True)],
         "ours": lambda: [layer.step(inputs) for layer, inputs in zip(ours, batches, strict=True)],
     }
-    measured: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(rounds + 1):
-        for name, step in steps.items():
-            start = time.process_time()
-            step()
-            if number:  # the first round warms up
-                measured[name].append(time.process_time() - start)
-    return measured
+    return interleaved(steps, rounds, on_gpu=False)
 
 
 @exit_on_user_error
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--clone", type=Path, required=True, help="clone of the paper's repository")
-    parser.add_argument("--level", type=int, default=4, choices=(1, 2, 3, 4), help="level that is timed (default: 4)")
+    parser.add_argument("--level", type=int, default=4, choices=(1, 2, 3, 4), help="level to time (default: 4)")
     parser.add_argument("--micro-batches", type=int, default=10)
-    parser.add_argument("--tokens", type=int, default=16, help="per micro-batch: few, so that PC is what takes time")
+    parser.add_argument("--tokens", type=int, default=16, help="per micro-batch; few, so that PC dominates the time")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, help="folder for released_code.json")
     arguments = parser.parse_args()
@@ -187,7 +174,7 @@ def main() -> None:
     )
     for name, values in measured.items():
         print(f"  {name:<10} {statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})")
-    print(f"PC's time, ours over released: {statistics.median(shares):.3f} ({min(shares):.3f} to {max(shares):.3f})")
+    print(f"PC's time, ours / released: {statistics.median(shares):.3f} ({min(shares):.3f} to {max(shares):.3f})")
     if arguments.output:
         write_atomically(arguments.output / "released_code.json", json.dumps(result, indent=1) + "\n")
 

@@ -12,13 +12,13 @@ class Variant:
     config: str
     overrides: tuple[str, ...] = ()
     stock: bool = False
-    """TorchTitan's own trainer, parallelisation, optimizers and initialisation, on the same model sizes"""
+    """TorchTitan's own trainer, parallelisation, optimizers and initialisation, with the same model sizes"""
     compile_pc: bool = False
-    """what pull-back and materialise compute through torch.compile, which the project itself does not do"""
+    """pull-back and materialise through torch.compile, which the project itself does not do"""
     finite_check: bool = True
     """whether each step's loss and gradients are checked to be finite, as the trainer always does"""
     attention: str = ""
-    """the only kernel of scaled dot product attention (a name of SDPBackend); TorchTitan's order of preference if empty"""
+    """the only allowed kernel of scaled dot product attention (a name of SDPBackend); if empty, TorchTitan's order"""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Row:
     micro_batches: int = 10
     rounds: int = 5
     processes: int = 1
-    """that the row needs at least, under torchrun"""
+    """minimum number of processes, under torchrun"""
     goals: tuple[Goal, ...] = ()
     shape: dict[str, int | str] = field(default_factory=dict)
-    """flavor, seq_len, local_batch_size where they differ from the config's"""
+    """flavor, seq_len, local_batch_size that differ from the config's"""
 
 
 ADAMW, PC = "1b_adamw_baseline.toml", "1b_adamw_pc.toml"
@@ -53,7 +53,7 @@ FLOAT8 = ("--model.converters", "quantize.linear.float8", "--quantize.linear.flo
 BY_OPERATION = ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op")
 CHUNKED_LOSS = ("--training.chunked_loss", "true")
 FULL = ("--activation_checkpoint.mode", "full")
-# The parts of PC in the graph cannot be told apart where backward makes PC(W) again.
+# The parts of PC in the graph cannot be separated if the backward pass recomputes PC(W).
 KEEP_ALL = ("--activation_checkpoint.mode", "none")
 BASELINE = ("--pc.enable", "false")
 BFLOAT16 = ("--training.mixed_precision_param", "bfloat16")
@@ -61,7 +61,7 @@ EVERY_MICRO_BATCH = ("--parallelism.fsdp_sync", "micro_batch")
 ONCE = ("--parallelism.fsdp_sync", "step")
 SMALL: dict[str, int | str] = {"flavor": "60M", "seq_len": 64, "local_batch_size": 1}
 
-# In the order in which to spend scarce GPU time.
+# In order of value, for limited GPU time.
 ROWS: dict[str, Row] = {
     "pc": Row(
         "1B, AdamW: PC level 4 over baseline, one GPU owning every matrix",
@@ -91,7 +91,7 @@ ROWS: dict[str, Row] = {
         rounds=4,
     ),
     "dtype": Row(
-        "1B, AdamW, PC level 4: precision of PC's products",
+        "1B, AdamW, PC level 4: precision of PC's matmuls",
         {
             "tf32": Variant(PC, TF32),
             "float32": Variant(PC, ("--pc.compute_dtype", "float32")),
@@ -120,17 +120,17 @@ ROWS: dict[str, Row] = {
         goals=(Goal("time muon / adamw", "<=", 1.02), Goal("time muon pc / muon", "<=", 1.01)),
     ),
     "attention": Row(
-        "1B, AdamW, baseline: attention by FlashAttention 2 alone over TorchTitan's choice, which is cuDNN's where there is one",
+        "1B, AdamW, baseline: only FlashAttention 2 over TorchTitan's choice, which is cuDNN if available",
         {"default": Variant(ADAMW), "flash": Variant(ADAMW, attention="FLASH_ATTENTION")},
         rounds=4,
     ),
     "checkpointing": Row(
-        "1B, AdamW, baseline: activation checkpointing by operation, as the configs have it, and of whole blocks, over none",
+        "1B, AdamW, baseline: activation checkpointing by operation, as in the configs, and of whole blocks, over none",
         {"none": Variant(ADAMW, KEEP_ALL), "by operation": Variant(ADAMW, BY_OPERATION), "full": Variant(ADAMW, FULL)},
         rounds=4,
     ),
     "loss": Row(
-        "1B, AdamW, baseline: head and loss in chunks of tokens over full logits; what the chunks differentiate is in forward",
+        "1B, AdamW, baseline: chunked head and loss over full logits; the chunks' backward pass counts as forward",
         {"whole": Variant(ADAMW), "chunked": Variant(ADAMW, CHUNKED_LOSS)},
         rounds=4,
     ),
@@ -145,8 +145,8 @@ ROWS: dict[str, Row] = {
         micro_batches=5,
     ),
     "exchange": Row(
-        "1B, AdamW, baseline, on all GPUs of a machine: weights gathered and gradients reduced once per step over with "
-        "every micro-batch",
+        "1B, AdamW, baseline, on all GPUs of a machine: weights gathered and gradients reduced once per step over once per "
+        "micro-batch",
         {"every micro-batch": Variant(ADAMW, EVERY_MICRO_BATCH), "once": Variant(ADAMW, ONCE)},
         processes=2,
         goals=(Goal("time once / every micro-batch", "<=", 1.0),),
@@ -163,7 +163,7 @@ ROWS: dict[str, Row] = {
         goals=(Goal("time baseline / stock", "<=", 1.03),),
     ),
     "stock-cpu-bf16": Row(
-        "the same in bfloat16, which TorchTitan has from autocast on one process",
+        "the same in bfloat16, for which TorchTitan uses autocast on one process",
         {
             "stock": Variant(DEBUG, BASELINE + BFLOAT16, stock=True),
             "every micro-batch": Variant(DEBUG, BASELINE + BFLOAT16 + EVERY_MICRO_BATCH),
@@ -174,14 +174,14 @@ ROWS: dict[str, Row] = {
         goals=(Goal("time baseline / stock", "<=", 1.03),),
     ),
     "finite-cpu": Row(
-        "debug model at the default run's shapes, float32, for a CPU: the check that loss and gradients are finite over none",
+        "debug model at the default run's shapes, float32, for a CPU: with over without the check of finite loss and gradients",
         {"unchecked": Variant(DEBUG, finite_check=False), "checked": Variant(DEBUG)},
         micro_batches=8,
         rounds=15,
         goals=(Goal("time checked / unchecked", "<=", 1.01),),
     ),
     "exchange-cpu": Row(
-        "debug model at the default run's shapes, float32, two processes of a CPU: as row exchange",
+        "debug model at the default run's shapes, float32, two processes of a CPU: like row exchange",
         {
             "every micro-batch": Variant(DEBUG, BASELINE + EVERY_MICRO_BATCH),
             "once": Variant(DEBUG, BASELINE + ONCE),
@@ -192,7 +192,7 @@ ROWS: dict[str, Row] = {
         goals=(Goal("time once / every micro-batch", "<=", 1.0),),
     ),
     "schedules": Row(
-        "60M, AdamW, float32, not compiled, short sequences, for a CPU: what PC itself takes in both schedules",
+        "60M, AdamW, float32, not compiled, short sequences, for a CPU: time of PC itself in both schedules",
         {
             "step": Variant(PC, EAGER + FLOAT32 + KEEP_ALL),
             "in graph": Variant(PC, IN_GRAPH + EAGER + FLOAT32 + KEEP_ALL),
@@ -202,7 +202,7 @@ ROWS: dict[str, Row] = {
         shape=SMALL,
     ),
     "schedules-bf16": Row(
-        "the same as the configs stand: in the graph PC gets FSDP's bfloat16 weights, once per step float32 ones",
+        "the same with the configs' precision: in the graph PC gets FSDP's bfloat16 weights, once per step float32 ones",
         {"step": Variant(PC, EAGER + KEEP_ALL), "in graph": Variant(PC, IN_GRAPH + EAGER + KEEP_ALL)},
         rounds=3,
         shape=SMALL,
@@ -210,8 +210,13 @@ ROWS: dict[str, Row] = {
 }
 
 
+def overrides_of(shape: dict[str, int | str]) -> list[str]:
+    """The words of `Row.shape` for a config."""
+    return [f"--{'model' if key == 'flavor' else 'training'}.{key}={value}" for key, value in shape.items()]
+
+
 def table(folder: Path) -> str:
-    """Every row beside its goals, from the JSON files of a folder."""
+    """Every row with its goals, from the JSON files of a folder."""
     lines = ["| row | figure | goal | measured (range) | met |", "|---|---|---|---|---|"]
     for name, row in ROWS.items():
         file = folder / f"{name}.json"
@@ -223,9 +228,8 @@ def table(folder: Path) -> str:
         record = json.loads(file.read_text())
         goals = {goal.figure: goal for goal in row.goals} if not record["changed"] else {}
         found = record["figures"]
-        for figure in [*found, *(figure for figure in goals if figure not in found)]:
-            value = found.get(figure)
-            goal = goals.get(figure)
+        for figure in found | goals:
+            value, goal = found.get(figure), goals.get(figure)
             wanted = f"{goal.relation} {goal.limit}" if goal else ""
             if value is None:
                 lines.append(f"| {name} | {figure} | {wanted} | not measured | |")

@@ -1,9 +1,10 @@
-"""How a trained model goes on with PC: from a start that preserves its function, from its weights as W, and without PC.
+"""Continuing a trained model: with PC and its function preserved, with PC and its weights as W, and without PC.
 
 Usage: python benchmarks/start.py [--steps 50] [--output results/.../start.json]
 
-A byte-level Llama of 0.13 M parameters learns this project's documentation, is merged into plain weights, and goes on
-three ways with the same batches. A toy: it shows what a start does to the loss, not which run ends better.
+A byte-level Llama of 0.13 M parameters is trained on this project's documentation, merged into plain weights, and
+trained further in three ways with the same batches. A toy: it shows the effect of a start on the loss, not which run
+ends better.
 """
 
 import argparse
@@ -15,6 +16,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import pc
+from pc.common import markdown
+from pc.common.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
 WIDTHS = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -45,8 +48,8 @@ def train(model: torch.nn.Module, steps: int, seed: int, lr: float) -> list[floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=50, help="of each way on (default: 50)")
-    parser.add_argument("--before", type=int, default=300, help="steps of the model that goes on (default: 300)")
+    parser.add_argument("--steps", type=int, default=50, help="further steps of each way (default: 50)")
+    parser.add_argument("--before", type=int, default=300, help="steps before that (default: 300)")
     parser.add_argument("--level", type=int, default=4)
     parser.add_argument("--output", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
@@ -62,12 +65,11 @@ def main() -> None:
         if options:
             pc.attach(copied, pc.PCConfig(level=arguments.level), **options)
         losses[name] = train(copied, arguments.steps, seed=1, lr=3e-4)
-    print(f"| step | {' | '.join(losses)} |\n|---|{'---|' * len(losses)}")
-    for step in [0, 1, 2, 5, *range(10, arguments.steps, 10), arguments.steps - 1]:
-        print(f"| {step} | {' | '.join(f'{values[step]:.4f}' for values in losses.values())} |")
+    steps = [0, 1, 2, 5, *range(10, arguments.steps, 10), arguments.steps - 1]
+    rows = [[step, *(f"{values[step]:.4f}" for values in losses.values())] for step in steps]
+    print(markdown.table(["step", *losses], rows), end="")
     if arguments.output:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps({"before": before, **losses}, indent=1) + "\n")
+        write_atomically(arguments.output, json.dumps({"before": before, **losses}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,20 +1,20 @@
-"""Time and memory of a training step, variants side by side in one process.
+"""Time and memory of a training step, with interleaved variants in one process.
 
     python benchmarks/step.py ROW [--output results/DATE-NAME] [--local-batch-size N ...]
     torchrun --nproc-per-node N benchmarks/step.py ROW ...      # on N GPUs, or N processes of a CPU
     python benchmarks/step.py --table results/DATE-NAME
 
-A row of `ROWS` is a handful of variants of the real trainer, all in memory at once. After a warm-up each takes
-one step in turn (A B A B ...), so that a drifting clock rate or a busy machine meets all of them. Figures are
-medians with their range; ratios are taken round by round. Without a GPU, time is CPU time of the process (a
-busy machine's wall clock tells about its other users), or with several processes, which wait for each other, the wall
-clock's, and peak memory is left out. With several, collectives are counted and timed, on the first of them. The parts of a step are
-timed in the same steps: an event in the GPU's stream, or a look at the clock, waits for nothing.
+A row of `ROWS` is a few variants of the real trainer, all in memory at once. After a warm-up they alternate steps (A B
+A B ...), so that a drifting clock rate or a busy machine affects all of them. Figures are medians with their range;
+ratios are computed per round. On a GPU, time is measured by events in its stream. On a CPU it is CPU time of the
+process, because wall clock depends on other users of the machine; with several processes, which wait for each other, it
+is wall clock. Peak memory is measured on GPUs only. With several processes, collectives are counted and timed on the
+first one. The parts of a step are timed in the same steps, which needs no synchronisation.
 
-Activation checkpointing is that of the configs unless a variant says otherwise; what it recomputes is in "backward".
+Activation checkpointing is that of the configs unless a variant changes it; its recomputation counts as "backward".
 
-One JSON file per row, written after every round, so that a crash or a time limit loses one round; `--table` prints
-all rows beside their goals, and says which were not run.
+Each row's JSON file is written after every round, so a crash or a time limit loses at most one round. `--table` prints
+all rows with their goals, and which were not run.
 """
 
 import argparse
@@ -58,18 +58,19 @@ from collectives import Collectives
 from pc import polynomial
 from pc.common.files import write_atomically
 from pc.errors import UserError, exit_on_user_error
+from pc.launch.torchrun import STEPS_ALONE
 from pc.owner import local
 from pc.titan import cpu
 from pc.titan.environment import PACKAGES
 from pc.titan.trainer import TRAIN_SPEC, PCTrainer, load_config
-from rows import ROWS, Row, Variant, table
+from rows import ROWS, Row, Variant, overrides_of, table
 
 CONFIGS = Path(__file__).resolve().parents[1] / "train_configs"
 GIB = 2**30
 
 
 class RandomTokens:
-    """A data loader of the same random sequences for ever: input {"input": [B, S]} and labels [B, S], int64."""
+    """An endless data loader of the same random sequences: input {"input": [B, S]} and labels [B, S], int64."""
 
     def __init__(self, job_config) -> None:
         training = job_config.training
@@ -87,7 +88,7 @@ def _build_loader(dp_world_size, dp_rank, tokenizer, job_config) -> RandomTokens
 
 
 def register_specs() -> None:
-    """The trainer's own spec and TorchTitan's for the same sizes, both on random tokens."""
+    """Register the trainer's own spec and TorchTitan's for the same sizes, both with random tokens."""
     ours = dataclasses.replace(TRAIN_SPEC, build_dataloader_fn=_build_loader, build_validator_fn=None)
     register_train_spec("benchmark_ours", ours)
     stock = dataclasses.replace(
@@ -103,23 +104,12 @@ def register_specs() -> None:
 
 def build(variant: Variant, shape: dict[str, int | str], micro_batches: int, folder: str) -> Trainer:
     """A trainer that logs, saves and validates nothing."""
-    settings = {
-        "model.name": "benchmark_stock" if variant.stock else "benchmark_ours",
-        "job.dump_folder": folder,
-        "training.steps": 10**6,
-        "lr_scheduler.warmup_steps": 1,
-        "metrics.log_freq": 10**9,
-        "metrics.enable_tensorboard": "false",
-        "validation.enable": "false",
-        "checkpoint.enable": "false",
-        "health.freq": 0,
-        "health.spectra_freq": 0,
-        "health.estimate_freq": 0,
-    }
-    for key, value in shape.items():
-        settings[f"{'model' if key == 'flavor' else 'training'}.{key}"] = value
-    overrides = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
-    config = load_config(CONFIGS / variant.config, [*overrides, *variant.overrides])
+    overrides = [*STEPS_ALONE, f"--model.name=benchmark_{'stock' if variant.stock else 'ours'}"]
+    overrides += [f"--job.dump_folder={folder}", f"--training.steps={10**6}", f"--metrics.log_freq={10**9}"]
+    overrides += ["--lr_scheduler.warmup_steps=1", *overrides_of(shape), *variant.overrides]
+    if "quantize.linear.float8" in variant.overrides and not torch.cuda.is_available():
+        overrides += ["--quantize.linear.float8.emulate", "true", "--compile.enable", "false"]
+    config = load_config(CONFIGS / variant.config, overrides)
     config.training.global_batch_size = config.training.local_batch_size * micro_batches * dist.get_world_size()
     trainer = (Trainer if variant.stock else PCTrainer)(config)
     if variant.attention:
@@ -133,18 +123,18 @@ def build(variant: Variant, shape: dict[str, int | str], micro_batches: int, fol
     return trainer
 
 
-# Timed inside another part, and taken off it.
+# Timed inside another part and subtracted from it.
 PARTS_WITHIN = {
     "forward": ("PC in forward",),
     "backward": ("PC in backward", "pull_back", "finite check"),
     "optimizer": ("restore_raw", "materialise", "power iteration"),
 }
-# What a plain model does not have; moving the raw weight in and out is left out.
+# Parts that a plain model does not have, without copying the raw weight in and out.
 PARTS_OF_PC = ("pull_back", "materialise", "PC in forward", "PC in backward", "power iteration")
 
 
 class Clock:
-    """Seconds between moments: of the GPU's stream, or CPU time of this process, or with several the wall clock's."""
+    """Seconds between time stamps: GPU stream, CPU time of this process, or wall clock with several processes."""
 
     def __init__(self, is_gpu: bool, processes: int = 1) -> None:
         self._is_gpu = is_gpu
@@ -166,7 +156,7 @@ class Clock:
 
 
 class Parts:
-    """Seconds of one step and of its parts, by wrapping the trainer's own functions for a while."""
+    """Seconds of one step and of its parts, by temporarily wrapping the trainer's own functions."""
 
     def __init__(self, trainer: Trainer, clock: Clock) -> None:
         self._trainer, self._clock = trainer, clock
@@ -186,8 +176,8 @@ class Parts:
             if schedule is not None:
                 for name in ("pull_back", "restore_raw", "materialise"):
                     self._wrap(undo, schedule, name, before=name, after=name)
-            elif not trainer.job_config.compile.enable:  # a compiled graph has no inside to time
-                self._replace(undo, pc.linear, "effective_weight", self._timed_effective_weight)
+            elif not trainer.job_config.compile.enable:  # the inside of a compiled graph cannot be timed
+                undo.enter_context(mock.patch.object(pc.linear, "effective_weight", self._timed_effective_weight))
                 self._wrap(undo, pc.linear.PCLinear, "refresh", before="power iteration", after="power iteration")
             self._start("step")
             step()
@@ -218,36 +208,17 @@ class Parts:
                 self._start(then)
             return result
 
-        self._replace(undo, owner, name, wrapped)
-
-    @staticmethod
-    def _replace(undo, owner, name: str, value) -> None:
-        was_own, original = name in vars(owner), getattr(owner, name)
-        setattr(owner, name, value)
-        undo.callback(setattr, owner, name, original) if was_own else undo.callback(delattr, owner, name)
+        undo.enter_context(mock.patch.object(owner, name, wrapped))
 
     def _timed_effective_weight(self, weight: Tensor, *others) -> Tensor:
-        """`effective_weight` between two identities that tell when backward enters and leaves it."""
+        """`effective_weight`; hooks on its tensors mark where the backward pass enters and leaves it."""
         self._start("PC in forward")
-        weight = _Mark.apply(weight, lambda: self._stop("PC in backward"))
+        weight = weight.view_as(weight)  # a tensor of this call alone
+        weight.register_hook(lambda _: self._stop("PC in backward"))
         result = pc.effective_weight(weight, *others)
-        result = _Mark.apply(result, lambda: self._start("PC in backward"))
+        result.register_hook(lambda _: self._start("PC in backward"))
         self._stop("PC in forward")
         return result
-
-
-class _Mark(torch.autograd.Function):
-    """The identity, with a call when its gradient passes."""
-
-    @staticmethod
-    def forward(ctx, tensor: Tensor, call: Callable[[], None]) -> Tensor:
-        ctx.call = call
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        ctx.call()
-        return gradient, None
 
 
 _compiled = functools.cache(torch.compile)
@@ -255,23 +226,16 @@ _compiled = functools.cache(torch.compile)
 
 @contextlib.contextmanager
 def compiled_pc(enabled: bool):
-    """Power iteration, Gram matrix, polynomial and its vector-Jacobian product through torch.compile within."""
-    if not enabled:
-        yield
-        return
+    """Run power iteration, Gram matrix, polynomial and its vector-Jacobian product through torch.compile."""
+    functions = [(pc.passes, "power_iteration_by_gram"), *((polynomial, n) for n in ("gram_matrix", "apply", "vjp"))]
     with contextlib.ExitStack() as undo:
-        for owner, name in (
-            (pc.passes, "power_iteration_by_gram"),
-            (polynomial, "gram_matrix"),
-            (polynomial, "apply"),
-            (polynomial, "vjp"),
-        ):
+        for owner, name in functions if enabled else ():
             undo.enter_context(mock.patch.object(owner, name, _compiled(getattr(owner, name))))
         yield
 
 
 def bytes_held(trainer: Trainer) -> int:
-    """Of parameters, gradients, buffers, optimizer state and PC's state, each storage once."""
+    """Bytes of parameters, gradients, buffers, optimizer state and PC's state, each storage once."""
     tensors: list[Tensor] = []
     for model in trainer.model_parts:
         tensors += [*model.parameters(), *model.buffers()]
@@ -284,14 +248,14 @@ def bytes_held(trainer: Trainer) -> int:
 
 
 def pc_state(trainer: Trainer) -> list[Tensor]:
-    """What schedule "step" holds beside the plain model's tensors."""
+    """Tensors of schedule "step" besides the plain model's."""
     schedule = getattr(trainer, "pc_schedule", None)
     layers = schedule.layers.values() if schedule is not None else ()
     return [tensor for state in layers for tensor in (state.raw, state.u, state.v)]
 
 
 def measure(row: Row, shape: dict[str, int | str], micro_batches: int, rounds: int) -> Iterator[dict]:
-    """Build all variants, warm up, and take `rounds` interleaved steps; yields all results so far after each round."""
+    """Build all variants, warm up, and take `rounds` interleaved steps; yield all results so far after each round."""
     is_gpu = utils.device_type == "cuda"
     clock = Clock(is_gpu, dist.get_world_size())
     register_specs()
@@ -311,7 +275,7 @@ def measure(row: Row, shape: dict[str, int | str], micro_batches: int, rounds: i
 
         for name, trainer in trainers.items():
             _say(f"warming up {name} ...")
-            # Everything but the number of micro-batches is that of a measured step.
+            # Like a measured step except for the number of micro-batches.
             trainer.gradient_accumulation_steps = min(2, micro_batches)
             for _ in range(2):
                 step(name)
@@ -348,7 +312,7 @@ def _variant_result(
     training = trainer.job_config.training
     parts = {part: [step[part] for step in steps] for part in steps[0]}
     seconds = parts.pop("step")
-    tokens = training.local_batch_size * training.seq_len * micro_batches  # of one process
+    tokens = training.local_batch_size * training.seq_len * micro_batches  # per process
     per_second = tokens / statistics.median(seconds)
     flops_per_token = trainer.metrics_processor.num_flops_per_token
     peak_flops = trainer.metrics_processor.gpu_peak_flops if utils.device_type == "cuda" else None
@@ -364,7 +328,7 @@ def _variant_result(
         * sum(local(t).numel() * local(t).element_size() for t in pc_state(trainer))
         / GIB,
         "parts": parts,
-        # of one step; calls and bytes are the same in each
+        # per step; calls and bytes are the same in each
         "exchange": {
             kind: {**totals, "seconds": [step[kind]["seconds"] for step in exchanged]}
             for kind, totals in exchanged[-1].items()
@@ -373,7 +337,7 @@ def _variant_result(
 
 
 def figures(variants: dict[str, dict]) -> dict[str, dict[str, float]]:
-    """Ratios of each variant to the one before and to the first, and what goals speak of: median and range."""
+    """Ratios of each variant to the previous one and to the first, and the figures of goals: median and range."""
     result: dict[str, dict[str, float]] = {}
     names = list(variants)
     pairs = {(names[i], names[j]) for i in range(1, len(names)) for j in (0, i - 1)}
@@ -408,12 +372,12 @@ def _summary(values: list[float]) -> dict[str, float]:
 
 
 def about_this_run(command: list[str], processes: int = 1) -> dict:
-    """What another person needs to repeat it."""
+    """What is needed to repeat the measurement."""
 
     def git(*words: str) -> str:
         try:
             done = subprocess.run(["git", *words], capture_output=True, text=True, cwd=CONFIGS.parent)
-        except OSError:  # no git on this machine
+        except OSError:  # git is not installed
             return "unknown"
         return done.stdout.strip() if done.returncode == 0 else "unknown"
 
@@ -438,7 +402,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("row", nargs="?", help=", ".join(ROWS))
     parser.add_argument("--output", type=Path, help="folder for ROW.json; printed otherwise")
-    parser.add_argument("--table", type=Path, help="print the rows of this folder beside their goals")
+    parser.add_argument("--table", type=Path, help="print the rows of this folder with their goals")
     parser.add_argument("--flavor", help="another model size, to try a row on a small machine")
     parser.add_argument("--seq-len", type=int)
     parser.add_argument("--local-batch-size", type=int)
@@ -467,7 +431,7 @@ def main(arguments: list[str] | None = None) -> None:
     record = {
         "row": chosen.row,
         "about": row.about,
-        # Goals hold for the row as it stands.
+        # Goals apply only to the row's own sizes.
         "changed": changes | ({"micro_batches": micro_batches} if micro_batches != row.micro_batches else {}),
         **about_this_run(arguments if arguments is not None else sys.argv[1:], dist.get_world_size()),
         "rounds": rounds,

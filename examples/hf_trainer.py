@@ -2,8 +2,8 @@
 
     python examples/hf_trainer.py --steps 20 --folder outputs/hf_trainer
 
-A repeat goes on from the newest checkpoint. Needs the extra "evaluate", which has transformers and accelerate. For the
-default schedule "forward" the plain `Trainer` does, with a model that `pc.attach` was called on.
+Repeat the command to continue from the newest checkpoint. Needs the extra "evaluate", which has transformers and
+accelerate. For the default schedule "forward", use the plain `Trainer` with a model after `pc.attach`.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import pc
 
 
 class PCState(TrainerCallback):
-    """Saves the schedule's state with every checkpoint, and takes it back when training goes on from one."""
+    """Saves the schedule's state with every checkpoint, and loads it on resume."""
 
     def __init__(self, schedule: pc.StepSchedule) -> None:
         self.schedule = schedule
@@ -30,7 +30,7 @@ class PCState(TrainerCallback):
             torch.save(self.schedule.state_dict(), self._file(args, state))
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        if state.global_step:  # the model's weights were loaded before
+        if state.global_step:  # the model's weights are already loaded
             self.schedule.load_state_dict(torch.load(self._file(args, state), map_location="cpu", weights_only=True))
         else:
             self.schedule.materialise()
@@ -57,7 +57,7 @@ class PCTrainer(Trainer):
 
 
 def counting(items: int, vocabulary: int) -> list[dict[str, torch.Tensor]]:
-    """Sequences of 32 tokens that count up by one from made-up starts."""
+    """Sequences of 32 tokens that count up by one from random starts."""
     starts = torch.randint(vocabulary, (items, 1), generator=torch.Generator().manual_seed(0))
     tokens = (starts + torch.arange(32)) % vocabulary
     return [{"input_ids": row, "labels": row} for row in tokens]

@@ -3,7 +3,7 @@
     python examples/loop.py --steps 20 --folder outputs/loop
     torchrun --nproc-per-node 2 examples/loop.py --steps 20 --folder outputs/loop
 
-A repeat goes on from the last checkpoint. It learns which token comes next in made-up counting sequences.
+Repeat the command to continue from the last checkpoint. The model learns the next token of counting sequences.
 """
 
 import argparse
@@ -21,7 +21,7 @@ VOCABULARY, WIDTH, MICRO_BATCHES = 64, 64, 4
 
 
 class Block(nn.Module):
-    """A feed-forward block; the names of its layers are what `blocks` asks for."""
+    """A feed-forward block; `blocks` selects its layers by their names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def main() -> None:
         arguments.folder.mkdir(parents=True, exist_ok=True)
         state = {name: part.state_dict() for name, part in parts.items()}
         torch.save({**state, "step": arguments.steps}, checkpoint.with_suffix(".new"))
-        checkpoint.with_suffix(".new").rename(checkpoint)  # a stop in between leaves the old one
+        checkpoint.with_suffix(".new").rename(checkpoint)  # an interruption leaves the old one
         torch.save(pc.merge(model).state_dict(), arguments.folder / "plain.pt")
     if world > 1:
         dist.destroy_process_group()

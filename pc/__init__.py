@@ -1,14 +1,14 @@
-"""Polynomial weight preconditioning: linear layers whose weight is PC(W).
+"""Polynomial weight preconditioning: linear layers that multiply by PC(W).
 
-The modules at this level need torch alone and work in any training loop:
+The modules at this level need only torch and work in any training loop:
 
     model = pc.attach(model, pc.PCConfig(level=4))
     optimizer = torch.optim.AdamW(model.parameters())  # ... train as before
     model = pc.merge(model)
 
-The packages beside them are the recipe, and need the project's extras: `pc.titan` trains with PC on TorchTitan, `pc.data`
-makes token shards, `pc.plan` says what a config needs, `pc.launch` and `pc.sweep` start runs, `pc.evaluate` and
-`pc.analysis` look at what came of them; `pc.common` serves them all.
+The subpackages are the training recipe and need the project's extras: `pc.titan` trains with PC on TorchTitan,
+`pc.data` writes token shards, `pc.plan` estimates the cost of a config, `pc.launch` and `pc.sweep` start runs,
+`pc.evaluate` and `pc.analysis` evaluate and plot them, `pc.common` holds shared helpers.
 """
 
 from importlib import import_module
@@ -48,7 +48,7 @@ _IMPORTED_WHEN_USED = {"Muon": "pc.muon", "preserve": "pc.start", "StepSchedule"
 
 
 def __getattr__(name: str):
-    # They need torch.distributed.tensor, which takes half as long to import as torch itself.
+    # They import torch.distributed.tensor, which takes half as long to import as torch itself.
     if name not in _IMPORTED_WHEN_USED:
         raise AttributeError(f"module 'pc' has no attribute {name!r}")
     return getattr(import_module(_IMPORTED_WHEN_USED[name]), name)

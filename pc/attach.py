@@ -1,4 +1,4 @@
-"""Putting PC into any model by the names of its layers, and taking it out again."""
+"""`attach` replaces linear layers of any model by PC layers; `merge` replaces them by plain layers again."""
 
 import fnmatch
 import sys
@@ -15,7 +15,7 @@ from pc.linear import PCLinear, block_of, clean_name, effective_weight, named_pc
 
 
 def matches(entry: str, name: str) -> bool:
-    """Whether an entry of `PCConfig.blocks` (block, group or full-name pattern) means the layer `name`."""
+    """Whether an entry of `PCConfig.blocks` (block, group or full-name pattern) matches the layer `name`."""
     if entry in BLOCK_GROUPS:
         return block_of(name) in BLOCK_GROUPS[entry]
     if entry in BLOCK_SUFFIXES:
@@ -24,21 +24,20 @@ def matches(entry: str, name: str) -> bool:
 
 
 def attach(model: nn.Module, config: PCConfig, preserve: bool = False) -> nn.Module:
-    """Replace the layers that `config.blocks` names by `PCLinear`, in place; returns the model.
+    """Replace the layers that `config.blocks` matches by `PCLinear`, in place; returns the model.
 
-    Works on TorchTitan's and Hugging Face's Llama-like models by the paper's block names, and on any
-    other module by full-name patterns. Attach before wrapping with DDP, FSDP or torch.compile, and before making
-    the optimizer, which must get the gammas. In schedule "forward" that is all; on the meta device, call `pc.refresh`
-    once the weights exist. In schedule "step" a `pc.StepSchedule` comes next. A layer that is to multiply before that
-    raises `UserError`.
+    The paper's block names work on TorchTitan's and Hugging Face's Llama-like models, full-name patterns on any module.
+    Call it before wrapping with DDP, FSDP or torch.compile, and before creating the optimizer, which must hold the
+    gammas. Schedule "forward" then needs nothing else, except on the meta device: call `pc.refresh` once the weights
+    exist. Schedule "step" needs a `pc.StepSchedule` next. A forward pass before that raises `UserError`.
 
     Args:
-        preserve: choose W so that PC(W) is the weight that is there, and the model computes what it did: for trained
-            weights. Otherwise the weight that is there is W.
+        preserve: choose W so that PC(W) equals the current weight and the model's outputs do not change. Use it for
+            trained weights. Otherwise the current weight becomes W.
 
     Raises:
-        UserError: an entry that matches nothing, a match that is no `nn.Linear`, a layer named twice, a weight that
-            another layer has too, a model that is wrapped already; with `preserve`, weights on the meta device, a map
+        UserError: an entry matches nothing, a match is not an `nn.Linear`, a layer is matched twice, a weight is shared
+            with another layer, or the model is already wrapped; with `preserve`, weights on the meta device, a map
             with g(1) other than 1, or no norm recovery.
     """
     modules = dict(model.named_modules())
@@ -50,11 +49,11 @@ def attach(model: nn.Module, config: PCConfig, preserve: bool = False) -> nn.Mod
             raise UserError(f"pc.blocks: {entry!r} matches no layer of the model")
         for name in found:
             if isinstance(modules[name], PCLinear):
-                raise UserError(f"pc.blocks: {name} has PC already; attach once")
+                raise UserError(f"pc.blocks: {name} already has PC; call pc.attach only once")
             if not isinstance(modules[name], nn.Linear):
                 raise UserError(f"pc.blocks: {entry!r} matches {name}, a {type(modules[name]).__name__}, not nn.Linear")
             if name in chosen:
-                raise UserError(f"pc.blocks: {entry!r} names {name} a second time")
+                raise UserError(f"pc.blocks: {entry!r} matches {name}, which an earlier entry matches too")
             chosen[name] = config.for_block(entry)
     _refuse_shared_weights(modules, chosen)
     _replace(
@@ -66,9 +65,9 @@ def attach(model: nn.Module, config: PCConfig, preserve: bool = False) -> nn.Mod
     )
     on_meta = any(p.device.type == "meta" for p in model.parameters())
     if preserve and on_meta:
-        raise UserError("pc.attach(preserve=True) needs weights; on the meta device call pc.preserve once they exist")
+        raise UserError("pc.attach(preserve=True) needs weights; on the meta device, call pc.preserve once they exist")
     if config.schedule == "step":
-        # They take no part in the forward pass, so DDP would wait for their gradients, which `pull_back` sets.
+        # The forward pass does not use gammas, so DDP would wait for their gradients forever: `pull_back` sets them.
         gammas = [f"{name}.gamma" for name in chosen if model.get_submodule(name).gamma is not None]
         ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*ignored, *gammas])
@@ -83,15 +82,15 @@ def attach(model: nn.Module, config: PCConfig, preserve: bool = False) -> nn.Mod
 def merge(model: nn.Module) -> nn.Module:
     """Replace every `PCLinear` by a plain `nn.Linear` that holds PC(W), in place; returns the model.
 
-    The result has no overhead and needs nothing of this package (paper, remark 1).
+    The result has no overhead and does not need this package (paper, remark 1).
 
     Raises:
-        UserError: PC(W) is not there yet, or W is in its place while an optimizer steps.
+        UserError: PC(W) is not computed yet, or the weights hold W because an optimizer is stepping.
     """
     replacements: dict[nn.Module, nn.Module] = {}
     for name, layer in named_pc_linears(model):
         if layer.missing_call:
-            raise UserError(f"pc.merge has no PC(W) of {name}: {layer.missing_call}")
+            raise UserError(f"pc.merge cannot get PC(W) of {name}: {layer.missing_call}")
         weight = layer.weight
         if layer.pc_config.schedule == "forward":
             weight = effective_weight(weight, layer.gamma, layer.u, layer.v, layer.pc_config)
@@ -108,7 +107,7 @@ def merge(model: nn.Module) -> nn.Module:
 
 
 def _replace(model: nn.Module, replacements: dict[nn.Module, nn.Module]) -> None:
-    """Put new modules in the place of old ones, under every name that a module has."""
+    """Replace modules under every name that they have in the model."""
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if module in replacements:
             parent, _, child = name.rpartition(".")
@@ -116,12 +115,12 @@ def _replace(model: nn.Module, replacements: dict[nn.Module, nn.Module]) -> None
 
 
 def _refuse_wrapped(modules: dict[str, nn.Module]) -> None:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # takes a while to import; without it nothing is wrapped
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # slow to import; if nobody imported it, nothing is wrapped
     wrappers = (DistributedDataParallel, *((fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp else ()))
     for module in modules.values():
         if isinstance(module, wrappers):
             kind = "DDP" if isinstance(module, DistributedDataParallel) else "FSDP"
-            raise UserError(f"pc.attach comes before {kind}; attach first")
+            raise UserError(f"the model is already wrapped in {kind}; call pc.attach before {kind}")
 
 
 def _refuse_shared_weights(modules: dict[str, nn.Module], chosen: dict[str, PCConfig]) -> None:
@@ -132,4 +131,4 @@ def _refuse_shared_weights(modules: dict[str, nn.Module], chosen: dict[str, PCCo
     for name in chosen:
         others = [owner for owner in owners[modules[name].get_parameter("weight")] if owner != name]
         if others:
-            raise UserError(f"pc.blocks: {name}.weight is that of {others[0]} too; PC needs a weight of its own")
+            raise UserError(f"pc.blocks: {name}.weight is shared with {others[0]}; PC needs a separate weight")

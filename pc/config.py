@@ -1,4 +1,4 @@
-"""What PC does to which layers: the one configuration that training, scoring and plots share."""
+"""`PCConfig`: which layers PC applies to, and how. Training, scoring and plots share it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,32 +30,32 @@ class PCConfig:
     """How weights are preconditioned (paper, algorithm 1).
 
     Raises:
-        UserError: a value that does not exist, naming the field and what would be right.
+        UserError: an invalid value; the message names the field and valid values.
     """
 
     level: Level | Mapping[str, Level] = 4
-    """Strength: 1 to 4, or "polar_express"; or a map of one's own as the coefficients of p from degree 0 up, such as
-    [2.083, -1.643, 0.560]; or one of these for each entry of `blocks`."""
+    """Strength: 1 to 4, or "polar_express"; or your own coefficients of p from degree 0 up, such as
+    [2.083, -1.643, 0.560]; or a mapping from each entry of `blocks` to one of these."""
 
     blocks: tuple[str, ...] = ("o", "ffn")
     """Layers to precondition: q, k, v, o, gate, up, down, the groups qk and ffn, or full-name patterns
     such as "model.layers.*.mlp.fc1"."""
 
     power_iterations: int = 10
-    """Power-iteration steps per optimizer step (q in algorithm 3)."""
+    """Power iterations per optimizer step (q in algorithm 3)."""
 
     norm_recovery: bool = True
-    """Multiply by the estimated spectral norm after the polynomial, so that the weight keeps its size."""
+    """Multiply by the estimated spectral norm after the polynomial, so that the weight keeps its norm."""
 
     learnable_gamma: bool = True
-    """Multiply by a learnable scalar per matrix, which starts at 1."""
+    """Multiply by one learnable scalar per matrix, initialised to 1."""
 
     schedule: str = "forward"
-    """"forward": PC(W) in every forward pass, inside the graph, in any loop; "step": once per optimizer step, between
-    steps the layer is plain (`pc.StepSchedule`)."""
+    """"forward": compute PC(W) in every forward pass, inside the autograd graph; works in any loop. "step": compute it
+    once per optimizer step; forward passes are those of a plain linear layer (`pc.StepSchedule`)."""
 
     compute_dtype: str = "float32"
-    """Precision of the polynomial's matrix products: "float32" (the weight's own), "tf32", "bfloat16"."""
+    """Precision of the polynomial's matmuls: "float32" (the weight's own), "tf32", "bfloat16"."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocks", tuple(self.blocks))
@@ -66,7 +66,7 @@ class PCConfig:
         for name in self.blocks:
             if name not in BLOCK_SUFFIXES and name not in BLOCK_GROUPS and "." not in name and "*" not in name:
                 known = " ".join([*BLOCK_SUFFIXES, *BLOCK_GROUPS])
-                raise UserError(f"pc.blocks: {name!r} is no block; blocks are {known}, or a full-name pattern")
+                raise UserError(f"pc.blocks: {name!r} is not a block; use {known}, or a full-name pattern")
         if isinstance(self.level, Mapping):
             object.__setattr__(self, "level", {block: _hashable(level) for block, level in self.level.items()})
             if set(self.level) != set(self.blocks):
@@ -92,23 +92,23 @@ class PCConfig:
         if self.compute_dtype not in COMPUTE_DTYPES:
             raise UserError(f"pc.compute_dtype must be one of {', '.join(COMPUTE_DTYPES)}, got {self.compute_dtype!r}")
         if self.schedule == "forward" and self.compute_dtype == "tf32":
-            # It is a process-wide switch, which a compiled graph cannot turn for a few of its products.
+            # TF32 is a process-wide switch; a compiled graph cannot set it for some of its matmuls only.
             raise UserError('pc.compute_dtype = "tf32" needs pc.schedule = "step"; with "forward" use "float32"')
 
     @property
     def map(self) -> Map:
-        """g of a config with one level (see `for_block`)."""
+        """The map g. Needs a config with one level (see `for_block`)."""
         assert not isinstance(self.level, Mapping)
         return resolve(self.level)
 
     def for_block(self, block: str) -> "PCConfig":
-        """The same for one entry of `blocks` alone, with its own level."""
+        """The configuration of one entry of `blocks`, with that entry's level."""
         level = self.level[block] if isinstance(self.level, Mapping) else self.level
         return replace(self, level=level, blocks=(block,))
 
 
 def _hashable(level: Level | Sequence[float]) -> Level:
-    """Coefficients as a tuple of floats; anything else as it is."""
+    """Coefficients as a tuple of floats; any other level unchanged."""
     if isinstance(level, Sequence) and not isinstance(level, (int, str)):
         return tuple(float(a) if type(a) is int else a for a in level)
     return level

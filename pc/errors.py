@@ -1,4 +1,4 @@
-"""What a user who made a mistake is told: one or two lines, no traceback."""
+"""Errors that the user can fix: printed in one or two lines, without a traceback."""
 
 import functools
 import sys
@@ -7,28 +7,24 @@ from importlib.util import find_spec
 
 
 class UserError(ValueError):
-    """Something the user can fix. The message names the key or file and says what would be right."""
+    """An error that the user can fix. The message names the key or file and says what would be valid."""
 
 
 class MissingExtra(UserError, ImportError):
-    """A part of the project was imported whose dependencies are not installed."""
+    """The imported subpackage needs a dependency that is not installed."""
 
 
 def require_extra(extra: str, *modules: str) -> None:
-    """For a package's `__init__`: say which extra installs what it needs.
-
-    Raises:
-        MissingExtra: one of `modules` cannot be imported.
-    """
+    """Raise `MissingExtra` with the extra to install if one of `modules` is not installed."""
     for module in modules:
         if find_spec(module) is None:
             raise MissingExtra(f"{module} is not installed; pip install 'pc-layer[{extra}]'")
 
 
 def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a command's `main`: a `UserError` becomes `error: ...` on stderr and exit status 2.
+    """Decorate a command's `main`: a `UserError` prints `error: ...` on stderr and exits with status 2.
 
-    Any other exception keeps its traceback, because it is a bug of ours.
+    Any other exception is a bug in this project and keeps its traceback.
     """
 
     @functools.wraps(main)

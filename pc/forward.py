@@ -1,7 +1,7 @@
-"""Schedule "forward": PC(W) in every forward pass.
+"""Schedule "forward": compute PC(W) in every forward pass.
 
-Its `u` and `v` may move only when the weights do: once per optimizer step (paper, algorithm 3). PC layers see to that
-themselves (`PCLinear.after_step`), in any training loop that steps an optimizer of torch, under torch.compile too.
+`u` and `v` must change only when the weights do: once per optimizer step (paper, algorithm 3). PC layers do this
+themselves (`PCLinear.after_step`) in any training loop that steps a torch optimizer, also under torch.compile.
 """
 
 from torch import nn
@@ -10,10 +10,10 @@ from pc.linear import named_pc_linears
 
 
 def refresh(model: nn.Module) -> None:
-    """Move `u` and `v` of every PC layer on by `power_iterations` steps.
+    """Update `u` and `v` of every PC layer by `power_iterations` power iterations.
 
-    Called for you after optimizer steps and after loading plain weights; call it yourself after changing weights in
-    another way, and once the weights of a model that was on the meta device exist.
+    This happens automatically after optimizer steps and after loading plain weights. Call it yourself after changing
+    weights in another way, and after materialising a model that was on the meta device.
     """
     for _, layer in named_pc_linears(model):
         layer.refresh()

@@ -1,4 +1,4 @@
-"""PC(W), and the linear layer that uses it."""
+"""PC(W), and the linear layer that multiplies by it."""
 
 import warnings
 from collections.abc import Iterator
@@ -14,29 +14,31 @@ from pc.config import BLOCK_SUFFIXES, PCConfig
 from pc.errors import UserError
 from pc.spectral import initial_vectors, power_iteration, spectral_norm_estimate
 
-# What wrappers of torch insert into module names.
+# What torch.compile and activation checkpointing insert into module names.
 _WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
-# What `PCLinear.missing_call` says.
-MAKE_SCHEDULE = "no pc.StepSchedule holds it; after attach, and FSDP if you use it, pc.StepSchedule(model, optimizer)"
+# Values of `PCLinear.missing_call`.
+MAKE_SCHEDULE = (
+    "it has no pc.StepSchedule; call pc.StepSchedule(model, optimizer) after pc.attach, and after FSDP if used"
+)
 MATERIALISE = "it holds W; call schedule.materialise()"
 UNFINISHED = (
-    "it holds W, since not every optimizer given to its pc.StepSchedule has stepped; step them all, or call "
+    "it holds W, because not every optimizer given to its pc.StepSchedule has stepped; step them all, or call "
     "schedule.materialise()"
 )
 LOAD_STATE = (
-    "its weight was loaded alone; call schedule.load_state_dict() with the state of the same moment, or "
-    "schedule.materialise() to take the weight as W"
+    "its weight was loaded without the schedule's state; call schedule.load_state_dict() with that step's state, or "
+    "schedule.materialise() to use the weight as W"
 )
-LOAD_WEIGHT = "its schedule's state was loaded alone; call model.load_state_dict() with the state of the same moment"
+LOAD_WEIGHT = "its schedule's state was loaded without the weight; call model.load_state_dict() with that step's state"
 REFRESH = "its weight was on the meta device; call pc.refresh(model) once the weights exist"
 
 
 def effective_weight(weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor, config: PCConfig) -> Tensor:
     """PC(W) = gamma * [s] * g(W / s) with s = u^T W v + epsilon (paper, algorithm 1, line 6).
 
-    The one definition that everything else is tested against. `u` and `v` are constants of the backward
-    pass; gradient flows through the `s` that divides, and not through the recovery factor `[s]`.
+    This is the reference that faster code is tested against. The backward pass treats `u` and `v` as constants;
+    gradient flows through the divisor `s`, but not through the recovery factor `[s]`.
 
     Args:
         weight: W, [..., n, m]; leading dimensions are independent matrices.
@@ -61,20 +63,20 @@ def effective_weight(weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor,
 
 
 class PCLinear(nn.Linear):
-    """A linear layer whose effective weight is PC(W).
+    """A linear layer that multiplies by PC(W).
 
     `weight` keeps its name and shape [out_features, in_features], so initialisation, sharding and
-    conversion treat the layer as any other. Added are the parameter `gamma` [1] (unless
+    conversion treat the layer as any other. The layer adds the parameter `gamma` [1] (unless
     `learnable_gamma` is off) and, in schedule "forward", the buffers `u` [out_features] and `v` [in_features].
 
-    In schedule "forward" `weight` is the raw W and PC(W) is part of the graph; `u` and `v` move on after every
-    optimizer step that changed the weight. In schedule "step" `weight` is PC(W) between optimizer steps;
-    `pc.StepSchedule` keeps the raw W and puts both in place. Then gamma is left out of the state dict as well, so that
-    it is a plain linear's.
+    Schedule "forward": `weight` is the raw W and PC(W) is part of the autograd graph; `u` and `v` are updated after
+    every optimizer step that changed the weight. Schedule "step": `weight` is PC(W) between optimizer steps;
+    `pc.StepSchedule` stores the raw W and swaps the two. The state dict then leaves out gamma too, so that it equals
+    that of an `nn.Linear`.
 
     Raises:
-        UserError: when it is to multiply by something that is not PC(W), or when an optimizer is to change PC(W)
-            in place of W, naming the call that is missing.
+        UserError: a forward pass without PC(W), or an optimizer step that would change PC(W) instead of W. The message
+            names the missing call.
     """
 
     gamma: nn.Parameter | None
@@ -82,10 +84,10 @@ class PCLinear(nn.Linear):
     v: Tensor
 
     missing_call: str
-    """What must be done before the layer can multiply by PC(W); empty when it can."""
+    """What to do before the layer can multiply by PC(W); empty when it can."""
 
     start_vectors: tuple[Tensor, Tensor] | None
-    """`u` [out_features] and `v` [in_features] for a `pc.StepSchedule` to start from; None: drawn from the name."""
+    """Initial `u` [out_features] and `v` [in_features] for a `pc.StepSchedule`; None: random, seeded by the name."""
 
     def __init__(self, *args, name: str, config: PCConfig, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -93,12 +95,12 @@ class PCLinear(nn.Linear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, name: str, config: PCConfig) -> "PCLinear":
-        """The same layer with PC: parameters are shared with `linear`, not copied; its hooks come along.
+        """The same layer with PC. It shares `linear`'s parameters and keeps its hooks.
 
         Args:
-            linear: an `nn.Linear`. A subclass that multiplies in its own way (in float8, say) goes on doing so, which
-                is possible in schedule "step" alone, where `weight` is PC(W).
-            name: the layer's full name in the model, from which `u` and `v` are drawn.
+            linear: an `nn.Linear`. A subclass with its own `forward` (float8, for example) keeps it. This works only in
+                schedule "step", where `weight` is PC(W).
+            name: the layer's full name in the model, which seeds `u` and `v`.
             config: with one level.
 
         Raises:
@@ -106,17 +108,17 @@ class PCLinear(nn.Linear):
         """
         kind: type = type(linear)
         if config.schedule == "forward" and type(linear).forward is not nn.Linear.forward:
-            raise UserError(f'pc.schedule = "forward" would replace how {kind.__name__} {name} multiplies; use "step"')
-        layer_class = cls if kind is nn.Linear else _with_product_of(kind)
+            raise UserError(f'pc.schedule = "forward" would replace {kind.__name__}.forward of {name}; use "step"')
+        layer_class = cls if kind is nn.Linear else _with_forward_of(kind)
         layer = layer_class.__new__(layer_class)
-        # Tensor parallelism lives in hooks, which must not be left behind. Containers are the layer's own.
+        # Keep hooks: tensor parallelism lives in them. Copy dicts, so that the two layers do not share them.
         layer.__dict__ = {key: copy(value) if isinstance(value, dict) else value for key, value in vars(linear).items()}
         layer._add_pc(name, config)
         return layer
 
     def _add_pc(self, name: str, config: PCConfig) -> None:
         self.name, self.pc_config = name, config
-        # TorchTitan checkpoints keep PC's own tensors apart from the model's in either schedule.
+        # TorchTitan checkpoints store gamma, u and v apart from the model's state, in either schedule.
         self.hides_pc_state = config.schedule == "step"
         device, dtype = self.weight.device, self.weight.dtype
         gamma = nn.Parameter(torch.empty(1, device=device, dtype=dtype)) if config.learnable_gamma else None
@@ -150,7 +152,7 @@ class PCLinear(nn.Linear):
 
     @torch.no_grad()
     def reset_pc_parameters(self) -> None:
-        """gamma = 1, and `u`, `v` as drawn from the layer's name."""
+        """Set gamma to 1, and `u`, `v` to random vectors seeded by the layer's name."""
         if self.gamma is not None:
             self.gamma.fill_(1.0)
         if self.pc_config.schedule == "forward":
@@ -160,10 +162,10 @@ class PCLinear(nn.Linear):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Schedule "forward": move `u` and `v` on by `power_iterations` steps."""
+        """Schedule "forward": update `u` and `v` by `power_iterations` power iterations."""
         weight = self.weight
-        if hasattr(weight, "full_tensor"):  # a DTensor, which takes a while to import
-            weight = weight.full_tensor()  # on every rank: this schedule is the readable reference, not the fast one
+        if hasattr(weight, "full_tensor"):  # a DTensor, a class that is slow to import
+            weight = weight.full_tensor()  # on every rank: this schedule is the simple reference, not the fast one
         u, v = power_iteration(weight.to(self.u.dtype), self.u, self.v, self.pc_config.power_iterations)
         self.u.copy_(u)
         self.v.copy_(v)
@@ -171,14 +173,14 @@ class PCLinear(nn.Linear):
         self._refreshed, self._weight_version = optimizer_hooks.now(), self.weight._version
 
     def before_step(self, optimizer: torch.optim.Optimizer, parameters: set[int]) -> None:
-        """Refuse an optimizer that would train PC(W) as if it were an ordinary weight."""
+        """Raise if this optimizer step would change PC(W) instead of W."""
         holds_raw = self.missing_call in (MAKE_SCHEDULE, MATERIALISE, UNFINISHED)
         holds_pc = self.pc_config.schedule == "step" and not holds_raw
         if holds_pc and id(self.weight) in parameters and self.weight.grad is not None:
             raise UserError(
-                f"{type(optimizer).__name__}.step() would train PC(W) of {self.name} in place of W: give the optimizer to "
-                "the model's pc.StepSchedule(model, optimizer), or call schedule.pull_back() and "
-                "schedule.restore_raw() before it (a copy: copy.deepcopy((model, optimizer, schedule)) together)"
+                f"{type(optimizer).__name__}.step() would train PC(W) of {self.name} instead of W: give the optimizer "
+                "to the model's pc.StepSchedule(model, optimizer), or call schedule.pull_back() and "
+                "schedule.restore_raw() before it (to copy a model: copy.deepcopy((model, optimizer, schedule)))"
             )
 
     def after_step(self, optimizer: torch.optim.Optimizer, parameters: set[int], began: int) -> None:
@@ -189,15 +191,16 @@ class PCLinear(nn.Linear):
             self._steps_without_gamma = 0
         elif id(self.weight) in parameters:
             self._steps_without_gamma += 1
-            if self._steps_without_gamma == 2:  # another optimizer may step after the first
+            if self._steps_without_gamma == 2:  # not 1: a second optimizer may step the gammas
                 warnings.warn(
-                    "no optimizer trains the gammas of PC layers; make optimizers after pc.attach and any sharding, or set "
-                    "learnable_gamma=False",
+                    "no optimizer trains the gammas of PC layers; create optimizers after pc.attach and any sharding, "
+                    "or set learnable_gamma=False",
                     stacklevel=2,
                 )
         if self._refreshed >= began:
             return
-        # Fused and foreach steps leave a DTensor's version as it is; optimizers with copies of the weights hold no weight.
+        # Fused and foreach steps do not bump a DTensor's version, so check ids. An optimizer of weight copies does not
+        # hold the weight itself, so check the version.
         if id(self.weight) in parameters or self.weight._version != self._weight_version:
             self.refresh()
 
@@ -242,13 +245,13 @@ class PCLinear(nn.Linear):
 
 
 @cache
-def _with_product_of(kind: type[nn.Linear]) -> type[PCLinear]:
-    """A PC layer that multiplies as `kind` does."""
+def _with_forward_of(kind: type[nn.Linear]) -> type[PCLinear]:
+    """A PC layer with the `forward` of `kind`."""
     return type(f"PC{kind.__name__}", (PCLinear, kind), {})
 
 
 def clean_name(name: str) -> str:
-    """A module or parameter name without what torch.compile and activation checkpointing insert."""
+    """A module or parameter name without the parts that torch.compile and activation checkpointing insert."""
     for part in _WRAPPER_NAMES:
         name = name.replace(part, "")
     return name
@@ -262,7 +265,7 @@ def named_pc_linears(model: nn.Module) -> Iterator[tuple[str, PCLinear]]:
 
 
 def block_of(name: str) -> str | None:
-    """The paper's short name (q, k, v, o, gate, up, down) of a Llama linear layer, None for any other."""
+    """The paper's short name (q, k, v, o, gate, up, down) of a Llama linear layer; None for any other."""
     for block, suffixes in BLOCK_SUFFIXES.items():
         if name.endswith(suffixes):
             return block

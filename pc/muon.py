@@ -1,4 +1,4 @@
-"""Muon for sharded matrices: `torch.optim.Muon` with its Newton-Schulz on owner ranks."""
+"""Muon for sharded matrices: `torch.optim.Muon` with Newton-Schulz on owner ranks (`pc.owner`)."""
 
 import torch
 from torch import Tensor
@@ -15,18 +15,17 @@ NEWTON_SCHULZ_COEFFICIENTS: dict[str, tuple[float, float, float]] = {
 
 
 class Muon(torch.optim.Muon):
-    """`torch.optim.Muon` that works on `DTensor` shards; same options, same results bit for bit.
+    """`torch.optim.Muon` for `DTensor` shards; same options and bitwise the same results.
 
-    Momentum and the weight update are elementwise and stay on the shards. Each matrix is orthogonalised on
-    one owner rank (`pc.owner`) by torch's own function, and travels there and back in bfloat16, which is what
-    that function computes in. Matrices are orthogonalised one by one: batched products round differently in
-    about one of fifty small matrices, and at the sizes of language models one product fills a device.
+    Momentum and weight updates are elementwise and run on the shards. One owner rank (`pc.owner`) orthogonalises each
+    matrix with torch's own function. Matrices travel in bfloat16, the precision of that function. They are
+    orthogonalised one by one: batched matmuls round differently in about one of fifty small matrices, and at the
+    sizes of language models one matmul fills a GPU.
 
-    The momentum is torch's running mean, `buf = mu buf + (1 - mu) g`. The paper writes `buf = mu buf + g`;
-    the two differ by a constant factor that the orthogonalisation cancels, up to its epsilon of 1e-7 against
-    the norm of the whole update.
+    The momentum is torch's running mean, `buf = mu buf + (1 - mu) g`. The paper writes `buf = mu buf + g`.
+    Orthogonalisation cancels the constant factor between the two, up to its epsilon of 1e-7 against the update's norm.
 
-    A step changes nothing if the attribute `found_inf`, a tensor on the device as in torch's fused optimizers, is 1.
+    A step changes nothing if the attribute `found_inf`, a device tensor as in torch's fused optimizers, is 1.
     """
 
     found_inf: Tensor | None = None
@@ -55,11 +54,13 @@ class Muon(torch.optim.Muon):
             skip = self.found_inf.bool()
             decay = torch.where(skip, 1.0, decay)
             for gradient, buffer in zip(local_gradients, updates, strict=True):
-                torch.where(skip, buffer, gradient, out=gradient)  # a running mean of its own value stays as it is
+                torch.where(
+                    skip, buffer, gradient, out=gradient
+                )  # averaging the buffer with itself leaves it unchanged
         torch._foreach_lerp_(updates, local_gradients, 1 - momentum)
         if group["nesterov"]:
             updates = list(torch._foreach_lerp(local_gradients, updates, momentum))
-        # bfloat16 copies, which the results may overwrite, laid out as the parameters are
+        # bfloat16 copies, sharded as the parameters are; run_on_owners writes its results into them
         updates = [_like(p, u.to(torch.bfloat16, copy=True)) for p, u in zip(parameters, updates, strict=True)]
         settings = (group["ns_coefficients"], group["ns_steps"], group["eps"])
         run_on_owners(_orthogonalise, [(u,) for u in updates], [(u,) for u in updates], [settings] * len(updates))

@@ -1,10 +1,9 @@
-"""What PC does before and after every step of every optimizer, whoever calls it.
+"""Calls PC layers and schedules before and after every step of every optimizer.
 
-Torch has global hooks around the steps of all optimizers, of copied and wrapped ones too. They find what is
-concerned by the parameters that an optimizer holds, so a training loop has nothing to register and nothing to forget.
+Torch's global hooks run around the steps of all optimizers, also of copied and wrapped ones. Layers and schedules
+compare the optimizer's parameters with their own, so a training loop does not have to register anything.
 """
 
-from itertools import count
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -13,47 +12,47 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 
 class Observer(Protocol):
-    """A PC layer, or what holds the raw weights of several."""
+    """A PC layer or a `pc.StepSchedule`."""
 
     def before_step(self, optimizer: Optimizer, parameters: set[int]) -> None:
-        """`parameters` are the `id`s of those that the optimizer holds."""
+        """`parameters` are the `id`s of the optimizer's parameters."""
 
     def after_step(self, optimizer: Optimizer, parameters: set[int], began: int) -> None:
-        """`began` is what `now` was before the step."""
+        """`began` is the number of this step, comparable with `now()`."""
 
 
-# Schedules put W in place before their layers look whether it is there. Dictionaries keep the order, which ranks share.
+# Two registries: schedules must restore W before the layers check for it. The order must be the same on all ranks, so
+# these are dictionaries, not sets.
 _schedules: "WeakKeyDictionary[Observer, None]" = WeakKeyDictionary()
 _layers: "WeakKeyDictionary[Observer, None]" = WeakKeyDictionary()
 _began: "WeakKeyDictionary[Optimizer, int]" = WeakKeyDictionary()
-_steps = count(1)
 _last_step = 0
 _registered = False
 
 
 def observe_as_schedule(observer: Observer) -> None:
-    """From now on tell a schedule of every optimizer step, before the layers."""
+    """Call a schedule around every optimizer step from now on, before the layers."""
     _schedules[observer] = None
     _register()
 
 
 def observe_as_layer(observer: Observer) -> None:
-    """From now on tell a layer of every optimizer step."""
+    """Call a layer around every optimizer step from now on."""
     _layers[observer] = None
     _register()
 
 
 def go_before_later_hooks(optimizer: Optimizer) -> None:
-    """From now on tell observers of a step's end before hooks that are registered on the optimizer later.
+    """Call observers after a step before any hook that is registered on this optimizer later.
 
-    Torch runs global hooks after an optimizer's own. A hook that reads weights after a step, such as one that computes
-    float8 scales or a moving average, must find PC(W) there.
+    Torch runs global hooks after an optimizer's own hooks. A hook that reads weights after a step, such as one that
+    computes float8 scales or a moving average, must see PC(W).
     """
     optimizer.register_step_post_hook(_after)
 
 
 def now() -> int:
-    """Number of the optimizer step that began last."""
+    """Number of the optimizer step that began most recently."""
     return _last_step
 
 
@@ -73,11 +72,12 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     parameters = _parameters(optimizer)
     for observer in [*_schedules, *_layers]:
         observer.before_step(optimizer, parameters)
-    _last_step = _began[optimizer] = next(_steps)
+    _last_step += 1
+    _began[optimizer] = _last_step
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    began = _began.pop(optimizer, None)  # None where it was told already
+    began = _began.pop(optimizer, None)  # None if this hook already ran for the step
     if began is not None:
         parameters = _parameters(optimizer)
         for observer in [*_schedules, *_layers]:
@@ -89,9 +89,9 @@ def _parameters(optimizer: Optimizer) -> set[int]:
 
 
 def _only_creates_state(optimizer: Optimizer) -> bool:
-    """Whether this is the step with zero gradients and lr 0 by which torch.distributed.checkpoint makes an
-    optimizer create its state. No training step: PC must neither refuse it nor move anything."""
+    """Whether this is the step with zero gradients and lr 0 that torch.distributed.checkpoint runs to create
+    optimizer state. It does not train, so PC must neither raise an error nor update anything."""
     if optimizer.state or any(float(group.get("lr", 0.0)) for group in optimizer.param_groups):
         return False
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    return not any(getattr(g, "_local_tensor", g).any() for g in gradients)  # this rank's part of a DTensor
+    return not any(getattr(g, "_local_tensor", g).any() for g in gradients)  # a DTensor's local shard

@@ -1,17 +1,16 @@
-"""Functions of full matrices on sharded matrices: each matrix goes to one rank, its owner.
+"""Run functions of full matrices on sharded matrices: one rank, the owner, computes each matrix.
 
-Newton-Schulz and both passes of PC need whole matrices. Gathering them everywhere repeats the work on every
-rank; here the matrices are dealt out by cost, one ragged all-to-all brings every shard to its owner, the
-function runs on the full matrices, those of one shape as a batch, and a second all-to-all takes the
-results' shards back.
+Newton-Schulz and both passes of PC need full matrices. An all-gather would repeat the work on every rank. Instead,
+matrices are assigned to ranks by cost, one all-to-all sends every shard to its owner, the owner runs the function on
+full matrices, batched by shape, and a second all-to-all returns the shards of the results.
 
         rank 0            rank 1                     rank 0            rank 1
     A[:2] B[:2]       A[2:] B[2:]   all_to_all  ->   A                 B         -> function -> all_to_all
 
-Under FSDP, tensor parallelism, or both, a shard is one rectangular block of its matrix. So one layout serves every
-device mesh: for each rank the block that it holds. The ranks are those of all mesh dimensions that shard an item,
-as one flat group. Over the other dimensions (replicas of HSDP) each copy of the model works for itself: sending results
-from copy to copy costs small models more than it saves, and large ones are better off without replicas (docs/scale.md).
+Under FSDP, tensor parallelism, or both, a shard is one rectangular block of its matrix. So one layout covers every
+device mesh: the block that each rank holds. The ranks of all mesh dimensions that shard an item form one flat group.
+Over the other dimensions (HSDP replicas) each copy of the model repeats the work: sending results between replicas
+costs small models more than it saves, and large models do better without replicas (docs/scale.md).
 """
 
 import heapq
@@ -31,13 +30,13 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 Item = tuple[Tensor, ...]
 Function = Callable[..., tuple[Tensor, ...]]
 
-# Bytes of full inputs that one rank holds of a bucket. A rank then needs at most about four times as much
-# beside what the function itself allocates: shards sent, shards received, the assembled batch, results.
+# Bytes of full inputs per rank and bucket. A rank then needs at most about four times as much (shards sent, shards
+# received, the assembled batch, results), plus what the function itself allocates.
 BUCKET_BYTES = 256 * 2**20
 
 
 def matrix_cost(inputs: Item) -> float:
-    """Operations on an item led by its matrix, up to a constant: PC's at level 4 are (12 long + 14 short) short^2."""
+    """Relative FLOPs for an item whose first tensor is the matrix; PC at level 4 takes (12 long + 14 short) short^2."""
     short, long = sorted(inputs[0].shape[-2:])
     return float(short) ** 2 * (long + short)
 
@@ -52,18 +51,19 @@ def run_on_owners(
 ) -> None:
     """Run `function` on full tensors, each item on one rank, and write its results into sharded tensors.
 
-    Every rank of the mesh calls this with the same items. Two collectives are made for each bucket of items.
+    Every rank of the mesh calls this with the same items. It runs two collectives per bucket of items.
 
     Args:
-        function: called as `function(key, *batch)`, each tensor with a leading batch dimension of items that
-            share key and shapes; returns a tuple of batched results, one for each tensor of an output item.
-        inputs: for each item its tensors, plain or `DTensor`, a matrix [n, m] first, all of one dtype. A plain tensor
-            is the same on every rank.
-        outputs: for each item the tensors to write the results into; they may be inputs too.
-        keys: what `function` must know of an item beside its tensors; items with other keys go in other batches.
-        batch_bytes: bound on the inputs of one call of `function` (one item at least). By default `BUCKET_BYTES`, since
-            batches save a GPU launches, and one item on a CPU, where a batch leaves the cache: for 8 to 16 matrices
-            of [512, 512] and [1408, 512] PC's passes took 1.1 to 1.4 times as long as one by one.
+        function: called as `function(key, *batch)`, where each tensor has a leading batch dimension over items with
+            the same key and shapes; returns a tuple of batched results, one for each tensor of an output item.
+        inputs: the tensors of each item, plain or `DTensor`, a matrix [n, m] first, all of one dtype. A plain tensor
+            must be the same on every rank.
+        outputs: the tensors of each item to write the results into; they may also be inputs.
+        keys: settings of each item for `function`; items with different keys go into different batches.
+        batch_bytes: upper bound on the inputs of one call of `function` (at least one item). The default is
+            `BUCKET_BYTES` on a GPU, where batches save kernel launches, and one item on a CPU, where a batch does not
+            fit the cache: on 8 to 16 matrices of [512, 512] and [1408, 512], batches made PC's passes 1.1 to 1.4 times
+            slower.
 
     Raises:
         ValueError: tensors of several dtypes, an item on several meshes, or shards that are not blocks of their tensor.
@@ -85,7 +85,7 @@ def run_on_owners(
 
 
 def assign(costs: Sequence[float], num_owners: int) -> list[int]:
-    """The owner of each item: most expensive first, each to the rank with the least work so far."""
+    """The owner of each item: assigns the most expensive item first, each to the rank with the least work so far."""
     load = [(0.0, owner) for owner in range(num_owners)]  # a heap
     owners = [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
@@ -95,7 +95,7 @@ def assign(costs: Sequence[float], num_owners: int) -> list[int]:
 
 
 def buckets(owners: Sequence[int], sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Split items into buckets so that no owner holds more than `limit` bytes of one (one item at least).
+    """Split items into buckets with at most `limit` bytes per owner (at least one item).
 
     Each bucket takes the next items of every owner, so that all owners work on every bucket.
     """
@@ -113,12 +113,12 @@ def buckets(owners: Sequence[int], sizes: Sequence[int], limit: int) -> list[lis
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor; writing into it writes into the tensor."""
+    """This rank's shard of a tensor, not a copy."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def sharding_dimensions(tensor: Tensor) -> list[int]:
-    """The dimensions of a tensor's device mesh over which it is spread; none for a plain tensor."""
+    """The device mesh dimensions that shard a tensor; none for a plain tensor."""
     if not isinstance(tensor, DTensor):
         return []
     return [
@@ -129,7 +129,7 @@ def sharding_dimensions(tensor: Tensor) -> list[int]:
 
 
 def _spread(tensors: Iterable[Tensor]) -> tuple[DeviceMesh, tuple[int, ...]] | None:
-    """The mesh that an item lies on, and those of its dimensions that shard any of the tensors; None: whole here."""
+    """An item's mesh and the mesh dimensions that shard any of its tensors; None if this rank holds full tensors."""
     found = [(t.device_mesh, spread) for t in tensors if isinstance(t, DTensor) and (spread := sharding_dimensions(t))]
     if len({mesh for mesh, _ in found}) > 1:
         raise ValueError("run_on_owners needs the tensors of an item on one device mesh")
@@ -137,7 +137,7 @@ def _spread(tensors: Iterable[Tensor]) -> tuple[DeviceMesh, tuple[int, ...]] | N
 
 
 def _run_alone(function: Function, inputs, outputs, keys, batch_bytes: int) -> None:
-    """No shards: an item by itself is not copied."""
+    """Without shards. A batch of one item is not copied."""
 
     def load(items: list[int]) -> list[Tensor]:
         parts = zip(*([local(tensor) for tensor in inputs[i]] for i in items), strict=True)
@@ -153,23 +153,23 @@ def _run_alone(function: Function, inputs, outputs, keys, batch_bytes: int) -> N
 
 
 def _compute(function: Function, keys, batches: list[list[int]], load, store) -> None:
-    """`load(items)` gives a batch, `store(i, results)` takes an item's results; one batch is held at a time."""
+    """`load(items)` returns a batch, `store(i, results)` takes an item's results. Holds one batch at a time."""
     for items in batches:
         results = function(keys[items[0]], *load(items))
         for position, i in enumerate(items):
             store(i, [result[position] for result in results])
-        del results  # or they would stay until the next batch's are made
+        del results  # free them before the next batch
 
 
 def _bytes(item: Item) -> int:
-    """Of an item's full tensors."""
+    """Bytes of an item's full tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in item)
 
 
 def _batches(
     items: Iterable[int], keys: Sequence[Hashable], shapes: Sequence[tuple], sizes: Sequence[int], limit: int
 ) -> list[list[int]]:
-    """Items of one key and shapes each, of at most `limit` bytes together (one item at least)."""
+    """Batches of items with the same key and shapes, at most `limit` bytes each (at least one item)."""
     alike: dict[Hashable, list[int]] = defaultdict(list)
     for i in items:
         alike[keys[i], shapes[i]].append(i)
@@ -182,7 +182,7 @@ def _batches(
 
 @dataclass(frozen=True)
 class _Layout:
-    """How one tensor lies over the ranks of the group."""
+    """How one tensor is sharded over the ranks of the group."""
 
     shape: torch.Size
     blocks: list[tuple[tuple[int, int], ...]]
@@ -190,17 +190,17 @@ class _Layout:
     numels: list[int]
     """by rank: elements of the block"""
     copies: list[tuple[int, ...]]
-    """by rank: which copy of the tensor its block belongs to, where mesh dimensions replicate it"""
+    """by rank: coordinate along the mesh dimensions that replicate the tensor"""
 
     def part(self, full: Tensor, rank: int) -> Tensor:
-        """The view of a full tensor that lies on a rank."""
+        """A view of a rank's block of the full tensor."""
         for dim, (start, length) in enumerate(self.blocks[rank]):
             if length != self.shape[dim]:
                 full = full.narrow(dim, start, length)
         return full
 
     def sends(self, rank: int, owner: int) -> bool:
-        """Whether the rank's block goes to the owner: of equal blocks that of the owner's own copy does."""
+        """Whether the rank sends its block to the owner: only ranks of the owner's replica do."""
         return self.copies[rank] == self.copies[owner] and self.numels[rank] > 0
 
 
@@ -210,10 +210,10 @@ def _layout(shape: torch.Size, placements: tuple[Placement, ...], sizes: tuple[i
     plain = [d for d, placement in enumerate(placements) if type(placement) is Shard]
     strided = [d for d, placement in enumerate(placements) if d not in plain and not placement.is_replicate()]
     dims: list[int] = [getattr(placement, "dim", -1) for placement in placements]  # of the tensor
-    for d in strided:  # FSDP over tensor parallelism, which has cut the tensor before
+    for d in strided:  # FSDP shards of a tensor that tensor parallelism has already split
         before = math.prod(sizes[e] for e in plain if e > d and dims[e] == dims[d])
         if getattr(placements[d], "split_factor", None) != before:
-            raise ValueError(f"run_on_owners takes copies and shards that are blocks, not {placements}")
+            raise ValueError(f"run_on_owners needs shards that are blocks of their tensor, not {placements}")
     blocks, copies = [], []
     for coordinate in itertools.product(*(range(size) for size in sizes)):
         block = [(0, size) for size in shape]
@@ -229,12 +229,12 @@ def _layout(shape: torch.Size, placements: tuple[Placement, ...], sizes: tuple[i
 
 @lru_cache(maxsize=None)
 def _group_of(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.ProcessGroup:
-    # Only members call this: a pipeline stage without matrices does not.
+    # Only members of the group call this: a pipeline stage without matrices does not.
     return world if len(ranks) == world.size() else dist.new_group(ranks, use_local_synchronization=True)
 
 
 class _Exchange:
-    """The two all-to-alls and the work between them, over all ranks of some dimensions of a mesh."""
+    """The two all-to-alls and the computation between them, over all ranks of some mesh dimensions."""
 
     def __init__(
         self, mesh: DeviceMesh, dimensions: tuple[int, ...], inputs: Sequence[Item], outputs: Sequence[Item]
@@ -268,7 +268,7 @@ class _Exchange:
             del results
 
     def _gather(self, inputs, owned: list[list[int]]) -> Callable[[list[int]], list[Tensor]]:
-        """Send local shards to their owners; returns what assembles a batch of full tensors from those that arrived."""
+        """Send local shards to their owners; returns a function that assembles a batch of full tensors on the owner."""
         send, send_sizes = [], []
         for owner, items in enumerate(owned):
             parts = [
@@ -310,7 +310,7 @@ class _Exchange:
         return load
 
     def _scatter(self, results: dict[int, list[Tensor]], outputs, owned: list[list[int]]) -> None:
-        """Send each rank its shards of the results and write what arrives."""
+        """Send each rank its shards of the results and write them into `outputs`."""
         mine = owned[self.rank]
         send = [
             layout.part(result, destination).reshape(-1)
@@ -326,7 +326,7 @@ class _Exchange:
             part.copy_(piece.view(part.shape))
 
     def _all_to_all(self, parts: list[Tensor], like: Sequence[Item], send_sizes, receive_sizes) -> Tensor:
-        """Exchange flat parts; a rank that has none sends nothing of the dtype of `like`."""
+        """All-to-all of flat parts. `like` gives the dtype where a rank has nothing to send."""
         send = torch.cat(parts) if parts else local(like[0][0]).new_empty(0)
         receive = send.new_empty(sum(receive_sizes))
         dist.all_to_all_single(receive, send, receive_sizes, send_sizes, group=self.group)

@@ -1,11 +1,11 @@
-"""The maps that PC applies to singular values, and their evaluation on scalars and matrices.
+"""The polynomial maps that PC applies to singular values, evaluated on scalars and matrices.
 
-A map is odd: `g(sigma) = sigma * p(sigma^2)`. It is written as the coefficients of `p` from degree 0 up,
-so `(1.5, -0.5)` is `1.5 sigma - 0.5 sigma^3`. A composite of several maps is a tuple of such tuples, the
-first applied first; every function here takes either.
+A map is odd: `g(sigma) = sigma * p(sigma^2)`. It is stored as the coefficients of `p` from degree 0 up,
+so `(1.5, -0.5)` means `1.5 sigma - 0.5 sigma^3`. A composite of several maps is a tuple of such tuples, in order of
+application; every function here takes either.
 
-On a matrix `A = U diag(sigma) V^T` the map acts through one Gram matrix, `g(A) = p(A A^T) A = A p(A^T A)`,
-and gives `U diag(g(sigma)) V^T` (paper, proposition 1).
+On a matrix `A = U diag(sigma) V^T` the map needs only one Gram matrix: `g(A) = p(A A^T) A = A p(A^T A)`
+equals `U diag(g(sigma)) V^T` (paper, proposition 1).
 """
 
 import math
@@ -30,8 +30,8 @@ COEFFICIENTS: dict[int, Coefficients] = {
 # Paper, table 1: the cutoff b of the piecewise-linear target min(sigma / b, 1) that each level is fitted to.
 CUTOFFS: dict[int, float] = {1: 0.8, 2: 0.6, 3: 0.4, 4: 0.3}
 
-# Paper, appendix "Overly Aggressive Spectrum Flattening": eight quintics whose composite sends nearly
-# every singular value in (0, 1] to one (Amsel et al., 2025). It exists to show that flattening too much hurts.
+# Paper, appendix "Overly Aggressive Spectrum Flattening": eight quintics whose composite maps nearly
+# every singular value in (0, 1] to 1 (Amsel et al., 2025). It is here to show that flattening too much hurts.
 POLAR_EXPRESS: tuple[Coefficients, ...] = (
     (7.2086, -15.5131, 9.0178),
     (3.9623, -2.5813, 0.4542),
@@ -43,14 +43,13 @@ POLAR_EXPRESS: tuple[Coefficients, ...] = (
     (1.8648, -1.2224, 0.3577),
 )
 
-
-# What a map of one's own may reach on [0, 1.1], and how far g(1) may be from 1 without a warning.
+# Custom coefficients: the values that g may take on [0, 1.1], and how far g(1) may be from 1 without a warning.
 OWN_MAP_RANGE = (-0.05, 1.1)
 OWN_MAP_TOLERANCE = 0.02
 
 
 def resolve(level: int | str | Sequence[float]) -> Map:
-    """The map of a level: 1 to 4, `"polar_express"`, or the coefficients of one's own (`require_usable` checks those).
+    """The map of a level: 1 to 4, `"polar_express"`, or custom coefficients (`require_usable` checks them).
 
     Raises:
         ValueError: no such level.
@@ -61,25 +60,24 @@ def resolve(level: int | str | Sequence[float]) -> Map:
         return POLAR_EXPRESS
     if isinstance(level, bool) or level not in COEFFICIENTS:
         raise ValueError(
-            f'PC level {level!r} does not exist; levels are 1, 2, 3, 4, "polar_express" and a list of coefficients'
+            f'PC level {level!r} does not exist; use 1, 2, 3, 4, "polar_express" or a list of coefficients'
         )
     return COEFFICIENTS[level]
 
 
 @cache
 def require_usable(coefficients: Coefficients) -> None:
-    """Check a map of one's own on [0, 1.1], where the estimate of the norm lets singular values lie.
+    """Check custom coefficients on [0, 1.1], the range of singular values after division by the estimated norm.
 
-    The published maps stay within [0, 1.021] there and have g(1) = 1. A map that reaches far outside [0, 1] would turn
-    singular vectors round or let the norm grow; one whose g(1) is not 1 changes the norm that is recovered.
+    The published maps stay within [0, 1.021] there and have g(1) = 1. Values far outside [0, 1] would flip singular
+    vectors or let the norm grow; a g(1) other than 1 changes the norm of the result, with a warning.
 
     Raises:
-        ValueError: fewer than two coefficients, what is no number, or values outside [-0.05, 1.1], with the worst point.
+        ValueError: fewer than two coefficients, a coefficient that is not a finite number, or values of g outside
+            [-0.05, 1.1]; the message names the worst point.
     """
     if len(coefficients) < 2 or not all(type(a) is float and math.isfinite(a) for a in coefficients):
-        raise ValueError(
-            f"coefficients {list(coefficients)} should be two or more numbers, those of p from degree 0 up"
-        )
+        raise ValueError(f"coefficients {list(coefficients)} must be two or more numbers: those of p from degree 0 up")
     lowest, highest = OWN_MAP_RANGE
     sigma = torch.linspace(0.0, 1.1, 11_001, dtype=torch.float64)
     value = evaluate(coefficients, sigma)
@@ -87,19 +85,19 @@ def require_usable(coefficients: Coefficients) -> None:
     worst = outside.argmax()
     if outside[worst] > 0:
         raise ValueError(
-            f"coefficients {list(coefficients)}: g({sigma[worst]:.4g}) = {value[worst]:.4g}, but on [0, 1.1] a map should "
-            f"stay within [{lowest}, {highest}]"
+            f"coefficients {list(coefficients)}: g({sigma[worst]:.4g}) = {value[worst]:.4g}, but on [0, 1.1] a map "
+            f"must stay within [{lowest}, {highest}]"
         )
     if abs(sum(coefficients) - 1.0) > OWN_MAP_TOLERANCE:
         warnings.warn(
-            f"pc.level: coefficients {list(coefficients)} have g(1) = {sum(coefficients):.4g}, so PC(W) has that many times "
-            "the norm of W; the published maps have g(1) = 1",
+            f"pc.level: coefficients {list(coefficients)} have g(1) = {sum(coefficients):.4g}, so the norm of PC(W) is "
+            "that factor times the norm of W; the published maps have g(1) = 1",
             stacklevel=3,
         )
 
 
 def stages(map: Map) -> tuple[Coefficients, ...]:
-    """The map as a composite: one stage for plain coefficients."""
+    """The map as a tuple of stages: one stage for plain coefficients."""
     return map if isinstance(map[0], Sequence) else (map,)
 
 
@@ -117,15 +115,15 @@ def fit(
 ) -> Coefficients:
     """Fit `sigma * p(sigma^2)` to `target(cutoff)` by weighted least squares (paper, equation 2, appendix).
 
-    The paper samples at random; here the sample points are a fine regular grid, so that the result is
-    the limit of its procedure and the same every time.
+    The paper samples at random. This samples a fine regular grid, which makes the result deterministic: the
+    limit of the paper's procedure.
 
     Args:
         cutoff: b in (0, 1], above which the target is 1.
         degree: degree of `p`, at least 1; the level k of the paper.
-        alpha: the error at sigma counts with weight sigma^alpha.
-        interval: where to fit. Its upper end lies above 1 since the estimated spectral norm may be too small.
-        anchored: hold g(1) = 1 exactly.
+        alpha: the error at sigma has weight sigma^alpha.
+        interval: where to fit. It ends above 1 because the estimated spectral norm may be too small.
+        anchored: keep g(1) = 1 exactly.
 
     Returns:
         `degree + 1` coefficients of `p` from degree 0 up.
@@ -173,14 +171,13 @@ def apply(
 ) -> Tensor:
     """`scale * g(A / divisor)` for matrices `A` of shape [..., n, m], batched over leading dimensions; same shape out.
 
-    One product forms the smaller Gram matrix `G` [s, s], `count_square_products` give `p(G)`, and one product
-    goes back to the shape of `A`. The divisor and the scale act on the square matrices, so that neither costs
-    another pass over `A`.
+    One matmul computes the smaller Gram matrix `G` [s, s], `count_square_products` matmuls compute `p(G)`, and one
+    multiplies it by `A`. Divisor and scale are applied to the square matrices, so neither costs another pass over `A`.
 
     Args:
-        gram: `gram_matrix(A)`, where it is there already.
-        divisor: [..., 1, 1]; none for 1.
-        scale: [..., 1, 1]; none for 1.
+        gram: `gram_matrix(A)` if already computed.
+        divisor: [..., 1, 1]; None for 1.
+        scale: [..., 1, 1]; None for 1.
     """
     batch = matrix.reshape(-1, *matrix.shape[-2:])
     factor = None if divisor is None else divisor.reshape(-1, 1, 1).reciprocal()
@@ -197,8 +194,8 @@ def apply(
 
 
 def apply_by_horner(map: Map, matrix: Tensor) -> Tensor:
-    """The readable reference of `apply`: Horner's rule in `G` (paper, appendix "Tricks for Matrix Polynomial
-    Calculation"), which takes `degree - 1` products of [s, s]."""
+    """Simple reference for `apply`: Horner's rule in `G` (paper, appendix "Tricks for Matrix Polynomial
+    Calculation"), which takes `degree - 1` matmuls of [s, s]."""
     for coefficients in stages(map):
         tall = matrix.size(-2) > matrix.size(-1)
         gram = gram_matrix(matrix)
@@ -213,21 +210,21 @@ def apply_by_horner(map: Map, matrix: Tensor) -> Tensor:
 def vjp(
     map: Map, matrix: Tensor, gradient: Tensor, *, divisor: Tensor | None = None, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Vector-Jacobian product of `apply` at `A`: the gradient of `scale * g(A / divisor)` becomes that of `A`.
+    """Vector-Jacobian product of `apply`: the gradient with respect to `A`, given that of `scale * g(A / divisor)`.
 
-    Autograd gives the same. At level 4 it takes 6 products of [s, s] by [s, l] and 6 of [s, s]; this takes 4
+    Autograd computes the same. At level 4 it takes 6 matmuls of [s, s] by [s, l] and 6 of [s, s]; this takes 4
     and 5, because every factor is symmetric and `g` itself is not needed.
 
     Args:
         matrix: `A` [..., n, m].
         gradient: `H`, with respect to the result [..., n, m].
-        divisor: [..., 1, 1], held constant; none for 1.
-        scale: [..., 1, 1], held constant; none for 1.
+        divisor: [..., 1, 1], treated as constant; None for 1.
+        scale: [..., 1, 1], treated as constant; None for 1.
 
     Returns:
-        The gradient with respect to `A` [..., n, m]; the inner products `<g(N), H>` and `<dN, N>`, [...] each,
-        of `N = A / divisor` with the gradient `dN` that `g` alone passes on: what the scale's and the divisor's
-        gradients are made of. Inner products are float32 at least.
+        The gradient with respect to `A` [..., n, m], and two inner products for the gradients of scale and divisor:
+        `<g(N), H>` and `<dN, N>`, [...] each, where `N = A / divisor` and `dN` is the gradient of `<g(N), H>` with
+        respect to `N`. Inner products have at least float32.
     """
     composite = stages(map)
     matrices = [matrix.reshape(-1, *matrix.shape[-2:])]
@@ -246,7 +243,7 @@ def vjp(
 
 
 def count_square_products(degree: int) -> int:
-    """Products of [s, s] matrices in `p(G)` of a degree."""
+    """Matmuls of [s, s] matrices in `p(G)` of this degree."""
     return 0 if degree == 1 else math.ceil(degree / 2)
 
 
@@ -254,12 +251,12 @@ def _sums(coefficients: Coefficients, gram: Tensor) -> tuple[list[Tensor], Tenso
     """`p(G)` by Horner's rule in `G^2` (Paterson and Stockmeyer, 1973), for `G` [B, s, s].
 
     Returns:
-        The sums `V_j = V_{j+1} G^2 + a_{2j+1} G + a_{2j} I`, of which `V_0` is `p(G)`, and `G^2`; the last sum has
-        the number `a_k` in place of `V_{j+1}` where the degree k is even, and nothing where it is odd.
+        The sums `V_j = V_{j+1} G^2 + a_{2j+1} G + a_{2j} I`, where `V_0` is `p(G)`, and `G^2`. In the last sum
+        `V_{j+1}` is the number `a_k` if the degree k is even, and absent if k is odd.
     """
     degree = len(coefficients) - 1
     square = gram @ gram if degree > 1 else None
-    first = (degree - 1) // 2  # j of the last sum, which is made first
+    first = (degree - 1) // 2  # j of the last sum, which is computed first
     value = coefficients[2 * first + 1] * gram
     if square is not None and degree % 2 == 0:
         value = torch.add(value, square, alpha=coefficients[degree])
@@ -276,9 +273,9 @@ def _sums(coefficients: Coefficients, gram: Tensor) -> tuple[list[Tensor], Tenso
 def _stage_vjp(
     coefficients: Coefficients, matrix: Tensor, divisor: Tensor, scale: Tensor, gradient: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`vjp` of one stage, for [B, n, m]; divisor and scale [B, 1, 1] or [1, 1, 1], of float32 at least.
+    """`vjp` of one stage, for [B, n, m]; divisor and scale are [B, 1, 1] or [1, 1, 1] in at least float32.
 
-    Names `d_x` are gradients with respect to `x`.
+    `d_x` is the gradient with respect to `x`.
     """
     if matrix.size(-2) > matrix.size(-1):
         result, value_product, matrix_product = _stage_vjp(coefficients, matrix.mT, divisor, scale, gradient.mT)
@@ -287,7 +284,7 @@ def _stage_vjp(
     factor = divisor.reciprocal()
     gram = (matrix @ matrix.mT).mul_(factor.square())
     sums, square = _sums(coefficients, gram)
-    d_sum = gradient @ matrix.mT  # times factor; what follows is linear in it
+    d_sum = gradient @ matrix.mT  # without `factor`, which is applied at the end: what follows is linear in it
     # <p(G) A, H> = <p(G), H A^T>
     value_product = _inner_product(sums[0], d_sum)
     d_gram = coefficients[1] * d_sum
@@ -301,13 +298,14 @@ def _stage_vjp(
         last = coefficients[degree] * d_sum
         d_square = last if d_square is None else d_square.add_(last)
     if d_square is not None:
-        # G^2 gives d_square G + G d_square; with its transpose, which A A^T adds, that is M + M^T for this M
+        # G^2 contributes d_square G + G d_square. A A^T adds its transpose, so the sum is M + M^T for this M.
         torch.baddbmm(d_gram, gram, d_square + d_square.mT, out=d_gram)
-    # p(G) H + M A with M = d_gram + d_gram^T, whose inner product with A is <p(G), H A^T> + <M, G>
+    # The result is p(G) H + M A with M = d_gram + d_gram^T. Its inner product with A is <p(G), H A^T> + <M, G>.
     left, right = sums[0], d_gram + d_gram.mT
     matrix_product = value_product + _inner_product(right, gram)
     value_product, matrix_product = (product * factor[:, 0, 0] for product in (value_product, matrix_product))
-    outer = factor * scale  # first: the cube of a small factor is zero in float32, the product is gamma
+    # Multiply factor and scale first: the cube of a small factor underflows in float32; their product is gamma.
+    outer = factor * scale
     left.mul_(outer)
     right.mul_(factor.square() * outer)
     result = left @ gradient
@@ -315,10 +313,10 @@ def _stage_vjp(
 
 
 def _scaled(matrix: Tensor, factor: Tensor) -> Tensor:
-    """Multiplied in the factor's precision, [B, 1, 1], which may be more than the matrix's; rounded once."""
+    """The product with a factor [B, 1, 1] that may have more precision than the matrix; rounded only once."""
     return (matrix * factor).to(matrix.dtype)
 
 
 def _inner_product(a: Tensor, b: Tensor) -> Tensor:
-    """[B, s, s] to [B], summed in float32 at least."""
+    """[B, s, s] to [B], summed in at least float32."""
     return (a * b).sum((-2, -1), dtype=torch.promote_types(a.dtype, torch.float32))

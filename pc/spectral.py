@@ -1,4 +1,4 @@
-"""Spectral norm by streaming power iteration, and condition numbers."""
+"""Spectral norms by warm-started power iteration, singular values, and condition numbers."""
 
 import hashlib
 import math
@@ -6,14 +6,14 @@ import math
 import torch
 from torch import Tensor
 
-# Added to the estimated spectral norm, so that a zero matrix does not divide by zero (released code's value).
+# Added to the estimated spectral norm to avoid dividing by zero for a zero matrix (the value in the released code).
 EPSILON = 1e-7
 
 
 def initial_vectors(name: str, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Random unit vectors `u` [n] and `v` [m] (float32, CPU) to start the iteration for a weight [n, m].
+    """Random unit vectors `u` [n] and `v` [m] (float32, CPU) to start power iteration for a weight [n, m].
 
-    They depend on the weight's name alone, so every number of ranks and every pipeline stage starts equal.
+    They depend only on the weight's name, so they are the same for any number of ranks and pipeline stages.
     """
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
     generator = torch.Generator().manual_seed(seed)
@@ -26,13 +26,12 @@ def power_iteration(weight: Tensor, u: Tensor, v: Tensor, steps: int) -> tuple[T
 
     Args:
         weight: [..., n, m].
-        u: [..., n] unit vectors, the last ones found (a warm start).
+        u: [..., n] unit vectors from the previous call (a warm start).
         v: [..., m] unit vectors.
         steps: how many times to multiply by the weight's transpose and by the weight.
 
     Returns:
-        New `u` and `v`. Where the weight is zero they stay as they are: there is no direction to follow,
-        and a vector of zeros could never recover.
+        New `u` and `v`. For a zero weight they stay unchanged: zero vectors could never recover.
     """
     with torch.no_grad():
         for _ in range(steps):
@@ -47,17 +46,17 @@ def power_iteration_by_gram(weight: Tensor, gram: Tensor, u: Tensor, v: Tensor, 
     Args:
         weight: [..., n, m].
         gram: `W W^T` or `W^T W`, whichever is smaller, [..., s, s].
-        u: [..., n] unit vectors, the last ones found (a warm start).
+        u: [..., n] unit vectors from the previous call (a warm start).
         v: [..., m] unit vectors.
         steps: at least 1.
 
     Returns:
         New `u` and `v`.
 
-    One multiplication by `W W^T` is one by `W^T` and one by `W`. PC needs the Gram matrix anyway, and it is
-    smaller; the weight itself is read twice instead of 2 `steps` times. The last multiplications are by the
-    weight, so a Gram matrix that is a little off, of TF32 products say, moves the vectors only as far as so many
-    steps on a slightly different matrix would, and `u^T W v` is off by the square of that.
+    One multiplication by `W W^T` replaces one by `W^T` and one by `W`. PC needs the Gram matrix anyway, and it is
+    smaller; the weight itself is read twice instead of 2 `steps` times. The last multiplications use the
+    weight. So rounding errors of the Gram matrix (TF32 matmuls, for example) have the effect of iterating on a slightly
+    different matrix, and the error of `u^T W v` is the square of the vectors' error.
     """
     with torch.no_grad():
         if weight.size(-2) > weight.size(-1):
@@ -78,14 +77,14 @@ def spectral_norm_estimate(weight: Tensor, u: Tensor, v: Tensor) -> Tensor:
 
 
 def spectral_norm(weight: Tensor, u: Tensor, v: Tensor, steps: int = 20) -> Tensor:
-    """The largest singular value by Lanczos' method, where a decomposition would take too long.
+    """The largest singular value by Lanczos' method, much faster than a decomposition.
 
     Args:
         weight: [..., n, m].
         u: [..., n], an estimate of the leading left singular vector.
-        v: [..., m], the same of the right one. The shorter of the two is where it starts, with a tenth of noise, so
-            that an estimate which has missed the leading direction does not hide it.
-        steps: products with the weight and its transpose. 20 leave a tenth of the error of s = u^T W v or less.
+        v: [..., m], the same for the right one. The shorter of the two is the start vector, plus 10 % noise, in case
+            the estimate is orthogonal to the leading direction.
+        steps: multiplications by the weight and its transpose. 20 leave at most a tenth of the error of s = u^T W v.
 
     Returns:
         [...]; NaN for a matrix that is not finite.
@@ -96,7 +95,7 @@ def spectral_norm(weight: Tensor, u: Tensor, v: Tensor, steps: int = 20) -> Tens
     vector = _unit_or_unchanged(start + 0.1 * noise / noise.norm(dim=-1, keepdim=True), start)
     previous, size = torch.zeros_like(vector), vector.new_zeros(*vector.shape[:-1], 1)
     diagonal, beside = [], []
-    # Without orthogonalisation against all earlier vectors: what rounding brings back only repeats eigenvalues.
+    # No orthogonalisation against all earlier vectors: the loss of orthogonality only repeats eigenvalues.
     for _ in range(min(steps, start.size(-1))):
         image = _product(weight, _product(weight.mT, vector))
         diagonal.append((image * vector).sum(-1))
@@ -110,7 +109,7 @@ def spectral_norm(weight: Tensor, u: Tensor, v: Tensor, steps: int = 20) -> Tens
         upper = torch.diag_embed(torch.stack(beside[:-1], -1), offset=1)
         projected = projected + upper + upper.mT
     finite = projected.isfinite().all(-1).all(-1)
-    # a decomposition of NaN raises, which would end a training run that could show what went wrong
+    # A decomposition of NaN raises an error and would end a training run that could show what went wrong.
     projected = torch.where(finite[..., None, None], projected, 0.0)
     return torch.where(finite, torch.linalg.eigvalsh(projected)[..., -1].clamp(min=0.0).sqrt(), math.nan)
 
@@ -119,11 +118,11 @@ def singular_values(matrix: Tensor) -> Tensor:
     """Singular values, ascending, [..., min(n, m)] in float64; NaN for a matrix that is not finite.
 
     They are square roots of the eigenvalues of the smaller Gram matrix, several times cheaper than a
-    singular value decomposition. Squaring costs half of float64's digits: values below 1e-8 of the
-    largest are lost.
+    singular value decomposition. Squaring loses half of float64's digits: values below 1e-8 of the
+    largest are inaccurate.
     """
     finite = matrix.isfinite().all(-1).all(-1)
-    # A decomposition of NaN raises, which would end a training run that could show what went wrong.
+    # A decomposition of NaN raises an error and would end a training run that could show what went wrong.
     matrix = torch.where(finite[..., None, None], matrix, 0.0).double()
     gram = matrix.mT @ matrix if matrix.size(-2) > matrix.size(-1) else matrix @ matrix.mT
     sigma = torch.linalg.eigvalsh(gram).clamp(min=0.0).sqrt()
@@ -131,7 +130,7 @@ def singular_values(matrix: Tensor) -> Tensor:
 
 
 def modified_condition_number(singular_values: Tensor) -> Tensor:
-    """Largest singular value over the mean of the smallest tenth (paper, section 4.2).
+    """Largest singular value divided by the mean of the smallest tenth (paper, section 4.2).
 
     Args:
         singular_values: [..., k], in any order; the smallest `ceil(k / 10)` are averaged.
@@ -149,13 +148,13 @@ def _product(matrix: Tensor, vector: Tensor) -> Tensor:
 
 
 def _unit_or_unchanged(vector: Tensor, previous: Tensor) -> Tensor:
-    # the squares of float32 numbers beyond 1e19 overflow, and those of a Gram matrix soon: the largest entry becomes 1
+    # Scale the largest entry to 1 first: squares of float32 numbers above 1e19 overflow, as Gram matrices soon do.
     size = torch.linalg.vector_norm(vector, math.inf, dim=-1, keepdim=True)
     vector = vector / size
     return torch.where(size > 0, vector / vector.norm(dim=-1, keepdim=True), previous)
 
 
 def _of_size_one(vector: Tensor, previous: Tensor) -> Tensor:
-    """The vector with 1 or -1 as its largest entry, or the previous one."""
+    """The vector scaled so that its largest entry is 1 or -1; the previous vector if it is zero."""
     size = torch.linalg.vector_norm(vector, math.inf, dim=-1, keepdim=True)
     return torch.where(size > 0, vector / size, previous)

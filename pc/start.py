@@ -1,7 +1,8 @@
-"""A start that preserves the function: W for which PC(W) is a given weight.
+"""Start from trained weights: find W such that PC(W) equals a given weight.
 
-With the weight's singular values t sigma_1, W = sigma_1 U diag(x) V^T where x is the smallest root of g(x) = t, and 1 for
-the largest. Then u^T W v = sigma_1 with the leading vectors u and v, gamma is 1, and PC(W) is the weight to rounding.
+If the weight has singular values t sigma_1, then W = sigma_1 U diag(x) V^T, where x is the smallest root of g(x) = t,
+and 1 for the largest. With its leading singular vectors u and v, u^T W v = sigma_1. With gamma = 1, PC(W) equals the
+weight up to rounding.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,23 +16,23 @@ from pc.errors import UserError
 from pc.linear import named_pc_linears
 from pc.owner import run_on_owners
 
-GRID = 10_001  # points of [0, 1] between which the roots are looked for
-TOLERANCE = 1e-6  # of g(1) = 1, on which the largest singular value depends
+GRID = 10_001  # grid points on [0, 1] that bracket the roots
+TOLERANCE = 1e-6  # of g(1) = 1; an error there is a relative error of the largest singular value
 
 
 @torch.no_grad()
 def preserve(models: nn.Module | Iterable[nn.Module], schedule=None) -> None:
-    """Take each PC layer's weight as what PC(W) is to be: write W into the weight, and its leading vectors into u and v.
+    """Treat each PC layer's weight as PC(W): write the matching W into it, and its leading singular vectors into u, v.
 
-    Singular value decompositions, once, each matrix on one owner.
+    Runs one singular value decomposition per matrix, on its owner rank.
 
     Args:
-        models: the model or its parts, sharded or not; weights are the given ones.
-        schedule: the `pc.StepSchedule` if there is one, which has not materialised yet. Without one, layers of
-            schedule "step" keep the vectors for it.
+        models: the model or its parts, sharded or not, with the given weights.
+        schedule: the `pc.StepSchedule` if there is one, before its first `materialise`. Otherwise layers of
+            schedule "step" keep the vectors until there is one.
 
     Raises:
-        UserError: a map or setting with which no W gives the weight.
+        UserError: no W exists for this map or these settings.
     """
     models = [models] if isinstance(models, nn.Module) else list(models)
     layers = {name: layer for model in models for name, layer in named_pc_linears(model)}
@@ -58,25 +59,25 @@ def preserve(models: nn.Module | Iterable[nn.Module], schedule=None) -> None:
 
 
 def require_possible(config: PCConfig) -> None:
-    """Raises UserError with the reason why a start cannot preserve the function."""
+    """Raise a `UserError` with the reason if no W can have the given PC(W)."""
     levels = config.level.values() if isinstance(config.level, Mapping) else [config.level]
     for level in levels:
         at_one = polynomial.evaluate(polynomial.resolve(level), torch.ones(1, dtype=torch.float64)).item()
         if abs(at_one - 1.0) > TOLERANCE:
             raise UserError(
-                f'pc.start = "preserve" needs g(1) = 1, but level {level} has {at_one:.6g}; set pc.start = "raw", which takes '
-                "the given weights as W"
+                f'pc.start = "preserve" needs g(1) = 1, but level {level} has {at_one:.6g}; set pc.start = "raw" to '
+                "use the given weights as W"
             )
     if not config.norm_recovery:
         raise UserError(
-            'pc.start = "preserve" needs pc.norm_recovery = true, without which PC(W) has norm 1; or set pc.start = "raw", '
-            "which takes the given weights as W"
+            'pc.start = "preserve" needs pc.norm_recovery = true, because PC(W) has norm 1 without it; or set '
+            'pc.start = "raw" to use the given weights as W'
         )
 
 
 @torch.no_grad()
 def preserving(config: PCConfig, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """W with PC(W) = `weight`, and its leading singular vectors.
+    """W such that PC(W) = `weight`, and its leading singular vectors.
 
     Args:
         config: with one level.
@@ -85,7 +86,7 @@ def preserving(config: PCConfig, weight: Tensor) -> tuple[Tensor, Tensor, Tensor
     Returns:
         W [B, n, m], u [B, n], v [B, m].
     """
-    # in float64: a decomposition in float32 alone is off by 5e-6 at 512 x 1408, and this is done once
+    # float64, because a decomposition in float32 has an error of 5e-6 at 512 x 1408, and this runs only once
     left, singular_values, right = torch.linalg.svd(weight.double(), full_matrices=False)
     largest = singular_values[:, :1]
     relative = singular_values / largest.clamp(min=torch.finfo(largest.dtype).tiny)
@@ -96,8 +97,9 @@ def preserving(config: PCConfig, weight: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def smallest_root(map: polynomial.Map, values: Tensor) -> Tensor:
-    """The smallest x in [0, 1] with g(x) = value for each of `values` in [0, 1] (float64, any shape): by a grid of g up
-    to its first crossing, and bisection there."""
+    """The smallest x in [0, 1] with g(x) = value, for each of `values` in [0, 1] (float64, any shape).
+
+    A grid brackets the first crossing; bisection refines it."""
     grid = torch.linspace(0.0, 1.0, GRID, dtype=torch.float64, device=values.device)
     reached = polynomial.evaluate(map, grid).cummax(0).values
     above = torch.searchsorted(reached, values.contiguous()).clamp(1, GRID - 1)

@@ -1,21 +1,21 @@
-"""Schedule "step": PC once per optimizer step, because the weights change only then.
+"""Schedule "step": compute PC(W) once per optimizer step, because the weights change only then.
 
-Between steps a layer's `weight` is PC(W), so forward and backward passes are those of a plain model, however
-many micro-batches there are and however the model is parallelised. A training loop adds one call:
+Between steps a layer's `weight` is PC(W), so forward and backward passes are those of a plain model, for any number of
+micro-batches and any parallelism. A training loop adds one call:
 
     schedule = pc.StepSchedule(model, optimizer)  # after attach and any sharding: saves W, writes PC(W) into weight
     for batches in data:
         for batch in batches:
-            loss(model, batch).backward()         # gradients with respect to PC(W), summed and reduced as usual
-        schedule.pull_back()                      # ... become gradients of W and gamma; now clip
+            loss(model, batch).backward()         # gradients with respect to PC(W), accumulated and reduced as usual
+        schedule.pull_back()                      # converts them to gradients of W and gamma; clip after this
         optimizer.step()                          # restore_raw() before: W into weight; materialise() after: PC(W)
         optimizer.zero_grad()
 
-A loop whose steps are not those of `torch.optim` optimizers makes all calls itself: `pc.StepSchedule(model)`, and
-`materialise()`; then in each step `pull_back()`, `restore_raw()`, the step, `materialise()`.
+A loop that does not step `torch.optim` optimizers makes all calls itself: `pc.StepSchedule(model)` and
+`materialise()` once; then in each step `pull_back()`, `restore_raw()`, the step, `materialise()`.
 
-Since one pull-back is linear in the gradient, the pull-back of the sum equals the sum of the pull-backs that
-schedule "forward" makes. Full matrices are needed for both passes; `pc.owner` brings each to one rank.
+`pull_back` is linear in the gradient, so one call on the accumulated gradient equals the sum of the backward passes of
+schedule "forward". Both passes need full matrices; `pc.owner` gathers each on one rank.
 """
 
 from collections.abc import Iterable
@@ -45,19 +45,19 @@ from pc.spectral import initial_vectors
 
 @dataclass
 class LayerState:
-    """One preconditioned weight of shape [n, m]. All tensors are sharded as the parameter is."""
+    """One preconditioned weight of shape [n, m]. All tensors are sharded like the parameter."""
 
     layer: PCLinear
     weight: Tensor
-    """the layer's parameter; holds PC(W), or W while the optimizer steps"""
+    """the layer's weight parameter: PC(W), or W during an optimizer step"""
     gamma: Tensor | None
-    """the layer's parameter [1]"""
+    """the layer's gamma parameter [1]"""
     raw: Tensor
     """W [n, m]"""
     u: Tensor
-    """left singular vector estimate [n]"""
+    """estimate of the left singular vector [n]"""
     v: Tensor
-    """right singular vector estimate [m]"""
+    """estimate of the right singular vector [m]"""
 
     @property
     def config(self) -> PCConfig:
@@ -73,36 +73,36 @@ class LayerState:
 
 
 class StepSchedule:
-    """Holds the raw weights of a model's PC layers and exchanges them with the effective ones.
+    """Stores the raw W of a model's PC layers and switches the weights between W and PC(W).
 
     Args:
-        models: the model, or a list of the parts of it that this rank has under pipeline parallelism. Sharding is
-            done and weights are off the meta device.
-        optimizers: those that train the model; they are followed from now on (`follow`), and PC(W) is put in place.
-            Without any, `materialise` reads the weights when it is first called, and `restore_raw` and `materialise`
-            around each step are left to the caller.
+        models: the model, or a list of its parts on this rank under pipeline parallelism; after sharding, with weights
+            off the meta device.
+        optimizers: all that train the model. The schedule follows them from now on (`follow`) and writes PC(W) into the
+            weights. Without optimizers, the caller calls `materialise` before the first forward pass, and
+            `restore_raw` and `materialise` around each step.
 
-    A copy of a model without its schedule can be evaluated, but not trained; copied together,
-    `copy.deepcopy((model, optimizer, schedule))`, all three go on as the originals do.
+    A copy of the model alone can be evaluated, but not trained. To train a copy, copy all three together:
+    `copy.deepcopy((model, optimizer, schedule))`.
 
     Raises:
-        UserError: no PC layer, PC layers of another schedule, on the meta device, of less than float32, or of a model
-            that has PC(W) in place already; those of `follow`.
+        UserError: no PC layer, or a PC layer of another schedule, on the meta device, below float32, or that already
+            holds PC(W); those of `follow`.
     """
 
     def __init__(self, models: nn.Module | Iterable[nn.Module], *optimizers: Optimizer) -> None:
         models = [models] if isinstance(models, nn.Module) else list(models)
         self._fsdp_modules = [m for model in models for m in model.modules() if isinstance(m, FSDPModule)]
         self.layers: dict[str, LayerState] = {}
-        # After a forward pass without gradients FSDP may still hold unsharded parameters. The sharded
-        # ones are captured here once.
+        # Parameters are read once, here, and must be the sharded ones. After a forward pass without gradients FSDP may
+        # still hold unsharded ones.
         self._reshard()
         for model in models:
             for name, layer in named_pc_linears(model):
                 self.layers[name] = _initial_state(name, layer)
         if not self.layers:
             raise UserError(
-                'pc.StepSchedule found no PC layer; pc.attach(model, pc.PCConfig(..., schedule="step")) first'
+                'pc.StepSchedule found no PC layer; first pc.attach(model, pc.PCConfig(..., schedule="step"))'
             )
         self.weights_are_raw = True
         self._started = False
@@ -121,17 +121,17 @@ class StepSchedule:
         optimizer_hooks.observe_as_schedule(self)  # a copy
 
     def follow(self, *optimizers: Optimizer) -> None:
-        """From now on restore W before a step of these optimizers, and materialise when each of them has stepped.
+        """From now on restore W before a step of these optimizers, and materialise after all of them have stepped.
 
         Raises:
-            UserError: a weight or gamma that none of them holds.
+            UserError: none of them holds some weight or gamma.
         """
         held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         for index, name in self._trained().items():
             if index not in held:
                 raise UserError(
-                    f"no optimizer given to pc.StepSchedule holds {name}; make optimizers after pc.attach and any sharding, "
-                    "and give all that train the model"
+                    f"no optimizer given to pc.StepSchedule holds {name}; create optimizers after pc.attach and any "
+                    "sharding, and give all that train the model"
                 )
         for optimizer in optimizers:
             optimizer_hooks.go_before_later_hooks(optimizer)
@@ -141,15 +141,17 @@ class StepSchedule:
     def materialise(self) -> None:
         """Save W from the weights, advance `u` and `v`, and write PC(W) into the weights.
 
-        Once before the first forward pass, unless a state is loaded, and after every optimizer step.
+        Call it once before the first forward pass, unless a state is loaded, and after every optimizer step.
 
         Raises:
-            UserError: PC(W) is in place.
+            UserError: the weights already hold PC(W).
         """
         if not self.weights_are_raw:
             loaded = {name for name, s in self.layers.items() if s.layer.missing_call == LOAD_STATE}
             if not loaded:
-                raise UserError("materialise() with PC(W) in place already; restore_raw() and the optimizer come first")
+                raise UserError(
+                    "materialise() while the weights hold PC(W); call restore_raw() and optimizer.step() first"
+                )
             self._write_raw(self.layers.keys() - loaded)
         self._reshard()
         self._store_raw()
@@ -172,26 +174,26 @@ class StepSchedule:
     def pull_back(self) -> None:
         """Replace the gradient of PC(W) in `weight.grad` by that of W, and set `gamma.grad`.
 
-        Call it once per step, when the gradients are complete, before clipping.
+        Call it once per step, after the last backward pass and before clipping.
 
         Raises:
-            UserError: PC(W) is not in place, a layer has no gradient, or these gradients are pulled back already.
+            UserError: the weights hold W, a layer has no gradient, or these gradients are already pulled back.
         """
         if self.weights_are_raw:
-            raise UserError("pull_back() with W in place; materialise() and backward() come first")
+            raise UserError("pull_back() while the weights hold W; call materialise() and backward() first")
         layers = {name: s for name, s in self.layers.items() if s.is_trained}
         gradients: list[tuple[Tensor, ...]] = []  # of each layer's weight and gammas
         for name, state in layers.items():
             gradient = state.weight.grad
             if gradient is None:
                 raise UserError(
-                    f"pull_back() found no gradient on {name}.weight; call it after backward() (a frozen weight needs a "
-                    "frozen gamma)"
+                    f"pull_back() found no gradient on {name}.weight; call it after backward() (a frozen weight needs "
+                    "a frozen gamma)"
                 )
             if gradient is self._pulled_back:
                 raise UserError(
-                    "pull_back() on gradients that are those of W already; once per step, after the last micro-batch, "
-                    "and optimizer.zero_grad() before the next backward()"
+                    "pull_back() on gradients that are already those of W; call it once per step, after the last "
+                    "micro-batch, and optimizer.zero_grad() before the next backward()"
                 )
             gradients.append((gradient, *(torch.zeros_like(gamma) for gamma in state.gammas)))
         run_on_owners(
@@ -207,15 +209,15 @@ class StepSchedule:
 
     @torch.no_grad()
     def restore_raw(self) -> None:
-        """Write W into the weights: what the optimizer steps on and decays.
+        """Write W into the weights, so that the optimizer steps and decays W.
 
         Raises:
-            UserError: W is in place, or there are gradients of PC(W) still.
+            UserError: the weights already hold W, or there are gradients of PC(W).
         """
         if self.weights_are_raw:
-            raise UserError("restore_raw() with W in place already")
+            raise UserError("restore_raw() while the weights already hold W")
         if self._has_gradients_of_pc():
-            raise UserError("restore_raw() with gradients of PC(W); call schedule.pull_back() first")
+            raise UserError("restore_raw() while there are gradients of PC(W); call schedule.pull_back() first")
         self._write_raw(self.layers)
         self._set_missing_call(UNFINISHED if self._follows else MATERIALISE)
         self.weights_are_raw = True
@@ -223,54 +225,54 @@ class StepSchedule:
         self._to_step = set(self._trained())
 
     def before_step(self, optimizer: Optimizer, parameters: set[int]) -> None:
-        """For `pc.optimizer_hooks`: W in place, if this is a step that was prepared."""
+        """For `pc.optimizer_hooks`: restore W if the gradients were pulled back."""
         if not self._follows or not parameters & self._trained().keys():
             return
         if not self.weights_are_raw:
             if self._has_gradients_of_pc():
                 raise UserError(
-                    f"{type(optimizer).__name__}.step() without schedule.pull_back(), which makes the gradients of PC(W) "
-                    "those of W: call it after the last backward() of a step, before clipping"
+                    f"{type(optimizer).__name__}.step() without schedule.pull_back(), which converts the gradients of "
+                    "PC(W) to those of W: call it after the last backward() of a step, before clipping"
                 )
             if all(s.weight.grad is None for s in self.layers.values()):
-                return  # nothing of PC moves
+                return  # no PC layer changes
             self.restore_raw()
         self._open = [other for other in self._open if other is not optimizer] + [optimizer]
 
     def after_step(self, optimizer: Optimizer, parameters: set[int], began: int) -> None:
-        """For `pc.optimizer_hooks`: PC(W) in place, once all that PC trains has stepped."""
+        """For `pc.optimizer_hooks`: materialise once all trained weights and gammas have stepped."""
         if optimizer not in self._open:
             return
         self._open.remove(optimizer)
         self._to_step -= parameters
-        # An optimizer within another's step is not the end of it: the outer one may still send weights around.
+        # Not after an optimizer nested in another one's step: the outer one may still all-gather weights.
         if not self._open and not self._to_step and self.weights_are_raw:
             self.materialise()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """W, gamma, u and v of every layer by name. The weights themselves belong to the model's state dict.
 
-        Before the first `materialise` it is what a state can be loaded into, and no state to save.
+        Before the first `materialise` it is only a target to load a state into, not a state to save.
 
         Raises:
             UserError: between `restore_raw` and `materialise`, when the model's state dict holds W.
         """
         if self.weights_are_raw and self._started:
-            raise UserError("state_dict() with W in place; call materialise() first")
+            raise UserError("state_dict() while the weights hold W; call materialise() first")
         if self.weights_are_raw:
             self._store_raw()
         return self._tensors()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, dict[str, Tensor]]) -> None:
-        """Take a state back. The model's state dict of the same moment holds the matching PC(W), and is loaded too.
+        """Load a state. Also load the model's state dict saved at the same step, which holds the matching PC(W).
 
         Raises:
             UserError: layers or tensors are missing or unknown.
         """
         own = self._tensors()
         if own.keys() != state_dict.keys():
-            raise UserError(f"PC state of other layers: {sorted(own.keys() ^ state_dict.keys())}")
+            raise UserError(f"the PC state and the model differ in layers {sorted(own.keys() ^ state_dict.keys())}")
         for name, tensors in own.items():
             if tensors.keys() != state_dict[name].keys():
                 raise UserError(f"PC state of {name} has {sorted(state_dict[name])}, not {sorted(tensors)}")
@@ -284,7 +286,7 @@ class StepSchedule:
         self._pulled_back = None
 
     def _trained(self) -> dict[int, str]:
-        """The `id` and name of each parameter of PC layers that optimizers change."""
+        """`id` and name of each trainable weight and gamma."""
         return {
             id(parameter): f"{name}.{kind}"
             for name, s in self.layers.items()
@@ -319,26 +321,26 @@ class StepSchedule:
             torch._foreach_copy_([local(s.raw) for s in states], [local(s.weight) for s in states])
 
     def _reshard(self) -> None:
-        # A write to a shard is not seen while FSDP holds the unsharded parameter.
+        # While FSDP holds the unsharded parameter, a write to the shard has no effect.
         for module in self._fsdp_modules:
             module.reshard()
 
 
 def _initial_state(name: str, layer: PCLinear) -> LayerState:
     if layer.pc_config.schedule != "step":
-        raise UserError(f'{name} has pc.schedule = "{layer.pc_config.schedule}"; pc.StepSchedule takes "step"')
+        raise UserError(f'{name} has pc.schedule = "{layer.pc_config.schedule}"; pc.StepSchedule needs "step"')
     weight = layer.weight
     if weight.device.type == "meta":
         raise UserError(f"{name}.weight is on the meta device; create pc.StepSchedule after the weights exist")
     if layer.missing_call not in (MAKE_SCHEDULE, MATERIALISE):
         raise UserError(
-            f"{name}.weight holds PC(W), and another pc.StepSchedule has its W; use that one, or to copy a model: "
-            "copy.deepcopy((model, optimizer, schedule)), or start from the plain weights: pc.merge, then pc.attach"
+            f"{name}.weight holds PC(W), and another pc.StepSchedule holds its W; use that one. To copy a model: "
+            "copy.deepcopy((model, optimizer, schedule)). To start again from PC(W): pc.merge, then pc.attach"
         )
     if weight.dtype.itemsize < 4:
         raise UserError(
-            f"{name}.weight is {weight.dtype}; W collects small updates and needs float32 (model.float(), and "
-            "autocast or FSDP's mixed precision for the products)"
+            f"{name}.weight is {weight.dtype}, but W needs float32 to accumulate small updates; call model.float(), "
+            "and use autocast or FSDP's mixed precision for fast matmuls"
         )
     u, v = (
         _distribute_like(weight, vector.to(weight.device, weight.dtype))
@@ -348,7 +350,7 @@ def _initial_state(name: str, layer: PCLinear) -> LayerState:
 
 
 def _distribute_like(weight: Tensor, vector: Tensor) -> Tensor:
-    """`vector` on the weight's mesh, sharded along every mesh dimension that shards the weight."""
+    """`vector` as a DTensor, sharded along every mesh dimension that shards the weight."""
     if not isinstance(weight, DTensor):
         return vector
     dimensions = sharding_dimensions(weight)

@@ -18,7 +18,7 @@ def main() -> None:
     parser.add_argument("--sweep", nargs="+", type=Path, default=[], metavar="FOLDER", help="results of sweeps")
     parser.add_argument(
         "--baseline", nargs="+", type=Path, default=[], metavar="RUN",
-        help="runs to draw as lines into the bars, one for each config of the sweep",
+        help="runs to draw as lines over the bars, one for each config of the sweep",
     )  # fmt: skip
     parser.add_argument("--output", type=Path, default=Path("outputs/curves"), help="folder for figures and tables")
     arguments = parser.parse_args()

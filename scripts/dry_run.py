@@ -12,12 +12,10 @@ from pc.plan.dry_run import check
 
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Check a config without a GPU: names, types, sizes, data, memory, disk."
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config", help="TOML file of the run")
-    parser.add_argument("--world-size", type=int, default=8, help="GPUs in all (default 8)")
-    parser.add_argument("--no-data", action="store_true", help="missing data are a warning, not an error")
+    parser.add_argument("--world-size", type=int, default=8, help="total number of GPUs (default 8)")
+    parser.add_argument("--no-data", action="store_true", help="missing data is a warning, not an error")
     arguments, overrides = parser.parse_known_args()
     if arguments.world_size < 1:
         raise UserError(f"--world-size {arguments.world_size} should be at least 1")

@@ -1,4 +1,4 @@
-"""Sweeps as evidence: keep what matters of their runs, and make tables with n and noise from what was kept.
+"""Sweeps as evidence: collect the data of their runs, and make tables with n and noise from it.
 
 python scripts/evidence.py collect outputs/sweeps/NAME --output results/DATE-name/NAME
 python scripts/evidence.py report results/DATE-name/NAME [MORE...] [--output FOLDER]
@@ -15,7 +15,7 @@ from pc.errors import exit_on_user_error
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     actions = parser.add_subparsers(dest="action", required=True)
-    collecting = actions.add_parser("collect", help="copy what tables and figures need of finished runs")
+    collecting = actions.add_parser("collect", help="copy the data of finished runs that tables and figures need")
     collecting.add_argument("sweep", type=Path, help="folder of the sweep, with its results.jsonl")
     collecting.add_argument("--output", type=Path, required=True)
     reporting = actions.add_parser("report", help="tables.md and figure.png from collected sweeps")

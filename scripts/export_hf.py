@@ -14,8 +14,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("source", metavar="CHECKPOINT", help="RUN/checkpoint/step-N")
     parser.add_argument("out", metavar="OUT", help="folder to make")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights (default: float32)")
-    parser.add_argument("--tokenizer", help="as for tokenising; default: the one of the run's data folder")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the weights (default: float32)")
+    parser.add_argument("--tokenizer", help="as for tokenising; default: that of the run's data folder")
     print(export(**vars(parser.parse_args())))
 
 

@@ -15,7 +15,7 @@ def main() -> None:
     parser.add_argument("model", help="RUN/checkpoint/step-N or a Hugging Face folder")
     parser.add_argument("prompt")
     parser.add_argument("--max-new-tokens", type=int, default=100)
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the most likely token")
     parser.add_argument("--top-p", type=float, default=0.95)
     parser.add_argument("--seed", type=int, default=0)
     print(generate(**vars(parser.parse_args())))

@@ -1,4 +1,4 @@
-"""Plot the maps of PC, and fit one of your own.
+"""Plot the maps of PC, and fit your own.
 
 Usage: python scripts/polynomials.py [--output DIR] [--cutoff B --degree K [--alpha A]]
 """
@@ -25,12 +25,10 @@ def main() -> None:
         own = maps.fit(arguments.cutoff, arguments.degree, arguments.alpha)
         rows["own fit"] = (own, arguments.cutoff)
         print(maps.line_to_paste(own))
-    print(maps.table(rows))
-    written = maps.plot_paper(arguments.output)
+    print(maps.table(rows), end="")
+    print(maps.plot_paper(arguments.output))
     if arguments.cutoff is not None:
-        written += maps.plot_fit(own, arguments.cutoff, arguments.output)
-    for path in written:
-        print(path)
+        print(maps.plot_fit(own, arguments.cutoff, arguments.output))
 
 
 if __name__ == "__main__":

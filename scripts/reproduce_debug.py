@@ -1,9 +1,10 @@
-"""Every table and figure of the paper at debug size, from its commands to its picture: the path of docs/reproduce.md.
+"""Every table and figure of the paper at debug size, with the commands of docs/reproduce.md.
 
 Usage: python scripts/reproduce_debug.py [ROW...] [--evals DIR]
 
-Takes under half an hour on two cores (26:41 minutes, beside other work). Repeat to continue: finished runs and scores are
-kept. All goes to outputs/reproduce. Numbers at this size mean nothing; at the paper's the same commands take its configs.
+Takes under half an hour on two busy cores (26:41 minutes). Repeat to continue: finished runs and scores are kept.
+Output goes to outputs/reproduce. Figures at this size mean nothing; for the paper's, use the same commands with its
+configs.
 """
 
 import argparse
@@ -29,19 +30,12 @@ def sweeps(*names: str) -> list[str]:
 
 
 def bars(name: str, *baselines: str) -> list[str]:
-    return [
-        "scripts/curves.py",
-        "--sweep",
-        f"{OUT}/{name}",
-        "--baseline",
-        *baselines,
-        "--output",
-        f"{OUT}/figures/{name}",
-    ]
+    options = ["--baseline", *baselines, "--output", f"{OUT}/figures/{name}"]
+    return ["scripts/curves.py", "--sweep", f"{OUT}/{name}", *options]
 
 
 def rows(evals: str) -> dict[str, list[list[str]]]:
-    """Row of the table in docs/reproduce.md -> its commands, as words after `python`."""
+    """{row of the table in docs/reproduce.md: its commands, as arguments of `python`}."""
     models = [f"{name}={folder}/{LAST}" for name, folder in MAIN.items()]
     return {
         "data": [["-m", "pc.data.demo"], ["scripts/inspect_data.py", "data/demo"]],
@@ -87,7 +81,7 @@ def rows(evals: str) -> dict[str, list[list[str]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(rows(''))} (default: all)")
-    parser.add_argument("--evals", default=f"{OUT}/evals", help="folder of scripts/fetch_eval_data.py (default: made)")
+    parser.add_argument("--evals", default=f"{OUT}/evals", help="folder of scripts/fetch_eval_data.py (default: new)")
     arguments = parser.parse_args()
     every = rows(arguments.evals)
     for name in arguments.rows or every:

@@ -2,8 +2,8 @@
 
 Usage: python scripts/score.py [NAME=]MODEL... [--data DIR] [--limit N] [--output DIR] [--tasks a,b]
 
-MODEL is a checkpoint of a run (RUN/checkpoint/step-N) or a Hugging Face folder. Name baseline and
-preconditioned model in turn: the best of each pair is marked. A repeat scores only what is missing.
+MODEL is a checkpoint of a run (RUN/checkpoint/step-N) or a Hugging Face folder. Alternate baseline and preconditioned
+models: the better of each pair is marked. A repeated command scores only what is missing.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-# Sourced by run_llama_train.sh and run_tests.sh: leaves `python` an interpreter with the project installed.
-# Uses the active environment, or .venv at the repository root, which it makes. Quick when all is there:
-# a stamp in the environment holds the checksum of what was installed. EXTRA is an extra: "[all]", the
-# recipe and the default, or "[dev]", which has the tests' needs too.
+# Sourced by run_llama_train.sh and run_tests.sh: sets PYTHON to an interpreter with the project installed.
+# Uses the active environment, or creates .venv at the repository root. Quick if everything is installed:
+# a stamp in the environment holds the checksum of what was installed. EXTRA is "[all]", the default, or
+# "[dev]", which also has the dependencies of the tests.
 
 fail() {
     echo "error: $*" >&2
@@ -50,11 +50,11 @@ make_environment() {
 install_project() {
     local wanted stamp=$ENVIRONMENT/.pc-layer-installed
     wanted="$(cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt" | sha256sum) $ROOT"
-    # an environment with the extra "dev" has all the rest too
+    # the extra "dev" includes all the others
     [[ "$(cat "$stamp$EXTRA" 2>/dev/null)" == "$wanted" || "$(cat "$stamp[dev]" 2>/dev/null)" == "$wanted" ]] && return
     "$PYTHON" -m pip --version >/dev/null 2>&1 || "$PYTHON" -m ensurepip >/dev/null 2>&1 ||
         fail "$ENVIRONMENT has no pip; install pip there or deactivate it"
-    # torch first: the pin decides, not whatever a dependency of a dependency would choose
+    # torch first, so that the pin decides and not a dependency
     if ! "$PYTHON" -c 'import sys; from importlib.metadata import version
 sys.exit(not (2, 11) <= tuple(map(int, version("torch").split(".")[:2])) < (2, 14))' 2>/dev/null; then
         [[ "$(free_gib)" -ge 8 ]] || fail "8 GiB of free disk are needed to install torch; $ROOT has $(free_gib) GiB"

@@ -1,4 +1,4 @@
-"""Singular values of runs: stored once, as histograms and quantile curves, and the GMCN against tokens.
+"""Singular values of runs: saved once; histograms and quantile curves; the GMCN against tokens.
 
 Usage: python scripts/spectra.py RUN_OR_CHECKPOINT_OR_NPZ... [--output DIR] [--layers L L L]
 """

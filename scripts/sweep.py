@@ -1,4 +1,4 @@
-"""Run the training runs that a sweep's TOML describes, and choose the best.
+"""Train the runs of a sweep's TOML, and choose the best.
 
 python scripts/sweep.py plan   SWEEP.toml... [--tflops 400 | --tokens-per-second 50000]
 python scripts/sweep.py run    SWEEP.toml...
@@ -23,15 +23,13 @@ from pc.sweep.submit import submit
 
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Run the training runs that a sweep's TOML describes, and choose the best."
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     actions = parser.add_subparsers(dest="action", required=True)
     described = {
         "plan": "print the runs, their tokens and GPU-hours",
-        "run": "train here, one run after another; repeat to continue",
+        "run": "train on this machine, one run after another; repeat to continue",
         "submit": "queue the unfinished runs as a SLURM array",
-        "status": "how far every run is, and why one failed",
+        "status": "show the progress of every run, and why one failed",
         "select": "choose the stable run with the lowest final metric",
     }
     commands = {name: actions.add_parser(name, help=text, description=text) for name, text in described.items()}
@@ -43,10 +41,10 @@ def main() -> None:
         "--tflops",
         type=float,
         default=400.0,
-        help="model operations that one GPU does per second, in units of 1e12 (default 400: an H100 at 40 %% of its peak)",
+        help="TFLOP/s of one GPU (default 400: an H100 at 40 %% MFU)",
     )
     commands["plan"].add_argument(
-        "--tokens-per-second", type=float, help="throughput of one GPU as measured, in place of counted operations"
+        "--tokens-per-second", type=float, help="measured throughput of one GPU, in place of counted FLOPs"
     )
     slurm.add_options(commands["submit"])
     commands["submit"].add_argument("--at-a-time", type=int, default=0, help="runs at once (default: all)")
@@ -56,12 +54,8 @@ def main() -> None:
     if len({sweep.folder.resolve() for sweep in sweeps}) < len(sweeps):
         raise UserError("two sweeps have the same folder; is one named twice?")
     if arguments.action == "plan":
-        processes = torchrun.processes_here()
-        print(
-            equal_runs.plan_text(
-                sweeps, lambda run: _cost(run, processes, arguments.tflops, arguments.tokens_per_second)
-            )
-        )
+        settings = torchrun.processes_here(), arguments.tflops, arguments.tokens_per_second
+        print(equal_runs.plan_text(sweeps, lambda run: _cost(run, *settings)))
         return
     for sweep in sweeps:
         equal_runs.require_unchanged(sweep)

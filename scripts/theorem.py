@@ -1,4 +1,4 @@
-"""Check the paper's convergence theorem in numbers on a small deep linear network.
+"""Check the paper's convergence theorem numerically on a small deep linear network.
 
 Usage: python scripts/theorem.py [--output DIR] [--steps N] [--level K] [--seed S]
 """
@@ -23,8 +23,7 @@ def main() -> None:
     plain = theorem.descend(problem, region, arguments.steps)
     with_pc = theorem.descend(problem, region, arguments.steps, arguments.level)
     print(theorem.report(problem, region, plain, with_pc, arguments.level))
-    for path in theorem.plot(region, plain, with_pc, arguments.level, arguments.output):
-        print(path)
+    print(theorem.plot(region, plain, with_pc, arguments.level, arguments.output))
 
 
 if __name__ == "__main__":

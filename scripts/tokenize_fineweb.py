@@ -1,13 +1,13 @@
-"""Tokenise FineWeb, or any parquet files with a text column, into shards for training.
+"""Tokenise FineWeb, or any parquet files, JSON lines or text files, into shards for training.
 
 A subset of FineWeb from the Hub, on every core of this machine:
     python scripts/tokenize_fineweb.py --input HuggingFaceFW/fineweb --subset sample-10BT --output data/fineweb-10BT
-Local files, with Llama-2's tokenizer:
+Local files, with Llama 2's tokenizer:
     python scripts/tokenize_fineweb.py --input 'parquet/*.parquet' --output data/mine --tokenizer Llama-2-7b-hf
 On 64 machines of a SLURM cluster, each doing its share:
     sbatch --array=0-63 --cpus-per-task=32 --wrap "python scripts/tokenize_fineweb.py --input … --output …"
 
-After a stop of any kind, the same command goes on with what is missing.
+After any interruption, repeat the command to continue.
 """
 
 import argparse
@@ -29,6 +29,8 @@ def main() -> None:
     )
     parser.add_argument(
         "--input",
+        dest="source",
+        metavar="INPUT",
         required=True,
         help="file, folder, glob pattern or Hub dataset owner/name: .parquet, .jsonl or .txt, the last two also .gz or .zst",
     )
@@ -62,17 +64,7 @@ def main() -> None:
     options = parser.parse_args()
     start = time.perf_counter()
     try:
-        manifest = tokenize(
-            options.input,
-            options.output,
-            subset=options.subset,
-            tokenizer=options.tokenizer,
-            text_column=options.text_column,
-            validation_fraction=options.validation_fraction,
-            shard_megabytes=options.shard_megabytes,
-            processes=options.processes,
-            part=_parse_part(options.part),
-        )
+        manifest = tokenize(**vars(options) | {"part": _parse_part(options.part)})
     except KeyboardInterrupt:
         print("\nStopped. The same command continues with the shards that are missing.", file=sys.stderr)
         sys.exit(130)
@@ -83,7 +75,7 @@ def main() -> None:
     print(f"{options.output} is complete ({minutes:.1f} minutes):")
     for split in SPLITS:
         print(f"  {split:10}  {manifest.documents(split):>12,} documents  {manifest.tokens(split):>15,} tokens")
-    print(f"Look into it with: python scripts/inspect_data.py {options.output}")
+    print(f"Inspect it with: python scripts/inspect_data.py {options.output}")
 
 
 def _default_part() -> str:

@@ -1,4 +1,4 @@
-"""Train a small tokenizer on your own text, for models that a large vocabulary would outweigh.
+"""Train a small tokenizer on your own text, for models that are small compared with a large vocabulary.
 
 python scripts/train_tokenizer.py --input text/ --vocab-size 4096 --output tokenizers/mine-4096
 """
@@ -20,8 +20,8 @@ def main() -> None:
         help="file, folder, glob pattern or Hub dataset owner/name, as for tokenize_fineweb.py",
     )
     parser.add_argument("--output", required=True, help="folder for the tokenizer")
-    parser.add_argument("--vocab-size", type=int, required=True, help="entries, BOS and EOS among them")
-    parser.add_argument("--megabytes", type=int, default=50, help="text to learn from (default: %(default)s)")
+    parser.add_argument("--vocab-size", type=int, required=True, help="entries, including BOS and EOS")
+    parser.add_argument("--megabytes", type=int, default=50, help="text to train on (default: %(default)s)")
     parser.add_argument("--text-column", default="text", help="(default: %(default)s)")
     options = parser.parse_args()
     entries = train_tokenizer(options.input, options.output, options.vocab_size, options.megabytes, options.text_column)

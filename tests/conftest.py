@@ -3,7 +3,7 @@ import runpy
 import sys
 from pathlib import Path
 
-# Tests compare with numbers of the CPU, on a machine with a GPU too. Before anything asks torch for devices.
+# Tests compare with results of the CPU, also on a machine with a GPU. Must run before torch looks for devices.
 if "--gpu" not in sys.argv:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -13,12 +13,14 @@ from tiny import make_shards, write_config
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 
-# `--fast`: what guards the method, the configuration and the order of the data, and one training run.
+# `--fast`: tests of the method, the configuration and the order of the data, and one training run.
 FAST = (
     "tests/unit/test_attach.py",
     "tests/unit/test_effective_weight.py",
     "tests/unit/test_forgotten.py",
     "tests/unit/test_owner.py",
+    "tests/distributed/test_muon_ranks.py::test_alone_it_is_torch_muon_too",
+    "tests/distributed/test_step_ranks.py::test_raw_weights_replace_gathered_ones",
     "tests/unit/test_passes.py",
     "tests/unit/test_polynomial.py",
     "tests/unit/test_spectral.py",
@@ -33,7 +35,7 @@ FAST = (
 )
 
 
-# Their tests share what is made once for the file, so one process runs them; it starts with those.
+# The tests of such a file share fixtures, so one process runs them, first.
 SHARING = (
     "test_compile.py",
     "test_data_commands.py",
@@ -47,13 +49,21 @@ SHARING = (
     "test_upstream_defects.py",
 )
 LONGEST_FIRST = ("golden", "end_to_end", "distributed")
-"""folders whose tests begin first, so that none is left for the end when only one process is still busy"""
+"""folders whose tests start first, so that no long test runs alone at the end"""
 
 
 def pytest_addoption(parser):
     parser.addoption("--fast", action="store_true", help="run the core of the tests, in a minute or two")
     parser.addoption("--soak", action="store_true", help="run the long tests, and only them")
     parser.addoption("--gpu", action="store_true", help="run tests/gpu, and only them, on the machine's GPUs")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """`--fast` does not even import the other files, which takes longer than some of its tests."""
+    if config.getoption("--fast") and collection_path.suffix == ".py":
+        file = collection_path.relative_to(config.rootpath).as_posix()
+        return not any(test.startswith(file) for test in FAST) or None
+    return None
 
 
 def pytest_collection_modifyitems(config, items):
@@ -77,7 +87,7 @@ def _is_for_gpu(item) -> bool:
 
 @pytest.fixture(scope="session")
 def demo_data():
-    """The demo shards that ./run_llama_train.sh makes; made here if they are not there."""
+    """The demo shards of ./run_llama_train.sh, created if missing."""
     from pc.data.demo import make_demo
     from pc.errors import UserError
 
@@ -103,7 +113,7 @@ def tiny_config(tiny_shards, tmp_path):
 
 @pytest.fixture
 def command(monkeypatch, capsys):
-    """command(script or module, *arguments) -> (status, stdout, stderr) in this process: imports take long."""
+    """command(script or module, *arguments) -> (status, stdout, stderr) in this process, because imports are slow."""
 
     def run(name, *arguments):
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])

@@ -1,4 +1,4 @@
-"""A small TorchTitan Llama and the little of a job's configuration that health metrics read."""
+"""A small TorchTitan Llama and the part of a job's configuration that health metrics read."""
 
 from types import SimpleNamespace
 

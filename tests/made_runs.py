@@ -1,4 +1,4 @@
-"""Runs as the trainer leaves them, small and without training: random weights in the checkpoint's layout."""
+"""Small run folders in the trainer's format, without training: random weights in the checkpoint's layout."""
 
 import json
 import random
@@ -32,7 +32,7 @@ class MadeRun:
 
 
 def make_data(folder: Path) -> Path:
-    """A data folder that has a manifest and a tokenizer, but no shards."""
+    """A data folder with a manifest and a tokenizer, but no shards."""
     tokenizer = load_tokenizer("mistral-common")
     (folder / TOKENIZER_FOLDER).mkdir(parents=True)
     for name, content in tokenizer.files.items():

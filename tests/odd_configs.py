@@ -1,4 +1,4 @@
-"""Odd settings for every key of the config: what a user could type by mistake, and worse."""
+"""Odd settings for every key of the config: typing mistakes, and worse."""
 
 import dataclasses
 import typing

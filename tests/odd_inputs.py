@@ -1,15 +1,34 @@
-"""Inputs as mistakes and damage make them: values of a wrong kind in a document, and files of wrong bytes."""
+"""Inputs with mistakes and damage: values of a wrong type in a document, and files with wrong bytes."""
 
 import copy
+import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 ODD_VALUES = (None, "", 0, -1, 0.5, float("nan"), float("inf"), 10**24, True, [], {}, [None], {"a": 1}, "no/such\n\0")
 
 
+SECONDS = 20  # that the answer to one may take
+
+
+@contextmanager
+def in_time():
+    def end(*_):
+        raise TimeoutError(f"still not done after {SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def changed_values(document: Any) -> Iterator[tuple[str, Any]]:
-    """What was changed, and copies of a document of dictionaries and lists: without each part, and with odd values for it."""
+    """(change, changed copy) of a document: each part removed, or replaced by an odd value."""
     for place in list(_places(document)):
         name = ".".join(map(str, place))
         for value in ODD_VALUES:
@@ -55,9 +74,9 @@ WRONG_BYTES = {
 }
 
 
-def changed_files(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Every file of a folder in turn removed, made a folder, cut, and of wrong bytes; it is as it was after each."""
-    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+def changed_files(folder: Path, *files: Path) -> Iterator[tuple[str, Path]]:
+    """`files` of a folder (default: all), one by one removed, made a folder, truncated, overwritten; then restored."""
+    for file in files or sorted(path for path in folder.rglob("*") if path.is_file()):
         whole = file.read_bytes()
         name = str(file.relative_to(folder))
         file.unlink()

@@ -1,12 +1,12 @@
-"""A CUDA device that computes nothing: shapes and devices of what a GPU would do, on a machine without one.
+"""A fake CUDA device that computes nothing: shapes and devices of a GPU's work, on a machine without one.
 
     with pretended_cuda() as strict:
         tensor = torch.empty(3, 4, device="cuda")       # no memory, no numbers
-        with strict:                                    # from here on no CPU tensors, and no wait for the device
+        with strict:                                    # in here no CPU tensors, and no wait for the device
             ...
 
-Torch's FakeTensorMode knows no CUDA device in a build for CPUs, because nothing there can make one the current device.
-Such a guard that does nothing is two lines of C++ against torch's headers.
+In a CPU build torch's FakeTensorMode has no CUDA device, because no device guard is registered. A guard that does
+nothing is two lines of C++ with torch's headers.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ WAITS = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.is_nonz
 
 
 class Strict(TorchDispatchMode):
-    """Refuses operations that touch a tensor of the CPU, or for whose result the host waits."""
+    """Refuses operations that use a CPU tensor or make the host wait for the device."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if str(function).startswith(WAITS):
@@ -46,7 +46,7 @@ class Strict(TorchDispatchMode):
 
 @contextlib.contextmanager
 def pretended_cuda() -> Iterator[Strict]:
-    """Call it before the process's first backward pass: autograd counts devices once."""
+    """Call this before the process's first backward pass, because autograd counts devices once."""
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder, "guard.cpp"), Path(folder, "guard.so")
         source.write_text(GUARD)

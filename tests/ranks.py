@@ -1,11 +1,13 @@
-"""Run a function on several gloo processes and collect what each returns."""
+"""Run a function on several gloo processes and collect the results."""
 
 import io
 import multiprocessing
 import os
 import tempfile
+import time
 import traceback
 from datetime import timedelta
+from queue import Empty
 
 import torch
 import torch.distributed as dist
@@ -33,16 +35,30 @@ def run_ranks(world_size: int, function, *args, timeout: float = 240.0) -> list:
         results = {}
         try:
             for _ in range(world_size):
-                rank, result, error = queue.get(timeout=timeout)
+                rank, result, error = _next(queue, processes, timeout)
                 if error is not None:
                     raise AssertionError(f"rank {rank} failed:\n{error}")
-                # our own bytes, written a moment ago by the process above
+                # trusted bytes, just written by the process above
                 results[rank] = torch.load(io.BytesIO(result), weights_only=False)
         finally:
             for process in processes:
                 process.join(timeout=5)
                 process.kill()
         return [results[rank] for rank in range(world_size)]
+
+
+def _next(queue, processes, timeout: float):
+    """What a rank returns. As under torchrun, a rank that was killed ends the others too."""
+    deadline = time.monotonic() + timeout
+    while True:
+        killed = [process.exitcode for process in processes if process.exitcode]
+        try:
+            return queue.get(timeout=1.0)
+        except Empty:
+            if killed or time.monotonic() > deadline:
+                raise AssertionError(
+                    f"ranks ended with status {killed}" if killed else f"no answer in {timeout} s"
+                ) from None
 
 
 def _main(rank, world_size, store, queue, function, args) -> None:
@@ -53,7 +69,7 @@ def _main(rank, world_size, store, queue, function, args) -> None:
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=120)
         )
-        # As bytes: a tensor put into the queue would live in shared memory that dies with its process.
+        # As bytes, because a tensor in the queue would be in shared memory that is freed with its process.
         buffer = io.BytesIO()
         torch.save(function(rank, *args), buffer)
         result = buffer.getvalue()

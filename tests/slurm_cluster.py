@@ -1,4 +1,4 @@
-"""A real SLURM on this machine for the length of a test: munge, controller and nodes on loopback."""
+"""A real SLURM on this machine during a test: munge, controller and nodes on loopback."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
-FOLDERS = ["/usr/sbin", "/usr/local/sbin"]  # where Debian keeps daemons, and not on every user's PATH
+FOLDERS = ["/usr/sbin", "/usr/local/sbin"]  # Debian's folders of daemons, not on every user's PATH
 
 CONFIG = """
 ClusterName=local
@@ -45,7 +45,7 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=10
 
 
 def missing_program() -> str | None:
-    """Installs SLURM where CI may; the name of the first program that is missing then."""
+    """Install SLURM in CI; returns the name of the first program that is still missing."""
     path = os.pathsep.join([os.environ["PATH"], *FOLDERS])
     missing = next((program for program in PROGRAMS if not shutil.which(program, path=path)), None)
     if missing and os.environ.get("CI") == "true" and os.geteuid() == 0 and shutil.which("apt-get"):
@@ -59,11 +59,11 @@ def missing_program() -> str | None:
 
 @contextlib.contextmanager
 def cluster(nodes: int = 1) -> Iterator[dict[str, str]]:
-    """Start it; gives the environment for sbatch and its like, in which SLURM_CONF lies among the logs.
+    """Start SLURM; yields the environment for sbatch and similar commands. SLURM_CONF is in the folder of the logs.
 
-    Several nodes are several slurmd on this one machine, each with a port of its own.
+    Several nodes are several slurmd on this machine, each with its own port.
     """
-    # Not pytest's own folder: munge wants its socket where every user can reach it.
+    # Not pytest's folder, because munge needs its socket where every user can reach it.
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
     folder.chmod(0o755)
     (folder / "state").mkdir()

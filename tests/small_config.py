@@ -1,4 +1,4 @@
-"""A config that the real trainer finishes in seconds, in a process of its own, on a CPU."""
+"""A config that the real trainer finishes in seconds, in a separate process, on a CPU."""
 
 from pathlib import Path
 

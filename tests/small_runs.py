@@ -1,4 +1,4 @@
-"""Run folders as the trainer leaves them, made in a second: a checkpoint and metrics.jsonl."""
+"""Run folders in the trainer's format, created in a second: a checkpoint and metrics.jsonl."""
 
 import json
 import math
@@ -60,7 +60,7 @@ def save_checkpoint(run: Path, schedule: str | None, step: int = 7, level=4) -> 
 def write_metrics(
     run: Path, *, gain: float = 0.0, health: bool = True, estimates: bool = False, steps: int = 100
 ) -> None:
-    """Losses that fall as a logarithm, `gain` faster; health metrics every ten steps."""
+    """Write losses that fall logarithmically, `gain` times as fast, and health metrics every ten steps."""
     lines = []
     for step in range(1, steps + 1):
         about = {"step": step, "tokens": 1000 * step, "time": float(step)}

@@ -62,7 +62,7 @@ pipeline_parallel_microbatch_size = 1
 
 
 def make_shards(folder: Path) -> Path:
-    """Token shards of made-up sentences with a tokenizer of their own; returns their folder."""
+    """Token shards of synthetic sentences with their own tokenizer; returns their folder."""
     from pc.data.tokenizing import tokenize
 
     draw = random.Random(0)
@@ -92,7 +92,7 @@ def write_config(path: Path, shards: Path, run_folder: Path) -> Path:
 def add_tiny_flavor() -> None:
     from pc.titan.llama2 import FLAVORS, Llama2Args
 
-    # 24 rows over three ranks divide, 64 do not; over four, none of the vectors' does evenly.
+    # 24 rows divide over three ranks, 64 do not; over four, no vector divides evenly.
     FLAVORS["tiny"] = Llama2Args(dim=24, n_layers=2, n_heads=2, multiple_of=8)
 
 
@@ -104,7 +104,7 @@ def train(rank: int, config: Path, overrides: list[str]) -> dict[str, torch.Tens
     from pc.titan.config import JobConfig
     from pc.titan.toml import write_resolved
 
-    # at its end upstream's trainer waits two seconds for other ranks, which is most of such a run
+    # upstream's trainer waits two seconds for other ranks at its end, most of such a run's time
     torchtitan.train.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)
     add_tiny_flavor()
     loaded = load_config(config, overrides)
@@ -134,7 +134,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def metrics(run_folder: Path, key: str = "loss") -> list[float]:
-    """The values of a key in a run's metrics.jsonl by step; the last line of a step wins."""
+    """The values of a key in a run's metrics.jsonl by step; if a step has several lines, the last."""
     lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
     by_step = {line["step"]: line[key] for line in lines if key in line}
     return [value for _, value in sorted(by_step.items())]

@@ -1,4 +1,4 @@
-"""The paper's figures and figures of cost, from runs, checkpoints and configs."""
+"""The paper's figures, and costs, from runs, checkpoints and configs."""
 
 from pc.errors import require_extra
 

@@ -30,12 +30,11 @@ def read_results(source: Path) -> list[dict]:
     return usable
 
 
-def plot(results: Sequence[dict], baselines: Sequence[RunLog], path: Path) -> list[Path]:
-    """A panel per config, a bar per setting: mean over seeds with the range; hatched where losses spiked.
+def plot(results: Sequence[dict], baselines: Sequence[RunLog], path: Path) -> Path:
+    """A panel per config, a bar per setting: mean over seeds with the range; hatched if losses spiked.
 
     Args:
-        baselines: for each config, in the order of their first results, a run to draw as a dashed
-            line; or none.
+        baselines: one run per config, in the order of their first results, to draw as a dashed line; or none.
     """
     configs = list(dict.fromkeys(result["config"] for result in results))
     if baselines and len(baselines) != len(configs):
@@ -70,7 +69,9 @@ def plot(results: Sequence[dict], baselines: Sequence[RunLog], path: Path) -> li
             shown.append(final)
         shown = [loss for loss in shown if math.isfinite(loss)]
         margin = 0.25 * (max(shown) - min(shown)) or 0.01 * max(shown)
-        axes.set_ylim(min(shown) - margin, max(shown) + margin)  # differences are small: the axis is cut
+        axes.set_ylim(
+            min(shown) - margin, max(shown) + margin
+        )  # the axis does not start at 0, because differences are small
         axes.set_xticks(range(len(settings)), settings, rotation=35, ha="right", fontsize=7)
         axes.set_title(Path(config).stem)
         axes.set_ylabel("final validation loss (nats per token)")

@@ -1,8 +1,8 @@
-"""What sweeps show, with their noise: arms side by side, each at its own best learning rate, differences by seed.
+"""Compare the arms of sweeps with their noise, each arm at its own best learning rate, differences by seed.
 
-An *arm* is what a sweep's settings say apart from the learning rate; the first arm is the reference. The rate of an
-arm is the one with the lowest final validation loss on the first seed. Where other seeds were run at that rate,
-they alone are judged, so that no figure is the one that the rate was chosen by.
+An *arm* is one combination of a sweep's settings without the learning rate; the first arm is the reference. An arm's
+rate is the one with the lowest final validation loss on the first seed. If other seeds were run at that rate, only they
+are used, so that no figure is one by which the rate was chosen.
 """
 
 import json
@@ -14,8 +14,9 @@ from pathlib import Path
 
 from pc.analysis.bars import read_results
 from pc.analysis.curves import VALIDATION, compare
+from pc.common import markdown
 from pc.common.files import write_atomically
-from pc.common.plots import save, short_tokens, subplots
+from pc.common.plots import label_tokens, save, subplots
 from pc.common.run_folder import METRICS, RunLog, read_log
 from pc.errors import UserError
 from pc.sweep.spec import label, value_label
@@ -26,9 +27,10 @@ ESTIMATE_ERROR = "spectra/estimate_error/"
 
 
 def collect(sweep: Path, output: Path) -> int:
-    """Copy what tables and figures need of a sweep's finished runs to `output`; returns the number of runs.
+    """Copy the data for tables and figures of a sweep's finished runs to `output`; returns the number of runs.
 
-    Of metrics.jsonl the lines with a validation loss or condition numbers stay, and of these KEPT, steps and tokens.
+    From metrics.jsonl it keeps the lines with a validation loss or condition numbers, and of these KEPT, steps and
+    tokens.
     """
     results = read_results(sweep)
     for result in results:
@@ -54,14 +56,14 @@ def _thin(line: dict) -> dict:
 
 @dataclass
 class Arm:
-    """Runs that differ in nothing but learning rate and seed."""
+    """Runs that differ only in learning rate and seed."""
 
     name: str
     runs: dict[float | None, dict[int | None, RunLog]] = field(default_factory=dict)
-    """{learning rate: {seed: run}}; the rate is None where the sweep does not vary it"""
+    """{learning rate: {seed: run}}; the rate is None if the sweep does not vary it"""
 
     def loss(self, rate: float | None, seed: int | None) -> float:
-        """Final validation loss in nats per token; infinite if it is not a number, so that it never wins."""
+        """Final validation loss in nats per token; NaN counts as infinite, so that it is never the best."""
         value = self.runs[rate][seed].series(VALIDATION).values[-1]
         return value if math.isfinite(value) else math.inf
 
@@ -75,7 +77,7 @@ class Arm:
         return min(self.runs, key=lambda rate: self.loss(rate, seed))
 
     def judged(self, rate: float | None) -> dict[int | None, RunLog]:
-        """The runs at `rate` whose seed did not choose it, or the choosing one where there is no other."""
+        """The runs at `rate` without the seed that chose it, or only that seed's if there is no other."""
         runs = dict(sorted(self.runs[rate].items(), key=lambda item: str(item[0])))
         others = list(runs)[1:] if len(self.runs) > 1 and len(runs) > 1 else list(runs)
         return {seed: runs[seed] for seed in others}
@@ -97,7 +99,7 @@ def read_arms(folders: Sequence[Path]) -> list[Arm]:
 
 
 def mean_and_error(values: Sequence[float]) -> str:
-    """Mean, standard error of the mean (from two values on) and n, as a table shows them."""
+    """Mean, standard error of the mean (for at least two values) and n, as text for a table."""
     mean = statistics.fmean(values)
     if len(values) < 2 or not math.isfinite(mean):
         return f"{mean:.4f} (n = {len(values)})"
@@ -109,35 +111,32 @@ def grid_table(arms: Sequence[Arm]) -> str:
     rates = sorted({rate for arm in arms for rate in arm.runs if rate is not None})
     if len(rates) < 2:
         return ""
-    rows = ["| learning rate | " + " | ".join(arm.name for arm in arms) + " |", "|---" * (len(arms) + 1) + "|"]
+    rows = []
     for rate in rates:
         cells = []
         for arm in arms:
             losses = [arm.loss(rate, seed) for seed in arm.runs.get(rate, {})]
             text = f"{statistics.fmean(losses):.4f}" if losses else "not run"
             cells.append(f"**{text}**" if rate == arm.best_rate else text)
-        rows.append(f"| {value_label(rate)} | " + " | ".join(cells) + " |")
-    return "\n".join(rows) + "\n"
+        rows.append([value_label(rate), *cells])
+    return markdown.table(["learning rate", *(arm.name for arm in arms)], rows)
 
 
 def unfinished(arms: Sequence[Arm]) -> str:
-    """A warning where arms were run at different learning rates; else nothing."""
+    """A warning if arms were run at different learning rates; else ""."""
     rates = {rate for arm in arms for rate in arm.runs}
-    missing = [f"{arm.name} at {', '.join(value_label(r) for r in sorted(rates - arm.runs.keys()))}" for arm in arms]
-    missing = [words for words in missing if not words.endswith(" at ")]
-    if not missing:
+    missing = {arm.name: ", ".join(map(value_label, sorted(rates - arm.runs.keys()))) for arm in arms}
+    words = [f"{name} at {those}" for name, those in missing.items() if those]
+    if not words:
         return ""
-    return f"**Not finished, so arms are not comparable at their best rates:** not run are {'; '.join(missing)}.\n"
+    return f"**Not finished, so arms are not comparable at their best rates:** not run are {'; '.join(words)}.\n"
 
 
 def arm_table(arms: Sequence[Arm]) -> str:
-    """Each arm at its own best rate, and at the reference's: loss, difference by seed, speedup in tokens."""
+    """Each arm at its own best rate and at the reference's: loss, difference by seed, speedup in tokens."""
     reference = arms[0]
     base = reference.judged(reference.best_rate)
-    rows = [
-        f"| arm | learning rate | final validation loss | difference from {reference.name} | times fewer tokens |",
-        "|---|---|---|---|---|",
-    ]
+    rows = []
     for arm in arms:
         rates = dict.fromkeys([arm.best_rate, reference.best_rate])
         for rate in [rate for rate in rates if rate in arm.runs]:
@@ -145,26 +144,22 @@ def arm_table(arms: Sequence[Arm]) -> str:
             note = "" if rate == arm.best_rate or rate is None else ", the reference's"
             losses = mean_and_error([arm.loss(rate, seed) for seed in runs])
             difference = speedup = ""
-            if arm is not reference:
-                shared = [seed for seed in runs if seed in base] or None
-                if shared is None:
-                    difference = "no common seed"
-                else:
-                    pairs = [compare([base[seed], runs[seed]])[1] for seed in shared]
-                    difference = mean_and_error([pair.difference for pair in pairs])
-                    known = [pair.speedup for pair in pairs if pair.speedup is not None]
-                    speedup = f"{statistics.fmean(known):.2f}" if known else "-"
+            pairs = [compare([base[seed], runs[seed]])[1] for seed in runs if seed in base]
+            if arm is not reference and not pairs:
+                difference = "no common seed"
+            elif arm is not reference:
+                difference = mean_and_error([pair.difference for pair in pairs])
+                known = [pair.speedup for pair in pairs if pair.speedup is not None]
+                speedup = f"{statistics.fmean(known):.2f}" if known else "-"
             shown = value_label(rate) if rate is not None else "as configured"
-            rows.append(f"| {arm.name} | {shown}{note} | {losses} | {difference} | {speedup} |")
-    return "\n".join(rows) + "\n"
+            rows.append([arm.name, shown + note, losses, difference, speedup])
+    header = ["arm", "learning rate", "final validation loss", f"difference from {reference.name}"]
+    return markdown.table([*header, "times fewer tokens"], rows)
 
 
 def conditioning_table(arms: Sequence[Arm]) -> str:
-    """Geometric mean of the modified condition numbers at the end, and the estimate's error early and late."""
-    rows = [
-        "| arm | GMCN of PC blocks | of q, k, v | of all | largest error of the estimate, first / last |",
-        "|---|---|---|---|---|",
-    ]
+    """Final geometric mean of the modified condition numbers, and the first and last error of the estimate."""
+    rows = []
     for arm in arms:
         runs = list(arm.judged(arm.best_rate).values())
         cells = []
@@ -172,17 +167,18 @@ def conditioning_table(arms: Sequence[Arm]) -> str:
             values = [run.series(key).values[-1] for run in runs if run.series(key).steps]
             cells.append(f"{statistics.fmean(values):.1f}" if values else "-")
         early, late = (_estimate_error(runs, place) for place in (0, -1))
-        rows.append(f"| {arm.name} | " + " | ".join(cells) + f" | {early} / {late} |")
-    return "\n".join(rows) + "\n"
+        rows.append([arm.name, *cells, f"{early} / {late}"])
+    words = "arm|GMCN of PC blocks|of q, k, v|of all|largest error of the estimate, first / last"
+    return markdown.table(words.split("|"), rows)
 
 
 def _estimate_error(runs: Sequence[RunLog], place: int) -> str:
-    """Largest relative error of the spectral-norm estimate over blocks and runs, at the first or last look."""
+    """Largest relative error of the spectral-norm estimate over blocks and runs, first or last logged."""
     series = [run.series(key) for run in runs for key in run.keys() if key.startswith(ESTIMATE_ERROR) and "max" in key]
     return f"{max(one.values[place] for one in series):.1e}" if series else "-"
 
 
-def plot(arms: Sequence[Arm], path: Path) -> list[Path]:
+def plot(arms: Sequence[Arm], path: Path) -> Path:
     """Final loss against learning rate, and validation loss against tokens at each arm's best rate."""
     figure, (left, right) = subplots(1, 2, width=4.2, height=3.2)
     for i, arm in enumerate(arms):
@@ -208,8 +204,7 @@ def plot(arms: Sequence[Arm], path: Path) -> list[Path]:
         left.minorticks_off()
     left.set_xlabel("peak learning rate")
     left.set_ylabel("final validation loss (nats per token)")
-    right.set_xlabel("training tokens")
-    right.xaxis.set_major_formatter(lambda value, _: short_tokens(value))
+    label_tokens(right)
     right.set_ylabel("validation loss (nats per token)")
     for axes in (left, right):
         if axes.get_legend_handles_labels()[0]:
@@ -223,8 +218,8 @@ def report(folders: Sequence[Path], output: Path) -> list[Path]:
     parts = [grid_table(arms), unfinished(arms), arm_table(arms), conditioning_table(arms)]
     words = (
         "Losses in nats per token. ± is the standard error of the mean over seeds; differences and times fewer "
-        "tokens are taken seed by seed. The learning rate of an arm was chosen on its first seed, and other seeds, where there "
-        "are any, are judged.\n"
+        "tokens are computed per seed. The learning rate of an arm was chosen on its first seed; the results are those of "
+        "the other seeds, if there are any.\n"
     )
     write_atomically(output / "tables.md", "\n".join([*filter(None, parts), words]))
-    return [output / "tables.md", *plot(arms, output / "figure")]
+    return [output / "tables.md", plot(arms, output / "figure")]

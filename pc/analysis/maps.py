@@ -1,4 +1,4 @@
-"""Figures and figures of merit of the maps that PC applies to singular values."""
+"""Plots and quality figures of the maps that PC applies to singular values."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from pc import polynomial
+from pc.common import markdown
 from pc.common.plots import save, subplots
 from pc.config import PCConfig
 from pc.errors import UserError
@@ -15,11 +16,11 @@ INTERVAL = (0.0, 1.1)
 
 @dataclass(frozen=True)
 class Quality:
-    """How a map does on [0, 1.1] against the target min(sigma / b, 1)."""
+    """Quality of a map on [0, 1.1] against the target min(sigma / b, 1)."""
 
     largest_error: float
     weighted_error: float
-    """Root mean square of the error with weight sigma^alpha, which the fit minimises."""
+    """Root mean square error with weight sigma^alpha, which the fit minimises."""
     largest_amplification: float
     """Largest g(sigma) / sigma: how much a small singular value grows. It is `p(0)` for the paper's maps."""
     largest_value: float
@@ -42,7 +43,7 @@ def quality(map: polynomial.Map, cutoff: float, alpha: float = 4.0) -> Quality:
 
 
 def fit(cutoff: float, degree: int, alpha: float) -> polynomial.Coefficients:
-    """`pc.polynomial.fit` for a user's own wish."""
+    """`pc.polynomial.fit` for a user's settings; raises UserError."""
     try:
         return polynomial.fit(cutoff, degree, alpha)
     except ValueError as error:
@@ -50,7 +51,7 @@ def fit(cutoff: float, degree: int, alpha: float) -> polynomial.Coefficients:
 
 
 def line_to_paste(coefficients: polynomial.Coefficients) -> str:
-    """The line of a config's [pc] section that trains with a map, rounded so that g(1) is as near to 1 as it was.
+    """The line of a config's [pc] section for a map, rounded so that g(1) stays as close to 1.
 
     Raises:
         UserError: a map that PC refuses.
@@ -61,7 +62,7 @@ def line_to_paste(coefficients: polynomial.Coefficients) -> str:
     return f"level = [{', '.join(f'{a:.6f}' for a in rounded)}]"
 
 
-def plot_paper(output: Path) -> list[Path]:
+def plot_paper(output: Path) -> Path:
     """The targets, the fitted maps of levels 1 to 4, and Polar Express."""
     sigma = torch.linspace(*INTERVAL, 1_000, dtype=torch.float64)
     figure, (targets, maps, flattening) = subplots(1, 3, width=3.6)
@@ -78,8 +79,8 @@ def plot_paper(output: Path) -> list[Path]:
     return save(figure, output / "polynomials")
 
 
-def plot_fit(coefficients: polynomial.Coefficients, cutoff: float, output: Path) -> list[Path]:
-    """A user's own fit beside its target."""
+def plot_fit(coefficients: polynomial.Coefficients, cutoff: float, output: Path) -> Path:
+    """A user's own fit with its target."""
     sigma = torch.linspace(*INTERVAL, 1_000, dtype=torch.float64)
     figure, (map_axes, error_axes) = subplots(1, 2, width=3.8)
     target = polynomial.target(cutoff, sigma)
@@ -95,19 +96,15 @@ def plot_fit(coefficients: polynomial.Coefficients, cutoff: float, output: Path)
 
 def table(rows: dict[str, tuple[polynomial.Map, float]]) -> str:
     """One line per map: {name: (map, cutoff of its target)}."""
-    text = [
-        "| map | p, degree 0 up | g(1) | largest amplification | largest value | largest error | weighted RMS error |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines = []
     for name, (map, cutoff) in rows.items():
         q = quality(map, cutoff)
         stages = polynomial.stages(map)
         shown = ", ".join(f"{a:.4g}" for a in stages[0]) if len(stages) == 1 else f"{len(stages)} quintics"
-        text.append(
-            f"| {name} | {shown} | {q.at_one:.4f} | {q.largest_amplification:.3f} | {q.largest_value:.4f} | "
-            f"{q.largest_error:.4f} | {q.weighted_error:.4f} |"
-        )
-    return "\n".join(text)
+        errors = [f"{value:.4f}" for value in (q.largest_value, q.largest_error, q.weighted_error)]
+        lines.append([name, shown, f"{q.at_one:.4f}", f"{q.largest_amplification:.3f}", *errors])
+    words = "map|p, degree 0 up|g(1)|largest amplification|largest value|largest error|weighted RMS error"
+    return markdown.table(words.split("|"), lines)
 
 
 def _finish(axes) -> None:

@@ -6,24 +6,16 @@ from pathlib import Path
 
 from matplotlib.ticker import MaxNLocator
 
-from pc.common.plots import save, short_tokens, subplots
+from pc.common.plots import label_tokens, save, subplots
 from pc.common.run_folder import RunLog, Series
 from pc.errors import UserError
 
-BLOCK_TITLES = {
-    "q": r"$W_\mathrm{Q}$",
-    "k": r"$W_\mathrm{K}$",
-    "v": r"$W_\mathrm{V}$",
-    "o": r"$W_\mathrm{O}$",
-    "gate": r"$W_\mathrm{gate}$",
-    "up": r"$W_\mathrm{up}$",
-    "down": r"$W_\mathrm{down}$",
-}
+BLOCK_TITLES = {block.lower(): rf"$W_\mathrm{{{block}}}$" for block in ("Q", "K", "V", "O", "gate", "up", "down")}
 _ERROR = "spectra/estimate_error/"
 _GMCN = {"pc": "PC blocks", "qkv": r"$W_\mathrm{Q}, W_\mathrm{K}, W_\mathrm{V}$", "all": "all"}
 
 
-def plot_estimator_error(runs: Sequence[RunLog], output: Path) -> list[Path]:
+def plot_estimator_error(runs: Sequence[RunLog], output: Path) -> Path:
     """Relative error of the spectral-norm estimate against steps: per matrix type, median and maximum."""
     with_estimate = [run for run in runs if any(key.startswith(_ERROR) for key in run.keys())]
     if not with_estimate:
@@ -38,7 +30,7 @@ def plot_estimator_error(runs: Sequence[RunLog], output: Path) -> list[Path]:
         for i, run in enumerate(with_estimate):
             for statistic, style in (("median", "-"), ("max", "--")):
                 series = run.series(f"{_ERROR}{block}/{statistic}")
-                # The logarithmic axis has no zero; an estimate can be exact to the last bit.
+                # An estimate can be exact to the last bit, but the logarithmic axis has no zero.
                 values = [max(value, 1e-9) for value in series.values]
                 axes.plot(series.steps, values, style, marker=".", color=f"C{i}", label=f"{run.name}, {statistic}")
         axes.set_yscale("log")
@@ -49,7 +41,7 @@ def plot_estimator_error(runs: Sequence[RunLog], output: Path) -> list[Path]:
     return save(figure, output / "estimator_error")
 
 
-def plot_activation_rms(runs: Sequence[RunLog], output: Path) -> list[Path]:
+def plot_activation_rms(runs: Sequence[RunLog], output: Path) -> Path:
     """RMS of attention and FFN outputs before the residual addition, averaged over layers, against steps."""
     figure, panels = subplots(1, 2, width=4.0)
     for axes, part, title in zip(panels, ("attention", "ffn"), ("Attention", "FFN"), strict=True):
@@ -63,7 +55,7 @@ def plot_activation_rms(runs: Sequence[RunLog], output: Path) -> list[Path]:
     return save(figure, output / "activation_rms")
 
 
-def plot_gmcn(runs: Sequence[RunLog], output: Path) -> list[Path]:
+def plot_gmcn(runs: Sequence[RunLog], output: Path) -> Path:
     """Global modified condition number against tokens, for the PC blocks, QKV and all matrices."""
     figure, panels = subplots(1, 3, width=3.2)
     for axes, (group, title) in zip(panels, _GMCN.items(), strict=True):
@@ -71,8 +63,7 @@ def plot_gmcn(runs: Sequence[RunLog], output: Path) -> list[Path]:
             series = run.require(f"spectra/gmcn/{group}", "set [health] spectra_freq above 0")
             axes.plot(series.tokens, series.values, marker=".", color=f"C{i}", label=run.name)
         axes.set_title(title)
-        axes.set_xlabel("training tokens")
-        axes.xaxis.set_major_formatter(lambda value, _: short_tokens(value))
+        label_tokens(axes)
         axes.xaxis.set_major_locator(MaxNLocator(4))
         axes.set_ylabel(r"$\tilde\kappa$")
     panels[0].legend()
@@ -83,8 +74,5 @@ def _mean_over_layers(run: RunLog, prefix: str) -> Series:
     layers = [run.series(key) for key in run.keys() if key.startswith(prefix)]
     if not layers:
         raise UserError(f"{run.file}: no {prefix!r} was logged; set [health] freq above 0")
-    return Series(
-        steps=layers[0].steps,
-        tokens=layers[0].tokens,
-        values=[statistics.fmean(values) for values in zip(*(layer.values for layer in layers), strict=True)],
-    )
+    means = [statistics.fmean(values) for values in zip(*(layer.values for layer in layers), strict=True)]
+    return Series(layers[0].steps, layers[0].tokens, means)

@@ -1,4 +1,4 @@
-"""Exact singular values of a checkpoint's matrices, computed once and kept in a small file."""
+"""Exact singular values of a checkpoint's matrices, computed once and saved in a small file."""
 
 import io
 import json
@@ -13,6 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pc.analysis.weights import LinearWeights
+from pc.common import markdown
 from pc.common.files import write_atomically
 from pc.common.run_folder import INDEX, newest_checkpoint
 from pc.config import BLOCK_GROUPS, BLOCK_SUFFIXES, PCConfig
@@ -25,7 +26,7 @@ from pc.spectral import modified_condition_number, singular_values
 class Spectra:
     """Singular values of every linear layer of the blocks of one checkpoint, descending.
 
-    `raw[block]` and `effective[block]` are [layers, min(n, m)]; they are equal where there is no PC.
+    `raw[block]` and `effective[block]` are [layers, min(n, m)]; they are equal without PC.
     """
 
     name: str
@@ -46,30 +47,26 @@ class Spectra:
 
 
 def compute(checkpoint: str | Path, name: str) -> Spectra:
-    """Decompose every matrix in float64, on the GPU if there is one. Shows progress."""
+    """Compute the singular values of every matrix in float64, on the GPU if there is one. Shows progress."""
     weights = LinearWeights(checkpoint)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     raw: dict[str, list[Tensor]] = {block: [] for block in BLOCK_SUFFIXES}
     effective: dict[str, list[Tensor]] = {block: [] for block in BLOCK_SUFFIXES}
+    pc_blocks = set()
     for linear in tqdm(weights.linears, desc=f"singular values of {name}", unit="matrix", leave=False):
         block = block_of(linear)
-        raw_weight, effective_weight = weights.read(linear)
-        raw[block].append(_singular_values(raw_weight, device))
-        effective[block].append(
-            _singular_values(effective_weight, device) if weights.has_pc(linear) else raw[block][-1]
-        )
-    pc_blocks = {block_of(linear) for linear in weights.linears if weights.has_pc(linear)}
-    return Spectra(
-        name,
-        weights.step,
-        tuple(block for block in BLOCK_SUFFIXES if block in pc_blocks),
-        {block: torch.stack(rows) for block, rows in raw.items() if rows},
-        {block: torch.stack(rows) for block, rows in effective.items() if rows},
-    )
+        different = dict.fromkeys(weights.read(linear))  # one tensor where there is no PC
+        found = [singular_values(weight.to(device)).flip(-1).cpu() for weight in different]
+        raw[block].append(found[0])
+        effective[block].append(found[-1])
+        if weights.has_pc(linear):
+            pc_blocks.add(block)
+    stacked = [{block: torch.stack(rows) for block, rows in of.items() if rows} for of in (raw, effective)]
+    return Spectra(name, weights.step, tuple(block for block in BLOCK_SUFFIXES if block in pc_blocks), *stacked)
 
 
 def save(spectra: Spectra, path: Path) -> None:
-    """Write as a compressed .npz in float32, 4 bytes per singular value; equal ones are stored once."""
+    """Save as a compressed .npz in float32, 4 bytes per singular value; equal ones are stored once."""
     arrays = {f"raw.{block}": values.float().numpy() for block, values in spectra.raw.items()}
     arrays |= {f"effective.{block}": spectra.effective[block].float().numpy() for block in spectra.pc_blocks}
     about = {"name": spectra.name, "step": spectra.step, "pc_blocks": spectra.pc_blocks}
@@ -79,7 +76,7 @@ def save(spectra: Spectra, path: Path) -> None:
 
 
 def load(path: str | Path) -> Spectra:
-    """Read what `save` wrote."""
+    """Read a file of `save`."""
     try:
         with np.load(path, allow_pickle=False) as file:
             about = json.loads(str(file["about"]))
@@ -94,7 +91,7 @@ def load(path: str | Path) -> Spectra:
 def of_source(source: str | Path, output: Path) -> Spectra:
     """Spectra of a run folder (its last checkpoint), a checkpoint folder or a stored .npz.
 
-    What is computed is stored in `output` and read from there when asked for again.
+    Computed values are saved in `output` and read from there the next time.
     """
     source = Path(source)
     if source.suffix == ".npz":
@@ -105,7 +102,7 @@ def of_source(source: str | Path, output: Path) -> Spectra:
     if checkpoint is None:
         raise UserError(
             f"{source}: no complete checkpoint in {source / 'checkpoint'}; "
-            "train with [checkpoint] enable = true, or give a folder step-N itself"
+            "train with [checkpoint] enable = true, or give a folder step-N"
         )
     resolved = checkpoint.resolve()
     run = resolved.parent.parent if resolved.parent.name == "checkpoint" else resolved.parent
@@ -120,21 +117,12 @@ def of_source(source: str | Path, output: Path) -> Spectra:
 
 def table(all_spectra: Sequence[Spectra]) -> str:
     """Geometric means of the modified condition numbers, as Markdown."""
-    text = ["| run | step | weights | o, gate, up, down | q, k, v | all |", "|---|---|---|---|---|---|"]
+    default_blocks = [block for entry in PCConfig.blocks for block in BLOCK_GROUPS.get(entry, (entry,))]
+    rows = []
     for spectra in all_spectra:
-        for effective in (False, True):
-            if effective and not spectra.pc_blocks:
-                continue
+        for effective in (False, True) if spectra.pc_blocks else (False,):
             kind = "raw W" if not effective else f"PC(W) in {', '.join(spectra.pc_blocks)}"
-            groups = [_default_pc_blocks(), ("q", "k", "v"), tuple(spectra.raw)]
-            numbers = " | ".join(f"{spectra.gmcn(blocks, effective):.2f}" for blocks in groups)
-            text.append(f"| {spectra.name} | {spectra.step:,} | {kind} | {numbers} |")
-    return "\n".join(text) + "\n"
-
-
-def _default_pc_blocks() -> tuple[str, ...]:
-    return tuple(block for entry in PCConfig.blocks for block in BLOCK_GROUPS.get(entry, (entry,)))
-
-
-def _singular_values(weight: Tensor, device: str) -> Tensor:
-    return singular_values(weight.to(device)).flip(-1).cpu()
+            groups = (default_blocks, ("q", "k", "v"), tuple(spectra.raw))
+            numbers = [f"{spectra.gmcn(blocks, effective):.2f}" for blocks in groups]
+            rows.append([spectra.name, f"{spectra.step:,}", kind, *numbers])
+    return markdown.table(["run", "step", "weights", "o, gate, up, down", "q, k, v", "all"], rows)

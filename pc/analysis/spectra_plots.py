@@ -15,23 +15,22 @@ BINS = 40
 
 
 def paper_layers(num_layers: int) -> list[int]:
-    """Shallow, middle and deep layer, from 1: the paper's 2, 10 and 18 of 18."""
+    """Shallow, middle and deep layer, counted from 1: the paper's 2, 10 and 18 of 18."""
     return sorted({min(2, num_layers), num_layers // 2 + 1, num_layers})
 
 
-def plot_histograms(all_spectra: Sequence[Spectra], layers: Sequence[int] | None, output: Path) -> list[Path]:
+def plot_histograms(all_spectra: Sequence[Spectra], layers: Sequence[int] | None, output: Path) -> Path:
     """Singular values over the largest one of their matrix: a row per layer, a column per block.
 
     Args:
-        all_spectra: drawn over each other; effective weights where there is PC, raw weights elsewhere.
+        all_spectra: drawn in the same axes; effective weights with PC, raw weights without.
         layers: counted from 1; None takes `paper_layers`.
     """
     num_layers = min(spectra.num_layers for spectra in all_spectra)
     layers = layers or paper_layers(num_layers)
     if not all(1 <= layer <= num_layers for layer in layers):
         raise UserError(f"--layers {' '.join(map(str, layers))}: the model has layers 1 to {num_layers}")
-    columns = len(HISTOGRAM_BLOCKS)
-    figure, panels = subplots(len(layers), columns, width=2.5, height=1.9, sharex=True, squeeze=False)
+    figure, panels = subplots(len(layers), len(HISTOGRAM_BLOCKS), width=2.5, height=1.9, sharex=True, squeeze=False)
     edges = np.linspace(0, 1, BINS + 1)
     for row, layer in zip(panels, layers, strict=True):
         for axes, block in zip(row, HISTOGRAM_BLOCKS, strict=True):
@@ -46,7 +45,7 @@ def plot_histograms(all_spectra: Sequence[Spectra], layers: Sequence[int] | None
     return save(figure, output / "histograms")
 
 
-def plot_quantiles(all_spectra: Sequence[Spectra], output: Path) -> list[Path]:
+def plot_quantiles(all_spectra: Sequence[Spectra], output: Path) -> Path:
     """Empirical quantile curves of normalised singular values, all layers of a block pooled."""
     blocks = [block for block in BLOCK_TITLES if all(block in spectra.raw for spectra in all_spectra)]
     figure, panels = subplots(2, -(-len(blocks) // 2), width=2.5, height=2.2, sharex=True, sharey=True)
@@ -65,9 +64,7 @@ def plot_quantiles(all_spectra: Sequence[Spectra], output: Path) -> list[Path]:
         axes.tick_params(labelbottom=True)
     for axes in panels[:: len(panels) // 2]:
         axes.set_ylabel(r"$\sigma / \sigma_\mathrm{max}$")
-    handles = {}
-    for axes in panels[: len(blocks)]:
-        handles |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    handles = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels())}
     for axes in panels[len(blocks) :]:
         axes.set_axis_off()
         axes.legend(handles.values(), handles.keys(), fontsize=7, loc="center")

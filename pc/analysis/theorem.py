@@ -5,13 +5,14 @@ as every singular value of layer l stays in [mu_l, tau_l] (the region R), where
 
     beta = (prod tau_l)^2 (sqrt(2 L(0)) + ||X||_F) L sigma_max(X),    mu = (prod mu_l)^2 sigma_min(X)^2.
 
-Here this is computed and compared with what happens. The same problem with PC in every layer is run too,
-with the same step size: it shows what PC does, and the theorem says nothing of it.
+This module computes the bound and compares it with the observed losses. It also runs the same problem with PC in every
+layer and the same step size, which the theorem does not cover.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -37,15 +38,12 @@ class Problem:
 
     def loss(self, weights: Sequence[Tensor]) -> Tensor:
         """Half the squared error, summed over samples."""
-        prediction = self.inputs
-        for weight in weights:
-            prediction = weight @ prediction
-        return 0.5 * (prediction - self.labels).square().sum()
+        return 0.5 * (_predict(weights, self.inputs) - self.labels).square().sum()
 
 
 @dataclass(frozen=True)
 class Bound:
-    """What the theorem promises for a problem and a region."""
+    """The theorem's bound for a problem and a region."""
 
     lower: list[float]
     """mu_l: smallest singular value allowed in layer l."""
@@ -60,13 +58,13 @@ class Bound:
 
     @property
     def contraction(self) -> float:
-        """Factor by which the loss falls at least, each step."""
+        """Upper bound of the ratio of the loss from one step to the next."""
         return 1.0 - self.mu / self.beta
 
 
 @dataclass(frozen=True)
 class Descent:
-    """Gradient descent as it went; index t is the state after t steps."""
+    """Record of gradient descent; index t is the state after t steps."""
 
     losses: list[float]
     in_region: list[bool]
@@ -74,18 +72,15 @@ class Descent:
 
 
 def make_problem(widths: Sequence[int] = (8, 12, 12, 6), samples: int = 6, seed: int = 0) -> Problem:
-    """Random weights with singular values spread over [0.5, 1.5], inputs of moderate condition.
+    """Random weights with singular values spread over [0.5, 1.5], inputs of moderate condition number.
 
     Args:
         widths: d_0 .. d_L, rising and then falling (the paper's assumption 1).
         samples: n, at most d_0 (assumption 2).
     """
     peak = max(range(1, len(widths)), key=lambda i: widths[i], default=0)  # r of the paper is at least 1: d_0 <= d_1
-    if (
-        len(widths) < 2
-        or any(a > b for a, b in zip(widths[:peak], widths[1 : peak + 1]))
-        or any(a < b for a, b in zip(widths[peak:], widths[peak + 1 :]))
-    ):
+    rising, falling = list(widths[: peak + 1]), list(widths[peak:])
+    if len(widths) < 2 or rising != sorted(rising) or falling != sorted(falling, reverse=True):
         raise UserError(
             f"widths {tuple(widths)} should rise, or stay, from the first to the second and fall at the end at most "
             "(assumption 1 of the paper)"
@@ -96,17 +91,15 @@ def make_problem(widths: Sequence[int] = (8, 12, 12, 6), samples: int = 6, seed:
     weights = [_with_singular_values(rows, columns, (0.5, 1.5), generator) for columns, rows in zip(widths, widths[1:])]
     inputs = _with_singular_values(widths[0], samples, (0.7, 1.3), generator)
     # Labels near the initial prediction, as training from here stays near the start and so inside R.
-    prediction = inputs
-    for weight in weights:
-        prediction = weight @ prediction
+    prediction = _predict(weights, inputs)
     noise = torch.randn(prediction.shape, generator=generator, dtype=torch.float64)
     return Problem(weights, inputs, prediction + 0.3 * noise / math.sqrt(noise.numel()))
 
 
 def bound(problem: Problem, slack: float = 0.2) -> Bound:
-    """The theorem's constants for the region that leaves each layer's initial spectrum `slack` of room.
+    """The theorem's constants for the region that extends each layer's initial spectrum by `slack`.
 
-    The region is [(1 - slack) sigma_min, (1 + slack) sigma_max], widened to hold 1, as the theorem asks.
+    The region is [(1 - slack) sigma_min, (1 + slack) sigma_max], widened to contain 1, as the theorem requires.
     """
     lower, upper = [], []
     for weight in problem.weights:
@@ -115,38 +108,30 @@ def bound(problem: Problem, slack: float = 0.2) -> Bound:
         upper.append(max(1.0, (1 + slack) * sigma[0].item()))
     sigma = torch.linalg.svdvals(problem.inputs)
     initial = problem.loss(problem.weights).item()
-    beta = (
-        math.prod(upper) ** 2
-        * (math.sqrt(2 * initial) + problem.inputs.norm().item())
-        * len(problem.weights)
-        * sigma[0].item()
-    )
+    sizes = math.sqrt(2 * initial) + problem.inputs.norm().item()
+    beta = math.prod(upper) ** 2 * sizes * len(problem.weights) * sigma[0].item()
     return Bound(lower, upper, beta, math.prod(lower) ** 2 * sigma[-1].item() ** 2)
 
 
 def in_region(weights: Sequence[Tensor], region: Bound) -> bool:
     """Whether every layer's singular values lie between its bounds."""
-    for weight, lower, upper in zip(weights, region.lower, region.upper, strict=True):
-        if not weight.isfinite().all():
-            return False
-        sigma = torch.linalg.svdvals(weight)
-        if sigma[-1] < lower or sigma[0] > upper:
-            return False
-    return True
+    if not all(weight.isfinite().all() for weight in weights):
+        return False
+    spectra = map(torch.linalg.svdvals, weights)
+    return all(lo <= s[-1] and s[0] <= up for s, lo, up in zip(spectra, region.lower, region.upper, strict=True))
 
 
 def descend(problem: Problem, region: Bound, steps: int, level: int | None = None) -> Descent:
     """Gradient descent with step size 1/beta.
 
     Args:
-        level: None trains the weights themselves. A PC level trains W with PC(W) in its place, with exact
+        level: None trains the weights themselves. With a PC level, W is trained and PC(W) used in its place, with exact
             singular vectors for the estimate, norm recovery and no gamma.
     """
     weights = [weight.clone().requires_grad_() for weight in problem.weights]
-    config = None if level is None else PCConfig(level=level, learnable_gamma=False)
     losses, inside = [], []
     for _ in range(steps + 1):
-        used = weights if config is None else [_preconditioned(weight, config) for weight in weights]
+        used = weights if level is None else [_preconditioned(weight, level) for weight in weights]
         loss = problem.loss(used)
         losses.append(loss.item())
         inside.append(in_region([weight.detach() for weight in weights], region))
@@ -166,7 +151,7 @@ def kernel_eigenvalues(problem: Problem, weights: Sequence[Tensor]) -> tuple[flo
 
 
 def report(problem: Problem, region: Bound, plain: Descent, with_pc: Descent, level: int) -> str:
-    """How loose the bound is, in words and numbers."""
+    """A text on how loose the bound is."""
     steps = len(plain.losses) - 1
     smallest, largest = kernel_eigenvalues(problem, problem.weights)
     measured = _mean_log_rate(plain)
@@ -180,17 +165,16 @@ def report(problem: Problem, region: Bound, plain: Descent, with_pc: Descent, le
         f"fall of log loss per step: {measured:.3g} measured, {promised:.3g} promised, "
         f"a factor of {measured / promised:.0f} between them",
         f"tangent kernel at the start: smallest eigenvalue {smallest:.3g} where the theorem uses "
-        f"mu = {region.mu:.3g}; "
-        f"largest {largest:.3g} where it uses beta = {region.beta:.3g}",
+        f"mu = {region.mu:.3g}; largest {largest:.3g} where it uses beta = {region.beta:.3g}",
         f"with PC level {level} and the same step size: {with_pc.losses[0]:.4g} -> {with_pc.losses[-1]:.4g} "
-        f"(log loss falls {_mean_log_rate(with_pc):.3g} per step). Not covered by the theorem: its step size "
-        "belongs to the plain network, and PC starts at another function.",
+        f"(log loss falls {_mean_log_rate(with_pc):.3g} per step). Not covered by the theorem: the step size "
+        "is that of the plain network, and PC starts from another function.",
     ]
     return "\n".join(lines)
 
 
-def plot(region: Bound, plain: Descent, with_pc: Descent, level: int, output: Path) -> list[Path]:
-    """Loss against steps beside the bound, and the fall per step beside the promised one."""
+def plot(region: Bound, plain: Descent, with_pc: Descent, level: int, output: Path) -> Path:
+    """Loss against steps with the bound, and the fall per step with the promised one."""
     steps = range(len(plain.losses))
     figure, (left, right) = subplots(1, 2, width=4.2)
     left.plot([loss / plain.losses[0] for loss in plain.losses], label="gradient descent")
@@ -212,22 +196,19 @@ def plot(region: Bound, plain: Descent, with_pc: Descent, level: int, output: Pa
 
 def _falls(descent: Descent) -> list[float]:
     """Relative fall of the loss in each step, as far down as float64 resolves it."""
-    return [
-        1 - after / before
-        for before, after in zip(descent.losses, descent.losses[1:])
-        if after > 1e-20 * descent.losses[0]
-    ]
+    smallest = 1e-20 * descent.losses[0]
+    return [1 - after / before for before, after in pairwise(descent.losses) if after > smallest]
 
 
 def _mean_log_rate(descent: Descent) -> float:
-    """Mean fall of the logarithm of the loss per step, as far down as float64 resolves it."""
+    """Mean fall of the logarithm of the loss per step, while float64 resolves it."""
     steps = len(_falls(descent))
     return math.log(descent.losses[0] / descent.losses[steps]) / steps
 
 
-def _preconditioned(weight: Tensor, config: PCConfig) -> Tensor:
+def _preconditioned(weight: Tensor, level: int) -> Tensor:
     u, _, vt = torch.linalg.svd(weight.detach(), full_matrices=False)
-    return effective_weight(weight, None, u[:, 0], vt[0], config)
+    return effective_weight(weight, None, u[:, 0], vt[0], PCConfig(level=level, learnable_gamma=False))
 
 
 def _predict(weights: Sequence[Tensor], inputs: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Raw and effective weights of the block's linear layers, out of a training checkpoint."""
+"""Raw and effective weights of the block's linear layers, from a training checkpoint."""
 
 import json
 import re
@@ -22,7 +22,7 @@ class LinearWeights:
     Attributes:
         step: optimizer steps done.
         linears: names of the block's linear layers, such as "layers.0.attention.wo", in order of layers.
-        fingerprint: what the method was ("enable", "level", "blocks", "schedule", ...), {} if not recorded.
+        fingerprint: the method's settings ("enable", "level", "blocks", "schedule", ...), {} if not recorded.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -43,7 +43,7 @@ class LinearWeights:
 
     @torch.no_grad()
     def read(self, linear: str) -> tuple[Tensor, Tensor]:
-        """Raw and effective weight [n, m] of a layer; the same tensor twice where there is no PC."""
+        """Raw and effective weight [n, m] of a layer; the same tensor twice without PC."""
         weight, prefix = f"{linear}.weight", f"pc.{linear}."
         if not self.has_pc(linear):
             tensor = self._folder.read_tensors([weight])[weight]

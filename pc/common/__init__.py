@@ -1,1 +1,1 @@
-"""What several parts need: whole writes, a run's folder, one look for figures."""
+"""Helpers that several subpackages share: atomic writes, a run's folder, Markdown tables, the style of plots."""

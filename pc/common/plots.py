@@ -1,4 +1,4 @@
-"""One look for every figure of the project: PNG files that are legible in a README."""
+"""One style for all plots of the project: PNG files that are legible in a README."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ require_extra("plots", "matplotlib")
 
 import matplotlib  # noqa: E402
 
-matplotlib.use("Agg")  # no display is needed, and none is assumed
+matplotlib.use("Agg")  # works without a display
 
 import matplotlib.pyplot as plt  # noqa: E402
 
@@ -25,24 +25,29 @@ STYLE = {
 
 
 def subplots(rows: int = 1, columns: int = 1, *, width: float = 4.2, height: float = 3.0, **kwargs):
-    """`plt.subplots` in the project's style; `width` and `height` are inches per panel."""
+    """`plt.subplots` in the project's style; `width` and `height` in inches per panel."""
     with plt.rc_context(STYLE):
         return plt.subplots(rows, columns, figsize=(width * columns, height * rows), **kwargs)
 
 
-def save(figure, path: str | Path) -> list[Path]:
-    """Write `figure` as `path` with .png added and close it; returns what was written."""
-    stem = Path(path)
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    written = stem.parent / f"{stem.name}.png"
+def save(figure, path: str | Path) -> Path:
+    """Write `figure` to `path` plus ".png" and close it; returns the file."""
+    written = Path(f"{path}.png")
+    written.parent.mkdir(parents=True, exist_ok=True)
     with plt.rc_context(STYLE):
         figure.savefig(written)
     plt.close(figure)
-    return [written]
+    return written
+
+
+def label_tokens(axes) -> None:
+    """Label the x axis with training tokens in short form."""
+    axes.set_xlabel("training tokens")
+    axes.xaxis.set_major_formatter(lambda value, _: short_tokens(value))
 
 
 def short_tokens(number: float) -> str:
-    """A number of tokens in short: 57 B, 2.62 M, 492 k."""
+    """A short form of a number of tokens: 57 B, 2.62 M, 492 k."""
     for size, suffix in ((1e9, " B"), (1e6, " M"), (1e3, " k")):
         if number >= size:
             return f"{number / size:.3g}{suffix}"

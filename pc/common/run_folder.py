@@ -1,4 +1,4 @@
-"""What lies in a run's folder and what it says: its state, who trains in it, its checkpoints, its metrics."""
+"""Reads and writes a run's folder: state, lock, checkpoints, metrics."""
 
 import fcntl
 import json
@@ -17,7 +17,7 @@ from pc.errors import UserError
 METRICS = "metrics.jsonl"
 """one JSON object per line"""
 INDEX = ".metadata"
-"""is written last, so a checkpoint that has it is whole"""
+"""written last, so a checkpoint that has it is complete"""
 _STATUS = "status.json"
 _STEP = re.compile(r"step-(\d+)")
 
@@ -27,18 +27,18 @@ _STEP = re.compile(r"step-(\d+)")
 
 @dataclass(frozen=True)
 class State:
-    """How far a run is."""
+    """Progress of a run."""
 
     state: str
     """waiting, running, interrupted, stopped, finished or failed"""
     step: int
     steps: int
     reason: str
-    """why it stopped or failed, in a line"""
+    """why it stopped or failed, in one line"""
 
 
 def state_of(folder: Path) -> State:
-    """What status.json says, "interrupted" for a run that says it runs and does not."""
+    """The state in status.json; "interrupted" if it says "running" but no process holds the lock."""
     file = folder / _STATUS
     if not file.exists():
         return State("running" if is_locked(folder) else "waiting", 0, 0, "")
@@ -50,16 +50,16 @@ def state_of(folder: Path) -> State:
 
 
 def write_state(folder: str | Path, state: str, step: int, steps: int, reason: str = "") -> None:
-    """state: running, stopped, finished or failed."""
+    """`state` is running, stopped, finished or failed."""
     content = {"state": state, "step": step, "steps": steps, "reason": reason}
     write_atomically(Path(folder) / _STATUS, json.dumps(content) + "\n")
 
 
 def write_failure(folder: str | Path, reason: str, step: int | None = None, steps: int | None = None) -> None:
-    """Say that the run failed; a finished run stays finished, whatever was tried in its folder afterwards.
+    """Mark the run as failed. A finished run stays finished, even if a later attempt in its folder fails.
 
     Args:
-        step, steps: where it was and how many there are; None: as the folder says.
+        step, steps: its progress; None: as in status.json.
     """
     known = state_of(Path(folder))
     if known.state != "finished":
@@ -68,7 +68,7 @@ def write_failure(folder: str | Path, reason: str, step: int | None = None, step
         )
 
 
-# --- who trains in it -------------------------------------------------------------------------------
+# --- lock -------------------------------------------------------------------------------------------
 
 
 def is_locked(folder: Path) -> bool:
@@ -84,23 +84,23 @@ def is_locked(folder: Path) -> bool:
 
 
 def lock(folder: Path) -> TextIO:
-    """Keep others from training in the same folder; hand the open file on to the trainer's process.
+    """Keep other processes from training in the same folder. Pass the open file on to the trainer's process.
 
-    The lock lasts while any process holds the file, so it outlives a launcher that was killed while
-    its trainer lives on. Its time of change is when the newest attempt began.
+    The lock lasts while any process holds the file open, so it stays when the launcher is killed and the trainer
+    still runs. The file's modification time is the start of the newest attempt.
 
     Raises:
         UserError: another process trains there.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    file = open(folder / "lock", "a")  # open as long as the run
+    file = open(folder / "lock", "a")  # stays open during the run
     for _ in range(10):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.utime(file.fileno())
             return file
         except OSError:
-            time.sleep(0.1)  # `is_locked` holds it for an instant
+            time.sleep(0.1)  # `is_locked` may hold it for a moment
     file.close()
     raise UserError(f"{folder}: another process is training here")
 
@@ -115,19 +115,19 @@ def step_of(checkpoint: str | Path) -> int:
 
 
 def checkpoints(folder: str | Path) -> dict[int, Path]:
-    """{step: folder} of all checkpoints in RUN/checkpoint, whole or not, in order of steps."""
+    """{step: folder} of all checkpoints in RUN/checkpoint, complete or not, sorted by step."""
     found = {step_of(path): path for path in Path(folder).glob("step-*")}
     return {step: found[step] for step in sorted(found) if step >= 0}
 
 
 def newest_checkpoint(run: Path) -> Path | None:
-    """The newest checkpoint in a run's folder that was written to its end. Its checksums are not compared."""
-    whole = [path for path in checkpoints(run / "checkpoint").values() if (path / INDEX).exists()]
-    return whole[-1] if whole else None
+    """The newest complete checkpoint in a run's folder, without verifying its checksums."""
+    complete = [path for path in checkpoints(run / "checkpoint").values() if (path / INDEX).exists()]
+    return complete[-1] if complete else None
 
 
 def newest_step(run: Path) -> int:
-    """Step of `newest_checkpoint`, 0 if there is none."""
+    """Step of `newest_checkpoint`; 0 if there is none."""
     newest = newest_checkpoint(run)
     return 0 if newest is None else step_of(newest)
 
@@ -146,20 +146,20 @@ class Series:
 
 @dataclass(frozen=True)
 class RunLog:
-    """A run's name and the lines of its metrics.jsonl, in the order they were written."""
+    """A run's name and the lines of its metrics.jsonl, in file order."""
 
     name: str
     file: Path
     lines: list[dict]
 
     def keys(self) -> list[str]:
-        """Every quantity that was logged at least once, sorted."""
+        """All quantities logged at least once, sorted."""
         return sorted({key for line in self.lines for key in line})
 
     def series(self, key: str) -> Series:
-        """What was logged under `key`, by step; empty if nothing was. A null, which JSON has for NaN, is NaN.
+        """The values logged under `key`, by step; empty if there are none. JSON's null becomes NaN.
 
-        A resumed run logs again the steps after its checkpoint: the last line of a step wins.
+        A resumed run logs the steps after its checkpoint again; the last line of a step wins.
         """
         by_step = {line["step"]: line for line in self.lines if key in line}
         steps = sorted(by_step)
@@ -170,7 +170,7 @@ class RunLog:
         )
 
     def require(self, key: str, remedy: str) -> Series:
-        """`series(key)`, or a `UserError` that says what to set so that it is logged."""
+        """`series(key)`; raises a `UserError` with the `remedy` if nothing was logged."""
         series = self.series(key)
         if not series.steps:
             raise UserError(f"{self.file}: no {key!r} was logged; {remedy}")
@@ -178,9 +178,9 @@ class RunLog:
 
 
 def read_log(path: str | Path) -> RunLog:
-    """Read a run folder, or a `metrics.jsonl` itself.
+    """Read the metrics of a run folder, or a `metrics.jsonl` file.
 
-    A last line that was cut by a crash is left out; a broken line elsewhere is an error.
+    Skips a last line that a crash cut short; any other damaged line raises `UserError`.
     """
     path = Path(path)
     file = path / METRICS if path.is_dir() else path
@@ -198,15 +198,15 @@ def read_log(path: str | Path) -> RunLog:
                 continue
             raise UserError(f"{file}, line {number}: not JSON; the file is damaged") from None
         if not isinstance(line, dict) or not isinstance(line.get("step"), int):
-            raise UserError(f"{file}, line {number}: not an object with a whole-numbered 'step'")
+            raise UserError(f"{file}, line {number}: not an object with an integer 'step'")
         lines.append(line)
     if not lines:
-        raise UserError(f"{file}: the run logged nothing yet")
+        raise UserError(f"{file}: the run has logged nothing yet")
     return RunLog(name=file.resolve().parent.name, file=file, lines=lines)
 
 
 def read_logs(paths: Sequence[str | Path]) -> list[RunLog]:
-    """Several runs, each with a name of its own: folders are told apart by their parents' names."""
+    """Several runs with unique names: as much of each folder's path as is needed."""
     logs = [read_log(path) for path in paths]
     if len({log.file.resolve() for log in logs}) < len(logs):
         raise UserError("the same run is given twice")
@@ -226,17 +226,16 @@ def _unique_names(folders: list[Path]) -> list[str]:
 
 
 def tail(file: Path, lines: int = 1) -> Iterator[str]:
-    """The last lines of a log that say something."""
+    """The last non-empty lines of a log."""
     text = file.read_text(errors="replace") if file.exists() else ""
     yield from [line.strip() for line in text.splitlines() if line.strip()][-lines:]
 
 
 def time_left(steps: Sequence[int], times: Sequence[float], last: int) -> str:
-    """ "about 12 min left", by the pace between the first and the last of `steps`; "" where that tells nothing.
+    """The estimated time to the step `last`, such as "about 12 min left"; "" with fewer than two different steps.
 
     Args:
-        steps: done at `times`, in seconds.
-        last: the step that ends the run.
+        steps: steps completed at `times`, in seconds.
     """
     if len(steps) < 2 or steps[-1] <= steps[0]:
         return ""

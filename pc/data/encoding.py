@@ -1,4 +1,4 @@
-"""Documents to token arrays, the fast way where that is proven equal, else by the tokenizer itself."""
+"""Encodes documents as token arrays, with the fast gigatoken where its results are checked to be the same."""
 
 import json
 from collections.abc import Sequence
@@ -8,15 +8,14 @@ import numpy as np
 
 from pc.data.tokenizers import SentencePieceTokenizer, Tokenizer
 
-CHECKED_SHARE = 200  # one document in so many is encoded both ways
+CHECKED_SHARE = 200  # one in this many documents is encoded both ways
 
 
 class Encoder:
-    """Adds BOS and EOS per document, and uses `gigatoken` for SentencePiece models when it is installed.
+    """Adds BOS and EOS per document, and uses `gigatoken` for SentencePiece models if it is installed.
 
-    gigatoken's ids were equal to SentencePiece's on every text tried (docs/data.md), at ten times the
-    speed. It is young, so one document in 200 is still encoded by SentencePiece too, and a difference
-    stops the run.
+    gigatoken gave the same ids as SentencePiece on every text tried (docs/data.md), ten times faster. It is a new
+    package, so one document in 200 is also encoded by SentencePiece, and a difference raises an error.
     """
 
     def __init__(self, tokenizer: Tokenizer, fast: bool = True):
@@ -29,11 +28,11 @@ class Encoder:
         return "gigatoken" if self._fast is not None else self.tokenizer.kind
 
     def documents(self, texts: Sequence[str], dtype: str) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens of all texts, each with BOS and EOS [total], and tokens per document [texts]."""
+        """Tokens of all texts with BOS and EOS each [total], and tokens per document [texts]."""
         ids, lengths = self._encode(texts)
         bos, eos = self.tokenizer.bos_id, self.tokenizer.eos_id
         if len(ids) and (np.any(ids == eos) or (bos is not None and np.any(ids == bos))):
-            raise RuntimeError(f"{self.engine} made control tokens from text")
+            raise RuntimeError(f"{self.engine} encoded text as control tokens")
         lead = 0 if bos is None else 1
         full = lengths + lead + 1
         ends = np.cumsum(full)
@@ -56,14 +55,14 @@ class Encoder:
             if ids[starts[i] : starts[i + 1]].tolist() != self.tokenizer.encode(texts[i]):
                 raise RuntimeError(
                     f"gigatoken and {self.tokenizer.kind} disagree on {texts[i][:80]!r}…; "
-                    "uninstall gigatoken to go on without it, and report the text"
+                    "uninstall gigatoken to continue without it, and report the text"
                 )
         self._seen += len(texts)
         return ids, lengths
 
 
 def _gigatoken(tokenizer: Tokenizer):
-    """A gigatoken tokenizer with the ids of `tokenizer`, or None where it cannot be had."""
+    """A gigatoken tokenizer with the ids of `tokenizer`, or None if there is none."""
     if not isinstance(tokenizer, SentencePieceTokenizer):
         return None
     return _gigatoken_of(tokenizer.files["tokenizer.model"])
@@ -77,9 +76,9 @@ def _gigatoken_of(model: bytes):
         return None
     try:
         definition = json.loads(gigatoken.Tokenizer.from_sentencepiece(model)._hf_json)
-    except ValueError:  # only BPE models with byte fallback
+    except ValueError:  # gigatoken supports only BPE models with byte fallback
         return None
-    # As it comes, it reads "</s>" in a text as the control token.
+    # By default it reads "</s>" in a text as the control token.
     definition["added_tokens"] = [token for token in definition["added_tokens"] if not token["special"]]
     return gigatoken.Tokenizer.from_json(json.dumps(definition))
 

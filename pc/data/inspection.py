@@ -1,4 +1,4 @@
-"""What is in a folder of token shards, for a person to read."""
+"""Shows what a folder of token shards contains."""
 
 from pathlib import Path
 
@@ -32,25 +32,25 @@ def describe(manifest: Manifest) -> str:
 
 
 def verify(manifest: Manifest) -> None:
-    """Read every byte: checksums, and the offsets against the tokens."""
+    """Verify all checksums, and the offsets against the tokens; reads every byte."""
     for split in SPLITS:
         for shard in manifest.shards[split]:
             if complaint := checksum_complaint(manifest.folder, shard):
-                raise UserError(f"{complaint}; delete the file and repeat the tokenising command, which makes it again")
+                raise UserError(f"{complaint}; delete the file and repeat the tokenising command to recreate it")
 
 
 def document_lengths(manifest: Manifest, split: str) -> np.ndarray:
-    """Tokens of each document, BOS and EOS included [documents]."""
+    """Tokens of each document, including BOS and EOS [documents]."""
     offsets = [read_offsets(manifest.folder, shard) for shard in manifest.shards[split]]
     return np.concatenate([np.zeros(0, dtype=np.int64)] + [np.diff(one) for one in offsets])
 
 
 def token_counts(manifest: Manifest, split: str) -> np.ndarray:
-    """How often each id occurs [vocab_size]."""
+    """Number of occurrences of each token id [vocab_size]."""
     counts = np.zeros(manifest.vocab_size, dtype=np.int64)
     for shard in manifest.shards[split]:
         tokens = open_tokens(manifest.folder, shard, manifest.dtype)
-        for start in range(0, len(tokens), 10**7):  # bincount makes int64 of its input
+        for start in range(0, len(tokens), 10**7):  # in pieces, because bincount copies its input to int64
             piece = np.bincount(tokens[start : start + 10**7], minlength=manifest.vocab_size)
             if len(piece) > manifest.vocab_size:
                 raise UserError(f"{manifest.folder / shard.tokens_file} holds tokens that its tokenizer does not have")
@@ -59,7 +59,7 @@ def token_counts(manifest: Manifest, split: str) -> np.ndarray:
 
 
 def read_documents(manifest: Manifest, split: str, count: int) -> list[np.ndarray]:
-    """`count` documents' tokens, evenly spread over the split."""
+    """Tokens of `count` documents, evenly spaced over the split."""
     total = manifest.documents(split)
     wanted = sorted({i * total // count for i in range(count)}) if total else []
     documents, first = [], 0
@@ -73,8 +73,8 @@ def read_documents(manifest: Manifest, split: str, count: int) -> list[np.ndarra
     return documents
 
 
-def plot_lengths(lengths: dict[str, np.ndarray], path: str | Path) -> list[Path]:
-    """Distribution of document lengths by documents and by tokens, one panel each."""
+def plot_lengths(lengths: dict[str, np.ndarray], path: str | Path) -> Path:
+    """Plot the distribution of document lengths by documents and by tokens."""
     from pc.common import plots
 
     figure, axes = plots.subplots(1, 2)
@@ -107,16 +107,16 @@ def _show_counts(counts: np.ndarray, tokenizer: Tokenizer, count: int = 20) -> N
 
 
 def inspect(folder: str, documents: int, plot: str | None) -> None:
-    """Print what is in a folder of shards, compare its checksums, and plot the lengths of its documents.
+    """Print what a folder of shards contains, verify its checksums, and plot its document lengths.
 
     Args:
-        documents: how many to show.
-        plot: where the plot goes, without .png; None: into the folder.
+        documents: number of documents to show.
+        plot: file of the plot without .png; None: in the folder.
     """
     manifest = Manifest.read(folder)
     print(describe(manifest))
     verify(manifest)
-    print("checksums    all right")
+    print("checksums    correct")
     tokenizer = manifest.load_tokenizer()
     _show_documents(manifest, tokenizer, documents)
     _show_counts(token_counts(manifest, "train"), tokenizer)
@@ -126,8 +126,8 @@ def inspect(folder: str, documents: int, plot: str | None) -> None:
         if len(one):
             shares = np.percentile(one, [0, 5, 50, 95, 100]).astype(int)
             print(
-                f"{split} document lengths: {shares[0]} least, {shares[1]} at 5 %, {shares[2]} median, "
-                f"{shares[3]} at 95 %, {shares[4]:,} most (tokens)"
+                f"{split} document lengths in tokens: minimum {shares[0]}, 5th percentile {shares[1]}, "
+                f"median {shares[2]}, 95th percentile {shares[3]}, maximum {shares[4]:,}"
             )
     written = plot_lengths(lengths, plot or Path(folder) / "document-lengths")
-    print(f"Plot: {written[0]}")
+    print(f"Plot: {written}")

@@ -1,10 +1,10 @@
-"""Batches of token sequences in one global order, with one number as its state.
+"""Batches of token sequences in one global order; the only state is a position.
 
-The tokens of a split, all documents end to end, are cut into sequences of `seq_len` (each read with one
-token more, its last label). An epoch visits every sequence once, in a seeded shuffle. `position` counts
-sequences over the whole job since the start of training: micro-batch m of B sequences on each of W ranks
-takes positions m·B·W … (m+1)·B·W - 1, rank r the r-th B of them. So the order depends on neither B nor W,
-and a run that continues with others goes on with the very next sequence.
+The documents of a split are concatenated and cut into sequences of `seq_len` tokens (plus one token, the last label).
+An epoch visits every sequence once, in a seeded shuffle. `position` counts the sequences of all ranks since the start
+of training: micro-batch m of B sequences on each of W ranks takes positions m·B·W … (m+1)·B·W - 1, and rank r takes
+the r-th B of them. So the order does not depend on B or W, and a run that resumes with other values continues with the
+next sequence.
 """
 
 import json
@@ -24,8 +24,8 @@ from pc.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-IGNORED_LABEL = -100  # what torch's cross entropy skips
-VALIDATION_SEED = 0  # the validation set is the same in every run, whatever the run's seed
+IGNORED_LABEL = -100  # torch's cross entropy skips it
+VALIDATION_SEED = 0  # the validation order does not depend on the run's seed
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
@@ -33,7 +33,7 @@ Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 class Sequences(Dataset):
     """Sequences by position.
 
-    length: sequences in an epoch. limit: how many positions there are, None = without end.
+    length: sequences per epoch. limit: number of positions; None = endless.
     """
 
     def __init__(self, stream: TokenStream, seq_len: int, seed: int, limit: int | None):
@@ -44,15 +44,15 @@ class Sequences(Dataset):
         self.length = max(0, (len(stream) - 1) // seq_len)
 
     def tokens(self, position: int) -> np.ndarray:
-        """The tokens at a position: inputs and, one further on, labels [seq_len + 1]."""
+        """The tokens at a position [seq_len + 1]: inputs, and labels shifted by one."""
         epoch, place = divmod(position, self.length)
         start = shuffled(place, self.length, self.seed, epoch) * self.seq_len
         return self.stream.read(start, start + self.seq_len + 1)
 
     def __getitem__(self, positions: Sequence[int]) -> Batch | UserError:
-        """({"input": int64 [B, seq_len]}, labels int64 [B, seq_len]); labels beyond `limit` are ignored ones.
+        """({"input": int64 [B, seq_len]}, labels int64 [B, seq_len]); beyond `limit`, labels are `IGNORED_LABEL`.
 
-        A `UserError` is returned, since torch would bury one raised in a worker under its own traceback.
+        Returns a `UserError` instead of raising it, because torch would wrap it in a worker's traceback.
         """
         shape = len(positions), self.seq_len
         inputs, labels = (np.empty(shape, dtype=np.int64) for _ in range(2))
@@ -70,9 +70,9 @@ class Sequences(Dataset):
 
 
 class GlobalOrderLoader(Stateful):
-    """What `build_dataloader` returns: iterate it for batches; its state is the global position.
+    """Iterates over batches; its state is the global position. Create it with `build_dataloader`.
 
-    Every `iter()` goes on from `position`, except with `restart`: then each begins at 0.
+    Every `iter()` continues from `position`, or starts at 0 with `restart`.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class GlobalOrderLoader(Stateful):
             "num_workers": num_workers,
             "prefetch_factor": prefetch_factor if num_workers else None,
             "pin_memory": pin_memory and torch.accelerator.is_available(),
-            # a generator of its own: torch draws a seed per iterator, which must not move the model's
+            # its own generator: torch draws a seed per iterator, which must not advance the global generator
             "generator": torch.Generator(),
         }
 
@@ -123,7 +123,7 @@ class GlobalOrderLoader(Stateful):
             self._advance(step)
             yield batch
         if not self.restart and self.dp_rank == 0:
-            logger.warning(f"The data are exhausted: all {self.sequences.limit:,} sequences have been served.")
+            logger.warning(f"The data are exhausted: all {self.sequences.limit:,} sequences have been used.")
 
     def _micro_batches_left(self, step: int) -> int | None:
         if self.sequences.limit is None:
@@ -138,11 +138,11 @@ class GlobalOrderLoader(Stateful):
         elif self.position // self.sequences.length > epoch and self.dp_rank == 0:
             logger.warning(
                 f"Epoch {epoch + 1} of the data is over after {self.sequences.length:,} sequences; "
-                "it goes on with the same documents in another order."
+                "the next epoch uses the same documents in another order."
             )
 
     def state_dict(self) -> dict[str, int | str]:
-        """position: sequences served in the whole job. identity: what the position refers to, as JSON."""
+        """position: sequences used by all ranks so far. identity: settings that define the order, as JSON."""
         return {"position": self.position, "identity": json.dumps(self.identity, sort_keys=True)}
 
     def load_state_dict(self, state_dict: dict[str, int | str]) -> None:
@@ -153,13 +153,13 @@ class GlobalOrderLoader(Stateful):
             if saved.get(key) != here:
                 raise UserError(
                     f"the checkpoint was made with {key} = {saved.get(key)}, this run has {here}: it "
-                    "could not continue with the next sequence; restore it or begin a new run"
+                    "cannot continue with the next sequence; restore the setting or start a new run"
                 )
         self.position = state_dict["position"]
 
 
 class _RankPositions:
-    """One rank's positions, micro-batch by micro-batch: `size` of the `step`, from the `offset`-th on; count None = without end."""
+    """One rank's positions per micro-batch: `size` of `step` positions, starting at `offset`; count None = endless."""
 
     def __init__(self, position: int, offset: int, size: int, step: int, count: int | None, skip: Sequence[range]):
         self.position, self.offset, self.size, self.step = position, offset, size, step
@@ -175,7 +175,7 @@ class _RankPositions:
 
 
 def advance(position: int, count: int, skip: Sequence[range]) -> int:
-    """The position behind the next `count` ones that are not skipped; skip: disjoint, in order (`parse_skip`)."""
+    """The position after the next `count` positions that are not skipped; skip: disjoint and sorted (`parse_skip`)."""
     for gap in skip:
         if count == 0 or position + count <= gap.start:
             break
@@ -186,16 +186,12 @@ def advance(position: int, count: int, skip: Sequence[range]) -> int:
 
 
 def parse_skip(words: Sequence[str]) -> list[range]:
-    """`data.skip` as disjoint ranges in order: "7" is one position, "7-9" three.
-
-    Raises:
-        UserError: a word that is neither.
-    """
+    """`data.skip` as sorted disjoint ranges: "7" is one position, "7-9" three. Raises UserError for other words."""
     ranges = []
     for word in words:
         first, dash, last = word.partition("-")
         if not (first.isdecimal() and (last.isdecimal() if dash else not last)) or (dash and int(last) < int(first)):
-            raise UserError(f'data.skip: {word!r} should be a position, "1200", or a first and a last one, "1200-1263"')
+            raise UserError(f'data.skip: {word!r} should be a position, "1200", or a range, "1200-1263"')
         ranges.append(range(int(first), int(last or first) + 1))
     merged: list[range] = []
     for gap in sorted(ranges, key=lambda gap: gap.start):
@@ -225,13 +221,13 @@ def build_dataloader(
 ) -> GlobalOrderLoader:
     """A loader over a folder of token shards.
 
-    path: folder with manifest.json. split: "train" goes on where it was, "validation" begins anew at every
+    path: folder with manifest.json. split: "train" continues from its position, "validation" restarts at every
     iter() and has the same order in every run. seq_len: tokens. local_batch_size: sequences per rank and
     micro-batch. seed: of the training order. vocab_size: the model's. infinite: start another epoch at the
-    end, otherwise stop after one (the last micro-batch is filled up with ignored labels, so that every rank
-    has as many). limit_sequences: stop after so many, counted over all ranks. num_workers: processes that
-    read ahead, prefetch_factor micro-batches each. skip: positions to leave out (`parse_skip`); they count in the order
-    without it, so what is skipped may change at a resume.
+    end; otherwise stop after one (ignored labels fill the last micro-batch, so that all ranks have
+    the same number). limit_sequences: stop after this many over all ranks. num_workers: processes that
+    read ahead, prefetch_factor micro-batches each. skip: positions to skip (`parse_skip`), counted without skipping,
+    so `skip` may change on resume.
     """
     manifest = Manifest.read(path)
     if manifest.vocab_size > vocab_size:
@@ -253,7 +249,7 @@ def build_dataloader(
         if limit_sequences is not None and sequences.limit < limit_sequences and dp_rank == 0:
             logger.warning(
                 f"The {split} split of {path} has {sequences.length} sequences of {seq_len} tokens; "
-                f"all are used instead of the {limit_sequences} asked for."
+                f"all are used instead of the {limit_sequences} requested."
             )
     return GlobalOrderLoader(
         sequences,

@@ -1,6 +1,6 @@
-"""`manifest.json`: what is in a folder of token shards.
+"""`manifest.json`: describes a folder of token shards.
 
-It is written last, when every shard is in place, so a folder that has one is complete.
+It is written last, so a folder with a manifest is complete.
 """
 
 import json
@@ -19,7 +19,7 @@ TOKENIZER_FOLDER = "tokenizer"
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of tokens and the file of document offsets that goes with it.
+    """A file of tokens and its file of document offsets.
 
     tokens_file, offsets_file: relative to the data folder. *_bytes: file sizes.
     """
@@ -36,7 +36,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class TokenizerRecord:
-    """Which tokenizer made the shards; its own files lie in `tokenizer/` of the data folder."""
+    """The tokenizer that made the shards; its files are in `tokenizer/` in the data folder."""
 
     name: str
     kind: str
@@ -61,8 +61,8 @@ class TokenizerRecord:
 class Manifest:
     """folder: where it was read from. dtype: "uint16" or "uint32", little-endian.
 
-    source: input as given, and its files with sizes and rows. split_rule: how documents were divided.
-    configuration_sha256: of all that decides the shards' bytes. shards: split name → its shards in order.
+    source: the input, and its files with sizes and rows. split_rule: how documents were split.
+    configuration_sha256: of all settings that determine the shards' bytes. shards: split name → its shards in order.
     """
 
     folder: Path
@@ -84,7 +84,7 @@ class Manifest:
         return sum(shard.documents for shard in self.shards[split])
 
     def load_tokenizer(self) -> Tokenizer:
-        """The tokenizer that made these shards, checked against its recorded hash."""
+        """The tokenizer that made these shards, verified by its SHA-256."""
         record = self.tokenizer
         tokenizer = load_tokenizer(record.name if record.kind == "tiktoken" else self.folder / TOKENIZER_FOLDER)
         if tokenizer.sha256 != record.sha256:
@@ -130,9 +130,7 @@ class Manifest:
         except UserError:
             raise
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise UserError(
-                f"{path} is damaged ({error}); repeat the tokenising command, which writes it anew"
-            ) from error
+            raise UserError(f"{path} is damaged ({error}); repeat the tokenising command to rewrite it") from error
 
 
 def _require_types(record: Shard | TokenizerRecord) -> None:
@@ -143,7 +141,7 @@ def _require_types(record: Shard | TokenizerRecord) -> None:
 
 
 def require_same_tokenizer(one: Manifest, other: Manifest) -> None:
-    """Refuse two data folders whose token ids mean different things (training and validation, say)."""
+    """Raise if two data folders (such as training and validation) were made with different tokenizers."""
     if one.tokenizer.sha256 != other.tokenizer.sha256:
         raise UserError(
             f"{one.folder} was tokenised with {one.tokenizer.name!r} and {other.folder} with "
@@ -156,4 +154,4 @@ def _why_no_manifest(folder: Path) -> str:
         return f"data folder {folder} does not exist; make it with scripts/tokenize_fineweb.py"
     if (folder / "plan.json").is_file():
         return f"{folder} is not finished; repeat the tokenising command, which continues where it stopped"
-    return f"{folder} has no manifest.json, so it is no folder of token shards"
+    return f"{folder} has no manifest.json, so it is not a folder of token shards"

@@ -1,9 +1,8 @@
-"""A seeded shuffle of n items that needs no memory: position → item, one at a time.
+"""A seeded shuffle of n items as a function position → item, without a stored permutation.
 
-160 B tokens are 20 million sequences of 8192. A stored permutation would cost every rank and worker
-80 MB and a second per epoch; this one costs a few microseconds per sequence. It is a Feistel network
-on the smallest even number of bits that covers n, repeated until the result falls below n ("cycle
-walking"), which makes it a bijection on 0 … n - 1 for every n.
+160 B tokens are 20 million sequences of 8192. A stored permutation would take 80 MB and a second per epoch on every
+rank and worker; this takes a few microseconds per sequence. It is a Feistel network on the smallest even number of
+bits that covers n, repeated until the result is below n ("cycle walking"), which makes it a bijection on 0 … n - 1.
 """
 
 import hashlib
@@ -13,7 +12,7 @@ ROUNDS = 6
 
 
 def shuffled(position: int, n: int, seed: int, epoch: int) -> int:
-    """The item at `position` in epoch `epoch` of the shuffle of 0 … n - 1 that `seed` selects."""
+    """The item at `position` in the shuffle of 0 … n - 1 for this seed and epoch."""
     if not 0 <= position < n:
         raise IndexError(f"position {position} of {n}")
     half = max(1, ((n - 1).bit_length() + 1) // 2)  # bits
@@ -35,7 +34,7 @@ def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
 
 
 def _mix(x: int) -> int:
-    """Spread every bit of a 64-bit number over the result (the finaliser of splitmix64)."""
+    """The finaliser of splitmix64: every bit of the 64-bit input affects the whole result."""
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
     return x ^ (x >> 31)

@@ -1,8 +1,8 @@
-"""Token shards on disk: write them whole, check them, read spans of them memory-mapped.
+"""Token shards on disk: atomic writes, checks, and memory-mapped reads.
 
-A shard is two NumPy files, readable by anything that reads `.npy`:
-`NNNNN.tokens.npy`   uint16 or uint32 [tokens], the documents one after the other, BOS and EOS included
-`NNNNN.offsets.npy`  int64 [documents + 1], where each document starts; the last entry is the end
+A shard is two NumPy files:
+`NNNNN.tokens.npy`   uint16 or uint32 [tokens], all documents concatenated, including BOS and EOS
+`NNNNN.offsets.npy`  int64 [documents + 1], the start of each document; the last entry is the end
 """
 
 import hashlib
@@ -20,14 +20,14 @@ from pc.errors import UserError
 
 
 def smallest_dtype(vocab_size: int) -> str:
-    """uint16 as long as every id fits."""
+    """uint16 if every id fits, else uint32."""
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
 def write_shard(folder: Path, split: str, number: int, tokens: np.ndarray, lengths: np.ndarray) -> Shard:
-    """Write tokens [total] and the offsets that follow from the documents' lengths [documents].
+    """Write tokens [total] and the offsets of documents of these lengths [documents].
 
-    Each file is renamed into place when complete, then read back and compared by checksum.
+    Each file is renamed into place when complete, then read back to verify its checksum.
     """
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     assert offsets[-1] == len(tokens), (offsets[-1], len(tokens))
@@ -44,19 +44,14 @@ def _write_array(path: Path, array: np.ndarray) -> tuple[int, str]:
     expected = hashlib.sha256(content).hexdigest()
     for leftover in path.parent.glob(f".{path.name}.*"):  # of a process that was killed while writing
         leftover.unlink(missing_ok=True)
-    try:
-        write_atomically(path, content)
-    except OSError as error:
-        raise UserError(
-            f"could not write {path}: {error.strerror or error}; mend that and repeat the command"
-        ) from error
+    write_atomically(path, content)
     if sha256_of(path) != expected:
-        raise UserError(f"{path} reads back differently from what was written: the disk is at fault")
+        raise UserError(f"{path} reads back differently from what was written: the disk is faulty")
     return len(content), expected
 
 
 def size_complaint(folder: Path, shard: Shard) -> str | None:
-    """What is wrong with the shard's files as far as their sizes tell, or None."""
+    """An error if a file of the shard is missing or has the wrong size, else None."""
     for name, size in ((shard.tokens_file, shard.tokens_bytes), (shard.offsets_file, shard.offsets_bytes)):
         path = folder / name
         if not path.is_file():
@@ -67,13 +62,10 @@ def size_complaint(folder: Path, shard: Shard) -> str | None:
 
 
 def checksum_complaint(folder: Path, shard: Shard) -> str | None:
-    """Like `size_complaint`, but reads every byte: checksums, and the index against the tokens."""
+    """Like `size_complaint`, but reads every byte: verifies checksums, and offsets against the tokens."""
     if complaint := size_complaint(folder, shard):
         return complaint
-    for name, digest in (
-        (shard.tokens_file, shard.tokens_sha256),
-        (shard.offsets_file, shard.offsets_sha256),
-    ):
+    for name, digest in ((shard.tokens_file, shard.tokens_sha256), (shard.offsets_file, shard.offsets_sha256)):
         if sha256_of(folder / name) != digest:
             return f"{folder / name} does not have the checksum of the manifest"
     try:
@@ -95,7 +87,7 @@ def open_tokens(folder: Path, shard: Shard, dtype: str) -> np.ndarray:
 
 
 def read_offsets(folder: Path, shard: Shard) -> np.ndarray:
-    """Document offsets int64 [documents + 1], checked against the shard's size."""
+    """Document offsets int64 [documents + 1], checked against the number of tokens."""
     path = folder / shard.offsets_file
     offsets = np.asarray(_open_array(path))
     if offsets.dtype != np.int64 or offsets.shape != (shard.documents + 1,):
@@ -117,9 +109,9 @@ def _open_array(path: Path) -> np.ndarray:
 
 
 class TokenStream:
-    """All tokens of one split as a single long array, opened shard by shard as they are touched.
+    """All tokens of one split as a single long array; opens shards when needed.
 
-    Checks the files' sizes at once, and that no id reaches `vocab_size` as it reads.
+    Checks all file sizes at the start, and on every read that all ids are below `vocab_size`.
     """
 
     def __init__(self, manifest: Manifest, split: str):
@@ -131,13 +123,13 @@ class TokenStream:
         self._opened: dict[int, np.ndarray] = {}
         for shard in self.shards:
             if complaint := size_complaint(self.folder, shard):
-                raise UserError(f"{complaint}; delete it and repeat the tokenising command, which makes it again")
+                raise UserError(f"{complaint}; delete it and repeat the tokenising command to recreate it")
 
     def __len__(self) -> int:
         return self.ends[-1] if self.ends else 0
 
     def __getstate__(self) -> dict:
-        return self.__dict__ | {"_opened": {}}  # a worker process maps the files itself
+        return self.__dict__ | {"_opened": {}}  # worker processes map the files themselves
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens start … stop - 1, possibly from several shards [stop - start]."""

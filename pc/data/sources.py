@@ -1,4 +1,4 @@
-"""Where the text comes from: parquet files, JSON lines and text files, local or on the Hub, cut into units of work."""
+"""Reads text from parquet, JSON lines and text files, local or on the Hub, divided into units of work."""
 
 import glob
 import re
@@ -15,14 +15,14 @@ import pyarrow.parquet as pq
 from pc.data.text_files import PARQUET, TEXT, groups_of, kind_of, texts_of
 from pc.errors import UserError
 
-BATCH_ROWS, BATCH_BYTES = 1000, 2**24  # documents handed on at once; fewer where they are long
+BATCH_ROWS, BATCH_BYTES = 1000, 2**24  # documents per batch; fewer if they are long
 
 
 @dataclass(frozen=True)
 class Unit:
     """Consecutive row groups of one file, or several text files, which become one shard per split.
 
-    rows, text_bytes: how much that is (text_bytes as stored in the file, uncompressed). more_files: text files after the first.
+    rows, text_bytes: its size (text_bytes uncompressed, as stored). more_files: text files after the first.
     """
 
     number: int
@@ -36,7 +36,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file: path or hf:// address, bytes, rows and the rows and text bytes of each row group."""
+    """One file: path or hf:// address, bytes, rows, and (rows, text bytes) of each row group."""
 
     file: str
     size: int
@@ -48,7 +48,7 @@ class SourceFile:
 
 
 def find_files(source: str, subset: str | None = None) -> list[str]:
-    """Files of one kind behind `source`: a file, a folder, a glob pattern or a Hub dataset `owner/name`."""
+    """The files of `source`: a file, a folder, a glob pattern or a Hub dataset `owner/name`; all of one kind."""
     path = Path(source).expanduser()
     if path.is_dir():
         files = sorted(str(file) for file in path.rglob("*") if kind_of(file.name) and file.is_file())
@@ -59,11 +59,11 @@ def find_files(source: str, subset: str | None = None) -> list[str]:
     elif re.fullmatch(r"[\w.-]+/[\w.-]+", source):
         return find_hub_files(source, subset)
     else:
-        raise UserError(f"--input {source} is no file, folder, glob pattern or Hub dataset owner/name")
+        raise UserError(f"--input {source} is not a file, folder, glob pattern or Hub dataset owner/name")
     if subset is not None:
-        raise UserError(f"--subset names a part of a Hub dataset, but --input {source} is local")
+        raise UserError(f"--subset selects a part of a Hub dataset, but --input {source} is local")
     if not files:
-        raise UserError(f"--input {source} matches no file of parquet, JSON lines or text")
+        raise UserError(f"--input {source} matches no parquet, JSON lines or text file")
     return _of_one_kind(source, files)
 
 
@@ -71,7 +71,7 @@ def _of_one_kind(source: str, files: list[str]) -> list[str]:
     unknown = [file for file in files if kind_of(file) is None]
     if unknown:
         raise UserError(
-            f"{unknown[0]}: a name should end in .parquet, .jsonl or .txt, the last two perhaps with .gz or .zst"
+            f"{unknown[0]}: the name should end in .parquet, .jsonl or .txt; the last two may have .gz or .zst added"
         )
     kinds = Counter(kind_of(file) for file in files)
     if len(kinds) > 1:
@@ -83,19 +83,19 @@ def _of_one_kind(source: str, files: list[str]) -> list[str]:
 
 
 def find_hub_files(dataset: str, subset: str | None) -> list[str]:
-    """hf:// addresses of the dataset's files, pinned to the revision that the Hub has now."""
+    """hf:// addresses of the dataset's files, pinned to the current revision on the Hub."""
     import datasets
 
     try:
         builder = datasets.load_dataset_builder(dataset, subset)
-    except Exception as error:  # unknown dataset, unknown subset, no network, no access: all say so themselves
+    except Exception as error:  # unknown dataset or subset, no network, no access: the message explains it
         raise UserError(f"Hub dataset {dataset!r}, subset {subset!r}: {error}") from error
     files = [str(file) for file in builder.config.data_files["train"]]
     return _of_one_kind(dataset, files)
 
 
 def read_footers(files: list[str], text_column: str) -> list[SourceFile]:
-    """How much the files hold, from parquet's footers or by reading the others once; checks that each has the text column."""
+    """Sizes of the files, from parquet footers or by reading other files once; checks for the text column."""
     with ThreadPoolExecutor(16) as pool:
         return list(pool.map(lambda file: _read_footer(file, text_column), files))
 
@@ -143,7 +143,7 @@ def _size(file: str) -> int:
 
 
 def plan_units(files: list[SourceFile], unit_bytes: int) -> list[Unit]:
-    """Cut the files into units of about `unit_bytes` of text, never finer than a row group; text files are put together."""
+    """Divide the files into units of about `unit_bytes` of text, at least a row group; combines text files."""
     units: list[Unit] = []
     for file in files:
         last = units[-1] if units else None
@@ -162,7 +162,7 @@ def plan_units(files: list[SourceFile], unit_bytes: int) -> list[Unit]:
 
 
 def read_rows(unit: Unit, text_column: str) -> Iterator[list[bytes]]:
-    """The unit's texts as UTF-8 bytes, some rows at a time; null is an empty text."""
+    """The unit's texts as UTF-8 bytes, in batches; null becomes an empty text."""
     if kind_of(unit.file) == PARQUET:
         yield from _read_parquet(unit, text_column)
         return

@@ -1,8 +1,7 @@
-"""Batches straight from a Hub dataset, tokenised on the fly: for a quick look, before shards are made.
+"""Batches directly from a Hub dataset, tokenised during training: for quick experiments without shards.
 
-Each rank reads its own part of the stream and packs it like the shards are packed. There is no validation
-split, and the shuffle reaches over a thousand documents at a time. What resume can and cannot promise is said
-by `PROMISE`, which is logged at the start.
+Each rank reads its own part of the stream and packs it into sequences as the shards are. There is no validation
+split, and only a thousand documents at a time are shuffled. `PROMISE`, which is logged at the start, describes resume.
 """
 
 import itertools
@@ -26,15 +25,15 @@ logger = logging.getLogger(__name__)
 SHUFFLED_TOGETHER = 1000  # documents
 
 PROMISE = (
-    "Streaming {dataset} is for a quick look. A resumed run reads and tokenises the stream again from its "
-    "start, which takes as long as it took before, and goes on with the next sequence only if the dataset is "
-    "still the same; another number of ranks is refused. For exact and immediate resume, tokenise it to "
+    "Streaming {dataset} is for quick experiments. A resumed run reads and tokenises the stream again from its "
+    "start, which takes as long as before, and continues with the next sequence only if the dataset has not "
+    "changed; the number of ranks must stay the same. For exact and immediate resume, tokenise the dataset into "
     "shards (scripts/tokenize_fineweb.py) and set data.path."
 )
 
 
 class StreamingLoader(Stateful):
-    """What `build_streaming_dataloader` returns; its state is the global position in sequences."""
+    """Created by `build_streaming_dataloader`; its state is the global position in sequences."""
 
     def __init__(
         self,
@@ -69,7 +68,7 @@ class StreamingLoader(Stateful):
         sequences = self._sequences()
         skipped = self.position // self.dp_world_size
         if skipped:
-            logger.info(f"Reading {self.dataset} forward over {skipped:,} sequences per rank")
+            logger.info(f"Skipping {skipped:,} sequences per rank of {self.dataset}")
             for _ in range(skipped):
                 next(sequences)
         while True:
@@ -79,7 +78,7 @@ class StreamingLoader(Stateful):
             yield {"input": batch[:, :-1].clone()}, batch[:, 1:].clone()
 
     def _sequences(self) -> Iterator[np.ndarray]:
-        """This rank's sequences [seq_len + 1], each beginning with the last token of the one before."""
+        """This rank's sequences [seq_len + 1]; each starts with the last token of the previous one."""
         dtype = smallest_dtype(self.encoder.tokenizer.vocab_size)
         kept = np.zeros(0, dtype=np.int64)
         for epoch in itertools.count():
@@ -97,7 +96,7 @@ class StreamingLoader(Stateful):
                     f"{self.dataset} has too little text for rank {self.dp_rank} of {self.dp_world_size}: "
                     f"not one sequence of {self.seq_len} tokens"
                 )
-            logger.warning(f"{self.dataset} is at its end; rank {self.dp_rank} reads it once more")
+            logger.warning(f"{self.dataset} is at its end; rank {self.dp_rank} reads it again")
 
     def _texts(self, epoch: int) -> Iterator[list[str]]:
         for number, rows in enumerate(self.documents.iter(batch_size=SHUFFLED_TOGETHER)):
@@ -117,7 +116,7 @@ class StreamingLoader(Stateful):
             if saved.get(key) != here:
                 raise UserError(
                     f"the checkpoint was made with {key} = {saved.get(key)}, this run has {here}; a stream "
-                    "cannot be continued that way"
+                    "cannot resume with another value"
                 )
         self.position = state_dict["position"]
 
@@ -135,7 +134,7 @@ def build_streaming_dataloader(
 ) -> StreamingLoader:
     """A loader over the `train` split of a Hub dataset `owner/name` or `owner/name:subset`.
 
-    A local folder of parquet files will do as well. tokenizer: see `load_tokenizer`; empty: the default. The
+    It may also be a local folder of parquet files. tokenizer: see `load_tokenizer`; empty: the default. The
     other arguments are those of `build_dataloader`.
     """
     import datasets
@@ -153,7 +152,7 @@ def build_streaming_dataloader(
             stream = datasets.load_dataset("parquet", data_dir=name, split="train", streaming=True)
         else:
             stream = datasets.load_dataset(name, subset or None, split="train", streaming=True)
-    except Exception as error:  # unknown dataset, unknown subset, no network, no access: all say so themselves
+    except Exception as error:  # unknown dataset or subset, no network, no access: the message explains it
         raise UserError(f"data.streaming = {dataset!r} cannot be read: {error}") from error
     if dp_rank == 0:
         logger.warning(PROMISE.format(dataset=dataset))

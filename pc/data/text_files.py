@@ -1,7 +1,7 @@
-"""JSON lines and text files, plain or compressed (.gz, .zst), read by the same units of work as parquet files.
+"""JSON lines and text files, plain or compressed (.gz, .zst), read in the same units of work as parquet files.
 
-A file of JSON lines has a document per line. It is divided where parquet has row groups: group i are the lines that
-begin in its i-th BLOCK of uncompressed bytes. A text file is one document.
+A JSON lines file has one document per line. Its groups correspond to parquet's row groups: group i contains the lines
+that begin in the i-th BLOCK of uncompressed bytes. A text file is one document.
 """
 
 import io
@@ -15,7 +15,7 @@ import pyarrow as pa
 from pc.errors import UserError
 
 BLOCK = 16 * 10**6
-"""Uncompressed bytes of a group of lines. What units of work there are follows from it."""
+"""Uncompressed bytes per group of lines. It determines the units of work."""
 
 PARQUET, JSON_LINES, TEXT = "parquet", "JSON lines", "text"
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
@@ -23,7 +23,7 @@ _KINDS = {".parquet": PARQUET, ".jsonl": JSON_LINES, ".ndjson": JSON_LINES, ".js
 
 
 def kind_of(file: str) -> str | None:
-    """What a file holds, by its name; None for a name that is none of these."""
+    """The kind of a file by its name; None if unknown."""
     name = file.removesuffix(_compressed_suffix(file))
     kind = next((kind for suffix, kind in _KINDS.items() if name.endswith(suffix)), None)
     return None if kind == PARQUET and name != file else kind
@@ -55,10 +55,10 @@ def open_bytes(file: str) -> Iterator[BinaryIO]:
 
 
 def groups_of(file: str, text_column: str) -> tuple[tuple[int, int], ...]:
-    """(documents, bytes) of each group; the file is read once, since nothing in it says how long it is.
+    """(documents, bytes) of each group; reads the whole file, which does not record its length.
 
     Raises:
-        UserError: the first line is no JSON object with `text_column`, or the file cannot be read.
+        UserError: the first line is not a JSON object with `text_column`, or the file cannot be read.
     """
     if kind_of(file) == TEXT:
         with open_bytes(file) as stream:
@@ -78,7 +78,7 @@ def groups_of(file: str, text_column: str) -> tuple[tuple[int, int], ...]:
 
 
 def texts_of(file: str, text_column: str, first: int, end: int) -> Iterator[bytes]:
-    """UTF-8 texts of the groups first … end - 1; null is an empty text, an empty line none."""
+    """UTF-8 texts of the groups first … end - 1; null becomes an empty text, and empty lines are skipped."""
     with open_bytes(file) as stream:
         if kind_of(file) == TEXT:
             yield stream.read()
@@ -93,10 +93,10 @@ def texts_of(file: str, text_column: str, first: int, end: int) -> Iterator[byte
 
 
 def _skip(stream: BinaryIO, start: int, can_seek: bool) -> int:
-    """Go to the first line that begins at `start` or after it; returns where that is."""
+    """Move to the first line that begins at or after `start`; returns its position."""
     if start == 0:
         return 0
-    position = start - 1  # a line that ends right before `start` ends here
+    position = start - 1  # finds a line that begins exactly at `start`, because the previous one ends here
     if can_seek:
         stream.seek(position)
     else:

@@ -1,10 +1,10 @@
-"""Text to token ids, with one face for SentencePiece, Hugging Face and tiktoken tokenizers.
+"""Text to token ids: one interface for SentencePiece, Hugging Face and tiktoken tokenizers.
 
-Three properties hold for each of them, whatever the text says:
+For all of them:
 
-- BOS and EOS are never added here; the shard writer adds them, once per document.
-- Text that spells a control token ("</s>") is encoded as the characters it is made of.
-- Everything runs in the calling thread: the work is spread over processes, not over threads.
+- BOS and EOS are not added here; the shard writer adds them, once per document.
+- Text that spells a control token ("</s>") is encoded as ordinary characters.
+- Encoding runs in the calling thread: work is parallelised over processes, not threads.
 """
 
 import hashlib
@@ -22,19 +22,19 @@ DEFAULT_TOKENIZER = "mistral-common"
 
 
 class Tokenizer(ABC):
-    """What the rest of the project needs to know of a tokenizer.
+    """The common interface.
 
-    name: how the user chose it. kind: "sentencepiece", "huggingface" or "tiktoken".
-    vocab_size: ids are 0 … vocab_size - 1. bos_id is None where the tokenizer has no BOS.
-    files: name → bytes of the files that define it, kept beside the shards.
-    sha256: of everything that decides which ids come out.
+    name: as the user gave it. kind: "sentencepiece", "huggingface" or "tiktoken".
+    vocab_size: ids are 0 … vocab_size - 1. bos_id: None if the tokenizer has no BOS.
+    files: name → bytes of the files that define it, stored with the shards.
+    sha256: of everything that determines the ids.
     """
 
     kind: str
 
     def __init__(self, name: str, vocab_size: int, bos_id: int | None, eos_id: int | None, files: dict[str, bytes]):
         if eos_id is None:
-            raise UserError(f"tokenizer {name!r} has no end-of-text token, so documents could not be told apart")
+            raise UserError(f"tokenizer {name!r} has no end-of-text token to separate documents")
         self.name = name
         self.vocab_size = vocab_size
         self.bos_id = bos_id
@@ -47,18 +47,18 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of all texts end to end (uint32 [total]) and each text's number of ids (int64 [texts])."""
+        """Concatenated ids of all texts (uint32 [total]) and each text's number of ids (int64 [texts])."""
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0].tolist()
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids."""
+        """Ids to text."""
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece `.model` file, as Llama 2 and the first Mistral use."""
+    """A SentencePiece `.model` file, as used by Llama 2 and the first Mistral."""
 
     kind = "sentencepiece"
 
@@ -90,7 +90,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
         files = {file: (folder / file).read_bytes() for file in self.FILES if (folder / file).is_file()}
         if "tokenizer_config.json" not in files:
-            raise UserError(f"{folder} has no tokenizer_config.json, which says what BOS and EOS are")
+            raise UserError(f"{folder} has no tokenizer_config.json, which names BOS and EOS")
         try:
             self._model = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
             settings = json.loads(files["tokenizer_config.json"])
@@ -100,7 +100,7 @@ class HuggingFaceTokenizer(Tokenizer):
             raise UserError(f"{folder}/tokenizer_config.json should be an object that names eos_token")
         self._model.no_truncation()
         self._model.no_padding()
-        self._model.encode_special_tokens = True  # "</s>" in a text stays text
+        self._model.encode_special_tokens = True  # encode "</s>" in a text as ordinary text
         size = self._model.get_vocab_size(with_added_tokens=True)
         bos_id, eos_id = (self._id_of(settings.get(key), folder) for key in ("bos_token", "eos_token"))
         super().__init__(name, size, bos_id, eos_id, files)
@@ -138,9 +138,9 @@ class TiktokenTokenizer(Tokenizer):
                 f"tokenizer {name!r} is neither a folder with tokenizer.json, a SentencePiece .model file, "
                 f"{DEFAULT_TOKENIZER!r} nor a tiktoken encoding ({', '.join(tiktoken.list_encoding_names())})"
             ) from error
-        except Exception as error:  # tiktoken fetches an encoding at its first use
-            raise UserError(f"tiktoken could not fetch its encoding {name!r}: {error}") from error
-        # tiktoken keeps an encoding in memory only, so its definition is written out here to be hashed.
+        except Exception as error:  # tiktoken downloads an encoding when first used
+            raise UserError(f"tiktoken could not download its encoding {name!r}: {error}") from error
+        # tiktoken encodings have no file, so write their definition to one that can be hashed.
         ranks = sorted(self._model._mergeable_ranks.items(), key=lambda item: item[1])
         definition = {
             "name": name,
@@ -165,10 +165,10 @@ class TiktokenTokenizer(Tokenizer):
 
 
 def load_tokenizer(reference: str | Path) -> Tokenizer:
-    """The tokenizer that `reference` names.
+    """Load a tokenizer.
 
-    "mistral-common" (32,000 entries, Apache-2.0, comes with the installation), a folder with
-    tokenizer.json, a SentencePiece `.model` file or a folder with tokenizer.model, a tiktoken encoding.
+    reference: "mistral-common" (32,000 entries, Apache-2.0, installed with this package), a folder with
+    tokenizer.json or tokenizer.model, a SentencePiece `.model` file, or the name of a tiktoken encoding.
     """
     name = str(reference)
     if name == DEFAULT_TOKENIZER:
@@ -176,8 +176,8 @@ def load_tokenizer(reference: str | Path) -> Tokenizer:
     try:
         path = Path(name).expanduser()
         path.exists()
-    except (OSError, RuntimeError, ValueError) as error:  # a name too long, no such user's home, a NUL
-        raise UserError(f"tokenizer {name[:80]!r} is no path: {error.args[-1] if error.args else error}") from None
+    except (OSError, RuntimeError, ValueError) as error:  # the name is too long, has an unknown ~user or a NUL
+        raise UserError(f"tokenizer {name[:80]!r} is not a path: {error.args[-1] if error.args else error}") from None
     if path.is_dir():
         if (path / "tokenizer.json").is_file():
             return HuggingFaceTokenizer(name, path)

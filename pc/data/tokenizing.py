@@ -1,8 +1,8 @@
-"""Text to token shards, one unit of work after another, in as many processes and machines as there are.
+"""Tokenises text into shards, in parallel on several processes and machines.
 
-Machines share the work as parts k/n of the same command (a SLURM array, say). On one machine
-`concurrent.futures` spreads the units over processes, because it notices one that the kernel has killed;
-`docs/data.md` has the comparison. A repeat of the command does only what is missing.
+Machines share the work as parts k/n of the same command (in a SLURM array, for example). On one machine,
+`concurrent.futures` distributes units over processes, because it detects a process that the kernel has killed;
+`docs/data.md` has the comparison. Repeating the command does only the missing units.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from pc.data.tokenizers import DEFAULT_TOKENIZER, load_tokenizer
 from pc.data.tokenizing_plan import TokenizingPlan, finish, finished, make_plan, record_unit
 from pc.errors import UserError
 
-QUIET_BELOW = 30 * 10**6  # bytes of text for which no progress bar is shown
+QUIET_BELOW = 30 * 10**6  # no progress bar for fewer bytes of text
 
 
 def tokenize(
@@ -42,11 +42,11 @@ def tokenize(
     part: tuple[int, int] = (0, 1),
     source_name: str | None = None,
 ) -> Manifest | None:
-    """Make or continue the token shards of `source` in `output`.
+    """Create the token shards of `source` in `output`, or continue an interrupted run.
 
     source, subset: see `sources.find_files`. tokenizer: see `load_tokenizer`. validation_fraction: of the
-    documents, chosen by hash. shard_megabytes: text per shard. part (k, n): do the k-th of n shares.
-    source_name: what the manifest calls the source. Returns the manifest once all parts are done.
+    documents, chosen by hash. shard_megabytes: text per shard. part (k, n): process part k of n.
+    source_name: the source's name in the manifest. Returns the manifest once all parts are done, else None.
     """
     output = Path(output)
     plan = make_plan(
@@ -68,7 +68,7 @@ def tokenize(
 
 
 def _require_space(output: Path, unfinished: Sequence[Unit], plan: TokenizingPlan) -> None:
-    # English text comes to some 4.3 bytes per token; half a byte per byte leaves a reserve at uint16.
+    # English text has about 4.3 bytes per token. This assumes 4, so uint16 tokens need half a byte per byte of text.
     needed = sum(unit.text_bytes for unit in unfinished) * np.dtype(plan.dtype).itemsize // 4
     free = shutil.disk_usage(output).free
     if free < needed:
@@ -77,7 +77,7 @@ def _require_space(output: Path, unfinished: Sequence[Unit], plan: TokenizingPla
 
 def _run(output: Path, plan: TokenizingPlan, unfinished: list[Unit], processes: int) -> None:
     total = sum(unit.text_bytes for unit in unfinished)
-    interval = 1 if sys.stderr.isatty() else 60  # seconds; a log file needs fewer lines
+    interval = 1 if sys.stderr.isatty() else 60  # seconds; fewer lines in a log file
     with tqdm(
         total=total,
         unit="B",
@@ -97,9 +97,9 @@ def _run(output: Path, plan: TokenizingPlan, unfinished: list[Unit], processes: 
 
 def _run_in_pool(output: Path, plan: TokenizingPlan, unfinished: list[Unit], processes: int, bar: tqdm) -> None:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])  # imports once, not in every process
-    progress = context.Value("q", 0)  # text bytes done, over all processes
-    # Each process starts with the tokenizer; the first failure cancels what has not begun.
+    context.set_forkserver_preload([__name__])  # import once, not in every process
+    progress = context.Value("q", 0)  # text bytes done by all processes
+    # The first failure cancels units that have not started.
     with ProcessPoolExecutor(processes, context, _start_worker, (output, plan, progress)) as pool:
         pending = {pool.submit(_work, unit) for unit in unfinished}
         try:
@@ -108,21 +108,21 @@ def _run_in_pool(output: Path, plan: TokenizingPlan, unfinished: list[Unit], pro
                 bar.update(progress.value - bar.n)
                 for future in finished:
                     future.result()
-            bar.update(bar.total - bar.n)  # text bytes per batch were rounded down
+            bar.update(bar.total - bar.n)  # the rest, because text bytes per batch are rounded down
         except BrokenProcessPool as error:
             raise UserError(
-                "a tokenising process was killed, most likely because memory ran out: use fewer "
+                "a tokenising process was killed, probably because memory ran out: use fewer "
                 "--processes or a smaller --shard-megabytes, and repeat the command"
             ) from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-_worker: dict = {}  # what a pool process keeps between units
+_worker: dict = {}  # state of a pool process between units
 
 
 def _start_worker(output: Path, plan: TokenizingPlan, progress) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback on Ctrl-C
     _worker.update(
         output=output, plan=plan, progress=progress, encoder=Encoder(load_tokenizer(_reference(output, plan)))
     )
@@ -139,7 +139,7 @@ def _reference(output: Path, plan: TokenizingPlan) -> str:
 
 
 def tokenize_unit(output: Path, plan: TokenizingPlan, unit: Unit, encoder: Encoder) -> Iterator[int]:
-    """Do one unit; yields text bytes as they are done."""
+    """Tokenise one unit; yields the number of text bytes done since the last yield."""
     parts: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {split: [] for split in SPLITS}
     for rows in read_rows(unit, plan.configuration["text_column"]):
         for split, texts in split_by_hash(rows, plan.configuration["validation_fraction"]).items():
@@ -155,9 +155,9 @@ def tokenize_unit(output: Path, plan: TokenizingPlan, unit: Unit, encoder: Encod
 
 
 def split_by_hash(texts: Sequence[bytes], validation_fraction: float) -> dict[str, list[str]]:
-    """Divide texts by their own hash: equal texts always fall on the same side, in any file or order.
+    """Split texts by their hash, so that equal texts are always in the same split, in any file or order.
 
-    Bytes that are no UTF-8 become U+FFFD.
+    Invalid UTF-8 becomes U+FFFD.
     """
     bound = int(validation_fraction * 2**64)
     result: dict[str, list[str]] = {split: [] for split in SPLITS}

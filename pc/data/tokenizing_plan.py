@@ -1,7 +1,7 @@
-"""The plan of a tokenising run: what decides the result, which units there are and which are finished.
+"""The plan of a tokenising run: its settings, its units, and which units are finished.
 
-The units, their order and every byte of the result follow from the configuration alone. Each finished unit
-leaves `units/NNNNN.json`, written after its shards were read back and checked. Whoever finds all of them
+The settings alone determine the units, their order and every byte of the result. Each finished unit
+writes `units/NNNNN.json` after its shards have been verified. The process that finds all of them
 writes the manifest.
 """
 
@@ -20,7 +20,7 @@ from pc.errors import UserError
 
 @dataclass(frozen=True)
 class TokenizingPlan:
-    """configuration: all that decides the result, comparable and hashed. units: the work."""
+    """configuration: all settings that determine the result. units: the units of work."""
 
     configuration: dict
     configuration_sha256: str
@@ -39,12 +39,12 @@ def make_plan(
     shard_megabytes: int,
     output: Path,
 ) -> TokenizingPlan:
-    """Read the folder's plan, or look at the source and make one."""
+    """Read the folder's plan, or create one from the source."""
     if not 0 <= validation_fraction < 1:
         raise UserError(f"--validation-fraction {validation_fraction} must be at least 0 and less than 1")
     if shard_megabytes < 1:
         raise UserError(f"--shard-megabytes {shard_megabytes} must be at least 1")
-    asked = {
+    requested = {
         "format": FORMAT,
         "source": source_name or source,
         "subset": subset,
@@ -59,20 +59,22 @@ def make_plan(
             saved = json.loads(path.read_text())
             configuration, units = saved["configuration"], [Unit(**unit) for unit in saved["units"]]
         except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise UserError(f"{path} is damaged ({error}); delete {output} and begin again") from error
-        for key, value in asked.items():
+            raise UserError(f"{path} is damaged ({error}); delete {output} and start again") from error
+        for key, value in requested.items():
             if configuration.get(key) != value:
                 raise UserError(
-                    f"{output} was begun with {key} = {configuration.get(key)!r}, this command has "
+                    f"{output} was started with {key} = {configuration.get(key)!r}, this command has "
                     f"{value!r}: choose another --output, or delete the folder"
                 )
     else:
         files = read_footers(find_files(source, subset), text_column)
-        configuration = asked | {"files": [file.summary() for file in files]}
+        configuration = requested | {"files": [file.summary() for file in files]}
         units = plan_units(files, shard_megabytes * 10**6)
         for name, content in tokenizer.files.items():
-            write(output / TOKENIZER_FOLDER / name, content)
-        write(path, json.dumps({"configuration": configuration, "units": [asdict(u) for u in units]}, indent=1))
+            write_atomically(output / TOKENIZER_FOLDER / name, content)
+        write_atomically(
+            path, json.dumps({"configuration": configuration, "units": [asdict(u) for u in units]}, indent=1)
+        )
     digest = hashlib.sha256(json.dumps(configuration, sort_keys=True).encode()).hexdigest()
     return TokenizingPlan(
         configuration,
@@ -84,12 +86,12 @@ def make_plan(
 
 
 def record_unit(output: Path, plan: TokenizingPlan, unit: Unit, shards: dict[str, list[Shard]]) -> None:
-    """Mark the unit as finished, once its shards are written and checked."""
+    """Mark the unit as finished, after its shards are written and verified."""
     record = {
         "configuration_sha256": plan.configuration_sha256,
         "shards": {split: [asdict(shard) for shard in shards[split]] for split in SPLITS},
     }
-    write(_record_path(output, unit), json.dumps(record, indent=1))
+    write_atomically(_record_path(output, unit), json.dumps(record, indent=1))
 
 
 def _record_path(output: Path, unit: Unit) -> Path:
@@ -97,7 +99,7 @@ def _record_path(output: Path, unit: Unit) -> Path:
 
 
 def finished(output: Path, plan: TokenizingPlan, unit: Unit) -> dict[str, list[Shard]] | None:
-    """The unit's shards if it was finished with this configuration and its files are all there."""
+    """The unit's shards if it was finished with this configuration and no file is missing, else None."""
     try:
         record = json.loads(_record_path(output, unit).read_text())
         if record["configuration_sha256"] != plan.configuration_sha256:
@@ -110,27 +112,19 @@ def finished(output: Path, plan: TokenizingPlan, unit: Unit) -> dict[str, list[S
 
 
 def finish(output: Path, plan: TokenizingPlan) -> Manifest | None:
-    """Write the manifest if every unit is done."""
+    """Write the manifest if all units are finished, else return None."""
     records = [finished(output, plan, unit) for unit in plan.units]
     if any(record is None for record in records):
         return None
-    made_with = plan.configuration
+    configuration = plan.configuration
     manifest = Manifest(
         folder=output,
         dtype=plan.dtype,
-        source={"input": made_with["source"]} | {k: made_with[k] for k in ("subset", "text_column", "files")},
-        split_rule=f"validation if blake2b-64(text) / 2^64 < {made_with['validation_fraction']}, else train",
+        source={"input": configuration["source"]} | {k: configuration[k] for k in ("subset", "text_column", "files")},
+        split_rule=f"validation if blake2b-64(text) / 2^64 < {configuration['validation_fraction']}, else train",
         configuration_sha256=plan.configuration_sha256,
         tokenizer=plan.tokenizer,
         shards={split: [shard for record in records for shard in record[split]] for split in SPLITS},
     )
     manifest.write()
     return manifest
-
-
-def write(path: Path, content: str | bytes) -> None:
-    """Write a file whole, or say what kept it from being written."""
-    try:
-        write_atomically(path, content)
-    except OSError as error:
-        raise UserError(f"could not write {path}: {error.strerror or error}") from error

@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer trained on one's own text, for models whose vocabulary should be small."""
+"""Trains a byte-level BPE tokenizer on your own text, for models with a small vocabulary."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,15 +12,15 @@ SMALLEST_VOCABULARY = 256 + 2  # every byte, BOS and EOS
 
 
 def train_tokenizer(source: str, output: str | Path, vocab_size: int, megabytes: int, text_column: str = "text") -> int:
-    """Train on the first `megabytes` of text behind `source` and write a Hugging Face folder; returns its entries.
+    """Train on the first `megabytes` of text in `source` and write a Hugging Face folder; returns its vocabulary size.
 
-    The same text and settings give the same folder.
+    Deterministic: the same text and settings give the same files.
 
     Args:
-        source: files with text, as `pc.data.sources.find_files` takes them.
+        source: files with text (see `pc.data.sources.find_files`).
         output: folder for tokenizer.json and tokenizer_config.json.
-        vocab_size: entries, BOS and EOS among them.
-        megabytes: text to learn from, in 10^6 characters.
+        vocab_size: entries, including BOS and EOS.
+        megabytes: amount of text to train on, in 10^6 characters.
 
     Raises:
         UserError: too small a vocabulary, no file, no such column.

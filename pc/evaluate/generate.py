@@ -1,5 +1,6 @@
-"""Text from a checkpoint or an export."""
+"""Generate text with a checkpoint or an export."""
 
+import math
 from pathlib import Path
 
 import torch
@@ -10,29 +11,19 @@ from pc.evaluate import hugging_face
 
 @torch.no_grad()
 def generate(
-    model: str | Path,
-    prompt: str,
-    *,
-    max_new_tokens: int = 100,
-    temperature: float = 0.8,
-    top_p: float = 0.95,
-    seed: int = 0,
-    device: str | None = None,
+    model: str | Path, prompt: str, *, max_new_tokens: int, temperature: float, top_p: float, seed: int
 ) -> str:
-    """The prompt and what the model adds to it; the same seed gives the same text.
+    """The prompt with the model's continuation; the same seed gives the same text.
 
     Args:
         model: checkpoint of a run or Hugging Face folder.
-        prompt: may be empty.
-        max_new_tokens: at most so many; fewer where the model ends the document.
-        temperature: 0 always takes the likeliest token.
-        top_p: sample among the likeliest tokens that together have this probability.
-        seed: of the sampling.
-        device: None takes a GPU where there is one.
+        max_new_tokens: upper limit; fewer if the model ends the document.
+        temperature: 0 always takes the most likely token.
+        top_p: sample among the most likely tokens that together have this probability.
     """
-    if temperature < 0 or not 0 < top_p <= 1 or max_new_tokens < 1:
-        raise UserError("temperature should be at least 0, top_p in (0, 1], max_new_tokens at least 1")
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if not 0 <= temperature < math.inf or not 0 < top_p <= 1 or max_new_tokens < 1:
+        raise UserError("temperature should be at least 0 and finite, top_p in (0, 1], max_new_tokens at least 1")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     llama, tokenizer = hugging_face.load(model)
     llama = llama.to(device)
     tokens = tokenizer(prompt, return_tensors="pt").to(device)

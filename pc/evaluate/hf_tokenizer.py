@@ -1,7 +1,7 @@
-"""The tokenizer that made the shards, in the form that every Hugging Face tool loads.
+"""The tokenizer of the shards in the format of Hugging Face tools.
 
-It gives the same ids as in training, with BOS in front of each text as in front of each document there; text
-that looks like a control token stays text.
+It gives the same ids as in training, with BOS before each text as before each document there. Text that looks like a
+control token stays text.
 """
 
 import json
@@ -18,8 +18,8 @@ from pc.data.manifest import Manifest
 from pc.errors import UserError
 from pc.titan.config import Data
 
-# Runs of spaces, line ends, several scripts, compatibility characters, bytes without a piece, control tokens
-# as text: where conversions go wrong first.
+# Cases in which conversions fail most easily: runs of spaces, line ends, several scripts, compatibility characters,
+# bytes without a piece, control tokens as text.
 PROBES = (
     "",
     " ",
@@ -46,7 +46,7 @@ def to_hugging_face(tokenizer: training.Tokenizer) -> PreTrainedTokenizerFast:
     """The same ids from `transformers`.
 
     Raises:
-        UserError: the tokenizer has no such form, or its form gives other ids.
+        UserError: the tokenizer cannot be converted, or its conversion gives other ids.
     """
     if tokenizer.kind == "sentencepiece":
         converted = _from_sentencepiece(tokenizer)
@@ -66,7 +66,7 @@ def to_hugging_face(tokenizer: training.Tokenizer) -> PreTrainedTokenizerFast:
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=converted,
         **names,
-        split_special_tokens=True,  # a "<s>" in the text is text, as in training
+        split_special_tokens=True,  # "<s>" in a text is text, as in training
         clean_up_tokenization_spaces=False,
     )
     for text in PROBES:
@@ -80,8 +80,8 @@ def save(tokenizer: PreTrainedTokenizerFast, folder: str | Path) -> None:
     tokenizer.save_pretrained(folder)
     path = Path(folder) / "tokenizer_config.json"
     config = json.loads(path.read_text())
-    # The class that reads tokenizer.json as it is, under the name that old and new transformers know. A class
-    # such as LlamaTokenizer would rebuild parts of it and change ids.
+    # The class that reads tokenizer.json unchanged, by the name that old and new transformers know. A class such as
+    # LlamaTokenizer would rebuild parts of it and change ids.
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
     config.pop("backend", None)
     write_atomically(path, json.dumps(config, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""A run's weights as an ordinary `LlamaForCausalLM`, in memory or as a folder, and checks of such folders."""
+"""Convert a run's weights to an ordinary `LlamaForCausalLM`, in memory or as a folder; check such folders."""
 
 import json
 import os
@@ -34,7 +34,7 @@ from pc.titan.config import Data
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# What makes two Llamas the same function of their weights.
+# Settings that determine a Llama's function of its weights.
 _ARCHITECTURE = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "rope_parameters", "tie_word_embeddings",
@@ -43,7 +43,7 @@ _ARCHITECTURE = (
 
 
 def llama_config(model_args: TransformerModelArgs, ffn_dim: int) -> LlamaConfig:
-    """Hugging Face's description of TorchTitan's model."""
+    """Hugging Face's config of TorchTitan's model."""
     if model_args.rope_scaling_args.scaling_factor != 1.0:
         raise ValueError("only unscaled RoPE (Llama 2) can be exported")
     return LlamaConfig(
@@ -61,14 +61,14 @@ def llama_config(model_args: TransformerModelArgs, ffn_dim: int) -> LlamaConfig:
 
 
 def to_llama(weights: dict[str, Tensor], model_args: TransformerModelArgs) -> LlamaForCausalLM:
-    """A Llama holding `weights` (TorchTitan's names, effective weights); they are not copied twice."""
+    """A Llama with `weights` (TorchTitan's names, effective weights); they are copied at most once."""
     config = llama_config(model_args, ffn_dim=weights["layers.0.feed_forward.w1.weight"].shape[0])
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     converted = Llama3StateDictAdapter(model_args, hf_assets_path=None).to_hf(weights)
-    # contiguous: the adapter's permutation of wq and wk may give views, which safetensors refuses
+    # contiguous, because the adapter's permutation of wq and wk may give views, which safetensors refuses
     model.load_state_dict({k: v.contiguous() for k, v in converted.items()}, strict=True, assign=True)
-    # `inv_freq` is no part of the state dict and is still on the meta device
+    # `inv_freq` is not in the state dict and still on the meta device
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
     return model.eval()
 
@@ -76,10 +76,10 @@ def to_llama(weights: dict[str, Tensor], model_args: TransformerModelArgs) -> Ll
 def from_checkpoint(
     run: RunCheckpoint, tokenizer: str | None = None
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """Model and tokenizer of a run's checkpoint, in memory. Unless named, the tokenizer is its data's."""
+    """Model and tokenizer of a run's checkpoint, in memory. The default tokenizer is that of the run's data."""
     named = tokenizer is not None
     tokenizer = tokenizers.to_hugging_face(load_tokenizer(tokenizer)) if named else _tokenizer_of(run)
-    # A run may give its model more rows than its tokenizer has entries; one named here must fit exactly.
+    # A run's model may have more rows than its tokenizer has entries; a tokenizer given here must fit exactly.
     if named or len(tokenizer) > run.model_args.vocab_size:
         _require_same_vocabulary(tokenizer, run.model_args.vocab_size, run.path)
     model = to_llama(run.weights, run.model_args)
@@ -112,7 +112,7 @@ def export(
         raise UserError(f"dtype {dtype!r} should be one of {', '.join(DTYPES)}")
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out}: exists already; name a new folder")
+        raise UserError(f"{out}: exists already; give a new folder")
     run = plain_weights.load(source)
     model, tokenizer = from_checkpoint(run, tokenizer)
     model = model.to(DTYPES[dtype])
@@ -121,10 +121,10 @@ def export(
     )
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        # Written beside and renamed: an interrupted export is never taken for a whole one.
+        # Written to a temporary folder and renamed, so that an interrupted export does not look complete.
         partial = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
     except (OSError, ValueError) as error:
-        raise UserError(f"{out}: cannot be made ({error})") from None
+        raise UserError(f"{out}: cannot be created ({error})") from None
     try:
         model.save_pretrained(partial, max_shard_size=max_shard_size)
         tokenizers.save(tokenizer, partial)
@@ -138,10 +138,10 @@ def export(
 
 
 def require_start_folder(path: str | Path, model_args: TransformerModelArgs) -> None:
-    """Check that a Hugging Face folder can be the start of a run, before any weight is loaded.
+    """Check that a run can start from a Hugging Face folder, before any weight is loaded.
 
-    TorchTitan's own loader takes whatever tensors it finds under the expected names; an extra tensor, another
-    RoPE base or tied embeddings would pass in silence and change the model.
+    TorchTitan's own loader silently accepts an extra tensor, another RoPE base or tied embeddings, which change the
+    model.
 
     Raises:
         UserError: naming the setting or tensor that differs.
@@ -161,28 +161,28 @@ def require_start_folder(path: str | Path, model_args: TransformerModelArgs) -> 
                 f"{path}: config.json has {key} {getattr(found, key)}, the run's model {getattr(expected, key)}"
             )
     with torch.device("meta"):
-        shapes = {key: list(tensor.shape) for key, tensor in LlamaForCausalLM(expected).state_dict().items()}
-    _require_tensors(path, shapes)
+        model = LlamaForCausalLM(expected)
+    shapes = _shapes_in(path)
+    if not shapes:
+        raise UserError(f"{path}: no *.safetensors in it")
+    plain_weights.require_shapes({key: tensor.shape for key, tensor in model.state_dict().items()}, shapes, path)
 
 
-def _require_tensors(path: Path, expected: dict[str, list[int]]) -> None:
+def _shapes_in(path: Path) -> dict[str, list[int]]:
+    """Shapes of the tensors in a folder's *.safetensors, by key."""
     found = {}
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             found |= {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}  # noqa: SIM118
-    if not found:
-        raise UserError(f"{path}: no *.safetensors in it")
-    for key in sorted(expected.keys() | found.keys()):
-        if key not in found:
-            raise UserError(f"{path}: tensor {key} is missing")
-        if key not in expected:
-            raise UserError(f"{path}: tensor {key} does not belong to the model")
-        if found[key] != expected[key]:
-            raise UserError(f"{path}: tensor {key} has shape {found[key]}, the model {expected[key]}")
+    return found
 
 
 def _load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     try:
+        layers = json.loads((path / "config.json").read_text()).get("num_hidden_layers", 0)
+        tensors = len(_shapes_in(path))
+        if 0 < tensors < layers:  # transformers would begin to make them all
+            raise ValueError(f"num_hidden_layers in config.json is {layers:.3g}, but there are {tensors} tensors")
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         model, report = AutoModelForCausalLM.from_pretrained(
             path,
@@ -190,18 +190,18 @@ def _load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # so that they are reported, by name
+            ignore_mismatched_sizes=True,  # so that they are reported by name
         )
-    except Exception as error:  # a damaged folder makes transformers raise anything
+    except Exception as error:  # with a damaged folder transformers may raise anything
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"{path}: not a Llama that transformers can read ({reason})") from None
-    # transformers fills what is missing with random numbers and drops what is too much
+    # transformers fills missing tensors with random numbers and drops extra ones
     for key, found, expected in sorted(report["mismatched_keys"]):
         raise UserError(f"{path}: tensor {key} has shape {list(found)}, the model of config.json {list(expected)}")
     for kind in ("missing", "unexpected"):
         for key in sorted(report[f"{kind}_keys"]):
             raise UserError(f"{path}: tensor {key} is {kind}")
-    if len(tokenizer) > model.config.vocab_size:  # fewer is common: rows are padded to round numbers
+    if len(tokenizer) > model.config.vocab_size:  # fewer is common, because rows are padded to round numbers
         _require_same_vocabulary(tokenizer, model.config.vocab_size, path)
     return model.eval(), tokenizer
 
@@ -209,7 +209,7 @@ def _load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 def _tokenizer_of(run: RunCheckpoint) -> PreTrainedTokenizerFast:
     data = Data(**run.config.get("data", {}))
     if not data.streaming and not Path(data.path).exists():
-        raise UserError(f"{data.path}: the run's data folder is not here, so its tokenizer must be named (--tokenizer)")
+        raise UserError(f"{data.path}: the run's data folder is missing, so its tokenizer must be given (--tokenizer)")
     return tokenizers.of_run(data)
 
 

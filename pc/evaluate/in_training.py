@@ -1,7 +1,7 @@
-"""Score the model while it trains, every so many steps, on a few tasks: the `[evaluation]` section.
+"""Score the model during training, at an interval, on a few tasks: section `[evaluation]`.
 
-The weights are used where they lie, sharded as they are; nothing is gathered, converted or written.
-Random number generators are left as they were, so a run with scoring gives the same losses as one without.
+The weights are used in place, as they are sharded; nothing is gathered, converted or written. The states of random
+number generators are restored, so scoring does not change the losses.
 """
 
 import random
@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager
 import lm_eval
 import numpy as np
 import torch
-from lm_eval.tasks.manager import TaskDict
 from torch import nn
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
@@ -24,63 +23,48 @@ class InTrainingScorer:
     """Call `score` on every rank at steps for which `due` is true.
 
     Args:
-        lm: the live model.
-        task_dict: tasks with their documents (`pc.evaluate.tasks.load`).
-        limit: items per task; None for all.
-        interval: steps from one scoring to the next.
+        model_parts: the trainer's model, one part.
+        device: where token ids go.
+        precision: the trainer's autocast context.
     """
 
-    def __init__(self, lm: LiveModel, task_dict: TaskDict, limit: int | None, interval: int) -> None:
-        self._lm = lm
-        self._tasks = task_dict
-        self._limit = limit
-        self._interval = interval
+    def __init__(
+        self,
+        job_config: JobConfig,
+        model_parts: list[nn.Module],
+        parallel_dims: ParallelDims,
+        device: torch.device,
+        precision: AbstractContextManager | None = None,
+    ) -> None:
+        section = self._section = job_config.evaluation
+        # Loaded now, so that a missing file or an unreachable Hub stops the run at its start.
+        self._tasks = tasks.load(section.tasks, section.data or None)
+        for name in section.tasks:
+            if variant := tasks.variant_of(name, section.data or None):
+                logger.warning(f"{name} in {section.data} differs from lm-eval's: {variant}")
+        batch_mesh = parallel_dims.get_optional_mesh("batch")
+        self._lm = LiveModel(
+            model_parts[0],
+            hf_tokenizer.of_run(job_config.data),
+            max_length=job_config.training.seq_len,
+            batch_size=job_config.validation.local_batch_size,  # of sequences at least as long
+            device=device,
+            data_group=batch_mesh.get_group() if batch_mesh is not None else None,
+            precision=precision,
+        )
 
     def due(self, step: int) -> bool:
-        return step % self._interval == 0
+        return step % self._section.interval == 0
 
     def score(self) -> dict[str, float]:
         """`{"evaluation/<task>/<metric>": value}` and the average over tasks, the same on every rank."""
         generators = random.getstate(), np.random.get_state()  # lm-eval draws from these
-        found = lm_eval.evaluate(self._lm, self._tasks, limit=self._limit, bootstrap_iters=0, log_samples=False)
+        limit = self._section.limit or None
+        found = lm_eval.evaluate(self._lm, self._tasks, limit=limit, bootstrap_iters=0, log_samples=False)
         random.setstate(generators[0])
         np.random.set_state(generators[1])
-        names = list(self._tasks["tasks"])
-        metrics = {name: float(found["results"][name][f"{tasks.METRICS[name]},none"]) for name in names}
-        scores = {f"evaluation/{name}/{tasks.METRICS[name]}": value for name, value in metrics.items()}
-        return scores | {"evaluation/average": sum(metrics.values()) / len(metrics)}
-
-
-def build_in_training_scorer(
-    job_config: JobConfig,
-    model_parts: list[nn.Module],
-    parallel_dims: ParallelDims,
-    device: torch.device,
-    precision: AbstractContextManager | None = None,
-) -> InTrainingScorer:
-    """The scorer that `[evaluation]` asks for.
-
-    Args:
-        job_config: the run's configuration.
-        model_parts: the trainer's model, one part.
-        parallel_dims: the trainer's meshes.
-        device: where token ids go.
-        precision: the trainer's autocast context.
-    """
-    section = job_config.evaluation
-    # Loaded now: a missing file or an unreachable Hub stops the run at its start.
-    task_dict = tasks.load(section.tasks, section.data or None)
-    for name in section.tasks:
-        if variant := tasks.variant_of(name, section.data or None):
-            logger.warning(f"{name} in {section.data} is another set than lm-eval's: {variant}")
-    batch_mesh = parallel_dims.get_optional_mesh("batch")
-    lm = LiveModel(
-        model_parts[0],
-        hf_tokenizer.of_run(job_config.data),
-        max_length=job_config.training.seq_len,
-        batch_size=job_config.validation.local_batch_size,  # of sequences at least as long
-        device=device,
-        data_group=batch_mesh.get_group() if batch_mesh is not None else None,
-        precision=precision,
-    )
-    return InTrainingScorer(lm, task_dict, section.limit or None, section.interval)
+        scores = {}
+        for name in self._tasks["tasks"]:
+            metric = tasks.METRICS[name]
+            scores[f"evaluation/{name}/{metric}"] = float(found["results"][name][f"{metric},none"])
+        return scores | {"evaluation/average": sum(scores.values()) / len(scores)}

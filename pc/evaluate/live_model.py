@@ -1,4 +1,4 @@
-"""The trainer's own model as lm-eval sees a model, on one rank or on many, without converting anything."""
+"""The trainer's own model for lm-eval, on one rank or many, without conversion."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -11,23 +11,21 @@ from transformers import PreTrainedTokenizerFast
 
 Request = tuple[tuple[str, str], list[int], list[int]]  # texts, context ids, continuation ids
 
-# Lengths are rounded up to a multiple of this: few distinct shapes for torch.compile, and a length that
-# sequence parallelism can divide.
+# Lengths are rounded up to a multiple of this: few distinct shapes for torch.compile, and divisible for sequence
+# parallelism.
 _LENGTH_STEP = 16
 
 
 class LiveModel(TemplateLM):
-    """Log-likelihoods from a TorchTitan model, sharded in any way but by pipeline and context parallelism.
+    """Log-likelihoods from a TorchTitan model, with any sharding except pipeline and context parallelism.
 
-    Every rank is given all requests, in the same order. Data-parallel ranks share the batches out; each runs
-    the same number of forward passes, since with FSDP every pass is a collective.
+    Every rank gets all requests, in the same order. The batches are split over data-parallel ranks. Each rank runs the
+    same number of forward passes, because with FSDP every pass has collectives.
 
     Args:
         model: maps token ids [batch, length] to logits [batch, length, vocabulary].
-        tokenizer: the training tokenizer in Hugging Face's form.
-        max_length: tokens that the model can take; longer requests lose tokens on the left.
+        max_length: the model's maximum number of tokens; longer requests are truncated on the left.
         batch_size: requests per rank and forward pass.
-        device: of the token ids.
         data_group: process group of the data-parallel ranks; None for one.
         precision: context of the forward pass, such as autocast.
     """
@@ -43,7 +41,7 @@ class LiveModel(TemplateLM):
         data_group: dist.ProcessGroup | None = None,
         precision: AbstractContextManager | None = None,
     ) -> None:
-        super().__init__()  # one rank for lm-eval: how requests are shared out is settled here
+        super().__init__()  # one rank for lm-eval: this class splits the requests
         self.model = model
         self.tokenizer = tokenizer
         self.max_length = max_length
@@ -71,7 +69,7 @@ class LiveModel(TemplateLM):
     def _loglikelihood_tokens(self, requests: list[Request], **kwargs) -> list[tuple[float, bool]]:
         world_size = dist.get_world_size(self.data_group) if self.data_group else 1
         rank = dist.get_rank(self.data_group) if self.data_group else 0
-        # Similar lengths together; the stable sort is the same on every rank.
+        # Group similar lengths; the stable sort is the same on every rank.
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2]))
         batches = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
         answers = torch.zeros(len(requests), 2, dtype=torch.float64, device=self._device)
@@ -79,7 +77,7 @@ class LiveModel(TemplateLM):
         self.model.eval()
         try:
             for first in range(0, len(batches), world_size):
-                # A rank without a batch of its own in the last round repeats that round's first one.
+                # In the last round, a rank without a batch repeats that round's first one.
                 mine = first + rank if first + rank < len(batches) else first
                 batch = batches[mine]
                 scored = self._score_batch([requests[i] for i in batch])
@@ -92,14 +90,14 @@ class LiveModel(TemplateLM):
         return [(value, bool(greedy)) for value, greedy in answers.tolist()]
 
     def _score_batch(self, batch: list[Request]) -> Tensor:
-        """[batch, 2] in float64: log-likelihood of the continuation, 1 if every token is the likeliest."""
+        """[batch, 2] in float64: log-likelihood of the continuation, and 1 if every token is the most likely one."""
         assert all(len(continuation) <= self.max_length for _, _, continuation in batch), "an answer is too long"
         inputs = [(context + continuation)[-self.max_length - 1 : -1] for _, context, continuation in batch]
         longest = max(map(len, inputs))
         length = min(self.max_length, -(-longest // _LENGTH_STEP) * _LENGTH_STEP)
         tokens = torch.zeros(len(batch), length, dtype=torch.long)
         for row, ids in enumerate(inputs):
-            # Padding on the right: attention is causal, so it changes nothing before it.
+            # Padding is on the right: attention is causal, so it does not affect earlier tokens.
             tokens[row, : len(ids)] = torch.tensor(ids)
         with self.precision:
             logits = self.model(tokens.to(self._device))  # [batch, length, vocabulary]

@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,15 @@ from torchtitan.config.job_config import Training
 from torchtitan.models.llama3.model.model import Transformer
 
 from pc import attach, effective_weight, named_pc_linears
-from pc.common.run_folder import INDEX, step_of
+from pc.common.run_folder import step_of
 from pc.errors import UserError
-from pc.titan import fingerprint
+from pc.titan import fingerprint, ranges
 from pc.titan.config import PC, JobConfig, Model
 from pc.titan.distcp import CheckpointFolder
 from pc.titan.llama2 import Llama2Args, model_args
-from pc.titan.toml import require_typed
+from pc.titan.toml import require_typed, to_config
 
-# What a resumable checkpoint holds besides the model.
+# Entries of a resumable checkpoint besides the model.
 _OTHER_STATES = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.", "method.")
 
 
@@ -35,28 +36,25 @@ class RunCheckpoint:
     """The checkpoint's fingerprint: enable, level, blocks, schedule, ..."""
     model_args: Llama2Args
     weights: dict[str, Tensor]
-    """TorchTitan's names to effective weights, on the CPU, in the dtype they were saved in."""
+    """{TorchTitan's name: effective weight}, on the CPU, in the saved dtype."""
 
     @property
     def step(self) -> int:
         return step_of(self.path)
 
 
-def is_checkpoint(path: str | Path) -> bool:
-    return (Path(path) / INDEX).is_file()
-
-
 def load(path: str | Path) -> RunCheckpoint:
-    """Read RUN/checkpoint/step-N with the config beside it, RUN/config.toml.
+    """Read RUN/checkpoint/step-N with its config, RUN/config.toml.
 
     Raises:
-        UserError: no checkpoint, half of one, or any tensor too many, missing or of another shape.
+        UserError: no checkpoint, an incomplete one, or any extra, missing or misshapen tensor.
     """
     folder = CheckpointFolder(path)
     config = _run_config(folder.path)
-    model_args = model_args_of(config)
+    section, training = Model(**config.get("model", {})), config.get("training", {})
+    args = model_args(section.flavor, section.vocab_size, training.get("seq_len", Training().seq_len))
     with torch.device("meta"):
-        model = Transformer(model_args)
+        model = Transformer(args)
     plain = {key: tensor.shape for key, tensor in model.state_dict().items()}
     shapes = folder.shapes()
     method = json.loads(folder.read_value("method.fingerprint")) if "method.fingerprint" in shapes else {}
@@ -64,24 +62,19 @@ def load(path: str | Path) -> RunCheckpoint:
     pc_config = fingerprint.pc_config(method, pc_section.to_pc_config()) if method.get("enable") else None
     forward = pc_config is not None and pc_config.schedule == "forward"
     if not method and pc_section.enable and pc_section.schedule == "forward":
-        raise UserError(f"{path}: holds raw weights without gamma, u and v; take a checkpoint that can be resumed")
+        raise UserError(f"{path}: holds raw weights without gamma, u and v; use a checkpoint that can be resumed")
 
     if pc_config is not None:
         attach(model, pc_config)
     pc_shapes = _pc_shapes(model)
-    _require_equal(plain | pc_shapes, _model_entries(shapes), folder.path)
+    found = {key: shape for key, shape in shapes.items() if not key.startswith(_OTHER_STATES)}
+    require_shapes(plain | pc_shapes, found, folder.path, " of config.toml")
     wanted = [*plain, *(key for key in pc_shapes if forward)]
     tensors = folder.read_tensors(wanted)
     if forward:
         _evaluate_pc(model, tensors)
     weights = {key: tensors[key] for key in plain}
-    return RunCheckpoint(folder.path, config, method, model_args, weights)
-
-
-def model_args_of(config: dict[str, Any]) -> Llama2Args:
-    """The model that a resolved config describes."""
-    model, training = Model(**config.get("model", {})), config.get("training", {})
-    return model_args(model.flavor, model.vocab_size, training.get("seq_len", Training().seq_len))
+    return RunCheckpoint(folder.path, config, method, args, weights)
 
 
 def _run_config(checkpoint: Path) -> dict[str, Any]:
@@ -93,9 +86,11 @@ def _run_config(checkpoint: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not the configuration of a run ({str(error).splitlines()[0]})") from None
     used = {key: config[key] for key in ("model", "training", "data", "pc") if key in config}
-    if isinstance(used.get("training"), dict):  # of an older version's other keys nothing is asked
+    if isinstance(used.get("training"), dict):  # other keys, possibly of an older version, are not checked
         used["training"] = {key: value for key, value in used["training"].items() if key == "seq_len"}
     require_typed(used, JobConfig, str(path))
+    for finding in ranges.findings(to_config(used, JobConfig)):
+        raise UserError(f"{path}: {finding}")
     return config
 
 
@@ -113,23 +108,26 @@ def _pc_shapes(model: Transformer) -> dict[str, torch.Size]:
     return shapes
 
 
-def _model_entries(shapes: dict[str, torch.Size | None]) -> dict[str, torch.Size | None]:
-    return {key: shape for key, shape in shapes.items() if not key.startswith(_OTHER_STATES)}
+def require_shapes(
+    expected: dict[str, torch.Size], found: Mapping[str, Sequence[int] | None], path: Path, whose: str = ""
+) -> None:
+    """Raise `UserError` if an entry of `path` is extra, missing, misshapen or (shape None) not a tensor.
 
-
-def _require_equal(expected: dict[str, torch.Size], found: dict[str, torch.Size | None], path: Path) -> None:
+    Args:
+        whose: words after "the model" in the error.
+    """
     for key in sorted(expected.keys() | found.keys()):
         if key not in found:
             raise UserError(f"{path}: tensor {key} is missing")
         if key not in expected:
-            raise UserError(f"{path}: tensor {key} does not belong to the model of config.toml")
-        if found[key] != expected[key]:
-            shape = None if found[key] is None else list(found[key])
-            raise UserError(f"{path}: tensor {key} has shape {shape}, the model of config.toml {list(expected[key])}")
+            raise UserError(f"{path}: tensor {key} does not belong to the model{whose}")
+        shape = None if found[key] is None else list(found[key])
+        if shape != list(expected[key]):
+            raise UserError(f"{path}: tensor {key} has shape {shape}, the model{whose} {list(expected[key])}")
 
 
 def _evaluate_pc(model: Transformer, tensors: dict[str, Tensor]) -> None:
-    """Schedule "forward" saves the raw W as `weight`; put PC(W) in its place."""
+    """Schedule "forward" saves the raw W as `weight`; replace it by PC(W)."""
     for name, layer in named_pc_linears(model):
         tensors[f"{name}.weight"] = effective_weight(
             tensors[f"{name}.weight"],

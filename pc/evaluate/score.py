@@ -1,14 +1,13 @@
-"""Score models on the nine tasks and keep what was found, one JSON file per model.
+"""Score models on the nine tasks and save the results, one JSON file per model.
 
-A task is scored once: a repeat after a crash, or with one more model, takes finished tasks from the file,
-as long as model, data, limit and versions are the same.
+A task is scored once: a repeated command, after a crash or with one more model, reads finished tasks from the file if
+model, data, limit and versions are the same.
 """
 
 import hashlib
 import importlib.metadata
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,20 +21,21 @@ from lm_eval.models.huggingface import HFLM
 from pc.common.files import sha256_of, write_atomically
 from pc.errors import UserError
 from pc.evaluate import hugging_face, tables, tasks
+from pc.titan.environment import commit
 
 _VERSIONED = ("lm_eval", "transformers", "tokenizers", "datasets", "torch")
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model to score. `name` stands in the table and, made a file name, on the results."""
+    """A model to score. `name` is its name in the table and, as a file name, of its results."""
 
     name: str
     path: Path
 
     @staticmethod
     def parse(text: str) -> "Model":
-        """`PATH`, or `NAME=PATH` for a name of one's own."""
+        """`PATH`, or `NAME=PATH` to choose a name."""
         name, equals, path = text.rpartition("=")
         path = Path(path)
         if not path.exists():
@@ -64,17 +64,16 @@ def score(
 
     Args:
         models: `PATH` or `NAME=PATH` each.
-        output: folder of the results.
-        names: tasks.
-        data: folder of JSON lines; None takes the sets from the Hub.
-        limit: only the first so many items of each task, marked as partial.
-        batch_size: requests per forward pass.
-        device: "cpu", "cuda", ...; None takes a GPU where there is one.
+        data: folder of JSON lines; None loads the sets from the Hub.
+        limit: score only this many items of each task, marked as partial.
+        device: None uses a GPU if there is one.
     """
     names = list(names)
     tasks.require_known(names)
     if limit is not None and limit < 1:
         raise UserError(f"--limit {limit} should be at least 1")
+    if batch_size < 1:
+        raise UserError(f"--batch-size {batch_size} should be at least 1")
     parsed = [Model.parse(text) for text in models]
     slugs = [model.slug for model in parsed]
     for slug in slugs:
@@ -111,14 +110,14 @@ def _score_model(
     kept = json.loads(path.read_text()) if path.is_file() else {}
     if any(kept.get(key) != header[key] for key in ("model_sha256", "limit", "versions")):
         if kept:
-            _say(f"{path}: of another model or other versions; all its tasks are scored anew")
+            _say(f"{path}: from another model or other versions; all its tasks are scored again")
         kept = {}
     results = header | {"tasks": kept.get("tasks", {})}
     sources = {name: sha256_of(tasks.data_file(name, data)) if data else "hub" for name in names}
     missing = [name for name in names if results["tasks"].get(name, {}).get("data") != sources[name]]
     for name in names:
         if name not in missing:
-            _say(f"{model.name}: {name} is scored already")
+            _say(f"{model.name}: {name} is already scored")
     if missing:
         loaded, tokenizer = hugging_face.load(model.path)
         lm = HFLM(pretrained=loaded.to(device), tokenizer=tokenizer, batch_size=batch_size, device=device)
@@ -126,7 +125,7 @@ def _score_model(
         _say(f"{model.name}: {name} ({names.index(name) + 1} of {len(names)})")
         results["tasks"][name] = _score_task(lm, name, data, limit) | {
             "data": sources[name],
-            "commit": _commit(),
+            "commit": commit(),
             "device": device,
             "batch_size": batch_size,
         }
@@ -139,42 +138,20 @@ def _score_model(
 def _score_task(lm: HFLM, name: str, data: str | Path | None, limit: int | None) -> dict[str, Any]:
     found = lm_eval.evaluate(lm, tasks.load([name], data), limit=limit, log_samples=False)
     items = found["n-samples"][name]
-    scored = {
-        "version": found["versions"][name],
-        "items": items["effective"],
-        "items_in_set": items["original"],
-    }
+    scored = {"version": found["versions"][name], "items": items["effective"], "items_in_set": items["original"]}
     for metric in ("acc", "acc_norm"):
         if f"{metric},none" in found["results"][name]:
             scored[metric] = found["results"][name][f"{metric},none"]
             error = found["results"][name][f"{metric}_stderr,none"]
-            scored[f"{metric}_stderr"] = error if isinstance(error, float) else None  # one item has no error
+            scored[f"{metric}_stderr"] = error if isinstance(error, float) else None  # one item has no standard error
     return scored
 
 
 def _sha256_of_model(path: Path) -> str:
-    """One hash over all that decides a model's scores."""
+    """One hash over everything that affects a model's scores."""
     wanted = ("*.safetensors", "*.json", ".metadata", "*.distcp")
     parts = sorted({file for pattern in wanted for file in path.glob(pattern)})
-    digest = hashlib.sha256()
-    for file in parts:
-        digest.update(f"{file.name} {sha256_of(file)}\n".encode())
-    return digest.hexdigest()
-
-
-def _commit() -> str | None:
-    """The commit of this project, `+changes` appended where files differ from it; None outside git."""
-    folder = Path(__file__).parent
-
-    def git(*arguments: str) -> str | None:
-        try:
-            done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True)
-        except FileNotFoundError:
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    commit = git("rev-parse", "HEAD")
-    return f"{commit}+changes" if commit and git("status", "--porcelain", "--untracked-files=no") else commit
+    return hashlib.sha256("".join(f"{file.name} {sha256_of(file)}\n" for file in parts).encode()).hexdigest()
 
 
 def _say(text: str) -> None:

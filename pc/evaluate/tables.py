@@ -6,44 +6,27 @@ import math
 from pathlib import Path
 from typing import Any
 
-from pc.common import plots
+from pc.common import markdown, plots
 from pc.common.files import write_atomically
-from pc.evaluate.tasks import METRICS
+from pc.evaluate.tasks import METRICS, SHORT_NAMES
 
-SHORT_NAMES = {
-    "lambada_openai": "LAMBADA",
-    "hellaswag": "HellaSwag",
-    "winogrande": "WinoGrande",
-    "piqa": "PIQA",
-    "boolq": "BoolQ",
-    "arc_easy": "ARC-E",
-    "arc_challenge": "ARC-C",
-    "commonsense_qa": "CSQA",
-    "openbookqa": "OBQA",
-}
 AVERAGE = "average"
 Score = tuple[float, float | None]  # value, standard error
 
 
 def write(results: list[dict[str, Any]], names: list[str], stem: Path) -> list[Path]:
-    """Write `stem`.md, .csv and .png.
-
-    Args:
-        results: one per model, as `pc.evaluate.score` keeps them.
-        names: tasks, in the order of the columns.
-        stem: path without suffix.
-    """
+    """Write `stem`.md, .csv and .png of one result per model, as `pc.evaluate.score` keeps them, and of these tasks."""
     rows = [_scores(result, names) for result in results]
-    markdown, comma_separated = stem.with_name(f"{stem.name}.md"), stem.with_name(f"{stem.name}.csv")
-    write_atomically(markdown, _markdown(results, rows, names))
+    table, comma_separated = stem.with_name(f"{stem.name}.md"), stem.with_name(f"{stem.name}.csv")
+    write_atomically(table, _markdown(results, rows, names))
     write_atomically(comma_separated, _csv(results, rows, names))
-    return [markdown, comma_separated, *plots.save(_plot(results, rows, names), stem)]
+    return [table, comma_separated, plots.save(_plot(results, rows, names), stem)]
 
 
 def best_of_each_pair(rows: list[dict[str, Score]], column: str) -> set[int]:
-    """Rows to mark in a column: the best of models 1 and 2, of 3 and 4, ...; none where all are equal.
+    """Rows to mark in a column: the better of models 1 and 2, of 3 and 4, ...; none if all are equal.
 
-    Baseline and preconditioned model are named in turn. An odd number of models is one group.
+    Baseline and preconditioned models alternate. An odd number of models is one group.
     """
     size = 2 if len(rows) % 2 == 0 else len(rows)
     marked = set()
@@ -71,23 +54,22 @@ def _scores(result: dict[str, Any], names: list[str]) -> dict[str, Score]:
 
 
 def _markdown(results: list[dict[str, Any]], rows: list[dict[str, Score]], names: list[str]) -> str:
-    columns = [*names, AVERAGE]
-    marked = {column: best_of_each_pair(rows, column) for column in columns}
-    titles = [f"{_title(name, results)} ({METRICS[name]})" for name in names] + [f"Average of {len(names)}"]
-    lines = ["| model | " + " | ".join(titles) + " |", "|---" * (len(columns) + 1) + "|"]
-    for index, (result, row) in enumerate(zip(results, rows, strict=True)):
-        cells = [_cell(row[column], index in marked[column]) for column in columns]
-        lines.append(f"| {result['name']} | " + " | ".join(cells) + " |")
+    titles = [f"{_title(name, results)} ({METRICS[name]})" for name in names]
+    lines = [
+        [result["name"], *(_cell(row[column], index in best_of_each_pair(rows, column)) for column in row)]
+        for index, (result, row) in enumerate(zip(results, rows, strict=True))
+    ]
     notes = ["Zero-shot, value ± standard error; bold is the best of each pair of models."]
     if missing := [name for name in METRICS if name not in names]:
         notes.append(f"**Not the paper's average**: without {', '.join(missing)}.")
     if results[0]["limit"]:
         notes.insert(0, f"**PARTIAL: only the first {results[0]['limit']} items of each task.**")
-    return "\n".join([*notes, "", *lines]) + "\n"
+    table = markdown.table(["model", *titles, f"Average of {len(names)}"], lines)
+    return "\n".join([*notes, "", table])
 
 
 def _title(name: str, results: list[dict[str, Any]]) -> str:
-    """The task's short name, and which text it is where that is not lm-eval's."""
+    """The task's short name, and the text variant if it is not lm-eval's."""
     variants = {result["tasks"][name].get("variant", "") for result in results} - {""}
     return f"{SHORT_NAMES[name]}, {' or '.join(variants)}" if variants else SHORT_NAMES[name]
 
@@ -104,16 +86,13 @@ def _csv(results: list[dict[str, Any]], rows: list[dict[str, Score]], names: lis
     writer.writerow(
         ["model", "task", "metric", "value", "standard_error", "items", "partial", "best_of_pair", "variant"]
     )
-    marked = {column: best_of_each_pair(rows, column) for column in [*names, AVERAGE]}
     for index, (result, row) in enumerate(zip(results, rows, strict=True)):
         for column, (value, error) in row.items():
-            items = result["tasks"][column]["items"] if column != AVERAGE else ""
+            found = result["tasks"][column] if column != AVERAGE else {"items": ""}
             partial = bool(result["limit"]) or (column == AVERAGE and len(names) < len(METRICS))
-            metric = METRICS.get(column, "mean")
-            best = int(index in marked[column])
-            cells = [result["name"], column, metric, repr(value), "" if error is None else repr(error)]
-            variant = result["tasks"][column].get("variant", "") if column != AVERAGE else ""
-            writer.writerow([*cells, items, int(partial), best, variant])
+            best = index in best_of_each_pair(rows, column)
+            cells = [result["name"], column, METRICS.get(column, "mean"), value, error, found["items"]]
+            writer.writerow([*cells, int(partial), int(best), found.get("variant", "")])
     return file.getvalue()
 
 

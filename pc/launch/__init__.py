@@ -1,4 +1,4 @@
-"""Runs, sweeps and SLURM jobs from configs."""
+"""Start one run, on this machine or under SLURM."""
 
 from pc.errors import require_extra
 

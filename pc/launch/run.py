@@ -1,4 +1,4 @@
-"""One training run, as launchers pass it on."""
+"""One training run, as passed between launchers."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,15 +7,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Run:
-    """A config, the words that change it, and where it writes."""
+    """A config, its overrides, and its folder."""
 
     name: str
     config: str
     overrides: tuple[str, ...]
-    """words of the command line; they set the run's folder too"""
+    """words of the command line, including the run's folder"""
     folder: Path
     settings: dict[str, Any] = field(default_factory=dict)
-    """{"section.key": value} that a sweep's axes set"""
+    """{"section.key": value} from a sweep's axes"""
     seed: int | None = None
 
     @property

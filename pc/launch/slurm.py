@@ -1,9 +1,8 @@
-"""SLURM: submit a run, be one task of a run or a sweep, and decide afterwards whether it goes on.
+"""SLURM: submit a run, be one task of a run or a sweep, and decide afterwards whether to requeue.
 
-One batch script, scripts/slurm/train.sbatch, serves single runs and arrays, one node and many. Inside the
-allocation it calls this module twice: `task` becomes torchrun on every node; `after` requeues the job
-unless the run is finished or cannot get further. Nothing here needs slurmdbd or sacct: the truth about a
-run is its own folder.
+One batch script, scripts/slurm/train.sbatch, is used for single runs and arrays, on one node or many. Inside the
+allocation it calls this module twice: `task` becomes torchrun on every node; `after` requeues the job unless the run is
+finished or cannot continue. No slurmdbd or sacct is needed: the state of a run is read from its own folder.
 """
 
 import argparse
@@ -36,7 +35,7 @@ MISTAKE = 2
 
 @dataclass(frozen=True)
 class Allocation:
-    """What to ask SLURM for."""
+    """The resources to request from SLURM."""
 
     nodes: int
     gpus_per_node: int
@@ -66,10 +65,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def submit_run(config: str, overrides: Sequence[str], allocation: Allocation, score: str | None) -> str:
-    """Check one run and queue it; then a job that exports and scores it once it is finished.
+    """Check one run and queue it, and with `score` a job that exports and scores it afterwards.
 
     Args:
-        score: options for scripts/score.py, as one would type them; None: no scoring.
+        score: options of scripts/score.py, as on the command line; None: no scoring.
     """
     check_or_raise(config, overrides, allocation.world_size)
     folder = dump_folder(config, resolve(config, overrides, JobConfig))
@@ -77,21 +76,17 @@ def submit_run(config: str, overrides: Sequence[str], allocation: Allocation, sc
     said = f"job {job}: {config}, logs in {folder}/slurm"
     if score is not None:
         one_gpu = Allocation(1, min(1, allocation.gpus_per_node), allocation.options)
-        # The second option keeps a job whose dependency has failed from waiting for ever.
-        dependency = [
-            f"--dependency=afterok:{job}",
-            "--kill-on-invalid-dep=yes",
-            f"--job-name=score-{folder.name}",
-        ]
+        # The second option cancels a job whose dependency has failed.
+        dependency = [f"--dependency=afterok:{job}", "--kill-on-invalid-dep=yes", f"--job-name=score-{folder.name}"]
         scoring = sbatch(folder, [*dependency, *one_gpu.words()], SCORE_SCRIPT, [str(folder), *shlex.split(score)])
-        said += f"\njob {scoring}: export and scores, when job {job} has finished"
+        said += f"\njob {scoring}: export and scores, after job {job} has finished"
     return said
 
 
 def sbatch(folder: Path, options: list[str], script: Path, arguments: Sequence[str]) -> str:
-    """Hand a batch script to sbatch; returns the job's id."""
+    """Submit a batch script with sbatch; returns the job's id."""
     logs = folder / "slurm"
-    logs.mkdir(parents=True, exist_ok=True)  # SLURM drops the output when the folder is missing
+    logs.mkdir(parents=True, exist_ok=True)  # without the folder SLURM drops the output
     is_array = any(option.startswith("--array") for option in options)
     output = f"--output={logs}/%x-{'%A_%a' if is_array else '%j'}.log"
     # the job uses the interpreter that submitted it
@@ -110,7 +105,7 @@ def sbatch(folder: Path, options: list[str], script: Path, arguments: Sequence[s
 
 
 def run_of(arguments: Sequence[str]) -> Run:
-    """The run that a job's arguments mean: CONFIG and overrides, or a run list and the array index."""
+    """The run of a job's arguments: CONFIG and overrides, or a run list and the array index."""
     config, *overrides = arguments
     name = None
     if Path(config).suffix == ".json":
@@ -126,14 +121,14 @@ def task(run: Run) -> None:
     processes = torchrun.processes_here()
     if os.environ.get("SLURM_NODEID", "0") == "0":
         held = lock(run.folder)
-        os.set_inheritable(held.fileno(), True)  # torchrun keeps it until it ends
+        os.set_inheritable(held.fileno(), True)  # torchrun keeps the lock until it ends
     rendezvous = ["--standalone"] if nodes == 1 else _rendezvous(nodes)
     words = torchrun.command(run.config, run.overrides, run.folder, processes, rendezvous)
     os.execve(words[0], words, torchrun.environment(processes))
 
 
 def _rendezvous(nodes: int) -> list[str]:
-    """torchrun's options for meeting on the first node, where the batch script runs srun."""
+    """torchrun's options for a rendezvous on the first node, where the batch script runs srun."""
     job = os.environ["SLURM_JOB_ID"]
     port = 20000 + int(job) % 10000  # jobs that share a node have different ids
     is_host = os.environ["SLURM_NODEID"] == "0"
@@ -147,11 +142,11 @@ def _rendezvous(nodes: int) -> list[str]:
 
 
 def after(run: Run, returncode: int) -> int:
-    """Requeue the job if it should go on; returns the exit status of the batch script.
+    """Requeue the job if it should continue; returns the exit status of the batch script.
 
-    A run that stopped by itself (time limit) goes on. One that crashed is tried again, at most
-    `CRASHES_ALLOWED_WITHOUT_PROGRESS` times since its last new checkpoint: a lost node is worth another
-    try, an error that comes back is not. A mistake that the user has to mend comes back at once.
+    A run that stopped by itself (time limit) continues. A crashed run is retried at most
+    `CRASHES_ALLOWED_WITHOUT_PROGRESS` times since its last new checkpoint: a lost node is worth another try, a repeated
+    error is not. A user's mistake is not retried.
     """
     state = state_of(run.folder)
     if state.state == "finished":
@@ -160,22 +155,22 @@ def after(run: Run, returncode: int) -> int:
     if state.state == "stopped" and returncode != MISTAKE:
         return _requeue(f"{run.name}: stopped at step {state.step}")
     said = torchrun.last_words(run.folder) or ""
-    is_mistake = returncode == MISTAKE or said.startswith("error: ")  # torchrun ends with 1 whatever its ranks end with
+    is_mistake = returncode == MISTAKE or said.startswith("error: ")  # torchrun ends with 1 whatever its ranks' status
     crashes = _count_crash(run)
     if not is_mistake and crashes <= CRASHES_ALLOWED_WITHOUT_PROGRESS:
         return _requeue(f"{run.name}: ended with status {returncode}, crash {crashes} since the last checkpoint")
     if state.state != "failed":
         reason = f"the trainer ended {crashes} times with status {returncode}; its last words are in the job's log"
         write_failure(run.folder, reason)
-    why = "what is wrong would meet another try too" if is_mistake else f"{crashes} crashes since the last checkpoint"
+    why = "another try would fail too" if is_mistake else f"{crashes} crashes since the last checkpoint"
     print(f"{run.name}: failed, {why}", flush=True)
     if said:
-        print(said, flush=True)  # again, below the reports of torchrun and srun
+        print(said, flush=True)  # repeated below the reports of torchrun and srun
     return MISTAKE if is_mistake else 1
 
 
 def _count_crash(run: Run) -> int:
-    """Crashes since the newest checkpoint, this one included."""
+    """Crashes since the newest checkpoint, including this one."""
     file = run.folder / "crashes.json"
     step = newest_step(run.folder)
     before = json.loads(file.read_text()) if file.exists() else {"step": -1, "crashes": 0}

@@ -1,4 +1,4 @@
-"""The command that trains one config: `pc.launch.worker`, under torchrun where there are several processes."""
+"""The command that trains one config: `pc.launch.worker`, under torchrun if there are several processes."""
 
 import os
 import socket
@@ -13,17 +13,23 @@ from pc.errors import UserError
 TRAINER = "pc.launch.worker"
 
 GLIBC_KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
-"""Otherwise the C library gives every large tensor back to the kernel, which clears the pages of the next one: some 15 % of
-a CPU's time, and more through its caches (docs/performance.md)."""
+"""Otherwise the C library returns every freed large tensor to the kernel, which clears the pages of the next one: some
+15 % of CPU time, and more through cache misses (docs/performance.md)."""
+
+STEPS_ALONE = (
+    "--validation.enable=false --checkpoint.enable=false --metrics.enable_tensorboard=false "
+    "--health.freq=0 --health.spectra_freq=0 --health.estimate_freq=0"
+).split()
+"""Overrides of a run whose steps are measured: nothing but training."""
 
 
 def processes_here() -> int:
-    """Processes per machine: NGPU, or one per GPU, or 1 on a machine without."""
+    """Processes per machine: NGPU, or one per GPU, or 1 without GPUs."""
     gpus = torch.cuda.device_count()
     if gpus and not torch.cuda.is_available():
         raise UserError(
             f"this machine has {gpus} GPU(s) that torch {torch.__version__} cannot use (driver too old?); install a "
-            "torch from 2.11 to 2.13 for your CUDA into an environment, activate it and repeat"
+            "torch from 2.11 to 2.13 for your CUDA in an environment, activate it and repeat"
         )
     wish = os.environ.get("NGPU", "")
     if not wish:
@@ -38,19 +44,13 @@ def processes_here() -> int:
 def here(
     config: str | Path, overrides: Sequence[str], run_folder: Path, processes: int
 ) -> tuple[list[str], dict[str, str]]:
-    """Words and environment that train on this machine; a single process needs no torchrun, which takes seconds."""
+    """Command and environment to train on this machine; a single process skips torchrun, which takes seconds."""
     if processes > 1:
         return command(config, overrides, run_folder, processes), environment(processes)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    alone = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return [sys.executable, "-m", TRAINER, str(config), *overrides], environment(1) | alone
 
 
@@ -61,28 +61,16 @@ def command(
     processes: int,
     rendezvous: Sequence[str] = ("--standalone",),
 ) -> list[str]:
-    """Words of the torchrun command; rank 0 writes to the console, every rank into run_folder/logs."""
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        *rendezvous,
-        f"--nproc-per-node={processes}",
-        "--role=rank",
-        "--tee=3",
-        "--local-ranks-filter=0",
-        f"--log-dir={run_folder / 'logs'}",
-        "-m",
-        TRAINER,
-        str(config),
-        *overrides,
-    ]
+    """The torchrun command; rank 0 writes to the console, every rank to run_folder/logs."""
+    logging = ["--role=rank", "--tee=3", "--local-ranks-filter=0", f"--log-dir={run_folder / 'logs'}"]
+    options = [*rendezvous, f"--nproc-per-node={processes}", *logging]
+    return [sys.executable, "-m", "torch.distributed.run", *options, "-m", TRAINER, str(config), *overrides]
 
 
 def last_words(run_folder: Path) -> str | None:
-    """Why the newest attempt, which has touched the run's `lock`, failed, in a rank's own words; None if no rank says.
+    """Why the newest attempt (since the run's `lock` was touched) failed, from a rank's log; None if no rank says.
 
-    What a user can fix is lines that begin with "error: ". Of a crash the last line is given, with its log.
+    Lines that begin with "error: " are mistakes that a user can fix. For a crash this is the last line and the log.
     """
     begin = (run_folder / "lock").stat().st_mtime if (run_folder / "lock").exists() else 0.0
     logs = [log for log in (run_folder / "logs").rglob("stderr.log") if log.stat().st_mtime >= begin]
@@ -98,10 +86,10 @@ def last_words(run_folder: Path) -> str | None:
 
 
 def environment(processes: int) -> dict[str, str]:
-    """This process's environment, the CPU's cores shared out among the processes.
+    """This process's environment, with the CPU's cores divided among the processes.
 
-    GPU memory in segments that grow, as TorchTitan's launcher has it, so that shapes which change (PC's batches between
-    steps) leave no holes. A CPU's memory is kept between steps.
+    GPU memory uses expandable segments, as in TorchTitan's launcher, so that changing shapes (PC's batches between
+    steps) do not fragment it. CPU memory is kept between steps.
     """
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
     keeps_memory = {} if torch.cuda.device_count() else GLIBC_KEEPS_MEMORY

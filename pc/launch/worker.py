@@ -1,6 +1,6 @@
 """One process of a run: `torchrun ... -m pc.launch.worker CONFIG.toml --section.key value ...`.
 
-The trainer of `pc.titan` with what needs `pc.evaluate`: scores while training, and starts from Hugging Face folders.
+The trainer of `pc.titan` plus what needs `pc.evaluate`: scores during training and starts from Hugging Face folders.
 """
 
 import os
@@ -19,14 +19,14 @@ from pc.titan.trainer import PCTrainer, load_config
 
 
 class Trainer(PCTrainer):
-    """`[evaluation]` and `checkpoint.initial_load_in_hf` looked after. Both imports take seconds, and only when needed."""
+    """Adds `[evaluation]` and `checkpoint.initial_load_in_hf`. Their imports take seconds and happen only if needed."""
 
     def build_scorer(self):
         if not self.job_config.evaluation.interval:
             return None
-        from pc.evaluate.in_training import build_in_training_scorer
+        from pc.evaluate.in_training import InTrainingScorer
 
-        return build_in_training_scorer(
+        return InTrainingScorer(
             self.job_config, self.model_parts, self.parallel_dims, self.device, self.maybe_enable_amp
         )
 
@@ -48,7 +48,7 @@ def main() -> None:
         config = load_config(path, overrides)
         trainer = Trainer(config)
         trainer.require_loadable()
-        if rank == 0:  # not earlier: a refused start must not describe the runs that are there
+        if rank == 0:  # not earlier: a refused start must not overwrite the record of an existing run
             write_resolved(path, overrides, JobConfig, Path(config.job.dump_folder) / "config.toml")
             write_environment(config.job.dump_folder, dist.get_world_size(), [path, *overrides])
         trainer.train()

@@ -1,4 +1,4 @@
-"""What a config would need and cost, before it is run."""
+"""Checks a config and estimates its FLOPs, memory and time, without running it."""
 
 from pc.errors import require_extra
 

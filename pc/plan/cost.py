@@ -1,6 +1,6 @@
-"""What a step costs: floating-point operations of the model and of PC, and memory by part.
+"""The cost of a step: FLOPs of the model and of PC, and memory by part.
 
-One product of [a, b] and [b, c] counts 2abc; elementwise work is left out, as in the paper's appendix.
+A matmul of [a, b] and [b, c] counts as 2abc FLOPs; elementwise operations are not counted, as in the paper's appendix.
 """
 
 import math
@@ -44,9 +44,9 @@ class Matrix:
         return polynomial.stages(polynomial.resolve(self.config.level))
 
     def polynomial_flops(self) -> int:
-        """One evaluation of g(W): Gram matrix, p of it, product with W.
+        """One evaluation of g(W): the Gram matrix, p of it, and the matmul with W.
 
-        The paper counts 4 l s^2 + 2 (k-1) s^3, by Horner's rule.
+        The paper counts 4 l s^2 + 2 (k-1) s^3, for Horner's rule.
         """
         return sum(self._stage_flops(stage) for stage in self.stages)
 
@@ -54,11 +54,11 @@ class Matrix:
         return 4 * self.long * self.short**2 + 2 * polynomial.count_square_products(len(stage) - 1) * self.short**3
 
     def power_iteration_flops(self) -> int:
-        """Schedule "forward": two products with a vector in each of q steps."""
+        """Schedule "forward": two matrix-vector products in each of q steps."""
         return 4 * self.config.power_iterations * self.n * self.m
 
     def power_iteration_by_gram_flops(self) -> int:
-        """Schedule "step": q - 1 products of the Gram matrix, which PC needs anyway, and two of the weight."""
+        """Schedule "step": q - 1 matrix-vector products with the Gram matrix, which PC needs anyway, two with W."""
         return 2 * (self.config.power_iterations - 1) * self.short**2 + 4 * self.n * self.m
 
     def estimate_flops(self) -> int:
@@ -72,14 +72,14 @@ class Matrix:
     def pull_back_flops(self) -> int:
         """Schedule "step", once per optimizer step, by `polynomial.vjp`: p again, and its backward pass.
 
-        At each stage 4 products of [s, s] and [s, l] and, with c products of [s, s] in p, 3 c - 1 of these;
-        all stages but the last are evaluated first.
+        Each stage takes 4 matmuls of [s, s] and [s, l] and, if p takes c matmuls of [s, s], 3 c - 1 of these. All
+        stages but the last are evaluated first.
         """
         long, short = self.long, self.short
         backward = 0
         for stage in self.stages:
-            products = polynomial.count_square_products(len(stage) - 1)
-            backward += 8 * long * short**2 + 2 * max(0, 3 * products - 1) * short**3
+            squares = polynomial.count_square_products(len(stage) - 1)
+            backward += 8 * long * short**2 + 2 * max(0, 3 * squares - 1) * short**3
         return backward + sum(self._stage_flops(stage) for stage in self.stages[:-1]) + self.estimate_flops()
 
     def pull_back_input_bytes(self) -> int:
@@ -87,24 +87,25 @@ class Matrix:
         return 4 * (2 * self.n * self.m + self.n + self.m + self.config.learnable_gamma)
 
     def pull_back_bytes(self) -> int:
-        """What `passes.pull_back` allocates at its peak, in float32, inputs left out.
+        """Peak bytes that `passes.pull_back` allocates in float32, without its inputs.
 
-        Of [n, m] the result and the input of every inner stage; of [s, s] the Gram matrix, its square, and the partial
+        [n, m]: the result and the input of every inner stage. [s, s]: the Gram matrix, its square, and the partial
         sums of p and gradients.
         """
-        inner_stages = len(self.stages) - 1
-        long_ones = 1 + (inner_stages + 1 if inner_stages else 0)
-        return 4 * (long_ones * self.n * self.m + (5 + self._degree) * self.short**2)
+        full_size = len(self.stages) + 1 if len(self.stages) > 1 else 1
+        return 4 * (full_size * self.n * self.m + (5 + self._degree) * self.short**2)
 
     def materialise_input_bytes(self) -> int:
         """W, gamma, u and v, in float32."""
         return self.pull_back_input_bytes() - 4 * self.n * self.m
 
     def materialise_bytes(self) -> int:
-        """What `passes.materialise` allocates at its peak, in float32, inputs left out: PC(W), or an inner stage's
-        result; of [s, s] the Gram matrix, its square, the partial sums of p, and p scaled."""
+        """Peak bytes that `passes.materialise` allocates in float32, without its inputs.
+
+        [n, m]: PC(W), or an inner stage's result. [s, s]: the Gram matrix, its square, the partial sums of p, scaled p.
+        """
         squares = 3 + (self._degree > 1) + (self._degree - 1) // 2
-        if len(self.stages) > 1:  # the stage before still holds its own
+        if len(self.stages) > 1:  # the previous stage still holds its own
             squares += 2 + self._degree
         return 4 * (self.n * self.m + squares * self.short**2)
 
@@ -113,7 +114,7 @@ class Matrix:
         return max(len(stage) for stage in self.stages) - 1
 
     def in_graph_flops(self, recomputed: bool) -> int:
-        """Schedule "forward", for each micro-batch on each rank; activation checkpointing evaluates twice."""
+        """Schedule "forward", per micro-batch and rank; activation checkpointing repeats the forward pass."""
         forward = self.polynomial_flops() + self.estimate_flops()
         backward = 2 * self.polynomial_flops() + self.estimate_flops()
         return (2 if recomputed else 1) * forward + backward
@@ -121,40 +122,36 @@ class Matrix:
     def kept_elements(self) -> int:
         """Elements that autograd keeps in schedule "forward" between a forward and its backward pass.
 
-        The normalised weight, the polynomial's result and PC(W) of [n, m]; of [s, s] the partial sums of
-        p(G), the Gram matrix where it is squared, and its square where that is used again.
+        [n, m]: the normalised weight, the polynomial's result and PC(W). [s, s]: the partial sums of
+        p(G), the Gram matrix if it is squared, and its square if that is used again.
         """
         products = [polynomial.count_square_products(len(stage) - 1) for stage in self.stages]
         squares = sum(max(1, count) + (count > 0) + (count > 1) for count in products)
         return (len(self.stages) + 2) * self.n * self.m + squares * self.short**2
 
     def paper_bound(self, tokens: int) -> float:
-        """The paper's bound ((k + 1) s + 2 q + 1) / B on PC's share of its matrix's 6nmB, B = `tokens`."""
+        """The paper's bound ((k + 1) s + 2 q + 1) / B on PC's FLOPs relative to the matrix's own 6nmB, B = `tokens`."""
         terms = sum(len(stage) for stage in self.stages)
         return (terms * self.short + 2 * self.config.power_iterations + 1) / tokens
 
 
 def model_flops_per_token(args: Llama2Args, seq_len: int, *, causal: bool) -> float:
-    """Forward and backward pass per token, without recomputation.
+    """FLOPs of the forward and backward pass per token, without recomputation.
 
     Args:
-        causal: count the products of attention below the diagonal alone, as a kernel that skips the rest
-            does. TorchTitan's own figure, from which it reports utilisation, counts the whole square.
+        causal: count only the lower triangle of attention, as a kernel that skips the rest computes. TorchTitan
+            counts the full square for its MFU.
     """
-    matrices = sum(shape.numel() for shape in _linear_shapes(args))
-    square = 12 * args.n_layers * args.dim * seq_len  # scores and their product with values; backward is twice
-    return 6 * matrices + (square / 2 if causal else square)
-
-
-def _linear_shapes(args: Llama2Args) -> list[torch.Size]:
     with torch.device("meta"):
         model = Transformer(args)
-    return [module.weight.shape for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    matrices = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
+    square = 12 * args.n_layers * args.dim * seq_len  # scores, and their matmul with values; twice in backward
+    return 6 * matrices + (square / 2 if causal else square)
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """Operations of one optimizer step on a layout of ranks."""
+    """FLOPs of one optimizer step."""
 
     tokens: int
     micro_batches: int
@@ -167,7 +164,7 @@ class StepCost:
     pc_step: int
     """PC in schedule "step", whole job"""
     pc_step_busiest: int
-    """of it, on the rank with the most"""
+    """PC in schedule "step", on the rank with the most"""
     pc_forward: int
     """PC in schedule "forward", whole job"""
     paper_bound: float
@@ -197,7 +194,7 @@ class Plan:
 
     @cache
     def step_cost(self) -> StepCost:
-        """Operations of one step, PC counted as if it were on even in a baseline's config."""
+        """FLOPs of one step; counts PC even if the config has it off."""
         seq_len = self.config.training.seq_len
         per_matrix = [matrix.materialise_flops() + matrix.pull_back_flops() for matrix in self.matrices]
         load = [0] * self.owners
@@ -206,24 +203,24 @@ class Plan:
         recomputed = self.config.activation_checkpoint.mode == "full"
         in_graph = sum(matrix.in_graph_flops(recomputed) for matrix in self.matrices)
         power = sum(matrix.power_iteration_flops() for matrix in self.matrices)
-        ranks = self.world_size // self.pipeline_parallel  # a stage evaluates its own matrices alone
+        ranks = self.world_size // self.pipeline_parallel  # a pipeline stage evaluates only its own matrices
         return StepCost(
             tokens=self.tokens,
             micro_batches=self.micro_batches,
             ranks=self.world_size,
             model=self.tokens * model_flops_per_token(self.args, seq_len, causal=True),
             model_full_square=self.tokens * model_flops_per_token(self.args, seq_len, causal=False),
-            pc_step=sum(per_matrix) * self.replicas,  # each for itself
+            pc_step=sum(per_matrix) * self.replicas,  # every replica repeats the work
             pc_step_busiest=math.ceil(max(load) / self.pipeline_parallel),
             pc_forward=ranks * (self.micro_batches * in_graph + power),
             paper_bound=max(matrix.paper_bound(self.tokens) for matrix in self.matrices),
         )
 
     def memory_by_part(self, schedule: str) -> dict[str, float]:
-        """GiB per GPU: schedule is "step", "forward" or "plain" for the baseline.
+        """GiB per GPU by part; `schedule` is "step", "forward", or "plain" for the baseline.
 
-        "PC work space" is used between steps, when there are no activations, so it does not add to the peak
-        of a run whose activations and logits are larger.
+        "PC work space" is used between steps, when there are no activations. So it does not add to the peak
+        if activations and logits are larger.
         """
         training = self.config.training
         parts = memory.of_run(self.config, self.dims, memory.sizes_of(self.model), schedule=schedule)
@@ -239,15 +236,15 @@ class Plan:
 
     @property
     def owners(self) -> int:
-        """Ranks that share the matrices out."""
+        """Number of ranks that the matrices are assigned to."""
         return self.shards * self.tensor_parallel
 
     def owners_of_matrices(self) -> list[int]:
-        """The owner of each matrix, dealt out by cost as `pc.owner` does."""
+        """The owner of each matrix, assigned as in `pc.owner`."""
         return assign([matrix_cost((layer.weight,)) for _, layer in named_pc_linears(self.model)], self.owners)
 
     def busiest_matrices(self) -> list[Matrix]:
-        """Those of the owner with the most operations."""
+        """The matrices of the owner with the most FLOPs."""
         held: list[list[Matrix]] = [[] for _ in range(self.owners)]
         for matrix, owner in zip(self.matrices, self.owners_of_matrices(), strict=True):
             held[owner].append(matrix)
@@ -256,8 +253,8 @@ class Plan:
     def _work_space(self) -> float:
         """Bytes on the busiest owner in the larger of the two passes.
 
-        What the pass allocates for a batch of matrices, and the batch of its inputs; with more than one rank also the
-        shards sent and received in and out, for a bucket of matrices at a time.
+        The pass's allocations for a batch of matrices, plus the batch of inputs; with several ranks also the
+        shards sent and received for a bucket of matrices.
         """
         return max(
             self._work_space_of(Matrix.pull_back_input_bytes, Matrix.pull_back_bytes),
@@ -289,7 +286,7 @@ def table(plan: Plan) -> str:
     cost, parallel = plan.step_cost(), plan.config
     share = cost.model / cost.ranks
     level = parallel.pc.level
-    note = "" if parallel.pc.enable else " (this config has PC off; the figures are for turning it on)"
+    note = "" if parallel.pc.enable else " (this config has PC off; the figures assume it is on)"
     text = [
         f"{parallel.model.flavor}, {cost.ranks} GPUs, {cost.tokens:,} tokens per step in "
         f"{cost.micro_batches} micro-batches of {parallel.training.local_batch_size} x "
@@ -307,8 +304,8 @@ def table(plan: Plan) -> str:
         f"| paper's bound | | {_percent(cost.paper_bound)} |",
         "",
         "The paper's bound counts one forward and one backward evaluation of PC per step in the whole job, "
-        "against the preconditioned matrices' own products.",
-        "Operations are not time: PC's products run in pc.compute_dtype, the model's in bfloat16.",
+        "relative to the preconditioned matrices' own matmuls.",
+        "FLOPs are not time: PC's matmuls run in pc.compute_dtype, the model's in bfloat16.",
         "",
         "| GiB per GPU | baseline | step | forward |",
         "|---|---|---|---|",

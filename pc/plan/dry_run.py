@@ -1,4 +1,4 @@
-"""Everything about a config that can be wrong, found in seconds without a GPU."""
+"""Finds errors in a config in seconds, without a GPU."""
 
 import shutil
 from collections.abc import Sequence
@@ -23,19 +23,19 @@ from pc.titan.toml import dump_folder, resolve, to_config
 
 PAPERS_FLAVORS = ("271M", "1B")
 LLAMA_2_TOKENIZER_SHA256 = "9e556afd44213b6bd1be2b850ebbbd98f5481437a8021afaf58ee7fb1818d347"
-"""Of `tokenizer.model` in meta-llama/Llama-2-7b-hf."""
+"""of `tokenizer.model` in meta-llama/Llama-2-7b-hf"""
 
 
 @dataclass
 class Report:
-    """What a dry run found."""
+    """Results of a dry run."""
 
     facts: list[tuple[str, str]] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
     def fail(self, error: str) -> None:
-        """Note an error, once, however many checks find it."""
+        """Add an error, unless another check has found the same."""
         if error not in self.errors:
             self.errors.append(error)
 
@@ -47,13 +47,13 @@ class Report:
 
 
 def check(path: str | Path, overrides: Sequence[str], world_size: int, *, needs_data: bool = True) -> Report:
-    """Check one run as it would be on `world_size` GPUs.
+    """Check a run on `world_size` GPUs.
 
     Args:
-        needs_data: missing data are an error; otherwise a warning that names the command which makes them.
+        needs_data: report missing data as an error; otherwise as a warning with the command that creates them.
 
     Raises:
-        UserError: the files do not resolve, so nothing else can be checked.
+        UserError: the config files cannot be read or merged, so nothing else can be checked.
     """
     resolved = resolve(path, overrides, JobConfig)
     config = to_config(resolved, JobConfig)
@@ -61,18 +61,18 @@ def check(path: str | Path, overrides: Sequence[str], world_size: int, *, needs_
     report = Report()
     for finding in checks.of_config(config):
         report.fail(finding)
-    sound = not report.errors
+    is_valid = not report.errors
     args = _model_args(config)
     layout = _layout(report, config, world_size)
     if layout:
         _check_batch(report, config, layout)
-        if args:  # the trainer's own refusals, except those of a CPU: this machine is not the one that trains
+        if args:  # the trainer's checks, without those for CPUs, because the run may use another machine
             for finding in checks.of_layout(config, layout.dims, on_cpu=False):
                 report.fail(finding)
     _check_schedule(report, config)
     if args:
         sizes = _check_model(report, config, args)
-        if sizes and layout and sound:
+        if sizes and layout and is_valid:
             _tried(report, _check_memory, report, config, sizes, layout, folder)
         _check_data(report, config, args.vocab_size, needs_data)
     return report
@@ -80,12 +80,12 @@ def check(path: str | Path, overrides: Sequence[str], world_size: int, *, needs_
 
 def _model_args(config: JobConfig) -> Llama2Args | None:
     if config.model.flavor not in FLAVORS or not is_within(config, "model.vocab_size", "training.seq_len"):
-        return None  # said already
+        return None  # already reported
     return model_args(config.model.flavor, config.model.vocab_size, config.training.seq_len)
 
 
 def _tried(report: Report, function, *arguments):
-    """The function's result; a `UserError` goes into the report and gives None."""
+    """The function's result, or None after adding its `UserError` to the report."""
     try:
         return function(*arguments)
     except UserError as error:
@@ -96,7 +96,7 @@ def _tried(report: Report, function, *arguments):
 def _layout(report: Report, config: JobConfig, world_size: int) -> Layout | None:
     degrees = [f"parallelism.{name}" for name in vars(config.parallelism) if name.endswith("_degree")]
     if not is_within(config, *degrees):
-        return None  # said already
+        return None  # already reported
     return _tried(report, Layout.of, config, world_size)
 
 
@@ -125,7 +125,7 @@ def _check_schedule(report: Report, config: JobConfig) -> None:
             f"training.steps {steps}"
         )
     if not config.checkpoint.enable:
-        report.warnings.append("checkpoint.enable is false: a run that ends early starts again from step 0")
+        report.warnings.append("checkpoint.enable is false: an interrupted run starts again from step 0")
         return
     if config.checkpoint.last_save_model_only:
         report.warnings.append("checkpoint.last_save_model_only is true: the last checkpoint cannot be resumed")
@@ -135,7 +135,7 @@ def _check_model(report: Report, config: JobConfig, model_args: Llama2Args) -> m
     with torch.device("meta"):
         model = Transformer(model_args)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    if config.pc.enable and _tried(report, _attach, model, config) is None:
+    if config.pc.enable and _tried(report, lambda: attach(model, config.pc.to_pc_config())) is None:
         return None
     sizes = memory.sizes_of(model)
     report.facts.append(
@@ -147,10 +147,6 @@ def _check_model(report: Report, config: JobConfig, model_args: Llama2Args) -> m
             ("preconditioned", f"{sizes.preconditioned:,} weights ({share:.0%}), level {config.pc.level}")
         )
     return sizes
-
-
-def _attach(model: torch.nn.Module, config: JobConfig) -> torch.nn.Module:
-    return attach(model, config.pc.to_pc_config())
 
 
 def _check_memory(report: Report, config: JobConfig, sizes: memory.Sizes, layout: Layout, folder: Path) -> None:
@@ -166,8 +162,8 @@ def _check_memory(report: Report, config: JobConfig, sizes: memory.Sizes, layout
         report.facts.append(
             (
                 "weights and gradients",
-                f"exchanged once per step on GPUs of {sum(parts.values()) + memory.RESERVE_GIB:.0f} GiB or more; with "
-                f"every micro-batch {otherwise:.1f} GiB (parallelism.fsdp_sync)",
+                f"exchanged once per step on GPUs with {sum(parts.values()) + memory.RESERVE_GIB:.0f} GiB or more; "
+                f"for every micro-batch it takes {otherwise:.1f} GiB (parallelism.fsdp_sync)",
             )
         )
     if not config.checkpoint.enable:
@@ -192,7 +188,7 @@ def _check_memory(report: Report, config: JobConfig, sizes: memory.Sizes, layout
 
 def _check_data(report: Report, config: JobConfig, vocab_size: int, needs_data: bool) -> None:
     if config.data.streaming:
-        report.warnings.append("data.streaming is on: its data are not checked, and a resume is not exact")
+        report.warnings.append("data.streaming is set: the data are not checked, and resume is not exact")
         return
     train = _manifest(report, "data.path", config.data.path, needs_data)
     validation = train
@@ -217,7 +213,7 @@ def _check_data(report: Report, config: JobConfig, vocab_size: int, needs_data: 
         batch = config.training.global_batch_size
         wanted = config.training.steps * max(batch, config.training.local_batch_size) * seq_len
         if seq_len < tokens < wanted and config.model.flavor not in PAPERS_FLAVORS:
-            report.warnings.append(f"the run reads its {tokens:,} training tokens {wanted / tokens:.1f} times")
+            report.warnings.append(f"the run repeats its {tokens:,} training tokens {wanted / tokens:.1f} times")
     if validation and config.validation.enable:
         sequences = max(0, validation.tokens("validation") - 1) // seq_len
         report.facts.append(
@@ -228,23 +224,23 @@ def _check_data(report: Report, config: JobConfig, vocab_size: int, needs_data: 
         elif sequences < config.data.validation_sequences:
             report.warnings.append(
                 f"{validation.folder} has {sequences} validation sequences, "
-                f"data.validation_sequences asks for {config.data.validation_sequences}"
+                f"data.validation_sequences is {config.data.validation_sequences}"
             )
 
 
 def _check_papers_data(report: Report, config: JobConfig, train: Manifest) -> None:
-    """Say where a model of the paper's sizes would be trained on other data than the paper's."""
+    """Warn if a model of the paper's sizes would be trained on data other than the paper's."""
     file = train.folder / TOKENIZER_FOLDER / "tokenizer.model"
     if not file.is_file() or sha256_of(file) != LLAMA_2_TOKENIZER_SHA256:
         report.warnings.append(
-            f"{train.folder} was tokenised with {train.tokenizer.name}, the paper with Llama 2's tokenizer.model: losses per "
-            "token are not comparable with the paper's, only with each other"
+            f"{train.folder} was tokenised with {train.tokenizer.name}, the paper used Llama 2's tokenizer.model: "
+            "losses per token are not comparable with the paper's, only with each other"
         )
     wanted = config.training.steps * config.training.global_batch_size * config.training.seq_len
     if train.tokens("train") < wanted:
         report.warnings.append(
-            f"the run reads {wanted / 1e9:.1f} B tokens, {train.folder} has {train.tokens('train') / 1e9:.1f} B; the paper read "
-            "none twice, so final losses will differ from its own (docs/reproduce.md has the command that makes its data)"
+            f"the run trains on {wanted / 1e9:.1f} B tokens, {train.folder} has {train.tokens('train') / 1e9:.1f} B; "
+            "the paper repeated none, so final losses will differ (docs/reproduce.md has the command for its data)"
         )
 
 
@@ -252,13 +248,13 @@ def _manifest(report: Report, key: str, path: str, needs_data: bool) -> Manifest
     try:
         return Manifest.read(path)
     except UserError as error:
-        remedy = "; `python -m pc.data.demo` makes it" if Path(path) == DEMO else ""
+        remedy = "; create it with `python -m pc.data.demo`" if Path(path) == DEMO else ""
         (report.fail if needs_data else report.warnings.append)(f"{key}: {error}{remedy}")
         return None
 
 
 def check_or_raise(path: str | Path, overrides: Sequence[str], world_size: int) -> Report:
-    """Like `check`, for those who would start the run next: one `UserError` with everything wrong."""
+    """Like `check`, for launchers: raises one `UserError` with all errors."""
     report = check(path, overrides, world_size)
     if report.errors:
         raise UserError(f"{path}: " + "\nerror: ".join(report.errors))

@@ -1,7 +1,7 @@
-"""What PC's exchange and products cost a rank of up to thousands, counted without weights, network or GPUs.
+"""The cost of PC's communication and matmuls on up to thousands of ranks, counted without weights, network or GPUs.
 
-The real code runs: the trainer's parallelisation, schedule and `pc.owner`, on the meta device and torch's fake process
-group. One rank is played, the owner with the most work, on which the others wait.
+It runs the real code (the trainer's parallelisation, the schedule and `pc.owner`) on the meta device and torch's fake
+process group. It simulates one rank: the owner with the most work, which the others wait for.
 """
 
 from collections import Counter
@@ -30,17 +30,17 @@ from pc.titan.parallelize import AlwaysSharded, parallelize
 from pc.titan.toml import resolve, to_config
 
 H100 = DEVICES["H100"]
-TF32 = H100.flops["tf32"] * REACHED.products["tf32"]  # operations per second of PC's products
+TF32 = H100.flops["tf32"] * REACHED.products["tf32"]  # FLOP/s of PC's matmuls
 MODEL = H100.flops["bfloat16"] * REACHED.model  # of a whole step, attention counted causally
 NVLINK, NETWORK = H100.nvlink * REACHED.link, H100.network * REACHED.link  # bytes per second in one direction
 MEMORY = H100.memory * REACHED.memory
-COLLECTIVE, PEER = 20e-6, REACHED.peer  # seconds that an all-to-all takes, and for each rank it exchanges with
+COLLECTIVE, PEER = 20e-6, REACHED.peer  # seconds of an all-to-all, and in addition per rank
 NOT_COUNTED = ["--compile.enable", "false", "--activation_checkpoint.mode", "none"]
 
 
 @dataclass
 class AllToAll:
-    """Bytes of one collective on the rank that is played."""
+    """Bytes of one collective on the simulated rank."""
 
     sent: int
     received: int
@@ -57,12 +57,12 @@ class AllToAll:
 
 @dataclass(eq=False)
 class Counts(TorchDispatchMode):
-    """While it is entered: all-to-alls of `pc.owner`, every other collective, and live bytes of tensors made."""
+    """Inside the context: all-to-alls of `pc.owner`, all other collectives, and live bytes of new tensors."""
 
     rank: int
     all_to_alls: list[AllToAll] = field(default_factory=list)
     others: Counter[str] = field(default_factory=Counter)
-    """those inside DTensor included"""
+    """including those of DTensor"""
     peak: int = 0
     live: int = 0
 
@@ -87,7 +87,7 @@ class Counts(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
 
     def all_to_all(self, receive, send, receive_sizes, send_sizes, group) -> None:
-        """Stands in for `dist.all_to_all_single`."""
+        """Replaces `dist.all_to_all_single`."""
         assert (sum(receive_sizes), sum(send_sizes)) == (receive.numel(), send.numel())
         ranks = dist.get_process_group_ranks(group)
         far = [r // GPUS_PER_NODE != self.rank // GPUS_PER_NODE for r in ranks]
@@ -107,12 +107,12 @@ class Counts(TorchDispatchMode):
 
 @contextmanager
 def fake_rank(rank: int, world_size: int) -> Iterator[Counts]:
-    """This process as one rank of many. Collectives do nothing, and those of `pc.owner` are counted."""
+    """Makes this process one rank of many. Collectives do nothing; those of `pc.owner` are counted."""
     counts = Counts(rank)
     cpu.use_cpu_where_there_is_no_gpu()
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
-        # PC refuses weights on the meta device, because starting vectors are data. Here shapes are enough.
+        # PC rejects weights on the meta device, because the initial vectors need data. Here shapes are enough.
         with (
             mock.patch.object(dist, "all_to_all_single", counts.all_to_all),
             mock.patch.object(step, "_initial_state", _state_of_shapes),
@@ -138,14 +138,14 @@ class Scale:
     busiest: int
     """matrices of the owner with the most work"""
     over_fair_share: float
-    """its operations over an equal part of PC's in its replica"""
+    """its PC FLOPs relative to an equal share in its replica"""
     flops: int
     most_flops: int
-    """operations of PC on one matrix, the largest"""
+    """PC FLOPs of the most expensive matrix"""
     materialise: list[AllToAll]
     pull_back: list[AllToAll]
     peak: int
-    """bytes that PC's passes allocate on it, at the worst moment"""
+    """peak bytes that PC's passes allocate on it"""
 
     @property
     def products(self) -> float:
@@ -159,7 +159,7 @@ class Scale:
 
     @property
     def least_exchange(self) -> float:
-        """Seconds if owners kept W and the moments: gradients in, PC(W) out."""
+        """Seconds if owners kept W and the optimizer state: only gradients in, PC(W) out."""
         return sum(one.seconds for one in self.pull_back[::2]) / 2 + sum(one.seconds for one in self.materialise[1::2])
 
     @property
@@ -168,10 +168,10 @@ class Scale:
 
 
 def simulate(path: str | Path, overrides: Sequence[str], world_size: int, replicas_share: bool = False) -> Scale:
-    """Play the busiest owner. The global batch grows to one sequence per data rank where it is smaller.
+    """Simulate the busiest owner. Increases the global batch to one sequence per data-parallel rank if it is smaller.
 
     Args:
-        replicas_share: deal the matrices out over all replicas of HSDP, which `pc.owner` can and does not.
+        replicas_share: assign matrices over all HSDP replicas, which `pc.owner` supports but does not do.
     """
     config = to_config(resolve(path, [*overrides, *NOT_COUNTED], JobConfig), JobConfig)
     parallel, training = config.parallelism, config.training
@@ -230,8 +230,8 @@ def sharded(args: Llama2Args, config: JobConfig, world_size: int) -> nn.Module:
     return model
 
 
-# Config, GPUs, mesh as people use them, its keys. FSDP in a node and replicas of it for small models, which leave the
-# network to one reduction; tensor parallelism in a node where a model is too large for that.
+# Config, GPUs, usual mesh, its keys. Small models: FSDP within a node and HSDP replicas, so that only one all-reduce
+# uses the network. Large models: tensor parallelism within a node.
 REPLICAS, TENSOR = "--parallelism.data_parallel_replicate_degree", "--parallelism.tensor_parallel_degree"
 CONTEXT = "--parallelism.context_parallel_degree"
 GPUS = (8, 64, 512, 1024)
@@ -249,7 +249,7 @@ PLANS: list[tuple[str, int, str, list[str]]] = [
 ]
 HEADINGS = (
     "model | GPUs | mesh | M tokens per step | matrices: all, on the busiest rank | over an equal share | TFLOP | "
-    "all-to-alls | GiB sent, received | peak GiB | step without PC, s | products, ms | exchange, ms | PC, % of the step | "
+    "all-to-alls | GiB sent, received | peak GiB | step without PC, s | matmuls, ms | exchange, ms | PC, % of the step | "
     "least exchange, ms"
 )
 

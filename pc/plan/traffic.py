@@ -1,4 +1,4 @@
-"""What a function would launch on a GPU, found on the meta device: operations, bytes and precision of each kernel."""
+"""Counts the kernels that a function would launch on a GPU: FLOPs, bytes and precision of each, on the meta device."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,15 +17,15 @@ from pc.passes import materialise, pull_back
 @dataclass(frozen=True)
 class Kernel:
     flops: int
-    """of a product; 0 for everything else"""
+    """of a matmul; 0 for all other kernels"""
     bytes: int
     """of inputs and outputs"""
     precision: str
-    """"float32", "tf32" or "bfloat16": that of a product's factors"""
+    """"float32", "tf32" or "bfloat16": that of a matmul's inputs"""
 
 
 class Traffic(TorchDispatchMode):
-    """Collects the operations that move data, within."""
+    """Collects the kernels that run inside the context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,11 +58,11 @@ def of_passes(
     functions: tuple[Callable, Callable] = (materialise, pull_back),
     **options,
 ) -> dict[str, Traffic]:
-    """Traffic of both passes over matrices of shapes [n, m] on one owner of a GPU, batched as there.
+    """Kernels of both passes over matrices of shapes [n, m] on one owner, batched as on a GPU.
 
     Args:
-        matrices: (n, m, config) of each, with one level in its config.
-        functions: what takes the place of `passes.materialise` and `passes.pull_back`.
+        matrices: (n, m, config) of each, with one level.
+        functions: replacements for `passes.materialise` and `passes.pull_back`.
         options: of `run_on_owners`.
     """
     keys = [config for *_, config in matrices]

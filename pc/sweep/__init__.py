@@ -1,4 +1,4 @@
-"""Sweeps: many runs from one TOML, on this machine or a cluster, and the choice among them."""
+"""Sweeps: many runs from one TOML, on this machine or a cluster, and selection among them."""
 
 from pc.errors import require_extra
 

@@ -1,8 +1,8 @@
-"""Equal runs are trained once: which runs are the same, which of several sweeps' runs remain, and taking one over.
+"""Equal runs are trained once: which runs are equal, which runs of several sweeps remain, and reuse of finished ones.
 
-Two runs are the same when their resolved configurations agree in all that decides the result. Folders of a run,
-checkpoints, logging and health metrics do not; the number of GPUs does not, as the global batch holds on any.
-A run that is taken over is a link to the folder of the one that was trained.
+Two runs are equal if their resolved configurations agree in everything that affects the result. Folders, checkpoints,
+logging and health metrics do not, nor does the number of GPUs, because the global batch does not depend on it. A reused
+run is a link to the folder of the trained one.
 """
 
 import dataclasses
@@ -23,18 +23,14 @@ from pc.titan.optimizer_kinds import foreign_keys
 from pc.titan.toml import resolve, to_config
 
 OUTPUTS = Path("outputs")
-"""Where runs lie, of sweeps and of single configs, unless a folder was named for them."""
+"""Default folder of runs, of sweeps and of single configs."""
 
 _NOT_THE_RESULT = ("job", "metrics", "profiling", "health", "comm", "memory_estimation")
 _START = ("initial_load_path", "initial_load_in_hf", "initial_load_model_only", "load_step")
 
 
 def identity(resolved: dict[str, Any]) -> dict[str, Any]:
-    """{"section.key": value} of all that decides a run's result.
-
-    Args:
-        resolved: what `pc.titan.toml.resolve` returns.
-    """
+    """{"section.key": value} of everything that affects a run's result, from what `pc.titan.toml.resolve` returns."""
     sections = dataclasses.asdict(to_config(resolved, JobConfig))
     for name in _NOT_THE_RESULT:
         del sections[name]
@@ -62,17 +58,12 @@ def _flat(prefix: str, values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield prefix + key, value
 
 
-def key_of(identified: dict[str, Any]) -> str:
-    """An identity as one comparable string."""
+def _key_of(identified: dict[str, Any]) -> str:
     return json.dumps(identified, sort_keys=True)
 
 
-def key_of_run(run: Run) -> str:
-    return key_of(identity(resolve(run.config, run.overrides, JobConfig)))
-
-
 def trained_as(folder: Path) -> dict[str, Any] | None:
-    """The identity of the run that a folder holds; None when it holds none, or one of an older version."""
+    """The identity of a folder's run; None if there is no run, or one of an older version."""
     try:
         return identity(resolve(folder / "config.toml", [], JobConfig))
     except UserError:
@@ -80,7 +71,7 @@ def trained_as(folder: Path) -> dict[str, Any] | None:
 
 
 def require_unchanged(sweep: Sweep) -> None:
-    """Refuse a sweep one of whose runs was trained under another configuration: it could not be compared.
+    """Refuse a sweep with a run that was trained with another configuration: it could not be compared.
 
     Runs may be added to a sweep at any time.
     """
@@ -92,21 +83,21 @@ def require_unchanged(sweep: Sweep) -> None:
         changed = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
         said = ", ".join(f"{key} = {before.get(key)!r} (now {now.get(key)!r})" for key in changed[:3])
         raise UserError(
-            f"{sweep.path}: {run.folder} was trained with {said}; put that back, or give the sweep another "
-            'folder = "..." (runs that are still the same are taken over)'
+            f"{sweep.path}: {run.folder} was trained with {said}; restore that, or give the sweep another "
+            'folder = "..." (unchanged runs are reused)'
         )
 
 
 def folders_by_key(roots: Sequence[Path]) -> dict[str, list[Path]]:
-    """All runs below `roots` that have begun, links left out."""
+    """All started runs below `roots`, without links."""
     found: dict[str, list[Path]] = {}
     for root in roots:
         for folder, folders, files in os.walk(root):
             if "config.toml" in files:
                 folders.clear()  # checkpoints and logs
                 trained = trained_as(Path(folder))
-                if trained is not None and Path(folder) not in found.setdefault(key_of(trained), []):
-                    found[key_of(trained)].append(Path(folder))
+                if trained is not None and Path(folder) not in found.setdefault(_key_of(trained), []):
+                    found[_key_of(trained)].append(Path(folder))
     return found
 
 
@@ -117,93 +108,81 @@ class Planned:
     sweep: Sweep
     run: Run
     owner: Run
-    """The first of the equal runs, itself perhaps: it alone is trained."""
+    """The first of the equal runs, perhaps this one: only the first is trained."""
     elsewhere: list[Path]
-    """Folders of equal runs outside its own."""
+    """Other folders of equal runs."""
 
     @property
     def finished(self) -> Path | None:
-        """A finished equal run's folder."""
-        return next((f for f in self.elsewhere if _state(f) == "finished"), None)
+        """The folder of a finished equal run, if there is one."""
+        return next(filter(_is_finished, self.elsewhere), None)
 
     @property
     def trained_elsewhere(self) -> Path | None:
-        """The folder of an equal run that another process trains."""
-        return next((folder for folder in self.elsewhere if run_folder.is_locked(folder)), None)
+        """The folder of an equal run that another process is training, if there is one."""
+        return next(filter(run_folder.is_locked, self.elsewhere), None)
 
     @property
     def remains(self) -> bool:
-        """Whether it is this run that has to be trained."""
-        done = run_folder.state_of(self.run.folder).state == "finished" or self.finished is not None
-        return self.owner == self.run and not done
+        """Whether this run must be trained."""
+        return self.owner == self.run and not _is_finished(self.run.folder) and self.finished is None
 
 
 def plan(sweeps: Sequence[Sweep]) -> list[Planned]:
-    """Every run of the sweeps, in order, with its equals."""
+    """Every run of the sweeps, in order, with its equal runs."""
     folders = folders_by_key([OUTPUTS, *[sweep.folder for sweep in sweeps]])
     owners: dict[str, Run] = {}
     planned = []
     for sweep in sweeps:
         for run in sweep.runs:
-            key = key_of_run(run)
+            key = _key_of(identity(resolve(run.config, run.overrides, JobConfig)))
             elsewhere = [folder for folder in folders.get(key, []) if folder.resolve() != run.folder.resolve()]
             planned.append(Planned(sweep, run, owners.setdefault(key, run), elsewhere))
     return planned
 
 
 def take_over(sweeps: Sequence[Sweep]) -> None:
-    """Let each run that has not begun be a link to a finished equal run's folder."""
+    """Make each run that has not started a link to the folder of a finished equal run."""
     for planned in plan(sweeps):
         folder = planned.run.folder
         if folder.is_symlink() and not folder.exists():
-            folder.unlink()  # what it led to was deleted or moved
+            folder.unlink()  # its target was deleted or moved
         if planned.finished is not None and not folder.exists():
             folder.parent.mkdir(parents=True, exist_ok=True)
             target = os.path.relpath(planned.finished.resolve(), folder.parent.resolve())
             try:
                 folder.symlink_to(target, target_is_directory=True)
             except FileExistsError:
-                continue  # another command was faster
-            print(f"{planned.run.name}: taken over from {planned.finished}, the same run", flush=True)
+                continue  # another command already did this
+            print(f"{planned.run.name}: reused from {planned.finished}, an equal run", flush=True)
 
 
-def _state(folder: Path) -> str:
-    file = folder / "status.json"
-    return json.loads(file.read_text())["state"] if file.exists() else ""
+def _is_finished(folder: Path) -> bool:
+    return run_folder.state_of(folder).state == "finished"
 
 
 def plan_text(sweeps: Sequence[Sweep], cost: Callable[[Run], tuple[int, float]]) -> str:
-    """The runs, their tokens and GPU-hours, and what remains to be trained.
-
-    Args:
-        cost: tells a run's tokens and seconds of one GPU.
-    """
+    """The runs, their tokens and GPU-hours by `cost` (tokens and seconds of one GPU), and what remains to be trained."""
+    costs = [(planned, *cost(planned.run)) for planned in plan(sweeps)]
     lines = []
-    totals = {"in all": [0, 0, 0.0], "not equal to an earlier one": [0, 0, 0.0], "to be trained": [0, 0, 0.0]}
-    for planned in plan(sweeps):
-        tokens, seconds = cost(planned.run)
+    for planned, tokens, seconds in costs:
         word = ""
         if planned.owner != planned.run:
-            word = f"  the same as {planned.owner.folder}"
-        elif run_folder.state_of(planned.run.folder).state == "finished":
+            word = f"  equal to {planned.owner.folder}"
+        elif _is_finished(planned.run.folder):
             word = "  finished"
         elif planned.finished:
             word = f"  finished as {planned.finished}"
         elif planned.elsewhere:
-            word = f"  begun as {planned.elsewhere[0]}: finish it there"
-        counted = ["in all"]
-        counted += ["not equal to an earlier one"] if planned.owner == planned.run else []
-        counted += ["to be trained"] if planned.remains else []
-        for name in counted:
-            for place, value in enumerate((1, tokens, seconds)):
-                totals[name][place] += value
-        lines.append(f"{_name(planned, sweeps):<56} {_cost(tokens, seconds)}{word}")
-    lines += [f"{f'{count} runs {name}':<56} {_cost(*rest)}" for name, (count, *rest) in totals.items()]
+            word = f"  started as {planned.elsewhere[0]}: finish it there"
+        name = planned.run.name if len(sweeps) == 1 else f"{planned.sweep.path.stem}/{planned.run.name}"
+        lines.append(f"{name:<56} {_cost(tokens, seconds)}{word}")
+    owners = [item for item in costs if item[0].owner == item[0].run]
+    remaining = [item for item in owners if item[0].remains]
+    for what, items in (("in all", costs), ("not equal to an earlier one", owners), ("to be trained", remaining)):
+        tokens, seconds = (sum(item[place] for item in items) for place in (1, 2))
+        lines.append(f"{f'{len(items)} runs {what}':<56} {_cost(tokens, seconds)}")
     return "\n".join(lines)
-
-
-def _name(planned: Planned, sweeps: Sequence[Sweep]) -> str:
-    return planned.run.name if len(sweeps) == 1 else f"{planned.sweep.path.stem}/{planned.run.name}"
 
 
 def _cost(tokens: int, seconds: float) -> str:

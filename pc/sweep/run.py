@@ -19,14 +19,15 @@ from pc.titan.toml import resolve
 
 SECONDS_BETWEEN_PROGRESS_LINES = 20
 RECENT = 20
-"""logged lines whose pace tells the time left"""
+"""logged lines from whose speed the time left is estimated"""
 
 
 def run_all(sweeps: Sequence[Sweep]) -> None:
-    """Train what is not finished; a run that was interrupted continues from its checkpoint.
+    """Train all unfinished runs; an interrupted run continues from its checkpoint.
 
-    A run that fails is reported and the next one starts; repeating the command tries it again. Several such commands
-    share sweeps: a run that another one trains is passed over. Of equal runs one is trained, and the others take it over.
+    A failed run is reported and the next one starts; repeating the command retries it. Several such commands can work
+    on the same sweeps: each skips runs that another one is training. Of equal runs one is trained, and the others reuse
+    it.
     """
     for sweep in sweeps:
         begin(sweep)
@@ -39,16 +40,16 @@ def run_all(sweeps: Sequence[Sweep]) -> None:
             continue
         planned = equal_runs.plan(sweeps)[number - 1]
         if planned.owner != run:
-            print(f"{label}: the same run as {planned.owner.folder}", flush=True)
+            print(f"{label}: equal to {planned.owner.folder}", flush=True)
             continue
         if planned.trained_elsewhere is not None:
-            print(f"{label}: another process trains the same run in {planned.trained_elsewhere}", flush=True)
+            print(f"{label}: another process is training an equal run in {planned.trained_elsewhere}", flush=True)
             continue
         fetch_demo_data(resolve(run.config, run.overrides, JobConfig))
         try:
             held = lock(run.folder)
         except UserError:
-            print(f"{label}: another process trains it", flush=True)
+            print(f"{label}: another process is training it", flush=True)
             continue
         train(run, held, processes, label)
         equal_runs.take_over(sweeps)
@@ -63,7 +64,7 @@ def run_all(sweeps: Sequence[Sweep]) -> None:
 
 
 def train(run: Run, held: TextIO, processes: int, label: str) -> None:
-    """One run to its end, its output in <run folder>/train.log, its progress on the console.
+    """Train one run to its end, with its output in <run folder>/train.log and its progress on the console.
 
     Args:
         held: the folder's lock (`run_folder.lock`), released at the end.
@@ -85,7 +86,7 @@ def train(run: Run, held: TextIO, processes: int, label: str) -> None:
 
 
 def _wait(trainer: subprocess.Popen, run: Run, label: str) -> None:
-    """Wait for the trainer, saying now and then how far it is; end it when this process is ended."""
+    """Wait for the trainer and print its progress from time to time; stop it if this process is stopped."""
 
     def end(signal_number, _) -> None:
         trainer.terminate()
@@ -102,7 +103,7 @@ def _wait(trainer: subprocess.Popen, run: Run, label: str) -> None:
             except subprocess.TimeoutExpired:
                 shown = _say_progress(run, label, shown)
     except KeyboardInterrupt:
-        trainer.wait()  # Ctrl-C reached it too
+        trainer.wait()  # Ctrl-C reached the trainer too
         sys.exit(130)
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -1,4 +1,4 @@
-"""Choose the stable run with the lowest final metric; a table, a plot, and the choice as an overlay."""
+"""Choose the stable run with the lowest final metric; write a table, a plot, and the choice as an overlay."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from typing import Any
 
 import tomli_w
 
-from pc.common import plots
+from pc.common import markdown, plots
 from pc.common.files import write_atomically
 from pc.common.run_folder import state_of
 from pc.errors import UserError
@@ -19,7 +19,7 @@ from pc.sweep.spec import Sweep, label, value_label
 
 @dataclass(frozen=True)
 class Candidate:
-    """The runs that differ only in their seed, taken together."""
+    """Runs that differ only in their seed."""
 
     config: str
     settings: dict[str, Any]
@@ -28,11 +28,7 @@ class Candidate:
     """of the worst seed"""
     complete: bool
     """whether every seed has finished"""
-    allowed: int
-
-    @property
-    def stable(self) -> bool:
-        return self.spikes <= self.allowed
+    stable: bool
 
     @property
     def mean(self) -> float:
@@ -40,14 +36,14 @@ class Candidate:
 
 
 def select(sweep: Sweep) -> str:
-    """Write table.md, the plot and selected-<config>.toml beside the results; returns what to print."""
+    """Write table.md, the plot and selected-<config>.toml next to the results; returns what to print."""
     equal_runs.require_unchanged(sweep)
     results = collect(sweep)
     metric = sweep.select.metric
     if not results:
         raise UserError(f"{sweep.path}: no run has finished; see `scripts/sweep.py status`")
     if all(result[metric] is None for result in results):
-        raise UserError(f"{sweep.path}: select.metric = {metric!r} was written by no run")
+        raise UserError(f"{sweep.path}: no run logged select.metric = {metric!r}")
     candidates = _candidates(sweep, results)
     words = [_write_table(sweep, candidates, results)]
     for config in dict.fromkeys(run.config for run in sweep.runs):
@@ -58,32 +54,26 @@ def select(sweep: Sweep) -> str:
 
 
 def _candidates(sweep: Sweep, results: list[dict]) -> list[Candidate]:
-    """Candidates with at least one finished run that wrote the metric, in the sweep's order."""
+    """Candidates with at least one finished run that logged the metric, in the sweep's order."""
     by_name = {result["name"]: result for result in results if result[sweep.select.metric] is not None}
     candidates = []
     for setting in dict.fromkeys(run.setting_name for run in sweep.runs):
         members = [run for run in sweep.runs if run.setting_name == setting]
         finished = [by_name[run.name] for run in members if run.name in by_name]
         if finished:
-            candidates.append(
-                Candidate(
-                    config=members[0].config,
-                    settings=members[0].settings,
-                    metrics=[result[sweep.select.metric] for result in finished],
-                    spikes=max(result["spikes"] for result in finished),
-                    complete=len(finished) == len(members),
-                    allowed=sweep.select.spikes_allowed,
-                )
-            )
+            metrics = [result[sweep.select.metric] for result in finished]
+            spikes = max(result["spikes"] for result in finished)
+            complete, stable = len(finished) == len(members), spikes <= sweep.select.spikes_allowed
+            candidates.append(Candidate(members[0].config, members[0].settings, metrics, spikes, complete, stable))
     return candidates
 
 
 def _choose(sweep: Sweep, config: str, candidates: list[Candidate]) -> str:
-    """The overlay of the best candidate of one config, and a line about it."""
+    """Write the overlay of the best candidate of one config; returns a line about it."""
     name = Path(config).stem
     eligible = [c for c in candidates if c.stable and c.complete]
     if not eligible:
-        return f"{name}: nothing selected, since no setting is both finished for every seed and stable"
+        return f"{name}: nothing selected, because no setting is both finished for every seed and stable"
     best = min(eligible, key=lambda candidate: candidate.mean)
     destination = sweep.folder / f"selected-{name}.toml"
     overlay: dict[str, Any] = {"parent": os.path.relpath(config, sweep.folder)}
@@ -101,26 +91,19 @@ def _choose(sweep: Sweep, config: str, candidates: list[Candidate]) -> str:
         said += f"\n  provisional: {waiting} runs of {name} have not finished"
     for key, values in sweep.axes.items():
         if _is_numeric(values) and len(values) > 1 and best.settings[key] in (min(values), max(values)):
-            said += f"\n  note: {key} = {best.settings[key]} is an end of its grid; the optimum may lie outside"
+            said += f"\n  note: {key} = {best.settings[key]} is at an end of its grid; the optimum may be outside"
     return said
 
 
 def _write_table(sweep: Sweep, candidates: list[Candidate], results: list[dict]) -> str:
     keys = list(sweep.axes)
-    header = ["config", *keys, sweep.select.metric, "runs", "spikes", "stable"]
-    rows = [
-        [
-            Path(c.config).stem,
-            *[json.dumps(c.settings[key]) for key in keys],
-            f"{c.mean:.4f}",
-            str(len(c.metrics)),
-            str(c.spikes),
-            "yes" if c.stable else "no",
-        ]
-        for c in candidates
-    ]
-    lines = ["| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows]]
-    rule = (
+    rows = []
+    for c in candidates:
+        values = [json.dumps(c.settings[key]) for key in keys]
+        stable = "yes" if c.stable else "no"
+        rows.append([Path(c.config).stem, *values, f"{c.mean:.4f}", len(c.metrics), c.spikes, stable])
+    text = markdown.table(["config", *keys, sweep.select.metric, "runs", "spikes", "stable"], rows)
+    text += (
         f"\nSpike: a logged training loss above the median of the {sweep.select.spike_window} steps before it "
         f"by more than {sweep.select.spike_deviations} robust standard deviations and "
         f"{sweep.select.spike_margin} nats, or not finite; "
@@ -128,14 +111,13 @@ def _write_table(sweep: Sweep, candidates: list[Candidate], results: list[dict])
     )
     apart = max(result["steps_between_losses"] for result in results)
     if apart > 1:
-        rule += f"\nLosses were logged up to {apart} steps apart, so spikes between them are not counted.\n"
+        text += f"\nLosses were logged up to {apart} steps apart, so spikes between them are not counted.\n"
     unfinished = [(run.name, state) for run in sweep.runs if (state := state_of(run.folder)).state != "finished"]
     if unfinished:
-        rule += "\nNot counted:\n" + "".join(
-            f"- {name}: {s.state} {s.reason}".rstrip() + "\n" for name, s in unfinished
-        )
-    write_atomically(sweep.folder / "table.md", "\n".join(lines) + "\n" + rule)
-    return "\n".join(lines) + "\n" + rule
+        text += "\nNot counted:\n"
+        text += "".join(f"- {name}: {s.state} {s.reason}".rstrip() + "\n" for name, s in unfinished)
+    write_atomically(sweep.folder / "table.md", text)
+    return text
 
 
 def _plot(sweep: Sweep, candidates: list[Candidate]) -> None:
@@ -146,17 +128,14 @@ def _plot(sweep: Sweep, candidates: list[Candidate]) -> None:
     figure, axes = plots.subplots(width=6.0, height=3.6)
     lines: dict[str, list[Candidate]] = {}
     for candidate in candidates:
-        varied = {
-            name: candidate.settings[name] for name, given in sweep.axes.items() if name != key and len(given) > 1
-        }
-        configs = {c.config for c in candidates}
-        words = [Path(candidate.config).stem] if len(configs) > 1 or not varied else []
+        others = [name for name, given in sweep.axes.items() if name != key and len(given) > 1]
+        varied = {name: candidate.settings[name] for name in others}
+        words = [Path(candidate.config).stem] if len({c.config for c in candidates}) > 1 or not varied else []
         words += [label(varied)] if varied else []
         lines.setdefault(", ".join(words), []).append(candidate)
     for name, members in lines.items():
         places = [c.settings[key] if numeric else values.index(c.settings[key]) if key else 0 for c in members]
-        means = [c.mean for c in members]
-        (line,) = axes.plot(places, means, label=name, linewidth=1)
+        (line,) = axes.plot(places, [c.mean for c in members], label=name, linewidth=1)
         for place, candidate in zip(places, members, strict=True):
             face = line.get_color() if candidate.stable else "none"
             axes.scatter([place], [candidate.mean], color=line.get_color(), facecolors=face, zorder=3)

@@ -1,9 +1,9 @@
-"""Sweeps as data: base configs, axes and seeds in a TOML; their product is the list of runs.
+"""Sweep files: base configs, axes and seeds in a TOML; their product is the list of runs.
 
 configs = ["../271m_adamw_baseline.toml"]     # relative to the sweep's file
 seeds = [0, 1]                                # optional
 
-[axes]                                        # quoted: the dot belongs to the name
+[axes]                                        # quoted, because the dot is part of the name
 "optimizer.lr" = { first = 3e-4, last = 3.394e-3 }        # geometric, factor = sqrt(2)
 "pc.level" = [1, 2, 3, 4]
 """
@@ -26,22 +26,22 @@ from pc.titan.toml import resolve, to_config
 
 @dataclass
 class Selection:
-    """What `select` calls the best run."""
+    """How `select` chooses the best run."""
 
     metric: str = "validation_loss"
-    """Key of metrics.jsonl; the lowest final value wins."""
+    """Key of metrics.jsonl; the run with the lowest final value is chosen."""
 
     spike_window: int = 50
-    """A logged training loss is compared with the median of those of this many steps before it."""
+    """A logged training loss is compared with the median over this many steps before it."""
 
     spike_deviations: float = 6.0
-    """It is a spike when it lies above the median by more than so many robust standard deviations ..."""
+    """It is a spike if it exceeds the median by more than this many robust standard deviations ..."""
 
     spike_margin: float = 0.1
-    """... and by more than so many nats; one that is not finite always is."""
+    """... and by more than this many nats. A non-finite loss is always a spike."""
 
     spike_warmup: int = 10
-    """Finite losses of the first so many steps are no spikes."""
+    """Finite losses in this many first steps are not spikes."""
 
     spikes_allowed: int = 0
     """A run with more spikes is unstable and cannot be chosen."""
@@ -61,17 +61,17 @@ class SweepConfig:
     """"section.key" = [values], or { first, last, factor } for a geometric grid (factor: sqrt 2)."""
 
     seeds: list[int] = field(default_factory=list)
-    """Each run once per seed, for initial weights and data order; empty: the config's own seed."""
+    """Seeds of initial weights and data order, one run for each; empty: the config's own seed."""
 
     folder: str = ""
-    """Where runs and results go; empty: outputs/sweeps/<name of the sweep's file>."""
+    """Folder of runs and results; empty: outputs/sweeps/<name of the sweep's file>."""
 
     select: Selection = field(default_factory=Selection)
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep's file, read and multiplied out."""
+    """A sweep's file with its list of runs."""
 
     path: Path
     folder: Path
@@ -81,7 +81,7 @@ class Sweep:
 
 
 def load(path: str | Path) -> Sweep:
-    """Read a sweep and check every run's config, before anything is started."""
+    """Read a sweep and check every run's config."""
     path = Path(path)
     values = resolve(path, [], SweepConfig)
     selection = Selection(**values.pop("select", {}))
@@ -108,7 +108,7 @@ def load(path: str | Path) -> Sweep:
                 words.append(f"--job.dump_folder={folder / run_name}")
                 runs.append(Run(run_name, file, tuple(words), folder / run_name, settings, seed))
     if len({run.name for run in runs}) < len(runs):
-        raise UserError(f"{path}: two runs have the same name; does a value, a seed or a config stand twice?")
+        raise UserError(f"{path}: two runs have the same name; is a value, a seed or a config listed twice?")
     for run in runs:
         try:
             resolve(run.config, run.overrides, JobConfig)
@@ -118,9 +118,9 @@ def load(path: str | Path) -> Sweep:
 
 
 def begin(sweep: Sweep) -> Path:
-    """Write the run list that jobs of an array read their run from.
+    """Write the run list from which the jobs of an array read their run.
 
-    A run keeps its place in it, as jobs that wait know their run by that; runs that were added come at the end.
+    A run keeps its position, because waiting jobs identify their run by it; added runs come at the end.
     """
     destination = sweep.folder / "runs.json"
     before = json.loads(destination.read_text())["runs"] if destination.exists() else []
@@ -137,13 +137,12 @@ def tokens_of(run: Run, processes: int) -> int:
 
 
 def label(settings: dict[str, Any]) -> str:
-    """Settings as a plot names them: "pc on, lr 0.003, blocks o+ffn"."""
-    return ", ".join(_setting_label(key, value) for key, value in settings.items())
-
-
-def _setting_label(key: str, value: Any) -> str:
-    section, _, name = key.rpartition(".")
-    return f"{section if name == 'enable' else name} {value_label(value)}"
+    """Settings as a plot label: "pc on, lr 0.003, blocks o+ffn"."""
+    words = []
+    for key, value in settings.items():
+        section, _, name = key.rpartition(".")
+        words.append(f"{section if name == 'enable' else name} {value_label(value)}")
+    return ", ".join(words)
 
 
 def value_label(value: Any) -> str:
@@ -162,7 +161,7 @@ def _axis_values(path: Path, key: str, axis: list | dict[str, float], configs: l
     if not {"first", "last"} <= set(axis) <= {"first", "last", "factor"}:
         raise UserError(f'{path}: axes."{key}" should be a list or {{ first, last, factor }}, not {sorted(axis)}')
     grid = geometric_grid(axis["first"], axis["last"], axis.get("factor", math.sqrt(2)), f'{path}: axes."{key}"')
-    # The configs' own value lies on a published grid but for its rounding: the grid takes it, so that this run is theirs.
+    # The configs' own value is on a published grid up to rounding: use it exactly, so that this run equals theirs.
     section, _, name = key.rpartition(".")
     try:
         own = {resolve(path.parent / file, [], JobConfig).get(section, {}).get(name) for file in configs}
@@ -172,20 +171,20 @@ def _axis_values(path: Path, key: str, axis: list | dict[str, float], configs: l
 
 
 ROUNDING = 5e-4
-"""Relative error of a number that is written with four digits."""
+"""Relative rounding error of four significant digits."""
 
 
 def geometric_grid(first: float, last: float, factor: float, where: str) -> list[float]:
     """first, first*factor, ... up to last, evenly spaced and rounded to four significant digits.
 
-    `last` must lie on the grid to within half a percent: published ends are rounded.
+    `last` must be on the grid to within half a percent, because published ends are rounded.
     """
     if not (first > 0 and last >= first and factor > 1):
         raise UserError(f"{where}: needs 0 < first <= last and factor > 1")
     count = round(math.log(last / first) / math.log(factor))
     if abs(first * factor**count / last - 1) > 5e-3:
         fits = f"{first * factor**count:.4g} or {first * factor ** (count + 1):.4g}"
-        raise UserError(f"{where}: last = {last} is not on the grid; near it are {fits}")
+        raise UserError(f"{where}: last = {last} is not on the grid; the nearest points are {fits}")
     return [float(f"{first * (last / first) ** (step / max(1, count)):.4g}") for step in range(count + 1)]
 
 
@@ -199,7 +198,7 @@ def _check_selection(path: Path, selection: Selection) -> None:
 
 
 def _shortest(path: Path) -> str:
-    """Relative to the working directory where that is inside it, so that a moved checkout still fits."""
+    """Path relative to the working directory if it is inside, so that it stays valid in a moved checkout."""
     relative = os.path.relpath(path)
     return relative if not relative.startswith("..") else str(path.resolve())
 

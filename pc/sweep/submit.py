@@ -1,4 +1,4 @@
-"""Queue the runs of sweeps on a SLURM cluster, an array for each sweep."""
+"""Queue the runs of sweeps on a SLURM cluster, one array per sweep."""
 
 import json
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from pc.sweep.spec import Sweep, begin
 
 
 def submit(sweeps: Sequence[Sweep], at_a_time: int, allocation: slurm.Allocation) -> str:
-    """Check the sweeps' runs and queue the unfinished, an array for each sweep, `at_a_time` at once (0: all).
+    """Check the sweeps' runs and queue unfinished ones, one array per sweep, `at_a_time` at once (0: all).
 
-    Of equal runs one is queued: the first.
+    Of equal runs only the first is queued.
     """
     planned = equal_runs.plan(sweeps)
     for item in planned:
@@ -33,5 +33,5 @@ def submit(sweeps: Sequence[Sweep], at_a_time: int, allocation: slurm.Allocation
             line = f"job {job}: {len(waiting)} runs, logs in {sweep.folder}/slurm"
         elif equal:
             line = f"{sweep.path.stem}: nothing to queue"
-        said += [line] + [f"  {item.run.name}: the same run as {item.owner.folder}" for item in equal]
+        said += [line] + [f"  {item.run.name}: equal to {item.owner.folder}" for item in equal]
     return "\n".join(said)

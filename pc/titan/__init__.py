@@ -1,8 +1,4 @@
-"""The TorchTitan plug-in: Llama 2 with PC as a train spec, and a trainer around TorchTitan's.
-
-TorchTitan is a dependency, extended from outside. This package is not called `torchtitan`, since a folder
-of that name at the top level would shadow it.
-"""
+"""The TorchTitan plug-in: Llama 2 with PC as a train spec, and a trainer that extends TorchTitan's."""
 
 from pc.errors import require_extra
 

@@ -1,9 +1,9 @@
-"""Size of attention and FFN outputs before the residual addition, measured inside the forward pass.
+"""Measures the size of attention and FFN outputs before the residual addition, inside the forward pass.
 
-The outputs exist only inside a transformer block, which TorchTitan compiles as one graph, so the measuring
-is part of that graph: a forward hook adds into a buffer. The hook asks a module attribute whether to
-measure, and torch.compile specialises on it: one graph for every block of the model without a trace of the
-measuring, and a second one, compiled when first needed, for the steps that measure.
+The outputs exist only inside a transformer block, which TorchTitan compiles as one graph. So the measurement must be
+part of that graph: a forward hook adds to a buffer. A module attribute turns the hook on and off, and torch.compile
+specialises on it: all blocks share one graph without the measurement and, from the first step that measures, a second
+graph with it.
 """
 
 from collections.abc import Iterator
@@ -13,19 +13,20 @@ from torch import Tensor, nn
 
 from pc.linear import clean_name
 
-# Names of the measured children of a TorchTitan block, with the names they have in metrics.
+# Measured children of a TorchTitan block: their names in metrics.
 PARTS = {"attention": "attention", "feed_forward": "ffn"}
 
-# Positions in the buffer.
+# Indices into the buffer.
 SUM_OF_SQUARES, COUNT, LARGEST = range(3)
 
 
 class OutputSizes:
-    """Sum of squares, count and largest magnitude of outputs, over the forward passes while it is on.
+    """Sum of squares, count and largest magnitude of outputs, over all forward passes between `start` and `stop`.
+
+    Create it before the first forward pass.
 
     Args:
-        model_parts: TorchTitan transformers, sharded and compiled as they will be; buffers are added to
-            their blocks, which no checkpoint contains. Call before the first forward pass.
+        model_parts: TorchTitan transformers, after sharding and compiling. Their blocks get non-persistent buffers.
     """
 
     def __init__(self, model_parts: list[nn.Module]) -> None:
@@ -37,13 +38,13 @@ class OutputSizes:
             module.register_forward_hook(_measure)
 
     def start(self) -> None:
-        """From now on measure, from zero."""
+        """Reset to zero and start measuring."""
         for module in self._measured.values():
             module.output_sizes.zero_()
             module.measures_output = True
 
     def stop(self) -> dict[tuple[int, str], Tensor]:
-        """Measure no longer; returns {(layer, part): [sum of squares, count, largest]} of this rank."""
+        """Stop measuring; returns {(layer, part): [sum of squares, count, largest]} of this rank."""
         for module in self._measured.values():
             module.measures_output = False
         return {key: module.output_sizes for key, module in self._measured.items()}
@@ -60,8 +61,8 @@ def _measure(module: nn.Module, arguments: tuple, output: Tensor) -> None:
     """Forward hook; one function for all modules, so that all blocks share their compiled graphs."""
     if not module.measures_output:
         return
-    # Activation checkpointing runs the forward pass again inside the backward pass, where a graph task is
-    # running. A compiled graph writes the buffer in its forward part alone.
+    # Skip the forward pass that activation checkpointing repeats during backward, where an autograd graph task is
+    # running. A compiled graph writes the buffer only in its forward part.
     if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
         return
     with torch.no_grad():

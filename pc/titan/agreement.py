@@ -1,4 +1,4 @@
-"""Ranks that disagree are found at the start, by name of what differs, before a collective can hang on it."""
+"""Compares settings, versions and data of all ranks at the start, before a difference can make a collective hang."""
 
 import json
 import platform
@@ -17,7 +17,7 @@ SHOWN = 4
 
 
 def identity(config: JobConfig) -> dict[str, Any]:
-    """What must be the same on every rank: settings, versions, commit, and the content of the data."""
+    """What must be the same on every rank: settings, versions, commit, and the data's checksums."""
     found = {"python": platform.python_version(), "commit": commit()}
     found |= {f"version of {package}": version for package, version in versions().items()}
     found |= {f"content of {key} = {path}": _content(path) for key, path in _data_folders(config)}
@@ -25,10 +25,10 @@ def identity(config: JobConfig) -> dict[str, Any]:
 
 
 def require_agreement(mine: dict[str, Any]) -> None:
-    """Compare with rank 0; collective, and every rank raises or none.
+    """Compare with rank 0. All ranks must call it; all raise or none.
 
     Raises:
-        UserError: naming the first rank that differs, its host, and what differs, with both values.
+        UserError: names the first rank that differs, its host, and what differs, with both values.
     """
     if dist.get_world_size() == 1:
         return
@@ -53,7 +53,7 @@ def _content(path: str) -> str | None:
     try:
         return Manifest.read(path).configuration_sha256
     except UserError:
-        return None  # said where the data are opened
+        return None  # reported when the data are opened
 
 
 def _flat(section: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:

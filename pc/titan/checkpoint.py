@@ -1,4 +1,4 @@
-"""TorchTitan's checkpoint manager, with checksums: damage is found before a load, and no save harms what is there."""
+"""TorchTitan's checkpoint manager with checksums: finds damage before a load, and a failed save harms no checkpoint."""
 
 import shutil
 from collections.abc import Callable
@@ -21,13 +21,13 @@ from pc.titan.distcp import CheckpointFolder, LoadPlanner, Reader
 
 
 class Checkpoints(CheckpointManager):
-    """Upstream's manager of a run's folder of checkpoints.
+    """TorchTitan's manager of a run's checkpoints.
 
     Args:
-        keep_every: checkpoints of these steps are kept whatever `keep_latest_k` says; 0 is none.
-        may_save: asked before a save on every rank; if False, it is left to the next interval.
-        group: processes that agree on what is damaged, on the CPU; None: this one alone.
-        others: upstream's arguments.
+        keep_every: keep checkpoints of multiples of this step regardless of `keep_latest_k`; 0 is off.
+        may_save: called on every rank before a save; if it returns False, the save is skipped until the next interval.
+        group: CPU process group that agrees on which checkpoints are damaged; None for a single process.
+        others: TorchTitan's arguments.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Checkpoints(CheckpointManager):
 
     def dcp_save(
         self, state_dict, checkpoint_id, async_mode, enable_garbage_collection=False, to_hf=False
-    ):  # upstream's signature
+    ):  # TorchTitan's signature
         if to_hf:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
         arguments: dict[str, Any] = {"storage_writer": ChecksummedWriter(checkpoint_id)}
@@ -52,7 +52,7 @@ class Checkpoints(CheckpointManager):
             except CheckpointException as error:
                 self._give_up(error)
         elif async_mode == AsyncMode.ASYNC:
-            # the stager that torch takes where no writer is given; a writer would stage in its own, older way
+            # torch's default stager without a writer; with a writer, torch would use the writer's older staging
             stager = DefaultStager(StagingOptions(False, False, False, False))
             result = dcp.async_save(state_dict, process_group=self.pg, async_stager=stager, **arguments)
             result.add_done_callback(lambda _: stager.close())
@@ -65,17 +65,17 @@ class Checkpoints(CheckpointManager):
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
         if self._should_save(curr_step, last_step) and not self._may_save() and not last_step:
-            logger.warning(f"No checkpoint of step {curr_step}, which was left out")
+            logger.warning(f"No checkpoint of step {curr_step}, because the step was skipped")
             return
         super().save(curr_step, last_step)
 
     def finish_saving(self) -> None:
-        """Wait for a checkpoint that is still being written; raises UserError if it cannot be."""
+        """Wait for a checkpoint that is still being written; raises UserError if writing fails."""
         if self.enable:
             self._async_wait()
 
-    def is_whole(self, step: int) -> bool:
-        """Whether the checkpoint of a step was written to its end."""
+    def is_complete(self, step: int) -> bool:
+        """Whether the checkpoint of a step was written completely."""
         return self.enable and Path(self._create_checkpoint_id(step), INDEX).exists()
 
     def _async_wait(self) -> None:
@@ -86,34 +86,34 @@ class Checkpoints(CheckpointManager):
             self._give_up(error)
 
     def _give_up(self, error: CheckpointException) -> None:
-        """Raise the reason why a save failed, if it is one that a user can fix. Every rank gets here, or none."""
+        """Raise a failed save's reason as a `UserError` if the user can fix it. All ranks call it, or none."""
         for rank, (cause, _) in sorted(error.failures.items()):
             if isinstance(cause, OSError):
                 if dist.get_rank() == 0:
-                    shutil.rmtree(self._saving, ignore_errors=True)  # half a checkpoint; it may fill the disk
+                    shutil.rmtree(self._saving, ignore_errors=True)  # incomplete, and it may fill the disk
                 raise UserError(
                     f"{self._saving} could not be written (rank {rank}: {cause.strerror}); earlier checkpoints are "
-                    "as they were, and the same command continues from the newest"
+                    "unchanged, and the same command resumes from the newest"
                 ) from error
         raise error
 
     def _purge_stale_checkpoints(self) -> None:
-        """Keep the newest whole checkpoints and those of every n-th step; drop halves older than the newest whole one."""
+        """Keep the newest complete checkpoints, those of `keep_every`, and incomplete ones newer than all of them."""
         if self.keep_latest_k == 0 or dist.get_rank() != 0:
             return
         steps = self._steps()
-        whole = [step for step in steps if self.is_whole(step)]
-        kept = set(whole[-self.keep_latest_k :])
+        complete = [step for step in steps if self.is_complete(step)]
+        kept = set(complete[-self.keep_latest_k :])
         for step in steps:
-            is_due = self._keep_every and step % self._keep_every == 0 and step in whole
-            if step not in kept and not is_due and whole and step < whole[-1]:
+            is_due = self._keep_every and step % self._keep_every == 0 and step in complete
+            if step not in kept and not is_due and complete and step < complete[-1]:
                 folder = self._create_checkpoint_id(step)
-                # first of all it stops being whole: a kill may come before the last file is gone
+                # Delete the index first: a kill during the deletion must not leave a folder that looks complete.
                 Path(folder, INDEX).unlink(missing_ok=True)
                 self.purge_queue.put(folder)
 
     def _steps(self) -> list[int]:
-        """Steps that have a folder, whole or not."""
+        """Steps that have a folder, complete or not."""
         return list(checkpoints(self.folder))
 
     # --- loading ------------------------------------------------------------------------------------
@@ -128,11 +128,11 @@ class Checkpoints(CheckpointManager):
         self.states["model"].load_state_dict(state_dict)
 
     def verify(self, checkpoint: str | Path) -> None:
-        """Compare a checkpoint's checksums, each rank its share of the files. All ranks call it, all raise or none.
+        """Verify a checkpoint's checksums, each rank a share of the files. All ranks call it; all raise or none.
 
         Raises:
-            UserError: no checkpoint there.
-            Damaged: naming a file.
+            UserError: there is no checkpoint.
+            Damaged: names a file.
         """
         rank, ranks = (0, 1) if self._group is None else (dist.get_rank(), dist.get_world_size())
         error = None
@@ -148,21 +148,21 @@ class Checkpoints(CheckpointManager):
             if error is not None:
                 raise error
 
-    def newest_whole(self) -> int:
-        """The step of the newest checkpoint that is whole and undamaged; -1 if there is none yet.
+    def newest_valid(self) -> int:
+        """The step of the newest complete and undamaged checkpoint; -1 if there is none yet.
 
-        Newer ones that are not are set aside, and so is a folder that holds no whole one at all: TorchTitan would
-        take its existence for a resume and leave the start that the config names unread.
+        Newer ones are moved aside. So are all files if no checkpoint is complete: TorchTitan would resume because the
+        folder exists, and ignore the initial checkpoint that the config names.
 
         Raises:
-            Damaged: there are whole checkpoints, and every one is damaged.
+            Damaged: all complete checkpoints are damaged.
         """
         steps = self._steps()
         bad: dict[int, str] = {}
         chosen, damage = -1, None
         for step in reversed(steps):
-            if not self.is_whole(step):
-                bad[step] = "half written, as a kill during a save leaves it"
+            if not self.is_complete(step):
+                bad[step] = "incomplete (killed during the save)"
                 continue
             try:
                 self.verify(self._create_checkpoint_id(step))
@@ -172,34 +172,34 @@ class Checkpoints(CheckpointManager):
                 bad[step] = str(error)
                 damage = damage or error
         if chosen == -1 and damage is not None:
-            raise Damaged(f"{damage}; no other checkpoint in {self.folder} is whole")
+            raise Damaged(f"{damage}; no other checkpoint in {self.folder} is complete and undamaged")
         if self._group is not None:
-            dist.barrier(group=self._group)  # every rank has looked
+            dist.barrier(group=self._group)  # all ranks have read the folder
         if dist.get_rank() == 0:
             for step, complaint in bad.items():
                 self._set_aside(Path(self._create_checkpoint_id(step)), complaint)
             if chosen == -1 and Path(self.folder).is_dir():
                 for rest in Path(self.folder).iterdir():
-                    self._set_aside(rest, "no checkpoint of this trainer")
+                    self._set_aside(rest, "not a checkpoint of this trainer")
                 Path(self.folder).rmdir()
         if self._group is not None:
             dist.barrier(group=self._group)
         return chosen
 
     def go_back(self, step: int) -> None:
-        """Set checkpoints newer than this aside, or a restart would go on from them. Every rank calls it."""
+        """Move aside checkpoints newer than `step`, so that a restart does not resume from them. All ranks call it."""
         if self._group is not None:
-            dist.barrier(group=self._group)  # every rank has looked
+            dist.barrier(group=self._group)  # all ranks have read the folder
         newer = [other for other in self._steps() if other > step] if dist.get_rank() == 0 else []
         for other in newer:
             complaint = f"the run went back to step {step} (checkpoint.load_step)"
             self._set_aside(Path(self._create_checkpoint_id(other)), complaint, Path(f"{self.folder}.abandoned"))
 
     def remind(self) -> None:
-        """Say once more what was set aside in this run, by this job or an earlier one."""
+        """Log again which checkpoints this job or an earlier one moved aside."""
         if self.enable and self._aside.is_dir() and dist.get_rank() == 0:
             names = ", ".join(sorted(folder.name for folder in self._aside.iterdir()))
-            logger.warning(f"Damaged or half-written checkpoints were set aside in {self._aside}: {names}")
+            logger.warning(f"Damaged or incomplete checkpoints were moved to {self._aside}: {names}")
 
     @property
     def _aside(self) -> Path:
@@ -211,4 +211,4 @@ class Checkpoints(CheckpointManager):
         names = (f"{path.name}.{n}" if n else path.name for n in range(10**6))
         target = next(where / name for name in names if not (where / name).exists())
         path.rename(target)
-        logger.warning(f"{path} is not used: {complaint}; it is now {target}")
+        logger.warning(f"{path} is not used: {complaint}; moved to {target}")

@@ -1,4 +1,4 @@
-"""Combinations that cannot work are refused before the first step, in a sentence each."""
+"""Finds settings that cannot work before the first step; one sentence for each."""
 
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -18,17 +18,17 @@ from pc.titan.llama2 import FLAVORS
 from pc.titan.optimizer_kinds import KINDS
 
 FLOAT8 = "quantize.linear.float8"
-"""TorchTitan's converter of linear layers to torchao's float8 ones; the others are untried here"""
+"""TorchTitan's converter of linear layers to torchao's float8; its other converters are untested here"""
 
 
 def check(config: JobConfig, dims: ParallelDims, on_cpu: bool) -> None:
-    """Raises UserError with the first thing that `of_config` and `of_layout` find."""
+    """Raise a `UserError` with the first finding of `of_config` and `of_layout`."""
     for finding in chain(of_config(config), of_layout(config, dims, on_cpu)):
         raise UserError(finding)
 
 
 def of_config(config: JobConfig) -> Iterator[str]:
-    """What is wrong however many processes there are: a sentence each, naming the key and what would be right."""
+    """Errors that do not depend on the number of processes; each names the key and valid values."""
     yield from _ignored(config)
     yield from _ranges(config)
     yield from _model(config)
@@ -48,11 +48,11 @@ def of_config(config: JobConfig) -> Iterator[str]:
 
 
 def of_layout(config: JobConfig, dims: ParallelDims, on_cpu: bool) -> Iterator[str]:
-    """What is wrong with the config on these processes; `of_config` has found nothing wrong with flavor and degrees.
+    """Errors of the config on these processes. `of_config` must have accepted the flavor and the degrees.
 
     Args:
         dims: the parallel degrees of the run.
-        on_cpu: whether it trains on CPUs, which can do less.
+        on_cpu: whether it trains on CPUs, which support fewer features.
     """
     yield from _parallelism(config, dims)
     yield from _fsdp_sync(config, dims)
@@ -71,11 +71,11 @@ def _refusal_of(function: Callable, *arguments) -> Iterator[str]:
 
 
 def compiles_model(config: JobConfig) -> bool:
-    """Whether transformer blocks are compiled (the loss may be alone)."""
+    """Whether transformer blocks are compiled (not only the loss)."""
     return config.compile.enable and "model" in config.compile.components
 
 
-# Keys of TorchTitan that nothing here reads, with what does the same.
+# TorchTitan's keys that this trainer does not read, and what replaces them.
 _IGNORED = {
     "training.dataset": "data.path",
     "training.dataset_path": "data.path",
@@ -85,7 +85,7 @@ _IGNORED = {
     "validation.steps": "data.validation_sequences",
 }
 
-# What a checkpoint is made of.
+# Parts of a checkpoint.
 _STATES = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state", "method", "pc")
 
 
@@ -107,10 +107,10 @@ def _ignored(config: JobConfig) -> Iterator[str]:
     }
     for key, is_set in refused.items():
         if is_set:
-            yield f"{key} is not supported with PC's and Muon's work around the optimizer's step; use false"
+            yield f"{key} is not supported, because PC and Muon run code around the optimizer step; use false"
     for module in ("job.custom_config_module", "experimental.custom_args_module"):
         if _value(config, module) and _value(config, module) != _value(default, module):
-            yield f"{module} is not read by this trainer, whose keys are in pc/titan/config.py; leave it out"
+            yield f"{module} is not read by this trainer; remove it (valid keys are in pc/titan/config.py)"
     if config.comm.mode != "default":
         yield f'comm.mode = "{config.comm.mode}" does not train; use "default"'
 
@@ -135,27 +135,26 @@ def _ranges(config: JobConfig) -> Iterator[str]:
 
 
 def _model(config: JobConfig) -> Iterator[str]:
-    # The benchmarks register variants of it under other names.
+    # Benchmarks register variants of the model under other names.
     if config.model.name != "pc_llama2" and config.model.name not in train_spec._extra_train_specs:
         yield f'model.name = {config.model.name!r} should be "pc_llama2", the model of this trainer'
     if config.model.flavor not in FLAVORS:
         yield f"model.flavor = {config.model.flavor!r} should be one of {', '.join(FLAVORS)}"
     if config.checkpoint.enable and config.checkpoint.keep_latest_k == 1:
-        yield ("checkpoint.keep_latest_k = 1 could lose the last whole checkpoint; use 2 or more, or 0 for all")
+        yield "checkpoint.keep_latest_k = 1 could lose the only complete checkpoint; use 2 or more, or 0 to keep all"
 
 
 def _parallelism(config: JobConfig, dims: ParallelDims) -> Iterator[str]:
     if dims.dp_replicate > 1 and dims.dp_shard == 1 and dims.cp == 1:
         yield (
-            "parallelism.data_parallel_replicate_degree without sharding is plain data parallelism, which "
-            "TorchTitan 0.2.2 averages twice; use data_parallel_shard_degree, alone or with it"
+            "parallelism.data_parallel_replicate_degree without sharding averages gradients twice in TorchTitan 0.2.2; "
+            "use data_parallel_shard_degree, alone or with it"
         )
-    if dims.ep > 1:
-        yield "parallelism.expert_parallel_degree is for mixtures of experts; Llama 2 has none, use 1"
+    for kind, degree in (("expert", dims.ep), ("expert_tensor", dims.etp)):
+        if degree > 1:
+            yield f"parallelism.{kind}_parallel_degree is for mixtures of experts, and Llama 2 has none; use 1"
     if config.pc.enable and config.pc.schedule == "forward" and dims.tp > 1:
-        yield (
-            'pc.schedule = "forward" needs whole weights in the forward pass, which tensor parallelism splits; use "step"'
-        )
+        yield 'pc.schedule = "forward" needs full weights, which tensor parallelism shards; use "step"'
     if config.parallelism.enable_async_tensor_parallel and not compiles_model(config):
         yield "parallelism.enable_async_tensor_parallel needs compile.enable = true"
     args = FLAVORS[config.model.flavor]
@@ -183,12 +182,12 @@ def _fsdp_sync(config: JobConfig, dims: ParallelDims) -> Iterator[str]:
     asked = config.parallelism.fsdp_sync
     if asked == "step" and config.parallelism.fsdp_reshard_after_forward == "always":
         yield (
-            'parallelism.fsdp_sync = "step" keeps weights gathered, parallelism.fsdp_reshard_after_forward = "always" '
-            'gives them back; use fsdp_sync = "auto"'
+            'parallelism.fsdp_sync = "step" keeps weights gathered, but parallelism.fsdp_reshard_after_forward = '
+            '"always" frees them; use fsdp_sync = "auto"'
         )
     if asked in ("step", "replicas_per_step") and dims.pp > 1:
         yield (
-            f'parallelism.fsdp_sync = "{asked}" does not reach into pipeline schedules, which exchange once for every '
+            f'parallelism.fsdp_sync = "{asked}" has no effect in pipeline schedules, which gather and reduce in every '
             'pass; use "auto"'
         )
 
@@ -210,7 +209,7 @@ def _pipeline(config: JobConfig, dims: ParallelDims) -> Iterator[str]:
     if config.validation.enable and config.validation.local_batch_size != batch:
         yield (
             f"validation.local_batch_size = {config.validation.local_batch_size} should be training.local_batch_size "
-            f"= {batch}: pipeline stages exchange tensors of one shape"
+            f"= {batch}, because pipeline stages exchange tensors of a fixed shape"
         )
     splits_backward = schedule.lower() in ("interleavedzerobubble", "zbvzerobubble", "dualpipev")
     if splits_backward and compiles_model(config):
@@ -227,20 +226,23 @@ def _pipeline(config: JobConfig, dims: ParallelDims) -> Iterator[str]:
 
 
 def _names(config: JobConfig) -> Iterator[str]:
-    """Names of things that are looked up only while the run goes on."""
+    """Names that would otherwise be looked up only later in the run."""
     yield from _refusal_of(parse_skip, config.data.skip)
     if config.data.skip and config.data.streaming:
-        yield "data.skip needs data.path: a stream has no positions"
+        yield "data.skip needs data.path, because a stream has no positions"
     module = config.experimental.custom_import
     if module and not _is_importable(module):
-        yield f"experimental.custom_import = {module!r} should be the name of a Python module that can be imported"
-    folder = config.checkpoint.folder
-    if not folder or Path(folder).name != folder:
-        yield f"checkpoint.folder = {folder!r} should be the name of a folder within job.dump_folder"
+        yield f"experimental.custom_import = {module!r} should be the name of a Python module that is installed"
+    for key, name, what in (
+        ("checkpoint.folder", config.checkpoint.folder, "folder"),
+        ("job.save_config_file", config.job.save_config_file, "file"),
+    ):
+        if name is not None and (not name or Path(name).name != name):
+            yield f"{key} = {name!r} should be the name of a {what} within job.dump_folder"
     unknown = set(config.checkpoint.exclude_from_loading) - set(_STATES)
     if unknown:
         yield (
-            f"checkpoint.exclude_from_loading = {config.checkpoint.exclude_from_loading} should name some of "
+            f"checkpoint.exclude_from_loading = {config.checkpoint.exclude_from_loading} should only name "
             f"{', '.join(_STATES)}"
         )
     if set(config.compile.components) - {"model", "loss"}:
@@ -262,12 +264,12 @@ def _names(config: JobConfig) -> Iterator[str]:
 def _is_importable(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except (ImportError, ValueError):  # a parent package is missing, or it is no name
+    except (ImportError, ValueError):  # a parent package is missing, or it is not a module name
         return False
 
 
 def _saving(config: JobConfig) -> Iterator[str]:
-    """Settings of checkpoints that TorchTitan refuses only when it loads or, worse, saves the last one."""
+    """Checkpoint settings that TorchTitan rejects only when it loads or saves, possibly at the end of the run."""
     section = config.checkpoint
     for key, needed in (
         ("last_save_in_hf", "last_save_model_only"),
@@ -280,7 +282,7 @@ def _saving(config: JobConfig) -> Iterator[str]:
 
 def _precision(config: JobConfig) -> Iterator[str]:
     if config.training.dtype != "float32":
-        yield ('training.dtype should be "float32": raw weights are kept in it; mixed_precision_param may be bfloat16')
+        yield 'training.dtype should be "float32", the precision of raw weights; mixed_precision_param may be bfloat16'
 
 
 def _checkpointing(config: JobConfig) -> Iterator[str]:
@@ -299,7 +301,7 @@ def _converters(config: JobConfig) -> Iterator[str]:
     if find_spec("torchao") is None:
         yield f'model.converters = ["{FLOAT8}"] needs torchao: pip install torchao'
     if config.pc.enable and config.pc.schedule == "forward":
-        yield 'pc.schedule = "forward" would replace how float8 layers multiply; use "step"'
+        yield 'pc.schedule = "forward" would replace the matmuls of float8 layers; use "step"'
     if config.quantize.linear.float8.emulate and compiles_model(config):
         yield "quantize.linear.float8.emulate does not compile; use compile.enable = false"
 
@@ -308,19 +310,20 @@ def _chunked_loss(config: JobConfig) -> Iterator[str]:
     if not config.training.chunked_loss:
         return
     if config.model.converters and not any(part in "output" for part in config.quantize.linear.float8.filter_fqns):
-        yield 'training.chunked_loss needs the head as it is; add "output" to quantize.linear.float8.filter_fqns'
+        yield 'training.chunked_loss needs a head without float8; add "output" to quantize.linear.float8.filter_fqns'
     if config.parallelism.fsdp_reshard_after_forward == "always":
         yield (
-            "training.chunked_loss multiplies by the head's weight after the forward pass, when "
-            'parallelism.fsdp_reshard_after_forward = "always" has given it back; use "default"'
+            "training.chunked_loss uses the head's weight after the forward pass, when "
+            'parallelism.fsdp_reshard_after_forward = "always" has freed it; use "default"'
         )
 
 
 def _cpu(config: JobConfig, dims: ParallelDims) -> Iterator[str]:
     if config.model.converters and not config.quantize.linear.float8.emulate:
-        yield ("quantize.linear.float8 needs a GPU, and this machine has none; emulate = true tries it out, slowly")
+        yield "quantize.linear.float8 needs a GPU, and this machine has none; emulate = true runs it slowly"
     refused = {
         "profiling.enable_profiling": config.profiling.enable_profiling,
+        "training.gc_debug": config.training.gc_debug,
         "profiling.enable_memory_snapshot": config.profiling.enable_memory_snapshot,
         "parallelism.enable_async_tensor_parallel": config.parallelism.enable_async_tensor_parallel,
         'parallelism.pipeline_parallel_schedule = "DualPipeV"': (
@@ -330,15 +333,15 @@ def _cpu(config: JobConfig, dims: ParallelDims) -> Iterator[str]:
     }
     for key, is_set in refused.items():
         if is_set:
-            yield f"{key} needs a GPU, and this machine has none; do without"
+            yield f"{key} needs a GPU, and this machine has none; turn it off"
     checkpointing = config.activation_checkpoint
     recomputes_attention = checkpointing.mode == "full" or (
         checkpointing.mode == "selective" and checkpointing.selective_ac_option != "op"
     )
     if dims.tp > 1 and compiles_model(config) and recomputes_attention:
         yield (
-            "activation_checkpoint that recomputes attention, with tensor parallelism and compiled blocks, fails within "
-            'torch 2.13 on a CPU; use mode = "selective" with selective_ac_option = "op", or compile.enable = false'
+            "activation_checkpoint that recomputes attention, with tensor parallelism and compiled blocks, fails on a "
+            'CPU in torch 2.13; use mode = "selective" with selective_ac_option = "op", or compile.enable = false'
         )
     if dims.cp > 1:
-        yield "parallelism.context_parallel_degree needs a GPU: PyTorch has no rule for CPU attention; use 1"
+        yield "parallelism.context_parallel_degree needs a GPU: PyTorch does not support it for CPU attention; use 1"

@@ -1,8 +1,8 @@
-"""Checksums of a checkpoint's files: taken while they are written, compared before they are used.
+"""Checksums of a checkpoint's files: computed while writing, verified before loading.
 
 A checkpoint folder gets one more file, `XXH128SUMS`, in the format of the command `xxh128sum`, with a line for each
-file, the index `.metadata` included. It is written before `.metadata`, whose presence marks a whole checkpoint, and
-`.metadata` says that it belongs there. XXH3 finds damage at the speed of memory; it is no protection against forgery.
+file, including the index `.metadata`. It is written before `.metadata`, whose presence marks a complete checkpoint and
+which records that there are checksums. XXH3 detects damage at memory speed; it does not protect against forgery.
 """
 
 import os
@@ -28,11 +28,11 @@ CHECKSUMS = "XXH128SUMS"
 
 
 class Damaged(UserError):
-    """A checkpoint whose files are not those that were written."""
+    """A checkpoint file is missing or differs from what was written."""
 
 
 class ChecksummedWriter(FileSystemWriter):
-    """Torch's writer of checkpoint folders, which adds `XXH128SUMS`. Each rank hashes what it writes itself."""
+    """Torch's checkpoint writer plus `XXH128SUMS`. Each rank hashes the files that it writes."""
 
     def __init__(self, path: str | os.PathLike) -> None:
         super().__init__(path)
@@ -40,11 +40,11 @@ class ChecksummedWriter(FileSystemWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
-        if is_coordinator:  # no longer whole as soon as the first file is overwritten
+        if is_coordinator:  # the folder is incomplete as soon as the first file is overwritten
             Path(self.path, INDEX).unlink(missing_ok=True)
 
     def write_data(self, *args: Any, **kwargs: Any) -> Future[list[WriteResult]]:
-        # Checksums travel to the coordinator as results of their own, which `finish` takes out again.
+        # Send the checksums to the coordinator as extra write results, which `finish` removes again.
         written = super().write_data(*args, **kwargs).wait()
         sums = [WriteResult(MetadataIndex(name), 0, digest) for name, digest in self.fs.sums.items()]
         future: Future[list[WriteResult]] = Future()
@@ -66,7 +66,7 @@ class _HashingFileSystem(FileSystem):
     def __init__(self) -> None:
         super().__init__()
         self.sums: dict[str, str] = {}
-        """file name: checksum in hexadecimal digits"""
+        """{file name: hexadecimal checksum}"""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[FileIO, None, None]:
@@ -75,7 +75,7 @@ class _HashingFileSystem(FileSystem):
         self.sums[Path(path).name] = stream.digest.hexdigest()
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
-        # The writer renames once, at the very end: the index gets its name. The checksums come first.
+        # The writer's only rename gives the index its final name, at the very end. Write the checksums before it.
         self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
         lines = [f"{digest}  {name}\n" for name, digest in sorted(self.sums.items())]
         write_atomically(Path(new_path).with_name(CHECKSUMS), "".join(lines))
@@ -83,7 +83,7 @@ class _HashingFileSystem(FileSystem):
 
 
 class _HashedFile(FileIO):
-    """Unbuffered, so that torch's fsync reaches all that was written."""
+    """Unbuffered, so that torch's fsync covers everything written."""
 
     def __init__(self, path: str | os.PathLike, mode: str) -> None:
         super().__init__(path, mode)
@@ -99,43 +99,39 @@ class _HashedFile(FileIO):
 
 
 def verify_index(folder: Path) -> None:
-    """Compare the checksum of the index, before anything reads it. A folder without checksums passes.
-
-    Raises:
-        Damaged: it is not what was written.
-    """
+    """Verify the checksum of the index before reading it; passes without checksums. Raises Damaged."""
     sums = _read_sums(folder)
     if sums is not None:
         _compare(folder, INDEX, sums)
 
 
 def verify_files(folder: Path, names: set[str], index: Metadata, part: int = 0, parts: int = 1) -> None:
-    """Compare the checksums of a checkpoint's files, or of this rank's share of them.
+    """Verify the checksums of a checkpoint's files, or of this rank's share of them.
 
     Args:
         names: files that the index refers to.
-        index: the checkpoint's own; it tells a checkpoint without checksums from one that has lost them.
-        part, parts: this rank takes every `parts`-th file, from the `part`-th on.
+        index: the checkpoint's; it records whether the checkpoint was written with checksums.
+        part, parts: verify every `parts`-th file, starting with number `part`.
 
     Raises:
-        Damaged: a file is not what was written, or the checksums are lost.
+        Damaged: a file differs from what was written, or the checksums are missing.
     """
     sums = _read_sums(folder)
     if sums is None:
         if CHECKSUMS in (getattr(index.storage_meta, "modules", None) or []):
-            raise Damaged(f"{folder / CHECKSUMS}: missing; the checkpoint cannot be trusted")
+            raise Damaged(f"{folder / CHECKSUMS}: missing, so the checkpoint cannot be verified")
         return
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         list(pool.map(lambda name: _compare(folder, name, sums), sorted(names)[part::parts]))
 
 
 def has_checksums(folder: str | Path) -> bool:
-    """False for a checkpoint of a trainer that wrote none."""
+    """Whether a checkpoint was written with checksums."""
     return (Path(folder) / CHECKSUMS).is_file()
 
 
 def _read_sums(folder: Path) -> dict[str, str] | None:
-    """{file: checksum}; None where there is no file of checksums."""
+    """{file: checksum}; None if there is no file of checksums."""
     try:
         lines = (folder / CHECKSUMS).read_text().splitlines()
     except FileNotFoundError:
@@ -154,4 +150,4 @@ def _compare(folder: Path, name: str, sums: dict[str, str]) -> None:
     except OSError as error:
         raise Damaged(f"{folder / name}: {error.strerror}") from None
     if digest.hexdigest() != sums.get(name):
-        raise Damaged(f"{folder / name}: damaged, its checksum is not the one in {CHECKSUMS}")
+        raise Damaged(f"{folder / name}: damaged, its checksum differs from the one in {CHECKSUMS}")

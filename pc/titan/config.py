@@ -1,4 +1,4 @@
-# No `from __future__ import annotations` here: TorchTitan merges these classes by their fields' real types.
+# No `from __future__ import annotations` here: TorchTitan needs the fields' real types to merge these classes.
 """TorchTitan's JobConfig with the sections [pc], [data], [health] and [evaluation]."""
 
 from dataclasses import asdict, dataclass, field
@@ -16,37 +16,37 @@ class PC:
     """Polynomial weight preconditioning (see `pc.PCConfig`)."""
 
     enable: bool = False
-    """Precondition weights. Off: the same trainer trains a plain Llama 2, the baseline."""
+    """Precondition weights. false trains a plain Llama 2, the baseline."""
 
     level: int | str | list[float] | dict[str, int | str | list[float]] = 4
-    """Strength: 1 to 4, or "polar_express"; or coefficients of one's own map, such as [2.083, -1.643, 0.560]; or a table
-    with one for each entry of blocks."""
+    """Strength: 1 to 4, or "polar_express"; or your own coefficients, such as [2.083, -1.643, 0.560]; or a table with
+    one of these for each entry of blocks."""
 
     blocks: list[str] = field(default_factory=lambda: ["o", "ffn"])
     """Layers to precondition: q, k, v, o, gate, up, down, and the groups qk and ffn."""
 
     power_iterations: int = 10
-    """Power-iteration steps per optimizer step that estimate the spectral norm."""
+    """Power iterations per optimizer step for the estimate of the spectral norm."""
 
     norm_recovery: bool = True
-    """Multiply by the estimated spectral norm again after the polynomial."""
+    """Multiply by the estimated spectral norm after the polynomial."""
 
     learnable_gamma: bool = True
-    """Multiply by a learnable scalar per matrix."""
+    """Multiply by one learnable scalar per matrix."""
 
     schedule: Literal["step", "forward"] = "step"
-    """When PC(W) is evaluated: once per optimizer step, or in every forward pass inside the graph."""
+    """When to compute PC(W): once per optimizer step, or in every forward pass inside the autograd graph."""
 
     compute_dtype: Literal["float32", "tf32", "bfloat16"] = "float32"
-    """Precision of the polynomial's matrix products. In schedule "step" the raw weight and all else of PC are
-    float32; in "forward" FSDP hands the layer weights of training.mixed_precision_param."""
+    """Precision of the polynomial's matmuls. In schedule "step" the raw weight and all other PC computations are
+    float32; in "forward" FSDP casts the weight to training.mixed_precision_param first."""
 
     start: Literal["preserve", "raw"] = "preserve"
-    """What weights mean that a new run starts from (checkpoint.initial_load_path, initial_load_in_hf): "preserve": what
-    PC(W) is, so that the first step's function is theirs; "raw": W."""
+    """How to use the initial weights of a new run (checkpoint.initial_load_path, initial_load_in_hf): "preserve": as
+    PC(W), so that the model starts with the same function; "raw": as W."""
 
     def to_pc_config(self) -> PCConfig:
-        """The method's own configuration, checked; raises UserError."""
+        """The validated `PCConfig`; raises UserError."""
         values = asdict(self)
         del values["enable"], values["start"]
         return PCConfig(**values)
@@ -60,83 +60,83 @@ class Data:
     """Folder of token shards with a manifest."""
 
     validation_path: str = ""
-    """Another folder to take the validation split from; empty: the same."""
+    """Folder of the validation split; empty: the same as path."""
 
     validation_sequences: int = 64
-    """Sequences to validate on, the same ones every time, over all ranks."""
+    """Sequences per validation over all ranks, the same ones every time."""
 
     seed: int = 0
-    """Order of the training sequences."""
+    """Seed of the order of training sequences."""
 
     skip: list[str] = field(default_factory=list)
-    """Training sequences to leave out, by the positions that the log gives: "1200-1263"."""
+    """Training sequences to skip, by the positions shown in the log: "1200-1263"."""
 
     streaming: str = ""
-    """For a quick look: a Hub dataset, "name" or "name:subset", tokenised while training instead of `path`."""
+    """Instead of path, a Hub dataset, "name" or "name:subset", tokenised while training; for quick experiments."""
 
     tokenizer: str = ""
     """Tokenizer for streaming: a Hugging Face folder, a SentencePiece model or a tiktoken encoding; empty: the
-    default one. Shards know theirs."""
+    default. Shards record their own."""
 
 
 @dataclass
 class Model(titan.Model):
-    """TorchTitan's section, with the size of the vocabulary."""
+    """TorchTitan's section plus the vocabulary size."""
 
     name: str = "pc_llama2"
-    """Train spec; this project's is pc_llama2."""
+    """Train spec: pc_llama2."""
 
     flavor: str = "debug"
-    """Size: nano, debug, 60M, 271M or 1B."""
+    """Model size: nano, debug, 60M, 271M, 1B, 7B, 13B or 70B."""
 
     vocab_size: int = 32_000
-    """Rows of the embedding and of the output head; at least the tokenizer's entries."""
+    """Rows of the embedding and the output head; at least the tokenizer's vocabulary size."""
 
 
 @dataclass
 class Training(titan.Training):
-    """TorchTitan's section, with the loss in chunks."""
+    """TorchTitan's section plus chunked loss and the limit on non-finite steps."""
 
     max_nonfinite_steps: int = 3
-    """A step whose loss or gradient norm is not finite is left out of the weights; stop after so many in a row."""
+    """Steps with a non-finite loss or gradient norm do not change the weights; stop after this many in a row."""
 
     chunked_loss: bool = False
-    """Head and cross entropy a chunk of tokens at a time, without full logits: less memory."""
+    """Compute the head and cross entropy in chunks of tokens, without full logits; saves memory."""
 
 
 @dataclass
 class Parallelism(titan.Parallelism):
-    """TorchTitan's section, with how often FSDP exchanges weights and gradients."""
+    """TorchTitan's section plus how often FSDP gathers weights and reduces gradients."""
 
     fsdp_sync: Literal["auto", "step", "replicas_per_step", "micro_batch"] = "auto"
-    """Gather weights and reduce gradients once per optimizer step ("step"), with every micro-batch ("micro_batch",
-    TorchTitan's way), or with every micro-batch but among replicas once per step ("replicas_per_step"). "auto": once
-    per step where the memory estimate fits the device, otherwise "replicas_per_step"."""
+    """"step": all-gather weights and reduce-scatter gradients once per optimizer step. "micro_batch": for every
+    micro-batch, as TorchTitan does. "replicas_per_step": the same, but the all-reduce among replicas once per step.
+    "auto": "step" if the memory estimate fits the device, otherwise "replicas_per_step"."""
 
 
 @dataclass
 class Checkpoint(titan.Checkpoint):
-    """TorchTitan's section, with checkpoints that stay."""
+    """TorchTitan's section plus `keep_every`."""
 
     keep_every: int = 0
-    """Beside the newest keep_latest_k, keep the checkpoint of every so many steps; 0 is none."""
+    """Besides the newest keep_latest_k, keep checkpoints of multiples of this step; 0 is off."""
 
 
 @dataclass
 class Evaluation:
-    """Zero-shot scores while training (see docs/evaluation.md)."""
+    """Zero-shot scores during training (see docs/evaluation.md)."""
 
     interval: int = 0
-    """Score every so many steps; 0 is never."""
+    """Steps between evaluations; 0 is never."""
 
     tasks: list[str] = field(default_factory=lambda: ["lambada_openai", "piqa", "arc_easy"])
-    """Tasks of the nine to score."""
+    """Tasks to score, out of the nine."""
 
     limit: int = 200
     """Items per task; 0 is all."""
 
     data: str = ""
-    """Folder of the tasks as JSON lines; empty: from the Hub."""
+    """Folder of the tasks as JSON lines; empty: download from the Hub."""
 
 
 @dataclass

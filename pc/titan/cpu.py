@@ -1,4 +1,4 @@
-"""Lets TorchTitan 0.2.2 run on a CPU, which it does not foresee."""
+"""Makes TorchTitan 0.2.2 run on a CPU, which it does not support."""
 
 import os
 import resource
@@ -12,7 +12,7 @@ _Properties = namedtuple("_Properties", ["total_memory"])
 
 
 class CPUModule:
-    """What TorchTitan asks of `torch.cuda`, answered for the CPU: one process is one device."""
+    """The functions of `torch.cuda` that TorchTitan calls, for a CPU; each process counts as one device."""
 
     @staticmethod
     def set_device(device) -> None:
@@ -36,7 +36,7 @@ class CPUModule:
 
     @staticmethod
     def memory_stats(device=None) -> dict[str, int]:
-        """Peak bytes of this process since it started."""
+        """Peak memory of this process since it started, in bytes."""
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return {"active_bytes.all.peak": peak, "reserved_bytes.all.peak": peak, "num_alloc_retries": 0, "num_ooms": 0}
 
@@ -50,10 +50,11 @@ class CPUModule:
 
 
 def use_cpu_where_there_is_no_gpu() -> None:
-    """Replace the device that TorchTitan falls back to, in the modules that copied it on import too."""
+    """Replace TorchTitan's default device, also in modules that have imported it by name."""
     if not is_cpu():
         return
-    replacements = {"device_type": "cpu", "device_module": CPUModule, "get_peak_flops": _no_peak}
+    # Peak FLOP/s of a CPU are unknown; with infinity, MFU is 0 %.
+    replacements = {"device_type": "cpu", "device_module": CPUModule, "get_peak_flops": lambda name: float("inf")}
     originals = {name: getattr(titan_utils, name) for name in replacements}
     for module_name, module in list(sys.modules.items()):
         if module_name.startswith("torchtitan"):
@@ -63,7 +64,7 @@ def use_cpu_where_there_is_no_gpu() -> None:
 
 
 def memory(of: torch.device) -> int:
-    """Bytes of a device; of a machine's memory, which its processes share, this process's part."""
+    """Memory of a device in bytes; on a CPU, this process's share of the machine's memory."""
     total = titan_utils.device_module.get_device_properties(of).total_memory
     return total // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if is_cpu() else total
 
@@ -71,8 +72,3 @@ def memory(of: torch.device) -> int:
 def is_cpu() -> bool:
     """Whether this process trains on the CPU."""
     return not torch.accelerator.is_available()
-
-
-def _no_peak(device_name: str) -> float:
-    # No rate of a CPU is known, so the utilisation of it reads as 0 %.
-    return float("inf")

@@ -1,8 +1,8 @@
-"""Reading folders of torch.distributed.checkpoint without executing what is in them.
+"""Reads torch.distributed.checkpoint folders without executing code from them.
 
 Such a folder holds a pickled index, `.metadata`, and `*.distcp` files with the tensors. Torch unpickles the
-index freely; here only the few classes that an index consists of are allowed, and tensors and values are read
-with `weights_only`. Any number of ranks may have written the folder; one process reads it.
+index without restrictions. This module allows only the few classes that an index needs, and reads tensors and values
+with `weights_only`. Any number of ranks may have written the folder.
 """
 
 import io
@@ -31,19 +31,19 @@ _ALLOWED = {
     },
     "torch.distributed.checkpoint.filesystem": {_StorageInfo.__name__},
     "pathlib": {"Path", "PosixPath"},
-    "pathlib._local": {"Path", "PosixPath"},  # their home from Python 3.13 on
+    "pathlib._local": {"Path", "PosixPath"},  # where Python 3.13 and later define them
 }  # fmt: skip
 
 
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name not in _ALLOWED.get(module, ()):
-            raise pickle.UnpicklingError(f"{module}.{name} does not belong into a checkpoint's index")
+            raise pickle.UnpicklingError(f"{module}.{name} does not belong in a checkpoint's index")
         return super().find_class(module, name)
 
 
 class Reader(FileSystemReader):
-    """Torch's reader, for loading on any number of ranks, without executing what the index says."""
+    """Torch's reader with the restricted unpickler, for any number of ranks."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> index_types.Metadata:
         with open(Path(self.path) / ".metadata", "rb") as file:
@@ -53,11 +53,11 @@ class Reader(FileSystemReader):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Torch's planner, which reads values that are no tensors with `weights_only` too."""
+    """Torch's planner, which also reads values other than tensors with `weights_only`."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         plain = io.BytesIO()
-        # Torch's own unpickles freely; it is given what was read here without executing anything.
+        # Torch's planner unpickles without restrictions, so give it only what was read safely here.
         torch.save(torch.load(value, weights_only=True), plain)
         plain.seek(0)
         super().load_bytes(read_item, plain)
@@ -67,11 +67,11 @@ class CheckpointFolder:
     """One complete `torch.distributed.checkpoint` folder, open for reading.
 
     Args:
-        verified: the checksums of its data files were compared a moment ago; else they are at the first reading.
+        verified: the caller has just verified the checksums of the data files; otherwise the first read does.
 
     Raises:
-        UserError: there is none at `path`.
-        Damaged: a part of it is missing, cut short or not what was written.
+        UserError: there is no checkpoint at `path`.
+        Damaged: a file is missing, truncated, or differs from what was written.
     """
 
     def __init__(self, path: str | Path, verified: bool = False) -> None:
@@ -85,38 +85,37 @@ class CheckpointFolder:
             ends: dict[str, int] = {}
             for info in self._index.storage_data.values():
                 ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-        except Exception as error:  # bytes that are no index can make the unpickler raise anything
+        except Exception as error:  # a damaged index can make the unpickler raise anything
             raise Damaged(f"{self.path / '.metadata'}: not the index of a checkpoint ({error})") from None
         for name, end in sorted(ends.items()):
             file = self.path / name
             if not file.is_file():
                 raise Damaged(f"{file}: missing; the checkpoint is incomplete")
             if file.stat().st_size < end:
-                raise Damaged(f"{file}: {file.stat().st_size} bytes where {end} are needed; it was cut short")
+                raise Damaged(f"{file}: {file.stat().st_size} bytes instead of at least {end}; it was cut short")
         self._files = set(ends)
 
     def verify(self, part: int = 0, parts: int = 1) -> None:
-        """Compare checksums, those of this rank's share of the files; raises Damaged."""
+        """Verify the checksums of this rank's share of the files; raises Damaged."""
         verify_files(self.path, self._files, self._index, part, parts)
         self._verified = parts == 1
 
     def shapes(self) -> dict[str, torch.Size | None]:
-        """Shape of every entry; None for what is not a tensor."""
-        entries = self._index.state_dict_metadata.items()
-        return {key: getattr(entry, "size", None) for key, entry in entries}
+        """Shape of every entry; None if it is not a tensor."""
+        return {key: getattr(entry, "size", None) for key, entry in self._index.state_dict_metadata.items()}
 
     def read_tensors(self, keys: list[str]) -> dict[str, Tensor]:
-        """Whole tensors on the CPU, in the dtype they were saved in."""
+        """Full tensors on the CPU, in the dtype they were saved in."""
         self._verify_once()
         entries = self._index.state_dict_metadata
         tensors = {key: torch.empty(entries[key].size, dtype=entries[key].properties.dtype) for key in keys}
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as asked
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # no_dist is intended
             dcp.load(tensors, storage_reader=Reader(self.path), no_dist=True)
         return tensors
 
     def read_value(self, key: str) -> Any:
-        """An entry that is no tensor, such as a string."""
+        """An entry that is not a tensor, such as a string."""
         self._verify_once()
         info = self._index.storage_data[index_types.MetadataIndex(key)]
         with open(self.path / info.relative_path, "rb") as file:
@@ -131,10 +130,8 @@ class CheckpointFolder:
         if not self.path.exists():
             return f"{self.path}: no such checkpoint"
         if any(self.path.glob("*.distcp")):
-            return f"{self.path}: half a checkpoint (no .metadata, which is written last); take an earlier step"
-        steps = [
-            p.parent for p in [*self.path.glob("step-*/.metadata"), *self.path.glob("checkpoint/step-*/.metadata")]
-        ]
+            return f"{self.path}: incomplete checkpoint (no .metadata, which is written last); use an earlier step"
+        steps = [p.parent for pattern in ("", "checkpoint/") for p in self.path.glob(f"{pattern}step-*/.metadata")]
         if steps:
             newest = max(steps, key=lambda step: int(step.name.partition("-")[2]))
             return f"{self.path}: not a checkpoint itself; the newest one in it is {newest}"

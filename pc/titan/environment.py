@@ -1,4 +1,4 @@
-"""`environment.json` of a run's folder: what made its figures."""
+"""Writes `environment.json` in a run's folder, for reproducing its results."""
 
 import json
 import os
@@ -16,7 +16,7 @@ PACKAGES = ("torch", "torchtitan", "datasets", "lm-eval", "transformers", "numpy
 
 
 def write_environment(folder: str | Path, world_size: int, command: Sequence[str] = ()) -> None:
-    """`environment.json`: hardware, versions, commit and command that made the run's figures."""
+    """Write hardware, versions, commit and command to `environment.json`."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     content = {
         "python": platform.python_version(),
@@ -31,7 +31,7 @@ def write_environment(folder: str | Path, world_size: int, command: Sequence[str
 
 
 def versions() -> dict[str, str | None]:
-    """The packages that decide a run's figures; None for one that is not installed."""
+    """Versions of the packages that affect a run's results; None if not installed."""
     found: dict[str, str | None] = {}
     for package in PACKAGES:
         try:
@@ -42,7 +42,7 @@ def versions() -> dict[str, str | None]:
 
 
 def commit() -> str | None:
-    """The commit of this code, with "+" if files differ from it; None where it is no git checkout."""
+    """The git commit of this code, with "+" if files differ from it; None outside a git checkout."""
     here = Path(__file__).parent
     answers = []
     for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]):

@@ -1,4 +1,4 @@
-"""What a checkpoint says of the method: PC's own tensors, and a fingerprint that a resume must agree with."""
+"""PC in a checkpoint: its tensors, and a fingerprint of the settings, which must match on resume."""
 
 import json
 from dataclasses import asdict, replace
@@ -18,9 +18,9 @@ from pc.titan.distcp import CheckpointFolder
 
 
 class Fingerprint(Stateful):
-    """PC on or off, and if on, what it does: saved with every checkpoint, a baseline's too.
+    """PC's settings, saved with every checkpoint, also a baseline's.
 
-    Without it a plain config would train on, in silence, from effective weights with the raw weights' moments.
+    Without it, a baseline config could resume a PC checkpoint, and silently train PC(W) with the optimizer state of W.
     """
 
     KEY = "method"
@@ -32,46 +32,42 @@ class Fingerprint(Stateful):
         return {"fingerprint": self.value}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing to take over: `require` has compared it before anything was loaded."""
+        """Nothing to load: `require` has already compared the fingerprints."""
 
 
 def fingerprint(pc: PC) -> str:
-    """JSON of the settings without which a checkpoint means something else."""
+    """JSON of the settings that determine PC(W)."""
     if not pc.enable:
         return json.dumps({"enable": False})
     settings = asdict(pc)
-    # How often and how exactly the norm is estimated may change between resumes; what PC(W) is may not.
+    # How accurately the norm is estimated may change on resume; the definition of PC(W) may not.
     for key in ("power_iterations", "compute_dtype", "start"):
         del settings[key]
     return json.dumps(settings, sort_keys=True)
 
 
 def pc_config(settings: dict[str, Any], like: PCConfig) -> PCConfig:
-    """What a fingerprint says, and for what it leaves out (precision), what `like` does."""
+    """The PCConfig of a fingerprint; settings that it leaves out (precision) are those of `like`."""
     return replace(like, **{key: value for key, value in settings.items() if key in PCConfig.__dataclass_fields__})
 
 
 def read_fingerprint(checkpoint: str | Path) -> str:
-    """The fingerprint of a checkpoint folder whose checksums the caller has compared.
+    """The fingerprint of a checkpoint folder whose checksums the caller has verified.
 
     Raises:
-        UserError: the checkpoint has none, or is not whole.
+        UserError: the checkpoint has none, or is incomplete.
     """
     folder = CheckpointFolder(checkpoint, verified=True)
     if "method.fingerprint" not in folder.shapes():
         raise UserError(
-            f"{checkpoint} has no method fingerprint; it is no checkpoint of this trainer "
+            f"{checkpoint} has no method fingerprint, so this trainer did not write it "
             "(to start from plain weights: --checkpoint.initial_load_path)"
         )
     return folder.read_value("method.fingerprint")
 
 
 def require(checkpoint: str | Path, pc: PC) -> None:
-    """Refuse to resume from a checkpoint of another method.
-
-    Raises:
-        UserError: naming what differs, with both values.
-    """
+    """Raise a `UserError` that names what differs if the checkpoint's PC settings differ from `pc`."""
     saved, ours = json.loads(read_fingerprint(checkpoint)), json.loads(fingerprint(pc))
     if saved.get("enable") != ours.get("enable"):
         differing = ["enable"]
@@ -82,26 +78,26 @@ def require(checkpoint: str | Path, pc: PC) -> None:
         what = ", ".join(f"pc.{k}: checkpoint {saved.get(k)!r}, config {ours.get(k)!r}" for k in differing)
         raise UserError(
             f"cannot resume {checkpoint}: {what}. Use the checkpoint's settings, or another job.dump_folder "
-            "for a run from the start"
+            "to start a new run"
         )
 
 
 def require_contents(checkpoint: str | Path, shapes: dict[str, torch.Size], optimizers: set[str]) -> None:
-    """Refuse to resume another model or optimizer.
+    """Check that a checkpoint is of the same model and optimizer before a resume.
 
     Args:
         shapes: of the tensors that the model expects.
         optimizers: kinds in use, "adamw" and "muon".
 
     Raises:
-        UserError: naming a tensor or the kinds, with both values.
+        UserError: names the tensor or the optimizers that differ.
     """
     saved = CheckpointFolder(checkpoint).shapes()
     for name, shape in shapes.items():
         if saved.get(name) != shape:
             found = tuple(saved[name]) if saved.get(name) is not None else "missing"
             raise UserError(
-                f"cannot resume {checkpoint}: {name} is {found} in the checkpoint and {tuple(shape)} in the config's model"
+                f"cannot resume {checkpoint}: {name} is {found} in the checkpoint, {tuple(shape)} in the config's model"
             )
     kinds = {key.split(".")[1] for key in saved if key.startswith("lr_scheduler.")}
     if not optimizers <= kinds:
@@ -112,37 +108,36 @@ def require_contents(checkpoint: str | Path, shapes: dict[str, torch.Size], opti
 
 
 def require_plain_weights(checkpoint: str | Path) -> None:
-    """Refuse to start from a checkpoint whose `weight` is not what its model multiplied by. Its checksums are right.
+    """Raise a `UserError` for a checkpoint of schedule "forward", whose `weight` is the raw W, not PC(W).
 
-    Raises:
-        UserError: PC in schedule "forward", where `weight` is the raw W.
+    The caller has verified the checksums.
     """
     folder = CheckpointFolder(checkpoint, verified=True)
     if "method.fingerprint" not in folder.shapes():
         return
     if json.loads(folder.read_value("method.fingerprint")).get("schedule") == "forward":
         raise UserError(
-            f'checkpoint.initial_load_path = {checkpoint} holds raw weights and PC beside them (schedule "forward"); '
-            "export it with scripts/export_hf.py and start from that with checkpoint.initial_load_in_hf = true"
+            f'checkpoint.initial_load_path = {checkpoint} holds raw weights, not PC(W) (schedule "forward"); '
+            "export it with scripts/export_hf.py and start from the export with checkpoint.initial_load_in_hf = true"
         )
 
 
 def _canonical(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings in which equal methods are equal: a level for each single block, whatever groups and order were named."""
+    """Settings in a unique form, independent of groups and order: one level for each single block."""
     if not settings["enable"]:
         return settings
     level, blocks = settings["level"], settings["blocks"]
     levels = level if isinstance(level, dict) else dict.fromkeys(blocks, level)
-    # A map given by its coefficients, as a list, is the same as a level's name.
+    # A level's name and a list of its coefficients are equal.
     levels = {entry: resolve(level) for entry, level in levels.items()}
     single = {block: levels[entry] for entry in blocks for block in BLOCK_GROUPS.get(entry, (entry,))}
-    # One level for all stays one, so that other blocks alone are not another level too.
+    # Keep one level if all blocks share it, so that a change of blocks is not reported as a change of level too.
     distinct = set(single.values())
     return {**settings, "blocks": sorted(single), "level": single if len(distinct) > 1 else distinct.pop()}
 
 
 class ForwardState(Stateful):
-    """gamma, u and v of schedule "forward", under the names that schedule "step" uses."""
+    """gamma, u and v of schedule "forward", under the same names as in schedule "step"."""
 
     def __init__(self, model_parts: list[nn.Module]) -> None:
         self._model_parts = model_parts
@@ -156,4 +151,4 @@ class ForwardState(Stateful):
         return state
 
     def load_state_dict(self, state_dict: dict[str, dict[str, Tensor]]) -> None:
-        """Nothing to do: the tensors of `state_dict` are loaded in place."""
+        """Nothing to do: the checkpoint is loaded into the tensors themselves."""

@@ -1,8 +1,8 @@
-"""A collective that does not end: its name, and the ranks that did not get to it.
+"""Explains a collective that hangs: its name, and the ranks that did not reach it.
 
-Gloo says that it timed out, and nothing more. Every rank that meets this notes it in the store of the process group, and
-those that have noted nothing some seconds later are the ones that the others waited for. NCCL's watchdog ends the
-process itself; what it leaves is in docs/faults.md.
+Gloo reports only a timeout. Every rank that times out records it in the process group's store. The ranks that have
+recorded nothing a few seconds later are those that the others waited for. NCCL's watchdog kills the
+process itself; docs/faults.md describes what it reports.
 """
 
 import re
@@ -15,18 +15,18 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 SECONDS = 5.0
-"""Between the first rank's timeout and the last one's, at most."""
+"""Maximum time between the first and the last rank's timeout."""
 
 _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 _LOST = re.compile(r"gloo|connection", re.IGNORECASE)
 
 
 class CollectiveHangs(RuntimeError):
-    """Ranks did not come to a collective. It is no mistake of the user's: a job that met it is tried again."""
+    """Some ranks did not reach a collective. Not a user error: the launcher retries the job."""
 
 
 def explain(error: RuntimeError, step: int) -> CollectiveHangs | None:
-    """What a failed collective's error should have said; None if it is no collective's, or did not wait in vain."""
+    """A better error for a collective that timed out; None if `error` is not from a collective or not a timeout."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f.name for f in frames if "/torch/distributed/" in f.filename.replace("\\", "/") and f.name != "wrapper"]
     timed_out = bool(_TIMED_OUT.search(str(error)))
@@ -41,20 +41,16 @@ def explain(error: RuntimeError, step: int) -> CollectiveHangs | None:
         missing := [rank for rank in everyone if not store.check([f"hangs/{rank}"])]
     ) and time.monotonic() < deadline:
         time.sleep(0.1)
-    hosts = [_host(store, rank) for rank in missing]
+    hosts = [store.get(f"host/{r}").decode() if store.check([f"host/{r}"]) else "unknown" for r in missing]
     who = ", ".join(f"{rank} (on {host})" for rank, host in zip(missing, hosts, strict=True))
-    came = f"these ranks did not come to it: {who}" if missing else "every rank came to it, or to another one"
+    came = f"these ranks did not reach it: {who}" if missing else "every rank reached it, or another collective"
     caller = next(frame for frame in reversed(frames) if "/torch/" not in frame.filename.replace("\\", "/"))
     place = f"{caller.name}, {'/'.join(Path(caller.filename).parts[-2:])}:{caller.lineno}"
     return CollectiveHangs(f"{own[-1]} ({place}) timed out in step {step}; {came}")
 
 
 def introduce() -> None:
-    """Note this rank's host, before anything can hang. A pretended process group has nobody to tell."""
+    """Record this rank's host before anything can hang; not for a fake process group."""
     if dist.get_backend() == "fake":
         return
     _get_default_store().set(f"host/{dist.get_rank()}", socket.gethostname())
-
-
-def _host(store: dist.Store, rank: int) -> str:
-    return store.get(f"host/{rank}").decode() if store.check([f"host/{rank}"]) else "unknown"

@@ -1,10 +1,10 @@
-"""Whether PC is healthy while it trains: sizes of outputs, gamma, norms, condition numbers, error of the estimate.
+"""Health metrics during training: output sizes, gamma, norms, condition numbers, error of the norm estimate.
 
 health = HealthMetrics(job_config, model_parts, step_schedule, parallel_dims)   # before the first forward
 for step in ...:
     health.start_step(step)
     ...                                  # forward and backward passes, optimizer, materialise
-    metrics_processor.log_health(step, health.collect(step))   # on every rank: collect is collective
+    metrics_processor.log_health(step, health.collect(step))   # on every rank, because it uses collectives
 """
 
 import math
@@ -28,36 +28,36 @@ from pc.titan.activations import COUNT, LARGEST, PARTS, SUM_OF_SQUARES, OutputSi
 BLOCKS = tuple(BLOCK_SUFFIXES)
 
 SPECTRAL: dict[str, Callable[[Tensor], Tensor]] = {"condition": modified_condition_number}
-"""Metrics of a matrix: from the singular values [B, min(n, m)] of B effective weights, ascending, a number each, [B].
-One is logged as spectra/NAME/LAYER every `health.spectra_freq` steps; a new one is a line here."""
+"""{NAME: function from the ascending singular values [B, min(n, m)] of B effective weights to B numbers [B]}.
+Logged as spectra/NAME/LAYER every `health.spectra_freq` steps. To add a metric, add a line here."""
 
 
 @dataclass
 class Health:
-    """How often to measure what tells whether PC is healthy; 0 turns a group off."""
+    """Steps between health metrics; 0 turns a group off."""
 
     freq: int = 10
-    """Every so many steps (and at the first): size of attention and FFN outputs, gamma, weight norm."""
+    """Steps between measurements of attention and FFN output sizes, gamma and the weight norm; also at step 1."""
 
     spectra_freq: int = 500
-    """Every so many steps (and at the first): condition number of every matrix."""
+    """Steps between measurements of every matrix's condition number; also at step 1."""
 
     estimate_freq: int = 100
-    """Every so many steps, and at each of the first 1,000: error of the estimated spectral norm, with PC."""
+    """Steps between measurements of the error in PC's spectral norm estimate; also at each of the first 1,000 steps."""
 
 
 FIRST_STEPS = 1000
-"""The estimate's error is large, and falls, in these (paper, appendix on the accuracy of the estimator)."""
+"""In these steps the estimate's error is large and decreasing (paper, appendix on the accuracy of the estimator)."""
 
 
 class HealthMetrics:
-    """Collects the quantities of `Health` over all ranks.
+    """Collects the metrics of `Health` over all ranks.
 
     Args:
-        job_config: has a section `health` (`Health`) and `pc.blocks`, which also names what a baseline run
-            counts as PC blocks.
+        job_config: with the section `health` (`Health`) and with `pc.blocks`, which also defines the PC blocks of a
+            baseline run.
         model_parts: this rank's transformers, sharded, compiled, off the meta device.
-        schedule: what holds the raw weights in schedule "step"; None in schedule "forward" and without PC.
+        schedule: the schedule that holds the raw weights in schedule "step"; None in schedule "forward" and without PC.
         parallel_dims: TorchTitan's ParallelDims.
     """
 
@@ -77,17 +77,16 @@ class HealthMetrics:
         self._measuring = False
 
     def start_step(self, step: int, measure_outputs: bool = True) -> None:
-        """Call on every step before its first forward pass; without `measure_outputs` outputs are left out of it."""
+        """Call in every step before the first forward pass. `measure_outputs=False` skips the output sizes."""
         self._measuring = self._outputs is not None and measure_outputs and _is_due(step, self._health.freq)
         if self._measuring:
             self._outputs.start()
 
     @torch.no_grad()
     def collect(self, step: int) -> dict[str, float]:
-        """What is due at `step`, equal on all ranks; every rank calls it after the optimizer's step.
+        """The metrics due at `step`, the same on all ranks; {} if none. All ranks call it after the optimizer step.
 
-        Returns:
-            {} on steps where nothing is due. Weights are those after the step, outputs those of the step.
+        Weights are those after the step, outputs those during the step.
         """
         metrics: dict[str, float] = {}
         if self._measuring:
@@ -108,7 +107,7 @@ class HealthMetrics:
         for (layer, part), sizes in measured.items():
             sums[layer, parts.index(part)] = sizes[[SUM_OF_SQUARES, COUNT]].double()
             largest[layer, parts.index(part)] = sizes[LARGEST]
-        # one wait for the device each
+        # one device synchronisation each
         all_sums, all_largest = _reduce(sums).tolist(), _reduce(largest, dist.ReduceOp.MAX).tolist()
         metrics = {}
         for layer in range(self._num_layers):
@@ -119,12 +118,12 @@ class HealthMetrics:
         return metrics
 
     def _weight_metrics(self) -> dict[str, float]:
-        """gamma of every matrix, and the norm of all that the optimizer moves (W where PC applies)."""
-        gammas = self._zeros(self._num_layers, len(BLOCKS), 2)  # value, how many ranks have it
+        """gamma of every matrix, and the norm of all trained parameters (W where PC applies)."""
+        gammas = self._zeros(self._num_layers, len(BLOCKS), 2)  # sum of values, number of ranks
         for name, layer in self._pc_linears():
             if layer.gamma is not None and local(layer.gamma).numel():
                 gamma = local(layer.gamma).double()
-                gammas[self._cell(name)] = torch.cat([gamma, torch.ones_like(gamma)])  # no wait for the device
+                gammas[self._cell(name)] = torch.cat([gamma, torch.ones_like(gamma)])  # no device synchronisation
         raws = {} if self._schedule is None else {f"{n}.weight": s.raw for n, s in self._schedule.layers.items()}
         squares = self._zeros(1)
         for model in self._model_parts:
@@ -139,9 +138,9 @@ class HealthMetrics:
         return metrics
 
     def _spectra_metrics(self) -> dict[str, float]:
-        """`SPECTRAL` of effective weights, and geometric means of condition numbers.
+        """`SPECTRAL` of effective weights, and geometric means of condition numbers, on all ranks.
 
-        Singular values are exact, of full matrices on their owner ranks; all ranks get the results.
+        Owner ranks compute exact singular values of full matrices.
         """
         names, inputs, keys = [], [], []
         for model in self._model_parts:
@@ -175,7 +174,7 @@ class HealthMetrics:
         return metrics
 
     def _estimate_metrics(self) -> dict[str, float]:
-        """Relative error of s against the spectral norm of W, for each type of matrix with PC; {} without PC."""
+        """Relative error of s as an estimate of W's spectral norm, per block with PC; {} without PC."""
         names, inputs = [], []
         for name, layer in self._pc_linears():
             state = layer if self._schedule is None else self._schedule.layers[name]
@@ -192,10 +191,10 @@ class HealthMetrics:
         return metrics
 
     def _of_owners(self, function, names: list[str], inputs: list[tuple[Tensor, ...]], keys: list, count: int):
-        """(name, [numbers]) of each matrix of all pipeline stages; `function` gives them as [B, count] on the owners."""
+        """(name, [numbers]) of each matrix of all pipeline stages; `function` returns [B, count] on the owners."""
         outputs = [torch.zeros(count, device=self._device, dtype=item[0].dtype) for item in inputs]
         run_on_owners(function, inputs, [(output,) for output in outputs], keys)
-        found = self._zeros(self._num_layers, len(BLOCKS), count + 1)  # numbers, ranks
+        found = self._zeros(self._num_layers, len(BLOCKS), count + 1)  # sums of numbers, number of ranks
         for name, output in zip(names, outputs, strict=True):
             found[self._cell(name)] = torch.cat([output.double(), output.new_ones(1).double()])
         for name, (*numbers, copies) in self._cells(_reduce(found)):
@@ -209,11 +208,11 @@ class HealthMetrics:
         return torch.zeros(shape, dtype=torch.float64, device=self._device)
 
     def _cell(self, name: str) -> tuple[int, int]:
-        """Where the table [layers, blocks] of all pipeline stages has the linear layer `name`."""
+        """Index of the linear layer `name` in a table [layers, blocks] of all pipeline stages."""
         return int(name.split(".")[1]), BLOCKS.index(block_of(name))
 
     def _cells(self, table: Tensor):
-        """Names and values of the filled cells; a cell's last value counts the ranks that filled it."""
+        """Names and values of the filled cells; a cell's last value is the number of ranks that filled it."""
         for layer, row in enumerate(table.tolist()):
             for block, values in zip(BLOCKS, row, strict=True):
                 if values[-1]:
@@ -231,7 +230,7 @@ def _reduce(tensor: Tensor, operation=dist.ReduceOp.SUM) -> Tensor:
 
 
 def _num_shards(tensor: Tensor) -> int:
-    """Over how many ranks one copy of the tensor is spread."""
+    """Number of ranks that one copy of the tensor is sharded over."""
     if not isinstance(tensor, DTensor):
         return 1
     return math.prod(
@@ -243,7 +242,7 @@ def _spectral(key: PCConfig | None, weight: Tensor, *rest: Tensor) -> tuple[Tens
     """`SPECTRAL` of the effective weight, [B, metrics].
 
     Args:
-        key: None: `weight` [B, n, m] is effective. A PCConfig: W, u, v and perhaps gamma, which give PC(W).
+        key: None if `weight` [B, n, m] is effective; a PCConfig if the tensors are W, u, v and perhaps gamma.
     """
     if key is not None:
         u, v, *gamma = rest

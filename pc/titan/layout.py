@@ -1,4 +1,6 @@
-"""A config on a number of GPUs: parallel degrees, micro-batches, tokens. Fewer GPUs accumulate more micro-batches."""
+"""A config on a number of GPUs: parallel degrees, micro-batches and tokens per step.
+
+The global batch is fixed, so fewer GPUs accumulate more micro-batches."""
 
 from dataclasses import dataclass
 from math import isqrt
@@ -12,7 +14,7 @@ from pc.titan.config import JobConfig
 
 @dataclass(frozen=True)
 class Layout:
-    """How a step is spread over ranks."""
+    """How a step is distributed over ranks."""
 
     dims: ParallelDims
     training: Training
@@ -20,7 +22,7 @@ class Layout:
 
     @classmethod
     def of(cls, config: JobConfig, world_size: int) -> "Layout":
-        """Of a config on so many GPUs; data-parallel shards take what the other degrees leave.
+        """The layout of a config on `world_size` GPUs; `data_parallel_shard_degree` -1 takes the remaining GPUs.
 
         Raises:
             UserError: the degrees do not fit the number of GPUs.
@@ -29,7 +31,7 @@ class Layout:
         model_parallel = p.tensor_parallel_degree * p.pipeline_parallel_degree * p.context_parallel_degree
         if world_size < 1 or world_size % model_parallel:
             raise UserError(
-                f"{world_size} GPUs are no multiple of tensor_parallel_degree x pipeline_parallel_degree x "
+                f"{world_size} GPUs are not a multiple of tensor_parallel_degree x pipeline_parallel_degree x "
                 f"context_parallel_degree = {model_parallel}"
             )
         data_ranks = world_size // model_parallel
@@ -37,7 +39,7 @@ class Layout:
         if shards != -1 and replicas * shards != data_ranks:
             raise UserError(
                 f"parallelism.data_parallel_replicate_degree {replicas} x data_parallel_shard_degree {shards} "
-                f"should be {data_ranks} on {world_size} GPUs; data_parallel_shard_degree = -1 takes the rest"
+                f"should be {data_ranks} on {world_size} GPUs; data_parallel_shard_degree = -1 fits automatically"
             )
         if data_ranks % replicas:
             raise UserError(
@@ -58,32 +60,32 @@ class Layout:
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that read different data."""
+        """Number of ranks that read different data."""
         return self.dims.dp_replicate * self.dims.dp_shard
 
     @property
     def shards(self) -> int:
-        """Ranks that FSDP spreads a parameter over."""
+        """Number of ranks that FSDP shards a parameter over."""
         return self.dims.dp_shard * self.dims.cp
 
     @property
     def micro_batches(self) -> int:
-        """Per optimizer step on every data-parallel rank; raises UserError where the batch does not divide."""
+        """Micro-batches per optimizer step and data-parallel rank; raises UserError if the batch does not divide."""
         return accumulation_steps(self.training.global_batch_size, self.training.local_batch_size, self.data_ranks)
 
     @property
     def sequences(self) -> int:
-        """Of one optimizer step over all ranks."""
+        """Sequences per optimizer step over all ranks."""
         return self.micro_batches * self.training.local_batch_size * self.data_ranks
 
     @property
     def tokens(self) -> int:
-        """Of one optimizer step over all ranks."""
+        """Tokens per optimizer step over all ranks."""
         return self.sequences * self.training.seq_len
 
 
 def accumulation_steps(global_batch_size: int, local_batch_size: int, data_parallel_size: int) -> int:
-    """Micro-batches per optimizer step on every data-parallel rank.
+    """Micro-batches per optimizer step and data-parallel rank.
 
     Args:
         global_batch_size: sequences per optimizer step over all ranks; -1 means no accumulation.
@@ -100,7 +102,8 @@ def accumulation_steps(global_batch_size: int, local_batch_size: int, data_paral
     if global_batch_size % per_pass == 0:
         return global_batch_size // per_pass
 
-    choices = [f"global_batch_size {_either(_nearest_multiples(global_batch_size, per_pass))}"]
+    below = global_batch_size // per_pass * per_pass
+    choices = [f"global_batch_size {_either([size for size in (below, below + per_pass) if size > 0])}"]
     if global_batch_size % data_parallel_size == 0:
         per_rank = global_batch_size // data_parallel_size
         choices.append(f"local_batch_size {_either(_nearest_divisors(per_rank, local_batch_size))}")
@@ -108,18 +111,13 @@ def accumulation_steps(global_batch_size: int, local_batch_size: int, data_paral
         micro_batches = global_batch_size // local_batch_size
         choices.append(f"{_either(_nearest_divisors(micro_batches, data_parallel_size))} data-parallel rank(s)")
     raise UserError(
-        f"training.global_batch_size = {global_batch_size} is no multiple of local_batch_size "
+        f"training.global_batch_size = {global_batch_size} is not a multiple of local_batch_size "
         f"{local_batch_size} x {data_parallel_size} data-parallel rank(s). Nearest that fit: " + "; or ".join(choices)
     )
 
 
-def _nearest_multiples(number: int, factor: int) -> list[int]:
-    below = number // factor * factor
-    return [multiple for multiple in (below, below + factor) if multiple > 0]
-
-
 def _nearest_divisors(number: int, wish: int) -> list[int]:
-    """The divisors of `number` next below and next above `wish`."""
+    """The closest divisors of `number` below and above `wish`."""
     small = [d for d in range(1, min(isqrt(number), 10**6) + 1) if number % d == 0]
     divisors = sorted({*small, *(number // d for d in small)})
     below = [d for d in divisors if d < wish][-1:]

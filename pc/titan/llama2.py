@@ -1,4 +1,4 @@
-"""Llama 2 on TorchTitan's Llama: sizes, and an initialisation that no layout of ranks can change."""
+"""Llama 2 on TorchTitan's Llama: sizes, and an initialisation that is the same for every parallel layout."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -21,17 +21,17 @@ from pc.titan.loss import DeferredHead
 
 @dataclass
 class Llama2Args(TransformerModelArgs):
-    """Llama 2: rotary base 10000 without scaling (upstream's default scales), untied head, 32,000 tokens."""
+    """Llama 2: rotary base 10000 without scaling (TorchTitan's default scales), untied head, 32,000 tokens."""
 
     vocab_size: int = 32_000
     rope_theta: float = 10_000
     norm_eps: float = 1e-5
     rope_scaling_args: RoPEScalingArgs = field(default_factory=lambda: RoPEScalingArgs(scaling_factor=1.0))
     init_seed: int = 0
-    """Start of the weights' random numbers; `debug.seed`."""
+    """Seed of the initial weights; `debug.seed`."""
 
     chunked_loss: bool = False
-    """Whether the loss takes the head's input; `training.chunked_loss`."""
+    """Whether the loss takes the head's input instead of logits; `training.chunked_loss`."""
 
     def update_from_config(self, job_config, **kwargs) -> None:
         super().update_from_config(job_config, **kwargs)
@@ -40,8 +40,8 @@ class Llama2Args(TransformerModelArgs):
         self.chunked_loss = job_config.training.chunked_loss
 
 
-# Paper, table 5, smaller ones, and Llama 2's own (70B with grouped queries). `multiple_of` rounds 8/3 d, or 1.3 times it,
-# up to the FFN's width: 384, 704, 1408, 2816, 5632, 11008, 13824, 28672.
+# The paper's sizes (table 5), smaller ones, and Llama 2's own (70B with grouped-query attention). `multiple_of` rounds
+# 8/3 d, or 1.3 times it, up to the FFN width: 384, 704, 1408, 2816, 5632, 11008, 13824, 28672.
 FLAVORS: dict[str, Llama2Args] = {
     "nano": Llama2Args(dim=128, n_layers=5, n_heads=4, multiple_of=64),
     "debug": Llama2Args(dim=256, n_layers=4, n_heads=4, multiple_of=64),
@@ -55,35 +55,32 @@ FLAVORS: dict[str, Llama2Args] = {
 
 
 def model_args(flavor: str, vocab_size: int, seq_len: int) -> Llama2Args:
-    """A flavor with a config's vocabulary and sequence length in tokens.
-
-    Raises:
-        UserError: no such flavor.
-    """
+    """A flavor with a config's vocabulary size and sequence length; raises UserError if there is no such flavor."""
     if flavor not in FLAVORS:
         raise UserError(f"model.flavor = {flavor!r} should be one of {', '.join(FLAVORS)}")
     return replace(FLAVORS[flavor], vocab_size=vocab_size, max_seq_len=seq_len)
 
 
 class Llama2(Transformer):
-    """TorchTitan's transformer, initialised per parameter name.
+    """TorchTitan's transformer with an initialisation that depends only on parameter names.
 
-    Each number is a function of its parameter's name and its place in it (`pc.titan.draws`), so a rank draws its
-    own shard alone, and the start is the same on any number of ranks, under any parallelism, on CPU and GPU. Torch's
-    own random initialisation gives every CPU rank the same shard, and pipeline stages other numbers than one process.
+    Each number is a function of its parameter's name and its position (`pc.titan.draws`). So a rank draws only its
+    own shard, and the initial weights are the same on any number of ranks, with any parallelism, on CPU and GPU. With
+    torch's random initialisation, all CPU ranks draw the same shard, and pipeline stages draw other numbers than one
+    process.
     """
 
     def __init__(self, model_args: Llama2Args) -> None:
         super().__init__(model_args)
         for module in self.modules():
             if isinstance(module, ScaledDotProductAttentionWrapper):
-                # Upstream's other kernels take no float32, for which it is left with the one that stores all scores.
+                # TorchTitan's other kernels do not support float32, so it would use the one that stores all scores.
                 module.sdpa_backends = [*module.sdpa_backends[:-1], SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
         if model_args.chunked_loss:
             self.output = DeferredHead(model_args.dim, model_args.vocab_size, bias=False)
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
-        """Fill all parameters and buffers, PC's too."""
+        """Initialise all parameters and buffers, including PC's."""
         with torch.device(buffer_device or self.freqs_cis.device):
             self.freqs_cis = self._precompute_freqs_cis()
         with torch.no_grad():
@@ -102,7 +99,7 @@ def draw_parameter(name: str, parameter: Tensor, args: Llama2Args) -> None:
         return
     offset = (0, 0)
     if isinstance(parameter, DTensor):
-        # Under tensor parallelism with FSDP too, this rank's shard is a rectangle.
+        # This rank's shard is a rectangle, also with tensor parallelism and FSDP combined.
         _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     cut = 3.0 if name == "output.weight" else math.inf
     seed = seed_of(f"{args.init_seed}.{name}")
@@ -110,12 +107,8 @@ def draw_parameter(name: str, parameter: Tensor, args: Llama2Args) -> None:
 
 
 def initial_std(name: str, args: Llama2Args) -> float:
-    """Standard deviation of a matrix at the start: embedding 1; wq, wk, wv, w1 0.02; wo, w2, w3 less with depth;
-    head d^-0.5.
-
-    Raises:
-        ValueError: a parameter this model does not have.
-    """
+    """Initial standard deviation of a matrix: embedding 1; wq, wk, wv, w1 0.02; wo, w2, w3 decreasing with depth; head
+    d^-0.5. Raises ValueError for any other parameter."""
     if name == "tok_embeddings.weight":
         return 1.0
     if name == "output.weight":

@@ -1,4 +1,4 @@
-"""The training loss: cross entropy of full logits, or chunk by chunk of tokens from the head's input."""
+"""The training loss: cross entropy of full logits, or in chunks of tokens without full logits."""
 
 import dataclasses
 import math
@@ -14,42 +14,42 @@ from torchtitan.tools.logging import logger
 
 from pc.titan.config import JobConfig
 
-# Most logits of one chunk: 256 MiB in bfloat16, some 4,000 tokens of 32,000. Each chunk reads and writes the head's
-# gradient in float32; at 1B, in 8 chunks of a micro-batch, 6 GB, which are some 2 ms of an H100's memory.
+# Maximum number of logits in a chunk: 256 MiB in bfloat16, about 4,000 tokens at a vocabulary of 32,000. Each chunk
+# reads and writes the head's float32 gradient: at 1B with 8 chunks per micro-batch 6 GB, about 2 ms on an H100.
 CHUNK_LOGITS = 2**27
 
 
 class HeadInput(NamedTuple):
-    """What a `DeferredHead` returns in training, in place of logits."""
+    """What a `DeferredHead` returns in training instead of logits."""
 
     states: Tensor
     """[B, S, dim]"""
     head: nn.Linear
-    """whose weight [vocab_size, dim] FSDP has gathered until the backward pass"""
+    """its weight [vocab_size, dim] stays gathered by FSDP until the backward pass"""
 
 
 class DeferredHead(nn.Linear):
-    """An output head that leaves the logits to the loss while it trains. Without gradients it is a plain one."""
+    """An output head that leaves the logits to the loss in training. Without gradients it is a plain linear layer."""
 
     def forward(self, x: Tensor) -> Tensor | HeadInput:
-        """[B, S, dim] to logits [B, S, vocab_size], or to what `ChunkedCrossEntropy` makes a loss of."""
+        """[B, S, dim] to logits [B, S, vocab_size], or to the input of `chunked_cross_entropy`."""
         if self.training and torch.is_grad_enabled():
             return HeadInput(x, self)
         return super().forward(x)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Sum of the cross entropies of a head's logits, some tokens at a time.
+    """Sum of the cross entropies of a head's logits, one chunk of tokens at a time.
 
-    The gradients are made along with the loss, so that full logits never exist and no logit is computed twice. As with full logits
-    products are of the inputs' dtype and the cross entropy is float32 at least; the loss and the weight's gradient are
-    summed in it too. (Torch 2.13's `linear_cross_entropy` sums both in the inputs' dtype: in bfloat16 its loss of 8,192
-    tokens was off by 2e-3, `benchmarks/loss.py`.)
+    The forward pass also computes the gradients, so full logits never exist and no logit is computed twice. As with
+    full logits, matmuls use the inputs' dtype and the cross entropy at least float32. The loss and the weight's
+    gradient are also accumulated in at least float32. (Torch 2.13's `linear_cross_entropy` accumulates both in the
+    inputs' dtype: in bfloat16 its loss of 8,192 tokens had an error of 2e-3, `benchmarks/loss.py`.)
     """
 
     @staticmethod
     def forward(ctx, states: Tensor, weight: Tensor, labels: Tensor, chunks: int, of_chunk: Callable) -> Tensor:
-        """Args: states [T, dim]; weight [vocab_size, dim]; labels [T]; how many chunks; `loss_and_gradient`."""
+        """Args: states [T, dim]; weight [vocab_size, dim]; labels [T]; number of chunks; `loss_and_gradient`."""
         precision = torch.promote_types(states.dtype, torch.float32)
         loss = torch.zeros((), dtype=precision, device=states.device)
         d_states = torch.empty_like(states)
@@ -60,25 +60,25 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             loss += chunk_loss
             torch.mm(d_logits, weight, out=d_some)
             d_weight += d_logits.T @ some_states
-            del d_logits  # before the next chunk's logits are made
+            del d_logits  # free them before the next chunk
         ctx.save_for_backward(d_states, d_weight)
         return loss
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
         d_states, d_weight = ctx.saved_tensors
-        # In place, so a second backward pass is an error. As a matrix, so that bfloat16 gradients are multiplied in
-        # float32: a tensor without dimensions would be rounded first, on a GPU.
+        # In place, so a second backward pass raises an error. As a matrix, so that bfloat16 gradients are multiplied in
+        # float32: on a GPU, a 0-dimensional tensor would be rounded first.
         gradient = gradient.reshape(1, 1)
         return d_states.mul_(gradient), d_weight.mul_(gradient).to(d_states.dtype), None, None, None
 
 
 def loss_and_gradient(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of the cross entropies [] in float32 at least, and its gradient [T, vocab_size] in the logits' dtype.
+    """Sum of the cross entropies [] in at least float32, and its gradient [T, vocab_size] in the logits' dtype.
 
     Args:
         logits: [T, vocab_size].
-        labels: [T]; `IGNORE_INDEX` counts nothing.
+        labels: [T]; `IGNORE_INDEX` adds nothing.
     """
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
     loss = F.cross_entropy(exact, labels, reduction="sum", ignore_index=IGNORE_INDEX)
@@ -90,28 +90,28 @@ def loss_and_gradient(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 def chunked_cross_entropy(
     prediction: HeadInput, labels: Tensor, *, chunk_logits: int = CHUNK_LOGITS, of_chunk: Callable = loss_and_gradient
 ) -> Tensor:
-    """Sum of the cross entropies of labels [B, S] by `ChunkedCrossEntropy`, in even chunks of so many logits at most."""
+    """Sum of the cross entropies of labels [B, S], in equal chunks of at most `chunk_logits` logits."""
     weight = prediction.head.weight
     chunks = math.ceil(labels.numel() * len(weight) / chunk_logits)
     return ChunkedCrossEntropy.apply(prediction.states.flatten(0, 1), weight, labels.flatten(), chunks, of_chunk)
 
 
 def compiles_loss(config: JobConfig, tensor_parallel: int) -> bool:
-    """Whether a loss of full logits is compiled: not where tensor parallelism shards them (`build_loss`)."""
+    """Whether the loss is compiled: not if tensor parallelism shards the logits (`build_loss`)."""
     sharded_logits = tensor_parallel > 1 and not config.parallelism.disable_loss_parallel
     return _asks_to_compile(config) and not sharded_logits
 
 
 def build_loss(job_config: JobConfig, parallel_dims: ParallelDims) -> LossFunction:
-    """For TorchTitan's TrainSpec: cross entropy of full logits, or in chunks where the head leaves them to the loss.
+    """For TorchTitan's TrainSpec: cross entropy of full logits, or in chunks with `training.chunked_loss`.
 
-    It is compiled where [compile] names it, but not on sharded logits: torch 2.13 compiles a loss on logits that
-    tensor parallelism shards rightly once; from the compiler's cache, in this process or a later one, the loss comes
-    out wrong, in silence.
+    It is compiled if [compile] names it, but not on logits that tensor parallelism shards: torch 2.13 compiles such a
+    loss correctly only the first time. Loaded from the compiler's cache, by this process or a later one, the loss is
+    silently wrong.
     """
     compiles = compiles_loss(job_config, parallel_dims.tp)
     if _asks_to_compile(job_config) and not compiles:
-        logger.warning("The loss is not compiled: under tensor parallelism torch's compiler cache makes it wrong")
+        logger.warning("The loss is not compiled: torch's compiler cache makes it wrong with tensor parallelism")
         components = [name for name in job_config.compile.components if name != "loss"]
         compilation = dataclasses.replace(job_config.compile, components=components)
         job_config = dataclasses.replace(job_config, compile=compilation)

@@ -1,4 +1,4 @@
-"""How much memory a run needs, estimated part by part without a GPU."""
+"""Estimates a run's memory without a GPU."""
 
 from dataclasses import dataclass
 
@@ -20,17 +20,17 @@ GIB = 2**30
 FLOAT32, BFLOAT16 = 4, 2  # bytes
 
 RESERVE_GIB = 4
-"""what the estimate leaves out on a GPU: the CUDA context, NCCL's buffers, fragmentation"""
+"""what the estimate does not include on a GPU: the CUDA context, NCCL's buffers, fragmentation"""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """How head and loss are computed (`pc.titan.loss`)."""
+    """How the head and the loss are computed (`pc.titan.loss`)."""
 
     is_compiled: bool = True
     is_chunked: bool = False
     shards: int = 1
-    """ranks that tensor parallelism spreads the logits over"""
+    """ranks that tensor parallelism shards the logits over"""
 
     @classmethod
     def of(cls, config: JobConfig) -> "Loss":
@@ -48,7 +48,7 @@ class Sizes:
 
     total: int
     hidden_matrices: int
-    """weights of the linear layers inside blocks, which `optimizer.name` trains"""
+    """weights of the linear layers in transformer blocks, which `optimizer.name` trains"""
     preconditioned: int
     """weights that PC applies to"""
     largest_block: int
@@ -61,7 +61,7 @@ class Sizes:
 
 
 def sizes_of(model: nn.Module) -> Sizes:
-    """Counts of a TorchTitan Llama (it may lie on the meta device), after `pc.attach` where PC is on."""
+    """Counts of a TorchTitan Llama, which may be on the meta device; with PC, after `pc.attach`."""
     blocks = list(model.layers.values())
     per_block = [sum(p.numel() for p in block.parameters()) for block in blocks]
     total = sum(p.numel() for p in model.parameters())
@@ -80,7 +80,7 @@ def sizes_of(model: nn.Module) -> Sizes:
 
 
 def sizes_of_run(config: JobConfig) -> Sizes:
-    """Of the whole model, whatever this process has of it."""
+    """Sizes of the whole model, not only this process's part."""
     with torch.device("meta"):
         model = Transformer(model_args(config.model.flavor, config.model.vocab_size, config.training.seq_len))
     if config.pc.enable:
@@ -89,7 +89,7 @@ def sizes_of_run(config: JobConfig) -> Sizes:
 
 
 def gathers_once(config: JobConfig) -> bool:
-    """Whether the config asks for weights gathered and gradients reduced once per step, if memory allows."""
+    """Whether the config wants weights gathered and gradients reduced once per step, if memory allows."""
     parallelism = config.parallelism
     if parallelism.pipeline_parallel_degree > 1 or parallelism.fsdp_reshard_after_forward == "always":
         return False
@@ -103,13 +103,13 @@ def of_run(
     once: bool | None = None,
     schedule: str | None = None,
 ) -> dict[str, float]:
-    """`per_gpu` for a run of so many processes.
+    """`per_gpu` for a run.
 
     Args:
         dims: the parallel degrees.
-        sizes: of the model, if they are known.
-        once: whether weights are gathered and gradients reduced once per step; None: as the config asks.
-        schedule: "step", "forward" or "plain" (without PC); None: as the config asks.
+        sizes: of the model, if known.
+        once: whether weights are gathered and gradients reduced once per step; None: as in the config.
+        schedule: "step", "forward" or "plain" (without PC); None: as in the config.
     """
     training, layout = config.training, Layout(dims, config.training)
     return per_gpu(
@@ -134,7 +134,7 @@ def optimizer_elements(sizes: Sizes, optimizer: str) -> int:
 
 
 def raw_elements(sizes: Sizes, schedule: str) -> int:
-    """Schedule "step" keeps raw W beside the effective weight; "forward" has only raw W."""
+    """Schedule "step" stores raw W in addition to the effective weight; "forward" stores only raw W."""
     return sizes.preconditioned if schedule == "step" else 0
 
 
@@ -156,25 +156,25 @@ def per_gpu(
     """GiB per GPU at the peak, which is at the start of the last micro-batch's backward pass.
 
     Args:
-        shards: ranks that FSDP spreads a parameter over.
+        shards: ranks that FSDP shards a parameter over.
         tokens: of one micro-batch on one GPU.
         activation_checkpoint: TorchTitan's section.
-        compute_bytes: of an element of activations and of gathered parameters.
+        compute_bytes: bytes per element of activations and gathered parameters.
         loss: how it is computed.
         gathers_once: weights are gathered and gradients reduced once per step (`pc.titan.fsdp_sync`).
         accumulates: a step has several micro-batches.
 
-    Fragmentation, the CUDA context and NCCL's buffers (1 to 4 GiB, `RESERVE_GIB`) are left out, and so is PC's work space,
-    which is used between steps when activations are gone.
+    Not included: fragmentation, the CUDA context and NCCL's buffers (1 to 4 GiB, `RESERVE_GIB`), and PC's workspace,
+    which is used between steps when activations are already freed.
     """
     split = shards * tensor_parallel * pipeline_parallel
     model_split = tensor_parallel * pipeline_parallel
     largest_block = sizes.largest_block / tensor_parallel
     if gathers_once:
-        # All weights of this rank's part, and the gradient of the current block before it is added up.
+        # All weights of this rank's model part, and the current block's gradient before it is accumulated.
         gathered = sizes.total / model_split + largest_block
     else:
-        # The current block and the next one, gathered; the block's gradient before it is reduced; and
+        # The current and the next block, gathered; the block's gradient before the reduce-scatter; and
         # embedding and head, which stay gathered through the forward pass.
         gathered = 3 * largest_block + sizes.outside_blocks / model_split
     elements = {
@@ -190,38 +190,38 @@ def per_gpu(
 
 
 def _bytes_of_logits(sizes: Sizes, tokens: int, loss: Loss, compute_bytes: int) -> float:
-    """The most that head and loss hold at a time; `benchmarks/loss.py` measures it."""
-    # per logit: itself and its gradient, and a copy where a chunk is handed on; what is float32 stays in registers
+    """Peak bytes of head and loss; `benchmarks/loss.py` measures it."""
+    # per logit: itself and its gradient, and a copy of a chunk; float32 values stay in registers
     compiled = (3 if loss.is_chunked else 2) * compute_bytes
     if loss.is_chunked:
         of_chunk = CHUNK_LOGITS * (compiled if loss.is_compiled else 5 * FLOAT32)
-        head = sizes.vocabulary * sizes.dim * (FLOAT32 + compute_bytes)  # its gradient, and what a chunk adds
+        head = sizes.vocabulary * sizes.dim * (FLOAT32 + compute_bytes)  # its gradient, and that of a chunk
         return of_chunk + head + tokens * sizes.dim * compute_bytes
-    plain = 3 * FLOAT32  # per logit: the log-softmax, its gradient, and that of the logit
+    plain = 3 * FLOAT32  # per logit: the log-softmax, its gradient, and the logit's gradient
     return tokens * sizes.vocabulary * (compiled if loss.is_compiled else plain) / loss.shards
 
 
 def _activations(sizes: Sizes, tokens: int, checkpointing: ActivationCheckpoint, compute_bytes: int) -> float:
-    """Bytes that the blocks keep for the backward pass, and what the current block recomputes."""
+    """Bytes that the blocks keep for the backward pass, plus what the current block recomputes."""
     whole, kept = _whole_block(sizes), kept_per_block(sizes, checkpointing)
     return tokens * compute_bytes * (sizes.layers * kept + (whole if kept < whole else 0))
 
 
 def _whole_block(sizes: Sizes) -> int:
-    """Elements per token that a block keeps when it recomputes nothing.
+    """Elements per token that a block keeps without activation checkpointing.
 
-    The block's input, both norms' outputs, q, k, v, the attention's output and the residual between (8 vectors of
-    `dim`); gate, its activation, up and their product (4 of `ffn_dim`).
+    8 vectors of `dim`: the block's input, both norms' outputs, q, k, v, the attention output and the residual after it.
+    4 vectors of `ffn_dim`: gate, its activation, up and their product.
     """
     return 8 * sizes.dim + 4 * sizes.ffn_dim
 
 
 def kept_per_block(sizes: Sizes, checkpointing: ActivationCheckpoint) -> float:
-    """Elements per token that a block keeps from its forward to its backward pass, over all blocks' mean.
+    """Elements per token that a block keeps from its forward to its backward pass, averaged over blocks.
 
-    Mode "full" keeps a block's input. "selective" with "op" keeps that, the attention's output and every second
-    product: q, v, gate and down; with a number n, whole blocks but every n-th, which keeps its input. For
-    "memory_budget" it is what no checkpointing keeps, an upper bound.
+    "full" keeps a block's input. "selective" with "op" keeps that, the attention output and every second
+    matmul: q, v, gate and down. "selective" with a number n recomputes every n-th block and keeps its input only; other
+    blocks keep everything. For "memory_budget" this returns an upper bound: everything.
     """
     whole = _whole_block(sizes)
     if checkpointing.mode == "full":

@@ -1,4 +1,4 @@
-"""What a run logs: TorchTitan's console lines and TensorBoard, and one JSON line for everything, with loss spikes."""
+"""Logging of a run: TorchTitan's console lines and TensorBoard, `metrics.jsonl`, and loss spikes."""
 
 import json
 import math
@@ -25,10 +25,10 @@ SECONDS_BETWEEN_PROGRESS_LINES = 20.0
 class LossSpikes:
     """Counts loss spikes among the logged losses.
 
-    A spike begins when a loss is not finite, or lies above the median of the losses of the last `window` steps by
-    more than `deviations` robust standard deviations (1.4826 times the median absolute deviation) and `margin`
-    nats; it ends with the first loss that does not. Losses within a spike stay out of the window. Where every step
-    is logged no spike is missed; fewer than `FEWEST` losses in the window tell no spread, so nothing is compared.
+    A spike begins when a loss is not finite, or exceeds the median of the losses of the last `window` steps by
+    more than `deviations` robust standard deviations (1.4826 times the median absolute deviation) and more than
+    `margin` nats. It ends with the first loss that does not. Losses in a spike do not enter the window. With fewer than
+    `FEWEST` losses in the window, only non-finite losses count. Log every step, so that no spike is missed.
     """
 
     FEWEST = 5
@@ -40,7 +40,7 @@ class LossSpikes:
         self.count = 0
 
     def update(self, step: int, loss: float) -> int:
-        """Take the loss of a later step; returns the count so far. A finite loss of the first `warmup` steps is no spike."""
+        """Add a later step's loss; returns the spikes so far. Finite losses of the first `warmup` steps never count."""
         was_in_spike, self._in_spike = self._in_spike, self._is_high(step, loss)
         self.count += self._in_spike and not was_in_spike
         if not self._in_spike:
@@ -61,11 +61,11 @@ class LossSpikes:
 
 
 class JsonLinesLogger(BaseLogger):
-    """Appends what TorchTitan's loggers get to `metrics.jsonl`, under short names, one object per line.
+    """Appends the metrics that TorchTitan logs to `metrics.jsonl`, under short names, one JSON object per line.
 
     Args:
-        file: created with its folders; if a crash left half a line at its end, that is cut off.
-        tokens_per_step: training tokens of one optimizer step over all ranks, for lines without a token count.
+        file: created with its folders; an incomplete last line, left by a crash, is removed.
+        tokens_per_step: training tokens per optimizer step over all ranks, for lines without a token count.
     """
 
     NAMES = {
@@ -81,34 +81,31 @@ class JsonLinesLogger(BaseLogger):
         "memory/max_reserved(GiB)": "memory_reserved_gib",
         "validation_metrics/loss": "validation_loss",
     }
-    """TorchTitan's names and ours. Its other names with a unit or a percentage in brackets are left out."""
+    """{TorchTitan's name: ours}. Its other names with "(" (a unit) are not logged."""
 
     def __init__(self, file: Path, tokens_per_step: int, num_devices: int) -> None:
         self._file, self._tokens_per_step, self._num_devices = file, tokens_per_step, num_devices
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.exists():
-            content = file.read_bytes()
-            whole = content.rfind(b"\n") + 1
-            if whole < len(content):
-                os.truncate(file, whole)
+            os.truncate(file, file.read_bytes().rfind(b"\n") + 1)
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         line: dict[str, Any] = {"step": step, "tokens": step * self._tokens_per_step, "time": time.time()}
         for name, value in metrics.items():
             if name in self.NAMES or "(" not in name:
                 value = value.item() if isinstance(value, Tensor) else value
-                # JSON has no NaN and no infinity.
+                # JSON has no NaN or infinity.
                 line[self.NAMES.get(name, name)] = (
                     None if isinstance(value, float) and not math.isfinite(value) else value
                 )
         if "tokens_per_second_per_device" in line:
             line["tokens_per_second"] = line.pop("tokens_per_second_per_device") * self._num_devices
-        # One write of a whole line in append mode: readers never see two lines mixed.
+        # One unbuffered write per line in append mode, so that lines are never interleaved.
         with open(self._file, "ab", buffering=0) as file:
             file.write((json.dumps(line) + "\n").encode())
 
     def losses_before(self, step: int) -> dict[int, float]:
-        """Training losses that earlier parts of the run logged, {step: loss} in order of steps."""
+        """{step: loss} of the run's earlier steps, sorted by step."""
         if not self._file.exists():
             return {}
         lines = [json.loads(text) for text in self._file.read_text().splitlines()]
@@ -117,21 +114,19 @@ class JsonLinesLogger(BaseLogger):
 
 
 class PCMetricsProcessor(MetricsProcessor):
-    """TorchTitan's processor with `metrics.jsonl` as one more logger, loss spikes, and health metrics.
-
-    Console lines, TensorBoard and W&B are TorchTitan's.
-    """
+    """TorchTitan's metrics processor plus `metrics.jsonl`, loss spikes and health metrics."""
 
     def __init__(self, job_config, parallel_dims, tag: str | None = None) -> None:
         super().__init__(job_config, parallel_dims, tag)
         self._json_lines: JsonLinesLogger | None = None
         self._spikes: LossSpikes | None = None
         self._paces: deque[tuple[int, float]] = deque(maxlen=20)  # logged step, time
-        self._said_at = 0.0
+        self._progress_logged_at = 0.0
         self.positions: Callable[[], range | None] = lambda: None
-        """of the sequences of the current step, in the order of the data"""
+        """of the current step's sequences in the data order"""
         self._device = self.device_memory_monitor.device.type
-        if _rank() != _get_metrics_rank(parallel_dims, job_config):
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        if rank != _get_metrics_rank(parallel_dims, job_config):
             return
         self._json_lines = JsonLinesLogger(
             Path(job_config.job.dump_folder) / "metrics.jsonl",
@@ -152,48 +147,46 @@ class PCMetricsProcessor(MetricsProcessor):
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
         if self._json_lines is not None:
-            if self._spikes is None:  # a resumed run counts on
+            if self._spikes is None:  # a resumed run continues the count
                 self._spikes = LossSpikes()
                 for earlier, loss in self._json_lines.losses_before(step).items():
                     self._spikes.update(earlier, loss)
             before = self._spikes.count
             extra_metrics = {**(extra_metrics or {}), "loss_spikes": self._spikes.update(step, global_avg_loss)}
             if self._spikes.count > before:
-                extra_metrics |= self._say_spike(step, global_avg_loss)
-        # before upstream resets the peak; on every rank, since it is collective
+                extra_metrics |= self._log_spike(step, global_avg_loss)
+        # before TorchTitan resets the peak; on all ranks, because of the all-reduce
         peak = torch.tensor(self.device_memory_monitor.get_peak_stats().max_active_gib, device=self._device)
         if dist.is_initialized():
             dist.all_reduce(peak, dist.ReduceOp.MAX)
         extra_metrics = {**(extra_metrics or {}), "memory/max_active_of_all_ranks(GiB)": peak.item()}
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
         if self._json_lines is not None:
-            self._say_time_left(step)
+            self._log_time_left(step)
 
-    def _say_time_left(self, step: int) -> None:
-        """Log how far the run is, at most every `SECONDS_BETWEEN_PROGRESS_LINES`."""
+    def _log_time_left(self, step: int) -> None:
+        """Log the run's progress, at most every `SECONDS_BETWEEN_PROGRESS_LINES`."""
         now, last = time.time(), self.job_config.training.steps
         self._paces.append((step, now))
-        if now - self._said_at >= SECONDS_BETWEEN_PROGRESS_LINES:
+        if now - self._progress_logged_at >= SECONDS_BETWEEN_PROGRESS_LINES:
             left = time_left([step for step, _ in self._paces], [when for _, when in self._paces], last)
             if left:
-                self._said_at = now
+                self._progress_logged_at = now
                 logger.info(f"Step {step} of {last}, {left}")
 
-    def _say_spike(self, step: int, loss: float) -> dict[str, int]:
-        """Log where a spike begins; returns the same as metrics."""
+    def _log_spike(self, step: int, loss: float) -> dict[str, int]:
+        """Log the start of a spike; returns its data positions as metrics."""
         positions = self.positions()
-        said = f"Loss spike {self._spikes.count} begins at step {step} with {loss:.4g}"
+        message = f"Loss spike {self._spikes.count} begins at step {step} with {loss:.4g}"
         if positions is None:
-            logger.warning(said)
+            logger.warning(message)
             return {}
         first, last = positions.start, positions.stop - 1
-        logger.warning(
-            f"{said}; data positions {first}-{last} (to repeat the run without them: --data.skip {first}-{last})"
-        )
+        logger.warning(f"{message}; data positions {first}-{last} (to rerun without them: --data.skip {first}-{last})")
         return {"spike/first_position": first, "spike/last_position": last}
 
     def log_health(self, step: int, metrics: dict[str, float]) -> None:
-        """Log what `HealthMetrics.collect` returned, if anything."""
+        """Log the metrics from `HealthMetrics.collect`, if any."""
         if metrics:
             self.logger.log(metrics, step)
 
@@ -201,7 +194,3 @@ class PCMetricsProcessor(MetricsProcessor):
 def build_metrics_processor(job_config, parallel_dims, model_args=None, tag: str | None = None) -> PCMetricsProcessor:
     """For TorchTitan's TrainSpec."""
     return PCMetricsProcessor(job_config, parallel_dims, tag)
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

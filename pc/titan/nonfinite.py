@@ -1,8 +1,8 @@
-"""Steps whose loss or gradient norm is not finite: left out of the weights on every rank, and said.
+"""Skips steps whose loss or gradient norm is not finite, on all ranks, and logs them.
 
-One number decides: the square of the gradient norm plus the loss, summed over all ranks. It stays on the device, where
-the optimizers obey it (`Optimizers.step`), so a step does not wait for it. The host looks at it one step later, when
-it has long been there, in the same order on every rank.
+One number decides: the squared gradient norm plus the loss, summed over all ranks. It stays on the device, where
+the optimizers read it (`Optimizers.step`), so a step does not wait for it. The host reads it one step later,
+in the same order on all ranks.
 """
 
 from collections import deque
@@ -24,23 +24,23 @@ NAMES_SHOWN = 4
 
 @dataclass
 class _Verdict:
-    """A step that the host has not looked at yet."""
+    """A step whose flag the host has not read yet."""
 
     step: int
     positions: range | None
     flag: Tensor
-    """on the host: 1 if the step was left out; there when `event` is"""
+    """in host memory: 1 if the step was skipped; valid after `event`"""
     event: torch.Event | None
 
 
 class FiniteSteps:
-    """Judges every step of a run.
+    """Decides for every step whether to skip it.
 
     Args:
-        model_parts: what this rank trains, sharded.
-        schedule: of PC, if it is "step".
-        limit: how many steps in a row may be left out; the run stops after as many.
-        report: called on the host for a step that was left out, with the step and how many there were so far.
+        model_parts: this rank's sharded model parts.
+        schedule: PC's, in schedule "step".
+        limit: stop the run after this many skipped steps in a row.
+        report: called on the host for a skipped step, with the step and the number of skipped steps so far.
     """
 
     def __init__(
@@ -59,10 +59,12 @@ class FiniteSteps:
 
     @torch.no_grad()
     def judge(self, loss: Tensor) -> Tensor:
-        """1.0 on the device if the step must be left out, else 0.0; the same on every rank, which all call this.
+        """1.0 on the device if the step must be skipped, else 0.0. All ranks call it and get the same result.
+
+        Call it when the gradients are complete and before clipping.
 
         Args:
-            loss: this rank's of the whole step, a scalar; the gradients are complete, and not clipped yet.
+            loss: this rank's loss of the whole step, a scalar.
         """
         gradients = [local(p.grad) for model in self._model_parts for p in model.parameters() if p.grad is not None]
         norms = torch._foreach_norm([gradient for gradient in gradients if gradient.numel()])
@@ -73,13 +75,13 @@ class FiniteSteps:
         return self._flag
 
     def note(self, step: int, positions: range | None) -> None:
-        """Keep the verdict of the step that has just been taken, and look at those before it.
+        """Store the flag of the current step, and read those of earlier steps.
 
         Args:
-            positions: of its sequences in the order of the data, where there is one.
+            positions: of its sequences in the data order, if known.
 
         Raises:
-            UserError: as many steps in a row as are allowed were left out.
+            UserError: `limit` steps in a row were skipped.
         """
         if self._device.type == "cpu":
             self._waiting.append(_Verdict(step, positions, self._flag, None))
@@ -90,10 +92,10 @@ class FiniteSteps:
         event = torch.Event(self._device.type)
         event.record()
         self._waiting.append(_Verdict(step, positions, flag, event))
-        self.settle(but=1)  # the newest one may take the device as long as the step itself
+        self.settle(but=1)  # waiting for the newest could take as long as the step itself
 
     def settle(self, but: int = 0) -> bool:
-        """Look at all verdicts but the newest ones; whether the last step looked at was left out."""
+        """Read all flags except the newest `but`; returns whether the last step read was skipped."""
         while len(self._waiting) > but:
             verdict = self._waiting.popleft()
             if verdict.event is not None:
@@ -104,7 +106,7 @@ class FiniteSteps:
             self.count += 1
             self._row.append(verdict)
             logger.warning(
-                f"Step {verdict.step} is left out: its loss or gradient norm is not finite "
+                f"Step {verdict.step} is skipped: its loss or gradient norm is not finite "
                 f"({self.count} so far{_places([verdict])})"
             )
             self._report(verdict.step, self.count)
@@ -119,8 +121,9 @@ class FiniteSteps:
         more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
         return (
             f"the loss or the gradient norm was not finite in {len(self._row)} steps in a row, up to step "
-            f"{self._row[-1].step}{_places(self._row)}; not finite now: {', '.join(names[:NAMES_SHOWN]) or 'nothing'}{more}. "
-            "None of these steps is in the weights or in a checkpoint; lower optimizer.lr, or leave out data with data.skip"
+            f"{self._row[-1].step}{_places(self._row)}; not finite now: "
+            f"{', '.join(names[:NAMES_SHOWN]) or 'nothing'}{more}. None of these steps changed the weights or a "
+            "checkpoint; lower optimizer.lr, or skip data with data.skip"
         )
 
 
@@ -130,7 +133,7 @@ def _places(verdicts: list[_Verdict]) -> str:
 
 
 def _not_finite(model_parts: list[nn.Module], schedule: StepSchedule | None) -> Iterable[str]:
-    """Names of this rank's tensors that are not finite: weights first, then what is made of them, then gradients."""
+    """Names of this rank's non-finite tensors: raw weights first, then PC(W) and other parameters, then gradients."""
     parameters = [(clean_name(name), p) for model in model_parts for name, p in model.named_parameters()]
     raws = {} if schedule is None else {name: state.raw for name, state in schedule.layers.items()}
     for name, raw in raws.items():

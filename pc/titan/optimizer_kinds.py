@@ -1,5 +1,5 @@
-# No `from __future__ import annotations` here: TorchTitan merges these classes by their fields' real types.
-"""The optimizers that `optimizer.name` can choose for the hidden matrices. Another one is an entry in `KINDS`."""
+# No `from __future__ import annotations` here: TorchTitan needs the fields' real types to merge these classes.
+"""The optimizers that `optimizer.name` can choose for the hidden matrices. To add one, add an entry to `KINDS`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,13 +13,13 @@ from pc.muon import NEWTON_SCHULZ_COEFFICIENTS, Muon
 
 @dataclass
 class Optimizer(titan.Optimizer):
-    """TorchTitan's section, with Muon. AdamW's keys also serve what another optimizer does not train."""
+    """TorchTitan's section plus Muon. AdamW's keys also apply to the parameters that Muon does not train."""
 
     name: str = "AdamW"
-    """What trains the hidden matrices, "AdamW" or "Muon"; AdamW trains the rest."""
+    """Optimizer of the hidden matrices, "AdamW" or "Muon"; AdamW trains all other parameters."""
 
     muon_momentum: float = 0.95
-    """Momentum of Muon."""
+    """Muon's momentum."""
 
     muon_nesterov: bool = True
     """Nesterov momentum in Muon."""
@@ -28,25 +28,25 @@ class Optimizer(titan.Optimizer):
     """Newton-Schulz steps."""
 
     muon_coefficients: str = "jordan2024"
-    """Newton-Schulz coefficients, by their name in `pc.muon.NEWTON_SCHULZ_COEFFICIENTS`."""
+    """Name of the Newton-Schulz coefficients in `pc.muon.NEWTON_SCHULZ_COEFFICIENTS`."""
 
     muon_adjust_lr: str = "match_rms_adamw"
-    """How Muon scales the learning rate with a matrix's shape, "match_rms_adamw" or "original"."""
+    """How Muon scales the learning rate with the matrix shape: "match_rms_adamw" or "original"."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What the trainer needs to know of an optimizer. Its own keys begin with its name: "muon_" for "Muon"."""
+    """What the trainer needs to know about an optimizer. Its own keys begin with its name: "muon_" for "Muon"."""
 
     build: Callable[[list[nn.Parameter], Optimizer], torch.optim.Optimizer]
     states: int
-    """tensors as large as a parameter that it keeps, for the memory estimate"""
+    """state tensors per parameter and of its size, for the memory estimate"""
     obeys_found_inf: Callable[[torch.optim.Optimizer], bool]
-    """whether its step leaves the weights alone where `found_inf` is 1 on the device, so that nothing waits for it"""
+    """whether its step changes nothing if `found_inf` is 1 on the device, without waiting for the device"""
     ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """{key: least and most} of its own numbers (`pc.titan.ranges`)"""
+    """{key: (minimum, maximum)} of its own numbers (`pc.titan.ranges`)"""
     choices: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """{key: what it may be} of its own words"""
+    """{key: valid values} of its own strings"""
 
 
 def _adamw(parameters: list[nn.Parameter], config: Optimizer) -> torch.optim.Optimizer:
@@ -87,10 +87,10 @@ KINDS: dict[str, Kind] = {
         },
     ),
 }
-"""By `optimizer.name`; in lower case, the names of their states in a checkpoint."""
+"""{optimizer.name: Kind}; the lower-case names are those of the optimizer states in a checkpoint."""
 
 
 def foreign_keys(name: str) -> list[str]:
-    """The keys of the section that only other optimizers than `name` read."""
+    """The keys of the section that only optimizers other than `name` read."""
     others = tuple(f"{kind.lower()}_" for kind in KINDS if kind != name)
     return [key for key in vars(Optimizer()) if key.startswith(others)]

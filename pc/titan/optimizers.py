@@ -1,4 +1,4 @@
-"""AdamW or Muon with AdamW, groups by name, all their state in the checkpoint, and PC around the step."""
+"""AdamW, or Muon with AdamW: parameter groups by name, checkpoints of all optimizer states, and PC around the step."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -21,16 +21,12 @@ from pc.linear import block_of, clean_name, named_pc_linears
 from pc.step import StepSchedule
 from pc.titan.optimizer_kinds import KINDS, Optimizer
 
-# What a parameter is, by its name; every parameter must be one of these.
+# Every parameter belongs to one of these, by its name.
 GROUPS = ("hidden matrices", "embedding", "head", "vectors", "gamma")
 
 
 def group_of(name: str) -> str:
-    """The group of a parameter.
-
-    Raises:
-        UserError: a name that belongs to none, rather than an optimizer it was never meant for.
-    """
+    """The group of a parameter; raises UserError for an unknown name instead of guessing an optimizer."""
     if name == "tok_embeddings.weight":
         return "embedding"
     if name == "output.weight":
@@ -46,8 +42,7 @@ def group_of(name: str) -> str:
 class Optimizers(OptimizersContainer):
     """AdamW, or Muon and AdamW, for each model part; with PC in schedule "step", on the raw weights.
 
-    Upstream's container pairs one optimizer with each model part and drops any other from the checkpoint;
-    this one keeps a list for each part.
+    TorchTitan's container saves only one optimizer per model part; this one saves all.
     """
 
     def __init__(self, model_parts: list[nn.Module], config: Optimizer) -> None:
@@ -59,15 +54,15 @@ class Optimizers(OptimizersContainer):
         self._post_init(parameters, {"lr": config.lr})
         _log_groups(model_parts, config)
         self.schedule = _add_pc(self, model_parts)
-        self.left_out: Tensor | None = None
-        """1.0 on the device if the gradients must not enter the weights, 0.0 if they may; None: they may"""
+        self.skipped: Tensor | None = None
+        """1.0 on the device if the step must be skipped, else 0.0; None: not skipped"""
 
     def step(self, *arguments, **options) -> None:
-        """Step unless `left_out` says 1 on the device. AdamW that is not fused waits for it, since torch's cannot obey it."""
+        """Step unless `skipped` is 1 on the device. Fused AdamW and Muon read it there; other AdamW waits for it."""
         for kind, optimizer in self.named():
             if self._kinds[kind].obeys_found_inf(optimizer):
-                optimizer.found_inf = self.left_out  # the name that torch's own gradient scaler uses
-            elif self.left_out is not None and bool(self.left_out):
+                optimizer.found_inf = self.skipped  # the attribute that torch's gradient scaler uses
+            elif self.skipped is not None and bool(self.skipped):
                 continue
             optimizer.step(*arguments, **options)
 
@@ -90,14 +85,14 @@ class Optimizers(OptimizersContainer):
 
 
 class LRSchedulers(LRSchedulersContainer):
-    """Upstream's schedulers, each optimizer kind's own state saved and restored."""
+    """TorchTitan's schedulers; saves and restores one state per optimizer kind."""
 
     def __init__(self, optimizers: Optimizers, upstream: LRSchedulersContainer) -> None:
         self.schedulers = upstream.schedulers
         self._kinds = [kind for kind, _ in optimizers.named()]
 
     def state_dict(self) -> dict[str, Any]:
-        # Optimizers of one kind in several pipeline stages have equal schedules.
+        # Optimizers of one kind have the same schedule in all pipeline stages.
         return {
             kind: {key: value for key, value in scheduler.state_dict().items() if key != "lr_lambdas"}
             for kind, scheduler in zip(self._kinds, self.schedulers, strict=True)
@@ -114,12 +109,12 @@ def build_optimizers(model_parts: list[nn.Module], config: Optimizer, parallel_d
 
 
 def build_schedulers(optimizers: Optimizers, config, training_steps: int) -> LRSchedulers:
-    """For TorchTitan's TrainSpec: upstream's warmup, plateau and decay for every group of every optimizer."""
+    """For TorchTitan's TrainSpec: TorchTitan's warmup, plateau and decay for every optimizer."""
     return LRSchedulers(optimizers, build_lr_schedulers(optimizers, config, training_steps))
 
 
 def _build(model: nn.Module, config: Optimizer) -> dict[str, torch.optim.Optimizer]:
-    """{kind: optimizer}: the config's for the hidden matrices, AdamW for the rest."""
+    """{kind: optimizer}: the config's optimizer for the hidden matrices, AdamW for the rest."""
     members: dict[str, list[nn.Parameter]] = {config.name: [], "AdamW": []}
     for name, parameter in model.named_parameters():
         kind = config.name if group_of(clean_name(name)) == "hidden matrices" else "AdamW"
@@ -146,6 +141,6 @@ def _add_pc(optimizers: Optimizers, model_parts: list[nn.Module]) -> StepSchedul
             refresh(model)
     if schedules != {"step"}:
         return None
-    schedule = StepSchedule(model_parts)  # PC(W) comes into place at the first step, after any checkpoint was loaded
+    schedule = StepSchedule(model_parts)  # the first train step materialises, after any checkpoint is loaded
     schedule.follow(optimizers)
     return schedule

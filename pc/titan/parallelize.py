@@ -1,4 +1,4 @@
-"""PC and TorchTitan's parallelisms on one model, in the order in which they compose."""
+"""Applies PC and TorchTitan's parallelisms to one model, in an order that works."""
 
 from dataclasses import replace
 
@@ -21,15 +21,15 @@ from pc.linear import clean_name, named_pc_linears
 from pc.titan.checks import compiles_model
 from pc.titan.config import JobConfig
 
-# What selective checkpointing by operation keeps. Upstream's list has attention by its GPU kernels' names; torch 2.13
-# fails on recomputing the CPU's in a compiled block under tensor parallelism (test_upstream_defects.py).
+# The operations whose outputs selective checkpointing keeps. TorchTitan's list names only GPU attention kernels. Torch
+# 2.13 fails to recompute CPU attention in a compiled block with tensor parallelism (test_upstream_defects.py).
 SAVED_OPERATIONS = _op_sac_save_list | {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default}
 
 
 class AlwaysSharded(ParallelDims):
-    """TorchTitan's ParallelDims with FSDP on one rank too.
+    """TorchTitan's ParallelDims with FSDP also on one rank.
 
-    Upstream trains a single rank without FSDP under autocast, which are other numerics than many ranks have.
+    TorchTitan trains a single rank without FSDP, under autocast, with numerics that differ from those of many ranks.
     """
 
     @property
@@ -41,10 +41,10 @@ class AlwaysSharded(ParallelDims):
 
 
 def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
-    """Tensor and context parallelism, PC, activation checkpointing, compilation per block, FSDP.
+    """Apply tensor and context parallelism, PC, activation checkpointing, compilation per block, FSDP, in this order.
 
-    PC comes after tensor parallelism, which would shard gamma with the weight, and before all that hides
-    the linear layers. The model, or one pipeline stage of it, is on the meta device.
+    PC comes after tensor parallelism, which would shard gamma with the weight, and before the wrappers that hide
+    linear layers. The model, or one pipeline stage of it, is on the meta device.
     """
     if parallel_dims.tp_enabled:
         tp_mesh = parallel_dims.get_mesh("tp")
@@ -66,10 +66,10 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobCo
         attach_to = attach_to_stage if parallel_dims.pp_enabled else attach
         attach_to(model, job_config.pc.to_pc_config())
         for _, layer in named_pc_linears(model):
-            layer.hides_pc_state = True  # the checkpoint has gamma, u and v apart from the model
+            layer.hides_pc_state = True  # the checkpoint stores gamma, u and v apart from the model
         if parallel_dims.tp_enabled:
             for _, layer in named_pc_linears(model):
-                if layer.gamma is not None:  # on the weights' mesh, or clipping could not add up the norms
+                if layer.gamma is not None:  # on the weights' mesh, because clipping sums norms over one mesh
                     layer.gamma = nn.Parameter(distribute_tensor(layer.gamma, tp_mesh, [Replicate()]))
     compile_model = compiles_model(job_config)
     if job_config.activation_checkpoint.mode != "none":
@@ -82,8 +82,8 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobCo
         )
     if compile_model:
         if parallel_dims.tp_enabled and model.tok_embeddings is not None:
-            # Its output is an asynchronous collective in flight. Torch 2.13 loses the gradient of such an input of a compiled
-            # block, with FSDP in silence: the embedding would not train. Any operation waits for it.
+            # Its output is an in-flight async collective. Torch 2.13 loses the gradient of such an input of a compiled
+            # block, silently with FSDP, and the embedding would not train. Any operation, such as clone, waits for it.
             model.tok_embeddings.register_forward_hook(lambda module, inputs, output: output.clone())
         apply_compile(model, job_config.compile)
     parallelism = job_config.parallelism
@@ -100,9 +100,9 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobCo
     )
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # The loss is divided by the tokens of all ranks, so gradients are plain sums. Upstream asks for a sum scaled
-            # by 1, which gloo does not have, for which NCCL cannot reduce without copies, and which on one rank
-            # divides every gradient by 1 into another buffer.
+            # The loss is divided by the tokens of all ranks, so gradients must be summed. TorchTitan requests a sum
+            # scaled by 1, which gloo does not support, for which NCCL needs extra copies, and which on one rank copies
+            # every gradient.
             module.set_force_sum_reduction_for_comms(True)
             if parallel_dims.dp_replicate * parallel_dims.dp_shard * parallel_dims.cp == 1:
                 module.set_gradient_divide_factor(None)
@@ -110,7 +110,7 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobCo
 
 
 def pipeline(*args, **kwargs):
-    """TorchTitan's `pipeline_llm`, for a TrainSpec; a schedule that does not fit is a UserError."""
+    """TorchTitan's `pipeline_llm`, for a TrainSpec; raises UserError for a schedule that does not fit."""
     try:
         return pipeline_llm(*args, **kwargs)
     except UserError:
@@ -120,7 +120,7 @@ def pipeline(*args, **kwargs):
 
 
 def attach_to_stage(model: nn.Module, config: PCConfig) -> None:
-    """`pc.attach` for those of the named blocks that this pipeline stage has; each may lie on another stage."""
+    """`pc.attach` for the configured blocks that are on this pipeline stage."""
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     blocks = [entry for entry in config.blocks if any(matches(entry, clean_name(name)) for name in names)]
     if blocks:

@@ -1,4 +1,4 @@
-"""The least and the most of every number in the config: what lies outside fails in a traceback, or never ends."""
+"""The minimum and maximum of every number in the config. Values outside would fail with a traceback, or never end."""
 
 import dataclasses
 import typing
@@ -10,7 +10,7 @@ from pc.titan.optimizer_kinds import KINDS
 
 MANY = 10**9
 """more steps, sequences or items than anyone trains on"""
-_DAYS = 10**7  # seconds, 116 days: beyond it torch's timeouts overflow
+_DAYS = 10**7  # seconds, 116 days; torch's timeouts overflow above this
 _TOKENS = 2**24
 _SEEDS = 2**63 - 1
 
@@ -68,9 +68,9 @@ RANGES: dict[str, tuple[float, float]] = {
     "validation.local_batch_size": (1, 10**6),
 }
 
-# What nothing here reads, or what is said elsewhere.
+# Numbers that this trainer does not read, and numbers that are checked elsewhere.
 UNUSED = ("fault_tolerance.", "validation.steps", "validation.seq_len", "validation.dataloader.", "memory_estimation.")
-SAID_ELSEWHERE = (
+CHECKED_ELSEWHERE = (
     "optimizer.beta1",
     "optimizer.beta2",
     "parallelism.pipeline_parallel_microbatch_size",
@@ -79,11 +79,11 @@ SAID_ELSEWHERE = (
 
 
 def findings(config: JobConfig) -> Iterator[str]:
-    """A sentence for each number that lies outside."""
+    """One sentence for each number outside its range."""
     for key, (least, most) in RANGES.items():
         value = reduce(getattr, key.split("."), config)
         if value is None:
-            continue  # an optional number that is not set
+            continue  # optional and not set
         if value < least:
             yield f"{key} = {value} should be at least {least:g}"
         elif value > most:
@@ -91,7 +91,7 @@ def findings(config: JobConfig) -> Iterator[str]:
 
 
 def is_within(config: JobConfig, *keys: str) -> bool:
-    """Whether these numbers lie within their ranges."""
+    """Whether these numbers are within their ranges."""
     wrong = [finding.partition(" ")[0] for finding in findings(config)]
     return not any(key in wrong for key in keys)
 

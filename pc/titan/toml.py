@@ -1,9 +1,9 @@
-"""One TOML out of a chain of TOMLs: `parent = "base.toml"` at the top of a file names what it changes.
+"""Merges a chain of TOML files into one: `parent = "base.toml"` at the top of a file names the file that it overrides.
 
 Precedence: command line > the file > its parent > the parent's parent > the dataclasses' defaults.
-Sections merge key by key; a value replaces its parent's, lists and tables such as `pc.level` whole.
-Names and types are checked here, strictly, since TorchTitan silently accepts `steps = 5.5`
-or `lr = "fast"`. TorchTitan gets the one file that `write_resolved` writes.
+Sections merge key by key; a value replaces its parent's. Lists and tables such as `pc.level` are values.
+Names and types are checked strictly here, because TorchTitan silently accepts `steps = 5.5`
+or `lr = "fast"`. TorchTitan reads the single file that `write_resolved` writes.
 """
 
 import dataclasses
@@ -30,11 +30,11 @@ def resolve(path: str | Path, overrides: Sequence[str], config_class: type) -> d
 
     Args:
         path: the TOML file of the run.
-        overrides: command line words, `--section.key value` or `--section.key=value`.
+        overrides: command-line arguments, `--section.key value` or `--section.key=value`.
         config_class: dataclass whose fields are dataclasses, one per section (a JobConfig).
 
     Returns:
-        {section: {key: value}} with only what is set; defaults stay with `config_class`.
+        {section: {key: value}} of the keys that are set, without the defaults of `config_class`.
     """
     resolved: dict[str, Any] = {}
     for _, values in reversed(_read_chain(Path(path), config_class)):
@@ -44,7 +44,7 @@ def resolve(path: str | Path, overrides: Sequence[str], config_class: type) -> d
 
 
 def require_typed(values: dict[str, Any], config_class: type, where: str) -> None:
-    """Refuse sections and keys that `config_class` does not have, and values of another type."""
+    """Raise a `UserError` for sections and keys that `config_class` does not have, and for values of a wrong type."""
     _checked_section(values, config_class, (), config_class, where)
 
 
@@ -53,12 +53,12 @@ def write_resolved(
 ) -> dict[str, Any]:
     """Resolve, write the result as one TOML to `destination`, and return it.
 
-    Comments at its top name the files it came from with their SHA-256, and the overrides.
+    Comments at its top list the overrides, and the source files with their SHA-256.
     """
     resolved = resolve(path, overrides, config_class)
-    header = ["# Resolved configuration, written by the trainer. It came from, the first winning:"]
+    header = ["# Resolved configuration, written by the trainer. Sources, highest precedence first:"]
     if overrides:
-        # a line break inside a value would end the comment
+        # a line break in a value would end the comment
         header.append("#   command line: " + " ".join(overrides).replace("\n", " ").replace("\r", " "))
     for file, content in _read_bytes_of_chain(Path(path)):
         header.append(f"#   {file}  sha256 {hashlib.sha256(content).hexdigest()}")
@@ -67,7 +67,7 @@ def write_resolved(
 
 
 def to_config(resolved: dict[str, Any], config_class: type) -> Any:
-    """The dataclass with `resolved` set and its own defaults for the rest."""
+    """An instance of the dataclass with the `resolved` values, and defaults for the rest."""
     annotations = typing.get_type_hints(config_class)
     values = {
         key: to_config(value, annotations[key]) if dataclasses.is_dataclass(annotations[key]) else value
@@ -80,19 +80,19 @@ def to_config(resolved: dict[str, Any], config_class: type) -> Any:
 
 
 def dump_folder(path: str | Path, resolved: dict[str, Any]) -> Path:
-    """Where the run writes: `job.dump_folder`, or outputs/<name of the config> when that is not set."""
+    """Where the run writes: `job.dump_folder`, or outputs/<name of the config> if that is not set."""
     return Path(resolved.get("job", {}).get("dump_folder") or Path("outputs") / Path(path).stem)
 
 
 def chain(path: str | Path) -> list[Path]:
-    """The file and its ancestors, youngest first."""
+    """The file, its parent, the parent's parent, and so on."""
     return [file for file, _ in _read_bytes_of_chain(Path(path))]
 
 
 def parse_overrides(overrides: Sequence[str], config_class: type) -> dict[str, Any]:
-    """Command line words to {section: {key: value}}, typed as the fields of `config_class` say.
+    """Command-line arguments as {section: {key: value}}, with the types of the fields of `config_class`.
 
-    Accepts `--a.b value`, `--a.b=value`, and a bare `--a.b` for a boolean that is to be true. Lists
+    Accepts `--a.b value`, `--a.b=value`, and `--a.b` alone for true. Lists
     are written `x,y` or as TOML, tables as TOML (`'{o = 4, ffn = 2}'`).
     """
     where = "command line"
@@ -123,7 +123,7 @@ def parse_overrides(overrides: Sequence[str], config_class: type) -> dict[str, A
 
 
 def _read_chain(path: Path, config_class: type) -> list[tuple[Path, dict[str, Any]]]:
-    """(file, its own checked values) from `path` up to its oldest ancestor."""
+    """(file, its own checked values) of `path` and each ancestor."""
     files = []
     for file, content in _read_bytes_of_chain(path):
         values = _parse_toml(file, content)
@@ -142,9 +142,9 @@ def _read_bytes_of_chain(path: Path) -> Iterator[tuple[Path, bytes]]:
         try:
             content = path.read_bytes()
         except OSError as error:
-            said = f'{child}: parent = "{path}"' if child else str(path)
+            where = f'{child}: parent = "{path}"' if child else str(path)
             reason = "no such file" if isinstance(error, FileNotFoundError) else error.strerror
-            raise UserError(f"{said}: {reason}") from None
+            raise UserError(f"{where}: {reason}") from None
         yield path, content
         seen.append(path.resolve())
         parent = _parse_toml(path, content).get(PARENT)
@@ -156,12 +156,12 @@ def _read_bytes_of_chain(path: Path) -> Iterator[tuple[Path, bytes]]:
 def _parse_toml(file: Path, content: bytes) -> dict[str, Any]:
     try:
         return tomllib.loads(content.decode())
-    except (ValueError, RecursionError) as error:  # wrong syntax, wrong encoding, endless digits or nesting
+    except (ValueError, RecursionError) as error:  # wrong syntax, wrong encoding, too many digits or levels
         raise UserError(f"{file}: not valid TOML: {error}") from None
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any], config_class: type) -> None:
-    """Lay `above` over `below` in place; only what `config_class` calls a section is merged inside."""
+    """Override values of `below` by those of `above`, in place. Sections of `config_class` are merged key by key."""
     annotations = typing.get_type_hints(config_class)
     for key, value in above.items():
         if dataclasses.is_dataclass(annotations[key]):
@@ -223,7 +223,7 @@ def _checked_section(values: dict, section_class: type, keys: tuple[str, ...], c
 
 
 def _checked(value: Any, annotation: Any, name: str, where: str) -> Any:
-    """`value` if it is of the type `annotation`, an integer for a float made a float; numbers are finite."""
+    """`value` if it has the type `annotation`; converts an integer to float if needed. Numbers must be finite."""
     try:
         return _conform(value, annotation)
     except (TypeError, OverflowError):
@@ -236,7 +236,7 @@ def _conform(value: Any, annotation: Any) -> Any:
     if annotation is Any:
         return value
     if origin in (typing.Union, types.UnionType):
-        # exact members first, so that `float | int` keeps an integer an integer
+        # try float last, so that `float | int` keeps an integer an integer
         for member in sorted(arguments, key=lambda member: member is float):
             try:
                 return _conform(value, member)
@@ -261,16 +261,16 @@ def _conform(value: Any, annotation: Any) -> Any:
         value = float(value)
     if type(value) is float and not math.isfinite(value):
         raise TypeError
-    if type(value) is str and "\0" in value:  # no file's name can hold it
+    if type(value) is str and "\0" in value:  # not allowed in file names
         raise TypeError
-    # `type`, not isinstance: True is an instance of int
+    # `type`, not isinstance, because True is an instance of int
     if type(value) is not annotation:
         raise TypeError
     return value
 
 
 def _describe(annotation: Any) -> str:
-    """What a user should write, in words."""
+    """The expected type in words."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_describe(member) for member in arguments if member is not types.NoneType)
@@ -282,12 +282,12 @@ def _describe(annotation: Any) -> str:
         if not arguments:
             return "a table"
         return f"a table of {_describe(arguments[0])} = {_describe(arguments[1])}"
-    words = {bool: "true or false", int: "a whole number", float: "a finite number", str: "a string"}
+    words = {bool: "true or false", int: "an integer", float: "a finite number", str: "a string"}
     return words.get(annotation, getattr(annotation, "__name__", str(annotation)))
 
 
 def _parse_text(text: str, annotation: Any) -> Any:
-    """A word of the command line as the value it stands for; checking it is `_checked`'s work."""
+    """The value of a command-line argument; `_checked` checks its type."""
     members = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
     kinds = {typing.get_origin(member) or member for member in members}
     if kinds <= {str, types.NoneType}:
@@ -298,12 +298,12 @@ def _parse_text(text: str, annotation: Any) -> Any:
             value = text  # a date
     except (ValueError, RecursionError):
         value = text
-    may_be_one = kinds != {list} and "," not in text  # of another kind, such as a number or a name
+    may_be_one = kinds != {list} and "," not in text  # a single value, such as a number or a name
     if list in kinds and not isinstance(value, list | dict) and not may_be_one:
         return [_parse_scalar(item.strip(), annotation) for item in text.split(",") if item.strip()]
     if float in kinds and isinstance(value, str):
         try:
-            return float(text)  # TOML knows no `.5` and no `1.`
+            return float(text)  # TOML does not allow `.5` and `1.`
         except ValueError:
             return text
     return value

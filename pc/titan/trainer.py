@@ -1,9 +1,9 @@
-"""TorchTitan's trainer, with PC around its optimizer step (`pc.launch.worker` is the command). What happens in one step:
+"""TorchTitan's trainer with PC around its optimizer step (`pc.launch.worker` is the command). One training step:
 
-micro-batches           forward and backward on the effective weights         (upstream; `pc.titan.fsdp_sync`)
-end of the last one     gradients of PC(W) become gradients of W and gamma     `forward_backward_step`
-clipping                                                                       (upstream)
-optimizers.step()       W in place; step; save W, PC(W) in place         `pc.StepSchedule.follow`
+each micro-batch        forward and backward with PC(W)                         TorchTitan, `pc.titan.fsdp_sync`
+after the last one      gradients of PC(W) become gradients of W and gamma      `forward_backward_step`
+clipping                                                                        TorchTitan
+optimizers.step()       restore W; step; save W and write PC(W)                 `pc.StepSchedule.follow`
 """
 
 import json
@@ -46,9 +46,9 @@ from pc.titan.validate import FixedValidator
 
 
 class PCTrainer(torchtitan.train.Trainer):
-    """TorchTitan's trainer with PC, a stop on request, and a status file.
+    """TorchTitan's trainer with PC, a stop signal, and a status file.
 
-    On SIGUSR2 to any rank all ranks save a checkpoint after the current step and end normally.
+    On SIGUSR2 to any rank, all ranks save a checkpoint after the current step and exit normally.
     """
 
     def __init__(self, job_config: JobConfig) -> None:
@@ -58,7 +58,7 @@ class PCTrainer(torchtitan.train.Trainer):
         self._has_stepped = False
         self._groups_with_timeout = 0
         cpu.use_cpu_where_there_is_no_gpu()
-        # Every pipeline stage knows the loss here (`_loss_of_all_stages`); upstream warns that rank 0 does not.
+        # All pipeline stages know the loss here (`_loss_of_all_stages`); TorchTitan would warn that rank 0 does not.
         torchtitan.train.ensure_pp_loss_visible = lambda *_: None
         super().__init__(job_config)
         signal.signal(signal.SIGUSR2, self._request_stop)
@@ -82,15 +82,16 @@ class PCTrainer(torchtitan.train.Trainer):
             states["pc"] = fingerprint.ForwardState(self.model_parts)
 
     def init_distributed(self) -> ParallelDims:
-        """Upstream's, with FSDP at every size."""
+        """TorchTitan's, with FSDP on any number of ranks."""
         try:
             upstream = super().init_distributed()
         except AssertionError as error:
             p = self.job_config.parallelism
             raise UserError(
-                f"parallelism: degrees replicate {p.data_parallel_replicate_degree} x shard {p.data_parallel_shard_degree} "
-                f"x context {p.context_parallel_degree} x tensor {p.tensor_parallel_degree} x pipeline "
-                f"{p.pipeline_parallel_degree} do not make {dist.get_world_size()} ranks"
+                f"parallelism: degrees replicate {p.data_parallel_replicate_degree} x shard "
+                f"{p.data_parallel_shard_degree} x context {p.context_parallel_degree} x tensor "
+                f"{p.tensor_parallel_degree} x pipeline {p.pipeline_parallel_degree} do not equal "
+                f"{dist.get_world_size()} ranks"
             ) from error
         fields = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "world_size")
         dims = AlwaysSharded(**{name: getattr(upstream, name) for name in fields})
@@ -119,10 +120,10 @@ class PCTrainer(torchtitan.train.Trainer):
         if self.step == 1 and self._starts_from_given_weights():
             preserve(self.model_parts, self.pc_schedule)
         if self.pc_schedule is not None and self.pc_schedule.weights_are_raw:
-            # The first step of a new run, after any checkpoint was loaded.
+            # The first step of a new run; any checkpoint is loaded by now.
             self.pc_schedule.materialise()
         self._micro_batches_done, self._loss = 0, 0.0
-        first = getattr(self.dataloader, "position", None)  # a stream has none
+        first = getattr(self.dataloader, "position", None)  # streams have no positions
         self.metrics_processor.positions = lambda: None if first is None else range(first, self.dataloader.position)
         self.health.start_step(self.step, measure_outputs=not self._pipeline_finds_shapes())
         super().train_step(data_iterator)
@@ -132,6 +133,9 @@ class PCTrainer(torchtitan.train.Trainer):
         if self.scorer is not None and self.scorer.due(self.step):
             self.metrics_processor.log_health(self.step, self.scorer.score())
             fsdp_sync.reshard(self.model_parts)
+        # Before the checkpoint of this step, not after it as upstream: a kill in between would lose the validation.
+        if self.job_config.validation.enable and self.validator.should_validate(self.step):
+            self.validator.validate(self.model_parts, self.step)
         self._set_timeouts()
 
     def forward_backward_step(self, *, input_dict, labels, global_valid_tokens) -> Tensor:
@@ -144,11 +148,11 @@ class PCTrainer(torchtitan.train.Trainer):
         self._loss = self._loss + local(loss.detach())
         if is_last:
             self._finish_gradients(global_valid_tokens)
-            self.optimizers.left_out = self.finite_steps.judge(self._loss)
+            self.optimizers.skipped = self.finite_steps.judge(self._loss)
         return self._loss_of_all_stages(loss)
 
     def state_dict(self) -> dict:
-        """Upstream's, with the tokens of all ranks, so that another number of ranks counts on from them."""
+        """TorchTitan's, with the tokens of all ranks, so that a resume on another number of ranks counts correctly."""
         return super().state_dict() | {"ntokens_seen": self.ntokens_seen * self._data_ranks}
 
     def load_state_dict(self, state_dict: dict) -> None:
@@ -160,33 +164,33 @@ class PCTrainer(torchtitan.train.Trainer):
             return False
         if self._agree_to_stop():
             logger.info(f"Asked to stop: saving step {self.step}")
-            # A checkpoint of this step is not written again: a kill half way through would spoil it.
+            # Do not write a checkpoint of this step again: a kill while writing would destroy it.
             self.checkpointer.finish_saving()
-            if self.step and not self.checkpointer.is_whole(self.step):
+            if self.step and not self.checkpointer.is_complete(self.step):
                 self.checkpointer.save(self.step, last_step=True)
             self.stopped = True
             return False
         return True
 
     def _set_timeouts(self) -> None:
-        """`comm.train_timeout_seconds` for all process groups from the first step on, and for those made later.
+        """Set `comm.train_timeout_seconds` for all process groups after the first step, and for groups created later.
 
-        Upstream sets it after step 1, which a resumed run does not have, and for the groups of single mesh dimensions: not
-        for those of `pc.owner` over several of them.
+        TorchTitan sets it only after step 1, which a resumed run does not have, and not for the groups of `pc.owner`
+        over several mesh dimensions.
         """
         groups = list(distributed_c10d._world.pg_map)
         if len(groups) == self._groups_with_timeout:
             return
         if not self._groups_with_timeout and self._agreement_group is not None:
-            dist.barrier(group=self._agreement_group)  # a first step may take longer than the timeout
+            dist.barrier(group=self._agreement_group)  # a rank's first step may take longer than the timeout
         timeout = timedelta(seconds=self.job_config.comm.train_timeout_seconds)
         for group in groups:
-            if dist.get_backend(group) != "fake":  # TorchTitan's, of mesh dimensions of one rank
+            if dist.get_backend(group) != "fake":  # TorchTitan's fake groups of mesh dimensions with one rank
                 distributed_c10d._set_pg_timeout(timeout, group)
         self._groups_with_timeout = len(groups)
 
     def _starts_from_given_weights(self) -> bool:
-        """Whether a new run has loaded weights whose function it is to start with."""
+        """Whether a new run has loaded weights and `pc.start` is "preserve"."""
         checkpoint = self.checkpointer
         loads = checkpoint.enable and checkpoint.initial_load_model_only
         return (
@@ -197,7 +201,7 @@ class PCTrainer(torchtitan.train.Trainer):
         )
 
     def _loss_of_all_stages(self, loss: Tensor) -> Tensor:
-        """The last pipeline stage's loss on every stage, where TorchTitan 0.2.2 returns and logs -1."""
+        """The last pipeline stage's loss, on all stages; TorchTitan 0.2.2 returns and logs -1 on the others."""
         if not self.parallel_dims.pp_enabled:
             return loss
         loss = loss.detach().float() if self.pp_has_last_stage else torch.zeros((), device=self.device)
@@ -206,9 +210,9 @@ class PCTrainer(torchtitan.train.Trainer):
         return loss
 
     def _finish_gradients(self, global_valid_tokens) -> None:
-        """Gradients of the whole step are complete: make them those of the mean loss, then those of W and gamma."""
+        """Convert a step's complete gradients to those of the mean loss, then to those of W and gamma."""
         if self.parallel_dims.pp_enabled:
-            # TorchTitan 0.2.2 never divides by the token count under pipeline parallelism.
+            # With pipeline parallelism, TorchTitan 0.2.2 does not divide by the token count.
             for model in self.model_parts:
                 for parameter in model.parameters():
                     if parameter.grad is not None:
@@ -217,37 +221,37 @@ class PCTrainer(torchtitan.train.Trainer):
             self.pc_schedule.pull_back()
 
     def _pipeline_finds_shapes(self) -> bool:
-        """Whether a pipeline will run a pass on uninitialised inputs, to find shapes: at first and after validation."""
+        """Whether the pipeline will first infer shapes with uninitialised inputs: at the start and after validation."""
         if not self.parallel_dims.pp_enabled:
             return False
         validated = self.job_config.validation.enable and self.validator.should_validate(self.step - 1)
         return not self._has_stepped or validated
 
     def build_scorer(self):
-        """What scores the model while it trains: None, or an object with `due(step)` and a collective `score()`."""
+        """None, or an object with `due(step)` and a collective `score()` that scores the model during training."""
         return None
 
     def require_start_folder(self, folder: str) -> None:
-        """Refuse a Hugging Face folder that is no start for this run's model; TorchTitan silently accepts mismatches."""
+        """Raise if a Hugging Face folder does not fit this run's model; TorchTitan silently accepts mismatches."""
 
     def require_loadable(self) -> None:
-        """Refuse what the checkpointer is about to load if it does not fit this run, before anything is touched.
+        """Check that the checkpoint to load fits this run, before anything is changed.
 
         Raises:
-            UserError: a checkpoint of another method, model or optimizer, or a start that is no plain model.
+            UserError: a checkpoint of another method, model or optimizer, or initial weights that are not plain.
         """
         checkpointer = self.checkpointer
         if not checkpointer.enable:
             return
-        wish = self._load_step()
-        step = checkpointer.newest_whole() if wish == -1 else wish
+        load_step = self._load_step()
+        step = checkpointer.newest_valid() if load_step == -1 else load_step
         folder, start = Path(checkpointer.folder), checkpointer.initial_load_path
         if step > 0 and folder.exists():
             checkpoint = checkpointer._create_checkpoint_id(step)
-            if wish != -1:
+            if load_step != -1:
                 checkpointer.verify(checkpoint)
             self._require_same_run(checkpoint)
-            if wish != -1:
+            if load_step != -1:
                 checkpointer.go_back(step)
                 if dist.get_rank() == 0:
                     write_atomically(self._went_back, json.dumps(self._branch))
@@ -261,14 +265,14 @@ class PCTrainer(torchtitan.train.Trainer):
                 self._require_same_run(start)
 
     def _load_step(self) -> int:
-        """`checkpoint.load_step`, which a SLURM job follows once: when it is requeued, the newest checkpoint is its own."""
+        """`checkpoint.load_step`. A SLURM job uses it once; after a requeue it resumes from its newest checkpoint."""
         settings = self.job_config.checkpoint
         self._went_back = Path(self._folder, "load_step.json")
         self._branch = {"load_step": settings.load_step, "job": os.environ.get("SLURM_JOB_ID")}
         if settings.load_step != -1 and self._branch["job"] and self._went_back.exists():
             if json.loads(self._went_back.read_text()) == self._branch:
                 logger.info(
-                    f"This job went back to step {settings.load_step} before; it goes on from its newest checkpoint"
+                    f"This job already went back to step {settings.load_step}; it resumes from its newest checkpoint"
                 )
                 settings.load_step = -1
         return settings.load_step
@@ -279,7 +283,7 @@ class PCTrainer(torchtitan.train.Trainer):
         fingerprint.require_contents(checkpoint, shapes, {kind for kind, _ in self.optimizers.named()})
 
     def _build_checkpointer(self) -> Checkpoints:
-        """Ours in the place of upstream's, which its trainer has just built."""
+        """Replaces the checkpoint manager that TorchTitan's trainer has just built."""
         self.checkpointer.close()
         return Checkpoints(
             keep_every=self.job_config.checkpoint.keep_every,
@@ -301,7 +305,7 @@ class PCTrainer(torchtitan.train.Trainer):
     def _agree_to_stop(self) -> bool:
         if self._agreement_group is None:
             return self._stop_requested
-        # On the CPU: the ranks' Python waits for each other, their GPUs do not.
+        # On the CPU, so that GPUs do not wait for each other.
         requested = torch.tensor(int(self._stop_requested))
         dist.all_reduce(requested, dist.ReduceOp.MAX, group=self._agreement_group)
         return bool(requested)
@@ -320,7 +324,7 @@ class PCTrainer(torchtitan.train.Trainer):
 
 
 def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer, job_config: JobConfig):
-    """For TorchTitan's TrainSpec: shards in global order, or a stream from the Hub for a quick look."""
+    """For TorchTitan's TrainSpec: shards in global order, or a stream from the Hub for quick experiments."""
     loader = job_config.training.dataloader
     common = {
         "seq_len": job_config.training.seq_len,
@@ -364,7 +368,7 @@ register_train_spec("pc_llama2", TRAIN_SPEC)
 
 
 def load_config(path: str | Path, overrides: list[str]) -> JobConfig:
-    """The config of a run, resolved and checked, with its run folder filled in."""
+    """The resolved and checked config of a run, with `job.dump_folder` filled in."""
     values = resolve(path, overrides, JobConfig)
     values.setdefault("job", {})["dump_folder"] = str(dump_folder(path, values))
     return to_config(values, JobConfig)

@@ -1,4 +1,4 @@
-"""Validation on a fixed set: the same sequences each time, the mean over all tokens of all ranks."""
+"""Validation on a fixed set: the same sequences each time, and the mean loss over all tokens of all ranks."""
 
 import torch
 from torch import nn
@@ -11,8 +11,7 @@ from pc.titan.fsdp_sync import reshard
 
 
 class FixedValidator(Validator):
-    """Upstream's validator walks on through its data, so that each validation sees other batches; this one
-    starts again."""
+    """TorchTitan's validator continues through its data, so each validation uses other batches; this one restarts."""
 
     def __init__(
         self,
@@ -39,6 +38,7 @@ class FixedValidator(Validator):
         self.pp_schedule = pp_schedule
         self.pp_has_first_stage = pp_has_first_stage
         self.pp_has_last_stage = pp_has_last_stage
+        self._validated = 0
         section = job_config.data
         if section.validation_path and not section.streaming:
             require_same_tokenizer(Manifest.read(section.path), Manifest.read(section.validation_path))
@@ -56,14 +56,14 @@ class FixedValidator(Validator):
         )
 
     def should_validate(self, step: int) -> bool:
-        return super().should_validate(step) or step == self.job_config.training.steps
+        return step != self._validated and (super().should_validate(step) or step == self.job_config.training.steps)
 
     @torch.no_grad()
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
         for model in model_parts:
             model.eval()
         device = utils.device_type
-        # Sum of losses and number of tokens on this rank; a rank without the last pipeline stage adds nothing.
+        # Sum of losses and number of tokens on this rank; zero on ranks without the last pipeline stage.
         totals = torch.zeros(2, dtype=torch.float64, device=device)
         for input_dict, labels in self.validation_dataloader:
             input_dict = {key: value.to(device) for key, value in input_dict.items()}
@@ -79,23 +79,24 @@ class FixedValidator(Validator):
                 torch.distributed.all_reduce(totals, group=mesh.get_group())
         loss_sum, tokens = totals.tolist()
         self.metrics_processor.log_validation(loss=loss_sum / tokens, step=step)
+        self._validated = step
         for model in model_parts:
             model.train()
         reshard(model_parts)
 
     def _loss_sum(self, model_parts, inputs, labels, extra_inputs, extra_kwargs) -> torch.Tensor | None:
-        """Sum of the losses of a batch; None on a rank without the last pipeline stage."""
+        """Sum of a batch's losses; None on a rank without the last pipeline stage."""
         if not self.parallel_dims.pp_enabled:
             with self.validation_context(), self.maybe_enable_amp:
-                return _whole(self.loss_fn(model_parts[0](inputs, **extra_inputs, **extra_kwargs), labels))
+                return _full(self.loss_fn(model_parts[0](inputs, **extra_inputs, **extra_kwargs), labels))
         losses: list[torch.Tensor] | None = [] if self.pp_has_last_stage else None
         target = labels if self.pp_has_last_stage else None
         arguments = (inputs,) if self.pp_has_first_stage else ()
         extra = {**extra_inputs, **extra_kwargs} if self.pp_has_first_stage else extra_kwargs
         with self.validation_context():
             self.pp_schedule.eval(*arguments, **extra, target=target, losses=losses)
-        return _whole(torch.stack(losses).sum()).to(utils.device_type) if losses is not None else None
+        return _full(torch.stack(losses).sum()).to(utils.device_type) if losses is not None else None
 
 
-def _whole(loss: torch.Tensor) -> torch.Tensor:
+def _full(loss: torch.Tensor) -> torch.Tensor:
     return loss.full_tensor() if isinstance(loss, torch.distributed.tensor.DTensor) else loss

@@ -1,4 +1,4 @@
-"""Check a config on the login node, then queue its training and, if asked, its scoring.
+"""Check a config on the login node, then queue its training and, with --score, its scoring.
 
 python scripts/slurm/submit.py CONFIG.toml [--gpus-per-node 8] [--nodes 1] [--score="--data DIR"]
                                [--sbatch "--partition=main --time=8:00:00"] [--section.key value ...]
@@ -12,8 +12,9 @@ from pc.launch.slurm import Allocation, add_options, submit_run
 
 @exit_on_user_error
 def main() -> None:
-    """Command line of scripts/slurm/submit.py."""
-    parser = argparse.ArgumentParser(description="Check a config, then queue its training and, if asked, its scoring.")
+    parser = argparse.ArgumentParser(
+        description="Check a config, then queue its training, and its scoring with --score."
+    )
     parser.add_argument("config", help="TOML file of the run")
     add_options(parser)
     parser.add_argument(
@@ -21,7 +22,7 @@ def main() -> None:
         nargs="?",
         const="",
         metavar="OPTIONS",
-        help="then export and score it, with these options of scripts/score.py",
+        help="also export and score it, with these options of scripts/score.py",
     )
     arguments, overrides = parser.parse_known_args()
     print(submit_run(arguments.config, overrides, Allocation.of(arguments), arguments.score))

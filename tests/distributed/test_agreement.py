@@ -1,4 +1,4 @@
-"""Ranks that were started differently say so, by name, instead of hanging."""
+"""Ranks that were started differently report the difference instead of hanging."""
 
 import copy
 import json

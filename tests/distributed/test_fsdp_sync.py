@@ -1,4 +1,4 @@
-"""How often weights are gathered and gradients reduced (`parallelism.fsdp_sync`), and that it changes no number."""
+"""How often weights are gathered and gradients reduced (`parallelism.fsdp_sync`), and that results do not change."""
 
 import sys
 from pathlib import Path
@@ -22,7 +22,7 @@ def _sync(way: str) -> list[str]:
 
 
 def _collectives(rank, config, cases) -> list[dict]:
-    """For each case, a list of overrides, what the second step exchanges, as the first of 8 pretended ranks."""
+    """Collectives of the second step for each case (a list of overrides), as the first of 8 fake ranks."""
     sys.path.insert(0, BENCHMARKS)
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -32,7 +32,7 @@ def _collectives(rank, config, cases) -> list[dict]:
     tiny.add_tiny_flavor()
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
-    dist.new_group = lambda **_: None  # of gloo, which would wait for the others
+    dist.new_group = lambda **_: None  # a gloo group would wait for the others
     results = []
     for overrides in cases:
         trainer = PCTrainer(load_config(config, [*QUIET, *overrides]))
@@ -69,24 +69,24 @@ def test_collectives_of_a_step(tiny_config):
         return int(found[case][kind]["calls"])
 
     groups = LAYERS + 2  # the embedding, each block, and the last norm with the head
-    # The head's weights stay from forward to backward pass in any case.
+    # The head's weights are always kept from the forward to the backward pass.
     assert calls("micro-batch", "gather weights") == 2 * MICRO_BATCHES * (groups - 1) + MICRO_BATCHES
     assert calls("micro-batch", "reduce gradients") == MICRO_BATCHES * groups
     for case in ("step", "step, AC", "replicas, step"):
         assert calls(case, "gather weights") == calls(case, "reduce gradients") == groups
-    # What PC exchanges was once per step before.
+    # PC's exchange is always once per step.
     assert found["step"]["PC and Muon"]["calls"] == found["micro-batch"]["PC and Muon"]["calls"] > 0
-    # A rank sends 7/8 of all parameters; each shard is padded to as many rows as the first has.
+    # A rank sends 7/8 of all parameters; each shard is padded to the rows of the first.
     assert found["step"]["gather weights"]["bytes"] == pytest.approx(4 * 7 / 8 * found["step"]["parameters"], rel=0.05)
-    # Among replicas: TorchTitan's way, the least that HSDP should do, and once for all.
-    others = calls("step", "all-reduce")  # without replicas: whether the step is finite
+    # Among replicas: TorchTitan's way, the least that HSDP should do, and once per step.
+    others = calls("step", "all-reduce")  # without replicas: the check for finite steps
     replicas = {way: calls(f"replicas{way}", "all-reduce") - others for way in ("", ", micro-batch", ", step")}
     assert replicas == {"": groups, ", micro-batch": MICRO_BATCHES * groups, ", step": groups}
     assert calls("replicas", "reduce gradients") == MICRO_BATCHES * groups
 
 
 def _held(rank, config, overrides) -> tuple[float, float, str]:
-    """GiB that a step holds between two micro-batches beside what it held before, what is estimated, and the way."""
+    """Additional GiB of a step between two micro-batches, the estimate, and the chosen way."""
     import gc
 
     from pc.titan import memory
@@ -117,14 +117,14 @@ def _held(rank, config, overrides) -> tuple[float, float, str]:
     trainer.train_step(trainer.batch_generator(trainer.dataloader))
     parts = memory.of_run(trainer.job_config, trainer.parallel_dims)
     block = memory.BFLOAT16 * memory.sizes_of_run(trainer.job_config).largest_block / memory.GIB
-    expected = parts["gathered"] - block + parts["gradients"]  # no block is at work
+    expected = parts["gathered"] - block + parts["gradients"]  # without a current block
     result = trainer.held[1] - trainer.held[0], expected, trainer.job_config.parallelism.fsdp_sync
     trainer.close()
     return result
 
 
 def test_memory_between_micro_batches_is_the_estimate(tiny_config):
-    """bfloat16 weights whole, float32 gradients whole, on one process and on two."""
+    """Unsharded bfloat16 weights and float32 gradients, on one process and on two."""
     words = ["--training.mixed_precision_param", "bfloat16"]
     for ranks in (1, 2):
         held, expected, way = run_ranks(ranks, _held, tiny_config[0], words)[0]
@@ -133,7 +133,7 @@ def test_memory_between_micro_batches_is_the_estimate(tiny_config):
 
 
 def _chosen(rank, config, cases) -> list[tuple[str, str]]:
-    """For each case, overrides and a device's bytes: the way chosen and what was logged with a warning."""
+    """For each case, overrides and a device's bytes: the chosen way and the logged warning."""
     import logging
 
     from torchtitan.distributed import ParallelDims
@@ -166,14 +166,14 @@ def test_the_way_follows_the_memory_of_the_smallest_device():
     for found in run_ranks(2, _chosen, config, cases):
         assert [way for way, _ in found] == ["step", "replicas_per_step", "step", "micro_batch", "replicas_per_step"]
         warned = [warning for _, warning in found]
-        assert "of 40.0 GiB" in warned[1] and 'fsdp_sync = "step" does it all the same' in warned[1]
+        assert "of 40.0 GiB" in warned[1] and 'fsdp_sync = "step" does it anyway' in warned[1]
         assert 'fsdp_sync = "step" may not fit' in warned[2]
         assert warned[0] == warned[3] == warned[4] == ""
 
 
 def _traffic(rank, config) -> tuple[dict[str, float], float]:
-    """Bytes that a micro-batch moves through memory for each parameter, on one process in bfloat16, by way; and the
-    head's share of the parameters."""
+    """{way: bytes that a micro-batch moves through memory per parameter}, on one process in bfloat16, and the head's
+    share of the parameters."""
     from torch.distributed.fsdp import FSDPModule
 
     from pc.plan.traffic import Traffic
@@ -206,11 +206,11 @@ def _traffic(rank, config) -> tuple[dict[str, float], float]:
 
 
 def test_memory_traffic_of_one_process(tiny_config):
-    """Nothing is exchanged, but copies stand for it. Bytes for a parameter and micro-batch, by hand:
+    """Copies replace the exchange. Bytes per parameter and micro-batch, by hand:
 
-    gathering (the head's weights once, others twice): 4 read and 2 written, then copied; reducing: 2 read and 4 written,
-    4 copied to 4, 4 + 4 read and 4 written; instead, adding up in float32: 4 + 2 read, 4 written. The counter has the
-    destination of a copy as read and written. A sum scaled by 1 reads 4 and writes 4 more.
+    Gathering (the head's weights once, others twice): 4 read and 2 written, then copied. Reducing: 2 read and 4
+    written, 4 copied to 4, 4 + 4 read and 4 written. Accumulating in float32 instead: 4 + 2 read, 4 written. The
+    counter counts the destination of a copy as read and written. A sum scaled by 1 reads 4 and writes 4 more.
     """
     found, head = run_ranks(1, _traffic, tiny_config[0])[0]
     print({name: round(moved, 1) for name, moved in found.items()})

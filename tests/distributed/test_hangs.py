@@ -1,4 +1,4 @@
-"""A rank that does not come to a collective is named by those that wait for it."""
+"""The ranks that wait in a collective name the rank that does not join it."""
 
 import os
 import re
@@ -19,7 +19,7 @@ def _one_sleeps(rank, config, overrides):
     def train_step(self, data_iterator):
         if self.step == 3 and rank == 1:
             time.sleep(5.0)
-            os._exit(0)  # it would meet what the other has left of the connection
+            os._exit(0)  # a normal exit would fail on the closed connection
         step(self, data_iterator)
 
     Trainer.train_step = train_step
@@ -34,6 +34,6 @@ def test_a_rank_that_does_not_come_is_named(tiny_config):
     said = str(raised.value).rstrip().splitlines()[-1].partition("CollectiveHangs: ")[2]
     assert re.fullmatch(
         r"wait_tensor \(\w+, distributed/utils.py:\d+\) timed out in step 3; "
-        r"these ranks did not come to it: 1 \(on \S+\)",
+        r"these ranks did not reach it: 1 \(on \S+\)",
         said,
     ), str(raised.value)

@@ -16,7 +16,7 @@ from health_model import inputs, job_config, one_rank, transformer
 from pc.titan.health import HealthMetrics
 from ranks import run_ranks
 
-GLOBAL_BATCH = 12  # divides by every number of ranks
+GLOBAL_BATCH = 12  # divisible by every number of ranks
 
 
 def _collect(rank: int, layout: str | None, world_size: int) -> tuple[dict[str, float], dict[str, list[float]]]:
@@ -43,7 +43,7 @@ def _collect(rank: int, layout: str | None, world_size: int) -> tuple[dict[str, 
         fully_shard(model, mesh=mesh["shard"])
         dims = SimpleNamespace(world_size=world_size, pp=1)
         batch = batch.chunk(2)[rank // (world_size // 2)]
-    elif layout == "pipeline":  # rank r has layer r alone
+    elif layout == "pipeline":  # rank r has only layer r
         first_stage = transformer(layers=2)
         pc.StepSchedule(pc.attach(first_stage, pc.PCConfig(power_iterations=3, schedule="step"))).materialise()
         del model.layers[str(1 - rank)]
@@ -76,12 +76,12 @@ def test_ranks_agree_with_one_rank_and_the_svd(layout, world_size):
     for metrics, sigma in results:
         assert metrics.keys() == expected.keys()
         for key, value in expected.items():
-            # Float32: sums in another order, and PC(W) from differently batched products. The estimate's
-            # error is a difference of nearly equal numbers.
+            # Float32: a different order of sums, and PC(W) from differently batched matmuls. The estimate's error is a
+            # difference of nearly equal numbers.
             tolerance = 2e-6 if "estimate_error" in key else 2e-5 * abs(value)
             assert abs(metrics[key] - value) < tolerance, key
         for name, values in sigma.items():
             condition = values[0] / (sum(values[-math.ceil(len(values) / 10) :]) / math.ceil(len(values) / 10))
             assert metrics[f"spectra/condition/{name}"] == pytest.approx(condition, rel=2e-5)
-    assert expected["spectra/estimate_error/o/max"] > 1e-3  # control: there is an error to agree on
+    assert expected["spectra/estimate_error/o/max"] > 1e-3  # control: the error is not zero
     assert results[0][0]["signal/attention/absmax/1"] > 1.05 * expected["signal/attention/rms/1"]

@@ -1,4 +1,4 @@
-"""`pc.owner` on real ranks: whole matrices on one owner under every mesh, bit for bit what one process computes."""
+"""`pc.owner` on real ranks: full matrices on one owner under every mesh, equal to one process bit for bit."""
 
 import math
 
@@ -18,7 +18,7 @@ from ranks import run_ranks
 
 # Over three ranks some shards are smaller, over two times three some are empty.
 SHAPES = [(7, 5), (5, 7), (3, 10), (4, 4), (10, 3), (1, 6)] * 2
-# The pass, what goes to the owner, what comes back.
+# The pass, its inputs, its outputs.
 PASSES = {
     "materialise": (materialise, ("weight", "gamma", "u", "v"), ("weight", "u", "v")),
     "pull back": (pull_back, ("weight", "gradient", "gamma", "u", "v"), ("gradient", "gamma")),
@@ -39,7 +39,7 @@ def _tensors(index: int) -> dict[str, torch.Tensor]:
 
 
 def _run(name: str, layers: list[dict[str, torch.Tensor]], seen: list) -> list[tuple[torch.Tensor, ...]]:
-    """A pass of PC over all layers; `seen` gets the index of each matrix that is worked on here."""
+    """A pass of PC over all layers; `seen` gets the index of each matrix computed here."""
 
     of_pass, given, wanted = PASSES[name]
 
@@ -112,7 +112,7 @@ def test_each_matrix_is_worked_on_once_and_bit_for_bit(degrees):
         assert len(counts) == 1 and counts.pop() in range(4, 20, 2)  # two for each bucket
         worked_on = sorted(index for found in ranks for index in found[name][0])
         assert worked_on == sorted(list(range(len(SHAPES))) * replicas)  # each replica for itself
-        # On the way in no element is sent twice, whatever the copies of vectors over tensor parallel ranks.
+        # No input element is sent twice, even if tensor-parallel ranks have copies of a vector.
         elements = sum(_tensors(index)[key].numel() for index in range(len(SHAPES)) for key in PASSES[name][1])
         assert sum(sum(found[name][1][::2]) for found in ranks) < replicas * elements
 

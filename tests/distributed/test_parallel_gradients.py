@@ -50,7 +50,7 @@ OTHER_SCHEDULES = [
 
 
 def _in_float64() -> None:
-    """Let TorchTitan compute in float64 in this process: it knows no such dtype, and does two things in float32."""
+    """Let TorchTitan compute in float64 in this process: it has no such dtype, and does two things in float32."""
     import torchtitan.components.loss as loss
     import torchtitan.models.llama3.model.model as llama
     from torchtitan.config import TORCH_DTYPE_MAP
@@ -133,7 +133,7 @@ def _gradients(rank, config, cases) -> list[dict[str, torch.Tensor]]:
         trainer.metrics_processor.log = lambda step, loss, max_loss, norm, extra_metrics: trainer.gradients.update(
             norm=torch.tensor(norm, dtype=torch.float64)
         )
-        trainer.step = 1  # which is logged
+        trainer.step = 1  # step 1 is logged
         trainer.train_step(trainer.batch_generator(trainer.dataloader))
         results.append(trainer.gradients)
         trainer.close()
@@ -141,7 +141,7 @@ def _gradients(rank, config, cases) -> list[dict[str, torch.Tensor]]:
 
 
 def _overrides(data_ranks, layout, accumulated, pipelined, further):
-    """A step of `SEQUENCES` in as many parts."""
+    """Overrides for a step of `SEQUENCES` in the given parts."""
     local = SEQUENCES // data_ranks // accumulated
     return [
         *layout,
@@ -187,5 +187,5 @@ def test_gradients_equal_the_in_graph_oracle(tiny_config, ranks):
         gradients = _merged([results[i] for results in by_rank])
         print(f"{name}: {_distance(gradients, expected[i]):.1e}")
         assert _distance(gradients, expected[i]) <= TOLERANCE, name
-        if "PC" in name:  # control: another level is far outside
+        if "PC" in name:  # control: another level differs far more
             assert _distance(gradients, weaker) > 1e-3

@@ -67,14 +67,14 @@ def _train(rank, shape, level, steps):
         first = first or {name: _full(p.grad) for name, p in model.named_parameters()}
         optimizer.step()
         optimizer.zero_grad()
-        with torch.no_grad():  # leaves unsharded parameters behind, which the next steps must not be fooled by
+        with torch.no_grad():  # leaves unsharded parameters, which must not affect the next steps
             model(toy_batch(0))
     raw = {f"{name}.weight": _full(state.raw) for name, state in schedule.layers.items()}
     return first, {name: _full(p) for name, p in model.named_parameters()} | raw
 
 
 def _train_as_on_a_gpu(rank, shape, level, steps):
-    """With batches of matrices, which a CPU takes one by one."""
+    """With batches of matrices, as on a GPU; a CPU takes them one by one."""
     in_batches = functools.partial(pc.owner.run_on_owners, batch_bytes=pc.owner.BUCKET_BYTES)
     with mock.patch.object(pc.step, "run_on_owners", in_batches):
         return _train(rank, shape, level, steps)
@@ -97,7 +97,7 @@ def test_training_equals_the_unsharded_reference(shape, train):
             scale = max(tensor.abs().max() for tensor in expected.values())
             for name, tensor in expected.items():
                 assert (actual[name] - tensor).abs().max() / scale < TOLERANCE, name
-    # control: another order of the coefficients is far outside
+    # control: another order of the coefficients differs far more
     other, _ = _reference(3, 1)
     assert max((other[n] - expected_first[n]).abs().max() for n in other) > 1e-4
 
@@ -156,6 +156,27 @@ def test_sharded_weights_come_back_from_a_preserving_start():
             torch.testing.assert_close(state[name], tensor, rtol=0, atol=1e-6, msg=name)  # an epsilon of 1e-7
 
 
+def _restored_while_gathered(rank):
+    """Whether each layer has its W back, where a forward pass left FSDP holding gathered weights."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    model = fully_shard(pc.attach(toy_model(), _config("step")), mesh=mesh, reshard_after_forward=False)
+    schedule = StepSchedule(model)
+    schedule.materialise()
+    toy_loss(model, toy_batch(0)).backward()
+    schedule.pull_back()
+    with torch.no_grad():
+        toy_loss(model, toy_batch(0))
+    schedule.restore_raw()
+    return [
+        torch.equal(_full(layer.weight), _full(schedule.layers[name].raw)) for name, layer in pc.named_pc_linears(model)
+    ]
+
+
+def test_raw_weights_replace_gathered_ones():
+    for same in run_ranks(2, _restored_while_gathered):
+        assert same and all(same)
+
+
 def _equal_layout(rank, copies):
     results = [_train(rank, (2,), 4, 2)[1] for _ in range(copies)]
     return all(torch.equal(results[0][name], result[name]) for result in results for name in result)
@@ -176,7 +197,7 @@ def _more_ranks_than_rows(rank):
 
 
 def test_empty_shards():
-    """Seven tensors in ten have no rows on some of four ranks; gamma lies on one alone."""
+    """Seven of ten tensors have no rows on some of four ranks; gamma is on one only."""
     reference = pc.attach(toy_model(d=2, f=3), _config("forward"))
     toy_loss(reference, toy_batch(0, d=2)).backward()
     for gradients in run_ranks(4, _more_ranks_than_rows):

@@ -1,4 +1,4 @@
-"""The data commands as a user runs them: killed in the middle, repeated, inspected, misused."""
+"""The data commands as a user runs them: killed halfway, repeated, inspected, misused."""
 
 import os
 import random
@@ -29,7 +29,7 @@ def run(script: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory) -> Path:
-    """A folder with six parquet files of 2.5 MB of text, enough to be killed while at them."""
+    """A folder with six parquet files of 2.5 MB of text, enough work to be killed in between."""
     folder = tmp_path_factory.mktemp("work")
     choose = random.Random(0)
     words = ["".join(choose.choices("etaoinshrdlu", k=choose.randint(1, 9))) for _ in range(5000)]
@@ -95,7 +95,7 @@ def test_array_tasks_share_the_work(work, finished, monkeypatch, command):
 def test_inspect_shows_what_is_there(work, finished):
     done = run("inspect_data.py", "finished", "--documents", "2", "--plot", "lengths", cwd=work)
     assert done.returncode == 0, done.stderr
-    for expected in ("mistral-common", "checksums    all right", "--- document of", "ids occur", "median"):
+    for expected in ("mistral-common", "checksums    correct", "--- document of", "ids occur", "median"):
         assert expected in done.stdout
     assert (work / "lengths.png").is_file()
 
@@ -103,8 +103,8 @@ def test_inspect_shows_what_is_there(work, finished):
 @pytest.mark.parametrize(
     ("script", "arguments", "message"),
     [
-        ("tokenize_fineweb.py", ["--input", "none/*.parquet", "--output", "x"], "matches no file of parquet"),
-        ("tokenize_fineweb.py", ["--input", "parquet", "--output", "finished"], "was begun with source"),
+        ("tokenize_fineweb.py", ["--input", "none/*.parquet", "--output", "x"], "matches no parquet"),
+        ("tokenize_fineweb.py", ["--input", "parquet", "--output", "finished"], "was started with source"),
         ("tokenize_fineweb.py", ["--input", "parquet", "--output", "x", "--part", "2/2"], "--part 2/2 must be K/N"),
         (
             "tokenize_fineweb.py",

@@ -1,4 +1,4 @@
-"""The commands as a user types them, and lm-eval's own command on what they write."""
+"""The commands as a user types them, and lm-eval's own command on their output."""
 
 import json
 import os

@@ -73,7 +73,7 @@ STAND_STILL = ["--optimizer.lr", "0.0", "--training.steps", "1", "--checkpoint.i
     "overrides", [[], pytest.param(["--pc.enable", "false"], marks=pytest.mark.soak)], ids=["pc", "baseline"]
 )
 def test_export_of_a_baseline_starts_a_run(train, tmp_path, shards, overrides):
-    """With a learning rate of 0, what a run saves is what it started from; where PC applies, W is chosen so that PC(W) is."""
+    """With a learning rate of 0 a run saves its initial weights; with PC, W is chosen so that PC(W) equals them."""
     first = train("first", "--pc.enable", "false")
     out = hugging_face.export(first / "checkpoint" / "step-3", tmp_path / "out")
     require_same_validation_loss(first, out, shards)

@@ -1,4 +1,4 @@
-"""Faults of real runs, each in processes of its own: what is lost, and what the last line says."""
+"""Faults of real runs in separate processes: what is lost, and the last line of output."""
 
 import os
 import random
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.soak
 
 @pytest.fixture
 def small(tmp_path, tiny_shards):
-    """Train a small config to its end in processes of its own: call it with further words."""
+    """Train a small config in separate processes; call it with further overrides."""
     config = write_small_config(tmp_path / "small.toml", tiny_shards, steps=4, interval=2)
 
     def train(*words: str, processes: int = 1) -> subprocess.CompletedProcess:
@@ -48,14 +48,16 @@ def test_damage_on_two_processes(small):
     resumed = small(processes=2)
     assert resumed.returncode == 0
     assert f"{newest} is not used: {newest}/__1_0.distcp: damaged" in resumed.stdout
-    assert f"were set aside in {small.folder}/checkpoint.damaged: step-4" in resumed.stdout
+    assert f"were moved to {small.folder}/checkpoint.damaged: step-4" in resumed.stdout
     assert tiny.metrics(small.folder) == straight[2:]
     for folder in (small.folder / "checkpoint").iterdir():
         flip_a_bit(folder / "__0_0.distcp")
     refused = small(processes=2)
     assert refused.returncode == 2
     last = refused.stderr.splitlines()[-1]
-    assert last.startswith("error: ") and last.endswith(f"no other checkpoint in {small.folder}/checkpoint is whole")
+    assert last.startswith("error: ") and last.endswith(
+        f"no other checkpoint in {small.folder}/checkpoint is complete and undamaged"
+    )
 
 
 KILLS = 20

@@ -1,4 +1,4 @@
-"""PC with float8 layers (torchao, emulated on a CPU): the layers multiply PC(W) in float8, and the rest goes on as before."""
+"""PC with float8 layers (torchao, emulated on a CPU): layers multiply PC(W) in float8; the rest does not change."""
 
 import pytest
 import torch
@@ -33,6 +33,7 @@ def _train_all(rank, config, cases) -> list[dict[str, torch.Tensor]]:
     return [tiny.train(rank, config, overrides) for overrides in cases]
 
 
+@pytest.mark.soak
 def test_runs_in_float8(tiny_config, tmp_path):
     config, _ = tiny_config
     losses, weights = {}, {}
@@ -50,11 +51,11 @@ def test_runs_in_float8(tiny_config, tmp_path):
     for name, values in losses.items():
         # the largest entry that sets a scale is that of a shard's batch on each rank, so two ranks round differently
         assert values == pytest.approx(float8, rel=1e-3), name
-    # where the rounding happens does not matter, only what is rounded
+    # the place of the rounding does not matter, only the rounded values
     for name in CASES[2]:
         if "gathered" in name:
             assert losses[name] == losses["FSDP2"], name
-    # raw weights stay what the checkpoint format says they are
+    # raw weights stay in the checkpoint's format
     layer = "layers.0.attention.wo"
     for tensors in weights.values():
         assert all(tensor.dtype == torch.float32 for tensor in tensors.values())

@@ -1,4 +1,4 @@
-"""A step whose loss or gradient is not finite leaves no trace in weights or optimizer state, on any rank."""
+"""A step whose loss or gradient is not finite changes neither weights nor optimizer state on any rank."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from ranks import run_ranks
 
 
 def _train(rank, config, overrides, bad_steps, value):
-    """Train; in `bad_steps` a gradient of rank 1 alone gets `value`. Returns state after each step, what was raised."""
+    """Train; in `bad_steps` a gradient of rank 1 gets `value`. Returns the state after each step and the error."""
     from pc.launch.worker import Trainer, load_config
 
     tiny.add_tiny_flavor()
@@ -73,7 +73,7 @@ def test_a_bad_step_is_left_out(tiny_config, overrides, value):
         assert all(tensor.isfinite().all() for tensor in states[-1].values())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["steps_left_out"]) for line in lines if "steps_left_out" in line] == [(3, 1), (4, 2)]
-    # none is saved in the middle of it, where an interval of 3 would have
+    # no checkpoint is saved during these steps, although the interval is 3
     assert {p.name for p in (folder / "checkpoint").iterdir()} == {"step-6"}
 
 

@@ -1,4 +1,4 @@
-"""What CONTRIBUTING promises: a metric, an optimizer, a model size and a level are one entry each."""
+"""As CONTRIBUTING says, a metric, an optimizer, a model size and a level are one entry each."""
 
 import json
 
@@ -15,7 +15,7 @@ from ranks import run_ranks
 
 
 class Entries:
-    """What a contributor would write into the tables."""
+    """A contributor's entries in the tables."""
 
     level = {5: (3.6, -7.0, 6.0, -1.6)}
     flavor = {"slim": Llama2Args(dim=24, n_layers=1, n_heads=2, multiple_of=8)}

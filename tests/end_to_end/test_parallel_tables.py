@@ -2,8 +2,8 @@
 
     PARALLEL_TABLES=results/<date>-parallelism ./run_tests.sh --soak tests/end_to_end/test_parallel_tables.py
 
-writes the losses and the table of docs/parallelism.md there, and takes over runs whose losses are there already,
-so that an interrupted table goes on; without the variable it only compares. An hour on two cores.
+saves the losses and the table of docs/parallelism.md there. It reuses losses that are already there, so that an
+interrupted table continues. Without the variable it only compares. Takes an hour on two cores.
 """
 
 import json
@@ -63,7 +63,7 @@ SETTINGS = [
 ]
 
 REFERENCE = "1 process, eager"
-# One process that sums its batch in two halves: the noise of another order of sums.
+# One process that sums its batch in two halves: the noise of a different order of sums.
 HALVES = "1 process, batch in halves, eager"
 # Relative, at the worst of twenty steps; the batch in halves gives 2e-7 with AdamW and 1e-5 with Muon, whose bfloat16
 # iteration makes 2^-8 of an entry out of a changed last bit. What FSDP and TP add with AdamW, 2e-5, comes from the
@@ -87,7 +87,7 @@ def _train_all(rank, cases) -> None:
 
 
 def _recorded() -> Path | None:
-    """The file of losses, if any is asked for."""
+    """The file of losses, if the variable is set."""
     folder = os.environ.get("PARALLEL_TABLES")
     return ROOT / folder / "losses.json" if folder else None
 
@@ -184,5 +184,5 @@ def test_twenty_steps_equal_one_process(losses, tmp_path, ranks, layout, how):
     _record(losses)
     for method in METHODS:
         assert deviation(losses, name, method) <= TOLERANCE, method
-    # control: another method is far outside
+    # control: another method differs far more
     assert abs(losses[f"{REFERENCE}, Muon PC"][-1] / losses[f"{REFERENCE}, Muon baseline"][-1] - 1) > 2e-3

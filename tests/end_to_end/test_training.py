@@ -1,4 +1,4 @@
-"""The trainer on one and more ranks: equal losses, exact resume, checkpoints that mean what they say."""
+"""The trainer on one and more ranks: equal losses, exact resume, correct checkpoints."""
 
 import json
 import os
@@ -43,11 +43,11 @@ def test_losses_do_not_depend_on_the_number_of_ranks(tiny_config, tmp_path, over
         other, to_other = _elsewhere(tmp_path, str(ranks))
         _run(ranks, config, [*overrides, *to_other])
         for key, values in zip(("loss", "validation_loss", "grad_norm"), expected, strict=True):
-            # float32 sums in another order, 1e-7 each, grown by six steps of a learning rate of 1e-2;
-            # Muon's bfloat16 iteration rounds a changed last bit up to 2^-8 of an update
+            # float32 sums in a different order, 1e-7 each, amplified by six steps at a learning rate of 1e-2; Muon's
+            # bfloat16 iteration turns a changed last bit into 2^-8 of an update
             tolerance = 5e-3 if overrides == MUON else 1e-4
             assert tiny.metrics(other, key) == pytest.approx(values, rel=tolerance), (ranks, key)
-    # control: another seed is far outside
+    # control: another seed differs far more
     other, to_other = _elsewhere(tmp_path, "seed")
     _run(1, config, [*overrides, *to_other, "--debug.seed", "1"])
     assert tiny.metrics(other)[0] != pytest.approx(expected[0][0], rel=1e-3)
@@ -78,9 +78,33 @@ def test_resume_is_exact(tiny_config, tmp_path, ranks, overrides):
     assert (folder / "checkpoint.damaged" / "step-6").is_dir()
 
 
+def _killed_after_the_save_of_step_3(rank, config):
+    from pc.titan.checkpoint import Checkpoints
+
+    original = Checkpoints.save
+
+    def save(self, step, last_step=False):
+        original(self, step, last_step)
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Checkpoints.save = save
+    tiny.train(rank, config, [])
+
+
+def test_a_kill_after_a_save_loses_no_validation(tiny_config):
+    """The validation of a step is logged before its checkpoint, so that a resume need not repeat the step for it."""
+    config, folder = tiny_config
+    with pytest.raises(AssertionError, match="-9"):
+        run_ranks(1, _killed_after_the_save_of_step_3, config)
+    assert len(tiny.metrics(folder, "validation_loss")) == 2  # steps 1 and 3
+    _run(1, config, [])
+    assert len(tiny.metrics(folder)) == 6 and len(tiny.metrics(folder, "validation_loss")) == 3
+
+
 @pytest.mark.parametrize("before, after", [(1, 2), (2, 1), (2, 3), (4, 2)])
 def test_resume_on_other_ranks(tiny_config, before, after):
-    """The state arrives bit for bit; what follows differs by the order of sums."""
+    """The loaded state is equal bit for bit; later steps differ by the order of sums."""
     config, folder = tiny_config
     overrides = [*MUON, "--training.steps", "4", "--lr_scheduler.total_steps", "6"]
     _run(before, config, [*overrides, "--training.steps", "3"])
@@ -112,7 +136,7 @@ def _loaded_state(rank, config, overrides):
 
 
 def _timeouts(rank, config, overrides):
-    """Seconds of all process groups after each step, with one as `pc.owner` makes it for a part of the ranks, and a later one."""
+    """Timeouts of all process groups after each step, with one as in `pc.owner` for some ranks, and a later one."""
     from torch.distributed import distributed_c10d
 
     from pc import owner
@@ -145,7 +169,7 @@ def test_every_process_group_has_the_timeout_of_training(tiny_config):
 
 
 def _load_all(checkpoint):
-    """Every tensor of a checkpoint, whole, by name."""
+    """{name: full tensor} of a checkpoint."""
     reader = dcp.FileSystemReader(checkpoint)
     entries = reader.read_metadata().state_dict_metadata
     state = {
@@ -179,7 +203,7 @@ def test_checkpoint_holds_a_plain_llama_and_the_raw_weights(tiny_config):
     for name in layers:
         raw, gamma, u, v = (saved[f"pc.{name}.{key}"] for key in ("raw", "gamma", "u", "v"))
         effective = pc.effective_weight(raw, gamma, u, v, pc.PCConfig(level=4, blocks=("o",)))
-        # the owner computed a batch of matrices; float32 products of another blocking
+        # the owner computed a batch of matrices, with another blocking of float32 matmuls
         torch.testing.assert_close(saved[f"{name}.weight"], effective, rtol=0, atol=1e-6)
         assert (saved[f"{name}.weight"] - raw).abs().max() > 1e-3  # control
 
@@ -236,7 +260,7 @@ def test_plain_checkpoint_starts_a_pc_run(tiny_config, tmp_path):
         ([], ["--pc.blocks", "ffn"], r"pc.blocks: checkpoint \['o', 'ffn'\], config \['ffn'\]"),
         ([], FORWARD, "pc.schedule: checkpoint 'step', config 'forward'"),
         ([], MUON, "optimizer adamw in the checkpoint, adamw and muon in the config"),
-        ([], ["--model.flavor", "debug"], r"\(200, 24\) in the checkpoint and \(200, 256\)"),
+        ([], ["--model.flavor", "debug"], r"\(200, 24\) in the checkpoint, \(200, 256\)"),
     ],
 )
 def test_resume_with_another_method_is_refused(tiny_config, first, then, message):
@@ -260,7 +284,7 @@ def _train_in_job(rank, config, overrides, job):
 
 
 def test_an_abandoned_branch_is_not_taken_up_again(tiny_config):
-    """After `load_step` the newest checkpoint is the new branch's, also for a requeued job with the same words."""
+    """After `load_step` the newest checkpoint is the new branch's, also for a requeued job with the same command."""
     config, folder = tiny_config
     words = ["--checkpoint.interval", "2", "--lr_scheduler.total_steps", "6"]
     straight = run_ranks(2, tiny.train, config, words)[0]
@@ -284,7 +308,7 @@ def test_a_torn_first_checkpoint_does_not_hide_the_start(tiny_config, tmp_path):
     config, folder = tiny_config
     trained = _run(1, config, [*BASELINE, "--training.steps", "2"])
     other, to_other = _elsewhere(tmp_path, "requeued")
-    (other / "checkpoint" / "step-1").mkdir(parents=True)  # what a kill during the first save leaves
+    (other / "checkpoint" / "step-1").mkdir(parents=True)  # as after a kill during the first save
     start = ["--checkpoint.initial_load_path", str(folder / "checkpoint" / "step-2")]
     started = _run(2, config, [*start, *to_other, *BASELINE, "--training.steps", "1", "--optimizer.lr", "0.0"])
     assert _equal(started, trained)
@@ -319,7 +343,7 @@ def test_a_signal_to_one_rank_stops_all_and_the_run_continues(tiny_config, tmp_p
     config, folder = tiny_config
     other, to_other = _elsewhere(tmp_path, "straight")
     straight = _run(2, config, to_other)
-    # It stops after a validation, which gathers weights; a checkpoint is of the sharded ones.
+    # It stops after a validation, which gathers weights; the checkpoint must have the sharded ones.
     run_ranks(2, _train_with_signal, config, ["--validation.freq", "2"], 2)
     assert json.loads((folder / "status.json").read_text()) == {
         "state": "stopped", "step": 2, "steps": 6, "reason": "asked to stop"

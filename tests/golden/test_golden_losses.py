@@ -1,7 +1,6 @@
-"""The first losses of the debug config on the demo text, as they were when last looked at.
-
-A change that should not change numbers must leave them alone. To take new ones after a change that should:
-WRITE_GOLDEN=1 python -m pytest tests/golden
+"""The first losses of the debug config on the demo text, compared with recorded ones. A change that should not affect
+results must not change them. To record new ones after a change that should: WRITE_GOLDEN=1 python -m pytest
+tests/golden
 """
 
 import json
@@ -16,7 +15,7 @@ from ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).with_name("losses.json")
-STEPS = 5 if os.environ.get("WRITE_GOLDEN") else 3  # of the five that are kept
+STEPS = 5 if os.environ.get("WRITE_GOLDEN") else 3  # of the five recorded
 RUNS = {
     "adamw_baseline": ["--pc.enable", "false"],
     "adamw_pc": [],
@@ -27,7 +26,7 @@ RUNS = {
 
 @pytest.mark.parametrize("name, ranks", [*((name, 1) for name in RUNS), ("adamw_pc", 2)])
 def test_first_losses(demo_data, tmp_path, name, ranks):
-    """Two ranks have the same losses: what differs is the order of float32 sums."""
+    """Two ranks have the same losses, up to the order of float32 sums."""
     overrides = {
         "job.dump_folder": tmp_path,
         "data.path": demo_data,
@@ -51,6 +50,6 @@ def test_first_losses(demo_data, tmp_path, name, ranks):
 
 
 def test_the_four_runs_differ():
-    """Control: the tolerance tells them apart."""
+    """Control: the tolerance distinguishes them."""
     last = [losses[-1] for losses in json.loads(GOLDEN.read_text()).values()]
     assert all(abs(a - b) / a > 2e-3 for i, a in enumerate(last) for b in last[:i])

@@ -1,4 +1,4 @@
-"""One rank: schedule "step" on matrices cut over all ranks against one CPU in float64, Muon against torch's own.
+"""One rank: schedule "step" on matrices sharded over all ranks against one CPU in float64, Muon against torch's own.
 
 Ends with an error where they differ. `torchrun --nproc-per-node N tests/gpu/exchange.py DEVICE`
 """
@@ -21,7 +21,7 @@ STEPS = 2
 
 
 def train(model: nn.Module, change) -> dict[str, torch.Tensor]:
-    """Steps on made-up gradients; `change` lays a whole float64 CPU tensor out as the model's are."""
+    """Steps on synthetic gradients; `change` converts a full float64 CPU tensor to the model's layout."""
     generator = torch.Generator().manual_seed(1)
     schedule = pc.StepSchedule(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""What runs on a GPU, against float64 or the same run on a CPU. `./run_tests.sh --gpu`; skipped without a GPU.
+"""GPU results against float64 or the same run on a CPU. `./run_tests.sh --gpu`; skipped without a GPU.
 
 PC_GPU_TESTS_ON=cpu runs the same on a CPU, which shows that the tests themselves work.
 """
@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DEVICE = os.environ.get("PC_GPU_TESTS_ON") or ("cuda" if torch.cuda.is_available() else None)
 pytestmark = pytest.mark.skipif(DEVICE is None, reason="needs a GPU")
 
-# Relative errors of both passes at level 4 (docs/performance.md has 1.5e-6, 1.8e-3, 2.2e-2), with room for a factor of 4.
+# Relative errors of both passes at level 4 (docs/performance.md has 1.5e-6, 1.8e-3, 2.2e-2), with room for a factor of
+# 4.
 TOLERANCES = {"float32": 6e-6, "tf32": 8e-3, "bfloat16": 9e-2}
 
 
@@ -50,7 +51,7 @@ def test_passes_in_each_precision():
         for precision in TOLERANCES
     }
     assert all(errors[precision] < TOLERANCES[precision] for precision in errors), errors
-    # controls: cheaper products are outside the dearer one's tolerance
+    # controls: less precise matmuls exceed the tolerance of the more precise ones
     assert errors["bfloat16"] > TOLERANCES["float32"]
     if DEVICE == "cuda":
         assert errors["tf32"] > TOLERANCES["float32"], "TF32 is not in use"
@@ -111,7 +112,7 @@ def runs(tiny_shards, tmp_path_factory):
     """Run folders: the same six steps on the device, on the CPU, on the device in two parts, and compiled."""
     folder = tmp_path_factory.mktemp("runs")
     text, tokenizer = str(tiny_shards.parent / "text.parquet"), folder / "tokenizer"
-    entries = train_tokenizer(text, tokenizer, vocab_size=300, megabytes=1)  # one that exports have a form of
+    entries = train_tokenizer(text, tokenizer, vocab_size=300, megabytes=1)  # a kind that can be exported
     tokenize(text, folder / "shards", tokenizer=str(tokenizer), validation_fraction=0.2)
     kinds = {
         "device": (DEVICE, [[]]),

@@ -44,12 +44,12 @@ def test_full_name_pattern_on_any_module():
 @pytest.mark.parametrize(
     "blocks, message",
     [
-        (("ffm",), "'ffm' is no block"),
+        (("ffm",), "'ffm' is not a block"),
         ((), "empty"),
         (("o", "o"), "twice"),
         (("decoder.*",), "matches no layer"),
         (("*.attention",), "ModuleDict, not nn.Linear"),
-        (("ffn", "gate"), "second time"),
+        (("ffn", "gate"), "an earlier entry"),
     ],
 )
 def test_wrong_blocks(blocks, message):
@@ -91,7 +91,7 @@ def test_a_map_of_ones_own_is_a_level():
 
 def test_attach_twice_is_refused():
     model = pc.attach(_model(), _forward())
-    with pytest.raises(UserError, match="has PC already"):
+    with pytest.raises(UserError, match="already has PC"):
         pc.attach(model, _forward())
 
 
@@ -113,12 +113,12 @@ def test_a_layer_used_twice_is_one_layer():
 def test_a_weight_of_two_layers_is_refused():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
-    with pytest.raises(UserError, match="0.weight is that of 1 too"):
+    with pytest.raises(UserError, match="0.weight is shared with 1"):
         pc.attach(model, _forward(blocks=("0*",)))
 
 
 class Doubled(nn.Linear):
-    """A linear layer that multiplies in its own way, as those of quantisation libraries do."""
+    """A linear layer with its own matmul, like those of quantisation libraries."""
 
     def forward(self, x):
         return 2 * super().forward(x)
@@ -139,7 +139,7 @@ def test_a_layer_with_its_own_product_keeps_it_in_schedule_step():
 
 
 def test_a_layer_with_its_own_product_is_refused_in_the_graph():
-    with pytest.raises(UserError, match='would replace how Doubled 0 multiplies; use "step"'):
+    with pytest.raises(UserError, match='would replace Doubled.forward of 0; use "step"'):
         pc.attach(nn.Sequential(Doubled(6, 4)), _forward(blocks=("0*",)))
 
 
@@ -169,6 +169,15 @@ def test_merge_gives_plain_linears_with_equal_output():
     assert (_model()(x) - expected).abs().max() > 1e-3
 
 
+def test_a_merged_layer_stays_frozen_and_in_eval_mode():
+    model = pc.attach(_model(), _forward()).eval()
+    names = [name for name, _ in pc.named_pc_linears(model)][:2]
+    model.get_submodule(names[0]).weight.requires_grad_(False)
+    merged = pc.merge(model)
+    assert [merged.get_submodule(name).weight.requires_grad for name in names] == [False, True]
+    assert {layer.training for layer in merged.modules()} == {False}
+
+
 def test_power_iteration_follows_the_optimizer_once_per_step():
     model = pc.attach(_model(1), _forward(power_iterations=2))
     layer = model[0].attention["wo"]
@@ -177,7 +186,7 @@ def test_power_iteration_follows_the_optimizer_once_per_step():
         before = layer.u.clone(), layer.v.clone()
         for _ in range(2):
             model(torch.randn(4, 8, dtype=torch.float64)).square().mean().backward()
-            assert torch.equal(layer.u, before[0])  # no move within a step
+            assert torch.equal(layer.u, before[0])  # unchanged within a step
         optimizer.step()
         optimizer.zero_grad()
         expected = pc.spectral.power_iteration(layer.weight.detach(), *before, 2)
@@ -207,7 +216,7 @@ def test_under_compile_equals_eager_without_graph_break():
 
 
 def test_from_the_meta_device():
-    """gamma = 1 and new vectors come by themselves; multiplying by them before the weights exist is refused."""
+    """gamma = 1 and new vectors are created automatically; a forward pass before the weights exist is refused."""
     with torch.device("meta"):
         model = _model(1)
     pc.attach(model, _forward())
@@ -220,7 +229,7 @@ def test_from_the_meta_device():
         model(x)
     expected = pc.attach(_model(1), _forward())
     weights = {key: value for key, value in expected.state_dict().items() if key.endswith("weight")}
-    model.load_state_dict(weights, strict=False)  # plain weights refresh by themselves
+    model.load_state_dict(weights, strict=False)  # loading plain weights refreshes automatically
     assert torch.equal(model(x), expected(x))
 
 

@@ -79,7 +79,7 @@ def test_a_row_end_to_end(step, monkeypatch, tmp_path, capsys):
     assert (min(ratios), max(ratios)) == (ratio["smallest"], ratio["largest"])
 
     printed = rows.table(tmp_path)
-    # goals hold for the row's own shapes, which these were not
+    # goals apply only to the row's own shapes
     assert re.search(r"\| all \| time pc / baseline \|  \| [\d.e+-]+ \(.*n = 2\) \|  \|", printed)
     assert "| paper-batch | time pc / baseline | <= 1.003 | not run | |" in printed
     record["changed"] = {}
@@ -100,7 +100,7 @@ def test_a_row_that_breaks_off_keeps_its_rounds_and_needs_no_git(step, monkeypat
     }
 
     def measure(*_):
-        monkeypatch.setenv("PATH", str(tmp_path))  # after what git is asked for
+        monkeypatch.setenv("PATH", str(tmp_path))  # after git was called
         yield {"baseline": variant, "pc": variant}
         raise torch.OutOfMemoryError
 
@@ -144,7 +144,7 @@ def test_wrapping_is_undone(step):
 
 
 def test_compiled_pc_is_the_same(step, monkeypatch):
-    # traced as ever, but not lowered, which takes half a minute
+    # traced as usual, but not lowered, which takes half a minute
     monkeypatch.setattr(step, "_compiled", lambda function: torch.compile(function, backend="eager", fullgraph=True))
     generator = torch.Generator().manual_seed(0)
     weight, gradient = torch.randn(2, 1, 6, 9, generator=generator, dtype=torch.float64)

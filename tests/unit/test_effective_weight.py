@@ -25,7 +25,7 @@ def _weight(n=6, m=9, seed=0, converged=True):
 @pytest.mark.parametrize("shape", [(6, 9), (9, 6), (7, 7)])
 @pytest.mark.parametrize("converged", [True, False])
 def test_singular_values(level, recovery, shape, converged):
-    """Those of PC(W) are gamma * s * |g(sigma / s)|, whether or not s has converged."""
+    """Singular values of PC(W) are gamma * s * |g(sigma / s)|, whether or not s has converged."""
     # the composite diverges above sigma / s = 1.11, which two iterations on a small matrix exceed
     weight, gamma, u, v = _weight(*shape, converged=converged or level == "polar_express")
     effective = effective_weight(weight, gamma, u, v, _config(level, norm_recovery=recovery))
@@ -86,7 +86,7 @@ def test_gradient_includes_the_stop_gradient(level, recovery):
     )
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
-    if recovery:  # control: letting gradient through the recovery factor is measurably different
+    if recovery:  # control: a gradient through the recovery factor differs measurably
         s = u @ weight @ v + EPSILON
         through = gamma * s * polynomial.apply(polynomial.resolve(level), weight / s)
         (wrong,) = torch.autograd.grad(through, weight, output_gradient)

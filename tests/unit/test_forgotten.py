@@ -1,4 +1,4 @@
-"""Every way to forget something, and what is said: no path through the public API trains a plain model in silence."""
+"""Every forgotten call and its error: no use of the public API silently trains a plain model."""
 
 import copy
 import itertools
@@ -196,11 +196,11 @@ def attach_after_ddp():
 @pytest.mark.parametrize(
     "forget, said",
     [
-        (no_schedule, "no pc.StepSchedule holds it; .*pc.StepSchedule(model, optimizer)"),
+        (no_schedule, "it has no pc.StepSchedule; call pc.StepSchedule(model, optimizer)"),
         (no_materialise, "call schedule.materialise()"),
         (no_pull_back, "AdamW.step() without schedule.pull_back()"),
         (no_pull_back_by_hand, "call schedule.pull_back() first"),
-        (no_restore, "would train PC(W) of 0.attention.wo in place of W: .*schedule.restore_raw() before it"),
+        (no_restore, "would train PC(W) of 0.attention.wo instead of W: .*schedule.restore_raw() before it"),
         (no_materialise_after_the_step, "call schedule.materialise()"),
         (another_optimizer, "SGD.step() without schedule.pull_back()"),
         (pull_back_twice, "once per step"),
@@ -209,19 +209,19 @@ def attach_after_ddp():
         (one_of_two_optimizers_does_not_step, "not every optimizer given to its pc.StepSchedule has stepped"),
         (optimizer_before_attach, "no optimizer given to pc.StepSchedule holds 0.attention.wo.gamma"),
         (optimizer_of_another_model, "no optimizer given to pc.StepSchedule holds 0.attention.wo.weight"),
-        (schedule_without_attach, "no PC layer; pc.attach"),
-        (schedule_of_a_forward_model, 'pc.StepSchedule takes "step"'),
+        (schedule_without_attach, "no PC layer; first pc.attach"),
+        (schedule_of_a_forward_model, 'pc.StepSchedule needs "step"'),
         (schedule_on_the_meta_device, "meta device; create pc.StepSchedule after"),
         (forward_on_the_meta_device, "meta device; call pc.refresh(model)"),
-        (second_schedule, "another pc.StepSchedule has its W"),
-        (copied_model_trained_on, "a copy: copy.deepcopy((model, optimizer, schedule))"),
+        (second_schedule, "another pc.StepSchedule holds its W"),
+        (copied_model_trained_on, "to copy a model: copy.deepcopy((model, optimizer, schedule))"),
         (schedule_of_a_copy, "copy.deepcopy((model, optimizer, schedule))"),
         (weights_loaded_without_the_schedule, "call schedule.load_state_dict()"),
         (schedule_loaded_without_the_weights, "call model.load_state_dict()"),
         (state_while_the_optimizer_steps, "call materialise() first"),
-        (merge_before_the_schedule, "pc.merge has no PC(W) of 0.attention.wo: no pc.StepSchedule"),
-        (attach_after_ddp, "pc.attach comes before DDP"),
-        (merge_before_materialise, "pc.merge has no PC(W) of 0.attention.wo: it holds W"),
+        (merge_before_the_schedule, "pc.merge cannot get PC(W) of 0.attention.wo: it has no pc.StepSchedule"),
+        (attach_after_ddp, "call pc.attach before DDP"),
+        (merge_before_materialise, "pc.merge cannot get PC(W) of 0.attention.wo: it holds W"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -255,8 +255,8 @@ CALLS = ("schedule", "materialise", "backward", "pull_back", "restore_raw", "ste
 
 @pytest.mark.parametrize("follow", [True, False])
 def test_no_subset_of_calls_trains_a_plain_model(follow):
-    """Three rounds of a loop with any of its calls left out end in an error, or in what the whole loop gives, or leave
-    W where it was."""
+    """Three rounds of a loop without any subset of its calls raise an error, give the result of the complete loop, or
+    leave W unchanged."""
     whole = ("backward", "pull_back", "step") if follow else CALLS[2:]
 
     def train(made, first, calls):
@@ -299,7 +299,7 @@ def test_no_subset_of_calls_trains_a_plain_model(follow):
 
 @pytest.mark.parametrize("schedule", ["forward", "step"])
 def test_copies_go_on_as_the_originals_do(schedule):
-    """Copied together they train alike, each with its own weights; the copy of a model alone can be evaluated."""
+    """Copied together they train equally, with separate weights; a copy of the model alone can only be evaluated."""
     original = Loop(schedule)
     original.step(0)
     alone = copy.deepcopy(original.model)
@@ -319,7 +319,7 @@ def test_copies_go_on_as_the_originals_do(schedule):
 @pytest.mark.parametrize("make", [lambda p: torch.optim.AdamW(p, lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1)])
 @pytest.mark.parametrize("schedule", ["forward", "step"])
 def test_the_step_that_creates_optimizer_state_moves_nothing(schedule, make):
-    """torch.distributed.checkpoint makes one with zero gradients and lr 0, before the first step."""
+    """torch.distributed.checkpoint makes such a step, with zero gradients and lr 0, before the first real one."""
     loop = Loop(schedule, make=make)
     before = copy.deepcopy([loop.model.state_dict(), loop.schedule.state_dict() if loop.schedule else {}])
     get_optimizer_state_dict(loop.model, loop.optimizer)
@@ -332,7 +332,7 @@ def test_the_step_that_creates_optimizer_state_moves_nothing(schedule, make):
 
 @pytest.mark.parametrize("schedule", ["forward", "step"])
 def test_a_first_step_of_lr_0_is_a_step(schedule):
-    """As a warmup from zero makes: weights stay, vectors move on, and a forgotten pull-back is said."""
+    """As in a warm-up from zero: weights stay, vectors advance, and a forgotten pull-back is reported."""
     loop = Loop(schedule, make=lambda p: torch.optim.AdamW(p, lr=0.0))
     vectors = copy.deepcopy({n: getattr(x, "u", None) for n, x in pc.named_pc_linears(loop.model)})
     if schedule == "step":
@@ -347,7 +347,7 @@ def test_a_first_step_of_lr_0_is_a_step(schedule):
 
 
 def test_a_skipped_step_and_one_without_gradients():
-    """A loop may drop a step after pull-back (a bad gradient norm), and step an optimizer before there are gradients."""
+    """A loop may skip a step after pull-back (a bad gradient norm), and step an optimizer without gradients."""
     loop, other = Loop(), Loop()
     loop.optimizer.step()
     loop.backward(5)
@@ -360,7 +360,7 @@ def test_a_skipped_step_and_one_without_gradients():
 
 
 def test_an_optimizer_within_another_counts_once():
-    """As sharding wrappers and containers make: PC moves on once, when the outer step ends."""
+    """As with sharding wrappers and containers: PC advances once, when the outer step ends."""
 
     class Outer(torch.optim.Optimizer):
         def __init__(self, inner):

@@ -1,4 +1,4 @@
-"""PC on models of Hugging Face, which know nothing of it."""
+"""PC on unmodified Hugging Face models."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Imports run one way, from the floor that a package stands on to lower ones, and the method imports torch alone."""
+"""Imports go one way, from each package to those below it, and the method imports only torch."""
 
 import ast
 import sys
@@ -10,7 +10,7 @@ import pc
 
 ROOT = Path(__file__).parents[2]
 FLOORS = [["pc"], ["common"], ["data"], ["titan"], ["evaluate", "plan"], ["launch"], ["sweep"], ["analysis"]]
-"""from the ground up; "pc" is the modules at the top of the package, the method"""
+"""from bottom to top; "pc" is the top-level modules, the method"""
 FLOOR_OF = {package: floor for floor, packages in enumerate(FLOORS) for package in packages}
 FILES = sorted((ROOT / "pc").rglob("*.py"))
 
@@ -22,7 +22,7 @@ def package_of(module: str) -> str:
 
 
 def imports_of(file: Path) -> set[str]:
-    """Modules that a file names in import statements, those inside functions too."""
+    """Modules in a file's import statements, including those inside functions."""
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):

@@ -12,27 +12,34 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import lm_eval
 import pytest
 import tomli_w
+from lm_eval.api.registry import get_model
 
 import tiny
-from made_runs import make_data, make_run
-from odd_inputs import changed_files, changed_values
+from made_runs import EVALUATION_ITEMS, make_data, make_evaluation_data, make_run
+from odd_inputs import changed_files, changed_values, in_time
 from pc import PCConfig
 from pc.data import Manifest, build_dataloader
 from pc.data.inspection import verify
 from pc.data.tokenizers import load_tokenizer
 from pc.errors import UserError
 from pc.evaluate import hugging_face, plain_weights
+from pc.evaluate.tasks import METRICS
+from pc.evaluate.tasks import load as load_tasks
 from pc.sweep.spec import load as load_sweep
 
 
 def complaint(read: Callable[[], Any], about: Path | str) -> str:
     """What a command says of its input; "" if it takes it. What it should not say begins with "!"."""
     try:
-        read()
+        with in_time():
+            read()
     except UserError as error:
         said = str(error)
+        if "still not done" in said:  # taken for a fault of the input
+            return f"! {said}"
         fine = said.count("\n") <= 1 and str(about) in said
         return said if fine else f"! names nothing, or in many lines: {said[:300]}"
     except RecursionError:
@@ -214,3 +221,60 @@ def test_exports(made, tmp_path, soak):
     for what, _ in changed_files(folder) if soak else ():
         findings.add(what, complaint(lambda: hugging_face.load(folder), folder))
     findings.require(3)
+
+
+@SOAK
+@pytest.mark.parametrize("task", METRICS)
+def test_scoring_data(tmp_path, task, soak):
+    folder = make_evaluation_data(tmp_path / "data")
+    file, findings = folder / f"{task}.jsonl", Findings()
+    model = get_model("dummy")()
+
+    def read():
+        lm_eval.evaluate(model, load_tasks([task], folder), limit=2, log_samples=False)
+
+    assert complaint(read, folder) == ""
+    first, *others = EVALUATION_ITEMS[task]
+    for what, item in some(changed_values(first), soak, 2):
+        file.write_text("".join(json.dumps(each) + "\n" for each in (item, *others)))
+        findings.add(f"{task}: {what}", complaint(read, file))
+    file.write_text("".join(json.dumps(each) + "\n" for each in EVALUATION_ITEMS[task]))
+    for what, _ in changed_files(folder, file) if soak else ():
+        findings.add(what, complaint(read, file))
+    findings.require(0)
+
+
+# {} is an export, [] a checkpoint, () a folder of scoring sets
+WRONG_WORDS = {
+    "score.py": (
+        "", "no-such", "=", "a=no-such", "{} {}", "--limit 1", "{} --limit 0", "{} --limit -1", "{} --limit x", "{} --limit nan",
+        "{} --batch-size 0 --data ()", "{} --batch-size x", "{} --tasks ,", "{} --tasks mmlu", "{} --data no-such",
+        "{} --data {}", "{} --data () --output /proc/no-such", "{} --no-such", "() --data ()", "[]/.metadata --data ()",
+    ),
+    "generate.py": (
+        "", "{}", "no-such x", "() x", "{} x --max-new-tokens 0", "{} x --max-new-tokens x", "{} x --temperature -1",
+        "{} x --temperature nan", "{} x --temperature inf", "{} x --top-p 0", "{} x --top-p 2", "{} x --top-p nan",
+        "{} x --seed x", "{} x --seed -1e30", "{} x y", "{} x --no-such",
+    ),
+    "export_hf.py": (
+        "", "[]", "no-such out", "() out", "{} out", "[] {}", "[] []", "[] out --dtype int3", "[] out --tokenizer no/such",
+        "[] /proc/no-such/out", "[] out --no-such", "[] out more",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("script, words", [(script, words) for script, rows in WRONG_WORDS.items() for words in rows])
+def test_command_lines(command, made, sets, tmp_path, monkeypatch, script, words):
+    monkeypatch.chdir(tmp_path)
+    places = {"{}": str(made[1]), "[]": str(made[0].checkpoint), "()": str(sets)}
+    for place, path in places.items():
+        words = words.replace(place, path)
+    status, _, err = command(script, *words.split())
+    said = err[err.rindex("error: ") :]
+    assert status == 2 and said.count("\n") <= 2 and "Traceback" not in err, err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="session")
+def sets(tmp_path_factory):
+    return make_evaluation_data(tmp_path_factory.mktemp("sets") / "sets")

@@ -1,4 +1,4 @@
-"""Zero, rank-deficient, huge and tiny matrices, unlucky vectors, NaN: PC is finite and right, or the matrix is named."""
+"""Zero, rank-deficient, huge, tiny matrices, unlucky vectors, NaN: PC is finite and correct, or the matrix is named."""
 
 import math
 
@@ -45,7 +45,7 @@ def test_zero_and_rank_deficient(schedule, shape, rank):
     weight = random((shape[0], max(rank, 1))) @ random((max(rank, 1), shape[1])) * (rank > 0)
     result, *others = evaluate(schedule, weight, steps=100)
     assert all(tensor.isfinite().all() for tensor in (result, *others))
-    # singular values below 1e-6 of the largest are rounding of float32
+    # singular values below 1e-6 of the largest are float32 rounding errors
     sigma = torch.linalg.svdvals(result.double())
     assert (sigma > 1e-5 * sigma.max()).sum() == rank
 
@@ -68,7 +68,7 @@ def test_pc_of_a_multiple_is_the_multiple(schedule, shape, exponent):
 def test_beyond_float32_squares_the_readable_schedule_stays_finite(shape):
     for scale in (1e30, 1e36, 1e-30, 1e-40):
         assert all(tensor.isfinite().all() for tensor in evaluate("forward", random(shape) * scale)[:2])
-    # the Gram matrix of schedule "step" cannot, and what the trainer says is tested below
+    # the Gram matrix of schedule "step" overflows; the trainer's message is tested below
     assert not evaluate("step", random(shape) * 1e30)[0].isfinite().all()
     assert evaluate("step", random(shape) * 1e-30)[0].isfinite().all()
 
@@ -76,7 +76,7 @@ def test_beyond_float32_squares_the_readable_schedule_stays_finite(shape):
 @SCHEDULES
 @SHAPES
 def test_vectors_orthogonal_to_the_leading_ones(schedule, shape):
-    """Finite at once; rounding turns them, until the estimate is that of the leading ones."""
+    """Finite at once; rounding turns the vectors until the estimate is that of the leading ones."""
     left, sigma, right = torch.linalg.svd(random(shape), full_matrices=False)
     vectors = left[:, 1], right[1]
     for step in range(20):
@@ -98,7 +98,7 @@ def one_process():
 @SCHEDULES
 @pytest.mark.parametrize("value", [math.nan, 1e30])
 def test_the_trainer_names_the_matrix(one_process, schedule, value):
-    """One weight of W goes wrong between two steps, as a bad optimizer step would make it."""
+    """One weight of W becomes invalid between two steps, as after a bad optimizer step."""
     model = pc.attach(toy_model().float(), PCConfig(level=4, schedule=schedule))
     step_schedule = pc.StepSchedule(model) if schedule == "step" else None
     if step_schedule:
@@ -126,7 +126,7 @@ def test_the_trainer_names_the_matrix(one_process, schedule, value):
     assert "\n" not in said
     named = said.partition("not finite now: ")[2].split(",")[0]
     if value == 1e30 and schedule == "forward":
-        assert named.startswith("gradient of")  # PC is finite, and what is made of it is not
+        assert named.startswith("gradient of")  # PC is finite, but the result computed with it is not
     elif value == 1e30:
         assert named == f"PC of {name}.weight (largest weight 1.0e+30)"
     else:

@@ -2,8 +2,9 @@ import weakref
 
 import pytest
 import torch
+from torch.distributed.tensor import Replicate, Shard
 
-from pc.owner import assign, buckets, run_on_owners
+from pc.owner import _layout, assign, buckets, run_on_owners
 
 
 def test_assignment_is_balanced_at_the_1b_shapes():
@@ -13,6 +14,14 @@ def test_assignment_is_balanced_at_the_1b_shapes():
     load = [sum(c for c, o in zip(costs, owners, strict=True) if o == rank) for rank in range(8)]
     assert max(load) / sum(costs) < 0.135  # an eighth is 0.125
     assert assign([1.0], 4) == [0]
+    first, second, third = assign([1.0, 1.0, 2.0], 2)
+    assert first == second != third  # the most expensive is assigned first
+
+
+def test_a_replicated_block_is_sent_once():
+    layout = _layout(torch.Size([5, 3]), (Replicate(), Shard(0)), (2, 3))
+    for owner in range(6):
+        assert sum(layout.numels[rank] for rank in range(6) if layout.sends(rank, owner)) == 15
 
 
 def test_buckets_bound_what_an_owner_holds():
@@ -53,7 +62,7 @@ def test_alone_runs_alike_items_in_batches():
     originals = [m.clone() for m in matrices]
     items = [(m,) for m in matrices]
     run_on_owners(double, items, items, keys, batch_bytes=3 * matrices[0].nbytes)
-    # of one key and shape, as many as fit; what is larger than that goes alone
+    # as many as fit, of one key and shape; a larger one goes alone
     assert batches == [(1, (3, 2, 3)), (1, (1, 2, 3)), (10, (1, 2, 3)), (1, (1, 4, 2))]
     for matrix, original, key in zip(matrices, originals, keys, strict=True):
         assert torch.equal(matrix, 2 * key * original)

@@ -1,8 +1,6 @@
-"""What a step of the 1B model exchanges and computes on 8 ranks, counted without weights and without network.
-
-Shapes are real, data is not: tensors are on the meta device, and the process group is torch's fake one. Each
-rank is played in turn with the trainer's own model, sharding, PC and Muon.
-"""
+"""Collectives and FLOPs of a step of the 1B model on 8 ranks, counted without weights and network. Shapes are real,
+data is not: tensors are on the meta device, and the process group is torch's fake one. Each rank is simulated in turn
+with the trainer's own model, sharding, PC and Muon."""
 
 import math
 from pathlib import Path
@@ -27,7 +25,7 @@ TP2 = [scale.TENSOR, "2"]
 
 
 def play(rank, prepare, action, layout=()) -> tuple[scale.Counts, int]:
-    """`action(prepare(model))` with the model sharded as on `rank` of 8: what was counted, and operations."""
+    """`action(prepare(model))` with the model sharded as on `rank` of 8: the counts, and FLOPs."""
     config = to_config(resolve(CONFIG, [*layout, *scale.NOT_COUNTED], JobConfig), JobConfig)
     with scale.fake_rank(rank, WORLD) as counts:
         prepared = prepare(scale.sharded(FLAVORS["1B"], config, WORLD))
@@ -60,7 +58,7 @@ def _muon(model):
         # W and the gradient of PC(W) go to the owner, that of W comes back
         (_after_backward, pc.StepSchedule.pull_back, [(D, D), *FFN] * LAYERS, 8, 4, []),
         (_after_optimizer, pc.StepSchedule.materialise, [(D, D), *FFN] * LAYERS, 4, 4, TP2),
-        # updates travel in bfloat16
+        # updates are sent in bfloat16
         (_muon, pc.Muon.step, [*[(D, D)] * 4, *FFN] * LAYERS, 2, 2, []),
     ],
     ids=["pull back", "materialise, TP2 x FSDP4", "Muon"],
@@ -71,25 +69,25 @@ def test_collectives_bytes_and_operations(prepare, action, shapes, input_bytes, 
     num_buckets = len(buckets(owners, [input_bytes * n for n in elements], BUCKET_BYTES))
     ranks = [play(rank, prepare, action, layout) for rank in range(WORLD)]
 
-    # u, v and gamma travel too: less than a thousandth
+    # u, v and gamma are sent too: less than a thousandth
     bytes_moved = sum(elements) * (input_bytes + output_bytes) * (WORLD - 1) / WORLD
     sent, received = ([sum(getattr(one, s) for one in c.all_to_alls) for c, _ in ranks] for s in ("sent", "received"))
     for rank, (counts, _) in enumerate(ranks):
         assert len(counts.all_to_alls) == 2 * num_buckets
         assert not counts.others
-        # An eighth lies on each rank; the busiest owner has 8 % more than an eighth of the work.
+        # Each rank holds an eighth; owners' shares differ a little from it.
         assert 0.88 < sent[rank] * WORLD / bytes_moved < 1.12
         assert 0.88 < received[rank] * WORLD / bytes_moved < 1.12
     assert sum(sent) == sum(received) == pytest.approx(bytes_moved, rel=1e-3)
 
     operations = [operations for _, operations in ranks]
     assert max(operations) / sum(operations) < 0.15  # an eighth is 0.125
-    # nothing is done twice: together they do what one rank does with whole matrices
+    # nothing is computed twice: the total equals one rank's work on full matrices
     assert sum(operations) == play(0, lambda model: _whole(prepare(model)), action)[1]
 
 
 def _whole(prepared):
-    """The same on unsharded tensors."""
+    """The same with unsharded tensors."""
 
     def whole(tensor):
         full = torch.nn.Parameter(torch.empty(tensor.shape, device="meta"))
@@ -106,10 +104,10 @@ def _whole(prepared):
 
 
 def _fits(costs: list[int], owners: int, limit: int) -> bool:
-    """Whether whole matrices of at most two sizes can be dealt out with less than `limit` operations for every owner."""
+    """Whether matrices of at most two sizes can be assigned with less than `limit` FLOPs for every owner."""
     big, small = max(costs), min(costs)
     bigs = costs.count(big)
-    most = {0: 0}  # big ones dealt out: the most small ones that fit beside them
+    most = {0: 0}  # {big ones assigned: the most small ones that still fit}
     for _ in range(owners):
         after: dict[int, int] = {}
         for placed, count in most.items():
@@ -122,7 +120,7 @@ def _fits(costs: list[int], owners: int, limit: int) -> bool:
 
 @pytest.mark.parametrize("model", ["271m", "1b", "7b", "13b", "70b"])
 def test_the_busiest_owner_has_little_more_than_an_equal_share(model):
-    """At most a tenth more, or the least that is possible with whole matrices; operations of PC as counted."""
+    """At most a tenth more, or the least possible without splitting matrices; PC's FLOPs as counted."""
     assert _fits([3, 3, 2], 2, 6) and not _fits([3, 3, 2], 2, 5)
     path = CONFIG.with_name(f"{model}_adamw_pc.toml")
     plan = Plan(path, ["--training.global_batch_size", "1024", "--training.local_batch_size", "1"], 64)
@@ -136,7 +134,7 @@ def test_the_busiest_owner_has_little_more_than_an_equal_share(model):
 
 
 def test_the_count_notices_other_collectives():
-    """A control: gathering a DTensor is seen."""
+    """Control: gathering a DTensor is counted."""
 
     def gather(model):
         weight = model.layers["0"].feed_forward.w1.weight
@@ -148,19 +146,19 @@ def test_the_count_notices_other_collectives():
 
 
 def test_simulated_bytes_are_those_of_all_ranks_and_memory_is_seen():
-    """The busiest owner of 8 as `scale.simulate` plays it; a model of the same shapes on 64 GPUs in replicas."""
+    """The busiest owner of 8 as in `scale.simulate`; a model of the same shapes on 64 GPUs in replicas."""
     alone = scale.simulate(CONFIG, [], WORLD)
     replicas = scale.simulate(CONFIG, [scale.REPLICAS, "8"], 64)
     shared = scale.simulate(CONFIG, [scale.REPLICAS, "8"], 64, replicas_share=True)
     assert alone.matrices == 4 * LAYERS and alone.busiest == 9 and 1.0 <= alone.over_fair_share < 1.1
-    # replicas work for themselves, and send nothing over the network
+    # replicas do their own work and send nothing over the network
     assert (replicas.flops, replicas.materialise, replicas.pull_back) == (
         alone.flops,
         alone.materialise,
         alone.pull_back,
     )
     assert not any(one.over_network for one in replicas.materialise + replicas.pull_back)
-    # what they would compute less if they shared, and send more
+    # if replicas shared, they would compute less and send more
     assert shared.flops < replicas.flops / 5
     assert sum(one.over_network for one in shared.materialise) > 2**27
     # a bucket's shards in and out, the assembled batch and the results

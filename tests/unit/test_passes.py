@@ -33,7 +33,7 @@ def _batch(shape, size=3, converged=True):
 @OPTIONS
 @SHAPES
 def test_materialise_equals_its_definition(level, recovery, with_gamma, shape):
-    # Polar Express has no finite value above one, where an unconverged estimate leaves singular values.
+    # Polar Express diverges above one, where an unconverged estimate leaves singular values.
     weight, gamma, u, v, _ = _batch(shape, converged=level == "polar_express")
     config = _config(level, norm_recovery=recovery, power_iterations=3, learnable_gamma=with_gamma)
     expected_u, expected_v = power_iteration(weight, u, v, 3)
@@ -77,7 +77,7 @@ def test_bfloat16_stays_close(shape):
         found, wanted = (materialise(config, *one[:4]) for config in (near, exact))
         # a few roundings of 2^-9 each, times coefficients up to 14 that partly cancel
         assert 1e-4 < (found[0] - wanted[0]).norm() / wanted[0].norm() < 3e-2
-        # the norm is nearly that of full precision: the last two multiplications are by W itself
+        # the norm is close to full precision, because the last two products use W itself
         norms = [spectral_norm_estimate(one[0], *vectors) for _, *vectors in (found, wanted)]
         torch.testing.assert_close(*norms, rtol=1e-5, atol=0)
         found, wanted = (pull_back(config, one[0], one[4], *one[1:4]) for config in (near, exact))

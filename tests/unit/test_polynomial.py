@@ -73,7 +73,7 @@ def test_polar_express_flattens_nearly_everything():
     sigma = torch.linspace(0.01, 1.0, 1000, dtype=torch.float64)
     flat = polynomial.evaluate(polynomial.POLAR_EXPRESS, sigma)
     assert (flat - 1).abs().max() < 0.05
-    # Control: the strongest level leaves the small ones small.
+    # Control: the strongest level keeps the small ones small.
     assert polynomial.evaluate(polynomial.COEFFICIENTS[4], sigma).min() < 0.05
 
 

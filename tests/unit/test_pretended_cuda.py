@@ -1,4 +1,4 @@
-"""On a pretended GPU: every tensor of a step is on it, and nothing on the way waits for it."""
+"""On a fake GPU: every tensor of a step is on it, and nothing waits for it."""
 
 import contextlib
 import pkgutil
@@ -46,7 +46,7 @@ def _toy():
 
 
 def _step(strict):
-    """Schedule "step" and Muon around an optimizer step, on whole matrices."""
+    """Schedule "step" and Muon around an optimizer step, on full matrices."""
     model = pc.attach(_toy(), PCConfig(compute_dtype="tf32", schedule="step"))
     schedule = StepSchedule(model)  # draws u and v on the CPU, once
     optimizer = Muon([layer.weight for _, layer in pc.named_pc_linears(model)], adjust_lr_fn="match_rms_adamw")
@@ -64,7 +64,7 @@ def _one_step(strict, model, schedule, optimizer):
 
 
 def _exchange(strict):
-    """The same with each matrix cut over eight ranks, unevenly and into empty shards too."""
+    """The same with each matrix sharded over eight ranks, including uneven and empty shards."""
     model = pc.attach(_toy(), PCConfig(schedule="step"))
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -76,7 +76,7 @@ def _exchange(strict):
 
 
 def _model(strict, chunked=False):
-    """Drawing the weights, forward pass and loss. A backward pass needs more of a device than this one has."""
+    """Weight initialisation, forward pass and loss. A backward pass needs more of a device than this one has."""
     from torchtitan.components.loss import cross_entropy_loss
 
     from pc.titan.llama2 import Llama2, Llama2Args
@@ -90,7 +90,7 @@ def _model(strict, chunked=False):
     with strict:
         model.init_weights(torch.device("cuda"))
         loss = (chunked_cross_entropy if chunked else cross_entropy_loss)(model(tokens), tokens)
-        if chunked:  # it made the gradients with the loss; its own backward pass scales them
+        if chunked:  # computes the gradients with the loss; its backward pass only scales them
             d_states, d_weight, *_ = loss.grad_fn.apply(torch.empty_like(loss))
             assert (d_states.shape, d_weight.shape) == ((128, 32), (96, 32))
 
@@ -109,7 +109,7 @@ CASES = {
     "forward": (_model, "torchtitan.models.llama3.model.model.apply_rotary_emb"),
     "loss": (_chunked_loss, "pc.titan.loss.ChunkedCrossEntropy.apply"),
 }
-# Fault: (what is planted, what is said of it).
+# Fault: (the fault, its message).
 FAULTS = {
     "on the CPU": (lambda: torch.ones(3), "a tensor (3,) on cpu"),
     "hidden wait": (lambda: torch.ones(3, device="cuda").sum().item(), "waits for the device"),
@@ -117,7 +117,7 @@ FAULTS = {
 
 
 def _trace(rank) -> tuple[dict, dict]:
-    """What each function says as it is, and what it says with each fault in each place."""
+    """Messages of each function without fault, and with each fault in each place."""
     global _mesh
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=RANKS)

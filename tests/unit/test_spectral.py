@@ -80,13 +80,13 @@ def test_spectral_norm_is_far_closer_than_the_estimate_it_judges(shape):
     error = (spectral_norm_estimate(weight, u, v) - exact).abs()
     found = spectral_norm(weight, u, v)
     assert ((found - exact).abs() <= 0.1 * error + 1e-6 * exact).all()  # a few roundings of float32
-    assert (error > 1e-4 * exact).any() or max(shape) < 10  # control: there is an error to judge
+    assert (error > 1e-4 * exact).any() or max(shape) < 10  # control: the error is not zero
 
 
 def test_spectral_norm_of_odd_matrices():
     u, v = torch.ones(4), torch.ones(4)
     assert spectral_norm(torch.zeros(4, 4), u, v) == 0
     assert spectral_norm(torch.eye(4), u, v) == pytest.approx(1, abs=1e-6)  # the Krylov space is one vector
-    missed = torch.tensor([0.0, 1.0, 0.0, 0.0])  # the estimate has locked on to another direction
+    missed = torch.tensor([0.0, 1.0, 0.0, 0.0])  # the estimate has converged to another direction
     assert spectral_norm(torch.diag(torch.tensor([3.0, 2.0, 1.0, 0.0])), missed, missed) == pytest.approx(3, abs=1e-5)
     assert spectral_norm(torch.full((4, 4), math.inf), u, v).isnan()

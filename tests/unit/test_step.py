@@ -8,7 +8,7 @@ import pc
 from pc import PCConfig, StepSchedule
 from toy import toy_batch, toy_loss, toy_model
 
-# Float64 gradients through one summed and many separate passes differ in rounding alone.
+# Float64 gradients of one summed pass and of many separate passes differ only by rounding.
 TOLERANCE = 1e-12
 
 
@@ -51,7 +51,7 @@ def test_gradients_equal_forward(micro_batches, level, recovery, gamma):
 
 
 def _train_by_the_paper(make, steps):
-    """Algorithms 1 and 3 of the paper as they are written, in a loop without any of this project's schedules."""
+    """Algorithms 1 and 3 of the paper, literally, in a loop without this project's schedules."""
     model, state = toy_model(), {}
     preconditioned = [name for name, _ in pc.named_pc_linears(pc.attach(toy_model(), _config("step")))]
     for name in preconditioned:
@@ -100,7 +100,7 @@ def _train_by_the_paper(make, steps):
     ids=["SGD", "AdamW"],
 )
 def test_own_loop_equals_the_paper(make, tolerance):
-    """Schedule "forward", "step" with its optimizer, with two optimizers, and with every call made by hand."""
+    """Schedule "forward"; "step" with an optimizer, with two, and with all calls by hand."""
     expected = _train_by_the_paper(make, 6)
 
     def train(schedule, start):
@@ -153,7 +153,7 @@ def test_weight_is_the_effective_weight_and_the_state_dict_is_plain():
     for name, layer in pc.named_pc_linears(model):
         state = schedule.layers[name]
         expected = pc.effective_weight(state.raw, layer.gamma, state.u, state.v, layer.pc_config)
-        # one rounding unit: here the product of one matrix, there of a batch of one
+        # one rounding unit: the matmul of one matrix against that of a batch of one
         torch.testing.assert_close(layer.weight, expected, rtol=1e-14, atol=1e-14)
         assert torch.equal(state.raw, toy_model().get_submodule(name).weight)
     plain = toy_model(seed=9)
@@ -193,7 +193,7 @@ def test_state_round_trip_continues_bitwise(order):
 
 
 def test_later_hooks_of_the_optimizer_find_the_effective_weight():
-    """What reads weights in a step hook (float8 scales, a moving average) reads PC(W), not W."""
+    """Code that reads weights in a step hook (float8 scales, a moving average) reads PC(W), not W."""
     model = pc.attach(toy_model(), _config("step"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = StepSchedule(model, optimizer)
@@ -211,7 +211,7 @@ def test_later_hooks_of_the_optimizer_find_the_effective_weight():
 def test_a_state_of_other_layers_is_refused():
     schedule = StepSchedule(pc.attach(toy_model(layers=2), _config("step")))
     other = StepSchedule(pc.attach(toy_model(layers=1), _config("step")))
-    with pytest.raises(pc.UserError, match="other layers"):
+    with pytest.raises(pc.UserError, match="differ in layers"):
         schedule.load_state_dict(other.state_dict())
     plain = StepSchedule(pc.attach(toy_model(layers=2), _config("step", learnable_gamma=False)))
     with pytest.raises(pc.UserError, match="has"):
@@ -221,10 +221,10 @@ def test_a_state_of_other_layers_is_refused():
 @pytest.mark.parametrize("process", ["none", "tf32", "ieee", "high"])
 @pytest.mark.parametrize("compute_dtype", ["tf32", "float32"])
 def test_precision_of_products_whatever_the_process_has_chosen(monkeypatch, process, compute_dtype):
-    """On a GPU TF32 is for the polynomial alone, and where it is not asked for no product has it."""
+    """On a GPU only the polynomial uses TF32, and without TF32 in the config no matmul does."""
     seen, products = {}, torch.backends.cuda.matmul
     before = products.fp32_precision
-    if process == "high":  # torch's older switch, for which it raises where the newer one is set otherwise
+    if process == "high":  # torch's older setting raises if the newer one contradicts it
         torch.set_float32_matmul_precision(process)
     else:
         products.fp32_precision = process

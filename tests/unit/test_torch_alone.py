@@ -1,4 +1,4 @@
-"""The library in a process that can import torch and the standard library, and nothing else; no patches on import."""
+"""The library in a process that can import only torch and the standard library; importing it patches nothing."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ sys.meta_path[:] = [TorchAlone if finder is PathFinder else finder for finder in
 import torch
 before = set(sys.modules)
 import pc
-# what takes long to import comes when it is used; the rest is this package, and a few small modules
+# slow imports happen on use; the rest is this package and a few small modules
 heavy = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "sympy", "numpy")
 new = set(sys.modules) - before
 assert not [name for name in new if name.startswith(heavy)], new

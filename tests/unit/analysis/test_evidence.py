@@ -1,4 +1,4 @@
-"""Tables of evidence: which rate is chosen, which seeds are judged, how differences and errors are made."""
+"""Tables of evidence: the chosen rate, the seeds used, differences and errors."""
 
 import json
 
@@ -17,7 +17,7 @@ LOSSES = {
 
 @pytest.fixture
 def sweep(tmp_path):
-    """A finished sweep's folder with made-up runs."""
+    """A finished sweep's folder with synthetic runs."""
     results = []
     for (on, rate), finals in LOSSES.items():
         for seed, final in enumerate(finals):
@@ -49,7 +49,7 @@ def sweep(tmp_path):
 
 
 def test_rate_by_the_first_seed_and_judged_on_the_others(sweep, tmp_path):
-    """PC's best rate by seed 0 is 1e-3; seeds 1 and 2 alone enter the figures, paired with the baseline's."""
+    """PC's best rate by seed 0 is 1e-3; only seeds 1 and 2 enter the figures, paired with the baseline's."""
     kept = tmp_path / "kept"
     assert evidence.collect(sweep, kept) == sum(len(finals) for finals in LOSSES.values())
     assert "norm/weight" not in (kept / "True-0.001" / "seed-0" / "metrics.jsonl").read_text()
@@ -58,7 +58,7 @@ def test_rate_by_the_first_seed_and_judged_on_the_others(sweep, tmp_path):
     assert [arm.best_rate for arm in arms] == [2e-3, 1e-3]
     table = evidence.arm_table(arms)
     assert "| pc off | 0.002 | 4.3000 ± 0.1000 (n = 2) |" in table
-    # 3.8 - 4.2 and 4.0 - 4.4 differ from each other by nothing; unpaired errors would be 0.14
+    # 3.8 - 4.2 and 4.0 - 4.4 are equal; unpaired errors would be 0.14
     assert "| pc on | 0.001 | 3.9000 ± 0.1000 (n = 2) | -0.4000 ± 0.0000 (n = 2) |" in table
     assert "| pc on | 0.002, the reference's | 3.9500 ± 0.0500 (n = 2) | -0.3500 ± 0.0500 (n = 2) |" in table
     assert "| 0.001 | 4.0000 | **3.8333** |" in evidence.grid_table(arms)
@@ -75,7 +75,7 @@ def test_a_grid_with_holes_is_called_unfinished(sweep):
 
 
 def test_seeds_that_do_not_match_give_no_difference(sweep):
-    """The baseline has its choosing seed alone, PC is judged on two others: nothing to pair."""
+    """The baseline has only the seed that chose its rate, PC has two others: nothing to pair."""
     arms = evidence.read_arms([sweep])
     arms[0].runs = {1e-3: arms[0].runs[1e-3]}
     assert evidence.mean_and_error([4.0]) == "4.0000 (n = 1)"

@@ -13,7 +13,7 @@ from small_runs import save_checkpoint
 
 @pytest.fixture(autouse=True)
 def _in_order_of_steps(tmp_path):
-    """An older checkpoint and half of a newer one lie beside what is tested."""
+    """With an older checkpoint and an incomplete newer one in the folder."""
     for step in (3, 12):
         (tmp_path / "run" / "checkpoint" / f"step-{step}").mkdir(parents=True)
 
@@ -29,7 +29,7 @@ def test_singular_values_are_those_of_the_weights(tmp_path, schedule, level):
         for layer in range(2):
             weight = merged.get_submodule(f"layers.{layer}.{suffix}").weight.detach()
             expected = torch.linalg.svdvals(weight.double())
-            # The weights are float32; in schedule "forward" PC(W) is computed anew from them.
+            # The weights are float32; in schedule "forward" PC(W) is recomputed from them.
             torch.testing.assert_close(found.effective[block][layer].double(), expected, rtol=1e-5, atol=1e-6)
             changed = not torch.allclose(found.raw[block][layer], found.effective[block][layer], rtol=1e-2)
             assert changed == (block in found.pc_blocks)
@@ -68,11 +68,11 @@ def test_figures(tmp_path):
     with_pc = save_checkpoint(tmp_path / "run", "step") and spectra.of_source(tmp_path / "run", tmp_path)
     save_checkpoint(tmp_path / "plain", None)
     plain = spectra.of_source(tmp_path / "plain", tmp_path)
-    for paths in (
+    for path in (
         spectra_plots.plot_histograms([plain, with_pc], None, tmp_path),
         spectra_plots.plot_quantiles([plain, with_pc], tmp_path),
     ):
-        assert all(path.stat().st_size > 5000 for path in paths)
+        assert path.stat().st_size > 5000
     with pytest.raises(UserError, match="layers 1 to 2"):
         spectra_plots.plot_histograms([plain], [3], tmp_path)
 

@@ -31,7 +31,7 @@ def write_parquet():
     def write(path: Path, texts: list, column: str = "text", **kwargs) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         if any(isinstance(text, bytes) for text in texts):
-            # invalid UTF-8 in a string column, as broken writers leave it
+            # invalid UTF-8 in a string column, as from broken writers
             binary = pa.array([t.encode() if isinstance(t, str) else t for t in texts], pa.binary())
             texts = pa.Array.from_buffers(pa.string(), len(binary), binary.buffers())
         pq.write_table(

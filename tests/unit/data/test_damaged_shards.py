@@ -1,4 +1,4 @@
-"""A damaged or unsuitable data folder is refused by name, at the start or when the damage is met."""
+"""A damaged or unsuitable data folder is refused by name, at the start or when the damage is read."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from pc.errors import UserError
 
 @pytest.fixture
 def folder(shards, tmp_path):
-    """A copy that may be damaged."""
+    """A copy that a test may damage."""
     return shutil.copytree(shards.folder, tmp_path / "data")
 
 
@@ -87,7 +87,7 @@ def test_index_that_disagrees(folder, change):
     np.save(path, offsets.astype(np.float64) if change == "type" else offsets)
     from pc.common.files import sha256_of
 
-    content = json.loads(manifest_path.read_text())  # even when the checksum was brought in line
+    content = json.loads(manifest_path.read_text())  # even if the checksum was updated
     shard = content["splits"]["train"]["shards"][0]
     shard["offsets_sha256"] = sha256_of(path)
     manifest_path.write_text(json.dumps(content))
@@ -129,7 +129,7 @@ def test_exchanged_tokenizer_file(folder, tmp_path):
         (lambda folder: (folder / "manifest.json").unlink(), "is not finished"),
         (
             lambda folder: [p.unlink() for p in (folder / "manifest.json", folder / "plan.json")],
-            "no folder of token",
+            "not a folder of token",
         ),
         (lambda folder: (folder / "manifest.json").write_text('{"format": 1'), "manifest.json is damaged"),
         (lambda folder: (folder / "manifest.json").write_text('{"format": 1}'), "manifest.json is damaged"),

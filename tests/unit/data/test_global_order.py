@@ -1,4 +1,4 @@
-"""One global order of sequences for any number of ranks, and resume with the very next one."""
+"""One global order of sequences for any number of ranks, and resume with exactly the next sequence."""
 
 import logging
 import random
@@ -35,14 +35,14 @@ def build(shards):
 
 
 def rows(batch) -> list[tuple[int, ...]]:
-    """Each sequence with its last label, as it was in the stream."""
+    """Each sequence with its last label, as in the stream."""
     inputs, labels = batch[0]["input"], batch[1]
     assert torch.equal(inputs[:, 1:], labels[:, :-1])
     return [tuple(row) for row in torch.cat([inputs, labels[:, -1:]], dim=1).tolist()]
 
 
 def served(build, ranks: int, local_batch_size: int, micro_batches: int, **kwargs) -> list[tuple[int, ...]]:
-    """Sequences in global order as all the ranks together get them."""
+    """Sequences that all ranks together get, in global order."""
     iterators = [
         iter(build(dp_rank=r, dp_world_size=ranks, local_batch_size=local_batch_size, **kwargs)) for r in range(ranks)
     ]
@@ -202,7 +202,7 @@ class TestValidation:
 
     @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
     def test_same_sequences_on_any_number_of_ranks(self, ranks, build):
-        # 21 sequences divide evenly among none of these; the rest is filled with labels that are ignored.
+        # 21 sequences divide evenly by none of these; the rest is padded with ignored labels.
         valid, batches = [], set()
         for rank in range(ranks):
             mine = self.batches(build, dp_rank=rank, dp_world_size=ranks, limit_sequences=21)
@@ -218,7 +218,7 @@ class TestValidation:
     def test_each_pass_begins_anew_and_ignores_the_seed(self, build):
         loader = build(split="validation", infinite=False, limit_sequences=8)
         first, again = list(loader), list(loader)
-        next(iter(loader))  # a pass that is broken off
+        next(iter(loader))  # an interrupted pass
         third, other_seed = list(loader), self.batches(build, limit_sequences=8, seed=99)
         for other in (again, third, other_seed):
             assert [rows(batch) for batch in other] == [rows(batch) for batch in first]

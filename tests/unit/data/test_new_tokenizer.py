@@ -1,4 +1,4 @@
-"""A tokenizer of one's own: small, lossless, the same each time, and fit for the tokenising command."""
+"""A newly trained tokenizer: small, lossless, reproducible, and usable by the tokenising command."""
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,7 +22,7 @@ def source(tmp_path):
 
 
 def test_same_text_same_tokenizer(source, tmp_path):
-    """Two trainings give one tokenizer, which gives any text back and knows BOS and EOS."""
+    """Two trainings give the same tokenizer, which is lossless and has BOS and EOS."""
     assert train_tokenizer(source, tmp_path / "a", 300, 1) == 300
     train_tokenizer(source, tmp_path / "b", 300, 1)
     one, other = (load_tokenizer(tmp_path / name) for name in "ab")

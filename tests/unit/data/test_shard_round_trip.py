@@ -1,4 +1,4 @@
-"""What goes into shards comes out as the tokenizer alone would give it, whatever the documents are."""
+"""Shards return the tokenizer's own ids for any documents."""
 
 import numpy as np
 import pytest

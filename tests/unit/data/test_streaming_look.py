@@ -1,4 +1,4 @@
-"""Streaming: the same packing as shards, a resume that is right or refused, and a warning at the start."""
+"""Streaming: the same packing as shards, a correct or refused resume, and a warning at the start."""
 
 import logging
 
@@ -37,7 +37,7 @@ def equal(one, other) -> bool:
 
 
 def documents_of(batches: list) -> list[str]:
-    """The documents that lie wholly within the batches."""
+    """The documents that are completely within the batches."""
     tokenizer = load_tokenizer("mistral-common")
     stream = torch.cat([labels.flatten() for _, labels in batches]).tolist()
     ends = [i for i, token in enumerate(stream) if token == tokenizer.eos_id]
@@ -78,7 +78,7 @@ def test_seed_changes_the_order(build):
 def test_end_of_the_stream_begins_it_again(build, caplog):
     with caplog.at_level(logging.WARNING):
         batches = take(build(seq_len=512), 60)
-    assert len(batches) == 60 and "reads it once more" in caplog.text
+    assert len(batches) == 60 and "reads it again" in caplog.text
 
 
 def test_limits_are_said_at_the_start(build, caplog):
@@ -86,7 +86,7 @@ def test_limits_are_said_at_the_start(build, caplog):
         build(dp_rank=1, dp_world_size=2)
         assert not caplog.text
         build()
-    assert "quick look" in caplog.text and "reads and tokenises the stream again from its start" in caplog.text
+    assert "quick experiments" in caplog.text and "reads and tokenises the stream again from its start" in caplog.text
 
 
 def test_what_cannot_be_continued_is_refused(build):

@@ -1,4 +1,4 @@
-"""JSON lines and text files give the shards that the same texts give as parquet."""
+"""JSON lines and text files give the same shards as the same texts in parquet."""
 
 import gzip
 import json
@@ -44,7 +44,7 @@ def test_json_lines_give_the_tokens_that_parquet_gives(suffix, tmp_path, make_te
     found = tokenize(str(tmp_path / "j"), tmp_path / "from-lines", validation_fraction=0.0)
     np.testing.assert_array_equal(tokens_of(found), tokens_of(expected))
     assert found.documents("train") == len(texts)
-    # however the groups are shared out, each line is read once
+    # however the groups are split, each line is read once
     (file,) = read_footers(find_files(str(tmp_path / "j")), "text")
     assert len(file.row_groups) > 10 and file.rows == len(texts)
     units = plan_units([file], 1500)
@@ -82,7 +82,7 @@ def test_a_text_file_is_a_document_and_many_make_a_unit(tmp_path, make_texts):
             "a.jsonl.zst cannot be read",
         ),
         ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 99, mtime=0)[:-20], "a.jsonl.gz cannot be read"),
-        ("a.csv", b"text\nx\n", "a name should end in .parquet, .jsonl or .txt"),
+        ("a.csv", b"text\nx\n", "the name should end in .parquet, .jsonl or .txt"),
     ],
 )
 def test_mistakes_in_a_line(name, content, said, tmp_path):
@@ -101,7 +101,7 @@ def test_a_folder_of_several_kinds_is_refused(tmp_path):
 
 
 def test_the_command_of_another_tool(tmp_path):
-    """What `gzip` itself writes is read."""
+    """Files of the `gzip` command are read."""
     (tmp_path / "a.jsonl").write_bytes(lines(["one", "two"]))
     subprocess.run(["gzip", tmp_path / "a.jsonl"], check=True)
     (file,) = read_footers(find_files(str(tmp_path)), "text")

@@ -1,4 +1,4 @@
-"""Each kind of tokenizer: ids as the library alone gives them, no control ids from text, clear errors."""
+"""Each kind of tokenizer: the library's own ids, no control ids from text, clear errors."""
 
 import json
 import random
@@ -80,7 +80,7 @@ def test_odd_texts_never_give_control_ids_and_come_back(tokenizer):
     assert len(lengths) == len(ODD_TEXTS) and lengths.sum() == len(ids)
     assert not control & set(ids.tolist())
     for text in ODD_TEXTS:
-        # SentencePiece writes a space as "▁", so it cannot keep the two apart.
+        # SentencePiece represents a space as "▁", so it cannot distinguish the two.
         expected = text.replace("▁", " ") if tokenizer.kind == "sentencepiece" else text
         assert tokenizer.decode(tokenizer.encode(text)) == expected
 
@@ -154,7 +154,7 @@ def encoders():
 
 
 class TestFastEngine:
-    """gigatoken, where installed, gives SentencePiece's ids."""
+    """gigatoken, if installed, gives SentencePiece's ids."""
 
     @settings(max_examples=300, deadline=None)
     @given(texts=st.lists(odd_text, min_size=1, max_size=5))

@@ -1,4 +1,4 @@
-"""Division of the work, repeats, and everything that can be wrong with the input or the disk."""
+"""Splitting of the work, repeats, and all faults of input and disk."""
 
 import json
 import multiprocessing
@@ -189,7 +189,7 @@ def test_disk_full_in_the_middle(parquet_folder, shards, tmp_path):
             infinite=True,
         )
     assert not list(tmp_path.rglob(".*")) and not list(tmp_path.rglob("*.npy"))
-    tokenize(str(parquet_folder), tmp_path)  # with space again, the repeat completes
+    tokenize(str(parquet_folder), tmp_path)  # with free space the repeat completes
     assert Manifest.read(tmp_path).tokens("train") > 0
 
 

@@ -1,4 +1,4 @@
-"""What the tests of scoring and export share; none of it may be changed by a test."""
+"""Fixtures of the tests of scoring and export; tests must not change them."""
 
 from pathlib import Path
 
@@ -33,5 +33,5 @@ def pc_export(tmp_path_factory, pc_run) -> Path:
 
 @pytest.fixture(scope="session")
 def evaluation_data(tmp_path_factory) -> Path:
-    """Three made-up items per task."""
+    """Three synthetic items per task."""
     return make_evaluation_data(tmp_path_factory.mktemp("evaluation") / "sets")

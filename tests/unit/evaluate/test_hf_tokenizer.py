@@ -1,4 +1,4 @@
-"""The exported tokenizer gives training's ids."""
+"""The exported tokenizer gives the same ids as in training."""
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +17,7 @@ CONVERTED = tokenizers.to_hugging_face(TRAINING)
 @given(st.text(st.sampled_from("ab .\n\t<s>/▁é漢🙂\u200b0\r"), max_size=40) | st.text(max_size=40))
 @settings(max_examples=300, deadline=None)
 def test_ids_equal_the_training_ones(text):
-    # surrogates alone are no text: neither tokenizer takes them
+    # lone surrogates are not text: neither tokenizer accepts them
     text = text.encode(errors="ignore").decode()
     assert CONVERTED.encode(text, add_special_tokens=False) == TRAINING.encode(text)
 
@@ -42,7 +42,7 @@ def test_saved_files_give_the_same_in_transformers(tmp_path):
 
 
 def test_control_transformers_own_conversion_differs(tmp_path):
-    """Why there is a conversion here: transformers 5 splits runs of spaces and leading spaces otherwise."""
+    """The reason for our own conversion: transformers 5 splits runs of spaces and leading spaces differently."""
     (tmp_path / "tokenizer.model").write_bytes(TRAINING.files["tokenizer.model"])
     theirs = LlamaTokenizer.from_pretrained(tmp_path)
     assert theirs.encode("a  b   c", add_special_tokens=False) != TRAINING.encode("a  b   c")

@@ -1,4 +1,4 @@
-"""Export: the same function as the trainer's model, in a folder that stands alone."""
+"""Export: the same function as the trainer's model, in a self-contained folder."""
 
 import json
 import subprocess
@@ -43,7 +43,7 @@ def tokens():
     ("flavor", "config"),
     [
         ("debug", None), ("debug", STEP_2), ("debug", STEP_4), ("debug", FORWARD_4), ("debug", NO_GAMMA),
-        ("60M", None), pytest.param("60M", STEP_2, marks=pytest.mark.soak), ("60M", STEP_4),
+        *(pytest.param("60M", config, marks=pytest.mark.soak) for config in (None, STEP_2, STEP_4)),
     ],
 )  # fmt: skip
 def test_logits_equal_the_trainers(tmp_path, data_folder, tokens, flavor, config):
@@ -114,7 +114,7 @@ def test_shards_and_dtype(tmp_path, pc_run):
 
 
 def test_model_with_more_rows_than_tokens(tmp_path, data_folder):
-    """Rows padded to a round number are kept; the tokenizer named must fit them all the same."""
+    """Rows padded to a round number are kept; a given tokenizer must still fit."""
     run = make_run(tmp_path / "run", data_folder, None, vocab_size=32_064)
     llama, tokenizer = hugging_face.load(run.checkpoint)
     assert (llama.config.vocab_size, len(tokenizer)) == (32_064, 32_000)
@@ -191,7 +191,7 @@ def test_folder_with_wrong_tensors_is_refused(tmp_path, pc_export, change, messa
 
 
 def test_folder_with_foreign_code_is_not_executed(tmp_path, pc_export):
-    """A folder that asks for its own Python file: it is refused, and the file does not run."""
+    """A folder that requires its own Python file is refused, and the file does not run."""
     marker = tmp_path / "executed"
 
     def ask_for_code(config):

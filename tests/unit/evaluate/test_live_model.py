@@ -56,7 +56,7 @@ def test_control_another_model_differs(plain_run, pc_export, evaluation_data):
 
 @pytest.mark.parametrize("batch_size", [1, 5])
 def test_long_requests_lose_their_beginning_alike(pc_run, pc_export, batch_size):
-    """Shorter than, as long as, and longer than what the model takes (256); in batches that do not divide."""
+    """Shorter than, equal to and longer than the model's maximum (256), in batches that do not divide evenly."""
     through_export = exported(pc_export, batch_size)
     requests = [
         Instance("loglikelihood", {}, ("word " * words, " and an end"), index)

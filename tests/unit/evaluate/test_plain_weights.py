@@ -1,4 +1,4 @@
-"""A checkpoint is read whole or not at all, and nothing in it is executed."""
+"""A checkpoint is read completely or not at all, and nothing in it is executed."""
 
 import json
 import pickle
@@ -98,7 +98,7 @@ def test_model_only_checkpoint_of_schedule_forward_is_refused(copied):
 
 def test_half_a_checkpoint(copied):
     (copied / ".metadata").unlink()
-    with pytest.raises(UserError, match=r"half a checkpoint \(no .metadata"):
+    with pytest.raises(UserError, match=r"incomplete checkpoint \(no .metadata"):
         plain_weights.load(copied)
 
 
@@ -111,7 +111,7 @@ def test_a_part_is_missing(copied):
 def test_a_part_was_cut_short(copied):
     part = copied / "__0_0.distcp"
     part.write_bytes(part.read_bytes()[:-100])
-    with pytest.raises(UserError, match=r"__0_0\.distcp: \d+ bytes where \d+ are needed"):
+    with pytest.raises(UserError, match=r"__0_0\.distcp: \d+ bytes instead of at least \d+"):
         plain_weights.load(copied)
 
 

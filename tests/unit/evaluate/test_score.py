@@ -1,4 +1,4 @@
-"""One command scores several models, keeps what it found, and repeats nothing."""
+"""One command scores several models, saves the results, and repeats nothing."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Averages, errors, marks: against numbers worked out by hand."""
+"""Averages, errors, marks: against numbers computed by hand."""
 
 import csv
 

@@ -52,18 +52,18 @@ def test_prompts_are_lm_evals(evaluation_data, no_network):
 def test_unknown_task():
     with pytest.raises(UserError, match="unknown task 'mmlu'; tasks are lambada_openai, hellaswag"):
         tasks.load(["piqa", "mmlu"], None)
-    with pytest.raises(UserError, match="no task named"):
+    with pytest.raises(UserError, match="no task given"):
         tasks.load([], None)
 
 
 def test_missing_set(tmp_path):
-    with pytest.raises(UserError, match=r"piqa\.jsonl: missing; make the folder with scripts/fetch_eval_data\.py"):
+    with pytest.raises(UserError, match=r"piqa\.jsonl: missing; create the folder with scripts/fetch_eval_data\.py"):
         tasks.load(["piqa"], tmp_path)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("{not json\n", "not JSON lines"), ('{"goal": "a"}\n', "not the columns that piqa needs")],
+    [("{not json\n", "not JSON lines"), ('{"goal": "a"}\n', "does not have the columns of piqa")],
 )
 def test_broken_set(tmp_path, content, message):
     (tmp_path / "piqa.jsonl").write_text(content)
@@ -78,5 +78,5 @@ def test_hub_out_of_reach(monkeypatch):
         raise ConnectionError("Couldn't reach the Hub\nmore lines")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
-    with pytest.raises(UserError, match=r"piqa cannot be had from the Hub \(Couldn't reach the Hub\).*--data"):
+    with pytest.raises(UserError, match=r"piqa cannot be loaded from the Hub \(Couldn't reach the Hub\).*--data"):
         tasks.load(["piqa"], None)

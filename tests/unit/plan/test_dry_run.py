@@ -32,7 +32,7 @@ CONFIG = ROOT / "train_configs" / "1b_adamw_pc.toml"
         (
             ["--parallelism.tensor_parallel_degree=3"],
             8,
-            "8 GPUs are no multiple of tensor_parallel_degree x pipeline",
+            "8 GPUs are not a multiple of tensor_parallel_degree x pipeline",
         ),
         (["--parallelism.tensor_parallel_degree=32"], 32, "should divide the 16 heads"),
         (["--model.flavor=70B", "--parallelism.tensor_parallel_degree=16"], 16, "should divide the 8 key-value heads"),
@@ -45,7 +45,7 @@ CONFIG = ROOT / "train_configs" / "1b_adamw_pc.toml"
         (["--training.steps=0"], 8, "training.steps = 0 should be at least 1"),
         (["--lr_scheduler.warmup_steps=70000"], 8, "lr_scheduler.warmup_steps"),
         (["--optimizer.lr=0"], 8, "optimizer.lr = 0.0 should be above 0"),
-        (["--pc.blocks=o,ffm"], 8, "'ffm' is no block"),
+        (["--pc.blocks=o,ffm"], 8, "'ffm' is not a block"),
         (["--pc.level=7"], 8, "pc.level"),
         (["--checkpoint.keep_latest_k=1"], 8, "keep_latest_k"),
         (["--checkpoint.interval=0"], 8, "checkpoint.interval"),
@@ -94,8 +94,8 @@ def test_a_model_of_the_papers_says_where_its_data_are_not_the_papers(tiny_shard
         return [warning for warning in found if "the paper" in warning]
 
     said = warnings(tiny_shards)
-    assert "the paper with Llama 2's tokenizer.model: losses per token are not comparable" in said[0]
-    assert "the run reads 57.7 B tokens" in said[1] and "none twice" in said[1] and len(said) == 2
+    assert "the paper used Llama 2's tokenizer.model: losses per token are not comparable" in said[0]
+    assert "the run trains on 57.7 B tokens" in said[1] and "repeated none" in said[1] and len(said) == 2
     # control: with Llama 2's tokenizer, known by its hash, only the number of tokens is left to say
     folder = tmp_path / "shards"
     shutil.copytree(tiny_shards, folder)

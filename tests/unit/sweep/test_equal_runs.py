@@ -1,4 +1,4 @@
-"""Equal runs are known by what decides their result, trained once, and taken over."""
+"""Equal runs are recognised by what affects their result, trained once, and reused."""
 
 import json
 import subprocess
@@ -97,16 +97,16 @@ def test_equal_runs_of_two_sweeps_and_of_a_config_are_trained_once(folder, train
     sweeps = [load("level.toml"), load("blocks.toml")]
     text = equal_runs.plan_text(sweeps, lambda run: (tokens_of(run, 1), 36000.0))
     assert "level/level-3" in text and "finished as outputs/by-hand" in text
-    assert "the same as outputs/sweeps/level/level-4" in text
+    assert "equal to outputs/sweeps/level/level-4" in text
     counts = [line.split()[0] for line in text.splitlines()[-3:]]
     assert counts == ["4", "3", "2"] and text.splitlines()[-1].split()[-2] == "20.0"
     equal_runs.take_over(sweeps)
     run_all(sweeps)
     assert trained == ["outputs/sweeps/level/level-4", "outputs/sweeps/blocks/blocks-ffn"]
     said = capsys.readouterr().out
-    assert "level-3: taken over from outputs/by-hand" in said
-    assert "blocks-ffn+o: taken over from outputs/sweeps/level/level-4" in said
-    assert "taken over from ../level/level-4" in status_text(sweeps[1])
+    assert "level-3: reused from outputs/by-hand" in said
+    assert "blocks-ffn+o: reused from outputs/sweeps/level/level-4" in said
+    assert "reused from ../level/level-4" in status_text(sweeps[1])
     results = [json.loads(line) for line in Path("outputs/sweeps/blocks/results.jsonl").read_text().splitlines()]
     assert [result["validation_loss"] for result in results] == [3.0, 3.0]
     run_all(sweeps)
@@ -138,7 +138,7 @@ def test_a_run_that_is_trained_elsewhere_is_passed_over(folder, trained, capsys)
     finish("pc.toml", [], folder / "outputs" / "by-hand", state="running")
     with lock(folder / "outputs" / "by-hand"), pytest.raises(UserError, match="did not finish: level-4"):
         run_all([load("level.toml")])
-    assert "level-4: another process trains the same run in outputs/by-hand" in capsys.readouterr().out
+    assert "level-4: another process is training an equal run in outputs/by-hand" in capsys.readouterr().out
     assert trained == ["outputs/sweeps/level/level-3"]
 
 
@@ -156,4 +156,4 @@ def test_equal_runs_are_queued_once(folder, monkeypatch):
     equal_runs.take_over(sweeps)
     said = submit(sweeps, 2, Allocation(1, 8, []))
     assert queued == ["--array=1%2", "--array=1%2"]  # level 4; the FFN alone
-    assert "blocks-ffn+o: the same run as outputs/sweeps/level/level-4" in said
+    assert "blocks-ffn+o: equal to outputs/sweeps/level/level-4" in said

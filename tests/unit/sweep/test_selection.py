@@ -98,7 +98,7 @@ def test_nothing_stable_selects_nothing(sweep, tmp_path):
 def test_a_metric_that_no_run_wrote(sweep, tmp_path):
     write_run(sweep.runs[0], 4.0)
     (tmp_path / "sweep.toml").write_text((tmp_path / "sweep.toml").read_text() + '[select]\nmetric = "accuracy"\n')
-    with pytest.raises(UserError, match="select.metric = 'accuracy' was written by no run"):
+    with pytest.raises(UserError, match="no run logged select.metric = 'accuracy'"):
         select(load(tmp_path / "sweep.toml"))
 
 

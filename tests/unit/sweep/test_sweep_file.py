@@ -72,7 +72,7 @@ def test_geometric_grid_of_one_value():
         ('configs = ["tiny.toml"]\n[axes]\n"optimizer.lr" = { first = 1.0 }', "first, last, factor"),
         (
             'configs = ["tiny.toml"]\n[axes]\n"optimizer.lr" = { first = 1.0, last = 3.0, factor = 2 }',
-            "near it are 4 or 8",
+            "the nearest points are 4 or 8",
         ),
         (
             'configs = ["tiny.toml"]\n[axes]\n"optimizer.lr" = { first = 2.0, last = 1.0 }',

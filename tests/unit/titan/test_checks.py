@@ -1,4 +1,4 @@
-"""Combinations that cannot work are refused in a sentence that names the key; those that can are not."""
+"""Combinations that cannot work are refused with a sentence that names the key; others are accepted."""
 
 from functools import reduce
 
@@ -45,10 +45,10 @@ REFUSED_ANYWHERE = [
     ({"model.flavor": "3B"}, {}, "model.flavor = '3B' should be one of nano, debug, 60M, 271M, 1B, 7B"),
     ({"training.seq_len": 0}, {}, "training.seq_len = 0 should be at least 1"),
     ({"checkpoint.enable": True, "checkpoint.keep_latest_k": 1}, {}, "checkpoint.keep_latest_k = 1 could lose"),
-    ({}, {"dp_replicate": 2}, "data_parallel_replicate_degree without sharding is plain data parallelism"),
-    ({}, {"dp_replicate": 2, "tp": 2}, "data_parallel_replicate_degree without sharding is plain data parallelism"),
+    ({}, {"dp_replicate": 2}, "data_parallel_replicate_degree without sharding averages gradients twice"),
+    ({}, {"dp_replicate": 2, "tp": 2}, "data_parallel_replicate_degree without sharding averages gradients twice"),
     ({}, {"dp_shard": 2, "ep": 2}, "expert_parallel_degree is for mixtures of experts"),
-    ({"pc.schedule": "forward"}, {"tp": 2}, 'pc.schedule = "forward" needs whole weights'),
+    ({"pc.schedule": "forward"}, {"tp": 2}, 'pc.schedule = "forward" needs full weights'),
     ({"optimizer.early_step_in_backward": True}, {}, "optimizer.early_step_in_backward is not supported"),
     ({"training.enable_cpu_offload": True}, {}, "training.enable_cpu_offload is not supported"),
     ({"checkpoint.create_seed_checkpoint": True}, {}, "checkpoint.create_seed_checkpoint is not supported"),
@@ -67,7 +67,7 @@ REFUSED_ANYWHERE = [
     ({"optimizer.beta1": 1.5}, {}, "optimizer.beta1 = 1.5 should be at least 0 and below 1"),
     ({"optimizer.muon_coefficients": "x"}, {}, "optimizer.muon_coefficients = 'x' should be one of jordan2024"),
     ({"model.converters": ["float8"]}, {}, "model.converters = ['float8'] should be [] or [\"quantize.linear.float8\"]"),
-    ({**EMULATED_FLOAT8, "pc.schedule": "forward"}, {}, "would replace how float8 layers multiply"),
+    ({**EMULATED_FLOAT8, "pc.schedule": "forward"}, {}, "would replace the matmuls of float8 layers"),
     ({**EMULATED_FLOAT8, **COMPILE}, {}, "quantize.linear.float8.emulate does not compile"),
     ({}, {"tp": 3}, "tensor_parallel_degree = 3 should divide the 4 heads"),
     ({"training.seq_len": 63}, {"tp": 2}, "training.seq_len = 63 should be a multiple of 4"),
@@ -78,19 +78,20 @@ REFUSED_ANYWHERE = [
     ({**COMPILE, **ZERO_BUBBLE}, {"pp": 2}, "which compiled blocks do not allow"),
     ({**AC_OP, **ZERO_BUBBLE}, {"pp": 2}, 'selective_ac_option = "op" does not allow'),
     ({"training.dtype": "bfloat16"}, {}, 'training.dtype should be "float32"'),
-    ({"training.global_batch_size": 12}, {"dp_shard": 2}, "training.global_batch_size = 12 is no multiple"),
+    ({"training.global_batch_size": 12}, {"dp_shard": 2}, "training.global_batch_size = 12 is not a multiple"),
     ({"pc.level": 7}, {}, "pc.level"),
-    ({**CHUNKED, "parallelism.fsdp_reshard_after_forward": "always"}, {}, '= "always" has given it back; use "default"'),
+    ({**CHUNKED, "parallelism.fsdp_reshard_after_forward": "always"}, {}, '= "always" has freed it; use "default"'),
     ({**CHUNKED, **EMULATED_FLOAT8}, {}, 'add "output" to quantize.linear.float8.filter_fqns'),
     (CHUNKED, {"tp": 2}, "not with tensor or pipeline parallelism"),
     (CHUNKED, {"pp": 2}, "not with tensor or pipeline parallelism"),
-    ({**ONCE, "parallelism.fsdp_reshard_after_forward": "always"}, {}, 'gives them back; use fsdp_sync = "auto"'),
-    (ONCE, {"pp": 2}, 'parallelism.fsdp_sync = "step" does not reach into pipeline schedules'),
+    ({**ONCE, "parallelism.fsdp_reshard_after_forward": "always"}, {}, 'frees them; use fsdp_sync = "auto"'),
+    (ONCE, {"pp": 2}, 'parallelism.fsdp_sync = "step" has no effect in pipeline schedules'),
 ]  # fmt: skip
 
 REFUSED_ON_CPU = [
     ({"profiling.enable_profiling": True}, {}, "profiling.enable_profiling needs a GPU"),
     ({"profiling.enable_memory_snapshot": True}, {}, "profiling.enable_memory_snapshot needs a GPU"),
+    ({"training.gc_debug": True}, {}, "training.gc_debug needs a GPU"),
     ({"checkpoint.async_mode": "async_with_pinned_mem"}, {}, "async_with_pinned_mem"),
     ({**COMPILE, "parallelism.enable_async_tensor_parallel": True}, {"tp": 2}, "enable_async_tensor_parallel needs a GPU"),
     ({"parallelism.pipeline_parallel_schedule": "DualPipeV"}, {"pp": 2}, '"DualPipeV" needs a GPU'),

@@ -28,7 +28,7 @@ def _save(rank, folder, seed):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Two whole checkpoints of two ranks each."""
+    """Two complete checkpoints of two ranks each."""
     folder = tmp_path_factory.mktemp("saved")
     for step in (10, 20):
         run_ranks(2, _save, folder / "checkpoint" / f"step-{step}", step)
@@ -77,7 +77,7 @@ def test_damage_is_found(saved, tmp_path, file, kind):
     if (folder / file).exists() and (folder / file).read_bytes() == before:
         pytest.skip("the same bytes")
     if file == CHECKSUMS and kind in ("last byte", "cut by one byte", "a byte more"):
-        CheckpointFolder(folder).verify()  # a line break more or less: it says what it said
+        CheckpointFolder(folder).verify()  # a line break more or less does not change the meaning
         return
     # without the index there is no checkpoint, which another test covers
     with pytest.raises(UserError if (file, kind) == (".metadata", "missing") else Damaged) as raised:
@@ -128,10 +128,10 @@ def manager(saved, tmp_path, monkeypatch):
 
 
 def test_the_newest_whole_one_is_chosen_and_the_damaged_is_named(manager, tmp_path, caplog):
-    assert manager.newest_whole() == 20 and not (tmp_path / "checkpoint.damaged").exists()
+    assert manager.newest_valid() == 20 and not (tmp_path / "checkpoint.damaged").exists()
     (tmp_path / "checkpoint" / "step-30").mkdir()  # what a kill during a save leaves
     _flip(0.5)(tmp_path / "checkpoint" / "step-20" / "__1_0.distcp", None)
-    assert manager.newest_whole() == 10
+    assert manager.newest_valid() == 10
     assert {p.name for p in (tmp_path / "checkpoint.damaged").iterdir()} == {"step-20", "step-30"}
     assert "step-20 is not used: " in caplog.text and "__1_0.distcp: damaged" in caplog.text
     caplog.clear()
@@ -139,15 +139,15 @@ def test_the_newest_whole_one_is_chosen_and_the_damaged_is_named(manager, tmp_pa
     assert "step-20, step-30" in caplog.text
     # the same step again, when that name is taken
     (tmp_path / "checkpoint" / "step-20").mkdir()
-    assert manager.newest_whole() == 10
+    assert manager.newest_valid() == 10
     assert (tmp_path / "checkpoint.damaged" / "step-20.1").is_dir()
 
 
 def test_when_all_are_damaged_none_is_touched(manager, tmp_path):
     for step in (10, 20):
         _flip(0.5)(tmp_path / "checkpoint" / f"step-{step}" / "__0_0.distcp", None)
-    with pytest.raises(Damaged, match="step-20.*no other checkpoint in .* is whole"):
-        manager.newest_whole()
+    with pytest.raises(Damaged, match="step-20.*no other checkpoint in .* is complete"):
+        manager.newest_valid()
     assert not (tmp_path / "checkpoint.damaged").exists()
 
 
@@ -160,7 +160,7 @@ def test_what_is_kept(manager, tmp_path):
     for half in (15, 60):
         (folder / f"step-{half}").mkdir()
     manager._purge_stale_checkpoints()
-    # every 30th, the two newest whole ones, and the half that may be being written
+    # every 30th, the two newest complete ones, and the incomplete one, which may be in progress
     assert sorted(p.name for p in folder.iterdir()) == ["step-30", "step-40", "step-50", "step-60"]
 
 
@@ -172,7 +172,7 @@ def test_a_full_disk_is_said_in_a_line_and_earlier_ones_stay(manager, tmp_path, 
     state, new = {"w": torch.ones(3)}, tmp_path / "checkpoint" / "step-30"
     with pytest.raises(UserError, match=r"step-30 could not be written \(rank 0: No space left on device\)"):
         manager.dcp_save(state, str(new), checkpoint.AsyncMode.DISABLED)
-    assert not new.exists() and manager.newest_whole() == 20
+    assert not new.exists() and manager.newest_valid() == 20
 
 
 def test_an_overwritten_checkpoint_is_not_whole_meanwhile(manager, tmp_path, monkeypatch):
@@ -180,10 +180,10 @@ def test_an_overwritten_checkpoint_is_not_whole_meanwhile(manager, tmp_path, mon
     original = ChecksummedWriter.write_data
 
     def look(self, *args, **kwargs):
-        seen.append(manager.is_whole(20))
+        seen.append(manager.is_complete(20))
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(ChecksummedWriter, "write_data", look)
     manager.dcp_save({"w": torch.ones(3)}, str(tmp_path / "checkpoint" / "step-20"), checkpoint.AsyncMode.DISABLED)
-    assert seen == [False] and manager.is_whole(20)
+    assert seen == [False] and manager.is_complete(20)
     CheckpointFolder(tmp_path / "checkpoint" / "step-20").verify()

@@ -11,7 +11,7 @@ MASK = 2**64 - 1
 
 
 def _splitmix64(seed: int, counter: int) -> int:
-    """The generator as published, in Python's whole numbers."""
+    """The published generator in Python's integers."""
     z = (seed + (counter + 1) * 0x9E3779B97F4A7C15) & MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
@@ -33,16 +33,16 @@ def test_bits_are_splitmix64():
 
 
 def test_numbers_are_those_of_another_implementation_of_the_normal():
-    """What a CPU can show of equality between devices: with an inverse of the normal distribution written by others
-    (Python's, Wichura's algorithm) the same float32 numbers come out."""
+    """A CPU's test of equality between devices: another implementation of the inverse normal distribution (Python's,
+    Wichura's algorithm) gives the same float32 numbers."""
     shape, std = (40, 500), 0.02
     drawn = _whole(shape, std=std).flatten().tolist()
     uniforms = (((_splitmix64(5, c) >> 12) + 0.5) / 2**52 for c in range(math.prod(shape)))
     expected = torch.tensor([std * NormalDist().inv_cdf(u) for u in uniforms]).tolist()
     different = [(a, b) for a, b in zip(drawn, expected, strict=True) if a != b]
-    # an error of some 1e-15 in float64 crosses a border between float32 numbers once in 10^7
+    # an error of some 1e-15 in float64 changes the float32 rounding once in 10^7 numbers
     assert len(different) <= 1, different[:3]
-    # control: drawn in float32 throughout, most would be others
+    # control: computed in float32 throughout, most numbers would differ
     single = [std * math.sqrt(2) * x for x in torch.erfinv(torch.tensor(drawn).div(std * math.sqrt(2)).erf()).tolist()]
     assert sum(a != b for a, b in zip(single, expected, strict=True)) > 1000
 

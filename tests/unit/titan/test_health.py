@@ -9,12 +9,12 @@ from health_model import inputs, job_config, one_rank, transformer
 from pc.titan.activations import COUNT
 from pc.titan.health import HealthMetrics
 
-# Sums of a few thousand float32 squares in another order.
+# Sums of a few thousand float32 squares in a different order.
 FLOAT32 = 1e-5
 
 
 def _sizes_by_hand(model, batches):
-    """RMS and largest magnitude of the measured outputs of a plain model, by a hook of the test's own."""
+    """RMS and largest magnitude of the measured outputs of a plain model, by the test's own hook."""
     seen = {}
     for layer, block in model.layers.items():
         for part, module in (("attention", block.attention), ("ffn", block.feed_forward)):
@@ -43,7 +43,12 @@ def _wrapped(compile, checkpointing):
 
 @pytest.mark.parametrize(
     "compile, checkpointing",
-    [(None, False), (None, True), ("aot_eager_decomp_partition", False), ("inductor", True)],
+    [
+        (None, False),
+        (None, True),
+        ("aot_eager_decomp_partition", False),
+        pytest.param("inductor", True, marks=pytest.mark.soak),
+    ],
 )
 def test_output_sizes_equal_a_hand_written_hook(compile, checkpointing):
     torch._dynamo.reset()
@@ -58,7 +63,7 @@ def test_output_sizes_equal_a_hand_written_hook(compile, checkpointing):
         if step in (1, 3, 6):  # counted once, although activation checkpointing ran every forward pass twice
             sizes = model.get_buffer(next(name for name, _ in model.named_buffers() if "output_sizes" in name))
             assert sizes[COUNT] == 2 * inputs(0).numel() * 48
-        with torch.no_grad():  # what a validation between collect and the next step would do
+        with torch.no_grad():  # like a validation between collect and the next step
             collected[step] = health.collect(step)
             model(inputs(999))
     assert [step for step, metrics in collected.items() if metrics] == [1, 3, 6]
@@ -67,7 +72,7 @@ def test_output_sizes_equal_a_hand_written_hook(compile, checkpointing):
         for (layer, part), (rms, largest) in expected.items():
             assert collected[step][f"signal/{part}/rms/{layer}"] == pytest.approx(rms, rel=FLOAT32)
             assert collected[step][f"signal/{part}/absmax/{layer}"] == pytest.approx(largest, rel=FLOAT32)
-    # control: other micro-batches give other sizes, far outside the tolerance
+    # control: other micro-batches give sizes far outside the tolerance
     other = _sizes_by_hand(transformer(), [inputs(10)])
     assert abs(collected[1]["signal/ffn/rms/0"] / other["0", "ffn"][0] - 1) > 100 * FLOAT32
     if compile:
@@ -130,7 +135,7 @@ def test_spectra_equal_a_float64_svd(method_schedule):
                 state = schedule.layers[name]
                 norm = torch.linalg.matrix_norm(weight.double(), 2)
                 errors.append(((state.u.double() @ weight.double() @ state.v.double() - norm).abs() / norm).item())
-        # s itself is rounded to float32, and carries an epsilon of 1e-7
+        # s itself is rounded to float32 and includes an epsilon of 1e-7
         assert metrics["spectra/estimate_error/o/max"] == pytest.approx(max(errors), abs=2e-6)
         assert max(errors) > 1e-3  # three steps from a random start: an error there is to see
 

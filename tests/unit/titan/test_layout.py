@@ -1,4 +1,4 @@
-"""The global batch holds on any number of data-parallel ranks, or the nearest fits are named."""
+"""The global batch is the same on any number of data-parallel ranks, or the error names the nearest valid sizes."""
 
 import re
 

@@ -44,7 +44,8 @@ def test_loss_spikes():
 
 @pytest.mark.parametrize("log_freq, length, seen", [(1, 1, 1.0), (1, 3, 1.0), (10, 3, 0.31), (10, 8, 0.79)])
 def test_short_spikes_are_seen_where_every_step_is_logged(log_freq, length, seen):
-    """Spikes of 0.5 nats at every place of a noisy curve (0.03 nats): logged every tenth step most short ones are lost."""
+    """Spikes of 0.5 nats anywhere in a noisy curve (0.03 nats): with every tenth step logged, most short ones are
+    lost."""
     noise = torch.randn(400, generator=torch.Generator().manual_seed(0)).mul(0.03).tolist()
     found = []
     for start in range(200, 300):
@@ -57,7 +58,7 @@ def test_short_spikes_are_seen_where_every_step_is_logged(log_freq, length, seen
 
 
 def test_the_window_is_of_steps():
-    """After a pause of 60 steps the window begins anew, and nothing is compared until five losses are in it."""
+    """After a gap of 60 steps the window starts again, and nothing is compared until it has five losses."""
     spikes = LossSpikes()
     for step in range(1, 50):
         spikes.update(step, 3.0 + 0.01 * (step % 2))

@@ -128,16 +128,16 @@ def test_command_line_words_take_the_declared_type(words, expected):
         ("[training]\nstep = 1", "did you mean training.steps?"),
         ("lr = 1", "did you mean optimizer.lr?"),
         ("training = 3", "training is a section"),
-        ("[training]\nsteps = 5.5", "training.steps = 5.5 should be a whole number"),
-        ("[training]\nsteps = true", "training.steps = True should be a whole number"),
-        ('[training]\nsteps = "5"', "training.steps = '5' should be a whole number"),
+        ("[training]\nsteps = 5.5", "training.steps = 5.5 should be an integer"),
+        ("[training]\nsteps = true", "training.steps = True should be an integer"),
+        ('[training]\nsteps = "5"', "training.steps = '5' should be an integer"),
         ('[optimizer]\nlr = "fast"', "optimizer.lr = 'fast' should be a finite number"),
         ("[optimizer]\nlr = 2020-01-01", "optimizer.lr"),
         ("[optimizer]\nfused = 1", "optimizer.fused = 1 should be true or false"),
         ('[optimizer]\nname = "SGD"', "should be one of 'AdamW', 'Muon'"),
         ("[method]\nblocks = [1]", "method.blocks = [1] should be a list of a string"),
         ('[method]\nblocks = "o"', "should be a list"),
-        ("[method]\nlevel = 1.5", "should be a whole number or a string or a list"),
+        ("[method]\nlevel = 1.5", "should be an integer or a string or a list"),
         ("[method]\nlevel = {o = 1.5}", "method.level"),
         ("[training.loader]\nworker = 1", "did you mean training.loader.workers?"),
         ("steps = = 1", "not valid TOML"),
@@ -146,7 +146,7 @@ def test_command_line_words_take_the_declared_type(words, expected):
     ],
 )
 def test_bad_files_are_named_with_the_key(write, text, said):
-    # The fault lies in the parent: the message must name the file that holds it, not the child.
+    # The fault is in the parent: the message must name that file, not the child.
     parent = write("faulty.toml", text)
     leaf = write("leaf.toml", 'parent = "faulty.toml"\n')
     with pytest.raises(UserError) as raised:
@@ -163,7 +163,7 @@ def test_bad_files_are_named_with_the_key(write, text, said):
         (["--steps", "5"], "did you mean training.steps?"),
         (["--training", "5"], "is a section"),
         (["--training.steps"], "needs a value"),
-        (["--training.steps", "5.5"], "should be a whole number"),
+        (["--training.steps", "5.5"], "should be an integer"),
         (["--training.steps.more", "5"], "unknown key training.steps.more"),
         (["training.steps", "5"], "is not an override"),
         (["--optimizer.fused", "yes"], "should be true or false"),
@@ -221,7 +221,7 @@ def test_dump_folder_is_named_after_the_config():
 
 
 def test_torchtitan_own_config_is_understood(write):
-    """Every annotation that TorchTitan uses is one the checker knows."""
+    """The checker knows every annotation that TorchTitan uses."""
     from dataclasses import asdict
 
     from torchtitan.config import JobConfig

@@ -1,5 +1,5 @@
-"""Defects of TorchTitan 0.2.2 that this project works around. A failure here says that upstream has mended one:
-then its workaround can go."""
+"""Defects of TorchTitan 0.2.2 that this project works around. A failure here means that upstream has fixed one; then
+its workaround can be removed."""
 
 import dataclasses
 import os
@@ -18,7 +18,7 @@ from ranks import run_ranks
 SINCE_TORCH_2_13 = pytest.mark.skipif(
     torch.__version__ < (2, 13), reason="a defect of torch 2.13 that 2.11 does not have"
 )
-TOKENS = 24 * 16  # of one step of the tiny config
+TOKENS = 24 * 16  # tokens per step of the tiny config
 
 COMMON = ["--pc.enable", "false", "--validation.enable", "false", "--checkpoint.enable", "false"]
 PP2 = ["--parallelism.pipeline_parallel_degree", "2"]
@@ -26,7 +26,7 @@ DDP2 = ["--parallelism.data_parallel_replicate_degree", "2", "--parallelism.data
 
 
 def _upstream(rank, config, cases, model=None) -> list[dict]:
-    """Upstream's trainer and parallelisation, for each case, a list of overrides: the `norm` of the first step's
+    """Upstream's trainer and parallelisation, for each case (a list of overrides): the `norm` of the first step's
     gradients, the `loss` that this rank logs, and the initial `weights` on this rank.
 
     model: None is ours, whose initial weights depend on no layout; "upstream" is TorchTitan's.
@@ -73,7 +73,7 @@ def _upstream(rank, config, cases, model=None) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def on_two_ranks(tiny_shards, tmp_path_factory):
-    """Results of rank 0 by layout; all start from the same weights and see the same step."""
+    """{layout: results of rank 0}; all start from the same weights and take the same step."""
     folder = tmp_path_factory.mktemp("upstream")
     config = tiny.write_config(folder / "tiny.toml", tiny_shards, folder / "run")
     cases = {"fsdp": [], "pp": PP2, "ddp": DDP2}
@@ -118,8 +118,8 @@ def _embedding_gradient(rank) -> dict[str, float | None]:
 
 @SINCE_TORCH_2_13
 def test_compiled_block_loses_the_gradient_of_a_collective_under_way():
-    """Torch's defect at 2.13: the backward pass fails, or with FSDP around the block leaves the embedding untrained
-    in silence. Our hook on the embedding: `pc.titan.parallelize`."""
+    """Defect of torch 2.13: the backward pass fails, or with FSDP around the block silently leaves the embedding
+    untrained. Our hook on the embedding: `pc.titan.parallelize`."""
     norms = run_ranks(2, _embedding_gradient)[0]
     assert norms["compiled"] is None
     assert norms["eager"] > 0.1
@@ -147,7 +147,7 @@ def _compiled_losses(rank, cache: str) -> dict[str, float]:
 
 @pytest.mark.soak
 def test_compiled_loss_on_sharded_logits_is_wrong_from_the_cache(tmp_path):
-    """Torch's defect at 2.13: right when compiled, wrong when taken from the compiler's cache. Ours: `build_loss`."""
+    """Defect of torch 2.13: right when compiled, wrong from the compiler's cache. Our workaround: `build_loss`."""
     losses = run_ranks(2, _compiled_losses, str(tmp_path))[0]
     assert losses["cold"] == pytest.approx(losses["eager"], rel=1e-5)
     assert abs(losses["warm"] / losses["eager"] - 1) > 0.1
@@ -170,9 +170,9 @@ def _tensor_parallel_compiled_checkpointed(rank, config) -> str:
 
 @SINCE_TORCH_2_13
 def test_compiled_blocks_that_recompute_attention_fail_under_tensor_parallelism(tiny_config):
-    """Torch's defect at 2.13: a CPU's attention counts as random, so that recomputing it saves the generator's state,
-    which the compiler puts behind the device mesh, where it looks for the mesh. Our refusal and what avoids it:
-    `pc.titan.checks`, `pc.titan.parallelize`."""
+    """Defect of torch 2.13: a CPU's attention counts as random, so recomputing it saves the generator's state, which
+    the compiler then finds in place of the device mesh. Our refusal and workaround: `pc.titan.checks`,
+    `pc.titan.parallelize`."""
     message = run_ranks(2, _tensor_parallel_compiled_checkpointed, tiny_config[0])[0]
     assert "expected all tensors_saved_with_vc_check to be Tensors" in message
 

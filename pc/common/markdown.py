@@ -1,0 +1,13 @@
+"""Markdown tables."""
+
+from collections.abc import Iterable, Sequence
+
+
+def table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    """A table; every line ends with a newline."""
+    return row(header) + "|---" * len(header) + "|\n" + "".join(map(row, rows))
+
+
+def row(cells: Sequence[object]) -> str:
+    """One line of a table."""
+    return f"| {' | '.join(map(str, cells))} |\n"
