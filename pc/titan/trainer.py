@@ -134,7 +134,7 @@ class PCTrainer(torchtitan.train.Trainer):
             self.metrics_processor.log_health(self.step, self.scorer.score())
             fsdp_sync.reshard(self.model_parts)
         # Before the checkpoint of this step, not after it as upstream: a kill in between would lose the validation.
-        if self.job_config.validation.enable and self.validator.should_validate(self.step):
+        if self.job_config.validation.enable and self.validator.is_due(self.step):
             self.validator.validate(self.model_parts, self.step)
         self._set_timeouts()
 
@@ -224,7 +224,7 @@ class PCTrainer(torchtitan.train.Trainer):
         """Whether the pipeline will first infer shapes with uninitialised inputs: at the start and after validation."""
         if not self.parallel_dims.pp_enabled:
             return False
-        validated = self.job_config.validation.enable and self.validator.should_validate(self.step - 1)
+        validated = self.job_config.validation.enable and self.validator.is_due(self.step - 1)
         return not self._has_stepped or validated
 
     def build_scorer(self):

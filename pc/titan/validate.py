@@ -38,7 +38,6 @@ class FixedValidator(Validator):
         self.pp_schedule = pp_schedule
         self.pp_has_first_stage = pp_has_first_stage
         self.pp_has_last_stage = pp_has_last_stage
-        self._validated = 0
         section = job_config.data
         if section.validation_path and not section.streaming:
             require_same_tokenizer(Manifest.read(section.path), Manifest.read(section.validation_path))
@@ -55,8 +54,13 @@ class FixedValidator(Validator):
             limit_sequences=section.validation_sequences,
         )
 
+    def is_due(self, step: int) -> bool:
+        """Whether to validate after this step."""
+        return super().should_validate(step) or step == self.job_config.training.steps
+
     def should_validate(self, step: int) -> bool:
-        return step != self._validated and (super().should_validate(step) or step == self.job_config.training.steps)
+        """Never, for upstream's loop, which validates after it saves; `PCTrainer.train_step` validates before."""
+        return False
 
     @torch.no_grad()
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
@@ -79,7 +83,6 @@ class FixedValidator(Validator):
                 torch.distributed.all_reduce(totals, group=mesh.get_group())
         loss_sum, tokens = totals.tolist()
         self.metrics_processor.log_validation(loss=loss_sum / tokens, step=step)
-        self._validated = step
         for model in model_parts:
             model.train()
         reshard(model_parts)

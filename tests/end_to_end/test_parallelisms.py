@@ -7,6 +7,7 @@ from test_training import _equal, _load_all, _loaded_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import tiny
+from pc.common.run_folder import read_log
 from ranks import run_ranks
 
 BASELINE = ["--pc.enable", "false"]
@@ -92,6 +93,19 @@ def test_losses_equal_one_process(module_config, one_process, ranks):
     # control: the methods differ more from each other
     norms = [torch.tensor(tiny.metrics(one_process[method], "grad_norm")) for method in METHODS]
     assert min(((a - b) / b).abs().max() for i, a in enumerate(norms) for b in norms[:i]) > 10 * TOLERANCE["Muon"]
+
+
+def test_a_pipeline_measures_no_outputs_while_it_infers_shapes(module_config, tmp_path):
+    """At the start and after a validation, a pipeline runs its stages on uninitialised inputs; those are no outputs."""
+    config, _ = module_config
+    key = "signal/ffn/rms/1"
+    freqs = ["--health.freq", "1", "--validation.freq", "2", "--checkpoint.enable", "false"]
+    for ranks, layout in ((1, FSDP), (2, PP2)):
+        run_ranks(ranks, _train_all, config, [[*freqs, *layout, "--job.dump_folder", str(tmp_path / str(ranks))]])
+    one, two = (read_log(tmp_path / ranks).series(key) for ranks in ("1", "2"))
+    assert one.steps == [1, 2, 3, 4, 5, 6]
+    assert two.steps == [4, 6]  # not the first, and none after the validations of steps 1, 2 and 4
+    assert two.values == pytest.approx([one.values[step - 1] for step in two.steps], rel=2e-5)
 
 
 RESHARDED = {
