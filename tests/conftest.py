@@ -1,3 +1,4 @@
+import logging
 import os
 import runpy
 import sys
@@ -117,6 +118,8 @@ def command(monkeypatch, capsys):
 
     def run(name, *arguments):
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        # A new process has no handlers; those of earlier tests write to streams that are closed by now.
+        monkeypatch.setattr(logging.getLogger(), "handlers", [])
         capsys.readouterr()
         status = 0
         try:
