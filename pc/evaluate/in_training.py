@@ -38,7 +38,7 @@ class InTrainingScorer:
     ) -> None:
         section = self._section = job_config.evaluation
         # Loaded now, so that a missing file or an unreachable Hub stops the run at its start.
-        self._tasks = tasks.load(section.tasks, section.data or None)
+        self._tasks = tasks.load(section.tasks, section.data or None, section.limit or None)
         for name in section.tasks:
             if variant := tasks.variant_of(name, section.data or None):
                 logger.warning(f"{name} in {section.data} differs from lm-eval's: {variant}")

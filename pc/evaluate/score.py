@@ -119,6 +119,7 @@ def _score_model(
         if name not in missing:
             _say(f"{model.name}: {name} is already scored")
     if missing:
+        write_atomically(path, json.dumps(results, indent=2) + "\n")  # a folder that cannot be written shows now
         loaded, tokenizer = hugging_face.load(model.path)
         lm = HFLM(pretrained=loaded.to(device), tokenizer=tokenizer, batch_size=batch_size, device=device)
     for name in missing:
@@ -136,7 +137,7 @@ def _score_model(
 
 
 def _score_task(lm: HFLM, name: str, data: str | Path | None, limit: int | None) -> dict[str, Any]:
-    found = lm_eval.evaluate(lm, tasks.load([name], data), limit=limit, log_samples=False)
+    found = lm_eval.evaluate(lm, tasks.load([name], data, limit), limit=limit, log_samples=False)
     items = found["n-samples"][name]
     scored = {"version": found["versions"][name], "items": items["effective"], "items_in_set": items["original"]}
     for metric in ("acc", "acc_norm"):

@@ -3,6 +3,7 @@
 import json
 import tempfile
 from importlib.resources import files
+from itertools import islice
 from pathlib import Path
 
 import yaml
@@ -94,18 +95,23 @@ def write_task_files(out: str | Path, names: list[str], data: str | Path | None)
         write_atomically(Path(out) / f"{name}.yaml", yaml.safe_dump(settings, sort_keys=False))
 
 
-def load(names: list[str], data: str | Path | None) -> TaskDict:
-    """Tasks with their documents, zero-shot, as `lm_eval.evaluate` takes them."""
+def load(names: list[str], data: str | Path | None, limit: int | None = None) -> TaskDict:
+    """Tasks with their documents, zero-shot, as `lm_eval.evaluate` takes them.
+
+    Raises:
+        UserError: an unknown task, a missing or unreachable set, or a local set with a faulty item among its first
+            `limit` (None: all).
+    """
     require_known(names)
     with tempfile.TemporaryDirectory() as folder:
         write_task_files(folder, names, data)
         # Without the defaults in the index: reading lm-eval's thousands of task files takes ten seconds.
         manager = TaskManager(include_path=folder, include_defaults=False)
-        tasks = {name: _load_one(name, data, manager) for name in names}
+        tasks = {name: _load_one(name, data, limit, manager) for name in names}
     return {"tasks": tasks, "groups": {}, "group_map": {}}
 
 
-def _load_one(name: str, data: str | Path | None, manager: TaskManager) -> ConfigurableTask:
+def _load_one(name: str, data: str | Path | None, limit: int | None, manager: TaskManager) -> ConfigurableTask:
     if data is not None:
         _require_json_lines(data_file(name, data))
     try:
@@ -124,7 +130,7 @@ def _load_one(name: str, data: str | Path | None, manager: TaskManager) -> Confi
             raise
         raise UserError(f"{data_file(name, data)}: does not have the columns of {name} ({_reason(error)})") from None
     if data is not None:
-        for number, item in enumerate(task.eval_docs, 1):
+        for number, item in enumerate(islice(task.eval_docs, limit), 1):
             _require_item(task, item, f"{data_file(name, data)}: item {number} is not an item of {name}")
     task.set_fewshot_seed(seed=0)
     return task

@@ -1,5 +1,6 @@
 """lm-eval's own tasks on local documents, without a network."""
 
+import json
 import socket
 
 import pytest
@@ -69,6 +70,16 @@ def test_broken_set(tmp_path, content, message):
     (tmp_path / "piqa.jsonl").write_text(content)
     with pytest.raises(UserError, match=rf"piqa\.jsonl: {message}"):
         tasks.load(["piqa"], tmp_path)
+
+
+def test_only_the_items_that_are_scored_are_checked(evaluation_data, tmp_path):
+    """Rendering all items of the nine sets takes 20 seconds."""
+    items = (evaluation_data / "piqa.jsonl").read_text().splitlines()
+    faulty = json.dumps(json.loads(items[2]) | {"label": 7})
+    (tmp_path / "piqa.jsonl").write_text("\n".join([*items[:2], faulty]) + "\n")
+    assert tasks.load(["piqa"], tmp_path, limit=2)
+    with pytest.raises(UserError, match=r"piqa\.jsonl: item 3 is not an item of piqa .*7 is not among its 2 choices"):
+        tasks.load(["piqa"], tmp_path, limit=3)
 
 
 def test_hub_out_of_reach(monkeypatch):
