@@ -55,12 +55,13 @@ def compute(checkpoint: str | Path, name: str) -> Spectra:
     pc_blocks = set()
     for linear in tqdm(weights.linears, desc=f"singular values of {name}", unit="matrix", leave=False):
         block = block_of(linear)
-        different = dict.fromkeys(weights.read(linear))  # one tensor where there is no PC
-        found = [singular_values(weight.to(device)).flip(-1).cpu() for weight in different]
-        raw[block].append(found[0])
-        effective[block].append(found[-1])
+        raw_weight, effective_weight = weights.read(linear)
+        raw[block].append(singular_values(raw_weight.to(device)).flip(-1).cpu())
         if weights.has_pc(linear):
             pc_blocks.add(block)
+            effective[block].append(singular_values(effective_weight.to(device)).flip(-1).cpu())
+        else:
+            effective[block].append(raw[block][-1])
     stacked = [{block: torch.stack(rows) for block, rows in of.items() if rows} for of in (raw, effective)]
     return Spectra(name, weights.step, tuple(block for block in BLOCK_SUFFIXES if block in pc_blocks), *stacked)
 

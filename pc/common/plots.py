@@ -1,7 +1,9 @@
 """One style for all plots of the project: PNG files that are legible in a README."""
 
+import io
 from pathlib import Path
 
+from pc.common.files import write_atomically
 from pc.errors import require_extra
 
 require_extra("plots", "matplotlib")
@@ -32,11 +34,11 @@ def subplots(rows: int = 1, columns: int = 1, *, width: float = 4.2, height: flo
 
 def save(figure, path: str | Path) -> Path:
     """Write `figure` to `path` plus ".png" and close it; returns the file."""
-    written = Path(f"{path}.png")
-    written.parent.mkdir(parents=True, exist_ok=True)
+    written, image = Path(f"{path}.png"), io.BytesIO()
     with plt.rc_context(STYLE):
-        figure.savefig(written)
+        figure.savefig(image)
     plt.close(figure)
+    write_atomically(written, image.getvalue())
     return written
 
 

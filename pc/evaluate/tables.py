@@ -18,8 +18,9 @@ def write(results: list[dict[str, Any]], names: list[str], stem: Path) -> list[P
     """Write `stem`.md, .csv and .png of one result per model, as `pc.evaluate.score` keeps them, and of these tasks."""
     rows = [_scores(result, names) for result in results]
     table, comma_separated = stem.with_name(f"{stem.name}.md"), stem.with_name(f"{stem.name}.csv")
-    write_atomically(table, _markdown(results, rows, names))
-    write_atomically(comma_separated, _csv(results, rows, names))
+    best = {column: best_of_each_pair(rows, column) for column in rows[0]}
+    write_atomically(table, _markdown(results, rows, names, best))
+    write_atomically(comma_separated, _csv(results, rows, names, best))
     return [table, comma_separated, plots.save(_plot(results, rows, names), stem)]
 
 
@@ -53,10 +54,12 @@ def _scores(result: dict[str, Any], names: list[str]) -> dict[str, Score]:
     return scores
 
 
-def _markdown(results: list[dict[str, Any]], rows: list[dict[str, Score]], names: list[str]) -> str:
+def _markdown(
+    results: list[dict[str, Any]], rows: list[dict[str, Score]], names: list[str], best: dict[str, set[int]]
+) -> str:
     titles = [f"{_title(name, results)} ({METRICS[name]})" for name in names]
     lines = [
-        [result["name"], *(_cell(row[column], index in best_of_each_pair(rows, column)) for column in row)]
+        [result["name"], *(_cell(row[column], index in best[column]) for column in row)]
         for index, (result, row) in enumerate(zip(results, rows, strict=True))
     ]
     notes = ["Zero-shot, value ± standard error; bold is the best of each pair of models."]
@@ -80,7 +83,9 @@ def _cell(score: Score, mark: bool) -> str:
     return text if error is None else f"{text} ± {error:.4f}"
 
 
-def _csv(results: list[dict[str, Any]], rows: list[dict[str, Score]], names: list[str]) -> str:
+def _csv(
+    results: list[dict[str, Any]], rows: list[dict[str, Score]], names: list[str], best: dict[str, set[int]]
+) -> str:
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(
@@ -90,9 +95,8 @@ def _csv(results: list[dict[str, Any]], rows: list[dict[str, Score]], names: lis
         for column, (value, error) in row.items():
             found = result["tasks"][column] if column != AVERAGE else {"items": ""}
             partial = bool(result["limit"]) or (column == AVERAGE and len(names) < len(METRICS))
-            best = index in best_of_each_pair(rows, column)
             cells = [result["name"], column, METRICS.get(column, "mean"), value, error, found["items"]]
-            writer.writerow([*cells, int(partial), int(best), found.get("variant", "")])
+            writer.writerow([*cells, int(partial), int(index in best[column]), found.get("variant", "")])
     return file.getvalue()
 
 
