@@ -1,9 +1,16 @@
 """Errors that the user can fix: printed in one or two lines, without a traceback."""
 
+import errno
 import functools
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
+
+# What a file system answers when a path in a command cannot be used.
+_REFUSED = {
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST,
+    errno.ENAMETOOLONG,
+}  # fmt: skip
 
 
 class UserError(ValueError):
@@ -24,6 +31,8 @@ def require_extra(extra: str, *modules: str) -> None:
 def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
     """Decorate a command's `main`: a `UserError` prints `error: ...` on stderr and exits with status 2.
 
+    So does an `OSError` that refuses a named file or folder: no permission, a full disk, a file in place of a folder.
+
     Any other exception is a bug in this project and keeps its traceback.
     """
 
@@ -33,6 +42,11 @@ def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
             main(*args, **kwargs)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
+        except OSError as error:
+            if error.filename is None or error.errno not in _REFUSED:
+                raise
+            print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
             sys.exit(2)
 
     return guarded

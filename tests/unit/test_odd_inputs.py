@@ -17,6 +17,7 @@ import pytest
 import tomli_w
 from lm_eval.api.registry import get_model
 
+import small_runs
 import tiny
 from made_runs import EVALUATION_ITEMS, make_data, make_evaluation_data, make_run
 from odd_inputs import changed_files, changed_values, in_time
@@ -273,6 +274,43 @@ def test_command_lines(command, made, sets, tmp_path, monkeypatch, script, words
     said = err[err.rindex("error: ") :]
     assert status == 2 and said.count("\n") <= 2 and "Traceback" not in err, err
     assert not list(tmp_path.iterdir())
+
+
+# commands and what each would write below a file
+BELOW_A_FILE = {
+    "polynomials.py": "--output FILE/x",
+    "theorem.py": "--steps 2 --output FILE/x",
+    "cost.py": "TOML --world-size 1 --output FILE/x",
+    "curves.py": "SMALL --output FILE/x",
+    "spectra.py": "SMALL --output FILE/x",
+    "export_hf.py": "CHECKPOINT FILE/x",
+    "score.py": "CHECKPOINT --data SETS --output FILE/x",
+    "fetch_eval_data.py": "FILE/x --wheel FILE",
+    "train_tokenizer.py": "--input TEXT --vocab-size 300 --output FILE/x",
+    "tokenize_fineweb.py": "--input TEXT --tokenizer mistral-common --output FILE/x",
+    "sweep.py": "run SWEEP",
+    "slurm/submit.py": "TOML --gpus-per-node 1 --job.dump_folder FILE/x",
+    "pc.launch.local": "TOML --job.dump_folder FILE/x",
+}
+
+
+@pytest.mark.parametrize("script", BELOW_A_FILE)
+def test_a_file_where_a_folder_should_be(command, made, sets, tiny_shards, tmp_path, monkeypatch, script):
+    places = {name: tmp_path / name.lower() for name in ("FILE", "SWEEP", "SMALL", "TOML")}
+    places |= {"CHECKPOINT": made[0].checkpoint, "SETS": sets, "TEXT": tiny_shards.parent / "text.parquet"}
+    places["FILE"].write_text("")
+    tiny.write_config(places["TOML"], tiny_shards, tmp_path)
+    tiny.add_tiny_flavor()
+    sweep = {"description": "x", "configs": [str(places["TOML"])], "seeds": [0], "folder": str(places["FILE"] / "x")}
+    places["SWEEP"].write_text(tomli_w.dumps(sweep | {"axes": {"pc.enable": [True]}}))
+    small_runs.save_checkpoint(places["SMALL"], "step")
+    small_runs.write_metrics(places["SMALL"])
+    words = BELOW_A_FILE[script]
+    for name, path in places.items():
+        words = words.replace(name, str(path))
+    status, _, err = command(script, *words.split())
+    said = err[err.rindex("error: ") :]
+    assert status == 2 and str(places["FILE"]) in said and said.count("\n") <= 2, err
 
 
 @pytest.fixture(scope="session")

@@ -72,10 +72,7 @@ def test_damage_is_found(saved, tmp_path, file, kind):
     shutil.copytree(saved / "checkpoint", tmp_path / "checkpoint")
     folder = tmp_path / "checkpoint" / "step-20"
     CheckpointFolder(folder).verify()  # control
-    before = (folder / file).read_bytes()
     DAMAGE[kind](folder / file, tmp_path / "checkpoint" / "step-10" / file)
-    if (folder / file).exists() and (folder / file).read_bytes() == before:
-        pytest.skip("the same bytes")
     if file == CHECKSUMS and kind in ("last byte", "cut by one byte", "a byte more"):
         CheckpointFolder(folder).verify()  # a line break more or less does not change the meaning
         return
