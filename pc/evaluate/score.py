@@ -119,8 +119,8 @@ def _score_model(
         if name not in missing:
             _say(f"{model.name}: {name} is already scored")
     if missing:
-        write_atomically(path, json.dumps(results, indent=2) + "\n")  # a folder that cannot be written shows now
         loaded, tokenizer = hugging_face.load(model.path)
+        write_atomically(path, json.dumps(results, indent=2) + "\n")  # a folder that cannot be written shows now
         lm = HFLM(pretrained=loaded.to(device), tokenizer=tokenizer, batch_size=batch_size, device=device)
     for name in missing:
         _say(f"{model.name}: {name} ({names.index(name) + 1} of {len(names)})")
