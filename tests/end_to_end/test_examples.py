@@ -38,7 +38,7 @@ def losses(output):
     return [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_loop(run, tmp_path, ranks):
     run("loop.py", "--steps", 3, "--folder", tmp_path / "stopped", ranks=ranks)
     resumed = run("loop.py", "--steps", 5, "--folder", tmp_path / "stopped", ranks=ranks)

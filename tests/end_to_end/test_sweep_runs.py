@@ -45,7 +45,6 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-@pytest.mark.soak  # a minute; a failed run and one that another process trains are shorter
 def test_a_killed_sweep_finishes_when_repeated_and_selects(sweep_file, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     sweep = load(sweep_file)
