@@ -68,13 +68,17 @@ class Arm:
         return value if math.isfinite(value) else math.inf
 
     @property
-    def best_rate(self) -> float | None:
-        """The rate with the lowest loss on the first seed that ran at every rate."""
+    def first_seed(self) -> int | None:
+        """The first seed that ran at every rate; it chooses the rate."""
         common = set.intersection(*(set(runs) for runs in self.runs.values()))
         if not common:
             raise UserError(f"{self.name}: no seed has run at every learning rate")
-        seed = min(common, key=lambda s: -1 if s is None else s)
-        return min(self.runs, key=lambda rate: self.loss(rate, seed))
+        return min(common, key=lambda seed: -1 if seed is None else seed)
+
+    @property
+    def best_rate(self) -> float | None:
+        """The rate with the lowest loss on the first seed."""
+        return min(self.runs, key=lambda rate: self.loss(rate, self.first_seed))
 
     def judged(self, rate: float | None) -> dict[int | None, RunLog]:
         """The runs at `rate` without the seed that chose it, or only that seed's if there is no other."""
@@ -107,7 +111,7 @@ def mean_and_error(values: Sequence[float]) -> str:
 
 
 def grid_table(arms: Sequence[Arm]) -> str:
-    """Final validation loss by learning rate: mean over seeds; the chosen rate of each arm in bold."""
+    """Final validation loss of each arm's first seed by learning rate; the chosen rate in bold."""
     rates = sorted({rate for arm in arms for rate in arm.runs if rate is not None})
     if len(rates) < 2:
         return ""
@@ -115,21 +119,19 @@ def grid_table(arms: Sequence[Arm]) -> str:
     for rate in rates:
         cells = []
         for arm in arms:
-            losses = [arm.loss(rate, seed) for seed in arm.runs.get(rate, {})]
-            text = f"{statistics.fmean(losses):.4f}" if losses else "not run"
+            text = f"{arm.loss(rate, arm.first_seed):.4f}" if rate in arm.runs else "not run"
             cells.append(f"**{text}**" if rate == arm.best_rate else text)
         rows.append([value_label(rate), *cells])
     return markdown.table(["learning rate", *(arm.name for arm in arms)], rows)
 
 
-def unfinished(arms: Sequence[Arm]) -> str:
-    """A warning if arms were run at different learning rates; else ""."""
+def untuned(arms: Sequence[Arm]) -> str:
+    """A warning about arms whose best rate is the lowest or highest that was run; "" if there are none."""
     rates = {rate for arm in arms for rate in arm.runs}
-    missing = {arm.name: ", ".join(map(value_label, sorted(rates - arm.runs.keys()))) for arm in arms}
-    words = [f"{name} at {those}" for name, those in missing.items() if those]
+    words = [arm.name for arm in arms if len(rates) > 1 and arm.best_rate in (min(arm.runs), max(arm.runs))]
     if not words:
         return ""
-    return f"**Not finished, so arms are not comparable at their best rates:** not run are {'; '.join(words)}.\n"
+    return f"**Not tuned to the end:** a rate beyond those that were run may be better for {', '.join(words)}.\n"
 
 
 def arm_table(arms: Sequence[Arm]) -> str:
@@ -183,8 +185,8 @@ def plot(arms: Sequence[Arm], path: Path) -> Path:
     figure, (left, right) = subplots(1, 2, width=4.2, height=3.2)
     for i, arm in enumerate(arms):
         rates = sorted(rate for rate in arm.runs if rate is not None)
-        means = [statistics.fmean(arm.loss(rate, seed) for seed in arm.runs[rate]) for rate in rates]
-        left.plot(rates, means, color=f"C{i}", linewidth=1, label=arm.name)
+        chosen_by = [arm.loss(rate, arm.first_seed) for rate in rates]
+        left.plot(rates, chosen_by, color=f"C{i}", linewidth=1, label=arm.name)
         for rate in rates:
             left.plot([rate] * len(arm.runs[rate]), [arm.loss(rate, s) for s in arm.runs[rate]], ".", color=f"C{i}")
         for number, run in enumerate(arm.judged(arm.best_rate).values()):
@@ -215,11 +217,11 @@ def plot(arms: Sequence[Arm], path: Path) -> Path:
 def report(folders: Sequence[Path], output: Path) -> list[Path]:
     """tables.md and figure.png in `output`, from collected sweeps whose arms belong together."""
     arms = read_arms(folders)
-    parts = [grid_table(arms), unfinished(arms), arm_table(arms), conditioning_table(arms)]
+    parts = [grid_table(arms), untuned(arms), arm_table(arms), conditioning_table(arms)]
     words = (
         "Losses in nats per token. ± is the standard error of the mean over seeds; differences and times fewer "
-        "tokens are computed per seed. The learning rate of an arm was chosen on its first seed; the results are those of "
-        "the other seeds, if there are any.\n"
+        "tokens are computed per seed. The learning rate of an arm was chosen on its first seed, which the first table and "
+        "the line of the left plot show; the results are those of the other seeds, if there are any.\n"
     )
     write_atomically(output / "tables.md", "\n".join([*filter(None, parts), words]))
     return [output / "tables.md", plot(arms, output / "figure")]

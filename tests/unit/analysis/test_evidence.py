@@ -61,17 +61,22 @@ def test_rate_by_the_first_seed_and_judged_on_the_others(sweep, tmp_path):
     # 3.8 - 4.2 and 4.0 - 4.4 are equal; unpaired errors would be 0.14
     assert "| pc on | 0.001 | 3.9000 ± 0.1000 (n = 2) | -0.4000 ± 0.0000 (n = 2) |" in table
     assert "| pc on | 0.002, the reference's | 3.9500 ± 0.0500 (n = 2) | -0.3500 ± 0.0500 (n = 2) |" in table
-    assert "| 0.001 | 4.0000 | **3.8333** |" in evidence.grid_table(arms)
+    assert "| 0.001 | 4.0000 | **3.7000** |" in evidence.grid_table(arms)
     assert "| pc on | 7.0 | - | - | 1.0e-02 / 1.0e-02 |" in evidence.conditioning_table(arms)
     for path in evidence.report([kept], tmp_path / "report"):
         assert path.stat().st_size > 300
 
 
-def test_a_grid_with_holes_is_called_unfinished(sweep):
+def test_a_best_rate_at_the_edge_is_called_untuned(sweep):
     arms = evidence.read_arms([sweep])
-    assert evidence.unfinished(arms) == ""
-    del arms[1].runs[2e-3]
-    assert "not run are pc on at 0.002." in evidence.unfinished(arms)
+    assert "better for pc off, pc on." in evidence.untuned(arms)
+    for rate in (5e-4, 4e-3):
+        arms[1].runs[rate] = {0: arms[0].runs[1e-3][0]}
+    assert "better for pc off." in evidence.untuned(arms)
+    assert "| 0.0005 | not run | 4.0000 |" in evidence.grid_table(arms)
+    for arm in arms:
+        arm.runs = {2e-3: arm.runs[2e-3]}
+    assert evidence.untuned(arms) == ""  # one rate for all, as configured
 
 
 def test_seeds_that_do_not_match_give_no_difference(sweep):
