@@ -111,7 +111,7 @@ def mean_and_error(values: Sequence[float]) -> str:
 
 
 def grid_table(arms: Sequence[Arm]) -> str:
-    """Final validation loss of each arm's first seed by learning rate; the chosen rate in bold."""
+    """Final validation loss by learning rate: of each arm's first seed, then of its other seeds; chosen rates in bold."""
     rates = sorted({rate for arm in arms for rate in arm.runs if rate is not None})
     if len(rates) < 2:
         return ""
@@ -120,7 +120,9 @@ def grid_table(arms: Sequence[Arm]) -> str:
         cells = []
         for arm in arms:
             text = f"{arm.loss(rate, arm.first_seed):.4f}" if rate in arm.runs else "not run"
-            cells.append(f"**{text}**" if rate == arm.best_rate else text)
+            others = [arm.loss(rate, seed) for seed in arm.runs.get(rate, {}) if seed != arm.first_seed]
+            text = f"**{text}**" if rate == arm.best_rate else text
+            cells.append(f"{text}; {mean_and_error(others)}" if others else text)
         rows.append([value_label(rate), *cells])
     return markdown.table(["learning rate", *(arm.name for arm in arms)], rows)
 
@@ -220,8 +222,8 @@ def report(folders: Sequence[Path], output: Path) -> list[Path]:
     parts = [grid_table(arms), untuned(arms), arm_table(arms), conditioning_table(arms)]
     words = (
         "Losses in nats per token. ± is the standard error of the mean over seeds; differences and times fewer "
-        "tokens are computed per seed. The learning rate of an arm was chosen on its first seed, which the first table and "
-        "the line of the left plot show; the results are those of the other seeds, if there are any.\n"
+        "tokens are computed per seed. The learning rate of an arm was chosen on its first seed, which the line of the "
+        "left plot shows; the results are those of the other seeds, if there are any. The first table has both.\n"
     )
     write_atomically(output / "tables.md", "\n".join([*filter(None, parts), words]))
     return [output / "tables.md", plot(arms, output / "figure")]

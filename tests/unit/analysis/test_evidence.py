@@ -61,7 +61,7 @@ def test_rate_by_the_first_seed_and_judged_on_the_others(sweep, tmp_path):
     # 3.8 - 4.2 and 4.0 - 4.4 are equal; unpaired errors would be 0.14
     assert "| pc on | 0.001 | 3.9000 ± 0.1000 (n = 2) | -0.4000 ± 0.0000 (n = 2) |" in table
     assert "| pc on | 0.002, the reference's | 3.9500 ± 0.0500 (n = 2) | -0.3500 ± 0.0500 (n = 2) |" in table
-    assert "| 0.001 | 4.0000 | **3.7000** |" in evidence.grid_table(arms)
+    assert "| 0.001 | 4.0000 | **3.7000**; 3.9000 ± 0.1000 (n = 2) |" in evidence.grid_table(arms)
     assert "| pc on | 7.0 | - | - | 1.0e-02 / 1.0e-02 |" in evidence.conditioning_table(arms)
     for path in evidence.report([kept], tmp_path / "report"):
         assert path.stat().st_size > 300
