@@ -38,6 +38,15 @@ def losses(output):
     return [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
 
 
+def test_loop_with_a_cuda_build_and_no_gpu(run, tmp_path, monkeypatch):
+    """Linux's torch of `pip install torch` names CUDA as its accelerator, also on a machine without one."""
+    build = torch.device("cuda")
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: None if check_available else build
+    )
+    run("loop.py", "--steps", 1, "--folder", tmp_path)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_loop(run, tmp_path, ranks):
     run("loop.py", "--steps", 3, "--folder", tmp_path / "stopped", ranks=ranks)
