@@ -43,8 +43,6 @@ CASES = {
         ("FSDP2, full AC", [], FULL, 1),
         ("TP2, AdamW PC, AC by operation", [], [*TP2, *PER_OPERATION], 1),
         ("PP2", [], PP2, 1 if torch.__version__ >= (2, 13) else 2),  # torch 2.11 makes two
-    ],
-    "more on 2": [
         ("TP2, Muon PC", MUON, TP2, 1),
         ("TP2, AdamW baseline", BASELINE, TP2, 1),
         ("TP2, the loss asked for too, which is left out", [], [*TP2, "--compile.components", "model,loss"], 1),
@@ -77,18 +75,17 @@ def eager(tiny_shards, tmp_path_factory):
     return config, folders
 
 
-@pytest.mark.parametrize("chosen", [1, 2, pytest.param("more on 2", marks=pytest.mark.soak)])
-def test_no_break_no_recompilation_same_losses(eager, tmp_path, chosen):
-    ranks = 1 if chosen == 1 else 2
+@pytest.mark.parametrize("ranks", CASES)
+def test_no_break_no_recompilation_same_losses(eager, tmp_path, ranks):
     config, eager_folders = eager
     cases = [
         [*QUICK, *COMPILE, *method, *added, "--job.dump_folder", str(tmp_path / name)]
-        for name, method, added, _ in CASES[chosen]
+        for name, method, added, _ in CASES[ranks]
     ]
     for counts in run_ranks(ranks, _train_counted, config, cases):
-        for (name, *_, graphs), count in zip(CASES[chosen], counts, strict=True):
+        for (name, *_, graphs), count in zip(CASES[ranks], counts, strict=True):
             assert count == (graphs, {}), name
-    for name, method, *_ in CASES[chosen]:
+    for name, method, *_ in CASES[ranks]:
         # a different order of float32 operations, 1e-7, amplified by three steps; Muon: see test_parallelisms
         tolerance = 1e-4 if method == MUON else 2e-6
         for key in ("loss", "grad_norm"):

@@ -105,7 +105,8 @@ def test_a_pipeline_measures_no_outputs_while_it_infers_shapes(module_config, tm
     one, two = (read_log(tmp_path / ranks).series(key) for ranks in ("1", "2"))
     assert one.steps == [1, 2, 3, 4, 5, 6]
     assert two.steps == [4, 6]  # not the first, and none after the validations of steps 1, 2 and 4
-    assert two.values == pytest.approx([one.values[step - 1] for step in two.steps], rel=2e-5)
+    # float32 sums in another order, relative to outputs that are still small, 5e-3: 2e-6 was seen
+    assert two.values == pytest.approx([one.values[step - 1] for step in two.steps], rel=1e-5)
 
 
 RESHARDED = {
