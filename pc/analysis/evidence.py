@@ -136,43 +136,77 @@ def untuned(arms: Sequence[Arm]) -> str:
     return f"**Not tuned to the end:** a rate beyond those that were run may be better for {', '.join(words)}.\n"
 
 
+def paired_seeds(arm: Arm, rate: float | None, reference: Arm, its_rate: float | None) -> list[int | None]:
+    """Seeds run in both arms at these rates, without the one that chose the rates if there are others."""
+    common = sorted(arm.runs[rate].keys() & reference.runs[its_rate].keys(), key=str)
+    others = [seed for seed in common if seed not in (arm.first_seed, reference.first_seed)]
+    return others if others and _chosen(arm, reference) else common
+
+
+def _chosen(*arms: Arm) -> bool:
+    """Whether any arm has several rates to choose from."""
+    return any(len(arm.runs) > 1 for arm in arms)
+
+
 def arm_table(arms: Sequence[Arm]) -> str:
-    """Each arm at its own best rate and at the reference's: loss, difference by seed, speedup in tokens."""
+    """Loss of each arm, difference by seed from the reference, speedup in tokens.
+
+    Both at their best rates, then both at the reference's, then the arm at its own against other rates of the reference
+    with several common seeds.
+    """
     reference = arms[0]
-    base = reference.judged(reference.best_rate)
-    rows = []
-    for arm in arms:
-        rates = dict.fromkeys([arm.best_rate, reference.best_rate])
-        for rate in [rate for rate in rates if rate in arm.runs]:
-            runs = arm.judged(rate)
-            note = "" if rate == arm.best_rate or rate is None else ", the reference's"
-            losses = mean_and_error([arm.loss(rate, seed) for seed in runs])
-            difference = speedup = ""
-            pairs = [compare([base[seed], runs[seed]])[1] for seed in runs if seed in base]
-            if arm is not reference and not pairs:
-                difference = "no common seed"
-            elif arm is not reference:
-                difference = mean_and_error([pair.difference for pair in pairs])
-                known = [pair.speedup for pair in pairs if pair.speedup is not None]
+    best = reference.best_rate
+    rows = [[reference.name, _as_text(best), mean_and_error(_losses(reference, best)), "", "", ""]]
+    for arm in arms[1:]:
+        pairs = [(arm.best_rate, best)] + [(best, best)] * (best in arm.runs)
+        pairs += [
+            (arm.best_rate, rate)
+            for rate in reference.runs
+            if len(paired_seeds(arm, arm.best_rate, reference, rate)) > 1
+        ]
+        for rate, its_rate in dict.fromkeys(pairs):
+            seeds = paired_seeds(arm, rate, reference, its_rate)
+            runs = [compare([reference.runs[its_rate][seed], arm.runs[rate][seed]])[1] for seed in seeds]
+            difference, speedup = "no common seed", "-"
+            if runs:
+                difference = mean_and_error([run.difference for run in runs])
+                known = [run.speedup for run in runs if run.speedup is not None]
                 speedup = f"{statistics.fmean(known):.2f}" if known else "-"
-            shown = value_label(rate) if rate is not None else "as configured"
-            rows.append([arm.name, shown + note, losses, difference, speedup])
-    header = ["arm", "learning rate", "final validation loss", f"difference from {reference.name}"]
-    return markdown.table([*header, "times fewer tokens"], rows)
+            if seeds == [arm.first_seed] and _chosen(arm, reference):
+                difference += ", on the choosing seed"
+            losses = mean_and_error(_losses(arm, rate))
+            rows.append([arm.name, _as_text(rate), losses, _as_text(its_rate), difference, speedup])
+    header = ["arm", "learning rate", "final validation loss", f"learning rate of {reference.name}"]
+    return markdown.table([*header, "difference", "times fewer tokens"], rows)
+
+
+def _as_text(rate: float | None) -> str:
+    return "as configured" if rate is None else value_label(rate)
+
+
+def _losses(arm: Arm, rate: float | None) -> list[float]:
+    return [arm.loss(rate, seed) for seed in arm.judged(rate)]
 
 
 def conditioning_table(arms: Sequence[Arm]) -> str:
-    """Final geometric mean of the modified condition numbers, and the first and last error of the estimate."""
+    """Final geometric mean of the modified condition numbers, and the first and last error of the estimate.
+
+    Of each arm at its best rate, then of all arms at the rates that all have run, which is a matter of the first seed.
+    """
+    chosen = [(arm, arm.best_rate, list(arm.judged(arm.best_rate))) for arm in arms]
+    common = set.intersection(*(set(arm.runs) for arm in arms)) - {None}
+    if _chosen(*arms):
+        chosen += [(arm, rate, [arm.first_seed]) for rate in sorted(common) for arm in arms]
     rows = []
-    for arm in arms:
-        runs = list(arm.judged(arm.best_rate).values())
+    for arm, rate, seeds in chosen:
+        runs = [arm.runs[rate][seed] for seed in seeds]
         cells = []
         for key in KEPT[1:]:
             values = [run.series(key).values[-1] for run in runs if run.series(key).steps]
             cells.append(f"{statistics.fmean(values):.1f}" if values else "-")
-        early, late = (_estimate_error(runs, place) for place in (0, -1))
-        rows.append([arm.name, *cells, f"{early} / {late}"])
-    words = "arm|GMCN of PC blocks|of q, k, v|of all|largest error of the estimate, first / last"
+        errors = " / ".join(_estimate_error(runs, place) for place in (0, -1))
+        rows.append([arm.name, _as_text(rate), ", ".join(map(str, seeds)), *cells, errors])
+    words = "arm|learning rate|seeds|GMCN of PC blocks|of q, k, v|of all|largest error of the estimate, first / last"
     return markdown.table(words.split("|"), rows)
 
 

@@ -59,10 +59,13 @@ def test_rate_by_the_first_seed_and_judged_on_the_others(sweep, tmp_path):
     table = evidence.arm_table(arms)
     assert "| pc off | 0.002 | 4.3000 ± 0.1000 (n = 2) |" in table
     # 3.8 - 4.2 and 4.0 - 4.4 are equal; unpaired errors would be 0.14
-    assert "| pc on | 0.001 | 3.9000 ± 0.1000 (n = 2) | -0.4000 ± 0.0000 (n = 2) |" in table
-    assert "| pc on | 0.002, the reference's | 3.9500 ± 0.0500 (n = 2) | -0.3500 ± 0.0500 (n = 2) |" in table
+    assert "| pc on | 0.001 | 3.9000 ± 0.1000 (n = 2) | 0.002 | -0.4000 ± 0.0000 (n = 2) |" in table
+    assert "| pc on | 0.002 | 3.9500 ± 0.0500 (n = 2) | 0.002 | -0.3500 ± 0.0500 (n = 2) |" in table
+    assert len(table.splitlines()) == 5  # the baseline's other rate has no seed but the choosing one
     assert "| 0.001 | 4.0000 | **3.7000**; 3.9000 ± 0.1000 (n = 2) |" in evidence.grid_table(arms)
-    assert "| pc on | 7.0 | - | - | 1.0e-02 / 1.0e-02 |" in evidence.conditioning_table(arms)
+    conditioning = evidence.conditioning_table(arms)
+    assert "| pc on | 0.001 | 1, 2 | 7.0 | - | - | 1.0e-02 / 1.0e-02 |" in conditioning
+    assert "| pc on | 0.002 | 0 | 7.0 |" in conditioning  # at equal rates
     for path in evidence.report([kept], tmp_path / "report"):
         assert path.stat().st_size > 300
 
@@ -79,12 +82,22 @@ def test_a_best_rate_at_the_edge_is_called_untuned(sweep):
     assert evidence.untuned(arms) == ""  # one rate for all, as configured
 
 
-def test_seeds_that_do_not_match_give_no_difference(sweep):
-    """The baseline has only the seed that chose its rate, PC has two others: nothing to pair."""
+def test_other_rates_of_the_reference(sweep):
+    """PC at its best against every rate of the baseline that has other seeds, so that no figure is made by hand."""
     arms = evidence.read_arms([sweep])
-    arms[0].runs = {1e-3: arms[0].runs[1e-3]}
+    arms[0].runs[1e-3] |= {seed: arms[0].runs[2e-3][seed] for seed in (1, 2)}
+    assert "| pc on | 0.001 | 3.9000 ± 0.1000 (n = 2) | 0.001 | -0.4000 ± 0.0000 (n = 2) |" in evidence.arm_table(arms)
+
+
+def test_differences_without_other_seeds(sweep):
+    arms = evidence.read_arms([sweep])
     assert evidence.mean_and_error([4.0]) == "4.0000 (n = 1)"
-    assert "no common seed" in evidence.arm_table(arms)
+    arms[0].runs = {1e-3: arms[0].runs[1e-3]}
+    assert "| -0.3000 (n = 1), on the choosing seed |" in evidence.arm_table(arms)
+    arms[1].runs = {1e-3: {0: arms[1].runs[1e-3][0]}}
+    assert "| -0.3000 (n = 1) |" in evidence.arm_table(arms)  # one rate, so nothing was chosen
+    arms[1].runs = {1e-3: {1: arms[1].runs[1e-3][0]}}
+    assert "| no common seed |" in evidence.arm_table(arms)
 
 
 def test_a_run_that_diverged_is_never_the_best(sweep):
