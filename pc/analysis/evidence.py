@@ -8,7 +8,7 @@ are used, so that no figure is one by which the rate was chosen.
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from pc.analysis.bars import read_results
 from pc.analysis.curves import VALIDATION, compare
 from pc.common import markdown
 from pc.common.files import write_atomically
-from pc.common.plots import label_tokens, save, subplots
+from pc.common.plots import label_tokens, save, short_tokens, subplots
 from pc.common.run_folder import METRICS, RunLog, read_log
 from pc.errors import UserError
 from pc.sweep.spec import label, value_label
@@ -148,15 +148,14 @@ def _chosen(*arms: Arm) -> bool:
     return any(len(arm.runs) > 1 for arm in arms)
 
 
-def arm_table(arms: Sequence[Arm]) -> str:
-    """Loss of each arm, difference by seed from the reference, speedup in tokens.
+def comparisons(arms: Sequence[Arm]) -> Iterator[tuple[Arm, float | None, float | None]]:
+    """(arm, its learning rate, the reference's) of what is compared with the reference.
 
     Both at their best rates, then both at the reference's, then the arm at its own against other rates of the reference
     with several common seeds.
     """
     reference = arms[0]
     best = reference.best_rate
-    rows = [[reference.name, _as_text(best), mean_and_error(_losses(reference, best)), "", "", ""]]
     for arm in arms[1:]:
         pairs = [(arm.best_rate, best)] + [(best, best)] * (best in arm.runs)
         pairs += [
@@ -164,20 +163,45 @@ def arm_table(arms: Sequence[Arm]) -> str:
             for rate in reference.runs
             if len(paired_seeds(arm, arm.best_rate, reference, rate)) > 1
         ]
-        for rate, its_rate in dict.fromkeys(pairs):
-            seeds = paired_seeds(arm, rate, reference, its_rate)
-            runs = [compare([reference.runs[its_rate][seed], arm.runs[rate][seed]])[1] for seed in seeds]
-            difference, speedup = "no common seed", "-"
-            if runs:
-                difference = mean_and_error([run.difference for run in runs])
-                known = [run.speedup for run in runs if run.speedup is not None]
-                speedup = f"{statistics.fmean(known):.2f}" if known else "-"
-            if seeds == [arm.first_seed] and _chosen(arm, reference):
-                difference += ", on the choosing seed"
-            losses = mean_and_error(_losses(arm, rate))
-            rows.append([arm.name, _as_text(rate), losses, _as_text(its_rate), difference, speedup])
+        yield from ((arm, *pair) for pair in dict.fromkeys(pairs))
+
+
+def arm_table(arms: Sequence[Arm]) -> str:
+    """Loss of each arm, difference by seed from the reference, speedup in tokens."""
+    reference = arms[0]
+    rate = reference.best_rate
+    rows = [[reference.name, _as_text(rate), mean_and_error(_losses(reference, rate)), "", "", ""]]
+    for arm, rate, its_rate in comparisons(arms):
+        seeds = paired_seeds(arm, rate, reference, its_rate)
+        runs = [compare([reference.runs[its_rate][seed], arm.runs[rate][seed]])[1] for seed in seeds]
+        difference, speedup = "no common seed", "-"
+        if runs:
+            difference = mean_and_error([run.difference for run in runs])
+            known = [run.speedup for run in runs if run.speedup is not None]
+            speedup = f"{statistics.fmean(known):.2f}" if known else "-"
+        if seeds == [arm.first_seed] and _chosen(arm, reference):
+            difference += ", on the choosing seed"
+        losses = mean_and_error(_losses(arm, rate))
+        rows.append([arm.name, _as_text(rate), losses, _as_text(its_rate), difference, speedup])
     header = ["arm", "learning rate", "final validation loss", f"learning rate of {reference.name}"]
     return markdown.table([*header, "difference", "times fewer tokens"], rows)
+
+
+def course_table(arms: Sequence[Arm]) -> str:
+    """The mean differences of arm_table at up to ten points of the training; "" if none was validated at equal steps."""
+    reference = arms[0]
+    tokens = next(iter(reference.judged(reference.best_rate).values())).series(VALIDATION).tokens
+    shown = range(len(tokens) - 1, 0, -math.ceil((len(tokens) - 1) / 10))[::-1]
+    rows = []
+    for arm, rate, its_rate in comparisons(arms):
+        seeds = paired_seeds(arm, rate, reference, its_rate)
+        pairs = [[one.series(VALIDATION) for one in (arm.runs[rate][s], reference.runs[its_rate][s])] for s in seeds]
+        if pairs and all(series.tokens == tokens for pair in pairs for series in pair):
+            means = [statistics.fmean(one.values[k] - other.values[k] for one, other in pairs) for k in shown]
+            rates = f"{_as_text(rate)} / {_as_text(its_rate)}"
+            rows.append([arm.name, rates, str(len(seeds)), *(f"{mean:+.3f}" for mean in means)])
+    header = ["difference after tokens", "learning rates", "n", *(short_tokens(tokens[k]) for k in shown)]
+    return markdown.table(header, rows) if rows else ""
 
 
 def _as_text(rate: float | None) -> str:
@@ -253,7 +277,7 @@ def plot(arms: Sequence[Arm], path: Path) -> Path:
 def report(folders: Sequence[Path], output: Path) -> list[Path]:
     """tables.md and figure.png in `output`, from collected sweeps whose arms belong together."""
     arms = read_arms(folders)
-    parts = [grid_table(arms), untuned(arms), arm_table(arms), conditioning_table(arms)]
+    parts = [grid_table(arms), untuned(arms), arm_table(arms), course_table(arms), conditioning_table(arms)]
     words = (
         "Losses in nats per token. ± is the standard error of the mean over seeds; differences and times fewer "
         "tokens are computed per seed. The learning rate of an arm was chosen on its first seed, which the line of the "

@@ -63,6 +63,8 @@ def test_rate_by_the_first_seed_and_judged_on_the_others(sweep, tmp_path):
     assert "| pc on | 0.002 | 3.9500 ± 0.0500 (n = 2) | 0.002 | -0.3500 ± 0.0500 (n = 2) |" in table
     assert len(table.splitlines()) == 5  # the baseline's other rate has no seed but the choosing one
     assert "| 0.001 | 4.0000 | **3.7000**; 3.9000 ± 0.1000 (n = 2) |" in evidence.grid_table(arms)
+    assert "| difference after tokens | learning rates | n | 30 |" in evidence.course_table(arms)
+    assert "| pc on | 0.001 / 0.002 | 2 | -0.400 |" in evidence.course_table(arms)
     conditioning = evidence.conditioning_table(arms)
     assert "| pc on | 0.001 | 1, 2 | 7.0 | - | - | 1.0e-02 / 1.0e-02 |" in conditioning
     assert "| pc on | 0.002 | 0 | 7.0 |" in conditioning  # at equal rates
@@ -98,6 +100,7 @@ def test_differences_without_other_seeds(sweep):
     assert "| -0.3000 (n = 1) |" in evidence.arm_table(arms)  # one rate, so nothing was chosen
     arms[1].runs = {1e-3: {1: arms[1].runs[1e-3][0]}}
     assert "| no common seed |" in evidence.arm_table(arms)
+    assert evidence.course_table(arms) == ""
 
 
 def test_a_run_that_diverged_is_never_the_best(sweep):
