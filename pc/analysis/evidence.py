@@ -24,20 +24,21 @@ from pc.sweep.spec import label, value_label
 RATE = "optimizer.lr"
 KEPT = (VALIDATION, "spectra/gmcn/pc", "spectra/gmcn/qkv", "spectra/gmcn/all")
 ESTIMATE_ERROR = "spectra/estimate_error/"
+RMS = ("signal/attention/rms/", "signal/ffn/rms/")
 
 
 def collect(sweep: Path, output: Path) -> int:
     """Copy the data for tables and figures of a sweep's finished runs to `output`; returns the number of runs.
 
-    From metrics.jsonl it keeps the lines with a validation loss or condition numbers, and of these KEPT, steps and
-    tokens.
+    From metrics.jsonl it keeps the lines with a validation loss, condition numbers or RMS of outputs, and of these the
+    losses, condition numbers, errors of the estimate, and the largest RMS over the layers.
     """
     results = read_results(sweep)
     for result in results:
         source, destination = Path(result["folder"]), output / result["name"]
         if not source.is_dir():
             source = sweep / result["name"]
-        lines = [_thin(line) for line in read_log(source).lines if any(key in line for key in KEPT)]
+        lines = [thin for line in read_log(source).lines if (thin := _thin(line)).keys() - {"step", "tokens"}]
         write_atomically(destination / METRICS, "".join(json.dumps(line) + "\n" for line in lines))
         write_atomically(destination / "config.toml", (source / "config.toml").read_text())
         write_atomically(output / "environment.json", (source / "environment.json").read_text())
@@ -47,11 +48,12 @@ def collect(sweep: Path, output: Path) -> int:
 
 
 def _thin(line: dict) -> dict:
-    return {
-        key: round(value, 5) if isinstance(value, float) else value
-        for key, value in line.items()
-        if key in ("step", "tokens", *KEPT) or key.startswith(ESTIMATE_ERROR)
-    }
+    kept = {key: line[key] for key in line if key in ("step", "tokens", *KEPT) or key.startswith(ESTIMATE_ERROR)}
+    for prefix in RMS:
+        values = [value for key, value in line.items() if key.startswith(prefix) and value is not None]
+        if values:
+            kept[prefix + "max"] = max(values)
+    return {key: round(value, 5) if isinstance(value, float) else value for key, value in kept.items()}
 
 
 @dataclass
@@ -213,7 +215,7 @@ def _losses(arm: Arm, rate: float | None) -> list[float]:
 
 
 def conditioning_table(arms: Sequence[Arm]) -> str:
-    """Final geometric mean of the modified condition numbers, and the first and last error of the estimate.
+    """Final geometric mean of the modified condition numbers, first and last error of the estimate, largest RMS.
 
     Of each arm at its best rate, then of all arms at the rates that all have run, which is a matter of the first seed.
     """
@@ -229,9 +231,11 @@ def conditioning_table(arms: Sequence[Arm]) -> str:
             values = [run.series(key).values[-1] for run in runs if run.series(key).steps]
             cells.append(f"{statistics.fmean(values):.1f}" if values else "-")
         errors = " / ".join(_estimate_error(runs, place) for place in (0, -1))
-        rows.append([arm.name, _as_text(rate), ", ".join(map(str, seeds)), *cells, errors])
+        sizes = [max((v for run in runs for v in run.series(prefix + "max").values), default=None) for prefix in RMS]
+        rms = " / ".join("-" if size is None else f"{size:.2g}" for size in sizes)
+        rows.append([arm.name, _as_text(rate), ", ".join(map(str, seeds)), *cells, errors, rms])
     words = "arm|learning rate|seeds|GMCN of PC blocks|of q, k, v|of all|largest error of the estimate, first / last"
-    return markdown.table(words.split("|"), rows)
+    return markdown.table([*words.split("|"), "largest RMS of a layer's outputs, attention / FFN"], rows)
 
 
 def _estimate_error(runs: Sequence[RunLog], place: int) -> str:

@@ -34,6 +34,8 @@ def sweep(tmp_path):
                     "spectra/gmcn/pc": 7.0,
                     "spectra/estimate_error/o/max": 0.01,
                     "norm/weight": 1.0,
+                    "signal/ffn/rms/0": 2.0,
+                    "signal/ffn/rms/1": 3.0,
                 },
             ]
             (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -66,7 +68,7 @@ def test_rate_by_the_first_seed_and_judged_on_the_others(sweep, tmp_path):
     assert "| difference after tokens | learning rates | n | 30 |" in evidence.course_table(arms)
     assert "| pc on | 0.001 / 0.002 | 2 | -0.400 |" in evidence.course_table(arms)
     conditioning = evidence.conditioning_table(arms)
-    assert "| pc on | 0.001 | 1, 2 | 7.0 | - | - | 1.0e-02 / 1.0e-02 |" in conditioning
+    assert "| pc on | 0.001 | 1, 2 | 7.0 | - | - | 1.0e-02 / 1.0e-02 | - / 3 |" in conditioning
     assert "| pc on | 0.002 | 0 | 7.0 |" in conditioning  # at equal rates
     for path in evidence.report([kept], tmp_path / "report"):
         assert path.stat().st_size > 300
