@@ -61,7 +61,9 @@ class Allocation:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, default=1, help="machines per run (default 1)")
     parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs per machine (default 8; 0: CPU)")
-    parser.add_argument("--sbatch", default="", help='more options for sbatch, e.g. "--partition=main --time=8:00:00"')
+    parser.add_argument(
+        "--sbatch", default="", help='more options for sbatch: --sbatch="--partition=main --time=8:00:00"'
+    )
 
 
 def submit_run(config: str, overrides: Sequence[str], allocation: Allocation, score: str | None) -> str:
@@ -195,3 +197,7 @@ def main() -> None:
         sys.exit(after(run_of(arguments[1:]), int(arguments[0])))
     else:
         raise UserError(f"{action} should be task or after")
+
+
+if __name__ == "__main__":
+    main()

@@ -76,6 +76,30 @@ def submit(config: Path, *words: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True)
 
 
+def test_the_batch_script_trains_and_reports(tiny_shards, tmp_path):
+    """Without SLURM: `srun` is replaced by a script that runs its command."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "srun").write_text('#!/bin/bash\nshift\nexec "$@"\n')
+    (tmp_path / "bin" / "srun").chmod(0o755)
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
+        "PC_PYTHON": sys.executable,
+        "NGPU": "1",
+    }
+    config = write_small_config(tmp_path / "small.toml", tiny_shards, steps=2, interval=2)
+    words = ["bash", "scripts/slurm/train.sbatch", str(config), f"--job.dump_folder={tmp_path}/run"]
+    good, wrong = (
+        subprocess.run([*words, *more], cwd=ROOT, env=environment, capture_output=True, text=True)
+        for more in ([], ["--optimizer.lr=fast"])
+    )
+    assert good.returncode == 0, good.stderr
+    assert good.stdout.splitlines()[-1] == "run: finished"
+    assert newest_step(tmp_path / "run") == 2
+    assert wrong.returncode == 2
+    assert "optimizer.lr" in wrong.stderr.splitlines()[-1]
+
+
 @pytest.mark.soak
 def test_a_sweep_survives_a_killed_task(here, tmp_path):
     (tmp_path / "lr.toml").write_text(

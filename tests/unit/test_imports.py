@@ -1,6 +1,7 @@
 """Imports go one way, from each package to those below it, and the method imports only torch."""
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -69,3 +70,12 @@ def test_every_package_has_a_floor():
 
 def test_the_version_is_that_of_the_citation():
     assert f"\nversion: {pc.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+@pytest.mark.parametrize("folder", ["pc", "scripts", "benchmarks", "examples"])
+def test_a_program_runs_its_main(folder):
+    """Without the last two lines it would do nothing and exit with 0."""
+    programs = [file for file in (ROOT / folder).rglob("*.py") if "\ndef main(" in file.read_text()]
+    assert programs
+    for file in programs:
+        assert re.search(r'^if __name__ == "__main__":\n    main\(', file.read_text(), re.MULTILINE), file
