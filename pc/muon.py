@@ -7,12 +7,6 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from pc.owner import local, run_on_owners
 
-# (a, b, c) of each Newton-Schulz step X <- a X + (b G + c G^2) X with G = X X^T.
-NEWTON_SCHULZ_COEFFICIENTS: dict[str, tuple[float, float, float]] = {
-    # K. Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024; torch's default, and the paper's.
-    "jordan2024": (3.4445, -4.7750, 2.0315),
-}
-
 
 class Muon(torch.optim.Muon):
     """`torch.optim.Muon` for `DTensor` shards; same options and bitwise the same results.

@@ -84,9 +84,9 @@ class Arm:
 
     def judged(self, rate: float | None) -> dict[int | None, RunLog]:
         """The runs at `rate` without the seed that chose it, or only that seed's if there is no other."""
-        runs = dict(sorted(self.runs[rate].items(), key=lambda item: str(item[0])))
-        others = list(runs)[1:] if len(self.runs) > 1 and len(runs) > 1 else list(runs)
-        return {seed: runs[seed] for seed in others}
+        runs = dict(sorted(self.runs[rate].items(), key=lambda item: -1 if item[0] is None else item[0]))
+        others = {seed: run for seed, run in runs.items() if seed != self.first_seed}
+        return others if others and len(self.runs) > 1 else runs
 
 
 def read_arms(folders: Sequence[Path]) -> list[Arm]:

@@ -35,6 +35,8 @@ class Spectra:
     """Blocks with PC; empty for a baseline."""
     raw: dict[str, Tensor]
     effective: dict[str, Tensor]
+    checkpoint: str = ""
+    """Path of the checkpoint, so that stored values are never taken for those of another."""
 
     @property
     def num_layers(self) -> int:
@@ -63,14 +65,15 @@ def compute(checkpoint: str | Path, name: str) -> Spectra:
         else:
             effective[block].append(raw[block][-1])
     stacked = [{block: torch.stack(rows) for block, rows in of.items() if rows} for of in (raw, effective)]
-    return Spectra(name, weights.step, tuple(block for block in BLOCK_SUFFIXES if block in pc_blocks), *stacked)
+    blocks = tuple(block for block in BLOCK_SUFFIXES if block in pc_blocks)
+    return Spectra(name, weights.step, blocks, *stacked, str(Path(checkpoint).resolve()))
 
 
 def save(spectra: Spectra, path: Path) -> None:
     """Save as a compressed .npz in float32, 4 bytes per singular value; equal ones are stored once."""
     arrays = {f"raw.{block}": values.float().numpy() for block, values in spectra.raw.items()}
     arrays |= {f"effective.{block}": spectra.effective[block].float().numpy() for block in spectra.pc_blocks}
-    about = {"name": spectra.name, "step": spectra.step, "pc_blocks": spectra.pc_blocks}
+    about = {key: getattr(spectra, key) for key in ("name", "step", "pc_blocks", "checkpoint")}
     buffer = io.BytesIO()
     np.savez_compressed(buffer, about=np.array(json.dumps(about)), **arrays)
     write_atomically(path, buffer.getvalue())
@@ -86,7 +89,8 @@ def load(path: str | Path) -> Spectra:
         raise UserError(f"{path}: not a file of singular values written by scripts/spectra.py ({error})") from None
     raw = {key.removeprefix("raw."): values for key, values in arrays.items() if key.startswith("raw.")}
     effective = {block: arrays.get(f"effective.{block}", values) for block, values in raw.items()}
-    return Spectra(about["name"], about["step"], tuple(about["pc_blocks"]), raw, effective)
+    pc_blocks = tuple(about["pc_blocks"])
+    return Spectra(about["name"], about["step"], pc_blocks, raw, effective, about.get("checkpoint", ""))
 
 
 def of_source(source: str | Path, output: Path) -> Spectra:
@@ -107,11 +111,14 @@ def of_source(source: str | Path, output: Path) -> Spectra:
         )
     resolved = checkpoint.resolve()
     run = resolved.parent.parent if resolved.parent.name == "checkpoint" else resolved.parent
-    stored = output / f"{run.name}-{resolved.name}.npz"
+    name = f"{run.parent.name}-{run.name}" if run.name.startswith("seed-") else run.name  # a sweep's: LABEL/seed-N
+    stored = output / f"{name}-{resolved.name}.npz"
     newest = (checkpoint / INDEX).stat().st_mtime
     if stored.exists() and stored.stat().st_mtime > newest:
-        return load(stored)
-    spectra = compute(checkpoint, run.name)
+        spectra = load(stored)
+        if spectra.checkpoint == str(resolved):
+            return spectra
+    spectra = compute(checkpoint, name)
     save(spectra, stored)
     return spectra
 

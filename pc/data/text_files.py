@@ -67,8 +67,8 @@ def groups_of(file: str, text_column: str) -> tuple[tuple[int, int], ...]:
     with open_bytes(file) as stream:
         position = 0
         for line in stream:
-            if position == 0:
-                _text_of(line, text_column, file, 0)
+            if line.strip() and not any(rows for rows, _ in groups):
+                _text_of(line, text_column, file, position)
             while len(groups) <= position // BLOCK:
                 groups.append([0, 0])
             groups[-1][0] += bool(line.strip())

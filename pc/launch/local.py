@@ -42,7 +42,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: run.terminate())
     signal.signal(signal.SIGUSR2, lambda *_: None)
     if run.wait() == 0:
-        print(closing_words(config, folder))
+        print(closing_words(folder))
     elif processes > 1 and (reason := torchrun.last_words(folder)):
         print(reason, file=sys.stderr)  # repeated below torchrun's report
         if reason.startswith("error: "):
@@ -70,7 +70,7 @@ def fetch_demo_data(resolved: dict) -> None:
         raise UserError("the demo data could not be created (see above); to use other data: --data.path FOLDER")
 
 
-def closing_words(config: str, folder: Path) -> str:
+def closing_words(folder: Path) -> str:
     """Where the run's results are and what to try next."""
     run = state_of(folder)
     if run.state == "stopped":

@@ -64,8 +64,9 @@ def check(path: str | Path, overrides: Sequence[str], world_size: int, *, needs_
     is_valid = not report.errors
     args = _model_args(config)
     layout = _layout(report, config, world_size)
+    tokens = 0
     if layout:
-        _check_batch(report, config, layout)
+        tokens = config.training.steps * _check_batch(report, config, layout)
         if args:  # the trainer's checks, without those for CPUs, because the run may use another machine
             for finding in checks.of_layout(config, layout.dims, on_cpu=False):
                 report.fail(finding)
@@ -74,7 +75,7 @@ def check(path: str | Path, overrides: Sequence[str], world_size: int, *, needs_
         sizes = _check_model(report, config, args)
         if sizes and layout and is_valid:
             _tried(report, _check_memory, report, config, sizes, layout, folder)
-        _check_data(report, config, args.vocab_size, needs_data)
+        _check_data(report, config, args.vocab_size, needs_data, tokens)
     return report
 
 
@@ -100,10 +101,11 @@ def _layout(report: Report, config: JobConfig, world_size: int) -> Layout | None
     return _tried(report, Layout.of, config, world_size)
 
 
-def _check_batch(report: Report, config: JobConfig, layout: Layout) -> None:
+def _check_batch(report: Report, config: JobConfig, layout: Layout) -> int:
+    """Tokens per optimizer step, 0 if the batch does not divide."""
     training = config.training
     if _tried(report, lambda: layout.micro_batches) is None:
-        return
+        return 0
     report.facts += [
         (
             "batch",
@@ -113,6 +115,7 @@ def _check_batch(report: Report, config: JobConfig, layout: Layout) -> None:
         ("steps", f"{training.steps:,}, warmup {config.lr_scheduler.warmup_steps:,}"),
         ("tokens", f"{training.steps * layout.tokens / 1e9:,.4g} G"),
     ]
+    return layout.tokens
 
 
 def _check_schedule(report: Report, config: JobConfig) -> None:
@@ -186,7 +189,8 @@ def _check_memory(report: Report, config: JobConfig, sizes: memory.Sizes, layout
         )
 
 
-def _check_data(report: Report, config: JobConfig, vocab_size: int, needs_data: bool) -> None:
+def _check_data(report: Report, config: JobConfig, vocab_size: int, needs_data: bool, wanted: int) -> None:
+    """Check the data for a run over `wanted` tokens."""
     if config.data.streaming:
         report.warnings.append("data.streaming is set: the data are not checked, and resume is not exact")
         return
@@ -204,14 +208,12 @@ def _check_data(report: Report, config: JobConfig, vocab_size: int, needs_data: 
         _tried(report, require_same_tokenizer, train, validation)
     seq_len = config.training.seq_len
     if train and config.model.flavor in PAPERS_FLAVORS:
-        _check_papers_data(report, config, train)
+        _check_papers_data(report, train, wanted)
     if train:
         tokens = train.tokens("train")
         report.facts.append(("training data", f"{train.folder}: {tokens:,} tokens, tokenizer {train.tokenizer.name}"))
         if tokens <= seq_len:
             report.fail(f"{train.folder} has {tokens} training tokens, too few for seq_len {seq_len}")
-        batch = config.training.global_batch_size
-        wanted = config.training.steps * max(batch, config.training.local_batch_size) * seq_len
         if seq_len < tokens < wanted and config.model.flavor not in PAPERS_FLAVORS:
             report.warnings.append(f"the run repeats its {tokens:,} training tokens {wanted / tokens:.1f} times")
     if validation and config.validation.enable:
@@ -228,7 +230,7 @@ def _check_data(report: Report, config: JobConfig, vocab_size: int, needs_data: 
             )
 
 
-def _check_papers_data(report: Report, config: JobConfig, train: Manifest) -> None:
+def _check_papers_data(report: Report, train: Manifest, wanted: int) -> None:
     """Warn if a model of the paper's sizes would be trained on data other than the paper's."""
     file = train.folder / TOKENIZER_FOLDER / "tokenizer.model"
     if not file.is_file() or sha256_of(file) != LLAMA_2_TOKENIZER_SHA256:
@@ -236,7 +238,6 @@ def _check_papers_data(report: Report, config: JobConfig, train: Manifest) -> No
             f"{train.folder} was tokenised with {train.tokenizer.name}, the paper used Llama 2's tokenizer.model: "
             "losses per token are not comparable with the paper's, only with each other"
         )
-    wanted = config.training.steps * config.training.global_batch_size * config.training.seq_len
     if train.tokens("train") < wanted:
         report.warnings.append(
             f"the run trains on {wanted / 1e9:.1f} B tokens, {train.folder} has {train.tokens('train') / 1e9:.1f} B; "

@@ -204,7 +204,7 @@ def _shortest(path: Path) -> str:
 
 
 def _word(key: str, value: Any) -> str:
-    """`--section.key=value` as `resolve.parse_overrides` reads it; JSON's scalars and lists are TOML's."""
+    """`--section.key=value` as `toml.parse_overrides` reads it; JSON's scalars and lists are TOML's."""
     if isinstance(value, str):
         return f"--{key}={value}"
     if isinstance(value, dict):

@@ -150,9 +150,6 @@ def _parallelism(config: JobConfig, dims: ParallelDims) -> Iterator[str]:
             "parallelism.data_parallel_replicate_degree without sharding averages gradients twice in TorchTitan 0.2.2; "
             "use data_parallel_shard_degree, alone or with it"
         )
-    for kind, degree in (("expert", dims.ep), ("expert_tensor", dims.etp)):
-        if degree > 1:
-            yield f"parallelism.{kind}_parallel_degree is for mixtures of experts, and Llama 2 has none; use 1"
     if config.pc.enable and config.pc.schedule == "forward" and dims.tp > 1:
         yield 'pc.schedule = "forward" needs full weights, which tensor parallelism shards; use "step"'
     if config.parallelism.enable_async_tensor_parallel and not compiles_model(config):

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.planner import ReadItem
 
+from pc.common.run_folder import INDEX, checkpoints
 from pc.errors import UserError
 from pc.titan.checksums import Damaged, verify_files, verify_index
 
@@ -131,8 +132,7 @@ class CheckpointFolder:
             return f"{self.path}: no such checkpoint"
         if any(self.path.glob("*.distcp")):
             return f"{self.path}: incomplete checkpoint (no .metadata, which is written last); use an earlier step"
-        steps = [p.parent for pattern in ("", "checkpoint/") for p in self.path.glob(f"{pattern}step-*/.metadata")]
-        if steps:
-            newest = max(steps, key=lambda step: int(step.name.partition("-")[2]))
-            return f"{self.path}: not a checkpoint itself; the newest one in it is {newest}"
+        found = {**checkpoints(self.path), **checkpoints(self.path / "checkpoint")}
+        if complete := [step for step in found if (found[step] / INDEX).exists()]:
+            return f"{self.path}: not a checkpoint itself; the newest one in it is {found[max(complete)]}"
         return f"{self.path}: not a checkpoint (no .metadata in it)"

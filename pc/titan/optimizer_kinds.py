@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torchtitan.config import job_config as titan
 
-from pc.muon import NEWTON_SCHULZ_COEFFICIENTS, Muon
+from pc.muon import Muon
 
 
 @dataclass
@@ -26,9 +26,6 @@ class Optimizer(titan.Optimizer):
 
     muon_steps: int = 5
     """Newton-Schulz steps."""
-
-    muon_coefficients: str = "jordan2024"
-    """Name of the Newton-Schulz coefficients in `pc.muon.NEWTON_SCHULZ_COEFFICIENTS`."""
 
     muon_adjust_lr: str = "match_rms_adamw"
     """How Muon scales the learning rate with the matrix shape: "match_rms_adamw" or "original"."""
@@ -68,7 +65,6 @@ def _muon(parameters: list[nn.Parameter], config: Optimizer) -> torch.optim.Opti
         weight_decay=config.weight_decay,
         momentum=config.muon_momentum,
         nesterov=config.muon_nesterov,
-        ns_coefficients=NEWTON_SCHULZ_COEFFICIENTS[config.muon_coefficients],
         ns_steps=config.muon_steps,
         adjust_lr_fn=config.muon_adjust_lr,
     )
@@ -81,10 +77,7 @@ KINDS: dict[str, Kind] = {
         states=1,
         obeys_found_inf=lambda _: True,
         ranges={"muon_momentum": (0, 0.999999), "muon_steps": (1, 100)},
-        choices={
-            "muon_coefficients": tuple(NEWTON_SCHULZ_COEFFICIENTS),
-            "muon_adjust_lr": ("match_rms_adamw", "original"),
-        },
+        choices={"muon_adjust_lr": ("match_rms_adamw", "original")},
     ),
 }
 """{optimizer.name: Kind}; the lower-case names are those of the optimizer states in a checkpoint."""

@@ -44,8 +44,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "parallelism.context_parallel_degree": (1, MANY),
     "parallelism.data_parallel_replicate_degree": (1, MANY),
     "parallelism.data_parallel_shard_degree": (-1, MANY),
-    "parallelism.expert_parallel_degree": (1, MANY),
-    "parallelism.expert_tensor_parallel_degree": (1, MANY),
+    "parallelism.expert_parallel_degree": (1, 1),  # for mixtures of experts; Llama 2 has none
+    "parallelism.expert_tensor_parallel_degree": (1, 1),
     "parallelism.pipeline_parallel_degree": (1, MANY),
     "parallelism.pipeline_parallel_first_stage_less_layers": (0, 1000),
     "parallelism.pipeline_parallel_last_stage_less_layers": (0, 1000),

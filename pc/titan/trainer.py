@@ -29,7 +29,7 @@ from pc.common.run_folder import write_state
 from pc.errors import UserError
 from pc.owner import local
 from pc.start import preserve
-from pc.titan import cpu, fingerprint, fsdp_sync, hangs
+from pc.titan import cpu, fingerprint, fsdp_sync, hangs, ranges
 from pc.titan.agreement import identity, require_agreement
 from pc.titan.checkpoint import Checkpoints
 from pc.titan.checks import check
@@ -88,7 +88,8 @@ class PCTrainer(torchtitan.train.Trainer):
         except AssertionError as error:
             p = self.job_config.parallelism
             raise UserError(
-                f"parallelism: degrees replicate {p.data_parallel_replicate_degree} x shard "
+                next(ranges.findings(self.job_config), "")
+                or f"parallelism: degrees replicate {p.data_parallel_replicate_degree} x shard "
                 f"{p.data_parallel_shard_degree} x context {p.context_parallel_degree} x tensor "
                 f"{p.tensor_parallel_degree} x pipeline {p.pipeline_parallel_degree} do not equal "
                 f"{dist.get_world_size()} ranks"

