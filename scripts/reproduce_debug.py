@@ -23,6 +23,7 @@ MAIN = {name: f"{OUT}/main/{name}" for name in ("adamw_baseline", "adamw_pc", "m
 ADAMW, MUON = ([MAIN[f"{name}_baseline"], MAIN[f"{name}_pc"]] for name in ("adamw", "muon"))
 BASELINES = [MAIN["adamw_baseline"], MAIN["muon_baseline"]]
 LAST = "checkpoint/step-12"
+YES_NO = ("true", "false")
 
 
 def sweeps(*names: str) -> list[str]:
@@ -53,7 +54,12 @@ def rows(evals: str) -> dict[str, list[list[str]]]:
         "spectra-muon": [["scripts/spectra.py", *MUON, "--output", f"{OUT}/figures/spectra-muon"]],
         "levels": [bars("pc_level", *BASELINES)],
         "blocks": [bars("pc_blocks", *BASELINES)],
-        "recovery": [bars("recovery_gamma", MAIN["adamw_baseline"])],
+        "recovery": [
+            bars("recovery_gamma", MAIN["adamw_baseline"]),
+            ["scripts/curves.py", MAIN["adamw_baseline"]]
+            + [f"{OUT}/recovery_gamma/norm_recovery-{r}_learnable_gamma-{g}" for r in YES_NO for g in YES_NO]
+            + ["--output", f"{OUT}/figures/recovery"],
+        ],
         "gamma-spikes": [
             ["scripts/curves.py", MAIN["adamw_pc"], f"{OUT}/no_gamma/learnable_gamma-false"]
             + ["--output", f"{OUT}/figures/gamma-spikes"]

@@ -1,7 +1,7 @@
 """Check a config on the login node, then queue its training and, with --score, its scoring.
 
 python scripts/slurm/submit.py CONFIG.toml [--gpus-per-node 8] [--nodes 1] [--score="--data DIR"]
-                               [--sbatch "--partition=main --time=8:00:00"] [--section.key value ...]
+                               [--sbatch="--partition=main --time=8:00:00"] [--section.key value ...]
 """
 
 import argparse
