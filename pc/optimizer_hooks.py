@@ -4,6 +4,7 @@ Torch's global hooks run around the steps of all optimizers, also of copied and 
 compare the optimizer's parameters with their own, so a training loop does not have to register anything.
 """
 
+from functools import cache
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -27,7 +28,6 @@ _schedules: "WeakKeyDictionary[Observer, None]" = WeakKeyDictionary()
 _layers: "WeakKeyDictionary[Observer, None]" = WeakKeyDictionary()
 _began: "WeakKeyDictionary[Optimizer, int]" = WeakKeyDictionary()
 _last_step = 0
-_registered = False
 
 
 def observe_as_schedule(observer: Observer) -> None:
@@ -56,12 +56,10 @@ def now() -> int:
     return _last_step
 
 
+@cache
 def _register() -> None:
-    global _registered
-    if not _registered:
-        register_optimizer_step_pre_hook(_before)
-        register_optimizer_step_post_hook(_after)
-        _registered = True
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_after)
 
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -17,7 +17,7 @@ from pc.sweep import equal_runs
 from pc.sweep.results import collect, status_text
 from pc.sweep.run import run_all
 from pc.sweep.select import select
-from pc.sweep.spec import load, tokens_of
+from pc.sweep.spec import load
 from pc.sweep.submit import submit
 
 
@@ -75,11 +75,11 @@ def main() -> None:
 
 def _cost(run: Run, processes: int, tflops: float, tokens_per_second: float | None) -> tuple[int, float]:
     """Tokens of a run and seconds of one GPU."""
-    tokens = tokens_of(run, processes)
-    if tokens_per_second:
-        return tokens, tokens / tokens_per_second
     plan = cost.Plan(run.config, run.overrides, processes)
     step = plan.step_cost()
+    tokens = plan.config.training.steps * step.tokens
+    if tokens_per_second:
+        return tokens, tokens / tokens_per_second
     operations = step.model + (step.pc_step if plan.config.pc.enable else 0)
     return tokens, tokens / step.tokens * operations / (1e12 * tflops)
 

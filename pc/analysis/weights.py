@@ -1,6 +1,5 @@
 """Raw and effective weights of the block's linear layers, from a training checkpoint."""
 
-import json
 import re
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from pc.config import PCConfig
 from pc.errors import UserError
 from pc.linear import block_of, effective_weight
 from pc.titan.distcp import CheckpointFolder
-from pc.titan.fingerprint import pc_config
+from pc.titan.fingerprint import method_of, pc_config
 
 
 class LinearWeights:
@@ -33,9 +32,7 @@ class LinearWeights:
         self.linears = sorted((name for name in names if block_of(name)), key=lambda n: (int(n.split(".")[1]), n))
         if not self.linears:
             raise UserError(f"{folder}: holds no linear layers of a Llama; is it a checkpoint of this trainer?")
-        self.fingerprint: dict = {}
-        if "method.fingerprint" in self._keys:
-            self.fingerprint = json.loads(self._folder.read_value("method.fingerprint"))
+        self.fingerprint = method_of(self._folder)
 
     def has_pc(self, linear: str) -> bool:
         """Whether the layer's weight is preconditioned."""

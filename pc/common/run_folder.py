@@ -6,7 +6,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -223,12 +223,6 @@ def _unique_names(folders: list[Path]) -> list[str]:
         if len(set(names)) == len(names) or depth > 20:
             return names
         depth += 1
-
-
-def tail(file: Path, lines: int = 1) -> Iterator[str]:
-    """The last non-empty lines of a log."""
-    text = file.read_text(errors="replace") if file.exists() else ""
-    yield from [line.strip() for line in text.splitlines() if line.strip()][-lines:]
 
 
 def time_left(steps: Sequence[int], times: Sequence[float], last: int) -> str:

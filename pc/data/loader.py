@@ -69,7 +69,31 @@ class Sequences(Dataset):
         return {"input": torch.from_numpy(inputs)}, torch.from_numpy(labels)
 
 
-class GlobalOrderLoader(Stateful):
+class Resumable(Stateful):
+    """A loader whose state is its position, and the settings under which a position means the same sequence."""
+
+    position: int
+    """sequences used by all ranks so far"""
+    identity: dict[str, str | int]
+
+    def state_dict(self) -> dict[str, int | str]:
+        return {"position": self.position, "identity": json.dumps(self.identity, sort_keys=True)}
+
+    def load_state_dict(self, state_dict: dict[str, int | str]) -> None:
+        """Raises UserError if a setting differs; {} leaves the loader at its start."""
+        if not state_dict:
+            return
+        saved = json.loads(state_dict["identity"])
+        for key, here in self.identity.items():
+            if saved.get(key) != here:
+                raise UserError(
+                    f"the checkpoint was made with {key} = {saved.get(key)}, this run has {here}: it "
+                    "cannot continue with the next sequence; restore the setting or start a new run"
+                )
+        self.position = state_dict["position"]
+
+
+class GlobalOrderLoader(Resumable):
     """Iterates over batches; its state is the global position. Create it with `build_dataloader`.
 
     Every `iter()` continues from `position`, or starts at 0 with `restart`.
@@ -109,15 +133,8 @@ class GlobalOrderLoader(Stateful):
         if self.restart:
             self.position = 0
         step = self.local_batch_size * self.dp_world_size
-        plan = _RankPositions(
-            self.position,
-            self.dp_rank * self.local_batch_size,
-            self.local_batch_size,
-            step,
-            self._micro_batches_left(step),
-            self.skip,
-        )
-        for batch in DataLoader(self.sequences, batch_size=None, sampler=plan, **self._worker_settings):
+        positions = self._positions(step)
+        for batch in DataLoader(self.sequences, batch_size=None, sampler=positions, **self._worker_settings):
             if isinstance(batch, UserError):
                 raise batch
             self._advance(step)
@@ -125,10 +142,13 @@ class GlobalOrderLoader(Stateful):
         if not self.restart and self.dp_rank == 0:
             logger.warning(f"The data are exhausted: all {self.sequences.limit:,} sequences have been used.")
 
-    def _micro_batches_left(self, step: int) -> int | None:
-        if self.sequences.limit is None:
-            return None
-        return -(-max(0, self.sequences.limit - self.position) // step)
+    def _positions(self, step: int) -> Iterator[list[int]]:
+        """This rank's positions in each micro-batch; all ranks together use `step` of them."""
+        position, limit = self.position, self.sequences.limit
+        while limit is None or position < limit:
+            first = advance(position, self.dp_rank * self.local_batch_size, self.skip)
+            yield [advance(first, row + 1, self.skip) - 1 for row in range(self.local_batch_size)]
+            position = advance(position, step, self.skip)
 
     def _advance(self, step: int) -> None:
         epoch = self.position // self.sequences.length
@@ -140,38 +160,6 @@ class GlobalOrderLoader(Stateful):
                 f"Epoch {epoch + 1} of the data is over after {self.sequences.length:,} sequences; "
                 "the next epoch uses the same documents in another order."
             )
-
-    def state_dict(self) -> dict[str, int | str]:
-        """position: sequences used by all ranks so far. identity: settings that define the order, as JSON."""
-        return {"position": self.position, "identity": json.dumps(self.identity, sort_keys=True)}
-
-    def load_state_dict(self, state_dict: dict[str, int | str]) -> None:
-        if not state_dict:
-            return
-        saved = json.loads(state_dict["identity"])
-        for key, here in self.identity.items():
-            if saved.get(key) != here:
-                raise UserError(
-                    f"the checkpoint was made with {key} = {saved.get(key)}, this run has {here}: it "
-                    "cannot continue with the next sequence; restore the setting or start a new run"
-                )
-        self.position = state_dict["position"]
-
-
-class _RankPositions:
-    """One rank's positions per micro-batch: `size` of `step` positions, starting at `offset`; count None = endless."""
-
-    def __init__(self, position: int, offset: int, size: int, step: int, count: int | None, skip: Sequence[range]):
-        self.position, self.offset, self.size, self.step = position, offset, size, step
-        self.count, self.skip = count, skip
-
-    def __iter__(self) -> Iterator[list[int]]:
-        number, position = 0, self.position
-        while self.count is None or number < self.count:
-            first = advance(position, self.offset, self.skip)
-            yield [advance(first, row + 1, self.skip) - 1 for row in range(self.size)]
-            position = advance(position, self.step, self.skip)
-            number += 1
 
 
 def advance(position: int, count: int, skip: Sequence[range]) -> int:

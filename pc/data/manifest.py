@@ -4,7 +4,7 @@ It is written last, so a folder with a manifest is complete.
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import get_type_hints
 
@@ -47,14 +47,7 @@ class TokenizerRecord:
 
     @staticmethod
     def of(tokenizer: Tokenizer) -> "TokenizerRecord":
-        return TokenizerRecord(
-            tokenizer.name,
-            tokenizer.kind,
-            tokenizer.sha256,
-            tokenizer.vocab_size,
-            tokenizer.bos_id,
-            tokenizer.eos_id,
-        )
+        return TokenizerRecord(**{field.name: getattr(tokenizer, field.name) for field in fields(TokenizerRecord)})
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,15 @@ split, and only a thousand documents at a time are shuffled. `PROMISE`, which is
 """
 
 import itertools
-import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.stateful import Stateful
 
 from pc.data.encoding import Encoder
-from pc.data.loader import Batch
+from pc.data.loader import Batch, Resumable
 from pc.data.shards import smallest_dtype
 from pc.data.tokenizers import DEFAULT_TOKENIZER, load_tokenizer
 from pc.errors import UserError
@@ -32,7 +30,7 @@ PROMISE = (
 )
 
 
-class StreamingLoader(Stateful):
+class StreamingLoader(Resumable):
     """Created by `build_streaming_dataloader`; its state is the global position in sequences."""
 
     def __init__(
@@ -104,21 +102,6 @@ class StreamingLoader(Stateful):
                 raise UserError(f"{self.dataset} has no column 'text'; it has {', '.join(rows)}")
             order = np.random.default_rng([self.seed, epoch, number]).permutation(len(rows["text"]))
             yield [rows["text"][i] or "" for i in order]
-
-    def state_dict(self) -> dict[str, int | str]:
-        return {"position": self.position, "identity": json.dumps(self.identity, sort_keys=True)}
-
-    def load_state_dict(self, state_dict: dict[str, int | str]) -> None:
-        if not state_dict:
-            return
-        saved = json.loads(state_dict["identity"])
-        for key, here in self.identity.items():
-            if saved.get(key) != here:
-                raise UserError(
-                    f"the checkpoint was made with {key} = {saved.get(key)}, this run has {here}; a stream "
-                    "cannot resume with another value"
-                )
-        self.position = state_dict["position"]
 
 
 def build_streaming_dataloader(

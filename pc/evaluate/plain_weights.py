@@ -1,6 +1,5 @@
 """A checkpoint of a run as the weights of a plain Llama: PC evaluated, every tensor accounted for."""
 
-import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -57,7 +56,7 @@ def load(path: str | Path) -> RunCheckpoint:
         model = Transformer(args)
     plain = {key: tensor.shape for key, tensor in model.state_dict().items()}
     shapes = folder.shapes()
-    method = json.loads(folder.read_value("method.fingerprint")) if "method.fingerprint" in shapes else {}
+    method = fingerprint.method_of(folder)
     pc_section = PC(**config.get("pc", {}))
     pc_config = fingerprint.pc_config(method, pc_section.to_pc_config()) if method.get("enable") else None
     forward = pc_config is not None and pc_config.schedule == "forward"

@@ -254,9 +254,8 @@ def _manifest(report: Report, key: str, path: str, needs_data: bool) -> Manifest
         return None
 
 
-def check_or_raise(path: str | Path, overrides: Sequence[str], world_size: int) -> Report:
+def check_or_raise(path: str | Path, overrides: Sequence[str], world_size: int) -> None:
     """Like `check`, for launchers: raises one `UserError` with all errors."""
     report = check(path, overrides, world_size)
     if report.errors:
         raise UserError(f"{path}: " + "\nerror: ".join(report.errors))
-    return report

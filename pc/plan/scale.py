@@ -140,8 +140,6 @@ class Scale:
     over_fair_share: float
     """its PC FLOPs relative to an equal share in its replica"""
     flops: int
-    most_flops: int
-    """PC FLOPs of the most expensive matrix"""
     materialise: list[AllToAll]
     pull_back: list[AllToAll]
     peak: int
@@ -204,7 +202,6 @@ def simulate(path: str | Path, overrides: Sequence[str], world_size: int, replic
         busiest=owner_of.count(busiest),
         over_fair_share=counter.get_total_flops() / (sum(flops) / owners),
         flops=counter.get_total_flops(),
-        most_flops=max(flops),
         materialise=counts.all_to_alls[:materialise],
         pull_back=counts.all_to_alls[materialise:],
         peak=counts.peak,

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-from pc.common.run_folder import lock, newest_step, read_log, state_of, tail, time_left, write_failure
+from pc.common.run_folder import lock, newest_step, read_log, state_of, time_left, write_failure
 from pc.errors import UserError
 from pc.launch import torchrun
 from pc.launch.local import fetch_demo_data
@@ -79,8 +79,8 @@ def train(run: Run, held: TextIO, processes: int, label: str) -> None:
             )
         _wait(trainer, run, label)
     if trainer.returncode != 0 and state_of(run.folder).state != "failed":
-        last_words = " ".join(tail(log)) or "no output"
-        write_failure(run.folder, f"status {trainer.returncode}: {last_words[:300]}")
+        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        write_failure(run.folder, f"status {trainer.returncode}: {(lines or ['no output'])[-1][:300]}")
     state = state_of(run.folder)
     print(f"{label}: {state.state} at step {state.step} {state.reason}".rstrip(), flush=True)
 

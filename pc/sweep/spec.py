@@ -20,8 +20,7 @@ from pc.common.files import write_atomically
 from pc.errors import UserError
 from pc.launch.run import Run
 from pc.titan.config import JobConfig
-from pc.titan.layout import Layout
-from pc.titan.toml import resolve, to_config
+from pc.titan.toml import resolve
 
 
 @dataclass
@@ -128,12 +127,6 @@ def begin(sweep: Sweep) -> Path:
     listed = [now.pop(entry["name"], entry) for entry in before] + list(now.values())
     write_atomically(destination, json.dumps({"runs": listed}, indent=1) + "\n")
     return destination
-
-
-def tokens_of(run: Run, processes: int) -> int:
-    """Tokens that the run trains on."""
-    config = to_config(resolve(run.config, run.overrides, JobConfig), JobConfig)
-    return config.training.steps * Layout.of(config, processes).tokens
 
 
 def label(settings: dict[str, Any]) -> str:

@@ -51,24 +51,23 @@ def pc_config(settings: dict[str, Any], like: PCConfig) -> PCConfig:
     return replace(like, **{key: value for key, value in settings.items() if key in PCConfig.__dataclass_fields__})
 
 
-def read_fingerprint(checkpoint: str | Path) -> str:
-    """The fingerprint of a checkpoint folder whose checksums the caller has verified.
+def method_of(folder: CheckpointFolder) -> dict[str, Any]:
+    """The settings in a checkpoint's fingerprint ("enable", "level", "blocks", ...); {} if it has none."""
+    key = "method.fingerprint"
+    return json.loads(folder.read_value(key)) if key in folder.shapes() else {}
 
-    Raises:
-        UserError: the checkpoint has none, or is incomplete.
+
+def require(checkpoint: str | Path, pc: PC) -> None:
+    """Raise a `UserError` that names what differs if the checkpoint's PC settings differ from `pc`.
+
+    The caller has verified the checksums.
     """
-    folder = CheckpointFolder(checkpoint, verified=True)
-    if "method.fingerprint" not in folder.shapes():
+    saved, ours = method_of(CheckpointFolder(checkpoint, verified=True)), json.loads(fingerprint(pc))
+    if not saved:
         raise UserError(
             f"{checkpoint} has no method fingerprint, so this trainer did not write it "
             "(to start from plain weights: --checkpoint.initial_load_path)"
         )
-    return folder.read_value("method.fingerprint")
-
-
-def require(checkpoint: str | Path, pc: PC) -> None:
-    """Raise a `UserError` that names what differs if the checkpoint's PC settings differ from `pc`."""
-    saved, ours = json.loads(read_fingerprint(checkpoint)), json.loads(fingerprint(pc))
     if saved.get("enable") != ours.get("enable"):
         differing = ["enable"]
     else:
@@ -112,10 +111,7 @@ def require_plain_weights(checkpoint: str | Path) -> None:
 
     The caller has verified the checksums.
     """
-    folder = CheckpointFolder(checkpoint, verified=True)
-    if "method.fingerprint" not in folder.shapes():
-        return
-    if json.loads(folder.read_value("method.fingerprint")).get("schedule") == "forward":
+    if method_of(CheckpointFolder(checkpoint, verified=True)).get("schedule") == "forward":
         raise UserError(
             f'checkpoint.initial_load_path = {checkpoint} holds raw weights, not PC(W) (schedule "forward"); '
             "export it with scripts/export_hf.py and start from the export with checkpoint.initial_load_in_hf = true"

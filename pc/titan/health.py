@@ -15,12 +15,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from pc.attach import matches
 from pc.config import BLOCK_SUFFIXES, PCConfig
 from pc.linear import block_of, clean_name, effective_weight, named_pc_linears
-from pc.owner import local, run_on_owners
+from pc.owner import local, run_on_owners, sharding_dimensions
 from pc.spectral import modified_condition_number, singular_values, spectral_norm, spectral_norm_estimate
 from pc.step import StepSchedule
 from pc.titan.activations import COUNT, LARGEST, PARTS, SUM_OF_SQUARES, OutputSizes
@@ -129,7 +128,8 @@ class HealthMetrics:
         for model in self._model_parts:
             for name, parameter in model.named_parameters():
                 tensor = raws.get(clean_name(name), parameter)
-                squares += local(tensor).norm().double().square() * _num_shards(tensor) / self._num_stage_ranks
+                shards = math.prod(tensor.device_mesh.size(d) for d in sharding_dimensions(tensor))
+                squares += local(tensor).norm().double().square() * shards / self._num_stage_ranks
         gammas, squares = _reduce(gammas), _reduce(squares)
         metrics = {"norm/weight": math.sqrt(squares.item())}
         for name, (value, copies) in self._cells(gammas):
@@ -227,15 +227,6 @@ def _reduce(tensor: Tensor, operation=dist.ReduceOp.SUM) -> Tensor:
     if dist.is_initialized():
         dist.all_reduce(tensor, operation)
     return tensor
-
-
-def _num_shards(tensor: Tensor) -> int:
-    """Number of ranks that one copy of the tensor is sharded over."""
-    if not isinstance(tensor, DTensor):
-        return 1
-    return math.prod(
-        tensor.device_mesh.size(i) for i, placement in enumerate(tensor.placements) if not placement.is_replicate()
-    )
 
 
 def _spectral(key: PCConfig | None, weight: Tensor, *rest: Tensor) -> tuple[Tensor]:

@@ -37,8 +37,10 @@ def resolve(path: str | Path, overrides: Sequence[str], config_class: type) -> d
         {section: {key: value}} of the keys that are set, without the defaults of `config_class`.
     """
     resolved: dict[str, Any] = {}
-    for _, values in reversed(_read_chain(Path(path), config_class)):
-        _merge(resolved, values, config_class)
+    for file, content in reversed(list(_read_bytes_of_chain(Path(path)))):
+        values = _parse_toml(file, content)
+        values.pop(PARENT, None)
+        _merge(resolved, _checked_section(values, config_class, (), config_class, str(file)), config_class)
     _merge(resolved, parse_overrides(overrides, config_class), config_class)
     return resolved
 
@@ -84,11 +86,6 @@ def dump_folder(path: str | Path, resolved: dict[str, Any]) -> Path:
     return Path(resolved.get("job", {}).get("dump_folder") or Path("outputs") / Path(path).stem)
 
 
-def chain(path: str | Path) -> list[Path]:
-    """The file, its parent, the parent's parent, and so on."""
-    return [file for file, _ in _read_bytes_of_chain(Path(path))]
-
-
 def parse_overrides(overrides: Sequence[str], config_class: type) -> dict[str, Any]:
     """Command-line arguments as {section: {key: value}}, with the types of the fields of `config_class`.
 
@@ -120,16 +117,6 @@ def parse_overrides(overrides: Sequence[str], config_class: type) -> dict[str, A
             section = section.setdefault(key, {})
         section[keys[-1]] = value
     return parsed
-
-
-def _read_chain(path: Path, config_class: type) -> list[tuple[Path, dict[str, Any]]]:
-    """(file, its own checked values) of `path` and each ancestor."""
-    files = []
-    for file, content in _read_bytes_of_chain(path):
-        values = _parse_toml(file, content)
-        values.pop(PARENT, None)
-        files.append((file, _checked_section(values, config_class, (), config_class, str(file))))
-    return files
 
 
 def _read_bytes_of_chain(path: Path) -> Iterator[tuple[Path, bytes]]:

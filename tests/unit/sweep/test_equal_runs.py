@@ -12,7 +12,7 @@ from pc.launch.slurm import Allocation
 from pc.sweep import equal_runs
 from pc.sweep.results import status_text
 from pc.sweep.run import run_all
-from pc.sweep.spec import load, tokens_of
+from pc.sweep.spec import load
 from pc.sweep.submit import submit
 from pc.titan.config import JobConfig
 from pc.titan.toml import resolve, write_resolved
@@ -95,7 +95,7 @@ def test_baselines_do_not_differ_in_what_pc_would_do(folder):
 def test_equal_runs_of_two_sweeps_and_of_a_config_are_trained_once(folder, trained, capsys):
     finish("pc.toml", ["--pc.level=3"], folder / "outputs" / "by-hand")
     sweeps = [load("level.toml"), load("blocks.toml")]
-    text = equal_runs.plan_text(sweeps, lambda run: (tokens_of(run, 1), 36000.0))
+    text = equal_runs.plan_text(sweeps, lambda run: (1000, 36000.0))
     assert "level/level-3" in text and "finished as outputs/by-hand" in text
     assert "equal to outputs/sweeps/level/level-4" in text
     counts = [line.split()[0] for line in text.splitlines()[-3:]]
