@@ -53,7 +53,7 @@ def _thin(line: dict) -> dict:
         values = [value for key, value in line.items() if key.startswith(prefix) and value is not None]
         if values:
             kept[prefix + "max"] = max(values)
-    return {key: round(value, 5) if isinstance(value, float) else value for key, value in kept.items()}
+    return {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in kept.items()}
 
 
 @dataclass
