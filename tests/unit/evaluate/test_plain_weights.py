@@ -3,10 +3,12 @@
 import json
 import pickle
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -150,6 +152,30 @@ def test_index_is_not_executed(copied, tmp_path):
     with pytest.raises(UserError, match="builtins.exec does not belong"):
         plain_weights.load(copied)
     assert not (tmp_path / "executed").exists()
+
+
+def test_an_index_written_by_python_3_11_2_is_read(copied):
+    """It pickles the member of an enum as a call of getattr; no other getattr is allowed."""
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, value):
+            if isinstance(value, _MEM_FORMAT_ENCODING):
+                return getattr, (_MEM_FORMAT_ENCODING, value.name)
+            return NotImplemented
+
+    class Attack:
+        def __reduce__(self):
+            return getattr, (Path, "unlink")
+
+    index = pickle.loads((copied / ".metadata").read_bytes())
+    expected = CheckpointFolder(copied).shapes()
+    with open(copied / ".metadata", "wb") as file:
+        Pickler(file).dump(index)
+    assert b"getattr" in (copied / ".metadata").read_bytes()
+    assert CheckpointFolder(copied).shapes() == expected
+    (copied / ".metadata").write_bytes(pickle.dumps(Attack()))
+    with pytest.raises(UserError, match="getattr of <class 'pathlib.Path'> does not belong"):
+        plain_weights.load(copied)
 
 
 def test_index_is_garbage(copied):
