@@ -37,10 +37,13 @@ def resolve(path: str | Path, overrides: Sequence[str], config_class: type) -> d
         {section: {key: value}} of the keys that are set, without the defaults of `config_class`.
     """
     resolved: dict[str, Any] = {}
-    for file, content in reversed(list(_read_bytes_of_chain(Path(path)))):
+    checked = []
+    for file, content in _read_bytes_of_chain(Path(path)):  # the file itself first: its mistakes are reported first
         values = _parse_toml(file, content)
         values.pop(PARENT, None)
-        _merge(resolved, _checked_section(values, config_class, (), config_class, str(file)), config_class)
+        checked.append(_checked_section(values, config_class, (), config_class, str(file)))
+    for values in reversed(checked):
+        _merge(resolved, values, config_class)
     _merge(resolved, parse_overrides(overrides, config_class), config_class)
     return resolved
 
