@@ -246,13 +246,14 @@ def _estimate_error(runs: Sequence[RunLog], place: int) -> str:
 
 def plot(arms: Sequence[Arm], path: Path) -> Path:
     """Final loss against learning rate, and validation loss against tokens at each arm's best rate."""
-    figure, (left, right) = subplots(1, 2, width=4.2, height=3.2)
+    figure, (left, right) = subplots(1, 2, width=4.2, height=3.8)
     for i, arm in enumerate(arms):
         rates = sorted(rate for rate in arm.runs if rate is not None)
         chosen_by = [arm.loss(rate, arm.first_seed) for rate in rates]
-        left.plot(rates, chosen_by, color=f"C{i}", linewidth=1, label=arm.name)
+        left.plot(rates, chosen_by, color=f"C{i}", linewidth=1)
         for rate in rates:
             left.plot([rate] * len(arm.runs[rate]), [arm.loss(rate, s) for s in arm.runs[rate]], ".", color=f"C{i}")
+        chosen = value_label(arm.best_rate) if arm.best_rate else ""
         for number, run in enumerate(arm.judged(arm.best_rate).values()):
             series = run.series(VALIDATION)
             late = [k for k, tokens in enumerate(series.tokens) if tokens >= series.tokens[-1] / 5]
@@ -261,7 +262,7 @@ def plot(arms: Sequence[Arm], path: Path) -> Path:
                 [series.values[k] for k in late],
                 color=f"C{i}",
                 linewidth=1,
-                label=f"{arm.name}, {value_label(arm.best_rate)}" if number == 0 and arm.best_rate else None,
+                label=", ".join(filter(None, (arm.name, chosen))) if number == 0 else None,
             )
     rates = sorted({rate for arm in arms for rate in arm.runs if rate is not None})
     if rates:
@@ -269,12 +270,10 @@ def plot(arms: Sequence[Arm], path: Path) -> Path:
         left.set_xticks(rates, [value_label(rate) for rate in rates], rotation=45)
         left.minorticks_off()
     left.set_xlabel("peak learning rate")
-    left.set_ylabel("final validation loss (nats per token)")
+    left.set_ylabel("final validation loss (nats)")
     label_tokens(right)
-    right.set_ylabel("validation loss (nats per token)")
-    for axes in (left, right):
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=7)
+    right.set_ylabel("validation loss (nats)")
+    figure.legend(loc="outside lower center", ncols=2, fontsize=7, frameon=False)
     return save(figure, path)
 
 
