@@ -196,6 +196,7 @@ def _refused(rank, config, overrides):
     "overrides, sentence",
     [
         (["--parallelism.tensor_parallel_degree", "3"], "parallelism: degrees replicate 1 x shard -1 x context 1 x tensor 3 x pipeline 1 do not equal 2 ranks"),
+        (["--parallelism.expert_parallel_degree", "0"], "parallelism.expert_parallel_degree = 0 should be at least 1"),
         ([*PP2, "--parallelism.pipeline_parallel_schedule", "2F2B"], "Unknown schedule name '2F2B'"),
         ([*PP2, "--parallelism.pipeline_parallel_layers_per_stage", "1"], "parallelism (pipeline)"),
     ],
