@@ -205,6 +205,20 @@ def read_log(path: str | Path) -> RunLog:
     return RunLog(name=file.resolve().parent.name, file=file, lines=lines)
 
 
+def set_aside_metrics(run: Path, step: int) -> None:
+    """Move the lines of metrics.jsonl after `step` to metrics.abandoned.jsonl; another branch replaces these steps."""
+    file = run / METRICS
+    if not file.exists():
+        return
+    kept, abandoned = [], []
+    for line in file.read_text().splitlines(keepends=True):
+        if line.endswith("\n"):  # a crash may have cut the last line short
+            (kept if json.loads(line)["step"] <= step else abandoned).append(line)
+    with open(file.with_suffix(".abandoned.jsonl"), "a") as other:
+        other.writelines(abandoned)
+    write_atomically(file, "".join(kept))
+
+
 def read_logs(paths: Sequence[str | Path]) -> list[RunLog]:
     """Several runs with unique names: as much of each folder's path as is needed."""
     logs = [read_log(path) for path in paths]

@@ -25,7 +25,7 @@ from torchtitan.tools.logging import logger
 
 from pc import data
 from pc.common.files import write_atomically
-from pc.common.run_folder import write_state
+from pc.common.run_folder import set_aside_metrics, write_state
 from pc.errors import UserError
 from pc.owner import local
 from pc.start import preserve
@@ -255,6 +255,7 @@ class PCTrainer(torchtitan.train.Trainer):
             if load_step != -1:
                 checkpointer.go_back(step)
                 if dist.get_rank() == 0:
+                    set_aside_metrics(Path(self._folder), step)
                     write_atomically(self._went_back, json.dumps(self._branch))
         elif checkpointer.initial_load_in_hf:
             self.require_start_folder(start or self.job_config.model.hf_assets_path)

@@ -295,6 +295,9 @@ def test_an_abandoned_branch_is_not_taken_up_again(tiny_config):
 
     run_ranks(2, _train_in_job, config, [*back, "--training.steps", "3"], "7")
     assert steps() == ["step-2", "step-3"] and steps("checkpoint.abandoned") == ["step-4", "step-6"]
+    assert tiny.metrics(folder, "step") == [1, 2, 3]
+    abandoned = (folder / "metrics.abandoned.jsonl").read_text().splitlines()
+    assert {json.loads(line)["step"] for line in abandoned} == {3, 4, 5, 6}
     (folder / "metrics.jsonl").unlink()
     requeued = run_ranks(2, _train_in_job, config, back, "7")[0]  # from step 3
     assert len(tiny.metrics(folder)) == 3 and steps() == ["step-2", "step-3", "step-4", "step-6"]
