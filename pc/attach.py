@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pc.config import BLOCK_GROUPS, BLOCK_SUFFIXES, PCConfig
 from pc.errors import UserError
 from pc.forward import refresh
-from pc.linear import PCLinear, block_of, clean_name, effective_weight, named_pc_linears
+from pc.linear import PCLinear, block_of, clean_name, effective_weight, named_pc_linears, refuse_shared_weights
 
 
 def matches(entry: str, name: str) -> bool:
@@ -36,9 +36,10 @@ def attach(model: nn.Module, config: PCConfig, preserve: bool = False) -> nn.Mod
             trained weights. Otherwise the current weight becomes W.
 
     Raises:
-        UserError: an entry matches nothing, a match is not an `nn.Linear`, a layer is matched twice, a weight is shared
-            with another layer, or the model is already wrapped; with `preserve`, weights on the meta device, a map
-            with g(1) other than 1, or no norm recovery.
+        UserError: an entry matches nothing, a match is not an `nn.Linear` with a weight of its own, a layer is matched
+            twice, a weight is shared with another layer, or the model is already wrapped; in schedule "forward", a
+            layer of a module that reads its weight without calling it; with `preserve`, weights on the meta device, a
+            map with g(1) other than 1, or no norm recovery.
     """
     modules = dict(model.named_modules())
     _refuse_wrapped(modules)
@@ -52,10 +53,18 @@ def attach(model: nn.Module, config: PCConfig, preserve: bool = False) -> nn.Mod
                 raise UserError(f"pc.blocks: {name} already has PC; call pc.attach only once")
             if not isinstance(modules[name], nn.Linear):
                 raise UserError(f"pc.blocks: {entry!r} matches {name}, a {type(modules[name]).__name__}, not nn.Linear")
+            _refuse_unusable(modules, name, config.schedule)
             if name in chosen:
                 raise UserError(f"pc.blocks: {entry!r} matches {name}, which an earlier entry matches too")
             chosen[name] = config.for_block(entry)
-    _refuse_shared_weights(modules, chosen)
+    refuse_shared_weights(model, [clean_name(name) for name in chosen])
+    on_meta = any(p.device.type == "meta" for p in model.parameters())
+    if preserve and on_meta:
+        raise UserError("pc.attach(preserve=True) needs weights; on the meta device, call pc.preserve once they exist")
+    start = import_module("pc.start") if preserve else None  # it imports torch.distributed.tensor, which takes a while
+    if start:
+        for layer_config in chosen.values():
+            start.require_possible(layer_config)
     _replace(
         model,
         {
@@ -63,16 +72,13 @@ def attach(model: nn.Module, config: PCConfig, preserve: bool = False) -> nn.Mod
             for name, layer_config in chosen.items()
         },
     )
-    on_meta = any(p.device.type == "meta" for p in model.parameters())
-    if preserve and on_meta:
-        raise UserError("pc.attach(preserve=True) needs weights; on the meta device, call pc.preserve once they exist")
     if config.schedule == "step":
         # The forward pass does not use gammas, so DDP would wait for their gradients forever: `pull_back` sets them.
         gammas = [f"{name}.gamma" for name in chosen if model.get_submodule(name).gamma is not None]
         ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*ignored, *gammas])
-    if preserve:
-        import_module("pc.start").preserve(model)  # it imports torch.distributed.tensor, which takes a while
+    if start:
+        start.preserve(model)
     elif config.schedule == "forward" and not on_meta:
         refresh(model)
     return model
@@ -80,12 +86,13 @@ def attach(model: nn.Module, config: PCConfig, preserve: bool = False) -> nn.Mod
 
 @torch.no_grad()
 def merge(model: nn.Module) -> nn.Module:
-    """Replace every `PCLinear` by a plain `nn.Linear` that holds PC(W), in place; returns the model.
+    """Replace every `PCLinear` by the layer that it was, now with PC(W), in place; returns the model.
 
     The result has no overhead and does not need this package (paper, remark 1).
 
     Raises:
-        UserError: PC(W) is not computed yet, or the weights hold W because an optimizer is stepping.
+        UserError: PC(W) is not computed yet, the weights hold W because an optimizer is stepping, or weights of
+            schedule "forward" are sharded.
     """
     replacements: dict[nn.Module, nn.Module] = {}
     for name, layer in named_pc_linears(model):
@@ -93,15 +100,10 @@ def merge(model: nn.Module) -> nn.Module:
             raise UserError(f"pc.merge cannot get PC(W) of {name}: {layer.missing_call}")
         weight = layer.weight
         if layer.pc_config.schedule == "forward":
+            if hasattr(weight, "full_tensor"):
+                raise UserError(f'pc.merge cannot get PC(W) of {name}: its weight is sharded; use schedule="step"')
             weight = effective_weight(weight, layer.gamma, layer.u, layer.v, layer.pc_config)
-        linear = nn.Linear(
-            layer.in_features, layer.out_features, layer.bias is not None, device="meta", dtype=weight.dtype
-        )
-        linear.weight = nn.Parameter(weight.detach().clone(), requires_grad=layer.weight.requires_grad)
-        if layer.bias is not None:
-            linear.bias = layer.bias
-        linear.train(layer.training)
-        replacements[layer] = linear
+        replacements[layer] = layer.to_linear(weight)
     _replace(model, replacements)
     return model
 
@@ -123,12 +125,15 @@ def _refuse_wrapped(modules: dict[str, nn.Module]) -> None:
             raise UserError(f"the model is already wrapped in {kind}; call pc.attach before {kind}")
 
 
-def _refuse_shared_weights(modules: dict[str, nn.Module], chosen: dict[str, PCConfig]) -> None:
-    owners: dict[nn.Parameter, list[str]] = {}
-    for name, module in modules.items():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(parameter, []).append(name)
-    for name in chosen:
-        others = [owner for owner in owners[modules[name].get_parameter("weight")] if owner != name]
-        if others:
-            raise UserError(f"pc.blocks: {name}.weight is shared with {others[0]}; PC needs a separate weight")
+def _refuse_unusable(modules: dict[str, nn.Module], name: str, schedule: str) -> None:
+    if not name:
+        raise UserError("pc.blocks: the model itself is the layer; put it into a module, such as nn.Sequential(model)")
+    weight = modules[name]._parameters.get("weight")
+    if weight is None or isinstance(weight, nn.parameter.UninitializedParameter):
+        raise UserError(f"pc.blocks: {name} has no weight of its own yet (a lazy layer, or one with weight_norm)")
+    parent = modules[name.rpartition(".")[0]]
+    if schedule == "forward" and isinstance(parent, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
+        raise UserError(
+            f"pc.blocks: {type(parent).__name__} reads {name}.weight without calling the layer, so without PC; use "
+            'schedule="step"'
+        )

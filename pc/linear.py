@@ -1,7 +1,7 @@
 """PC(W), and the linear layer that multiplies by it."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import copy
 from functools import cache
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pc import optimizer_hooks, polynomial
 from pc.config import BLOCK_SUFFIXES, PCConfig
 from pc.errors import UserError
-from pc.spectral import initial_vectors, power_iteration, spectral_norm_estimate
+from pc.spectral import initial_vectors, power_iteration, spectral_norm_estimate, without_autocast
 
 # What torch.compile and activation checkpointing insert into module names.
 _WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -50,11 +50,12 @@ def effective_weight(weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor,
     Returns:
         [..., n, m] in the dtype of `weight`.
     """
-    s = spectral_norm_estimate(weight, u.detach().to(weight.dtype), v.detach().to(weight.dtype))[..., None, None]
-    normalised = weight / s
-    if config.compute_dtype == "bfloat16":
-        normalised = normalised.bfloat16()
-    result = polynomial.apply(config.map, normalised).to(weight.dtype)
+    with without_autocast(weight):
+        s = spectral_norm_estimate(weight, u.detach().to(weight.dtype), v.detach().to(weight.dtype))[..., None, None]
+        normalised = weight / s
+        if config.compute_dtype == "bfloat16":
+            normalised = normalised.bfloat16()
+        result = polynomial.apply(config.map, normalised).to(weight.dtype)
     scale = s.detach() if config.norm_recovery else None
     if gamma is not None:
         gamma = gamma.to(weight.dtype)[..., None]
@@ -114,9 +115,26 @@ class PCLinear(nn.Linear):
         # Keep hooks: tensor parallelism lives in them. Copy dicts, so that the two layers do not share them.
         layer.__dict__ = {key: copy(value) if isinstance(value, dict) else value for key, value in vars(linear).items()}
         layer._add_pc(name, config)
+        layer.plain_class = kind
         return layer
 
+    def to_linear(self, weight: Tensor) -> nn.Linear:
+        """The layer that `from_linear` was given, with its class, hooks and other parameters, and this weight [n, m]."""
+        linear = self.plain_class.__new__(self.plain_class)
+        linear.__dict__ = {
+            key: copy(value) if isinstance(value, dict) else value
+            for key, value in vars(self).items()
+            if key not in self.pc_attributes
+        }
+        for key in ("gamma", "u", "v"):
+            linear._parameters.pop(key, None)
+            linear._buffers.pop(key, None)
+        linear.weight = nn.Parameter(weight.detach().clone(), requires_grad=self.weight.requires_grad)
+        return linear
+
     def _add_pc(self, name: str, config: PCConfig) -> None:
+        before = set(vars(self))
+        self.plain_class: type[nn.Linear] = nn.Linear
         self.name, self.pc_config = name, config
         # TorchTitan checkpoints store gamma, u and v apart from the model's state, in either schedule.
         self.hides_pc_state = config.schedule == "step"
@@ -130,12 +148,13 @@ class PCLinear(nn.Linear):
         self.weight_was_loaded = False
         self.start_vectors = None
         self._observe_optimizers()
+        self.pc_attributes = {"pc_attributes"} | (set(vars(self)) - before)
         if self.weight.device.type != "meta":
             self.reset_pc_parameters()
 
     def _observe_optimizers(self) -> None:
         self._refreshed = optimizer_hooks.now()
-        self._weight_version = self.weight._version
+        self._note_weight()
         self._steps_without_gamma = 0
         optimizer_hooks.observe_as_layer(self)
 
@@ -166,17 +185,38 @@ class PCLinear(nn.Linear):
         weight = self.weight
         if hasattr(weight, "full_tensor"):  # a DTensor, a class that is slow to import
             weight = weight.full_tensor()  # on every rank: this schedule is the simple reference, not the fast one
-        u, v = power_iteration(weight.to(self.u.dtype), self.u, self.v, self.pc_config.power_iterations)
+        with without_autocast(weight):
+            u, v = power_iteration(weight.to(self.u.dtype), self.u, self.v, self.pc_config.power_iterations)
         self.u.copy_(u)
         self.v.copy_(v)
         self.missing_call = ""
-        self._refreshed, self._weight_version = optimizer_hooks.now(), self.weight._version
+        self._refreshed = optimizer_hooks.now()
+        self._note_weight()
 
-    def before_step(self, optimizer: torch.optim.Optimizer, parameters: set[int]) -> None:
-        """Raise if this optimizer step would change PC(W) instead of W."""
+    def _note_weight(self) -> None:
+        self._weight_id, self._weight_version = id(self.weight), self.weight._version
+
+    def _was_changed_in_place(self) -> bool:
+        """Whether the weight changed since `u` and `v` did. Not known of FSDP's unsharded copies."""
+        return id(self.weight) == self._weight_id and self.weight._version != self._weight_version
+
+    def before_step(self, optimizer: torch.optim.Optimizer, parameters: set[int], has_closure: bool) -> None:
+        """Raise if this optimizer step would change PC(W) instead of W, or train W without PC."""
+        if self.pc_config.schedule == "forward":
+            if (
+                self.gamma is None
+                or not self.gamma.requires_grad
+                or not {id(self.weight), id(self.gamma)} <= parameters
+            ):
+                return
+            if self.weight.grad is not None and self.gamma.grad is None and not has_closure:
+                raise UserError(
+                    f"{self.name}.weight has a gradient and {self.name}.gamma has none: the model uses the weight "
+                    'without calling the layer, so without PC; use schedule="step", or leave the layer out of blocks'
+                )
+            return
         holds_raw = self.missing_call in (MAKE_SCHEDULE, MATERIALISE, UNFINISHED)
-        holds_pc = self.pc_config.schedule == "step" and not holds_raw
-        if holds_pc and id(self.weight) in parameters and self.weight.grad is not None:
+        if not holds_raw and id(self.weight) in parameters and (self.weight.grad is not None or has_closure):
             raise UserError(
                 f"{type(optimizer).__name__}.step() would train PC(W) of {self.name} instead of W: give the optimizer "
                 "to the model's pc.StepSchedule(model, optimizer), or call schedule.pull_back() and "
@@ -201,7 +241,7 @@ class PCLinear(nn.Linear):
             return
         # Fused and foreach steps do not bump a DTensor's version, so check ids. An optimizer of weight copies does not
         # hold the weight itself, so check the version.
-        if id(self.weight) in parameters or self.weight._version != self._weight_version:
+        if id(self.weight) in parameters or self._was_changed_in_place():
             self.refresh()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -210,6 +250,8 @@ class PCLinear(nn.Linear):
             raise UserError(f"{self.name} cannot multiply by PC(W): {self.missing_call}")
         if self.pc_config.schedule == "step":
             return super().forward(x)
+        if not torch.compiler.is_compiling() and self._was_changed_in_place():
+            self.refresh()
         weight = effective_weight(self.weight, self.gamma, self.u, self.v, self.pc_config)
         return F.linear(x, weight, self.bias)
 
@@ -221,6 +263,10 @@ class PCLinear(nn.Linear):
 
     def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors) -> None:
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+        if not self.weight.is_meta and any(t is not None and t.is_meta for t in (self.gamma, getattr(self, "u", None))):
+            # load_state_dict(assign=True) of plain weights
+            super()._apply(lambda t: torch.empty_like(t, device=self.weight.device) if t.is_meta else t)
+            self.reset_pc_parameters()
         if self.hides_pc_state:
             hidden = {prefix + key for key in ("gamma", "u", "v")}
             missing[:] = [key for key in missing if key not in hidden]
@@ -232,7 +278,8 @@ class PCLinear(nn.Linear):
             self.weight_was_loaded = True
             self.missing_call = {"": LOAD_STATE, LOAD_WEIGHT: ""}.get(self.missing_call, self.missing_call)
         elif has_vectors:
-            self.missing_call, self._weight_version = "", self.weight._version
+            self.missing_call = ""
+            self._note_weight()
         elif not self.hides_pc_state and self.weight.device.type != "meta":
             self.refresh()  # plain weights
 
@@ -247,7 +294,30 @@ class PCLinear(nn.Linear):
 @cache
 def _with_forward_of(kind: type[nn.Linear]) -> type[PCLinear]:
     """A PC layer with the `forward` of `kind`."""
-    return type(f"PC{kind.__name__}", (PCLinear, kind), {})
+    return type(f"PC{kind.__name__}", (PCLinear, kind), {"__reduce_ex__": _reduce})
+
+
+def _reduce(layer: PCLinear, protocol: int) -> tuple:
+    """For pickle and deepcopy, which do not find a class that was made at run time."""
+    return _empty, (layer.plain_class,), layer.__dict__
+
+
+def _empty(kind: type[nn.Linear]) -> PCLinear:
+    layer_class = _with_forward_of(kind)
+    return layer_class.__new__(layer_class)
+
+
+def refuse_shared_weights(model: nn.Module, names: Iterable[str]) -> None:
+    """Raise a `UserError` if the weight of one of these layers also belongs to another module."""
+    owners: dict[nn.Parameter, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, []).append(clean_name(name))
+    for sharing in owners.values():
+        chosen = [owner for owner in sharing if owner in names]
+        if chosen and len(sharing) > 1:
+            other = next(owner for owner in sharing if owner != chosen[0])
+            raise UserError(f"pc.blocks: {chosen[0]}.weight is shared with {other}; PC needs a separate weight")
 
 
 def clean_name(name: str) -> str:

@@ -15,8 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 class Observer(Protocol):
     """A PC layer or a `pc.StepSchedule`."""
 
-    def before_step(self, optimizer: Optimizer, parameters: set[int]) -> None:
-        """`parameters` are the `id`s of the optimizer's parameters."""
+    def before_step(self, optimizer: Optimizer, parameters: set[int], has_closure: bool) -> None:
+        """`parameters` are the `id`s of the optimizer's parameters; `has_closure`: this is `step(closure)`."""
 
     def after_step(self, optimizer: Optimizer, parameters: set[int], began: int) -> None:
         """`began` is the number of this step, comparable with `now()`."""
@@ -68,8 +68,9 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if _only_creates_state(optimizer):
         return
     parameters = _parameters(optimizer)
+    has_closure = kwargs.get("closure", args[1] if len(args) > 1 else None) is not None  # args[0] is the optimizer
     for observer in [*_schedules, *_layers]:
-        observer.before_step(optimizer, parameters)
+        observer.before_step(optimizer, parameters, has_closure)
     _last_step += 1
     _began[optimizer] = _last_step
 

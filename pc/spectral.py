@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -141,6 +142,14 @@ def modified_condition_number(singular_values: Tensor) -> Tensor:
     ascending = singular_values.sort(dim=-1).values
     tenth = math.ceil(ascending.size(-1) / 10)
     return ascending[..., -1] / ascending[..., :tenth].mean(-1)
+
+
+def without_autocast(tensor: Tensor):
+    """A context in which operations keep the dtype of `tensor`, also if the caller is under autocast."""
+    kind = tensor.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
 
 
 def _product(matrix: Tensor, vector: Tensor) -> Tensor:

@@ -18,13 +18,15 @@ A loop that does not step `torch.optim` optimizers makes all calls itself: `pc.S
 schedule "forward". Both passes need full matrices; `pc.owner` gathers each on one rank.
 """
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from pc import optimizer_hooks, passes
@@ -37,10 +39,12 @@ from pc.linear import (
     MATERIALISE,
     UNFINISHED,
     PCLinear,
+    effective_weight,
     named_pc_linears,
+    refuse_shared_weights,
 )
 from pc.owner import local, run_on_owners, sharding_dimensions
-from pc.spectral import initial_vectors
+from pc.spectral import initial_vectors, without_autocast
 
 
 @dataclass
@@ -58,6 +62,8 @@ class LayerState:
     """estimate of the left singular vector [n]"""
     v: Tensor
     """estimate of the right singular vector [m]"""
+    version: int = -1
+    """of the weight when PC(W) was written into it; a tensor's version grows with each change in place"""
 
     @property
     def config(self) -> PCConfig:
@@ -86,8 +92,8 @@ class StepSchedule:
     `copy.deepcopy((model, optimizer, schedule))`.
 
     Raises:
-        UserError: no PC layer, or a PC layer of another schedule, on the meta device, below float32, or that already
-            holds PC(W); those of `follow`.
+        UserError: no PC layer, or a PC layer of another schedule, on the meta device, below float32, that shares its
+            weight, or that already holds PC(W); FSDP1, or DDP that waits for gradients of gamma; those of `follow`.
     """
 
     def __init__(self, models: nn.Module | Iterable[nn.Module], *optimizers: Optimizer) -> None:
@@ -98,8 +104,12 @@ class StepSchedule:
         # still hold unsharded ones.
         self._reshard()
         for model in models:
-            for name, layer in named_pc_linears(model):
-                self.layers[name] = _initial_state(name, layer)
+            _refuse_wrappers(model)
+            found = dict(named_pc_linears(model))
+            refuse_shared_weights(model, found)
+            if both := found.keys() & self.layers.keys():
+                raise UserError(f"two models have a PC layer {min(both)}; give each model its own pc.StepSchedule")
+            self.layers |= {name: _initial_state(name, layer) for name, layer in found.items()}
         if not self.layers:
             raise UserError(
                 'pc.StepSchedule found no PC layer; first pc.attach(model, pc.PCConfig(..., schedule="step"))'
@@ -110,15 +120,28 @@ class StepSchedule:
         self._open: list[Optimizer] = []
         self._to_step: set[int] = set()
         self._pulled_back: Tensor | None = None
+        self._gradients_are_raw = False
         self._set_missing_call(MATERIALISE)
-        optimizer_hooks.observe_as_schedule(self)
+        self._observe()
         if optimizers:
             self.follow(*optimizers)
             self.materialise()
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
-        optimizer_hooks.observe_as_schedule(self)  # a copy
+        self._observe()  # a copy
+
+    def _observe(self) -> None:
+        optimizer_hooks.observe_as_schedule(self)
+        schedule = weakref.ref(self)
+
+        def note_backward(_: Tensor) -> None:
+            if (found := schedule()) is not None:
+                found._gradients_are_raw = False
+
+        for state in self.layers.values():
+            if state.weight.requires_grad:
+                state.weight.register_post_accumulate_grad_hook(note_backward)
 
     def follow(self, *optimizers: Optimizer) -> None:
         """From now on restore W before a step of these optimizers, and materialise after all of them have stepped.
@@ -153,21 +176,21 @@ class StepSchedule:
                     "materialise() while the weights hold PC(W); call restore_raw() and optimizer.step() first"
                 )
             self._write_raw(self.layers.keys() - loaded)
+        self._require_same_weights()
         self._reshard()
         self._store_raw()
         layers = list(self.layers.values())
-        run_on_owners(
-            passes.materialise,
-            inputs=[(s.raw, *s.gammas, s.u, s.v) for s in layers],
-            outputs=[(s.weight, s.u, s.v) for s in layers],
-            keys=[s.config for s in layers],
-        )
+        with without_autocast(layers[0].raw):
+            run_on_owners(
+                passes.materialise,
+                inputs=[(s.raw, *s.gammas, s.u, s.v) for s in layers],
+                outputs=[(s.weight, s.u, s.v) for s in layers],
+                keys=[s.config for s in layers],
+            )
         for state in layers:
             state.layer.weight_was_loaded = False
         self._set_missing_call("")
-        self.weights_are_raw = False
-        self._started = True
-        self._pulled_back = None
+        self._note_written()
         self._open = []
 
     @torch.no_grad()
@@ -177,62 +200,71 @@ class StepSchedule:
         Call it once per step, after the last backward pass and before clipping.
 
         Raises:
-            UserError: the weights hold W, a layer has no gradient, or these gradients are already pulled back.
+            UserError: the weights hold W, there are no gradients, or they are already pulled back.
         """
         if self.weights_are_raw:
             raise UserError("pull_back() while the weights hold W; call materialise() and backward() first")
+        self._require_same_weights()
         layers = {name: s for name, s in self.layers.items() if s.is_trained}
-        gradients: list[tuple[Tensor, ...]] = []  # of each layer's weight and gammas
-        for name, state in layers.items():
-            gradient = state.weight.grad
-            if gradient is None:
-                raise UserError(
-                    f"pull_back() found no gradient on {name}.weight; call it after backward() (a frozen weight needs "
-                    "a frozen gamma)"
-                )
-            if gradient is self._pulled_back:
-                raise UserError(
-                    "pull_back() on gradients that are already those of W; call it once per step, after the last "
-                    "micro-batch, and optimizer.zero_grad() before the next backward()"
-                )
-            gradients.append((gradient, *(torch.zeros_like(gamma) for gamma in state.gammas)))
-        run_on_owners(
-            passes.pull_back,
-            inputs=[(s.raw, g, *s.gammas, s.u, s.v) for s, (g, *_) in zip(layers.values(), gradients, strict=True)],
-            outputs=gradients,
-            keys=[s.config for s in layers.values()],
-        )
-        for state, given in zip(layers.values(), gradients, strict=True):
+        without = [name for name, s in layers.items() if s.weight.grad is None]
+        if without and (len(without) == len(layers) or isinstance(layers[without[0]].weight, DTensor)):
+            raise UserError(
+                f"pull_back() found no gradient on {without[0]}.weight; call it after backward() (a frozen weight "
+                "needs a frozen gamma; under FSDP every layer must have been used)"
+            )
+        used = [s for s in layers.values() if s.weight.grad is not None]
+        if self._is_pulled_back(used):
+            raise UserError(
+                "pull_back() on gradients that are already those of W; call it once per step, after the last "
+                "micro-batch, and optimizer.zero_grad() before the next backward(); with learnable_gamma=False that "
+                'must set gradients to None; a loss that contains a gamma itself needs schedule="forward"'
+            )
+        gradients = [(s.weight.grad, *(torch.zeros_like(gamma) for gamma in s.gammas)) for s in used]
+        with without_autocast(next(iter(self.layers.values())).raw):
+            run_on_owners(
+                passes.pull_back,
+                inputs=[(s.raw, g, *s.gammas, s.u, s.v) for s, (g, *_) in zip(used, gradients, strict=True)],
+                outputs=gradients,
+                keys=[s.config for s in used],
+            )
+        for state, given in zip(used, gradients, strict=True):
             for parameter, gradient in zip((state.weight, *state.gammas), given, strict=True):
                 parameter.grad = gradient if parameter.requires_grad else None
             self._pulled_back = state.weight.grad
+        self._gradients_are_raw = True
 
     @torch.no_grad()
     def restore_raw(self) -> None:
         """Write W into the weights, so that the optimizer steps and decays W.
 
         Raises:
-            UserError: the weights already hold W, or there are gradients of PC(W).
+            UserError: the weights already hold W, there are gradients of PC(W), or a weight is no longer PC(W).
         """
         if self.weights_are_raw:
             raise UserError("restore_raw() while the weights already hold W")
         if self._has_gradients_of_pc():
             raise UserError("restore_raw() while there are gradients of PC(W); call schedule.pull_back() first")
+        self._require_same_weights()
+        self._require_unchanged()
         self._write_raw(self.layers)
         self._set_missing_call(UNFINISHED if self._follows else MATERIALISE)
         self.weights_are_raw = True
-        self._pulled_back = None
         self._to_step = set(self._trained())
 
-    def before_step(self, optimizer: Optimizer, parameters: set[int]) -> None:
+    def before_step(self, optimizer: Optimizer, parameters: set[int], has_closure: bool) -> None:
         """For `pc.optimizer_hooks`: restore W if the gradients were pulled back."""
         if not self._follows or not parameters & self._trained().keys():
             return
+        if has_closure:
+            raise UserError(
+                f"{type(optimizer).__name__}.step(closure) computes gradients while the weights hold W; in schedule "
+                '"step" call backward() and schedule.pull_back() before optimizer.step(), or use schedule="forward"'
+            )
         if not self.weights_are_raw:
             if self._has_gradients_of_pc():
                 raise UserError(
-                    f"{type(optimizer).__name__}.step() without schedule.pull_back(), which converts the gradients of "
-                    "PC(W) to those of W: call it after the last backward() of a step, before clipping"
+                    f"{type(optimizer).__name__}.step() without schedule.pull_back() since the last backward(); it "
+                    "converts the gradients of PC(W) to those of W: call it once per step, before clipping"
                 )
             if all(s.weight.grad is None for s in self.layers.values()):
                 return  # no PC layer changes
@@ -277,13 +309,15 @@ class StepSchedule:
             if tensors.keys() != state_dict[name].keys():
                 raise UserError(f"PC state of {name} has {sorted(state_dict[name])}, not {sorted(tensors)}")
             for key, tensor in tensors.items():
+                if tensor.shape != state_dict[name][key].shape:
+                    raise UserError(
+                        f"PC state of {name}: {key} has shape {[*state_dict[name][key].shape]}, not {[*tensor.shape]}"
+                    )
                 local(tensor).copy_(local(state_dict[name][key]))
         for state in self.layers.values():
             state.layer.missing_call = "" if state.layer.weight_was_loaded else LOAD_WEIGHT
             state.layer.weight_was_loaded = False
-        self.weights_are_raw = False
-        self._started = True
-        self._pulled_back = None
+        self._note_written()
 
     def _trained(self) -> dict[int, str]:
         """`id` and name of each trainable weight and gamma."""
@@ -295,7 +329,53 @@ class StepSchedule:
         }
 
     def _has_gradients_of_pc(self) -> bool:
-        return self._pulled_back is None and any(s.weight.grad is not None for s in self.layers.values())
+        return not self._gradients_are_raw and any(s.weight.grad is not None for s in self.layers.values())
+
+    def _is_pulled_back(self, states: list[LayerState]) -> bool:
+        """Whether zero_grad() is missing since `pull_back`, the only one that gives gammas a gradient."""
+        gammas = [gamma for state in states for gamma in state.gammas if gamma.requires_grad]
+        if not gammas:
+            return any(state.weight.grad is self._pulled_back for state in states)
+        given = [local(gamma.grad).flatten() for gamma in gammas if gamma.grad is not None]
+        return bool(given) and bool(torch.cat(given).any())
+
+    def _note_written(self) -> None:
+        self.weights_are_raw = False
+        self._started = True
+        self._gradients_are_raw = False
+        for state in self.layers.values():
+            state.version = state.weight._version
+
+    def _require_same_weights(self) -> None:
+        """Raise if a layer has another parameter than at the start. FSDP itself swaps sharded ones."""
+        for name, s in self.layers.items():
+            if not isinstance(s.weight, DTensor) and s.layer.weight is not s.weight:
+                raise UserError(
+                    f"{name}.weight was replaced after pc.StepSchedule was created; create the schedule after FSDP and "
+                    "whatever else replaces parameters"
+                )
+            if (s.weight.dtype, s.weight.device) != (s.raw.dtype, s.raw.device):
+                raise UserError(
+                    f"{name}.weight moved from {s.raw.dtype} on {s.raw.device} to {s.weight.dtype} on "
+                    f"{s.weight.device} after pc.StepSchedule was created; move the model before"
+                )
+
+    def _require_unchanged(self) -> None:
+        """Raise if the caller or DDP changed weights in place since PC(W) was written; the change would be lost.
+
+        Only unsharded weights: a DTensor's version does not count changes of its shard.
+        """
+        for name, s in self.layers.items():
+            if isinstance(s.weight, DTensor) or s.weight._version == s.version:
+                continue
+            expected = effective_weight(s.raw, s.gamma, s.u, s.v, s.config)
+            tolerance = 1e-3 if s.config.compute_dtype == "float32" else 3e-2  # rounding; a weight swapped in and out
+            if (s.weight - expected).norm() > tolerance * expected.norm():
+                raise UserError(
+                    f"{name}.weight was changed while it held PC(W), and the optimizer steps W: create pc.StepSchedule "
+                    "after initialisation and DDP, and change weights between restore_raw() and materialise()"
+                )
+            s.version = s.weight._version
 
     def _set_missing_call(self, call: str) -> None:
         for state in self.layers.values():
@@ -356,3 +436,18 @@ def _distribute_like(weight: Tensor, vector: Tensor) -> Tensor:
     dimensions = sharding_dimensions(weight)
     placements = [Shard(0) if d in dimensions else Replicate() for d in range(weight.device_mesh.ndim)]
     return distribute_tensor(vector, weight.device_mesh, placements, src_data_rank=None)
+
+
+def _refuse_wrappers(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            raise UserError(f"{name or 'the model'} is wrapped in FSDP1; use torch.distributed.fsdp.fully_shard")
+        if not isinstance(module, DistributedDataParallel) or module.find_unused_parameters:
+            continue
+        for layer_name, layer in module.module.named_modules():
+            gamma = f"{layer_name}.gamma"
+            if isinstance(layer, PCLinear) and layer.gamma is not None and gamma not in module.parameters_to_ignore:
+                raise UserError(
+                    f"DDP would wait for a gradient of {gamma}, which pull_back() sets: call pc.attach on the module "
+                    "that DDP wraps (torch.compile after DDP), or pass find_unused_parameters=True to DDP"
+                )
