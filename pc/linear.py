@@ -200,6 +200,16 @@ class PCLinear(nn.Linear):
         """Whether the weight changed since `u` and `v` did. Not known of FSDP's unsharded copies."""
         return id(self.weight) == self._weight_id and self.weight._version != self._weight_version
 
+    @torch.no_grad()
+    def _refresh_if_stale(self) -> None:
+        """After a change in place. New initial values need new `u` and `v`; DDP's broadcast of equal ones does not."""
+        with without_autocast(self.weight):
+            vectors = power_iteration(self.weight, self.u, self.v, 1)
+            now, better = (spectral_norm_estimate(self.weight, u, v) for u, v in ((self.u, self.v), vectors))
+        if abs(now - better) > 0.1 * better:
+            self.refresh()
+        self._note_weight()
+
     def before_step(self, optimizer: torch.optim.Optimizer, parameters: set[int], has_closure: bool) -> None:
         """Raise if this optimizer step would change PC(W) instead of W, or train W without PC."""
         if self.pc_config.schedule == "forward":
@@ -251,7 +261,7 @@ class PCLinear(nn.Linear):
         if self.pc_config.schedule == "step":
             return super().forward(x)
         if not torch.compiler.is_compiling() and self._was_changed_in_place():
-            self.refresh()
+            self._refresh_if_stale()
         weight = effective_weight(self.weight, self.gamma, self.u, self.v, self.pc_config)
         return F.linear(x, weight, self.bias)
 
