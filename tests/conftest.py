@@ -72,7 +72,9 @@ def pytest_collection_modifyitems(config, items):
         chosen = [item for item in items if _is_for_gpu(item)]
     else:
         soak = config.getoption("--soak")
-        chosen = [item for item in items if (item.get_closest_marker("soak") is not None) == soak and not _is_for_gpu(item)]
+        chosen = [
+            item for item in items if (item.get_closest_marker("soak") is not None) == soak and not _is_for_gpu(item)
+        ]
     if config.getoption("--fast"):
         chosen = [item for item in chosen if item.nodeid.startswith(FAST)]
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])

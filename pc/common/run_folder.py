@@ -6,6 +6,7 @@ import math
 import os
 import re
 import time
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,24 @@ def write_failure(folder: str | Path, reason: str, step: int | None = None, step
         write_state(
             folder, "failed", known.step if step is None else step, known.steps if steps is None else steps, reason
         )
+
+
+# --- configuration ----------------------------------------------------------------------------------
+
+
+def configs(run: Path) -> list[Path]:
+    """config.toml, and the different ones, config.1.toml and so on, with which earlier parts of a run were trained."""
+    return [run / "config.toml", *sorted(run.glob("config.[0-9]*.toml"))]
+
+
+def keep_earlier_config(run: Path, resolved: dict, step: int) -> None:
+    """Before config.toml is replaced by `resolved`: keep it if it differs and the run continues from its `step` > 0."""
+    current, *earlier = configs(run)
+    if step == 0:
+        for file in earlier:
+            file.unlink()
+    elif current.exists() and tomllib.loads(current.read_text()) != resolved:
+        current.rename(run / f"config.{len(earlier) + 1}.toml")
 
 
 # --- lock -------------------------------------------------------------------------------------------
@@ -206,7 +225,7 @@ def read_log(path: str | Path) -> RunLog:
 
 
 def set_aside_metrics(run: Path, step: int) -> None:
-    """Move the lines of metrics.jsonl after `step` to metrics.abandoned.jsonl; another branch replaces these steps."""
+    """Move the lines of metrics.jsonl after `step` to metrics.abandoned.jsonl: training continues from there."""
     file = run / METRICS
     if not file.exists():
         return
@@ -214,9 +233,10 @@ def set_aside_metrics(run: Path, step: int) -> None:
     for line in file.read_text().splitlines(keepends=True):
         if line.endswith("\n"):  # a crash may have cut the last line short
             (kept if json.loads(line)["step"] <= step else abandoned).append(line)
-    with open(file.with_suffix(".abandoned.jsonl"), "a") as other:
-        other.writelines(abandoned)
-    write_atomically(file, "".join(kept))
+    if abandoned:
+        with open(file.with_suffix(".abandoned.jsonl"), "a") as other:
+            other.writelines(abandoned)
+        write_atomically(file, "".join(kept))
 
 
 def read_logs(paths: Sequence[str | Path]) -> list[RunLog]:

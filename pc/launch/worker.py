@@ -10,11 +10,11 @@ from pathlib import Path
 import torch.distributed as dist
 from torchtitan.tools.logging import init_logger
 
-from pc.common.run_folder import write_failure
+from pc.common.run_folder import keep_earlier_config, write_failure
 from pc.errors import UserError
 from pc.titan.config import JobConfig
 from pc.titan.environment import write_environment
-from pc.titan.toml import write_resolved
+from pc.titan.toml import resolve, write_resolved
 from pc.titan.trainer import PCTrainer, load_config
 
 
@@ -48,13 +48,17 @@ def main() -> None:
         config = load_config(path, overrides)
         trainer = Trainer(config)
         trainer.require_loadable()
-        if rank == 0:  # not earlier: a refused start must not overwrite the record of an existing run
-            write_resolved(path, overrides, JobConfig, Path(config.job.dump_folder) / "config.toml")
-            write_environment(config.job.dump_folder, dist.get_world_size(), [path, *overrides])
-        trainer.train()
+        folder = Path(config.job.dump_folder)
+
+        def record(step: int) -> None:
+            keep_earlier_config(folder, resolve(path, overrides, JobConfig), step)
+            write_resolved(path, overrides, JobConfig, folder / "config.toml")
+            write_environment(folder, dist.get_world_size(), [path, *overrides])
+
+        trainer.train(record)
     except BaseException as error:
         if config is not None and (rank == 0 or isinstance(error, UserError)):
-            step = trainer.step if trainer else 0
+            step = trainer.step or None if trainer else None  # None: nothing was trained or loaded
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             write_failure(config.job.dump_folder, reason, step, config.training.steps)
         if isinstance(error, UserError):

@@ -63,11 +63,12 @@ def _key_of(identified: dict[str, Any]) -> str:
 
 
 def trained_as(folder: Path) -> dict[str, Any] | None:
-    """The identity of a folder's run; None if there is no run, or one of an older version."""
+    """The identity of a folder's run; None if there is no run, one of an older version, or one of changed settings."""
     try:
-        return identity(resolve(folder / "config.toml", [], JobConfig))
+        first, *others = [identity(resolve(file, [], JobConfig)) for file in run_folder.configs(folder)]
     except UserError:
         return None
+    return None if any(other != first for other in others) else first
 
 
 def require_unchanged(sweep: Sweep) -> None:
@@ -77,6 +78,11 @@ def require_unchanged(sweep: Sweep) -> None:
     """
     for run in sweep.runs:
         before = trained_as(run.folder)
+        if before is None and len(run_folder.configs(run.folder)) > 1:
+            raise UserError(
+                f"{sweep.path}: {run.folder} was trained with several configurations (config.*.toml); move it away to "
+                "train it again"
+            )
         now = identity(resolve(run.config, run.overrides, JobConfig))
         if before is None or before == now:
             continue

@@ -34,6 +34,7 @@ class Checkpoints(CheckpointManager):
         self, *, keep_every: int, may_save: Callable[[], bool], group: dist.ProcessGroup | None, **others: Any
     ) -> None:
         self._keep_every, self._may_save, self._group = keep_every, may_save, group
+        self.after_load: Callable[[bool], None] = lambda loaded: None
         super().__init__(**others)
 
     # --- saving -------------------------------------------------------------------------------------
@@ -117,6 +118,12 @@ class Checkpoints(CheckpointManager):
         return list(checkpoints(self.folder))
 
     # --- loading ------------------------------------------------------------------------------------
+
+    def load(self, step: int = -1) -> bool:
+        """TorchTitan's, then `after_load`, also if there is nothing to load."""
+        loaded = super().load(step)
+        self.after_load(loaded)
+        return loaded
 
     def dcp_load(self, state_dict, checkpoint_id, from_hf, from_quantized) -> None:
         if from_hf:

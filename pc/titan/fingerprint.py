@@ -99,7 +99,7 @@ def require_contents(checkpoint: str | Path, shapes: dict[str, torch.Size], opti
                 f"cannot resume {checkpoint}: {name} is {found} in the checkpoint, {tuple(shape)} in the config's model"
             )
     kinds = {key.split(".")[1] for key in saved if key.startswith("lr_scheduler.")}
-    if not optimizers <= kinds:
+    if optimizers != kinds:
         raise UserError(
             f"cannot resume {checkpoint}: optimizer {' and '.join(sorted(kinds))} in the checkpoint, "
             f"{' and '.join(sorted(optimizers))} in the config"

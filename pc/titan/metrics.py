@@ -85,12 +85,15 @@ class JsonLinesLogger(BaseLogger):
 
     def __init__(self, file: Path, tokens_per_step: int, num_devices: int) -> None:
         self._file, self._tokens_per_step, self._num_devices = file, tokens_per_step, num_devices
+        self._known: tuple[int, int] | None = None  # step and tokens of the newest line
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.exists():
             os.truncate(file, file.read_bytes().rfind(b"\n") + 1)
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        line: dict[str, Any] = {"step": step, "tokens": step * self._tokens_per_step, "time": time.time()}
+        known_step, known_tokens = self._known or self._last_line()
+        tokens = known_tokens + (step - known_step) * self._tokens_per_step
+        line: dict[str, Any] = {"step": step, "tokens": tokens, "time": time.time()}
         for name, value in metrics.items():
             if name in self.NAMES or "(" not in name:
                 value = value.item() if isinstance(value, Tensor) else value
@@ -98,11 +101,18 @@ class JsonLinesLogger(BaseLogger):
                 line[self.NAMES.get(name, name)] = (
                     None if isinstance(value, float) and not math.isfinite(value) else value
                 )
+        self._known = step, line["tokens"]
         if "tokens_per_second_per_device" in line:
             line["tokens_per_second"] = line.pop("tokens_per_second_per_device") * self._num_devices
         # One unbuffered write per line in append mode, so that lines are never interleaved.
         with open(self._file, "ab", buffering=0) as file:
             file.write((json.dumps(line) + "\n").encode())
+
+    def _last_line(self) -> tuple[int, int]:
+        """Step and tokens of the newest line: the steps before may have had another global batch."""
+        texts = self._file.read_text().splitlines() if self._file.exists() else []
+        last = json.loads(texts[-1]) if texts else {"step": 0, "tokens": 0}
+        return last["step"], last["tokens"]
 
     def losses_before(self, step: int) -> dict[int, float]:
         """{step: loss} of the run's earlier steps, sorted by step."""

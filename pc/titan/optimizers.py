@@ -52,6 +52,11 @@ class Optimizers(OptimizersContainer):
         self.optimizers = [optimizer for by_kind in self.by_part for optimizer in by_kind.values()]
         parameters = [p for model in model_parts for p in model.parameters()]
         self._post_init(parameters, {"lr": config.lr})
+        self.configured = [
+            [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+            for optimizer in self.optimizers
+        ]
+        """of every optimizer's parameter groups: the config's settings, which a loaded checkpoint overwrites"""
         _log_groups(model_parts, config)
         self.schedule = _add_pc(self, model_parts)
         self.skipped: Tensor | None = None
@@ -101,6 +106,27 @@ class LRSchedulers(LRSchedulersContainer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for kind, scheduler in zip(self._kinds, self.schedulers, strict=True):
             scheduler.load_state_dict({**state_dict[kind], "lr_lambdas": [None] * len(scheduler.lr_lambdas)})
+
+    def use_config(self, optimizers: Optimizers) -> None:
+        """After a resume: the config's learning rate, weight decay and so on, and say what the checkpoint had."""
+        replaced = {}
+        for scheduler, configured in zip(self.schedulers, optimizers.configured, strict=True):
+            scheduler.base_lrs = [settings["lr"] for settings in configured]
+            rates = [
+                base * factor(scheduler.last_epoch) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas)
+            ]
+            for group, settings, rate in zip(scheduler.optimizer.param_groups, configured, rates, strict=True):
+                loaded = {**group, "lr": group.get("initial_lr", settings["lr"])}
+                replaced |= {
+                    key: (loaded.get(key), v) for key, v in settings.items() if _text(loaded.get(key)) != _text(v)
+                }
+                group.update(settings, initial_lr=settings["lr"], lr=rate)
+        for key, (old, new) in replaced.items():
+            logger.warning(f"optimizer.{key} = {_text(new)} of the config replaces the checkpoint's {_text(old)}")
+
+
+def _text(value: Any) -> str:
+    return str(list(value)) if isinstance(value, tuple | list) else str(value)
 
 
 def build_optimizers(model_parts: list[nn.Module], config: Optimizer, parallel_dims: ParallelDims) -> Optimizers:

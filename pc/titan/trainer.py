@@ -9,6 +9,7 @@ optimizers.step()       restore W; step; save W and write PC(W)                 
 import json
 import os
 import signal
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -103,9 +104,23 @@ class PCTrainer(torchtitan.train.Trainer):
         self.job_config.parallelism.fsdp_sync = self._sync  # for `parallelize`
         return dims
 
-    def train(self) -> None:
-        if dist.get_rank() == 0:
-            write_state(self._folder, "running", self.step, self._steps)
+    def train(self, record: Callable[[int], None] = lambda step: None) -> None:
+        """Train to the end or to a request to stop.
+
+        Args:
+            record: called on rank 0 with the step that training starts from, once nothing can refuse this start: the
+                record of the run in the folder must not change before.
+        """
+
+        def after_load(loaded: bool) -> None:
+            if loaded and self.step:
+                self.lr_schedulers.use_config(self.optimizers)
+            if dist.get_rank() == 0:
+                set_aside_metrics(Path(self._folder), self.step)
+                record(self.step)
+                write_state(self._folder, "running", self.step, self._steps)
+
+        self.checkpointer.after_load = after_load
         try:
             super().train()
         except RuntimeError as error:
@@ -255,7 +270,6 @@ class PCTrainer(torchtitan.train.Trainer):
             if load_step != -1:
                 checkpointer.go_back(step)
                 if dist.get_rank() == 0:
-                    set_aside_metrics(Path(self._folder), step)
                     write_atomically(self._went_back, json.dumps(self._branch))
         elif checkpointer.initial_load_in_hf:
             self.require_start_folder(start or self.job_config.model.hf_assets_path)
@@ -282,7 +296,7 @@ class PCTrainer(torchtitan.train.Trainer):
     def _require_same_run(self, checkpoint: str) -> None:
         fingerprint.require(checkpoint, self.job_config.pc)
         shapes = {name: tensor.shape for name, tensor in self.checkpointer.states["model"].state_dict().items()}
-        fingerprint.require_contents(checkpoint, shapes, {kind for kind, _ in self.optimizers.named()})
+        fingerprint.require_contents(checkpoint, shapes, {"adamw", self.job_config.optimizer.name.lower()})
 
     def _build_checkpointer(self) -> Checkpoints:
         """Replaces the checkpoint manager that TorchTitan's trainer has just built."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 
 import pytest
@@ -260,6 +261,7 @@ def test_plain_checkpoint_starts_a_pc_run(tiny_config, tmp_path):
         ([], ["--pc.blocks", "ffn"], r"pc.blocks: checkpoint \['o', 'ffn'\], config \['ffn'\]"),
         ([], FORWARD, "pc.schedule: checkpoint 'step', config 'forward'"),
         ([], MUON, "optimizer adamw in the checkpoint, adamw and muon in the config"),
+        (MUON, [], "optimizer adamw and muon in the checkpoint, adamw in the config"),
         ([], ["--model.flavor", "debug"], r"\(200, 24\) in the checkpoint, \(200, 256\)"),
     ],
 )
@@ -305,6 +307,79 @@ def test_an_abandoned_branch_is_not_taken_up_again(tiny_config):
     assert _equal(run_ranks(2, tiny.train, config, words)[0], requeued)  # nothing left to do
     run_ranks(2, _train_in_job, config, [*words, "--checkpoint.load_step", "2", "--training.steps", "3"], "8")
     assert steps("checkpoint.abandoned") == ["step-3", "step-4", "step-4.1", "step-6", "step-6.1"]
+
+
+def _settings_of_optimizers(rank, config, overrides):
+    """Learning rates and weight decays of the run's last step, from the live optimizers."""
+    from pc.titan.optimizers import LRSchedulers
+
+    used = []
+
+    def step(schedulers, upstream=LRSchedulers.step):
+        groups = [group for scheduler in schedulers.schedulers for group in scheduler.optimizer.param_groups]
+        used.append([(float(group["lr"]), group["weight_decay"]) for group in groups])
+        upstream(schedulers)
+
+    LRSchedulers.step = step
+    tiny.train(rank, config, overrides)
+    return used
+
+
+@pytest.mark.parametrize("kind", [[], MUON], ids=["adamw", "muon"])
+def test_a_resume_uses_the_settings_of_its_config(tiny_config, tmp_path, kind):
+    config, folder = tiny_config
+    words = [*kind, "--lr_scheduler.total_steps", "6"]
+    changed = [*words, "--optimizer.lr", "1e-3", "--optimizer.weight_decay", "0.3"]
+    _, elsewhere = _elsewhere(tmp_path, "whole")
+    whole = run_ranks(1, _settings_of_optimizers, config, [*changed, *elsewhere])[0]
+    _run(1, config, [*words, "--training.steps", "3"])
+    resumed = run_ranks(1, _settings_of_optimizers, config, changed)[0]
+    assert len(whole) == 6 and resumed == whole[3:]
+    assert {decay for step in resumed for _, decay in step} == {0.3}
+
+
+def test_metrics_after_the_step_that_a_run_restarts_from_are_moved(tiny_config):
+    config, folder = tiny_config
+    _run(1, config)
+    shutil.rmtree(folder / "checkpoint" / "step-6")
+    _run(1, config, ["--training.steps", "4"])
+    assert tiny.metrics(folder, "step") == [1, 2, 3, 4]
+    _run(1, config, ["--checkpoint.enable", "false", "--training.steps", "2"])
+    assert tiny.metrics(folder, "step") == [1, 2]
+
+
+def test_tokens_after_a_change_of_the_global_batch(tiny_config):
+    config, folder = tiny_config
+    _run(1, config, ["--training.steps", "3", "--health.freq", "1"])
+    _run(1, config, ["--training.global_batch_size", "48", "--health.freq", "1", "--metrics.log_freq", "2"])
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    tokens = {1: 384, 2: 768, 3: 1152, 4: 1920, 5: 2688, 6: 3456}  # 24 sequences of 16 tokens, then 48
+    assert len(lines) > 10 and all(line["tokens"] == tokens[line["step"]] for line in lines)
+
+
+def _refused(rank, config, overrides):
+    from pc.errors import UserError
+    from pc.launch.worker import Trainer, load_config
+
+    tiny.add_tiny_flavor()
+    trainer, recorded = Trainer(load_config(config, overrides)), []
+    trainer.require_loadable()
+    try:
+        trainer.train(recorded.append)
+    except UserError as error:
+        return str(error), recorded
+    finally:
+        trainer.close()
+    return "accepted", recorded
+
+
+def test_a_refused_resume_does_not_touch_the_record(tiny_config):
+    config, folder = tiny_config
+    _run(1, config)
+    before = (folder / "status.json").read_text()
+    message, recorded = run_ranks(1, _refused, config, ["--data.seed", "5", "--training.steps", "8"])[0]
+    assert "data.seed" in message and not recorded and (folder / "status.json").read_text() == before
+    assert run_ranks(1, _refused, config, ["--training.steps", "8"])[0] == ("accepted", [6])  # control
 
 
 def test_a_torn_first_checkpoint_does_not_hide_the_start(tiny_config, tmp_path):

@@ -2,10 +2,12 @@
 
 import json
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from pc.common import run_folder
 from pc.common.run_folder import lock
 from pc.errors import UserError
 from pc.launch.slurm import Allocation
@@ -123,6 +125,28 @@ def test_a_sweep_goes_on_when_it_grows_and_refuses_what_was_trained_otherwise(fo
     (folder / "pc.toml").write_text(CONFIG.replace("1e-3", "2e-3"))
     with pytest.raises(UserError, match=r"level-1 was trained with optimizer.lr = 0.001 \(now 0.002\)"):
         equal_runs.require_unchanged(load("level.toml"))
+
+
+def test_a_run_of_changed_settings_is_not_an_equal_run(folder, trained):
+    """Its config.toml is that of its last part only."""
+    by_hand = folder / "outputs" / "by-hand"
+    finish("pc.toml", ["--pc.level=3"], by_hand)
+    resolved = resolve("pc.toml", ["--pc.level=3", "--optimizer.lr=2e-3"], JobConfig)
+    now = tomllib.loads((by_hand / "config.toml").read_text())
+    run_folder.keep_earlier_config(by_hand, now, 3)
+    assert equal_runs.trained_as(by_hand)  # nothing changed
+    run_folder.keep_earlier_config(by_hand, resolved, 3)
+    write_resolved("pc.toml", ["--pc.level=3", "--optimizer.lr=2e-3"], JobConfig, by_hand / "config.toml")
+    assert (by_hand / "config.1.toml").exists() and equal_runs.trained_as(by_hand) is None
+    run_all([load("level.toml")])
+    assert "outputs/sweeps/level/level-3" in trained
+    in_sweep = folder / "outputs/sweeps/level/level-3"
+    (by_hand / "config.1.toml").rename(in_sweep / "config.1.toml")
+    write_resolved("pc.toml", ["--optimizer.lr=2e-3"], JobConfig, in_sweep / "config.toml")
+    with pytest.raises(UserError, match="level-3 was trained with several configurations"):
+        equal_runs.require_unchanged(load("level.toml"))
+    run_folder.keep_earlier_config(in_sweep, now, 0)  # from the start again
+    assert not (in_sweep / "config.1.toml").exists()
 
 
 def test_a_link_whose_run_is_gone_is_trained_again(folder, trained):
