@@ -17,7 +17,7 @@ from pc.analysis.curves import VALIDATION, compare
 from pc.common import markdown
 from pc.common.files import write_atomically
 from pc.common.plots import label_tokens, save, short_tokens, subplots
-from pc.common.run_folder import METRICS, RunLog, read_log
+from pc.common.run_folder import METRICS, RunLog, read_log, unique_names
 from pc.errors import UserError
 from pc.sweep.spec import label, value_label
 
@@ -90,17 +90,29 @@ class Arm:
 
 
 def read_arms(folders: Sequence[Path]) -> list[Arm]:
-    """The arms of one or more collected sweeps, in the order of their first runs."""
+    """The arms of one or more collected sweeps, in the order of their first runs.
+
+    If the sweeps together have several configs, the config is part of an arm's name.
+
+    Raises:
+        UserError: two runs of one arm, learning rate and seed have different validation losses.
+    """
+    found = [(folder, result) for folder in folders for result in read_results(folder)]
+    configs = list(dict.fromkeys(result["config"] for _, result in found))
+    names = dict(zip(configs, unique_names([Path(config).with_suffix("") for config in configs]), strict=True))
     arms: dict[str, Arm] = {}
-    for folder in folders:
-        results = read_results(folder)
-        several = len({result["config"] for result in results}) > 1
-        for result in results:
-            settings = {key: value for key, value in result["settings"].items() if key != RATE}
-            words = [Path(result["config"]).stem] if several or not settings else []
-            name = ", ".join(words + ([label(settings)] if settings else []))
-            arm = arms.setdefault(name, Arm(name))
-            arm.runs.setdefault(result["settings"].get(RATE), {})[result["seed"]] = read_log(folder / result["name"])
+    for folder, result in found:
+        settings = {key: value for key, value in result["settings"].items() if key != RATE}
+        words = [names[result["config"]]] if len(configs) > 1 or not settings else []
+        name = ", ".join(words + ([label(settings)] if settings else []))
+        runs = arms.setdefault(name, Arm(name)).runs.setdefault(result["settings"].get(RATE), {})
+        run = read_log(folder / result["name"])
+        other = runs.setdefault(result["seed"], run)
+        if str(other.series(VALIDATION)) != str(run.series(VALIDATION)):  # as text, because NaN is not equal to itself
+            raise UserError(
+                f"{other.file.parent} and {run.file.parent}: two runs of {name} with the same learning rate and seed "
+                "but different validation losses; report them separately"
+            )
     return list(arms.values())
 
 

@@ -246,11 +246,12 @@ def read_logs(paths: Sequence[str | Path]) -> list[RunLog]:
         raise UserError("the same run is given twice")
     return [
         RunLog(unique, log.file, log.lines)
-        for unique, log in zip(_unique_names([log.file.resolve().parent for log in logs]), logs, strict=True)
+        for unique, log in zip(unique_names([log.file.resolve().parent for log in logs]), logs, strict=True)
     ]
 
 
-def _unique_names(folders: list[Path]) -> list[str]:
+def unique_names(folders: Sequence[Path]) -> list[str]:
+    """The last part of each path, or as many of its last parts as are needed to tell them apart."""
     depth = 1
     while True:
         names = ["/".join(folder.parts[-depth:]) for folder in folders]

@@ -1,10 +1,12 @@
 """Tables of evidence: the chosen rate, the seeds used, differences and errors."""
 
 import json
+import shutil
 
 import pytest
 
 from pc.analysis import evidence
+from pc.errors import UserError
 
 # {(pc on, learning rate): final losses of seeds 0, 1, 2}
 LOSSES = {
@@ -121,3 +123,30 @@ def test_a_run_that_diverged_is_never_the_best(sweep):
     run = arm.runs[2e-3][0]
     run.lines[-2]["validation_loss"] = None
     assert arm.best_rate == 1e-3
+
+
+def _change(sweep, copy, **values):
+    """A copy of a sweep's folder with other values in every line of its results."""
+    shutil.copytree(sweep, copy)
+    lines = [json.loads(line) | values for line in (copy / "results.jsonl").read_text().splitlines()]
+    (copy / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return copy
+
+
+def test_sweeps_of_different_configs_are_different_arms(sweep, tmp_path):
+    other = _change(sweep, tmp_path / "other", config="small/muon.toml")
+    names = [arm.name for arm in evidence.read_arms([sweep, other])]
+    assert names == ["c, pc off", "c, pc on", "muon, pc off", "muon, pc on"]
+    other = _change(sweep, tmp_path / "same_name", config="small/c.toml")
+    assert [arm.name for arm in evidence.read_arms([sweep, other])][1:3] == ["c, pc on", "small/c, pc off"]
+
+
+def test_the_same_run_in_two_sweeps(sweep, tmp_path):
+    """Equal results count once; different ones are refused, because one would hide the other."""
+    other = _change(sweep, tmp_path / "other")
+    arms = evidence.read_arms([sweep, other])
+    assert sum(len(runs) for arm in arms for runs in arm.runs.values()) == sum(map(len, LOSSES.values()))
+    file = other / "True-0.002" / "seed-1" / "metrics.jsonl"
+    file.write_text(file.read_text().replace("3.9", "3.5"))
+    with pytest.raises(UserError, match="sweep/True-0.002/seed-1 and .*other/True-0.002/seed-1: two runs of pc on"):
+        evidence.read_arms([sweep, other])
