@@ -13,14 +13,17 @@ from pc.errors import UserError
 from pc.sweep.spec import label
 
 
-def read_results(source: Path) -> list[dict]:
-    """Lines of `results.jsonl` (a sweep's folder or the file itself) that have a validation loss."""
+def read_results(source: Path, every: bool = False) -> list[dict]:
+    """Lines of `results.jsonl` (a sweep's folder or the file itself) that have a validation loss, or `every` line.
+
+    The loss is null or absent if the run diverged or was not validated.
+    """
     file = source / "results.jsonl" if source.is_dir() else source
     if not file.is_file():
         raise UserError(f"{file}: no such file; scripts/sweep.py select writes it into the sweep's folder")
     try:
         results = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
-        usable = [result for result in results if result.get(VALIDATION) is not None]
+        usable = [result for result in results if every or result.get(VALIDATION) is not None]
         for result in usable:
             result["config"], result["settings"], result["spikes"]
     except (json.JSONDecodeError, KeyError, AttributeError) as error:

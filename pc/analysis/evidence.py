@@ -33,18 +33,31 @@ def collect(sweep: Path, output: Path) -> int:
     From metrics.jsonl it keeps the lines with a validation loss, condition numbers or RMS of outputs, and of these the
     losses, condition numbers, errors of the estimate, and the largest RMS over the layers.
     """
-    results = read_results(sweep)
-    for result in results:
-        source, destination = Path(result["folder"]), output / result["name"]
-        if not source.is_dir():
-            source = sweep / result["name"]
-        lines = [thin for line in read_log(source).lines if (thin := _thin(line)).keys() - {"step", "tokens"}]
+    found = _validated(sweep)
+    for result, run in found:
+        source, destination = run.file.parent, output / result["name"]
+        lines = [thin for line in run.lines if (thin := _thin(line)).keys() - {"step", "tokens"}]
         write_atomically(destination / METRICS, "".join(json.dumps(line) + "\n" for line in lines))
         write_atomically(destination / "config.toml", (source / "config.toml").read_text())
         write_atomically(output / "environment.json", (source / "environment.json").read_text())
-    kept = [{key: value for key, value in result.items() if key != "folder"} for result in results]
+    kept = [{key: value for key, value in result.items() if key != "folder"} for result, _ in found]
     write_atomically(output / "results.jsonl", "".join(json.dumps(result) + "\n" for result in kept))
-    return len(results)
+    return len(found)
+
+
+def _validated(sweep: Path) -> list[tuple[dict, RunLog]]:
+    """The results of runs that were validated, with their logs; a diverged run is one of them, its loss is NaN."""
+    found = [(result, read_log(_folder(sweep, result))) for result in read_results(sweep, every=True)]
+    found = [(result, run) for result, run in found if run.series(VALIDATION).steps]
+    if not found:
+        raise UserError(f"{sweep / 'results.jsonl'}: no finished run with a {VALIDATION}")
+    return found
+
+
+def _folder(sweep: Path, result: dict) -> Path:
+    """A run's folder in this sweep's folder, which may be a copy; where it was trained if it is not there."""
+    here = sweep / result["name"]
+    return here if here.is_dir() else Path(result.get("folder", here))
 
 
 def _thin(line: dict) -> dict:
@@ -97,16 +110,15 @@ def read_arms(folders: Sequence[Path]) -> list[Arm]:
     Raises:
         UserError: two runs of one arm, learning rate and seed have different validation losses.
     """
-    found = [(folder, result) for folder in folders for result in read_results(folder)]
-    configs = list(dict.fromkeys(result["config"] for _, result in found))
+    found = [pair for folder in folders for pair in _validated(folder)]
+    configs = list(dict.fromkeys(result["config"] for result, _ in found))
     names = dict(zip(configs, unique_names([Path(config).with_suffix("") for config in configs]), strict=True))
     arms: dict[str, Arm] = {}
-    for folder, result in found:
+    for result, run in found:
         settings = {key: value for key, value in result["settings"].items() if key != RATE}
         words = [names[result["config"]]] if len(configs) > 1 or not settings else []
         name = ", ".join(words + ([label(settings)] if settings else []))
         runs = arms.setdefault(name, Arm(name)).runs.setdefault(result["settings"].get(RATE), {})
-        run = read_log(folder / result["name"])
         other = runs.setdefault(result["seed"], run)
         if str(other.series(VALIDATION)) != str(run.series(VALIDATION)):  # as text, because NaN is not equal to itself
             raise UserError(
@@ -117,10 +129,16 @@ def read_arms(folders: Sequence[Path]) -> list[Arm]:
 
 
 def mean_and_error(values: Sequence[float]) -> str:
-    """Mean, standard error of the mean (for at least two values) and n, as text for a table."""
-    mean = statistics.fmean(values)
-    if len(values) < 2 or not math.isfinite(mean):
-        return f"{mean:.4f} (n = {len(values)})"
+    """Mean, standard error of the mean (for at least two values) and n, as text for a table.
+
+    Values that are not finite are said to have diverged; they count in the mean and in n.
+    """
+    mean = sum(values) / len(values)
+    diverged = sum(not math.isfinite(value) for value in values)
+    if diverged:
+        return f"{mean:.4f} (n = {len(values)}, {diverged} diverged)"
+    if len(values) < 2:
+        return f"{mean:.4f} (n = 1)"
     return f"{mean:.4f} ± {statistics.stdev(values) / math.sqrt(len(values)):.4f} (n = {len(values)})"
 
 
@@ -133,12 +151,16 @@ def grid_table(arms: Sequence[Arm]) -> str:
     for rate in rates:
         cells = []
         for arm in arms:
-            text = f"{arm.loss(rate, arm.first_seed):.4f}" if rate in arm.runs else "not run"
+            text = _loss_text(arm.loss(rate, arm.first_seed)) if rate in arm.runs else "not run"
             others = [arm.loss(rate, seed) for seed in arm.runs.get(rate, {}) if seed != arm.first_seed]
             text = f"**{text}**" if rate == arm.best_rate else text
             cells.append(f"{text}; {mean_and_error(others)}" if others else text)
         rows.append([value_label(rate), *cells])
     return markdown.table(["learning rate", *(arm.name for arm in arms)], rows)
+
+
+def _loss_text(loss: float) -> str:
+    return f"{loss:.4f}" if math.isfinite(loss) else f"{loss} (diverged)"
 
 
 def untuned(arms: Sequence[Arm]) -> str:
@@ -190,9 +212,10 @@ def arm_table(arms: Sequence[Arm]) -> str:
         runs = [compare([reference.runs[its_rate][seed], arm.runs[rate][seed]])[1] for seed in seeds]
         difference, speedup = "no common seed", "-"
         if runs:
-            difference = mean_and_error([run.difference for run in runs])
+            differences = [arm.loss(rate, seed) - reference.loss(its_rate, seed) for seed in seeds]
+            difference = mean_and_error(differences)
             known = [run.speedup for run in runs if run.speedup is not None]
-            speedup = f"{statistics.fmean(known):.2f}" if known else "-"
+            speedup = f"{statistics.fmean(known):.2f}" if known and all(map(math.isfinite, differences)) else "-"
         if seeds == [arm.first_seed] and _chosen(arm, reference):
             difference += ", on the choosing seed"
         losses = mean_and_error(_losses(arm, rate))
@@ -213,9 +236,13 @@ def course_table(arms: Sequence[Arm]) -> str:
         if pairs and all(series.tokens == tokens for pair in pairs for series in pair):
             means = [statistics.fmean(one.values[k] - other.values[k] for one, other in pairs) for k in shown]
             rates = f"{_as_text(rate)} / {_as_text(its_rate)}"
-            rows.append([arm.name, rates, str(len(seeds)), *(f"{mean:+.3f}" for mean in means)])
+            rows.append([arm.name, rates, str(len(seeds)), *map(_difference_text, means)])
     header = ["difference after tokens", "learning rates", "n", *(short_tokens(tokens[k]) for k in shown)]
     return markdown.table(header, rows) if rows else ""
+
+
+def _difference_text(difference: float) -> str:
+    return f"{difference:+.3f}" if math.isfinite(difference) else "diverged"
 
 
 def _as_text(rate: float | None) -> str:
@@ -298,5 +325,7 @@ def report(folders: Sequence[Path], output: Path) -> list[Path]:
         "tokens are computed per seed. The learning rate of an arm was chosen on its first seed, which the line of the "
         "left plot shows; the results are those of the other seeds, if there are any. The first table has both.\n"
     )
+    if any(math.isinf(arm.loss(rate, seed)) for arm in arms for rate, runs in arm.runs.items() for seed in runs):
+        words += "A run whose final loss is not a number diverged: it counts as infinite, and the plot leaves it out.\n"
     write_atomically(output / "tables.md", "\n".join([*filter(None, parts), words]))
     return [output / "tables.md", plot(arms, output / "figure")]

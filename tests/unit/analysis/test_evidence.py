@@ -150,3 +150,64 @@ def test_the_same_run_in_two_sweeps(sweep, tmp_path):
     file.write_text(file.read_text().replace("3.9", "3.5"))
     with pytest.raises(UserError, match="sweep/True-0.002/seed-1 and .*other/True-0.002/seed-1: two runs of pc on"):
         evidence.read_arms([sweep, other])
+
+
+def _diverge(sweep, *names):
+    """The runs end with a validation loss of NaN, which both files hold as null."""
+    lines = [json.loads(line) for line in (sweep / "results.jsonl").read_text().splitlines()]
+    for line in lines:
+        if line["name"] in names:
+            line["validation_loss"] = None
+            file = sweep / line["name"] / "metrics.jsonl"
+            file.write_text(
+                file.read_text().replace(
+                    f'"validation_loss": {LOSSES[True, 2e-3][line["seed"]]}', '"validation_loss": null'
+                )
+            )
+    (sweep / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_diverged_runs_are_shown_and_counted(sweep, tmp_path):
+    _diverge(sweep, "True-0.002/seed-0", "True-0.002/seed-1")
+    assert evidence.collect(sweep, tmp_path / "kept") == sum(map(len, LOSSES.values()))
+    arms = evidence.read_arms([tmp_path / "kept"])
+    assert "| inf (diverged); inf (n = 2, 1 diverged) |" in evidence.grid_table(arms)
+    # both arms at the reference's rate: the difference and the speedup of a run that diverged are unknown
+    line = "| pc on | 0.002 | inf (n = 2, 1 diverged) | 0.002 | inf (n = 2, 1 diverged) | - |"
+    assert line in evidence.arm_table(arms)
+    assert "| diverged |" in evidence.course_table(arms)
+    evidence.report([tmp_path / "kept"], tmp_path / "report")
+    assert "diverged: it counts as infinite" in (tmp_path / "report" / "tables.md").read_text()
+
+
+def test_a_diverged_rate_was_run(sweep):
+    """PC's best of three rates has a diverged one above it, so the grid reaches far enough."""
+    lines = (sweep / "results.jsonl").read_text()
+    below = [json.loads(line) for line in lines.splitlines() if "True-0.001" in line]
+    below = [
+        line | {"settings": {"optimizer.lr": 5e-4, "pc.enable": True}, "name": "True-0.0005"} for line in below[:1]
+    ]
+    shutil.copytree(sweep / "True-0.002" / "seed-0", sweep / "True-0.0005")
+    (sweep / "results.jsonl").write_text(lines + json.dumps(below[0]) + "\n")
+    _diverge(sweep, "True-0.002/seed-0", "True-0.002/seed-1", "True-0.002/seed-2")
+    arms = evidence.read_arms([sweep])
+    assert arms[1].best_rate == 1e-3
+    assert "better for pc off." in evidence.untuned(arms)
+
+
+def test_runs_that_were_never_validated_are_no_evidence(sweep):
+    for file in sweep.rglob("metrics.jsonl"):
+        file.write_text('{"step": 1, "tokens": 10, "loss": 5.0}\n')
+    with pytest.raises(UserError, match="no finished run with a validation_loss"):
+        evidence.read_arms([sweep])
+
+
+def test_a_copied_sweep_is_collected_from_the_copy(sweep, tmp_path):
+    """Its results still name the folders of the original; these count only where the copy has no runs."""
+    copy = _change(sweep, tmp_path / "copy")
+    file = copy / "True-0.002" / "seed-1" / "metrics.jsonl"
+    file.write_text(file.read_text().replace("3.9", "3.5"))
+    shutil.rmtree(copy / "False-0.001")
+    evidence.collect(copy, tmp_path / "kept")
+    assert "3.5" in (tmp_path / "kept" / "True-0.002" / "seed-1" / "metrics.jsonl").read_text()
+    assert (tmp_path / "kept" / "False-0.001" / "seed-0" / "metrics.jsonl").is_file()
