@@ -27,7 +27,8 @@ class Comparison:
     """Tokens at which the run reaches the reference's final loss; None if it never does."""
     speedup: float | None
     """How many times fewer tokens the better run needs to reach the other's final loss: above 1 if this run is faster,
-    below 1 if the reference is. None if neither reaches it."""
+    below 1 if the reference is. None if neither reaches it, or if the run never reaches the reference's and the
+    reference needs no fewer tokens for the run's, as far as its validations tell: the run may only be short."""
 
 
 def tokens_to_reach(series: Series, loss: float) -> float | None:
@@ -59,7 +60,7 @@ def compare(runs: Sequence[RunLog]) -> list[Comparison]:
             speedup = reference.tokens[-1] / reached
         else:
             reference_reached = tokens_to_reach(reference, series.values[-1])
-            if reference_reached is not None:
+            if reference_reached is not None and reference_reached < series.tokens[-1]:
                 speedup = reference_reached / series.tokens[-1]
         final, tokens = series.values[-1], series.tokens[-1]
         difference = final - reference.values[-1]

@@ -43,6 +43,18 @@ def test_speedup_both_ways_and_neither(tmp_path):
     assert "1.50x" in text and "never" in text and "different numbers of tokens" not in text
 
 
+def test_a_short_run_that_never_gets_there_has_no_speedup(tmp_path):
+    """Its high loss is one that the reference has only before, or in, its first validations."""
+    reference = _validations(tmp_path / "reference", [5.0, 4.0, 3.0])
+    short = _validations(tmp_path / "short", [9.0, 8.0], tokens_per_step=10)
+    between = _validations(tmp_path / "between", [4.9], tokens_per_step=105)
+    longer = _validations(tmp_path / "longer", [4.9], tokens_per_step=150)
+    rows = curves.compare(read_logs([reference, short, between, longer]))
+    assert [row.reached_at_tokens for row in rows[1:]] == [None, None, None]
+    assert [row.speedup for row in rows[1:]] == [None, None, pytest.approx(110 / 150)]
+    assert "| never | - |" in curves.table(rows)
+
+
 def test_other_token_counts_are_said(tmp_path):
     reference = _validations(tmp_path / "reference", [5.0, 4.0, 3.0])
     short = _validations(tmp_path / "short", [4.0, 2.9])
