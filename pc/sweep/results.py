@@ -47,6 +47,8 @@ def result_of(run: Run, selection: Selection) -> dict | None:
         "steps": state.steps,
         "tokens": losses.tokens[-1] if losses.steps else None,
         "loss": _last(losses),
+        # also if another metric chooses, because figures and tables need it
+        "validation_loss": _last(log.series("validation_loss")),
         selection.metric: _last(log.series(selection.metric)),
         "spikes": spikes.count,
         # the most: a shorter spike may be missed

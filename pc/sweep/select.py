@@ -76,7 +76,7 @@ def _choose(sweep: Sweep, config: str, candidates: list[Candidate]) -> str:
         return f"{name}: nothing selected, because no setting is both finished for every seed and stable"
     best = min(eligible, key=lambda candidate: candidate.mean)
     destination = sweep.folder / f"selected-{name}.toml"
-    overlay: dict[str, Any] = {"parent": os.path.relpath(config, sweep.folder)}
+    overlay: dict[str, Any] = {"parent": _relative(Path(config), sweep.folder)}
     for key, value in best.settings.items():
         section = overlay
         for part in key.split(".")[:-1]:
@@ -93,6 +93,11 @@ def _choose(sweep: Sweep, config: str, candidates: list[Candidate]) -> str:
         if _is_numeric(values) and len(values) > 1 and best.settings[key] in (min(values), max(values)):
             said += f"\n  note: {key} = {best.settings[key]} is at an end of its grid; the optimum may be outside"
     return said
+
+
+def _relative(file: Path, folder: Path) -> str:
+    """`file` as seen from `folder`, without links among the folders: behind one, `..` is not the folder above."""
+    return os.path.relpath(file.parent.resolve() / file.name, folder.resolve())
 
 
 def _write_table(sweep: Sweep, candidates: list[Candidate], results: list[dict]) -> str:

@@ -7,6 +7,7 @@ import tomllib
 
 import pytest
 
+from pc.analysis.bars import read_results
 from pc.common.run_folder import is_locked, lock, newest_step, read_log, state_of, time_left
 from pc.errors import UserError
 from pc.sweep.select import select
@@ -60,6 +61,26 @@ def test_the_lowest_stable_run_is_chosen(sweep, tmp_path):
     assert [result["spikes"] for result in results] == [0, 0, 0, 1]
     assert "| 0.008 | 3.0000 | 1 | 1 | no |" in (tmp_path / "out" / "table.md").read_text()
     assert (tmp_path / "out" / "plot.png").stat().st_size > 1000
+
+
+def test_the_choice_names_its_parent_from_behind_a_link(sweep, tmp_path):
+    """The sweep's folder may be a link to another disk, from where `..` does not lead back."""
+    (tmp_path / "disk" / "a" / "b").mkdir(parents=True)
+    (tmp_path / "out").symlink_to(tmp_path / "disk" / "a" / "b")
+    for index, run in enumerate(sweep.runs):
+        write_run(run, 4.0 + index)
+    select(sweep)
+    chosen = tmp_path / "out" / "selected-tiny.toml"
+    assert resolve(chosen, [], JobConfig) == {"training": {"steps": 40}, "optimizer": {"lr": 0.001}}
+
+
+def test_results_keep_the_validation_loss_beside_another_metric(sweep, tmp_path):
+    (tmp_path / "sweep.toml").write_text((tmp_path / "sweep.toml").read_text() + '[select]\nmetric = "loss"\n')
+    for run in sweep.runs:
+        write_run(run, 4.5)
+    select(load(tmp_path / "sweep.toml"))
+    (result, *_) = read_results(tmp_path / "out")
+    assert (result["validation_loss"], result["loss"]) == (4.5, LOSSES[-1])
 
 
 def test_more_spikes_may_be_allowed(sweep, tmp_path):
