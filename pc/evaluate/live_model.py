@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerFast
 
-Request = tuple[tuple[str, str], list[int], list[int]]  # texts, context ids, continuation ids
+from pc.evaluate.long_answers import CutsLongAnswers, Request
 
 # Lengths are rounded up to a multiple of this: few distinct shapes for torch.compile, and divisible for sequence
 # parallelism.
 _LENGTH_STEP = 16
 
 
-class LiveModel(TemplateLM):
+class LiveModel(CutsLongAnswers, TemplateLM):
     """Log-likelihoods from a TorchTitan model, with any sharding except pipeline and context parallelism.
 
     Every rank gets all requests, in the same order. The batches are split over data-parallel ranks. Each rank runs the
@@ -24,7 +24,7 @@ class LiveModel(TemplateLM):
 
     Args:
         model: maps token ids [batch, length] to logits [batch, length, vocabulary].
-        max_length: the model's maximum number of tokens; longer requests are truncated on the left.
+        max_length: the model's maximum number of tokens; longer requests are truncated on the left, answers too.
         batch_size: requests per rank and forward pass.
         data_group: process group of the data-parallel ranks; None for one.
         precision: context of the forward pass, such as autocast.
@@ -67,6 +67,7 @@ class LiveModel(TemplateLM):
 
     @torch.no_grad()
     def _loglikelihood_tokens(self, requests: list[Request], **kwargs) -> list[tuple[float, bool]]:
+        requests = self.cut(requests)
         world_size = dist.get_world_size(self.data_group) if self.data_group else 1
         rank = dist.get_rank(self.data_group) if self.data_group else 0
         # Group similar lengths; the stable sort is the same on every rank.
@@ -91,7 +92,6 @@ class LiveModel(TemplateLM):
 
     def _score_batch(self, batch: list[Request]) -> Tensor:
         """[batch, 2] in float64: log-likelihood of the continuation, and 1 if every token is the most likely one."""
-        assert all(len(continuation) <= self.max_length for _, _, continuation in batch), "an answer is too long"
         inputs = [(context + continuation)[-self.max_length - 1 : -1] for _, context, continuation in batch]
         longest = max(map(len, inputs))
         length = min(self.max_length, -(-longest // _LENGTH_STEP) * _LENGTH_STEP)

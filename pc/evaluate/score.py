@@ -21,9 +21,17 @@ from lm_eval.models.huggingface import HFLM
 from pc.common.files import sha256_of, write_atomically
 from pc.errors import UserError
 from pc.evaluate import hugging_face, tables, tasks
+from pc.evaluate.long_answers import CutsLongAnswers, Request
 from pc.titan.environment import commit
 
 _VERSIONED = ("lm_eval", "transformers", "tokenizers", "datasets", "torch")
+
+
+class HFModel(CutsLongAnswers, HFLM):
+    """lm-eval's model of a Hugging Face folder; of a too long answer the end is scored."""
+
+    def _loglikelihood_tokens(self, requests: list[Request], **kwargs) -> list[tuple[float, bool]]:
+        return super()._loglikelihood_tokens(self.cut(requests), **kwargs)
 
 
 @dataclass(frozen=True)
@@ -121,7 +129,7 @@ def _score_model(
     if missing:
         loaded, tokenizer = hugging_face.load(model.path)
         write_atomically(path, json.dumps(results, indent=2) + "\n")  # a folder that cannot be written shows now
-        lm = HFLM(pretrained=loaded.to(device), tokenizer=tokenizer, batch_size=batch_size, device=device)
+        lm = HFModel(pretrained=loaded.to(device), tokenizer=tokenizer, batch_size=batch_size, device=device)
     for name in missing:
         _say(f"{model.name}: {name} ({names.index(name) + 1} of {len(names)})")
         results["tasks"][name] = _score_task(lm, name, data, limit) | {
@@ -136,7 +144,7 @@ def _score_model(
     write_atomically(path, json.dumps(results, indent=2) + "\n")
 
 
-def _score_task(lm: HFLM, name: str, data: str | Path | None, limit: int | None) -> dict[str, Any]:
+def _score_task(lm: HFModel, name: str, data: str | Path | None, limit: int | None) -> dict[str, Any]:
     found = lm_eval.evaluate(lm, tasks.load([name], data, limit), limit=limit, log_samples=False)
     items = found["n-samples"][name]
     scored = {"version": found["versions"][name], "items": items["effective"], "items_in_set": items["original"]}

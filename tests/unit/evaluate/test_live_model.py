@@ -4,10 +4,10 @@ import lm_eval
 import pytest
 import torch
 from lm_eval.api.instance import Instance
-from lm_eval.models.huggingface import HFLM
 
 from pc.evaluate import fetch, hugging_face, tasks
 from pc.evaluate.live_model import LiveModel
+from pc.evaluate.score import HFModel
 
 # Logits agree to 32 float32 roundings (test_hugging_face); a log-likelihood sums the errors of its tokens,
 # which have both signs, and its terms are of the logits' size. Measured: 2.4e-7.
@@ -37,7 +37,7 @@ def live(run, tokenizer, **settings):
 
 def exported(folder, batch_size=8):
     llama, tokenizer = hugging_face.load(folder)
-    return HFLM(pretrained=llama, tokenizer=tokenizer, batch_size=batch_size, device="cpu")
+    return HFModel(pretrained=llama, tokenizer=tokenizer, batch_size=batch_size, device="cpu")
 
 
 def test_export_scores_as_the_model_in_memory(pc_run, pc_export, evaluation_data):
@@ -70,6 +70,30 @@ def test_long_requests_lose_their_beginning_alike(pc_run, pc_export, batch_size)
         rtol=RELATIVE,
         atol=0,
     )
+
+
+@pytest.mark.parametrize("context", ["", "a context"])
+def test_of_a_too_long_answer_both_score_the_end(pc_run, pc_export, context, caplog):
+    """Answers shorter than and longer than the model's maximum (256); one warning names task and number."""
+    through_export = exported(pc_export, batch_size=3)
+    texts = [" word" * words + " and an end" for words in [10, 240, 300, 400]]
+    requests = [
+        Instance("loglikelihood", {}, (context, text), index, metadata=("piqa", index, 1))
+        for index, text in enumerate(texts)
+    ]
+    ours = live(pc_run, through_export.tokenizer).loglikelihood(requests)
+    (warning,) = [record.message for record in caplog.records if "only their last" in record.message]
+    assert "maximum of 256: 2 of piqa; only their last 256 tokens" in warning
+    theirs = through_export.loglikelihood(requests)
+    assert [greedy for _, greedy in ours] == [greedy for _, greedy in theirs]
+    torch.testing.assert_close(
+        torch.tensor([value for value, _ in ours]), torch.tensor([value for value, _ in theirs]), rtol=RELATIVE, atol=0
+    )
+    # by hand: the last 256 tokens, each given those of the last 257 that precede it
+    ids = torch.tensor([through_export.tok_encode(context + texts[3])[-257:]])
+    with torch.no_grad():
+        log_p = pc_run.model(ids[:, :-1]).float().log_softmax(-1)
+    assert ours[3][0] == pytest.approx(log_p.gather(2, ids[:, 1:, None]).sum().item(), rel=RELATIVE)
 
 
 def test_training_mode_is_given_back(pc_run, pc_export):

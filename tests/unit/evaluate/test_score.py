@@ -86,6 +86,14 @@ def test_a_limit_is_kept_apart_and_marked(pc_export, evaluation_data, tmp_path):
     assert not (tmp_path / "table.md").exists()
 
 
+def test_an_answer_longer_than_the_model_does_not_end_the_scoring(pc_export, tmp_path, caplog):
+    item = {"goal": "Dry a wet shoe", "sol1": "Fill it. " * 200, "sol2": "Fill it with water.", "label": 1}
+    (tmp_path / "piqa.jsonl").write_text(json.dumps(item) + "\n")
+    (path,) = run([str(pc_export)], tmp_path / "out", tmp_path, names=["piqa"])
+    assert json.loads(path.read_text())["tasks"]["piqa"]["items"] == 1
+    assert "1 of piqa; only their last 256 tokens are scored" in caplog.text
+
+
 def test_mistakes(pc_export, evaluation_data, tmp_path):
     for models, settings, message in [
         (["nowhere"], {}, "nowhere: no such model"),
