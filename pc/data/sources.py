@@ -49,22 +49,28 @@ class SourceFile:
 
 def find_files(source: str, subset: str | None = None) -> list[str]:
     """The files of `source`: a file, a folder, a glob pattern or a Hub dataset `owner/name`; all of one kind."""
-    path = Path(source).expanduser()
-    if path.is_dir():
-        files = sorted(str(file) for file in path.rglob("*") if kind_of(file.name) and file.is_file())
-    elif path.is_file():
-        files = [str(path)]
-    elif any(sign in source for sign in "*?["):
-        files = sorted(glob.glob(str(path), recursive=True))
-    elif re.fullmatch(r"[\w.-]+/[\w.-]+", source):
-        return find_hub_files(source, subset)
-    else:
+    files = find_local_files(source)
+    if files is None:
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", source):
+            return find_hub_files(source, subset)
         raise UserError(f"--input {source} is not a file, folder, glob pattern or Hub dataset owner/name")
     if subset is not None:
         raise UserError(f"--subset selects a part of a Hub dataset, but --input {source} is local")
     if not files:
         raise UserError(f"--input {source} matches no parquet, JSON lines or text file")
     return _of_one_kind(source, files)
+
+
+def find_local_files(source: str) -> list[str] | None:
+    """The files of `source` on this machine, sorted; None if it is neither a file, a folder nor a glob pattern."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return sorted(str(file) for file in path.rglob("*") if kind_of(file.name) and file.is_file())
+    if path.is_file():
+        return [str(path)]
+    if any(sign in source for sign in "*?["):
+        return sorted(glob.glob(str(path), recursive=True))
+    return None
 
 
 def _of_one_kind(source: str, files: list[str]) -> list[str]:
@@ -103,7 +109,7 @@ def read_footers(files: list[str], text_column: str) -> list[SourceFile]:
 def _read_footer(file: str, text_column: str) -> SourceFile:
     if kind_of(file) != PARQUET:
         groups = groups_of(file, text_column)
-        return SourceFile(file, _size(file), sum(rows for rows, _ in groups), groups)
+        return SourceFile(file, size_of(file), sum(rows for rows, _ in groups), groups)
     with open_parquet(file) as parquet:
         schema = parquet.schema_arrow
         if text_column not in schema.names:
@@ -117,7 +123,7 @@ def _read_footer(file: str, text_column: str) -> SourceFile:
             (metadata.row_group(i).num_rows, metadata.row_group(i).column(column).total_uncompressed_size)
             for i in range(metadata.num_row_groups)
         )
-        return SourceFile(file, _size(file), metadata.num_rows, groups)
+        return SourceFile(file, size_of(file), metadata.num_rows, groups)
 
 
 def open_parquet(file: str) -> pq.ParquetFile:
@@ -133,7 +139,8 @@ def open_parquet(file: str) -> pq.ParquetFile:
         raise UserError(f"{file} is not a readable parquet file: {error}") from error
 
 
-def _size(file: str) -> int:
+def size_of(file: str) -> int:
+    """Bytes of a local path or an hf:// address."""
     if "://" not in file:
         return Path(file).stat().st_size
     import fsspec

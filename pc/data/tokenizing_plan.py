@@ -13,7 +13,7 @@ from pathlib import Path
 from pc.common.files import write_atomically
 from pc.data.manifest import FORMAT, SPLITS, TOKENIZER_FOLDER, Manifest, Shard, TokenizerRecord
 from pc.data.shards import size_complaint, smallest_dtype
-from pc.data.sources import Unit, find_files, plan_units, read_footers
+from pc.data.sources import Unit, find_files, find_local_files, plan_units, read_footers, size_of
 from pc.data.tokenizers import Tokenizer
 from pc.errors import UserError
 
@@ -39,7 +39,11 @@ def make_plan(
     shard_megabytes: int,
     output: Path,
 ) -> TokenizingPlan:
-    """Read the folder's plan, or create one from the source."""
+    """Read the folder's plan, or create one from the source.
+
+    Raises:
+        UserError: a setting is out of range, or it or the source's files are not those of the folder's plan.
+    """
     if not 0 <= validation_fraction < 1:
         raise UserError(f"--validation-fraction {validation_fraction} must be at least 0 and less than 1")
     if shard_megabytes < 1:
@@ -58,6 +62,7 @@ def make_plan(
         try:
             saved = json.loads(path.read_text())
             configuration, units = saved["configuration"], [Unit(**unit) for unit in saved["units"]]
+            planned = [(file["name"], file["size"]) for file in configuration["files"]]
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise UserError(f"{path} is damaged ({error}); delete {output} and start again") from error
         for key, value in requested.items():
@@ -66,6 +71,7 @@ def make_plan(
                     f"{output} was started with {key} = {configuration.get(key)!r}, this command has "
                     f"{value!r}: choose another --output, or delete the folder"
                 )
+        _require_same_files(source, planned, output)
     else:
         files = read_footers(find_files(source, subset), text_column)
         configuration = requested | {"files": [file.summary() for file in files]}
@@ -83,6 +89,25 @@ def make_plan(
         smallest_dtype(tokenizer.vocab_size),
         units,
     )
+
+
+def _require_same_files(source: str, planned: list[tuple[str, int]], output: Path) -> None:
+    """Compare names and sizes of the files with the plan's. Files on the Hub are pinned to a revision; local ones may
+    be gone, all of them, once they are tokenised."""
+    inside = output.resolve()  # the output may lie in the input's folder
+    paths = [Path(file) for file in find_local_files(source) or [] if inside not in Path(file).resolve().parents]
+    found = [(path.name, size_of(str(path))) for path in paths]
+    if not found or found == planned:
+        return
+    sizes = dict(planned)
+    for (name, size), path in zip(found, paths, strict=True):
+        if (name, size) not in planned:
+            change = f"{path} has {size:,} bytes, then it had {sizes[name]:,}" if name in sizes else f"{path} is new"
+            break
+    else:
+        gone = [name for name, size in planned if (name, size) not in found]
+        change = f"{gone[0]} is gone" if gone else "their number or order has changed"
+    raise UserError(f"{output} was started with other files of {source}: {change}; choose another --output")
 
 
 def record_unit(output: Path, plan: TokenizingPlan, unit: Unit, shards: dict[str, list[Shard]]) -> None:

@@ -79,6 +79,54 @@ def test_other_settings_are_not_taken_for_finished(change, message, parquet_fold
         tokenize(**{"source": str(parquet_folder), "output": tmp_path / "out"} | change)
 
 
+def _a_new_file(folder: Path) -> None:
+    (folder / "c.jsonl").write_text('{"text": "three"}\n')
+
+
+def _a_longer_file(folder: Path) -> None:
+    (folder / "b.jsonl").write_text('{"text": "two and more"}\n')
+
+
+def _a_lost_file(folder: Path) -> None:
+    (folder / "a.jsonl").unlink()
+
+
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_a_new_file, r"{source}/c\.jsonl is new; choose another --output"),
+        (_a_longer_file, r"{source}/b\.jsonl has 25 bytes, then it had 16; choose another --output"),
+        (_a_lost_file, r"a\.jsonl is gone; choose another --output"),
+    ],
+)
+def test_other_files_are_not_taken_for_finished(change, message, finished, tmp_path):
+    source = tmp_path / "in"
+    source.mkdir()
+    for name, text in (("a", "one"), ("b", "two")):
+        (source / f"{name}.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    tokenize(str(source), tmp_path / "out", part=(0, 1 if finished else 2))
+    change(source)
+    with pytest.raises(
+        UserError, match=f"out was started with other files of {source}: " + message.format(source=source)
+    ):
+        tokenize(str(source), tmp_path / "out")
+
+
+def test_finished_work_needs_its_input_no_more(tmp_path):
+    source = tmp_path / "in"
+    output = source / "out"  # its JSON files are not taken for new input
+    source.mkdir()
+    (source / "a.jsonl").write_text('{"text": "one"}\n')
+    manifest = tokenize(str(source), output)
+    assert tokenize(str(source), output) == manifest
+    (source / "a.jsonl").unlink()
+    assert tokenize(str(source), output) == manifest
+    output.rename(tmp_path / "out")
+    source.rmdir()
+    assert tokenize(str(source), tmp_path / "out").tokens("train") == manifest.tokens("train")
+
+
 @pytest.fixture
 def mangled_model(tmp_path) -> Path:
     """The default model with two tokens exchanged."""
