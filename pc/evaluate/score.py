@@ -7,6 +7,7 @@ model, data, limit and versions are the same.
 import hashlib
 import importlib.metadata
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -43,12 +44,14 @@ class Model:
 
     @staticmethod
     def parse(text: str) -> "Model":
-        """`PATH`, or `NAME=PATH` to choose a name."""
-        name, equals, path = text.rpartition("=")
+        """`PATH`, or `NAME=PATH` to choose a name. Names and paths may contain "=": the longest existing path counts."""
+        parts = text.split("=")
+        splits = [("=".join(parts[:i]), "=".join(parts[i:])) for i in range(len(parts))]
+        name, path = next((split for split in splits if os.path.exists(split[1])), ("", ""))
+        if not path:
+            raise UserError(f"{text}: no such model; expected a checkpoint (RUN/checkpoint/step-N) or an export")
         path = Path(path)
-        if not path.exists():
-            raise UserError(f"{path}: no such model; expected a checkpoint (RUN/checkpoint/step-N) or an export")
-        if not equals:
+        if not name:
             is_step = path.resolve().parent.name == "checkpoint"
             name = f"{path.resolve().parent.parent.name} {path.name}" if is_step else path.resolve().name
         return Model(name, path)

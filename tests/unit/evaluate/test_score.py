@@ -1,6 +1,7 @@
 """One command scores several models, saves the results, and repeats nothing."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -92,6 +93,20 @@ def test_an_answer_longer_than_the_model_does_not_end_the_scoring(pc_export, tmp
     (path,) = run([str(pc_export)], tmp_path / "out", tmp_path, names=["piqa"])
     assert json.loads(path.read_text())["tasks"]["piqa"]["items"] == 1
     assert "1 of piqa; only their last 256 tokens are scored" in caplog.text
+
+
+def test_names_and_paths_may_contain_equals_signs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = Path("level-o=4+ffn=2/checkpoint/step-16")
+    path.mkdir(parents=True)
+    for text, name in [
+        (f"{path}", "level-o=4+ffn=2 step-16"),
+        (f"mine={path}", "mine"),
+        (f"lr=1={path}", "lr=1"),
+    ]:
+        assert score.Model.parse(text) == score.Model(name, path)
+    with pytest.raises(UserError, match=r"^level-o=4\+ffn=2/checkpoint/step-17: no such model"):
+        score.Model.parse("level-o=4+ffn=2/checkpoint/step-17")
 
 
 def test_mistakes(pc_export, evaluation_data, tmp_path):
