@@ -9,7 +9,7 @@ for step in ...:
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,7 +53,7 @@ class HealthMetrics:
     """Collects the metrics of `Health` over all ranks.
 
     Args:
-        job_config: with the section `health` (`Health`) and with `pc.blocks`, which also defines the PC blocks of a
+        job_config: with the section `health` (`Health`) and with `pc.blocks`, which also defines the PC matrices of a
             baseline run.
         model_parts: this rank's transformers, sharded, compiled, off the meta device.
         schedule: the schedule that holds the raw weights in schedule "step"; None in schedule "forward" and without PC.
@@ -62,11 +62,7 @@ class HealthMetrics:
 
     def __init__(self, job_config, model_parts: list[nn.Module], schedule: StepSchedule | None, parallel_dims) -> None:
         self._health: Health = job_config.health
-        self._pc_blocks = [
-            block
-            for block, (suffix, *_) in BLOCK_SUFFIXES.items()
-            if any(matches(entry, f"layers.0.{suffix}") for entry in job_config.pc.blocks)
-        ]
+        self._pc_entries: Sequence[str] = job_config.pc.blocks
         self._model_parts = model_parts
         self._schedule = schedule
         self._num_layers: int = model_parts[0].n_layers
@@ -162,13 +158,16 @@ class HealthMetrics:
                     inputs.append((layer.weight, layer.u, layer.v, *gamma))
                     keys.append(layer.pc_config)
         metrics = {}
-        conditions: dict[str, list[float]] = {block: [] for block in BLOCKS}
+        conditions: dict[str, list[float]] = {"pc": [], "qkv": [], "all": []}
         for name, numbers in self._of_owners(_spectral, names, inputs, keys, len(SPECTRAL)):
             measured = dict(zip(SPECTRAL, numbers, strict=True))
             metrics |= {f"spectra/{metric}/{name}": number for metric, number in measured.items()}
-            conditions[block_of(name)].append(measured["condition"])
-        for group, blocks in {"pc": self._pc_blocks, "qkv": ["q", "k", "v"], "all": BLOCKS}.items():
-            values = [number for block in blocks for number in conditions[block]]
+            conditions["all"].append(measured["condition"])
+            if block_of(name) in ("q", "k", "v"):
+                conditions["qkv"].append(measured["condition"])
+            if any(matches(entry, name) for entry in self._pc_entries):
+                conditions["pc"].append(measured["condition"])
+        for group, values in conditions.items():
             if values:
                 metrics[f"spectra/gmcn/{group}"] = statistics.geometric_mean(values)
         return metrics

@@ -140,6 +140,21 @@ def test_spectra_equal_a_float64_svd(method_schedule):
         assert max(errors) > 1e-3  # three steps from a random start: an error there is to see
 
 
+@pytest.mark.parametrize("preconditioned", [True, False])
+def test_gmcn_of_matrices_that_are_not_in_every_layer(preconditioned):
+    """`pc.blocks` with full-name patterns; a baseline run is measured over the same matrices."""
+    config = job_config(freq=0, spectra_freq=1)
+    config.pc.blocks = ["layers.1.attention.w[qk]", "layers.1.feed_forward.w2"]
+    model = transformer()
+    if preconditioned:
+        model = pc.attach(model, pc.PCConfig(blocks=tuple(config.pc.blocks)))
+        assert len(list(pc.linear.named_pc_linears(model))) == 3
+    metrics = HealthMetrics(config, [model], None, one_rank()).collect(1)
+    names = ("attention.wq", "attention.wk", "feed_forward.w2")
+    product = math.prod(metrics[f"spectra/condition/layers.1.{name}"] for name in names)
+    assert metrics["spectra/gmcn/pc"] == pytest.approx(product ** (1 / 3))
+
+
 def test_the_estimate_has_an_interval_of_its_own():
     model = pc.attach(transformer(), pc.PCConfig(schedule="step"))
     schedule = pc.StepSchedule(model)
