@@ -91,15 +91,19 @@ class Arm:
         return min(common, key=lambda seed: -1 if seed is None else seed)
 
     @property
+    def choosing(self) -> set[int | None]:
+        """The seed by which the rate was chosen; empty if there is only one rate."""
+        return {self.first_seed} if len(self.runs) > 1 else set()
+
+    @property
     def best_rate(self) -> float | None:
         """The rate with the lowest loss on the first seed."""
         return min(self.runs, key=lambda rate: self.loss(rate, self.first_seed))
 
     def judged(self, rate: float | None) -> dict[int | None, RunLog]:
-        """The runs at `rate` without the seed that chose it, or only that seed's if there is no other."""
+        """The runs at `rate` without the seed that chose it, or only that seed's if there is no other, by seed."""
         runs = dict(sorted(self.runs[rate].items(), key=lambda item: -1 if item[0] is None else item[0]))
-        others = {seed: run for seed, run in runs.items() if seed != self.first_seed}
-        return others if others and len(self.runs) > 1 else runs
+        return {seed: run for seed, run in runs.items() if seed not in self.choosing} or runs
 
 
 def read_arms(folders: Sequence[Path]) -> list[Arm]:
@@ -151,10 +155,11 @@ def grid_table(arms: Sequence[Arm]) -> str:
     for rate in rates:
         cells = []
         for arm in arms:
-            text = _loss_text(arm.loss(rate, arm.first_seed)) if rate in arm.runs else "not run"
-            others = [arm.loss(rate, seed) for seed in arm.runs.get(rate, {}) if seed != arm.first_seed]
-            text = f"**{text}**" if rate == arm.best_rate else text
-            cells.append(f"{text}; {mean_and_error(others)}" if others else text)
+            first = [_loss_text(arm.loss(rate, seed)) for seed in arm.choosing if rate in arm.runs]
+            others = [arm.loss(rate, seed) for seed in arm.runs.get(rate, {}) if seed not in arm.choosing]
+            texts = [f"**{text}**" if rate == arm.best_rate else text for text in first]
+            texts += [mean_and_error(others)] if others else []
+            cells.append("; ".join(texts) or "not run")
         rows.append([value_label(rate), *cells])
     return markdown.table(["learning rate", *(arm.name for arm in arms)], rows)
 
@@ -164,19 +169,19 @@ def _loss_text(loss: float) -> str:
 
 
 def untuned(arms: Sequence[Arm]) -> str:
-    """A warning about arms whose best rate is the lowest or highest that was run; "" if there are none."""
-    rates = {rate for arm in arms for rate in arm.runs}
-    words = [arm.name for arm in arms if len(rates) > 1 and arm.best_rate in (min(arm.runs), max(arm.runs))]
-    if not words:
+    """Warnings about arms whose best rate is the lowest or highest that was run, or the only one; "" if none."""
+    if not _chosen(*arms):
         return ""
-    return f"**Not tuned to the end:** a rate beyond those that were run may be better for {', '.join(words)}.\n"
+    edge = [arm.name for arm in arms if len(arm.runs) > 1 and arm.best_rate in (min(arm.runs), max(arm.runs))]
+    one = [arm.name for arm in arms if len(arm.runs) == 1]
+    text = f"**Not tuned to the end:** a rate beyond those that were run may be better for {'; '.join(edge)}.\n"
+    return text * bool(edge) + f"**Not tuned:** one rate only was run for {'; '.join(one)}.\n" * bool(one)
 
 
 def paired_seeds(arm: Arm, rate: float | None, reference: Arm, its_rate: float | None) -> list[int | None]:
     """Seeds run in both arms at these rates, without the one that chose the rates if there are others."""
     common = sorted(arm.runs[rate].keys() & reference.runs[its_rate].keys(), key=str)
-    others = [seed for seed in common if seed not in (arm.first_seed, reference.first_seed)]
-    return others if others and _chosen(arm, reference) else common
+    return [seed for seed in common if seed not in arm.choosing | reference.choosing] or common
 
 
 def _chosen(*arms: Arm) -> bool:
@@ -216,7 +221,7 @@ def arm_table(arms: Sequence[Arm]) -> str:
             difference = mean_and_error(differences)
             known = [run.speedup for run in runs if run.speedup is not None]
             speedup = f"{statistics.fmean(known):.2f}" if known and all(map(math.isfinite, differences)) else "-"
-        if seeds == [arm.first_seed] and _chosen(arm, reference):
+        if seeds and set(seeds) <= arm.choosing | reference.choosing:
             difference += ", on the choosing seed"
         losses = mean_and_error(_losses(arm, rate))
         rows.append([arm.name, _as_text(rate), losses, _as_text(its_rate), difference, speedup])
@@ -256,12 +261,13 @@ def _losses(arm: Arm, rate: float | None) -> list[float]:
 def conditioning_table(arms: Sequence[Arm]) -> str:
     """Final geometric mean of the modified condition numbers, first and last error of the estimate, largest RMS.
 
-    Of each arm at its best rate, then of all arms at the rates that all have run, which is a matter of the first seed.
+    Of each arm at its best rate, then, on the first seed, of the arms with several rates at the rates that all these
+    have run.
     """
     chosen = [(arm, arm.best_rate, list(arm.judged(arm.best_rate))) for arm in arms]
-    common = set.intersection(*(set(arm.runs) for arm in arms)) - {None}
-    if _chosen(*arms):
-        chosen += [(arm, rate, [arm.first_seed]) for rate in sorted(common) for arm in arms]
+    tuned = [arm for arm in arms if len(arm.runs) > 1]
+    common = set.intersection(*(set(arm.runs) for arm in tuned)) if len(tuned) > 1 else set()
+    chosen += [(arm, rate, [arm.first_seed]) for rate in sorted(common) for arm in tuned]
     rows = []
     for arm, rate, seeds in chosen:
         runs = [arm.runs[rate][seed] for seed in seeds]
