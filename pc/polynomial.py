@@ -121,7 +121,7 @@ def fit(
     Args:
         cutoff: b in (0, 1], above which the target is 1.
         degree: degree of `p`, at least 1; the level k of the paper.
-        alpha: the error at sigma has weight sigma^alpha.
+        alpha: the error at sigma has weight sigma^alpha, which must be finite.
         interval: where to fit. It ends above 1 because the estimated spectral norm may be too small.
         anchored: keep g(1) = 1 exactly.
 
@@ -145,6 +145,8 @@ def fit(
     if anchored:  # substitute a_0 = 1 - a_1 - ... - a_k
         powers, values = powers[:, 1:] - powers[:, :1], values - sigma
     root_weight = sigma ** (alpha / 2)
+    if not root_weight.isfinite().all():
+        raise ValueError(f"alpha must give finite weights sigma^alpha on {interval}, got {alpha}; the paper's is 4")
     solution = torch.linalg.lstsq(powers * root_weight[:, None], (values * root_weight)[:, None]).solution[:, 0]
     coefficients = solution.tolist()
     return tuple([1.0 - sum(coefficients), *coefficients] if anchored else coefficients)

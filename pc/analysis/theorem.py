@@ -127,7 +127,12 @@ def descend(problem: Problem, region: Bound, steps: int, level: int | None = Non
     Args:
         level: None trains the weights themselves. With a PC level, W is trained and PC(W) used in its place, with exact
             singular vectors for the estimate, norm recovery and no gamma.
+
+    Raises:
+        UserError: fewer than one step.
     """
+    if steps < 1:
+        raise UserError(f"--steps {steps}: should be 1 or more, because the fall of the loss per step is reported")
     weights = [weight.clone().requires_grad_() for weight in problem.weights]
     losses, inside = [], []
     for _ in range(steps + 1):

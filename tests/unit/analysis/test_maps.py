@@ -1,3 +1,4 @@
+import math
 import tomllib
 
 import pytest
@@ -41,3 +42,6 @@ def test_table_and_bad_wishes():
         maps.fit(1.5, 4, 4.0)
     with pytest.raises(UserError, match="degree"):
         maps.fit(0.3, 0, 4.0)
+    for alpha in (math.nan, math.inf, -math.inf, -400.0):
+        with pytest.raises(UserError, match="alpha"):
+            maps.fit(0.3, 4, alpha)

@@ -52,6 +52,13 @@ def test_leaving_the_region_is_seen():
     assert not theorem.in_region([0.5 * weight for weight in problem.weights], region)
 
 
+@pytest.mark.parametrize("steps", [0, -3])
+def test_no_step_is_refused(steps):
+    problem = theorem.make_problem()
+    with pytest.raises(UserError, match=f"--steps {steps}: should be 1 or more"):
+        theorem.descend(problem, theorem.bound(problem), steps)
+
+
 def test_pc_trains_raw_weights_through_the_map():
     problem = theorem.make_problem()
     region = theorem.bound(problem)
