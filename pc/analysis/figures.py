@@ -36,7 +36,7 @@ def draw_sweeps(folders: Sequence[Path], baselines: Sequence[Path], output: Path
 
 def draw_spectra(sources: Sequence[Path], output: Path, layers: Sequence[int] | None) -> None:
     """Singular values, histograms, quantile curves, condition numbers; GMCN of run folders."""
-    all_spectra = [spectra.of_source(source, output) for source in sources]
+    all_spectra = spectra.with_unique_names([spectra.of_source(source, output) for source in sources])
     for item in all_spectra:
         if not item.pc_blocks:
             print(f"{item.name}, step {item.step}: without PC, so its effective weights are its raw weights")

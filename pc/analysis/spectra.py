@@ -4,7 +4,7 @@ import io
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ from tqdm import tqdm
 from pc.analysis.weights import LinearWeights
 from pc.common import markdown
 from pc.common.files import write_atomically
-from pc.common.run_folder import INDEX, newest_checkpoint
+from pc.common.run_folder import INDEX, newest_checkpoint, unique_names
 from pc.config import BLOCK_GROUPS, BLOCK_SUFFIXES, PCConfig
 from pc.errors import UserError
 from pc.linear import block_of
@@ -110,7 +110,7 @@ def of_source(source: str | Path, output: Path) -> Spectra:
             "train with [checkpoint] enable = true, or give a folder step-N"
         )
     resolved = checkpoint.resolve()
-    run = resolved.parent.parent if resolved.parent.name == "checkpoint" else resolved.parent
+    run = _run_of(resolved)
     name = f"{run.parent.name}-{run.name}" if run.name.startswith("seed-") else run.name  # a sweep's: LABEL/seed-N
     stored = output / f"{name}-{resolved.name}.npz"
     newest = (checkpoint / INDEX).stat().st_mtime
@@ -121,6 +121,27 @@ def of_source(source: str | Path, output: Path) -> Spectra:
     spectra = compute(checkpoint, name)
     save(spectra, stored)
     return spectra
+
+
+def with_unique_names(all_spectra: Sequence[Spectra]) -> list[Spectra]:
+    """The same with names that differ: of runs with equal names, as much of their path as is needed, then the step."""
+    runs = [_run_of(Path(item.checkpoint)) if item.checkpoint else Path(item.name) for item in all_spectra]
+    names = [spectra.name for spectra in all_spectra]
+    for name in set(names):
+        equal = list(dict.fromkeys(run for run, other in zip(runs, names, strict=True) if other == name))
+        if len(equal) > 1:
+            longer = dict(zip(equal, unique_names(equal), strict=True))
+            names = [longer[run] if other == name else other for run, other in zip(runs, names, strict=True)]
+    steps = [f"{name}/step-{spectra.step}" for name, spectra in zip(names, all_spectra, strict=True)]
+    names = [step if names.count(name) > 1 else name for name, step in zip(names, steps, strict=True)]
+    # one checkpoint given twice, or stored by a version that did not keep its path
+    names = [f"{name} ({names[:i].count(name) + 1})" if names.count(name) > 1 else name for i, name in enumerate(names)]
+    return [replace(spectra, name=name) for spectra, name in zip(all_spectra, names, strict=True)]
+
+
+def _run_of(checkpoint: Path) -> Path:
+    """The run's folder of RUN/checkpoint/step-N; the folder above any other."""
+    return checkpoint.parent.parent if checkpoint.parent.name == "checkpoint" else checkpoint.parent
 
 
 def table(all_spectra: Sequence[Spectra]) -> str:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from pc.analysis import spectra, spectra_plots
+from pc.analysis.figures import draw_spectra
 from pc.analysis.weights import LinearWeights
 from pc.common.run_folder import newest_checkpoint
 from pc.config import BLOCK_SUFFIXES
@@ -59,6 +60,44 @@ def test_runs_with_equal_names_do_not_share_stored_values(tmp_path):
         found = spectra.of_source(tmp_path / folder, tmp_path / "out")
         assert bool(found.pc_blocks) == (schedule == "step"), folder
     assert found.name == "lr-1-seed-0"
+
+
+def _legends(monkeypatch):
+    """Collects the labels of every legend that is drawn, one list for each figure."""
+    found = []
+    keep = spectra_plots.save
+
+    def save(figure, path):
+        legends = [axes.get_legend() for axes in figure.axes] + figure.legends
+        found.append([text.get_text() for legend in legends if legend for text in legend.get_texts()])
+        return keep(figure, path)
+
+    monkeypatch.setattr(spectra_plots, "save", save)
+    return found
+
+
+def test_each_checkpoint_has_its_own_legend(tmp_path, monkeypatch):
+    for folder, step in (("a/run", 7), ("a/run", 8), ("b/run", 7), ("b/other", 7)):
+        save_checkpoint(tmp_path / folder, None, step)
+    first, second = (tmp_path / "a/run/checkpoint" / f"step-{step}" for step in (7, 8))
+    legends = _legends(monkeypatch)
+    draw_spectra([first, second], tmp_path / "out", None)
+    assert legends == 2 * [["run/step-7", "run/step-8"]]
+    legends.clear()
+    draw_spectra([tmp_path / "a/run", tmp_path / "b/run", tmp_path / "b/other"], tmp_path / "out", None)
+    assert legends == 2 * [["a/run", "b/run", "other"]]
+    legends.clear()
+    draw_spectra([first, second, tmp_path / "b/run"], tmp_path / "out", None)
+    assert legends == 2 * [["a/run/step-7", "a/run/step-8", "b/run"]]
+    legends.clear()
+    draw_spectra([first, first], tmp_path / "out", None)
+    assert legends == 2 * [["run/step-7 (1)", "run/step-7 (2)"]]
+
+
+def test_names_of_old_files_without_a_checkpoint_path():
+    old, new = (spectra.Spectra("run", 7, (), {}, {}, path) for path in ("", "/data/run/checkpoint/step-7"))
+    assert [item.name for item in spectra.with_unique_names([old, new])] == ["run", "data/run"]
+    assert [item.name for item in spectra.with_unique_names([old, old])] == ["run/step-7 (1)", "run/step-7 (2)"]
 
 
 def test_gmcn_is_the_geometric_mean(tmp_path):
