@@ -89,7 +89,7 @@ def test_the_seed_that_chose_the_rate_is_left_out(sweep):
 
 def test_a_best_rate_at_the_edge_is_called_untuned(sweep):
     arms = evidence.read_arms([sweep])
-    assert "better for pc off, pc on." in evidence.untuned(arms)
+    assert "better for pc off; pc on." in evidence.untuned(arms)
     for rate in (5e-4, 4e-3):
         arms[1].runs[rate] = {0: arms[0].runs[1e-3][0]}
     assert "better for pc off." in evidence.untuned(arms)
