@@ -101,6 +101,7 @@ class JsonLinesLogger(BaseLogger):
                 line[self.NAMES.get(name, name)] = (
                     None if isinstance(value, float) and not math.isfinite(value) else value
                 )
+        line["tokens"] = int(line["tokens"])
         self._known = step, line["tokens"]
         if "tokens_per_second_per_device" in line:
             line["tokens_per_second"] = line.pop("tokens_per_second_per_device") * self._num_devices
