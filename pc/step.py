@@ -337,7 +337,7 @@ class StepSchedule:
         if not gammas:
             return any(state.weight.grad is self._pulled_back for state in states)
         given = [local(gamma.grad).flatten() for gamma in gammas if gamma.grad is not None]
-        return bool(given) and bool(torch.cat(given).any())
+        return bool(given) and not given[0].is_meta and bool(torch.cat(given).any())
 
     def _note_written(self) -> None:
         self.weights_are_raw = False

@@ -99,6 +99,7 @@ def _whole(prepared):
     for state in prepared.layers.values():
         assert isinstance(state.raw, DTensor)
         state.weight, state.gamma = whole(state.weight), whole(state.gamma)
+        state.layer.weight = state.weight
         state.raw, state.u, state.v = (whole(t).detach() for t in (state.raw, state.u, state.v))
     return prepared
 
