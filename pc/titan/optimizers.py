@@ -111,18 +111,18 @@ class LRSchedulers(LRSchedulersContainer):
         """After a resume: the config's learning rate, weight decay and so on, and say what the checkpoint had."""
         replaced = {}
         for scheduler, configured in zip(self.schedulers, optimizers.configured, strict=True):
+            groups = scheduler.optimizer.param_groups
             scheduler.base_lrs = [settings["lr"] for settings in configured]
-            rates = [
-                base * factor(scheduler.last_epoch) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas)
-            ]
-            for group, settings, rate in zip(scheduler.optimizer.param_groups, configured, rates, strict=True):
-                loaded = {**group, "lr": group.get("initial_lr", settings["lr"])}
-                replaced |= {
-                    key: (loaded.get(key), v) for key, v in settings.items() if _text(loaded.get(key)) != _text(v)
-                }
+            for group, settings, factor in zip(groups, configured, scheduler.lr_lambdas, strict=True):
+                loaded = group | {"lr": group.get("initial_lr", settings["lr"])}
+                for key, value in settings.items():
+                    if _text(loaded.get(key)) != _text(value):
+                        replaced[key] = _text(loaded.get(key)), _text(value)
+                rate = settings["lr"] * factor(scheduler.last_epoch)
                 group.update(settings, initial_lr=settings["lr"], lr=rate)
+            scheduler._last_lr = [group["lr"] for group in groups]  # which TorchTitan logs
         for key, (old, new) in replaced.items():
-            logger.warning(f"optimizer.{key} = {_text(new)} of the config replaces the checkpoint's {_text(old)}")
+            logger.warning(f"optimizer.{key} = {new} of the config replaces the checkpoint's {old}")
 
 
 def _text(value: Any) -> str:

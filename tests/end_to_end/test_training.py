@@ -330,12 +330,13 @@ def test_a_resume_uses_the_settings_of_its_config(tiny_config, tmp_path, kind):
     config, folder = tiny_config
     words = [*kind, "--lr_scheduler.total_steps", "6"]
     changed = [*words, "--optimizer.lr", "1e-3", "--optimizer.weight_decay", "0.3"]
-    _, elsewhere = _elsewhere(tmp_path, "whole")
+    other, elsewhere = _elsewhere(tmp_path, "whole")
     whole = run_ranks(1, _settings_of_optimizers, config, [*changed, *elsewhere])[0]
     _run(1, config, [*words, "--training.steps", "3"])
     resumed = run_ranks(1, _settings_of_optimizers, config, changed)[0]
     assert len(whole) == 6 and resumed == whole[3:]
     assert {decay for step in resumed for _, decay in step} == {0.3}
+    assert tiny.metrics(folder, "lr")[3:] == tiny.metrics(other, "lr")[3:]
 
 
 def test_metrics_after_the_step_that_a_run_restarts_from_are_moved(tiny_config):
