@@ -194,3 +194,12 @@ def test_gamma_and_norm():
     assert abs(effective_norm / raw_norm - 1) > 1e-2  # control: PC(W) in place of W would be seen
     assert [v for k, v in sorted(metrics.items()) if k.startswith("pc/gamma/")][:3] == [1.0, 1.25, 1.5]
     assert len([k for k in metrics if k.startswith("pc/gamma/")]) == 8
+
+
+def test_the_weight_norm_of_a_large_embedding():
+    """On a CPU torch's float32 norm of millions of numbers is 1e-4 too small, less if ranks share them."""
+    model = transformer()
+    model.tok_embeddings = torch.nn.Embedding(100_000, 48)
+    expected = math.sqrt(sum(p.detach().double().square().sum().item() for p in model.parameters()))
+    metrics = HealthMetrics(job_config(freq=1, spectra_freq=0), [model], None, one_rank()).collect(1)
+    assert metrics["norm/weight"] == pytest.approx(expected, rel=FLOAT32)
