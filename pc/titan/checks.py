@@ -236,8 +236,13 @@ def _names(config: JobConfig) -> Iterator[str]:
     ):
         if name is not None and (not name or Path(name).name != name):
             yield f"{key} = {name!r} should be the name of a {what} within job.dump_folder"
-    unknown = set(config.checkpoint.exclude_from_loading) - set(_STATES)
-    if unknown:
+    excluded = set(config.checkpoint.exclude_from_loading)
+    if config.pc.enable and len(excluded & {"model", "pc"}) == 1:
+        yield (
+            f"checkpoint.exclude_from_loading = {config.checkpoint.exclude_from_loading} should name both model and pc "
+            "or neither, because the saved weights are PC(W) and W is in pc"
+        )
+    if excluded - set(_STATES):
         yield (
             f"checkpoint.exclude_from_loading = {config.checkpoint.exclude_from_loading} should only name "
             f"{', '.join(_STATES)}"
