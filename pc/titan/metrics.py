@@ -157,6 +157,11 @@ class PCMetricsProcessor(MetricsProcessor):
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
+        # TorchTitan counts a sequence's tokens on each of the context-parallel ranks, which have a part of it.
+        copies = self.parallel_dims.cp
+        global_max_loss *= copies
+        if extra_metrics and "n_tokens_seen" in extra_metrics:
+            extra_metrics = {**extra_metrics, "n_tokens_seen": extra_metrics["n_tokens_seen"] // copies}
         if self._json_lines is not None:
             if self._spikes is None:  # a resumed run continues the count
                 self._spikes = LossSpikes()

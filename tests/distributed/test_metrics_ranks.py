@@ -1,5 +1,6 @@
 """Health metrics over ranks against one rank and a float64 SVD of gathered weights."""
 
+import json
 import math
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torchtitan.models.llama3.infra.parallelize import apply_tp
 
 import pc
+import tiny
 from health_model import inputs, job_config, one_rank, transformer
 from pc.titan.health import HealthMetrics
 from ranks import run_ranks
@@ -85,3 +87,31 @@ def test_ranks_agree_with_one_rank_and_the_svd(layout, world_size):
             assert metrics[f"spectra/condition/{name}"] == pytest.approx(condition, rel=2e-5)
     assert expected["spectra/estimate_error/o/max"] > 1e-3  # control: the error is not zero
     assert results[0][0]["signal/attention/absmax/1"] > 1.05 * expected["signal/attention/rms/1"]
+
+
+def _log_under_context_parallelism(rank: int, config) -> None:
+    """One step whose ranks have losses of 3 and 5 nats per token of their half of each sequence."""
+    from pc.titan import trainer
+
+    tiny.add_tiny_flavor()
+    trainer.check = lambda *_, **__: None  # attention needs a GPU
+    off = ["--checkpoint.enable=false", "--validation.enable=false", "--pc.enable=false"]
+    run = trainer.PCTrainer(trainer.load_config(config, [*off, "--parallelism.context_parallel_degree=2"]))
+    run.finite_steps.judge = run.finite_steps.note = lambda *_: None
+    run.optimizers.step = lambda: None
+    run.forward_backward_step = lambda input_dict, labels, global_valid_tokens: (
+        (3 + 2 * rank) * labels.numel() / 2 / global_valid_tokens
+    )
+    run.step = 1
+    run.train_step(run.batch_generator(run.dataloader))
+    run.close()
+
+
+def test_tokens_and_losses_under_context_parallelism(tiny_config):
+    """TorchTitan counts a sequence once for each rank that has a part of it."""
+    config, folder = tiny_config
+    run_ranks(2, _log_under_context_parallelism, config)
+    line = json.loads((folder / "metrics.jsonl").read_text())
+    assert line["loss"] == pytest.approx(4.0)
+    assert line["max_loss"] == pytest.approx(5.0)
+    assert line["tokens"] == 24 * 16

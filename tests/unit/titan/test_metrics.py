@@ -73,7 +73,7 @@ def _processor(folder):
     config.job.dump_folder = str(folder)
     config.training.seq_len, config.training.local_batch_size, config.training.global_batch_size = 8, 2, 4
     dims = SimpleNamespace(
-        world_size=1, pp=1, pp_enabled=False, dp_replicate=1, dp_shard=1, non_data_parallel_size=1
+        world_size=1, pp=1, pp_enabled=False, dp_replicate=1, dp_shard=1, cp=1, non_data_parallel_size=1
     )  # fmt: skip
     processor = build_metrics_processor(config, dims)
     processor.num_flops_per_token = 1
