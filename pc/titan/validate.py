@@ -6,7 +6,9 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.validate import BaseValidator, Validator
 from torchtitan.tools import utils
 
-from pc.data import Manifest, build_dataloader, require_same_tokenizer
+from pc.data import Manifest, build_dataloader, load_tokenizer, require_same_tokenizer
+from pc.data.tokenizers import DEFAULT_TOKENIZER
+from pc.errors import UserError
 from pc.titan.fsdp_sync import reshard
 
 
@@ -39,10 +41,19 @@ class FixedValidator(Validator):
         self.pp_has_first_stage = pp_has_first_stage
         self.pp_has_last_stage = pp_has_last_stage
         section = job_config.data
-        if section.validation_path and not section.streaming:
-            require_same_tokenizer(Manifest.read(section.path), Manifest.read(section.validation_path))
+        folder = section.validation_path or section.path
+        validation = Manifest.read(folder)
+        if section.streaming:
+            tokenizer = load_tokenizer(section.tokenizer or DEFAULT_TOKENIZER)
+            if tokenizer.sha256 != validation.tokenizer.sha256:
+                raise UserError(
+                    f"{folder} was tokenised with {validation.tokenizer.name!r} and the stream with "
+                    f"{tokenizer.name!r}; one run needs one tokenizer: set data.tokenizer or data.validation_path"
+                )
+        else:
+            require_same_tokenizer(Manifest.read(section.path), validation)
         self.validation_dataloader = build_dataloader(
-            section.validation_path or section.path,
+            folder,
             "validation",
             seq_len=job_config.training.seq_len,
             local_batch_size=job_config.validation.local_batch_size,

@@ -7,6 +7,8 @@ import torch
 
 from pc.data import build_streaming_dataloader, load_tokenizer
 from pc.errors import UserError
+from pc.titan.config import JobConfig
+from pc.titan.validate import FixedValidator
 
 
 @pytest.fixture
@@ -107,3 +109,14 @@ def test_user_mistakes(build, tmp_path, write_parquet):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="data.streaming = .* cannot be read"):
         build(dataset=str(tmp_path / "empty"))
+
+
+def test_validation_of_another_tokenizer_is_refused(tiny_shards):
+    """Its loss would be that of tokens that the model has never seen in training."""
+    config = JobConfig()
+    config.data.path, config.data.streaming = str(tiny_shards), "owner/name"
+    with pytest.raises(UserError, match="the stream with 'mistral-common'; one run needs one tokenizer"):
+        FixedValidator(config, 1, 0, *[None] * 6)
+    config.data.tokenizer = str(tiny_shards / "tokenizer")
+    config.training.seq_len = 16
+    FixedValidator(config, 1, 0, *[None] * 6)
