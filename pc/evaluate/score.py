@@ -79,7 +79,7 @@ def score(
         limit: score only this many items of each task, marked as partial.
         device: None uses a GPU if there is one.
     """
-    names = list(names)
+    names = list(dict.fromkeys(names))
     tasks.require_known(names)
     if limit is not None and limit < 1:
         raise UserError(f"--limit {limit} should be at least 1")

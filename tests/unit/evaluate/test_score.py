@@ -87,6 +87,12 @@ def test_a_limit_is_kept_apart_and_marked(pc_export, evaluation_data, tmp_path):
     assert not (tmp_path / "table.md").exists()
 
 
+def test_a_task_that_is_named_twice_counts_once(pc_export, evaluation_data, tmp_path):
+    run([str(pc_export)], tmp_path / "once", evaluation_data, names=["piqa"])
+    run([str(pc_export)], tmp_path / "twice", evaluation_data, names=["piqa", "piqa"])
+    assert (tmp_path / "twice" / "table.md").read_text() == (tmp_path / "once" / "table.md").read_text()
+
+
 def test_an_answer_longer_than_the_model_does_not_end_the_scoring(pc_export, tmp_path, caplog):
     item = {"goal": "Dry a wet shoe", "sol1": "Fill it. " * 200, "sol2": "Fill it with water.", "label": 1}
     (tmp_path / "piqa.jsonl").write_text(json.dumps(item) + "\n")
