@@ -13,8 +13,8 @@ from pc.errors import UserError
 from pc.sweep.spec import label
 
 
-def read_results(source: Path, every: bool = False) -> list[dict]:
-    """Lines of `results.jsonl` (a sweep's folder or the file itself) that have a validation loss, or `every` line.
+def read_results(source: Path) -> list[dict]:
+    """Lines of `results.jsonl` (a sweep's folder or the file itself), one per finished run.
 
     The loss is null or absent if the run diverged or was not validated.
     """
@@ -23,22 +23,23 @@ def read_results(source: Path, every: bool = False) -> list[dict]:
         raise UserError(f"{file}: no such file; scripts/sweep.py select writes it into the sweep's folder")
     try:
         results = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
-        usable = [result for result in results if every or result.get(VALIDATION) is not None]
-        for result in usable:
+        for result in results:
             result["config"], result["settings"], result["spikes"]
     except (json.JSONDecodeError, KeyError, AttributeError) as error:
         raise UserError(f"{file}: not the results of a sweep ({error})") from None
-    if not usable:
-        raise UserError(f"{file}: no finished run with a {VALIDATION}")
-    return usable
+    return results
 
 
 def plot(results: Sequence[dict], baselines: Sequence[RunLog], path: Path) -> Path:
     """A panel per config, a bar per setting: mean over seeds with the range; hatched if losses spiked.
 
+    The mean is that of the runs with a final loss; the number of those without is written at the bottom.
+
     Args:
         baselines: one run per config, in the order of their first results, to draw as a dashed line; or none.
     """
+    if all(result.get(VALIDATION) is None for result in results):
+        raise UserError(f"{path.name}: no finished run of the sweep has a {VALIDATION}")
     configs = list(dict.fromkeys(result["config"] for result in results))
     if baselines and len(baselines) != len(configs):
         names = ", ".join(Path(config).stem for config in configs)
@@ -57,7 +58,12 @@ def plot(results: Sequence[dict], baselines: Sequence[RunLog], path: Path) -> Pa
                 settings.setdefault(label(chosen) or "as it is", []).append(result)
         shown = []
         for place, members in enumerate(settings.values()):
-            losses = [member[VALIDATION] for member in members]
+            losses = [member[VALIDATION] for member in members if member.get(VALIDATION) is not None]
+            if len(losses) < len(members):
+                words = f"{len(members) - len(losses)} of {len(members)} without a loss"
+                axes.annotate(words, (place, 0.01), xycoords=("data", "axes fraction"), ha="center", fontsize=7)
+            if not losses:
+                continue
             mean = statistics.fmean(losses)
             spiked = any(member["spikes"] for member in members)
             axes.bar(place, mean, color="C0", alpha=0.8, hatch="//" if spiked else None, edgecolor="white")

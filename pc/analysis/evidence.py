@@ -47,7 +47,7 @@ def collect(sweep: Path, output: Path) -> int:
 
 def _validated(sweep: Path) -> list[tuple[dict, RunLog]]:
     """The results of runs that were validated, with their logs; a diverged run is one of them, its loss is NaN."""
-    found = [(result, read_log(_folder(sweep, result))) for result in read_results(sweep, every=True)]
+    found = [(result, read_log(_folder(sweep, result))) for result in read_results(sweep)]
     found = [(result, run) for result, run in found if run.series(VALIDATION).steps]
     if not found:
         raise UserError(f"{sweep / 'results.jsonl'}: no finished run with a {VALIDATION}")
