@@ -184,7 +184,7 @@ class RunLog:
         steps = sorted(by_step)
         return Series(
             steps=steps,
-            tokens=[by_step[step].get("tokens", step) for step in steps],
+            tokens=[by_step[step]["tokens"] for step in steps],
             values=[math.nan if (value := by_step[step][key]) is None else value for step in steps],
         )
 
@@ -216,8 +216,9 @@ def read_log(path: str | Path) -> RunLog:
             if number == len(texts):
                 continue
             raise UserError(f"{file}, line {number}: not JSON; the file is damaged") from None
-        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
-            raise UserError(f"{file}, line {number}: not an object with an integer 'step'")
+        kinds = {"step": int, "tokens": (int, float)}
+        if not isinstance(line, dict) or not all(isinstance(line.get(key), kind) for key, kind in kinds.items()):
+            raise UserError(f"{file}, line {number}: not an object with an integer 'step' and a number 'tokens'")
         lines.append(line)
     if not lines:
         raise UserError(f"{file}: the run has logged nothing yet")

@@ -82,7 +82,7 @@ def test_errors_name_the_file_and_the_remedy(tmp_path):
         read_log(empty)
     broken = tmp_path / "broken"
     broken.mkdir()
-    (broken / "metrics.jsonl").write_text('{"step": 1}\nrubbish\n{"step": 2}\n')
+    (broken / "metrics.jsonl").write_text('{"step": 1, "tokens": 10}\nrubbish\n{"step": 2, "tokens": 20}\n')
     with pytest.raises(UserError, match="line 2"):
         read_log(broken)
     no_validation = read_log(_write(tmp_path / "plain", [{"step": 1, "tokens": 10, "loss": 3.0}]))
@@ -129,3 +129,10 @@ def test_bars(tmp_path, monkeypatch):
         bars.plot(usable, [baseline], tmp_path / "bars")
     with pytest.raises(UserError, match="results.jsonl"):
         bars.read_results(tmp_path / "baseline")
+
+
+def test_a_line_without_tokens_is_refused(tmp_path):
+    """Its step in place of its tokens would make a run look thousands of times faster."""
+    run = _write(tmp_path / "run", [{"step": 1, "tokens": 1000, "loss": 4.0}, {"step": 2, "loss": 3.0}])
+    with pytest.raises(UserError, match="line 2: .*'tokens'"):
+        read_log(run)

@@ -59,7 +59,7 @@ def finish(config, overrides, folder: Path, state="finished"):
     write_resolved(config, overrides, JobConfig, folder / "config.toml")
     (folder / "status.json").write_text(json.dumps({"state": state, "step": 5, "steps": 5}))
     (folder / "metrics.jsonl").write_text(
-        '{"step": 5, "loss": 3.0, "tokens": 640}\n{"step": 5, "validation_loss": 3.0}\n'
+        '{"step": 5, "loss": 3.0, "tokens": 640}\n{"step": 5, "tokens": 640, "validation_loss": 3.0}\n'
     )
 
 

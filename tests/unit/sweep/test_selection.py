@@ -145,9 +145,9 @@ def test_seeds_are_averaged_and_must_all_finish(tmp_path, monkeypatch):
 
 def test_the_last_line_of_a_step_wins_and_half_a_line_is_none(tmp_path):
     lines = [
-        '{"step": 1, "loss": 5.0}',
-        '{"step": 2, "loss": 4.0}',
-        '{"step": 2, "loss": 3.0}',
+        '{"step": 1, "tokens": 1, "loss": 5.0}',
+        '{"step": 2, "tokens": 2, "loss": 4.0}',
+        '{"step": 2, "tokens": 2, "loss": 3.0}',
         '{"step": 3, "lo',
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
