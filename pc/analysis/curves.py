@@ -34,13 +34,13 @@ class Comparison:
 def tokens_to_reach(series: Series, loss: float) -> float | None:
     """Tokens at which the curve first reaches `loss`, linear between neighbouring validations.
 
-    None if no validation is that low. If the first validation is already that low, its own tokens, because nothing
-    is known before it.
+    None if no validation is that low. If the first validation is already that low, or the one before is not finite, its
+    own tokens, because nothing is known before it.
     """
     for i, value in enumerate(series.values):
         if value <= loss:
-            if i == 0:
-                return float(series.tokens[0])
+            if i == 0 or not math.isfinite(series.values[i - 1]):
+                return float(series.tokens[i])
             before, higher = series.tokens[i - 1], series.values[i - 1]
             return before + (higher - loss) / (higher - value) * (series.tokens[i] - before)
     return None

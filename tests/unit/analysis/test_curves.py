@@ -1,4 +1,5 @@
 import json
+import math
 
 import pytest
 
@@ -129,6 +130,11 @@ def test_bars(tmp_path, monkeypatch):
         bars.plot(usable, [baseline], tmp_path / "bars")
     with pytest.raises(UserError, match="results.jsonl"):
         bars.read_results(tmp_path / "baseline")
+
+
+def test_no_number_comes_from_a_validation_that_is_not_finite():
+    series = Series([1, 2, 3], [100, 200, 300], [5.0, math.nan, 3.0])
+    assert curves.tokens_to_reach(series, 4.0) == 300
 
 
 def test_a_line_without_tokens_is_refused(tmp_path):
