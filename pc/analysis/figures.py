@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pc.analysis import bars, curves, signals, spectra, spectra_plots
 from pc.common.files import write_atomically
-from pc.common.run_folder import METRICS, read_log, read_logs
+from pc.common.run_folder import METRICS, read_log, read_logs, unique_names
 from pc.errors import UserError
 
 
@@ -27,11 +27,12 @@ def draw_curves(paths: Sequence[Path], output: Path) -> None:
 
 
 def draw_sweeps(folders: Sequence[Path], baselines: Sequence[Path], output: Path) -> None:
-    """A bar plot for each sweep, named after its folder."""
+    """A bar plot for each sweep, named after its folder, or as much of its path as is needed."""
     baseline_runs = [read_log(path) for path in baselines]
-    for folder in folders:
-        name = folder.resolve().name if folder.is_dir() else folder.resolve().parent.name
-        print(bars.plot(bars.read_results(folder), baseline_runs, output / f"bars_{name}"))
+    names = unique_names([folder.resolve() if folder.is_dir() else folder.resolve().parent for folder in folders])
+    for folder, name in zip(folders, names, strict=True):
+        file = output / f"bars_{name.replace('/', '-')}"
+        print(bars.plot(bars.read_results(folder), baseline_runs, file))
 
 
 def draw_spectra(sources: Sequence[Path], output: Path, layers: Sequence[int] | None) -> None:

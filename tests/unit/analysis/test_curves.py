@@ -4,6 +4,7 @@ import math
 import pytest
 
 from pc.analysis import bars, curves, signals
+from pc.analysis.figures import draw_sweeps
 from pc.common.plots import save
 from pc.common.run_folder import Series, read_log, read_logs
 from pc.errors import UserError
@@ -142,3 +143,13 @@ def test_a_line_without_tokens_is_refused(tmp_path):
     run = _write(tmp_path / "run", [{"step": 1, "tokens": 1000, "loss": 4.0}, {"step": 2, "loss": 3.0}])
     with pytest.raises(UserError, match="line 2: .*'tokens'"):
         read_log(run)
+
+
+def test_sweeps_of_one_name_have_a_figure_each(tmp_path, capsys):
+    line = {"config": "a.toml", "settings": {"pc.level": 1}, "validation_loss": 3.0, "spikes": 0}
+    folders = [_write(tmp_path / of / "lr", []) for of in ("adamw", "muon")]
+    for folder in folders:
+        (folder / "results.jsonl").write_text(json.dumps(line) + "\n")
+    draw_sweeps(folders, [], tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["bars_adamw-lr.png", "bars_muon-lr.png"]
+    assert "bars_adamw-lr.png" in capsys.readouterr().out
