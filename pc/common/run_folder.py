@@ -206,7 +206,10 @@ def read_log(path: str | Path) -> RunLog:
     if not file.is_file():
         raise UserError(f"{file}: no such file; give a run's folder, which holds {METRICS}")
     lines = []
-    texts = file.read_text().splitlines()
+    try:
+        texts = file.read_text().splitlines()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: not a text file ({error})") from None
     for number, text in enumerate(texts, start=1):
         if not text.strip():
             continue
