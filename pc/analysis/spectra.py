@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -85,7 +86,7 @@ def load(path: str | Path) -> Spectra:
         with np.load(path, allow_pickle=False) as file:
             about = json.loads(str(file["about"]))
             arrays = {key: torch.from_numpy(file[key]) for key in file.files if key != "about"}
-    except (OSError, ValueError, KeyError, EOFError) as error:
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(f"{path}: not a file of singular values written by scripts/spectra.py ({error})") from None
     raw = {key.removeprefix("raw."): values for key, values in arrays.items() if key.startswith("raw.")}
     effective = {block: arrays.get(f"effective.{block}", values) for block, values in raw.items()}

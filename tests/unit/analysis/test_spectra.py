@@ -139,6 +139,10 @@ def test_errors(tmp_path):
     (tmp_path / "wrong.npz").write_bytes(b"not an archive")
     with pytest.raises(UserError, match="not a file of singular values"):
         spectra.of_source(tmp_path / "wrong.npz", tmp_path)
+    spectra.save(spectra.Spectra("run", 7, (), {"q": torch.ones(1, 500).cumsum(1)}, {}), tmp_path / "half.npz")
+    (tmp_path / "half.npz").write_bytes((tmp_path / "half.npz").read_bytes()[:300])
+    with pytest.raises(UserError, match="half.npz: not a file of singular values"):
+        spectra.load(tmp_path / "half.npz")
     save_checkpoint(tmp_path / "run", "forward")
     weights = LinearWeights(newest_checkpoint(tmp_path / "run"))
     weights.fingerprint = {}
