@@ -233,12 +233,12 @@ def course_table(arms: Sequence[Arm]) -> str:
     """The mean differences of arm_table at up to ten points of the training; "" if none was validated at equal steps."""
     reference = arms[0]
     tokens = next(iter(reference.judged(reference.best_rate).values())).series(VALIDATION).tokens
-    shown = range(len(tokens) - 1, 0, -math.ceil((len(tokens) - 1) / 10))[::-1]
+    shown = range(len(tokens) - 1, 0, -max(1, math.ceil((len(tokens) - 1) / 10)))[::-1]
     rows = []
     for arm, rate, its_rate in comparisons(arms):
         seeds = paired_seeds(arm, rate, reference, its_rate)
         pairs = [[one.series(VALIDATION) for one in (arm.runs[rate][s], reference.runs[its_rate][s])] for s in seeds]
-        if pairs and all(series.tokens == tokens for pair in pairs for series in pair):
+        if pairs and shown and all(series.tokens == tokens for pair in pairs for series in pair):
             means = [statistics.fmean(one.values[k] - other.values[k] for one, other in pairs) for k in shown]
             rates = f"{_as_text(rate)} / {_as_text(its_rate)}"
             rows.append([arm.name, rates, str(len(seeds)), *map(_difference_text, means)])

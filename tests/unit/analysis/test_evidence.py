@@ -211,3 +211,10 @@ def test_a_copied_sweep_is_collected_from_the_copy(sweep, tmp_path):
     evidence.collect(copy, tmp_path / "kept")
     assert "3.5" in (tmp_path / "kept" / "True-0.002" / "seed-1" / "metrics.jsonl").read_text()
     assert (tmp_path / "kept" / "False-0.001" / "seed-0" / "metrics.jsonl").is_file()
+
+
+def test_one_validation_has_no_course(sweep, tmp_path):
+    for file in sweep.rglob("metrics.jsonl"):
+        file.write_text("".join(line + "\n" for line in file.read_text().splitlines() if '"step": 1,' not in line))
+    assert evidence.course_table(evidence.read_arms([sweep])) == ""
+    evidence.report([sweep], tmp_path / "report")
