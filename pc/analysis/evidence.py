@@ -8,6 +8,7 @@ are used, so that no figure is one by which the rate was chosen.
 import json
 import math
 import statistics
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,7 +76,7 @@ class Arm:
 
     name: str
     runs: dict[float | None, dict[int | None, RunLog]] = field(default_factory=dict)
-    """{learning rate: {seed: run}}; the rate is None if the sweep does not vary it"""
+    """{learning rate: {seed: run}}; the rate is None if neither the sweep nor the config sets it"""
 
     def loss(self, rate: float | None, seed: int | None) -> float:
         """Final validation loss in nats per token; NaN counts as infinite, so that it is never the best."""
@@ -122,7 +123,8 @@ def read_arms(folders: Sequence[Path]) -> list[Arm]:
         settings = {key: value for key, value in result["settings"].items() if key != RATE}
         words = [names[result["config"]]] if len(configs) > 1 or not settings else []
         name = ", ".join(words + ([label(settings)] if settings else []))
-        runs = arms.setdefault(name, Arm(name)).runs.setdefault(result["settings"].get(RATE), {})
+        rate = result["settings"].get(RATE, _own_rate(run))
+        runs = arms.setdefault(name, Arm(name)).runs.setdefault(rate, {})
         other = runs.setdefault(result["seed"], run)
         if str(other.series(VALIDATION)) != str(run.series(VALIDATION)):  # as text, because NaN is not equal to itself
             raise UserError(
@@ -130,6 +132,12 @@ def read_arms(folders: Sequence[Path]) -> list[Arm]:
                 "but different validation losses; report them separately"
             )
     return list(arms.values())
+
+
+def _own_rate(run: RunLog) -> float | None:
+    """The learning rate in a run's config.toml; None if it is not set there."""
+    config = tomllib.loads((run.file.parent / "config.toml").read_text())
+    return config.get("optimizer", {}).get("lr")
 
 
 def mean_and_error(values: Sequence[float]) -> str:

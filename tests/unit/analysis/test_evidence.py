@@ -218,3 +218,14 @@ def test_one_validation_has_no_course(sweep, tmp_path):
         file.write_text("".join(line + "\n" for line in file.read_text().splitlines() if '"step": 1,' not in line))
     assert evidence.course_table(evidence.read_arms([sweep])) == ""
     evidence.report([sweep], tmp_path / "report")
+
+
+def test_the_configs_own_rate_is_a_rate_like_the_others(sweep, tmp_path):
+    """A sweep without the axis, such as the main runs, beside a grid of the same config."""
+    other = _change(sweep, tmp_path / "other", settings={"pc.enable": True})
+    lines = [line for line in (other / "results.jsonl").read_text().splitlines() if "True-0.002" in line]
+    (other / "results.jsonl").write_text("\n".join(lines))
+    for file in other.rglob("config.toml"):
+        file.write_text("[optimizer]\nlr = 2e-3\n")
+    assert list(evidence.read_arms([sweep, other])[1].runs) == [1e-3, 2e-3]
+    evidence.report([sweep, other], tmp_path / "report")
