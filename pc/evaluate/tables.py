@@ -119,7 +119,7 @@ def _plot(results: list[dict[str, Any]], rows: list[dict[str, Score]], names: li
     axes.grid(axis="x", visible=False)
     axes.set_axisbelow(True)
     axes.set_ylabel("accuracy (fraction of items)")
-    partial = f", PARTIAL: first {results[0]['limit']} items per task" if results[0]["limit"] else ""
-    axes.set_title(f"Zero-shot scores, ± standard error{partial}")
+    partial = f"\nPARTIAL: first {results[0]['limit']} items per task" if results[0]["limit"] else ""
+    figure.suptitle(f"Zero-shot scores, ± standard error{partial}")  # with few tasks wider than the axes
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return figure

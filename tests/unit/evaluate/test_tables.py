@@ -2,6 +2,8 @@
 
 import csv
 
+from matplotlib.text import Text
+
 from pc.evaluate import tables
 from pc.evaluate.tasks import METRICS
 
@@ -63,3 +65,13 @@ def test_marks():
     assert tables.best_of_each_pair(rows, "x") == {1, 2}  # an odd number is one group
     assert tables.best_of_each_pair(rows[1:], "x") == set()  # equal: none is better
     assert tables.best_of_each_pair(rows[:1], "x") == set()
+
+
+def test_the_title_of_few_tasks_is_whole(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(tables.plots, "save", lambda figure, path: drawn.append(figure) or path)
+    tables.write([result("A", 0.2, limit=5), result("B", 0.2, limit=5)], ["piqa"], tmp_path / "table")
+    (figure,) = drawn
+    figure.draw_without_rendering()
+    (box,) = (text.get_window_extent() for text in figure.findobj(Text) if "Zero-shot" in text.get_text())
+    assert box.x0 >= 0 and box.x1 <= figure.bbox.x1
