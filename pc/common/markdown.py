@@ -9,5 +9,5 @@ def table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
 
 
 def row(cells: Sequence[object]) -> str:
-    """One line of a table."""
-    return f"| {' | '.join(map(str, cells))} |\n"
+    """One line of a table; a bar in a cell does not end it."""
+    return "| " + " | ".join(str(cell).replace("|", r"\|") for cell in cells) + " |\n"

@@ -75,3 +75,8 @@ def test_the_title_of_few_tasks_is_whole(tmp_path, monkeypatch):
     figure.draw_without_rendering()
     (box,) = (text.get_window_extent() for text in figure.findobj(Text) if "Zero-shot" in text.get_text())
     assert box.x0 >= 0 and box.x1 <= figure.bbox.x1
+
+
+def test_a_bar_in_a_name_stays_in_its_cell(tmp_path):
+    tables.write([result("A|B", 0.2)], ["piqa"], tmp_path / "table")
+    assert r"| A\|B | 0.2000 ± 0.0300 |" in (tmp_path / "table.md").read_text()
