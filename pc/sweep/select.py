@@ -88,7 +88,7 @@ def _choose(sweep: Sweep, config: str, candidates: list[Candidate]) -> str:
     said = f"{name}: {chosen or 'its own values'}, {sweep.select.metric} {best.mean:.4f} -> {destination}"
     waiting = sum(run.config == config for run in sweep.runs) - sum(len(c.metrics) for c in candidates)
     if waiting:
-        said += f"\n  provisional: {waiting} runs of {name} have not finished"
+        said += f"\n  provisional: {waiting} runs of {name} are not counted"
     for key, values in sweep.axes.items():
         if _is_numeric(values) and len(values) > 1 and best.settings[key] in (min(values), max(values)):
             said += f"\n  note: {key} = {best.settings[key]} is at an end of its grid; the optimum may be outside"
@@ -117,10 +117,12 @@ def _write_table(sweep: Sweep, candidates: list[Candidate], results: list[dict])
     apart = max(result["steps_between_losses"] for result in results)
     if apart > 1:
         text += f"\nLosses were logged up to {apart} steps apart, so spikes between them are not counted.\n"
-    unfinished = [(run.name, state) for run in sweep.runs if (state := state_of(run.folder)).state != "finished"]
-    if unfinished:
-        text += "\nNot counted:\n"
-        text += "".join(f"- {name}: {s.state} {s.reason}".rstrip() + "\n" for name, s in unfinished)
+    left_out = [(run.name, state) for run in sweep.runs if (state := state_of(run.folder)).state != "finished"]
+    words = [f"- {name}: {state.state} {state.reason}".rstrip() for name, state in left_out]
+    no_number = f"finished, but its last {sweep.select.metric} is not a finite number"
+    words += [f"- {result['name']}: {no_number}" for result in results if result[sweep.select.metric] is None]
+    if words:
+        text += "\nNot counted:\n" + "".join(f"{line}\n" for line in words)
     write_atomically(sweep.folder / "table.md", text)
     return text
 

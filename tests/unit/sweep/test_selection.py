@@ -1,6 +1,7 @@
 """What run folders say, and which run is chosen, on run folders written by hand."""
 
 import json
+import math
 import subprocess
 import sys
 import tomllib
@@ -189,3 +190,12 @@ def test_latest_checkpoint_counts_complete_ones(tmp_path):
             (folder / ".metadata").touch()
     assert newest_step(tmp_path) == 10
     assert newest_step(tmp_path / "none") == 0
+
+
+def test_a_finished_run_without_a_loss_is_named(sweep):
+    for run in sweep.runs[:3]:
+        write_run(run, 4.5)
+    write_run(sweep.runs[3], math.nan)
+    said = select(sweep)
+    assert "- lr-0.008: finished, but its last validation_loss is not a finite number" in said
+    assert "provisional: 1 runs of tiny are not counted" in said
