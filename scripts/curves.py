@@ -8,7 +8,7 @@ import argparse
 from pathlib import Path
 
 from pc.analysis.figures import draw_curves, draw_sweeps
-from pc.errors import exit_on_user_error
+from pc.errors import UserError, exit_on_user_error
 
 
 @exit_on_user_error
@@ -24,6 +24,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if not arguments.runs and not arguments.sweep:
         parser.error("give at least one RUN or --sweep FOLDER")
+    if arguments.baseline and not arguments.sweep:
+        raise UserError("--baseline needs --sweep")
     if arguments.runs:
         draw_curves(arguments.runs, arguments.output)
     if arguments.sweep:

@@ -73,6 +73,8 @@ def test_a_run_without_health_still_gives_its_curve(tmp_path, monkeypatch, capsy
         (["curves.py", "--sweep", "{tmp}/short"], "results.jsonl"),
         (["spectra.py", "{tmp}/short"], "no complete checkpoint"),
         (["polynomials.py", "--cutoff", "2"], "cutoff"),
+        (["polynomials.py", "--degree", "3"], "--degree and --alpha need --cutoff"),
+        (["curves.py", "RUN", "--baseline", "RUN"], "--baseline needs --sweep"),
         (["cost.py", "{tmp}/nothing.toml"], "nothing.toml"),
     ],
 )
