@@ -38,6 +38,7 @@ def test_the_line_to_paste_trains_with_the_fit():
 def test_table_and_bad_wishes():
     text = maps.table({"level 1": (polynomial.resolve(1), 0.8), "flat": (polynomial.POLAR_EXPRESS, 0.01)})
     assert "1.507, -0.507" in text and "8 quintics" in text
+    assert "| RMS error, weight sigma^4 |" in text  # also of a fit with another alpha
     with pytest.raises(UserError, match="cutoff"):
         maps.fit(1.5, 4, 4.0)
     with pytest.raises(UserError, match="degree"):
