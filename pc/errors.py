@@ -17,6 +17,10 @@ class UserError(ValueError):
     """An error that the user can fix. The message names the key or file and says what would be valid."""
 
 
+class Diverged(UserError):
+    """The loss or the gradients were not finite in too many steps in a row."""
+
+
 class MissingExtra(UserError, ImportError):
     """The imported subpackage needs a dependency that is not installed."""
 

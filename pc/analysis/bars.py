@@ -14,7 +14,7 @@ from pc.sweep.spec import label
 
 
 def read_results(source: Path) -> list[dict]:
-    """Lines of `results.jsonl` (a sweep's folder or the file itself), one per finished run.
+    """Lines of `results.jsonl` (a sweep's folder or the file itself), one per finished or diverged run.
 
     The loss is null or absent if the run diverged or was not validated.
     """

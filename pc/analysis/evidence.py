@@ -29,7 +29,7 @@ RMS = ("signal/attention/rms/", "signal/ffn/rms/")
 
 
 def collect(sweep: Path, output: Path) -> int:
-    """Copy the data for tables and figures of a sweep's finished runs to `output`; returns the number of runs.
+    """Copy the data for tables and figures of a sweep's finished and diverged runs to `output`; returns the number of runs.
 
     From metrics.jsonl it keeps the lines with a validation loss, condition numbers or RMS of outputs, and of these the
     losses, condition numbers, errors of the estimate, and the largest RMS over the layers.
@@ -47,8 +47,11 @@ def collect(sweep: Path, output: Path) -> int:
 
 
 def _validated(sweep: Path) -> list[tuple[dict, RunLog]]:
-    """The results of runs that were validated, with their logs; a diverged run is one of them, its loss is NaN."""
+    """The results of runs that were validated, with their logs. A run that diverged ends with a loss of NaN."""
     found = [(result, read_log(_folder(sweep, result))) for result in read_results(sweep)]
+    for result, run in found:
+        if result.get("state") == "diverged":
+            run.lines.append({key: run.lines[-1][key] for key in ("step", "tokens")} | {VALIDATION: None})
     found = [(result, run) for result, run in found if run.series(VALIDATION).steps]
     if not found:
         raise UserError(f"{sweep / 'results.jsonl'}: no finished run with a {VALIDATION}")

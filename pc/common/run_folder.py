@@ -31,7 +31,7 @@ class State:
     """Progress of a run."""
 
     state: str
-    """waiting, running, interrupted, stopped, finished or failed"""
+    """waiting, running, interrupted, stopped, finished, failed or diverged"""
     step: int
     steps: int
     reason: str
@@ -51,21 +51,24 @@ def state_of(folder: Path) -> State:
 
 
 def write_state(folder: str | Path, state: str, step: int, steps: int, reason: str = "") -> None:
-    """`state` is running, stopped, finished or failed."""
+    """`state` is running, stopped, finished, failed or diverged."""
     content = {"state": state, "step": step, "steps": steps, "reason": reason}
     write_atomically(Path(folder) / _STATUS, json.dumps(content) + "\n")
 
 
-def write_failure(folder: str | Path, reason: str, step: int | None = None, steps: int | None = None) -> None:
+def write_failure(
+    folder: str | Path, reason: str, step: int | None = None, steps: int | None = None, state: str = "failed"
+) -> None:
     """Mark the run as failed. A finished run stays finished, even if a later attempt in its folder fails.
 
     Args:
         step, steps: its progress; None: as in status.json.
+        state: "failed", or "diverged" if it stopped because its loss or gradients were not finite.
     """
     known = state_of(Path(folder))
     if known.state != "finished":
         write_state(
-            folder, "failed", known.step if step is None else step, known.steps if steps is None else steps, reason
+            folder, state, known.step if step is None else step, known.steps if steps is None else steps, reason
         )
 
 

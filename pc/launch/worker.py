@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torchtitan.tools.logging import init_logger
 
 from pc.common.run_folder import keep_earlier_config, write_failure
-from pc.errors import UserError
+from pc.errors import Diverged, UserError
 from pc.titan.config import JobConfig
 from pc.titan.environment import write_environment
 from pc.titan.toml import resolve, write_resolved
@@ -60,7 +60,8 @@ def main() -> None:
         if config is not None and (rank == 0 or isinstance(error, UserError)):
             step = trainer.step or None if trainer else None  # None: nothing was trained or loaded
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            write_failure(config.job.dump_folder, reason, step, config.training.steps)
+            state = "diverged" if isinstance(error, Diverged) else "failed"
+            write_failure(config.job.dump_folder, reason, step, config.training.steps, state)
         if isinstance(error, UserError):
             print(f"error: {error}", file=sys.stderr, flush=True)  # torchrun shows rank 0 and logs the others
             os._exit(2)  # other ranks may wait in a collective

@@ -1,4 +1,4 @@
-"""Results of a sweep: the state of its runs, and the final figures of finished ones."""
+"""Results of a sweep: the state of its runs, and the final figures of those that finished or diverged."""
 
 import itertools
 import json
@@ -27,9 +27,12 @@ def status_text(sweep: Sweep) -> str:
 
 
 def result_of(run: Run, selection: Selection) -> dict | None:
-    """The final figures of a finished run, for one JSON line; None for any other run."""
+    """The final figures of a finished run, for one JSON line; None for a run that may still finish.
+
+    A run that diverged has no validation loss and no value of the metric: those from before it diverged are not final.
+    """
     state = state_of(run.folder)
-    if state.state != "finished":
+    if state.state not in ("finished", "diverged"):
         return None
     log = read_log(run.folder)
     losses = log.series("loss")
@@ -39,17 +42,21 @@ def result_of(run: Run, selection: Selection) -> dict | None:
     )
     for step, loss in zip(losses.steps, losses.values, strict=True):
         spikes.update(step, loss)
+    final = {
+        key: _last(log.series(key)) if state.state == "finished" else None
+        # the validation loss also if another metric chooses, because figures and tables need it
+        for key in ("validation_loss", selection.metric)
+    }
     return {
         "name": run.name,
+        "state": state.state,
         "config": run.config,
         "settings": run.settings,
         "seed": run.seed,
         "steps": state.steps,
         "tokens": losses.tokens[-1] if losses.steps else None,
         "loss": _last(losses),
-        # also if another metric chooses, because figures and tables need it
-        "validation_loss": _last(log.series("validation_loss")),
-        selection.metric: _last(log.series(selection.metric)),
+        **final,
         "spikes": spikes.count,
         # the most: a shorter spike may be missed
         "steps_between_losses": max((after - before for before, after in itertools.pairwise(losses.steps)), default=1),
@@ -63,7 +70,7 @@ def _last(series: Series) -> float | None:
 
 
 def collect(sweep: Sweep) -> list[dict]:
-    """Write results.jsonl, one line per finished run, and return its content.
+    """Write results.jsonl, one line per finished or diverged run, and return its content.
 
     It is rebuilt from the run folders each time, so that array tasks that finish together cannot lose lines.
     """

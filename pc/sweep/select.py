@@ -117,10 +117,11 @@ def _write_table(sweep: Sweep, candidates: list[Candidate], results: list[dict])
     apart = max(result["steps_between_losses"] for result in results)
     if apart > 1:
         text += f"\nLosses were logged up to {apart} steps apart, so spikes between them are not counted.\n"
-    left_out = [(run.name, state) for run in sweep.runs if (state := state_of(run.folder)).state != "finished"]
-    words = [f"- {name}: {state.state} {state.reason}".rstrip() for name, state in left_out]
+    states = {run.name: state_of(run.folder) for run in sweep.runs}
+    words = [f"- {name}: {s.state} {s.reason}".rstrip() for name, s in states.items() if s.state != "finished"]
     no_number = f"finished, but its last {sweep.select.metric} is not a finite number"
-    words += [f"- {result['name']}: {no_number}" for result in results if result[sweep.select.metric] is None]
+    unusable = [result["name"] for result in results if result[sweep.select.metric] is None]
+    words += [f"- {name}: {no_number}" for name in unusable if states[name].state == "finished"]
     if words:
         text += "\nNot counted:\n" + "".join(f"{line}\n" for line in words)
     write_atomically(sweep.folder / "table.md", text)

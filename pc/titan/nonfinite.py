@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchtitan.tools.logging import logger
 
-from pc.errors import UserError
+from pc.errors import Diverged
 from pc.linear import clean_name
 from pc.owner import local
 from pc.step import StepSchedule
@@ -81,7 +81,7 @@ class FiniteSteps:
             positions: of its sequences in the data order, if known.
 
         Raises:
-            UserError: `limit` steps in a row were skipped.
+            Diverged: `limit` steps in a row were skipped.
         """
         if self._device.type == "cpu":
             self._waiting.append(_Verdict(step, positions, self._flag, None))
@@ -111,7 +111,7 @@ class FiniteSteps:
             )
             self._report(verdict.step, self.count)
             if len(self._row) >= self._limit:
-                raise UserError(self._diagnosis())
+                raise Diverged(self._diagnosis())
         return bool(self._row)
 
     def _diagnosis(self) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pc.analysis.bars import read_results
 from pc.common.run_folder import is_locked, lock, newest_step, state_of
 from pc.sweep.spec import load
 from small_config import ROOT, write_small_config
@@ -85,6 +86,17 @@ def test_a_killed_sweep_finishes_when_repeated_and_selects(sweep_file, tmp_path,
     assert chosen == min(stable, key=lambda result: result["validation_loss"])["settings"]["optimizer.lr"]
     # with 1e-4 almost nothing is learned in 40 steps, so it must not be chosen
     assert chosen != 1e-4
+
+
+def test_a_run_that_diverges_is_a_result(sweep_file, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("NGPU", "1")
+    text = sweep_file.read_text()
+    sweep_file.write_text(text[: text.index("[axes]")] + '[axes]\n"optimizer.lr" = [1e6]\n')
+    assert sweep_command(monkeypatch, "run", sweep_file) == 2
+    assert "diverged at step" in capfd.readouterr().out
+    (result,) = read_results(tmp_path / "out")
+    assert result["state"] == "diverged" and result["validation_loss"] is None
 
 
 def test_a_failed_run_is_reported_with_its_reason(sweep_file, tmp_path, monkeypatch, capfd):

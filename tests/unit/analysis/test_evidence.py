@@ -180,6 +180,20 @@ def test_diverged_runs_are_shown_and_counted(sweep, tmp_path):
     assert "diverged: it counts as infinite" in (tmp_path / "report" / "tables.md").read_text()
 
 
+def test_a_run_that_stopped_because_it_diverged_is_counted(sweep, tmp_path):
+    """It has no final validation; those from before it diverged do not count."""
+    lines = [json.loads(line) for line in (sweep / "results.jsonl").read_text().splitlines()]
+    for line in lines:
+        if line["name"] in ("True-0.002/seed-0", "True-0.002/seed-1"):
+            line |= {"validation_loss": None, "state": "diverged"}
+    (sweep / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    evidence.collect(sweep, tmp_path / "kept")
+    for folder in (sweep, tmp_path / "kept"):
+        arms = evidence.read_arms([folder])
+        assert arms[1].best_rate == 1e-3
+        assert "| inf (diverged); inf (n = 2, 1 diverged) |" in evidence.grid_table(arms)
+
+
 def test_a_diverged_rate_was_run(sweep):
     """PC's best of three rates has a diverged one above it, so the grid reaches far enough."""
     lines = (sweep / "results.jsonl").read_text()

@@ -110,6 +110,16 @@ def test_a_diverged_run_is_unstable(sweep):
     assert "| 0.008 | 1.0000 | 1 | 1 | no |" in select(sweep)
 
 
+def test_a_run_that_stopped_because_it_diverged_is_a_result_without_a_loss(sweep, tmp_path):
+    for run in sweep.runs[:3]:
+        write_run(run, 4.5)
+    write_run(sweep.runs[3], 1.0, state="diverged", reason="not finite in 3 steps in a row")  # 1.0: before it diverged
+    said = select(sweep)
+    assert "optimizer.lr = 0.001" in said and said.count("- lr-0.008: diverged not finite in 3 steps in a row") == 1
+    result = read_results(tmp_path / "out")[3]
+    assert (result["name"], result["state"], result["validation_loss"]) == ("lr-0.008", "diverged", None)
+
+
 def test_nothing_stable_selects_nothing(sweep, tmp_path):
     for run in sweep.runs:
         write_run(run, 4.0, losses=LOSSES[:30] + [8.0] + LOSSES[31:])
