@@ -18,7 +18,7 @@ from pc.config import BLOCK_GROUPS
 from pc.errors import UserError
 from pc.launch.run import Run
 from pc.sweep.spec import Sweep
-from pc.titan.config import JobConfig
+from pc.titan.config import Checkpoint, JobConfig
 from pc.titan.optimizer_kinds import foreign_keys
 from pc.titan.toml import resolve, to_config
 
@@ -26,7 +26,10 @@ OUTPUTS = Path("outputs")
 """Default folder of runs, of sweeps and of single configs."""
 
 _NOT_THE_RESULT = ("job", "metrics", "profiling", "health", "comm", "memory_estimation")
-_START = ("initial_load_path", "initial_load_in_hf", "initial_load_model_only", "load_step")
+_START = (
+    "initial_load_path", "initial_load_in_hf", "initial_load_in_hf_quantized", "initial_load_model_only",
+    "exclude_from_loading", "load_step",
+)  # fmt: skip
 
 
 def identity(resolved: dict[str, Any]) -> dict[str, Any]:
@@ -34,7 +37,8 @@ def identity(resolved: dict[str, Any]) -> dict[str, Any]:
     sections = dataclasses.asdict(to_config(resolved, JobConfig))
     for name in _NOT_THE_RESULT:
         del sections[name]
-    sections["checkpoint"] = {key: sections["checkpoint"][key] for key in _START}
+    start = sections["checkpoint"] if sections["checkpoint"]["enable"] else dataclasses.asdict(Checkpoint())
+    sections["checkpoint"] = {key: start[key] for key in _START}
     method = sections["pc"]
     if method["enable"]:
         method["blocks"] = sorted({name for entry in method["blocks"] for name in BLOCK_GROUPS.get(entry, [entry])})

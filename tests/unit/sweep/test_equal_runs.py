@@ -1,5 +1,6 @@
 """Equal runs are recognised by what affects their result, trained once, and reused."""
 
+import itertools
 import json
 import subprocess
 import tomllib
@@ -84,10 +85,17 @@ def test_the_same_run(folder, words):
 @pytest.mark.parametrize(
     "word",
     ["--pc.level=3", "--optimizer.lr=2e-3", "--data.seed=1", "--data.path=other", "--pc.enable=false", "--pc.blocks=o"]
-    + ["--checkpoint.initial_load_path=here", "--training.steps=6", "--validation.freq=3", "--optimizer.name=Muon"],
+    + ["--training.steps=6", "--validation.freq=3", "--optimizer.name=Muon"],
 )
 def test_another_run(folder, word):
     assert identity(word) != identity()
+
+
+def test_what_loads_the_start_is_part_of_the_result(folder):
+    start = "--checkpoint.enable=true", "--checkpoint.initial_load_path=here"
+    different = identity(), identity(*start), identity(*start, "--checkpoint.exclude_from_loading=optimizer")
+    assert all(one != other for one, other in itertools.combinations(different, 2))
+    assert identity(*start, "--checkpoint.enable=false") == identity() == identity(start[0])
 
 
 def test_baselines_do_not_differ_in_what_pc_would_do(folder):
