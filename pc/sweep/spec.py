@@ -89,7 +89,15 @@ def load(path: str | Path) -> Sweep:
     if not config.configs:
         raise UserError(f"{path}: configs names no config")
     folder = Path(config.folder or Path("outputs/sweeps") / path.stem)
-    axes = {key: _axis_values(path, key, axis, config.configs) for key, axis in config.axes.items()}
+    axes = {
+        (name := key.replace("-", "_")): _axis_values(path, name, axis, config.configs)
+        for key, axis in config.axes.items()
+    }
+    for key in ("job.dump_folder", *(("debug.seed", "data.seed") if config.seeds else ())):
+        if key in axes:
+            raise UserError(
+                f'{path}: axes."{key}" is set by the sweep itself, for folder and seeds; remove one of them'
+            )
 
     runs = []
     for name in config.configs:

@@ -89,6 +89,11 @@ def test_geometric_grid_of_one_value():
         ),
         ('configs = ["tiny.toml"]\n[axes]\noptimizer.lr = [1.0]', "axes"),
         ('configs = ["tiny.toml"]\n[axes]\n"optimizer.lr" = [1.0, 1.0]', "two runs have the same name"),
+        (
+            'configs = ["tiny.toml"]\nseeds = [0]\n[axes]\n"data.seed" = [3, 4]',
+            'axes."data.seed" is set by the sweep itself',
+        ),
+        ('configs = ["tiny.toml"]\n[axes]\n"job.dump-folder" = ["a", "b"]', 'axes."job.dump_folder" is set by'),
         ('configs = ["tiny.toml"]\nsedes = [1]', "did you mean seeds"),
         (
             'configs = ["tiny.toml"]\n[select]\nspike_margin = -1.0',
