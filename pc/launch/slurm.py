@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pc.common.files import write_atomically
-from pc.common.run_folder import lock, newest_step, state_of, write_failure
+from pc.common.run_folder import is_locked, lock, newest_step, state_of, write_failure
 from pc.errors import UserError, exit_on_user_error
 from pc.launch import torchrun
 from pc.launch.run import Run
@@ -156,6 +156,9 @@ def after(run: Run, returncode: int) -> int:
         return 0
     if state.state == "stopped" and returncode != MISTAKE:
         return _requeue(f"{run.name}: stopped at step {state.step}")
+    if returncode == MISTAKE and is_locked(run.folder):
+        print(f"{run.name}: another process trains it; its state is left as it is", flush=True)
+        return MISTAKE
     said = torchrun.last_words(run.folder) or ""
     is_mistake = returncode == MISTAKE or said.startswith("error: ")  # torchrun ends with 1 whatever its ranks' status
     crashes = _count_crash(run)

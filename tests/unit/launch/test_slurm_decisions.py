@@ -62,6 +62,16 @@ def test_a_mistake_is_not_tried_again(run, requeued):
         assert json.loads((run.folder / "status.json").read_text())["state"] == "failed"
 
 
+def test_a_second_job_leaves_the_state_of_the_run_that_another_trains(run, requeued):
+    say(run, "running")
+    with lock(run.folder):
+        with pytest.raises(UserError, match="another process is training here"):
+            slurm.task(run)
+        assert after(run, 2) == 2 and requeued == []
+        assert json.loads((run.folder / "status.json").read_text())["state"] == "running"
+    assert not (run.folder / "crashes.json").exists()
+
+
 def test_an_array_task_requeues_itself_alone(run, requeued, monkeypatch):
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "16")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
