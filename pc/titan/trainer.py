@@ -261,8 +261,8 @@ class PCTrainer(torchtitan.train.Trainer):
             return
         load_step = self._load_step()
         step = checkpointer.newest_valid() if load_step == -1 else load_step
-        folder, start = Path(checkpointer.folder), checkpointer.initial_load_path
-        if step > 0 and folder.exists():
+        start = checkpointer.initial_load_path
+        if step != -1:
             checkpoint = checkpointer._create_checkpoint_id(step)
             if load_step != -1:
                 checkpointer.verify(checkpoint)

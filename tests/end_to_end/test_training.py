@@ -285,6 +285,14 @@ def _train_in_job(rank, config, overrides, job):
     return tiny.train(rank, config, overrides)
 
 
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_step_to_go_back_to_must_be_there(tiny_config, step):
+    config, folder = tiny_config
+    with pytest.raises(AssertionError, match=rf"UserError: .*checkpoint/step-{step}: no such checkpoint"):
+        run_ranks(1, tiny.train, config, ["--checkpoint.load_step", str(step)])
+    assert not (folder / "metrics.jsonl").exists() and not (folder / "checkpoint").exists()
+
+
 def test_an_abandoned_branch_is_not_taken_up_again(tiny_config):
     """After `load_step` the newest checkpoint is the new branch's, also for a requeued job with the same command."""
     config, folder = tiny_config
