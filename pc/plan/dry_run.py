@@ -1,5 +1,6 @@
 """Finds errors in a config in seconds, without a GPU."""
 
+import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -172,8 +173,11 @@ def _check_memory(report: Report, config: JobConfig, sizes: memory.Sizes, layout
     if not config.checkpoint.enable:
         return
     size = memory.checkpoint_bytes(sizes, optimizer=config.optimizer.name, schedule=schedule)
-    kept = config.checkpoint.keep_latest_k or config.training.steps // max(1, config.checkpoint.interval) + 1
-    kept += bool(config.checkpoint.keep_latest_k)  # one more while it is being written
+    section, steps = config.checkpoint, config.training.steps
+    kept = section.keep_latest_k or steps // section.interval + 1
+    if section.keep_latest_k:
+        kept += 1  # one more while it is being written
+        kept += steps // math.lcm(section.interval, section.keep_every) if section.keep_every else 0
     needed = size * kept
     report.facts.append(
         (
