@@ -180,8 +180,8 @@ def geometric_grid(first: float, last: float, factor: float, where: str) -> list
 
     `last` must be on the grid to within half a percent, because published ends are rounded.
     """
-    if not (first > 0 and last >= first and factor > 1):
-        raise UserError(f"{where}: needs 0 < first <= last and factor > 1")
+    if not (first > 0 and last >= first and factor >= 1.01):
+        raise UserError(f"{where}: needs 0 < first <= last and a factor of at least 1.01")
     count = round(math.log(last / first) / math.log(factor))
     if abs(first * factor**count / last - 1) > 5e-3:
         fits = f"{first * factor**count:.4g} or {first * factor ** (count + 1):.4g}"

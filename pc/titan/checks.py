@@ -230,12 +230,11 @@ def _names(config: JobConfig) -> Iterator[str]:
     module = config.experimental.custom_import
     if module and not _is_importable(module):
         yield f"experimental.custom_import = {module!r} should be the name of a Python module that is installed"
-    for key, name, what in (
-        ("checkpoint.folder", config.checkpoint.folder, "folder"),
-        ("job.save_config_file", config.job.save_config_file, "file"),
-    ):
-        if name is not None and (not name or Path(name).name != name):
-            yield f"{key} = {name!r} should be the name of a {what} within job.dump_folder"
+    folder, name = config.checkpoint.folder, config.job.save_config_file
+    if folder != "checkpoint":
+        yield f"checkpoint.folder = {folder!r} should be checkpoint, where all commands look; see job.dump_folder"
+    if name is not None and (not name or Path(name).name != name):
+        yield f"job.save_config_file = {name!r} should be the name of a file within job.dump_folder"
     excluded = set(config.checkpoint.exclude_from_loading)
     if config.pc.enable and len(excluded & {"model", "pc"}) == 1:
         yield (

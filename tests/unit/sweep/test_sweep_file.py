@@ -80,7 +80,7 @@ def test_geometric_grid_of_one_value():
         ),
         (
             'configs = ["tiny.toml"]\n[axes]\n"optimizer.lr" = { first = 1.0, last = 2.0, factor = 1 }',
-            "factor > 1",
+            "a factor of at least 1.01",
         ),
         ('configs = ["tiny.toml"]\n[axes]\n"optimizer.lt" = [1.0]', "did you mean optimizer.lr"),
         (
