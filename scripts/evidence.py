@@ -15,7 +15,9 @@ from pc.errors import exit_on_user_error
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     actions = parser.add_subparsers(dest="action", required=True)
-    collecting = actions.add_parser("collect", help="copy the data of finished runs that tables and figures need")
+    collecting = actions.add_parser(
+        "collect", help="copy the data of finished and diverged runs that tables and figures need"
+    )
     collecting.add_argument("sweep", type=Path, help="folder of the sweep, with its results.jsonl")
     collecting.add_argument("--output", type=Path, required=True)
     reporting = actions.add_parser("report", help="tables.md and figure.png from collected sweeps")

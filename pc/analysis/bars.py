@@ -77,10 +77,9 @@ def plot(results: Sequence[dict], baselines: Sequence[RunLog], path: Path) -> Pa
             axes.legend(loc="upper right")
             shown.append(final)
         shown = [loss for loss in shown if math.isfinite(loss)]
-        margin = 0.25 * (max(shown) - min(shown)) or 0.01 * max(shown)
-        axes.set_ylim(
-            min(shown) - margin, max(shown) + margin
-        )  # the axis does not start at 0, because differences are small
+        if shown:  # the axis does not start at 0, because differences are small
+            margin = 0.25 * (max(shown) - min(shown)) or 0.01 * max(shown)
+            axes.set_ylim(min(shown) - margin, max(shown) + margin)
         axes.set_xticks(range(len(settings)), settings, rotation=35, ha="right", fontsize=7)
         axes.set_title(Path(config).stem)
         axes.set_ylabel("final validation loss (nats per token)")

@@ -59,14 +59,16 @@ def write_state(folder: str | Path, state: str, step: int, steps: int, reason: s
 def write_failure(
     folder: str | Path, reason: str, step: int | None = None, steps: int | None = None, state: str = "failed"
 ) -> None:
-    """Mark the run as failed. A finished run stays finished, even if a later attempt in its folder fails.
+    """Mark the run as failed or diverged, unless it finished or diverged before.
+
+    A later attempt in its folder, or another rank, may fail in another way.
 
     Args:
         step, steps: its progress; None: as in status.json.
         state: "failed", or "diverged" if it stopped because its loss or gradients were not finite.
     """
     known = state_of(Path(folder))
-    if known.state != "finished":
+    if known.state not in ("finished", "diverged"):
         write_state(
             folder, state, known.step if step is None else step, known.steps if steps is None else steps, reason
         )

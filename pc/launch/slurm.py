@@ -164,11 +164,11 @@ def after(run: Run, returncode: int) -> int:
     crashes = _count_crash(run)
     if not is_mistake and crashes <= CRASHES_ALLOWED_WITHOUT_PROGRESS:
         return _requeue(f"{run.name}: ended with status {returncode}, crash {crashes} since the last checkpoint")
-    if state.state not in ("failed", "diverged"):
+    if state.state != "failed":
         reason = f"the trainer ended {crashes} times with status {returncode}; its last words are in the job's log"
         write_failure(run.folder, reason)
     why = "another try would fail too" if is_mistake else f"{crashes} crashes since the last checkpoint"
-    print(f"{run.name}: failed, {why}", flush=True)
+    print(f"{run.name}: {state_of(run.folder).state}, {why}", flush=True)
     if said:
         print(said, flush=True)  # repeated below the reports of torchrun and srun
     return MISTAKE if is_mistake else 1

@@ -123,9 +123,10 @@ class Planned:
     """Other folders of equal runs."""
 
     @property
-    def finished(self) -> Path | None:
-        """The folder of a finished equal run, if there is one."""
-        return next(filter(_is_finished, self.elsewhere), None)
+    def final(self) -> Path | None:
+        """The folder of an equal run that finished or diverged, if there is one."""
+        ends = ("finished", "diverged")
+        return next((folder for folder in self.elsewhere if run_folder.state_of(folder).state in ends), None)
 
     @property
     def trained_elsewhere(self) -> Path | None:
@@ -135,7 +136,7 @@ class Planned:
     @property
     def remains(self) -> bool:
         """Whether this run must be trained."""
-        return self.owner == self.run and not _is_finished(self.run.folder) and self.finished is None
+        return self.owner == self.run and not _is_finished(self.run.folder) and self.final is None
 
 
 def plan(sweeps: Sequence[Sweep]) -> list[Planned]:
@@ -152,19 +153,19 @@ def plan(sweeps: Sequence[Sweep]) -> list[Planned]:
 
 
 def take_over(sweeps: Sequence[Sweep]) -> None:
-    """Make each run that has not started a link to the folder of a finished equal run."""
+    """Make each run that has not started a link to the folder of an equal run that finished or diverged."""
     for planned in plan(sweeps):
         folder = planned.run.folder
         if folder.is_symlink() and not folder.exists():
             folder.unlink()  # its target was deleted or moved
-        if planned.finished is not None and not folder.exists():
+        if planned.final is not None and not folder.exists():
             folder.parent.mkdir(parents=True, exist_ok=True)
-            target = os.path.relpath(planned.finished.resolve(), folder.parent.resolve())
+            target = os.path.relpath(planned.final.resolve(), folder.parent.resolve())
             try:
                 folder.symlink_to(target, target_is_directory=True)
             except FileExistsError:
                 continue  # another command already did this
-            print(f"{planned.run.name}: reused from {planned.finished}, an equal run", flush=True)
+            print(f"{planned.run.name}: reused from {planned.final}, an equal run", flush=True)
 
 
 def _is_finished(folder: Path) -> bool:
@@ -181,8 +182,8 @@ def plan_text(sweeps: Sequence[Sweep], cost: Callable[[Run], tuple[int, float]])
             word = f"  equal to {planned.owner.folder}"
         elif _is_finished(planned.run.folder):
             word = "  finished"
-        elif planned.finished:
-            word = f"  finished as {planned.finished}"
+        elif planned.final:
+            word = f"  {run_folder.state_of(planned.final).state} as {planned.final}"
         elif planned.elsewhere:
             word = f"  started as {planned.elsewhere[0]}: finish it there"
         name = planned.run.name if len(sweeps) == 1 else f"{planned.sweep.path.stem}/{planned.run.name}"

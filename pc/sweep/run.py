@@ -78,7 +78,7 @@ def train(run: Run, held: TextIO, processes: int, label: str) -> None:
                 words, env=environment, stdout=output, stderr=subprocess.STDOUT, pass_fds=[held.fileno()]
             )
         _wait(trainer, run, label)
-    if trainer.returncode != 0 and state_of(run.folder).state not in ("failed", "diverged"):
+    if trainer.returncode != 0 and state_of(run.folder).state != "failed":
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
         write_failure(run.folder, f"status {trainer.returncode}: {(lines or ['no output'])[-1][:300]}")
     state = state_of(run.folder)

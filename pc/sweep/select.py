@@ -43,7 +43,7 @@ def select(sweep: Sweep) -> str:
     if not results:
         raise UserError(f"{sweep.path}: no run has finished; see `scripts/sweep.py status`")
     if all(result[metric] is None for result in results):
-        raise UserError(f"{sweep.path}: no run logged select.metric = {metric!r}")
+        raise UserError(f"{sweep.path}: no run logged select.metric = {metric!r}, or all ended without a finite value")
     candidates = _candidates(sweep, results)
     words = [_write_table(sweep, candidates, results)]
     for config in dict.fromkeys(run.config for run in sweep.runs):

@@ -116,9 +116,9 @@ class PCTrainer(torchtitan.train.Trainer):
             if loaded and self.step:
                 self.lr_schedulers.use_config(self.optimizers)
             if dist.get_rank() == 0:
+                write_state(self._folder, "running", self.step, self._steps)
                 set_aside_metrics(Path(self._folder), self.step)
                 record(self.step)
-                write_state(self._folder, "running", self.step, self._steps)
 
         self.checkpointer.after_load = after_load
         try:

@@ -117,6 +117,7 @@ def test_bars(tmp_path, monkeypatch):
         {"config": "a.toml", "settings": {"pc.blocks": ["ffn"]}, "validation_loss": 3.2, "spikes": 0},
         {"config": "b.toml", "settings": {"optimizer.lr": 3e-4}, "validation_loss": 2.9, "spikes": 0},
         {"config": "b.toml", "settings": {"optimizer.lr": 4e-4}, "validation_loss": None, "spikes": 1},
+        {"config": "c.toml", "settings": {}, "validation_loss": None, "spikes": 1},
     ]
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(result) + "\n" for result in results))
     usable = bars.read_results(tmp_path)
@@ -127,7 +128,7 @@ def test_bars(tmp_path, monkeypatch):
     assert {"3.1500", "3.0000"} <= texts  # mean over seeds
     assert "1 of 1 without a loss" in texts
     baseline = read_log(_validations(tmp_path / "baseline", [3.3]))
-    with pytest.raises(UserError, match="2 needed"):
+    with pytest.raises(UserError, match="3 needed"):
         bars.plot(usable, [baseline], tmp_path / "bars")
     with pytest.raises(UserError, match="results.jsonl"):
         bars.read_results(tmp_path / "baseline")

@@ -62,6 +62,12 @@ def test_a_mistake_is_not_tried_again(run, requeued):
         assert json.loads((run.folder / "status.json").read_text())["state"] == "failed"
 
 
+def test_a_diverged_run_stays_diverged(run, requeued, capfd):
+    say(run, "diverged")
+    assert after(run, 2) == 2 and requeued == [] and "diverged, another try would fail too" in capfd.readouterr().out
+    assert json.loads((run.folder / "status.json").read_text())["state"] == "diverged"
+
+
 def test_a_second_job_leaves_the_state_of_the_run_that_another_trains(run, requeued):
     say(run, "running")
     with lock(run.folder):

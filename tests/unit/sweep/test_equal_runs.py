@@ -13,7 +13,7 @@ from pc.common.run_folder import lock
 from pc.errors import UserError
 from pc.launch.slurm import Allocation
 from pc.sweep import equal_runs
-from pc.sweep.results import status_text
+from pc.sweep.results import collect, status_text
 from pc.sweep.run import run_all
 from pc.sweep.spec import load
 from pc.sweep.submit import submit
@@ -100,6 +100,14 @@ def test_what_loads_the_start_is_part_of_the_result(folder):
 
 def test_baselines_do_not_differ_in_what_pc_would_do(folder):
     assert identity("--pc.enable=false", "--pc.level=2") == identity("--pc.enable=false", "--pc.blocks=o")
+
+
+def test_an_equal_run_that_diverged_is_a_result_of_both_sweeps(folder):
+    finish("pc.toml", ["--pc.level=3"], folder / "outputs" / "by-hand", "diverged")
+    sweep = load("level.toml")
+    assert "diverged as outputs/by-hand" in equal_runs.plan_text([sweep], lambda run: (1000, 36000.0))
+    equal_runs.take_over([sweep])
+    assert [(result["state"], result["validation_loss"]) for result in collect(sweep)] == [("diverged", None)]
 
 
 def test_equal_runs_of_two_sweeps_and_of_a_config_are_trained_once(folder, trained, capsys):
