@@ -1,3 +1,4 @@
+# ruff: noqa: F401, the names below TYPE_CHECKING are exports
 """Polynomial weight preconditioning: linear layers that multiply by PC(W).
 
 The modules at this level need only torch and work in any training loop:
@@ -12,43 +13,44 @@ The subpackages are the training recipe and need the project's extras: `pc.titan
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING
-
-from pc import polynomial, spectral
-from pc.attach import attach, merge
-from pc.config import PCConfig
-from pc.errors import UserError
-from pc.forward import refresh
-from pc.linear import PCLinear, effective_weight, named_pc_linears
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pc import polynomial, spectral
+    from pc.config import PCConfig
+    from pc.errors import UserError
+    from pc.forward import refresh
+    from pc.linear import PCLinear, effective_weight, named_pc_linears
     from pc.muon import Muon
     from pc.start import preserve
     from pc.step import StepSchedule
+    from pc.weights import attach, merge
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Muon",
-    "PCConfig",
-    "PCLinear",
-    "StepSchedule",
-    "UserError",
-    "attach",
-    "effective_weight",
-    "merge",
-    "named_pc_linears",
-    "polynomial",
-    "preserve",
-    "refresh",
-    "spectral",
-]
+# Imported when first used: the packages of the recipe that read settings need no torch.
+_HOMES = {
+    "Muon": "pc.muon",
+    "PCConfig": "pc.config",
+    "PCLinear": "pc.linear",
+    "StepSchedule": "pc.step",
+    "UserError": "pc.errors",
+    "attach": "pc.weights",
+    "effective_weight": "pc.linear",
+    "merge": "pc.weights",
+    "named_pc_linears": "pc.linear",
+    "polynomial": "pc",
+    "preserve": "pc.start",
+    "refresh": "pc.forward",
+    "spectral": "pc",
+}
+__all__ = [*_HOMES]
 
-_IMPORTED_WHEN_USED = {"Muon": "pc.muon", "preserve": "pc.start", "StepSchedule": "pc.step"}
 
-
-def __getattr__(name: str):
-    # They import torch.distributed.tensor, which takes half as long to import as torch itself.
-    if name not in _IMPORTED_WHEN_USED:
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
         raise AttributeError(f"module 'pc' has no attribute {name!r}")
-    return getattr(import_module(_IMPORTED_WHEN_USED[name]), name)
+    home = _HOMES[name]
+    value = import_module(f"pc.{name}") if home == "pc" else getattr(import_module(home), name)
+    globals()[name] = value
+    return value

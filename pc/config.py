@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pc.errors import UserError
-from pc.polynomial import Coefficients, Map, require_usable, resolve
+from pc.levels import Coefficients, Map, require_usable, resolve
 
 # The paper's short names for the linear layers of a Llama block, as suffixes of module names:
 # TorchTitan's first, then Hugging Face's.

@@ -6,13 +6,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pc.attach import matches
 from pc.common.run_folder import step_of
 from pc.config import PCConfig
 from pc.errors import UserError
 from pc.linear import block_of, effective_weight
 from pc.titan.distcp import CheckpointFolder
 from pc.titan.fingerprint import method_of, pc_config
+from pc.weights import matches
 
 
 class LinearWeights:

@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from pc.config import BLOCK_GROUPS, PCConfig
 from pc.errors import UserError
+from pc.levels import resolve
 from pc.linear import named_pc_linears
-from pc.polynomial import resolve
 from pc.titan.config import PC
 from pc.titan.distcp import CheckpointFolder
 

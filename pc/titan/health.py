@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pc.attach import matches
 from pc.config import BLOCK_SUFFIXES, PCConfig
 from pc.linear import block_of, clean_name, effective_weight, named_pc_linears
 from pc.owner import local, run_on_owners, sharding_dimensions
 from pc.spectral import modified_condition_number, singular_values, spectral_norm, spectral_norm_estimate
 from pc.step import StepSchedule
 from pc.titan.activations import COUNT, LARGEST, PARTS, SUM_OF_SQUARES, OutputSizes
+from pc.weights import matches
 
 BLOCKS = tuple(BLOCK_SUFFIXES)
 

@@ -8,13 +8,13 @@ from torchtitan.config.job_config import ActivationCheckpoint
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.llama3.model.model import Transformer
 
-from pc.attach import attach
 from pc.linear import named_pc_linears
 from pc.titan.config import JobConfig
 from pc.titan.layout import Layout
 from pc.titan.llama2 import model_args
 from pc.titan.loss import CHUNK_LOGITS, compiles_loss
 from pc.titan.optimizer_kinds import KINDS
+from pc.weights import attach
 
 GIB = 2**30
 FLOAT32, BFLOAT16 = 4, 2  # bytes

@@ -14,12 +14,12 @@ from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.distributed.tensor_parallel import maybe_enable_async_tp
 from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list, apply_compile, apply_fsdp, apply_tp
 
-from pc.attach import attach, matches
 from pc.config import PCConfig
 from pc.errors import UserError
 from pc.linear import clean_name, named_pc_linears
 from pc.titan.checks import compiles_model
 from pc.titan.config import JobConfig
+from pc.weights import attach, matches
 
 # The operations whose outputs selective checkpointing keeps. TorchTitan's list names only GPU attention kernels. Torch
 # 2.13 fails to recompute CPU attention in a compiled block with tensor parallelism (test_upstream_defects.py).

@@ -1,0 +1,101 @@
+"""The maps by name: levels, their coefficients, and the check of a map of one's own. Needs no torch.
+
+A map is odd: `g(sigma) = sigma * p(sigma^2)`. It is stored as the coefficients of `p` from degree 0 up, so
+`(1.5, -0.5)` means `1.5 sigma - 0.5 sigma^3`. A composite of several maps is a tuple of such tuples, in order of
+application.
+"""
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+Coefficients = tuple[float, ...]
+Map = Coefficients | tuple[Coefficients, ...]
+
+# Paper, section 3.2: the fitted maps of levels 1 to 4. Each sums to 1, so that g(1) = 1.
+COEFFICIENTS: dict[int, Coefficients] = {
+    1: (1.507, -0.507),
+    2: (2.083, -1.643, 0.560),
+    3: (2.909, -4.649, 4.023, -1.283),
+    4: (3.625, -9.261, 14.097, -10.351, 2.890),
+}
+
+# Paper, table 1: the cutoff b of the piecewise-linear target min(sigma / b, 1) that each level is fitted to.
+CUTOFFS: dict[int, float] = {1: 0.8, 2: 0.6, 3: 0.4, 4: 0.3}
+
+# Paper, appendix "Overly Aggressive Spectrum Flattening": eight quintics whose composite maps nearly
+# every singular value in (0, 1] to 1 (Amsel et al., 2025). It is here to show that flattening too much hurts.
+POLAR_EXPRESS: tuple[Coefficients, ...] = (
+    (7.2086, -15.5131, 9.0178),
+    (3.9623, -2.5813, 0.4542),
+    (3.9466, -2.5765, 0.4544),
+    (3.8991, -2.5671, 0.4566),
+    (3.7186, -2.5308, 0.4653),
+    (3.1390, -2.3073, 0.4733),
+    (2.1715, -1.5246, 0.3885),
+    (1.8648, -1.2224, 0.3577),
+)
+
+# Custom coefficients: the values that g may take on [0, 1.1], and how far g(1) may be from 1 without a warning.
+OWN_MAP_RANGE = (-0.05, 1.1)
+OWN_MAP_TOLERANCE = 0.02
+
+
+def resolve(level: int | str | Sequence[float]) -> Map:
+    """The map of a level: 1 to 4, `"polar_express"`, or custom coefficients (`require_usable` checks them).
+
+    Raises:
+        ValueError: no such level.
+    """
+    if isinstance(level, Sequence) and not isinstance(level, (int, str)):
+        return tuple(level)
+    if level == "polar_express":
+        return POLAR_EXPRESS
+    if isinstance(level, bool) or level not in COEFFICIENTS:
+        raise ValueError(
+            f'PC level {level!r} does not exist; use 1, 2, 3, 4, "polar_express" or a list of coefficients'
+        )
+    return COEFFICIENTS[level]
+
+
+@cache
+def require_usable(coefficients: Coefficients) -> None:
+    """Check custom coefficients on [0, 1.1], the range of singular values after division by the estimated norm.
+
+    The published maps stay within [0, 1.021] there and have g(1) = 1. Values far outside [0, 1] would flip singular
+    vectors or let the norm grow; a g(1) other than 1 changes the norm of the result, with a warning.
+
+    Raises:
+        ValueError: fewer than two coefficients, a coefficient that is not a finite number, or values of g outside
+            [-0.05, 1.1]; the message names the worst point.
+    """
+    if len(coefficients) < 2 or not all(type(a) is float and math.isfinite(a) for a in coefficients):
+        raise ValueError(f"coefficients {list(coefficients)} must be two or more numbers: those of p from degree 0 up")
+    lowest, highest = OWN_MAP_RANGE
+    outside, sigma, value = max((max(y - highest, lowest - y), x, y) for x, y in _values(coefficients))
+    if outside > 0:
+        raise ValueError(
+            f"coefficients {list(coefficients)}: g({sigma:.4g}) = {value:.4g}, but on [0, 1.1] a map must stay within "
+            f"[{lowest}, {highest}]"
+        )
+    if abs(sum(coefficients) - 1.0) > OWN_MAP_TOLERANCE:
+        warnings.warn(
+            f"pc.level: coefficients {list(coefficients)} have g(1) = {sum(coefficients):.4g}, so the norm of PC(W) is "
+            "that factor times the norm of W; the published maps have g(1) = 1",
+            stacklevel=3,
+        )
+
+
+def _values(coefficients: Coefficients) -> Iterator[tuple[float, float]]:
+    """(sigma, g(sigma)) on a grid of [0, 1.1]."""
+    for i in range(11_001):
+        sigma, value = i / 10_000, 0.0
+        for a in reversed(coefficients):
+            value = value * sigma * sigma + a
+        yield sigma, sigma * value
+
+
+def stages(map: Map) -> tuple[Coefficients, ...]:
+    """The map as a tuple of stages: one stage for plain coefficients."""
+    return map if isinstance(map[0], Sequence) else (map,)
