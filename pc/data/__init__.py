@@ -6,7 +6,6 @@ require_extra("data", "numpy", "pyarrow", "sentencepiece")
 
 from pc.data.loader import GlobalOrderLoader, build_dataloader  # noqa: E402
 from pc.data.manifest import Manifest, require_same_tokenizer  # noqa: E402
-from pc.data.streaming import build_streaming_dataloader  # noqa: E402
 from pc.data.tokenizers import Tokenizer, load_tokenizer  # noqa: E402
 
 __all__ = [
@@ -14,7 +13,6 @@ __all__ = [
     "Manifest",
     "Tokenizer",
     "build_dataloader",
-    "build_streaming_dataloader",
     "load_tokenizer",
     "require_same_tokenizer",
 ]

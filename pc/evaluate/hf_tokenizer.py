@@ -37,8 +37,6 @@ PROBES = (
 
 def of_run(data: Data) -> PreTrainedTokenizerFast:
     """The tokenizer of a run's data."""
-    if data.streaming:
-        return to_hugging_face(training.load_tokenizer(data.tokenizer or training.DEFAULT_TOKENIZER))
     return to_hugging_face(Manifest.read(data.path).load_tokenizer())
 
 

@@ -208,7 +208,7 @@ def _load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 def _tokenizer_of(run: RunCheckpoint) -> PreTrainedTokenizerFast:
     data = Data(**run.config.get("data", {}))
-    if not data.streaming and not Path(data.path).exists():
+    if not Path(data.path).exists():
         raise UserError(
             f"{data.path}: the run's data folder, which has its tokenizer, is missing; restore it, or export the "
             "checkpoint with scripts/export_hf.py --tokenizer TOKENIZER and use the export"

@@ -195,9 +195,6 @@ def _check_memory(report: Report, config: JobConfig, sizes: memory.Sizes, layout
 
 def _check_data(report: Report, config: JobConfig, vocab_size: int, needs_data: bool, wanted: int) -> None:
     """Check the data for a run over `wanted` tokens."""
-    if config.data.streaming:
-        report.warnings.append("data.streaming is set: the data are not checked, and resume is not exact")
-        return
     train = _manifest(report, "data.path", config.data.path, needs_data)
     validation = train
     if config.data.validation_path:

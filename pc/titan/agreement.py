@@ -44,8 +44,6 @@ def require_agreement(mine: dict[str, Any]) -> None:
 
 
 def _data_folders(config: JobConfig) -> list[tuple[str, str]]:
-    if config.data.streaming:
-        return []
     return [("data.path", config.data.path), ("data.validation_path", config.data.validation_path or config.data.path)]
 
 

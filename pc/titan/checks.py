@@ -225,8 +225,6 @@ def _pipeline(config: JobConfig, dims: ParallelDims) -> Iterator[str]:
 def _names(config: JobConfig) -> Iterator[str]:
     """Names that would otherwise be looked up only later in the run."""
     yield from _refusal_of(parse_skip, config.data.skip)
-    if config.data.skip and config.data.streaming:
-        yield "data.skip needs data.path, because a stream has no positions"
     module = config.experimental.custom_import
     if module and not _is_importable(module):
         yield f"experimental.custom_import = {module!r} should be the name of a Python module that is installed"

@@ -71,13 +71,6 @@ class Data:
     skip: list[str] = field(default_factory=list)
     """Training sequences to skip, by the positions shown in the log: "1200-1263"."""
 
-    streaming: str = ""
-    """Instead of path, a Hub dataset, "name" or "name:subset", tokenised while training; for quick experiments."""
-
-    tokenizer: str = ""
-    """Tokenizer for streaming: a Hugging Face folder, a SentencePiece model or a tiktoken encoding; empty: the
-    default. Shards record their own."""
-
 
 @dataclass
 class Model(titan.Model):

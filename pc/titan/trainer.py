@@ -340,29 +340,22 @@ class PCTrainer(torchtitan.train.Trainer):
 
 
 def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer, job_config: JobConfig):
-    """For TorchTitan's TrainSpec: shards in global order, or a stream from the Hub for quick experiments."""
+    """For TorchTitan's TrainSpec: shards in global order."""
     loader = job_config.training.dataloader
-    common = {
-        "seq_len": job_config.training.seq_len,
-        "local_batch_size": job_config.training.local_batch_size,
-        "dp_rank": dp_rank,
-        "dp_world_size": dp_world_size,
-        "vocab_size": job_config.model.vocab_size,
-    }
-    if job_config.data.streaming:
-        return data.build_streaming_dataloader(
-            job_config.data.streaming, tokenizer=job_config.data.tokenizer, seed=job_config.data.seed, **common
-        )
     return data.build_dataloader(
         job_config.data.path,
         "train",
         seed=job_config.data.seed,
         skip=job_config.data.skip,
+        seq_len=job_config.training.seq_len,
+        local_batch_size=job_config.training.local_batch_size,
+        dp_rank=dp_rank,
+        dp_world_size=dp_world_size,
+        vocab_size=job_config.model.vocab_size,
         infinite=True,
         num_workers=loader.num_workers,
         prefetch_factor=loader.prefetch_factor,
         pin_memory=loader.pin_memory,
-        **common,
     )
 
 

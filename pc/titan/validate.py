@@ -6,9 +6,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.validate import BaseValidator, Validator
 from torchtitan.tools import utils
 
-from pc.data import Manifest, build_dataloader, load_tokenizer, require_same_tokenizer
-from pc.data.tokenizers import DEFAULT_TOKENIZER
-from pc.errors import UserError
+from pc.data import Manifest, build_dataloader, require_same_tokenizer
 from pc.titan.fsdp_sync import reshard
 
 
@@ -42,16 +40,7 @@ class FixedValidator(Validator):
         self.pp_has_last_stage = pp_has_last_stage
         section = job_config.data
         folder = section.validation_path or section.path
-        validation = Manifest.read(folder)
-        if section.streaming:
-            tokenizer = load_tokenizer(section.tokenizer or DEFAULT_TOKENIZER)
-            if tokenizer.sha256 != validation.tokenizer.sha256:
-                raise UserError(
-                    f"{folder} was tokenised with {validation.tokenizer.name!r} and the stream with "
-                    f"{tokenizer.name!r}; one run needs one tokenizer: set data.tokenizer or data.validation_path"
-                )
-        else:
-            require_same_tokenizer(Manifest.read(section.path), validation)
+        require_same_tokenizer(Manifest.read(section.path), Manifest.read(folder))
         self.validation_dataloader = build_dataloader(
             folder,
             "validation",

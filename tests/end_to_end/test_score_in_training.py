@@ -13,7 +13,6 @@ from ranks import run_ranks
 
 NAMES = ["piqa", "arc_easy", "lambada_openai"]
 SETTINGS = [
-    "--data.tokenizer", "mistral-common",
     "--model.vocab_size", "32000",
     "--training.seq_len", "64",
     "--training.global_batch_size", "8",
