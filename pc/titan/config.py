@@ -80,10 +80,13 @@ class Model(titan.Model):
     """Train spec: pc_llama2."""
 
     flavor: str = "debug"
-    """Model size: nano, debug, 60M, 271M, 1B, 7B, 13B or 70B."""
+    """Model size: regime, nano, debug, 60M, 271M, 1B, 7B, 13B or 70B."""
 
     vocab_size: int = 32_000
     """Rows of the embedding and the output head; at least the tokenizer's vocabulary size."""
+
+    init_std: float = 0.02
+    """Standard deviation of the blocks' initial weights; wo, w2 and w3 are divided by sqrt(2 (layer + 1)) on top."""
 
 
 @dataclass

@@ -30,6 +30,9 @@ class Llama2Args(TransformerModelArgs):
     init_seed: int = 0
     """Seed of the initial weights; `debug.seed`."""
 
+    init_std: float = 0.02
+    """Standard deviation of a block's initial weights, before the factor for depth; `model.init_std`."""
+
     chunked_loss: bool = False
     """Whether the loss takes the head's input instead of logits; `training.chunked_loss`."""
 
@@ -37,12 +40,14 @@ class Llama2Args(TransformerModelArgs):
         super().update_from_config(job_config, **kwargs)
         self.vocab_size = job_config.model.vocab_size
         self.init_seed = job_config.debug.seed or 0
+        self.init_std = job_config.model.init_std
         self.chunked_loss = job_config.training.chunked_loss
 
 
 # The paper's sizes (table 5), smaller ones, and Llama 2's own (70B with grouped-query attention). `multiple_of` rounds
-# 8/3 d, or 1.3 times it, up to the FFN width: 384, 704, 1408, 2816, 5632, 11008, 13824, 28672.
+# 8/3 d, or 1.3 times it, up to the FFN width: 96, 384, 704, 1408, 2816, 5632, 11008, 13824, 28672.
 FLAVORS: dict[str, Llama2Args] = {
+    "regime": Llama2Args(dim=32, n_layers=12, n_heads=2, multiple_of=32),
     "nano": Llama2Args(dim=128, n_layers=5, n_heads=4, multiple_of=64),
     "debug": Llama2Args(dim=256, n_layers=4, n_heads=4, multiple_of=64),
     "60M": Llama2Args(dim=512, n_layers=8, n_heads=8, multiple_of=128),
@@ -107,15 +112,15 @@ def draw_parameter(name: str, parameter: Tensor, args: Llama2Args) -> None:
 
 
 def initial_std(name: str, args: Llama2Args) -> float:
-    """Initial standard deviation of a matrix: embedding 1; wq, wk, wv, w1 0.02; wo, w2, w3 decreasing with depth; head
-    d^-0.5. Raises ValueError for any other parameter."""
+    """Initial standard deviation of a matrix: embedding 1; wq, wk, wv, w1 `init_std`; wo, w2, w3 decreasing with depth;
+    head d^-0.5. Raises ValueError for any other parameter."""
     if name == "tok_embeddings.weight":
         return 1.0
     if name == "output.weight":
         return args.dim**-0.5
     _, layer, _, matrix, _ = name.split(".")
     if matrix in ("wq", "wk", "wv", "w1"):
-        return 0.02
+        return args.init_std
     if matrix in ("wo", "w2", "w3"):
-        return 0.02 / math.sqrt(2 * (int(layer) + 1))
+        return args.init_std / math.sqrt(2 * (int(layer) + 1))
     raise ValueError(f"no initialisation for {name}")

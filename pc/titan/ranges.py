@@ -36,6 +36,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "lr_scheduler.total_steps": (1, MANY),
     "lr_scheduler.warmup_steps": (0, MANY),
     "metrics.log_freq": (1, MANY),
+    "model.init_std": (1e-9, 1e9),
     "model.vocab_size": (1, _TOKENS),
     "optimizer.eps": (0, 1),
     "optimizer.lr": (0, 1e6),

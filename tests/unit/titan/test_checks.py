@@ -43,7 +43,7 @@ ZERO_BUBBLE = {"parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}
 
 REFUSED_ANYWHERE = [
     ({"checkpoint.folder": "there"}, {}, "checkpoint.folder = 'there' should be checkpoint"),
-    ({"model.flavor": "3B"}, {}, "model.flavor = '3B' should be one of nano, debug, 60M, 271M, 1B, 7B"),
+    ({"model.flavor": "3B"}, {}, "model.flavor = '3B' should be one of regime, nano, debug, 60M, 271M, 1B, 7B"),
     ({"training.seq_len": 0}, {}, "training.seq_len = 0 should be at least 1"),
     ({"checkpoint.enable": True, "checkpoint.keep_latest_k": 1}, {}, "checkpoint.keep_latest_k = 1 could lose"),
     ({}, {"dp_replicate": 2}, "data_parallel_replicate_degree without sharding averages gradients twice"),
