@@ -10,7 +10,7 @@ if "--gpu" not in sys.argv:
 
 import pytest
 
-from tiny import make_shards, write_config
+from helpers.tiny import make_shards, write_config
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 

@@ -4,10 +4,10 @@ import copy
 import json
 import subprocess
 
+from helpers.ranks import run_ranks
+from helpers.small_config import ROOT
 from pc.errors import UserError
 from pc.titan.environment import write_environment
-from ranks import run_ranks
-from small_config import ROOT
 
 
 def _compare(rank, change):

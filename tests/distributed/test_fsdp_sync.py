@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor
 
-import tiny
-from ranks import run_ranks
+from helpers import tiny
+from helpers.ranks import run_ranks
 
 BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
 MICRO_BATCHES, RANKS, LAYERS = 10, 8, 2

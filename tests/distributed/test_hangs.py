@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-import tiny
-from ranks import run_ranks
+from helpers import tiny
+from helpers.ranks import run_ranks
 
 
 def _one_sleeps(rank, config, overrides):

@@ -13,10 +13,10 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torchtitan.models.llama3.infra.parallelize import apply_tp
 
 import pc
-import tiny
-from health_model import inputs, job_config, one_rank, transformer
+from helpers import tiny
+from helpers.health_model import inputs, job_config, one_rank, transformer
+from helpers.ranks import run_ranks
 from pc.titan.health import HealthMetrics
-from ranks import run_ranks
 
 GLOBAL_BATCH = 12  # divisible by every number of ranks
 

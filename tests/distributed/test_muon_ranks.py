@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from helpers.ranks import run_ranks
 from pc.muon import Muon
-from ranks import run_ranks
 
 SHAPES = [
     (7, 5),

@@ -10,11 +10,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
+from helpers.ranks import run_ranks
 from pc import owner
 from pc.config import PCConfig
 from pc.passes import materialise, pull_back
 from pc.spectral import initial_vectors
-from ranks import run_ranks
 
 # Over three ranks some shards are smaller, over two times three some are empty.
 SHAPES = [(7, 5), (5, 7), (3, 10), (4, 4), (10, 3), (1, 6)] * 2

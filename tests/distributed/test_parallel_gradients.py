@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-import tiny
-from ranks import run_ranks
+from helpers import tiny
+from helpers.ranks import run_ranks
 
 SEQUENCES = 36  # of one optimizer step: divides by 1, 2, 3, 4 ranks and by 3 micro-batches
 TOLERANCE = 1e-12  # float64 sums in another order, relative to the largest entry of each gradient

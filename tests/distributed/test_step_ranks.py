@@ -11,9 +11,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import pc
+from helpers.ranks import run_ranks
+from helpers.toy import toy_batch, toy_loss, toy_model
 from pc import PCConfig, StepSchedule
-from ranks import run_ranks
-from toy import toy_batch, toy_loss, toy_model
 
 BATCHES = 12  # micro-batches of one step over all ranks: divides by 1, 2, 3 and 4
 TOLERANCE = 1e-12  # float64 sums in another order

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torchtitan.components.loss import cross_entropy_loss
 
 import pc.titan.loss
-import tiny
+from helpers import tiny
+from helpers.ranks import run_ranks
 from pc.titan.loss import DeferredHead, chunked_cross_entropy, loss_and_gradient
-from ranks import run_ranks
 
 CHUNKED = ["--training.chunked_loss", "true"]
 COMPILED = ["--compile.enable", "true", "--compile.backend", "aot_eager"]

@@ -7,8 +7,8 @@ test_parallel_tables (soak) run the real back end.
 import pytest
 import torch
 
-import tiny
-from ranks import run_ranks
+from helpers import tiny
+from helpers.ranks import run_ranks
 
 COMPILE = ["--compile.enable", "true", "--compile.components", "model", "--compile.backend", "aot_eager"]
 BASELINE = ["--pc.enable", "false"]

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import tiny
+from helpers import tiny
+from helpers.ranks import run_ranks
 from pc.data.demo import make_demo
-from ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 14

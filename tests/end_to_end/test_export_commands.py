@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from made_runs import make_data, make_evaluation_data, make_run
+from helpers.made_runs import make_data, make_evaluation_data, make_run
 from pc import PCConfig
 from pc.evaluate import tasks
 

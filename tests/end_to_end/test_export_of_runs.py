@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import tiny
-from made_runs import make_shards
+from helpers import tiny
+from helpers.made_runs import make_shards
+from helpers.ranks import run_ranks
 from pc.data import build_dataloader
 from pc.evaluate import hugging_face, plain_weights
 from pc.titan.distcp import CheckpointFolder
-from ranks import run_ranks
 
 SETTINGS = ["--model.vocab_size", "32000", "--training.seq_len", "64", "--training.steps", "3"]
 

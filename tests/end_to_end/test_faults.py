@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-import tiny
-from ranks import run_ranks
-from small_config import ROOT, write_small_config
+from helpers import tiny
+from helpers.ranks import run_ranks
+from helpers.small_config import ROOT, write_small_config
 
 pytestmark = pytest.mark.soak
 

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import pc
-import tiny
+from helpers import tiny
+from helpers.ranks import run_ranks
 from pc.titan.checks import FLOAT8
-from ranks import run_ranks
 
 QUICK = ["--model.flavor", "tiny32", "--model.vocab_size", "208", "--validation.enable", "false"]
 EMULATED = ["--model.converters", FLOAT8, "--quantize.linear.float8.emulate", "true"]

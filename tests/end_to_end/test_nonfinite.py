@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
-import tiny
+from helpers import tiny
+from helpers.ranks import run_ranks
 from pc.errors import UserError
-from ranks import run_ranks
 
 
 def _train(rank, config, overrides, bad_steps, value):

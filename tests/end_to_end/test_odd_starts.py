@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import tiny
-from odd_configs import settings
-from ranks import run_ranks
+from helpers import tiny
+from helpers.odd_configs import settings
+from helpers.ranks import run_ranks
 
 SECONDS = 60  # most of them for compilation
 

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 import pc.polynomial
-import tiny
+from helpers import tiny
+from helpers.ranks import run_ranks
 from pc.titan import checks, health, memory, optimizer_kinds
 from pc.titan.config import JobConfig
 from pc.titan.llama2 import FLAVORS, Llama2Args
-from ranks import run_ranks
 
 
 class Entries:

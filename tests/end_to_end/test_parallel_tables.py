@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-import tiny
+from helpers import tiny
+from helpers.ranks import run_ranks
 from pc.common.files import write_atomically
-from ranks import run_ranks
 
 pytestmark = pytest.mark.soak
 

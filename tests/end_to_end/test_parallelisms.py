@@ -6,9 +6,9 @@ import torch.distributed as dist
 from test_training import _equal, _load_all, _loaded_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import tiny
+from helpers import tiny
+from helpers.ranks import run_ranks
 from pc.common.run_folder import read_log
-from ranks import run_ranks
 
 BASELINE = ["--pc.enable", "false"]
 MUON = ["--optimizer.name", "Muon"]

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from small_config import ROOT
+from helpers.small_config import ROOT
 
 # name: (module, text that occurs in it once, its replacement)
 FAULTS = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from small_runs import save_checkpoint, write_metrics
+from helpers.small_runs import save_checkpoint, write_metrics
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 

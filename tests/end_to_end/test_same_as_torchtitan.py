@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-import tiny
-from ranks import run_ranks
+from helpers import tiny
+from helpers.ranks import run_ranks
 
 STEPS = 20
 OVERRIDES = [

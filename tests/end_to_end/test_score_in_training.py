@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-import tiny
-from made_runs import make_evaluation_data, make_shards
+from helpers import tiny
+from helpers.made_runs import make_evaluation_data, make_shards
+from helpers.ranks import run_ranks
 from pc import UserError
-from ranks import run_ranks
 
 NAMES = ["piqa", "arc_easy", "lambada_openai"]
 SETTINGS = [

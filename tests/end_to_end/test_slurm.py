@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-import slurm_cluster
-from made_runs import make_evaluation_data, make_shards
+from helpers import slurm_cluster
+from helpers.made_runs import make_evaluation_data, make_shards
+from helpers.small_config import ROOT, write_small_config
 from pc.common.run_folder import newest_step, state_of
 from pc.errors import UserError
 from pc.launch.run import Run
@@ -20,7 +21,6 @@ from pc.launch.slurm import Allocation
 from pc.sweep.select import select
 from pc.sweep.spec import load
 from pc.sweep.submit import submit as submit_sweeps
-from small_config import ROOT, write_small_config
 
 SECONDS = 600  # an idle machine needs a sixth of it
 CPU = ["--gpus-per-node=0", "--sbatch=--time=15"]

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from helpers.small_config import ROOT, write_small_config
 from pc.analysis.bars import read_results
 from pc.common.run_folder import is_locked, lock, newest_step, state_of
 from pc.sweep.spec import load
-from small_config import ROOT, write_small_config
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-import tiny
+from helpers import tiny
+from helpers.ranks import run_ranks
 from pc.common.files import write_atomically
-from ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).with_name("losses.json")

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import pc
+from helpers.toy import toy_model
 from pc.muon import Muon
-from toy import toy_model
 
 TOLERANCE = 2e-5  # float32 products in another order, through a polynomial of degree 9
 STEPS = 2

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import tiny
+from helpers import tiny
 from pc import PCConfig
 from pc.data.tokenizing import tokenize
 from pc.data.train_tokenizer import train_tokenizer

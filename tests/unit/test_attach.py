@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import pc
+from helpers.toy import ToyBlock
 from pc import PCConfig, PCLinear, UserError
-from toy import ToyBlock
 
 
 def _model(layers=2, seed=0):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pc
-from tiny import add_tiny_flavor
+from helpers.tiny import add_tiny_flavor
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SHAPE = ["--flavor", "tiny", "--seq-len", "16", "--local-batch-size", "2", "--micro-batches", "3", "--rounds", "2"]

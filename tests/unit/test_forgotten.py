@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import pc
+from helpers.toy import toy_batch, toy_loss, toy_model
 from pc import PCConfig, StepSchedule, UserError
-from toy import toy_batch, toy_loss, toy_model
 
 
 class Loop:

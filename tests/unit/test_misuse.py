@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import pc
+from helpers.ranks import run_ranks
+from helpers.toy import toy_batch, toy_loss, toy_model
 from pc import PCConfig, StepSchedule, UserError
 from pc.linear import effective_weight
-from ranks import run_ranks
-from toy import toy_batch, toy_loss, toy_model
 
 BOTH = ("0*", "2*")
 

@@ -17,10 +17,9 @@ import pytest
 import tomli_w
 from lm_eval.api.registry import get_model
 
-import small_runs
-import tiny
-from made_runs import EVALUATION_ITEMS, make_data, make_evaluation_data, make_run
-from odd_inputs import changed_files, changed_values, in_time
+from helpers import small_runs, tiny
+from helpers.made_runs import EVALUATION_ITEMS, make_data, make_evaluation_data, make_run
+from helpers.odd_inputs import changed_files, changed_values, in_time
 from pc import PCConfig
 from pc.data import Manifest, build_dataloader
 from pc.data.inspection import verify

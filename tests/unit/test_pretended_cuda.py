@@ -12,12 +12,12 @@ from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import pc
-import pretended_cuda
+from helpers import pretended_cuda
+from helpers.ranks import run_ranks
+from helpers.toy import ToyBlock
 from pc import PCConfig, StepSchedule
 from pc.muon import Muon
 from pc.passes import materialise, pull_back
-from ranks import run_ranks
-from toy import ToyBlock
 
 RANKS = 8
 _mesh: DeviceMesh | None = None

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 import pc
+from helpers.toy import toy_batch, toy_loss, toy_model
 from pc import PCConfig, UserError
 from pc.polynomial import evaluate, fit, resolve
 from pc.start import preserving, smallest_root
-from toy import toy_batch, toy_loss, toy_model
 
 OWN = fit(0.5, 3)
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import pc
+from helpers.toy import toy_batch, toy_loss, toy_model
 from pc import PCConfig, StepSchedule
-from toy import toy_batch, toy_loss, toy_model
 
 # Float64 gradients of one summed pass and of many separate passes differ only by rounding.
 TOLERANCE = 1e-12

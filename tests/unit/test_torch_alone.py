@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from small_config import ROOT
+from helpers.small_config import ROOT
 
 ALONE = """
 import io, sys

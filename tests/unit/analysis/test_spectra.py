@@ -3,13 +3,13 @@ import math
 import pytest
 import torch
 
+from helpers.small_runs import save_checkpoint
 from pc.analysis import spectra, spectra_plots
 from pc.analysis.figures import draw_spectra
 from pc.analysis.weights import LinearWeights
 from pc.common.run_folder import newest_checkpoint
 from pc.config import BLOCK_SUFFIXES
 from pc.errors import UserError
-from small_runs import save_checkpoint
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from made_runs import MadeRun, make_data, make_evaluation_data, make_run
+from helpers.made_runs import MadeRun, make_data, make_evaluation_data, make_run
 from pc import PCConfig
 from pc.evaluate.hugging_face import export
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 
-from made_runs import make_run
+from helpers.made_runs import make_run
 from pc import PCConfig, UserError
 from pc.evaluate import hugging_face, plain_weights
 from pc.titan.llama2 import FLAVORS

@@ -12,11 +12,11 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from made_runs import make_run
+from helpers.made_runs import make_run
+from helpers.ranks import run_ranks
 from pc import PCConfig, UserError
 from pc.evaluate import plain_weights
 from pc.titan.distcp import CheckpointFolder
-from ranks import run_ranks
 
 
 @pytest.fixture

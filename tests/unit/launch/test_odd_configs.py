@@ -4,14 +4,14 @@ import time
 
 import pytest
 
-from odd_configs import ODD, keys, settings
-from odd_inputs import in_time
+from helpers.odd_configs import ODD, keys, settings
+from helpers.odd_inputs import in_time
+from helpers.small_config import ROOT
 from pc.errors import UserError
 from pc.plan.dry_run import check
 from pc.titan import ranges
 from pc.titan.config import JobConfig
 from pc.titan.toml import resolve
-from small_config import ROOT
 
 DEBUG = ROOT / "train_configs" / "debug.toml"
 

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
+from helpers.small_config import ROOT
 from pc.plan.dry_run import check
 from pc.sweep import equal_runs
 from pc.sweep.spec import load
-from small_config import ROOT
 
 _spec = importlib.util.spec_from_file_location("reproduce_debug", ROOT / "scripts" / "reproduce_debug.py")
 reproduce = importlib.util.module_from_spec(_spec)

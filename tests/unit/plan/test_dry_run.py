@@ -11,6 +11,7 @@ from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 from torchtitan.config.job_config import ActivationCheckpoint
 from torchtitan.distributed.activation_checkpoint import apply_ac
 
+from helpers.small_config import ROOT
 from pc.errors import UserError
 from pc.plan import dry_run
 from pc.plan.dry_run import check, check_or_raise
@@ -19,7 +20,6 @@ from pc.titan.config import JobConfig
 from pc.titan.llama2 import FLAVORS, Llama2
 from pc.titan.loss import CHUNK_LOGITS
 from pc.titan.parallelize import SAVED_OPERATIONS
-from small_config import ROOT
 
 CONFIG = ROOT / "train_configs" / "1b_adamw_pc.toml"
 

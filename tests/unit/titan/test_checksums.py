@@ -11,12 +11,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from helpers.ranks import run_ranks
 from pc.errors import UserError
 from pc.titan import checkpoint, checksums
 from pc.titan.checkpoint import Checkpoints
 from pc.titan.checksums import CHECKSUMS, ChecksummedWriter, Damaged
 from pc.titan.distcp import CheckpointFolder, LoadPlanner, Reader
-from ranks import run_ranks
 
 
 def _save(rank, folder, seed):

@@ -5,7 +5,7 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import pc
-from health_model import inputs, job_config, one_rank, transformer
+from helpers.health_model import inputs, job_config, one_rank, transformer
 from pc.titan.activations import COUNT
 from pc.titan.health import HealthMetrics
 

@@ -12,8 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import RowwiseParallel, loss_parallel, parallelize_module
 
-import tiny
-from ranks import run_ranks
+from helpers import tiny
+from helpers.ranks import run_ranks
 
 SINCE_TORCH_2_13 = pytest.mark.skipif(
     torch.__version__ < (2, 13), reason="a defect of torch 2.13 that 2.11 does not have"

@@ -84,7 +84,7 @@ def make_shards(folder: Path) -> Path:
 
 def write_config(path: Path, shards: Path, run_folder: Path) -> Path:
     """A config for the tiny model; `run_folder` is where the run writes."""
-    base = Path(__file__).resolve().parents[1] / "train_configs" / "base.toml"
+    base = Path(__file__).resolve().parents[2] / "train_configs" / "base.toml"
     path.write_text(CONFIG.format(base=base, folder=run_folder, shards=shards, vocab_size=VOCAB_SIZE))
     return path
 

@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import pc
-from health_model import transformer
+from helpers.health_model import transformer
 from pc.config import BLOCK_SUFFIXES
 
 
