@@ -7,6 +7,7 @@ import os
 import re
 import time
 import tomllib
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,11 +100,11 @@ def is_locked(folder: Path) -> bool:
     """Whether a process that called `lock` is alive."""
     try:
         with open(folder / "lock") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # NFS locks a file open for reading only as shared
+    except BlockingIOError:
         return True
+    except OSError:  # no such file, or a file system without locks
+        return False
     return False
 
 
@@ -121,12 +122,17 @@ def lock(folder: Path) -> TextIO:
     for _ in range(10):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.utime(file.fileno())
-            return file
-        except OSError:
+            break
+        except BlockingIOError:
             time.sleep(0.1)  # `is_locked` may hold it for a moment
-    file.close()
-    raise UserError(f"{folder}: another process is training here")
+        except OSError as error:
+            warnings.warn(f"{folder} cannot be locked ({error.strerror}): start no second trainer there", stacklevel=2)
+            break
+    else:
+        file.close()
+        raise UserError(f"{folder}: another process is training here")
+    os.utime(file.fileno())
+    return file
 
 
 # --- checkpoints ------------------------------------------------------------------------------------
