@@ -1,7 +1,6 @@
 """Train one config on this machine: `python -m pc.launch.local CONFIG --section.key value ...`."""
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -34,20 +33,14 @@ def main() -> None:
     if errors:
         raise UserError("\nerror: ".join(errors))
     held = lock(folder)
-    os.set_inheritable(held.fileno(), True)  # the trainer keeps the lock if this process is killed
-    words, environment = torchrun.here(config, overrides, folder, processes)
-    run = subprocess.Popen(words, env=environment, close_fds=False)
-    # Ctrl-C reaches torchrun too, because it shares the terminal; a plain kill must be forwarded.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: run.terminate())
-    signal.signal(signal.SIGUSR2, lambda *_: None)
-    if run.wait() == 0:
+    status = torchrun.run(*torchrun.here(config, overrides, folder, processes), [held])
+    if status == 0:
         print(closing_words(folder))
     elif processes > 1 and (reason := torchrun.last_words(folder)):
         print(reason, file=sys.stderr)  # repeated below torchrun's report
         if reason.startswith("error: "):
             sys.exit(2)
-    sys.exit(run.returncode if run.returncode >= 0 else 128 - run.returncode)
+    sys.exit(status)
 
 
 def print_help(config: str) -> None:

@@ -1,7 +1,7 @@
 """SLURM: submit a run, be one task of a run or a sweep, and decide afterwards whether to requeue.
 
 One batch script, scripts/slurm/train.sbatch, is used for single runs and arrays, on one node or many. Inside the
-allocation it calls this module twice: `task` becomes torchrun on every node; `after` requeues the job unless the run is
+allocation it calls this module twice: `task` runs torchrun on every node; `after` requeues the job unless the run is
 finished or cannot continue. No slurmdbd or sacct is needed: the state of a run is read from its own folder.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from pc.common.files import write_atomically
 from pc.common.run_folder import is_locked, lock, newest_step, state_of, write_failure
 from pc.errors import UserError, exit_on_user_error
-from pc.launch import torchrun
+from pc.launch import network, torchrun
 from pc.launch.run import Run
 from pc.plan.dry_run import check_or_raise
 from pc.titan.config import JobConfig
@@ -117,30 +117,24 @@ def run_of(arguments: Sequence[str]) -> Run:
     return Run(name or folder.name, config, tuple(overrides), folder)
 
 
-def task(run: Run) -> None:
-    """Become torchrun, on this node of the allocation."""
-    nodes = int(os.environ.get("SLURM_NNODES", "1"))
+def task(run: Run) -> int:
+    """Run torchrun on this node of the allocation; returns its exit status."""
+    nodes, node = int(os.environ.get("SLURM_NNODES", "1")), int(os.environ.get("SLURM_NODEID", "0"))
+    held = [lock(run.folder)] if node == 0 else []
     processes = torchrun.processes_here()
-    if os.environ.get("SLURM_NODEID", "0") == "0":
-        held = lock(run.folder)
-        os.set_inheritable(held.fileno(), True)  # torchrun keeps the lock until it ends
-    rendezvous = ["--standalone"] if nodes == 1 else _rendezvous(nodes)
-    words = torchrun.command(run.config, run.overrides, run.folder, processes, rendezvous)
-    os.execve(words[0], words, torchrun.environment(processes))
+    rendezvous, environment = ["--standalone"], torchrun.environment(processes)
+    if nodes > 1:
+        # The first node, where the batch script runs, has rank 0. Jobs that share a node have different ports.
+        host, port = os.environ["SLURM_LAUNCH_NODE_IPADDR"], 20000 + int(os.environ["SLURM_JOB_ID"]) % 10000
+        rendezvous = [f"--nnodes={nodes}", f"--node-rank={node}", f"--master-addr={host}", f"--master-port={port}"]
+        environment = network.gloo_interface(host if node else _last_host()) | environment
+    words = torchrun.command(run.config, run.overrides, run.folder, processes, rendezvous, prints=node == 0)
+    return torchrun.run(words, environment, held)
 
 
-def _rendezvous(nodes: int) -> list[str]:
-    """torchrun's options for a rendezvous on the first node, where the batch script runs srun."""
-    job = os.environ["SLURM_JOB_ID"]
-    port = 20000 + int(job) % 10000  # jobs that share a node have different ids
-    is_host = os.environ["SLURM_NODEID"] == "0"
-    return [
-        f"--nnodes={nodes}",
-        "--rdzv-backend=c10d",
-        f"--rdzv-id={job}-{os.environ.get('SLURM_RESTART_COUNT', '0')}",
-        f"--rdzv-endpoint={os.environ['SLURM_LAUNCH_NODE_IPADDR']}:{port}",
-        f"--rdzv-conf=is_host={int(is_host)}",
-    ]
+def _last_host() -> str:
+    words = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()[-1]
 
 
 def after(run: Run, returncode: int) -> int:
@@ -195,7 +189,7 @@ def _requeue(why: str) -> int:
 def main() -> None:
     action, *arguments = sys.argv[1:]
     if action == "task":
-        task(run_of(arguments))
+        sys.exit(task(run_of(arguments)))
     elif action == "after":
         sys.exit(after(run_of(arguments[1:]), int(arguments[0])))
     else:

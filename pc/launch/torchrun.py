@@ -1,14 +1,19 @@
 """The command that trains one config: `pc.launch.worker`, under torchrun if there are several processes."""
 
+import contextlib
 import os
+import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
 from pc.errors import UserError
+from pc.titan.cpu import promised_gpus
 
 TRAINER = "pc.launch.worker"
 
@@ -24,21 +29,46 @@ STEPS_ALONE = (
 
 
 def processes_here() -> int:
-    """Processes per machine: NGPU, or one per GPU, or 1 without GPUs."""
-    gpus = torch.cuda.device_count()
-    if gpus and not torch.cuda.is_available():
-        raise UserError(
-            f"this machine has {gpus} GPU(s) that torch {torch.__version__} cannot use (driver too old?); install a "
-            "torch from 2.11 to 2.13 for your CUDA in an environment, activate it and repeat"
-        )
-    wish = os.environ.get("NGPU", "")
-    if not wish:
-        return max(1, gpus)
+    """Processes per machine: NGPU, or one per GPU, or 1 without GPUs.
+
+    Raises:
+        UserError: NGPU is wrong, or torch cannot use the GPUs.
+        SystemExit: with status 1, because another node may not have this fault: SLURM gave more GPUs than there are.
+    """
+    promised, gpus = promised_gpus(), torch.cuda.device_count()
+    wish = os.environ.get("NGPU") or str(max(1, promised, gpus))
     if not wish.isdecimal() or int(wish) < 1:
         raise UserError(f"NGPU={wish} should be a whole number of processes, at least 1")
+    if gpus < int(wish) <= promised:
+        sys.exit(f"{socket.gethostname()} shows {gpus} of the {promised} GPUs of this job")
     if gpus and int(wish) > gpus:
         raise UserError(f"NGPU={wish}, but this machine has {gpus} GPUs")
     return int(wish)
+
+
+def run(words: Sequence[str], environment: dict[str, str], held: Sequence[TextIO] = ()) -> int:
+    """Run a training command to its end and return its exit status.
+
+    SIGTERM is handed on to it, and SIGUSR2 to its ranks: SLURM may signal only this process (`proctrack/cgroup`).
+
+    Args:
+        held: open files that the command keeps open if this process is killed.
+    """
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # inherited by torchrun, which a USR2 to all processes would end
+    command = subprocess.Popen(words, env=environment, pass_fds=[file.fileno() for file in held])
+    under_torchrun = "torch.distributed.run" in words
+    children = Path(f"/proc/{command.pid}/task/{command.pid}/children")
+
+    def ask_to_stop(*_) -> None:
+        with contextlib.suppress(OSError):  # it has just ended
+            for rank in children.read_text().split() if under_torchrun else [command.pid]:
+                os.kill(int(rank), signal.SIGUSR2)
+
+    signal.signal(signal.SIGUSR2, ask_to_stop)
+    signal.signal(signal.SIGTERM, lambda *_: command.terminate())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the command too, which shares the terminal
+    status = command.wait()
+    return status if status >= 0 else 128 - status
 
 
 def here(
@@ -60,9 +90,12 @@ def command(
     run_folder: Path,
     processes: int,
     rendezvous: Sequence[str] = ("--standalone",),
+    *,
+    prints: bool = True,
 ) -> list[str]:
-    """The torchrun command; rank 0 writes to the console, every rank to run_folder/logs."""
-    logging = ["--role=rank", "--tee=3", "--local-ranks-filter=0", f"--log-dir={run_folder / 'logs'}"]
+    """The torchrun command; every rank writes to run_folder/logs, the first one here also to the console if `prints`."""
+    console = ["--tee=3", "--local-ranks-filter=0"] if prints else ["--redirects=3"]
+    logging = ["--role=rank", *console, f"--log-dir={run_folder / 'logs'}"]
     options = [*rendezvous, f"--nproc-per-node={processes}", *logging]
     return [sys.executable, "-m", "torch.distributed.run", *options, "-m", TRAINER, str(config), *overrides]
 

@@ -8,6 +8,9 @@ from collections import namedtuple
 import torch
 import torchtitan.tools.utils as titan_utils
 
+from pc.errors import UserError
+
+GPU = "/dev/nvidia0"
 _Properties = namedtuple("_Properties", ["total_memory"])
 
 
@@ -49,9 +52,30 @@ class CPUModule:
         pass
 
 
+def promised_gpus() -> int:
+    """The GPUs that SLURM gave this job on this machine, or 1 if the machine has any; 0 for a run on the CPU.
+
+    Raises:
+        UserError: torch can use none of them, and would silently train on the CPU.
+    """
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return 0
+    promised = int(os.environ.get("SLURM_GPUS_ON_NODE") or os.path.exists(GPU))
+    if promised and not torch.cuda.is_available():
+        raise UserError(
+            f"this machine has GPUs that torch {torch.__version__} cannot use (a CPU build, or a driver too old for it);"
+            " install a torch for your driver, or train on the CPU with CUDA_VISIBLE_DEVICES="
+        )
+    return promised
+
+
 def use_cpu_where_there_is_no_gpu() -> None:
-    """Replace TorchTitan's default device, also in modules that have imported it by name."""
-    if not is_cpu():
+    """Replace TorchTitan's default device, also in modules that have imported it by name.
+
+    Raises:
+        UserError: there are GPUs that torch cannot use.
+    """
+    if not is_cpu() or promised_gpus():
         return
     # Peak FLOP/s of a CPU are unknown; with infinity, MFU is 0 %.
     replacements = {"device_type": "cpu", "device_module": CPUModule, "get_peak_flops": lambda name: float("inf")}

@@ -44,15 +44,15 @@ def here(slurm, monkeypatch, tmp_path, tiny_shards):
     return write_small_config(tmp_path / "small.toml", tiny_shards, steps=40, interval=4)
 
 
-def trainer_of(folder: Path) -> int:
-    """Process id of the rank that trains into `folder`."""
+def process_of(folder: Path, module: str = "pc.launch.worker") -> int:
+    """Process id of a program that trains into `folder`: by default a rank."""
     for process in Path("/proc").iterdir():
         if process.name.isdecimal():
             try:
                 words = (process / "cmdline").read_text().split("\0")
             except OSError:
                 continue
-            if "pc.launch.worker" in words and "torch.distributed.run" not in words:
+            if module in words and "torch.distributed.run" not in words:
                 if any(str(folder) in word for word in words):
                     return int(process.name)
     raise AssertionError(f"nothing trains into {folder}")
@@ -76,17 +76,39 @@ def submit(config: Path, *words: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def test_the_batch_script_trains_and_reports(tiny_shards, tmp_path):
-    """Without SLURM: `srun` is replaced by a script that runs its command."""
+@pytest.fixture
+def without_slurm(tmp_path):
+    """An environment with an `srun` that runs its command and a `scontrol` that says what it is asked."""
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "srun").write_text('#!/bin/bash\nshift\nexec "$@"\n')
-    (tmp_path / "bin" / "srun").chmod(0o755)
-    environment = {
-        **os.environ,
-        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
-        "PC_PYTHON": sys.executable,
-        "NGPU": "1",
-    }
+    for name, body in {"srun": 'shift; exec "$@"', "scontrol": 'echo scontrol "$@"'}.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    path = f"{tmp_path}/bin:{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "PC_PYTHON": sys.executable, "NGPU": "1", "SLURM_JOB_ID": "7"}
+
+
+def test_a_signal_to_the_task_alone_reaches_its_ranks(without_slurm, tiny_shards, tmp_path):
+    """As under `proctrack/cgroup`: both ranks save and stop, and the job is requeued."""
+    folder, environment = tmp_path / "run", {**without_slurm, "NGPU": "2"}
+    config = write_small_config(tmp_path / "small.toml", tiny_shards, steps=2000, interval=2000)
+    words = ["bash", "scripts/slurm/train.sbatch", str(config), f"--job.dump_folder={folder}"]
+    more = ["--training.local_batch_size=1", "--validation.local_batch_size=1"]
+    with open(tmp_path / "said", "w") as said:
+        job = subprocess.Popen([*words, *more], cwd=ROOT, env=environment, stdout=said, stderr=said)
+    try:
+        wait_for(lambda: (folder / "metrics.jsonl").exists() or job.poll() is not None, folder)
+        os.kill(process_of(folder, "pc.launch.slurm"), signal.SIGUSR2)
+        assert job.wait(timeout=SECONDS) == 0, (tmp_path / "said").read_text()
+    finally:
+        job.terminate()
+    state = state_of(folder)
+    assert state.state == "stopped" and newest_step(folder) == state.step > 0
+    last = f"run: stopped at step {state.step}; requeueing job 7\nscontrol requeue 7\n"
+    assert (tmp_path / "said").read_text().endswith(last)
+
+
+def test_the_batch_script_trains_and_reports(without_slurm, tiny_shards, tmp_path):
+    environment = without_slurm
     config = write_small_config(tmp_path / "small.toml", tiny_shards, steps=2, interval=2)
     words = ["bash", "scripts/slurm/train.sbatch", str(config), f"--job.dump_folder={tmp_path}/run"]
     good, wrong = (
@@ -111,7 +133,7 @@ def test_a_sweep_survives_a_killed_task(here, tmp_path):
     job = said.removeprefix("job ").partition(":")[0]
     victim = sweep.runs[0]
     wait_for(lambda: newest_step(victim.folder) >= 4, sweep.folder)
-    os.kill(trainer_of(victim.folder), signal.SIGKILL)
+    os.kill(process_of(victim.folder), signal.SIGKILL)
     wait_for(lambda: all(state_of(run.folder).state == "finished" for run in sweep.runs), sweep.folder)
 
     wait_for(lambda: job_field(f"{job}_0", "JobState") == "COMPLETED", sweep.folder)

@@ -30,7 +30,7 @@ SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
-ProctrackType=proctrack/linuxproc
+ProctrackType=proctrack/{proctrack}
 TaskPlugin=task/none
 JobCompType=jobcomp/filetxt
 JobCompLoc={folder}/jobcomp.log
@@ -58,11 +58,17 @@ def missing_program() -> str | None:
 
 
 @contextlib.contextmanager
-def cluster(nodes: int = 1) -> Iterator[dict[str, str]]:
+def cluster(nodes: int = 1, proctrack: str = "") -> Iterator[dict[str, str]]:
     """Start SLURM; yields the environment for sbatch and similar commands. SLURM_CONF is in the folder of the logs.
 
     Several nodes are several slurmd on this machine, each with its own port.
+
+    Args:
+        proctrack: "cgroup", the default where it works (root, and version 1 with its freezer), sends every signal but
+            SIGKILL only to the tasks; "linuxproc" to all of their processes.
     """
+    works = os.geteuid() == 0 and os.access("/sys/fs/cgroup/freezer", os.W_OK)
+    proctrack = proctrack or ("cgroup" if works else "linuxproc")
     # Not pytest's folder, because munge needs its socket where every user can reach it.
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
     folder.chmod(0o755)
@@ -76,10 +82,14 @@ def cluster(nodes: int = 1) -> Iterator[dict[str, str]]:
         for name in names
     ]
     user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()
-    config = CONFIG.format(folder=folder, host=host, user=user, port=_free_port()).rsplit("PartitionName", 1)
+    config = CONFIG.format(folder=folder, host=host, user=user, port=_free_port(), proctrack=proctrack).rsplit(
+        "PartitionName", 1
+    )
     (folder / "slurm.conf").write_text(config[0] + "\n".join(lines) + "\nPartitionName" + config[1])
-    # "disabled" is unknown to some versions; this plugin is never used with linuxproc
-    (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+    # "disabled" is unknown to some versions
+    (folder / "cgroup.conf").write_text(
+        "CgroupPlugin=cgroup/v1\nCgroupAutomount=yes\nCgroupMountpoint=/sys/fs/cgroup\n"
+    )
     environment = {
         **{key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_"))},
         "SLURM_CONF": str(folder / "slurm.conf"),

@@ -1,16 +1,19 @@
 """When a SLURM job goes on and when it ends, without SLURM."""
 
+import errno
+import fcntl
 import json
 import os
 import subprocess
 
 import pytest
 
-from pc.common.run_folder import lock
+from pc.common.run_folder import is_locked, lock
 from pc.errors import UserError
 from pc.launch import slurm, torchrun
 from pc.launch.slurm import Allocation, after, run_of
 from pc.sweep.spec import Run
+from pc.titan import cpu
 
 
 @pytest.fixture
@@ -121,21 +124,58 @@ def test_no_sbatch_is_a_clear_error(tmp_path, monkeypatch):
         slurm.sbatch(tmp_path, Allocation(1, 8, []).words(), slurm.TRAIN_SCRIPT, [])
 
 
-@pytest.mark.parametrize("wish, gpus, expected", [("", 0, 1), ("", 4, 4), ("2", 4, 2), ("3", 0, 3)])
-def test_processes_here(wish, gpus, expected, monkeypatch):
-    monkeypatch.setenv("NGPU", wish)
-    monkeypatch.setattr(torchrun.torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torchrun.torch.cuda, "is_available", lambda: gpus > 0)
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """machine(gpus that torch sees, gpus that SLURM gave, whether there is a device file, NGPU)"""
+
+    def machine(seen: int, given: int | None = None, device: bool = False, wish: str = "") -> None:
+        monkeypatch.setattr(torchrun.torch.cuda, "device_count", lambda: seen)
+        monkeypatch.setattr(torchrun.torch.cuda, "is_available", lambda: seen > 0)
+        monkeypatch.setattr(cpu, "GPU", str(tmp_path if device else tmp_path / "none"))
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.setenv("SLURM_GPUS_ON_NODE", "" if given is None else str(given))
+        monkeypatch.setenv("NGPU", wish)
+
+    return machine
+
+
+@pytest.mark.parametrize(
+    "seen, given, wish, expected",
+    [(0, None, "", 1), (4, None, "", 4), (4, None, "2", 2), (0, None, "3", 3), (8, 8, "", 8), (7, 8, "4", 4)],
+)
+def test_processes_here(machine, seen, given, wish, expected):
+    machine(seen, given, device=seen > 0, wish=wish)
     assert torchrun.processes_here() == expected
 
 
 @pytest.mark.parametrize("wish, gpus", [("0", 0), ("two", 0), ("-1", 0), ("5", 4)])
-def test_wrong_ngpu(wish, gpus, monkeypatch):
-    monkeypatch.setenv("NGPU", wish)
-    monkeypatch.setattr(torchrun.torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torchrun.torch.cuda, "is_available", lambda: gpus > 0)
+def test_wrong_ngpu(machine, wish, gpus):
+    machine(gpus, wish=wish)
     with pytest.raises(UserError, match=f"NGPU={wish}"):
         torchrun.processes_here()
+
+
+def test_gpus_that_are_missing_or_that_torch_cannot_use(machine, monkeypatch):
+    machine(7, given=8)
+    with pytest.raises(SystemExit, match="shows 7 of the 8 GPUs of this job"):  # status 1: requeued
+        torchrun.processes_here()
+    for given, device in ((8, False), (None, True)):
+        machine(0, given, device)
+        for trains in (torchrun.processes_here, cpu.use_cpu_where_there_is_no_gpu):
+            with pytest.raises(UserError, match="has GPUs that torch .* cannot use"):
+                trains()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert torchrun.processes_here() == 1  # as wished
+
+
+def test_a_file_system_without_locks_is_no_other_trainer(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.warns(UserWarning, match="cannot be locked"):
+        lock(tmp_path).close()
+    assert not is_locked(tmp_path)
 
 
 @pytest.mark.parametrize("own", [None, "max_split_size_mb:64"])
