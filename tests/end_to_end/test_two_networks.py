@@ -5,9 +5,9 @@ import subprocess
 import sys
 
 import pytest
+from small_config import ROOT, write_small_config
 
 from pc.common.run_folder import state_of
-from small_config import ROOT, write_small_config
 
 ADDRESSES = ["10.199.7.1", "10.199.7.2"]
 IN_NETWORK = 'mount --bind "$1" /etc/hosts && hostname "$2" && shift 2 && exec "$@"'
