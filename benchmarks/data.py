@@ -1,12 +1,10 @@
 """Speed of the data path, each figure with its reference from the same run; JSON on stdout or to --output.
 
     python benchmarks/data.py tokenising --input 'parquet/*.parquet' --processes 2
-    python benchmarks/data.py engines --input 'parquet/*.parquet'
     python benchmarks/data.py loader --data data/demo --seq-len 8192
 
 tokenising  the whole command (parquet to verified shards) against `datasets.map` with the same SentencePiece
-            model and as many processes, with and without gigatoken; CPU time with one process only
-engines     the tokenizers alone in one thread, and whether their ids are equal on every document
+            model and as many processes; CPU time with one process only
 loader      batches from the loader against reading the same spans from a plain `numpy.memmap`
 """
 
@@ -26,7 +24,6 @@ import torch
 
 from pc.common.files import write_atomically
 from pc.data import Manifest, build_dataloader, load_tokenizer
-from pc.data.encoding import Encoder
 from pc.data.sources import find_files, open_parquet
 from pc.data.tokenizing import tokenize
 from pc.errors import exit_on_user_error
@@ -49,21 +46,16 @@ def read_texts(source: str) -> list[str]:
 
 # --- tokenising ------------------------------------------------------------------------------------------
 
-METHODS = ("shards with gigatoken", "shards with sentencepiece", "datasets.map with sentencepiece")
+METHODS = ("shards", "datasets.map")
 
 
 def run_method(method: str, source: str, processes: int) -> dict[str, float]:
     """One measurement, in a separate process."""
     with tempfile.TemporaryDirectory() as temporary:
-        environment = dict(os.environ)
-        if method == "shards with sentencepiece":
-            # shadows the installed module, so that worker processes do not find it either
-            (Path(temporary) / "gigatoken.py").write_text("raise ImportError('disabled for this measurement')\n")
-            environment["PYTHONPATH"] = os.pathsep.join([temporary, environment.get("PYTHONPATH", "")])
         options = {"input": source, "processes": processes, "method": method, "folder": temporary}
         words = [f"--{name}={value}" for name, value in options.items()]
         command = [sys.executable, __file__, "one", *words]
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
+        done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
         return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -77,9 +69,7 @@ def datasets_map(source: str, processes: int, folder: Path) -> dict[str, float]:
     def encode(batch: dict, state: dict = {}) -> dict:  # noqa: B006  one tokenizer per process
         if not state:
             state["tokenizer"] = load_tokenizer("mistral-common")
-        ids, lengths = state["tokenizer"].encode_batch(batch["text"])
-        pieces = np.split(ids.astype(np.uint16), np.cumsum(lengths)[:-1])
-        return {"ids": [np.concatenate([[1], piece, [2]]).astype(np.uint16) for piece in pieces]}
+        return {"ids": [np.array([1, *ids, 2], np.uint16) for ids in state["tokenizer"].encode_batch(batch["text"])]}
 
     return timed(
         lambda: data.map(
@@ -104,48 +94,14 @@ def benchmark_tokenising(source: str, processes: int, repeats: int) -> dict:
         method: {f"megabytes_per_{key}"[:-1]: megabytes / statistics.median(r[key] for r in found) for key in measured}
         for method, found in runs.items()
     }
-    base = rates[METHODS[2]]
-    ratios = {method: {key: rates[method][key] / base[key] for key in base} for method in METHODS[:2]}
+    ours, base = (rates[method] for method in METHODS)
     return {
         "text_megabytes": megabytes,
         "processes": processes,
         "repeats": repeats,
         "rates": rates,
-        "ratio_to_datasets_map": ratios,
+        "ratio_to_datasets_map": {key: ours[key] / base[key] for key in base},
         "wall_seconds": {method: [r["wall_seconds"] for r in runs[method]] for method in METHODS},
-    }
-
-
-# --- engines ---------------------------------------------------------------------------------------------
-
-
-def benchmark_engines(source: str, repeats: int) -> dict:
-    texts = read_texts(source)
-    megabytes = sum(len(text.encode()) for text in texts) / 1e6
-    tokenizer = load_tokenizer("mistral-common")
-    encoders = [Encoder(tokenizer, fast=fast) for fast in (True, False)]
-    results: dict[str, list] = {encoder.engine: [] for encoder in encoders}
-    seconds: dict[str, list[float]] = {encoder.engine: [] for encoder in encoders}
-    for _ in range(repeats):
-        for encoder in encoders:
-            start = time.process_time()
-            results[encoder.engine] = [
-                encoder.documents(texts[i : i + 1000], "uint16") for i in range(0, len(texts), 1000)
-            ]
-            seconds[encoder.engine].append(time.process_time() - start)
-    different = 0
-    if len(results) == 2:
-        for (a, a_lengths), (b, b_lengths) in zip(*results.values(), strict=True):
-            pieces = [np.split(ids, np.cumsum(n)[:-1]) for ids, n in ((a, a_lengths), (b, b_lengths))]
-            different += sum(not np.array_equal(x, y) for x, y in zip(*pieces, strict=True))
-    rates = {engine: megabytes / statistics.median(of_engine) for engine, of_engine in seconds.items()}
-    return {
-        "text_megabytes": megabytes,
-        "documents": len(texts),
-        "tokens": int(sum(len(ids) for ids, _ in results["sentencepiece"])),
-        "documents_with_different_ids": different if len(results) == 2 else None,
-        "megabytes_per_cpu_second": rates,
-        "gigatoken_to_sentencepiece": rates.get("gigatoken", 0) / rates["sentencepiece"],
     }
 
 
@@ -162,9 +118,7 @@ def benchmark_loader(folder: str, seq_len: int, batch: int, micro_batches: int, 
             local_batch_size=batch,
             dp_rank=0,
             dp_world_size=1,
-            seed=0,
             vocab_size=manifest.vocab_size,
-            infinite=True,
             num_workers=num_workers,
             prefetch_factor=4 if num_workers else None,
         )
@@ -224,7 +178,7 @@ def benchmark_loader(folder: str, seq_len: int, batch: int, micro_batches: int, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("tokenising", "engines", "one"):
+    for name in ("tokenising", "one"):
         command = commands.add_parser(name)
         command.add_argument("--input", required=True)
         command.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
@@ -241,7 +195,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.command == "one":
-        if options.method == METHODS[2]:
+        if options.method == METHODS[1]:
             result = datasets_map(options.input, options.processes, options.folder)
         else:
             result = timed(lambda: tokenize(options.input, options.folder / "shards", processes=options.processes))
@@ -249,8 +203,6 @@ def main() -> None:
         return
     if options.command == "tokenising":
         result = benchmark_tokenising(options.input, options.processes, options.repeats)
-    elif options.command == "engines":
-        result = benchmark_engines(options.input, options.repeats)
     else:
         result = benchmark_loader(options.data, options.seq_len, options.batch, options.micro_batches, options.repeats)
     text = json.dumps(result, indent=1) + "\n"

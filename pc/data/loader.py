@@ -36,11 +36,12 @@ class Sequences(Dataset):
     length: sequences per epoch. limit: number of positions; None = endless.
     """
 
-    def __init__(self, stream: TokenStream, seq_len: int, seed: int, limit: int | None):
+    limit: int | None = None
+
+    def __init__(self, stream: TokenStream, seq_len: int, seed: int):
         self.stream = stream
         self.seq_len = seq_len
         self.seed = seed
-        self.limit = limit
         self.length = max(0, (len(stream) - 1) // seq_len)
 
     def tokens(self, position: int) -> np.ndarray:
@@ -69,12 +70,33 @@ class Sequences(Dataset):
         return {"input": torch.from_numpy(inputs)}, torch.from_numpy(labels)
 
 
-class Resumable(Stateful):
-    """A loader whose state is its position, and the settings under which a position means the same sequence."""
+class GlobalOrderLoader(Stateful):
+    """Iterates over batches; its state is `position` and the settings under which it means the same sequence.
 
-    position: int
-    """sequences used by all ranks so far"""
-    identity: dict[str, str | int]
+    Create it with `build_dataloader`. Every `iter()` of the training split continues from `position`; of the
+    validation split it starts again.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequences,
+        identity: dict[str, str | int],
+        *,
+        local_batch_size: int,
+        dp_rank: int,
+        dp_world_size: int,
+        skip: Sequence[range],
+        **worker_settings,
+    ):
+        self.sequences = sequences
+        self.identity = identity
+        self.local_batch_size = local_batch_size
+        self.dp_rank = dp_rank
+        self.dp_world_size = dp_world_size
+        self.skip = skip
+        self.worker_settings = worker_settings
+        self.position = 0
+        """sequences used by all ranks so far"""
 
     def state_dict(self) -> dict[str, int | str]:
         return {"position": self.position, "identity": json.dumps(self.identity, sort_keys=True)}
@@ -92,55 +114,16 @@ class Resumable(Stateful):
                 )
         self.position = state_dict["position"]
 
-
-class GlobalOrderLoader(Resumable):
-    """Iterates over batches; its state is the global position. Create it with `build_dataloader`.
-
-    Every `iter()` continues from `position`, or starts at 0 with `restart`.
-    """
-
-    def __init__(
-        self,
-        sequences: Sequences,
-        identity: dict[str, str | int],
-        *,
-        local_batch_size: int,
-        dp_rank: int,
-        dp_world_size: int,
-        restart: bool,
-        num_workers: int,
-        prefetch_factor: int | None,
-        pin_memory: bool,
-        skip: Sequence[range] = (),
-    ):
-        self.sequences = sequences
-        self.skip = skip
-        self.identity = identity
-        self.local_batch_size = local_batch_size
-        self.dp_rank = dp_rank
-        self.dp_world_size = dp_world_size
-        self.restart = restart
-        self.position = 0
-        self._worker_settings = {
-            "num_workers": num_workers,
-            "prefetch_factor": prefetch_factor if num_workers else None,
-            "pin_memory": pin_memory and torch.accelerator.is_available(),
-            # its own generator: torch draws a seed per iterator, which must not advance the global generator
-            "generator": torch.Generator(),
-        }
-
     def __iter__(self) -> Iterator[Batch]:
-        if self.restart:
+        if self.sequences.limit is not None:
             self.position = 0
         step = self.local_batch_size * self.dp_world_size
         positions = self._positions(step)
-        for batch in DataLoader(self.sequences, batch_size=None, sampler=positions, **self._worker_settings):
+        for batch in DataLoader(self.sequences, batch_size=None, sampler=positions, **self.worker_settings):
             if isinstance(batch, UserError):
                 raise batch
             self._advance(step)
             yield batch
-        if not self.restart and self.dp_rank == 0:
-            logger.warning(f"The data are exhausted: all {self.sequences.limit:,} sequences have been used.")
 
     def _positions(self, step: int) -> Iterator[list[int]]:
         """This rank's positions in each micro-batch; all ranks together use `step` of them."""
@@ -153,9 +136,7 @@ class GlobalOrderLoader(Resumable):
     def _advance(self, step: int) -> None:
         epoch = self.position // self.sequences.length
         self.position = advance(self.position, step, self.skip)
-        if self.sequences.limit is not None:
-            self.position = min(self.position, self.sequences.limit)
-        elif self.position // self.sequences.length > epoch and self.dp_rank == 0:
+        if self.sequences.limit is None and self.position // self.sequences.length > epoch and self.dp_rank == 0:
             logger.warning(
                 f"Epoch {epoch + 1} of the data is over after {self.sequences.length:,} sequences; "
                 "the next epoch uses the same documents in another order."
@@ -198,9 +179,8 @@ def build_dataloader(
     local_batch_size: int,
     dp_rank: int,
     dp_world_size: int,
-    seed: int,
     vocab_size: int,
-    infinite: bool,
+    seed: int = 0,
     num_workers: int = 0,
     prefetch_factor: int | None = None,
     pin_memory: bool = False,
@@ -209,13 +189,12 @@ def build_dataloader(
 ) -> GlobalOrderLoader:
     """A loader over a folder of token shards.
 
-    path: folder with manifest.json. split: "train" continues from its position, "validation" restarts at every
-    iter() and has the same order in every run. seq_len: tokens. local_batch_size: sequences per rank and
-    micro-batch. seed: of the training order. vocab_size: the model's. infinite: start another epoch at the
-    end; otherwise stop after one (ignored labels fill the last micro-batch, so that all ranks have
-    the same number). limit_sequences: stop after this many over all ranks. num_workers: processes that
-    read ahead, prefetch_factor micro-batches each. skip: positions to skip (`parse_skip`), counted without skipping,
-    so `skip` may change on resume.
+    path: folder with manifest.json. split: "train" is endless, epoch after epoch, and continues from its position;
+    "validation" is one pass, with the same order in every run (ignored labels fill the last micro-batch, so that all
+    ranks have the same number). seq_len: tokens. local_batch_size: sequences per rank and micro-batch. vocab_size:
+    the model's. seed: of the training order. num_workers: processes that read ahead, prefetch_factor micro-batches
+    each. limit_sequences: of a validation pass over all ranks. skip: training positions to skip (`parse_skip`),
+    counted without skipping, so `skip` may change on resume.
     """
     manifest = Manifest.read(path)
     if manifest.vocab_size > vocab_size:
@@ -223,18 +202,17 @@ def build_dataloader(
             f"{path} was tokenised with {manifest.tokenizer.name!r} of {manifest.vocab_size} entries, "
             f"but the model's vocabulary has {vocab_size}"
         )
-    if infinite and limit_sequences is not None:
-        raise ValueError("limit_sequences needs infinite = False")
     stream = TokenStream(manifest, split)
-    sequences = Sequences(stream, seq_len, VALIDATION_SEED if split == "validation" else seed, limit=None)
+    is_training = split == "train"
+    sequences = Sequences(stream, seq_len, seed if is_training else VALIDATION_SEED)
     if sequences.length == 0:
         raise UserError(
             f"the {split} split of {path} has {len(stream)} tokens, too few for one sequence of "
             f"seq_len + 1 = {seq_len + 1}"
         )
-    if not infinite:
-        sequences.limit = sequences.length if limit_sequences is None else min(limit_sequences, sequences.length)
-        if limit_sequences is not None and sequences.limit < limit_sequences and dp_rank == 0:
+    if not is_training:
+        sequences.limit = min(limit_sequences or sequences.length, sequences.length)
+        if limit_sequences and sequences.limit < limit_sequences and dp_rank == 0:
             logger.warning(
                 f"The {split} split of {path} has {sequences.length} sequences of {seq_len} tokens; "
                 f"all are used instead of the {limit_sequences} requested."
@@ -250,9 +228,9 @@ def build_dataloader(
         local_batch_size=local_batch_size,
         dp_rank=dp_rank,
         dp_world_size=dp_world_size,
-        restart=split == "validation",
-        num_workers=num_workers,
-        prefetch_factor=prefetch_factor,
-        pin_memory=pin_memory,
         skip=parse_skip(skip),
+        num_workers=num_workers,
+        prefetch_factor=prefetch_factor if num_workers else None,
+        pin_memory=pin_memory and torch.accelerator.is_available(),
+        generator=torch.Generator(),  # torch draws a seed per iterator, which must not advance the global generator
     )

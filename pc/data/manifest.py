@@ -6,7 +6,9 @@ It is written last, so a folder with a manifest is complete.
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import get_type_hints
+from typing import Literal
+
+from pydantic import TypeAdapter
 
 from pc.common.files import write_atomically
 from pc.data.tokenizers import Tokenizer, load_tokenizer
@@ -59,7 +61,7 @@ class Manifest:
     """
 
     folder: Path
-    dtype: str
+    dtype: Literal["uint16", "uint32"]
     source: dict
     split_rule: str
     configuration_sha256: str
@@ -103,34 +105,16 @@ class Manifest:
         if not path.is_file():
             raise UserError(_why_no_manifest(folder))
         try:
-            content = json.loads(path.read_text())
-            if content["format"] != FORMAT:
-                raise UserError(f"{path} has format {content['format']}; this version reads format {FORMAT}")
-            manifest = Manifest(
-                folder=folder,
-                dtype=content["dtype"],
-                source=content["source"],
-                split_rule=content["split_rule"],
-                configuration_sha256=content["configuration_sha256"],
-                tokenizer=TokenizerRecord(**content["tokenizer"]),
-                shards={s: [Shard(**shard) for shard in content["splits"][s]["shards"]] for s in SPLITS},
-            )
-            if manifest.dtype not in ("uint16", "uint32"):
-                raise TypeError(f"dtype = {manifest.dtype!r}")
-            for record in (manifest.tokenizer, *(shard for split in SPLITS for shard in manifest.shards[split])):
-                _require_types(record)
-            return manifest
-        except UserError:
-            raise
+            content = json.loads(path.read_bytes())
+            kind = content["format"]
+            content |= {"folder": folder, "shards": {split: content["splits"][split]["shards"] for split in SPLITS}}
+            manifest = TypeAdapter(Manifest).validate_python(content)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise UserError(f"{path} is damaged ({error}); repeat the tokenising command to rewrite it") from error
-
-
-def _require_types(record: Shard | TokenizerRecord) -> None:
-    for name, kind in get_type_hints(type(record)).items():
-        value = getattr(record, name)
-        if not isinstance(value, kind) or (isinstance(value, str) and "\0" in value):
-            raise TypeError(f"{name} = {value!r}")
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(f"{path} is damaged ({reason}); repeat the tokenising command to rewrite it") from error
+        if kind != FORMAT:
+            raise UserError(f"{path} has format {kind}; this version reads format {FORMAT}")
+        return manifest
 
 
 def require_same_tokenizer(one: Manifest, other: Manifest) -> None:

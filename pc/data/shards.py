@@ -19,11 +19,6 @@ from pc.data.manifest import Manifest, Shard
 from pc.errors import UserError
 
 
-def smallest_dtype(vocab_size: int) -> str:
-    """uint16 if every id fits, else uint32."""
-    return "uint16" if vocab_size <= 2**16 else "uint32"
-
-
 def write_shard(folder: Path, split: str, number: int, tokens: np.ndarray, lengths: np.ndarray) -> Shard:
     """Write tokens [total] and the offsets of documents of these lengths [documents].
 

@@ -2,7 +2,6 @@
 
 For all of them:
 
-- BOS and EOS are not added here; the shard writer adds them, once per document.
 - Text that spells a control token ("</s>") is encoded as ordinary characters.
 - Encoding runs in the calling thread: work is parallelised over processes, not threads.
 """
@@ -12,6 +11,7 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -46,15 +46,29 @@ class Tokenizer(ABC):
         self.sha256 = digest.hexdigest()
 
     @abstractmethod
-    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Concatenated ids of all texts (uint32 [total]) and each text's number of ids (int64 [texts])."""
-
-    def encode(self, text: str) -> list[int]:
-        return self.encode_batch([text])[0].tolist()
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text, without BOS and EOS."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """Ids to text."""
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_batch([text])[0]
+
+    def documents(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of all texts, each between BOS and EOS [total], and tokens per document int64 [texts]."""
+        lead, control = ([], set()) if self.bos_id is None else ([self.bos_id], {self.bos_id})
+        encoded = [[*lead, *ids, self.eos_id] for ids in self.encode_batch(texts)]
+        if any(not (control | {self.eos_id}).isdisjoint(ids[len(lead) : -1]) for ids in encoded):
+            raise RuntimeError(f"tokenizer {self.name!r} encoded text as control tokens")
+        lengths = np.array([len(ids) for ids in encoded], dtype=np.int64)
+        return np.fromiter(chain.from_iterable(encoded), smallest_dtype(self.vocab_size), lengths.sum()), lengths
+
+
+def smallest_dtype(vocab_size: int) -> str:
+    """uint16 if every id fits, else uint32."""
+    return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -72,8 +86,8 @@ class SentencePieceTokenizer(Tokenizer):
         bos_id, eos_id = (i if i >= 0 else None for i in (self._model.bos_id(), self._model.eos_id()))
         super().__init__(name, self._model.vocab_size(), bos_id, eos_id, {"tokenizer.model": path.read_bytes()})
 
-    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        return _flatten(self._model.encode(list(texts), num_threads=1))
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return self._model.encode(list(texts), num_threads=1)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode([int(i) for i in ids])
@@ -88,36 +102,26 @@ class HuggingFaceTokenizer(Tokenizer):
     def __init__(self, name: str, folder: Path):
         import tokenizers
 
-        files = {file: (folder / file).read_bytes() for file in self.FILES if (folder / file).is_file()}
-        if "tokenizer_config.json" not in files:
-            raise UserError(f"{folder} has no tokenizer_config.json, which names BOS and EOS")
         try:
+            files = {file: (folder / file).read_bytes() for file in self.FILES}
             self._model = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
             settings = json.loads(files["tokenizer_config.json"])
+            names = [settings.get(key) for key in ("bos_token", "eos_token")]
+            names = [name["content"] if isinstance(name, dict) else name for name in names]
+            ids = [None if name is None else self._model.token_to_id(name) for name in names]
         except Exception as error:  # the library raises bare Exception
             raise UserError(f"{folder} does not hold a readable tokenizer: {error}") from error
-        if not isinstance(settings, dict):
-            raise UserError(f"{folder}/tokenizer_config.json should be an object that names eos_token")
+        for token, token_id in zip(names, ids, strict=True):
+            if token is not None and token_id is None:
+                raise UserError(f"{folder}/tokenizer_config.json names {token!r}, which tokenizer.json does not have")
         self._model.no_truncation()
         self._model.no_padding()
         self._model.encode_special_tokens = True  # encode "</s>" in a text as ordinary text
-        size = self._model.get_vocab_size(with_added_tokens=True)
-        bos_id, eos_id = (self._id_of(settings.get(key), folder) for key in ("bos_token", "eos_token"))
-        super().__init__(name, size, bos_id, eos_id, files)
+        super().__init__(name, self._model.get_vocab_size(with_added_tokens=True), *ids, files)
 
-    def _id_of(self, token: str | dict | None, folder: Path) -> int | None:
-        content = token.get("content", "") if isinstance(token, dict) else token
-        if content is None:
-            return None
-        token_id = self._model.token_to_id(content) if isinstance(content, str) else None
-        if token_id is None:
-            raise UserError(f"{folder}/tokenizer_config.json names {content!r}, which tokenizer.json does not have")
-        return token_id
-
-    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        encodings = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
-        return _flatten([encoding.ids for encoding in encodings])
+        return [one.ids for one in self._model.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
@@ -148,17 +152,11 @@ class TiktokenTokenizer(Tokenizer):
             "special": self._model._special_tokens,
             "ranks_sha256": hashlib.sha256(b"\n".join(b"%s %d" % (t.hex().encode(), r) for t, r in ranks)).hexdigest(),
         }
-        content = json.dumps(definition, indent=1, sort_keys=True).encode()
-        super().__init__(
-            name,
-            self._model.n_vocab,
-            None,
-            self._model._special_tokens.get("<|endoftext|>"),
-            {"tiktoken.json": content},
-        )
+        files = {"tiktoken.json": json.dumps(definition, indent=1, sort_keys=True).encode()}
+        super().__init__(name, self._model.n_vocab, None, self._model._special_tokens.get("<|endoftext|>"), files)
 
-    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        return _flatten([self._model.encode_ordinary(text) for text in texts])
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self._model.encode_ordinary(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode([int(i) for i in ids])
@@ -173,19 +171,15 @@ def load_tokenizer(reference: str | Path) -> Tokenizer:
     name = str(reference)
     if name == DEFAULT_TOKENIZER:
         return SentencePieceTokenizer(name, _mistral_model())
-    try:
-        path = Path(name).expanduser()
-        path.exists()
-    except (OSError, RuntimeError, ValueError) as error:  # the name is too long, has an unknown ~user or a NUL
-        raise UserError(f"tokenizer {name[:80]!r} is not a path: {error.args[-1] if error.args else error}") from None
-    if path.is_dir():
+    path = Path(os.path.expanduser(name))
+    if os.path.isfile(path):
+        return SentencePieceTokenizer(name, path)
+    if os.path.isdir(path):
         if (path / "tokenizer.json").is_file():
             return HuggingFaceTokenizer(name, path)
         if (path / "tokenizer.model").is_file():
             return SentencePieceTokenizer(name, path / "tokenizer.model")
         raise UserError(f"{path} has neither tokenizer.json nor tokenizer.model")
-    if path.is_file():
-        return SentencePieceTokenizer(name, path)
     if len(path.parts) > 1 or path.suffix == ".model":
         raise UserError(f"tokenizer {name!r} does not exist")
     return TiktokenTokenizer(name)
@@ -195,9 +189,3 @@ def _mistral_model() -> Path:
     import mistral_common
 
     return Path(mistral_common.__file__).parent / "data" / "tokenizer.model.v1"
-
-
-def _flatten(encoded: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    lengths = np.fromiter(map(len, encoded), dtype=np.int64, count=len(encoded))
-    ids = np.fromiter((i for one in encoded for i in one), dtype=np.uint32, count=int(lengths.sum()))
-    return ids, lengths

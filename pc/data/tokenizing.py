@@ -10,23 +10,23 @@ import multiprocessing
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-from pc.data.encoding import Encoder
 from pc.data.manifest import SPLITS, TOKENIZER_FOLDER, Manifest, Shard
 from pc.data.shards import write_shard
-from pc.data.sources import Unit, read_rows
-from pc.data.tokenizers import DEFAULT_TOKENIZER, load_tokenizer
+from pc.data.sources import Unit, read_texts
+from pc.data.tokenizers import DEFAULT_TOKENIZER, load_tokenizer, smallest_dtype
 from pc.data.tokenizing_plan import TokenizingPlan, finish, finished, make_plan, record_unit
 from pc.errors import UserError
 
-QUIET_BELOW = 30 * 10**6  # no progress bar for fewer bytes of text
+BATCH = 1000  # documents encoded together
 
 
 def tokenize(
@@ -38,120 +38,87 @@ def tokenize(
     text_column: str = "text",
     validation_fraction: float = 0.0005,
     shard_megabytes: int = 256,
+    max_documents: int | None = None,
     processes: int = 1,
     part: tuple[int, int] = (0, 1),
-    source_name: str | None = None,
 ) -> Manifest | None:
     """Create the token shards of `source` in `output`, or continue an interrupted run.
 
     source, subset: see `sources.find_files`. tokenizer: see `load_tokenizer`. validation_fraction: of the
-    documents, chosen by hash. shard_megabytes: text per shard. part (k, n): process part k of n.
-    source_name: the source's name in the manifest. Returns the manifest once all parts are done, else None.
+    documents, chosen by hash. shard_megabytes: text per shard. max_documents: only so many, the first of the
+    first file. part (k, n): process part k of n. Returns the manifest once all parts are done, else None.
     """
-    output = Path(output)
-    plan = make_plan(
-        source,
-        subset,
-        source_name,
-        load_tokenizer(tokenizer),
-        text_column,
-        validation_fraction,
-        shard_megabytes,
-        output,
-    )
+    settings = {
+        "subset": subset,
+        "text_column": text_column,
+        "validation_fraction": validation_fraction,
+        "shard_megabytes": shard_megabytes,
+        "max_documents": max_documents,
+    }
+    plan = make_plan(Path(output), source, load_tokenizer(tokenizer), settings)
     k, n = part
-    unfinished = [unit for unit in plan.units[k::n] if finished(output, plan, unit) is None]
-    if unfinished:
-        _require_space(output, unfinished, plan)
-        _run(output, plan, unfinished, min(processes, len(unfinished)))
-    return finish(output, plan)
+    unfinished = [unit for unit in plan.units[k::n] if finished(plan, unit) is None]
+    if unfinished and not max_documents:
+        _require_space(plan, unfinished)
+    if processes == 1 or len(unfinished) < 2:
+        for unit in tqdm(unfinished, desc="tokenising", unit="shard", disable=None):
+            tokenize_unit(plan, unit)
+    else:
+        _run_in_pool(plan, unfinished, min(processes, len(unfinished)))
+    return finish(plan)
 
 
-def _require_space(output: Path, unfinished: Sequence[Unit], plan: TokenizingPlan) -> None:
+def _require_space(plan: TokenizingPlan, unfinished: Sequence[Unit]) -> None:
     # English text has about 4.3 bytes per token. This assumes 4, so uint16 tokens need half a byte per byte of text.
-    needed = sum(unit.text_bytes for unit in unfinished) * np.dtype(plan.dtype).itemsize // 4
-    free = shutil.disk_usage(output).free
+    token_bytes = np.dtype(smallest_dtype(plan.tokenizer.vocab_size)).itemsize
+    needed = sum(unit.text_bytes for unit in unfinished) * token_bytes // 4
+    free = shutil.disk_usage(plan.output).free
     if free < needed:
-        raise UserError(f"{output} needs about {needed / 1e9:.1f} GB, but its disk has {free / 1e9:.1f} GB free")
+        raise UserError(f"{plan.output} needs about {needed / 1e9:.1f} GB, but its disk has {free / 1e9:.1f} GB free")
 
 
-def _run(output: Path, plan: TokenizingPlan, unfinished: list[Unit], processes: int) -> None:
-    total = sum(unit.text_bytes for unit in unfinished)
-    interval = 1 if sys.stderr.isatty() else 60  # seconds; fewer lines in a log file
-    with tqdm(
-        total=total,
+def _run_in_pool(plan: TokenizingPlan, unfinished: list[Unit], processes: int) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # import once, not in every process
+    bar = tqdm(
+        total=sum(unit.text_bytes for unit in unfinished),
         unit="B",
         unit_scale=True,
         desc=f"tokenising ({processes} processes)",
-        mininterval=interval,
-        disable=total < QUIET_BELOW,
-    ) as bar:
-        if processes == 1:
-            encoder = Encoder(load_tokenizer(_reference(output, plan)))
-            for unit in unfinished:
-                for done in tokenize_unit(output, plan, unit, encoder):
-                    bar.update(done)
-        else:
-            _run_in_pool(output, plan, unfinished, processes, bar)
-
-
-def _run_in_pool(output: Path, plan: TokenizingPlan, unfinished: list[Unit], processes: int, bar: tqdm) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])  # import once, not in every process
-    progress = context.Value("q", 0)  # text bytes done by all processes
-    # The first failure cancels units that have not started.
-    with ProcessPoolExecutor(processes, context, _start_worker, (output, plan, progress)) as pool:
-        pending = {pool.submit(_work, unit) for unit in unfinished}
+        mininterval=1 if sys.stderr.isatty() else 60,  # seconds; fewer lines in a log file
+    )
+    no_traceback = (signal.SIGINT, signal.SIG_DFL)  # on Ctrl-C
+    with bar, ProcessPoolExecutor(processes, context, signal.signal, no_traceback) as pool:
+        units = {pool.submit(tokenize_unit, plan, unit): unit for unit in unfinished}
         try:
-            while pending:
-                finished, pending = wait(pending, timeout=1, return_when=FIRST_COMPLETED)
-                bar.update(progress.value - bar.n)
-                for future in finished:
-                    future.result()
-            bar.update(bar.total - bar.n)  # the rest, because text bytes per batch are rounded down
+            for future in as_completed(units):
+                future.result()
+                bar.update(units[future].text_bytes)
         except BrokenProcessPool as error:
             raise UserError(
                 "a tokenising process was killed, probably because memory ran out: use fewer "
                 "--processes or a smaller --shard-megabytes, and repeat the command"
             ) from error
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            pool.shutdown(wait=True, cancel_futures=True)  # the first failure cancels units that have not started
 
 
-_worker: dict = {}  # state of a pool process between units
-
-
-def _start_worker(output: Path, plan: TokenizingPlan, progress) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback on Ctrl-C
-    _worker.update(
-        output=output, plan=plan, progress=progress, encoder=Encoder(load_tokenizer(_reference(output, plan)))
-    )
-
-
-def _work(unit: Unit) -> None:
-    for done in tokenize_unit(_worker["output"], _worker["plan"], unit, _worker["encoder"]):
-        with _worker["progress"].get_lock():
-            _worker["progress"].value += done
-
-
-def _reference(output: Path, plan: TokenizingPlan) -> str:
-    return plan.tokenizer.name if plan.tokenizer.kind == "tiktoken" else str(output / TOKENIZER_FOLDER)
-
-
-def tokenize_unit(output: Path, plan: TokenizingPlan, unit: Unit, encoder: Encoder) -> Iterator[int]:
-    """Tokenise one unit; yields the number of text bytes done since the last yield."""
-    parts: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {split: [] for split in SPLITS}
-    for rows in read_rows(unit, plan.configuration["text_column"]):
-        for split, texts in split_by_hash(rows, plan.configuration["validation_fraction"]).items():
-            if texts:
-                parts[split].append(encoder.documents(texts, plan.dtype))
-        yield len(rows) * unit.text_bytes // max(1, unit.rows)
+def tokenize_unit(plan: TokenizingPlan, unit: Unit) -> None:
+    """Write the unit's shards and its record."""
+    is_named = plan.tokenizer.kind == "tiktoken"
+    tokenizer = load_tokenizer(plan.tokenizer.name if is_named else plan.output / TOKENIZER_FOLDER)
+    encoded: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {split: [] for split in SPLITS}
+    texts = islice(read_texts(unit, plan.settings["text_column"]), plan.settings["max_documents"])
+    while batch := list(islice(texts, BATCH)):
+        for split, some in split_by_hash(batch, plan.settings["validation_fraction"]).items():
+            if some:
+                encoded[split].append(tokenizer.documents(some))
     shards: dict[str, list[Shard]] = {split: [] for split in SPLITS}
-    for split, encoded in parts.items():
-        if encoded:
-            tokens, lengths = (np.concatenate(arrays) for arrays in zip(*encoded, strict=True))
-            shards[split].append(write_shard(output, split, unit.number, tokens, lengths))
-    record_unit(output, plan, unit, shards)
+    for split, arrays in encoded.items():
+        if arrays:
+            tokens, lengths = (np.concatenate(some) for some in zip(*arrays, strict=True))
+            shards[split].append(write_shard(plan.output, split, unit.number, tokens, lengths))
+    record_unit(plan, unit, shards)
 
 
 def split_by_hash(texts: Sequence[bytes], validation_fraction: float) -> dict[str, list[str]]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from pc.data.sources import find_files, plan_units, read_footers, read_rows
+from pc.data.sources import find_files, measure, plan_units, read_texts
 from pc.errors import UserError
 
 BOS, EOS = "<s>", "</s>"
@@ -20,7 +20,7 @@ def train_tokenizer(source: str, output: str | Path, vocab_size: int, megabytes:
         source: files with text (see `pc.data.sources.find_files`).
         output: folder for tokenizer.json and tokenizer_config.json.
         vocab_size: entries, including BOS and EOS.
-        megabytes: amount of text to train on, in 10^6 characters.
+        megabytes: amount of text to train on, in 10^6 bytes.
 
     Raises:
         UserError: too small a vocabulary, no file, no such column.
@@ -45,14 +45,11 @@ def train_tokenizer(source: str, output: str | Path, vocab_size: int, megabytes:
     return model.get_vocab_size()
 
 
-def _texts(source: str, text_column: str, characters: int) -> Iterator[str]:
+def _texts(source: str, text_column: str, text_bytes: int) -> Iterator[str]:
     for file in find_files(source):
-        for unit in plan_units(read_footers([file], text_column), UNIT_BYTES):
-            for batch in read_rows(unit, text_column):
-                for text in batch:
-                    if characters <= 0:
-                        return
-                    if text:
-                        text = text.decode("utf-8", errors="replace")
-                        characters -= len(text)
-                        yield text
+        for unit in plan_units(measure([file], text_column), UNIT_BYTES):
+            for text in read_texts(unit, text_column):
+                if text_bytes <= 0:
+                    return
+                text_bytes -= len(text)
+                yield text.decode("utf-8", errors="replace")

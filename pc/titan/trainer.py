@@ -352,7 +352,6 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer, job_config: Jo
         dp_rank=dp_rank,
         dp_world_size=dp_world_size,
         vocab_size=job_config.model.vocab_size,
-        infinite=True,
         num_workers=loader.num_workers,
         prefetch_factor=loader.prefetch_factor,
         pin_memory=loader.pin_memory,

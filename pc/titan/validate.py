@@ -48,9 +48,7 @@ class FixedValidator(Validator):
             local_batch_size=job_config.validation.local_batch_size,
             dp_rank=dp_rank,
             dp_world_size=dp_world_size,
-            seed=0,
             vocab_size=job_config.model.vocab_size,
-            infinite=False,
             limit_sequences=section.validation_sequences,
         )
 

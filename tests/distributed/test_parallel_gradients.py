@@ -91,7 +91,6 @@ def _oracle(rank, config, levels) -> list[dict[str, torch.Tensor]]:
         dp_world_size=1,
         seed=settings.data.seed,
         vocab_size=tiny.VOCAB_SIZE,
-        infinite=True,
     )
     inputs, labels = next(iter(loader))
     results = []

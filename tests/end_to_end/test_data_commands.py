@@ -93,11 +93,10 @@ def test_array_tasks_share_the_work(work, finished, monkeypatch, command):
 
 
 def test_inspect_shows_what_is_there(work, finished):
-    done = run("inspect_data.py", "finished", "--documents", "2", "--plot", "lengths", cwd=work)
+    done = run("inspect_data.py", "finished", "--documents", "2", cwd=work)
     assert done.returncode == 0, done.stderr
-    for expected in ("mistral-common", "checksums    correct", "--- document of", "ids occur", "median"):
+    for expected in ("mistral-common", "checksums    correct", "--- document of", "median"):
         assert expected in done.stdout
-    assert (work / "lengths.png").is_file()
 
 
 @pytest.mark.parametrize(

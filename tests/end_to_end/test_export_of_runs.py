@@ -37,7 +37,7 @@ def validation_loss(llama, shards):
     """Mean over the tokens that the run of `tiny.CONFIG` validates on."""
     loader = build_dataloader(
         str(shards), "validation", seq_len=64, local_batch_size=2, dp_rank=0, dp_world_size=1, seed=0,
-        vocab_size=32_000, infinite=False, limit_sequences=12,
+        vocab_size=32_000, limit_sequences=12,
     )  # fmt: skip
     losses = [
         F.cross_entropy(llama(inputs["input"]).logits.flatten(0, 1), labels.flatten(), reduction="none")

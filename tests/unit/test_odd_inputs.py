@@ -112,7 +112,7 @@ def test_data_folders(tiny_shards, tmp_path, soak):
         manifest.load_tokenizer()
         loader = build_dataloader(
             folder, "train", seed=0, seq_len=16, local_batch_size=2, dp_rank=0, dp_world_size=1,
-            vocab_size=manifest.vocab_size, infinite=False,
+            vocab_size=manifest.vocab_size,
         )  # fmt: skip
         next(iter(loader))
 

@@ -2,14 +2,17 @@
 
 import logging
 import random
+from collections import Counter
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pc.data import build_dataloader
 from pc.data.loader import IGNORED_LABEL
+from pc.data.order import shuffled
 from pc.data.shards import TokenStream
 from pc.errors import UserError
 
@@ -18,18 +21,9 @@ SEQ_LEN = 24
 
 @pytest.fixture
 def build(shards):
-    def build(**kwargs):
-        settings = dict(
-            split="train",
-            seq_len=SEQ_LEN,
-            local_batch_size=4,
-            dp_rank=0,
-            dp_world_size=1,
-            seed=3,
-            vocab_size=32000,
-            infinite=True,
-        )
-        return build_dataloader(shards.folder, **settings | kwargs)
+    def build(split="train", **kwargs):
+        defaults = dict(seq_len=SEQ_LEN, local_batch_size=4, dp_rank=0, dp_world_size=1, seed=3, vocab_size=32000)
+        return build_dataloader(shards.folder, split, **defaults | kwargs)
 
     return build
 
@@ -57,96 +51,56 @@ def order(build) -> list[tuple[int, ...]]:
     return [row for _ in range(2 * loader.sequences.length) for row in rows(next(iterator))]
 
 
-@pytest.mark.parametrize(("ranks", "local_batch_size"), [(1, 12), (2, 3), (3, 2)])
-def test_skipped_positions_are_left_out_and_all_else_stays(build, order, ranks, local_batch_size):
-    left_out = [*range(1), *range(5, 9), *range(13, 14)]
-    expected = [row for position, row in enumerate(order) if position not in left_out]
-    skip = ["8", "5-7", "0-0", "13", "6-8"]
-    assert served(build, ranks, local_batch_size, 2, skip=skip) == expected[: 2 * ranks * local_batch_size]
-    # the position counts without them, so the list may change at a resume
-    loader = build(local_batch_size=4, skip=skip)
-    iterator = iter(loader)
-    assert rows(next(iterator)) == order[1:5] and loader.position == 5
-    assert rows(next(iterator)) == order[9:13] and loader.position == 13
-    resumed = build(local_batch_size=4)
-    resumed.load_state_dict(loader.state_dict())
-    assert rows(next(iter(resumed))) == order[13:17]
+@settings(max_examples=100, deadline=None)
+@given(n=st.integers(1, 3000), seed=st.integers(0, 2**40), epoch=st.integers(0, 5))
+def test_a_shuffle_has_every_item_once(n, seed, epoch):
+    assert sorted(shuffled(i, n, seed, epoch) for i in range(n)) == list(range(n))
 
 
-@pytest.mark.parametrize("word", ["", "a", "1-", "-1", "3-2", "1-2-3", "1.5"])
-def test_what_is_no_position(build, word):
-    with pytest.raises(UserError, match="data.skip"):
-        build(skip=[word])
+def test_shuffles_mix_well():
+    # A random permutation of n leaves each of n - 1 neighbouring pairs adjacent with probability 2/n:
+    # about 2 in total, and 12 or more with a probability below 1e-5. The identity has n - 1.
+    order = [shuffled(i, 5000, 0, 0) for i in range(5000)]
+    assert sum(abs(a - b) == 1 for a, b in zip(order, order[1:], strict=False)) < 12
+    # 4000 draws into 20 cells: chi-square with 19 degrees of freedom exceeds 55 with probability 2e-5.
+    counts = Counter(shuffled(0, 1000, seed, 0) // 50 for seed in range(4000))
+    assert sum((counts[cell] - 200) ** 2 / 200 for cell in range(20)) < 55
+    assert len({tuple(shuffled(i, 500, seed, epoch) for i in range(500)) for seed in (0, 1) for epoch in (0, 1)}) == 4
 
 
-@pytest.mark.parametrize(("ranks", "local_batch_size"), [(1, 16), (2, 8), (4, 4), (8, 2), (8, 1), (4, 3)])
-def test_order_does_not_depend_on_ranks(ranks, local_batch_size, build, order):
-    micro_batches = len(order) // (ranks * local_batch_size)
-    assert served(build, ranks, local_batch_size, micro_batches) == order[: micro_batches * ranks * local_batch_size]
-
-
-def test_epoch_has_every_token_once_in_another_order(shards, order):
+def test_an_epoch_has_every_token_once_in_another_order(shards, order):
     stream = TokenStream(shards, "train")
     length = (len(stream) - 1) // SEQ_LEN
     every = [tuple(stream.read(i * SEQ_LEN, (i + 1) * SEQ_LEN + 1).tolist()) for i in range(length)]
     first, second = order[:length], order[length:]
     assert sorted(first) == sorted(second) == sorted(every)
     assert first != second != every != first
-    labels = sorted(label for row in first for label in row[1:])
-    assert labels == sorted(stream.read(1, length * SEQ_LEN + 1).tolist())
 
 
-def test_stream_is_the_shards_end_to_end(shards):
-    stream = TokenStream(shards, "train")
-    whole = np.concatenate([np.load(shards.folder / shard.tokens_file) for shard in shards.shards["train"]])
-    assert len(stream) == len(whole)
-    choose = random.Random(0)
-    for _ in range(200):
-        start, stop = sorted(choose.sample(range(len(whole) + 1), 2))
-        np.testing.assert_array_equal(stream.read(start, stop), whole[start:stop])
+@pytest.mark.parametrize(("ranks", "local_batch_size"), [(1, 16), (4, 4), (8, 1), (4, 3)])
+def test_the_order_does_not_depend_on_ranks(ranks, local_batch_size, build, order):
+    micro_batches = len(order) // (ranks * local_batch_size)
+    assert served(build, ranks, local_batch_size, micro_batches) == order[: micro_batches * ranks * local_batch_size]
 
 
-def resume_trial(build, order, choose: random.Random, num_workers: int) -> None:
-    """2 → 4 → 1 ranks, each stopped at a random batch, with another micro-batch each time."""
-    got, state = [], None
-    for ranks in (2, 4, 1):
-        local_batch_size = choose.randint(1, 3)
-        loaders = [
-            build(
-                dp_rank=r,
-                dp_world_size=ranks,
-                local_batch_size=local_batch_size,
-                num_workers=num_workers,
-                prefetch_factor=choose.randint(1, 3) if num_workers else None,
-            )
-            for r in range(ranks)
-        ]
-        if state is not None:
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_resume_goes_on_with_the_next_sequence(build, order, num_workers):
+    """2 → 4 → 1 ranks, each stopped at a random batch, with another micro-batch; workers have read ahead."""
+    for trial in range(3 if num_workers else 30):
+        choose = random.Random(trial)
+        got, state = [], {}
+        for ranks in (2, 4, 1):
+            settings = {"dp_world_size": ranks, "local_batch_size": choose.randint(1, 3), "num_workers": num_workers}
+            loaders = [build(dp_rank=rank, prefetch_factor=2, **settings) for rank in range(ranks)]
             for loader in loaders:
                 loader.load_state_dict(state)
-        iterators = [iter(loader) for loader in loaders]
-        for _ in range(choose.randint(1, 8)):
-            got += [row for iterator in iterators for row in rows(next(iterator))]
-        states = [loader.state_dict() for loader in loaders]
-        assert all(one == states[0] for one in states) and states[0]["position"] == len(got)
-        state = states[0]
-    assert got == order[: len(got)]
-
-
-def test_resume_goes_on_with_the_next_sequence(build, order):
-    for trial in range(50):
-        resume_trial(build, order, random.Random(trial), num_workers=0)
-
-
-def test_resume_with_workers_that_have_read_ahead(build, order):
-    for trial in range(3):
-        resume_trial(build, order, random.Random(trial), num_workers=2)
-
-
-@pytest.mark.soak
-def test_resume_with_workers_fifty_times(build, order):
-    for trial in range(50):
-        resume_trial(build, order, random.Random(trial), num_workers=1 + trial % 3)
+            iterators = [iter(loader) for loader in loaders]
+            for _ in range(choose.randint(1, 8)):
+                got += [row for iterator in iterators for row in rows(next(iterator))]
+            states = [loader.state_dict() for loader in loaders]
+            assert all(one == states[0] for one in states) and states[0]["position"] == len(got)
+            state = states[0]
+        assert got == order[: len(got)]
 
 
 def test_state_survives_a_distributed_checkpoint(build, order, tmp_path):
@@ -157,7 +111,6 @@ def test_state_survives_a_distributed_checkpoint(build, order, tmp_path):
     dcp.save({"dataloader": loader}, checkpoint_id=str(tmp_path), no_dist=True)
     other = build(local_batch_size=2)
     dcp.load({"dataloader": other}, checkpoint_id=str(tmp_path), no_dist=True)
-    assert other.position == 20
     assert rows(next(iter(other))) == order[20:22]
 
 
@@ -172,23 +125,31 @@ def test_a_position_in_another_order_is_refused(change, message, build):
     state = build().state_dict()
     with pytest.raises(UserError, match=message):
         build(**change).load_state_dict(state)
-    build().load_state_dict({})  # a checkpoint without data state
 
 
-def test_training_stops_and_says_so(build, caplog):
-    loader = build(infinite=False, local_batch_size=4)
-    length = loader.sequences.length
-    with caplog.at_level(logging.WARNING):
-        batches = list(loader)
-    assert f"all {length:,} sequences" in caplog.text
-    assert len(batches) == -(-length // 4)
-    assert int((batches[-1][1] != IGNORED_LABEL).sum()) == (length % 4 or 4) * SEQ_LEN
-    assert loader.position == length and list(loader) == []
+@pytest.mark.parametrize(("ranks", "local_batch_size"), [(1, 12), (2, 3), (3, 2)])
+def test_skipped_positions_are_left_out_and_all_else_stays(build, order, ranks, local_batch_size):
+    left_out = [*range(1), *range(5, 9), *range(13, 14)]
+    expected = [row for position, row in enumerate(order) if position not in left_out]
+    skip = ["8", "5-7", "0-0", "13", "6-8"]
+    assert served(build, ranks, local_batch_size, 2, skip=skip) == expected[: 2 * ranks * local_batch_size]
+    # the position counts without them, so the list may change at a resume
+    loader = build(local_batch_size=4, skip=skip)
+    iterator = iter(loader)
+    assert rows(next(iterator)) == order[1:5] and rows(next(iterator)) == order[9:13]
+    resumed = build(local_batch_size=4)
+    resumed.load_state_dict(loader.state_dict())
+    assert rows(next(iter(resumed))) == order[13:17]
 
 
-def test_new_epoch_is_said_once(build, caplog):
-    loaders = [build(dp_rank=r, dp_world_size=2) for r in range(2)]
-    for loader in loaders:
+@pytest.mark.parametrize("word", ["a", "1-", "3-2"])
+def test_what_is_no_position(build, word):
+    with pytest.raises(UserError, match="data.skip"):
+        build(skip=[word])
+
+
+def test_a_new_epoch_is_said_once(build, caplog):
+    for loader in [build(dp_rank=r, dp_world_size=2) for r in range(2)]:
         iterator = iter(loader)
         with caplog.at_level(logging.WARNING):
             for _ in range(loader.sequences.length // 8 + 3):
@@ -196,43 +157,38 @@ def test_new_epoch_is_said_once(build, caplog):
     assert len([r for r in caplog.records if "Epoch 1 of the data is over" in r.message]) == 1
 
 
-class TestValidation:
-    def batches(self, build, **kwargs) -> list:
-        return list(build(split="validation", infinite=False, **kwargs))
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_validation_has_the_same_sequences_on_any_number_of_ranks(ranks, build):
+    # 21 sequences divide evenly by none of these; the rest is padded with ignored labels.
+    valid, batches = [], set()
+    for rank in range(ranks):
+        mine = list(build("validation", dp_rank=rank, dp_world_size=ranks, limit_sequences=21))
+        batches.add(len(mine))
+        for _, labels in mine:
+            counted = labels[:, 0] != IGNORED_LABEL
+            assert torch.all(labels[~counted] == IGNORED_LABEL)
+            valid += [tuple(row) for row in labels[counted].tolist()]
+    expected = [row[1:] for row in served(build, 1, 1, 21, split="validation")]
+    assert len(batches) == 1, "every rank must get as many batches, or collectives would wait for ever"
+    assert sorted(valid) == sorted(expected)
 
-    @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-    def test_same_sequences_on_any_number_of_ranks(self, ranks, build):
-        # 21 sequences divide evenly by none of these; the rest is padded with ignored labels.
-        valid, batches = [], set()
-        for rank in range(ranks):
-            mine = self.batches(build, dp_rank=rank, dp_world_size=ranks, limit_sequences=21)
-            batches.add(len(mine))
-            for _, labels in mine:
-                counted = labels[:, 0] != IGNORED_LABEL
-                assert torch.all(labels[~counted] == IGNORED_LABEL)
-                valid += [tuple(row) for row in labels[counted].tolist()]
-        expected = [row[1:] for row in served(build, 1, 1, 21, split="validation")]
-        assert len(batches) == 1, "every rank must get as many batches, or collectives would wait for ever"
-        assert sorted(valid) == sorted(expected)
 
-    def test_each_pass_begins_anew_and_ignores_the_seed(self, build):
-        loader = build(split="validation", infinite=False, limit_sequences=8)
-        first, again = list(loader), list(loader)
-        next(iter(loader))  # an interrupted pass
-        third, other_seed = list(loader), self.batches(build, limit_sequences=8, seed=99)
-        for other in (again, third, other_seed):
-            assert [rows(batch) for batch in other] == [rows(batch) for batch in first]
+def test_each_validation_begins_anew_and_ignores_the_seed(build):
+    loader = build("validation", limit_sequences=8)
+    first = [rows(batch) for batch in loader]
+    next(iter(loader))  # an interrupted pass
+    assert [rows(batch) for batch in loader] == first
+    assert [rows(batch) for batch in build("validation", limit_sequences=8, seed=99)] == first
 
-    def test_asking_for_more_than_there_is_uses_all(self, build, caplog):
-        with caplog.at_level(logging.WARNING):
-            loader = build(split="validation", infinite=False, limit_sequences=10**6)
-        assert "all are used instead of the 1000000" in caplog.text
-        assert sum(int((labels[:, 0] != IGNORED_LABEL).sum()) for _, labels in loader) == loader.sequences.length
+
+def test_asking_for_more_than_there_is_uses_all(build, caplog):
+    with caplog.at_level(logging.WARNING):
+        loader = build("validation", limit_sequences=10**6)
+    assert "all are used instead of the 1000000" in caplog.text
+    assert sum(int((labels[:, 0] != IGNORED_LABEL).sum()) for _, labels in loader) == loader.sequences.length
 
 
 def test_torch_random_numbers_are_left_alone(build):
-    torch.manual_seed(0)
-    expected = torch.rand(1)
-    torch.manual_seed(0)
+    state = torch.get_rng_state()
     next(iter(build()))
-    assert torch.rand(1) == expected
+    assert torch.equal(torch.get_rng_state(), state)

