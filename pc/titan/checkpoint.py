@@ -3,7 +3,7 @@
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -18,6 +18,8 @@ from pc.common.run_folder import INDEX, checkpoints
 from pc.errors import UserError
 from pc.titan.checksums import ChecksummedWriter, Damaged, has_checksums
 from pc.titan.distcp import CheckpointFolder, LoadPlanner, Reader
+
+T = TypeVar("T")
 
 
 class Checkpoints(CheckpointManager):
@@ -35,6 +37,7 @@ class Checkpoints(CheckpointManager):
     ) -> None:
         self._keep_every, self._may_save, self._group = keep_every, may_save, group
         self.after_load: Callable[[bool], None] = lambda loaded: None
+        self.step_to_load = -1
         super().__init__(**others)
 
     # --- saving -------------------------------------------------------------------------------------
@@ -44,7 +47,10 @@ class Checkpoints(CheckpointManager):
     ):  # TorchTitan's signature
         if to_hf:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
-        arguments: dict[str, Any] = {"storage_writer": ChecksummedWriter(checkpoint_id)}
+        writer = ChecksummedWriter(checkpoint_id)
+        if async_mode != AsyncMode.DISABLED:
+            writer.per_thread_copy_ahead = 0  # The state is in CPU memory; copying ahead would use GPU 0 on every rank.
+        arguments: dict[str, Any] = {"storage_writer": writer}
         self._saving = checkpoint_id
         result = None
         if async_mode == AsyncMode.DISABLED:
@@ -120,8 +126,8 @@ class Checkpoints(CheckpointManager):
     # --- loading ------------------------------------------------------------------------------------
 
     def load(self, step: int = -1) -> bool:
-        """TorchTitan's, then `after_load`, also if there is nothing to load."""
-        loaded = super().load(step)
+        """TorchTitan's for `step_to_load` instead of `step`, then `after_load`, also if there is nothing to load."""
+        loaded = super().load(self.step_to_load)
         self.after_load(loaded)
         return loaded
 
@@ -164,11 +170,12 @@ class Checkpoints(CheckpointManager):
         Raises:
             Damaged: all complete checkpoints are damaged.
         """
-        steps = self._steps()
         bad: dict[int, str] = {}
         chosen, damage = -1, None
-        for step in reversed(steps):
-            if not self.is_complete(step):
+        for step, complete in self.from_rank_0(
+            lambda: [(step, self.is_complete(step)) for step in self._steps()][::-1]
+        ):
+            if not complete:
                 bad[step] = "incomplete (killed during the save)"
                 continue
             try:
@@ -192,6 +199,13 @@ class Checkpoints(CheckpointManager):
         if self._group is not None:
             dist.barrier(group=self._group)
         return chosen
+
+    def from_rank_0(self, read: Callable[[], T]) -> T:
+        """What rank 0 reads. A network file system may show other nodes an older state, and ranks must decide equally."""
+        answer = [read() if self._group is None or dist.get_rank() == 0 else None]
+        if self._group is not None:
+            dist.broadcast_object_list(answer, group=self._group)
+        return answer[0]
 
     def go_back(self, step: int) -> None:
         """Move aside checkpoints newer than `step`, so that a restart does not resume from them. All ranks call it."""

@@ -111,6 +111,8 @@ def _ignored(config: JobConfig) -> Iterator[str]:
     for module in ("job.custom_config_module", "experimental.custom_args_module"):
         if _value(config, module) and _value(config, module) != _value(default, module):
             yield f"{module} is not read by this trainer; remove it (valid keys are in pc/titan/config.py)"
+    if config.parallelism.enable_async_tensor_parallel:
+        yield "parallelism.enable_async_tensor_parallel has no effect in torch 2.13 with TorchTitan 0.2.2; use false"
     if config.comm.mode != "default":
         yield f'comm.mode = "{config.comm.mode}" does not train; use "default"'
 
@@ -152,8 +154,6 @@ def _parallelism(config: JobConfig, dims: ParallelDims) -> Iterator[str]:
         )
     if config.pc.enable and config.pc.schedule == "forward" and dims.tp > 1:
         yield 'pc.schedule = "forward" needs full weights, which tensor parallelism shards; use "step"'
-    if config.parallelism.enable_async_tensor_parallel and not compiles_model(config):
-        yield "parallelism.enable_async_tensor_parallel needs compile.enable = true"
     args = FLAVORS[config.model.flavor]
     heads, kind = (args.n_kv_heads, "key-value heads") if args.n_kv_heads else (args.n_heads, "heads")
     if heads % dims.tp:
@@ -324,7 +324,6 @@ def _cpu(config: JobConfig, dims: ParallelDims) -> Iterator[str]:
         "profiling.enable_profiling": config.profiling.enable_profiling,
         "training.gc_debug": config.training.gc_debug,
         "profiling.enable_memory_snapshot": config.profiling.enable_memory_snapshot,
-        "parallelism.enable_async_tensor_parallel": config.parallelism.enable_async_tensor_parallel,
         'parallelism.pipeline_parallel_schedule = "DualPipeV"': (
             config.parallelism.pipeline_parallel_schedule.lower() == "dualpipev"
         ),

@@ -11,7 +11,6 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.distributed.context_parallel import apply_cp_to_attention_module
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
-from torchtitan.distributed.tensor_parallel import maybe_enable_async_tp
 from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list, apply_compile, apply_fsdp, apply_tp
 
 from pc.config import PCConfig
@@ -55,7 +54,6 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobCo
             enable_float8_tensorwise_tp=False,
             cp_enabled=parallel_dims.cp_enabled,
         )
-        maybe_enable_async_tp(job_config, tp_mesh)
     if parallel_dims.cp_enabled:
         apply_cp_to_attention_module(
             [block.attention.inner_attention for block in model.layers.values()],

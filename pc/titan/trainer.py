@@ -182,7 +182,7 @@ class PCTrainer(torchtitan.train.Trainer):
             logger.info(f"Asked to stop: saving step {self.step}")
             # Do not write a checkpoint of this step again: a kill while writing would destroy it.
             self.checkpointer.finish_saving()
-            if self.step and not self.checkpointer.is_complete(self.step):
+            if self.step and not self.checkpointer.from_rank_0(lambda: self.checkpointer.is_complete(self.step)):
                 self.checkpointer.save(self.step, last_step=True)
             self.stopped = True
             return False
@@ -259,15 +259,16 @@ class PCTrainer(torchtitan.train.Trainer):
         checkpointer = self.checkpointer
         if not checkpointer.enable:
             return
-        load_step = self._load_step()
-        step = checkpointer.newest_valid() if load_step == -1 else load_step
+        back_to = self._step_to_go_back_to()
+        step = checkpointer.newest_valid() if back_to is None else back_to
+        checkpointer.step_to_load = step
         start = checkpointer.initial_load_path
         if step != -1:
             checkpoint = checkpointer._create_checkpoint_id(step)
-            if load_step != -1:
+            if back_to is not None:
                 checkpointer.verify(checkpoint)
             self._require_same_run(checkpoint)
-            if load_step != -1:
+            if back_to is not None:
                 checkpointer.go_back(step)
                 if dist.get_rank() == 0:
                     write_atomically(self._went_back, json.dumps(self._branch))
@@ -280,18 +281,29 @@ class PCTrainer(torchtitan.train.Trainer):
             else:
                 self._require_same_run(start)
 
-    def _load_step(self) -> int:
-        """`checkpoint.load_step`. A SLURM job uses it once; after a requeue it resumes from its newest checkpoint."""
-        settings = self.job_config.checkpoint
-        self._went_back = Path(self._folder, "load_step.json")
-        self._branch = {"load_step": settings.load_step, "job": os.environ.get("SLURM_JOB_ID")}
-        if settings.load_step != -1 and self._branch["job"] and self._went_back.exists():
-            if json.loads(self._went_back.read_text()) == self._branch:
-                logger.info(
-                    f"This job already went back to step {settings.load_step}; it resumes from its newest checkpoint"
-                )
-                settings.load_step = -1
-        return settings.load_step
+    @property
+    def _went_back(self) -> Path:
+        """Records the `_branch` of the last start that went back."""
+        return Path(self._folder, "load_step.json")
+
+    @property
+    def _branch(self) -> dict:
+        return {"load_step": self.job_config.checkpoint.load_step, "job": os.environ.get("SLURM_JOB_ID")}
+
+    def _step_to_go_back_to(self) -> int | None:
+        """`checkpoint.load_step` if set; None if this SLURM job has used it, and continues from its newest checkpoint."""
+
+        def used() -> bool:
+            file = self._went_back
+            return bool(self._branch["job"]) and file.exists() and json.loads(file.read_text()) == self._branch
+
+        step = self.job_config.checkpoint.load_step
+        if step == -1:
+            return None
+        if self.checkpointer.from_rank_0(used):
+            logger.info(f"This job already went back to step {step}; it resumes from its newest checkpoint")
+            return None
+        return step
 
     def _require_same_run(self, checkpoint: str) -> None:
         fingerprint.require(checkpoint, self.job_config.pc)

@@ -25,7 +25,8 @@ def _compare(rank, change):
 
 def test_equal_ranks_pass_and_others_are_named():
     assert run_ranks(3, _compare, {}) == [None] * 3
-    change = {"training.steps": "7", "commit": "abc", "version of torch": "1.0", "content of data.path": "x", "z": "y"}
+    versions = {f"version of {name}": "1.0" for name in ("numpy", "torch", "torchtitan")}
+    change = {"training.steps": "7", "commit": "abc", **versions}
     for said in run_ranks(3, _compare, change):
         assert said.startswith("ranks 0 (on ") and " and 1 (on " in said and said.endswith("; and 1 more")
         assert "training.steps: '10000' and '7'" in said and "version of torch: '2" in said and "commit: " in said

@@ -3,10 +3,12 @@
 import errno
 import shutil
 import subprocess
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -138,6 +140,28 @@ def test_the_newest_whole_one_is_chosen_and_the_damaged_is_named(manager, tmp_pa
     (tmp_path / "checkpoint" / "step-20").mkdir()
     assert manager.newest_valid() == 10
     assert (tmp_path / "checkpoint.damaged" / "step-20.1").is_dir()
+
+
+def _chooses(rank, folder):
+    manager = Checkpoints.__new__(Checkpoints)
+    manager.enable, manager.folder, manager._group = True, str(folder), dist.group.WORLD
+    if rank == 1:
+        manager.is_complete = lambda step: step == 10  # what this node still sees
+    return manager.newest_valid()
+
+
+def test_ranks_load_the_checkpoint_that_rank_0_sees(saved):
+    assert run_ranks(2, _chooses, saved / "checkpoint") == [20, 20]
+
+
+@pytest.mark.parametrize("mode", ["ASYNC", "ASYNC_WITH_PINNED_MEM"])
+def test_an_asynchronous_save_does_not_copy_ahead(manager, tmp_path, monkeypatch, mode):
+    """Its thread has no device set, so that copying ahead on every rank would use GPU 0."""
+    saves = []
+    monkeypatch.setattr(checkpoint.dcp, "async_save", lambda *_, **arguments: saves.append(arguments) or Future())
+    manager.pg = None
+    manager.dcp_save({}, str(tmp_path / "step-30"), checkpoint.AsyncMode[mode])
+    assert [save["storage_writer"].per_thread_copy_ahead for save in saves] == [0]
 
 
 def test_when_all_are_damaged_none_is_touched(manager, tmp_path):
