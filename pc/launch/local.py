@@ -10,7 +10,7 @@ import tyro
 from pc.common.run_folder import lock, state_of
 from pc.data.demo import FOLDER as DEMO
 from pc.errors import UserError, exit_on_user_error
-from pc.launch import torchrun
+from pc.launch import machine, torchrun
 from pc.plan import dry_run
 from pc.titan.config import JobConfig
 from pc.titan.toml import dump_folder, resolve, to_config
@@ -32,6 +32,7 @@ def main() -> None:
     errors = dry_run.check(config, overrides, processes).errors
     if errors:
         raise UserError("\nerror: ".join(errors))
+    machine.require(to_config(resolved, JobConfig), processes)
     held = lock(folder)
     status = torchrun.run(*torchrun.here(config, overrides, folder, processes), [held])
     if status == 0:

@@ -18,11 +18,11 @@ from pathlib import Path
 from pc.common.files import write_atomically
 from pc.common.run_folder import is_locked, lock, newest_step, state_of, write_failure
 from pc.errors import UserError, exit_on_user_error
-from pc.launch import network, torchrun
+from pc.launch import machine, network, torchrun
 from pc.launch.run import Run
 from pc.plan.dry_run import check_or_raise
 from pc.titan.config import JobConfig
-from pc.titan.toml import dump_folder, resolve
+from pc.titan.toml import dump_folder, resolve, to_config
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "slurm"
 TRAIN_SCRIPT = SCRIPTS / "train.sbatch"
@@ -122,6 +122,7 @@ def task(run: Run) -> int:
     nodes, node = int(os.environ.get("SLURM_NNODES", "1")), int(os.environ.get("SLURM_NODEID", "0"))
     held = [lock(run.folder)] if node == 0 else []
     processes = torchrun.processes_here()
+    machine.require(to_config(resolve(run.config, run.overrides, JobConfig), JobConfig), processes)
     rendezvous, environment = ["--standalone"], torchrun.environment(processes)
     if nodes > 1:
         # The first node, where the batch script runs, has rank 0. Jobs that share a node have different ports.

@@ -8,14 +8,14 @@ from typing import TextIO
 
 from pc.common.run_folder import lock, newest_step, read_log, state_of, time_left, write_failure
 from pc.errors import UserError
-from pc.launch import torchrun
+from pc.launch import machine, torchrun
 from pc.launch.local import fetch_demo_data
 from pc.launch.run import Run
 from pc.sweep import equal_runs
 from pc.sweep.results import collect, status_text
 from pc.sweep.spec import Sweep, begin
 from pc.titan.config import JobConfig
-from pc.titan.toml import resolve
+from pc.titan.toml import resolve, to_config
 
 SECONDS_BETWEEN_PROGRESS_LINES = 20
 RECENT = 20
@@ -45,7 +45,9 @@ def run_all(sweeps: Sequence[Sweep]) -> None:
         if planned.trained_elsewhere is not None:
             print(f"{label}: another process is training an equal run in {planned.trained_elsewhere}", flush=True)
             continue
-        fetch_demo_data(resolve(run.config, run.overrides, JobConfig))
+        resolved = resolve(run.config, run.overrides, JobConfig)
+        fetch_demo_data(resolved)
+        machine.require(to_config(resolved, JobConfig), processes)
         try:
             held = lock(run.folder)
         except UserError:

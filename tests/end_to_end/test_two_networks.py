@@ -5,8 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from small_config import ROOT, write_small_config
 
+from helpers.small_config import ROOT, write_small_config
 from pc.common.run_folder import state_of
 
 ADDRESSES = ["10.199.7.1", "10.199.7.2"]
