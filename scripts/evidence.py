@@ -1,7 +1,7 @@
-"""Sweeps as evidence: collect the data of their runs, and make tables with n and noise from it.
+"""Sweeps as evidence: collect their runs in one file, and make tables with n and noise from it.
 
-python scripts/evidence.py collect outputs/sweeps/NAME --output results/DATE-name/NAME
-python scripts/evidence.py report results/DATE-name/NAME [MORE...] [--output FOLDER]
+python scripts/evidence.py collect outputs/sweeps/NAME... --study NAME --output results/DATE-name
+python scripts/evidence.py report results/DATE-name
 """
 
 import argparse
@@ -15,21 +15,18 @@ from pc.errors import exit_on_user_error
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     actions = parser.add_subparsers(dest="action", required=True)
-    collecting = actions.add_parser(
-        "collect", help="copy the data of finished and diverged runs that tables and figures need"
-    )
-    collecting.add_argument("sweep", type=Path, help="folder of the sweep, with its results.jsonl")
-    collecting.add_argument("--output", type=Path, required=True)
-    reporting = actions.add_parser("report", help="tables.md and figure.png from collected sweeps")
-    reporting.add_argument(
-        "sweeps", type=Path, nargs="+", help="folders that `collect` wrote; the first arm is the reference"
-    )
-    reporting.add_argument("--output", type=Path, help="default: the first folder")
+    collecting = actions.add_parser("collect", help="add finished and diverged runs to runs.jsonl")
+    collecting.add_argument("sweeps", type=Path, nargs="+", help="folders with results.jsonl; the reference's first")
+    collecting.add_argument("--study", help="name of what is compared (default: the first folder's); replaces its runs")
+    collecting.add_argument("--output", type=Path, required=True, help="the experiment's folder")
+    reporting = actions.add_parser("report", help="tables.md and a figure for each study, from runs.jsonl")
+    reporting.add_argument("folder", type=Path, help="the experiment's folder")
     arguments = parser.parse_args()
     if arguments.action == "collect":
-        print(f"{arguments.output}: {collect(arguments.sweep, arguments.output)} runs")
+        study = arguments.study or arguments.sweeps[0].resolve().name
+        print(f"{arguments.output}: {collect(arguments.sweeps, study, arguments.output)} runs of {study}")
     else:
-        for path in report(arguments.sweeps, arguments.output or arguments.sweeps[0]):
+        for path in report(arguments.folder):
             print(path)
 
 
