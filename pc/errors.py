@@ -21,6 +21,10 @@ class Diverged(UserError):
     """The loss or the gradients were not finite in too many steps in a row."""
 
 
+class WriteFailed(UserError):
+    """The file system refused to write, perhaps because the disk is full: the same command may succeed later."""
+
+
 class MissingExtra(UserError, ImportError):
     """The imported subpackage needs a dependency that is not installed."""
 

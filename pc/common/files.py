@@ -5,7 +5,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from pc.errors import UserError
+from pc.errors import WriteFailed
 
 
 def write_atomically(path: str | Path, content: str | bytes) -> None:
@@ -14,7 +14,7 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
     The temporary file is in the same folder, because a rename is atomic only within a file system.
 
     Raises:
-        UserError: the file system refuses: a full disk, no permission, a file where a folder should be.
+        WriteFailed: the file system refuses: a full disk, no permission, a file where a folder should be.
     """
     path = Path(path)
     data = content.encode() if isinstance(content, str) else content
@@ -29,7 +29,7 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
         os.chmod(temporary, 0o666 & ~_current_umask())
         os.replace(temporary, path)
     except OSError as error:
-        raise UserError(f"could not write {path}: {error.strerror or error}") from error
+        raise WriteFailed(f"could not write {path}: {error.strerror or error}") from error
     finally:
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)

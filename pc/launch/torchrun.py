@@ -103,14 +103,14 @@ def command(
 def last_words(run_folder: Path) -> str | None:
     """Why the newest attempt (since the run's `lock` was touched) failed, from a rank's log; None if no rank says.
 
-    Lines that begin with "error: " are mistakes that a user can fix. For a crash this is the last line and the log.
+    Lines that begin with "error: " are mistakes; "failed: " may succeed later. For a crash: the last line and the log.
     """
     begin = (run_folder / "lock").stat().st_mtime if (run_folder / "lock").exists() else 0.0
     logs = [log for log in (run_folder / "logs").rglob("stderr.log") if log.stat().st_mtime >= begin]
     crash = None
     for log in sorted(logs, key=lambda log: log.stat().st_mtime):
         lines = [line.rstrip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        said = [line for line in lines if line.startswith("error: ")]
+        said = [line for line in lines if line.startswith(("error: ", "failed: "))]
         if said:
             return "\n".join(said)
         if crash is None and any(line.startswith("Traceback (most recent call last)") for line in lines):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torchtitan.tools.logging import init_logger
 
 from pc.common.run_folder import keep_earlier_config, write_failure
-from pc.errors import Diverged, UserError
+from pc.errors import Diverged, UserError, WriteFailed
 from pc.titan.config import JobConfig
 from pc.titan.environment import write_environment
 from pc.titan.toml import resolve, write_resolved
@@ -63,8 +63,9 @@ def main() -> None:
             state = "diverged" if isinstance(error, Diverged) else "failed"
             write_failure(config.job.dump_folder, reason, step, config.training.steps, state)
         if isinstance(error, UserError):
-            print(f"error: {error}", file=sys.stderr, flush=True)  # torchrun shows rank 0 and logs the others
-            os._exit(2)  # other ranks may wait in a collective
+            word, status = ("failed", 1) if isinstance(error, WriteFailed) else ("error", 2)
+            print(f"{word}: {error}", file=sys.stderr, flush=True)  # torchrun shows rank 0 and logs the others
+            os._exit(status)  # other ranks may wait in a collective
         raise
     finally:
         if trainer is not None:

@@ -15,7 +15,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 
 from pc.common.run_folder import INDEX, checkpoints
-from pc.errors import UserError
+from pc.errors import UserError, WriteFailed
 from pc.titan.checksums import ChecksummedWriter, Damaged, has_checksums
 from pc.titan.distcp import CheckpointFolder, LoadPlanner, Reader
 
@@ -93,12 +93,12 @@ class Checkpoints(CheckpointManager):
             self._give_up(error)
 
     def _give_up(self, error: CheckpointException) -> None:
-        """Raise a failed save's reason as a `UserError` if the user can fix it. All ranks call it, or none."""
+        """Raise a failed save's reason as `WriteFailed` if the file system refused. All ranks call it, or none."""
         for rank, (cause, _) in sorted(error.failures.items()):
             if isinstance(cause, OSError):
                 if dist.get_rank() == 0:
                     shutil.rmtree(self._saving, ignore_errors=True)  # incomplete, and it may fill the disk
-                raise UserError(
+                raise WriteFailed(
                     f"{self._saving} could not be written (rank {rank}: {cause.strerror}); earlier checkpoints are "
                     "unchanged, and the same command resumes from the newest"
                 ) from error

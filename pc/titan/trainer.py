@@ -30,7 +30,7 @@ from pc.common.run_folder import set_aside_metrics, write_state
 from pc.errors import UserError
 from pc.owner import local
 from pc.start import preserve
-from pc.titan import cpu, fingerprint, fsdp_sync, hangs, ranges
+from pc.titan import cpu, fingerprint, fsdp_sync, ranges
 from pc.titan.agreement import identity, require_agreement
 from pc.titan.checkpoint import Checkpoints
 from pc.titan.checks import check
@@ -97,7 +97,6 @@ class PCTrainer(torchtitan.train.Trainer):
             ) from error
         fields = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "world_size")
         dims = AlwaysSharded(**{name: getattr(upstream, name) for name in fields})
-        hangs.introduce()
         require_agreement(identity(self.job_config))
         check(self.job_config, dims, on_cpu=cpu.is_cpu())
         self._sync = fsdp_sync.choose(self.job_config, dims, self.device, cpu.memory(self.device))
@@ -121,12 +120,7 @@ class PCTrainer(torchtitan.train.Trainer):
                 record(self.step)
 
         self.checkpointer.after_load = after_load
-        try:
-            super().train()
-        except RuntimeError as error:
-            if explained := hangs.explain(error, self.step):
-                raise explained from error
-            raise
+        super().train()
         if dist.get_rank() == 0:
             state = "stopped" if self.stopped else "finished"
             write_state(self._folder, state, self.step, self._steps, "asked to stop" if self.stopped else "")

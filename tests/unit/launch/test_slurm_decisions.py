@@ -209,6 +209,8 @@ def test_the_reason_is_the_last_thing_said(run, requeued, capsys):
     assert torchrun.last_words(run.folder).startswith("rank 1 ended with 'RuntimeError: no more'; its log is ")
     say(run, "failed")
     assert after(run, 1) == 0 and requeued
+    log("b", 3, "failed: step-4 could not be written (rank 3: No space left on device)\n", age=-1)
+    assert after(run, 1) == 0 and len(requeued) == 2  # perhaps there is space later
     requeued.clear()
     log("b", 2, "Traceback (most recent call last):\nUserError: x\nerror: x.y = 1 is wrong\nerror: z too\n")
     assert after(run, 1) == 2 and not requeued  # a mistake comes back at every try
