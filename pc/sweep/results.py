@@ -1,6 +1,5 @@
 """Results of a sweep: the state of its runs, and the final figures of those that finished or diverged."""
 
-import itertools
 import json
 import math
 from collections import Counter
@@ -58,8 +57,6 @@ def result_of(run: Run, selection: Selection) -> dict | None:
         "loss": _last(losses),
         **final,
         "spikes": spikes.count,
-        # the most: a shorter spike may be missed
-        "steps_between_losses": max((after - before for before, after in itertools.pairwise(losses.steps)), default=1),
         "folder": str(run.folder),
     }
 

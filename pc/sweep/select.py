@@ -59,8 +59,7 @@ def _candidates(sweep: Sweep, results: list[dict]) -> list[Candidate]:
     candidates = []
     for setting in dict.fromkeys(run.setting_name for run in sweep.runs):
         members = [run for run in sweep.runs if run.setting_name == setting]
-        finished = [by_name[run.name] for run in members if run.name in by_name]
-        if finished:
+        if finished := [by_name[run.name] for run in members if run.name in by_name]:
             metrics = [result[sweep.select.metric] for result in finished]
             spikes = max(result["spikes"] for result in finished)
             complete, stable = len(finished) == len(members), spikes <= sweep.select.spikes_allowed
@@ -71,26 +70,27 @@ def _candidates(sweep: Sweep, results: list[dict]) -> list[Candidate]:
 def _choose(sweep: Sweep, config: str, candidates: list[Candidate]) -> str:
     """Write the overlay of the best candidate of one config; returns a line about it."""
     name = Path(config).stem
-    eligible = [c for c in candidates if c.stable and c.complete]
-    if not eligible:
+    best = min((c for c in candidates if c.stable and c.complete), key=lambda c: c.mean, default=None)
+    if best is None:
         return f"{name}: nothing selected, because no setting is both finished for every seed and stable"
-    best = min(eligible, key=lambda candidate: candidate.mean)
     destination = sweep.folder / f"selected-{name}.toml"
     overlay: dict[str, Any] = {"parent": _relative(Path(config), sweep.folder)}
     for key, value in best.settings.items():
+        *sections, last = key.split(".")
         section = overlay
-        for part in key.split(".")[:-1]:
+        for part in sections:
             section = section.setdefault(part, {})
-        section[key.rpartition(".")[2]] = value
-    chosen = ", ".join(f"{key} = {json.dumps(value)}" for key, value in best.settings.items())
+        section[last] = value
     comment = f"# Chosen by scripts/sweep.py select from {sweep.path.name}: {sweep.select.metric} {best.mean:.4f}\n"
     write_atomically(destination, comment + tomli_w.dumps(overlay))
+    chosen = ", ".join(f"{key} = {json.dumps(value)}" for key, value in best.settings.items())
     said = f"{name}: {chosen or 'its own values'}, {sweep.select.metric} {best.mean:.4f} -> {destination}"
     waiting = sum(run.config == config for run in sweep.runs) - sum(len(c.metrics) for c in candidates)
     if waiting:
         said += f"\n  provisional: {waiting} runs of {name} are not counted"
     for key, values in sweep.axes.items():
-        if _is_numeric(values) and len(values) > 1 and best.settings[key] in (min(values), max(values)):
+        is_numeric = all(type(value) in (int, float) for value in values)
+        if is_numeric and len(values) > 1 and best.settings[key] in (min(values), max(values)):
             said += f"\n  note: {key} = {best.settings[key]} is at an end of its grid; the optimum may be outside"
     return said
 
@@ -101,70 +101,51 @@ def _relative(file: Path, folder: Path) -> str:
 
 
 def _write_table(sweep: Sweep, candidates: list[Candidate], results: list[dict]) -> str:
-    keys = list(sweep.axes)
+    rule, keys = sweep.select, list(sweep.axes)
     rows = []
     for c in candidates:
         values = [json.dumps(c.settings[key]) for key in keys]
         stable = "yes" if c.stable else "no"
         rows.append([Path(c.config).stem, *values, f"{c.mean:.4f}", len(c.metrics), c.spikes, stable])
-    text = markdown.table(["config", *keys, sweep.select.metric, "runs", "spikes", "stable"], rows)
+    text = markdown.table(["config", *keys, rule.metric, "runs", "spikes", "stable"], rows)
     text += (
-        f"\nSpike: a logged training loss above the median of the {sweep.select.spike_window} steps before it "
-        f"by more than {sweep.select.spike_deviations} robust standard deviations and "
-        f"{sweep.select.spike_margin} nats, or not finite; "
-        f"stable: at most {sweep.select.spikes_allowed} spikes in any seed.\n"
+        f"\nSpike: a logged training loss above the median of the {rule.spike_window} steps before it by more than "
+        f"{rule.spike_deviations} robust standard deviations and {rule.spike_margin} nats, or not finite; stable: at "
+        f"most {rule.spikes_allowed} spikes in any seed.\n"
     )
-    apart = max(result["steps_between_losses"] for result in results)
-    if apart > 1:
-        text += f"\nLosses were logged up to {apart} steps apart, so spikes between them are not counted.\n"
-    states = {run.name: state_of(run.folder) for run in sweep.runs}
-    words = [f"- {name}: {s.state} {s.reason}".rstrip() for name, s in states.items() if s.state != "finished"]
-    no_number = f"finished, but its last {sweep.select.metric} is not a finite number"
-    unusable = [result["name"] for result in results if result[sweep.select.metric] is None]
-    words += [f"- {name}: {no_number}" for name in unusable if states[name].state == "finished"]
-    if words:
-        text += "\nNot counted:\n" + "".join(f"{line}\n" for line in words)
+    without = {result["name"] for result in results if result[rule.metric] is None}
+    not_counted = ""
+    for run in sweep.runs:
+        state = state_of(run.folder)
+        if state.state != "finished":
+            not_counted += f"- {run.name}: {state.state} {state.reason}".rstrip() + "\n"
+        elif run.name in without:
+            not_counted += f"- {run.name}: finished, but its last {rule.metric} is not a finite number\n"
+    if not_counted:
+        text += f"\nNot counted:\n{not_counted}"
     write_atomically(sweep.folder / "table.md", text)
     return text
 
 
 def _plot(sweep: Sweep, candidates: list[Candidate]) -> None:
-    """The metric over the longest axis, one line per combination of the others; unstable runs hollow."""
-    key = max(sweep.axes, key=lambda name: len(sweep.axes[name]), default=None)
-    values = sweep.axes[key] if key else ["run"]
-    numeric = _is_numeric(values)
-    figure, axes = plots.subplots(width=6.0, height=3.6)
+    """The metric over the longest axis, a line per config and combination of the others; unstable runs hollow."""
+    key = max(sweep.axes, key=lambda name: len(sweep.axes[name]), default="")
+    values = sweep.axes.get(key, ["run"])
     lines: dict[str, list[Candidate]] = {}
-    for candidate in candidates:
-        others = [name for name, given in sweep.axes.items() if name != key and len(given) > 1]
-        varied = {name: candidate.settings[name] for name in others}
-        words = [Path(candidate.config).stem] if len({c.config for c in candidates}) > 1 or not varied else []
-        words += [label(varied)] if varied else []
-        lines.setdefault(", ".join(words), []).append(candidate)
+    for c in candidates:
+        others = {name: value for name, value in c.settings.items() if name != key and len(sweep.axes[name]) > 1}
+        lines.setdefault(", ".join([Path(c.config).stem, *filter(None, [label(others)])]), []).append(c)
+    figure, axes = plots.subplots(width=6.0, height=3.6)
     for name, members in lines.items():
-        places = [c.settings[key] if numeric else values.index(c.settings[key]) if key else 0 for c in members]
-        (line,) = axes.plot(places, [c.mean for c in members], label=name, linewidth=1)
-        for place, candidate in zip(places, members, strict=True):
-            face = line.get_color() if candidate.stable else "none"
-            axes.scatter([place], [candidate.mean], color=line.get_color(), facecolors=face, zorder=3)
-            if len(candidate.metrics) > 1:
-                axes.vlines(place, min(candidate.metrics), max(candidate.metrics), color=line.get_color())
-    if numeric:
-        if min(values) > 0 and max(values) / min(values) >= 4 and any(isinstance(v, float) for v in values):
-            axes.set_xscale("log")
-            axes.set_xticks(values, [f"{value:.3g}" for value in values], rotation=45)
-            axes.minorticks_off()
-        else:
-            axes.set_xticks(values)
-    else:
-        axes.set_xticks(range(len(values)), [value_label(value) for value in values], rotation=30, ha="right")
-    axes.set_xlabel(key or "")
-    axes.set_ylabel(sweep.select.metric.replace("_", " ") + (" (nats)" if "loss" in sweep.select.metric else ""))
-    if not all(candidate.stable for candidate in candidates):
+        places = [values.index(c.settings[key]) if key else 0 for c in members]
+        means = [c.mean for c in members]
+        ranges = [[c.mean - min(c.metrics) for c in members], [max(c.metrics) - c.mean for c in members]]
+        color = axes.errorbar(places, means, ranges, label=name, linewidth=1).lines[0].get_color()
+        axes.scatter(places, means, color=color, facecolors=[color if c.stable else "white" for c in members], zorder=3)
+    axes.set_xticks(range(len(values)), [value_label(value) for value in values], rotation=30)
+    axes.set_xlabel(key)
+    axes.set_ylabel(sweep.select.metric.replace("_", " "))
+    if not all(c.stable for c in candidates):
         axes.set_title("hollow: unstable", fontsize="small", loc="right")
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0)
     plots.save(figure, sweep.folder / "plot")
-
-
-def _is_numeric(values: list) -> bool:
-    return all(type(value) in (int, float) for value in values)
