@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -16,6 +16,7 @@ from pc.errors import UserError
 from pc.titan.cpu import promised_gpus
 
 TRAINER = "pc.launch.worker"
+SECONDS_BETWEEN_PROGRESS_LINES = 20
 
 GLIBC_KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
 """Otherwise the C library returns every freed large tensor to the kernel, which clears the pages of the next one: some
@@ -46,28 +47,57 @@ def processes_here() -> int:
     return int(wish)
 
 
-def run(words: Sequence[str], environment: dict[str, str], held: Sequence[TextIO] = ()) -> int:
+def run(
+    words: Sequence[str],
+    environment: dict[str, str],
+    held: Sequence[TextIO] = (),
+    output: TextIO | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> int:
     """Run a training command to its end and return its exit status.
 
     SIGTERM is handed on to it, and SIGUSR2 to its ranks: SLURM may signal only this process (`proctrack/cgroup`).
 
     Args:
         held: open files that the command keeps open if this process is killed.
+        output: in place of the console.
+        meanwhile: called from time to time.
+
+    Raises:
+        SystemExit: after SIGTERM or Ctrl-C, when the command has ended.
     """
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # inherited by torchrun, which a USR2 to all processes would end
-    command = subprocess.Popen(words, env=environment, pass_fds=[file.fileno() for file in held])
-    under_torchrun = "torch.distributed.run" in words
+    errors = None if output is None else subprocess.STDOUT
+    command = subprocess.Popen(
+        words, env=environment, pass_fds=[file.fileno() for file in held], stdout=output, stderr=errors
+    )
     children = Path(f"/proc/{command.pid}/task/{command.pid}/children")
+    under_torchrun = "torch.distributed.run" in words
+    asked_to_end = 0
+
+    def end(number: int, _) -> None:
+        nonlocal asked_to_end
+        asked_to_end = number
+        if number == signal.SIGTERM:  # Ctrl-C reaches the command too, which shares the terminal
+            command.terminate()
 
     def ask_to_stop(*_) -> None:
         with contextlib.suppress(OSError):  # it has just ended
             for rank in children.read_text().split() if under_torchrun else [command.pid]:
                 os.kill(int(rank), signal.SIGUSR2)
 
-    signal.signal(signal.SIGUSR2, ask_to_stop)
-    signal.signal(signal.SIGTERM, lambda *_: command.terminate())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the command too, which shares the terminal
-    status = command.wait()
+    handlers = {signal.SIGUSR2: ask_to_stop, signal.SIGTERM: end, signal.SIGINT: end}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    status = None
+    while status is None:
+        try:
+            status = command.wait(timeout=SECONDS_BETWEEN_PROGRESS_LINES)
+        except subprocess.TimeoutExpired:
+            meanwhile()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    if asked_to_end:
+        sys.exit(128 + asked_to_end)
     return status if status >= 0 else 128 - status
 
 

@@ -1,8 +1,6 @@
 """Run a sweep on this machine, one training run after another."""
 
-import signal
-import subprocess
-import sys
+import functools
 from collections.abc import Sequence
 from typing import TextIO
 
@@ -17,7 +15,6 @@ from pc.sweep.spec import Sweep, begin
 from pc.titan.config import JobConfig
 from pc.titan.toml import resolve, to_config
 
-SECONDS_BETWEEN_PROGRESS_LINES = 20
 RECENT = 20
 """logged lines from whose speed the time left is estimated"""
 
@@ -74,53 +71,24 @@ def train(run: Run, held: TextIO, processes: int, label: str) -> None:
     with held:
         log = run.folder / "train.log"
         print(f"{label}: from step {newest_step(run.folder)}, log in {log}", flush=True)
-        words, environment = torchrun.here(run.config, run.overrides, run.folder, processes)
+        command = torchrun.here(run.config, run.overrides, run.folder, processes)
         with open(log, "a") as output:
-            trainer = subprocess.Popen(
-                words, env=environment, stdout=output, stderr=subprocess.STDOUT, pass_fds=[held.fileno()]
-            )
-        _wait(trainer, run, label)
-    if trainer.returncode != 0 and state_of(run.folder).state != "failed":
+            status = torchrun.run(*command, [held], output, functools.partial(_say_progress, run, label))
+    if status != 0 and state_of(run.folder).state != "failed":
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        write_failure(run.folder, f"status {trainer.returncode}: {(lines or ['no output'])[-1][:300]}")
+        write_failure(run.folder, f"status {status}: {(lines or ['no output'])[-1][:300]}")
     state = state_of(run.folder)
     print(f"{label}: {state.state} at step {state.step} {state.reason}".rstrip(), flush=True)
 
 
-def _wait(trainer: subprocess.Popen, run: Run, label: str) -> None:
-    """Wait for the trainer and print its progress from time to time; stop it if this process is stopped."""
-
-    def end(signal_number, _) -> None:
-        trainer.terminate()
-        trainer.wait()
-        sys.exit(128 + signal_number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    shown = 0
-    try:
-        while True:
-            try:
-                trainer.wait(timeout=SECONDS_BETWEEN_PROGRESS_LINES)
-                return
-            except subprocess.TimeoutExpired:
-                shown = _say_progress(run, label, shown)
-    except KeyboardInterrupt:
-        trainer.wait()  # Ctrl-C reached the trainer too
-        sys.exit(130)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _say_progress(run: Run, label: str, shown: int) -> int:
-    """Print the newest step, its loss and the time left, unless it is step `shown`; returns the step."""
+def _say_progress(run: Run, label: str) -> None:
+    """Print the newest logged step, its loss and the time left."""
     try:
         log = read_log(run.folder)
     except UserError:
-        return shown  # nothing logged yet
+        return  # nothing logged yet
     losses, times = log.series("loss"), log.series("time")
-    if not losses.steps or losses.steps[-1] == shown:
-        return shown
-    steps = state_of(run.folder).steps
-    left = time_left(times.steps[-RECENT:], times.values[-RECENT:], steps)
-    print(f"{label}: step {losses.steps[-1]}/{steps}  loss {losses.values[-1]:.4f}  {left}".rstrip(), flush=True)
-    return losses.steps[-1]
+    if losses.steps:
+        steps = state_of(run.folder).steps
+        left = time_left(times.steps[-RECENT:], times.values[-RECENT:], steps)
+        print(f"{label}: step {losses.steps[-1]}/{steps}  loss {losses.values[-1]:.4f}  {left}".rstrip(), flush=True)

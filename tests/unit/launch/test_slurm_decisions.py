@@ -1,10 +1,13 @@
 """When a SLURM job goes on and when it ends, without SLURM."""
 
+import contextlib
 import errno
 import fcntl
 import json
 import os
+import signal
 import subprocess
+import sys
 
 import pytest
 
@@ -215,3 +218,24 @@ def test_the_reason_is_the_last_thing_said(run, requeued, capsys):
     log("b", 2, "Traceback (most recent call last):\nUserError: x\nerror: x.y = 1 is wrong\nerror: z too\n")
     assert after(run, 1) == 2 and not requeued  # a mistake comes back at every try
     assert capsys.readouterr().out.endswith("\nerror: x.y = 1 is wrong\nerror: z too\n")
+
+
+WAITS = "import signal, sys, time; signal.signal(signal.SIGUSR2, lambda *_: sys.exit(7)); print('ready', flush=True)"
+
+
+@pytest.mark.parametrize("sent, status", [(signal.SIGUSR2, 7), (signal.SIGTERM, None)])
+def test_signals_reach_the_command_and_end_what_started_it(tmp_path, monkeypatch, sent, status):
+    """After SIGTERM a sweep does not start its next run."""
+    monkeypatch.setattr(torchrun, "SECONDS_BETWEEN_PROGRESS_LINES", 0.1)
+    said, before = tmp_path / "said", signal.getsignal(signal.SIGTERM)
+
+    def meanwhile() -> None:
+        if said.read_text() == "ready\n":
+            os.kill(os.getpid(), sent)
+
+    words = [sys.executable, "-c", f"{WAITS}; time.sleep(60)"]
+    with open(said, "w") as output, contextlib.ExitStack() as stack:
+        if status is None:
+            stack.enter_context(pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)))
+        assert torchrun.run(words, dict(os.environ), (), output, meanwhile) == status
+    assert signal.getsignal(signal.SIGTERM) == before
