@@ -1,6 +1,6 @@
 """Write a checkpoint of a run as a Hugging Face folder that every tool loads as an ordinary Llama.
 
-Usage: python scripts/export_hf.py RUN/checkpoint/step-N OUT [--dtype bfloat16] [--tokenizer T]
+Usage: python scripts/export_hf.py RUN/checkpoint/step-N OUT [--dtype bfloat16] [--tokenizer T] [--scores JSON]
 """
 
 import argparse
@@ -16,6 +16,7 @@ def main() -> None:
     parser.add_argument("out", metavar="OUT", help="folder to make")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the weights (default: float32)")
     parser.add_argument("--tokenizer", help="as for tokenising; default: that of the run's data folder")
+    parser.add_argument("--scores", metavar="JSON", help="its results of score.py, for the model card")
     print(export(**vars(parser.parse_args())))
 
 

@@ -25,17 +25,16 @@ def generate(
         raise UserError("temperature should be at least 0 and finite, top_p in (0, 1], max_new_tokens at least 1")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     llama, tokenizer = hugging_face.load(model)
-    llama = llama.to(device)
     tokens = tokenizer(prompt, return_tensors="pt").to(device)
-    longest = llama.config.max_position_embeddings
-    if tokens.input_ids.shape[1] >= longest:
-        raise UserError(f"the prompt has {tokens.input_ids.shape[1]} tokens, the model takes {longest}")
+    given, longest = tokens.input_ids.shape[1], llama.config.max_position_embeddings
+    if given >= longest:
+        raise UserError(f"the prompt has {given} tokens, the model takes {longest}")
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
-    output = llama.generate(
+    output = llama.to(device).generate(
         input_ids=tokens.input_ids,
         attention_mask=tokens.attention_mask,
-        max_new_tokens=min(max_new_tokens, longest - tokens.input_ids.shape[1]),
+        max_new_tokens=min(max_new_tokens, longest - given),
         pad_token_id=tokenizer.eos_token_id,
         **sampling,
     )

@@ -16,28 +16,19 @@ import pc.data.tokenizers as training
 from pc.common.files import write_atomically
 from pc.data.manifest import Manifest
 from pc.errors import UserError
-from pc.titan.config import Data
 
 # Cases in which conversions fail most easily: runs of spaces, line ends, several scripts, compatibility characters,
 # bytes without a piece, control tokens as text.
 PROBES = (
-    "",
-    " ",
-    "Hello world",
-    "  two in front",
-    "a  b   c    d     e",
-    "line\n\nline\ttab\r\n",
-    "naïve café, Ωμέγα, Привет, 漢字, 🙂👩‍👩‍👧",
-    "ﬁ ½ Ａ \u00a0 \u200b",
-    "<s> no control token </s>",
+    "", " ", "Hello world", "  two in front", "a  b   c    d     e", "line\n\nline\ttab\r\n", "trailing   ",
+    "naïve café, Ωμέγα, Привет, 漢字, 🙂👩‍👩‍👧", "ﬁ ½ Ａ \u00a0 \u200b", "<s> no control token </s>",
     "3.14159 + 2_000 = x**2; def f(x): return x",
-    "trailing   ",
-)
+)  # fmt: skip
 
 
-def of_run(data: Data) -> PreTrainedTokenizerFast:
-    """The tokenizer of a run's data."""
-    return to_hugging_face(Manifest.read(data.path).load_tokenizer())
+def of_data(path: str | Path) -> PreTrainedTokenizerFast:
+    """The tokenizer of a folder of token shards."""
+    return to_hugging_face(Manifest.read(path).load_tokenizer())
 
 
 def to_hugging_face(tokenizer: training.Tokenizer) -> PreTrainedTokenizerFast:

@@ -6,7 +6,6 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import tomli_w
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -27,10 +26,9 @@ from transformers import (
 from pc.common.files import make_readable, write_atomically
 from pc.data.tokenizers import load_tokenizer
 from pc.errors import UserError
-from pc.evaluate import hf_tokenizer as tokenizers
-from pc.evaluate import plain_weights
+from pc.evaluate import hf_tokenizer, plain_weights
+from pc.evaluate.model_card import model_card
 from pc.evaluate.plain_weights import RunCheckpoint
-from pc.titan.config import Data
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -77,26 +75,32 @@ def from_checkpoint(
     run: RunCheckpoint, tokenizer: str | None = None
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     """Model and tokenizer of a run's checkpoint, in memory. The default tokenizer is that of the run's data."""
-    named = tokenizer is not None
-    tokenizer = tokenizers.to_hugging_face(load_tokenizer(tokenizer)) if named else _tokenizer_of(run)
-    # A run's model may have more rows than its tokenizer has entries; a tokenizer given here must fit exactly.
-    if named or len(tokenizer) > run.model_args.vocab_size:
-        _require_same_vocabulary(tokenizer, run.model_args.vocab_size, run.path)
+    if tokenizer is not None:
+        converted = hf_tokenizer.to_hugging_face(load_tokenizer(tokenizer))
+    elif run.data.exists():
+        converted = hf_tokenizer.of_data(run.data)
+    else:
+        raise UserError(
+            f"{run.data}: the run's data folder, which has its tokenizer, is missing; restore it, or export the "
+            "checkpoint with scripts/export_hf.py --tokenizer TOKENIZER and use the export"
+        )
+    _require_vocabulary(converted, run.model_args.vocab_size, run.path, exactly=tokenizer is not None)
     model = to_llama(run.weights, run.model_args)
     for config in (model.config, model.generation_config):
-        config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-    return model, tokenizer
+        config.bos_token_id, config.eos_token_id = converted.bos_token_id, converted.eos_token_id
+    return model, converted
+
+
+def _require_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, path: Path, exactly: bool = False) -> None:
+    """A model may have more rows than its tokenizer has entries; one that the user names must fit exactly."""
+    if len(tokenizer) > vocab_size or (exactly and len(tokenizer) != vocab_size):
+        raise UserError(f"{path}: the model has {vocab_size} tokens, its tokenizer {len(tokenizer)}")
 
 
 def load(path: str | Path, tokenizer: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model and tokenizer of a run's checkpoint or of any Hugging Face folder, for scoring and sampling."""
-    path = Path(path)
-    try:
-        is_folder = (path / "config.json").is_file()
-    except OSError as error:
-        raise UserError(f"{str(path)[:80]}: {error.strerror}") from None
-    if is_folder:
-        return _load_folder(path)
+    if os.path.isfile(os.path.join(path, "config.json")):
+        return _load_folder(Path(path))
     return from_checkpoint(plain_weights.load(path), tokenizer)
 
 
@@ -105,30 +109,30 @@ def export(
     out: str | Path,
     dtype: str = "float32",
     tokenizer: str | None = None,
+    scores: str | Path | None = None,
     max_shard_size: str = "5GB",
 ) -> Path:
-    """Write a checkpoint of a run as a Hugging Face folder; returns it. `out` must not exist or be empty."""
-    if dtype not in DTYPES:
-        raise UserError(f"dtype {dtype!r} should be one of {', '.join(DTYPES)}")
+    """Write a checkpoint of a run as a Hugging Face folder; returns it. `out` must not exist or be empty.
+
+    scores: a model's results of scripts/score.py, for the model card.
+    """
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: exists already; give a new folder")
     run = plain_weights.load(source)
-    model, tokenizer = from_checkpoint(run, tokenizer)
+    model, converted = from_checkpoint(run, tokenizer)
     model = model.to(DTYPES[dtype])
     model.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, do_sample=True
+        bos_token_id=converted.bos_token_id, eos_token_id=converted.eos_token_id, do_sample=True
     )
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        # Written to a temporary folder and renamed, so that an interrupted export does not look complete.
-        partial = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{out}: cannot be created ({error})") from None
+    card = model_card(run, model, dtype, scores)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # Written to a temporary folder and renamed, so that an interrupted export does not look complete.
+    partial = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
     try:
         model.save_pretrained(partial, max_shard_size=max_shard_size)
-        tokenizers.save(tokenizer, partial)
-        write_atomically(partial / "README.md", _model_card(run, model, dtype))
+        hf_tokenizer.save(converted, partial)
+        write_atomically(partial / "README.md", card)
         make_readable(partial)
         os.replace(partial, out)
     except BaseException:
@@ -154,35 +158,23 @@ def require_start_folder(path: str | Path, model_args: TransformerModelArgs) -> 
         raise UserError(f'{path}: model_type {settings.get("model_type")!r}, a run starts from "llama"')
     with torch.device("meta"):
         ffn_dim = Transformer(model_args).layers["0"].feed_forward.w1.out_features
-    found, expected = LlamaConfig(**settings), llama_config(model_args, ffn_dim)
+        expected = llama_config(model_args, ffn_dim)
+        model = LlamaForCausalLM(expected)
+    found = LlamaConfig(**settings)
     for key in _ARCHITECTURE:
         if getattr(found, key) != getattr(expected, key):
             raise UserError(
                 f"{path}: config.json has {key} {getattr(found, key)}, the run's model {getattr(expected, key)}"
             )
-    with torch.device("meta"):
-        model = LlamaForCausalLM(expected)
-    shapes = _shapes_in(path)
-    if not shapes:
-        raise UserError(f"{path}: no *.safetensors in it")
-    plain_weights.require_shapes({key: tensor.shape for key, tensor in model.state_dict().items()}, shapes, path)
-
-
-def _shapes_in(path: Path) -> dict[str, list[int]]:
-    """Shapes of the tensors in a folder's *.safetensors, by key."""
-    found = {}
+    shapes = {}
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
-            found |= {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}  # noqa: SIM118
-    return found
+            shapes |= {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}  # noqa: SIM118
+    plain_weights.require_shapes({key: tensor.shape for key, tensor in model.state_dict().items()}, shapes, path)
 
 
 def _load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     try:
-        layers = json.loads((path / "config.json").read_text()).get("num_hidden_layers", 0)
-        tensors = len(_shapes_in(path))
-        if 0 < tensors < layers:  # transformers would begin to make them all
-            raise ValueError(f"num_hidden_layers in config.json is {layers:.3g}, but there are {tensors} tensors")
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         model, report = AutoModelForCausalLM.from_pretrained(
             path,
@@ -201,57 +193,5 @@ def _load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     for kind in ("missing", "unexpected"):
         for key in sorted(report[f"{kind}_keys"]):
             raise UserError(f"{path}: tensor {key} is {kind}")
-    if len(tokenizer) > model.config.vocab_size:  # fewer is common, because rows are padded to round numbers
-        _require_same_vocabulary(tokenizer, model.config.vocab_size, path)
+    _require_vocabulary(tokenizer, model.config.vocab_size, path)
     return model.eval(), tokenizer
-
-
-def _tokenizer_of(run: RunCheckpoint) -> PreTrainedTokenizerFast:
-    data = Data(**run.config.get("data", {}))
-    if not Path(data.path).exists():
-        raise UserError(
-            f"{data.path}: the run's data folder, which has its tokenizer, is missing; restore it, or export the "
-            "checkpoint with scripts/export_hf.py --tokenizer TOKENIZER and use the export"
-        )
-    return tokenizers.of_run(data)
-
-
-def _require_same_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, path: Path) -> None:
-    if len(tokenizer) != vocab_size:
-        raise UserError(f"{path}: the model has {vocab_size} tokens, its tokenizer {len(tokenizer)}")
-
-
-def _model_card(run: RunCheckpoint, model: LlamaForCausalLM, dtype: str) -> str:
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    method = ", ".join(f"{key} = {json.dumps(value)}" for key, value in run.method.items())
-    preconditioned = (
-        f"Trained with preconditioned weights ({method}). The weights here are the preconditioned ones, "
-        "PC(W): inference has no overhead and needs nothing but `transformers`."
-        if run.method.get("enable")
-        else "Trained without preconditioning."
-    )
-    return f"""---
-library_name: transformers
-pipeline_tag: text-generation
-tags: [llama, pc-layer]
----
-
-# {run.path.parent.parent.name}, step {run.step}
-
-A Llama-2-style language model with {parameters:,} parameters ({dtype}), pre-trained from scratch.
-{preconditioned}
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
-model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")
-```
-
-It is a base model for research: neither tuned to follow instructions nor filtered for safety.
-
-## Training configuration
-
-```toml
-{tomli_w.dumps(run.config)}```
-"""

@@ -7,7 +7,6 @@ number generators are restored, so scoring does not change the losses.
 import random
 from contextlib import AbstractContextManager
 
-import lm_eval
 import numpy as np
 import torch
 from torch import nn
@@ -15,7 +14,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
 from pc.evaluate import hf_tokenizer, tasks
-from pc.evaluate.live_model import LiveModel
+from pc.evaluate.log_likelihoods import LogLikelihoods
 from pc.titan.config import JobConfig
 
 
@@ -38,19 +37,21 @@ class InTrainingScorer:
     ) -> None:
         section = self._section = job_config.evaluation
         # Loaded now, so that a missing file or an unreachable Hub stops the run at its start.
-        self._tasks = tasks.load(section.tasks, section.data or None, section.limit or None)
+        self._tasks = tasks.load(section.tasks, section.data or None)
         for name in section.tasks:
             if variant := tasks.variant_of(name, section.data or None):
                 logger.warning(f"{name} in {section.data} differs from lm-eval's: {variant}")
+        self._model = model_parts[0]
         batch_mesh = parallel_dims.get_optional_mesh("batch")
-        self._lm = LiveModel(
-            model_parts[0],
-            hf_tokenizer.of_run(job_config.data),
+        self.lm = LogLikelihoods(
+            self._model,
+            hf_tokenizer.of_data(job_config.data.path),
             max_length=job_config.training.seq_len,
             batch_size=job_config.validation.local_batch_size,  # of sequences at least as long
             device=device,
             data_group=batch_mesh.get_group() if batch_mesh is not None else None,
             precision=precision,
+            quiet=True,
         )
 
     def due(self, step: int) -> bool:
@@ -59,12 +60,12 @@ class InTrainingScorer:
     def score(self) -> dict[str, float]:
         """`{"evaluation/<task>/<metric>": value}` and the average over tasks, the same on every rank."""
         generators = random.getstate(), np.random.get_state()  # lm-eval draws from these
-        limit = self._section.limit or None
-        found = lm_eval.evaluate(self._lm, self._tasks, limit=limit, bootstrap_iters=0, log_samples=False)
+        self._model.eval()
+        try:
+            found = tasks.score(self.lm, self._tasks, self._section.limit or None)
+        finally:
+            self._model.train()
         random.setstate(generators[0])
         np.random.set_state(generators[1])
-        scores = {}
-        for name in self._tasks["tasks"]:
-            metric = tasks.METRICS[name]
-            scores[f"evaluation/{name}/{metric}"] = float(found["results"][name][f"{metric},none"])
+        scores = {f"evaluation/{name}/{tasks.METRICS[name]}": one[tasks.METRICS[name]] for name, one in found.items()}
         return scores | {"evaluation/average": sum(scores.values()) / len(scores)}

@@ -15,7 +15,7 @@ from pc import attach, effective_weight, named_pc_linears
 from pc.common.run_folder import step_of
 from pc.errors import UserError
 from pc.titan import fingerprint, ranges
-from pc.titan.config import PC, JobConfig, Model
+from pc.titan.config import PC, Data, JobConfig, Model
 from pc.titan.distcp import CheckpointFolder
 from pc.titan.llama2 import Llama2Args, model_args
 from pc.titan.toml import require_typed, to_config
@@ -40,6 +40,11 @@ class RunCheckpoint:
     @property
     def step(self) -> int:
         return step_of(self.path)
+
+    @property
+    def data(self) -> Path:
+        """The run's folder of token shards."""
+        return Path(self.config.get("data", {}).get("path", Data().path))
 
 
 def load(path: str | Path) -> RunCheckpoint:
@@ -85,8 +90,9 @@ def _run_config(checkpoint: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not the configuration of a run ({str(error).splitlines()[0]})") from None
     used = {key: config[key] for key in ("model", "training", "data", "pc") if key in config}
-    if isinstance(used.get("training"), dict):  # other keys, possibly of an older version, are not checked
-        used["training"] = {key: value for key, value in used["training"].items() if key == "seq_len"}
+    for section, wanted in (("training", "seq_len"), ("data", "path")):
+        if isinstance(used.get(section), dict):  # other keys, possibly of an older version, are not checked
+            used[section] = {key: value for key, value in used[section].items() if key == wanted}
     require_typed(used, JobConfig, str(path))
     for finding in ranges.findings(to_config(used, JobConfig)):
         raise UserError(f"{path}: {finding}")

@@ -11,64 +11,52 @@ from pc.common.files import write_atomically
 from pc.evaluate.tasks import METRICS, SHORT_NAMES
 
 AVERAGE = "average"
-Score = tuple[float, float | None]  # value, standard error
+Scores = dict[str, tuple[float, float | None]]  # task or AVERAGE: value, standard error
 
 
 def write(results: list[dict[str, Any]], names: list[str], stem: Path) -> list[Path]:
     """Write `stem`.md, .csv and .png of one result per model, as `pc.evaluate.score` keeps them, and of these tasks."""
-    rows = [_scores(result, names) for result in results]
+    rows = [scores_of(result, names) for result in results]
     table, comma_separated = stem.with_name(f"{stem.name}.md"), stem.with_name(f"{stem.name}.csv")
-    best = {column: best_of_each_pair(rows, column) for column in rows[0]}
-    write_atomically(table, _markdown(results, rows, names, best))
-    write_atomically(comma_separated, _csv(results, rows, names, best))
+    write_atomically(table, _markdown(results, rows, names))
+    write_atomically(comma_separated, _csv(results, rows))
     return [table, comma_separated, plots.save(_plot(results, rows, names), stem)]
 
 
-def best_of_each_pair(rows: list[dict[str, Score]], column: str) -> set[int]:
-    """Rows to mark in a column: the better of models 1 and 2, of 3 and 4, ...; none if all are equal.
-
-    Baseline and preconditioned models alternate. An odd number of models is one group.
-    """
-    size = 2 if len(rows) % 2 == 0 else len(rows)
-    marked = set()
-    for start in range(0, len(rows), size):
-        group = range(start, start + size)
-        values = [rows[i][column][0] for i in group]
-        if max(values) > min(values):
-            marked |= {i for i in group if rows[i][column][0] == max(values)}
-    return marked
-
-
-def _scores(result: dict[str, Any], names: list[str]) -> dict[str, Score]:
+def scores_of(result: dict[str, Any], names: list[str]) -> Scores:
     """Each task's score by the paper's metric, and their average.
 
     The items of different tasks are independent, so the average's error is sqrt(sum of squares) / number.
     """
-    scores: dict[str, Score] = {}
-    for name in names:
-        found = result["tasks"][name]
-        scores[name] = (found[METRICS[name]], found[f"{METRICS[name]}_stderr"])
-    errors = [error for _, error in scores.values()]
-    error = None if None in errors else math.sqrt(sum(e * e for e in errors)) / len(errors)
-    scores[AVERAGE] = (sum(value for value, _ in scores.values()) / len(scores), error)
-    return scores
+    found = {name: result["tasks"][name] for name in names}
+    scores = {name: (one[METRICS[name]], one[f"{METRICS[name]}_stderr"]) for name, one in found.items()}
+    values, errors = zip(*scores.values(), strict=True)
+    error = None if None in errors else math.hypot(*errors) / len(errors)
+    return scores | {AVERAGE: (sum(values) / len(values), error)}
 
 
-def _markdown(
-    results: list[dict[str, Any]], rows: list[dict[str, Score]], names: list[str], best: dict[str, set[int]]
-) -> str:
+def _markdown(results: list[dict[str, Any]], rows: list[Scores], names: list[str]) -> str:
     titles = [f"{_title(name, results)} ({METRICS[name]})" for name in names]
     lines = [
-        [result["name"], *(_cell(row[column], index in best[column]) for column in row)]
-        for index, (result, row) in enumerate(zip(results, rows, strict=True))
+        [result["name"], *(_cell(rows, index, column) for column in rows[index])]
+        for index, result in enumerate(results)
     ]
     notes = ["Zero-shot, value ± standard error; bold is the best of each pair of models."]
     if missing := [name for name in METRICS if name not in names]:
         notes.append(f"**Not the paper's average**: without {', '.join(missing)}.")
     if results[0]["limit"]:
         notes.insert(0, f"**PARTIAL: only the first {results[0]['limit']} items of each task.**")
-    table = markdown.table(["model", *titles, f"Average of {len(names)}"], lines)
-    return "\n".join([*notes, "", table])
+    return "\n".join([*notes, "", markdown.table(["model", *titles, f"Average of {len(names)}"], lines)])
+
+
+def _cell(rows: list[Scores], index: int, column: str) -> str:
+    """Value and error; bold for the better of models 1 and 2, of 3 and 4, ... An odd number of models is one group."""
+    size = 2 if len(rows) % 2 == 0 else len(rows)
+    start = index - index % size
+    values = [row[column][0] for row in rows[start : start + size]]
+    value, error = rows[index][column]
+    text = f"**{value:.4f}**" if value == max(values) > min(values) else f"{value:.4f}"
+    return text if error is None else f"{text} ± {error:.4f}"
 
 
 def _title(name: str, results: list[dict[str, Any]]) -> str:
@@ -77,30 +65,19 @@ def _title(name: str, results: list[dict[str, Any]]) -> str:
     return f"{SHORT_NAMES[name]}, {' or '.join(variants)}" if variants else SHORT_NAMES[name]
 
 
-def _cell(score: Score, mark: bool) -> str:
-    value, error = score
-    text = f"**{value:.4f}**" if mark else f"{value:.4f}"
-    return text if error is None else f"{text} ± {error:.4f}"
-
-
-def _csv(
-    results: list[dict[str, Any]], rows: list[dict[str, Score]], names: list[str], best: dict[str, set[int]]
-) -> str:
+def _csv(results: list[dict[str, Any]], rows: list[Scores]) -> str:
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(
-        ["model", "task", "metric", "value", "standard_error", "items", "partial", "best_of_pair", "variant"]
-    )
-    for index, (result, row) in enumerate(zip(results, rows, strict=True)):
+    writer.writerow(["model", "task", "metric", "value", "standard_error", "items", "limit", "variant"])
+    for result, row in zip(results, rows, strict=True):
         for column, (value, error) in row.items():
-            found = result["tasks"][column] if column != AVERAGE else {"items": ""}
-            partial = bool(result["limit"]) or (column == AVERAGE and len(names) < len(METRICS))
-            cells = [result["name"], column, METRICS.get(column, "mean"), value, error, found["items"]]
-            writer.writerow([*cells, int(partial), int(index in best[column]), found.get("variant", "")])
+            found = result["tasks"].get(column, {})
+            cells = [result["name"], column, METRICS.get(column, "mean"), value, error, found.get("items")]
+            writer.writerow([*cells, result["limit"], found.get("variant")])
     return file.getvalue()
 
 
-def _plot(results: list[dict[str, Any]], rows: list[dict[str, Score]], names: list[str]):
+def _plot(results: list[dict[str, Any]], rows: list[Scores], names: list[str]):
     columns = [*names, AVERAGE]
     figure, axes = plots.subplots(width=max(5.0, 1.1 * len(columns)), height=3.2)
     width = 0.8 / len(rows)

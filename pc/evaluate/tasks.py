@@ -1,13 +1,13 @@
 """The nine zero-shot tasks of the paper, as lm-eval defines them, from the Hub or from local JSON lines."""
 
-import json
 import tempfile
 from importlib.resources import files
-from itertools import islice
 from pathlib import Path
+from typing import Any
 
+import lm_eval
 import yaml
-from datasets.exceptions import DatasetGenerationError
+from lm_eval.api.model import LM
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks.manager import TaskDict
@@ -48,19 +48,6 @@ def data_file(name: str, data: str | Path) -> Path:
     return path
 
 
-def _require_json_lines(path: Path) -> None:
-    """Check a file before pyarrow reads it, whose parser kills the process on some files."""
-    number = 0
-    try:
-        for number, line in enumerate(path.read_text().splitlines(), 1):
-            if not isinstance(json.loads(line), dict):
-                raise ValueError("not an object")
-        if not number:
-            raise ValueError("empty")
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not JSON lines (line {number}: {error})") from None
-
-
 def variant_of(name: str, data: str | Path | None) -> str:
     """The text variant of a task; "" if it is lm-eval's own.
 
@@ -95,65 +82,52 @@ def write_task_files(out: str | Path, names: list[str], data: str | Path | None)
         write_atomically(Path(out) / f"{name}.yaml", yaml.safe_dump(settings, sort_keys=False))
 
 
-def load(names: list[str], data: str | Path | None, limit: int | None = None) -> TaskDict:
-    """Tasks with their documents, zero-shot, as `lm_eval.evaluate` takes them.
+def load(names: list[str], data: str | Path | None) -> TaskDict:
+    """Tasks with their documents, zero-shot, as `score` takes them.
 
     Raises:
-        UserError: an unknown task, a missing or unreachable set, or a local set with a faulty item among its first
-            `limit` (None: all).
+        UserError: an unknown task, a missing or unreachable set, or a local set that is not the task's.
     """
     require_known(names)
     with tempfile.TemporaryDirectory() as folder:
         write_task_files(folder, names, data)
         # Without the defaults in the index: reading lm-eval's thousands of task files takes ten seconds.
         manager = TaskManager(include_path=folder, include_defaults=False)
-        tasks = {name: _load_one(name, data, limit, manager) for name in names}
+        tasks = {name: _load_one(name, data, manager) for name in names}
     return {"tasks": tasks, "groups": {}, "group_map": {}}
 
 
-def _load_one(name: str, data: str | Path | None, limit: int | None, manager: TaskManager) -> ConfigurableTask:
-    if data is not None:
-        _require_json_lines(data_file(name, data))
+def _load_one(name: str, data: str | Path | None, manager: TaskManager) -> ConfigurableTask:
     try:
         task = manager.load(name)["tasks"][name]
-    except DatasetGenerationError as error:
-        raise UserError(f"{data_file(name, data)}: not JSON lines ({error.__cause__ or error})") from None
-    except OSError as error:  # requests' and the Hub's errors are OSErrors
+    except Exception as error:  # of the Hub, of `datasets`, or of lm-eval's templates on the first item
+        reason = f"{type(error).__name__}: {' '.join(str(error.__cause__ or error).split())[:200]}"
         if data is not None:
-            raise
-        reason = str(error).splitlines()[0]
+            raise UserError(f"{data_file(name, data)}: not JSON lines of {name} ({reason})") from None
         raise UserError(
             f"task {name} cannot be loaded from the Hub ({reason}); fetch the sets and pass --data"
         ) from None
-    except Exception as error:  # raised by lm-eval's templates and functions on the first items
-        if data is None:
-            raise
-        raise UserError(f"{data_file(name, data)}: does not have the columns of {name} ({_reason(error)})") from None
-    if data is not None:
-        for number, item in enumerate(islice(task.eval_docs, limit), 1):
-            _require_item(task, item, f"{data_file(name, data)}: item {number} is not an item of {name}")
     task.set_fewshot_seed(seed=0)
     return task
 
 
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+def score(lm: LM, tasks: TaskDict, limit: int | None) -> dict[str, dict[str, Any]]:
+    """For each task: version, items, items_in_set, and its metrics with standard errors (None for one item).
 
-
-def _require_item(task: ConfigurableTask, item: dict, complaint: str) -> None:
-    """lm-eval counts an answer outside the choices as wrong and only warns, and fails on other faults with a
-    traceback."""
-    try:
-        context, target = task.doc_to_text(item), task.doc_to_target(item)
-        choices = task.doc_to_choice(item) if task.OUTPUT_TYPE == "multiple_choice" else None
-    except Exception as error:
-        raise UserError(f"{complaint} ({_reason(error)})") from None
-    if task.multiple_input:  # WinoGrande: the choices are contexts, `context` is the number of the right one
-        context, target = target, context
-    texts = [context, target] if choices is None else [context, *choices]
-    if not all(isinstance(text, str) and text.strip() for text in texts):
-        raise UserError(f"{complaint} (text is missing)")
-    if choices is not None and (
-        target not in choices if isinstance(target, str) else target not in range(len(choices))
-    ):
-        raise UserError(f"{complaint} (the answer {target!r} is not among its {len(choices)} choices)")
+    limit: only the first items of each task; None is all.
+    """
+    found = lm_eval.evaluate(lm, tasks, limit=limit, log_samples=False)
+    scores = {}
+    for name in tasks["tasks"]:
+        items, results = found["n-samples"][name], found["results"][name]
+        scores[name] = {
+            "version": found["versions"][name],
+            "items": items["effective"],
+            "items_in_set": items["original"],
+        }
+        for metric in ("acc", "acc_norm"):
+            if f"{metric},none" in results:
+                error = results[f"{metric}_stderr,none"]
+                scores[name][metric] = float(results[f"{metric},none"])
+                scores[name][f"{metric}_stderr"] = error if isinstance(error, float) else None
+    return scores

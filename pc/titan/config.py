@@ -118,6 +118,12 @@ class Checkpoint(titan.Checkpoint):
     """Besides the newest keep_latest_k, keep checkpoints of multiples of this step; 0 is off."""
 
 
+Task = Literal[
+    "lambada_openai", "hellaswag", "winogrande", "piqa", "boolq", "arc_easy", "arc_challenge", "commonsense_qa",
+    "openbookqa",
+]  # fmt: skip
+
+
 @dataclass
 class Evaluation:
     """Zero-shot scores during training (see docs/evaluation.md)."""
@@ -125,7 +131,7 @@ class Evaluation:
     interval: int = 0
     """Steps between evaluations; 0 is never."""
 
-    tasks: list[str] = field(default_factory=lambda: ["lambada_openai", "piqa", "arc_easy"])
+    tasks: list[Task] = field(default_factory=lambda: ["lambada_openai", "piqa", "arc_easy"])
     """Tasks to score, out of the nine."""
 
     limit: int = 200

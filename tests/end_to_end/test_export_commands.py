@@ -61,11 +61,10 @@ def test_export_then_lm_evals_command_agrees_with_ours(made, command, monkeypatc
 
 def test_generate_is_repeatable(made, command):
     checkpoint, _, _ = made
-    texts = [command("generate.py", checkpoint, "The river", "--max-new-tokens", 8)[1] for _ in range(2)]
-    assert texts[0] == texts[1]
+    words = ("generate.py", checkpoint, "The river", "--max-new-tokens", 8)
+    texts = [command(*words, "--temperature", temperature)[1] for temperature in (0.8, 0.8, 0)]
+    assert texts[0] == texts[1] != texts[2]
     assert texts[0].startswith("The river") and len(texts[0]) > len("The river\n")
-    likeliest = command("generate.py", checkpoint, "The river", "--max-new-tokens", 8, "--temperature", 0)[1]
-    assert likeliest != texts[0]  # control
 
 
 @pytest.mark.parametrize(

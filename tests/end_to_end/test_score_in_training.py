@@ -9,7 +9,6 @@ import torch
 from helpers import tiny
 from helpers.made_runs import make_evaluation_data, make_shards
 from helpers.ranks import run_ranks
-from pc import UserError
 
 NAMES = ["piqa", "arc_easy", "lambada_openai"]
 SETTINGS = [
@@ -58,7 +57,7 @@ def _scores(rank, config, overrides):
     # 9 answers in 5 batches of two: on two ranks one has none in the last round;
     # then fewer batches than ranks
     requests = [Instance("loglikelihood", {}, ("word " * i + "and", " an end"), i) for i in range(9)]
-    answers = [torch.tensor(scorer._lm.loglikelihood(some), dtype=torch.float64) for some in (requests, requests[:1])]
+    answers = [torch.tensor(scorer.lm.loglikelihood(some), dtype=torch.float64) for some in (requests, requests[:1])]
     trainer.close()
     return metrics, *answers
 
@@ -106,31 +105,3 @@ def test_a_run_logs_scores_and_is_not_disturbed(score_config, tmp_path):
     for key, times in (("signal/ffn/rms/1", 2), ("spectra/gmcn/pc", 2)):
         assert len(tiny.metrics(tmp_path / "with", key)) == times
         assert tiny.metrics(tmp_path / "with", key) == tiny.metrics(tmp_path / "without", key)
-
-
-def _refused(rank, config, overrides):
-    from pc.evaluate import in_training
-    from pc.titan import cpu
-    from pc.titan.parallelize import AlwaysSharded
-    from pc.titan.trainer import load_config
-
-    cpu.use_cpu_where_there_is_no_gpu()
-    tiny.add_tiny_flavor()
-    job_config = load_config(config, overrides)
-    dims = AlwaysSharded(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)
-    try:
-        return in_training.InTrainingScorer(job_config, [torch.nn.Linear(2, 2)], dims, torch.device("cpu"))
-    except UserError as error:
-        return str(error)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["--evaluation.tasks", "mmlu"], "unknown task 'mmlu'"),
-        (["--evaluation.data", "nowhere"], "nowhere/piqa.jsonl: missing"),
-    ],
-)
-def test_mistakes_are_found_at_the_start(score_config, overrides, message):
-    config, settings = score_config
-    assert message in _refused(0, config, [*settings, *overrides])

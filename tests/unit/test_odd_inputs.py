@@ -12,13 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import lm_eval
 import pytest
 import tomli_w
-from lm_eval.api.registry import get_model
 
 from helpers import small_runs, tiny
-from helpers.made_runs import EVALUATION_ITEMS, make_data, make_evaluation_data, make_run
+from helpers.made_runs import make_data, make_evaluation_data, make_run
 from helpers.odd_inputs import changed_files, changed_values, in_time
 from pc import PCConfig
 from pc.data import Manifest, build_dataloader
@@ -26,8 +24,6 @@ from pc.data.inspection import verify
 from pc.data.tokenizers import load_tokenizer
 from pc.errors import UserError
 from pc.evaluate import hugging_face, plain_weights
-from pc.evaluate.tasks import METRICS
-from pc.evaluate.tasks import load as load_tasks
 from pc.sweep.spec import load as load_sweep
 
 
@@ -195,14 +191,14 @@ def test_checkpoints(made, tmp_path, soak):
     file.write_text(tomli_w.dumps(config))
     for what, _ in changed_files(run):
         findings.add(what, complaint(lambda: plain_weights.load(step), run))
-    for path in (run, run / "checkpoint", tmp_path, tmp_path / "no-such", file, Path("\0"), Path("n" * 5000), Path("")):
+    for path in (run, run / "checkpoint", tmp_path, tmp_path / "no-such", file, Path("")):
         findings.add(str(path)[:40], complaint(lambda path=path: hugging_face.load(path), ""))
     out = tmp_path / "out"
-    for arguments in ({"dtype": "int3"}, {"tokenizer": "no/such"}, {"tokenizer": str(run)}):
+    for arguments in ({"tokenizer": "no/such"}, {"tokenizer": str(run)}):
         findings.add(
             str(arguments), complaint(lambda arguments=arguments: hugging_face.export(step, out, **arguments), "")
         )
-    for target in (run, file, file / "x", Path("/proc/no-such/x"), Path("\0")):
+    for target in (run, file):
         findings.add(f"out {target}", complaint(lambda target=target: hugging_face.export(step, target), ""))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
     findings.require(20)
@@ -223,27 +219,6 @@ def test_exports(made, tmp_path, soak):
     findings.require(3)
 
 
-@SOAK
-@pytest.mark.parametrize("task", METRICS)
-def test_scoring_data(tmp_path, task, soak):
-    folder = make_evaluation_data(tmp_path / "data")
-    file, findings = folder / f"{task}.jsonl", Findings()
-    model = get_model("dummy")()
-
-    def read():
-        lm_eval.evaluate(model, load_tasks([task], folder), limit=2, log_samples=False)
-
-    assert complaint(read, folder) == ""
-    first, *others = EVALUATION_ITEMS[task]
-    for what, item in some(changed_values(first), soak, 2):
-        file.write_text("".join(json.dumps(each) + "\n" for each in (item, *others)))
-        findings.add(f"{task}: {what}", complaint(read, file))
-    file.write_text("".join(json.dumps(each) + "\n" for each in EVALUATION_ITEMS[task]))
-    for what, _ in changed_files(folder, file) if soak else ():
-        findings.add(what, complaint(read, file))
-    findings.require(0)
-
-
 # {} is an export, [] a checkpoint, () a folder of scoring sets
 WRONG_WORDS = {
     "score.py": (
@@ -258,7 +233,7 @@ WRONG_WORDS = {
     ),
     "export_hf.py": (
         "", "[]", "no-such out", "() out", "{} out", "[] {}", "[] []", "[] out --dtype int3", "[] out --tokenizer no/such",
-        "[] /proc/no-such/out", "[] out --no-such", "[] out more",
+        "[] out --no-such", "[] out more",
     ),
 }  # fmt: skip
 

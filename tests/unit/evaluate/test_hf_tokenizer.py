@@ -8,7 +8,6 @@ from transformers import AutoTokenizer, LlamaTokenizer
 from pc import UserError
 from pc.data.tokenizers import load_tokenizer
 from pc.evaluate import hf_tokenizer as tokenizers
-from pc.titan.config import Data
 
 TRAINING = load_tokenizer("mistral-common")
 CONVERTED = tokenizers.to_hugging_face(TRAINING)
@@ -22,22 +21,19 @@ def test_ids_equal_the_training_ones(text):
     assert CONVERTED.encode(text, add_special_tokens=False) == TRAINING.encode(text)
 
 
-def test_bos_in_front_and_control_tokens_stay_text():
-    ids = CONVERTED.encode("a</s><s>b")
-    assert ids[0] == TRAINING.bos_id
-    assert not {TRAINING.bos_id, TRAINING.eos_id} & set(ids[1:])
+def test_bos_in_front_control_tokens_stay_text_and_text_comes_back():
+    text = "A</s><s>,  two spaces\nand naïve 漢字."
+    ids = CONVERTED.encode(text)
+    assert ids[0] == TRAINING.bos_id and not {TRAINING.bos_id, TRAINING.eos_id} & set(ids[1:])
+    assert CONVERTED.decode(ids, skip_special_tokens=True) == text
 
 
-def test_decoding_gives_the_text_back():
-    text = "A line,  two spaces\nand naïve 漢字."
-    assert CONVERTED.decode(CONVERTED.encode(text), skip_special_tokens=True) == text
-
-
-def test_saved_files_give_the_same_in_transformers(tmp_path):
+def test_saved_files_give_the_same_in_transformers_and_here(tmp_path):
     tokenizers.save(CONVERTED, tmp_path)
-    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    loaded, training = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
+    again = tokenizers.to_hugging_face(training)
     for text in tokenizers.PROBES:
-        assert loaded.encode(text) == CONVERTED.encode(text)
+        assert loaded.encode(text) == again.encode(text) == [1, *training.encode(text)] == [1, *TRAINING.encode(text)]
     assert (loaded.bos_token_id, loaded.eos_token_id, len(loaded)) == (1, 2, 32_000)
 
 
@@ -48,28 +44,12 @@ def test_control_transformers_own_conversion_differs(tmp_path):
     assert theirs.encode("a  b   c", add_special_tokens=False) != TRAINING.encode("a  b   c")
 
 
-def test_hugging_face_folder_keeps_its_ids(tmp_path):
-    tokenizers.save(CONVERTED, tmp_path)
-    training = load_tokenizer(tmp_path)
-    again = tokenizers.to_hugging_face(training)
-    for text in tokenizers.PROBES:
-        assert again.encode(text, add_special_tokens=False) == training.encode(text) == TRAINING.encode(text)
-    assert again.encode("a")[0] == training.bos_id
-
-
-def test_a_form_that_changes_ids_is_refused(monkeypatch):
-    monkeypatch.setattr(tokenizers, "generate_merges", lambda vocabulary, scores: [])
-    with pytest.raises(UserError, match="encodes .* differently"):
-        tokenizers.to_hugging_face(TRAINING)
-
-
-def test_tokenizer_of_a_run(data_folder):
-    assert tokenizers.of_run(Data(path=str(data_folder))).get_vocab() == CONVERTED.get_vocab()
-
-
-def test_kind_without_a_form_is_named():
+def test_what_cannot_be_converted_is_refused(monkeypatch):
     class Other:
         kind, name = "tiktoken", "gpt2"
 
     with pytest.raises(UserError, match="'gpt2' .tiktoken. has no Hugging Face form"):
         tokenizers.to_hugging_face(Other())
+    monkeypatch.setattr(tokenizers, "generate_merges", lambda vocabulary, scores: [])
+    with pytest.raises(UserError, match="encodes .* differently"):
+        tokenizers.to_hugging_face(TRAINING)

@@ -1,0 +1,55 @@
+"""An export's README.md says what the model is and how it was made, with the header of the Hub."""
+
+import json
+
+import pytest
+import yaml
+
+from helpers.made_runs import make_run
+from pc import PCConfig, UserError
+from pc.evaluate import hugging_face, score
+
+
+@pytest.fixture
+def run(tmp_path, data_folder):
+    """A run at step 7, as the trainer leaves it."""
+    made = make_run(tmp_path / "run", data_folder, PCConfig(level=4, schedule="step"))
+    lines = [
+        {"step": 6, "tokens": 6000, "validation_loss": 4.5, "evaluation/piqa/acc": 0.5},
+        {"step": 7, "tokens": 7000, "loss": 4.25},
+        {"step": 8, "tokens": 8000, "loss": 1.0},  # after the exported checkpoint
+    ]
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    environment = {"command": ["my.toml", "--pc.level", "4"], "world_size": 8, "commit": "abc"}
+    (tmp_path / "run" / "environment.json").write_text(json.dumps(environment))
+    return made.checkpoint
+
+
+def test_the_card_of_a_run(run, evaluation_data, tmp_path):
+    (scores,) = score.score([str(run)], output=tmp_path / "scores", names=["piqa"], data=evaluation_data, limit=1)
+    out = hugging_face.export(run, tmp_path / "out", scores=scores)
+    card = (out / "README.md").read_text()
+    header = yaml.safe_load(card.split("---\n")[1])
+    assert header["library_name"] == "transformers" and "llama" in header["tags"]
+    for expected in (
+        "# run, step 7",
+        "none: pre-trained from scratch",
+        "4 layers, width 256",
+        'blocks = ["o", "ffn"]',
+        "level = 4",
+        "| trained on | 7 k tokens |",
+        "| training loss | 4.2500 (step 7) |",
+        "| validation loss | 4.5000 (step 6) |",
+        "| piqa/acc, while training | 0.5000 |",
+        "`./run_llama_train.sh my.toml --pc.level 4` on 8 ranks (commit abc)",
+        "## Zero-shot scores, first 1 items of each",
+        'flavor = "debug"',
+    ):
+        assert expected in card
+    with pytest.raises(UserError, match="not a model's results of scripts/score.py"):
+        hugging_face.export(run, tmp_path / "other", scores=tmp_path / "run" / "environment.json")
+
+
+def test_the_card_of_a_checkpoint_without_logs(plain_run, tmp_path):
+    card = (hugging_face.export(plain_run.checkpoint, tmp_path / "out") / "README.md").read_text()
+    assert "AdamW, without preconditioning" in card and "loss |" not in card
