@@ -1,10 +1,11 @@
 """Shows what a folder of token shards contains."""
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from pc.data.manifest import SPLITS, Manifest
-from pc.data.shards import checksum_complaint, open_tokens, read_offsets
-from pc.errors import UserError
+from pc.data.shards import open_tokens, verify
 
 SHOWN_CHARACTERS = 300  # of each document
 
@@ -34,18 +35,16 @@ def describe(manifest: Manifest) -> str:
     return "\n".join(lines)
 
 
-def verify(manifest: Manifest) -> None:
-    """Verify all checksums, and the offsets against the tokens; reads every byte."""
-    for split in SPLITS:
-        for shard in manifest.shards[split]:
-            if complaint := checksum_complaint(manifest.folder, shard):
-                raise UserError(f"{complaint}; delete the file and repeat the tokenising command to recreate it")
+def _documents(manifest: Manifest, split: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """For each shard its tokens [tokens], and where its documents begin and the last one ends [documents + 1]."""
+    for shard in manifest.shards[split]:
+        tokens = open_tokens(manifest.folder, shard, manifest.dtype)
+        yield tokens, np.append(0, np.flatnonzero(tokens == manifest.tokenizer.eos_id) + 1)
 
 
 def document_lengths(manifest: Manifest, split: str) -> np.ndarray:
     """Tokens of each document, including BOS and EOS [documents]."""
-    offsets = [read_offsets(manifest.folder, shard) for shard in manifest.shards[split]]
-    return np.concatenate([np.zeros(0, dtype=np.int64)] + [np.diff(one) for one in offsets])
+    return np.concatenate([np.zeros(0, np.int64), *(np.diff(offsets) for _, offsets in _documents(manifest, split))])
 
 
 def read_documents(manifest: Manifest, split: str, count: int) -> list[np.ndarray]:
@@ -53,13 +52,11 @@ def read_documents(manifest: Manifest, split: str, count: int) -> list[np.ndarra
     total = manifest.documents(split)
     wanted = sorted({i * total // count for i in range(count)}) if total else []
     documents, first = [], 0
-    for shard in manifest.shards[split]:
-        here = [i - first for i in wanted if first <= i < first + shard.documents]
-        if here:
-            tokens = open_tokens(manifest.folder, shard, manifest.dtype)
-            offsets = read_offsets(manifest.folder, shard)
-            documents += [tokens[offsets[i] : offsets[i + 1]] for i in here]
-        first += shard.documents
+    for tokens, offsets in _documents(manifest, split):
+        last = first + len(offsets) - 1
+        here = [offsets[i - first : i - first + 2] for i in wanted if first <= i < last]
+        documents += [tokens[start:end] for start, end in here]
+        first = last
     return documents
 
 

@@ -21,19 +21,13 @@ TOKENIZER_FOLDER = "tokenizer"
 
 @dataclass(frozen=True)
 class Shard:
-    """A file of tokens and its file of document offsets.
-
-    tokens_file, offsets_file: relative to the data folder. *_bytes: file sizes.
-    """
+    """A file of tokens; tokens_file: relative to the data folder. tokens_bytes: file size."""
 
     tokens_file: str
-    offsets_file: str
     tokens: int
     documents: int
     tokens_bytes: int
-    offsets_bytes: int
     tokens_sha256: str
-    offsets_sha256: str
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """Token shards on disk: atomic writes, checks, and memory-mapped reads.
 
-A shard is two NumPy files:
-`NNNNN.tokens.npy`   uint16 or uint32 [tokens], all documents concatenated, including BOS and EOS
-`NNNNN.offsets.npy`  int64 [documents + 1], the start of each document; the last entry is the end
+A shard is a NumPy file `NNNNN.tokens.npy`, uint16 or uint32 [tokens]: documents one after another, each ending with the
+only EOS in it.
 """
 
 import hashlib
@@ -19,22 +18,12 @@ from pc.data.manifest import Manifest, Shard
 from pc.errors import UserError
 
 
-def write_shard(folder: Path, split: str, number: int, tokens: np.ndarray, lengths: np.ndarray) -> Shard:
-    """Write tokens [total] and the offsets of documents of these lengths [documents].
-
-    Each file is renamed into place when complete, then read back to verify its checksum.
-    """
-    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    assert offsets[-1] == len(tokens), (offsets[-1], len(tokens))
-    names = [f"{split}/{number:05d}.{part}.npy" for part in ("tokens", "offsets")]
-    written = [_write_array(folder / name, array) for name, array in zip(names, (tokens, offsets), strict=True)]
-    (tokens_bytes, tokens_sha256), (offsets_bytes, offsets_sha256) = written
-    return Shard(*names, len(tokens), len(lengths), tokens_bytes, offsets_bytes, tokens_sha256, offsets_sha256)
-
-
-def _write_array(path: Path, array: np.ndarray) -> tuple[int, str]:
-    buffer = io.BytesIO()
-    np.save(buffer, array.astype(array.dtype.newbyteorder("<"), copy=False), allow_pickle=False)
+def write_shard(folder: Path, split: str, number: int, tokens: np.ndarray, documents: int) -> Shard:
+    """Write tokens [total] of so many documents. The file is renamed into place when complete, then read back to
+    verify its checksum."""
+    name = f"{split}/{number:05d}.tokens.npy"
+    path, buffer = folder / name, io.BytesIO()
+    np.save(buffer, tokens.astype(tokens.dtype.newbyteorder("<"), copy=False), allow_pickle=False)
     content = buffer.getvalue()
     expected = hashlib.sha256(content).hexdigest()
     for leftover in path.parent.glob(f".{path.name}.*"):  # of a process that was killed while writing
@@ -42,65 +31,42 @@ def _write_array(path: Path, array: np.ndarray) -> tuple[int, str]:
     write_atomically(path, content)
     if sha256_of(path) != expected:
         raise UserError(f"{path} reads back differently from what was written: the disk is faulty")
-    return len(content), expected
+    return Shard(name, len(tokens), documents, len(content), expected)
 
 
 def size_complaint(folder: Path, shard: Shard) -> str | None:
-    """An error if a file of the shard is missing or has the wrong size, else None."""
-    for name, size in ((shard.tokens_file, shard.tokens_bytes), (shard.offsets_file, shard.offsets_bytes)):
-        path = folder / name
-        if not path.is_file():
-            return f"{path} is missing"
-        if path.stat().st_size != size:
-            return f"{path} has {path.stat().st_size} bytes instead of {size}"
+    """An error if the shard's file is missing or has the wrong size, else None."""
+    path = folder / shard.tokens_file
+    if not path.is_file():
+        return f"{path} is missing"
+    if path.stat().st_size != shard.tokens_bytes:
+        return f"{path} has {path.stat().st_size} bytes instead of {shard.tokens_bytes}"
     return None
 
 
-def checksum_complaint(folder: Path, shard: Shard) -> str | None:
-    """Like `size_complaint`, but reads every byte: verifies checksums, and offsets against the tokens."""
-    if complaint := size_complaint(folder, shard):
-        return complaint
-    for name, digest in ((shard.tokens_file, shard.tokens_sha256), (shard.offsets_file, shard.offsets_sha256)):
-        if sha256_of(folder / name) != digest:
-            return f"{folder / name} does not have the checksum of the manifest"
-    try:
-        read_offsets(folder, shard)
-    except UserError as error:
-        return str(error)
-    return None
+def verify(manifest: Manifest) -> None:
+    """Verify all checksums; reads every byte."""
+    for shards in manifest.shards.values():
+        for shard in shards:
+            complaint, path = size_complaint(manifest.folder, shard), manifest.folder / shard.tokens_file
+            if complaint is None and sha256_of(path) != shard.tokens_sha256:
+                complaint = f"{path} does not have the checksum of the manifest"
+            if complaint:
+                raise UserError(f"{complaint}; delete the file and repeat the tokenising command to recreate it")
 
 
 def open_tokens(folder: Path, shard: Shard, dtype: str) -> np.ndarray:
     """The shard's tokens, memory-mapped [tokens]."""
     path = folder / shard.tokens_file
-    tokens = _open_array(path)
-    if tokens.dtype != np.dtype(dtype).newbyteorder("<") or tokens.shape != (shard.tokens,):
-        raise UserError(
-            f"{path} holds {tokens.dtype} {list(tokens.shape)} where the manifest says {dtype} [{shard.tokens}]"
-        )
-    return tokens
-
-
-def read_offsets(folder: Path, shard: Shard) -> np.ndarray:
-    """Document offsets int64 [documents + 1], checked against the number of tokens."""
-    path = folder / shard.offsets_file
-    offsets = np.asarray(_open_array(path))
-    if offsets.dtype != np.int64 or offsets.shape != (shard.documents + 1,):
-        raise UserError(
-            f"{path} holds {offsets.dtype} {list(offsets.shape)} where the manifest says int64 [{shard.documents + 1}]"
-        )
-    if offsets[0] != 0 or offsets[-1] != shard.tokens or np.any(np.diff(offsets) <= 0):
-        raise UserError(f"{path} does not fit {shard.tokens_file}: its offsets do not cover the tokens in order")
-    return offsets
-
-
-def _open_array(path: Path) -> np.ndarray:
     try:
-        return np.load(path, mmap_mode="r", allow_pickle=False)
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        if tokens.dtype != np.dtype(dtype).newbyteorder("<") or tokens.shape != (shard.tokens,):
+            raise ValueError(f"{tokens.dtype} {list(tokens.shape)} instead of {dtype} [{shard.tokens}]")
     except (OSError, ValueError, EOFError) as error:
         raise UserError(
             f"{path} is missing or damaged ({error}); delete it and repeat the tokenising command"
         ) from error
+    return np.asarray(tokens)  # a plain view: slicing np.memmap is slow
 
 
 class TokenStream:
@@ -135,8 +101,7 @@ class TokenStream:
         number = bisect_right(self.ends, start)
         while start < stop:
             if number not in self._opened:
-                mapped = open_tokens(self.folder, self.shards[number], self.dtype)
-                self._opened[number] = np.asarray(mapped)  # a plain view: slicing np.memmap is slow
+                self._opened[number] = open_tokens(self.folder, self.shards[number], self.dtype)
             end = self.ends[number]
             first = end - self.shards[number].tokens
             piece = self._opened[number][start - first : min(stop, end) - first]

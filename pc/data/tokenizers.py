@@ -56,14 +56,14 @@ class Tokenizer(ABC):
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]
 
-    def documents(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens of all texts, each between BOS and EOS [total], and tokens per document int64 [texts]."""
-        lead, control = ([], set()) if self.bos_id is None else ([self.bos_id], {self.bos_id})
-        encoded = [[*lead, *ids, self.eos_id] for ids in self.encode_batch(texts)]
-        if any(not (control | {self.eos_id}).isdisjoint(ids[len(lead) : -1]) for ids in encoded):
+    def documents(self, texts: Sequence[str]) -> np.ndarray:
+        """Tokens of all texts, each between BOS and EOS [total]."""
+        encoded = self.encode_batch(texts)
+        if any(not {self.bos_id, self.eos_id}.isdisjoint(ids) for ids in encoded):
             raise RuntimeError(f"tokenizer {self.name!r} encoded text as control tokens")
-        lengths = np.array([len(ids) for ids in encoded], dtype=np.int64)
-        return np.fromiter(chain.from_iterable(encoded), smallest_dtype(self.vocab_size), lengths.sum()), lengths
+        lead = [] if self.bos_id is None else [self.bos_id]
+        stream = chain.from_iterable((*lead, *ids, self.eos_id) for ids in encoded)
+        return np.fromiter(stream, smallest_dtype(self.vocab_size))
 
 
 def smallest_dtype(vocab_size: int) -> str:

@@ -107,17 +107,18 @@ def tokenize_unit(plan: TokenizingPlan, unit: Unit) -> None:
     """Write the unit's shards and its record."""
     is_named = plan.tokenizer.kind == "tiktoken"
     tokenizer = load_tokenizer(plan.tokenizer.name if is_named else plan.output / TOKENIZER_FOLDER)
-    encoded: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {split: [] for split in SPLITS}
+    encoded: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
+    documents = dict.fromkeys(SPLITS, 0)
     texts = islice(read_texts(unit, plan.settings["text_column"]), plan.settings["max_documents"])
     while batch := list(islice(texts, BATCH)):
         for split, some in split_by_hash(batch, plan.settings["validation_fraction"]).items():
-            if some:
-                encoded[split].append(tokenizer.documents(some))
+            encoded[split].append(tokenizer.documents(some))
+            documents[split] += len(some)
     shards: dict[str, list[Shard]] = {split: [] for split in SPLITS}
-    for split, arrays in encoded.items():
-        if arrays:
-            tokens, lengths = (np.concatenate(some) for some in zip(*arrays, strict=True))
-            shards[split].append(write_shard(plan.output, split, unit.number, tokens, lengths))
+    for split, count in documents.items():
+        if count:
+            tokens = np.concatenate(encoded[split])
+            shards[split].append(write_shard(plan.output, split, unit.number, tokens, count))
     record_unit(plan, unit, shards)
 
 

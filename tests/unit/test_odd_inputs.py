@@ -20,7 +20,7 @@ from helpers.made_runs import make_data, make_evaluation_data, make_run
 from helpers.odd_inputs import changed_files, changed_values, in_time
 from pc import PCConfig
 from pc.data import Manifest, build_dataloader
-from pc.data.inspection import verify
+from pc.data.shards import verify
 from pc.data.tokenizers import load_tokenizer
 from pc.errors import UserError
 from pc.evaluate import hugging_face, plain_weights

@@ -110,7 +110,7 @@ def test_repeat_makes_only_what_is_missing(parquet_folder, tmp_path, monkeypatch
     manifest = tokenize(str(parquet_folder), tmp_path)
     before = contents(tmp_path)
     (tmp_path / manifest.shards["train"][2].tokens_file).unlink()  # lost
-    shortened = tmp_path / manifest.shards["train"][3].offsets_file
+    shortened = tmp_path / manifest.shards["train"][3].tokens_file
     shortened.write_bytes(shortened.read_bytes()[:-5])  # cut off
     (tmp_path / "units" / "00004.json").write_text("{")  # half written by something else
     (tmp_path / "train" / ".00002.tokens.npy.left").write_bytes(b"half")  # of a killed process
