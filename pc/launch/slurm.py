@@ -45,8 +45,6 @@ class Allocation:
 
     @staticmethod
     def of(arguments: argparse.Namespace) -> "Allocation":
-        if arguments.nodes < 1 or arguments.gpus_per_node < 0:
-            raise UserError("--nodes should be at least 1 and --gpus-per-node at least 0")
         return Allocation(arguments.nodes, arguments.gpus_per_node, shlex.split(arguments.sbatch))
 
     @property
@@ -189,12 +187,7 @@ def _requeue(why: str) -> int:
 @exit_on_user_error
 def main() -> None:
     action, *arguments = sys.argv[1:]
-    if action == "task":
-        sys.exit(task(run_of(arguments)))
-    elif action == "after":
-        sys.exit(after(run_of(arguments[1:]), int(arguments[0])))
-    else:
-        raise UserError(f"{action} should be task or after")
+    sys.exit(task(run_of(arguments)) if action == "task" else after(run_of(arguments[1:]), int(arguments[0])))
 
 
 if __name__ == "__main__":

@@ -87,8 +87,9 @@ def without_slurm(tmp_path):
     return {**os.environ, "PATH": path, "PC_PYTHON": sys.executable, "NGPU": "1", "SLURM_JOB_ID": "7"}
 
 
-def test_a_signal_to_the_task_alone_reaches_its_ranks(without_slurm, tiny_shards, tmp_path):
-    """As under `proctrack/cgroup`: both ranks save and stop, and the job is requeued."""
+@pytest.mark.parametrize("proctrack", ["cgroup", "linuxproc"])
+def test_a_signal_to_the_task_reaches_its_ranks(without_slurm, tiny_shards, tmp_path, proctrack):
+    """To the task alone, or to all its processes: both ranks save and stop, and the job is requeued."""
     folder, environment = tmp_path / "run", {**without_slurm, "NGPU": "2"}
     config = write_small_config(tmp_path / "small.toml", tiny_shards, steps=2000, interval=2000)
     words = ["bash", "scripts/slurm/train.sbatch", str(config), f"--job.dump_folder={folder}"]
@@ -97,7 +98,9 @@ def test_a_signal_to_the_task_alone_reaches_its_ranks(without_slurm, tiny_shards
         job = subprocess.Popen([*words, *more], cwd=ROOT, env=environment, stdout=said, stderr=said)
     try:
         wait_for(lambda: (folder / "metrics.jsonl").exists() or job.poll() is not None, folder)
-        os.kill(process_of(folder, "pc.launch.slurm"), signal.SIGUSR2)
+        task = process_of(folder, "pc.launch.slurm")
+        for process in [task] if proctrack == "cgroup" else slurm_cluster.descendants(task):
+            os.kill(process, signal.SIGUSR2)
         assert job.wait(timeout=SECONDS) == 0, (tmp_path / "said").read_text()
     finally:
         job.terminate()

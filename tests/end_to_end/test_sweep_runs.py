@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.slurm_cluster import descendants
 from helpers.small_config import ROOT, write_small_config
 from pc.analysis.bars import read_results
 from pc.common.run_folder import is_locked, lock, newest_step, state_of
@@ -35,15 +36,6 @@ def command(action: str, sweep: Path) -> list[str]:
 
 def environment() -> dict[str, str]:
     return {**os.environ, "NGPU": "1", "OMP_NUM_THREADS": "1"}
-
-
-def descendants(pid: int) -> list[int]:
-    """The process and all below it."""
-    found = [pid]
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            found += descendants(int(child))
-    return found
 
 
 def test_a_killed_sweep_finishes_when_repeated_and_selects(sweep_file, tmp_path, monkeypatch):

@@ -58,17 +58,13 @@ def missing_program() -> str | None:
 
 
 @contextlib.contextmanager
-def cluster(nodes: int = 1, proctrack: str = "") -> Iterator[dict[str, str]]:
+def cluster(nodes: int = 1) -> Iterator[dict[str, str]]:
     """Start SLURM; yields the environment for sbatch and similar commands. SLURM_CONF is in the folder of the logs.
 
-    Several nodes are several slurmd on this machine, each with its own port.
-
-    Args:
-        proctrack: "cgroup", the default where it works (root, and version 1 with its freezer), sends every signal but
-            SIGKILL only to the tasks; "linuxproc" to all of their processes.
+    Several nodes are several slurmd on this machine, each with its own port. SLURM's usual proctrack/cgroup sends signals
+    only to the tasks; it works for root with cgroups of version 1. linuxproc sends them to all processes.
     """
-    works = os.geteuid() == 0 and os.access("/sys/fs/cgroup/freezer", os.W_OK)
-    proctrack = proctrack or ("cgroup" if works else "linuxproc")
+    proctrack = "cgroup" if os.access("/sys/fs/cgroup/freezer", os.W_OK) and os.geteuid() == 0 else "linuxproc"
     # Not pytest's folder, because munge needs its socket where every user can reach it.
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
     folder.chmod(0o755)
@@ -127,6 +123,14 @@ def cluster(nodes: int = 1, proctrack: str = "") -> Iterator[dict[str, str]]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(file.read_text()), signal.SIGTERM)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def descendants(pid: int) -> list[int]:
+    """The process and all below it."""
+    children = [
+        child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+    return [pid, *(below for child in children for below in descendants(int(child)))]
 
 
 def _output(environment: dict[str, str], *words: str) -> str:
