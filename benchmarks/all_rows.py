@@ -7,15 +7,13 @@ then runs tests/gpu (train, resume, export, compile, the exchange, passes agains
 precision and batch, and the rows of `step.py`. Each is a separate process with a time limit and a log in OUTPUT/logs.
 Rows write their JSON after every round, so a time limit loses at most one round.
 
-At the end OUTPUT/README.md has the table with its goals, and the measured figures next to the estimate of
-`pc/plan/gpu_time.py`. `--tiny` runs everything with tiny shapes, also without a GPU.
+At the end OUTPUT/README.md has the table with its goals. `--tiny` runs everything with tiny shapes, also without a GPU.
 """
 
 import argparse
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -32,12 +30,11 @@ sys.path.insert(0, str(ROOT))  # a fresh clone need not be installed
 from pc.common import markdown
 from pc.common.files import write_atomically
 from pc.errors import UserError, exit_on_user_error
-from pc.plan import gpu_time
 from pc.plan.cost import Plan
 from pc.titan import memory
 from pc.titan.config import JobConfig
 from pc.titan.toml import resolve, to_config
-from rows import ROWS, Row, overrides_of, table
+from rows import ROWS, Row, table
 
 CONFIGS = ROOT / "train_configs"
 STEP = str(ROOT / "benchmarks" / "step.py")
@@ -110,7 +107,7 @@ def tasks(output: Path, tiny: bool) -> list[Task]:
         Task("smoke", [python, "-m", "pytest", "-q", "--gpu", str(ROOT / "tests" / "gpu")], 600),
         Task(
             "passes",
-            [python, str(ROOT / "benchmarks" / "products.py"), "--passes", "debug" if tiny else "1B", "--rounds", "3",
+            [python, str(ROOT / "benchmarks" / "products.py"), "--flavor", "debug" if tiny else "1B",
              "--output", str(output)],
             90,
         ),
@@ -160,50 +157,11 @@ def machine() -> dict[str, str]:
     }
 
 
-def compared(output: Path, tiny: bool) -> str:
-    """Measured figures next to the estimate, as Markdown; "" if there is no estimate for this hardware."""
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    known = [key for key in gpu_time.DEVICES if key in name]
-    if not known and not tiny:
-        return ""
-    device = gpu_time.DEVICES[known[0] if known else "H100"]
-    lines = []
-    for row in ("pc", "paper-batch", "271m"):
-        file = output / f"{row}.json"
-        if not file.exists():
-            continue
-        record = json.loads(file.read_text())
-        shape = dict(record["changed"])
-        micro_batches = shape.pop("micro_batches", ROWS[row].micro_batches)
-        config = CONFIGS / ROWS[row].variants["pc"].config
-        batch = micro_batches * shape.get("local_batch_size", _local_batch_size(config))
-        plan = Plan(config, [*overrides_of(shape), f"--training.global_batch_size={batch}"], 1)
-        expected = gpu_time.estimate(plan, device, "tf32")
-        seconds = record["variants"]["baseline"]["seconds"]
-        ratio = record["figures"]["time pc / baseline"]["median"]
-        lines.append([f"{row}: step without PC, s", f"{statistics.median(seconds):.4g}", f"{expected.model:.4g}"])
-        shares = [f"{100 * share:.3g} %" for share in (ratio - 1, expected.pc / expected.model)]
-        lines.append([f"{row}: PC's share of it", *shares])
-    file = output / "passes.json"
-    if file.exists():
-        record = json.loads(file.read_text())
-        config = CONFIGS / "1b_adamw_pc.toml"
-        plan = Plan(config, ["--model.flavor", record["flavor"], "--training.global_batch_size", "4"], 1)
-        for precision in gpu_time.PRECISIONS:
-            expected = gpu_time.estimate(plan, device, precision)
-            for part, value in (("materialise", expected.materialise), ("pull back", expected.pull_back)):
-                measured = record["seconds"].get(part, {}).get(f"{precision}, in batches")
-                if measured:
-                    milliseconds = [f"{1e3 * seconds:.4g}" for seconds in (statistics.median(measured), value)]
-                    lines.append([f"{part}, {precision}, ms", *milliseconds])
-    return markdown.table(["figure", "measured", "estimated"], lines)
-
-
 def report(output: Path, state: dict[str, str], tiny: bool) -> str:
     text = ["# Measurements" + (" with tiny shapes, which say nothing about speed" if tiny else ""), ""]
     text += [f"- {key}: {value}" for key, value in machine().items()]
     states = [(task.name, state.get(task.name, "not run")) for task in tasks(output, tiny)]
-    tables = [markdown.table(["task", "state"], states), table(output), compared(output, tiny)]
+    tables = [markdown.table(["task", "state"], states), table(output)]
     return "\n".join([*text, "", *tables])
 
 

@@ -4,6 +4,8 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pc.common import markdown
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -15,8 +17,6 @@ class Variant:
     """TorchTitan's own trainer, parallelisation, optimizers and initialisation, with the same model sizes"""
     compile_pc: bool = False
     """pull-back and materialise through torch.compile, which the project itself does not do"""
-    finite_check: bool = True
-    """whether each step's loss and gradients are checked to be finite, as the trainer always does"""
     attention: str = ""
     """the only allowed kernel of scaled dot product attention (a name of SDPBackend); if empty, TorchTitan's order"""
 
@@ -28,6 +28,9 @@ class Goal:
     relation: str
     """"<=" or ">=" """
     limit: float
+
+    def is_met(self, value: float) -> str:
+        return "yes" if (value <= self.limit if self.relation == "<=" else value >= self.limit) else "no"
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,6 @@ FULL = ("--activation_checkpoint.mode", "full")
 # The parts of PC in the graph cannot be separated if the backward pass recomputes PC(W).
 KEEP_ALL = ("--activation_checkpoint.mode", "none")
 BASELINE = ("--pc.enable", "false")
-BFLOAT16 = ("--training.mixed_precision_param", "bfloat16")
 EVERY_MICRO_BATCH = ("--parallelism.fsdp_sync", "micro_batch")
 ONCE = ("--parallelism.fsdp_sync", "step")
 SMALL: dict[str, int | str] = {"flavor": "60M", "seq_len": 64, "local_batch_size": 1}
@@ -83,11 +85,6 @@ ROWS: dict[str, Row] = {
     "in-graph": Row(
         "1B, AdamW: PC in every forward pass, compiled",
         {"baseline": Variant(ADAMW), "in graph": Variant(PC, IN_GRAPH)},
-        rounds=4,
-    ),
-    "in-graph-eager": Row(
-        "1B, AdamW: PC in every forward pass, not compiled",
-        {"baseline": Variant(ADAMW, EAGER + KEEP_ALL), "in graph": Variant(PC, IN_GRAPH + EAGER + KEEP_ALL)},
         rounds=4,
     ),
     "dtype": Row(
@@ -155,41 +152,11 @@ ROWS: dict[str, Row] = {
         "debug model at the default run's shapes, float32, for a CPU: this project's baseline over TorchTitan's own step",
         {
             "stock": Variant(DEBUG, BASELINE, stock=True),
-            "every micro-batch": Variant(DEBUG, BASELINE + EVERY_MICRO_BATCH),
             "baseline": Variant(DEBUG, BASELINE),
         },
         micro_batches=8,
         rounds=15,
         goals=(Goal("time baseline / stock", "<=", 1.03),),
-    ),
-    "stock-cpu-bf16": Row(
-        "the same in bfloat16, for which TorchTitan uses autocast on one process",
-        {
-            "stock": Variant(DEBUG, BASELINE + BFLOAT16, stock=True),
-            "every micro-batch": Variant(DEBUG, BASELINE + BFLOAT16 + EVERY_MICRO_BATCH),
-            "baseline": Variant(DEBUG, BASELINE + BFLOAT16),
-        },
-        micro_batches=8,
-        rounds=5,
-        goals=(Goal("time baseline / stock", "<=", 1.03),),
-    ),
-    "finite-cpu": Row(
-        "debug model at the default run's shapes, float32, for a CPU: with over without the check of finite loss and gradients",
-        {"unchecked": Variant(DEBUG, finite_check=False), "checked": Variant(DEBUG)},
-        micro_batches=8,
-        rounds=15,
-        goals=(Goal("time checked / unchecked", "<=", 1.01),),
-    ),
-    "exchange-cpu": Row(
-        "debug model at the default run's shapes, float32, two processes of a CPU: like row exchange",
-        {
-            "every micro-batch": Variant(DEBUG, BASELINE + EVERY_MICRO_BATCH),
-            "once": Variant(DEBUG, BASELINE + ONCE),
-        },
-        micro_batches=4,
-        processes=2,
-        rounds=11,
-        goals=(Goal("time once / every micro-batch", "<=", 1.0),),
     ),
     "schedules": Row(
         "60M, AdamW, float32, not compiled, short sequences, for a CPU: time of PC itself in both schedules",
@@ -199,12 +166,6 @@ ROWS: dict[str, Row] = {
         },
         rounds=3,
         goals=(Goal("time on PC step / in graph", "<=", 0.2),),
-        shape=SMALL,
-    ),
-    "schedules-bf16": Row(
-        "the same with the configs' precision: in the graph PC gets FSDP's bfloat16 weights, once per step float32 ones",
-        {"step": Variant(PC, EAGER + KEEP_ALL), "in graph": Variant(PC, IN_GRAPH + EAGER + KEEP_ALL)},
-        rounds=3,
         shape=SMALL,
     ),
 }
@@ -217,27 +178,17 @@ def overrides_of(shape: dict[str, int | str]) -> list[str]:
 
 def table(folder: Path) -> str:
     """Every row with its goals, from the JSON files of a folder."""
-    lines = ["| row | figure | goal | measured (range) | met |", "|---|---|---|---|---|"]
+    lines = []
     for name, row in ROWS.items():
         file = folder / f"{name}.json"
-        if not file.is_file():
-            for goal in row.goals or (None,):
-                wanted = (goal.figure, f"{goal.relation} {goal.limit}") if goal else (row.about, "")
-                lines.append(f"| {name} | {wanted[0]} | {wanted[1]} | not run | |")
-            continue
-        record = json.loads(file.read_text())
+        record = json.loads(file.read_text()) if file.is_file() else {"figures": {}, "changed": {}}
         goals = {goal.figure: goal for goal in row.goals} if not record["changed"] else {}
-        found = record["figures"]
-        for figure in found | goals:
-            value, goal = found.get(figure), goals.get(figure)
+        for figure in record["figures"] | goals or {row.about: None}:
+            goal, found = goals.get(figure), record["figures"].get(figure)
             wanted = f"{goal.relation} {goal.limit}" if goal else ""
-            if value is None:
-                lines.append(f"| {name} | {figure} | {wanted} | not measured | |")
-                continue
-            met = ""
-            if goal:
-                is_met = value["median"] <= goal.limit if goal.relation == "<=" else value["median"] >= goal.limit
-                met = "yes" if is_met else "no"
-            text = f"{value['median']:.4g} ({value['smallest']:.4g} to {value['largest']:.4g}, n = {value['n']})"
-            lines.append(f"| {name} | {figure} | {wanted} | {text} | {met} |")
-    return "\n".join(lines) + "\n"
+            measured, met = "not run" if not record["figures"] else "not measured", ""
+            if found:
+                measured = "{median:.4g} ({smallest:.4g} to {largest:.4g}, n = {n})".format(**found)
+                met = goal.is_met(found["median"]) if goal else ""
+            lines.append([name, figure, wanted, measured, met])
+    return markdown.table(["row", "figure", "goal", "measured (range)", "met"], lines)

@@ -8,8 +8,8 @@ A row of `ROWS` is a few variants of the real trainer, all in memory at once. Af
 A B ...), so that a drifting clock rate or a busy machine affects all of them. Figures are medians with their range;
 ratios are computed per round. On a GPU, time is measured by events in its stream. On a CPU it is CPU time of the
 process, because wall clock depends on other users of the machine; with several processes, which wait for each other, it
-is wall clock. Peak memory is measured on GPUs only. With several processes, collectives are counted and timed on the
-first one. The parts of a step are timed in the same steps, which needs no synchronisation.
+is wall clock. Peak memory is measured on GPUs only. The parts of a step are timed in the same steps, which needs no
+synchronisation.
 
 Activation checkpointing is that of the configs unless a variant changes it; its recomputation counts as "backward".
 
@@ -54,11 +54,11 @@ import pc
 import pc.linear
 import pc.passes
 import pc.titan.optimizers
-from collectives import Collectives
 from pc import polynomial
 from pc.common.files import write_atomically
 from pc.errors import UserError, exit_on_user_error
 from pc.launch.torchrun import STEPS_ALONE
+from pc.linear import effective_weight
 from pc.owner import local
 from pc.titan import cpu
 from pc.titan.environment import PACKAGES
@@ -117,8 +117,6 @@ def build(variant: Variant, shape: dict[str, int | str], micro_batches: int, fol
             for module in model.modules():
                 if isinstance(module, ScaledDotProductAttentionWrapper):
                     module.sdpa_backends = [getattr(SDPBackend, variant.attention)]
-    if not variant.finite_check:
-        trainer.finite_steps.judge = trainer.finite_steps.note = lambda *_: None
     trainer.step = 2  # the first is always logged
     return trainer
 
@@ -126,7 +124,7 @@ def build(variant: Variant, shape: dict[str, int | str], micro_batches: int, fol
 # Timed inside another part and subtracted from it.
 PARTS_WITHIN = {
     "forward": ("PC in forward",),
-    "backward": ("PC in backward", "pull_back", "finite check"),
+    "backward": ("PC in backward", "pull_back"),
     "optimizer": ("restore_raw", "materialise", "power iteration"),
 }
 # Parts that a plain model does not have, without copying the raw weight in and out.
@@ -171,8 +169,6 @@ class Parts:
             self._wrap(undo, trainer, "forward_backward_step", before="forward", after="backward")
             self._wrap(undo, trainer, "loss_fn", after="forward", then="backward")
             self._wrap(undo, trainer.optimizers, "step", before="optimizer", after="optimizer")
-            if hasattr(trainer, "finite_steps"):
-                self._wrap(undo, trainer.finite_steps, "judge", before="finite check", after="finite check")
             if schedule is not None:
                 for name in ("pull_back", "restore_raw", "materialise"):
                     self._wrap(undo, schedule, name, before=name, after=name)
@@ -215,7 +211,7 @@ class Parts:
         self._start("PC in forward")
         weight = weight.view_as(weight)  # a tensor of this call alone
         weight.register_hook(lambda _: self._stop("PC in backward"))
-        result = pc.effective_weight(weight, *others)
+        result = effective_weight(weight, *others)  # as it was imported, without the timer
         result.register_hook(lambda _: self._start("PC in backward"))
         self._stop("PC in forward")
         return result
@@ -267,7 +263,6 @@ def measure(row: Row, shape: dict[str, int | str], micro_batches: int, rounds: i
         iterators = {name: trainer.batch_generator(trainer.dataloader) for name, trainer in trainers.items()}
         parts: dict[str, list[dict[str, float]]] = {name: [] for name in trainers}
         peaks: dict[str, list[float]] = {name: [] for name in trainers}
-        exchanged: dict[str, list[dict]] = {name: [] for name in trainers}
 
         def step(name: str) -> None:
             with compiled_pc(row.variants[name].compile_pc):
@@ -287,14 +282,12 @@ def measure(row: Row, shape: dict[str, int | str], micro_batches: int, rounds: i
                     torch.cuda.reset_peak_memory_stats()
                     others = torch.cuda.memory_allocated() - bytes_held(trainer)
                 dist.barrier()
-                with Collectives(clock.now, clock.seconds) as collectives:
-                    parts[name].append(Parts(trainer, clock).take(functools.partial(step, name)))
-                exchanged[name].append(collectives.totals())
+                parts[name].append(Parts(trainer, clock).take(functools.partial(step, name)))
                 if is_gpu:
                     peaks[name].append((torch.cuda.max_memory_allocated() - others) / GIB)
                 _say(f"round {index + 1}/{rounds}: {name} {parts[name][-1]['step']:.3f} s")
             yield {
-                name: _variant_result(trainer, parts[name], peaks[name], exchanged[name], micro_batches)
+                name: _variant_result(trainer, parts[name], peaks[name], micro_batches)
                 for name, trainer in trainers.items()
             }
         for trainer in trainers.values():
@@ -306,9 +299,7 @@ def _say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def _variant_result(
-    trainer: Trainer, steps: list[dict[str, float]], peaks: list[float], exchanged: list[dict], micro_batches: int
-) -> dict:
+def _variant_result(trainer: Trainer, steps: list[dict[str, float]], peaks: list[float], micro_batches: int) -> dict:
     training = trainer.job_config.training
     parts = {part: [step[part] for step in steps] for part in steps[0]}
     seconds = parts.pop("step")
@@ -328,11 +319,6 @@ def _variant_result(
         * sum(local(t).numel() * local(t).element_size() for t in pc_state(trainer))
         / GIB,
         "parts": parts,
-        # per step; calls and bytes are the same in each
-        "exchange": {
-            kind: {**totals, "seconds": [step[kind]["seconds"] for step in exchanged]}
-            for kind, totals in exchanged[-1].items()
-        },
     }
 
 
@@ -353,10 +339,6 @@ def figures(variants: dict[str, dict]) -> dict[str, dict[str, float]]:
             result[f"utilisation {name}"] = _summary([variant["utilisation"]])
         if variant["pc_state_gib"]:
             result[f"PC state GiB per GPU of 8, {name}"] = _summary([variant["pc_state_gib"] / 8])
-        for kind, totals in variant["exchange"].items():
-            result[f"{kind}: calls, {name}"] = _summary([totals["calls"]])
-            result[f"{kind}: GiB sent, {name}"] = _summary([totals["bytes"] / GIB])
-            result[f"{kind}: seconds, {name}"] = _summary(totals["seconds"])
     if list(variants) == ["step", "in graph"]:
         on_pc = {
             name: [sum(values) for values in zip(*(v for part, v in variant["parts"].items() if part in PARTS_OF_PC))]

@@ -1,4 +1,4 @@
-"""FLOPs, memory and estimated time of a config's step, with and without PC; with --measure also real steps.
+"""FLOPs and memory of a config's step, with and without PC; with --measure also real steps.
 
 Usage: python scripts/cost.py CONFIG [--world-size N] [--measure] [--output DIR] [--section.key value ...]
 """

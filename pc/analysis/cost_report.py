@@ -11,7 +11,7 @@ from pc.common.markdown import table
 from pc.common.run_folder import read_log
 from pc.errors import UserError
 from pc.launch import torchrun
-from pc.plan import cost, gpu_time
+from pc.plan import cost
 
 WARMUP_STEPS, MEASURED_STEPS = 3, 5
 VARIANTS = {
@@ -24,7 +24,7 @@ VARIANTS = {
 def report(config: Path, overrides: Sequence[str], world_size: int, measure: bool, output: Path | None) -> None:
     """Print the counts, with `measure` also measurements, and write both to `output`/cost.md."""
     plan = cost.Plan(config, overrides, world_size)
-    text = cost.table(plan) + "\n" + gpu_time.table(plan)
+    text = cost.table(plan)
     print(text)
     if measure:
         measured = _measure(config, overrides)

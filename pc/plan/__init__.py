@@ -1,4 +1,4 @@
-"""Checks a config and estimates its FLOPs, memory and time, without running it."""
+"""Checks a config and counts its FLOPs and memory, without running it."""
 
 from pc.errors import require_extra
 

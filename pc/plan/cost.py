@@ -243,13 +243,6 @@ class Plan:
         """The owner of each matrix, assigned as in `pc.owner`."""
         return assign([matrix_cost((layer.weight,)) for _, layer in named_pc_linears(self.model)], self.owners)
 
-    def busiest_matrices(self) -> list[Matrix]:
-        """The matrices of the owner with the most FLOPs."""
-        held: list[list[Matrix]] = [[] for _ in range(self.owners)]
-        for matrix, owner in zip(self.matrices, self.owners_of_matrices(), strict=True):
-            held[owner].append(matrix)
-        return max(held, key=lambda some: sum(m.materialise_flops() + m.pull_back_flops() for m in some))
-
     def _work_space(self) -> float:
         """Bytes on the busiest owner in the larger of the two passes.
 

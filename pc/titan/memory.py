@@ -190,7 +190,7 @@ def per_gpu(
 
 
 def _bytes_of_logits(sizes: Sizes, tokens: int, loss: Loss, compute_bytes: int) -> float:
-    """Peak bytes of head and loss; `benchmarks/loss.py` measures it."""
+    """Peak bytes of head and loss."""
     # per logit: itself and its gradient, and a copy of a chunk; float32 values stay in registers
     compiled = (3 if loss.is_chunked else 2) * compute_bytes
     if loss.is_chunked:

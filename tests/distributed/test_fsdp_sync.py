@@ -1,6 +1,5 @@
 """How often weights are gathered and gradients reduced (`parallelism.fsdp_sync`), and that results do not change."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,9 +8,9 @@ import torch.distributed as dist
 import torch.distributed.tensor
 
 from helpers import tiny
+from helpers.collectives import Collectives
 from helpers.ranks import run_ranks
 
-BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
 MICRO_BATCHES, RANKS, LAYERS = 10, 8, 2
 AC = ["--activation_checkpoint.mode", "full"]
 QUIET = ["--validation.enable", "false", "--checkpoint.enable", "false"]
@@ -23,10 +22,8 @@ def _sync(way: str) -> list[str]:
 
 def _collectives(rank, config, cases) -> list[dict]:
     """Collectives of the second step for each case (a list of overrides), as the first of 8 fake ranks."""
-    sys.path.insert(0, BENCHMARKS)
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from collectives import Collectives
     from pc.titan.trainer import PCTrainer, load_config
 
     tiny.add_tiny_flavor()
@@ -169,51 +166,3 @@ def test_the_way_follows_the_memory_of_the_smallest_device():
         assert "of 40.0 GiB" in warned[1] and 'fsdp_sync = "step" does it anyway' in warned[1]
         assert 'fsdp_sync = "step" may not fit' in warned[2]
         assert warned[0] == warned[3] == warned[4] == ""
-
-
-def _traffic(rank, config) -> tuple[dict[str, float], float]:
-    """{way: bytes that a micro-batch moves through memory per parameter}, on one process in bfloat16, and the head's
-    share of the parameters."""
-    from torch.distributed.fsdp import FSDPModule
-
-    from pc.plan.traffic import Traffic
-    from pc.titan.trainer import PCTrainer, load_config
-
-    tiny.add_tiny_flavor()
-    found = {}
-    for name in ("micro_batch", "step", "scaled by 1"):
-        way = _sync("step" if name == "step" else "micro_batch")
-        words = [*QUIET, *way, "--pc.enable", "false", "--training.mixed_precision_param", "bfloat16"]
-        shape = ["--training.local_batch_size", "1", "--model.flavor", "debug", "--model.vocab_size", "4000"]
-        trainer = PCTrainer(load_config(config, [*words, *shape]))
-        trainer.metrics_processor.should_log = lambda step: False
-        if name == "scaled by 1":
-            for module in trainer.model_parts[0].modules():
-                if isinstance(module, FSDPModule):
-                    module.set_force_sum_reduction_for_comms(False)
-                    module.set_gradient_divide_factor(1.0)
-        batches = trainer.batch_generator(trainer.dataloader)
-        moved = []
-        for trainer.gradient_accumulation_steps in (1, 2, 3):
-            with Traffic() as traffic:
-                trainer.train_step(batches)
-            moved.append(traffic.bytes)
-        model = trainer.model_parts[0]
-        parameters = sum(p.numel() for p in model.parameters())
-        found[name] = (moved[2] - moved[1]) / parameters
-        trainer.close()
-    return found, model.output.weight.numel() / parameters
-
-
-def test_memory_traffic_of_one_process(tiny_config):
-    """Copies replace the exchange. Bytes per parameter and micro-batch, by hand:
-
-    Gathering (the head's weights once, others twice): 4 read and 2 written, then copied. Reducing: 2 read and 4
-    written, 4 copied to 4, 4 + 4 read and 4 written. Accumulating in float32 instead: 4 + 2 read, 4 written. The
-    counter counts the destination of a copy as read and written. A sum scaled by 1 reads 4 and writes 4 more.
-    """
-    found, head = run_ranks(1, _traffic, tiny_config[0])[0]
-    print({name: round(moved, 1) for name, moved in found.items()})
-    gathered, reduced, added = (2 - head) * (6 + 6), 6 + 12 + 12, 10
-    assert found["micro_batch"] - found["step"] == pytest.approx(gathered + reduced - added, abs=0.5)
-    assert found["scaled by 1"] - found["micro_batch"] == pytest.approx(8, abs=0.1)

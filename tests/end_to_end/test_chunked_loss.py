@@ -1,7 +1,5 @@
 """The chunked loss against the loss of full logits: the same training with less memory."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +7,7 @@ from torchtitan.components.loss import cross_entropy_loss
 
 import pc.titan.loss
 from helpers import tiny
+from helpers.peak_memory import peak_bytes
 from helpers.ranks import run_ranks
 from pc.titan.loss import DeferredHead, chunked_cross_entropy, loss_and_gradient
 
@@ -123,10 +122,7 @@ def test_without_gradients_it_is_a_head():
     assert torch.equal(head.eval()(states), logits)
 
 
-def test_logits_are_never_whole(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    from loss import peak_bytes
-
+def test_logits_are_never_whole():
     tokens, vocabulary = 8192, 4000
     head = DeferredHead(8, vocabulary, bias=False)
     states, labels = torch.randn(1, tokens, 8, requires_grad=True), torch.zeros(1, tokens, dtype=torch.long)

@@ -62,8 +62,7 @@ def test_a_row_end_to_end(step, monkeypatch, tmp_path, capsys):
     }
     for name, variant in variants.items():
         assert variant["tokens_per_step"] == 2 * 16 * 3
-        ours = set() if name == "stock" else {"finite check"}
-        assert set(variant["parts"]) == {"forward", "backward", "optimizer", "rest"} | ours | own[name]
+        assert set(variant["parts"]) == {"forward", "backward", "optimizer", "rest"} | own[name]
         for index, seconds in enumerate(variant["seconds"]):
             parts = [values[index] for values in variant["parts"].values()]
             assert all(part > 0 for part in parts), (name, variant["parts"])
@@ -81,12 +80,12 @@ def test_a_row_end_to_end(step, monkeypatch, tmp_path, capsys):
     printed = rows.table(tmp_path)
     # goals apply only to the row's own shapes
     assert re.search(r"\| all \| time pc / baseline \|  \| [\d.e+-]+ \(.*n = 2\) \|  \|", printed)
-    assert "| paper-batch | time pc / baseline | <= 1.003 | not run | |" in printed
+    assert "| paper-batch | time pc / baseline | <= 1.003 | not run |  |" in printed
     record["changed"] = {}
     (tmp_path / "all.json").write_text(json.dumps(record))
     printed = rows.table(tmp_path)
     assert re.search(r"\| all \| time pc / baseline \| <= 1000000000.0 \| .* \| yes \|", printed)
-    assert "| all | extra peak GiB pc - baseline | <= 3.0 | not measured | |" in printed
+    assert "| all | extra peak GiB pc - baseline | <= 3.0 | not measured |  |" in printed
 
 
 def test_a_row_that_breaks_off_keeps_its_rounds_and_needs_no_git(step, monkeypatch, tmp_path):
@@ -96,7 +95,6 @@ def test_a_row_that_breaks_off_keeps_its_rounds_and_needs_no_git(step, monkeypat
         "utilisation": None,
         "pc_state_gib": 0.0,
         "parts": {},
-        "exchange": {},
     }
 
     def measure(*_):
@@ -118,7 +116,7 @@ def test_every_goal_is_a_figure_and_every_config_loads(step, tmp_path):
         made_up = {
             variant: {
                 "seconds": [1.0, 2.0], "peak_gib": [3.0, 3.0], "utilisation": 0.5, "pc_state_gib": 1.0,
-                "parts": {"forward": [0.5, 0.5], "pull_back": [0.1, 0.2]}, "exchange": {},
+                "parts": {"forward": [0.5, 0.5], "pull_back": [0.1, 0.2]},
             }
             for variant in row.variants
         }  # fmt: skip
@@ -126,21 +124,6 @@ def test_every_goal_is_a_figure_and_every_config_loads(step, tmp_path):
         assert {goal.figure for goal in row.goals} <= set(found), name
         for variant in row.variants.values():
             step.load_config(step.CONFIGS / variant.config, list(variant.overrides))
-
-
-def test_wrapping_is_undone(step):
-    class Schedule:
-        def work(self):
-            return 1
-
-    schedule = Schedule()
-    parts = step.Parts(None, step.Clock(is_gpu=False))
-    with step.contextlib.ExitStack() as undo:
-        parts._wrap(undo, schedule, "work", before="work", after="work")
-        parts._wrap(undo, pc.linear, "power_iteration", before="q", after="q")
-        assert schedule.work() == 1 and "work" in vars(schedule)
-    assert "work" not in vars(schedule) and pc.linear.power_iteration is pc.spectral.power_iteration
-    assert [part for part, *_ in parts._spans] == ["work"]
 
 
 def test_compiled_pc_is_the_same(step, monkeypatch):
@@ -162,48 +145,3 @@ def test_compiled_pc_is_the_same(step, monkeypatch):
         assert pc.polynomial.vjp is not plain
         torch.testing.assert_close(both_passes(), expected)
     assert pc.polynomial.vjp is plain
-
-
-def test_unknown_row(step, capsys):
-    with pytest.raises(SystemExit) as end:
-        step.main(["fastest"])
-    assert end.value.code == 2 and "ROW should be one of pc, paper-batch" in capsys.readouterr().err
-
-
-def test_emulated_tf32_rounds_to_ten_bits(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import precision
-
-    exact = torch.tensor([1.0, -1.5, 1 + 2.0**-10, 0.0, 3e38, -7e-30])
-    assert torch.equal(precision.round_to_tf32(exact[:4]), exact[:4])
-    values = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
-    relative = ((precision.round_to_tf32(values) - values) / values).abs()
-    assert 0.9 * 2**-11 < relative.max() <= 2**-11  # half of the last of ten bits
-    # ties go to even
-    ties = torch.tensor([1 + 2.0**-11, 1 + 3 * 2.0**-11])
-    assert precision.round_to_tf32(ties).tolist() == [1.0, 1 + 2.0**-9]
-    a, b = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(1))
-    with precision.EmulatedTF32():
-        not_allowed = a @ b
-        with pc.passes.matmul_precision("tf32"):
-            product, fused = a @ b, torch.addmm(a, a, b)
-    assert torch.equal(not_allowed, a @ b)
-    rounded = precision.round_to_tf32(a) @ precision.round_to_tf32(b)
-    assert torch.equal(product, rounded) and not torch.equal(product, a @ b)
-    torch.testing.assert_close(fused, a + rounded, rtol=1e-6, atol=1e-6)
-
-
-def test_traffic_counts_kernels_and_their_bytes(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import products
-    from pc.plan.traffic import Traffic
-
-    a = torch.empty(3, 4, device="meta")
-    with Traffic() as traffic:
-        b = (a.T @ a).view(16)  # [4, 3] and [3, 4] read, [4, 4] written; views are free
-        b.add_(1.0)  # read and written
-    assert (len(traffic.kernels), traffic.bytes) == (2, 4 * (12 + 12 + 16) + 4 * (16 + 16))
-    counts = products.count("debug")
-    for name in ("materialise", "pull back"):
-        fast, reference = counts[name], counts[f"{name}, reference"]
-        assert fast["kernels"] < reference["kernels"] / 3 and fast["GiB"] < 0.6 * reference["GiB"]

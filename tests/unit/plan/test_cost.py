@@ -6,6 +6,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from torchtitan.models.llama3.model.model import Transformer
 
+from helpers.peak_memory import peak_bytes
 from pc import PCConfig, effective_weight
 from pc.errors import UserError
 from pc.passes import materialise, pull_back
@@ -59,10 +60,7 @@ def test_pc_agrees_with_torch(shape, level):
 
 @pytest.mark.parametrize("shape", [(64, 64), (176, 64), (64, 176)])
 @pytest.mark.parametrize("level", [1, 2, 3, 4, "polar_express"])
-def test_memory_of_both_passes(monkeypatch, shape, level):
-    monkeypatch.syspath_prepend(str(CONFIGS.parent / "benchmarks"))
-    from loss import peak_bytes
-
+def test_memory_of_both_passes(shape, level):
     config, batch = PCConfig(level=level), 3
     weight, gradient = torch.randn(2, batch, *shape)
     gamma, u, v = (torch.ones(batch, size) for size in (1, *shape))

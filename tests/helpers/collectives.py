@@ -1,4 +1,4 @@
-"""Collectives of a step: calls, bytes and time of each kind, by wrapping torch's functions.
+"""Collectives of a step: calls and bytes of each kind, by wrapping torch's functions.
 
 FSDP gathers weights and reduces gradients through these functions, and `pc.owner` exchanges matrices. Collectives of
 DTensor itself (tensor parallelism, the gradient norm) are not counted.
@@ -25,31 +25,17 @@ KINDS = {
 
 
 class Collectives(contextlib.ExitStack):
-    """Counts the collectives within a `with`.
-
-    Args:
-        now: returns a time stamp for `seconds`.
-        seconds: seconds between two time stamps, called after the work.
-    """
-
-    def __init__(self, now=lambda: None, seconds=lambda start, end: 0.0) -> None:
-        super().__init__()
-        self._now, self._seconds = now, seconds
-        self._calls: list[tuple[str, float, object, object]] = []
+    """Counts the collectives within a `with`."""
 
     def __enter__(self) -> "Collectives":
+        self._totals: dict[str, dict[str, float]] = defaultdict(lambda: {"calls": 0, "bytes": 0.0})
         present = {name: self._counted(name) for name in KINDS if hasattr(dist, name)}
         self.enter_context(mock.patch.multiple(dist, **present))
         return self
 
     def totals(self) -> dict[str, dict[str, float]]:
-        """{purpose: calls, bytes sent by this rank, seconds}."""
-        result: dict[str, dict[str, float]] = defaultdict(lambda: {"calls": 0, "bytes": 0.0, "seconds": 0.0})
-        for kind, size, start, end in self._calls:
-            result[kind]["calls"] += 1
-            result[kind]["bytes"] += size
-            result[kind]["seconds"] += self._seconds(start, end)
-        return dict(result)
+        """{purpose: calls, and bytes sent by this rank}."""
+        return dict(self._totals)
 
     def _counted(self, name: str):
         original, (kind, which, times) = getattr(dist, name), KINDS[name]
@@ -59,10 +45,8 @@ class Collectives(contextlib.ExitStack):
         def counted(*args, **kwargs):
             given = signature.bind(*args, **kwargs).arguments
             whole, ranks = list(given.values())[which], dist.get_world_size(given.get("group"))
-            size = times * whole.numel() * whole.element_size() * (1 - 1 / ranks)
-            start = self._now()
-            result = original(*args, **kwargs)
-            self._calls.append((kind, size, start, self._now()))
-            return result
+            self._totals[kind]["calls"] += 1
+            self._totals[kind]["bytes"] += times * whole.numel() * whole.element_size() * (1 - 1 / ranks)
+            return original(*args, **kwargs)
 
         return counted

@@ -1,0 +1,83 @@
+"""One rank of many on the meta device and torch's fake process group: its collectives are counted, nothing is computed."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pc import step
+from pc.titan import cpu
+from pc.titan.config import JobConfig
+from pc.titan.llama2 import Llama2, Llama2Args
+from pc.titan.parallelize import AlwaysSharded, parallelize
+
+
+@dataclass(eq=False)
+class Counts(TorchDispatchMode):
+    """Inside the context: all-to-alls of `pc.owner`, and all other collectives."""
+
+    rank: int
+    all_to_alls: list[tuple[int, int]] = field(default_factory=list)
+    """bytes sent to other ranks and received from them, of each"""
+    others: Counter[str] = field(default_factory=Counter)
+    """including those of DTensor"""
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace in ("c10d", "_c10d_functional"):
+            self.others[str(function)] += 1
+        return function(*args, **(kwargs or {}))
+
+    def all_to_all(self, receive, send, receive_sizes, send_sizes, group) -> None:
+        """Replaces `dist.all_to_all_single`."""
+        assert (sum(receive_sizes), sum(send_sizes)) == (receive.numel(), send.numel())
+        own = dist.get_process_group_ranks(group).index(self.rank)
+        sent, received = (sum(sizes) - sizes[own] for sizes in (send_sizes, receive_sizes))
+        self.all_to_alls.append((sent * send.element_size(), received * send.element_size()))
+
+
+@contextmanager
+def fake_rank(rank: int, world_size: int) -> Iterator[Counts]:
+    """Makes this process one rank of many. Collectives do nothing; those of `pc.owner` are counted."""
+    counts = Counts(rank)
+    cpu.use_cpu_where_there_is_no_gpu()
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        # PC rejects weights on the meta device, because the initial vectors need data. Here shapes are enough.
+        with (
+            mock.patch.object(dist, "all_to_all_single", counts.all_to_all),
+            mock.patch.object(step, "_initial_state", _state_of_shapes),
+        ):
+            yield counts
+    finally:
+        dist.destroy_process_group()
+
+
+def _state_of_shapes(name: str, layer) -> step.LayerState:
+    weight = layer.weight
+    u, v = (step._distribute_like(weight, torch.empty(size, device="meta")) for size in weight.shape)
+    return step.LayerState(layer, weight, layer.gamma, weight.detach().clone(), u, v)
+
+
+def sharded(args: Llama2Args, config: JobConfig, world_size: int) -> nn.Module:
+    """The model as the trainer shards it, on the meta device, with a gradient on each parameter."""
+    tensor, replicas = config.parallelism.tensor_parallel_degree, config.parallelism.data_parallel_replicate_degree
+    context = config.parallelism.context_parallel_degree
+    shards = world_size // tensor // replicas // context
+    degrees = {"dp_replicate": replicas, "dp_shard": shards, "cp": context, "tp": tensor}
+    dims = AlwaysSharded(**degrees, pp=1, ep=1, etp=1, world_size=world_size)
+    with torch.device("meta"):
+        model = Llama2(args)
+    parallelize(model, dims, config)
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter)
+    return model
