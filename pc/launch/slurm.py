@@ -128,7 +128,7 @@ def task(run: Run) -> int:
         rendezvous = [f"--nnodes={nodes}", f"--node-rank={node}", f"--master-addr={host}", f"--master-port={port}"]
         environment = network.gloo_interface(host if node else _last_host()) | environment
     words = torchrun.command(run.config, run.overrides, run.folder, processes, rendezvous, prints=node == 0)
-    return torchrun.run(words, environment, held)
+    return torchrun.run(words, environment, held, term_saves=True)
 
 
 def _last_host() -> str:

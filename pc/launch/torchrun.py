@@ -53,6 +53,8 @@ def run(
     held: Sequence[TextIO] = (),
     output: TextIO | None = None,
     meanwhile: Callable[[], None] = lambda: None,
+    *,
+    term_saves: bool = False,
 ) -> int:
     """Run a training command to its end and return its exit status.
 
@@ -62,6 +64,7 @@ def run(
         held: open files that the command keeps open if this process is killed.
         output: in place of the console.
         meanwhile: called from time to time.
+        term_saves: SIGTERM, which SLURM sends some time before it takes the nodes away, is like SIGUSR2.
 
     Raises:
         SystemExit: after SIGTERM or Ctrl-C, when the command has ended.
@@ -86,7 +89,7 @@ def run(
             for rank in children.read_text().split() if under_torchrun else [command.pid]:
                 os.kill(int(rank), signal.SIGUSR2)
 
-    handlers = {signal.SIGUSR2: ask_to_stop, signal.SIGTERM: end, signal.SIGINT: end}
+    handlers = {signal.SIGUSR2: ask_to_stop, signal.SIGTERM: ask_to_stop if term_saves else end, signal.SIGINT: end}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     status = None
     while status is None:

@@ -223,9 +223,11 @@ def test_the_reason_is_the_last_thing_said(run, requeued, capsys):
 WAITS = "import signal, sys, time; signal.signal(signal.SIGUSR2, lambda *_: sys.exit(7)); print('ready', flush=True)"
 
 
-@pytest.mark.parametrize("sent, status", [(signal.SIGUSR2, 7), (signal.SIGTERM, None)])
-def test_signals_reach_the_command_and_end_what_started_it(tmp_path, monkeypatch, sent, status):
-    """After SIGTERM a sweep does not start its next run."""
+@pytest.mark.parametrize(
+    "sent, term_saves, status", [(signal.SIGUSR2, False, 7), (signal.SIGTERM, True, 7), (signal.SIGTERM, False, None)]
+)
+def test_signals_reach_the_command_and_end_what_started_it(tmp_path, monkeypatch, sent, term_saves, status):
+    """After SIGTERM a sweep does not start its next run; before a preemption SLURM's task saves."""
     monkeypatch.setattr(torchrun, "SECONDS_BETWEEN_PROGRESS_LINES", 0.1)
     said, before = tmp_path / "said", signal.getsignal(signal.SIGTERM)
 
@@ -237,5 +239,5 @@ def test_signals_reach_the_command_and_end_what_started_it(tmp_path, monkeypatch
     with open(said, "w") as output, contextlib.ExitStack() as stack:
         if status is None:
             stack.enter_context(pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)))
-        assert torchrun.run(words, dict(os.environ), (), output, meanwhile) == status
+        assert torchrun.run(words, dict(os.environ), (), output, meanwhile, term_saves=term_saves) == status
     assert signal.getsignal(signal.SIGTERM) == before
