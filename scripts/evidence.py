@@ -2,12 +2,14 @@
 
 python scripts/evidence.py collect outputs/sweeps/NAME... --study NAME --output results/DATE-name
 python scripts/evidence.py report results/DATE-name
+python scripts/evidence.py regime results/DATE-name...
 """
 
 import argparse
 from pathlib import Path
 
-from pc.analysis.evidence import collect, report
+from pc.analysis.evidence import collect, read_experiments
+from pc.analysis.evidence_report import regime_table, report
 from pc.errors import exit_on_user_error
 
 
@@ -21,12 +23,19 @@ def main() -> None:
     collecting.add_argument("--output", type=Path, required=True, help="the experiment's folder")
     reporting = actions.add_parser("report", help="tables.md and a figure for each study, from runs.jsonl")
     reporting.add_argument("folder", type=Path, help="the experiment's folder")
+    reporting.add_argument(
+        "--margin", type=float, default=0.008, help='nats within which there is "no difference" (default: %(default)s)'
+    )
+    telling = actions.add_parser("regime", help="print tokens per parameter, decay, initial size, condition numbers")
+    telling.add_argument("folders", type=Path, nargs="+", help="folders of experiments")
     arguments = parser.parse_args()
     if arguments.action == "collect":
         study = arguments.study or arguments.sweeps[0].resolve().name
         print(f"{arguments.output}: {collect(arguments.sweeps, study, arguments.output)} runs of {study}")
+    elif arguments.action == "regime":
+        print(regime_table([one for folder in arguments.folders for one in read_experiments(folder)]))
     else:
-        for path in report(arguments.folder):
+        for path in report(arguments.folder, arguments.margin):
             print(path)
 
 

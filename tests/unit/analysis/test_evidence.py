@@ -1,10 +1,11 @@
 """Tables of evidence: the chosen rate, the seeds used, differences and errors."""
 
 import json
+import math
 
 import pytest
 
-from pc.analysis import evidence
+from pc.analysis import evidence, evidence_report
 from pc.errors import UserError
 
 # {(pc on, learning rate): final losses of seeds 0, 1, 2}; None: diverged
@@ -16,7 +17,16 @@ LOSSES = {
 }
 
 
-def _sweep(folder, losses, config="c.toml", stops_at=None):
+CONFIG = """
+model = {{ flavor = "{flavor}", vocab_size = 512 }}
+training = {{ steps = 100, seq_len = {seq_len}, global_batch_size = 8 }}
+lr_scheduler = {{ warmup_steps = 10, min_lr_factor = 0.1 }}
+optimizer = {{ name = "AdamW", lr = {rate}, weight_decay = 0.1 }}
+debug = {{ seed = {seed} }}
+"""
+
+
+def _sweep(folder, losses, config="c.toml", stops_at=None, flavor="nano", seq_len=16):
     """A finished sweep's folder with synthetic runs, validated at steps 1, 3 and 5; `stops_at`: {name: last step}."""
     results = []
     for (on, rate), finals in losses.items():
@@ -31,7 +41,7 @@ def _sweep(folder, losses, config="c.toml", stops_at=None):
             ]
             kept = [line for line in lines if line["step"] <= (stops_at or {}).get(name, 5)]
             (folder / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
-            toml = f"[optimizer]\nlr = {rate}\n[debug]\nseed = {seed}\n"
+            toml = CONFIG.format(rate=rate, seed=seed, flavor=flavor, seq_len=seq_len)
             (folder / name / "config.toml").write_text(toml)
             (folder / name / "environment.json").write_text("{}")
             state = "diverged" if final is None else "finished"
@@ -43,47 +53,52 @@ def _sweep(folder, losses, config="c.toml", stops_at=None):
 
 def _arms(tmp_path, losses=LOSSES, **options):
     evidence.collect([_sweep(tmp_path / "sweep", losses, **options)], "study", tmp_path / "kept")
-    return evidence.read_studies(tmp_path / "kept")["study"]
+    (experiment,) = evidence.read_experiments(tmp_path / "kept")
+    return experiment.arms
+
+
+def _arm_table(arms):
+    return evidence_report.arm_table(arms, margin=0.01)
 
 
 def test_rate_by_the_first_seed_and_judged_on_the_others(tmp_path):
     """PC's best rate by seed 0 is 1e-3; only seeds 1 and 2 enter the figures, paired with the baseline's."""
     arms = _arms(tmp_path)
-    table = evidence.arm_table(arms)
+    table = _arm_table(arms)
     assert "| pc off | 0.002 | 4.3000 ± 0.1000 (n = 2) |" in table
     # 3.8 - 4.2 and 4.0 - 4.4 are equal; unpaired errors would be 0.14
     assert "| pc on | 0.001 | 3.9000 ± 0.1000 (n = 2) | 0.002 | -0.4000 ± 0.0000 (n = 2) |" in table
     assert "| pc on | 0.002 | 3.9500 ± 0.0500 (n = 2) | 0.002 | -0.3500 ± 0.0500 (n = 2) |" in table
     assert len(table.splitlines()) == 5  # the baseline's other rate has no seed but the choosing one
-    assert "| 0.001 | 4.0000 | **3.7000**; 3.9000 ± 0.1000 (n = 2) |" in evidence.grid_table(arms)
-    assert "better for pc off; pc on." in evidence.untuned(arms)
-    assert "| difference after tokens | learning rates | n | 30 | 50 |" in evidence.course_table(arms)
-    assert "| pc on | 0.001 / 0.002 | 2 | -0.400 | -0.400 |" in evidence.course_table(arms)
-    conditioning = evidence.conditioning_table(arms)
+    assert "| 0.001 | 4.0000 | **3.7000**; 3.9000 ± 0.1000 (n = 2) |" in evidence_report.grid_table(arms)
+    assert "better for pc off; pc on." in evidence_report.untuned(arms)
+    assert "| difference after tokens | learning rates | n | 30 | 50 |" in evidence_report.course_table(arms)
+    assert "| pc on | 0.001 / 0.002 | 2 | -0.400 | -0.400 |" in evidence_report.course_table(arms)
+    conditioning = evidence_report.conditioning_table(arms)
     assert "| pc on | 0.001 | 1, 2 | 7.0 | - | - | 1.0e-02 / 1.0e-02 | - / 3 |" in conditioning
     assert "| pc on | 0.002 | 0 | 7.0 |" in conditioning  # at equal rates
 
 
 def test_a_rate_inside_the_grid_is_tuned(tmp_path):
     arms = _arms(tmp_path, LOSSES | {(True, 5e-4): [3.9]})
-    assert "better for pc off.\n" in evidence.untuned(arms)
-    assert "| 0.0005 | not run | 3.9000 |" in evidence.grid_table(arms)
+    assert "better for pc off.\n" in evidence_report.untuned(arms)
+    assert "| 0.0005 | not run | 3.9000 |" in evidence_report.grid_table(arms)
 
 
 def test_one_rate_for_all_was_not_chosen(tmp_path):
     arms = _arms(tmp_path, {(False, 1e-3): [4.0], (True, 1e-3): [3.7]})
-    assert "| -0.3000 (n = 1) |" in evidence.arm_table(arms)
-    assert evidence.untuned(arms) == evidence.grid_table(arms) == ""
+    assert "| -0.3000 (n = 1) |" in _arm_table(arms)
+    assert evidence_report.untuned(arms) == evidence_report.grid_table(arms) == ""
 
 
 def test_without_other_seeds_the_choosing_one_is_named(tmp_path):
     arms = _arms(tmp_path, {pair: finals[:1] for pair, finals in LOSSES.items()})
-    assert "| -0.2000 (n = 1), on the choosing seed |" in evidence.arm_table(arms)
+    assert "| -0.2000 (n = 1), on the choosing seed |" in _arm_table(arms)
 
 
 def test_other_rates_of_the_reference(tmp_path):
     """PC at its best against every rate of the baseline that has other seeds, so that no figure is made by hand."""
-    table = evidence.arm_table(_arms(tmp_path, LOSSES | {(False, 1e-3): [4.0, 4.2, 4.4]}))
+    table = _arm_table(_arms(tmp_path, LOSSES | {(False, 1e-3): [4.0, 4.2, 4.4]}))
     assert "| pc on | 0.001 | 3.9000 ± 0.1000 (n = 2) | 0.001 | -0.4000 ± 0.0000 (n = 2) |" in table
 
 
@@ -93,21 +108,21 @@ def test_diverged_runs_are_shown_counted_and_never_the_best(tmp_path):
     arms = _arms(tmp_path, losses, stops_at={"True-0.002/seed-1": 3})
     assert "NaN" not in (tmp_path / "kept" / "runs.jsonl").read_text()
     assert arms[1].best_rate == 1e-3
-    assert "| inf (diverged); inf (n = 2, 1 diverged) |" in evidence.grid_table(arms)
+    assert "| inf (diverged); inf (n = 2, 1 diverged) |" in evidence_report.grid_table(arms)
     line = "| pc on | 0.002 | inf (n = 2, 1 diverged) | 0.002 | inf (n = 2, 1 diverged) | - |"
-    assert line in evidence.arm_table(arms)
-    assert "| pc on | 0.002 / 0.002 | 2 | diverged | diverged |" in evidence.course_table(arms)
+    assert line in _arm_table(arms)
+    assert "| pc on | 0.002 / 0.002 | 2 | diverged | diverged |" in evidence_report.course_table(arms)
 
 
 def test_the_course_of_an_arm_with_a_seed_that_stopped_early(tmp_path):
     """The mean of the seeds that were validated, with their number."""
     arms = _arms(tmp_path, stops_at={"True-0.001/seed-2": 3})
-    assert "| pc on | 0.001 / 0.002 | 2 | -0.400 | -0.400 (1) |" in evidence.course_table(arms)
+    assert "| pc on | 0.001 / 0.002 | 2 | -0.400 | -0.400 (1) |" in evidence_report.course_table(arms)
 
 
 def test_one_validation_has_no_course(tmp_path):
     assert (
-        evidence.course_table(
+        evidence_report.course_table(
             _arms(tmp_path, stops_at={f"{on}-{rate}/seed-{seed}": 1 for on, rate in LOSSES for seed in range(3)})
         )
         == ""
@@ -122,24 +137,23 @@ def test_studies_in_one_file(tmp_path):
     for _ in range(2):
         assert evidence.collect([one, other], "both", kept) == 2 * sum(map(len, LOSSES.values()))
     evidence.collect([one], "alone", kept)
-    studies = evidence.read_studies(kept)
-    assert [arm.name for arm in studies["both"]] == ["c, pc off", "c, pc on", "muon, pc off", "muon, pc on"]
-    assert [path.name for path in evidence.report(kept)] == ["tables.md", "both.png", "alone.png"]
-    assert all(path.stat().st_size > 300 for path in evidence.report(kept))
+    both, _ = evidence.read_experiments(kept)
+    assert [arm.name for arm in both.arms] == ["c, pc off", "c, pc on", "muon, pc off", "muon, pc on"]
+    assert [path.name for path in evidence_report.report(kept, margin=0.01)] == ["tables.md", "both.png", "alone.png"]
+    assert all(path.stat().st_size > 300 for path in evidence_report.report(kept, margin=0.01))
 
 
 def test_the_same_run_in_two_sweeps(tmp_path):
     """Equal results count once; different ones are refused, because one would hide the other."""
     sweeps = [_sweep(tmp_path / name, LOSSES) for name in ("one", "other")]
     evidence.collect(sweeps, "study", tmp_path / "kept")
-    assert (
-        sum(len(runs) for arm in evidence.read_studies(tmp_path / "kept")["study"] for runs in arm.runs.values()) == 10
-    )
+    (experiment,) = evidence.read_experiments(tmp_path / "kept")
+    assert sum(len(runs) for arm in experiment.arms for runs in arm.runs.values()) == sum(map(len, LOSSES.values()))
     file = sweeps[1] / "True-0.002" / "seed-1" / "metrics.jsonl"
     file.write_text(file.read_text().replace("3.9", "3.5"))
     evidence.collect(sweeps, "study", tmp_path / "kept")
     with pytest.raises(UserError, match="two runs of pc on with the same learning rate and seed"):
-        evidence.read_studies(tmp_path / "kept")
+        evidence.read_experiments(tmp_path / "kept")
 
 
 def test_runs_that_were_never_validated_are_no_evidence(tmp_path):
@@ -148,3 +162,52 @@ def test_runs_that_were_never_validated_are_no_evidence(tmp_path):
         file.write_text('{"step": 1, "tokens": 10, "loss": 5.0}\n')
     with pytest.raises(UserError, match="no finished run with a validation_loss"):
         evidence.collect([sweep], "study", tmp_path / "kept")
+
+
+def test_verdicts_by_students_interval():
+    """By hand: mean -0.2, standard error 0.1 / sqrt(3), t = 4.303 for two degrees of freedom."""
+    mean, half = evidence.interval([-0.1, -0.2, -0.3])
+    assert (mean, half) == (pytest.approx(-0.2), pytest.approx(4.303 * 0.1 / math.sqrt(3)))
+    for differences, expected in (
+        ([-0.1, -0.2, -0.3], "undecided"),
+        ([-0.19, -0.2, -0.21], "better"),
+        ([0.19, 0.2, 0.21], "worse"),
+        ([-0.001, 0.0, 0.001], "no difference"),
+        ([-0.2], "no test"),
+        ([math.inf, -0.2], "no test"),
+    ):
+        assert evidence.verdict(differences, margin=0.01) == expected
+
+
+def test_the_regime_of_an_experiment(tmp_path):
+    evidence.collect([_sweep(tmp_path / "sweep", LOSSES)], "study", tmp_path / "kept")
+    (experiment,) = evidence.read_experiments(tmp_path / "kept")
+    # embedding and head; q, k, v, o and the three FFN matrices of five layers; norms
+    assert experiment.parameters == 2 * 512 * 128 + 5 * (4 * 128**2 + 3 * 128 * 384) + 11 * 128
+    assert experiment.tokens_per_parameter == 100 * 16 * 8 / experiment.parameters
+    assert experiment.std_times_root_width == pytest.approx(0.02 * 128**0.5)
+    rates = [min(1, (step + 1) / 10) for step in range(10)]
+    rates += [0.1 + 0.9 * (1 + math.cos(math.pi * step / 90)) / 2 for step in range(90)]
+    # the sum of a rule: half a step's difference at both ends of 100 steps
+    assert experiment.rate_times_decay == pytest.approx(2e-3 * 0.1 * sum(rates), rel=0.03)
+    assert "| 7.0 to 7.0 |" in evidence_report.regime_table([experiment])
+
+
+def test_a_ladder_of_sizes(tmp_path):
+    """A difference that grows by 0.02 when parameters double, and best rates that fall with their square root."""
+    sweeps = []
+    for flavor in ("nano", "debug", "60M"):
+        size = evidence.parameters(flavor, 512)
+        best = float(f"{0.1 / size**0.5:.6g}")
+        difference = 0.02 * math.log2(size) - 0.5
+        losses = {(False, rate): [loss] for rate, loss in ((best / 2, 4.1), (best, 4.0), (best * 2, 4.2))}
+        losses |= {(False, best): [4.0, 4.0, 4.0], (True, best): [4.0 + difference] * 3}
+        sweeps.append(_sweep(tmp_path / flavor, losses, flavor=flavor, seq_len=size // 1000))
+    evidence.collect(sweeps, "ladder", tmp_path / "kept")
+    experiments = evidence.read_experiments(tmp_path / "kept")
+    assert [one.name for one in experiments] == [f"ladder: {f}, AdamW, 100 steps" for f in ("nano", "debug", "60M")]
+    table = evidence_report.size_table(experiments)
+    assert "| AdamW | 0.8 | pc on | 3 | +0.0200 to +0.0200 |" in table
+    assert "best rates carried up: 1.953e-05 (N / 26,223,104)^-0.50." in table
+    evidence_report.report(tmp_path / "kept", margin=0.01)
+    assert table in (tmp_path / "kept" / "tables.md").read_text()
