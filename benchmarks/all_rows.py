@@ -7,7 +7,7 @@ then runs tests/gpu (train, resume, export, compile, the exchange, passes agains
 precision and batch, and the rows of `step.py`. Each is a separate process with a time limit and a log in OUTPUT/logs.
 Rows write their JSON after every round, so a time limit loses at most one round.
 
-At the end OUTPUT/README.md has the table with its goals. `--tiny` runs everything with tiny shapes, also without a GPU.
+OUTPUT/README.md has the table with its goals. `--tiny` runs everything with tiny shapes, also without a GPU.
 """
 
 import argparse
@@ -18,7 +18,6 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -30,13 +29,8 @@ sys.path.insert(0, str(ROOT))  # a fresh clone need not be installed
 from pc.common import markdown
 from pc.common.files import write_atomically
 from pc.errors import UserError, exit_on_user_error
-from pc.plan.cost import Plan
-from pc.titan import memory
-from pc.titan.config import JobConfig
-from pc.titan.toml import resolve, to_config
-from rows import ROWS, Row, table
+from rows import table
 
-CONFIGS = ROOT / "train_configs"
 STEP = str(ROOT / "benchmarks" / "step.py")
 # Row: estimated seconds on one H100, compilation included.
 ORDER: dict[str, int] = {
@@ -44,8 +38,9 @@ ORDER: dict[str, int] = {
     "float8": 180, "compiled-pc": 180, "in-graph": 240, "271m": 120, "paper-batch": 420,
 }  # fmt: skip
 TINY = ["--flavor", "debug", "--seq-len", "16", "--local-batch-size", "1", "--micro-batches", "2", "--rounds", "1"]
-KEPT = ("weights", "gradients", "optimizer", "raw W")
-"""parts of the memory estimate that a variant keeps during the steps of others"""
+# Rows whose three variants need some 100 GiB: on smaller GPUs with half the micro-batch, and the same tokens per step.
+LARGE = {"dtype", "checkpointing"}
+HALVED = ["--local-batch-size", "2", "--micro-batches", "20"]
 LEAST_SECONDS = 45
 """time left below which nothing is started"""
 
@@ -56,48 +51,6 @@ class Task:
     words: list[str]
     seconds: int
     """time limit"""
-
-
-def needed_gib(row: Row, batch: int | None = None) -> float:
-    """Estimated peak GiB of a row with all its variants in memory, one of them in a step.
-
-    Args:
-        batch: sequences of a micro-batch (default: the configs'); the number of micro-batches changes to keep the
-            tokens.
-    """
-    kept = most = 0.0
-    for variant in row.variants.values():
-        usual = _local_batch_size(CONFIGS / variant.config)
-        mine, transient = _gib(variant.config, variant.overrides, batch or usual, usual * row.micro_batches)
-        kept, most = kept + mine, max(most, transient)
-    return kept + most + memory.RESERVE_GIB
-
-
-@cache
-def _gib(config: str, overrides: tuple[str, ...], batch: int, sequences: int) -> tuple[float, float]:
-    """GiB of one variant: kept between steps, and additional in a step."""
-    sizes = ["--training.local_batch_size", str(batch), "--training.global_batch_size", str(sequences)]
-    plan = Plan(CONFIGS / config, [*overrides, *sizes], 1)
-    parts = plan.memory_by_part(plan.config.pc.schedule if plan.config.pc.enable else "plain")
-    parts.pop("PC work space", None)  # between steps, when there are no activations
-    kept = sum(parts[part] for part in KEPT)
-    return kept, sum(parts.values()) - kept
-
-
-@cache
-def _local_batch_size(config: Path) -> int:
-    return to_config(resolve(config, [], JobConfig), JobConfig).training.local_batch_size
-
-
-@cache
-def smaller_batch(name: str, gib: float) -> list[str]:
-    """Options with which a row fits into `gib`: none, or smaller micro-batches and more of them."""
-    row = ROWS[name]
-    usual = batch = _local_batch_size(CONFIGS / next(iter(row.variants.values())).config)
-    while batch > 1 and needed_gib(row, batch) > gib:
-        batch //= 2
-    more = row.micro_batches * usual // batch
-    return [] if batch == usual else ["--local-batch-size", str(batch), "--micro-batches", str(more)]
 
 
 def tasks(output: Path, tiny: bool) -> list[Task]:
@@ -114,7 +67,7 @@ def tasks(output: Path, tiny: bool) -> list[Task]:
     ]  # fmt: skip
     gib = torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.is_available() else 0.0
     for row, seconds in ORDER.items():
-        shape = TINY if tiny else smaller_batch(row, gib)
+        shape = TINY if tiny else HALVED if row in LARGE and gib < 110 else []
         found.append(Task(row, [python, STEP, row, "--output", str(output), *shape], 2 * seconds))
     return found
 
@@ -161,8 +114,7 @@ def report(output: Path, state: dict[str, str], tiny: bool) -> str:
     text = ["# Measurements" + (" with tiny shapes, which say nothing about speed" if tiny else ""), ""]
     text += [f"- {key}: {value}" for key, value in machine().items()]
     states = [(task.name, state.get(task.name, "not run")) for task in tasks(output, tiny)]
-    tables = [markdown.table(["task", "state"], states), table(output)]
-    return "\n".join([*text, "", *tables])
+    return "\n".join([*text, "", markdown.table(["task", "state"], states), table(output)])
 
 
 @exit_on_user_error

@@ -56,12 +56,10 @@ FLOAT8 = ("--model.converters", "quantize.linear.float8", "--quantize.linear.flo
 BY_OPERATION = ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op")
 CHUNKED_LOSS = ("--training.chunked_loss", "true")
 FULL = ("--activation_checkpoint.mode", "full")
-# The parts of PC in the graph cannot be separated if the backward pass recomputes PC(W).
 KEEP_ALL = ("--activation_checkpoint.mode", "none")
 BASELINE = ("--pc.enable", "false")
 EVERY_MICRO_BATCH = ("--parallelism.fsdp_sync", "micro_batch")
 ONCE = ("--parallelism.fsdp_sync", "step")
-SMALL: dict[str, int | str] = {"flavor": "60M", "seq_len": 64, "local_batch_size": 1}
 
 # In order of value, for limited GPU time.
 ROWS: dict[str, Row] = {
@@ -71,7 +69,6 @@ ROWS: dict[str, Row] = {
         goals=(
             Goal("time pc / baseline", "<=", 1.015),
             Goal("extra peak GiB pc - baseline", "<=", 3.0),
-            Goal("PC state GiB per GPU of 8, pc", "<=", 0.4),
             Goal("utilisation baseline", ">=", 0.5),
         ),
     ),
@@ -127,7 +124,7 @@ ROWS: dict[str, Row] = {
         rounds=4,
     ),
     "loss": Row(
-        "1B, AdamW, baseline: chunked head and loss over full logits; the chunks' backward pass counts as forward",
+        "1B, AdamW, baseline: chunked head and loss over full logits",
         {"whole": Variant(ADAMW), "chunked": Variant(ADAMW, CHUNKED_LOSS)},
         rounds=4,
     ),
@@ -159,14 +156,15 @@ ROWS: dict[str, Row] = {
         goals=(Goal("time baseline / stock", "<=", 1.03),),
     ),
     "schedules": Row(
-        "60M, AdamW, float32, not compiled, short sequences, for a CPU: time of PC itself in both schedules",
+        "60M, AdamW, float32, not compiled, short sequences, for a CPU: PC once per step over PC in every forward pass",
         {
+            "baseline": Variant(PC, BASELINE + EAGER + FLOAT32 + KEEP_ALL),
             "step": Variant(PC, EAGER + FLOAT32 + KEEP_ALL),
             "in graph": Variant(PC, IN_GRAPH + EAGER + FLOAT32 + KEEP_ALL),
         },
         rounds=3,
-        goals=(Goal("time on PC step / in graph", "<=", 0.2),),
-        shape=SMALL,
+        goals=(Goal("time added by step / in graph", "<=", 0.2),),
+        shape={"flavor": "60M", "seq_len": 64, "local_batch_size": 1},
     ),
 }
 

@@ -8,10 +8,10 @@ A row of `ROWS` is a few variants of the real trainer, all in memory at once. Af
 A B ...), so that a drifting clock rate or a busy machine affects all of them. Figures are medians with their range;
 ratios are computed per round. On a GPU, time is measured by events in its stream. On a CPU it is CPU time of the
 process, because wall clock depends on other users of the machine; with several processes, which wait for each other, it
-is wall clock. Peak memory is measured on GPUs only. The parts of a step are timed in the same steps, which needs no
-synchronisation.
+is wall clock. Peak memory is measured on GPUs only.
 
-Activation checkpointing is that of the configs unless a variant changes it; its recomputation counts as "backward".
+The calls of PC's schedule are timed in the same steps, which needs no synchronisation. For the rest of a step use a
+profiler ([profiling] in the TOML).
 
 Each row's JSON file is written after every round, so a crash or a time limit loses at most one round. `--table` prints
 all rows with their goals, and which were not run.
@@ -47,25 +47,20 @@ from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 from torchtitan.models.llama3 import parallelize_llama
 from torchtitan.models.llama3.model.model import Transformer
 from torchtitan.protocols.train_spec import register_train_spec
-from torchtitan.tools import utils
 from torchtitan.train import Trainer
 
-import pc
-import pc.linear
 import pc.passes
-import pc.titan.optimizers
 from pc import polynomial
 from pc.common.files import write_atomically
 from pc.errors import UserError, exit_on_user_error
 from pc.launch.torchrun import STEPS_ALONE
-from pc.linear import effective_weight
-from pc.owner import local
 from pc.titan import cpu
-from pc.titan.environment import PACKAGES
 from pc.titan.trainer import TRAIN_SPEC, PCTrainer, load_config
 from rows import ROWS, Row, Variant, overrides_of, table
+from timing import ON_GPU, hardware
 
-CONFIGS = Path(__file__).resolve().parents[1] / "train_configs"
+ROOT = Path(__file__).resolve().parents[1]
+CONFIGS = ROOT / "train_configs"
 GIB = 2**30
 
 
@@ -107,7 +102,7 @@ def build(variant: Variant, shape: dict[str, int | str], micro_batches: int, fol
     overrides = [*STEPS_ALONE, f"--model.name=benchmark_{'stock' if variant.stock else 'ours'}"]
     overrides += [f"--job.dump_folder={folder}", f"--training.steps={10**6}", f"--metrics.log_freq={10**9}"]
     overrides += ["--lr_scheduler.warmup_steps=1", *overrides_of(shape), *variant.overrides]
-    if "quantize.linear.float8" in variant.overrides and not torch.cuda.is_available():
+    if "quantize.linear.float8" in variant.overrides and not ON_GPU:
         overrides += ["--quantize.linear.float8.emulate", "true", "--compile.enable", "false"]
     config = load_config(CONFIGS / variant.config, overrides)
     config.training.global_batch_size = config.training.local_batch_size * micro_batches * dist.get_world_size()
@@ -121,103 +116,52 @@ def build(variant: Variant, shape: dict[str, int | str], micro_batches: int, fol
     return trainer
 
 
-# Timed inside another part and subtracted from it.
-PARTS_WITHIN = {
-    "forward": ("PC in forward",),
-    "backward": ("PC in backward", "pull_back"),
-    "optimizer": ("restore_raw", "materialise", "power iteration"),
-}
-# Parts that a plain model does not have, without copying the raw weight in and out.
-PARTS_OF_PC = ("pull_back", "materialise", "PC in forward", "PC in backward", "power iteration")
-
-
 class Clock:
     """Seconds between time stamps: GPU stream, CPU time of this process, or wall clock with several processes."""
 
-    def __init__(self, is_gpu: bool, processes: int = 1) -> None:
-        self._is_gpu = is_gpu
+    def __init__(self, processes: int) -> None:
         self._now = time.process_time if processes == 1 else time.perf_counter
-        self.name = "GPU stream" if is_gpu else "CPU time of the process" if processes == 1 else "wall clock"
+        self.name = "GPU stream" if ON_GPU else "CPU time of the process" if processes == 1 else "wall clock"
 
     def now(self):
-        if self._is_gpu:
+        if ON_GPU:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
             return event
         return self._now()
 
     def seconds(self, start, end) -> float:
-        if self._is_gpu:
+        if ON_GPU:
             end.synchronize()
             return start.elapsed_time(end) / 1000
         return end - start
 
 
-class Parts:
-    """Seconds of one step and of its parts, by temporarily wrapping the trainer's own functions."""
+def timed_step(trainer: Trainer, clock: Clock, step: Callable[[], None]) -> dict[str, float]:
+    """Take one step: seconds of it, "step", and of the calls of PC's schedule in it."""
+    spans: list[tuple[str, object, object]] = []
 
-    def __init__(self, trainer: Trainer, clock: Clock) -> None:
-        self._trainer, self._clock = trainer, clock
-        self._spans: list[tuple[str, object, object]] = []
-        self._starts: dict[str, object] = {}
-
-    def take(self, step: Callable[[], None]) -> dict[str, float]:
-        """Take one step; "rest" is clipping, data and Python."""
-        trainer = self._trainer
-        schedule = getattr(trainer, "pc_schedule", None)
-        with contextlib.ExitStack() as undo:
-            self._wrap(undo, trainer, "forward_backward_step", before="forward", after="backward")
-            self._wrap(undo, trainer, "loss_fn", after="forward", then="backward")
-            self._wrap(undo, trainer.optimizers, "step", before="optimizer", after="optimizer")
-            if schedule is not None:
-                for name in ("pull_back", "restore_raw", "materialise"):
-                    self._wrap(undo, schedule, name, before=name, after=name)
-            elif not trainer.job_config.compile.enable:  # the inside of a compiled graph cannot be timed
-                undo.enter_context(mock.patch.object(pc.linear, "effective_weight", self._timed_effective_weight))
-                self._wrap(undo, pc.linear.PCLinear, "refresh", before="power iteration", after="power iteration")
-            self._start("step")
-            step()
-            self._stop("step")
-        parts: dict[str, float] = defaultdict(float)
-        for part, start, end in self._spans:
-            parts[part] += self._clock.seconds(start, end)
-        for outer, inside in PARTS_WITHIN.items():
-            parts[outer] -= sum(parts.get(part, 0.0) for part in inside)
-        parts["rest"] = 2 * parts["step"] - sum(parts.values())
-        return dict(parts)
-
-    def _start(self, part: str) -> None:
-        self._starts[part] = self._clock.now()
-
-    def _stop(self, part: str) -> None:
-        self._spans.append((part, self._starts.pop(part), self._clock.now()))
-
-    def _wrap(self, undo, owner, name: str, *, before: str = "", after: str = "", then: str = "") -> None:
-        original = getattr(owner, name)
-
-        def wrapped(*args, **kwargs):
-            if before:
-                self._start(before)
-            result = original(*args, **kwargs)
-            self._stop(after)
-            if then:
-                self._start(then)
+    def timed(name: str, function: Callable) -> Callable:
+        def call(*args, **kwargs):
+            start = clock.now()
+            result = function(*args, **kwargs)
+            spans.append((name, start, clock.now()))
             return result
 
-        undo.enter_context(mock.patch.object(owner, name, wrapped))
+        return call
 
-    def _timed_effective_weight(self, weight: Tensor, *others) -> Tensor:
-        """`effective_weight`; hooks on its tensors mark where the backward pass enters and leaves it."""
-        self._start("PC in forward")
-        weight = weight.view_as(weight)  # a tensor of this call alone
-        weight.register_hook(lambda _: self._stop("PC in backward"))
-        result = effective_weight(weight, *others)  # as it was imported, without the timer
-        result.register_hook(lambda _: self._start("PC in backward"))
-        self._stop("PC in forward")
-        return result
+    schedule = getattr(trainer, "pc_schedule", None)
+    with contextlib.ExitStack() as undo:
+        for name in ("pull_back", "restore_raw", "materialise") if schedule is not None else ():
+            undo.enter_context(mock.patch.object(schedule, name, timed(name, getattr(schedule, name))))
+        timed("step", step)()
+    parts: dict[str, float] = defaultdict(float)
+    for name, start, end in spans:
+        parts[name] += clock.seconds(start, end)
+    return dict(parts)
 
 
-_compiled = functools.cache(torch.compile)
+compile_once = functools.cache(torch.compile)
 
 
 @contextlib.contextmanager
@@ -226,100 +170,88 @@ def compiled_pc(enabled: bool):
     functions = [(pc.passes, "power_iteration_by_gram"), *((polynomial, n) for n in ("gram_matrix", "apply", "vjp"))]
     with contextlib.ExitStack() as undo:
         for owner, name in functions if enabled else ():
-            undo.enter_context(mock.patch.object(owner, name, _compiled(getattr(owner, name))))
+            undo.enter_context(mock.patch.object(owner, name, compile_once(getattr(owner, name))))
         yield
 
 
-def bytes_held(trainer: Trainer) -> int:
-    """Bytes of parameters, gradients, buffers, optimizer state and PC's state, each storage once."""
-    tensors: list[Tensor] = []
-    for model in trainer.model_parts:
-        tensors += [*model.parameters(), *model.buffers()]
-        tensors += [p.grad for p in model.parameters() if p.grad is not None]
-    for optimizer in trainer.optimizers.optimizers:
-        tensors += [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
-    tensors += pc_state(trainer)
-    storages = {local(t).untyped_storage().data_ptr(): local(t).untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
+class Measured:
+    """A variant's trainer, its steps and its memory."""
+
+    def __init__(self, variant: Variant, shape: dict[str, int | str], micro_batches: int, folder: str) -> None:
+        """Build the trainer and take two steps like the measured ones, with fewer micro-batches."""
+        before = _allocated()
+        self._variant, self._trainer = variant, build(variant, shape, micro_batches, folder)
+        self._batches = self._trainer.batch_generator(self._trainer.dataloader)
+        self._clock = Clock(dist.get_world_size())
+        self._steps: list[dict[str, float]] = []
+        self._peaks: list[float] = []
+        self._trainer.gradient_accumulation_steps = min(2, micro_batches)
+        for _ in range(2):
+            self._step()
+        self._trainer.gradient_accumulation_steps = micro_batches
+        self._held = _allocated() - before
+
+    def _step(self) -> None:
+        with compiled_pc(self._variant.compile_pc):
+            self._trainer.train_step(self._batches)
+
+    def measure(self) -> float:
+        """Take a step; returns its seconds."""
+        if ON_GPU:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        others = _allocated() - self._held
+        dist.barrier()
+        self._steps.append(timed_step(self._trainer, self._clock, self._step))
+        if ON_GPU:
+            self._peaks.append((torch.cuda.max_memory_allocated() - others) / GIB)
+        return self._steps[-1]["step"]
+
+    def result(self) -> dict:
+        training, metrics = self._trainer.job_config.training, self._trainer.metrics_processor
+        parts = {part: [step[part] for step in self._steps] for part in self._steps[0]}
+        seconds = parts.pop("step")
+        # per process
+        tokens = training.local_batch_size * training.seq_len * self._trainer.gradient_accumulation_steps
+        per_second = tokens / statistics.median(seconds)
+        return {
+            "seconds": seconds,
+            "tokens_per_step": tokens,
+            "tokens_per_second": per_second,
+            # TorchTitan's formula, which counts attention fully
+            "utilisation": metrics.num_flops_per_token * per_second / metrics.gpu_peak_flops if ON_GPU else None,
+            "peak_gib": self._peaks or None,
+            "parts": parts,
+        }
+
+    def close(self) -> None:
+        self._trainer.close()
 
 
-def pc_state(trainer: Trainer) -> list[Tensor]:
-    """Tensors of schedule "step" besides the plain model's."""
-    schedule = getattr(trainer, "pc_schedule", None)
-    layers = schedule.layers.values() if schedule is not None else ()
-    return [tensor for state in layers for tensor in (state.raw, state.u, state.v)]
+def _allocated() -> int:
+    """Bytes on the GPU; 0 without one."""
+    return torch.cuda.memory_allocated() if ON_GPU else 0
 
 
 def measure(row: Row, shape: dict[str, int | str], micro_batches: int, rounds: int) -> Iterator[dict]:
-    """Build all variants, warm up, and take `rounds` interleaved steps; yield all results so far after each round."""
-    is_gpu = utils.device_type == "cuda"
-    clock = Clock(is_gpu, dist.get_world_size())
+    """Take `rounds` interleaved steps of all variants; yield all results so far after each round."""
     register_specs()
-    trainers: dict[str, Trainer] = {}
+    measured: dict[str, Measured] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, variant in row.variants.items():
-            _say(f"building {name} ...")
-            trainers[name] = build(variant, shape, micro_batches, folder)
-        iterators = {name: trainer.batch_generator(trainer.dataloader) for name, trainer in trainers.items()}
-        parts: dict[str, list[dict[str, float]]] = {name: [] for name in trainers}
-        peaks: dict[str, list[float]] = {name: [] for name in trainers}
-
-        def step(name: str) -> None:
-            with compiled_pc(row.variants[name].compile_pc):
-                trainers[name].train_step(iterators[name])
-
-        for name, trainer in trainers.items():
-            _say(f"warming up {name} ...")
-            # Like a measured step except for the number of micro-batches.
-            trainer.gradient_accumulation_steps = min(2, micro_batches)
-            for _ in range(2):
-                step(name)
-            trainer.gradient_accumulation_steps = micro_batches
+            _say(f"building and warming up {name} ...")
+            measured[name] = Measured(variant, shape, micro_batches, folder)
         for index in range(rounds):
-            for name, trainer in trainers.items():
-                if is_gpu:
-                    torch.cuda.synchronize()
-                    torch.cuda.reset_peak_memory_stats()
-                    others = torch.cuda.memory_allocated() - bytes_held(trainer)
-                dist.barrier()
-                parts[name].append(Parts(trainer, clock).take(functools.partial(step, name)))
-                if is_gpu:
-                    peaks[name].append((torch.cuda.max_memory_allocated() - others) / GIB)
-                _say(f"round {index + 1}/{rounds}: {name} {parts[name][-1]['step']:.3f} s")
-            yield {
-                name: _variant_result(trainer, parts[name], peaks[name], micro_batches)
-                for name, trainer in trainers.items()
-            }
-        for trainer in trainers.values():
-            trainer.close()
+            for name, one in measured.items():
+                _say(f"round {index + 1}/{rounds}: {name} {one.measure():.3f} s")
+            yield {name: one.result() for name, one in measured.items()}
+        for one in measured.values():
+            one.close()
 
 
 def _say(line: str) -> None:
     if dist.get_rank() == 0:
         print(line, file=sys.stderr, flush=True)
-
-
-def _variant_result(trainer: Trainer, steps: list[dict[str, float]], peaks: list[float], micro_batches: int) -> dict:
-    training = trainer.job_config.training
-    parts = {part: [step[part] for step in steps] for part in steps[0]}
-    seconds = parts.pop("step")
-    tokens = training.local_batch_size * training.seq_len * micro_batches  # per process
-    per_second = tokens / statistics.median(seconds)
-    flops_per_token = trainer.metrics_processor.num_flops_per_token
-    peak_flops = trainer.metrics_processor.gpu_peak_flops if utils.device_type == "cuda" else None
-    return {
-        "seconds": seconds,
-        "tokens_per_step": tokens,
-        "tokens_per_second": per_second,
-        # TorchTitan's formula, which counts attention fully
-        "utilisation": flops_per_token * per_second / peak_flops if peak_flops else None,
-        "peak_gib": peaks or None,
-        "held_gib": bytes_held(trainer) / GIB,
-        "pc_state_gib": dist.get_world_size()
-        * sum(local(t).numel() * local(t).element_size() for t in pc_state(trainer))
-        / GIB,
-        "parts": parts,
-    }
 
 
 def figures(variants: dict[str, dict]) -> dict[str, dict[str, float]]:
@@ -337,15 +269,10 @@ def figures(variants: dict[str, dict]) -> dict[str, dict[str, float]]:
     for name, variant in variants.items():
         if variant["utilisation"]:
             result[f"utilisation {name}"] = _summary([variant["utilisation"]])
-        if variant["pc_state_gib"]:
-            result[f"PC state GiB per GPU of 8, {name}"] = _summary([variant["pc_state_gib"] / 8])
-    if list(variants) == ["step", "in graph"]:
-        on_pc = {
-            name: [sum(values) for values in zip(*(v for part, v in variant["parts"].items() if part in PARTS_OF_PC))]
-            for name, variant in variants.items()
-        }
-        ratios = [x / y for x, y in zip(on_pc["step"], on_pc["in graph"], strict=True)]
-        result["time on PC step / in graph"] = _summary(ratios)
+    if names == ["baseline", "step", "in graph"]:
+        rounds = zip(*(variant["seconds"] for variant in variants.values()), strict=True)
+        added = [(step - plain) / (in_graph - plain) for plain, step, in_graph in rounds]
+        result["time added by step / in graph"] = _summary(added)
     return result
 
 
@@ -355,32 +282,24 @@ def _summary(values: list[float]) -> dict[str, float]:
 
 def about_this_run(command: list[str], processes: int = 1) -> dict:
     """What is needed to repeat the measurement."""
-
-    def git(*words: str) -> str:
-        try:
-            done = subprocess.run(["git", *words], capture_output=True, text=True, cwd=CONFIGS.parent)
-        except OSError:  # git is not installed
-            return "unknown"
-        return done.stdout.strip() if done.returncode == 0 else "unknown"
-
-    is_gpu = utils.device_type == "cuda"
+    try:
+        describe = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+        commit = subprocess.run(describe, capture_output=True, text=True, cwd=ROOT).stdout.strip()
+    except OSError:  # git is not installed
+        commit = ""
     return {
         "command": " ".join(["python benchmarks/step.py", *command]),
-        "commit": git("rev-parse", "--short", "HEAD"),
-        "uncommitted": bool(
-            git("status", "--porcelain", "--", ":(glob)pc/*.py", "pc/titan", "benchmarks", "train_configs")
-        ),
+        "commit": commit or "unknown",
         "date": datetime.date.today().isoformat(),
-        "hardware": torch.cuda.get_device_name() if is_gpu else f"{len(os.sched_getaffinity(0))}-core CPU",
+        "hardware": hardware() if ON_GPU else f"{len(os.sched_getaffinity(0))}-core CPU",
         "threads": torch.get_num_threads(),
         "processes": processes,
-        "clock": Clock(is_gpu, processes).name,
-        "versions": {"python": platform.python_version(), **{p: version(p) for p in PACKAGES[:2]}},
+        "clock": Clock(processes).name,
+        "versions": {"python": platform.python_version(), **{p: version(p) for p in ("torch", "torchtitan")}},
     }
 
 
-@exit_on_user_error
-def main(arguments: list[str] | None = None) -> None:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("row", nargs="?", help=", ".join(ROWS))
     parser.add_argument("--output", type=Path, help="folder for ROW.json; printed otherwise")
@@ -390,7 +309,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--local-batch-size", type=int)
     parser.add_argument("--micro-batches", type=int)
     parser.add_argument("--rounds", type=int)
-    chosen = parser.parse_args(arguments)
+    return parser
+
+
+def _start_processes() -> None:
+    cpu.use_cpu_where_there_is_no_gpu()
+    backend = "nccl" if ON_GPU else "gloo"
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+@exit_on_user_error
+def main(arguments: list[str] | None = None) -> None:
+    chosen = _parser().parse_args(arguments)
     if chosen.table:
         print(table(chosen.table), end="")
         return
@@ -399,13 +333,7 @@ def main(arguments: list[str] | None = None) -> None:
     row = ROWS[chosen.row]
     changes = {key: getattr(chosen, key) for key in ("flavor", "seq_len", "local_batch_size") if getattr(chosen, key)}
     micro_batches, rounds = chosen.micro_batches or row.micro_batches, chosen.rounds or row.rounds
-    cpu.use_cpu_where_there_is_no_gpu()
-    backend = "nccl" if utils.device_type == "cuda" else "gloo"
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    _start_processes()
     if dist.get_world_size() < row.processes:
         raise UserError(
             f"row {chosen.row} is about several processes: torchrun --nproc-per-node 2 benchmarks/step.py {chosen.row}"

@@ -1,0 +1,169 @@
+"""Benchmarks with tiny shapes; a complete run of all_rows.py with `--tiny` is a soak test."""
+
+import gc
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import pc
+from helpers.tiny import add_tiny_flavor
+
+ROOT = Path(__file__).parents[2]
+SHAPE = ["--flavor", "tiny", "--seq-len", "16", "--local-batch-size", "2", "--micro-batches", "3", "--rounds", "2"]
+
+
+@pytest.fixture
+def step(monkeypatch):
+    """The module benchmarks/step.py, with a tiny flavor."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    add_tiny_flavor()
+    import step
+
+    yield step
+    gc.enable()  # TorchTitan's trainer turns it off
+
+
+@pytest.fixture
+def all_rows(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import all_rows
+
+    return all_rows
+
+
+def test_a_row_from_command_to_table(step, monkeypatch, tmp_path, capsys):
+    rows = sys.modules["rows"]
+    variants = {
+        "baseline": rows.Variant(rows.ADAMW, rows.EAGER),
+        "step": rows.Variant(rows.PC, rows.EAGER + rows.TF32),
+        "in graph": rows.Variant(rows.PC, rows.EAGER + rows.IN_GRAPH),
+    }
+    goals = (rows.Goal("time step / baseline", "<=", 1e9), rows.Goal("extra peak GiB step - baseline", "<=", 3.0))
+    monkeypatch.setitem(rows.ROWS, "small", rows.Row("of a test", variants, micro_batches=3, goals=goals))
+    step.main(["small", *SHAPE, "--output", str(tmp_path)])
+    record = json.loads((tmp_path / "small.json").read_text())
+    order = re.findall(r"round (\d)/2: (.+) [\d.]+ s", capsys.readouterr().err)
+    assert order == [(str(i), name) for i in (1, 2) for name in variants]  # A B A B
+    assert record["command"] == "python benchmarks/step.py small " + " ".join([*SHAPE, "--output", str(tmp_path)])
+    assert record["changed"] == {"flavor": "tiny", "seq_len": 16, "local_batch_size": 2}
+    assert record["versions"]["torchtitan"] and record["commit"] and record["date"]
+
+    plain, in_step, in_graph = (record["variants"][name] for name in variants)
+    assert plain["tokens_per_step"] == 2 * 16 * 3 and not plain["parts"]
+    assert {"pull_back", "restore_raw", "materialise"} == set(in_step["parts"])
+    for index, seconds in enumerate(in_step["seconds"]):
+        assert 0 < sum(values[index] for values in in_step["parts"].values()) < seconds
+    times = list(zip(*(of["seconds"] for of in (plain, in_step, in_graph)), strict=True))
+    ratios, added = [b / a for a, b, _ in times], [(b - a) / (c - a) for a, b, c in times]
+    for name, values in (("time step / baseline", ratios), ("time added by step / in graph", added)):
+        found = record["figures"][name]
+        assert (min(values), max(values), 2) == (found["smallest"], found["largest"], found["n"])
+
+    # goals apply only to the row's own shapes
+    printed = rows.table(tmp_path)
+    assert re.search(r"\| small \| time step / baseline \| +\| [\d.e+-]+ \(.*n = 2\) \| +\|", printed)
+    assert "| paper-batch | time pc / baseline | <= 1.003 | not run |" in printed
+    record["changed"] = {}
+    (tmp_path / "small.json").write_text(json.dumps(record))
+    printed = rows.table(tmp_path)
+    assert re.search(r"\| small \| time step / baseline \| <= 1000000000.0 \| .* \| yes \|", printed)
+    assert "| small | extra peak GiB step - baseline | <= 3.0 | not measured |" in printed
+
+
+VARIANT = {"seconds": [1.0], "peak_gib": [3.0], "utilisation": 0.5}
+
+
+def test_a_row_that_breaks_off_keeps_its_rounds(step, monkeypatch, tmp_path):
+    def measure(*_):
+        yield {"baseline": VARIANT, "pc": VARIANT}
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(step, "measure", measure)
+    with pytest.raises(torch.OutOfMemoryError):
+        step.main(["pc", "--output", str(tmp_path)])
+    record = json.loads((tmp_path / "pc.json").read_text())
+    assert record["figures"]["time pc / baseline"]["n"] == 1 < record["rounds"]
+
+
+def test_every_goal_is_a_figure_and_every_variant_loads(step):
+    seconds = {"baseline": 1.0, "step": 2.0}
+    for name, row in sys.modules["rows"].ROWS.items():
+        made_up = {variant: VARIANT | {"seconds": [seconds.get(variant, 3.0)]} for variant in row.variants}
+        assert {goal.figure for goal in row.goals} <= set(step.figures(made_up)), name
+        for variant in row.variants.values():
+            step.load_config(step.CONFIGS / variant.config, list(variant.overrides))
+
+
+def test_compiled_pc_is_the_same(step, monkeypatch):
+    # traced as usual, but not lowered, which takes half a minute
+    monkeypatch.setattr(step, "compile_once", lambda function: torch.compile(function, backend="eager", fullgraph=True))
+    generator = torch.Generator().manual_seed(0)
+    weight, gradient = torch.randn(2, 1, 6, 9, generator=generator, dtype=torch.float64)
+    gamma, u, v = (torch.eye(n, dtype=torch.float64)[:1] for n in (1, 6, 9))
+
+    def both_passes():
+        vectors = gamma, u, v
+        return (
+            *pc.passes.materialise(pc.PCConfig(), weight, *vectors),
+            *pc.passes.pull_back(pc.PCConfig(), weight, gradient, *vectors),
+        )
+
+    expected, plain = both_passes(), pc.polynomial.vjp
+    with step.compiled_pc(True):
+        assert pc.polynomial.vjp is not plain
+        torch.testing.assert_close(both_passes(), expected)
+    assert pc.polynomial.vjp is plain
+
+
+def test_all_rows_goes_on_where_it_stopped(all_rows, monkeypatch, tmp_path, capsys):
+    ran = tmp_path / "ran"
+    note = f"open({str(ran)!r}, 'a').write"
+
+    def task(name, code, seconds=60):
+        return all_rows.Task(name, [sys.executable, "-c", f"{note}('{name} '); {code}"], seconds)
+
+    chosen = [
+        task("good", ""),
+        task("bad", "raise SystemExit('error: no such thing')"),
+        task("slow", "import time; time.sleep(600)", 3),
+        task("last", ""),
+    ]
+    monkeypatch.setattr(all_rows, "tasks", lambda output, tiny: chosen)
+    words = ["--tiny", "--minutes", "5", "--output", str(tmp_path / "out")]
+    all_rows.main(words)
+    state = json.loads((tmp_path / "out" / "all_rows.json").read_text())["state"]
+    assert state == {"good": "done", "bad": "failed: error: no such thing", "slow": "over 3 s", "last": "done"}
+    all_rows.main(words)  # finished tasks are not repeated
+    assert ran.read_text().split() == ["good", "bad", "slow", "last", "bad", "slow"]
+    assert "| bad | failed: error: no such thing |" in (tmp_path / "out" / "README.md").read_text()
+
+    monkeypatch.setattr(all_rows, "tasks", lambda output, tiny: [task("new", "")])
+    all_rows.main([*words[:1], "--minutes", "0.1", *words[3:]])  # too little time to start anything
+    assert "new" not in ran.read_text() and "repeat the command" in capsys.readouterr().out
+
+
+def test_all_rows_has_every_row_for_one_gpu(all_rows, step):
+    # "exchange" needs several GPUs, the last two are for a CPU
+    assert set(step.ROWS) - set(all_rows.ORDER) == {"exchange", "stock-cpu", "schedules"}
+    assert set(all_rows.ORDER) <= set(step.ROWS)
+
+
+@pytest.mark.soak
+def test_all_rows_with_tiny_shapes(tmp_path):
+    """From a clone that is not installed. Twice: the second has nothing left to do."""
+    subprocess.run(["git", "clone", "-q", str(ROOT), str(tmp_path / "clone")], check=True)
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    words = [sys.executable, "benchmarks/all_rows.py", "--tiny", "--minutes", "60", "--output", str(tmp_path)]
+    for _ in range(2):
+        done = subprocess.run(words, cwd=tmp_path / "clone", env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+    state = json.loads((tmp_path / "all_rows.json").read_text())["state"]
+    assert set(state.values()) == {"done"}, state
+    passes = json.loads((tmp_path / "passes.json").read_text())
+    assert len(passes["seconds"]["pull back"]["tf32"]) == 3
