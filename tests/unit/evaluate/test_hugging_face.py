@@ -86,9 +86,8 @@ def test_folder_loads_with_transformers_alone(pc_export, tmp_path):
     assert done.stdout.strip() == "LlamaForCausalLM torch.float32 32000 [1, 22557] 1 2"
 
 
-def test_shards_and_dtype(tmp_path, pc_run):
-    out = hugging_face.export(pc_run.checkpoint, tmp_path / "out", dtype="bfloat16", max_shard_size="20MB")
-    assert len(list(out.glob("*.safetensors"))) > 1
+def test_another_dtype(tmp_path, pc_run):
+    out = hugging_face.export(pc_run.checkpoint, tmp_path / "out", dtype="bfloat16")
     llama, _ = hugging_face.load(out)
     assert {parameter.dtype for parameter in llama.parameters()} == {torch.bfloat16}
     assert torch.equal(llama.lm_head.weight, pc_run.model.output.weight.bfloat16())
