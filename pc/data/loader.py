@@ -32,18 +32,22 @@ Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 class Sequences(Dataset):
-    """Sequences by position.
+    """Sequences of a split by position.
 
-    length: sequences per epoch. limit: number of positions; None = endless.
+    length: sequences per epoch. limit: number of positions, at most `limit_sequences`; None, in training: endless.
     """
 
-    limit: int | None = None
-
-    def __init__(self, stream: TokenStream, seq_len: int, seed: int):
-        self.stream = stream
+    def __init__(self, manifest: Manifest, split: str, seq_len: int, seed: int, limit_sequences: int | None):
+        self.stream = TokenStream(manifest, split)
         self.seq_len = seq_len
-        self.seed = seed
-        self.length = max(0, (len(stream) - 1) // seq_len)
+        self.seed = seed if split == "train" else VALIDATION_SEED
+        self.length = (len(self.stream) - 1) // seq_len
+        if self.length < 1:
+            raise UserError(
+                f"the {split} split of {manifest.folder} has {len(self.stream)} tokens, too few for one sequence of "
+                f"seq_len + 1 = {seq_len + 1}"
+            )
+        self.limit = None if split == "train" else min(limit_sequences or self.length, self.length)
 
     def tokens(self, position: int) -> np.ndarray:
         """The tokens at a position [seq_len + 1]: inputs, and labels shifted by one."""
@@ -195,21 +199,12 @@ def build_dataloader(
             f"{path} was tokenised with {manifest.tokenizer.name!r} of {manifest.vocab_size} entries, "
             f"but the model's vocabulary has {vocab_size}"
         )
-    stream = TokenStream(manifest, split)
-    is_training = split == "train"
-    sequences = Sequences(stream, seq_len, seed if is_training else VALIDATION_SEED)
-    if sequences.length == 0:
-        raise UserError(
-            f"the {split} split of {path} has {len(stream)} tokens, too few for one sequence of "
-            f"seq_len + 1 = {seq_len + 1}"
+    sequences = Sequences(manifest, split, seq_len, seed, limit_sequences)
+    if limit_sequences and sequences.length < limit_sequences and dp_rank == 0:
+        logger.warning(
+            f"The {split} split of {path} has {sequences.length} sequences of {seq_len} tokens; "
+            f"all are used instead of the {limit_sequences} requested."
         )
-    if not is_training:
-        sequences.limit = min(limit_sequences or sequences.length, sequences.length)
-        if limit_sequences and sequences.limit < limit_sequences and dp_rank == 0:
-            logger.warning(
-                f"The {split} split of {path} has {sequences.length} sequences of {seq_len} tokens; "
-                f"all are used instead of the {limit_sequences} requested."
-            )
     return GlobalOrderLoader(
         sequences,
         {

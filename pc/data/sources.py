@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from pc.errors import UserError
 
 PARQUET, JSON_LINES = (".parquet",), (".jsonl", ".json")
+HUB_DATASET = re.compile(r"[\w.-]+/[\w.-]+")
 BLOCK = 16 * 10**6
 """Bytes of a part of a JSON lines file. It determines the units of work."""
 
@@ -47,7 +48,7 @@ def find_files(source: str, subset: str | None = None) -> list[str]:
     """The files of `source`: a file, a folder, a glob pattern or a Hub dataset `owner/name`."""
     files = find_local_files(source)
     if files is None:
-        if not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
+        if not HUB_DATASET.fullmatch(source):
             raise UserError(f"--input {source} is not a file, folder, glob pattern or Hub dataset owner/name")
         files = find_hub_files(source, subset)
     elif subset is not None:

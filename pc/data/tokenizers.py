@@ -144,16 +144,8 @@ class TiktokenTokenizer(Tokenizer):
             ) from error
         except Exception as error:  # tiktoken downloads an encoding when first used
             raise UserError(f"tiktoken could not download its encoding {name!r}: {error}") from error
-        # tiktoken encodings have no file, so write their definition to one that can be hashed.
-        ranks = sorted(self._model._mergeable_ranks.items(), key=lambda item: item[1])
-        definition = {
-            "name": name,
-            "pattern": self._model._pat_str,
-            "special": self._model._special_tokens,
-            "ranks_sha256": hashlib.sha256(b"\n".join(b"%s %d" % (t.hex().encode(), r) for t, r in ranks)).hexdigest(),
-        }
-        files = {"tiktoken.json": json.dumps(definition, indent=1, sort_keys=True).encode()}
-        super().__init__(name, self._model.n_vocab, None, self._model._special_tokens.get("<|endoftext|>"), files)
+        # The name is enough: tiktoken compares what it downloads with a checksum.
+        super().__init__(name, self._model.n_vocab, None, self._model.eot_token, {"tiktoken.txt": name.encode()})
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self._model.encode_ordinary(text) for text in texts]

@@ -12,6 +12,7 @@ from pc.common import markdown
 from pc.common.plots import short_tokens
 from pc.common.run_folder import METRICS, read_log
 from pc.data import Manifest
+from pc.data.sources import HUB_DATASET
 from pc.errors import UserError
 from pc.evaluate.plain_weights import RunCheckpoint
 from pc.evaluate.tables import scores_of
@@ -40,8 +41,9 @@ def model_card(run: RunCheckpoint, model: LlamaForCausalLM, dtype: str, scores: 
         "pipeline_tag": "text-generation",
         "tags": ["llama", "pc-layer"],
     }
-    if data is not None and not Path(data.source.get("input", "/")).exists():
-        header["datasets"] = [data.source["input"]]
+    source = data.source.get("input", "") if data else ""
+    if HUB_DATASET.fullmatch(source) and not Path(source).exists():
+        header["datasets"] = [source]
     name = f"{run.path.parent.parent.name}, step {run.step}"
     rows = [
         ("base", _base(run)),

@@ -1,6 +1,7 @@
 """Export: the same function as the trainer's model, in a self-contained folder."""
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,7 +13,7 @@ from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAda
 
 from helpers.made_runs import make_run
 from pc import PCConfig, UserError
-from pc.evaluate import hugging_face, plain_weights
+from pc.evaluate import hugging_face
 from pc.titan.llama2 import FLAVORS
 
 # Both models sum the same float32 products, in other orders (attention heads are permuted for the two RoPE
@@ -20,18 +21,7 @@ from pc.titan.llama2 import FLAVORS
 # (measured); 32 leaves room for other kernels. Unpermuted heads are off by 10^5 times as much.
 ROUNDINGS = 32
 
-STEP_2, STEP_4 = PCConfig(level=2, schedule="step"), PCConfig(level=4, schedule="step")
-FORWARD_4 = PCConfig(level=4, blocks=("o", "gate"), schedule="forward")
-NO_GAMMA = PCConfig(level={"o": 2, "ffn": 4}, learnable_gamma=False, norm_recovery=False, schedule="forward")
-
-
-@torch.no_grad()
-def logits_of(trainers, llama, tokens):
-    return trainers(tokens), llama(tokens).logits
-
-
-def distance_in_roundings(ours, theirs):
-    return ((ours - theirs).abs().max() / (ours.abs().max() * torch.finfo(torch.float32).eps)).item()
+FORWARD = PCConfig(level={"o": 2, "ffn": 4}, learnable_gamma=False, norm_recovery=False, schedule="forward")
 
 
 @pytest.fixture
@@ -39,39 +29,45 @@ def tokens():
     return torch.randint(0, 32_000, (2, 192), generator=torch.Generator().manual_seed(0))
 
 
+@torch.no_grad()
+def distance_in_roundings(run, tokens):
+    """Largest difference of logits between the trainer's model and that of its checkpoint."""
+    llama, _ = hugging_face.load(run.checkpoint)
+    ours, theirs = run.model(tokens), llama(tokens).logits
+    return ((ours - theirs).abs().max() / (ours.abs().max() * torch.finfo(torch.float32).eps)).item()
+
+
 @pytest.mark.parametrize(
     ("flavor", "config"),
     [
-        ("debug", None), ("debug", STEP_2), ("debug", STEP_4), ("debug", FORWARD_4), ("debug", NO_GAMMA),
-        *(pytest.param("60M", config, marks=pytest.mark.soak) for config in (None, STEP_2, STEP_4)),
+        ("debug", None), ("debug", FORWARD),
+        *(pytest.param("60M", config, marks=pytest.mark.soak) for config in (None, PCConfig(schedule="step"))),
     ],
 )  # fmt: skip
 def test_logits_equal_the_trainers(tmp_path, data_folder, tokens, flavor, config):
     run = make_run(tmp_path / "run", data_folder, config, flavor)
-    llama, _ = hugging_face.load(run.checkpoint)
-    assert distance_in_roundings(*logits_of(run.model, llama, tokens)) < ROUNDINGS
+    assert distance_in_roundings(run, tokens) < ROUNDINGS
 
 
-def test_logits_of_the_folder_are_bitwise_those_in_memory(pc_run, pc_export, tokens):
-    in_memory, _ = hugging_face.load(pc_run.checkpoint)
-    from_disk, _ = hugging_face.load(pc_export)
+def test_an_unpermuted_head_or_raw_weights_would_be_seen(pc_run, pc_export, tokens, monkeypatch):
+    assert distance_in_roundings(pc_run, tokens) < ROUNDINGS
     with torch.no_grad():
-        assert torch.equal(in_memory(tokens).logits, from_disk(tokens).logits)
+        exported, in_memory = (hugging_face.load(path)[0](tokens).logits for path in (pc_export, pc_run.checkpoint))
+    assert torch.equal(exported, in_memory)
+    with monkeypatch.context() as changed:
+        changed.setattr(Llama3StateDictAdapter, "_permute", lambda self, weight, *_: weight)
+        assert distance_in_roundings(pc_run, tokens) > 1000 * ROUNDINGS
+    load = hugging_face.plain_weights.load
 
+    def load_raw(path):
+        run = load(path)
+        key = "pc.layers.0.attention.wo.raw"
+        raw = hugging_face.plain_weights.CheckpointFolder(path).read_tensors([key])
+        run.weights["layers.0.attention.wo.weight"] = raw[key]
+        return run
 
-def test_control_an_unpermuted_head_is_seen(pc_run, tokens, monkeypatch):
-    monkeypatch.setattr(Llama3StateDictAdapter, "_permute", lambda self, weight, *_: weight)
-    llama, _ = hugging_face.load(pc_run.checkpoint)
-    assert distance_in_roundings(*logits_of(pc_run.model, llama, tokens)) > 1000 * ROUNDINGS
-
-
-def test_control_raw_weights_are_seen(tmp_path, data_folder, tokens):
-    run = make_run(tmp_path / "run", data_folder, STEP_4)
-    state = plain_weights.load(run.checkpoint)
-    raw = plain_weights.CheckpointFolder(run.checkpoint).read_tensors(["pc.layers.0.attention.wo.raw"])
-    state.weights["layers.0.attention.wo.weight"] = raw["pc.layers.0.attention.wo.raw"]
-    llama = hugging_face.to_llama(state.weights, state.model_args)
-    assert distance_in_roundings(*logits_of(run.model, llama, tokens)) > 1000 * ROUNDINGS
+    monkeypatch.setattr(hugging_face.plain_weights, "load", load_raw)
+    assert distance_in_roundings(pc_run, tokens) > 1000 * ROUNDINGS
 
 
 def test_folder_loads_with_transformers_alone(pc_export, tmp_path):
@@ -87,8 +83,7 @@ def test_folder_loads_with_transformers_alone(pc_export, tmp_path):
 
 
 def test_another_dtype(tmp_path, pc_run):
-    out = hugging_face.export(pc_run.checkpoint, tmp_path / "out", dtype="bfloat16")
-    llama, _ = hugging_face.load(out)
+    llama, _ = hugging_face.load(hugging_face.export(pc_run.checkpoint, tmp_path / "out", dtype="bfloat16"))
     assert {parameter.dtype for parameter in llama.parameters()} == {torch.bfloat16}
     assert torch.equal(llama.lm_head.weight, pc_run.model.output.weight.bfloat16())
 
@@ -102,11 +97,10 @@ def test_a_model_may_have_more_rows_than_its_tokenizer_has_entries(tmp_path, dat
         hugging_face.load(run.checkpoint, tokenizer="mistral-common")
     run = make_run(tmp_path / "fewer", data_folder, None, vocab_size=31_000)
     with pytest.raises(UserError, match="the model has 31000 tokens, its tokenizer 32000"):
-        hugging_face.export(run.checkpoint, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+        hugging_face.load(run.checkpoint)
 
 
-def test_data_that_moved_away(tmp_path, data_folder):
+def test_data_that_moved_away(tmp_path):
     run = make_run(tmp_path / "run", tmp_path / "nowhere", None)
     with pytest.raises(UserError, match=r"nowhere.*restore it, or export .* scripts/export_hf\.py --tokenizer"):
         hugging_face.load(run.checkpoint)
@@ -127,98 +121,69 @@ def test_an_export_is_written_whole_or_not_at_all(tmp_path, pc_run, monkeypatch)
     assert list((tmp_path / "new").iterdir()) == []
 
 
-def tampered(pc_export, folder, change_tensors=lambda tensors: None, change_config=lambda config: None):
-    folder.mkdir()
-    for path in pc_export.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
+def tampered(pc_export, folder, change_tensors=lambda tensors: None, **config):
+    """A copy of the export with changed tensors and settings."""
+    shutil.copytree(pc_export, folder)
     tensors = load_file(folder / "model.safetensors")
     change_tensors(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    change_config(config)
-    (folder / "config.json").write_text(json.dumps(config))
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | config))
     return folder
 
 
-def drop(tensors):
-    del tensors["model.layers.2.mlp.up_proj.weight"]
-
-
-def add(tensors):
-    tensors["model.layers.4.mlp.up_proj.weight"] = torch.zeros(2)
-
-
-def reshape(tensors):
-    tensors["model.norm.weight"] = torch.zeros(3)
+UP = "model.layers.{}.mlp.up_proj.weight"
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "loading", "starting"),
     [
-        (drop, r"tensor model\.layers\.2\.mlp\.up_proj\.weight is missing"),
-        (add, r"tensor model\.layers\.4\.mlp\.up_proj\.weight is unexpected"),
-        (reshape, r"tensor model\.norm\.weight has shape \[3\], the model of config\.json \[256\]"),
+        (lambda t: t.pop(UP.format(2)), r"up_proj\.weight is missing", r"up_proj\.weight is missing"),
+        (lambda t: t.update({UP.format(4): torch.zeros(2)}), "4.* is unexpected", "4.* does not belong"),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(3)}),
+            r"norm\.weight has shape \[3\], the model of config\.json \[256\]",
+            r"norm\.weight has shape \[3\], the model \[256\]",
+        ),
     ],
 )
-def test_folder_with_wrong_tensors_is_refused(tmp_path, pc_export, change, message):
+def test_wrong_tensors_are_refused(tmp_path, pc_export, change, loading, starting):
+    """transformers, and TorchTitan at the start of a run, would fill, drop or cut them."""
+    folder = tampered(pc_export, tmp_path / "bad", change)
+    with pytest.raises(UserError, match=loading):
+        hugging_face.load(folder)
+    with pytest.raises(UserError, match=starting):
+        hugging_face.require_start_folder(folder, replace(FLAVORS["debug"], max_seq_len=256))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, ""),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_parameters"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings True, the run's model False"),
+        ({"hidden_size": 512}, "hidden_size 512, the run's model 256"),
+        ({"model_type": "qwen3"}, "model_type 'qwen3'"),
+    ],
+)
+def test_a_folder_that_starts_a_run_has_its_architecture(tmp_path, pc_export, config, message):
+    folder, args = tampered(pc_export, tmp_path / "folder", **config), replace(FLAVORS["debug"], max_seq_len=256)
+    if not message:
+        return hugging_face.require_start_folder(folder, args)
     with pytest.raises(UserError, match=message):
-        hugging_face.load(tampered(pc_export, tmp_path / "bad", change))
+        hugging_face.require_start_folder(folder, args)
 
 
-def test_folder_with_foreign_code_is_not_executed(tmp_path, pc_export):
-    """A folder that requires its own Python file is refused, and the file does not run."""
-    marker = tmp_path / "executed"
-
-    def ask_for_code(config):
-        config |= {
-            "model_type": "mine",
-            "auto_map": {"AutoConfig": "mine.C", "AutoModelForCausalLM": "mine.M"},
-        }
-
-    folder = tampered(pc_export, tmp_path / "bad", change_config=ask_for_code)
-    (folder / "mine.py").write_text(f"open({str(marker)!r}, 'w')\n")
+def test_nothing_in_a_folder_is_executed(tmp_path, pc_export):
+    """Neither its own Python file nor a pickle."""
+    code = {"AutoConfig": "mine.C", "AutoModelForCausalLM": "mine.M"}
+    folder = tampered(pc_export, tmp_path / "code", model_type="mine", auto_map=code)
+    (folder / "mine.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
     with pytest.raises(UserError):
         hugging_face.load(folder)
-    assert not marker.exists()
-
-
-def test_pickled_weights_are_not_loaded(tmp_path, pc_export):
-    folder = tampered(pc_export, tmp_path / "bad")
+    assert not (tmp_path / "executed").exists()
+    folder = tampered(pc_export, tmp_path / "pickle")
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     with pytest.raises(UserError, match="safetensors"):
         hugging_face.load(folder)
-
-
-DEBUG = replace(FLAVORS["debug"], max_seq_len=256)
-
-
-def set_theta(config):
-    config["rope_parameters"]["rope_theta"] = 500_000.0
-
-
-def tie(config):
-    config["tie_word_embeddings"] = True
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"change_tensors": drop}, r"tensor model\.layers\.2\.mlp\.up_proj\.weight is missing"),
-        ({"change_tensors": add}, r"tensor model\.layers\.4\.mlp\.up_proj\.weight does not belong"),
-        ({"change_tensors": reshape}, r"tensor model\.norm\.weight has shape \[3\], the model \[256\]"),
-        ({"change_config": set_theta}, "rope_parameters"),
-        ({"change_config": tie}, "tie_word_embeddings True, the run's model False"),
-        ({"change_config": lambda config: config.update(num_attention_heads=8)}, "num_attention_heads 8"),
-        ({"change_config": lambda config: config.update(model_type="qwen3")}, "model_type 'qwen3'"),
-    ],
-)
-def test_folder_that_cannot_start_a_run(tmp_path, pc_export, change, message):
-    with pytest.raises(UserError, match=message):
-        hugging_face.require_start_folder(tampered(pc_export, tmp_path / "bad", **change), DEBUG)
-
-
-def test_folder_that_can_start_a_run(pc_export):
-    hugging_face.require_start_folder(pc_export, DEBUG)
-    with pytest.raises(UserError, match="hidden_size 256, the run's model 512"):
-        hugging_face.require_start_folder(pc_export, FLAVORS["60M"])

@@ -37,19 +37,17 @@ def rewritten(folder, change):
     dcp.save(entries, checkpoint_id=str(folder), no_dist=True)
 
 
-def test_weights_are_the_trainers(pc_run):
+def same(weights, model):
+    expected = model.state_dict()
+    return weights.keys() == expected.keys() and all(torch.equal(weights[key], expected[key]) for key in expected)
+
+
+def test_weights_are_the_trainers(pc_run, tmp_path, data_folder):
     run = plain_weights.load(pc_run.checkpoint)
-    expected = pc_run.model.state_dict()
-    assert run.weights.keys() == expected.keys()
-    assert all(torch.equal(run.weights[key], expected[key]) for key in expected)
+    assert same(run.weights, pc_run.model)
     assert (run.step, run.method["level"], run.model_args.max_seq_len) == (7, 4, 256)
-
-
-def test_schedule_forward_evaluates_pc(tmp_path, data_folder):
-    made = make_run(tmp_path / "run", data_folder, PCConfig(level=2, schedule="forward"))
-    weights = plain_weights.load(made.checkpoint).weights
-    expected = made.model.state_dict()
-    assert all(torch.equal(weights[key], expected[key]) for key in expected)
+    forward = make_run(tmp_path / "run", data_folder, PCConfig(level=2, schedule="forward"))
+    assert same(plain_weights.load(forward.checkpoint).weights, forward.model)
 
 
 @pytest.mark.parametrize(
@@ -68,20 +66,17 @@ def test_every_tensor_is_accounted_for(copied, change, message):
         plain_weights.load(copied)
 
 
-def test_model_only_checkpoint_of_schedule_step_is_plain(copied, pc_run):
+def test_a_checkpoint_of_the_model_alone(copied, pc_run):
+    """Schedule "step" saves PC(W) as the weight; "forward" W, which is no model without gamma, u and v."""
+
     def only_the_model(entries):
         for key in [key for key in entries if key.startswith(("pc.", "method", "optimizer.", "train_state."))]:
             del entries[key]
 
     rewritten(copied, only_the_model)
-    weights = plain_weights.load(copied).weights
-    assert all(torch.equal(weights[key], tensor) for key, tensor in pc_run.model.state_dict().items())
-
-
-def test_model_only_checkpoint_of_schedule_forward_is_refused(copied):
+    assert same(plain_weights.load(copied).weights, pc_run.model)
     config = copied.parent.parent / "config.toml"
     config.write_text(config.read_text() + 'schedule = "forward"\n')
-    rewritten(copied, lambda entries: entries.pop("method"))
     with pytest.raises(UserError, match="raw weights"):
         plain_weights.load(copied)
 
@@ -159,5 +154,4 @@ def test_written_by_three_ranks(tmp_path, plain_run):
     folder = tmp_path / "run" / "checkpoint" / "step-8"
     run_ranks(3, _save_sharded, plain_run.model.state_dict(), folder)
     assert len(list(folder.glob("*.distcp"))) == 3
-    weights = plain_weights.load(folder).weights
-    assert all(torch.equal(weights[key], tensor) for key, tensor in plain_run.model.state_dict().items())
+    assert same(plain_weights.load(folder).weights, plain_run.model)
