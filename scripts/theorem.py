@@ -22,7 +22,7 @@ def main() -> None:
     region = theorem.bound(problem)
     plain = theorem.descend(problem, region, arguments.steps)
     with_pc = theorem.descend(problem, region, arguments.steps, arguments.level)
-    print(theorem.report(problem, region, plain, with_pc, arguments.level))
+    print(theorem.report(region, plain, with_pc, arguments.level))
     print(theorem.plot(region, plain, with_pc, arguments.level, arguments.output))
 
 

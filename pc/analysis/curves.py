@@ -26,9 +26,9 @@ class Comparison:
     reached_at_tokens: float | None
     """Tokens at which the run reaches the reference's final loss; None if it never does."""
     speedup: float | None
-    """How many times fewer tokens the better run needs to reach the other's final loss: above 1 if this run is faster,
-    below 1 if the reference is. None if neither reaches it, or if the run never reaches the reference's and the
-    reference needs no fewer tokens for the run's, as far as its validations tell: the run may only be short."""
+    """Above 1: the run reached the reference's final loss with so many times fewer tokens. Below 1: it never did, and the
+    reference reached the run's final loss with this fraction of the run's tokens. None: neither happened; the run may
+    only have ended early."""
 
 
 def tokens_to_reach(series: Series, loss: float) -> float | None:
@@ -52,20 +52,19 @@ def compare(runs: Sequence[RunLog]) -> list[Comparison]:
     rows = []
     for run in runs:
         series = run.require(VALIDATION, _REMEDY)
-        reached = tokens_to_reach(series, reference.values[-1])
-        speedup = None
-        if run is runs[0]:
-            reached, speedup = float(reference.tokens[-1]), 1.0
-        elif reached is not None:
-            speedup = reference.tokens[-1] / reached
-        else:
-            reference_reached = tokens_to_reach(reference, series.values[-1])
-            if reference_reached is not None and reference_reached < series.tokens[-1]:
-                speedup = reference_reached / series.tokens[-1]
-        final, tokens = series.values[-1], series.tokens[-1]
+        tokens, final = series.tokens[-1], series.values[-1]
+        reached = float(tokens) if run is runs[0] else tokens_to_reach(series, reference.values[-1])
+        speedup = _speedup(reference, series, reached)
         difference = final - reference.values[-1]
         rows.append(Comparison(run.name, series.steps[-1], tokens, final, difference, reached, speedup))
     return rows
+
+
+def _speedup(reference: Series, run: Series, reached: float | None) -> float | None:
+    if reached is not None:
+        return reference.tokens[-1] / reached
+    by_reference = tokens_to_reach(reference, run.values[-1])
+    return by_reference / run.tokens[-1] if by_reference is not None and by_reference < run.tokens[-1] else None
 
 
 def table(rows: Sequence[Comparison]) -> str:

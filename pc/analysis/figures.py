@@ -18,8 +18,8 @@ def draw_curves(paths: Sequence[Path], output: Path) -> None:
     table = curves.table(rows)
     print(table)
     print(curves.plot(runs, rows, output))
-    contents = {"summary.md": table, "summary.json": json.dumps([asdict(row) for row in rows], indent=2) + "\n"}
-    for name, content in contents.items():
+    finite = [{key: value for key, value in asdict(row).items() if value == value} for row in rows]  # JSON has no NaN
+    for name, content in {"summary.md": table, "summary.json": json.dumps(finite, indent=2) + "\n"}.items():
         write_atomically(output / name, content)
         print(output / name)
     _print_or_explain("activation sizes", signals.plot_activation_rms, runs, output)
@@ -37,7 +37,7 @@ def draw_sweeps(folders: Sequence[Path], baselines: Sequence[Path], output: Path
 
 def draw_spectra(sources: Sequence[Path], output: Path, layers: Sequence[int] | None) -> None:
     """Singular values, histograms, quantile curves, condition numbers; GMCN of run folders."""
-    all_spectra = spectra.with_unique_names([spectra.of_source(source, output) for source in sources])
+    all_spectra = spectra.of_sources(sources, output)
     for item in all_spectra:
         if not item.pc_blocks:
             print(f"{item.name}, step {item.step}: without PC, so its effective weights are its raw weights")

@@ -1,6 +1,5 @@
-"""Plots and quality figures of the maps that PC applies to singular values."""
+"""Plots and tables of the maps that PC applies to singular values."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,34 +11,6 @@ from pc.config import PCConfig
 from pc.errors import UserError
 
 INTERVAL = (0.0, 1.1)
-
-
-@dataclass(frozen=True)
-class Quality:
-    """Quality of a map on [0, 1.1] against the target min(sigma / b, 1)."""
-
-    largest_error: float
-    weighted_error: float
-    """Root mean square error with weight sigma^4, as in the paper's fit."""
-    largest_amplification: float
-    """Largest g(sigma) / sigma: how much a small singular value grows. It is `p(0)` for the paper's maps."""
-    largest_value: float
-    at_one: float
-
-
-def quality(map: polynomial.Map, cutoff: float) -> Quality:
-    """Measure a map on a grid of 20,001 points of [0, 1.1]."""
-    sigma = torch.linspace(*INTERVAL, 20_001, dtype=torch.float64)[1:]
-    value = polynomial.evaluate(map, sigma)
-    error = value - polynomial.target(cutoff, sigma)
-    weight = sigma**4
-    return Quality(
-        largest_error=error.abs().max().item(),
-        weighted_error=((weight * error.square()).sum() / weight.sum()).sqrt().item(),
-        largest_amplification=(value / sigma).max().item(),
-        largest_value=value.max().item(),
-        at_one=polynomial.evaluate(map, torch.ones(1, dtype=torch.float64)).item(),
-    )
 
 
 def fit(cutoff: float, degree: int, alpha: float) -> polynomial.Coefficients:
@@ -95,14 +66,21 @@ def plot_fit(coefficients: polynomial.Coefficients, cutoff: float, output: Path)
 
 
 def table(rows: dict[str, tuple[polynomial.Map, float]]) -> str:
-    """One line per map: {name: (map, cutoff of its target)}."""
+    """One line per map: {name: (map, cutoff b of its target min(sigma / b, 1))}, measured on (0, 1.1].
+
+    The last column is the root mean square error with weight sigma^4, as in the paper's fit.
+    """
+    sigma = torch.linspace(*INTERVAL, 20_001, dtype=torch.float64)[1:]
+    weight = sigma**4 / (sigma**4).sum()
     lines = []
     for name, (map, cutoff) in rows.items():
-        q = quality(map, cutoff)
         stages = polynomial.stages(map)
         shown = ", ".join(f"{a:.4g}" for a in stages[0]) if len(stages) == 1 else f"{len(stages)} quintics"
-        errors = [f"{value:.4f}" for value in (q.largest_value, q.largest_error, q.weighted_error)]
-        lines.append([name, shown, f"{q.at_one:.4f}", f"{q.largest_amplification:.3f}", *errors])
+        value = polynomial.evaluate(map, sigma)
+        error = value - polynomial.target(cutoff, sigma)
+        at_one = polynomial.evaluate(map, torch.ones(1, dtype=torch.float64)).item()
+        numbers = [value.max(), error.abs().max(), (weight * error.square()).sum().sqrt()]
+        lines.append([name, shown, f"{at_one:.4f}", f"{(value / sigma).max():.3f}", *(f"{x:.4f}" for x in numbers)])
     words = "map|p, degree 0 up|g(1)|largest amplification|largest value|largest error|RMS error, weight sigma^4"
     return markdown.table(words.split("|"), lines)
 

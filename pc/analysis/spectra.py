@@ -94,12 +94,25 @@ def load(path: str | Path) -> Spectra:
     return Spectra(about["name"], about["step"], pc_blocks, raw, effective, about.get("checkpoint", ""))
 
 
-def of_source(source: str | Path, output: Path) -> Spectra:
-    """Spectra of a run folder (its last checkpoint), a checkpoint folder or a stored .npz.
+def of_sources(sources: Sequence[Path], output: Path) -> list[Spectra]:
+    """Spectra of run folders (their last checkpoints), checkpoint folders or stored .npz files, with unique names.
 
-    Computed values are saved in `output` and read from there the next time.
+    A name is as much of the run's path as is needed, and the step where a run is given with several.
     """
-    source = Path(source)
+    found = [_of_source(source, output) for source in sources]
+    runs = [_run_of(Path(item.checkpoint)) if item.checkpoint else Path(item.name) for item in found]
+    if len({(run, item.step) for run, item in zip(runs, found, strict=True)}) < len(found):
+        raise UserError("the same checkpoint is given twice")
+    different = list(dict.fromkeys(runs))
+    names = dict(zip(different, unique_names(different), strict=True))
+    return [
+        replace(item, name=names[run] if runs.count(run) == 1 else f"{names[run]}/step-{item.step}")
+        for item, run in zip(found, runs, strict=True)
+    ]
+
+
+def _of_source(source: Path, output: Path) -> Spectra:
+    """Computed values are saved in `output` and read from there the next time."""
     if source.suffix == ".npz":
         return load(source)
     if not source.exists():
@@ -110,34 +123,23 @@ def of_source(source: str | Path, output: Path) -> Spectra:
             f"{source}: no complete checkpoint in {source / 'checkpoint'}; "
             "train with [checkpoint] enable = true, or give a folder step-N"
         )
-    resolved = checkpoint.resolve()
-    run = _run_of(resolved)
-    name = f"{run.parent.name}-{run.name}" if run.name.startswith("seed-") else run.name  # a sweep's: LABEL/seed-N
-    stored = output / f"{name}-{resolved.name}.npz"
-    newest = (checkpoint / INDEX).stat().st_mtime
-    if stored.exists() and stored.stat().st_mtime > newest:
-        spectra = load(stored)
-        if spectra.checkpoint == str(resolved):
-            return spectra
-    spectra = compute(checkpoint, name)
+    checkpoint = checkpoint.resolve()
+    stored = _file_of(checkpoint, output)
+    if stored.exists() and stored.stat().st_mtime > (checkpoint / INDEX).stat().st_mtime:
+        return load(stored)
+    spectra = compute(checkpoint, _run_of(checkpoint).name)
     save(spectra, stored)
     return spectra
 
 
-def with_unique_names(all_spectra: Sequence[Spectra]) -> list[Spectra]:
-    """The same with names that differ: of runs with equal names, as much of their path as is needed, then the step."""
-    runs = [_run_of(Path(item.checkpoint)) if item.checkpoint else Path(item.name) for item in all_spectra]
-    names = [spectra.name for spectra in all_spectra]
-    for name in set(names):
-        equal = list(dict.fromkeys(run for run, other in zip(runs, names, strict=True) if other == name))
-        if len(equal) > 1:
-            longer = dict(zip(equal, unique_names(equal), strict=True))
-            names = [longer[run] if other == name else other for run, other in zip(runs, names, strict=True)]
-    steps = [f"{name}/step-{spectra.step}" for name, spectra in zip(names, all_spectra, strict=True)]
-    names = [step if names.count(name) > 1 else name for name, step in zip(names, steps, strict=True)]
-    # one checkpoint given twice, or stored by a version that did not keep its path
-    names = [f"{name} ({names[:i].count(name) + 1})" if names.count(name) > 1 else name for i, name in enumerate(names)]
-    return [replace(spectra, name=name) for spectra, name in zip(all_spectra, names, strict=True)]
+def _file_of(checkpoint: Path, output: Path) -> Path:
+    """RUN-step-N.npz with as much of the run's path as no other checkpoint's file has in its name."""
+    parts = _run_of(checkpoint).parts
+    for depth in range(1, len(parts)):
+        file = output / f"{'-'.join(parts[-depth:])}-{checkpoint.name}.npz"
+        if not file.exists() or load(file).checkpoint == str(checkpoint):
+            break
+    return file
 
 
 def _run_of(checkpoint: Path) -> Path:

@@ -12,7 +12,6 @@ layer and the same step size, which the theorem does not cover.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -28,8 +27,8 @@ from pc.linear import effective_weight
 class Problem:
     """A deep linear network and its data, in float64.
 
-    `weights[l]` is [d_{l+1}, d_l] with widths that rise and then fall; `inputs` X is [d_0, n] of full
-    column rank; `labels` is [d_L, n].
+    `weights[l]` is [d_{l+1}, d_l] with widths that rise and then fall (the paper's assumption 1); `inputs` X is
+    [d_0, n] of full column rank (assumption 2); `labels` is [d_L, n].
     """
 
     weights: list[Tensor]
@@ -43,7 +42,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Bound:
-    """The theorem's bound for a problem and a region."""
+    """The theorem's constants for a region."""
 
     lower: list[float]
     """mu_l: smallest singular value allowed in layer l."""
@@ -51,10 +50,6 @@ class Bound:
     """tau_l: largest singular value allowed in layer l."""
     beta: float
     mu: float
-
-    @property
-    def step_size(self) -> float:
-        return 1.0 / self.beta
 
     @property
     def contraction(self) -> float:
@@ -75,18 +70,9 @@ def make_problem(widths: Sequence[int] = (8, 12, 12, 6), samples: int = 6, seed:
     """Random weights with singular values spread over [0.5, 1.5], inputs of moderate condition number.
 
     Args:
-        widths: d_0 .. d_L, rising and then falling (the paper's assumption 1).
-        samples: n, at most d_0 (assumption 2).
+        widths: d_0 .. d_L.
+        samples: n.
     """
-    peak = max(range(1, len(widths)), key=lambda i: widths[i], default=0)  # r of the paper is at least 1: d_0 <= d_1
-    rising, falling = list(widths[: peak + 1]), list(widths[peak:])
-    if len(widths) < 2 or rising != sorted(rising) or falling != sorted(falling, reverse=True):
-        raise UserError(
-            f"widths {tuple(widths)} should rise, or stay, from the first to the second and fall at the end at most "
-            "(assumption 1 of the paper)"
-        )
-    if samples > widths[0]:
-        raise UserError(f"samples = {samples} should be at most the input width {widths[0]} (assumption 2)")
     generator = torch.Generator().manual_seed(seed)
     weights = [_with_singular_values(rows, columns, (0.5, 1.5), generator) for columns, rows in zip(widths, widths[1:])]
     inputs = _with_singular_values(widths[0], samples, (0.7, 1.3), generator)
@@ -101,14 +87,11 @@ def bound(problem: Problem, slack: float = 0.2) -> Bound:
 
     The region is [(1 - slack) sigma_min, (1 + slack) sigma_max], widened to contain 1, as the theorem requires.
     """
-    lower, upper = [], []
-    for weight in problem.weights:
-        sigma = torch.linalg.svdvals(weight)
-        lower.append(min(1.0, (1 - slack) * sigma[-1].item()))
-        upper.append(max(1.0, (1 + slack) * sigma[0].item()))
+    spectra = [torch.linalg.svdvals(weight) for weight in problem.weights]
+    lower = [min(1.0, (1 - slack) * sigma[-1].item()) for sigma in spectra]
+    upper = [max(1.0, (1 + slack) * sigma[0].item()) for sigma in spectra]
     sigma = torch.linalg.svdvals(problem.inputs)
-    initial = problem.loss(problem.weights).item()
-    sizes = math.sqrt(2 * initial) + problem.inputs.norm().item()
+    sizes = math.sqrt(2 * problem.loss(problem.weights).item()) + problem.inputs.norm().item()
     beta = math.prod(upper) ** 2 * sizes * len(problem.weights) * sigma[0].item()
     return Bound(lower, upper, beta, math.prod(lower) ** 2 * sigma[-1].item() ** 2)
 
@@ -132,7 +115,7 @@ def descend(problem: Problem, region: Bound, steps: int, level: int | None = Non
         UserError: fewer than one step.
     """
     if steps < 1:
-        raise UserError(f"--steps {steps}: should be 1 or more, because the fall of the loss per step is reported")
+        raise UserError(f"--steps {steps}: should be 1 or more")
     weights = [weight.clone().requires_grad_() for weight in problem.weights]
     losses, inside = [], []
     for _ in range(steps + 1):
@@ -143,72 +126,48 @@ def descend(problem: Problem, region: Bound, steps: int, level: int | None = Non
         gradients = torch.autograd.grad(loss, weights)
         with torch.no_grad():
             for weight, gradient in zip(weights, gradients, strict=True):
-                weight -= region.step_size * gradient
+                weight -= gradient / region.beta
     return Descent(losses, inside)
 
 
-def kernel_eigenvalues(problem: Problem, weights: Sequence[Tensor]) -> tuple[float, float]:
-    """Smallest and largest eigenvalue of the tangent kernel G^T G, which mu and beta bound from outside."""
-    jacobians = torch.autograd.functional.jacobian(lambda *ws: _predict(ws, problem.inputs).flatten(), tuple(weights))
-    stacked = torch.cat([jacobian.flatten(1) for jacobian in jacobians], dim=1)  # [n d_L, parameters]
-    sigma = torch.linalg.svdvals(stacked)
-    return sigma[-1].item() ** 2, sigma[0].item() ** 2
-
-
-def report(problem: Problem, region: Bound, plain: Descent, with_pc: Descent, level: int) -> str:
+def report(region: Bound, plain: Descent, with_pc: Descent, level: int) -> str:
     """A text on how loose the bound is."""
     steps = len(plain.losses) - 1
-    smallest, largest = kernel_eigenvalues(problem, problem.weights)
-    measured = _mean_log_rate(plain)
-    promised = -math.log1p(-region.mu / region.beta)
-    lines = [
-        f"beta = {region.beta:.4g} (step size {region.step_size:.3g}), mu = {region.mu:.4g}, "
-        f"beta/mu = {region.beta / region.mu:.3g}",
-        f"inside the region R at every one of {steps} steps: {'yes' if all(plain.in_region) else 'NO'}",
-        f"loss: {plain.losses[0]:.4g} -> {plain.losses[-1]:.4g}; the theorem promises at most "
-        f"{plain.losses[0] * region.contraction**steps:.4g}",
-        f"fall of log loss per step: {measured:.3g} measured, {promised:.3g} promised, "
-        f"a factor of {measured / promised:.0f} between them",
-        f"tangent kernel at the start: smallest eigenvalue {smallest:.3g} where the theorem uses "
-        f"mu = {region.mu:.3g}; largest {largest:.3g} where it uses beta = {region.beta:.3g}",
-        f"with PC level {level} and the same step size: {with_pc.losses[0]:.4g} -> {with_pc.losses[-1]:.4g} "
-        f"(log loss falls {_mean_log_rate(with_pc):.3g} per step). Not covered by the theorem: the step size "
-        "is that of the plain network, and PC starts from another function.",
-    ]
-    return "\n".join(lines)
+    measured, promised = _fall_per_step(plain), -math.log1p(-region.mu / region.beta)
+    return "\n".join(
+        [
+            f"beta = {region.beta:.4g}, mu = {region.mu:.4g}",
+            f"inside the region R at every one of {steps} steps: {'yes' if all(plain.in_region) else 'NO'}",
+            f"loss: {plain.losses[0]:.4g} -> {plain.losses[-1]:.4g}; the theorem promises at most "
+            f"{plain.losses[0] * region.contraction**steps:.4g}",
+            f"fall of log loss per step: {measured:.3g} measured, {promised:.3g} promised, "
+            f"a factor of {measured / promised:.0f} between them",
+            f"with PC level {level} and the same step size: {with_pc.losses[0]:.4g} -> {with_pc.losses[-1]:.4g}, a fall "
+            f"of log loss of {_fall_per_step(with_pc):.3g} per step. Not covered by the theorem: the step size is that "
+            "of the plain network, and PC starts from another function.",
+        ]
+    )
 
 
 def plot(region: Bound, plain: Descent, with_pc: Descent, level: int, output: Path) -> Path:
-    """Loss against steps with the bound, and the fall per step with the promised one."""
-    steps = range(len(plain.losses))
-    figure, (left, right) = subplots(1, 2, width=4.2)
-    left.plot([loss / plain.losses[0] for loss in plain.losses], label="gradient descent")
-    left.plot([region.contraction**t for t in steps], "k--", label="bound of theorem 1")
-    left.plot([loss / with_pc.losses[0] for loss in with_pc.losses], label=f"with PC level {level} (no theorem)")
-    left.set_yscale("log")
-    left.set_ylim(bottom=1e-20)
-    left.set_ylabel("loss / initial loss")
-    right.plot(_falls(plain), label="gradient descent")
-    right.axhline(1 - region.contraction, color="k", linestyle="--", label=r"promised: $\mu/\beta$")
-    right.plot(_falls(with_pc), label=f"with PC level {level} (no theorem)")
-    right.set_yscale("log")
-    right.set_ylabel("relative fall of the loss per step")
-    for axes in (left, right):
-        axes.set_xlabel("gradient descent step")
-    left.legend()
+    """Loss against steps, with the bound."""
+    figure, axes = subplots(width=5.0)
+    axes.plot([loss / plain.losses[0] for loss in plain.losses], label="gradient descent")
+    axes.plot([region.contraction**t for t in range(len(plain.losses))], "k--", label="bound of theorem 1")
+    axes.plot([loss / with_pc.losses[0] for loss in with_pc.losses], label=f"with PC level {level} (no theorem)")
+    axes.set_yscale("log")
+    axes.set_ylim(bottom=1e-20)  # as far as float64 resolves
+    axes.set_ylabel("loss / initial loss")
+    axes.set_xlabel("gradient descent step")
+    axes.legend()
     return save(figure, output / "theorem")
 
 
-def _falls(descent: Descent) -> list[float]:
-    """Relative fall of the loss in each step, as far down as float64 resolves it."""
-    smallest = 1e-20 * descent.losses[0]
-    return [1 - after / before for before, after in pairwise(descent.losses) if after > smallest]
-
-
-def _mean_log_rate(descent: Descent) -> float:
+def _fall_per_step(descent: Descent) -> float:
     """Mean fall of the logarithm of the loss per step, while float64 resolves it."""
-    steps = len(_falls(descent))
-    return math.log(descent.losses[0] / descent.losses[steps]) / steps
+    first = descent.losses[0]
+    steps = max(t for t, loss in enumerate(descent.losses) if loss > 1e-20 * first)
+    return math.log(first / descent.losses[steps]) / max(1, steps)
 
 
 def _preconditioned(weight: Tensor, level: int) -> Tensor:

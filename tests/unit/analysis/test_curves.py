@@ -4,7 +4,7 @@ import math
 import pytest
 
 from pc.analysis import bars, curves, signals
-from pc.analysis.figures import draw_sweeps
+from pc.analysis.figures import draw_curves, draw_sweeps
 from pc.common.plots import save
 from pc.common.run_folder import Series, read_log, read_logs
 from pc.errors import UserError
@@ -43,6 +43,9 @@ def test_speedup_both_ways_and_neither(tmp_path):
     assert [round(row.difference, 6) for row in rows] == [0, -0.5, 1.0]
     text = curves.table(rows)
     assert "1.50x" in text and "never" in text and "different numbers of tokens" not in text
+    assert "different numbers of tokens" in curves.table(
+        curves.compare(read_logs([reference, _validations(tmp_path / "short", [4.0, 2.9])]))
+    )
 
 
 def test_a_short_run_that_never_gets_there_has_no_speedup(tmp_path):
@@ -55,13 +58,6 @@ def test_a_short_run_that_never_gets_there_has_no_speedup(tmp_path):
     assert [row.reached_at_tokens for row in rows[1:]] == [None, None, None]
     assert [row.speedup for row in rows[1:]] == [None, None, pytest.approx(110 / 150)]
     assert "| never | - |" in curves.table(rows)
-
-
-def test_other_token_counts_are_said(tmp_path):
-    reference = _validations(tmp_path / "reference", [5.0, 4.0, 3.0])
-    short = _validations(tmp_path / "short", [4.0, 2.9])
-    text = curves.table(curves.compare(read_logs([reference, short])))
-    assert "different numbers of tokens" in text
 
 
 def test_last_line_of_a_step_wins_and_null_is_nan(tmp_path):
@@ -104,12 +100,6 @@ def test_equal_folder_names_are_told_apart(tmp_path):
     assert [run.name for run in read_logs([a, b])] == ["adamw/run", "muon/run"]
 
 
-def test_mean_over_layers(tmp_path):
-    lines = [{"step": s, "tokens": s, "signal/ffn/rms/0": 1.0 * s, "signal/ffn/rms/1": 3.0 * s} for s in (10, 20)]
-    series = signals._mean_over_layers(read_log(_write(tmp_path / "run", lines)), "signal/ffn/rms/")
-    assert series.steps == [10, 20] and series.values == [20.0, 40.0]
-
-
 def test_bars(tmp_path, monkeypatch):
     results = [
         {"config": "a.toml", "settings": {"pc.blocks": ["ffn", "o"]}, "validation_loss": 3.0, "spikes": 0},
@@ -134,9 +124,18 @@ def test_bars(tmp_path, monkeypatch):
         bars.read_results(tmp_path / "baseline")
 
 
-def test_no_number_comes_from_a_validation_that_is_not_finite():
+def test_a_run_that_diverged(tmp_path):
+    """Nothing is interpolated from a loss that is not finite, and summary.json is JSON, which has no NaN."""
     series = Series([1, 2, 3], [100, 200, 300], [5.0, math.nan, 3.0])
     assert curves.tokens_to_reach(series, 4.0) == 300
+    good, bad = _validations(tmp_path / "good", [5.0, 4.0]), _validations(tmp_path / "bad", [5.0, None])
+    draw_curves([good, bad], tmp_path / "out")
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    first, second = json.loads((tmp_path / "out" / "summary.json").read_text(), parse_constant=refuse)
+    assert first["final_loss"] == 4.0 and "final_loss" not in second and second["name"] == "bad"
 
 
 def test_a_line_without_tokens_is_refused(tmp_path):

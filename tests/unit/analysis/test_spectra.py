@@ -23,7 +23,7 @@ def _in_order_of_steps(tmp_path):
 def test_singular_values_are_those_of_the_weights(tmp_path, schedule, level):
     merged = save_checkpoint(tmp_path / "run", schedule, level=level)
     output = tmp_path / "out"
-    found = spectra.of_source(tmp_path / "run", output)
+    found = spectra.of_sources([tmp_path / "run"], output)[0]
     assert found.step == 7 and found.num_layers == 2
     assert found.pc_blocks == (("o", "gate", "down", "up") if schedule else ())
     for block, (suffix, *_) in BLOCK_SUFFIXES.items():
@@ -44,22 +44,28 @@ def test_singular_values_are_those_of_the_weights(tmp_path, schedule, level):
 
 def test_stored_values_are_used_again_unless_the_checkpoint_is_newer(tmp_path, monkeypatch):
     save_checkpoint(tmp_path / "run", "step")
-    first = spectra.of_source(tmp_path / "run", tmp_path / "out")
+    first = spectra.of_sources([tmp_path / "run"], tmp_path / "out")[0]
     calls = []
     compute = spectra.compute
     monkeypatch.setattr(spectra, "compute", lambda *a: calls.append(a) or compute(*a))
-    assert spectra.of_source(tmp_path / "run", tmp_path / "out").step == first.step and not calls
+    assert spectra.of_sources([tmp_path / "run"], tmp_path / "out")[0].step == first.step and not calls
     save_checkpoint(tmp_path / "run", None)
-    assert spectra.of_source(tmp_path / "run", tmp_path / "out").pc_blocks == () and calls
+    assert spectra.of_sources([tmp_path / "run"], tmp_path / "out")[0].pc_blocks == () and calls
 
 
-def test_runs_with_equal_names_do_not_share_stored_values(tmp_path):
+def test_runs_with_equal_names_keep_their_stored_values(tmp_path, monkeypatch):
     """A sweep names its runs lr-X/seed-N; in other folders even that may be equal."""
-    for folder, schedule in (("a/lr-1/seed-0", "step"), ("a/lr-2/seed-0", None), ("b/lr-1/seed-0", None)):
-        save_checkpoint(tmp_path / folder, schedule)
-        found = spectra.of_source(tmp_path / folder, tmp_path / "out")
-        assert bool(found.pc_blocks) == (schedule == "step"), folder
-    assert found.name == "lr-1-seed-0"
+    runs = [tmp_path / folder for folder in ("a/lr-1/seed-0", "a/lr-2/seed-0", "b/lr-1/seed-0")]
+    for run, schedule in zip(runs, ("step", None, None), strict=True):
+        save_checkpoint(run, schedule)
+        (found,) = spectra.of_sources([run], tmp_path / "out")
+        assert bool(found.pc_blocks) == (schedule == "step")
+    names = [f"{name}seed-0-step-7.npz" for name in ("lr-1-", "lr-2-", "")]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
+    monkeypatch.setattr(spectra, "compute", None)  # all three are read
+    found = spectra.of_sources(runs, tmp_path / "out")
+    assert [item.name for item in found] == ["a/lr-1/seed-0", "a/lr-2/seed-0", "b/lr-1/seed-0"]
+    assert [bool(item.pc_blocks) for item in found] == [True, False, False]
 
 
 def _legends(monkeypatch):
@@ -89,15 +95,8 @@ def test_each_checkpoint_has_its_own_legend(tmp_path, monkeypatch):
     legends.clear()
     draw_spectra([first, second, tmp_path / "b/run"], tmp_path / "out", None)
     assert legends == 2 * [["a/run/step-7", "a/run/step-8", "b/run"]]
-    legends.clear()
-    draw_spectra([first, first], tmp_path / "out", None)
-    assert legends == 2 * [["run/step-7 (1)", "run/step-7 (2)"]]
-
-
-def test_names_of_old_files_without_a_checkpoint_path():
-    old, new = (spectra.Spectra("run", 7, (), {}, {}, path) for path in ("", "/data/run/checkpoint/step-7"))
-    assert [item.name for item in spectra.with_unique_names([old, new])] == ["run", "data/run"]
-    assert [item.name for item in spectra.with_unique_names([old, old])] == ["run/step-7 (1)", "run/step-7 (2)"]
+    with pytest.raises(UserError, match="given twice"):
+        draw_spectra([first, first], tmp_path / "out", None)
 
 
 def test_gmcn_is_the_geometric_mean(tmp_path):
@@ -113,9 +112,9 @@ def test_gmcn_is_the_geometric_mean(tmp_path):
 
 
 def test_figures(tmp_path):
-    with_pc = save_checkpoint(tmp_path / "run", "step") and spectra.of_source(tmp_path / "run", tmp_path)
+    with_pc = save_checkpoint(tmp_path / "run", "step") and spectra.of_sources([tmp_path / "run"], tmp_path)[0]
     save_checkpoint(tmp_path / "plain", None)
-    plain = spectra.of_source(tmp_path / "plain", tmp_path)
+    plain = spectra.of_sources([tmp_path / "plain"], tmp_path)[0]
     for path in (
         spectra_plots.plot_histograms([plain, with_pc], None, tmp_path),
         spectra_plots.plot_quantiles([plain, with_pc], tmp_path),
@@ -125,17 +124,11 @@ def test_figures(tmp_path):
         spectra_plots.plot_histograms([plain], [3], tmp_path)
 
 
-def test_layers_of_the_paper():
-    assert spectra_plots.paper_layers(18) == [2, 10, 18]
-    assert spectra_plots.paper_layers(4) == [2, 3, 4]
-    assert spectra_plots.paper_layers(1) == [1]
-
-
 def test_errors(tmp_path):
     with pytest.raises(UserError, match="no complete checkpoint"):
-        spectra.of_source(tmp_path / "run", tmp_path)
+        spectra.of_sources([tmp_path / "run"], tmp_path)[0]
     with pytest.raises(UserError, match="no such run"):
-        spectra.of_source(tmp_path / "nothing", tmp_path)
+        spectra.of_sources([tmp_path / "nothing"], tmp_path)[0]
     (tmp_path / "wrong.npz").write_bytes(b"not an archive")
     with pytest.raises(UserError, match="not a file of singular values"):
         spectra.of_source(tmp_path / "wrong.npz", tmp_path)
