@@ -54,8 +54,10 @@ from pc import polynomial
 from pc.common.files import write_atomically
 from pc.errors import UserError, exit_on_user_error
 from pc.launch.torchrun import STEPS_ALONE
+from pc.settings import load_config
 from pc.titan import cpu
-from pc.titan.trainer import TRAIN_SPEC, PCTrainer, load_config
+from pc.titan.job_config import JobConfig
+from pc.titan.trainer import TRAIN_SPEC, PCTrainer
 from rows import ROWS, Row, Variant, overrides_of, table
 from timing import ON_GPU, hardware
 
@@ -99,14 +101,19 @@ def register_specs() -> None:
 
 def build(variant: Variant, shape: dict[str, int | str], micro_batches: int, folder: str) -> Trainer:
     """A trainer that logs, saves and validates nothing."""
-    overrides = [*STEPS_ALONE, f"--model.name=benchmark_{'stock' if variant.stock else 'ours'}"]
-    overrides += [f"--job.dump_folder={folder}", f"--training.steps={10**6}", f"--metrics.log_freq={10**9}"]
+    overrides = [
+        *STEPS_ALONE,
+        f"--job.dump_folder={folder}",
+        f"--training.steps={10**6}",
+        f"--metrics.log_freq={10**9}",
+    ]
     overrides += ["--lr_scheduler.warmup_steps=1", *overrides_of(shape), *variant.overrides]
     if "quantize.linear.float8" in variant.overrides and not ON_GPU:
         overrides += ["--quantize.linear.float8.emulate", "true", "--compile.enable", "false"]
     config = load_config(CONFIGS / variant.config, overrides)
     config.training.global_batch_size = config.training.local_batch_size * micro_batches * dist.get_world_size()
-    trainer = (Trainer if variant.stock else PCTrainer)(config)
+    config.model.name = f"benchmark_{'stock' if variant.stock else 'ours'}"
+    trainer = Trainer(JobConfig(config)) if variant.stock else PCTrainer(config)
     if variant.attention:
         for model in trainer.model_parts:
             for module in model.modules():

@@ -79,12 +79,19 @@ def configs(run: Path) -> list[Path]:
 
 
 def keep_earlier_config(run: Path, resolved: dict, step: int) -> None:
-    """Before config.toml is replaced by `resolved`: keep it if it differs and the run continues from its `step` > 0."""
+    """Before config.toml is replaced by `resolved`: keep it if it differs and the run continues from its `step` > 0.
+
+    The folder's own name does not count, since a folder may be moved.
+    """
+
+    def compared(values: dict) -> dict:
+        return values | {"job": {key: value for key, value in values.get("job", {}).items() if key != "dump_folder"}}
+
     current, *earlier = configs(run)
     if step == 0:
         for file in earlier:
             file.unlink()
-    elif current.exists() and tomllib.loads(current.read_text()) != resolved:
+    elif current.exists() and compared(tomllib.loads(current.read_text())) != compared(resolved):
         current.rename(run / f"config.{len(earlier) + 1}.toml")
 
 

@@ -15,7 +15,7 @@ from torchtitan.tools.logging import logger
 
 from pc.evaluate import hf_tokenizer, tasks
 from pc.evaluate.log_likelihoods import LogLikelihoods
-from pc.titan.config import JobConfig
+from pc.settings import Config
 
 
 class InTrainingScorer:
@@ -29,7 +29,7 @@ class InTrainingScorer:
 
     def __init__(
         self,
-        job_config: JobConfig,
+        job_config: Config,
         model_parts: list[nn.Module],
         parallel_dims: ParallelDims,
         device: torch.device,

@@ -8,17 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchtitan.config.job_config import Training
 from torchtitan.models.llama3.model.model import Transformer
 
 from pc import attach, effective_weight, named_pc_linears
 from pc.common.run_folder import step_of
 from pc.errors import UserError
-from pc.titan import fingerprint, ranges
-from pc.titan.config import PC, Data, JobConfig, Model
+from pc.settings import Config
+from pc.settings.chain import known, validated
+from pc.titan import fingerprint
 from pc.titan.distcp import CheckpointFolder
-from pc.titan.llama2 import Llama2Args, model_args
-from pc.titan.toml import require_typed, to_config
+from pc.titan.llama2 import Llama2Args, model_args_of
 
 # Entries of a resumable checkpoint besides the model.
 _OTHER_STATES = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.", "method.")
@@ -31,6 +30,8 @@ class RunCheckpoint:
     path: Path
     config: dict[str, Any]
     """The run's resolved config.toml."""
+    settings: Config
+    """What it says of model and method, the sequence length and the folder of data."""
     method: dict[str, Any]
     """The checkpoint's fingerprint: enable, level, blocks, schedule, ..."""
     model_args: Llama2Args
@@ -44,7 +45,7 @@ class RunCheckpoint:
     @property
     def data(self) -> Path:
         """The run's folder of token shards."""
-        return Path(self.config.get("data", {}).get("path", Data().path))
+        return Path(self.settings.data.path)
 
 
 def load(path: str | Path) -> RunCheckpoint:
@@ -54,18 +55,16 @@ def load(path: str | Path) -> RunCheckpoint:
         UserError: no checkpoint, an incomplete one, or any extra, missing or misshapen tensor.
     """
     folder = CheckpointFolder(path)
-    config = _run_config(folder.path)
-    section, training = Model(**config.get("model", {})), config.get("training", {})
-    args = model_args(section.flavor, section.vocab_size, training.get("seq_len", Training().seq_len))
+    config, settings = _run_config(folder.path)
+    args = model_args_of(settings)
     with torch.device("meta"):
         model = Transformer(args)
     plain = {key: tensor.shape for key, tensor in model.state_dict().items()}
     shapes = folder.shapes()
     method = fingerprint.method_of(folder)
-    pc_section = PC(**config.get("pc", {}))
-    pc_config = fingerprint.pc_config(method, pc_section.to_pc_config()) if method.get("enable") else None
+    pc_config = fingerprint.pc_config(method, settings.pc.to_pc_config()) if method.get("enable") else None
     forward = pc_config is not None and pc_config.schedule == "forward"
-    if not method and pc_section.enable and pc_section.schedule == "forward":
+    if not method and settings.pc.enable and settings.pc.schedule == "forward":
         raise UserError(f"{path}: holds raw weights without gamma, u and v; use a checkpoint that can be resumed")
 
     if pc_config is not None:
@@ -78,10 +77,11 @@ def load(path: str | Path) -> RunCheckpoint:
     if forward:
         _evaluate_pc(model, tensors)
     weights = {key: tensors[key] for key in plain}
-    return RunCheckpoint(folder.path, config, method, args, weights)
+    return RunCheckpoint(folder.path, config, settings, method, args, weights)
 
 
-def _run_config(checkpoint: Path) -> dict[str, Any]:
+def _run_config(checkpoint: Path) -> tuple[dict[str, Any], Config]:
+    """config.toml, and those of its keys that say what the weights are; others may be of an older version."""
     path = checkpoint.parent.parent / "config.toml"
     if not path.is_file():
         raise UserError(f"{path}: missing; a checkpoint is read together with its run's config.toml")
@@ -89,14 +89,11 @@ def _run_config(checkpoint: Path) -> dict[str, Any]:
         config = tomllib.loads(path.read_text())
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not the configuration of a run ({str(error).splitlines()[0]})") from None
-    used = {key: config[key] for key in ("model", "training", "data", "pc") if key in config}
+    read = {name: config[name] for name in ("model", "training", "data", "pc") if name in config}
     for section, wanted in (("training", "seq_len"), ("data", "path")):
-        if isinstance(used.get(section), dict):  # other keys, possibly of an older version, are not checked
-            used[section] = {key: value for key, value in used[section].items() if key == wanted}
-    require_typed(used, JobConfig, str(path))
-    for finding in ranges.findings(to_config(used, JobConfig)):
-        raise UserError(f"{path}: {finding}")
-    return config
+        if isinstance(read.get(section), dict):  # other keys, possibly of an older version, are not checked
+            read[section] = {key: value for key, value in read[section].items() if key == wanted}
+    return config, validated(known(read, Config), Config, str(path))
 
 
 def _pc_shapes(model: Transformer) -> dict[str, torch.Size]:

@@ -3,38 +3,36 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
-import tyro
-
 from pc.common.run_folder import lock, state_of
-from pc.data.demo import FOLDER as DEMO
 from pc.errors import UserError, exit_on_user_error
-from pc.launch import machine, torchrun
-from pc.plan import dry_run
-from pc.titan.config import JobConfig
-from pc.titan.toml import dump_folder, resolve, to_config
+from pc.settings import Config, load_config, rules
+from pc.settings.schema import Data
 
 
 @exit_on_user_error
 def main() -> None:
     if len(sys.argv) < 2:
         raise UserError("no config named; usage: python -m pc.launch.local CONFIG --section.key value ...")
-    config, *overrides = sys.argv[1:]
+    path, *overrides = sys.argv[1:]
     if {"-h", "--help"} & set(overrides):
-        print_help(config)
+        print_help(path)
         return
-    resolved = resolve(config, overrides, JobConfig)
-    folder = dump_folder(config, resolved)
+    config = load_config(path, overrides)
+    report_all(rules.of_config(config))  # before the imports below, which take seconds
+    from pc.launch import machine, torchrun
+    from pc.plan import dry_run
+
+    folder = Path(config.job.dump_folder)
     processes = torchrun.processes_here()
-    fetch_demo_data(resolved)
+    fetch_demo_data(config)
     # Report mistakes here, one line each, because torchrun's report of a failed process would bury them.
-    errors = dry_run.check(config, overrides, processes).errors
-    if errors:
-        raise UserError("\nerror: ".join(errors))
-    machine.require(to_config(resolved, JobConfig), processes)
+    report_all(dry_run.check_config(config, processes).errors)
+    machine.require(config, processes)
     held = lock(folder)
-    status = torchrun.run(*torchrun.here(config, overrides, folder, processes), [held])
+    status = torchrun.run(*torchrun.here(torchrun.write_start(config), [], folder, processes), [held])
     if status == 0:
         print(closing_words(folder))
     elif processes > 1 and (reason := torchrun.last_words(folder)):
@@ -44,21 +42,29 @@ def main() -> None:
     sys.exit(status)
 
 
+def report_all(errors: Iterable[str]) -> None:
+    """Raise a `UserError` with a line for each error, if there is one."""
+    if said := "\nerror: ".join(errors):
+        raise UserError(said)
+
+
 def print_help(config: str) -> None:
     """Print every key with its description and its value in `config`."""
+    import tyro
+
     tyro.cli(
-        JobConfig,
+        Config,
         prog="./run_llama_train.sh [CONFIG.toml]",
         description=f"Train a config. Values shown are those of {os.path.relpath(config)}; the command line overrides them. "
         "NGPU sets the number of processes (default: one per GPU, or 1).",
-        default=to_config(resolve(config, [], JobConfig), JobConfig),
+        default=load_config(config),
         args=["--help"],
     )
 
 
-def fetch_demo_data(resolved: dict) -> None:
+def fetch_demo_data(config: Config) -> None:
     """Create the demo data if the config reads it."""
-    if Path(resolved.get("data", {}).get("path", "")) != DEMO:
+    if config.data.path != Data().path:
         return
     if subprocess.run([sys.executable, "-m", "pc.data.demo"]).returncode:
         raise UserError("the demo data could not be created (see above); to use other data: --data.path FOLDER")

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 
 from pc.errors import UserError
-from pc.titan.config import JobConfig
+from pc.settings import Config
 
 SHARED_MEMORY = Path("/dev/shm")
 MIB = 2**20
 
 
-def require(config: JobConfig, processes: int) -> None:
+def require(config: Config, processes: int) -> None:
     """Raise a `UserError` if this machine lacks what `processes` of this run need."""
     if config.compile.enable:
         _require_compiler()
@@ -42,7 +42,7 @@ def _require_compiler() -> None:
         )
 
 
-def _require_shared_memory(config: JobConfig, processes: int) -> None:
+def _require_shared_memory(config: Config, processes: int) -> None:
     """Data workers pass batches of tokens and labels through it, 8 bytes each; NCCL wants 1 GiB between GPUs."""
     if not SHARED_MEMORY.is_dir():
         return

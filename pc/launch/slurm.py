@@ -21,8 +21,7 @@ from pc.errors import UserError, exit_on_user_error
 from pc.launch import machine, network, torchrun
 from pc.launch.run import Run
 from pc.plan.dry_run import check_or_raise
-from pc.titan.config import JobConfig
-from pc.titan.toml import dump_folder, resolve, to_config
+from pc.settings import load_config
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "slurm"
 TRAIN_SCRIPT = SCRIPTS / "train.sbatch"
@@ -71,7 +70,7 @@ def submit_run(config: str, overrides: Sequence[str], allocation: Allocation, sc
         score: options of scripts/score.py, as on the command line; None: no scoring.
     """
     check_or_raise(config, overrides, allocation.world_size)
-    folder = dump_folder(config, resolve(config, overrides, JobConfig))
+    folder = Path(load_config(config, overrides).job.dump_folder)
     job = sbatch(folder, [f"--job-name={folder.name}", *allocation.words()], TRAIN_SCRIPT, [config, *overrides])
     said = f"job {job}: {config}, logs in {folder}/slurm"
     if score is not None:
@@ -111,7 +110,7 @@ def run_of(arguments: Sequence[str]) -> Run:
     if Path(config).suffix == ".json":
         listed = json.loads(Path(config).read_text())["runs"][int(os.environ["SLURM_ARRAY_TASK_ID"])]
         name, config, overrides = listed["name"], listed["config"], listed["overrides"]
-    folder = dump_folder(config, resolve(config, overrides, JobConfig))
+    folder = Path(load_config(config, overrides).job.dump_folder)
     return Run(name or folder.name, config, tuple(overrides), folder)
 
 
@@ -120,14 +119,16 @@ def task(run: Run) -> int:
     nodes, node = int(os.environ.get("SLURM_NNODES", "1")), int(os.environ.get("SLURM_NODEID", "0"))
     held = [lock(run.folder)] if node == 0 else []
     processes = torchrun.processes_here()
-    machine.require(to_config(resolve(run.config, run.overrides, JobConfig), JobConfig), processes)
+    config = load_config(run.config, run.overrides)
+    machine.require(config, processes)
     rendezvous, environment = ["--standalone"], torchrun.environment(processes)
     if nodes > 1:
         # The first node, where the batch script runs, has rank 0. Jobs that share a node have different ports.
         host, port = os.environ["SLURM_LAUNCH_NODE_IPADDR"], 20000 + int(os.environ["SLURM_JOB_ID"]) % 10000
         rendezvous = [f"--nnodes={nodes}", f"--node-rank={node}", f"--master-addr={host}", f"--master-port={port}"]
         environment = network.gloo_interface(host if node else _last_host()) | environment
-    words = torchrun.command(run.config, run.overrides, run.folder, processes, rendezvous, prints=node == 0)
+    start = torchrun.write_start(config)  # on each node, whose files may be its own
+    words = torchrun.command(start, [], run.folder, processes, rendezvous, prints=node == 0)
     return torchrun.run(words, environment, held, term_saves=True)
 
 

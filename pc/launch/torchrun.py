@@ -13,6 +13,7 @@ from typing import TextIO
 import torch
 
 from pc.errors import UserError
+from pc.settings import Config, write_config
 from pc.titan.cpu import promised_gpus
 
 TRAINER = "pc.launch.worker"
@@ -27,6 +28,13 @@ STEPS_ALONE = (
     "--health.freq=0 --health.spectra_freq=0 --health.estimate_freq=0"
 ).split()
 """Overrides of a run whose steps are measured: nothing but training."""
+
+
+def write_start(config: Config) -> Path:
+    """Write what all processes of a run read; it becomes the folder's config.toml once nothing refuses the start."""
+    file = Path(config.job.dump_folder) / "starting.toml"
+    write_config(config, file)
+    return file
 
 
 def processes_here() -> int:

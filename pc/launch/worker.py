@@ -12,10 +12,9 @@ from torchtitan.tools.logging import init_logger
 
 from pc.common.run_folder import keep_earlier_config, write_failure
 from pc.errors import Diverged, UserError, WriteFailed
-from pc.titan.config import JobConfig
+from pc.settings import Config, load_config, write_config
 from pc.titan.environment import write_environment
-from pc.titan.toml import resolve, write_resolved
-from pc.titan.trainer import PCTrainer, load_config
+from pc.titan.trainer import PCTrainer
 
 
 class Trainer(PCTrainer):
@@ -43,7 +42,7 @@ def main() -> None:
         sys.exit("usage: torchrun ... -m pc.launch.worker CONFIG.toml --section.key value ...")
     path, *overrides = sys.argv[1:]
     trainer: Trainer | None = None
-    config: JobConfig | None = None
+    config: Config | None = None
     try:
         config = load_config(path, overrides)
         trainer = Trainer(config)
@@ -51,9 +50,10 @@ def main() -> None:
         folder = Path(config.job.dump_folder)
 
         def record(step: int) -> None:
-            keep_earlier_config(folder, resolve(path, overrides, JobConfig), step)
-            write_resolved(path, overrides, JobConfig, folder / "config.toml")
-            write_environment(folder, dist.get_world_size(), [path, *overrides])
+            keep_earlier_config(folder, config.model_dump(exclude_unset=True), step)
+            write_config(config, folder / "config.toml")
+            write_environment(folder, config, dist.get_world_size())
+            (folder / "starting.toml").unlink(missing_ok=True)
 
         trainer.train(record)
     except BaseException as error:

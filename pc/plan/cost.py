@@ -16,11 +16,10 @@ from torchtitan.models.llama3.model.model import Transformer
 from pc import attach, named_pc_linears, polynomial
 from pc.config import PCConfig
 from pc.owner import BUCKET_BYTES, assign, buckets, matrix_cost
+from pc.settings import load_config
+from pc.settings.layout import Layout
 from pc.titan import memory
-from pc.titan.config import JobConfig
-from pc.titan.layout import Layout
-from pc.titan.llama2 import Llama2Args, model_args
-from pc.titan.toml import resolve, to_config
+from pc.titan.llama2 import Llama2Args, model_args_of
 
 
 @dataclass(frozen=True)
@@ -179,15 +178,14 @@ class Plan:
     """
 
     def __init__(self, path: str | Path, overrides: Sequence[str], world_size: int) -> None:
-        self.config = to_config(resolve(path, overrides, JobConfig), JobConfig)
+        self.config = load_config(path, overrides)
         self.world_size = world_size
         layout = Layout.of(self.config, world_size)
         self.dims = layout.dims
         self.tensor_parallel, self.pipeline_parallel = layout.dims.tp, layout.dims.pp
         self.replicas, self.shards = layout.dims.dp_replicate, layout.shards
         self.micro_batches, self.tokens = layout.micro_batches, layout.tokens
-        model, seq_len = self.config.model, self.config.training.seq_len
-        self.args = model_args(model.flavor, model.vocab_size, seq_len)
+        self.args = model_args_of(self.config)
         with torch.device("meta"):
             self.model = attach(Transformer(self.args), self.config.pc.to_pc_config())
         self.matrices = [Matrix(*layer.weight.shape, layer.pc_config) for _, layer in named_pc_linears(self.model)]

@@ -6,21 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-from torchtitan.models.llama3.model.model import Transformer
-
-from pc import attach
 from pc.common.files import sha256_of
 from pc.data import Manifest, require_same_tokenizer
 from pc.data.demo import FOLDER as DEMO
 from pc.data.manifest import TOKENIZER_FOLDER
 from pc.errors import UserError
-from pc.titan import checks, memory
-from pc.titan.config import JobConfig
-from pc.titan.layout import Layout
-from pc.titan.llama2 import FLAVORS, Llama2Args, model_args
-from pc.titan.ranges import is_within
-from pc.titan.toml import dump_folder, resolve, to_config
+from pc.settings import Config, load_config, rules
+from pc.settings.layout import Layout
+from pc.settings.schema import PC
+from pc.start import require_possible
+from pc.titan import memory
 
 PAPERS_FLAVORS = ("271M", "1B")
 LLAMA_2_TOKENIZER_SHA256 = "9e556afd44213b6bd1be2b850ebbbd98f5481437a8021afaf58ee7fb1818d347"
@@ -56,34 +51,27 @@ def check(path: str | Path, overrides: Sequence[str], world_size: int, *, needs_
     Raises:
         UserError: the config files cannot be read or merged, so nothing else can be checked.
     """
-    resolved = resolve(path, overrides, JobConfig)
-    config = to_config(resolved, JobConfig)
-    folder = dump_folder(path, resolved)
-    report = Report()
-    for finding in checks.of_config(config):
-        report.fail(finding)
+    return check_config(load_config(path, overrides), world_size, needs_data=needs_data)
+
+
+def check_config(config: Config, world_size: int, *, needs_data: bool = True) -> Report:
+    """`check` of a config that has been read."""
+    report = Report(errors=list(rules.of_config(config)))
     is_valid = not report.errors
-    args = _model_args(config)
-    layout = _layout(report, config, world_size)
+    layout = _tried(report, Layout.of, config, world_size)
     tokens = 0
     if layout:
         tokens = config.training.steps * _check_batch(report, config, layout)
-        if args:  # the trainer's checks, without those for CPUs, because the run may use another machine
-            for finding in checks.of_layout(config, layout.dims, on_cpu=False):
-                report.fail(finding)
+        # the trainer's rules, without those for CPUs, because the run may use another machine
+        for finding in rules.of_layout(config, layout.dims, on_cpu=False):
+            report.fail(finding)
     _check_schedule(report, config)
-    if args:
-        sizes = _check_model(report, config, args)
-        if sizes and layout and is_valid:
-            _tried(report, _check_memory, report, config, sizes, layout, folder)
-        _check_data(report, config, args.vocab_size, needs_data, tokens)
+    if is_valid:
+        sizes = _check_model(report, config)
+        if layout:
+            _tried(report, _check_memory, report, config, sizes, layout)
+    _check_data(report, config, needs_data, tokens)
     return report
-
-
-def _model_args(config: JobConfig) -> Llama2Args | None:
-    if config.model.flavor not in FLAVORS or not is_within(config, "model.vocab_size", "training.seq_len"):
-        return None  # already reported
-    return model_args(config.model.flavor, config.model.vocab_size, config.training.seq_len)
 
 
 def _tried(report: Report, function, *arguments):
@@ -95,14 +83,7 @@ def _tried(report: Report, function, *arguments):
         return None
 
 
-def _layout(report: Report, config: JobConfig, world_size: int) -> Layout | None:
-    degrees = [f"parallelism.{name}" for name in vars(config.parallelism) if name.endswith("_degree")]
-    if not is_within(config, *degrees):
-        return None  # already reported
-    return _tried(report, Layout.of, config, world_size)
-
-
-def _check_batch(report: Report, config: JobConfig, layout: Layout) -> int:
+def _check_batch(report: Report, config: Config, layout: Layout) -> int:
     """Tokens per optimizer step, 0 if the batch does not divide."""
     training = config.training
     if _tried(report, lambda: layout.micro_batches) is None:
@@ -119,15 +100,10 @@ def _check_batch(report: Report, config: JobConfig, layout: Layout) -> int:
     return layout.tokens
 
 
-def _check_schedule(report: Report, config: JobConfig) -> None:
-    steps = config.training.steps
-    if config.optimizer.lr <= 0:
-        report.fail(f"optimizer.lr = {config.optimizer.lr} should be above 0")
-    if not 0 <= config.lr_scheduler.warmup_steps <= steps:
-        report.fail(
-            f"lr_scheduler.warmup_steps = {config.lr_scheduler.warmup_steps} should be between 0 and "
-            f"training.steps {steps}"
-        )
+def _check_schedule(report: Report, config: Config) -> None:
+    steps, warmup = config.training.steps, config.lr_scheduler.warmup_steps
+    if warmup > steps:
+        report.fail(f"lr_scheduler.warmup_steps = {warmup} should be at most training.steps = {steps}")
     if not config.checkpoint.enable:
         report.warnings.append("checkpoint.enable is false: an interrupted run starts again from step 0")
         return
@@ -135,16 +111,15 @@ def _check_schedule(report: Report, config: JobConfig) -> None:
         report.warnings.append("checkpoint.last_save_model_only is true: the last checkpoint cannot be resumed")
 
 
-def _check_model(report: Report, config: JobConfig, model_args: Llama2Args) -> memory.Sizes | None:
-    with torch.device("meta"):
-        model = Transformer(model_args)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    if config.pc.enable and _tried(report, lambda: attach(model, config.pc.to_pc_config())) is None:
-        return None
-    sizes = memory.sizes_of(model)
+def _check_model(report: Report, config: Config) -> memory.Sizes:
+    sizes = memory.sizes_of_run(config)
+    parameters = memory.sizes_of_run(config.model_copy(update={"pc": PC()})).total
     report.facts.append(
         ("parameters", f"{parameters:,}, {parameters - sizes.outside_blocks:,} without embedding and head")
     )
+    loads = config.checkpoint.enable and (config.checkpoint.initial_load_path or config.checkpoint.initial_load_in_hf)
+    if config.pc.enable and loads and config.pc.start == "preserve":
+        _tried(report, require_possible, config.pc.to_pc_config())
     if config.pc.enable:
         share = sizes.preconditioned / parameters
         report.facts.append(
@@ -153,7 +128,8 @@ def _check_model(report: Report, config: JobConfig, model_args: Llama2Args) -> m
     return sizes
 
 
-def _check_memory(report: Report, config: JobConfig, sizes: memory.Sizes, layout: Layout, folder: Path) -> None:
+def _check_memory(report: Report, config: Config, sizes: memory.Sizes, layout: Layout) -> None:
+    folder = Path(config.job.dump_folder)
     schedule = config.pc.schedule if config.pc.enable else "plain"
     dims = layout.dims
     parts = memory.of_run(config, dims, sizes)
@@ -193,17 +169,17 @@ def _check_memory(report: Report, config: JobConfig, sizes: memory.Sizes, layout
         )
 
 
-def _check_data(report: Report, config: JobConfig, vocab_size: int, needs_data: bool, wanted: int) -> None:
+def _check_data(report: Report, config: Config, needs_data: bool, wanted: int) -> None:
     """Check the data for a run over `wanted` tokens."""
     train = _manifest(report, "data.path", config.data.path, needs_data)
     validation = train
     if config.data.validation_path:
         validation = _manifest(report, "data.validation_path", config.data.validation_path, needs_data)
     for manifest in {id(manifest): manifest for manifest in (train, validation) if manifest}.values():
-        if manifest.vocab_size > vocab_size:
+        if manifest.vocab_size > config.model.vocab_size:
             report.fail(
                 f"{manifest.folder} was tokenised with {manifest.vocab_size} entries, "
-                f"but model.vocab_size is {vocab_size}"
+                f"but model.vocab_size is {config.model.vocab_size}"
             )
     if train and validation:
         _tried(report, require_same_tokenizer, train, validation)

@@ -1,81 +1,41 @@
 """Equal runs are trained once: which runs are equal, which runs of several sweeps remain, and reuse of finished ones.
 
-Two runs are equal if their resolved configurations agree in everything that affects the result. Folders, checkpoints,
-logging and health metrics do not, nor does the number of GPUs, because the global batch does not depend on it. A reused
-run is a link to the folder of the trained one.
+Two runs are equal if everything that affects the result agrees (`pc.settings.identity`). Folders, checkpoints, logging
+and health metrics do not, nor does the number of GPUs where the global batch does not depend on it. A reused run is a
+link to the folder of the trained one.
 """
 
-import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pc.common import run_folder
-from pc.config import BLOCK_GROUPS
 from pc.errors import UserError
 from pc.launch.run import Run
+from pc.settings import load_config
+from pc.settings.identity import differing_result, everything, result
 from pc.sweep.spec import Sweep
-from pc.titan.config import Checkpoint, JobConfig
-from pc.titan.optimizer_kinds import foreign_keys
-from pc.titan.toml import resolve, to_config
 
 OUTPUTS = Path("outputs")
 """Default folder of runs, of sweeps and of single configs."""
 
-_NOT_THE_RESULT = ("job", "metrics", "profiling", "health", "comm", "memory_estimation")
-_START = (
-    "initial_load_path", "initial_load_in_hf", "initial_load_in_hf_quantized", "initial_load_model_only",
-    "exclude_from_loading", "load_step",
-)  # fmt: skip
-
-
-def identity(resolved: dict[str, Any]) -> dict[str, Any]:
-    """{"section.key": value} of everything that affects a run's result, from what `pc.titan.toml.resolve` returns."""
-    sections = dataclasses.asdict(to_config(resolved, JobConfig))
-    for name in _NOT_THE_RESULT:
-        del sections[name]
-    start = sections["checkpoint"] if sections["checkpoint"]["enable"] else dataclasses.asdict(Checkpoint())
-    sections["checkpoint"] = {key: start[key] for key in _START}
-    method = sections["pc"]
-    if method["enable"]:
-        method["blocks"] = sorted({name for entry in method["blocks"] for name in BLOCK_GROUPS.get(entry, [entry])})
-    else:
-        sections["pc"] = {"enable": False}
-    for key in foreign_keys(sections["optimizer"]["name"]):
-        del sections["optimizer"][key]
-    if not sections["evaluation"]["interval"]:
-        del sections["evaluation"]
-    for key in ("path", "validation_path"):
-        if sections["data"][key]:
-            sections["data"][key] = os.path.abspath(sections["data"][key])
-    return dict(_flat("", sections))
-
-
-def _flat(prefix: str, values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(f"{prefix}{key}.", value)
-        else:
-            yield prefix + key, value
-
-
-def _key_of(identified: dict[str, Any]) -> str:
-    return json.dumps(identified, sort_keys=True)
-
 
 def trained_as(folder: Path) -> dict[str, Any] | None:
-    """The identity of a folder's run; None if there is no run, one of an older version, or one of changed settings."""
+    """The result of a folder's run; None if there is no run, one of an older version, or one of changed settings."""
+    file = folder / "environment.json"
     try:
-        first, *others = [identity(resolve(file, [], JobConfig)) for file in run_folder.configs(folder)]
-    except UserError:
+        environment = json.loads(file.read_text()) if file.exists() else {}
+        about = environment.get("world_size"), environment.get("data")
+        first, *others = [result(load_config(config), *about) for config in run_folder.configs(folder)]
+    except (UserError, ValueError):
         return None
     return None if any(other != first for other in others) else first
 
 
-def require_unchanged(sweep: Sweep) -> None:
+def require_unchanged(sweep: Sweep, world_size: int | None = None) -> None:
     """Refuse a sweep with a run that was trained with another configuration: it could not be compared.
 
     Runs may be added to a sweep at any time.
@@ -87,28 +47,29 @@ def require_unchanged(sweep: Sweep) -> None:
                 f"{sweep.path}: {run.folder} was trained with several configurations (config.*.toml); move it away to "
                 "train it again"
             )
-        now = identity(resolve(run.config, run.overrides, JobConfig))
-        if before is None or before == now:
-            continue
-        changed = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
-        said = ", ".join(f"{key} = {before.get(key)!r} (now {now.get(key)!r})" for key in changed[:3])
-        raise UserError(
-            f"{sweep.path}: {run.folder} was trained with {said}; restore that, or give the sweep another "
-            'folder = "..." (unchanged runs are reused)'
-        )
+        config = load_config(run.config, run.overrides)
+        changed = differing_result(before, result(config, world_size)) if before else []
+        if changed:
+            was, now = everything(load_config(run.folder / "config.toml")), everything(config)
+            said = ", ".join(
+                f"{key} = {was[key]!r} (now {now[key]!r})" if key in was else f"another {key}" for key in changed[:3]
+            )
+            raise UserError(
+                f"{sweep.path}: {run.folder} was trained with {said}; restore that, or give the sweep another "
+                'folder = "..." (unchanged runs are reused)'
+            )
 
 
-def folders_by_key(roots: Sequence[Path]) -> dict[str, list[Path]]:
-    """All started runs below `roots`, without links."""
-    found: dict[str, list[Path]] = {}
+def started(roots: Sequence[Path]) -> list[tuple[Path, dict[str, Any]]]:
+    """All started runs below `roots` with their results, without links."""
+    found = {}
     for root in roots:
         for folder, folders, files in os.walk(root):
             if "config.toml" in files:
                 folders.clear()  # checkpoints and logs
-                trained = trained_as(Path(folder))
-                if trained is not None and Path(folder) not in found.setdefault(_key_of(trained), []):
-                    found[_key_of(trained)].append(Path(folder))
-    return found
+                if (trained := trained_as(Path(folder))) is not None:
+                    found[Path(folder)] = trained
+    return list(found.items())
 
 
 @dataclass(frozen=True)
@@ -139,22 +100,33 @@ class Planned:
         return self.owner == self.run and not _is_finished(self.run.folder) and self.final is None
 
 
-def plan(sweeps: Sequence[Sweep]) -> list[Planned]:
-    """Every run of the sweeps, in order, with its equal runs."""
-    folders = folders_by_key([OUTPUTS, *[sweep.folder for sweep in sweeps]])
-    owners: dict[str, Run] = {}
+def plan(sweeps: Sequence[Sweep], world_size: int | None = None) -> list[Planned]:
+    """Every run of the sweeps, in order, with its equal runs.
+
+    Args:
+        world_size: processes that would train a run, which decide its batch if the config does not.
+    """
+    folders = started([OUTPUTS, *[sweep.folder for sweep in sweeps]])
+    owners: list[tuple[Run, dict[str, Any]]] = []
     planned = []
     for sweep in sweeps:
         for run in sweep.runs:
-            key = _key_of(identity(resolve(run.config, run.overrides, JobConfig)))
-            elsewhere = [folder for folder in folders.get(key, []) if folder.resolve() != run.folder.resolve()]
-            planned.append(Planned(sweep, run, owners.setdefault(key, run), elsewhere))
+            mine = result(load_config(run.config, run.overrides), world_size)
+            elsewhere = [
+                folder
+                for folder, theirs in folders
+                if not differing_result(mine, theirs) and folder.resolve() != run.folder.resolve()
+            ]
+            owner = next((owner for owner, theirs in owners if not differing_result(mine, theirs)), run)
+            if owner is run:
+                owners.append((run, mine))
+            planned.append(Planned(sweep, run, owner, elsewhere))
     return planned
 
 
-def take_over(sweeps: Sequence[Sweep]) -> None:
+def take_over(sweeps: Sequence[Sweep], world_size: int | None = None) -> None:
     """Make each run that has not started a link to the folder of an equal run that finished or diverged."""
-    for planned in plan(sweeps):
+    for planned in plan(sweeps, world_size):
         folder = planned.run.folder
         if folder.is_symlink() and not folder.exists():
             folder.unlink()  # its target was deleted or moved
@@ -172,9 +144,9 @@ def _is_finished(folder: Path) -> bool:
     return run_folder.state_of(folder).state == "finished"
 
 
-def plan_text(sweeps: Sequence[Sweep], cost: Callable[[Run], tuple[int, float]]) -> str:
+def plan_text(sweeps: Sequence[Sweep], cost: Callable[[Run], tuple[int, float]], world_size: int | None = None) -> str:
     """The runs, their tokens and GPU-hours by `cost` (tokens and seconds of one GPU), and what remains to be trained."""
-    costs = [(planned, *cost(planned.run)) for planned in plan(sweeps)]
+    costs = [(planned, *cost(planned.run)) for planned in plan(sweeps, world_size)]
     lines = []
     for planned, tokens, seconds in costs:
         word = ""

@@ -9,11 +9,10 @@ from pc.errors import UserError
 from pc.launch import machine, torchrun
 from pc.launch.local import fetch_demo_data
 from pc.launch.run import Run
+from pc.settings import load_config
 from pc.sweep import equal_runs
 from pc.sweep.results import collect, status_text
 from pc.sweep.spec import Sweep, begin
-from pc.titan.config import JobConfig
-from pc.titan.toml import resolve, to_config
 
 RECENT = 20
 """logged lines from whose speed the time left is estimated"""
@@ -35,23 +34,23 @@ def run_all(sweeps: Sequence[Sweep]) -> None:
         if state_of(run.folder).state == "finished":
             print(f"{label}: finished before", flush=True)
             continue
-        planned = equal_runs.plan(sweeps)[number - 1]
+        planned = equal_runs.plan(sweeps, processes)[number - 1]
         if planned.owner != run:
             print(f"{label}: equal to {planned.owner.folder}", flush=True)
             continue
         if planned.trained_elsewhere is not None:
             print(f"{label}: another process is training an equal run in {planned.trained_elsewhere}", flush=True)
             continue
-        resolved = resolve(run.config, run.overrides, JobConfig)
-        fetch_demo_data(resolved)
-        machine.require(to_config(resolved, JobConfig), processes)
+        config = load_config(run.config, run.overrides)
+        fetch_demo_data(config)
+        machine.require(config, processes)
         try:
             held = lock(run.folder)
         except UserError:
             print(f"{label}: another process is training it", flush=True)
             continue
         train(run, held, processes, label)
-        equal_runs.take_over(sweeps)
+        equal_runs.take_over(sweeps, processes)
         collect(sweep)
     for sweep in sweeps:
         collect(sweep)
@@ -71,7 +70,8 @@ def train(run: Run, held: TextIO, processes: int, label: str) -> None:
     with held:
         log = run.folder / "train.log"
         print(f"{label}: from step {newest_step(run.folder)}, log in {log}", flush=True)
-        command = torchrun.here(run.config, run.overrides, run.folder, processes)
+        start = torchrun.write_start(load_config(run.config, run.overrides))
+        command = torchrun.here(start, [], run.folder, processes)
         with open(log, "a") as output:
             status = torchrun.run(*command, [held], output, functools.partial(_say_progress, run, label))
     if status != 0 and state_of(run.folder).state != "failed":

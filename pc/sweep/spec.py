@@ -12,60 +12,63 @@ import itertools
 import json
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from pc.common.files import write_atomically
 from pc.errors import UserError
 from pc.launch.run import Run
-from pc.titan.config import JobConfig
-from pc.titan.toml import resolve
+from pc.settings import load_config, sections
+from pc.settings.chain import resolve
+from pc.settings.identity import everything
+from pc.settings.sections import Count, Interval, Section, sub
+
+Positive = Annotated[float, Field(gt=0)]
 
 
-@dataclass
-class Selection:
+class Selection(Section):
     """How `select` chooses the best run."""
 
-    metric: str = "validation_loss"
-    """Key of metrics.jsonl; the run with the lowest final value is chosen."""
-
-    spike_window: int = 50
-    """A logged training loss is compared with the median over this many steps before it."""
-
-    spike_deviations: float = 6.0
-    """It is a spike if it exceeds the median by more than this many robust standard deviations ..."""
-
-    spike_margin: float = 0.1
-    """... and by more than this many nats. A non-finite loss is always a spike."""
-
-    spike_warmup: int = 10
-    """Finite losses in this many first steps are not spikes."""
-
-    spikes_allowed: int = 0
-    """A run with more spikes is unstable and cannot be chosen."""
+    metric: str = sections.key(
+        "validation_loss", "Key of metrics.jsonl; the run with the lowest final value is chosen."
+    )
+    spike_window: Count = sections.key(
+        50, "A logged training loss is compared with the median over this many steps before it."
+    )
+    spike_deviations: Positive = sections.key(
+        6.0, "It is a spike if it exceeds the median by more than this many robust standard deviations ..."
+    )
+    spike_margin: Positive = sections.key(
+        0.1, "... and by more than this many nats. A non-finite loss is always a spike."
+    )
+    spike_warmup: Interval = sections.key(10, "Finite losses in this many first steps are not spikes.")
+    spikes_allowed: Interval = sections.key(0, "A run with more spikes is unstable and cannot be chosen.")
 
 
-@dataclass
-class SweepConfig:
+class Grid(Section):
+    """A geometric grid of an axis."""
+
+    first: float
+    last: float
+    factor: float = sections.key(math.sqrt(2), "Between neighbours.")
+
+
+class SweepConfig(Section):
     """The keys of a sweep's TOML; `parent` works as in any config."""
 
-    description: str = ""
-    """One line of description."""
-
-    configs: list[str] = field(default_factory=list)
-    """Training configs to vary, relative to the sweep's file."""
-
-    axes: dict[str, list | dict[str, float]] = field(default_factory=dict)
-    """"section.key" = [values], or { first, last, factor } for a geometric grid (factor: sqrt 2)."""
-
-    seeds: list[int] = field(default_factory=list)
-    """Seeds of initial weights and data order, one run for each; empty: the config's own seed."""
-
-    folder: str = ""
-    """Folder of runs and results; empty: outputs/sweeps/<name of the sweep's file>."""
-
-    select: Selection = field(default_factory=Selection)
+    description: str = sections.key("", "One line of description.")
+    configs: list[str] = sections.key([], "Training configs to vary, relative to the sweep's file.")
+    axes: dict[str, Annotated[list, Field(min_length=1)] | Grid] = sections.key(
+        {}, '"section.key" = [values], or a grid.'
+    )
+    seeds: list[int] = sections.key(
+        [], "Seeds of initial weights and data order, a run each; empty: the config's own seed."
+    )
+    folder: str = sections.key("", "Folder of runs and results; empty: outputs/sweeps/<name of the sweep's file>.")
+    select: Selection = sub(Selection)
 
 
 @dataclass(frozen=True)
@@ -82,10 +85,7 @@ class Sweep:
 def load(path: str | Path) -> Sweep:
     """Read a sweep and check every run's config."""
     path = Path(path)
-    values = resolve(path, [], SweepConfig)
-    selection = Selection(**values.pop("select", {}))
-    config = SweepConfig(**values, select=selection)
-    _check_selection(path, selection)
+    config = resolve(path, [], SweepConfig)
     if not config.configs:
         raise UserError(f"{path}: configs names no config")
     folder = Path(config.folder or Path("outputs/sweeps") / path.stem)
@@ -118,10 +118,10 @@ def load(path: str | Path) -> Sweep:
         raise UserError(f"{path}: two runs have the same name; is a value, a seed or a config listed twice?")
     for run in runs:
         try:
-            resolve(run.config, run.overrides, JobConfig)
+            load_config(run.config, run.overrides)
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
-    return Sweep(path, folder, runs, axes, selection)
+    return Sweep(path, folder, runs, axes, config.select)
 
 
 def begin(sweep: Sweep) -> Path:
@@ -154,21 +154,17 @@ def value_label(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _axis_values(path: Path, key: str, axis: list | dict[str, float], configs: list[str]) -> list:
+def _axis_values(path: Path, key: str, axis: list | Grid, configs: list[str]) -> list:
     if isinstance(axis, list):
-        if not axis:
-            raise UserError(f'{path}: axes."{key}" has no values')
         return axis
-    if not {"first", "last"} <= set(axis) <= {"first", "last", "factor"}:
-        raise UserError(f'{path}: axes."{key}" should be a list or {{ first, last, factor }}, not {sorted(axis)}')
-    grid = geometric_grid(axis["first"], axis["last"], axis.get("factor", math.sqrt(2)), f'{path}: axes."{key}"')
+    grid = geometric_grid(axis.first, axis.last, axis.factor, f'{path}: axes."{key}"')
     # The configs' own value is on a published grid up to rounding: use it exactly, so that this run equals theirs.
-    section, _, name = key.rpartition(".")
     try:
-        own = {resolve(path.parent / file, [], JobConfig).get(section, {}).get(name) for file in configs}
+        own = [everything(load_config(path.parent / file)).get(key) for file in configs]
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    return [next((x for x in own if len(own) == 1 and x and abs(value / x - 1) < ROUNDING), value) for value in grid]
+    one = own[0] if own.count(own[0]) == len(own) and isinstance(own[0], float) and own[0] else math.inf
+    return [one if abs(value / one - 1) < ROUNDING else value for value in grid]
 
 
 ROUNDING = 5e-4
@@ -187,15 +183,6 @@ def geometric_grid(first: float, last: float, factor: float, where: str) -> list
         fits = f"{first * factor**count:.4g} or {first * factor ** (count + 1):.4g}"
         raise UserError(f"{where}: last = {last} is not on the grid; the nearest points are {fits}")
     return [float(f"{first * (last / first) ** (step / max(1, count)):.4g}") for step in range(count + 1)]
-
-
-def _check_selection(path: Path, selection: Selection) -> None:
-    for key in ("spike_window", "spike_deviations", "spike_margin"):
-        if getattr(selection, key) <= 0:
-            raise UserError(f"{path}: select.{key} = {getattr(selection, key)} should be above 0")
-    for key in ("spike_warmup", "spikes_allowed"):
-        if getattr(selection, key) < 0:
-            raise UserError(f"{path}: select.{key} = {getattr(selection, key)} should be 0 or more")
 
 
 def _shortest(path: Path) -> str:

@@ -15,7 +15,7 @@ def submit(sweeps: Sequence[Sweep], at_a_time: int, allocation: slurm.Allocation
 
     Of equal runs only the first is queued.
     """
-    planned = equal_runs.plan(sweeps)
+    planned = equal_runs.plan(sweeps, allocation.world_size)
     for item in planned:
         check_or_raise(item.run.config, item.run.overrides, allocation.world_size)
     said = []

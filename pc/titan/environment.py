@@ -4,25 +4,26 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 from pc.common.files import write_atomically
+from pc.settings import Config
+from pc.settings.identity import contents
 
 PACKAGES = ("torch", "torchtitan", "datasets", "lm-eval", "transformers", "numpy", "pc-layer")
 
 
-def write_environment(folder: str | Path, world_size: int, command: Sequence[str] = ()) -> None:
-    """Write hardware, versions, commit and command to `environment.json`."""
+def write_environment(folder: str | Path, config: Config, world_size: int) -> None:
+    """Write hardware, versions, commit and what the data contain to `environment.json`."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     content = {
         "python": platform.python_version(),
         "versions": versions(),
         "commit": commit(),
-        "command": list(command),
+        "data": contents(config),
         "gpus": gpus,
         "cpu_cores": len(os.sched_getaffinity(0)),
         "world_size": world_size,

@@ -1,7 +1,7 @@
 """PC in a checkpoint: its tensors, and a fingerprint of the settings, which must match on resume."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from pc.config import BLOCK_GROUPS, PCConfig
+from pc.config import PCConfig
 from pc.errors import UserError
-from pc.levels import resolve
 from pc.linear import named_pc_linears
-from pc.titan.config import PC
+from pc.settings.identity import differing_method, method, whole_method
+from pc.settings.schema import PC
 from pc.titan.distcp import CheckpointFolder
 
 
@@ -26,24 +26,13 @@ class Fingerprint(Stateful):
     KEY = "method"
 
     def __init__(self, pc: PC) -> None:
-        self.value = fingerprint(pc)
+        self.value = json.dumps(method(pc), sort_keys=True)
 
     def state_dict(self) -> dict[str, Any]:
         return {"fingerprint": self.value}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Nothing to load: `require` has already compared the fingerprints."""
-
-
-def fingerprint(pc: PC) -> str:
-    """JSON of the settings that determine PC(W)."""
-    if not pc.enable:
-        return json.dumps({"enable": False})
-    settings = asdict(pc)
-    # How accurately the norm is estimated may change on resume; the definition of PC(W) may not.
-    for key in ("power_iterations", "compute_dtype", "start"):
-        del settings[key]
-    return json.dumps(settings, sort_keys=True)
 
 
 def pc_config(settings: dict[str, Any], like: PCConfig) -> PCConfig:
@@ -54,7 +43,7 @@ def pc_config(settings: dict[str, Any], like: PCConfig) -> PCConfig:
 def method_of(folder: CheckpointFolder) -> dict[str, Any]:
     """The settings in a checkpoint's fingerprint ("enable", "level", "blocks", ...); {} if it has none."""
     key = "method.fingerprint"
-    return json.loads(folder.read_value(key)) if key in folder.shapes() else {}
+    return whole_method(json.loads(folder.read_value(key))) if key in folder.shapes() else {}
 
 
 def require(checkpoint: str | Path, pc: PC) -> None:
@@ -62,17 +51,13 @@ def require(checkpoint: str | Path, pc: PC) -> None:
 
     The caller has verified the checksums.
     """
-    saved, ours = method_of(CheckpointFolder(checkpoint, verified=True)), json.loads(fingerprint(pc))
+    saved, ours = method_of(CheckpointFolder(checkpoint, verified=True)), whole_method(method(pc))
     if not saved:
         raise UserError(
             f"{checkpoint} has no method fingerprint, so this trainer did not write it "
             "(to start from plain weights: --checkpoint.initial_load_path)"
         )
-    if saved.get("enable") != ours.get("enable"):
-        differing = ["enable"]
-    else:
-        one, other = _canonical(saved), _canonical(ours)
-        differing = [key for key in sorted(one.keys() | other.keys()) if one.get(key) != other.get(key)]
+    differing = differing_method(saved, ours)
     if differing:
         what = ", ".join(f"pc.{k}: checkpoint {saved.get(k)!r}, config {ours.get(k)!r}" for k in differing)
         raise UserError(
@@ -116,20 +101,6 @@ def require_plain_weights(checkpoint: str | Path) -> None:
             f'checkpoint.initial_load_path = {checkpoint} holds raw weights, not PC(W) (schedule "forward"); '
             "export it with scripts/export_hf.py and start from the export with checkpoint.initial_load_in_hf = true"
         )
-
-
-def _canonical(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings in a unique form, independent of groups and order: one level for each single block."""
-    if not settings["enable"]:
-        return settings
-    level, blocks = settings["level"], settings["blocks"]
-    levels = level if isinstance(level, dict) else dict.fromkeys(blocks, level)
-    # A level's name and a list of its coefficients are equal.
-    levels = {entry: resolve(level) for entry, level in levels.items()}
-    single = {block: levels[entry] for entry in blocks for block in BLOCK_GROUPS.get(entry, (entry,))}
-    # Keep one level if all blocks share it, so that a change of blocks is not reported as a change of level too.
-    distinct = set(single.values())
-    return {**settings, "blocks": sorted(single), "level": single if len(distinct) > 1 else distinct.pop()}
 
 
 class ForwardState(Stateful):

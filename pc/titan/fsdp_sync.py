@@ -20,11 +20,11 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
+from pc.settings import Config
 from pc.titan import memory
-from pc.titan.config import JobConfig
 
 
-def choose(config: JobConfig, dims: ParallelDims, device: torch.device, device_bytes: int) -> str:
+def choose(config: Config, dims: ParallelDims, device: torch.device, device_bytes: int) -> str:
     """Resolve "auto"; returns other settings unchanged. All ranks call it and get the same result.
 
     Args:

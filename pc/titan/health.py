@@ -10,7 +10,6 @@ for step in ...:
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -31,29 +30,15 @@ SPECTRAL: dict[str, Callable[[Tensor], Tensor]] = {"condition": modified_conditi
 Logged as spectra/NAME/LAYER every `health.spectra_freq` steps. To add a metric, add a line here."""
 
 
-@dataclass
-class Health:
-    """Steps between health metrics; 0 turns a group off."""
-
-    freq: int = 10
-    """Steps between measurements of attention and FFN output sizes, gamma and the weight norm; also at step 1."""
-
-    spectra_freq: int = 500
-    """Steps between measurements of every matrix's condition number; also at step 1."""
-
-    estimate_freq: int = 100
-    """Steps between measurements of the error in PC's spectral norm estimate; also at each of the first 1,000 steps."""
-
-
 FIRST_STEPS = 1000
 """In these steps the estimate's error is large and decreasing (paper, appendix on the accuracy of the estimator)."""
 
 
 class HealthMetrics:
-    """Collects the metrics of `Health` over all ranks.
+    """Collects the metrics over all ranks.
 
     Args:
-        job_config: with the section `health` (`Health`) and with `pc.blocks`, which also defines the PC matrices of a
+        job_config: with the section `health` (`pc.settings.schema.Health`) and with `pc.blocks`, which also defines the PC matrices of a
             baseline run.
         model_parts: this rank's transformers, sharded, compiled, off the meta device.
         schedule: the schedule that holds the raw weights in schedule "step"; None in schedule "forward" and without PC.
@@ -61,7 +46,7 @@ class HealthMetrics:
     """
 
     def __init__(self, job_config, model_parts: list[nn.Module], schedule: StepSchedule | None, parallel_dims) -> None:
-        self._health: Health = job_config.health
+        self._health = job_config.health
         self._pc_entries: Sequence[str] = job_config.pc.blocks
         self._model_parts = model_parts
         self._schedule = schedule

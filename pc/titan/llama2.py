@@ -1,7 +1,8 @@
 """Llama 2 on TorchTitan's Llama: sizes, and an initialisation that is the same for every parallel layout."""
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +13,10 @@ from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
 from torchtitan.models.llama3.model.model import Transformer
 
-from pc.errors import UserError
 from pc.linear import clean_name, named_pc_linears
 from pc.owner import local
+from pc.settings import Config
+from pc.settings.models import FLAVORS
 from pc.titan.draws import fill_normal_, seed_of
 from pc.titan.loss import DeferredHead
 
@@ -44,26 +46,21 @@ class Llama2Args(TransformerModelArgs):
         self.chunked_loss = job_config.training.chunked_loss
 
 
-# The paper's sizes (table 5), smaller ones, and Llama 2's own (70B with grouped-query attention). `multiple_of` rounds
-# 8/3 d, or 1.3 times it, up to the FFN width: 96, 384, 704, 1408, 2816, 5632, 11008, 13824, 28672.
-FLAVORS: dict[str, Llama2Args] = {
-    "regime": Llama2Args(dim=32, n_layers=12, n_heads=2, multiple_of=32),
-    "nano": Llama2Args(dim=128, n_layers=5, n_heads=4, multiple_of=64),
-    "debug": Llama2Args(dim=256, n_layers=4, n_heads=4, multiple_of=64),
-    "60M": Llama2Args(dim=512, n_layers=8, n_heads=8, multiple_of=128),
-    "271M": Llama2Args(dim=1024, n_layers=16, n_heads=16, multiple_of=256),
-    "1B": Llama2Args(dim=2048, n_layers=18, n_heads=16, multiple_of=256),
-    "7B": Llama2Args(dim=4096, n_layers=32, n_heads=32, multiple_of=256),
-    "13B": Llama2Args(dim=5120, n_layers=40, n_heads=40, multiple_of=256),
-    "70B": Llama2Args(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_dim_multiplier=1.3, multiple_of=4096),
-}
+def model_args(flavor: str, **changes: Any) -> Llama2Args:
+    """The arguments of a size of `pc.settings.models`, such as `model_args("271M", max_seq_len=8192)`."""
+    return Llama2Args(**asdict(FLAVORS[flavor]) | changes)
 
 
-def model_args(flavor: str, vocab_size: int, seq_len: int) -> Llama2Args:
-    """A flavor with a config's vocabulary size and sequence length; raises UserError if there is no such flavor."""
-    if flavor not in FLAVORS:
-        raise UserError(f"model.flavor = {flavor!r} should be one of {', '.join(FLAVORS)}")
-    return replace(FLAVORS[flavor], vocab_size=vocab_size, max_seq_len=seq_len)
+def model_args_of(config: Config) -> Llama2Args:
+    """The arguments of a run's model."""
+    return model_args(config.model.flavor, vocab_size=config.model.vocab_size, max_seq_len=config.training.seq_len)
+
+
+class Flavors(dict):
+    """{size: `model_args`}, for TorchTitan's TrainSpec."""
+
+    def __missing__(self, flavor: str) -> Llama2Args:
+        return model_args(flavor)
 
 
 class Llama2(Transformer):

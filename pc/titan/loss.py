@@ -1,6 +1,5 @@
 """The training loss: cross entropy of full logits, or in chunks of tokens without full logits."""
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -8,11 +7,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchtitan.components.loss import IGNORE_INDEX, LossFunction, build_cross_entropy_loss
+from torchtitan.components.loss import IGNORE_INDEX, LossFunction, cross_entropy_loss
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
-from pc.titan.config import JobConfig
+from pc.settings import Config
 
 # Maximum number of logits in a chunk: 256 MiB in bfloat16, about 4,000 tokens at a vocabulary of 32,000. Each chunk
 # reads and writes the head's float32 gradient: at 1B with 8 chunks per micro-batch 6 GB, about 2 ms on an H100.
@@ -96,13 +95,13 @@ def chunked_cross_entropy(
     return ChunkedCrossEntropy.apply(prediction.states.flatten(0, 1), weight, labels.flatten(), chunks, of_chunk)
 
 
-def compiles_loss(config: JobConfig, tensor_parallel: int) -> bool:
+def compiles_loss(config: Config, tensor_parallel: int) -> bool:
     """Whether the loss is compiled: not if tensor parallelism shards the logits (`build_loss`)."""
     sharded_logits = tensor_parallel > 1 and not config.parallelism.disable_loss_parallel
     return _asks_to_compile(config) and not sharded_logits
 
 
-def build_loss(job_config: JobConfig, parallel_dims: ParallelDims) -> LossFunction:
+def build_loss(job_config: Config, parallel_dims: ParallelDims) -> LossFunction:
     """For TorchTitan's TrainSpec: cross entropy of full logits, or in chunks with `training.chunked_loss`.
 
     It is compiled if [compile] names it, but not on logits that tensor parallelism shards: torch 2.13 compiles such a
@@ -112,14 +111,13 @@ def build_loss(job_config: JobConfig, parallel_dims: ParallelDims) -> LossFuncti
     compiles = compiles_loss(job_config, parallel_dims.tp)
     if _asks_to_compile(job_config) and not compiles:
         logger.warning("The loss is not compiled: torch's compiler cache makes it wrong with tensor parallelism")
-        components = [name for name in job_config.compile.components if name != "loss"]
-        compilation = dataclasses.replace(job_config.compile, components=components)
-        job_config = dataclasses.replace(job_config, compile=compilation)
-    of_logits = build_cross_entropy_loss(job_config)
+
+    def compiled(function: Callable) -> Callable:
+        return torch.compile(function, backend=job_config.compile.backend) if compiles else function
+
+    of_logits, of_chunk = compiled(cross_entropy_loss), compiled(loss_and_gradient)
     if not job_config.training.chunked_loss:
         return of_logits
-    backend = job_config.compile.backend
-    of_chunk = torch.compile(loss_and_gradient, backend=backend) if compiles else loss_and_gradient
 
     def loss(prediction: Tensor | HeadInput, labels: Tensor) -> Tensor:
         if isinstance(prediction, HeadInput):
@@ -129,5 +127,5 @@ def build_loss(job_config: JobConfig, parallel_dims: ParallelDims) -> LossFuncti
     return loss
 
 
-def _asks_to_compile(config: JobConfig) -> bool:
+def _asks_to_compile(config: Config) -> bool:
     return config.compile.enable and "loss" in config.compile.components

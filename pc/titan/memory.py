@@ -4,16 +4,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torchtitan.config.job_config import ActivationCheckpoint
-from torchtitan.distributed import ParallelDims
 from torchtitan.models.llama3.model.model import Transformer
 
 from pc.linear import named_pc_linears
-from pc.titan.config import JobConfig
-from pc.titan.layout import Layout
-from pc.titan.llama2 import model_args
+from pc.settings import Config
+from pc.settings.layout import Degrees, Layout
+from pc.settings.optimizers import KINDS
+from pc.settings.schema import ActivationCheckpoint
+from pc.titan.llama2 import model_args_of
 from pc.titan.loss import CHUNK_LOGITS, compiles_loss
-from pc.titan.optimizer_kinds import KINDS
 from pc.weights import attach
 
 GIB = 2**30
@@ -33,7 +32,7 @@ class Loss:
     """ranks that tensor parallelism shards the logits over"""
 
     @classmethod
-    def of(cls, config: JobConfig) -> "Loss":
+    def of(cls, config: Config) -> "Loss":
         tensor_parallel = config.parallelism.tensor_parallel_degree
         return cls(
             compiles_loss(config, tensor_parallel),
@@ -79,16 +78,16 @@ def sizes_of(model: nn.Module) -> Sizes:
     )
 
 
-def sizes_of_run(config: JobConfig) -> Sizes:
+def sizes_of_run(config: Config) -> Sizes:
     """Sizes of the whole model, not only this process's part."""
     with torch.device("meta"):
-        model = Transformer(model_args(config.model.flavor, config.model.vocab_size, config.training.seq_len))
+        model = Transformer(model_args_of(config))
     if config.pc.enable:
         attach(model, config.pc.to_pc_config())
     return sizes_of(model)
 
 
-def gathers_once(config: JobConfig) -> bool:
+def gathers_once(config: Config) -> bool:
     """Whether the config wants weights gathered and gradients reduced once per step, if memory allows."""
     parallelism = config.parallelism
     if parallelism.pipeline_parallel_degree > 1 or parallelism.fsdp_reshard_after_forward == "always":
@@ -97,8 +96,8 @@ def gathers_once(config: JobConfig) -> bool:
 
 
 def of_run(
-    config: JobConfig,
-    dims: ParallelDims,
+    config: Config,
+    dims: Degrees,
     sizes: Sizes | None = None,
     once: bool | None = None,
     schedule: str | None = None,

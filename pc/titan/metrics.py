@@ -17,7 +17,7 @@ from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsPr
 from torchtitan.tools.logging import logger
 
 from pc.common.run_folder import time_left
-from pc.titan.layout import Layout
+from pc.settings.layout import Layout
 
 SECONDS_BETWEEN_PROGRESS_LINES = 20.0
 

@@ -18,8 +18,8 @@ from torchtitan.tools.logging import logger
 from pc.errors import UserError
 from pc.forward import refresh
 from pc.linear import block_of, clean_name, named_pc_linears
+from pc.settings.optimizers import KINDS, Optimizer
 from pc.step import StepSchedule
-from pc.titan.optimizer_kinds import KINDS, Optimizer
 
 # Every parameter belongs to one of these, by its name.
 GROUPS = ("hidden matrices", "embedding", "head", "vectors", "gamma")

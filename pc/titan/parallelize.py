@@ -16,8 +16,8 @@ from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list, apply_
 from pc.config import PCConfig
 from pc.errors import UserError
 from pc.linear import clean_name, named_pc_linears
-from pc.titan.checks import compiles_model
-from pc.titan.config import JobConfig
+from pc.settings import Config
+from pc.settings.rules import compiles_model
 from pc.weights import attach, matches
 
 # The operations whose outputs selective checkpointing keeps. TorchTitan's list names only GPU attention kernels. Torch
@@ -31,6 +31,9 @@ class AlwaysSharded(ParallelDims):
     TorchTitan trains a single rank without FSDP, under autocast, with numerics that differ from those of many ranks.
     """
 
+    gathers_once = False
+    """whether weights stay gathered from a step's first forward pass to its last backward pass"""
+
     @property
     def fsdp_enabled(self) -> bool:
         return True
@@ -39,7 +42,7 @@ class AlwaysSharded(ParallelDims):
         return name == "fsdp" or super()._mesh_exist(name, degree)
 
 
-def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
+def parallelize(model: nn.Module, parallel_dims: AlwaysSharded, job_config: Config) -> nn.Module:
     """Apply tensor and context parallelism, PC, activation checkpointing, compilation per block, FSDP, in this order.
 
     PC comes after tensor parallelism, which would shard gamma with the weight, and before the wrappers that hide
@@ -90,10 +93,10 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobCo
         model,
         parallel_dims.get_mesh(names),
         param_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
-        reduce_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_reduce],
+        reduce_dtype=torch.float32,
         pp_enabled=parallel_dims.pp_enabled,
         reshard_after_forward_policy=(
-            "never" if parallelism.fsdp_sync == "step" else parallelism.fsdp_reshard_after_forward
+            "never" if parallel_dims.gathers_once else parallelism.fsdp_reshard_after_forward
         ),
     )
     for module in model.modules():

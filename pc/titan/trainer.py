@@ -27,22 +27,21 @@ from torchtitan.tools.logging import logger
 from pc import data
 from pc.common.files import write_atomically
 from pc.common.run_folder import set_aside_metrics, write_state
-from pc.errors import UserError
 from pc.owner import local
+from pc.settings import Config, rules
+from pc.settings.layout import Layout
 from pc.start import preserve
-from pc.titan import cpu, fingerprint, fsdp_sync, ranges
+from pc.titan import cpu, fingerprint, fsdp_sync
 from pc.titan.agreement import identity, require_agreement
 from pc.titan.checkpoint import Checkpoints
-from pc.titan.checks import check
-from pc.titan.config import JobConfig
 from pc.titan.health import HealthMetrics
-from pc.titan.llama2 import FLAVORS, Llama2
+from pc.titan.job_config import JobConfig
+from pc.titan.llama2 import Flavors, Llama2
 from pc.titan.loss import build_loss
 from pc.titan.metrics import build_metrics_processor
 from pc.titan.nonfinite import FiniteSteps
 from pc.titan.optimizers import build_optimizers, build_schedulers
 from pc.titan.parallelize import AlwaysSharded, parallelize, pipeline
-from pc.titan.toml import dump_folder, resolve, to_config
 from pc.titan.validate import FixedValidator
 
 
@@ -52,7 +51,9 @@ class PCTrainer(torchtitan.train.Trainer):
     On SIGUSR2 to any rank, all ranks save a checkpoint after the current step and exit normally.
     """
 
-    def __init__(self, job_config: JobConfig) -> None:
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        job_config = JobConfig(config)
         self.stopped = False
         self._micro_batches_done = 0
         self._stop_requested = False
@@ -84,23 +85,14 @@ class PCTrainer(torchtitan.train.Trainer):
 
     def init_distributed(self) -> ParallelDims:
         """TorchTitan's, with FSDP on any number of ranks."""
-        try:
-            upstream = super().init_distributed()
-        except AssertionError as error:
-            p = self.job_config.parallelism
-            raise UserError(
-                next(ranges.findings(self.job_config), "")
-                or f"parallelism: degrees replicate {p.data_parallel_replicate_degree} x shard "
-                f"{p.data_parallel_shard_degree} x context {p.context_parallel_degree} x tensor "
-                f"{p.tensor_parallel_degree} x pipeline {p.pipeline_parallel_degree} do not equal "
-                f"{dist.get_world_size()} ranks"
-            ) from error
+        Layout.of(self.config, int(os.environ["WORLD_SIZE"]))  # TorchTitan would fail on an assertion
+        upstream = super().init_distributed()
         fields = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "world_size")
         dims = AlwaysSharded(**{name: getattr(upstream, name) for name in fields})
-        require_agreement(identity(self.job_config))
-        check(self.job_config, dims, on_cpu=cpu.is_cpu())
-        self._sync = fsdp_sync.choose(self.job_config, dims, self.device, cpu.memory(self.device))
-        self.job_config.parallelism.fsdp_sync = self._sync  # for `parallelize`
+        require_agreement(identity(self.config))
+        rules.require(self.config, dims, on_cpu=cpu.is_cpu())
+        self.sync = fsdp_sync.choose(self.config, dims, self.device, cpu.memory(self.device))
+        dims.gathers_once = self.sync == "step"  # for `parallelize`
         return dims
 
     def train(self, record: Callable[[int], None] = lambda step: None) -> None:
@@ -151,7 +143,7 @@ class PCTrainer(torchtitan.train.Trainer):
     def forward_backward_step(self, *, input_dict, labels, global_valid_tokens) -> Tensor:
         self._micro_batches_done += 1
         is_last = self._micro_batches_done == self.gradient_accumulation_steps
-        fsdp_sync.start_micro_batch(self.model_parts, self._sync, is_last)
+        fsdp_sync.start_micro_batch(self.model_parts, self.sync, is_last)
         loss = super().forward_backward_step(
             input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
         )
@@ -345,7 +337,7 @@ class PCTrainer(torchtitan.train.Trainer):
         return self.job_config.training.steps
 
 
-def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer, job_config: JobConfig):
+def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer, job_config: Config):
     """For TorchTitan's TrainSpec: shards in global order."""
     loader = job_config.training.dataloader
     return data.build_dataloader(
@@ -366,7 +358,7 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer, job_config: Jo
 
 TRAIN_SPEC = TrainSpec(
     model_cls=Llama2,
-    model_args=FLAVORS,
+    model_args=Flavors(),
     parallelize_fn=parallelize,
     pipelining_fn=pipeline,
     build_optimizers_fn=build_optimizers,
@@ -379,10 +371,3 @@ TRAIN_SPEC = TrainSpec(
     state_dict_adapter=Llama3StateDictAdapter,
 )
 register_train_spec("pc_llama2", TRAIN_SPEC)
-
-
-def load_config(path: str | Path, overrides: list[str]) -> JobConfig:
-    """The resolved and checked config of a run, with `job.dump_folder` filled in."""
-    values = resolve(path, overrides, JobConfig)
-    values.setdefault("job", {})["dump_folder"] = str(dump_folder(path, values))
-    return to_config(values, JobConfig)

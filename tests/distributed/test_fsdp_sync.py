@@ -24,7 +24,8 @@ def _collectives(rank, config, cases) -> list[dict]:
     """Collectives of the second step for each case (a list of overrides), as the first of 8 fake ranks."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from pc.titan.trainer import PCTrainer, load_config
+    from pc.settings import load_config
+    from pc.titan.trainer import PCTrainer
 
     tiny.add_tiny_flavor()
     dist.destroy_process_group()
@@ -86,8 +87,9 @@ def _held(rank, config, overrides) -> tuple[float, float, str]:
     """Additional GiB of a step between two micro-batches, the estimate, and the chosen way."""
     import gc
 
+    from pc.settings import load_config
     from pc.titan import memory
-    from pc.titan.trainer import PCTrainer, load_config
+    from pc.titan.trainer import PCTrainer
 
     def gib() -> float:
         gc.collect()
@@ -115,7 +117,7 @@ def _held(rank, config, overrides) -> tuple[float, float, str]:
     parts = memory.of_run(trainer.job_config, trainer.parallel_dims)
     block = memory.BFLOAT16 * memory.sizes_of_run(trainer.job_config).largest_block / memory.GIB
     expected = parts["gathered"] - block + parts["gradients"]  # without a current block
-    result = trainer.held[1] - trainer.held[0], expected, trainer.job_config.parallelism.fsdp_sync
+    result = trainer.held[1] - trainer.held[0], expected, trainer.sync
     trainer.close()
     return result
 
@@ -135,8 +137,8 @@ def _chosen(rank, config, cases) -> list[tuple[str, str]]:
 
     from torchtitan.distributed import ParallelDims
 
+    from pc.settings import load_config
     from pc.titan import fsdp_sync
-    from pc.titan.trainer import load_config
 
     dims = ParallelDims(dp_replicate=1, dp_shard=2, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=2)
     results = []

@@ -76,8 +76,8 @@ def _oracle(rank, config, levels) -> list[dict[str, torch.Tensor]]:
     """Gradients of one batch for each level of PC (None: the baseline), and their norm. No trainer, no sharding."""
     import pc
     from pc.data import build_dataloader
-    from pc.titan.llama2 import FLAVORS, Llama2
-    from pc.titan.trainer import load_config
+    from pc.settings import load_config
+    from pc.titan.llama2 import Llama2, model_args
 
     tiny.add_tiny_flavor()
     _in_float64()
@@ -95,7 +95,7 @@ def _oracle(rank, config, levels) -> list[dict[str, torch.Tensor]]:
     inputs, labels = next(iter(loader))
     results = []
     for level in levels:
-        args = FLAVORS["tiny"]
+        args = model_args("tiny")
         args.update_from_config(settings)
         model = Llama2(args)
         model.init_weights()
@@ -113,7 +113,8 @@ def _oracle(rank, config, levels) -> list[dict[str, torch.Tensor]]:
 def _gradients(rank, config, cases) -> list[dict[str, torch.Tensor]]:
     """For each case, a list of overrides: this rank's gradients as the trainer clips them, whole, and their norm."""
     from pc.linear import clean_name
-    from pc.titan.trainer import PCTrainer, load_config
+    from pc.settings import load_config
+    from pc.titan.trainer import PCTrainer
 
     class Recorded(PCTrainer):
         def _finish_gradients(self, global_valid_tokens):

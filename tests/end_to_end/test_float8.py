@@ -7,7 +7,7 @@ from torch import nn
 import pc
 from helpers import tiny
 from helpers.ranks import run_ranks
-from pc.titan.checks import FLOAT8
+from pc.settings.rules import FLOAT8
 
 QUICK = ["--model.flavor", "tiny32", "--model.vocab_size", "208", "--validation.enable", "false"]
 EMULATED = ["--model.converters", FLOAT8, "--quantize.linear.float8.emulate", "true"]
@@ -27,9 +27,9 @@ CASES = {
 
 
 def _train_all(rank, config, cases) -> list[dict[str, torch.Tensor]]:
-    from pc.titan.llama2 import FLAVORS, Llama2Args
+    from pc.settings.models import FLAVORS, Flavor
 
-    FLAVORS["tiny32"] = Llama2Args(dim=32, n_layers=2, n_heads=2, multiple_of=16)  # torchao converts multiples of 16
+    FLAVORS["tiny32"] = Flavor(dim=32, n_layers=2, n_heads=2, multiple_of=16)  # torchao converts multiples of 16
     return [tiny.train(rank, config, overrides) for overrides in cases]
 
 
@@ -81,10 +81,9 @@ def test_layer_multiplies_the_effective_weight_in_float8():
 
 
 def test_a_machine_without_torchao(tiny_config, monkeypatch):
-    from pc.titan import checks
-    from pc.titan.trainer import load_config
+    from pc.settings import load_config, rules
 
     tiny.add_tiny_flavor()
-    monkeypatch.setattr(checks, "find_spec", lambda name: None)
-    (finding,) = checks.of_config(load_config(tiny_config[0], EMULATED))
+    monkeypatch.setattr(rules, "find_spec", lambda name: None)
+    (finding,) = rules.of_config(load_config(tiny_config[0], EMULATED))
     assert finding.endswith("needs torchao: pip install torchao")

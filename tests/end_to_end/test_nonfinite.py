@@ -13,7 +13,8 @@ from pc.errors import UserError
 
 def _train(rank, config, overrides, bad_steps, value):
     """Train; in `bad_steps` a gradient of rank 1 gets `value`. Returns the state after each step and the error."""
-    from pc.launch.worker import Trainer, load_config
+    from pc.launch.worker import Trainer
+    from pc.settings import load_config
 
     tiny.add_tiny_flavor()
     trainer = Trainer(load_config(config, overrides))

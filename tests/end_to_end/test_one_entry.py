@@ -9,16 +9,19 @@ from torch import Tensor
 import pc.polynomial
 from helpers import tiny
 from helpers.ranks import run_ranks
-from pc.titan import checks, health, memory, optimizer_kinds
-from pc.titan.config import JobConfig
-from pc.titan.llama2 import FLAVORS, Llama2Args
+from pc.errors import UserError
+from pc.settings import optimizers
+from pc.settings.chain import validated
+from pc.settings.models import FLAVORS, Flavor
+from pc.settings.schema import Config
+from pc.titan import health, memory
 
 
 class Entries:
     """A contributor's entries in the tables."""
 
     level = {5: (3.6, -7.0, 6.0, -1.6)}
-    flavor = {"slim": Llama2Args(dim=24, n_layers=1, n_heads=2, multiple_of=8)}
+    flavor = {"slim": Flavor(dim=24, n_layers=1, n_heads=2, multiple_of=8)}
 
     @staticmethod
     def stable_rank(sigma: Tensor) -> Tensor:
@@ -33,8 +36,8 @@ class Entries:
         set_item(pc.polynomial.COEFFICIENTS, 5, cls.level[5])
         set_item(FLAVORS, "slim", cls.flavor["slim"])
         set_item(health.SPECTRAL, "stable_rank", cls.stable_rank)
-        kind = optimizer_kinds.Kind(cls.sgd, states=1, obeys_found_inf=lambda _: False)
-        set_item(optimizer_kinds.KINDS, "SGD", kind)
+        kind = optimizers.Kind(cls.sgd, states=1, obeys_found_inf=lambda _: False)
+        set_item(optimizers.KINDS, "SGD", kind)
 
 
 WORDS = ["--optimizer.name", "SGD", "--model.flavor", "slim", "--pc.level", "5", "--health.spectra_freq", "2"]
@@ -60,10 +63,10 @@ def test_entries_are_all_that_a_run_needs(tiny_config, ranks):
 
 
 def test_an_entry_brings_its_checks_and_memory(monkeypatch):
-    config = JobConfig()
-    config.optimizer.name = "SGD"
-    assert any("optimizer.name = 'SGD' should be one of AdamW, Muon" in said for said in checks.of_config(config))
+    chosen = {"optimizer": {"name": "SGD"}}
+    with pytest.raises(UserError, match="optimizer.name = 'SGD' should be one of AdamW, Muon"):
+        validated(chosen, Config, "here")
     Entries.add(monkeypatch.setitem)
-    assert not any("optimizer" in said for said in checks.of_config(config))
+    validated(chosen, Config, "here")
     sizes = memory.Sizes(100, 60, 40, 30, 40, 8, 16, 2, 5)
     assert memory.optimizer_elements(sizes, "SGD") == 60 + 2 * 40

@@ -76,7 +76,8 @@ def _train_all(rank, cases) -> None:
     import torch._dynamo
     import torchtitan.train
 
-    from pc.titan.trainer import PCTrainer, load_config
+    from pc.settings import load_config
+    from pc.titan.trainer import PCTrainer
 
     torchtitan.train.time.sleep = lambda _: None  # upstream waits two seconds at the end of each run
     for overrides in cases:
@@ -159,7 +160,7 @@ def test_summation_order_alone(losses):
 
 
 def _ways(layout: str) -> tuple[str, ...]:
-    if "TP" in layout:  # compiled with full checkpointing is refused on a CPU (pc.titan.checks)
+    if "TP" in layout:  # compiled with full checkpointing is refused on a CPU (pc.settings.rules)
         return ("eager", "AC", "compile + op AC") if layout != "TP2" else ("eager", "AC", "compile", "compile + op AC")
     if layout in ("1 process", "FSDP2", "FSDP4"):
         return ("eager", "compile", "compile + AC")

@@ -138,18 +138,18 @@ def test_checkpoint_moves_between_kinds(module_config, one_process, tmp_path, be
 def _context_parallel_collectives(rank) -> list[int]:
     """Sizes of the process groups of PC's and Muon's collectives, under FSDP2 x CP2 of fake ranks."""
     from pc import Muon, StepSchedule, owner
+    from pc.settings import Config
     from pc.titan import cpu
-    from pc.titan.config import JobConfig
-    from pc.titan.llama2 import FLAVORS, Llama2
+    from pc.titan.llama2 import Llama2, model_args
     from pc.titan.parallelize import AlwaysSharded, parallelize
 
     cpu.use_cpu_where_there_is_no_gpu()
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    config = JobConfig()
+    config = Config()
     config.pc.enable = True
     with torch.device("meta"):
-        model = Llama2(FLAVORS["debug"])
+        model = Llama2(model_args("debug"))
     dims = AlwaysSharded(dp_replicate=1, dp_shard=2, cp=2, tp=1, pp=1, ep=1, etp=1, world_size=4)
     parallelize(model, dims, config)
     model.to_empty(device="cpu")
@@ -182,7 +182,8 @@ def test_context_parallelism_takes_the_owner_path():
 
 def _refused(rank, config, overrides):
     from pc.errors import UserError
-    from pc.titan.trainer import PCTrainer, load_config
+    from pc.settings import load_config
+    from pc.titan.trainer import PCTrainer
 
     tiny.add_tiny_flavor()
     try:

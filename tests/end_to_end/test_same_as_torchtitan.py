@@ -26,8 +26,10 @@ def _twenty_steps(rank, config, kind) -> dict[str, torch.Tensor]:
     from torchtitan.models.llama3.infra.parallelize import parallelize_llama
     from torchtitan.protocols.train_spec import register_train_spec
 
+    from pc.settings import load_config
     from pc.titan import cpu
-    from pc.titan.trainer import TRAIN_SPEC, PCTrainer, load_config
+    from pc.titan.job_config import JobConfig
+    from pc.titan.trainer import TRAIN_SPEC, PCTrainer
 
     def parallelize(model, *args):
         model = parallelize_llama(model, *args)
@@ -48,8 +50,9 @@ def _twenty_steps(rank, config, kind) -> dict[str, torch.Tensor]:
     )
     register_train_spec("upstream", upstream)
     name = "upstream" if kind == "torchtitan" else "pc_llama2"
-    loaded = load_config(config, [*OVERRIDES, "--model.name", name])
-    trainer = (torchtitan.train.Trainer if kind == "torchtitan" else PCTrainer)(loaded)
+    loaded = load_config(config, OVERRIDES)
+    loaded.model.name = name
+    trainer = torchtitan.train.Trainer(JobConfig(loaded)) if kind == "torchtitan" else PCTrainer(loaded)
     steps = []
     trainer.metrics_processor.log = lambda step, loss, largest, norm, *_, **__: steps.append((float(loss), float(norm)))
     batches = trainer.batch_generator(trainer.dataloader)

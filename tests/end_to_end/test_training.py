@@ -116,7 +116,8 @@ def test_resume_on_other_ranks(tiny_config, before, after):
 
 
 def _loaded_state(rank, config, overrides):
-    from pc.titan.trainer import PCTrainer, load_config
+    from pc.settings import load_config
+    from pc.titan.trainer import PCTrainer
 
     tiny.add_tiny_flavor()
     trainer = PCTrainer(load_config(config, overrides))
@@ -186,13 +187,13 @@ def test_checkpoint_holds_a_plain_llama_and_the_raw_weights(tiny_config):
     from torchtitan.models.llama3.model.model import Transformer
 
     import pc
-    from pc.titan.llama2 import FLAVORS
+    from pc.titan.llama2 import model_args
 
     config, folder = tiny_config
     trained = _run(2, config)
     saved = _load_all(folder / "checkpoint" / "step-6")
     tiny.add_tiny_flavor()
-    args = FLAVORS["tiny"]
+    args = model_args("tiny")
     args.vocab_size, args.max_seq_len = tiny.VOCAB_SIZE, 16
     plain = Transformer(args)
     state = plain.state_dict()
@@ -368,7 +369,8 @@ def test_tokens_after_a_change_of_the_global_batch(tiny_config):
 
 def _refused(rank, config, overrides):
     from pc.errors import UserError
-    from pc.launch.worker import Trainer, load_config
+    from pc.launch.worker import Trainer
+    from pc.settings import load_config
 
     tiny.add_tiny_flavor()
     trainer, recorded = Trainer(load_config(config, overrides)), []

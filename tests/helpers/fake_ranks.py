@@ -13,8 +13,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pc import step
+from pc.settings import Config
 from pc.titan import cpu
-from pc.titan.config import JobConfig
 from pc.titan.llama2 import Llama2, Llama2Args
 from pc.titan.parallelize import AlwaysSharded, parallelize
 
@@ -68,7 +68,7 @@ def _state_of_shapes(name: str, layer) -> step.LayerState:
     return step.LayerState(layer, weight, layer.gamma, weight.detach().clone(), u, v)
 
 
-def sharded(args: Llama2Args, config: JobConfig, world_size: int) -> nn.Module:
+def sharded(args: Llama2Args, config: Config, world_size: int) -> nn.Module:
     """The model as the trainer shards it, on the meta device, with a gradient on each parameter."""
     tensor, replicas = config.parallelism.tensor_parallel_degree, config.parallelism.data_parallel_replicate_degree
     context = config.parallelism.context_parallel_degree

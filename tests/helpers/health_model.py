@@ -6,7 +6,7 @@ import torch
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
 
-from pc.titan.health import Health
+from pc.settings.schema import Health
 
 
 def transformer(layers: int = 2, seed: int = 0) -> Transformer:

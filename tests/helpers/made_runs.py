@@ -2,7 +2,7 @@
 
 import json
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,7 +17,7 @@ from pc.data.manifest import TOKENIZER_FOLDER, Manifest, TokenizerRecord
 from pc.data.tokenizers import load_tokenizer
 from pc.data.tokenizing import tokenize
 from pc.spectral import power_iteration
-from pc.titan.llama2 import FLAVORS, Llama2
+from pc.titan.llama2 import Llama2, model_args
 
 # Long enough for the prompts of the tests; RoPE angles stay as large as in short training runs.
 SEQ_LEN = 256
@@ -64,8 +64,8 @@ def make_run(
 ) -> MadeRun:
     """Draw weights, evaluate PC where configured, and save them in the layout of a resumable checkpoint."""
     torch.manual_seed(seed)
-    model_args = replace(FLAVORS[flavor], max_seq_len=SEQ_LEN, init_seed=seed, vocab_size=vocab_size)
-    raw = Llama2(model_args)
+    args = model_args(flavor, max_seq_len=SEQ_LEN, init_seed=seed, vocab_size=vocab_size)
+    raw = Llama2(args)
     raw.init_weights()
     for parameter in raw.parameters():  # norms of ones, and a small head, would hide mistakes
         parameter.data.add_(torch.randn_like(parameter), alpha=0.02)
@@ -76,7 +76,7 @@ def make_run(
         names = ("level", "blocks", "schedule", "norm_recovery", "learnable_gamma")
         method |= {name: getattr(pc_config, name) for name in names}
         with torch.device("meta"):
-            layers = attach(Llama2(model_args), pc_config)
+            layers = attach(Llama2(args), pc_config)
         for name, layer in named_pc_linears(layers):
             weight = entries[f"{name}.weight"]
             u, v = (torch.nn.functional.normalize(torch.randn(size), dim=0) for size in weight.shape)

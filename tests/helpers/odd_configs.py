@@ -1,23 +1,16 @@
 """Odd settings for every key of the config: typing mistakes, and worse."""
 
-import dataclasses
-import typing
-from collections.abc import Iterator
-
-from pc.titan.config import JobConfig
+from pc.settings import Config
+from pc.settings.chain import all_keys
 
 ODD = (
     "", "0", "-1", "3", "0.5", "nan", "inf", "-inf", "1e30", "1" + "0" * 24, "true", "[]", "{ a = 1 }", "no/such\n\x00",
 )  # fmt: skip
 
 
-def keys(section: type = JobConfig, prefix: str = "") -> Iterator[str]:
+def keys() -> list[str]:
     """Every `section.key`, and `section.subsection.key`."""
-    for name, annotation in typing.get_type_hints(section).items():
-        if dataclasses.is_dataclass(annotation):
-            yield from keys(annotation, f"{prefix}{name}.")
-        else:
-            yield prefix + name
+    return all_keys(Config)
 
 
 def settings() -> list[tuple[str, str]]:

@@ -90,26 +90,25 @@ def write_config(path: Path, shards: Path, run_folder: Path) -> Path:
 
 
 def add_tiny_flavor() -> None:
-    from pc.titan.llama2 import FLAVORS, Llama2Args
+    from pc.settings.models import FLAVORS, Flavor
 
     # 24 rows divide over three ranks, 64 do not; over four, no vector divides evenly.
-    FLAVORS["tiny"] = Llama2Args(dim=24, n_layers=2, n_heads=2, multiple_of=8)
+    FLAVORS["tiny"] = Flavor(dim=24, n_layers=2, n_heads=2, multiple_of=8)
 
 
 def train(rank: int, config: Path, overrides: list[str]) -> dict[str, torch.Tensor]:
     """Run the trainer on one rank; returns all parameters and PC's tensors whole, by checkpoint name."""
     import torchtitan.train
 
-    from pc.launch.worker import Trainer, load_config
-    from pc.titan.config import JobConfig
-    from pc.titan.toml import write_resolved
+    from pc.launch.worker import Trainer
+    from pc.settings import load_config, write_config
 
     # upstream's trainer waits two seconds for other ranks at its end, most of such a run's time
     torchtitan.train.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)
     add_tiny_flavor()
     loaded = load_config(config, overrides)
     if rank == 0:
-        write_resolved(config, overrides, JobConfig, Path(loaded.job.dump_folder) / "config.toml")
+        write_config(loaded, Path(loaded.job.dump_folder) / "config.toml")
     trainer = Trainer(loaded)
     trainer.require_loadable()
     trainer.train()

@@ -14,9 +14,8 @@ import pc
 from helpers.fake_ranks import Counts, fake_rank, sharded
 from pc.owner import BUCKET_BYTES, assign, buckets, matrix_cost
 from pc.plan.cost import Plan
-from pc.titan.config import JobConfig
-from pc.titan.llama2 import FLAVORS
-from pc.titan.toml import resolve, to_config
+from pc.settings import load_config
+from pc.titan.llama2 import model_args
 
 CONFIG = Path(__file__).parents[2] / "train_configs" / "1b_adamw_pc.toml"
 WORLD, LAYERS, D, F = 8, 18, 2048, 5632
@@ -27,9 +26,9 @@ NOT_COUNTED = ["--compile.enable", "false", "--activation_checkpoint.mode", "non
 
 def play(rank, prepare, action, layout=()) -> tuple[Counts, int]:
     """`action(prepare(model))` with the model sharded as on `rank` of 8: the counts, and FLOPs."""
-    config = to_config(resolve(CONFIG, [*layout, *NOT_COUNTED], JobConfig), JobConfig)
+    config = load_config(CONFIG, [*layout, *NOT_COUNTED])
     with fake_rank(rank, WORLD) as counts:
-        prepared = prepare(sharded(FLAVORS["1B"], config, WORLD))
+        prepared = prepare(sharded(model_args("1B"), config, WORLD))
         with FlopCounterMode(display=False) as flops, counts:
             action(prepared)
     return counts, flops.get_total_flops()

@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAda
 from helpers.made_runs import make_run
 from pc import PCConfig, UserError
 from pc.evaluate import hugging_face
-from pc.titan.llama2 import FLAVORS
+from pc.titan.llama2 import model_args
 
 # Both models sum the same float32 products, in other orders (attention heads are permuted for the two RoPE
 # layouts), through up to 8 layers. Each is within 4 roundings at the largest logit of a float64 evaluation
@@ -153,7 +152,7 @@ def test_wrong_tensors_are_refused(tmp_path, pc_export, change, loading, startin
     with pytest.raises(UserError, match=loading):
         hugging_face.load(folder)
     with pytest.raises(UserError, match=starting):
-        hugging_face.require_start_folder(folder, replace(FLAVORS["debug"], max_seq_len=256))
+        hugging_face.require_start_folder(folder, model_args("debug", max_seq_len=256))
 
 
 @pytest.mark.parametrize(
@@ -167,7 +166,7 @@ def test_wrong_tensors_are_refused(tmp_path, pc_export, change, loading, startin
     ],
 )
 def test_a_folder_that_starts_a_run_has_its_architecture(tmp_path, pc_export, config, message):
-    folder, args = tampered(pc_export, tmp_path / "folder", **config), replace(FLAVORS["debug"], max_seq_len=256)
+    folder, args = tampered(pc_export, tmp_path / "folder", **config), model_args("debug", max_seq_len=256)
     if not message:
         return hugging_face.require_start_folder(folder, args)
     with pytest.raises(UserError, match=message):

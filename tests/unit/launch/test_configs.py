@@ -8,11 +8,10 @@ import pytest
 
 from pc.launch import local
 from pc.plan.dry_run import check
+from pc.settings import load_config
+from pc.settings.layout import accumulation_steps
 from pc.sweep import equal_runs
 from pc.sweep.spec import load
-from pc.titan.config import JobConfig
-from pc.titan.layout import accumulation_steps
-from pc.titan.toml import resolve, to_config
 
 ROOT = Path(__file__).parents[3]
 SWEEPS = sorted((ROOT / "train_configs").rglob("sweeps/*.toml"))
@@ -38,7 +37,7 @@ PARAMETERS = {"271M": 271_090_688, "1B": 1_055_991_808}
 def test_main_configs_hold_the_papers_numbers(name):
     flavor, optimizer, level, lr, steps, warmup, local, accumulation, giga_tokens = PAPER[name]
     path = ROOT / "train_configs" / f"{name}.toml"
-    config = to_config(resolve(path, [], JobConfig), JobConfig)
+    config = load_config(path)
     training = config.training
     assert config.model.flavor == flavor and config.model.vocab_size == 32_000
     assert config.pc.enable == (level is not None)
@@ -100,7 +99,7 @@ def test_large_configs_dry_run_on_64_gpus(path, monkeypatch):
 
 
 def test_base_alone_resolves():
-    assert to_config(resolve(ROOT / "train_configs" / "base.toml", [], JobConfig), JobConfig).model.name == "pc_llama2"
+    assert load_config(ROOT / "train_configs" / "base.toml").model.name == "pc_llama2"
 
 
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
@@ -126,8 +125,8 @@ def test_lr_grids_are_the_papers(name, lrs):
     """Both ends and the paper's choice to the digit; between them the even spacing of rounded ends."""
     sweep = load(ROOT / "train_configs" / "sweeps" / f"{name}.toml")
     assert [run.settings["optimizer.lr"] for run in sweep.runs] == lrs
-    selected = resolve(ROOT / "train_configs" / f"{name.removesuffix('_lr')}_baseline.toml", [], JobConfig)
-    assert selected["optimizer"]["lr"] in lrs
+    selected = load_config(ROOT / "train_configs" / f"{name.removesuffix('_lr')}_baseline.toml")
+    assert selected.optimizer.lr in lrs
 
 
 @pytest.mark.parametrize(
@@ -158,5 +157,5 @@ def test_help_shows_keys_descriptions_and_the_configs_values(monkeypatch, capsys
         local.main()
     assert ending.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "Learning rate to use (default: 0.004243)" in shown
+    assert "Peak learning rate. (default: 0.004243)" in shown
     assert "--pc.level" in shown and "Strength: 1 to 4" in shown

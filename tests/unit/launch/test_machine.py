@@ -7,12 +7,12 @@ import pytest
 
 from pc.errors import UserError
 from pc.launch import machine
-from pc.titan.config import JobConfig
+from pc.settings import Config
 
 
 @pytest.fixture
 def config():
-    config = JobConfig()
+    config = Config()
     config.compile.enable = True
     config.training.local_batch_size, config.training.seq_len = 16, 2048
     config.training.dataloader.num_workers, config.training.dataloader.prefetch_factor = 2, 4

@@ -9,9 +9,8 @@ from helpers.odd_inputs import in_time
 from helpers.small_config import ROOT
 from pc.errors import UserError
 from pc.plan.dry_run import check
-from pc.titan import ranges
-from pc.titan.config import JobConfig
-from pc.titan.toml import resolve
+from pc.settings import Config, load_config
+from pc.settings.identity import everything
 
 DEBUG = ROOT / "train_configs" / "debug.toml"
 
@@ -37,7 +36,7 @@ def require_plain_words(key: str, value: str) -> bool:
 @pytest.mark.soak
 def test_every_key_with_every_odd_value():
     cases = settings()
-    assert len(cases) > 2000
+    assert len(cases) > 1900
     start = time.monotonic()
     refused = sum(require_plain_words(key, value) for key, value in cases)
     print(f"{len(cases)} settings, {refused} refused, {time.monotonic() - start:.0f} s")
@@ -48,17 +47,10 @@ def test_every_key_with_every_odd_value():
 KNOWN = [
     *(("model.vocab_size", value) for value in ("0", "-1", "1" + "0" * 24)),
     *(("training.seq_len", value) for value in ("0", "-1", "1" + "0" * 24)),
-    *((f"parallelism.expert{kind}_parallel_degree", value) for kind in ("", "_tensor") for value in ("0", "-1")),
-    ("parallelism.context_parallel_load_balancer", ""),
-    ("validation.steps", "0"),
     ("training.global_batch_size", "1" + "0" * 24),
     ("optimizer.eps", "nan"),
     ("comm.init_timeout_seconds", "-1"),
     ("training.gc_freq", "0"),
-    ("experimental.custom_import", "no_such_module"),
-    ("checkpoint.folder", ""),
-    ("job.save_config_file", ""),
-    ("parallelism.expert_tensor_parallel_degree", "3"),
     ("checkpoint.last_save_in_hf", "true"),
 ]
 
@@ -75,12 +67,12 @@ def test_an_odd_value_for_every_key():
 
 
 def test_every_number_has_a_range_and_is_finite():
-    for key in ranges.numbers():
-        assert key in ranges.RANGES or key.startswith(ranges.UNUSED) or key in ranges.CHECKED_ELSEWHERE, key
-        for value in ("nan", "inf", "-inf"):
-            with pytest.raises(UserError, match=key):
-                resolve(DEBUG, [f"--{key}={value}"], JobConfig)
-    assert set(ranges.RANGES) <= set(ranges.numbers())
+    numbers = [key for key, value in everything(Config()).items() if type(value) in (int, float) and key != "pc.level"]
+    assert len(numbers) >= 49
+    for key in numbers:
+        for value in ("nan", "inf", "-inf", "-1e9", "1e12", "1" + "0" * 24):
+            with pytest.raises(UserError, match=f"command line: {key} = "):
+                load_config(DEBUG, [f"--{key}={value}"])
 
 
 FILES = {

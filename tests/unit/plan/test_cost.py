@@ -11,7 +11,7 @@ from pc import PCConfig, effective_weight
 from pc.errors import UserError
 from pc.passes import materialise, pull_back
 from pc.plan.cost import Matrix, Plan, model_flops_per_token, table
-from pc.titan.llama2 import FLAVORS
+from pc.titan.llama2 import model_args
 
 CONFIGS = Path(__file__).parents[3] / "train_configs"
 
@@ -23,7 +23,7 @@ def _counted(function):
 
 
 def test_model_agrees_with_torch_on_60m():
-    args, seq_len = FLAVORS["60M"], 512
+    args, seq_len = model_args("60M"), 512
     with torch.device("meta"):
         model = Transformer(args)
         tokens = torch.zeros(2, seq_len, dtype=torch.long)

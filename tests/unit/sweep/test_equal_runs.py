@@ -12,13 +12,14 @@ from pc.common import run_folder
 from pc.common.run_folder import lock
 from pc.errors import UserError
 from pc.launch.slurm import Allocation
+from pc.settings import load_config, write_config
+from pc.settings.identity import differing_result, result
 from pc.sweep import equal_runs
 from pc.sweep.results import collect, status_text
 from pc.sweep.run import run_all
 from pc.sweep.spec import load
 from pc.sweep.submit import submit
-from pc.titan.config import JobConfig
-from pc.titan.toml import resolve, write_resolved
+from pc.titan.environment import write_environment
 
 CONFIG = """
 [training]
@@ -57,7 +58,7 @@ def trained(monkeypatch):
 
 
 def finish(config, overrides, folder: Path, state="finished"):
-    write_resolved(config, overrides, JobConfig, folder / "config.toml")
+    write_config(load_config(config, overrides), folder / "config.toml")
     (folder / "status.json").write_text(json.dumps({"state": state, "step": 5, "steps": 5}))
     (folder / "metrics.jsonl").write_text(
         '{"step": 5, "loss": 3.0, "tokens": 640}\n{"step": 5, "tokens": 640, "validation_loss": 3.0}\n'
@@ -65,17 +66,19 @@ def finish(config, overrides, folder: Path, state="finished"):
 
 
 def identity(*words: str):
-    return equal_runs.identity(resolve("pc.toml", words, JobConfig))
+    return result(load_config("pc.toml", words), world_size=1)
 
 
 @pytest.mark.parametrize(
     "words",
     [
         ["--job.dump_folder=elsewhere", "--job.description=other", "--metrics.log_freq=7", "--health.freq=0"],
-        ["--checkpoint.interval=3", "--checkpoint.folder=there", "--profiling.enable_profiling"],
+        ["--checkpoint.interval=3", "--compile.enable", "--profiling.enable_profiling"],
         ["--pc.blocks=ffn,o"],
         ["--pc.blocks=up,gate,down,o"],
         ["--pc.level=4", "--optimizer.name=AdamW", "--optimizer.muon_steps=9"],
+        ["--pc.level=3.625,-9.261,14.097,-10.351,2.89"],
+        ["--training.local_batch_size=4", "--parallelism.tensor_parallel_degree=2"],
     ],
 )
 def test_the_same_run(folder, words):
@@ -85,7 +88,7 @@ def test_the_same_run(folder, words):
 @pytest.mark.parametrize(
     "word",
     ["--pc.level=3", "--optimizer.lr=2e-3", "--data.seed=1", "--data.path=other", "--pc.enable=false", "--pc.blocks=o"]
-    + ["--training.steps=6", "--validation.freq=3", "--optimizer.name=Muon"],
+    + ["--training.steps=6", "--validation.enable", "--optimizer.name=Muon"],
 )
 def test_another_run(folder, word):
     assert identity(word) != identity()
@@ -96,6 +99,32 @@ def test_what_loads_the_start_is_part_of_the_result(folder):
     different = identity(), identity(*start), identity(*start, "--checkpoint.exclude_from_loading=optimizer")
     assert all(one != other for one, other in itertools.combinations(different, 2))
     assert identity(*start, "--checkpoint.enable=false") == identity() == identity(start[0])
+
+
+def test_the_batch_of_one_micro_batch_per_rank_depends_on_the_ranks(folder):
+    config = load_config("pc.toml", ["--training.global_batch_size=-1"])
+    one, two, unknown = result(config, 1), result(config, 2), result(config)
+    assert differing_result(one, two) == ["training.global_batch_size"]
+    assert two == identity()  # 2 ranks of 2 sequences, and 4 sequences
+    assert not differing_result(unknown, one) and not differing_result(unknown, two)
+
+
+def test_other_content_of_the_data_is_another_run(folder):
+    """It is recorded with the run; that of an older version's run, and of missing data, is unknown."""
+    finish("pc.toml", ["--data.path=shards"], folder / "outputs" / "by-hand")
+    config, before = load_config("pc.toml", ["--data.path=shards"]), equal_runs.trained_as(Path("outputs/by-hand"))
+    assert not differing_result(before, result(config))
+    Path("shards").mkdir()
+    for content, differing in (("a", []), ("b", ["content of data.path", "content of data.validation_path"])):
+        Path("shards/manifest.json").write_text(json.dumps({"configuration_sha256": content}))
+        if content == "a":
+            write_environment("outputs/by-hand", config, 1)
+        assert differing_result(equal_runs.trained_as(Path("outputs/by-hand")), result(config)) == differing
+
+
+def test_a_default_written_out_changes_nothing(folder):
+    """So a key that is added later makes no finished run a stranger."""
+    assert identity("--model.init_std=0.02", "--pc.schedule=step", "--optimizer.beta1=0.9") == identity()
 
 
 def test_baselines_do_not_differ_in_what_pc_would_do(folder):
@@ -147,18 +176,18 @@ def test_a_run_of_changed_settings_is_not_an_equal_run(folder, trained):
     """Its config.toml is that of its last part only."""
     by_hand = folder / "outputs" / "by-hand"
     finish("pc.toml", ["--pc.level=3"], by_hand)
-    resolved = resolve("pc.toml", ["--pc.level=3", "--optimizer.lr=2e-3"], JobConfig)
+    changed = load_config("pc.toml", ["--pc.level=3", "--optimizer.lr=2e-3"])
     now = tomllib.loads((by_hand / "config.toml").read_text())
     run_folder.keep_earlier_config(by_hand, now, 3)
     assert equal_runs.trained_as(by_hand)  # nothing changed
-    run_folder.keep_earlier_config(by_hand, resolved, 3)
-    write_resolved("pc.toml", ["--pc.level=3", "--optimizer.lr=2e-3"], JobConfig, by_hand / "config.toml")
+    run_folder.keep_earlier_config(by_hand, changed.model_dump(exclude_unset=True), 3)
+    write_config(changed, by_hand / "config.toml")
     assert (by_hand / "config.1.toml").exists() and equal_runs.trained_as(by_hand) is None
     run_all([load("level.toml")])
     assert "outputs/sweeps/level/level-3" in trained
     in_sweep = folder / "outputs/sweeps/level/level-3"
     (by_hand / "config.1.toml").rename(in_sweep / "config.1.toml")
-    write_resolved("pc.toml", ["--optimizer.lr=2e-3"], JobConfig, in_sweep / "config.toml")
+    write_config(load_config("pc.toml", ["--optimizer.lr=2e-3"]), in_sweep / "config.toml")
     with pytest.raises(UserError, match="level-3 was trained with several configurations"):
         equal_runs.require_unchanged(load("level.toml"))
     run_folder.keep_earlier_config(in_sweep, now, 0)  # from the start again

@@ -11,10 +11,10 @@ import pytest
 from pc.analysis.bars import read_results
 from pc.common.run_folder import is_locked, lock, newest_step, read_log, state_of, time_left
 from pc.errors import UserError
+from pc.settings import Config
+from pc.settings.chain import resolve
 from pc.sweep.select import select
 from pc.sweep.spec import load
-from pc.titan.config import JobConfig
-from pc.titan.toml import resolve
 
 LOSSES = [6.0 - 0.005 * step for step in range(40)]
 
@@ -52,7 +52,7 @@ def test_the_lowest_stable_run_is_chosen(sweep, tmp_path):
     assert tomllib.loads(chosen.read_text()) == {"parent": "../tiny.toml", "optimizer": {"lr": 0.002}}
     # a config may name it as its parent
     (tmp_path / "pc.toml").write_text('parent = "out/selected-tiny.toml"\n[pc]\nenable = true\n')
-    assert resolve(tmp_path / "pc.toml", [], JobConfig) == {
+    assert resolve(tmp_path / "pc.toml", [], Config).model_dump(exclude_unset=True) == {
         "training": {"steps": 40},
         "optimizer": {"lr": 0.002},
         "pc": {"enable": True},
@@ -72,7 +72,10 @@ def test_the_choice_names_its_parent_from_behind_a_link(sweep, tmp_path):
         write_run(run, 4.0 + index)
     select(sweep)
     chosen = tmp_path / "out" / "selected-tiny.toml"
-    assert resolve(chosen, [], JobConfig) == {"training": {"steps": 40}, "optimizer": {"lr": 0.001}}
+    assert resolve(chosen, [], Config).model_dump(exclude_unset=True) == {
+        "training": {"steps": 40},
+        "optimizer": {"lr": 0.001},
+    }
 
 
 def test_results_keep_the_validation_loss_beside_another_metric(sweep, tmp_path):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from pc.titan import draws
-from pc.titan.llama2 import FLAVORS, Llama2, draw_parameter
+from pc.titan.llama2 import Llama2, draw_parameter, model_args
 
 MASK = 2**64 - 1
 
@@ -73,7 +73,7 @@ def test_distribution():
 
 
 def test_parameters_of_llama():
-    args = FLAVORS["nano"]
+    args = model_args("nano")
     with torch.device("meta"):
         shapes = {name: parameter.shape for name, parameter in Llama2(args).named_parameters()}
     name = "layers.2.feed_forward.w2.weight"

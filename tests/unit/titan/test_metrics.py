@@ -7,8 +7,9 @@ import torch
 from torchtitan.components.metrics import BaseLogger
 from torchtitan.tools.logging import logger as torchtitan_logger
 
-from pc.titan.config import JobConfig
+from pc.settings import Config
 from pc.titan.cpu import use_cpu_where_there_is_no_gpu
+from pc.titan.job_config import JobConfig
 from pc.titan.metrics import JsonLinesLogger, LossSpikes, build_metrics_processor
 
 
@@ -69,13 +70,13 @@ def test_the_window_is_of_steps():
 
 def _processor(folder):
     use_cpu_where_there_is_no_gpu()
-    config = JobConfig()
+    config = Config()
     config.job.dump_folder = str(folder)
     config.training.seq_len, config.training.local_batch_size, config.training.global_batch_size = 8, 2, 4
     dims = SimpleNamespace(
         world_size=1, pp=1, pp_enabled=False, dp_replicate=1, dp_shard=1, cp=1, non_data_parallel_size=1
     )  # fmt: skip
-    processor = build_metrics_processor(config, dims)
+    processor = build_metrics_processor(JobConfig(config), dims)
     processor.num_flops_per_token = 1
     return processor
 

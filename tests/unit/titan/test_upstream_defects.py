@@ -37,8 +37,10 @@ def _upstream(rank, config, cases, model=None) -> list[dict]:
     from torchtitan.models.llama3.model.model import Transformer
     from torchtitan.protocols.train_spec import register_train_spec
 
+    from pc.settings import load_config
     from pc.titan import cpu
-    from pc.titan.trainer import TRAIN_SPEC, load_config
+    from pc.titan.job_config import JobConfig
+    from pc.titan.trainer import TRAIN_SPEC
 
     cpu.use_cpu_where_there_is_no_gpu()
 
@@ -61,7 +63,9 @@ def _upstream(rank, config, cases, model=None) -> list[dict]:
     utils.clip_grad_norm_ = recorded
     for overrides in cases:
         norms, losses = [], []
-        trainer = torchtitan.train.Trainer(load_config(config, [*COMMON, "--model.name", "upstream", *overrides]))
+        loaded = load_config(config, [*COMMON, *overrides])
+        loaded.model.name = "upstream"
+        trainer = torchtitan.train.Trainer(JobConfig(loaded))
         weights = tiny.state_of(trainer)
         trainer.metrics_processor.log = lambda step, loss, *args, **kwargs: losses.append(loss)
         trainer.step = 1
@@ -86,7 +90,7 @@ def test_gradients_under_pipeline_parallelism_are_not_divided_by_the_tokens(on_t
 
 
 def test_plain_data_parallelism_divides_gradients_twice(on_two_ranks):
-    """Our refusal: `pc.titan.checks`."""
+    """Our refusal: `pc.settings.rules`."""
     assert on_two_ranks["ddp"]["norm"] / on_two_ranks["fsdp"]["norm"] == pytest.approx(1 / 2, rel=1e-5)
 
 
@@ -154,13 +158,14 @@ def test_compiled_loss_on_sharded_logits_is_wrong_from_the_cache(tmp_path):
 
 
 def _tensor_parallel_compiled_checkpointed(rank, config) -> str:
+    from pc.settings import load_config, rules
     from pc.titan import trainer
 
     tiny.add_tiny_flavor()
-    trainer.check = lambda *_, **__: None
+    rules.require = lambda *_, **__: None
     compiled = ["--compile.enable", "true", "--compile.components", "model", "--compile.backend", "aot_eager"]
     layout = ["--parallelism.tensor_parallel_degree", "2", "--activation_checkpoint.mode", "full"]
-    trainer = trainer.PCTrainer(trainer.load_config(config, [*COMMON, *compiled, *layout]))
+    trainer = trainer.PCTrainer(load_config(config, [*COMMON, *compiled, *layout]))
     try:
         trainer.train_step(trainer.batch_generator(trainer.dataloader))
     except AssertionError as error:
@@ -171,7 +176,7 @@ def _tensor_parallel_compiled_checkpointed(rank, config) -> str:
 @SINCE_TORCH_2_13
 def test_compiled_blocks_that_recompute_attention_fail_under_tensor_parallelism(tiny_config):
     """Defect of torch 2.13: a CPU's attention counts as random, so recomputing it saves the generator's state, which
-    the compiler then finds in place of the device mesh. Our refusal and workaround: `pc.titan.checks`,
+    the compiler then finds in place of the device mesh. Our refusal and workaround: `pc.settings.rules`,
     `pc.titan.parallelize`."""
     message = run_ranks(2, _tensor_parallel_compiled_checkpointed, tiny_config[0])[0]
     assert "expected all tensors_saved_with_vc_check to be Tensors" in message

@@ -5,23 +5,31 @@ The global batch is fixed, so fewer GPUs accumulate more micro-batches."""
 from dataclasses import dataclass
 from math import isqrt
 
-from torchtitan.config.job_config import Training
-from torchtitan.distributed import ParallelDims
-
 from pc.errors import UserError
-from pc.titan.config import JobConfig
+from pc.settings.schema import Config, Training
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Numbers of ranks; TorchTitan's ParallelDims has the same names and serves as well."""
+
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+    pp: int
+    world_size: int
 
 
 @dataclass(frozen=True)
 class Layout:
     """How a step is distributed over ranks."""
 
-    dims: ParallelDims
+    dims: Degrees
     training: Training
-    """TorchTitan's section"""
 
     @classmethod
-    def of(cls, config: JobConfig, world_size: int) -> "Layout":
+    def of(cls, config: Config, world_size: int) -> "Layout":
         """The layout of a config on `world_size` GPUs; `data_parallel_shard_degree` -1 takes the remaining GPUs.
 
         Raises:
@@ -46,14 +54,12 @@ class Layout:
                 f"parallelism.data_parallel_replicate_degree = {replicas} should divide the {data_ranks} "
                 "data-parallel ranks"
             )
-        dims = ParallelDims(
+        dims = Degrees(
             dp_replicate=replicas,
             dp_shard=data_ranks // replicas,
             cp=p.context_parallel_degree,
             tp=p.tensor_parallel_degree,
             pp=p.pipeline_parallel_degree,
-            ep=p.expert_parallel_degree,
-            etp=p.expert_tensor_parallel_degree,
             world_size=world_size,
         )
         return cls(dims, config.training)
@@ -92,8 +98,6 @@ def accumulation_steps(global_batch_size: int, local_batch_size: int, data_paral
         local_batch_size: sequences per micro-batch and rank.
         data_parallel_size: ranks that read different data (GPUs / (tensor x context x pipeline)).
     """
-    if local_batch_size < 1:
-        raise UserError(f"training.local_batch_size = {local_batch_size} should be at least 1")
     per_pass = local_batch_size * data_parallel_size
     if global_batch_size == -1:
         return 1

@@ -1,0 +1,93 @@
+"""The optimizers that `optimizer.name` can choose for the hidden matrices. To add one, add an entry to `KINDS`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from pc.settings.sections import RESULT, RUN, Beta, Factor, Fraction, Section, key
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the trainer needs to know about an optimizer. Its own keys begin with its name: "muon_" for "Muon"."""
+
+    build: "Callable[[list[nn.Parameter], Optimizer], torch.optim.Optimizer]"
+    """imports torch when it is called"""
+    states: int
+    """state tensors per parameter and of its size, for the memory estimate"""
+    obeys_found_inf: "Callable[[torch.optim.Optimizer], bool]"
+    """whether its step changes nothing if `found_inf` is 1 on the device, without waiting for the device"""
+
+
+def _adamw(parameters: "list[nn.Parameter]", config: "Optimizer") -> "torch.optim.Optimizer":
+    import torch
+
+    return torch.optim.AdamW(
+        parameters,
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=config.implementation == "fused",
+        foreach=config.implementation == "foreach",
+    )
+
+
+def _muon(parameters: "list[nn.Parameter]", config: "Optimizer") -> "torch.optim.Optimizer":
+    from pc.muon import Muon
+
+    return Muon(
+        parameters,
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        momentum=config.muon_momentum,
+        nesterov=config.muon_nesterov,
+        ns_steps=config.muon_steps,
+        adjust_lr_fn=config.muon_adjust_lr,
+    )
+
+
+KINDS: dict[str, Kind] = {
+    "AdamW": Kind(_adamw, states=2, obeys_found_inf=lambda optimizer: bool(optimizer.defaults.get("fused"))),
+    "Muon": Kind(_muon, states=1, obeys_found_inf=lambda _: True),
+}
+"""{optimizer.name: Kind}; the lower-case names are those of the optimizer states in a checkpoint."""
+
+
+def _require_kind(name: str) -> str:
+    if name not in KINDS:
+        raise ValueError(f"should be one of {', '.join(KINDS)}")
+    return name
+
+
+class Optimizer(Section):
+    """AdamW's keys also apply to the parameters that Muon does not train."""
+
+    decides = RESULT
+    name: Annotated[str, AfterValidator(_require_kind)] = key(
+        "AdamW", "Optimizer of the hidden matrices, AdamW or Muon; AdamW trains all other parameters."
+    )
+    lr: Annotated[float, Field(gt=0, le=1e6)] = key(8e-4, "Peak learning rate.")
+    beta1: Beta = key(0.9, "AdamW's decay of the gradient's mean.")
+    beta2: Beta = key(0.95, "AdamW's decay of the squared gradient's mean.")
+    eps: Fraction = key(1e-8, "AdamW's epsilon.")
+    weight_decay: Factor = key(0.1, "Decoupled weight decay, times the learning rate.")
+    implementation: Literal["for-loop", "foreach", "fused"] = key("fused", "Of torch's AdamW.", RUN)
+    muon_momentum: Annotated[float, Field(ge=0, le=0.999999)] = key(0.95, "Muon's momentum.")
+    muon_nesterov: bool = key(True, "Nesterov momentum in Muon.")
+    muon_steps: Annotated[int, Field(ge=1, le=100)] = key(5, "Newton-Schulz steps.")
+    muon_adjust_lr: Literal["match_rms_adamw", "original"] = key(
+        "match_rms_adamw", "How Muon scales the learning rate with the matrix shape."
+    )
+
+
+def foreign_keys(name: str) -> list[str]:
+    """The keys of the section that only optimizers other than `name` read."""
+    others = tuple(f"{kind.lower()}_" for kind in KINDS if kind != name)
+    return [key for key in Optimizer.model_fields if key.startswith(others)]

@@ -1,0 +1,175 @@
+"""Rules between keys: settings that would train the wrong thing, or fail later in a way that nobody can read."""
+
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+
+from pc.errors import UserError
+from pc.settings.layout import Degrees, Layout
+from pc.settings.models import FLAVORS
+from pc.settings.schema import Config
+
+FLOAT8 = "quantize.linear.float8"
+_SPLIT_BACKWARD = ("interleavedzerobubble", "zbvzerobubble", "dualpipev")
+
+
+def require(config: Config, dims: Degrees, on_cpu: bool) -> None:
+    """Raise a `UserError` with the first finding."""
+    for finding in (*of_config(config), *of_layout(config, dims, on_cpu)):
+        raise UserError(finding)
+
+
+def refusal_of(function: Callable, *arguments) -> Iterator[str]:
+    """What a function's `UserError` says, if it raises one."""
+    try:
+        function(*arguments)
+    except UserError as error:
+        yield str(error)
+
+
+def compiles_model(config: Config) -> bool:
+    """Whether transformer blocks are compiled (not only the loss)."""
+    return config.compile.enable and "model" in config.compile.components
+
+
+def of_config(config: Config) -> Iterator[str]:
+    """A sentence for each rule that is broken on any number of processes."""
+    if config.pc.enable:
+        yield from refusal_of(config.pc.to_pc_config)
+    profiling, checkpoint, float8 = config.profiling, config.checkpoint, config.quantize.linear.float8
+    if profiling.profile_freq < profiling.profiler_active + profiling.profiler_warmup:
+        yield "profiling.profile_freq should be at least profiling.profiler_active + profiling.profiler_warmup"
+    if checkpoint.enable and checkpoint.keep_latest_k == 1:
+        yield "checkpoint.keep_latest_k = 1 could lose the only complete checkpoint; use 2 or more, or 0 to keep all"
+    for key, needed in (
+        ("last_save_in_hf", "last_save_model_only"),
+        ("initial_load_in_hf", "initial_load_model_only"),
+    ):
+        if getattr(checkpoint, key) and not getattr(checkpoint, needed):
+            yield f"checkpoint.{key} = true needs checkpoint.{needed} = true"
+    if config.pc.enable and len({"model", "pc"} & set(checkpoint.exclude_from_loading)) == 1:
+        yield (
+            f"checkpoint.exclude_from_loading = {checkpoint.exclude_from_loading} should name both model and pc or "
+            "neither, because the saved weights are PC(W) and W is in pc"
+        )
+    if config.metrics.enable_wandb and find_spec("wandb") is None:
+        yield "metrics.enable_wandb needs wandb: pip install wandb"
+    if config.model.converters:
+        if find_spec("torchao") is None:
+            yield f'model.converters = ["{FLOAT8}"] needs torchao: pip install torchao'
+        if config.pc.enable and config.pc.schedule == "forward":
+            yield 'pc.schedule = "forward" would replace the matmuls of float8 layers; use "step"'
+        if float8.emulate and compiles_model(config):
+            yield f"{FLOAT8}.emulate does not compile; use compile.enable = false"
+        if config.training.chunked_loss and not any(part in "output" for part in float8.filter_fqns):
+            yield f'training.chunked_loss needs a head without float8; add "output" to {FLOAT8}.filter_fqns'
+    if config.parallelism.fsdp_reshard_after_forward == "always":
+        if config.training.chunked_loss:
+            yield (
+                "training.chunked_loss uses the head's weight after the forward pass, when "
+                'parallelism.fsdp_reshard_after_forward = "always" has freed it; use "default"'
+            )
+        if config.parallelism.fsdp_sync == "step":
+            yield (
+                'parallelism.fsdp_sync = "step" keeps weights gathered, but parallelism.fsdp_reshard_after_forward = '
+                '"always" frees them; use fsdp_sync = "auto"'
+            )
+
+
+def of_layout(config: Config, dims: Degrees, on_cpu: bool) -> Iterator[str]:
+    """A sentence for each rule that is broken on these ranks.
+
+    Args:
+        on_cpu: whether it trains on CPUs, which support fewer features.
+    """
+    if dims.dp_replicate > 1 and dims.dp_shard == 1 and dims.cp == 1:
+        yield (
+            "parallelism.data_parallel_replicate_degree without sharding averages gradients twice in TorchTitan 0.2.2; "
+            "use data_parallel_shard_degree, alone or with it"
+        )
+    if config.pc.enable and config.pc.schedule == "forward" and dims.tp > 1:
+        yield 'pc.schedule = "forward" needs full weights, which tensor parallelism shards; use "step"'
+    flavor = FLAVORS[config.model.flavor]
+    heads, kind = (flavor.n_kv_heads, "key-value heads") if flavor.n_kv_heads else (flavor.n_heads, "heads")
+    if heads % dims.tp:
+        yield f"parallelism.tensor_parallel_degree = {dims.tp} should divide the {heads} {kind}"
+    if config.evaluation.interval and (dims.pp > 1 or dims.cp > 1):
+        yield (
+            "evaluation.interval works with data and tensor parallelism, not with pipeline or context "
+            "parallelism; set it to 0 and score checkpoints with scripts/score.py"
+        )
+    if config.training.chunked_loss and (dims.tp > 1 or dims.pp > 1):
+        yield (
+            "training.chunked_loss works with data and context parallelism, not with tensor or pipeline "
+            "parallelism; use false"
+        )
+    if config.training.seq_len % (divisor := dims.tp * 2 * dims.cp):
+        yield (
+            f"training.seq_len = {config.training.seq_len} should be a multiple of {divisor} "
+            "(tensor parallel degree x 2 x context parallel degree)"
+        )
+    if dims.pp > 1:
+        yield from _pipeline(config, dims)
+    if on_cpu:
+        yield from _cpu(config, dims)
+    yield from refusal_of(lambda: Layout(dims, config.training).micro_batches)
+
+
+def _pipeline(config: Config, dims: Degrees) -> Iterator[str]:
+    batch, size = config.training.local_batch_size, config.parallelism.pipeline_parallel_microbatch_size
+    schedule, checkpointing = config.parallelism.pipeline_parallel_schedule, config.activation_checkpoint
+    named = f'parallelism.pipeline_parallel_schedule = "{schedule}"'
+    if config.parallelism.fsdp_sync in ("step", "replicas_per_step"):
+        yield (
+            f'parallelism.fsdp_sync = "{config.parallelism.fsdp_sync}" has no effect in pipeline schedules, which '
+            'gather and reduce in every pass; use "auto"'
+        )
+    if batch % size:
+        yield (
+            f"training.local_batch_size = {batch} should be a multiple of "
+            f"parallelism.pipeline_parallel_microbatch_size = {size}"
+        )
+    elif schedule.lower() == "1f1b" and batch // size < dims.pp:
+        yield (
+            f"{named} needs a micro-batch for each of the {dims.pp} stages, but training.local_batch_size / "
+            f"parallelism.pipeline_parallel_microbatch_size is {batch // size}"
+        )
+    if config.validation.enable and config.validation.local_batch_size != batch:
+        yield (
+            f"validation.local_batch_size = {config.validation.local_batch_size} should be training.local_batch_size "
+            f"= {batch}, because pipeline stages exchange tensors of a fixed shape"
+        )
+    if schedule.lower() in _SPLIT_BACKWARD and compiles_model(config):
+        yield f"{named} splits the backward pass, which compiled blocks do not allow; use compile.enable = false"
+    if schedule.lower() in _SPLIT_BACKWARD and (checkpointing.mode, checkpointing.selective_ac_option) == (
+        "selective",
+        "op",
+    ):
+        yield (
+            f'{named} splits the backward pass, which activation_checkpoint.selective_ac_option = "op" does not allow; '
+            'use activation_checkpoint.mode = "full"'
+        )
+
+
+def _cpu(config: Config, dims: Degrees) -> Iterator[str]:
+    checkpointing = config.activation_checkpoint
+    schedule = config.parallelism.pipeline_parallel_schedule
+    needs_gpu = {
+        f"{FLOAT8} without emulate": config.model.converters and not config.quantize.linear.float8.emulate,
+        "profiling.enable_profiling": config.profiling.enable_profiling,
+        "training.gc_debug": config.training.gc_debug,
+        "profiling.enable_memory_snapshot": config.profiling.enable_memory_snapshot,
+        'parallelism.pipeline_parallel_schedule = "DualPipeV"': schedule.lower() == "dualpipev",
+        'checkpoint.async_mode = "async_with_pinned_mem"': config.checkpoint.async_mode == "async_with_pinned_mem",
+        f"parallelism.context_parallel_degree = {dims.cp}": dims.cp > 1,  # no sharding rule for CPU attention
+    }
+    for key, is_set in needs_gpu.items():
+        if is_set:
+            yield f"{key} needs a GPU, and this machine has none"
+    recomputes_attention = checkpointing.mode == "full" or (
+        checkpointing.mode == "selective" and checkpointing.selective_ac_option != "op"
+    )
+    if dims.tp > 1 and compiles_model(config) and recomputes_attention:
+        yield (
+            "activation_checkpoint that recomputes attention, with tensor parallelism and compiled blocks, fails on a "
+            'CPU up to torch 2.13; use mode = "selective" with selective_ac_option = "op", or compile.enable = false'
+        )

@@ -1,0 +1,344 @@
+"""Every key of a run's configuration: its type, its range, its default, what it says and what it decides.
+
+Sections and keys have TorchTitan's names. Keys of TorchTitan that this trainer does not read do not exist.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, PrivateAttr, StringConstraints
+
+from pc.config import PCConfig
+from pc.settings.models import require_flavor
+from pc.settings.optimizers import Optimizer
+from pc.settings.sections import (
+    MANY,
+    METHOD,
+    RESULT,
+    Count,
+    Degree,
+    Fraction,
+    Interval,
+    Seconds,
+    Section,
+    Seed,
+    Text,
+    Tokens,
+    key,
+    sub,
+)  # fmt: skip
+
+INSTEAD = {
+    "comm.mode": "",
+    "checkpoint.create_seed_checkpoint": "",
+    "checkpoint.folder": "job.dump_folder",
+    "data.streaming": "data.path, a folder of shards (scripts/tokenize_fineweb.py)",
+    "fault_tolerance": "",
+    "job.config_file": "parent, at the top of a file",
+    "job.custom_config_module": "",
+    "job.print_config": "",
+    "memory_estimation": "scripts/dry_run.py",
+    "model.tokenizer_path": "data.path, whose shards know their tokenizer",
+    "optimizer.early_step_in_backward": "",
+    "parallelism.enable_async_tensor_parallel": "",  # no effect in torch 2.13
+    "parallelism.expert_parallel_degree": "",
+    "training.dataset": "data.path",
+    "training.dataset_path": "data.path",
+    "training.dtype": "training.mixed_precision_param; raw weights are float32",
+    "training.enable_cpu_offload": "",
+    "validation.dataset": "data.validation_path",
+    "validation.dataset_path": "data.validation_path",
+    "validation.seq_len": "training.seq_len",
+    "validation.steps": "data.validation_sequences",
+}
+"""{key or section of TorchTitan that this trainer does not read: what to set instead, if anything}"""
+
+
+class Job(Section):
+    dump_folder: Text = key("", "Folder of the run; empty: outputs/<name of the config's file>.")
+    description: Text = key("default job", "One line of description.")
+
+
+class Profiling(Section):
+    enable_profiling: bool = key(False, "Write traces of torch's profiler.")
+    save_traces_folder: Text = key("profile_traces", "Folder of traces within the run's folder.")
+    profile_freq: Count = key(10, "Steps between traces.")
+    profiler_active: Count = key(1, "Steps in a trace.")
+    profiler_warmup: Interval = key(3, "Steps before a trace in which the profiler warms up.")
+    enable_memory_snapshot: bool = key(False, "Write snapshots of the GPU's memory.")
+    save_memory_snapshot_folder: Text = key("memory_snapshot", "Folder of snapshots within the run's folder.")
+
+
+class Metrics(Section):
+    log_freq: Count = key(10, "Steps between lines of the log and of metrics.jsonl.")
+    enable_tensorboard: bool = key(False, "Write TensorBoard logs.")
+    disable_color_printing: bool = key(False, "No colours on the console.")
+    save_tb_folder: Text = key("tb", "Folder of TensorBoard logs within the run's folder.")
+    save_for_all_ranks: bool = key(False, "TensorBoard and W&B logs of every rank.")
+    enable_wandb: bool = key(False, "Log to Weights & Biases.")
+
+
+class Model(Section):
+    decides = RESULT
+    name: Literal["pc_llama2"] = key("pc_llama2", "TorchTitan's train spec.")
+    flavor: Annotated[str, AfterValidator(require_flavor)] = key(
+        "debug", "Model size: regime, nano, debug, 60M, 271M, 1B, 7B, 13B or 70B."
+    )
+    vocab_size: Tokens = key(32_000, "Rows of embedding and head; at least the tokenizer's vocabulary size.")
+    init_std: Annotated[float, Field(ge=1e-9, le=1e9)] = key(
+        0.02, "Standard deviation of the blocks' initial weights; those of wo, w2 and w3 decrease with depth."
+    )
+    hf_assets_path: Text = key("./tests/assets/tokenizer", "Hugging Face folder of checkpoint.initial_load_in_hf.")
+    converters: list[Literal["quantize.linear.float8"]] = key([], "TorchTitan's converters of linear layers.")
+    print_after_conversion: bool = key(False, "Print the model after the converters.", "run")
+
+
+class LRScheduler(Section):
+    decides = RESULT
+    warmup_steps: Interval = key(200, "Steps of linear warmup.")
+    total_steps: Count | None = key(None, "Steps of the whole schedule; unset: training.steps.")
+    decay_ratio: Fraction | None = key(None, "Share of the steps that decay, at the end; unset: all after the warmup.")
+    decay_type: Literal["linear", "sqrt", "cosine"] = key("linear", "Shape of the decay.")
+    min_lr_factor: Fraction = key(0.0, "The last learning rate as a share of the peak.")
+
+
+class DataLoader(Section):
+    num_workers: Annotated[int, Field(ge=0, le=1024)] = key(0, "Processes that read ahead, per rank.")
+    pin_memory: bool = key(False, "Copy batches to pinned memory first.")
+    prefetch_factor: Annotated[int, Field(ge=1, le=10_000)] | None = key(None, "Batches that each process reads ahead.")
+
+
+class Training(Section):
+    decides = RESULT
+    local_batch_size: Annotated[int, Field(ge=1, le=10**6)] = key(8, "Sequences per micro-batch and rank.", "run")
+    global_batch_size: Annotated[int, Field(ge=-1, le=MANY)] = key(
+        -1, "Sequences per optimizer step over all ranks, however many there are; -1: one micro-batch per rank."
+    )
+    seq_len: Tokens = key(2048, "Tokens per sequence.")
+    max_norm: Annotated[float, Field(ge=1e-9, le=1e9)] = key(1.0, "Gradients are clipped to this norm.")
+    steps: Count = key(10_000, "Optimizer steps.")
+    mixed_precision_param: Literal["bfloat16", "float32"] = key("bfloat16", "Precision of the model's matmuls.")
+    gc_freq: Count = key(50, "Steps between Python's garbage collections.", "run")
+    gc_debug: bool = key(False, "Look for reference cycles at every step.", "run")
+    dataloader: DataLoader = sub(DataLoader)
+    max_nonfinite_steps: Count = key(
+        3, "A step with a non-finite loss or gradient norm changes no weight; stop after so many in a row.", "run"
+    )
+    chunked_loss: bool = key(False, "Head and loss in chunks of tokens, without full logits; saves memory.", "run")
+
+
+class Parallelism(Section):
+    data_parallel_replicate_degree: Degree = key(1, "Replicas of the sharded weights (HSDP).")
+    data_parallel_shard_degree: Annotated[int, Field(ge=-1, le=10**6)] = key(
+        -1, "Ranks that shard the weights (FSDP); -1: all that the other degrees leave."
+    )
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = key(
+        "default", "Whether a block's weights are freed after its forward pass; default: yes, but under pipelines."
+    )
+    fsdp_sync: Literal["auto", "step", "micro_batch", "replicas_per_step"] = key(
+        "auto",
+        "Gather weights and reduce gradients once per step, or for every micro-batch, of which replicas_per_step "
+        "reduces among replicas once; auto: once, if the estimated memory fits, else replicas_per_step.",
+    )
+    tensor_parallel_degree: Degree = key(1, "Ranks that share each matrix.")
+    disable_loss_parallel: bool = key(False, "With tensor parallelism, gather the logits for the loss.")
+    pipeline_parallel_degree: Degree = key(1, "Stages of the pipeline.")
+    module_fqns_per_model_part: list[list[str]] | None = key(None, "Names of each stage's modules; unset: even parts.")
+    pipeline_parallel_first_stage_less_layers: Interval = key(1, "Layers that the embedding counts for.")
+    pipeline_parallel_last_stage_less_layers: Interval = key(1, "Layers that the head counts for.")
+    pipeline_parallel_layers_per_stage: Count | None = key(None, "Layers per stage; unset: by the schedule.")
+    pipeline_parallel_schedule: Text = key("1F1B", "Name of one of torch's pipeline schedules.")
+    pipeline_parallel_schedule_csv: Text | None = key("", "File of a pipeline schedule.")
+    pipeline_parallel_microbatch_size: Annotated[int, Field(ge=1, le=10**6)] = key(
+        1, "Sequences of a micro-batch that pass through the pipeline together."
+    )
+    context_parallel_degree: Degree = key(1, "Ranks that share each sequence.")
+    context_parallel_rotate_method: Literal["allgather", "alltoall"] = key(
+        "allgather", "How they exchange keys and values."
+    )
+
+
+State = Literal["model", "optimizer", "lr_scheduler", "dataloader", "train_state", "method", "pc"]
+
+
+class Checkpoint(Section):
+    enable: bool = key(False, "Save checkpoints, and continue from the newest one.")
+    interval: Count = key(500, "Steps between checkpoints.")
+    initial_load_path: Text | None = key(None, "Checkpoint or Hugging Face folder that a new run starts from.", RESULT)
+    initial_load_model_only: bool = key(True, "Load only its weights.", RESULT)
+    initial_load_in_hf: bool = key(False, "It is a Hugging Face folder (or model.hf_assets_path is).", RESULT)
+    last_save_model_only: bool = key(True, "The last checkpoint holds only weights; it cannot be resumed.")
+    last_save_in_hf: bool = key(False, "The last checkpoint is a Hugging Face folder.")
+    export_dtype: Literal["float16", "bfloat16", "float32"] = key("float32", "Precision of weights saved alone.")
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = key("disabled", "Save while training goes on.")
+    keep_latest_k: Interval = key(10, "Checkpoints to keep, at least 2, the newest; 0: all.")
+    keep_every: Interval = key(0, "Also keep those of multiples of this step; 0: none.")
+    load_step: Annotated[int, Field(ge=-1, le=MANY)] = key(-1, "Go back to this step; -1: the newest.", RESULT)
+    exclude_from_loading: list[State] = key([], "Parts of a checkpoint that are not loaded.", RESULT)
+    enable_first_step_checkpoint: bool = key(False, "Also save after the first step.")
+    load_only: bool = key(False, "Load, but do not save.")
+
+
+class ActivationCheckpoint(Section):
+    mode: Literal["selective", "full", "memory_budget", "none"] = key("selective", "What the backward pass recomputes.")
+    selective_ac_option: Annotated[str, StringConstraints(pattern=r"^(op|[0-9]{1,9})$")] = key(
+        "2", "Of selective: op recomputes all but costly operations, a number n every n-th block."
+    )
+    per_op_sac_force_recompute_mm_shapes_by_fqns: list[str] = key(
+        ["moe.router.gate"], "Of op: also recompute matmuls of these layers' shapes."
+    )
+    early_stop: bool = key(False, "Stop recomputing as soon as all is there.")
+    memory_budget: Fraction = key(0.5, "Of memory_budget: 0 recomputes most, 1 nothing.")
+    visualize_memory_budget_pareto: bool = key(False, "Of memory_budget: plot time over memory in the run's folder.")
+    preserve_rng_state: bool = key(True, "Restore the state of random numbers.")
+    determinism_check: Literal["default", "none"] = key("default", "Whether torch compares shapes after recomputing.")
+    debug: bool = key(False, "Collect torch's debugging information.")
+
+
+class Compile(Section):
+    enable: bool = key(False, "Compile with torch.compile.")
+    components: list[Literal["model", "loss"]] = key(["model", "loss"], "What is compiled; model: each block.")
+    backend: Literal["inductor", "aot_eager", "eager", "cudagraphs"] = key("inductor", "Backend of torch.compile.")
+
+
+class Float8(Section):
+    decides = RESULT
+    enable_fsdp_float8_all_gather: bool = key(False, "Gather weights in float8.")
+    precompute_float8_dynamic_scale_for_fsdp: bool = key(False, "Compute all scales at once after a step.")
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = key(None, "torchao's recipe.")
+    filter_fqns: list[str] = key([], "Parts of the names of layers that stay as they are.")
+    emulate: bool = key(False, "Emulate float8 where there is none; slow.")
+
+
+class QuantizedLinear(Section):
+    float8: Float8 = sub(Float8)
+
+
+class Quantize(Section):
+    linear: QuantizedLinear = sub(QuantizedLinear)
+
+
+class Comm(Section):
+    init_timeout_seconds: Seconds = key(300, "Longest wait for other ranks until the first step is done.")
+    train_timeout_seconds: Seconds = key(100, "Longest wait for other ranks later; longer than writing a checkpoint.")
+    trace_buf_size: Interval = key(20_000, "Events that the flight recorder keeps; 0: off.")
+    save_traces_folder: Text = key("comm_traces", "Folder of the flight recorder within the run's folder.")
+    save_traces_file_prefix: Text = key("rank_", "Names of its files begin with this.")
+
+
+class Validation(Section):
+    decides = RESULT
+    enable: bool = key(False, "Validate, also after the last step.")
+    freq: Count = key(10, "Steps between validations.")
+    local_batch_size: Annotated[int, Field(ge=1, le=10**6)] = key(8, "Sequences per batch and rank.", "run")
+
+
+class Debug(Section):
+    decides = RESULT
+    seed: Seed | None = key(None, "Seed of the initial weights; unset: 0.")
+    deterministic: bool = key(False, "Only operations that give the same bits again.", "run")
+    deterministic_warn_only: bool = key(False, "Warn where there is no such operation.", "run")
+
+
+Level = int | str | list[float]
+
+
+class PC(Section):
+    """Polynomial weight preconditioning (`pc.PCConfig`)."""
+
+    decides = METHOD
+    enable: bool = key(False, "Precondition weights; false: a plain Llama 2, the baseline.")
+    level: Level | dict[str, Level] = key(
+        4,
+        "Strength: 1 to 4, or polar_express; or your own coefficients, such as [2.083, -1.643, 0.560]; or a table with "
+        "one of these for each entry of blocks.",
+    )
+    blocks: list[str] = key(
+        ["o", "ffn"], "Layers to precondition: q, k, v, o, gate, up, down, and the groups qk and ffn."
+    )
+    power_iterations: Annotated[int, Field(ge=1, le=10_000)] = key(
+        10, "Power iterations per optimizer step for the estimate of the spectral norm.", RESULT
+    )
+    norm_recovery: bool = key(True, "Multiply by the estimated spectral norm after the polynomial.")
+    learnable_gamma: bool = key(True, "Multiply by one learnable scalar per matrix.")
+    schedule: Literal["step", "forward"] = key(
+        "step", "Compute PC(W) once per optimizer step, or in every forward pass inside the autograd graph."
+    )
+    compute_dtype: Literal["float32", "tf32", "bfloat16"] = key(
+        "float32", "Precision of the polynomial's matmuls; in schedule step all else of PC is float32.", RESULT
+    )
+    start: Literal["preserve", "raw"] = key(
+        "preserve",
+        "Use the weights that a new run starts from as PC(W), so that the model is the same, or as W.",
+        RESULT,
+    )
+
+    def to_pc_config(self) -> PCConfig:
+        """The validated `PCConfig`; raises UserError."""
+        return PCConfig(**self.model_dump(exclude={"enable", "start"}))
+
+
+class Data(Section):
+    """Where tokens come from (docs/data.md)."""
+
+    decides = RESULT
+    path: Text = key("data/demo", "Folder of token shards with a manifest.")
+    validation_path: Text = key("", "Folder of the validation split; empty: the same as path.")
+    validation_sequences: Count = key(64, "Sequences per validation over all ranks, the same ones every time.")
+    seed: Seed = key(0, "Seed of the order of training sequences.")
+    skip: list[Annotated[str, StringConstraints(pattern=r"^[0-9]{1,18}(-[0-9]{1,18})?$")]] = key(
+        [], 'Training sequences to skip, by the positions shown in the log: "1200-1263".'
+    )
+
+
+class Health(Section):
+    freq: Interval = key(10, "Steps between measurements of output sizes, gamma and the weight norm; 0: never.")
+    spectra_freq: Interval = key(500, "Steps between measurements of every matrix's condition number; 0: never.")
+    estimate_freq: Interval = key(
+        100, "Steps between measurements of the error of PC's norm estimate, after the first 1,000 steps; 0: never."
+    )
+
+
+Task = Literal[
+    "lambada_openai", "hellaswag", "winogrande", "piqa", "boolq", "arc_easy", "arc_challenge", "commonsense_qa",
+    "openbookqa",
+]  # fmt: skip
+
+
+class Evaluation(Section):
+    """Zero-shot scores during training (docs/evaluation.md)."""
+
+    decides = RESULT
+    interval: Interval = key(0, "Steps between evaluations; 0: never.")
+    tasks: list[Task] = key(["lambada_openai", "piqa", "arc_easy"], "Tasks to score, out of the nine.")
+    limit: Interval = key(200, "Items per task; 0: all.")
+    data: Text = key("", "Folder of the tasks as JSON lines; empty: download from the Hub.")
+
+
+class Config(Section):
+    """All sections."""
+
+    job: Job = sub(Job)
+    profiling: Profiling = sub(Profiling)
+    metrics: Metrics = sub(Metrics)
+    model: Model = sub(Model)
+    optimizer: Optimizer = sub(Optimizer)
+    lr_scheduler: LRScheduler = sub(LRScheduler)
+    training: Training = sub(Training)
+    parallelism: Parallelism = sub(Parallelism)
+    checkpoint: Checkpoint = sub(Checkpoint)
+    activation_checkpoint: ActivationCheckpoint = sub(ActivationCheckpoint)
+    compile: Compile = sub(Compile)
+    quantize: Quantize = sub(Quantize)
+    comm: Comm = sub(Comm)
+    validation: Validation = sub(Validation)
+    debug: Debug = sub(Debug)
+    pc: PC = sub(PC)
+    data: Data = sub(Data)
+    health: Health = sub(Health)
+    evaluation: Evaluation = sub(Evaluation)
+    _origin: str = PrivateAttr("")
+
+    @property
+    def origin(self) -> str:
+        """Comments that name the files and the words that it was read from (`pc.settings.chain`)."""
+        return self._origin

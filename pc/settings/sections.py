@@ -1,0 +1,45 @@
+"""What all sections of a configuration have in common: strict types, named kinds of numbers, and what a key decides."""
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+METHOD = "method"
+"""the key is part of the definition of the weights in a checkpoint, which a resume must match"""
+RESULT = "result"
+"""the key changes what a run computes: runs that agree in these keys and in the method are equal"""
+RUN = "run"
+"""the key only decides how it runs: speed, memory, rounding, and what is written where"""
+
+MANY = 10**9
+"""more steps, sequences or items than anyone trains on; torch's timeouts overflow above some 10^10 seconds"""
+
+
+class Section(BaseModel):
+    """A table of a TOML file. 5.5 is no integer, 1 is no bool, NaN is no number, and unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+    decides: ClassVar[str] = RUN
+    """what its keys decide, unless a key says otherwise"""
+
+
+def key(default: Any, says: str, decides: str | None = None) -> Any:
+    """A key of a section with its description."""
+    return Field(default, description=says, json_schema_extra={"decides": decides} if decides else None)
+
+
+def sub(section: type[Section]) -> Any:
+    """A section within a section, or of the whole configuration."""
+    return Field(default_factory=section)
+
+
+Text = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$")]  # no NUL, which file names may not have
+Count = Annotated[int, Field(ge=1, le=MANY)]
+Interval = Annotated[int, Field(ge=0, le=MANY)]
+Degree = Annotated[int, Field(ge=1, le=10**6)]
+Tokens = Annotated[int, Field(ge=1, le=2**24)]
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Seconds = Annotated[int, Field(ge=1, le=10**7)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Factor = Annotated[float, Field(ge=0, le=1e6)]

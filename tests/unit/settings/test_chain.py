@@ -1,0 +1,298 @@
+"""The chain of TOML files and the command line give one checked configuration."""
+
+import subprocess
+import sys
+import tomllib
+from typing import Literal
+
+import pytest
+
+from helpers.small_config import ROOT
+from pc.common.files import sha256_of
+from pc.errors import UserError
+from pc.settings import Config, chain, load_config, write_config
+from pc.settings.sections import Count, Section, Text, key, sub
+
+
+class Loader(Section):
+    workers: int = key(0, "")
+    prefetch: int | None = key(None, "")
+
+
+class Training(Section):
+    steps: Count = key(10, "")
+    max_norm: float = key(1.0, "")
+    loader: Loader = sub(Loader)
+
+
+class Optimizer(Section):
+    name: Literal["AdamW", "Muon"] = key("AdamW", "")
+    lr: float = key(1e-3, "")
+    fused: bool = key(False, "")
+
+
+class Method(Section):
+    level: int | str | list[float] | dict[str, int | str | list[float]] = key(4, "")
+    blocks: list[str] = key(["o"], "")
+    note: Text = key("", "")
+
+
+class Tiny(Section):
+    training: Training = sub(Training)
+    optimizer: Optimizer = sub(Optimizer)
+    method: Method = sub(Method)
+
+
+def resolve(path, words=()) -> dict:
+    """What is set."""
+    return chain.resolve(path, words, Tiny).model_dump(exclude_unset=True)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(name: str, text: str):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_precedence_is_command_line_then_file_then_parents(write):
+    write("base.toml", "[optimizer]\nlr = 1.0\nfused = true\n[training]\nsteps = 1\nmax_norm = 3")
+    write("sub/middle.toml", 'parent = "../base.toml"\n[optimizer]\nlr = 2.0\n[training]\nsteps = 2')
+    leaf = write("sub/leaf.toml", 'parent = "middle.toml"\n[training]\nsteps = 3')
+    assert resolve(leaf) == {
+        "optimizer": {"lr": 2.0, "fused": True},
+        "training": {"steps": 3, "max_norm": 3},
+    }
+    assert resolve(leaf, ["--training.steps", "4"])["training"]["steps"] == 4
+
+
+def test_sections_merge_and_values_replace(write):
+    write("base.toml", '[training.loader]\nworkers = 2\n[method]\nblocks = ["q", "k"]\nlevel = {o = 4, ffn = 2}')
+    leaf = write(
+        "leaf.toml",
+        'parent = "base.toml"\n[training.loader]\nprefetch = 3\n[method]\nblocks = ["v"]\nlevel = {ffn = 3}',
+    )
+    assert resolve(leaf) == {
+        "training": {"loader": {"workers": 2, "prefetch": 3}},
+        "method": {"blocks": ["v"], "level": {"ffn": 3}},
+    }
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        (["--training.steps", "5"], {"training": {"steps": 5}}),
+        (["--training.loader.workers=2"], {"training": {"loader": {"workers": 2}}}),
+        (["--training.max-norm", "2"], {"training": {"max_norm": 2.0}}),
+        (["--optimizer.lr", "1e-3"], {"optimizer": {"lr": 1e-3}}),
+        (["--optimizer.lr", "3"], {"optimizer": {"lr": 3.0}}),
+        (["--optimizer.lr=.5"], {"optimizer": {"lr": 0.5}}),
+        (["--optimizer.fused"], {"optimizer": {"fused": True}}),
+        (
+            ["--optimizer.fused", "--training.steps", "1"],
+            {"training": {"steps": 1}, "optimizer": {"fused": True}},
+        ),
+        (["--optimizer.fused", "false"], {"optimizer": {"fused": False}}),
+        (["--optimizer.name", "Muon"], {"optimizer": {"name": "Muon"}}),
+        (["--method.level", "2"], {"method": {"level": 2}}),
+        (["--method.level", "polar_express"], {"method": {"level": "polar_express"}}),
+        (
+            ["--method.level", '{o = 4, ffn = "polar_express"}'],
+            {"method": {"level": {"o": 4, "ffn": "polar_express"}}},
+        ),
+        (["--method.level", "2.5,-1.5"], {"method": {"level": [2.5, -1.5]}}),
+        (["--method.level", "[2, -1.5, 0.5]"], {"method": {"level": [2.0, -1.5, 0.5]}}),
+        (["--method.level", "{o = [1.5, -0.5], ffn = 2}"], {"method": {"level": {"o": [1.5, -0.5], "ffn": 2}}}),
+        (["--method.blocks", "o"], {"method": {"blocks": ["o"]}}),
+        (["--method.blocks", "o,ffn"], {"method": {"blocks": ["o", "ffn"]}}),
+        (["--method.blocks", '["o", "ffn"]'], {"method": {"blocks": ["o", "ffn"]}}),
+        (["--method.blocks="], {"method": {"blocks": []}}),
+        (["--method.note", "1.5"], {"method": {"note": "1.5"}}),
+        (["--method.note=a=b --c"], {"method": {"note": "a=b --c"}}),
+    ],
+)
+def test_command_line_words_take_the_declared_type(words, expected):
+    parsed = chain.validated(chain.parse_overrides(words, Tiny), Tiny, "").model_dump(exclude_unset=True)
+    assert parsed == expected
+    # 3 == 3.0 in Python; the types must be right too
+    assert repr(parsed) == repr(expected)
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("[optimizer]\nlearning_rate = 1", "unknown key optimizer.learning_rate"),
+        ("[optimizer]\nsteps = 1", "did you mean training.steps?"),
+        ("[optimiser]\nlr = 1", "unknown key optimiser; did you mean optimizer?"),
+        ("[training]\nstep = 1", "did you mean training.steps?"),
+        ("lr = 1", "did you mean optimizer.lr?"),
+        ("training = 3", "training is a section; write [training], not training = 3"),
+        ("[training]\nsteps = 5.5", "training.steps = 5.5 should be a valid integer"),
+        ("[training]\nsteps = 0", "training.steps = 0 should be greater than or equal to 1"),
+        ("[optimizer]\nlr = nan", "optimizer.lr = nan should be a finite number"),
+        ('[method]\nnote = "\\u0000"', "method.note"),
+        ("[training]\nsteps = true", "training.steps = True should be a valid integer"),
+        ('[training]\nsteps = "5"', "training.steps = '5' should be a valid integer"),
+        ('[optimizer]\nlr = "fast"', "optimizer.lr = 'fast' should be a valid number"),
+        ("[optimizer]\nlr = 2020-01-01", "optimizer.lr"),
+        ("[optimizer]\nfused = 1", "optimizer.fused = 1 should be a valid boolean"),
+        ('[optimizer]\nname = "SGD"', "should be 'AdamW' or 'Muon'"),
+        ("[method]\nblocks = [1]", "method.blocks[0] = 1 should be a valid string"),
+        ('[method]\nblocks = "o"', "should be a valid list"),
+        ("[method]\nlevel = 1.5", "should be a valid integer or a valid string or a valid list or"),
+        ("[method]\nlevel = {o = 1.5}", "method.level"),
+        ("[training.loader]\nworker = 1", "did you mean training.loader.workers?"),
+        ("steps = = 1", "not valid TOML"),
+        ("parent = 3", "parent must be the name of a TOML file"),
+        ('parent = "gone.toml"', 'gone.toml": no such file'),
+    ],
+)
+def test_bad_files_are_named_with_the_key(write, text, said):
+    # The fault is in the parent: the message must name that file, not the child.
+    parent = write("faulty.toml", text)
+    leaf = write("leaf.toml", 'parent = "faulty.toml"\n')
+    with pytest.raises(UserError) as raised:
+        resolve(leaf)
+    assert said in str(raised.value)
+    assert str(raised.value).startswith(str(parent))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--training.step", "5"], "did you mean training.steps?"),
+        (["--steps", "5"], "did you mean training.steps?"),
+        (["--training", "5"], "is a section"),
+        (["--training.steps"], "needs a value"),
+        (["--training.steps", "5.5"], "should be a valid integer"),
+        (["--training.steps.more", "5"], "unknown key training.steps.more"),
+        (["training.steps", "5"], "is not an override"),
+        (["--optimizer.fused", "yes"], "should be a valid boolean"),
+        (["--optimizer.lr", "fast"], "should be a valid number"),
+    ],
+)
+def test_bad_overrides_are_named(words, said):
+    with pytest.raises(UserError, match="command line: ") as raised:
+        chain.parse_overrides(words, Tiny)
+    assert said in str(raised.value)
+
+
+def test_cycle_of_parents(write):
+    first = write("first.toml", 'parent = "second.toml"')
+    write("second.toml", 'parent = "first.toml"')
+    with pytest.raises(UserError, match="cycle: first.toml -> second.toml -> first.toml"):
+        resolve(first, [])
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(UserError, match="nothing.toml: no such file"):
+        resolve(tmp_path / "nothing.toml", [])
+
+
+def test_written_file_resolves_to_itself_and_names_its_ancestors(write, tmp_path):
+    base = write("base.toml", "[optimizer]\nlr = 1e-3\n")
+    leaf = write("leaf.toml", 'parent = "base.toml"\n[job]\ndescription = "tab\\t quote\\" del\\u007f ü"\n')
+    overrides = ["--training.steps", "3", "--pc.level={o = 4, ffn = [1.5, -0.5]}"]
+    config, written = load_config(leaf, overrides), tmp_path / "run" / "config.toml"
+    write_config(config, written)
+    assert load_config(written) == config
+    assert tomllib.loads(written.read_text()) == config.model_dump(exclude_unset=True)
+    comments = [line for line in written.read_text().splitlines() if line.startswith("#")]
+    assert "--training.steps 3" in comments[1]
+    assert [line.split()[-1] for line in comments[2:]] == [sha256_of(leaf), sha256_of(base)]
+    again = tmp_path / "again.toml"
+    write_config(load_config(written), again)  # as the trainer's processes do
+    assert again.read_bytes() == written.read_bytes()
+
+
+def test_a_line_break_in_an_override_cannot_leave_the_comment(write, tmp_path):
+    leaf, text = write("leaf.toml", ""), "x\n[training]\nsteps = 1"
+    write_config(load_config(leaf, ["--job.description", text]), tmp_path / "c.toml")
+    values = tomllib.loads((tmp_path / "c.toml").read_text())
+    assert values == {"job": {"description": text, "dump_folder": "outputs/leaf"}}
+
+
+def test_the_folder_is_named_after_the_config(write):
+    assert load_config(write("tiny.toml", "")).job.dump_folder == "outputs/tiny"
+    assert load_config(write("own.toml", '[job]\ndump_folder = "a/b"')).job.dump_folder == "a/b"
+
+
+def test_every_faulty_key_is_named_once(write):
+    file = write("faulty.toml", "[training]\nsteps = 0\n[pc]\nlevel = true\nblock = 1\n")
+    with pytest.raises(UserError) as raised:
+        load_config(file)
+    lines = str(raised.value).splitlines()
+    assert len(lines) == 3 and all(str(file) in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("[training]\ndataset_path = 'x'", "training.dataset_path is not supported by this trainer; see data.path"),
+        ("[fault_tolerance]\nenable = true", "fault_tolerance is not supported by this trainer; remove it"),
+        ("[validation]\nsteps = 5", "validation.steps is not supported by this trainer; see data.validation_sequences"),
+    ],
+)
+def test_a_key_of_torchtitan_that_is_not_read_names_its_replacement(write, text, said):
+    with pytest.raises(UserError, match=said):
+        load_config(write("theirs.toml", text))
+
+
+def test_keys_have_torchtitans_names():
+    """All but this project's own ones, which nothing of TorchTitan reads."""
+    from functools import reduce
+
+    from torchtitan.config import JobConfig
+
+    def is_theirs(name: str) -> bool:
+        try:
+            reduce(getattr, name.split("."), JobConfig())
+        except AttributeError:
+            return False
+        return True
+
+    own = {name for name in chain.all_keys(Config) if not is_theirs(name)}
+    sections = {name for name in own if name.split(".")[0] in ("pc", "data", "health", "evaluation")}
+    assert own - sections == {
+        "model.vocab_size", "model.init_std", "training.max_nonfinite_steps", "training.chunked_loss",
+        "parallelism.fsdp_sync", "checkpoint.keep_every", "optimizer.muon_momentum", "optimizer.muon_nesterov",
+        "optimizer.muon_steps", "optimizer.muon_adjust_lr",
+    }  # fmt: skip
+    assert not any(name in chain.INSTEAD for name in chain.all_keys(Config))
+
+
+LAUNCH = (
+    "import sys; from pc.launch import local; sys.argv[1:] = {words!r}\ntry: local.main()\nfinally: print(*sys.modules)"
+)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--help"], "--pc.level"),
+        (["--pc.levl", "3"], "did you mean pc.level?"),
+        (["--training.steps=0"], "should be greater than or equal to 1"),
+        (["--pc.level=7"], "PC level 7 does not exist"),
+        (["--checkpoint.keep_latest_k=1"], "could lose the only complete checkpoint"),
+    ],
+)
+def test_help_and_mistakes_need_neither_torch_nor_torchtitan(words, said):
+    words = ["train_configs/271m_adamw_pc.toml", *words]
+    done = subprocess.run([sys.executable, "-c", LAUNCH.format(words=words)], capture_output=True, text=True, cwd=ROOT)
+    assert said in done.stdout + done.stderr and done.returncode == (0 if "--help" in words else 2)
+    modules = done.stdout.splitlines()[-1].split()
+    assert "pc.settings.schema" in modules and not {"torch", "torchtitan"} & set(modules)
+
+
+def test_a_missing_parent_needs_no_torch(write):
+    leaf = write("leaf.toml", 'parent = "gone.toml"\n')
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCH.format(words=[str(leaf)])], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.stderr.endswith('parent = "' + str(leaf.parent / "gone.toml") + '": no such file\n')
+    assert "torch" not in done.stdout.splitlines()[-1].split()
