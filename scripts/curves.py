@@ -7,7 +7,6 @@ Usage: python scripts/curves.py RUN... [--output DIR]
 import argparse
 from pathlib import Path
 
-from pc.analysis.figures import draw_curves, draw_sweeps
 from pc.errors import UserError, exit_on_user_error
 
 
@@ -22,6 +21,8 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--output", type=Path, default=Path("outputs/curves"), help="folder for figures and tables")
     arguments = parser.parse_args()
+    from pc.analysis.figures import draw_curves, draw_sweeps
+
     if not arguments.runs and not arguments.sweep:
         parser.error("give at least one RUN or --sweep FOLDER")
     if arguments.baseline and not arguments.sweep:

@@ -7,7 +7,7 @@ import argparse
 import sys
 
 from pc.errors import UserError, exit_on_user_error
-from pc.plan.dry_run import check
+from pc.settings import load_config
 
 
 @exit_on_user_error
@@ -19,7 +19,10 @@ def main() -> None:
     arguments, overrides = parser.parse_known_args()
     if arguments.world_size < 1:
         raise UserError(f"--world-size {arguments.world_size} should be at least 1")
-    report = check(arguments.config, overrides, arguments.world_size, needs_data=not arguments.no_data)
+    config = load_config(arguments.config, overrides)
+    from pc.plan.dry_run import check_config  # takes seconds
+
+    report = check_config(config, arguments.world_size, needs_data=not arguments.no_data)
     print(report.text())
     sys.exit(2 if report.errors else 0)
 

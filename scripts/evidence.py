@@ -8,8 +8,6 @@ python scripts/evidence.py regime results/DATE-name...
 import argparse
 from pathlib import Path
 
-from pc.analysis.evidence import collect, read_experiments
-from pc.analysis.evidence_report import regime_table, report
 from pc.errors import exit_on_user_error
 
 
@@ -29,6 +27,9 @@ def main() -> None:
     telling = actions.add_parser("regime", help="print tokens per parameter, decay, initial size, condition numbers")
     telling.add_argument("folders", type=Path, nargs="+", help="folders of experiments")
     arguments = parser.parse_args()
+    from pc.analysis.evidence import collect, read_experiments
+    from pc.analysis.evidence_report import regime_table, report
+
     if arguments.action == "collect":
         study = arguments.study or arguments.sweeps[0].resolve().name
         print(f"{arguments.output}: {collect(arguments.sweeps, study, arguments.output)} runs of {study}")

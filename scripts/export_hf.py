@@ -6,7 +6,6 @@ Usage: python scripts/export_hf.py RUN/checkpoint/step-N OUT [--dtype bfloat16] 
 import argparse
 
 from pc.errors import exit_on_user_error
-from pc.evaluate.hugging_face import DTYPES, export
 
 
 @exit_on_user_error
@@ -14,10 +13,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("source", metavar="CHECKPOINT", help="RUN/checkpoint/step-N")
     parser.add_argument("out", metavar="OUT", help="folder to make")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the weights (default: float32)")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="dtype of the weights (default: float32)",
+    )
     parser.add_argument("--tokenizer", help="as for tokenising; default: that of the run's data folder")
     parser.add_argument("--scores", metavar="JSON", help="its results of score.py, for the model card")
-    print(export(**vars(parser.parse_args())))
+    arguments = parser.parse_args()
+    from pc.evaluate.hugging_face import export
+
+    print(export(**vars(arguments)))
 
 
 if __name__ == "__main__":

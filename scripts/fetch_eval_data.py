@@ -6,14 +6,16 @@ Usage: python scripts/fetch_eval_data.py OUT
 import argparse
 
 from pc.errors import exit_on_user_error
-from pc.evaluate.fetch import fetch
 
 
 @exit_on_user_error
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", help="folder for the files <task>.jsonl")
-    for path in fetch(parser.parse_args().out):
+    arguments = parser.parse_args()
+    from pc.evaluate.fetch import fetch
+
+    for path in fetch(arguments.out):
         print(path)
 
 

@@ -6,7 +6,6 @@ Usage: python scripts/generate.py MODEL "prompt" [--max-new-tokens N] [--tempera
 import argparse
 
 from pc.errors import exit_on_user_error
-from pc.evaluate.generate import generate
 
 
 @exit_on_user_error
@@ -18,7 +17,10 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the most likely token")
     parser.add_argument("--top-p", type=float, default=0.95)
     parser.add_argument("--seed", type=int, default=0)
-    print(generate(**vars(parser.parse_args())))
+    arguments = parser.parse_args()
+    from pc.evaluate.generate import generate
+
+    print(generate(**vars(arguments)))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ Usage: python scripts/inspect_data.py FOLDER [--documents N]
 
 import argparse
 
-from pc.data.inspection import inspect
 from pc.errors import exit_on_user_error
 
 
@@ -14,7 +13,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Inspect a folder of token shards.")
     parser.add_argument("folder")
     parser.add_argument("--documents", type=int, default=3, help="how many to show (default: %(default)s)")
-    inspect(**vars(parser.parse_args()))
+    arguments = parser.parse_args()
+    from pc.data.inspection import inspect
+
+    inspect(**vars(arguments))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ Usage: python scripts/polynomials.py [--output DIR] [--cutoff B --degree K [--al
 import argparse
 from pathlib import Path
 
-from pc import polynomial
-from pc.analysis import maps
 from pc.errors import UserError, exit_on_user_error
 
 
@@ -19,6 +17,9 @@ def main() -> None:
     parser.add_argument("--degree", type=int, default=4, help="degree of p in g(s) = s p(s^2) (default: 4)")
     parser.add_argument("--alpha", type=float, default=4.0, help="the fit's weight is sigma^ALPHA (default: 4)")
     arguments = parser.parse_args()
+    from pc import polynomial
+    from pc.analysis import maps
+
     if arguments.cutoff is None and (arguments.degree, arguments.alpha) != (4, 4.0):
         raise UserError("--degree and --alpha need --cutoff")
     rows = {f"level {k}": (polynomial.resolve(k), b) for k, b in polynomial.CUTOFFS.items()}

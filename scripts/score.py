@@ -7,10 +7,10 @@ models: the better of each pair is marked. A repeated command scores only what i
 """
 
 import argparse
+from typing import get_args
 
 from pc.errors import exit_on_user_error
-from pc.evaluate.score import score
-from pc.evaluate.tasks import METRICS
+from pc.settings.schema import Task
 
 
 @exit_on_user_error
@@ -20,9 +20,11 @@ def main() -> None:
     parser.add_argument("--data", help="folder of scripts/fetch_eval_data.py (default: the Hub)")
     parser.add_argument("--limit", type=int, help="only the first N items of each task, for a quick look")
     parser.add_argument("--output", default="outputs/scores", help="default: outputs/scores")
-    parser.add_argument("--tasks", help="comma-separated; default: all nine", default=",".join(METRICS))
+    parser.add_argument("--tasks", help="comma-separated; default: all nine", default=",".join(get_args(Task)))
     parser.add_argument("--batch-size", type=int, default=16, help="requests per forward pass (default: 16)")
     arguments = vars(parser.parse_args())
+    from pc.evaluate.score import score
+
     names = [name.strip() for name in arguments.pop("tasks").split(",") if name.strip()]
     for path in score(arguments.pop("models"), names=names, **arguments):
         print(path)

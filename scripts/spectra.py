@@ -6,7 +6,6 @@ Usage: python scripts/spectra.py RUN_OR_CHECKPOINT_OR_NPZ... [--output DIR] [--l
 import argparse
 from pathlib import Path
 
-from pc.analysis.figures import draw_spectra
 from pc.errors import exit_on_user_error
 
 
@@ -20,6 +19,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("outputs/spectra"), help="folder for figures and .npz")
     parser.add_argument("--layers", nargs="+", type=int, help="layers of the histograms, from 1 (default: the paper's)")
     arguments = parser.parse_args()
+    from pc.analysis.figures import draw_spectra
+
     draw_spectra(arguments.sources, arguments.output, arguments.layers)
 
 

@@ -10,15 +10,9 @@ python scripts/sweep.py select SWEEP.toml...
 import argparse
 
 from pc.errors import UserError, exit_on_user_error
-from pc.launch import slurm, torchrun
+from pc.launch.allocation import Allocation, add_options
 from pc.launch.run import Run
-from pc.plan import cost
-from pc.sweep import equal_runs
-from pc.sweep.results import collect, status_text
-from pc.sweep.run import run_all
-from pc.sweep.select import select
 from pc.sweep.spec import load
-from pc.sweep.submit import submit
 
 
 @exit_on_user_error
@@ -46,16 +40,24 @@ def main() -> None:
     commands["plan"].add_argument(
         "--tokens-per-second", type=float, help="measured throughput of one GPU, in place of counted FLOPs"
     )
-    slurm.add_options(commands["submit"])
+    add_options(commands["submit"])
     commands["submit"].add_argument("--at-a-time", type=int, default=0, help="runs at once (default: all)")
     arguments = parser.parse_args()
 
     sweeps = [load(path) for path in arguments.sweeps]
     if len({sweep.folder.resolve() for sweep in sweeps}) < len(sweeps):
         raise UserError("two sweeps have the same folder; is one named twice?")
+    # imported once the files are read, because this takes seconds
+    from pc.launch import torchrun
+    from pc.sweep import equal_runs
+    from pc.sweep.results import collect, status_text
+    from pc.sweep.run import run_all
+    from pc.sweep.select import select
+    from pc.sweep.submit import submit
+
     if arguments.action == "plan":
         settings = torchrun.processes_here(), arguments.tflops, arguments.tokens_per_second
-        print(equal_runs.plan_text(sweeps, lambda run: _cost(run, *settings)))
+        print(equal_runs.plan_text(sweeps, lambda run: _cost(run, *settings), settings[0]))
         return
     for sweep in sweeps:
         equal_runs.require_unchanged(sweep)
@@ -63,7 +65,7 @@ def main() -> None:
     if arguments.action == "run":
         run_all(sweeps)
     elif arguments.action == "submit":
-        print(submit(sweeps, arguments.at_a_time, slurm.Allocation.of(arguments)))
+        print(submit(sweeps, arguments.at_a_time, Allocation.of(arguments)))
     elif arguments.action == "status":
         for sweep in sweeps:
             collect(sweep)
@@ -75,6 +77,8 @@ def main() -> None:
 
 def _cost(run: Run, processes: int, tflops: float, tokens_per_second: float | None) -> tuple[int, float]:
     """Tokens of a run and seconds of one GPU."""
+    from pc.plan import cost
+
     plan = cost.Plan(run.config, run.overrides, processes)
     step = plan.step_cost()
     tokens = plan.config.training.steps * step.tokens

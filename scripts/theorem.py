@@ -6,7 +6,6 @@ Usage: python scripts/theorem.py [--output DIR] [--steps N] [--level K] [--seed 
 import argparse
 from pathlib import Path
 
-from pc.analysis import theorem
 from pc.errors import exit_on_user_error
 
 
@@ -18,6 +17,8 @@ def main() -> None:
     parser.add_argument("--level", type=int, default=4, choices=(1, 2, 3, 4), help="PC level (default: 4)")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    from pc.analysis import theorem
+
     problem = theorem.make_problem(seed=arguments.seed)
     region = theorem.bound(problem)
     plain = theorem.descend(problem, region, arguments.steps)

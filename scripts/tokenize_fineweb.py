@@ -18,9 +18,6 @@ import re
 import sys
 import time
 
-from pc.data.manifest import SPLITS
-from pc.data.tokenizers import DEFAULT_TOKENIZER
-from pc.data.tokenizing import tokenize
 from pc.errors import UserError, exit_on_user_error
 
 
@@ -38,7 +35,7 @@ def main() -> None:
     parser.add_argument("--output", required=True, help="folder for the shards")
     parser.add_argument(
         "--tokenizer",
-        default=DEFAULT_TOKENIZER,
+        default="mistral-common",
         help="folder with tokenizer.json, SentencePiece .model file, tiktoken encoding, or "
         "%(default)s (default; 32,000 entries)",
     )
@@ -63,6 +60,9 @@ def main() -> None:
         help="K/N: do share K = 0 … N-1 of the work (default: this SLURM array task's, else all)",
     )
     options = parser.parse_args()
+    from pc.data.manifest import SPLITS
+    from pc.data.tokenizing import tokenize
+
     start = time.perf_counter()
     try:
         manifest = tokenize(**vars(options) | {"part": _parse_part(options.part)})

@@ -25,8 +25,9 @@ from pc.analysis.curves import VALIDATION
 from pc.common.files import write_atomically
 from pc.common.run_folder import RunLog, read_log, unique_names
 from pc.errors import UserError
-from pc.settings.models import FLAVORS, Llama2, model_args
+from pc.settings.models import FLAVORS
 from pc.sweep.spec import label
+from pc.titan.llama2 import Llama2, model_args
 
 RATE = "optimizer.lr"
 TORCHTITANS_RATE = 8e-4  # its default

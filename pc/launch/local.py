@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 from pc.common.run_folder import lock, state_of
@@ -21,7 +20,7 @@ def main() -> None:
         print_help(path)
         return
     config = load_config(path, overrides)
-    report_all(rules.of_config(config))  # before the imports below, which take seconds
+    rules.require_config(config)  # before the imports below, which take seconds
     from pc.launch import machine, torchrun
     from pc.plan import dry_run
 
@@ -29,7 +28,8 @@ def main() -> None:
     processes = torchrun.processes_here()
     fetch_demo_data(config)
     # Report mistakes here, one line each, because torchrun's report of a failed process would bury them.
-    report_all(dry_run.check_config(config, processes).errors)
+    if errors := dry_run.check_config(config, processes).errors:
+        raise UserError("\nerror: ".join(errors))
     machine.require(config, processes)
     held = lock(folder)
     status = torchrun.run(*torchrun.here(torchrun.write_start(config), [], folder, processes), [held])
@@ -40,12 +40,6 @@ def main() -> None:
         if reason.startswith("error: "):
             sys.exit(2)
     sys.exit(status)
-
-
-def report_all(errors: Iterable[str]) -> None:
-    """Raise a `UserError` with a line for each error, if there is one."""
-    if said := "\nerror: ".join(errors):
-        raise UserError(said)
 
 
 def print_help(config: str) -> None:

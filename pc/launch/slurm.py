@@ -5,20 +5,19 @@ allocation it calls this module twice: `task` runs torchrun on every node; `afte
 finished or cannot continue. No slurmdbd or sacct is needed: the state of a run is read from its own folder.
 """
 
-import argparse
 import json
 import os
 import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from pc.common.files import write_atomically
 from pc.common.run_folder import is_locked, lock, newest_step, state_of, write_failure
 from pc.errors import UserError, exit_on_user_error
 from pc.launch import machine, network, torchrun
+from pc.launch.allocation import Allocation
 from pc.launch.run import Run
 from pc.plan.dry_run import check_or_raise
 from pc.settings import load_config
@@ -30,37 +29,6 @@ SCORE_SCRIPT = SCRIPTS / "score.sbatch"
 CRASHES_ALLOWED_WITHOUT_PROGRESS = 2
 MISTAKE = 2
 """exit status after a `UserError`"""
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """The resources to request from SLURM."""
-
-    nodes: int
-    gpus_per_node: int
-    """0: train on CPUs"""
-    options: list[str]
-    """more options for sbatch"""
-
-    @staticmethod
-    def of(arguments: argparse.Namespace) -> "Allocation":
-        return Allocation(arguments.nodes, arguments.gpus_per_node, shlex.split(arguments.sbatch))
-
-    @property
-    def world_size(self) -> int:
-        return self.nodes * max(1, self.gpus_per_node)
-
-    def words(self) -> list[str]:
-        gpus = [f"--gpus-per-node={self.gpus_per_node}"] if self.gpus_per_node else []
-        return [f"--nodes={self.nodes}", *gpus, *self.options]
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--nodes", type=int, default=1, help="machines per run (default 1)")
-    parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs per machine (default 8; 0: CPU)")
-    parser.add_argument(
-        "--sbatch", default="", help='more options for sbatch: --sbatch="--partition=main --time=8:00:00"'
-    )
 
 
 def submit_run(config: str, overrides: Sequence[str], allocation: Allocation, score: str | None) -> str:

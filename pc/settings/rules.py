@@ -18,6 +18,12 @@ def require(config: Config, dims: Degrees, on_cpu: bool) -> None:
         raise UserError(finding)
 
 
+def require_config(config: Config) -> None:
+    """Raise a `UserError` with a line for each finding of `of_config`."""
+    if said := "\nerror: ".join(of_config(config)):
+        raise UserError(said)
+
+
 def refusal_of(function: Callable, *arguments) -> Iterator[str]:
     """What a function's `UserError` says, if it raises one."""
     try:

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 
 from pc.common.run_folder import state_of
 from pc.launch import slurm
+from pc.launch.allocation import Allocation
 from pc.plan.dry_run import check_or_raise
 from pc.sweep import equal_runs
 from pc.sweep.spec import Sweep, begin
 
 
-def submit(sweeps: Sequence[Sweep], at_a_time: int, allocation: slurm.Allocation) -> str:
+def submit(sweeps: Sequence[Sweep], at_a_time: int, allocation: Allocation) -> str:
     """Check the sweeps' runs and queue unfinished ones, one array per sweep, `at_a_time` at once (0: all).
 
     Of equal runs only the first is queued.

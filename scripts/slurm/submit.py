@@ -7,7 +7,8 @@ python scripts/slurm/submit.py CONFIG.toml [--gpus-per-node 8] [--nodes 1] [--sc
 import argparse
 
 from pc.errors import exit_on_user_error
-from pc.launch.slurm import Allocation, add_options, submit_run
+from pc.launch.allocation import Allocation, add_options
+from pc.settings import load_config, rules
 
 
 @exit_on_user_error
@@ -25,6 +26,9 @@ def main() -> None:
         help="also export and score it, with these options of scripts/score.py",
     )
     arguments, overrides = parser.parse_known_args()
+    rules.require_config(load_config(arguments.config, overrides))  # before the imports below, which take seconds
+    from pc.launch.slurm import submit_run
+
     print(submit_run(arguments.config, overrides, Allocation.of(arguments), arguments.score))
 
 

@@ -296,3 +296,15 @@ def test_a_missing_parent_needs_no_torch(write):
     )
     assert done.stderr.endswith('parent = "' + str(leaf.parent / "gone.toml") + '": no such file\n')
     assert "torch" not in done.stdout.splitlines()[-1].split()
+
+
+SCRIPTS = sorted(file for file in (ROOT / "scripts").rglob("*.py"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda file: file.name)
+def test_help_of_a_script_needs_no_torch(script):
+    code = f"import runpy, sys; sys.argv = ['x', '--help']\ntry: runpy.run_path({str(script)!r}, run_name='__main__')\n"
+    code += "finally: print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0 and done.stdout.startswith("usage: ")
+    assert not {"torch", "torchtitan"} & set(done.stdout.splitlines()[-1].split())
