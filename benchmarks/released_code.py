@@ -65,8 +65,8 @@ class Ours:
         self.model = pc.attach(
             nn.ModuleDict({"layer": linear}), pc.PCConfig(level=level, blocks=("*layer",), schedule="step")
         )
-        self.schedule = pc.StepSchedule(self.model)
-        self.layer, self.state = self.model["layer"], self.schedule.layers["layer"]
+        self.schedule = pc.schedule(self.model)
+        self.layer, self.state = self.model["layer"], self.schedule.weights["layer"]
 
     def step(self, batches: list[Tensor]) -> None:
         self.schedule.materialise()

@@ -19,7 +19,7 @@ import pc
 class PCState(TrainerCallback):
     """Saves the schedule's state with every checkpoint, and loads it on resume."""
 
-    def __init__(self, schedule: pc.StepSchedule) -> None:
+    def __init__(self, schedule: pc.schedules.Schedule) -> None:
         self.schedule = schedule
 
     def _file(self, args, state) -> Path:
@@ -41,7 +41,7 @@ class PCTrainer(Trainer):
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)  # which moves the model to its device
-        self.pc_schedule = pc.StepSchedule(self.model)
+        self.pc_schedule = pc.schedule(self.model)
         self.add_callback(PCState(self.pc_schedule))
 
     def create_optimizer(self, *args, **kwargs) -> torch.optim.Optimizer:

@@ -1,10 +1,11 @@
 # ruff: noqa: F401, the names below TYPE_CHECKING are exports
-"""Polynomial weight preconditioning: linear layers that multiply by PC(W).
+"""Polynomial weight preconditioning: models that multiply by PC(W) instead of W.
 
 The modules at this level need only torch and work in any training loop:
 
     model = pc.attach(model, pc.PCConfig(level=4))
-    optimizer = torch.optim.AdamW(model.parameters())  # ... train as before
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = pc.schedule(model, optimizer)  # train as before, with schedule.pull_back() before clipping
     model = pc.merge(model)
 
 The subpackages are the training recipe and need the project's extras: `pc.titan` trains with PC on TorchTitan,
@@ -18,30 +19,33 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pc import polynomial, spectral
     from pc.config import PCConfig
+    from pc.cuts import Cut
     from pc.errors import UserError
     from pc.forward import refresh
-    from pc.linear import PCLinear, effective_weight, named_pc_linears
+    from pc.linear import PCLinear, effective_weight
     from pc.muon import Muon
+    from pc.schedules import schedule
     from pc.start import preserve
-    from pc.step import StepSchedule
-    from pc.weights import attach, merge
+    from pc.weights import attach, describe, merge, named_weights
 
 __version__ = "0.1.0"
 
 # Imported when first used: the packages of the recipe that read settings need no torch.
 _HOMES = {
+    "Cut": "pc.cuts",
     "Muon": "pc.muon",
     "PCConfig": "pc.config",
     "PCLinear": "pc.linear",
-    "StepSchedule": "pc.step",
     "UserError": "pc.errors",
     "attach": "pc.weights",
+    "describe": "pc.weights",
     "effective_weight": "pc.linear",
     "merge": "pc.weights",
-    "named_pc_linears": "pc.linear",
+    "named_weights": "pc.weights",
     "polynomial": "pc",
     "preserve": "pc.start",
     "refresh": "pc.forward",
+    "schedule": "pc.schedules",
     "spectral": "pc",
 }
 __all__ = [*_HOMES]

@@ -1,10 +1,16 @@
-"""`PCConfig`: which layers PC applies to, and how. Training, scoring and plots share it."""
+"""`PCConfig`: which weights PC applies to, and how. Training, scoring and plots share it. Needs no torch."""
 
+import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Optional
 
 from pc.errors import UserError
 from pc.levels import Coefficients, Map, require_usable, resolve
+
+if TYPE_CHECKING:
+    from pc.cuts import Cut
 
 # The paper's short names for the linear layers of a Llama block, as suffixes of module names:
 # TorchTitan's first, then Hugging Face's.
@@ -38,8 +44,15 @@ class PCConfig:
     [2.083, -1.643, 0.560]; or a mapping from each entry of `blocks` to one of these."""
 
     blocks: tuple[str, ...] = ("o", "ffn")
-    """Layers to precondition: q, k, v, o, gate, up, down, the groups qk and ffn, or full-name patterns
-    such as "model.layers.*.mlp.fc1"."""
+    """Weights to precondition: q, k, v, o, gate, up, down, the groups qk and ffn, or patterns of module or parameter
+    names such as "model.layers.*.mlp.fc1"."""
+
+    heads: tuple[str, ...] = ()
+    """Blocks out of q, k, v whose weights are one matrix for each attention head."""
+
+    cuts: Mapping[str, Optional["Cut"]] | None = None
+    """How weights other than those of plain linear layers are cut into matrices (`pc.Cut`), by patterns of parameter
+    names; None: not one of the blocks. Classes in `pc.cuts.KNOWN` need no entry."""
 
     power_iterations: int = 10
     """Power iterations per optimizer step (q in algorithm 3)."""
@@ -50,15 +63,16 @@ class PCConfig:
     learnable_gamma: bool = True
     """Multiply by one learnable scalar per matrix, initialised to 1."""
 
-    schedule: str = "forward"
-    """"forward": compute PC(W) in every forward pass, inside the autograd graph; works in any loop. "step": compute it
-    once per optimizer step; forward passes are those of a plain linear layer (`pc.StepSchedule`)."""
+    schedule: str = "step"
+    """"step": compute PC(W) once per optimizer step; forward passes are those of the plain model. "forward": compute it
+    in every forward pass, inside the autograd graph: the readable reference."""
 
     compute_dtype: str = "float32"
     """Precision of the polynomial's matmuls: "float32" (the weight's own), "tf32", "bfloat16"."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocks", tuple(self.blocks))
+        object.__setattr__(self, "heads", tuple(self.heads))
         if not self.blocks:
             raise UserError("pc.blocks is empty; name at least one, for example o or ffn")
         if len(set(self.blocks)) != len(self.blocks):
@@ -67,6 +81,8 @@ class PCConfig:
             if name not in BLOCK_SUFFIXES and name not in BLOCK_GROUPS and "." not in name and "*" not in name:
                 known = " ".join([*BLOCK_SUFFIXES, *BLOCK_GROUPS])
                 raise UserError(f"pc.blocks: {name!r} is not a block; use {known}, or a full-name pattern")
+        if unknown := set(self.heads) - {"q", "k", "v"}:
+            raise UserError(f"pc.heads: {sorted(unknown)[0]!r} is not one of q, k, v")
         if isinstance(self.level, Mapping):
             object.__setattr__(self, "level", {block: _hashable(level) for block, level in self.level.items()})
             if set(self.level) != set(self.blocks):
@@ -95,7 +111,7 @@ class PCConfig:
             # TF32 is a process-wide switch; a compiled graph cannot set it for some of its matmuls only.
             raise UserError('pc.compute_dtype = "tf32" needs pc.schedule = "step"; with "forward" use "float32"')
 
-    @property
+    @cached_property
     def map(self) -> Map:
         """The map g. Needs a config with one level (see `for_block`)."""
         assert not isinstance(self.level, Mapping)
@@ -104,7 +120,26 @@ class PCConfig:
     def for_block(self, block: str) -> "PCConfig":
         """The configuration of one entry of `blocks`, with that entry's level."""
         level = self.level[block] if isinstance(self.level, Mapping) else self.level
-        return replace(self, level=level, blocks=(block,))
+        return replace(self, level=level, blocks=(block,), heads=(), cuts=None)
+
+
+def block_of(name: str) -> str | None:
+    """The paper's short name (q, k, v, o, gate, up, down) of a Llama linear layer; None for any other."""
+    for block, suffixes in BLOCK_SUFFIXES.items():
+        if name.endswith(suffixes):
+            return block
+    return None
+
+
+def matches(entry: str, name: str, block: str | None = None) -> bool:
+    """Whether an entry of `PCConfig.blocks` (block, group or pattern) matches the layer or parameter `name`.
+
+    Args:
+        block: its short name, if it does not follow from the name.
+    """
+    if entry in BLOCK_GROUPS or entry in BLOCK_SUFFIXES:
+        return (block or block_of(name)) in BLOCK_GROUPS.get(entry, (entry,))
+    return fnmatch.fnmatchcase(name, entry)
 
 
 def _hashable(level: Level | Sequence[float]) -> Level:

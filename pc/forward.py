@@ -1,19 +1,61 @@
-"""Schedule "forward": compute PC(W) in every forward pass.
+"""Schedule "forward": PC(W) is computed in every forward pass (`pc.PCLinear`).
 
-`u` and `v` must change only when the weights do: once per optimizer step (paper, algorithm 3). PC layers do this
-themselves (`PCLinear.after_step`) in any training loop that steps a torch optimizer, also under torch.compile.
+`u` and `v` must change only when the weights do: once per optimizer step (paper, algorithm 3).
 """
 
 from torch import nn
 
-from pc.linear import named_pc_linears
+from pc.errors import UserError
+from pc.linear import PCLinear
+from pc.schedules import PC, Schedule, State, require_real
+from pc.weights import Weight, named_weights
+
+
+class ForwardSchedule(Schedule):
+    """Updates `u` and `v` of every `PCLinear` after each optimizer step; gradients are those of W and gamma already."""
+
+    saved = ("gamma", "u", "v")
+
+    def state_of(self, mark: Weight) -> State:
+        require_real(mark)
+        layer = mark.module
+        if not layer.pc_is_initialised:  # it was on the meta device
+            layer.reset_pc()
+        return State(mark, layer.weight, layer.gamma, layer.weight, layer.u, layer.v)
+
+    def _begin(self, has_closure: bool) -> bool:
+        for name, state in self.weights.items():
+            gamma = state.gamma
+            if gamma is not None and gamma.requires_grad and gamma.grad is None and not has_closure:
+                if state.weight.grad is not None:
+                    raise UserError(
+                        f"{name}.weight has a gradient and its gamma has none: the model uses the weight without "
+                        'calling the layer, so without PC; use schedule="step", or leave the layer out of blocks'
+                    )
+        return True
+
+    def materialise(self) -> None:
+        for state in self.weights.values():
+            layer = state.mark.module
+            layer.refresh()
+            state.u, state.v = layer.u, layer.v
+        self._set_phase(PC)
+
+    def _use_loaded(self) -> None:
+        for state in self.weights.values():
+            state.mark.module.pc_is_initialised = True
+        self._set_phase(PC)
 
 
 def refresh(model: nn.Module) -> None:
-    """Update `u` and `v` of every PC layer by `power_iterations` power iterations.
+    """Update `u` and `v` of every PC layer of schedule "forward" by `power_iterations` power iterations.
 
-    This happens automatically after optimizer steps and after loading plain weights. Call it yourself after changing
-    weights in another way, and after materialising a model that was on the meta device.
+    The schedule does this after every optimizer step, and a layer when plain weights are loaded into it. Call it after
+    changing weights in another way, or to evaluate a model without a schedule.
     """
-    for _, layer in named_pc_linears(model):
-        layer.refresh()
+    for _, weight in named_weights(model):
+        if isinstance(weight.module, PCLinear):
+            if not weight.module.pc_is_initialised:
+                weight.module.reset_pc()
+            weight.module.refresh()
+            weight.require("")

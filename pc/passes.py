@@ -38,13 +38,14 @@ def _polynomial_precision(config: PCConfig):
 
 @torch.no_grad()
 @matmul_precision("ieee")
-def materialise(config: PCConfig, raw: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def materialise(config: PCConfig, raw: Tensor, *rest: Tensor, iterate: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     """PC(W), and the u and v it was computed with.
 
     Args:
         config: with one level.
         raw: W [B, n, m].
         rest: gamma [B, 1] if learnable, u [B, n], v [B, m].
+        iterate: whether u and v advance first.
 
     Returns:
         PC(W) [B, n, m], and u and v after `power_iterations` more power iterations.
@@ -53,7 +54,8 @@ def materialise(config: PCConfig, raw: Tensor, *rest: Tensor) -> tuple[Tensor, T
     matrix = raw.to(_precision(config, raw))
     with _polynomial_precision(config):
         gram = polynomial.gram_matrix(matrix)
-    u, v = power_iteration_by_gram(raw, gram.to(raw.dtype), u, v, config.power_iterations)
+    if iterate:
+        u, v = power_iteration_by_gram(raw, gram.to(raw.dtype), u, v, config.power_iterations)
     s = spectral_norm_estimate(raw, u, v)
     with _polynomial_precision(config):
         weight = polynomial.apply(

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
@@ -11,15 +12,15 @@ from torch import Tensor
 EPSILON = 1e-7
 
 
-def initial_vectors(name: str, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Random unit vectors `u` [n] and `v` [m] (float32, CPU) to start power iteration for a weight [n, m].
+def initial_vectors(name: str, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Random unit vectors `u` [..., n] and `v` [..., m] (float32, CPU) to start power iteration for weights [..., n, m].
 
     They depend only on the weight's name, so they are the same for any number of ranks and pipeline stages.
     """
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
     generator = torch.Generator().manual_seed(seed)
-    u, v = (torch.randn(size, generator=generator) for size in shape)
-    return u / u.norm(), v / v.norm()
+    u, v = (torch.randn(*shape[:-2], size, generator=generator) for size in shape[-2:])
+    return u / u.norm(dim=-1, keepdim=True), v / v.norm(dim=-1, keepdim=True)
 
 
 def power_iteration(weight: Tensor, u: Tensor, v: Tensor, steps: int) -> tuple[Tensor, Tensor]:

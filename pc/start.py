@@ -13,49 +13,51 @@ from torch import Tensor, nn
 from pc import polynomial
 from pc.config import PCConfig
 from pc.errors import UserError
-from pc.linear import named_pc_linears
+from pc.linear import PCLinear
 from pc.owner import run_on_owners
+from pc.schedules import Schedule
+from pc.weights import named_weights
 
 GRID = 10_001  # grid points on [0, 1] that bracket the roots
 TOLERANCE = 1e-6  # of g(1) = 1; an error there is a relative error of the largest singular value
 
 
 @torch.no_grad()
-def preserve(models: nn.Module | Iterable[nn.Module], schedule=None) -> None:
-    """Treat each PC layer's weight as PC(W): write the matching W into it, and its leading singular vectors into u, v.
+def preserve(models: nn.Module | Iterable[nn.Module], schedule: Schedule | None = None) -> None:
+    """Treat each marked weight as PC(W): write the matching W into it, and its leading singular vectors into u, v.
 
     Runs one singular value decomposition per matrix, on its owner rank.
 
     Args:
         models: the model or its parts, sharded or not, with the given weights.
-        schedule: the `pc.StepSchedule` if there is one, before its first `materialise`. Otherwise layers of
-            schedule "step" keep the vectors until there is one.
+        schedule: of these models if there is one, before its first `materialise`.
 
     Raises:
         UserError: no W exists for this map or these settings.
     """
     models = [models] if isinstance(models, nn.Module) else list(models)
-    layers = {name: layer for model in models for name, layer in named_pc_linears(model)}
-    for layer in layers.values():
-        require_possible(layer.pc_config)
-        if schedule is None and layer.pc_config.schedule == "step":
-            layer.start_vectors = layer.weight.new_empty(layer.out_features), layer.weight.new_empty(layer.in_features)
-    if schedule is not None:
-        vectors = {name: (state.u, state.v) for name, state in schedule.layers.items()}
-    else:
-        vectors = {name: layer.start_vectors or (layer.u, layer.v) for name, layer in layers.items()}
-    weights = {name: schedule.layers[name].weight if schedule else layer.weight for name, layer in layers.items()}
+    marks = [mark for model in models for _, mark in named_weights(model)]
+    states = [schedule.weights[mark.name] for mark in marks] if schedule else []
+    weights = [state.weight for state in states] or [mark.parameter for mark in marks]
+    vectors = [(state.u, state.v) for state in states]
+    for mark, weight in zip(marks, weights, strict=True):
+        require_possible(mark.config)
+        if not states:
+            mark.vectors = weight.new_empty(mark.form.shape_of("u")), weight.new_empty(mark.form.shape_of("v"))
+            vectors.append(mark.vectors)
     run_on_owners(
-        preserving,
-        inputs=[(weights[name],) for name in layers],
-        outputs=[(weights[name], *vectors[name]) for name in layers],
-        keys=[layer.pc_config for layer in layers.values()],
+        lambda form, weight: form.apply(preserving, "w", (weight,), "wuv"),
+        inputs=[(weight,) for weight in weights],
+        outputs=[(weight, *pair) for weight, pair in zip(weights, vectors, strict=True)],
+        keys=[mark.form for mark in marks],
+        stacked=[bool(mark.form.stack) for mark in marks],
     )
-    for layer in layers.values():
-        if layer.gamma is not None:
-            layer.gamma.fill_(1.0)
-        if layer.pc_config.schedule == "forward":
-            layer.missing_call = ""
+    for mark, (u, v) in zip(marks, vectors, strict=True):
+        if mark.gamma is not None:
+            mark.gamma.fill_(1.0)
+        if isinstance(layer := mark.module, PCLinear):
+            layer.u.copy_(u)
+            layer.v.copy_(v)
 
 
 def require_possible(config: PCConfig) -> None:

@@ -1,92 +1,298 @@
-"""`attach` replaces linear layers of any model by PC layers; `merge` replaces them by plain layers again."""
+"""`attach` marks the weights of any model that get PC; `merge` makes it a plain model with PC(W) again."""
 
-import fnmatch
+import re
 import sys
-from importlib import import_module
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
-from pc.config import BLOCK_GROUPS, BLOCK_SUFFIXES, PCConfig
+from pc.config import BLOCK_GROUPS, BLOCK_SUFFIXES, PCConfig, block_of, matches
+from pc.cuts import Cut, Form, form_of, known_cuts
 from pc.errors import UserError
-from pc.forward import refresh
-from pc.linear import PCLinear, block_of, clean_name, effective_weight, named_pc_linears, refuse_shared_weights
+from pc.linear import PCLinear
+
+# What torch.compile and activation checkpointing insert into module names.
+_WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
+_HEAD_DIMS = ("head_dim", "head_size", "attention_head_size")
+
+NO_SCHEDULE = "it has no schedule; call pc.schedule(model, optimizer) after pc.attach, and after FSDP if used"
 
 
-def matches(entry: str, name: str) -> bool:
-    """Whether an entry of `PCConfig.blocks` (block, group or full-name pattern) matches the layer `name`."""
-    if entry in BLOCK_GROUPS:
-        return block_of(name) in BLOCK_GROUPS[entry]
-    if entry in BLOCK_SUFFIXES:
-        return block_of(name) == entry
-    return fnmatch.fnmatchcase(name, entry)
+@dataclass(eq=False)
+class Weight:
+    """A marked weight: a parameter of a module, and how it is cut into matrices."""
+
+    name: str
+    """full name of the module, or of the parameter if it is not called "weight\""""
+    module: nn.Module
+    key: str
+    """of the parameter in its module"""
+    form: Form
+    is_hidden: bool
+    """whether the model's state dict leaves out what PC adds, because the schedule's state has it"""
+    vectors: tuple[Tensor, Tensor] | None = None
+    """u and v to start from (`pc.preserve`); None: random, seeded by the name"""
+    missing: str = ""
+    """what to call before the module can be used; empty while the weight is, or will be multiplied as, PC(W)"""
+    handles: list[RemovableHandle] = field(default_factory=list)
+
+    @property
+    def config(self) -> PCConfig:
+        """Of the first part. All parts share all settings but `level`."""
+        return self.form.chosen[0].config
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return getattr(self.module, self.key)
+
+    @property
+    def full_name(self) -> str:
+        """of the parameter"""
+        return f"{self.name}.weight" if self.key == "weight" and self.name != "weight" else self.name
+
+    @property
+    def gamma_key(self) -> str:
+        return "gamma" if self.key == "weight" else f"{self.key}_gamma"
+
+    @property
+    def gamma(self) -> nn.Parameter | None:
+        return getattr(self.module, self.gamma_key, None)
+
+    def require(self, call: str) -> None:
+        """Refuse forward passes until `call` is made; "": allow them, without any check in the way."""
+        if call and not self.missing:
+            self.handles.append(self.module.register_forward_pre_hook(_refuse))
+        elif self.missing and not call:
+            self.handles.pop().remove()
+        self.missing = call
 
 
 def attach(model: nn.Module, config: PCConfig, preserve: bool = False) -> nn.Module:
-    """Replace the layers that `config.blocks` matches by `PCLinear`, in place; returns the model.
+    """Mark the weights that `config.blocks` matches, in place; returns the model.
 
-    The paper's block names work on TorchTitan's and Hugging Face's Llama-like models, full-name patterns on any module.
-    Call it before wrapping with DDP, FSDP or torch.compile, and before creating the optimizer, which must hold the
-    gammas. Schedule "forward" then needs nothing else, except on the meta device: call `pc.refresh` once the weights
-    exist. Schedule "step" needs a `pc.StepSchedule` next. A forward pass before that raises `UserError`.
+    In schedule "step" a layer keeps its class and gets a parameter gamma beside its weight. In schedule "forward" an
+    `nn.Linear` becomes a `pc.PCLinear`. Forward passes are refused until `pc.schedule` is called. Call `attach` before
+    wrapping with DDP, FSDP or torch.compile, and before creating the optimizer, which must hold the gammas.
 
     Args:
         preserve: choose W so that PC(W) equals the current weight and the model's outputs do not change. Use it for
             trained weights. Otherwise the current weight becomes W.
 
     Raises:
-        UserError: an entry matches nothing, a match is not an `nn.Linear` with a weight of its own, a layer is matched
-            twice, a weight is shared with another layer, or the model is already wrapped; in schedule "forward", a
-            layer of a module that reads its weight without calling it; with `preserve`, weights on the meta device, a
-            map with g(1) other than 1, or no norm recovery.
+        UserError: an entry of `blocks` matches nothing, or a weight without a cut, or misses a weight beside those that
+            it finds; a weight is matched twice, is shared with another layer, or has PC already; the model is already
+            wrapped; in schedule "forward", a weight that is not an `nn.Linear`'s; with `preserve`, weights on the meta
+            device, a map with g(1) other than 1, or no norm recovery.
     """
-    modules = dict(model.named_modules())
-    _refuse_wrapped(modules)
-    chosen: dict[str, PCConfig] = {}
-    for entry in config.blocks:
-        found = [name for name in modules if matches(entry, clean_name(name))]
-        if not found:
-            raise UserError(f"pc.blocks: {entry!r} matches no layer of the model")
-        for name in found:
-            if isinstance(modules[name], PCLinear):
-                raise UserError(f"pc.blocks: {name} already has PC; call pc.attach only once")
-            if not isinstance(modules[name], nn.Linear):
-                raise UserError(f"pc.blocks: {entry!r} matches {name}, a {type(modules[name]).__name__}, not nn.Linear")
-            _refuse_unusable(modules, name, config.schedule)
-            if name in chosen:
-                raise UserError(f"pc.blocks: {entry!r} matches {name}, which an earlier entry matches too")
-            chosen[name] = config.for_block(entry)
-    refuse_shared_weights(model, [clean_name(name) for name in chosen])
-    on_meta = any(p.device.type == "meta" for p in model.parameters())
-    if preserve and on_meta:
-        raise UserError("pc.attach(preserve=True) needs weights; on the meta device, call pc.preserve once they exist")
-    start = import_module("pc.start") if preserve else None  # it imports torch.distributed.tensor, which takes a while
-    if start:
-        for layer_config in chosen.values():
-            start.require_possible(layer_config)
-    _replace(
-        model,
-        {
-            modules[name]: PCLinear.from_linear(modules[name], clean_name(name), layer_config)
-            for name, layer_config in chosen.items()
-        },
-    )
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # slow to import; if nobody imported it, nothing is wrapped
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel) or (fsdp and isinstance(module, fsdp.FSDPModule)):
+            raise UserError("the model is already wrapped in DDP or FSDP; call pc.attach first")
+        if hasattr(module, "pc_weights"):
+            raise UserError("the model already has PC; call pc.attach only once")
+    found = find(model, config)
+    found.require_complete(config)
+    weights = list(found.weights.values())
+    refuse_shared(model, weights)
+    if preserve:
+        from pc import start  # which imports this module
+
+        start.require_possible(config)
+        if any(weight.parameter.is_meta for weight in weights):
+            raise UserError("pc.attach(preserve=True) needs weights; on the meta device, call pc.preserve later")
+    for weight in weights:
+        _mark(weight)
     if config.schedule == "step":
         # The forward pass does not use gammas, so DDP would wait for their gradients forever: `pull_back` sets them.
-        gammas = [f"{name}.gamma" for name in chosen if model.get_submodule(name).gamma is not None]
-        ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*ignored, *gammas])
-    if start:
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        ignored = [names[weight.gamma] for weight in weights if weight.gamma is not None]
+        ignored += getattr(model, "_ddp_params_and_buffers_to_ignore", [])
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    if preserve:
         start.preserve(model)
-    elif config.schedule == "forward" and not on_meta:
-        refresh(model)
     return model
+
+
+def _mark(weight: Weight) -> None:
+    module, parameter = weight.module, weight.parameter
+    if weight.config.schedule == "forward":
+        if type(module).forward is not nn.Linear.forward or weight.key != "weight":
+            raise UserError(
+                f'pc.schedule = "forward" multiplies by PC(W) itself, which {weight.name}, a {type(module).__name__}, '
+                'does not allow; use "step"'
+            )
+        PCLinear.add_pc(module, weight.name, weight.form)
+    elif weight.form.learnable_gamma:
+        gamma = torch.ones(weight.form.shape_of("g"), device=parameter.device, dtype=parameter.dtype)
+        module.register_parameter(weight.gamma_key, nn.Parameter(gamma))
+    if not hasattr(module, "pc_weights"):
+        module.pc_weights = {}
+        weight.handles += [
+            module.register_state_dict_post_hook(_leave_out),
+            module.register_load_state_dict_pre_hook(_expect_none),
+        ]
+    module.pc_weights[weight.key] = weight
+    weight.require(NO_SCHEDULE)
+
+
+def _hidden(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for weight in module.pc_weights.values():
+        if weight.is_hidden:
+            for key in (weight.gamma_key, "u", "v") if isinstance(module, PCLinear) else (weight.gamma_key,):
+                if getattr(module, key, None) is not None:
+                    yield key, getattr(module, key)
+
+
+def _leave_out(module: nn.Module, state_dict: dict, prefix: str, _) -> None:
+    for key, _ in _hidden(module):
+        state_dict.pop(prefix + key, None)
+
+
+def _expect_none(module: nn.Module, state_dict: dict, prefix: str, *_) -> None:
+    for key, tensor in _hidden(module):
+        state_dict.setdefault(prefix + key, tensor)
+
+
+def _refuse(module: nn.Module, _) -> None:
+    for weight in module.pc_weights.values():
+        if weight.missing:
+            raise UserError(f"{weight.name} cannot multiply by PC(W): {weight.missing}")
+
+
+@dataclass
+class Found:
+    """What `find` finds in a model."""
+
+    weights: dict[str, Weight] = field(default_factory=dict)
+    """by the parameter's full name"""
+    places: dict[str, set[str]] = field(default_factory=dict)
+    """for each block or group in `blocks`, where its weights are, layers not told apart"""
+    others: dict[str, nn.Parameter] = field(default_factory=dict)
+    """weights of two dimensions or more without PC, by full name"""
+    unknown: list[str] = field(default_factory=list)
+    """those of `others` without a cut"""
+
+    def require_complete(self, config: PCConfig) -> None:
+        """Raise a `UserError` if an entry of `blocks` finds nothing, or may miss an unknown weight beside its own."""
+        for entry in config.blocks:
+            places = self.places.get(entry, set())
+            if not places:
+                raise UserError(f"pc.blocks: {entry!r} matches no weight of the model; see print(pc.describe(model))")
+            if entry not in BLOCK_SUFFIXES and entry not in BLOCK_GROUPS:
+                continue
+            missed = {_all_layers(name) for name in self.unknown if _place(name, places)}
+            if missed:
+                raise UserError(
+                    f"pc.blocks: {entry!r} does not know {', '.join(sorted(missed))} beside the weights that it finds; "
+                    "say in PCConfig.cuts how it is cut (pc.Cut), or None to leave it out"
+                )
+
+
+def find(model: nn.Module, config: PCConfig) -> Found:
+    """The weights that `config` names, unmarked, and all others.
+
+    Raises:
+        UserError: a weight is matched twice, or without a cut, or the cut does not fit.
+    """
+    found = Found()
+    modules = {clean_name(name): module for name, module in model.named_modules()}
+    known: dict[str, Cut | None] = {}
+    for name, module in modules.items():
+        known |= known_cuts(name, module)
+    for name, module in modules.items():
+        for key, parameter in module.named_parameters(recurse=False):
+            full = f"{name}.{key}" if name else key
+            lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
+            if not lazy and parameter.ndim < 2:
+                continue
+            given = [cut for pattern, cut in (config.cuts or {}).items() if matches(pattern, full)]
+            cut = given[0] if given else known.get(full)
+            is_plain = isinstance(module, nn.Linear) and key == "weight" and not lazy
+            if cut is None and is_plain and not given and full not in known:
+                cut = Cut((block_of(name) or "",))
+            entries = [_entry_of(config, block, name, full) for block in (cut.blocks if cut else ("",))]
+            if any(entries) and cut is None:
+                raise UserError(
+                    f"pc.blocks: {entries[0]!r} matches {full}, a weight of {type(module).__name__}, which has no cut; "
+                    "give it one in PCConfig.cuts (pc.Cut)"
+                )
+            if not any(entries):
+                found.others[full] = parameter
+                if not given and full not in known and (cut is None or cut.blocks == ("",)):
+                    found.unknown.append(full)
+                continue
+            for entry in entries:
+                if entry:
+                    found.places.setdefault(entry, set()).add(_all_layers(name.rpartition(".")[0]))
+            head_dims = [cut.head_dim or _head_dim(config, block, name, modules) for block in cut.blocks]
+            configs = [config.for_block(entry) if entry else None for entry in entries]
+            form = form_of(full, parameter.shape, cut, configs, head_dims)
+            is_hidden = config.schedule == "step"
+            found.weights[full] = Weight(name if key == "weight" and name else full, module, key, form, is_hidden)
+    return found
+
+
+def _entry_of(config: PCConfig, block: str, name: str, full: str) -> str | None:
+    """The entry of `blocks` that matches a part."""
+    entries = [entry for entry in config.blocks if matches(entry, name, block) or matches(entry, full, block)]
+    if len(entries) > 1:
+        raise UserError(f"pc.blocks: {entries[1]!r} matches {name}, which an earlier entry matches too")
+    return entries[0] if entries else None
+
+
+def _head_dim(config: PCConfig, block: str, name: str, modules: dict[str, nn.Module]) -> int:
+    """Rows of one head, from the attention module around the layer; 0 if the block is not cut into heads."""
+    if block not in config.heads:
+        return 0
+    path = name
+    while path:
+        for key in _HEAD_DIMS:
+            if isinstance(value := getattr(modules[path], key, None), int):
+                return value
+        path = path.rpartition(".")[0]
+    raise UserError(f"pc.heads: no module around {name} has a head_dim; give its cut in PCConfig.cuts")
+
+
+def _all_layers(name: str) -> str:
+    """A name with all layers made one: "layers.0.mlp" to "layers.*.mlp"."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", name)
+
+
+def _place(name: str, places: Iterable[str]) -> bool:
+    return any(_all_layers(name).startswith(f"{place}.") for place in places if place)
+
+
+def describe(model: nn.Module, config: PCConfig | None = None) -> str:
+    """Which weights get PC, as which matrices, and which are left out; one line for each kind, to print.
+
+    Args:
+        model: unmarked, or after `attach` (then without `config`).
+    """
+    found = find(model, config) if config else Found({w.full_name: w for _, w in named_weights(model)})
+    if not config:
+        marked = {id(weight.parameter) for weight in found.weights.values()}
+        named = ((clean_name(name), p) for name, p in model.named_parameters())
+        found.others = {n: p for n, p in named if p.ndim > 1 and id(p) not in marked and not n.endswith("gamma")}
+    lines: dict[str, int] = {}
+    for full, weight in found.weights.items():
+        chosen = [f"{p.count} of [{p.rows}, {weight.form.columns}], level {p.config.level}" for p in weight.form.chosen]
+        stack = f"{weight.form.stack[0]} times " if weight.form.stack else ""
+        line = f"{_all_layers(full)} {[*weight.parameter.shape]}: {stack}{'; '.join(chosen)}"
+        lines[line] = lines.get(line, 0) + 1
+    for full, parameter in found.others.items():
+        unknown = ", no known cut" if full in found.unknown else ""
+        line = f"left out: {_all_layers(full)} {[*parameter.shape]}{unknown}"
+        lines[line] = lines.get(line, 0) + 1
+    return "\n".join(f"{count} x {line}" for line, count in lines.items())
 
 
 @torch.no_grad()
 def merge(model: nn.Module) -> nn.Module:
-    """Replace every `PCLinear` by the layer that it was, now with PC(W), in place; returns the model.
+    """Make every weight the plain parameter PC(W) of a layer as it was before `attach`, in place; returns the model.
 
     The result has no overhead and does not need this package (paper, remark 1).
 
@@ -94,46 +300,45 @@ def merge(model: nn.Module) -> nn.Module:
         UserError: PC(W) is not computed yet, the weights hold W because an optimizer is stepping, or weights of
             schedule "forward" are sharded.
     """
-    replacements: dict[nn.Module, nn.Module] = {}
-    for name, layer in named_pc_linears(model):
-        if layer.missing_call:
-            raise UserError(f"pc.merge cannot get PC(W) of {name}: {layer.missing_call}")
-        weight = layer.weight
-        if layer.pc_config.schedule == "forward":
-            if hasattr(weight, "full_tensor"):
+    for name, weight in list(named_weights(model)):
+        if weight.missing:
+            raise UserError(f"pc.merge cannot get PC(W) of {name}: {weight.missing}")
+        module = weight.module
+        if isinstance(module, PCLinear):
+            if hasattr(module.weight, "full_tensor"):
                 raise UserError(f'pc.merge cannot get PC(W) of {name}: its weight is sharded; use schedule="step"')
-            weight = effective_weight(weight, layer.gamma, layer.u, layer.v, layer.pc_config)
-        replacements[layer] = layer.to_linear(weight)
-    _replace(model, replacements)
+            effective = module.effective_weight()
+            module.remove_pc()
+            module.weight = nn.Parameter(effective, requires_grad=module.weight.requires_grad)
+        elif weight.gamma is not None:
+            delattr(module, weight.gamma_key)
+        for handle in weight.handles:
+            handle.remove()
+        module.__dict__.pop("pc_weights", None)
     return model
 
 
-def _replace(model: nn.Module, replacements: dict[nn.Module, nn.Module]) -> None:
-    """Replace modules under every name that they have in the model."""
-    for name, module in list(model.named_modules(remove_duplicate=False)):
-        if module in replacements:
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, replacements[module])
+def refuse_shared(model: nn.Module, weights: Iterable[Weight]) -> None:
+    """Raise a `UserError` if one of these weights also belongs to another module."""
+    owners: dict[nn.Parameter, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, []).append(clean_name(name))
+    for weight in weights:
+        if len(sharing := owners[weight.parameter]) > 1:
+            other = next(owner for owner in sharing if owner != weight.name)
+            raise UserError(f"pc.blocks: {weight.name}.weight is shared with {other}; PC needs a separate weight")
 
 
-def _refuse_wrapped(modules: dict[str, nn.Module]) -> None:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # slow to import; if nobody imported it, nothing is wrapped
-    wrappers = (DistributedDataParallel, *((fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp else ()))
-    for module in modules.values():
-        if isinstance(module, wrappers):
-            kind = "DDP" if isinstance(module, DistributedDataParallel) else "FSDP"
-            raise UserError(f"the model is already wrapped in {kind}; call pc.attach before {kind}")
+def clean_name(name: str) -> str:
+    """A module or parameter name without the parts that torch.compile and activation checkpointing insert."""
+    for part in _WRAPPER_NAMES:
+        name = name.replace(part, "")
+    return name
 
 
-def _refuse_unusable(modules: dict[str, nn.Module], name: str, schedule: str) -> None:
-    if not name:
-        raise UserError("pc.blocks: the model itself is the layer; put it into a module, such as nn.Sequential(model)")
-    weight = modules[name]._parameters.get("weight")
-    if weight is None or isinstance(weight, nn.parameter.UninitializedParameter):
-        raise UserError(f"pc.blocks: {name} has no weight of its own yet (a lazy layer, or one with weight_norm)")
-    parent = modules[name.rpartition(".")[0]]
-    if schedule == "forward" and isinstance(parent, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
-        raise UserError(
-            f"pc.blocks: {type(parent).__name__} reads {name}.weight without calling the layer, so without PC; use "
-            'schedule="step"'
-        )
+def named_weights(model: nn.Module) -> Iterator[tuple[str, Weight]]:
+    """Every marked weight with its name, in the model's order."""
+    for module in model.modules():
+        for weight in getattr(module, "pc_weights", {}).values():
+            yield weight.name, weight

@@ -18,7 +18,6 @@ SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 FAST = (
     "tests/unit/test_attach.py",
     "tests/unit/test_effective_weight.py",
-    "tests/unit/test_forgotten.py",
     "tests/unit/test_owner.py",
     "tests/distributed/test_muon_ranks.py::test_alone_it_is_torch_muon_too",
     "tests/distributed/test_step_ranks.py::test_raw_weights_replace_gathered_ones",
@@ -26,7 +25,7 @@ FAST = (
     "tests/unit/test_polynomial.py",
     "tests/unit/test_spectral.py",
     "tests/unit/test_start.py",
-    "tests/unit/test_step.py",
+    "tests/unit/test_schedule.py",
     "tests/unit/titan/test_layout.py",
     "tests/unit/settings/test_rules.py",
     "tests/unit/settings/test_chain.py",

@@ -17,9 +17,8 @@ from pc.analysis.weights import LinearWeights
 from pc.common import markdown
 from pc.common.files import write_atomically
 from pc.common.run_folder import INDEX, newest_checkpoint, unique_names
-from pc.config import BLOCK_GROUPS, BLOCK_SUFFIXES, PCConfig
+from pc.config import BLOCK_GROUPS, BLOCK_SUFFIXES, PCConfig, block_of
 from pc.errors import UserError
-from pc.linear import block_of
 from pc.spectral import modified_condition_number, singular_values
 
 

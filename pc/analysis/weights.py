@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from pc.common.run_folder import step_of
-from pc.config import PCConfig
+from pc.config import PCConfig, block_of, matches
+from pc.cuts import Cut, Form, form_of
 from pc.errors import UserError
-from pc.linear import block_of, effective_weight
+from pc.linear import evaluate
 from pc.titan.distcp import CheckpointFolder
 from pc.titan.fingerprint import method_of, pc_config
-from pc.weights import matches
 
 
 class LinearWeights:
@@ -50,12 +50,14 @@ class LinearWeights:
             return tensors[prefix + "raw"], tensors[weight]
         names = [key for key in (weight, prefix + "gamma", prefix + "u", prefix + "v") if key in self._keys]
         tensors = self._folder.read_tensors(names)
-        raw, gamma = tensors[weight], tensors.get(prefix + "gamma")
-        return raw, effective_weight(raw, gamma, tensors[prefix + "u"], tensors[prefix + "v"], self._config(linear))
+        raw, vectors = tensors[weight], tensors[prefix + "v"]
+        form = self._form(linear, raw.shape, 1 if vectors.ndim == 1 else len(vectors))
+        return raw, evaluate(form, *(tensors[name][None] for name in names))[0][0]
 
-    def _config(self, linear: str) -> PCConfig:
+    def _form(self, linear: str, shape: torch.Size, matrices: int) -> Form:
         missing = {"level", "blocks", "norm_recovery"} - self.fingerprint.keys()
         if missing:
             raise UserError(f"{self._folder.path}: method.fingerprint lacks {sorted(missing)}, which PC(W) needs")
         config = pc_config(self.fingerprint, PCConfig())
-        return config.for_block(next(entry for entry in config.blocks if matches(entry, linear)))
+        config = config.for_block(next(entry for entry in config.blocks if matches(entry, linear)))
+        return form_of(linear, shape, Cut(), [config], [shape[0] // matrices])

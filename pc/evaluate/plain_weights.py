@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torchtitan.models.llama3.model.model import Transformer
 
-from pc import attach, effective_weight, named_pc_linears
+from pc import attach, named_weights
 from pc.common.run_folder import step_of
 from pc.errors import UserError
+from pc.linear import evaluate
 from pc.settings import Config
 from pc.settings.chain import known, validated
 from pc.titan import fingerprint
@@ -99,14 +100,11 @@ def _run_config(checkpoint: Path) -> tuple[dict[str, Any], Config]:
 def _pc_shapes(model: Transformer) -> dict[str, torch.Size]:
     """Shapes of the entries `pc.*` that belong to the PC layers of `model`."""
     shapes = {}
-    for name, layer in named_pc_linears(model):
-        rows, columns = layer.weight.shape
-        shapes[f"pc.{name}.u"] = torch.Size([rows])
-        shapes[f"pc.{name}.v"] = torch.Size([columns])
-        if layer.pc_config.learnable_gamma:
-            shapes[f"pc.{name}.gamma"] = torch.Size([1])
-        if layer.pc_config.schedule == "step":
-            shapes[f"pc.{name}.raw"] = layer.weight.shape
+    for name, weight in named_weights(model):
+        kinds = {"u": "u", "v": "v"} | ({"gamma": "g"} if weight.form.learnable_gamma else {})
+        shapes |= {f"pc.{name}.{key}": torch.Size(weight.form.shape_of(kind)) for key, kind in kinds.items()}
+        if weight.config.schedule == "step":
+            shapes[f"pc.{name}.raw"] = weight.parameter.shape
     return shapes
 
 
@@ -130,11 +128,7 @@ def require_shapes(
 
 def _evaluate_pc(model: Transformer, tensors: dict[str, Tensor]) -> None:
     """Schedule "forward" saves the raw W as `weight`; replace it by PC(W)."""
-    for name, layer in named_pc_linears(model):
-        tensors[f"{name}.weight"] = effective_weight(
-            tensors[f"{name}.weight"],
-            tensors.get(f"pc.{name}.gamma"),
-            tensors[f"pc.{name}.u"],
-            tensors[f"pc.{name}.v"],
-            layer.pc_config,
-        )
+    for name, weight in named_weights(model):
+        keys = [f"{name}.weight", *(f"pc.{name}.{key}" for key in ("gamma", "u", "v"))]
+        (effective,) = evaluate(weight.form, *(tensors[key][None] for key in keys if key in tensors))
+        tensors[keys[0]] = effective[0]

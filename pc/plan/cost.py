@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torchtitan.models.llama3.model.model import Transformer
 
-from pc import attach, named_pc_linears, polynomial
+from pc import attach, named_weights, polynomial
 from pc.config import PCConfig
-from pc.owner import BUCKET_BYTES, assign, buckets, matrix_cost
+from pc.owner import BUCKET_BYTES, assign, buckets
 from pc.settings import load_config
 from pc.settings.layout import Layout
 from pc.titan import memory
@@ -188,7 +188,9 @@ class Plan:
         self.args = model_args_of(self.config)
         with torch.device("meta"):
             self.model = attach(Transformer(self.args), self.config.pc.to_pc_config())
-        self.matrices = [Matrix(*layer.weight.shape, layer.pc_config) for _, layer in named_pc_linears(self.model)]
+        self.weights = [[Matrix(*matrix) for matrix in weight.form.matrices] for _, weight in named_weights(self.model)]
+        self.costs = [weight.form.cost for _, weight in named_weights(self.model)]
+        self.matrices = [matrix for of_weight in self.weights for matrix in of_weight]
 
     @cache
     def step_cost(self) -> StepCost:
@@ -239,7 +241,8 @@ class Plan:
 
     def owners_of_matrices(self) -> list[int]:
         """The owner of each matrix, assigned as in `pc.owner`."""
-        return assign([matrix_cost((layer.weight,)) for _, layer in named_pc_linears(self.model)], self.owners)
+        owners = assign(self.costs, self.owners)
+        return [owner for owner, of_weight in zip(owners, self.weights, strict=True) for _ in of_weight]
 
     def _work_space(self) -> float:
         """Bytes on the busiest owner in the larger of the two passes.

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from pc.linear import clean_name
+from pc.weights import clean_name
 
 # Measured children of a TorchTitan block: their names in metrics.
 PARTS = {"attention": "attention", "feed_forward": "ffn"}

@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from pc.config import PCConfig
 from pc.errors import UserError
-from pc.linear import named_pc_linears
 from pc.settings.identity import differing_method, method, whole_method
 from pc.settings.schema import PC
 from pc.titan.distcp import CheckpointFolder
@@ -101,21 +99,3 @@ def require_plain_weights(checkpoint: str | Path) -> None:
             f'checkpoint.initial_load_path = {checkpoint} holds raw weights, not PC(W) (schedule "forward"); '
             "export it with scripts/export_hf.py and start from the export with checkpoint.initial_load_in_hf = true"
         )
-
-
-class ForwardState(Stateful):
-    """gamma, u and v of schedule "forward", under the same names as in schedule "step"."""
-
-    def __init__(self, model_parts: list[nn.Module]) -> None:
-        self._model_parts = model_parts
-
-    def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        state = {}
-        for model in self._model_parts:
-            for name, layer in named_pc_linears(model):
-                gamma = {} if layer.gamma is None else {"gamma": layer.gamma.detach()}
-                state[name] = {**gamma, "u": layer.u, "v": layer.v}
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, dict[str, Tensor]]) -> None:
-        """Nothing to do: the checkpoint is loaded into the tensors themselves."""

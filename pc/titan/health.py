@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pc.config import BLOCK_SUFFIXES, PCConfig
-from pc.linear import block_of, clean_name, effective_weight, named_pc_linears
+from pc.config import BLOCK_SUFFIXES, PCConfig, block_of, matches
+from pc.cuts import Form
+from pc.linear import evaluate
 from pc.owner import local, run_on_owners, sharding_dimensions
+from pc.schedules import Schedule, State
 from pc.spectral import modified_condition_number, singular_values, spectral_norm, spectral_norm_estimate
-from pc.step import StepSchedule
 from pc.titan.activations import COUNT, LARGEST, PARTS, SUM_OF_SQUARES, OutputSizes
-from pc.weights import matches
+from pc.weights import clean_name
 
 BLOCKS = tuple(BLOCK_SUFFIXES)
 
@@ -41,11 +42,11 @@ class HealthMetrics:
         job_config: with the section `health` (`pc.settings.schema.Health`) and with `pc.blocks`, which also defines the PC matrices of a
             baseline run.
         model_parts: this rank's transformers, sharded, compiled, off the meta device.
-        schedule: the schedule that holds the raw weights in schedule "step"; None in schedule "forward" and without PC.
+        schedule: None without PC.
         parallel_dims: TorchTitan's ParallelDims.
     """
 
-    def __init__(self, job_config, model_parts: list[nn.Module], schedule: StepSchedule | None, parallel_dims) -> None:
+    def __init__(self, job_config, model_parts: list[nn.Module], schedule: Schedule | None, parallel_dims) -> None:
         self._health = job_config.health
         self._pc_entries: Sequence[str] = job_config.pc.blocks
         self._model_parts = model_parts
@@ -100,11 +101,12 @@ class HealthMetrics:
     def _weight_metrics(self) -> dict[str, float]:
         """gamma of every matrix, and the norm of all trained parameters (W where PC applies)."""
         gammas = self._zeros(self._num_layers, len(BLOCKS), 2)  # sum of values, number of ranks
-        for name, layer in self._pc_linears():
-            if layer.gamma is not None and local(layer.gamma).numel():
-                gamma = local(layer.gamma).double()
-                gammas[self._cell(name)] = torch.cat([gamma, torch.ones_like(gamma)])  # no device synchronisation
-        raws = {} if self._schedule is None else {f"{n}.weight": s.raw for n, s in self._schedule.layers.items()}
+        for name, state in self._pc_weights().items():
+            if state.gamma is not None and local(state.gamma).numel():
+                gamma = local(state.gamma).double()
+                # no device synchronisation
+                gammas[self._cell(name)] = torch.stack([gamma.sum(), torch.ones_like(gamma).sum()])
+        raws = {f"{name}.weight": state.raw for name, state in self._pc_weights().items()}
         squares = self._zeros(1)
         for model in self._model_parts:
             for name, parameter in model.named_parameters():
@@ -126,23 +128,18 @@ class HealthMetrics:
         """
         names, inputs, keys = [], [], []
         for model in self._model_parts:
-            pc_linears = dict(named_pc_linears(model))
             for name, linear in model.named_modules():
                 name = clean_name(name)
                 if not isinstance(linear, nn.Linear) or block_of(name) is None:
                     continue
                 names.append(name)
-                layer = pc_linears.get(name)
-                if layer is None:
-                    inputs.append((linear.weight,))
-                    keys.append(None)
-                elif self._schedule is not None:
-                    inputs.append((self._schedule.layers[name].weight,))
+                state = self._pc_weights().get(name)
+                if state is None or state.mark.config.schedule == "step":
+                    inputs.append((linear.weight if state is None else state.weight,))
                     keys.append(None)
                 else:
-                    gamma = () if layer.gamma is None else (layer.gamma,)
-                    inputs.append((layer.weight, layer.u, layer.v, *gamma))
-                    keys.append(layer.pc_config)
+                    inputs.append((state.raw, *state.gammas, state.u, state.v))
+                    keys.append(state.form)
         metrics = {}
         conditions: dict[str, list[float]] = {"pc": [], "qkv": [], "all": []}
         for name, numbers in self._of_owners(_spectral, names, inputs, keys, len(SPECTRAL)):
@@ -160,13 +157,11 @@ class HealthMetrics:
 
     def _estimate_metrics(self) -> dict[str, float]:
         """Relative error of s as an estimate of W's spectral norm, per block with PC; {} without PC."""
-        names, inputs = [], []
-        for name, layer in self._pc_linears():
-            state = layer if self._schedule is None else self._schedule.layers[name]
-            names.append(name)
-            inputs.append((layer.weight if self._schedule is None else state.raw, state.u, state.v))
+        states = self._pc_weights()
+        inputs = [(state.raw, state.u, state.v) for state in states.values()]
+        forms = [state.form for state in states.values()]
         errors: dict[str, list[float]] = {}
-        for name, (error,) in self._of_owners(_estimate_error, names, inputs, [None] * len(names), 1):
+        for name, (error,) in self._of_owners(_largest_estimate_error, list(states), inputs, forms, 1):
             if not math.isnan(error):
                 errors.setdefault(block_of(name), []).append(error)
         metrics = {}
@@ -185,9 +180,8 @@ class HealthMetrics:
         for name, (*numbers, copies) in self._cells(_reduce(found)):
             yield name, [number / copies for number in numbers]
 
-    def _pc_linears(self):
-        for model in self._model_parts:
-            yield from named_pc_linears(model)
+    def _pc_weights(self) -> dict[str, State]:
+        return {} if self._schedule is None else self._schedule.weights
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float64, device=self._device)
@@ -214,20 +208,24 @@ def _reduce(tensor: Tensor, operation=dist.ReduceOp.SUM) -> Tensor:
     return tensor
 
 
-def _spectral(key: PCConfig | None, weight: Tensor, *rest: Tensor) -> tuple[Tensor]:
+def _spectral(key: Form | None, weight: Tensor, *rest: Tensor) -> tuple[Tensor]:
     """`SPECTRAL` of the effective weight, [B, metrics].
 
     Args:
-        key: None if `weight` [B, n, m] is effective; a PCConfig if the tensors are W, u, v and perhaps gamma.
+        key: None if `weight` [B, n, m] is effective; a Form if the tensors are W, perhaps gamma, u and v.
     """
     if key is not None:
-        u, v, *gamma = rest
-        weight = effective_weight(weight, *(gamma or [None]), u, v, key)
+        (weight,) = evaluate(key, weight, *rest)
     values = singular_values(weight)
     return (torch.stack([metric(values) for metric in SPECTRAL.values()], -1).to(weight.dtype),)
 
 
-def _estimate_error(_: None, weight: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor]:
+def _largest_estimate_error(form: Form, *tensors: Tensor) -> tuple[Tensor]:
+    """The largest of a weight's matrices, [B, 1]."""
+    return (form.apply(_estimate_error, "wuv", tensors, "g")[0].amax(-1, keepdim=True),)
+
+
+def _estimate_error(_: PCConfig, weight: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor]:
     """Relative error of s = u^T W v, [B, 1], for W [B, n, m]."""
     norm = spectral_norm(weight, u, v)
     error = (spectral_norm_estimate(weight, u, v).double() - norm).abs() / norm

@@ -13,12 +13,12 @@ from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
 from torchtitan.models.llama3.model.model import Transformer
 
-from pc.linear import clean_name, named_pc_linears
 from pc.owner import local
 from pc.settings import Config
 from pc.settings.models import FLAVORS
 from pc.titan.draws import fill_normal_, seed_of
 from pc.titan.loss import DeferredHead
+from pc.weights import clean_name
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Llama2(Transformer):
             self.output = DeferredHead(model_args.dim, model_args.vocab_size, bias=False)
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
-        """Initialise all parameters and buffers, including PC's."""
+        """Initialise all parameters and buffers but PC's, which its schedule initialises."""
         with torch.device(buffer_device or self.freqs_cis.device):
             self.freqs_cis = self._precompute_freqs_cis()
         with torch.no_grad():
@@ -90,8 +90,6 @@ class Llama2(Transformer):
                 name = clean_name(name)
                 if not name.endswith(".gamma"):
                     draw_parameter(name, parameter, self.model_args)
-            for _, layer in named_pc_linears(self):
-                layer.reset_pc_parameters()
 
 
 def draw_parameter(name: str, parameter: Tensor, args: Llama2Args) -> None:

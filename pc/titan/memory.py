@@ -6,14 +6,13 @@ import torch
 from torch import nn
 from torchtitan.models.llama3.model.model import Transformer
 
-from pc.linear import named_pc_linears
 from pc.settings import Config
 from pc.settings.layout import Degrees, Layout
 from pc.settings.optimizers import KINDS
 from pc.settings.schema import ActivationCheckpoint
 from pc.titan.llama2 import model_args_of
 from pc.titan.loss import CHUNK_LOGITS, compiles_loss
-from pc.weights import attach
+from pc.weights import attach, named_weights
 
 GIB = 2**30
 FLOAT32, BFLOAT16 = 4, 2  # bytes
@@ -68,7 +67,7 @@ def sizes_of(model: nn.Module) -> Sizes:
     return Sizes(
         total=total,
         hidden_matrices=sum(linear.weight.numel() for linear in linears),
-        preconditioned=sum(layer.weight.numel() for _, layer in named_pc_linears(model)),
+        preconditioned=sum(weight.parameter.numel() for _, weight in named_weights(model)),
         largest_block=max(per_block),
         outside_blocks=total - sum(per_block),
         dim=model.tok_embeddings.embedding_dim,

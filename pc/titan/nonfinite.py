@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torchtitan.tools.logging import logger
 
 from pc.errors import Diverged
-from pc.linear import clean_name
 from pc.owner import local
-from pc.step import StepSchedule
+from pc.schedules import Schedule
+from pc.weights import clean_name
 
 NAMES_SHOWN = 4
 
@@ -38,7 +38,7 @@ class FiniteSteps:
 
     Args:
         model_parts: this rank's sharded model parts.
-        schedule: PC's, in schedule "step".
+        schedule: PC's.
         limit: stop the run after this many skipped steps in a row.
         report: called on the host for a skipped step, with the step and the number of skipped steps so far.
     """
@@ -46,7 +46,7 @@ class FiniteSteps:
     def __init__(
         self,
         model_parts: list[nn.Module],
-        schedule: StepSchedule | None,
+        schedule: Schedule | None,
         device: torch.device,
         limit: int,
         report: Callable[[int, int], None],
@@ -132,10 +132,10 @@ def _places(verdicts: list[_Verdict]) -> str:
     return f"; data positions {positions[0].start}-{positions[-1].stop - 1}" if positions else ""
 
 
-def _not_finite(model_parts: list[nn.Module], schedule: StepSchedule | None) -> Iterable[str]:
+def _not_finite(model_parts: list[nn.Module], schedule: Schedule | None) -> Iterable[str]:
     """Names of this rank's non-finite tensors: raw weights first, then PC(W) and other parameters, then gradients."""
     parameters = [(clean_name(name), p) for model in model_parts for name, p in model.named_parameters()]
-    raws = {} if schedule is None else {name: state.raw for name, state in schedule.layers.items()}
+    raws = {} if schedule is None else {name: state.raw for name, state in schedule.weights.items()}
     for name, raw in raws.items():
         if _bad(raw):
             yield f"{name}.weight"

@@ -15,11 +15,11 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
+from pc.config import block_of
 from pc.errors import UserError
-from pc.forward import refresh
-from pc.linear import block_of, clean_name, named_pc_linears
+from pc.schedules import Schedule, schedule
 from pc.settings.optimizers import KINDS, Optimizer
-from pc.step import StepSchedule
+from pc.weights import clean_name, named_weights
 
 # Every parameter belongs to one of these, by its name.
 GROUPS = ("hidden matrices", "embedding", "head", "vectors", "gamma")
@@ -160,13 +160,9 @@ def _log_groups(model_parts: list[nn.Module], config: Optimizer) -> None:
             logger.info(f"Optimizer group {group!r}: {kind}, {len(parameters)} tensors, {count:,} parameters")
 
 
-def _add_pc(optimizers: Optimizers, model_parts: list[nn.Module]) -> StepSchedule | None:
-    schedules = {layer.pc_config.schedule for model in model_parts for _, layer in named_pc_linears(model)}
-    if schedules == {"forward"}:
-        for model in model_parts:
-            refresh(model)
-    if schedules != {"step"}:
+def _add_pc(optimizers: Optimizers, model_parts: list[nn.Module]) -> Schedule | None:
+    if not any(True for model in model_parts for _ in named_weights(model)):
         return None
-    schedule = StepSchedule(model_parts)  # the first train step materialises, after any checkpoint is loaded
-    schedule.follow(optimizers)
-    return schedule
+    made = schedule(model_parts)  # the first train step materialises, after any checkpoint is loaded
+    made.follow(optimizers)
+    return made

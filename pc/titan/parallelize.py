@@ -13,12 +13,11 @@ from torchtitan.distributed.context_parallel import apply_cp_to_attention_module
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list, apply_compile, apply_fsdp, apply_tp
 
-from pc.config import PCConfig
+from pc.config import PCConfig, matches
 from pc.errors import UserError
-from pc.linear import clean_name, named_pc_linears
 from pc.settings import Config
 from pc.settings.rules import compiles_model
-from pc.weights import attach, matches
+from pc.weights import attach, clean_name, named_weights
 
 # The operations whose outputs selective checkpointing keeps. TorchTitan's list names only GPU attention kernels. Torch
 # 2.13 fails to recompute CPU attention in a compiled block with tensor parallelism (test_upstream_defects.py).
@@ -66,12 +65,12 @@ def parallelize(model: nn.Module, parallel_dims: AlwaysSharded, job_config: Conf
     if job_config.pc.enable:
         attach_to = attach_to_stage if parallel_dims.pp_enabled else attach
         attach_to(model, job_config.pc.to_pc_config())
-        for _, layer in named_pc_linears(model):
-            layer.hides_pc_state = True  # the checkpoint stores gamma, u and v apart from the model
-        if parallel_dims.tp_enabled:
-            for _, layer in named_pc_linears(model):
-                if layer.gamma is not None:  # on the weights' mesh, because clipping sums norms over one mesh
-                    layer.gamma = nn.Parameter(distribute_tensor(layer.gamma, tp_mesh, [Replicate()]))
+        for _, weight in named_weights(model):
+            weight.is_hidden = True  # the checkpoint stores gamma, u and v apart from the model
+            if parallel_dims.tp_enabled and weight.gamma is not None:
+                # on the weights' mesh, because clipping sums norms over one mesh
+                gamma = nn.Parameter(distribute_tensor(weight.gamma, tp_mesh, [Replicate()]))
+                setattr(weight.module, weight.gamma_key, gamma)
     compile_model = compiles_model(job_config)
     if job_config.activation_checkpoint.mode != "none":
         apply_ac(

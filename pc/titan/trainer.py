@@ -3,7 +3,7 @@
 each micro-batch        forward and backward with PC(W)                         TorchTitan, `pc.titan.fsdp_sync`
 after the last one      gradients of PC(W) become gradients of W and gamma      `forward_backward_step`
 clipping                                                                        TorchTitan
-optimizers.step()       restore W; step; save W and write PC(W)                 `pc.StepSchedule.follow`
+optimizers.step()       restore W; step; save W and write PC(W)                 `pc.schedules`
 """
 
 import json
@@ -28,6 +28,7 @@ from pc import data
 from pc.common.files import write_atomically
 from pc.common.run_folder import set_aside_metrics, write_state
 from pc.owner import local
+from pc.schedules import RAW
 from pc.settings import Config, rules
 from pc.settings.layout import Layout
 from pc.start import preserve
@@ -80,8 +81,6 @@ class PCTrainer(torchtitan.train.Trainer):
         states[fingerprint.Fingerprint.KEY] = fingerprint.Fingerprint(job_config.pc)
         if self.pc_schedule is not None:
             states["pc"] = self.pc_schedule
-        elif job_config.pc.enable:
-            states["pc"] = fingerprint.ForwardState(self.model_parts)
 
     def init_distributed(self) -> ParallelDims:
         """TorchTitan's, with FSDP on any number of ranks."""
@@ -121,7 +120,7 @@ class PCTrainer(torchtitan.train.Trainer):
     def train_step(self, data_iterator) -> None:
         if self.step == 1 and self._starts_from_given_weights():
             preserve(self.model_parts, self.pc_schedule)
-        if self.pc_schedule is not None and self.pc_schedule.weights_are_raw:
+        if self.pc_schedule is not None and self.pc_schedule.phase == RAW:
             # The first step of a new run; any checkpoint is loaded by now.
             self.pc_schedule.materialise()
         self._micro_batches_done, self._loss = 0, 0.0

@@ -38,8 +38,8 @@ def _collect(rank: int, layout: str | None, world_size: int) -> tuple[dict[str, 
         dims = SimpleNamespace(world_size=world_size, pp=1)
         batch = batch.chunk(world_size)[rank]
     elif layout == "tensor":
-        for _, layer in pc.named_pc_linears(model):
-            layer.gamma = nn.Parameter(distribute_tensor(layer.gamma, mesh["tensor"], [Replicate()]))
+        for _, layer in pc.named_weights(model):
+            layer.module.gamma = nn.Parameter(distribute_tensor(layer.gamma, mesh["tensor"], [Replicate()]))
         for block in model.layers.values():
             fully_shard(block, mesh=mesh["shard"])
         fully_shard(model, mesh=mesh["shard"])
@@ -47,7 +47,7 @@ def _collect(rank: int, layout: str | None, world_size: int) -> tuple[dict[str, 
         batch = batch.chunk(2)[rank // (world_size // 2)]
     elif layout == "pipeline":  # rank r has only layer r
         first_stage = transformer(layers=2)
-        pc.StepSchedule(pc.attach(first_stage, pc.PCConfig(power_iterations=3, schedule="step"))).materialise()
+        pc.schedule(pc.attach(first_stage, pc.PCConfig(power_iterations=3, schedule="step"))).materialise()
         del model.layers[str(1 - rank)]
         if rank == 0:
             model.norm = model.output = None
@@ -57,7 +57,7 @@ def _collect(rank: int, layout: str | None, world_size: int) -> tuple[dict[str, 
             first_stage.norm = first_stage.output = None
             batch = first_stage(batch).detach()
         dims = SimpleNamespace(world_size=2, pp=2)
-    schedule = pc.StepSchedule(model)
+    schedule = pc.schedule(model)
     schedule.materialise()
     health = HealthMetrics(job_config(freq=1, spectra_freq=1, estimate_freq=1), [model], schedule, dims)
     health.start_step(1)

@@ -101,7 +101,7 @@ def _oracle(rank, config, levels) -> list[dict[str, torch.Tensor]]:
         model.init_weights()
         model.double()
         if level is not None:
-            pc.attach(model, pc.PCConfig(level=level, schedule="forward"))
+            pc.refresh(pc.attach(model, pc.PCConfig(level=level, schedule="forward")))
         logits = model(inputs["input"])
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
         gradients = {name: p.grad for name, p in model.named_parameters()}
@@ -112,9 +112,9 @@ def _oracle(rank, config, levels) -> list[dict[str, torch.Tensor]]:
 
 def _gradients(rank, config, cases) -> list[dict[str, torch.Tensor]]:
     """For each case, a list of overrides: this rank's gradients as the trainer clips them, whole, and their norm."""
-    from pc.linear import clean_name
     from pc.settings import load_config
     from pc.titan.trainer import PCTrainer
+    from pc.weights import clean_name
 
     class Recorded(PCTrainer):
         def _finish_gradients(self, global_valid_tokens):

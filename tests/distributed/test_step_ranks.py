@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 import pc
 from helpers.ranks import run_ranks
 from helpers.toy import toy_batch, toy_loss, toy_model
-from pc import PCConfig, StepSchedule
+from pc import PCConfig, owner
+from pc import step as step_schedule
 
 BATCHES = 12  # micro-batches of one step over all ranks: divides by 1, 2, 3 and 4
 TOLERANCE = 1e-12  # float64 sums in another order
@@ -31,10 +32,12 @@ def _reference(level, steps):
     """Gradients of the first step and parameters after `steps` of SGD, unsharded and in-graph."""
     model = pc.attach(toy_model(), _config("forward", level))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    schedule = pc.schedule(model, optimizer)
     first = None
     for step in range(steps):
         for i in range(BATCHES):
             (toy_loss(model, toy_batch(100 * step + i)) / BATCHES).backward()
+        schedule.pull_back()
         first = first or {name: p.grad.clone() for name, p in model.named_parameters()}
         optimizer.step()
         optimizer.zero_grad()
@@ -58,7 +61,7 @@ def _train(rank, shape, level, steps):
     world = mesh.size()
     model = _shard(pc.attach(toy_model(), _config("step", level)), mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    schedule = StepSchedule(model, optimizer)
+    schedule = pc.schedule(model, optimizer)
     first = None
     for step in range(steps):
         for i in range(rank, BATCHES, world):
@@ -69,14 +72,14 @@ def _train(rank, shape, level, steps):
         optimizer.zero_grad()
         with torch.no_grad():  # leaves unsharded parameters, which must not affect the next steps
             model(toy_batch(0))
-    raw = {f"{name}.weight": _full(state.raw) for name, state in schedule.layers.items()}
+    raw = {f"{name}.weight": _full(state.raw) for name, state in schedule.weights.items()}
     return first, {name: _full(p) for name, p in model.named_parameters()} | raw
 
 
 def _train_as_on_a_gpu(rank, shape, level, steps):
     """With batches of matrices, as on a GPU; a CPU takes them one by one."""
-    in_batches = functools.partial(pc.owner.run_on_owners, batch_bytes=pc.owner.BUCKET_BYTES)
-    with mock.patch.object(pc.step, "run_on_owners", in_batches):
+    in_batches = functools.partial(owner.Plan, batch_bytes=owner.BUCKET_BYTES)
+    with mock.patch.object(step_schedule, "Plan", in_batches):
         return _train(rank, shape, level, steps)
 
 
@@ -109,12 +112,11 @@ def _train_wrapped(rank, schedule, wrapper, optimizer_class):
     else:
         trained = _shard(model, init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)))
     optimizer = optimizer_class(model.parameters(), lr=0.05)
-    step_schedule = StepSchedule(model, optimizer) if schedule == "step" else None
+    made = pc.schedule(model, optimizer)
     for step in range(3):
         for i in range(rank, BATCHES, 2):  # DDP averages over its two ranks; the shards are summed
             (toy_loss(trained, toy_batch(100 * step + i)) / (BATCHES / 2 if wrapper == "ddp" else BATCHES)).backward()
-        if step_schedule:
-            step_schedule.pull_back()
+        made.pull_back()
         optimizer.step()
         optimizer.zero_grad()
     return {name: _full(tensor) for name, tensor in model.state_dict().items()}
@@ -126,12 +128,11 @@ def test_wrapped_models_are_followed(schedule, wrapper):
     make = torch.optim.AdamW if wrapper == "fsdp2" else torch.optim.SGD
     model = pc.attach(toy_model(), _config(schedule))
     optimizer = make(model.parameters(), lr=0.05)
-    step_schedule = StepSchedule(model, optimizer) if schedule == "step" else None
+    made = pc.schedule(model, optimizer)
     for step in range(3):
         for i in range(BATCHES):
             (toy_loss(model, toy_batch(100 * step + i)) / BATCHES).backward()
-        if step_schedule:
-            step_schedule.pull_back()
+        made.pull_back()
         optimizer.step()
         optimizer.zero_grad()
     # AdamW divides by root mean squares near zero, which amplifies rounding
@@ -144,7 +145,7 @@ def test_wrapped_models_are_followed(schedule, wrapper):
 
 def _preserved(rank):
     model = _shard(pc.attach(toy_model(), _config("step")), init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)))
-    schedule = StepSchedule(model)
+    schedule = pc.schedule(model)
     pc.preserve(model, schedule)
     schedule.materialise()
     return {name: _full(tensor) for name, tensor in model.state_dict().items()}
@@ -160,7 +161,7 @@ def _restored_while_gathered(rank):
     """Whether each layer has its W back, where a forward pass left FSDP holding gathered weights."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     model = fully_shard(pc.attach(toy_model(), _config("step")), mesh=mesh, reshard_after_forward=False)
-    schedule = StepSchedule(model)
+    schedule = pc.schedule(model)
     schedule.materialise()
     toy_loss(model, toy_batch(0)).backward()
     schedule.pull_back()
@@ -168,7 +169,8 @@ def _restored_while_gathered(rank):
         toy_loss(model, toy_batch(0))
     schedule.restore_raw()
     return [
-        torch.equal(_full(layer.weight), _full(schedule.layers[name].raw)) for name, layer in pc.named_pc_linears(model)
+        torch.equal(_full(weight.parameter), _full(schedule.weights[name].raw))
+        for name, weight in pc.named_weights(model)
     ]
 
 
@@ -189,7 +191,7 @@ def test_bitwise_repeatable_on_an_equal_layout():
 def _more_ranks_than_rows(rank):
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
     model = _shard(pc.attach(toy_model(d=2, f=3), _config("step")), mesh)
-    schedule = StepSchedule(model)
+    schedule = pc.schedule(model)
     schedule.materialise()
     toy_loss(model, toy_batch(0, d=2)).backward()
     schedule.pull_back()
@@ -199,6 +201,7 @@ def _more_ranks_than_rows(rank):
 def test_empty_shards():
     """Seven of ten tensors have no rows on some of four ranks; gamma is on one only."""
     reference = pc.attach(toy_model(d=2, f=3), _config("forward"))
+    pc.refresh(reference)
     toy_loss(reference, toy_batch(0, d=2)).backward()
     for gradients in run_ranks(4, _more_ranks_than_rows):
         for name, parameter in reference.named_parameters():

@@ -72,7 +72,7 @@ def test_layer_multiplies_the_effective_weight_in_float8():
     torch.manual_seed(0)
     model, x = converted(nn.Sequential(nn.Linear(32, 48, bias=False))), torch.randn(16, 32)
     pc.attach(model, pc.PCConfig(blocks=("0*",), schedule="step"))
-    pc.StepSchedule(model).materialise()
+    pc.schedule(model).materialise()
     output = model(x)
     merged = pc.merge(model)
     assert type(merged[0]) is type(converted(nn.Linear(32, 48))) and torch.equal(merged(x), output)

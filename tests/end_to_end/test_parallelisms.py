@@ -137,7 +137,8 @@ def test_checkpoint_moves_between_kinds(module_config, one_process, tmp_path, be
 
 def _context_parallel_collectives(rank) -> list[int]:
     """Sizes of the process groups of PC's and Muon's collectives, under FSDP2 x CP2 of fake ranks."""
-    from pc import Muon, StepSchedule, owner
+    import pc
+    from pc import Muon, owner
     from pc.settings import Config
     from pc.titan import cpu
     from pc.titan.llama2 import Llama2, model_args
@@ -162,13 +163,13 @@ def _context_parallel_collectives(rank) -> list[int]:
         return exchange(*args, group=group)
 
     owner.dist.all_to_all_single = recorded
-    schedule = StepSchedule(model)
+    schedule = pc.schedule(model)
     schedule.materialise()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     schedule.pull_back()
     schedule.restore_raw()
-    Muon([state.weight for state in schedule.layers.values()]).step()
+    Muon([state.weight for state in schedule.weights.values()]).step()
     return sizes
 
 

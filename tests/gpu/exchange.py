@@ -23,7 +23,7 @@ STEPS = 2
 def train(model: nn.Module, change) -> dict[str, torch.Tensor]:
     """Steps on synthetic gradients; `change` converts a full float64 CPU tensor to the model's layout."""
     generator = torch.Generator().manual_seed(1)
-    schedule = pc.StepSchedule(model)
+    schedule = pc.schedule(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(STEPS):
         schedule.materialise()

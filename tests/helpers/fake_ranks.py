@@ -12,11 +12,13 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pc import step
+from pc.schedules import State
 from pc.settings import Config
+from pc.step import StepSchedule, shard_like
 from pc.titan import cpu
 from pc.titan.llama2 import Llama2, Llama2Args
 from pc.titan.parallelize import AlwaysSharded, parallelize
+from pc.weights import Weight
 
 
 @dataclass(eq=False)
@@ -55,17 +57,18 @@ def fake_rank(rank: int, world_size: int) -> Iterator[Counts]:
         # PC rejects weights on the meta device, because the initial vectors need data. Here shapes are enough.
         with (
             mock.patch.object(dist, "all_to_all_single", counts.all_to_all),
-            mock.patch.object(step, "_initial_state", _state_of_shapes),
+            mock.patch.object(StepSchedule, "state_of", _state_of_shapes),
         ):
             yield counts
     finally:
         dist.destroy_process_group()
 
 
-def _state_of_shapes(name: str, layer) -> step.LayerState:
-    weight = layer.weight
-    u, v = (step._distribute_like(weight, torch.empty(size, device="meta")) for size in weight.shape)
-    return step.LayerState(layer, weight, layer.gamma, weight.detach().clone(), u, v)
+def _state_of_shapes(_, mark: Weight) -> State:
+    weight, form = mark.parameter, mark.form
+    vectors = (torch.empty(form.shape_of(kind), device="meta") for kind in "uv")
+    u, v = (shard_like(weight, vector, bool(form.stack)) for vector in vectors)
+    return State(mark, weight, mark.gamma, weight.detach().clone(), u, v)
 
 
 def sharded(args: Llama2Args, config: Config, world_size: int) -> nn.Module:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from pc import PCConfig, attach, effective_weight, named_pc_linears
+from pc import PCConfig, attach, effective_weight, named_weights
 from pc.data.manifest import TOKENIZER_FOLDER, Manifest, TokenizerRecord
 from pc.data.tokenizers import load_tokenizer
 from pc.data.tokenizing import tokenize
@@ -77,12 +77,12 @@ def make_run(
         method |= {name: getattr(pc_config, name) for name in names}
         with torch.device("meta"):
             layers = attach(Llama2(args), pc_config)
-        for name, layer in named_pc_linears(layers):
+        for name, layer in named_weights(layers):
             weight = entries[f"{name}.weight"]
             u, v = (torch.nn.functional.normalize(torch.randn(size), dim=0) for size in weight.shape)
             u, v = power_iteration(weight, u, v, 3)
             gamma = 1 + 0.1 * torch.randn(1) if pc_config.learnable_gamma else None
-            effective[f"{name}.weight"] = effective_weight(weight, gamma, u, v, layer.pc_config)
+            effective[f"{name}.weight"] = effective_weight(weight, gamma, u, v, layer.config)
             entries |= {f"pc.{name}.u": u, f"pc.{name}.v": v}
             if gamma is not None:
                 entries[f"pc.{name}.gamma"] = gamma

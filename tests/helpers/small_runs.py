@@ -33,22 +33,16 @@ def save_checkpoint(run: Path, schedule: str | None, step: int = 7, level=4) -> 
     if schedule:
         config = pc.PCConfig(schedule=schedule, level=level)
         model = pc.attach(model, config)
-        with torch.no_grad():
-            for i, (_, layer) in enumerate(pc.named_pc_linears(model)):
-                layer.gamma.fill_(1 + 0.1 * i)
         fingerprint = {
             "enable": True, "level": level, "blocks": ["o", "ffn"], "schedule": schedule,
             "norm_recovery": True, "learnable_gamma": True,
         }  # fmt: skip
-        if schedule == "step":
-            step_schedule = pc.StepSchedule(model)
-            step_schedule.materialise()
-            state = step_schedule.state_dict()
-        else:
-            state = {
-                name: {"gamma": layer.gamma.detach(), "u": layer.u, "v": layer.v}
-                for name, layer in pc.named_pc_linears(model)
-            }
+        made = pc.schedule(model)
+        with torch.no_grad():
+            for i, weight in enumerate(made.weights.values()):
+                weight.gamma.fill_(1 + 0.1 * i)
+        made.materialise()
+        state = made.state_dict()
     weights = {key: value for key, value in model.state_dict().items() if key.rpartition(".")[2] == "weight"}
     states = {**weights, "method": _Fixed({"fingerprint": json.dumps(fingerprint)})}
     if state:

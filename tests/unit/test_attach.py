@@ -6,7 +6,7 @@ from torch import nn
 
 import pc
 from helpers.toy import ToyBlock
-from pc import PCConfig, PCLinear, UserError
+from pc import Cut, PCConfig, PCLinear, UserError
 
 
 def _model(layers=2, seed=0):
@@ -14,31 +14,56 @@ def _model(layers=2, seed=0):
     return nn.Sequential(*(ToyBlock(8, 12) for _ in range(layers))).double()
 
 
-def _forward(level=4, blocks=("o", "ffn"), **kwargs):
-    return PCConfig(level=level, blocks=blocks, schedule="forward", **kwargs)
+def _forward(blocks=("o", "ffn"), **settings):
+    return PCConfig(blocks=blocks, schedule="forward", **settings)
 
 
 def _names(model):
-    return {name for name, _ in pc.named_pc_linears(model)}
+    return {name for name, _ in pc.named_weights(model)}
 
 
-def test_default_blocks():
-    model = pc.attach(_model(), _forward())
+def _ready(model, config):
+    pc.schedule(pc.attach(model, config)).materialise()
+    return model
+
+
+def test_blocks_groups_patterns_and_levels():
     expected = {f"{i}.{n}" for i in (0, 1) for n in ("attention.wo", *(f"feed_forward.w{k}" for k in (1, 2, 3)))}
-    assert _names(model) == expected
-
-
-def test_groups_and_level_per_block():
-    model = pc.attach(_model(1), _forward(level={"qk": 1, "v": "polar_express"}, blocks=("qk", "v")))
-    levels = {name: layer.pc_config.level for name, layer in pc.named_pc_linears(model)}
+    assert _names(pc.attach(_model(), PCConfig())) == expected
+    model = pc.attach(_model(1), PCConfig(level={"qk": 1, "v": "polar_express"}, blocks=("qk", "v")))
+    levels = {name: weight.config.level for name, weight in pc.named_weights(model)}
     assert levels == {"0.attention.wq": 1, "0.attention.wk": 1, "0.attention.wv": "polar_express"}
-
-
-def test_full_name_pattern_on_any_module():
     model = nn.ModuleDict({"encoder": nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3))})
-    pc.attach(model, _forward(blocks=("encoder.[02]",)))
-    assert _names(model) == {"encoder.0", "encoder.2"}
-    assert model["encoder"][0].bias is not None
+    assert _names(pc.attach(model, PCConfig(blocks=("encoder.[02]",)))) == {"encoder.0", "encoder.2"}
+
+
+class Mixture(nn.Module):
+    """A dense layer and a layer of experts that no name or class tells apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.ModuleDict({"mlp": nn.Module()}) for _ in range(2)])
+        for layer in self.layers:
+            layer.mlp.gate_proj = nn.Linear(4, 6)
+            layer.mlp.experts = nn.Parameter(torch.randn(3, 6, 4))
+
+
+def test_what_a_group_misses_is_listed():
+    with pytest.raises(
+        UserError, match=r"'ffn' does not know layers\.\*\.mlp\.experts beside the weights that it finds"
+    ):
+        pc.attach(Mixture(), PCConfig(blocks=("ffn",)))
+    assert _names(pc.attach(Mixture(), PCConfig(blocks=("ffn",), cuts={"*.experts": None}))) == {
+        "layers.0.mlp.gate_proj",
+        "layers.1.mlp.gate_proj",
+    }
+    config = PCConfig(blocks=("ffn",), cuts={"*.experts": Cut(("down",))})
+    lines = pc.describe(Mixture(), config).splitlines()
+    assert "2 x layers.*.mlp.experts [3, 6, 4]: 3 times 1 of [6, 4], level 4" in lines
+    assert (
+        pc.describe(Mixture(), PCConfig(blocks=("gate",))).splitlines()[1].startswith("2 x left out: layers.*.mlp.ex")
+    )
+    assert pc.describe(pc.attach(Mixture(), config)).splitlines() == lines
 
 
 @pytest.mark.parametrize(
@@ -47,14 +72,13 @@ def test_full_name_pattern_on_any_module():
         (("ffm",), "'ffm' is not a block"),
         ((), "empty"),
         (("o", "o"), "twice"),
-        (("decoder.*",), "matches no layer"),
-        (("*.attention",), "ModuleDict, not nn.Linear"),
+        (("decoder.*",), "matches no weight"),
         (("ffn", "gate"), "an earlier entry"),
     ],
 )
 def test_wrong_blocks(blocks, message):
     with pytest.raises(UserError, match=message):
-        pc.attach(_model(), _forward(blocks=blocks))
+        pc.attach(_model(), PCConfig(blocks=blocks))
 
 
 @pytest.mark.parametrize(
@@ -68,6 +92,7 @@ def test_wrong_blocks(blocks, message):
         ({"level": [3.0, -1.0]}, r"g\(1\) = 2|g\(1\.\d+\) = 2\.0"),
         ({"level": {"o": 4, "ffn": [2.0, -3.0]}}, r"g\(1\.1\) = -1\.793"),
         ({"power_iterations": 0}, "power_iterations"),
+        ({"heads": ["o"]}, "pc.heads: 'o' is not one of q, k, v"),
         ({"schedule": "steps"}, 'must be "forward" or "step"'),
         ({"compute_dtype": "fp8"}, "compute_dtype"),
         ({"compute_dtype": "tf32", "schedule": "forward"}, "tf32"),
@@ -82,39 +107,11 @@ def test_a_map_of_ones_own_is_a_level():
     """The published coefficients of level 2 are level 2, for all blocks or one; a g(1) far from 1 is warned of."""
     own = [2.083, -1.643, 0.560]
     x = torch.randn(3, 8, dtype=torch.float64)
-    outputs = [pc.attach(_model(), _forward(level=level))(x) for level in (2, own, {"o": own, "ffn": 2})]
+    outputs = [_ready(_model(), PCConfig(level=level))(x) for level in (2, own, {"o": own, "ffn": 2})]
     assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
-    assert not torch.equal(pc.attach(_model(), _forward(level=[2.083, -1.643, 0.559]))(x), outputs[0])
+    assert not torch.equal(_ready(_model(), PCConfig(level=[2.083, -1.643, 0.559]))(x), outputs[0])
     with pytest.warns(UserWarning, match=r"g\(1\) = 0\.9\b"):
         PCConfig(level=[1.4, -0.5])
-
-
-def test_attach_twice_is_refused():
-    model = pc.attach(_model(), _forward())
-    with pytest.raises(UserError, match="already has PC"):
-        pc.attach(model, _forward())
-
-
-def test_a_layer_used_twice_is_one_layer():
-    def model():
-        torch.manual_seed(0)
-        linear = nn.Linear(4, 4)
-        return nn.Sequential(linear, nn.Tanh(), linear)
-
-    attached = pc.attach(model(), _forward(blocks=("0*",)))
-    assert attached[0] is attached[2] and isinstance(attached[0], PCLinear)
-    x = torch.randn(3, 4)
-    expected = attached(x)
-    merged = pc.merge(attached)
-    assert merged[0] is merged[2] and torch.equal(merged(x), expected)
-    assert not torch.allclose(model()(x), expected)
-
-
-def test_a_weight_of_two_layers_is_refused():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[1].weight = model[0].weight
-    with pytest.raises(UserError, match="0.weight is shared with 1"):
-        pc.attach(model, _forward(blocks=("0*",)))
 
 
 class Doubled(nn.Linear):
@@ -124,115 +121,114 @@ class Doubled(nn.Linear):
         return 2 * super().forward(x)
 
 
-def test_a_layer_with_its_own_product_keeps_it_in_schedule_step():
+def _tied():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    return model
+
+
+def _wrapped():
+    wrapped = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
+    nn.Module.__init__(wrapped)
+    wrapped.module = nn.Sequential(nn.Linear(4, 4))
+    return wrapped
+
+
+@pytest.mark.parametrize(
+    "model, settings, message",
+    [
+        (lambda: pc.attach(nn.Sequential(nn.Linear(4, 4)), PCConfig(blocks=("0*",))), {}, "already has PC"),
+        (_tied, {}, "0.weight is shared with 1"),
+        (_wrapped, {"blocks": ("*.0*",)}, "call pc.attach first"),
+        (lambda: nn.Sequential(nn.LazyLinear(4)), {}, "0.weight, a weight of LazyLinear, which has no cut"),
+        (lambda: nn.Sequential(nn.Embedding(4, 4)), {}, "a weight of Embedding, which has no cut; give it one"),
+        (lambda: nn.Sequential(nn.Linear(4, 4)), {"cuts": {"0.weight": Cut(("a", "b", "c"))}}, "does not fit 0.weight"),
+        (lambda: nn.Sequential(Doubled(4, 4)), {"schedule": "forward"}, '0, a Doubled, does not allow; use "step"'),
+    ],
+)
+def test_what_cannot_be_attached_is_said(model, settings, message):
+    with pytest.raises(UserError, match=message):
+        pc.attach(model(), PCConfig(**{"blocks": ("0*",)} | settings))
+
+
+def test_a_layer_used_twice_is_one_weight():
     torch.manual_seed(0)
-    model = nn.Sequential(Doubled(6, 4))
-    raw, x = model[0].weight.detach().clone(), torch.randn(3, 6)
-    pc.attach(model, PCConfig(blocks=("0*",), schedule="step"))
-    assert isinstance(model[0], PCLinear) and isinstance(model[0], Doubled)
-    schedule = pc.StepSchedule(model)
+    linear, x = nn.Linear(4, 4), torch.randn(3, 4)
+    for schedule in ("forward", "step"):
+        model = copy.deepcopy(nn.Sequential(linear, nn.Tanh(), linear))
+        expected = _ready(model, PCConfig(blocks=("0*",), schedule=schedule))(x)
+        assert len(_names(model)) == 1 and torch.equal(pc.merge(model)(x), expected)
+        assert model[0] is model[2] and type(model[0]) is nn.Linear
+
+
+def test_a_layer_keeps_its_class_and_product_in_schedule_step():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Doubled(6, 4)), torch.randn(3, 6)
+    raw = model[0].weight.detach().clone()
+    schedule = pc.schedule(pc.attach(model, PCConfig(blocks=("0*",))))
     schedule.materialise()
-    state = schedule.layers["0"]
-    effective = pc.effective_weight(raw, model[0].gamma, state.u, state.v, model[0].pc_config)
+    state = schedule.weights["0"]
+    effective = pc.effective_weight(raw, model[0].gamma, state.u, state.v, state.mark.config)
+    assert type(model[0]) is Doubled
     torch.testing.assert_close(model(x), 2 * (x @ effective.T + model[0].bias))
     assert (model[0].weight - raw).abs().max() > 1e-2
 
 
-def test_a_layer_with_its_own_product_is_refused_in_the_graph():
-    with pytest.raises(UserError, match='would replace Doubled.forward of 0; use "step"'):
-        pc.attach(nn.Sequential(Doubled(6, 4)), _forward(blocks=("0*",)))
-
-
-def test_weight_keeps_its_name_and_is_shared():
-    model = _model()
-    keys = set(model.state_dict())
-    weights = {k: v.data_ptr() for k, v in model.state_dict().items()}
-    pc.attach(model, _forward())
-    state = model.state_dict()
-    assert keys <= set(state)
-    assert {k.rsplit(".", 1)[1] for k in set(state) - keys} == {"gamma", "u", "v"}
-    assert all(state[k].data_ptr() == pointer for k, pointer in weights.items())
-
-
-def test_merge_gives_plain_linears_with_equal_output():
-    model = pc.attach(_model(), _forward())
+@pytest.mark.parametrize("schedule", ["forward", "step"])
+def test_merge_gives_the_plain_model_with_equal_output(schedule):
+    """With classes, hooks, frozen weights and eval mode as before."""
+    plain = _model().eval()
+    plain[0].attention["wo"].weight.requires_grad_(False)
+    calls = []
+    plain[0].attention["wo"].register_forward_hook(lambda *_: calls.append(1))
+    before = [vars(module).keys() for module in plain[0].modules()]
+    model = copy.deepcopy(plain)
+    _ready(
+        model,
+        PCConfig(schedule=schedule, heads=("q",), blocks=("q", "o", "ffn"), cuts={"*.wq.*": Cut(("q",), head_dim=4)}),
+    )
     x = torch.randn(3, 8, dtype=torch.float64)
-    with torch.no_grad():
-        for _, layer in pc.named_pc_linears(model):
-            layer.gamma.fill_(1.3)
     expected = model(x)
     merged = pc.merge(copy.deepcopy(model))
-    assert set(merged.state_dict()) == set(_model().state_dict())
-    assert all(type(m) is nn.Linear for m in merged.modules() if isinstance(m, nn.Linear))
-    torch.testing.assert_close(merged(x), expected, rtol=0, atol=0)
-    # control: PC does change the function
-    assert (_model()(x) - expected).abs().max() > 1e-3
+    torch.testing.assert_close(merged(x), expected, rtol=1e-14, atol=1e-14)
+    assert merged.state_dict().keys() == plain.state_dict().keys()
+    assert [vars(module).keys() for module in merged[0].modules()] == before
+    assert [(type(m), m.training) for m in merged.modules()] == [(type(m), m.training) for m in plain.modules()]
+    assert [p.requires_grad for p in merged.parameters()] == [p.requires_grad for p in plain.parameters()]
+    assert (plain(x) - expected).abs().max() > 1e-3 and len(calls) == 3  # control: PC changes the function
 
 
-def test_a_merged_layer_stays_frozen_and_in_eval_mode():
-    model = pc.attach(_model(), _forward()).eval()
-    names = [name for name, _ in pc.named_pc_linears(model)][:2]
-    model.get_submodule(names[0]).weight.requires_grad_(False)
-    merged = pc.merge(model)
-    assert [merged.get_submodule(name).weight.requires_grad for name in names] == [False, True]
-    assert {layer.training for layer in merged.modules()} == {False}
-
-
-def test_power_iteration_follows_the_optimizer_once_per_step():
-    model = pc.attach(_model(1), _forward(power_iterations=2))
-    layer = model[0].attention["wo"]
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    for _ in range(3):
-        before = layer.u.clone(), layer.v.clone()
-        for _ in range(2):
-            model(torch.randn(4, 8, dtype=torch.float64)).square().mean().backward()
-            assert torch.equal(layer.u, before[0])  # unchanged within a step
-        optimizer.step()
-        optimizer.zero_grad()
-        expected = pc.spectral.power_iteration(layer.weight.detach(), *before, 2)
-        assert torch.equal(layer.u, expected[0]) and torch.equal(layer.v, expected[1])
-        assert not torch.equal(layer.u, before[0])
-
-
-def test_state_dict_round_trip_restores_everything():
-    model = pc.attach(_model(seed=1), _forward())
+def test_schedule_forward_shares_the_weight_and_saves_everything():
+    model = _model()
+    weights = {k: v.data_ptr() for k, v in model.state_dict().items()}
+    pc.refresh(pc.attach(model, _forward()))
+    state = model.state_dict()
+    assert {k.rsplit(".", 1)[1] for k in set(state) - set(weights)} == {"gamma", "u", "v"}
+    assert all(state[k].data_ptr() == pointer for k, pointer in weights.items())
     other = pc.attach(_model(seed=2), _forward())
-    other.load_state_dict(model.state_dict())
+    pc.refresh(other)
+    other.load_state_dict(state)
     x = torch.randn(3, 8, dtype=torch.float64)
     assert torch.equal(other(x), model(x))
+    assert "level=4, schedule=forward" in repr(model)
 
 
-def test_under_compile_equals_eager_without_graph_break():
-    model = pc.attach(_model(1), _forward())
+def test_a_pc_layer_of_ones_own():
+    layer = PCLinear(6, 4, PCConfig(schedule="forward"), name="mine").double()
+    layer.refresh()
+    x = torch.randn(3, 6, dtype=torch.float64)
+    effective = pc.effective_weight(layer.weight, layer.gamma, layer.u, layer.v, PCConfig())
+    torch.testing.assert_close(layer(x), x @ effective.T + layer.bias)
+
+
+def test_schedule_forward_compiles_without_graph_break():
+    model = pc.attach(_model(1), _forward(heads=("q",), blocks=("q", "ffn"), cuts={"*.wq.*": Cut(("q",), head_dim=4)}))
+    pc.refresh(model)
     x = torch.randn(3, 8, dtype=torch.float64)
-    eager = model(x).sum()
-    eager.backward()
+    model(x).sum().backward()
     gradients = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     torch._dynamo.reset()
     torch.compile(model, backend="aot_eager", fullgraph=True)(x).sum().backward()
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-12)
-
-
-def test_from_the_meta_device():
-    """gamma = 1 and new vectors are created automatically; a forward pass before the weights exist is refused."""
-    with torch.device("meta"):
-        model = _model(1)
-    pc.attach(model, _forward())
-    model.to_empty(device="cpu")
-    for _, layer in pc.named_pc_linears(model):
-        assert layer.gamma.item() == 1.0
-        assert layer.u.norm().item() == pytest.approx(1.0, abs=1e-6)
-    x = torch.randn(3, 8, dtype=torch.float64)
-    with pytest.raises(UserError, match="meta device; call pc.refresh"):
-        model(x)
-    expected = pc.attach(_model(1), _forward())
-    weights = {key: value for key, value in expected.state_dict().items() if key.endswith("weight")}
-    model.load_state_dict(weights, strict=False)  # loading plain weights refreshes automatically
-    assert torch.equal(model(x), expected(x))
-
-
-def test_repr_shows_the_settings():
-    text = repr(pc.attach(_model(1), _forward(level=2)))
-    assert "level=2, schedule=forward, norm_recovery=True, learnable_gamma=True" in text

@@ -100,22 +100,17 @@ def one_process():
 def test_the_trainer_names_the_matrix(one_process, schedule, value):
     """One weight of W becomes invalid between two steps, as after a bad optimizer step."""
     model = pc.attach(toy_model().float(), PCConfig(level=4, schedule=schedule))
-    step_schedule = pc.StepSchedule(model) if schedule == "step" else None
-    if step_schedule:
-        step_schedule.materialise()
-        step_schedule.restore_raw()
+    made = pc.schedule(model)
+    made.materialise()
+    made.restore_raw()
     name = "1.feed_forward.w2"
     with torch.no_grad():
         local(model.get_submodule(name).weight)[2, 3] = value
-    if step_schedule:
-        step_schedule.materialise()
-    else:
-        pc.refresh(model)
-    finite = FiniteSteps([model], step_schedule, torch.device("cpu"), 2, lambda *_: None)
+    made.materialise()
+    finite = FiniteSteps([model], made, torch.device("cpu"), 2, lambda *_: None)
     loss = model(torch.ones(3, 7)).square().mean()
     loss.backward()
-    if step_schedule:
-        step_schedule.pull_back()
+    made.pull_back()
     said = ""
     for step in (1, 2):
         assert finite.judge(loss.detach()) == 1.0

@@ -14,7 +14,9 @@ import pc
 from helpers.fake_ranks import Counts, fake_rank, sharded
 from pc.owner import BUCKET_BYTES, assign, buckets, matrix_cost
 from pc.plan.cost import Plan
+from pc.schedules import PC
 from pc.settings import load_config
+from pc.step import StepSchedule
 from pc.titan.llama2 import model_args
 
 CONFIG = Path(__file__).parents[2] / "train_configs" / "1b_adamw_pc.toml"
@@ -35,14 +37,14 @@ def play(rank, prepare, action, layout=()) -> tuple[Counts, int]:
 
 
 def _after_optimizer(model):
-    schedule = pc.StepSchedule(model)
-    assert {name.rpartition(".")[2] for name in schedule.layers} == {"wo", "w1", "w2", "w3"}
+    schedule = pc.schedule(model)
+    assert {name.rpartition(".")[2] for name in schedule.weights} == {"wo", "w1", "w2", "w3"}
     return schedule
 
 
 def _after_backward(model):
     schedule = _after_optimizer(model)
-    schedule.weights_are_raw = False
+    schedule.phase = PC
     return schedule
 
 
@@ -56,8 +58,8 @@ def _muon(model):
     "prepare, action, shapes, input_bytes, output_bytes, layout",
     [
         # W and the gradient of PC(W) go to the owner, that of W comes back
-        (_after_backward, pc.StepSchedule.pull_back, [(D, D), *FFN] * LAYERS, 8, 4, []),
-        (_after_optimizer, pc.StepSchedule.materialise, [(D, D), *FFN] * LAYERS, 4, 4, TP2),
+        (_after_backward, StepSchedule.pull_back, [(D, D), *FFN] * LAYERS, 8, 4, []),
+        (_after_optimizer, StepSchedule.materialise, [(D, D), *FFN] * LAYERS, 4, 4, TP2),
         # updates are sent in bfloat16
         (_muon, pc.Muon.step, [*[(D, D)] * 4, *FFN] * LAYERS, 2, 2, []),
     ],
@@ -65,7 +67,7 @@ def _muon(model):
 )
 def test_collectives_bytes_and_operations(prepare, action, shapes, input_bytes, output_bytes, layout):
     elements = [math.prod(shape) for shape in shapes]
-    owners = assign([matrix_cost((torch.empty(shape, device="meta"),)) for shape in shapes], WORLD)
+    owners = assign([matrix_cost(shape) for shape in shapes], WORLD)
     num_buckets = len(buckets(owners, [input_bytes * n for n in elements], BUCKET_BYTES))
     ranks = [play(rank, prepare, action, layout) for rank in range(WORLD)]
 
@@ -96,10 +98,9 @@ def _whole(prepared):
 
     if isinstance(prepared, pc.Muon):
         return pc.Muon([whole(p) for p in prepared.param_groups[0]["params"]], lr=1e-3)
-    for state in prepared.layers.values():
+    for state in prepared.weights.values():
         assert isinstance(state.raw, DTensor)
         state.weight, state.gamma = whole(state.weight), whole(state.gamma)
-        state.layer.weight = state.weight
         state.raw, state.u, state.v = (whole(t).detach() for t in (state.raw, state.u, state.v))
     return prepared
 
@@ -126,7 +127,7 @@ def test_the_busiest_owner_has_little_more_than_an_equal_share(model):
     path = CONFIG.with_name(f"{model}_adamw_pc.toml")
     plan = Plan(path, ["--training.global_batch_size", "1024", "--training.local_batch_size", "1"], 64)
     costs = [matrix.materialise_flops() + matrix.pull_back_flops() for matrix in plan.matrices]
-    relative = [matrix_cost((layer.weight,)) for _, layer in pc.named_pc_linears(plan.model)]
+    relative = [weight.form.cost for _, weight in pc.named_weights(plan.model)]
     for owners in (2, 8, 16, 24, 32, 48, 64, 96, 100, 128, 192, 256, 512, 1024):
         load = [0] * owners
         for cost, owner in zip(costs, assign(relative, owners), strict=True):

@@ -15,7 +15,7 @@ import pc
 from helpers import pretended_cuda
 from helpers.ranks import run_ranks
 from helpers.toy import ToyBlock
-from pc import PCConfig, StepSchedule
+from pc import PCConfig
 from pc.muon import Muon
 from pc.passes import materialise, pull_back
 
@@ -49,8 +49,8 @@ def _toy():
 def _step(strict):
     """Schedule "step" and Muon around an optimizer step, on full matrices."""
     model = pc.attach(_toy(), PCConfig(compute_dtype="tf32", schedule="step"))
-    schedule = StepSchedule(model)  # draws u and v on the CPU, once
-    optimizer = Muon([layer.weight for _, layer in pc.named_pc_linears(model)], adjust_lr_fn="match_rms_adamw")
+    schedule = pc.schedule(model)  # draws u and v on the CPU, once
+    optimizer = Muon([weight.parameter for _, weight in pc.named_weights(model)], adjust_lr_fn="match_rms_adamw")
     _one_step(strict, model, schedule, optimizer)
 
 
@@ -71,8 +71,8 @@ def _exchange(strict):
         for name, parameter in module.named_parameters(recurse=False):
             shard = distribute_tensor(parameter.detach(), _mesh, [Shard(0)], src_data_rank=None)
             setattr(module, name, nn.Parameter(shard))
-    schedule = StepSchedule(model)
-    optimizer = Muon([layer.weight for _, layer in pc.named_pc_linears(model)])
+    schedule = pc.schedule(model)
+    optimizer = Muon([weight.parameter for _, weight in pc.named_weights(model)])
     _one_step(strict, model, schedule, optimizer)
 
 
@@ -103,7 +103,7 @@ def _chunked_loss(strict):
 # Case: (function, where a fault is planted).
 CASES = {
     "passes": (_passes, "pc.polynomial.gram_matrix"),
-    "step": (_step, "pc.step.run_on_owners"),
+    "step": (_step, "pc.owner.Plan.run"),
     "Muon": (_step, "pc.muon._zeropower_via_newtonschulz"),
     "exchange": (_exchange, "torch.distributed.all_to_all_single"),
     "weights": (_model, "pc.titan.draws.random_bits_"),

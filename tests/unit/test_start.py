@@ -46,15 +46,15 @@ def test_an_attached_model_computes_what_it_did(schedule, level):
     expected = model(x)
     pc.attach(model, PCConfig(level=level, schedule=schedule), preserve=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step_schedule = pc.StepSchedule(model, optimizer) if schedule == "step" else None
+    made = pc.schedule(model, optimizer)
     # an epsilon of 1e-7 beside norms near 1
     torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-6)
     toy_loss(model, x).backward()
-    if step_schedule:
-        step_schedule.pull_back()
+    made.pull_back()
     optimizer.step()
     assert (model(x) - expected).abs().max() > 1e-3
     raw = pc.attach(toy_model(), PCConfig(level=level))
+    pc.schedule(raw).materialise()
     assert (raw(x) - expected).abs().max() > 1e-2  # control: otherwise the given weights are W
 
 
@@ -64,7 +64,8 @@ def test_a_weight_of_zeros_and_one_of_one_row():
         model[0].weight.zero_()
     x = torch.randn(5, 4)
     expected = model(x)
-    torch.testing.assert_close(pc.attach(model, PCConfig(blocks=("0*", "1*")), preserve=True)(x), expected)
+    pc.schedule(pc.attach(model, PCConfig(blocks=("0*", "1*")), preserve=True)).materialise()
+    torch.testing.assert_close(model(x), expected)
 
 
 @pytest.mark.parametrize(

@@ -39,14 +39,12 @@ for schedule in ("forward", "step"):
     def start():
         model = pc.attach(new_model(), pc.PCConfig(blocks=("0*", "2*"), schedule=schedule))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        parts = {"model": model, "optimizer": optimizer}
-        return parts | ({"schedule": pc.StepSchedule(model, optimizer)} if schedule == "step" else {})
+        return {"model": model, "optimizer": optimizer, "schedule": pc.schedule(model, optimizer)}
 
     def train(parts, steps):
         for _ in range(steps):
             parts["model"](x).square().mean().backward()
-            if "schedule" in parts:
-                parts["schedule"].pull_back()
+            parts["schedule"].pull_back()
             parts["optimizer"].step()
             parts["optimizer"].zero_grad()
 

@@ -106,9 +106,8 @@ def test_spectra_equal_a_float64_svd(method_schedule):
     schedule = None
     if method_schedule:
         model = pc.attach(model, pc.PCConfig(schedule=method_schedule, power_iterations=3))
-    if method_schedule == "step":
-        schedule = pc.StepSchedule(model)
-        raw = {name: state.raw.clone() for name, state in schedule.layers.items()}
+        schedule = pc.schedule(model)
+        raw = {name: state.raw.clone() for name, state in schedule.weights.items()}
         schedule.materialise()
     metrics = HealthMetrics(config, [model], schedule, one_rank()).collect(5)
 
@@ -132,7 +131,7 @@ def test_spectra_equal_a_float64_svd(method_schedule):
         errors = []
         for name, weight in raw.items():
             if name.endswith("wo"):
-                state = schedule.layers[name]
+                state = schedule.weights[name]
                 norm = torch.linalg.matrix_norm(weight.double(), 2)
                 errors.append(((state.u.double() @ weight.double() @ state.v.double() - norm).abs() / norm).item())
         # s itself is rounded to float32 and includes an epsilon of 1e-7
@@ -148,7 +147,8 @@ def test_gmcn_of_matrices_that_are_not_in_every_layer(preconditioned):
     model = transformer()
     if preconditioned:
         model = pc.attach(model, pc.PCConfig(blocks=tuple(config.pc.blocks)))
-        assert len(list(pc.linear.named_pc_linears(model))) == 3
+        assert len(list(pc.named_weights(model))) == 3
+        pc.schedule(model).materialise()
     metrics = HealthMetrics(config, [model], None, one_rank()).collect(1)
     names = ("attention.wq", "attention.wk", "feed_forward.w2")
     product = math.prod(metrics[f"spectra/condition/layers.1.{name}"] for name in names)
@@ -157,7 +157,7 @@ def test_gmcn_of_matrices_that_are_not_in_every_layer(preconditioned):
 
 def test_the_estimate_has_an_interval_of_its_own():
     model = pc.attach(transformer(), pc.PCConfig(schedule="step"))
-    schedule = pc.StepSchedule(model)
+    schedule = pc.schedule(model)
     schedule.materialise()
     health = HealthMetrics(job_config(freq=0, spectra_freq=0, estimate_freq=300), [model], schedule, one_rank())
     due = [step for step in (1, 2, 999, 1000, 1001, 1199, 1200, 1300, 1500) if health.collect(step)]
@@ -179,9 +179,9 @@ def test_weights_that_are_not_finite_do_not_end_the_run():
 
 def test_gamma_and_norm():
     model = pc.attach(transformer(), pc.PCConfig(schedule="step"))
-    schedule = pc.StepSchedule(model)
+    schedule = pc.schedule(model)
     with torch.no_grad():
-        for i, (_, layer) in enumerate(pc.linear.named_pc_linears(model)):
+        for i, layer in enumerate(schedule.weights.values()):
             layer.gamma.fill_(1 + 0.25 * i)
     raw_norm = math.sqrt(sum(p.double().square().sum().item() for p in model.parameters()))
     schedule.materialise()

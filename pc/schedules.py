@@ -1,0 +1,294 @@
+"""What both schedules have in common: they follow optimizers, and are copied, saved and loaded with them.
+
+A training loop is the same for both:
+
+    schedule = pc.schedule(model, optimizer)      # after attach and any sharding
+    for batches in data:
+        for batch in batches:
+            loss(model, batch).backward()
+        schedule.pull_back()                      # gradients of PC(W) become those of W and gamma; clip after this
+        optimizer.step()                          # restore_raw() before: weights hold W; materialise() after: PC(W)
+        optimizer.zero_grad()
+
+A loop without a `torch.optim` optimizer makes all calls itself: `pc.schedule(model)` and `materialise()` once; then in
+each step `pull_back()`, `restore_raw()`, the step, `materialise()`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pc.cuts import Form
+from pc.errors import UserError
+from pc.owner import local
+from pc.weights import NO_SCHEDULE, Weight, named_weights, refuse_shared
+
+# Phases: what the weights and their gradients are.
+RAW = "raw"
+"""The weights are W, or (schedule "forward") their vectors are not up to date: no forward pass."""
+PC = "PC(W)"
+"""Forward and backward passes see PC(W)."""
+PULLED = "pulled back"
+"""As PC, with gradients of W and gamma."""
+
+# What is wrong with a call in a phase.
+MESSAGES = {
+    ("forward", RAW): "it holds W; step every optimizer given to its schedule, or call schedule.materialise()",
+    ("pull_back", RAW): "pull_back() while the weights hold W; call materialise() and backward() first",
+    (
+        "pull_back",
+        PULLED,
+    ): "pull_back() on gradients that are already those of W; call it once per step, after the last "
+    "micro-batch, and optimizer.zero_grad() before the next backward() (which must set gradients to None with "
+    'learnable_gamma=False); a loss that contains a gamma itself needs schedule="forward"',
+    ("restore_raw", RAW): "restore_raw() while the weights already hold W",
+    (
+        "restore_raw",
+        PC,
+    ): "a step on gradients of PC(W), without schedule.pull_back() since the last backward(); it makes "
+    "them those of W: call it once per step, before clipping",
+    ("materialise", PC): "materialise() while the weights hold PC(W); call restore_raw() and optimizer.step() first",
+    (
+        "materialise",
+        PULLED,
+    ): "materialise() while the weights hold PC(W); call restore_raw() and optimizer.step() first",
+    ("state_dict", RAW): "state_dict() while the weights hold W; call materialise() first",
+}
+
+
+@dataclass
+class State:
+    """One weight of a schedule. All tensors are sharded like the parameter."""
+
+    mark: Weight
+    weight: Tensor
+    """the parameter: W, or PC(W) in schedule "step" between optimizer steps"""
+    gamma: Tensor | None
+    raw: Tensor
+    """W"""
+    u: Tensor
+    v: Tensor
+
+    @property
+    def form(self) -> Form:
+        return self.mark.form
+
+    @property
+    def gammas(self) -> tuple[Tensor, ...]:
+        return () if self.gamma is None else (self.gamma,)
+
+
+def schedule(models: nn.Module | Iterable[nn.Module], *optimizers: Optimizer) -> "Schedule":
+    """The schedule that `PCConfig.schedule` names, for models after `pc.attach`.
+
+    Args:
+        models: the model, or a list of its parts on this rank under pipeline parallelism; after sharding, with weights
+            off the meta device.
+        optimizers: all that train the model. The schedule follows them from now on (`follow`), and the model is ready.
+            Without optimizers, call `materialise` before the first forward pass, once the weights are initialised or
+            loaded, unless a state is loaded; and `follow` later, or `restore_raw` and `materialise` around each step.
+
+    A copy of the model alone can be evaluated, but not trained. To train a copy, copy all three together:
+    `copy.deepcopy((model, optimizer, schedule))`.
+
+    Raises:
+        UserError: no weight is marked, or one is on the meta device, is below float32, is shared, or has a schedule
+            already; those of `follow`.
+    """
+    from pc.forward import ForwardSchedule
+    from pc.step import StepSchedule
+
+    models = [models] if isinstance(models, nn.Module) else list(models)
+    weights: dict[str, Weight] = {}
+    for model in models:
+        found = dict(named_weights(model))
+        refuse_shared(model, found.values())
+        if both := found.keys() & weights.keys():
+            raise UserError(f"two models have a weight {min(both)} with PC; give each model its own pc.schedule")
+        weights |= found
+    if not weights:
+        raise UserError("pc.schedule found no weight with PC; call pc.attach(model, pc.PCConfig(...)) first")
+    kind = next(iter(weights.values())).config.schedule
+    made = {"step": StepSchedule, "forward": ForwardSchedule}[kind](models, weights)
+    if optimizers:
+        made.follow(*optimizers)
+        made.materialise()
+    return made
+
+
+class Schedule:
+    """Decides when PC(W) is computed. `pc.schedule` makes one of the two subclasses.
+
+    Attributes:
+        phase: RAW, PC or PULLED.
+        weights: the state of every weight, by name.
+    """
+
+    saved: tuple[str, ...]
+    """keys of a weight's saved state, besides gamma"""
+
+    def __init__(self, models: list[nn.Module], marks: dict[str, Weight]) -> None:
+        for name, mark in marks.items():
+            if mark.missing != NO_SCHEDULE:
+                raise UserError(
+                    f"{name} has a schedule already, which holds its W; use that one. To copy a model: "
+                    "copy.deepcopy((model, optimizer, schedule)). To start again from PC(W): pc.merge, then pc.attach"
+                )
+        self.weights = {name: self.state_of(mark) for name, mark in marks.items()}
+        self._optimizers: list[Optimizer] = []
+        self._stepping: set[int] = set()
+        self._has_started = False
+        self._set_phase(RAW)
+
+    def __setstate__(self, state: dict) -> None:
+        """Of a copy: its optimizers and weights have lost their hooks."""
+        self.__dict__.update(state)
+        self._set_phase(self.phase)
+        self._register(self._optimizers)
+
+    def follow(self, *optimizers: Optimizer) -> None:
+        """From now on restore W before a step of these optimizers, and materialise after all of them have stepped.
+
+        Raises:
+            UserError: none of them holds some weight or gamma.
+        """
+        unwrapped = []
+        for optimizer in optimizers:
+            while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):  # accelerate's wrapper
+                optimizer = inner
+            unwrapped.append(optimizer)
+        held = {index for optimizer in unwrapped for index in _parameters(optimizer)}
+        for index, name in self._trained().items():
+            if index not in held:
+                raise UserError(
+                    f"no optimizer given to pc.schedule holds {name}; create optimizers after pc.attach and any "
+                    "sharding, and give all that train the model"
+                )
+        self._optimizers += unwrapped
+        self._register(unwrapped)
+
+    def _register(self, optimizers: list[Optimizer]) -> None:
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(self._before_step)
+            optimizer.register_step_post_hook(self._after_step)
+
+    def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        self._stepping.discard(id(optimizer))
+        if _only_creates_state(optimizer) or not _parameters(optimizer) & self._trained().keys():
+            return
+        has_closure = kwargs.get("closure", args[1] if len(args) > 1 else None) is not None  # args[0] is the optimizer
+        if self._begin(has_closure):
+            self._stepping.add(id(optimizer))
+
+    def _after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        if id(optimizer) not in self._stepping:
+            return
+        self._stepping.remove(id(optimizer))
+        self._to_step -= _parameters(optimizer)
+        if self._to_step:
+            self._set_phase(RAW)  # until the other optimizers have stepped too
+        else:
+            self.materialise()
+
+    def _set_phase(self, phase: str) -> None:
+        self.phase = phase
+        for state in self.weights.values():
+            state.mark.require(MESSAGES["forward", RAW] if phase == RAW else "")
+        if phase != RAW:
+            self._has_started = True
+            self._to_step = set(self._trained())
+
+    def _require(self, call: str) -> None:
+        if (call, self.phase) in MESSAGES:
+            raise UserError(MESSAGES[call, self.phase])
+
+    def _trained(self) -> dict[int, str]:
+        """`id` and name of each trainable weight and gamma."""
+        return {
+            id(parameter): f"{name}.{kind}"
+            for name, state in self.weights.items()
+            for kind, parameter in (("weight", state.weight), ("gamma", state.gamma))
+            if parameter is not None and parameter.requires_grad
+        }
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """W (schedule "step"), gamma, u and v of every weight by name. The model's state dict has the weights.
+
+        Before the first `materialise` it is only a target to load a state into, not a state to save.
+
+        Raises:
+            UserError: between `restore_raw` and `materialise`, when the model's state dict holds W.
+        """
+        if self._has_started:
+            self._require("state_dict")
+        return self._tensors()
+
+    def _tensors(self) -> dict[str, dict[str, Tensor]]:
+        return {
+            name: {key: getattr(state, key).detach() for key in self.saved if getattr(state, key) is not None}
+            for name, state in self.weights.items()
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, dict[str, Tensor]]) -> None:
+        """Load a state, before or after the model's state dict of the same step.
+
+        Raises:
+            UserError: weights or tensors are missing or unknown, or have another shape.
+        """
+        own = self._tensors()
+        if own.keys() != state_dict.keys():
+            raise UserError(f"the PC state and the model differ in weights {sorted(own.keys() ^ state_dict.keys())}")
+        for name, tensors in own.items():
+            given = {key: [*tensor.shape] for key, tensor in state_dict[name].items()}
+            if given != (wanted := {key: [*tensor.shape] for key, tensor in tensors.items()}):
+                raise UserError(f"PC state of {name} has shapes {given}, the model {wanted}")
+            for key, tensor in tensors.items():
+                local(tensor).copy_(local(state_dict[name][key]))
+        self._use_loaded()
+
+    # What the two schedules do differently:
+
+    def state_of(self, mark: Weight) -> State:
+        raise NotImplementedError
+
+    def _begin(self, has_closure: bool) -> bool:
+        """Before an optimizer's step; whether the step changes weights."""
+        raise NotImplementedError
+
+    def _use_loaded(self) -> None:
+        """After a state was loaded."""
+        raise NotImplementedError
+
+    def materialise(self) -> None:
+        """Compute PC(W) of the current weights, after every optimizer step and once before the first forward pass."""
+        raise NotImplementedError
+
+    def pull_back(self) -> None:
+        """Make gradients of PC(W) those of W and gamma, once per step, after the last backward pass, before clipping."""
+
+    def restore_raw(self) -> None:
+        """Write W into the weights, so that the optimizer steps and decays W."""
+
+
+def _parameters(optimizer: Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def require_real(mark: Weight) -> None:
+    """Raise a `UserError` for a weight on the meta device."""
+    if mark.parameter.is_meta:
+        raise UserError(f"{mark.name} is on the meta device; call pc.schedule once the weights exist")
+
+
+def _only_creates_state(optimizer: Optimizer) -> bool:
+    """Whether this is the step with zero gradients and lr 0 that torch.distributed.checkpoint runs to create
+    optimizer state. It does not train."""
+    if optimizer.state or any(float(group.get("lr", 0.0)) for group in optimizer.param_groups):
+        return False
+    return not any(
+        local(p.grad).any() for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+    )

@@ -1,0 +1,729 @@
+"""Both schedules in a training loop: the paper's results, and what would go wrong in silence raises one line."""
+
+import copy
+import itertools
+import pickle
+import re
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+import pc
+from helpers.ranks import run_ranks
+from helpers.toy import toy_batch, toy_loss, toy_model
+from pc import PCConfig, UserError
+
+SCHEDULES = pytest.mark.parametrize("schedule", ["forward", "step"])
+
+
+class Loop:
+    """A training loop on the toy model; a test leaves something out."""
+
+    def __init__(self, schedule="step", follow=True, make=lambda p: torch.optim.AdamW(p, lr=1e-2), seed=0, **settings):
+        self.model = pc.attach(toy_model(seed=seed), PCConfig(schedule=schedule, **settings))
+        self.optimizer = make(self.model.parameters())
+        self.schedule = pc.schedule(self.model, *([self.optimizer] if follow else []))
+
+    @property
+    def parts(self):
+        return self.model, self.optimizer, self.schedule
+
+    def backward(self, batch=0, parts=1):
+        (toy_loss(self.model, toy_batch(batch)) / parts).backward()
+
+    def step(self, batch=0):
+        self.backward(batch)
+        self.schedule.pull_back()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def raw(self):
+        """W and gamma of every weight."""
+        return {name: (state.raw.detach().clone(), state.gamma.detach().clone()) for name, state in
+                self.schedule.weights.items()}  # fmt: skip
+
+
+def same(one, other):
+    leaves = [torch.utils._pytree.tree_leaves(tree) for tree in (one, other)]
+    return len(leaves[0]) == len(leaves[1]) and all(torch.equal(*pair) for pair in zip(*leaves, strict=True))
+
+
+def require_refused(said, action):
+    with pytest.raises(UserError, match=re.escape(said)) as raised:
+        action()
+    assert len(str(raised.value).splitlines()) == 1
+
+
+# --- results ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", [1, 4, "polar_express"])
+@pytest.mark.parametrize("recovery, gamma", list(itertools.product([True, False], repeat=2)))
+def test_gradients_of_both_schedules_are_equal(level, recovery, gamma):
+    """One pull-back of ten accumulated gradients against ten backward passes through PC."""
+    options = {"level": level, "norm_recovery": recovery, "learnable_gamma": gamma, "power_iterations": 100}
+    loops = [Loop(schedule, **options) for schedule in ("forward", "step")]
+    for loop in loops:
+        for i in range(10):
+            loop.backward(i, 10)
+    name = "0.attention.wo.weight"
+    untouched = loops[1].model.get_parameter(name).grad.clone()
+    for loop in loops:
+        loop.schedule.pull_back()
+    expected, actual = ({n: p.grad for n, p in loop.model.named_parameters()} for loop in loops)
+    scale = max(gradient.abs().max() for gradient in expected.values())
+    assert actual.keys() == expected.keys()
+    for n, gradient in expected.items():
+        assert (actual[n] - gradient).abs().max() / scale < 1e-12, n  # float64 sums in another order
+    assert (untouched - expected[name]).abs().max() > 1e-4  # control: without the pull-back
+
+
+def _train_by_the_paper(make, steps):
+    """Algorithms 1 and 3 of the paper, literally, in a loop without this project's schedules."""
+    model, state = toy_model(), {}
+    for name, mark in pc.named_weights(pc.attach(toy_model(), PCConfig())):
+        weight = model.get_submodule(name).weight
+        gamma = torch.ones(1, dtype=torch.float64, requires_grad=True)
+        state[name] = [weight, gamma, *(x.double() for x in mark.form.initial_vectors(name))]
+
+    def iterate():
+        for entry in state.values():
+            weight, _, u, v = entry
+            with torch.no_grad():
+                for _ in range(10):
+                    v = weight.T @ u / (weight.T @ u).norm()
+                    u = weight @ v / (weight @ v).norm()
+            entry[2:] = u, v
+
+    def effective():
+        for name, (weight, gamma, u, v) in state.items():
+            s = u @ weight @ v + 1e-7
+            a = weight / s
+            gram = a @ a.T
+            p = 3.625 * torch.eye(len(gram), dtype=torch.float64) - 9.261 * gram + 14.097 * gram @ gram
+            p = p - 10.351 * gram @ gram @ gram + 2.890 * gram @ gram @ gram @ gram
+            yield f"{name}.weight", gamma * s.detach() * (p @ a)
+
+    optimizer = make([*model.parameters(), *(entry[1] for entry in state.values())])
+    iterate()
+    for step in range(steps):
+        for i in range(2):
+            output = torch.func.functional_call(model, dict(effective()), toy_batch(100 * step + i))
+            ((output - 1.0).square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        iterate()
+    return {name: entry[:2] for name, entry in state.items()}
+
+
+@pytest.mark.parametrize(
+    "make, tolerance",
+    [
+        (lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9), 1e-12),
+        # AdamW divides by root mean squares near zero, which amplifies rounding by some 1e3 over six steps.
+        (lambda p: torch.optim.AdamW(p, lr=1e-2), 1e-9),
+    ],
+    ids=["SGD", "AdamW"],
+)
+@pytest.mark.parametrize("how", ["one optimizer", "two optimizers", "by hand"])
+@SCHEDULES
+def test_a_loop_equals_the_paper(schedule, how, make, tolerance):
+    expected = _train_by_the_paper(make, 6)
+    model = pc.attach(toy_model(), PCConfig(schedule=schedule))
+    groups = [[p for p in model.parameters() if p.ndim == n] for n in (2, 1)]
+    optimizers = [make(group) for group in groups] if how == "two optimizers" else [make(model.parameters())]
+    by_hand = how == "by hand"
+    made = pc.schedule(model, *([] if by_hand else optimizers))
+    if by_hand:
+        made.materialise()
+    for step in range(6):
+        for i in range(2):
+            (toy_loss(model, toy_batch(100 * step + i)) / 2).backward()
+        made.pull_back()
+        if by_hand:
+            made.restore_raw()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if by_hand:
+            made.materialise()
+    for name, (weight, gamma) in expected.items():
+        torch.testing.assert_close(made.weights[name].raw.detach(), weight.detach(), rtol=0, atol=tolerance)
+        torch.testing.assert_close(made.weights[name].gamma.detach(), gamma.detach(), rtol=0, atol=tolerance)
+    assert (expected["0.attention.wo"][0] - toy_model()[0].attention["wo"].weight).abs().max() > 1e-3  # control
+
+
+def test_the_weight_is_pc_and_the_state_dict_is_plain():
+    loop = Loop()
+    assert set(loop.model.state_dict()) == set(toy_model().state_dict())
+    for name, state in loop.schedule.weights.items():
+        layer = loop.model.get_submodule(name)
+        assert type(layer) is nn.Linear
+        expected = pc.effective_weight(state.raw, layer.gamma, state.u, state.v, state.mark.config)
+        # one rounding unit: the matmul of one matrix against that of a batch of one
+        torch.testing.assert_close(layer.weight, expected, rtol=1e-14, atol=1e-14)
+        assert torch.equal(state.raw, toy_model().get_submodule(name).weight)
+    plain = toy_model(seed=9)
+    plain.load_state_dict(loop.model.state_dict())
+    assert torch.equal(plain(toy_batch(0)), loop.model(toy_batch(0)))
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)], ids=["model first", "schedule first"])
+@SCHEDULES
+def test_a_resume_goes_on_bitwise(schedule, order):
+    straight, resumed = Loop(schedule), Loop(schedule, seed=1)
+    for step in range(3):
+        straight.step(step)
+    saved = copy.deepcopy([part.state_dict() for part in straight.parts])
+    for index in order:
+        resumed.parts[index].load_state_dict(saved[index])
+    for loop in (straight, resumed):
+        for step in (3, 4):
+            loop.step(step)
+    assert same(straight.model.state_dict(), resumed.model.state_dict())
+    assert same(straight.schedule.state_dict(), resumed.schedule.state_dict())
+
+
+@SCHEDULES
+def test_copies_go_on_as_the_originals_do(schedule):
+    """Copied together they train equally, apart; a copy of the model alone can be evaluated."""
+    loop = Loop(schedule)
+    loop.step(0)
+    alone = pickle.loads(pickle.dumps(copy.deepcopy(loop.model)))
+    assert torch.equal(alone(toy_batch(0)), loop.model(toy_batch(0)))
+    twin = Loop.__new__(Loop)
+    twin.model, twin.optimizer, twin.schedule = copy.deepcopy(loop.parts)
+    for x in (loop, twin):
+        for batch in (1, 2):
+            x.step(batch)
+    assert same(loop.model.state_dict(), twin.model.state_dict()) and same(loop.raw(), twin.raw())
+    assert not torch.equal(alone(toy_batch(0)), loop.model(toy_batch(0)))  # control: training went on
+
+
+def test_later_hooks_of_the_optimizer_find_pc():
+    """Code that reads weights in a step hook (float8 scales, a moving average) reads PC(W), not W."""
+    loop, seen = Loop(), []
+    loop.optimizer.register_step_post_hook(lambda *_: seen.append(copy.deepcopy(loop.model.state_dict())))
+    loop.step()
+    assert same(seen[0], loop.model.state_dict())
+    assert not torch.equal(seen[0]["0.attention.wo.weight"], loop.schedule.weights["0.attention.wo"].raw)  # control
+
+
+def test_a_compiled_model_has_one_graph_and_no_check_in_it():
+    loop, reference = Loop(), Loop()
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(loop.model, backend=counter, fullgraph=True)
+    for batch in range(3):
+        toy_loss(compiled, toy_batch(batch)).backward()
+        loop.schedule.pull_back()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        reference.step(batch)
+    assert counter.frame_count == 1
+    torch.testing.assert_close(compiled(toy_batch(0)), reference.model(toy_batch(0)), rtol=0, atol=1e-9)
+    assert not any(module._forward_pre_hooks for module in loop.model.modules())
+
+
+@SCHEDULES
+def test_autocast_does_not_lower_the_precision_of_pc(schedule):
+    """A product in bfloat16 would change PC(W) by 1e-2; the weight is rounded to bfloat16 only for the layer's matmul."""
+    plain, lowered = Loop(schedule), Loop(schedule)
+    with torch.autocast("cpu", torch.bfloat16):
+        lowered.schedule.restore_raw()
+        lowered.schedule.materialise()
+    plain.schedule.restore_raw()
+    plain.schedule.materialise()
+    assert same(plain.schedule.state_dict(), lowered.schedule.state_dict())
+    with torch.autocast("cpu", torch.bfloat16):
+        merged = pc.merge(lowered.model)
+    torch.testing.assert_close(merged.state_dict(), pc.merge(plain.model).state_dict(), rtol=1e-12, atol=1e-12)
+
+
+# --- what would go wrong in silence ----------------------------------------------------------------
+
+
+def no_schedule():
+    toy_loss(pc.attach(toy_model(), PCConfig()), toy_batch(0))
+
+
+def no_materialise():
+    Loop(follow=False).backward()
+
+
+def one_of_two_optimizers_does_not_step():
+    model = pc.attach(toy_model(), PCConfig())
+    one, other = (torch.optim.SGD([p for p in model.parameters() if p.ndim == n], lr=0.1) for n in (2, 1))
+    made = pc.schedule(model, one, other)
+    toy_loss(model, toy_batch(0)).backward()
+    made.pull_back()
+    one.step()
+    model(toy_batch(0))
+
+
+def no_pull_back():
+    loop = Loop()
+    loop.backward()
+    loop.optimizer.step()
+
+
+def no_pull_back_by_hand():
+    loop = Loop(follow=False)
+    loop.schedule.materialise()
+    loop.backward()
+    loop.schedule.restore_raw()
+
+
+def a_backward_pass_after_pull_back():
+    loop = Loop()
+    loop.backward()
+    loop.schedule.pull_back()
+    loop.backward(1)
+    loop.optimizer.step()
+
+
+def pull_back_per_micro_batch():
+    loop = Loop()
+    for batch in range(2):
+        loop.backward(batch)
+        loop.schedule.pull_back()
+
+
+def no_zero_grad(learnable_gamma=True):
+    loop = Loop(learnable_gamma=learnable_gamma)
+    for batch in range(2):
+        loop.backward(batch)
+        loop.schedule.pull_back()
+        loop.optimizer.step()
+
+
+def no_zero_grad_without_gammas():
+    no_zero_grad(False)
+
+
+def a_loss_of_gamma():
+    loop = Loop()
+    loop.model[0].attention["wo"].gamma.square().sum().backward()
+    loop.backward()
+    loop.schedule.pull_back()
+
+
+def a_closure():
+    loop = Loop(make=lambda p: torch.optim.SGD(p, lr=0.1))
+    loop.optimizer.step(lambda: toy_loss(loop.model, toy_batch(0)))
+
+
+def another_optimizer():
+    loop = Loop()
+    loop.backward()
+    torch.optim.SGD(loop.model.parameters(), lr=0.1).step()
+    loop.schedule.pull_back()
+    loop.optimizer.step()
+
+
+def model_loaded_without_the_schedule():
+    loop, other = Loop(), Loop(seed=1)
+    other.step()
+    loop.model.load_state_dict(other.model.state_dict())
+    loop.step()
+
+
+def averaged_weights_not_swapped_back():
+    loop = Loop()
+    with torch.no_grad():
+        for parameter in loop.model.parameters():
+            parameter.mul_(0.999)
+    loop.step()
+
+
+def weights_initialised_late():
+    loop = Loop()
+    nn.init.normal_(loop.model[1].feed_forward["w2"].weight)
+    loop.step()
+
+
+def pull_back_before_backward():
+    Loop().schedule.pull_back()
+
+
+def pull_back_while_raw():
+    Loop(follow=False).schedule.pull_back()
+
+
+def materialise_twice():
+    Loop().schedule.materialise()
+
+
+def restore_twice():
+    Loop(follow=False).schedule.restore_raw()
+
+
+def optimizer_before_attach():
+    model = toy_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    pc.schedule(pc.attach(model, PCConfig()), optimizer)
+
+
+def optimizer_of_another_model():
+    pc.schedule(pc.attach(toy_model(), PCConfig()), torch.optim.AdamW(toy_model().parameters()))
+
+
+def schedule_without_attach():
+    pc.schedule(toy_model())
+
+
+def schedule_on_the_meta_device():
+    with torch.device("meta"):
+        model = toy_model().to("meta")
+    pc.schedule(pc.attach(model, PCConfig()))
+
+
+def second_schedule():
+    loop = Loop()
+    pc.schedule(loop.model, loop.optimizer)
+
+
+def schedule_of_a_copy():
+    pc.schedule(copy.deepcopy(Loop().model))
+
+
+def two_models():
+    pc.schedule([Loop(follow=False).model, Loop(follow=False).model])
+
+
+def weights_tied_after_attach():
+    model = pc.attach(toy_model(), PCConfig())
+    model[1].attention["wo"].weight = model[0].attention["wo"].weight
+    pc.schedule(model)
+
+
+def weights_in_half_precision():
+    pc.schedule(pc.attach(toy_model().bfloat16(), PCConfig()))
+
+
+def state_while_the_optimizer_steps():
+    loop = Loop()
+    loop.schedule.restore_raw()
+    loop.schedule.state_dict()
+
+
+def state_of_other_weights():
+    Loop().schedule.load_state_dict({})
+
+
+def state_without_gammas():
+    Loop().schedule.load_state_dict(Loop(learnable_gamma=False).schedule.state_dict())
+
+
+def merge_without_a_schedule():
+    pc.merge(pc.attach(toy_model(), PCConfig()))
+
+
+def merge_while_raw():
+    loop = Loop()
+    loop.schedule.restore_raw()
+    pc.merge(loop.model)
+
+
+CHANGED = "was changed while it held PC(W)"
+
+
+@pytest.mark.parametrize(
+    "mistake, said",
+    [
+        (no_schedule, "cannot multiply by PC(W): it has no schedule; call pc.schedule(model, optimizer)"),
+        (no_materialise, "it holds W; step every optimizer given to its schedule, or call schedule.materialise()"),
+        (one_of_two_optimizers_does_not_step, "it holds W; step every optimizer"),
+        (no_pull_back, "without schedule.pull_back() since the last backward()"),
+        (no_pull_back_by_hand, "without schedule.pull_back() since the last backward()"),
+        (a_backward_pass_after_pull_back, "without schedule.pull_back() since the last backward()"),
+        (pull_back_per_micro_batch, "already those of W"),
+        (no_zero_grad, "optimizer.zero_grad() before the next backward()"),
+        (no_zero_grad_without_gammas, "which must set gradients to None with learnable_gamma=False"),
+        (a_loss_of_gamma, "a loss that contains a gamma itself"),
+        (a_closure, "step(closure) computes gradients while the weights hold W"),
+        (another_optimizer, CHANGED),
+        (model_loaded_without_the_schedule, CHANGED),
+        (averaged_weights_not_swapped_back, CHANGED),
+        (weights_initialised_late, CHANGED),
+        (pull_back_before_backward, "found no gradient on 0.attention.wo.weight; call it after backward()"),
+        (pull_back_while_raw, "pull_back() while the weights hold W"),
+        (materialise_twice, "materialise() while the weights hold PC(W)"),
+        (restore_twice, "restore_raw() while the weights already hold W"),
+        (optimizer_before_attach, "no optimizer given to pc.schedule holds 0.attention.wo.gamma"),
+        (optimizer_of_another_model, "no optimizer given to pc.schedule holds 0.attention.wo.weight"),
+        (schedule_without_attach, "no weight with PC; call pc.attach"),
+        (schedule_on_the_meta_device, "on the meta device; call pc.schedule once the weights exist"),
+        (second_schedule, "has a schedule already"),
+        (schedule_of_a_copy, "copy.deepcopy((model, optimizer, schedule))"),
+        (two_models, "two models have a weight 0.attention.wo"),
+        (weights_tied_after_attach, "0.attention.wo.weight is shared with 1.attention.wo"),
+        (weights_in_half_precision, "W needs float32"),
+        (state_while_the_optimizer_steps, "call materialise() first"),
+        (state_of_other_weights, "the PC state and the model differ in weights"),
+        (state_without_gammas, "PC state of 0.attention.wo has shapes"),
+        (merge_without_a_schedule, "pc.merge cannot get PC(W) of 0.attention.wo: it has no schedule"),
+        (merge_while_raw, "pc.merge cannot get PC(W) of 0.attention.wo: it holds W"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_would_go_wrong_in_silence_is_said(mistake, said):
+    require_refused(said, mistake)
+
+
+@pytest.mark.parametrize("follow", [True, False])
+def test_no_subset_of_calls_trains_a_plain_model(follow):
+    """Three rounds of a loop without any subset of its calls raise an error, give the result of the complete loop, or
+    leave W unchanged."""
+    whole = (
+        ("backward", "pull_back", "step") if follow else ("backward", "pull_back", "restore_raw", "step", "materialise")
+    )
+
+    def train(first, calls):
+        loop = Loop(follow=follow, make=lambda p: torch.optim.SGD(p, lr=0.1))
+        actions = {"backward": loop.backward, "step": loop.optimizer.step}
+        if first and not follow:
+            loop.schedule.materialise()
+        for _ in range(3):
+            for call in calls:
+                actions.get(call, getattr(loop.schedule, call, None))()
+            loop.optimizer.zero_grad()
+        if loop.schedule.phase == "raw" and "restore_raw" in calls:
+            loop.schedule.materialise()
+        return loop.raw()
+
+    expected, start = train(True, whole), Loop(follow=False).raw()
+    outcomes = set()
+    for first in (True, False):
+        for kept in itertools.product((True, False), repeat=len(whole)):
+            calls = tuple(itertools.compress(whole, kept))
+            if "backward" not in calls:
+                continue
+            try:
+                result = train(first, calls)
+            except UserError:
+                outcomes.add("refused")
+                continue
+            assert same(result, start) or same(result, expected), (first, calls)
+            outcomes.add("unmoved" if same(result, start) else "equal")
+    assert outcomes == {"refused", "unmoved", "equal"}
+
+
+@pytest.mark.parametrize("make", [lambda p: torch.optim.AdamW(p, lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1)])
+@SCHEDULES
+def test_the_step_that_creates_optimizer_state_moves_nothing(schedule, make):
+    """torch.distributed.checkpoint makes such a step, with zero gradients and lr 0, before the first real one."""
+    loop = Loop(schedule, make=make)
+    before = copy.deepcopy([loop.model.state_dict(), loop.schedule.state_dict()])
+    get_optimizer_state_dict(loop.model, loop.optimizer)
+    assert same(before, [loop.model.state_dict(), loop.schedule.state_dict()])
+    loop.step()
+    assert not same(before[0], loop.model.state_dict())
+
+
+def test_a_first_step_of_lr_0_is_a_step():
+    """As in a warm-up from zero: weights stay, vectors advance, and a forgotten pull-back is reported."""
+    loop = Loop(make=lambda p: torch.optim.AdamW(p, lr=0.0))
+    loop.backward()
+    require_refused("without schedule.pull_back()", loop.optimizer.step)
+    loop.optimizer.zero_grad()
+    u = loop.schedule.weights["0.attention.wo"].u.clone()
+    loop.step()
+    assert not torch.equal(loop.schedule.weights["0.attention.wo"].u, u)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_step_may_be_skipped_after_pull_back(to_none):
+    """By a gradient scaler, or because the gradient norm is bad; and an optimizer may step without gradients."""
+    loop, other = Loop(), Loop()
+    loop.optimizer.step()
+    for x, batches in ((loop, (1, 5, 2)), (other, (1, 2))):
+        for batch in batches:
+            x.backward(batch)
+            x.schedule.pull_back()
+            if batch != 5:
+                x.optimizer.step()
+            x.optimizer.zero_grad(set_to_none=to_none)
+    assert same(loop.model.state_dict(), other.model.state_dict())
+
+
+def test_weights_swapped_out_and_in_are_unchanged():
+    loop, other = Loop(), Loop()
+    kept = copy.deepcopy(loop.model.state_dict())
+    with torch.no_grad():
+        for parameter in loop.model.state_dict().values():
+            parameter.mul_(0.9)
+    loop.model.load_state_dict(kept)
+    for x in (loop, other):
+        x.step()
+    assert same(loop.model.state_dict(), other.model.state_dict())
+
+
+def test_a_wrapped_optimizer_is_followed_once():
+    """As accelerate wraps it, and as a container steps another optimizer."""
+
+    class Outer(torch.optim.Optimizer):
+        def __init__(self, inner):
+            self.inner = inner
+            super().__init__(inner.param_groups, {"lr": 0.1})
+
+        def step(self, closure=None):
+            self.inner.step()
+
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner):
+            self.optimizer, self.param_groups, self.zero_grad = inner, inner.param_groups, inner.zero_grad
+
+        def step(self, closure=None):
+            self.optimizer.step()
+
+    loops = [Loop(), Loop(make=lambda p: Outer(torch.optim.AdamW(p, lr=1e-2))),
+             Loop(make=lambda p: Wrapper(torch.optim.AdamW(p, lr=1e-2)))]  # fmt: skip
+    for loop in loops:
+        loop.step(0)
+        loop.optimizer.zero_grad()
+        loop.step(1)
+        assert same(loop.model.state_dict(), loops[0].model.state_dict())
+
+
+def test_frozen_weights_and_unused_layers_stay():
+    loop = Loop(make=lambda p: torch.optim.SGD(p, lr=0.1))
+    frozen, only_gamma = loop.model[0].attention["wo"], loop.model[1].attention["wo"]
+    frozen.requires_grad_(False)
+    only_gamma.gamma.requires_grad_(False)
+    before = loop.raw()
+    loop.model[1](loop.model[0](toy_batch(0)).detach()).square().mean().backward()  # of the second block alone
+    loop.schedule.pull_back()
+    loop.optimizer.step()
+    after = loop.raw()
+    assert all(same(before[name], after[name]) for name in after if name.startswith("0."))
+    assert only_gamma.gamma == 1 and loop.model[1].feed_forward["w1"].gamma != 1
+    assert not same(before["1.attention.wo"][0], after["1.attention.wo"][0])
+
+
+def test_a_closure_works_in_schedule_forward():
+    loops = [Loop("forward", make=lambda p: torch.optim.SGD(p, lr=0.1)) for _ in range(2)]
+
+    def closure():
+        loops[0].optimizer.zero_grad()
+        loss = toy_loss(loops[0].model, toy_batch(0))
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        loops[0].optimizer.step(closure)
+        loops[1].step(0)
+    assert same(loops[0].model.state_dict(), loops[1].model.state_dict())
+
+
+def test_plain_weights_are_refreshed_in_schedule_forward():
+    """Loaded after attach, into a real model or one on the meta device, copied or assigned."""
+    reference, plain = Loop("forward", seed=3, power_iterations=300), toy_model(seed=3).state_dict()
+    for start, assign in (("cpu", False), ("meta", False), ("meta", True)):
+        model = pc.attach(toy_model().to(start), PCConfig(schedule="forward", power_iterations=300))
+        if start == "meta" and not assign:
+            model.to_empty(device="cpu")
+        model.load_state_dict(plain, strict=False, assign=assign)
+        made = pc.schedule(model)
+        made.materialise()
+        torch.testing.assert_close(model(toy_batch(0)), reference.model(toy_batch(0)), rtol=1e-9, atol=1e-9)
+        assert model[0].attention["wo"].gamma == 1
+
+
+def test_plain_weights_assigned_to_a_model_on_the_meta_device():
+    model = pc.attach(toy_model().to("meta"), PCConfig())
+    model.load_state_dict(toy_model().state_dict(), assign=True)
+    pc.schedule(model).materialise()
+    assert torch.equal(model(toy_batch(0)), Loop().model(toy_batch(0)))
+
+
+class Attention(nn.Module):
+    """Reads `out_proj.weight` without calling the layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x)[0]
+
+
+def test_a_module_that_reads_the_weight_itself():
+    """Right in schedule "step"; in "forward" the first step notices that gamma has no gradient."""
+    torch.manual_seed(0)
+    model, x = Attention(), torch.randn(2, 5, 16)
+    before = model(x)
+    other = pc.attach(copy.deepcopy(model), PCConfig(blocks=("*.out_proj",), schedule="forward"))
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    pc.schedule(other, optimizer)
+    other(x).sum().backward()
+    require_refused("the model uses the weight without calling the layer", optimizer.step)
+    pc.schedule(pc.attach(model, PCConfig(blocks=("*.out_proj",)))).materialise()
+    outputs = model(x)
+    assert (outputs - before).norm() > 1e-2 * before.norm()
+    torch.testing.assert_close(pc.merge(model)(x), outputs)
+
+
+@pytest.mark.parametrize("process", ["none", "tf32", "ieee", "high"])
+@pytest.mark.parametrize("compute_dtype", ["tf32", "float32"])
+def test_precision_of_products_whatever_the_process_has_chosen(monkeypatch, process, compute_dtype):
+    """On a GPU only the polynomial uses TF32, and without TF32 in the config no matmul does."""
+    seen, products = {}, torch.backends.cuda.matmul
+    before = products.fp32_precision
+    if process == "high":  # torch's older setting raises if the newer one contradicts it
+        torch.set_float32_matmul_precision(process)
+    else:
+        products.fp32_precision = process
+    chosen = products.fp32_precision
+    for owner, name in (
+        (pc.passes, "power_iteration_by_gram"),
+        (pc.passes, "spectral_norm_estimate"),
+        (pc.polynomial, "gram_matrix"),
+        (pc.polynomial, "apply"),
+        (pc.polynomial, "vjp"),
+    ):
+        original = getattr(owner, name)
+
+        def noting(*args, name=name, original=original, **kwargs):
+            seen[name] = products.fp32_precision
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, noting)
+    try:
+        loop = Loop(compute_dtype=compute_dtype)
+        loop.backward()
+        loop.schedule.pull_back()
+        assert products.fp32_precision == chosen
+    finally:
+        if process == "high":
+            torch.set_float32_matmul_precision("highest")
+        products.fp32_precision = before
+    polynomials = dict.fromkeys(("gram_matrix", "apply", "vjp"), "tf32" if compute_dtype == "tf32" else "ieee")
+    assert seen == {**dict.fromkeys(("power_iteration_by_gram", "spectral_norm_estimate"), "ieee"), **polynomials}
+
+
+def _ddp(rank, schedule_first):
+    """A weight after three steps under DDP, with other initial weights on every rank, or the error."""
+    model = pc.attach(toy_model(seed=rank), PCConfig())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = pc.schedule(model, optimizer) if schedule_first else None
+    trained = torch.nn.parallel.DistributedDataParallel(model)
+    made = made or pc.schedule(model, optimizer)
+    try:
+        for index in range(1 if schedule_first and rank == 0 else 3):
+            toy_loss(trained if not schedule_first else model, toy_batch(10 * index + rank)).backward()
+            made.pull_back()
+            optimizer.step()
+            optimizer.zero_grad()
+    except UserError as error:
+        return str(error)
+    return model[0].attention["wo"].weight.detach().clone()
+
+
+def test_ddp_before_and_after_the_schedule():
+    assert torch.equal(*run_ranks(2, _ddp, False))
+    # DDP copied rank 0's PC(W) over that of rank 1
+    assert CHANGED in run_ranks(2, _ddp, True)[1]
