@@ -1,5 +1,6 @@
 """`attach` marks the weights of any model that get PC; `merge` makes it a plain model with PC(W) again."""
 
+import fnmatch
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -209,7 +210,7 @@ def find(model: nn.Module, config: PCConfig) -> Found:
             lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
             if not lazy and parameter.ndim < 2:
                 continue
-            given = [cut for pattern, cut in (config.cuts or {}).items() if matches(pattern, full)]
+            given = [cut for pattern, cut in (config.cuts or {}).items() if fnmatch.fnmatchcase(full, pattern)]
             cut = given[0] if given else known.get(full)
             is_plain = isinstance(module, nn.Linear) and key == "weight" and not lazy
             if cut is None and is_plain and not given and full not in known:
