@@ -24,14 +24,13 @@ def main() -> None:
         raise UserError("--degree and --alpha need --cutoff")
     rows = {f"level {k}": (polynomial.resolve(k), b) for k, b in polynomial.CUTOFFS.items()}
     rows["Polar Express"] = (polynomial.POLAR_EXPRESS, 1e-3)
+    own = ()
     if arguments.cutoff is not None:
-        own = maps.fit(arguments.cutoff, arguments.degree, arguments.alpha)
-        rows["own fit"] = (own, arguments.cutoff)
-        print(maps.line_to_paste(own))
+        own = (maps.fit(arguments.cutoff, arguments.degree, arguments.alpha), arguments.cutoff)
+        rows["own fit"] = own
+        print(maps.line_to_paste(own[0]))
     print(maps.table(rows), end="")
-    print(maps.plot_paper(arguments.output))
-    if arguments.cutoff is not None:
-        print(maps.plot_fit(own, arguments.cutoff, arguments.output))
+    print(maps.plot(arguments.output, *own))
 
 
 if __name__ == "__main__":

@@ -33,36 +33,24 @@ def line_to_paste(coefficients: polynomial.Coefficients) -> str:
     return f"level = [{', '.join(f'{a:.6f}' for a in rounded)}]"
 
 
-def plot_paper(output: Path) -> Path:
-    """The targets, the fitted maps of levels 1 to 4, and Polar Express."""
+def plot(output: Path, own: polynomial.Coefficients | None = None, cutoff: float = 1.0) -> Path:
+    """The targets, the fitted maps of levels 1 to 4, and Polar Express; also an `own` fit to the target of `cutoff`."""
     sigma = torch.linspace(*INTERVAL, 1_000, dtype=torch.float64)
     figure, (targets, maps, flattening) = subplots(1, 3, width=3.6)
-    for level, cutoff in polynomial.CUTOFFS.items():
-        color = f"C{level - 1}"
-        targets.plot(sigma, polynomial.target(cutoff, sigma), color=color, label=f"b = {cutoff}")
-        value = polynomial.evaluate(polynomial.resolve(level), sigma)
-        maps.plot(sigma, value, color=color, label=f"level {level}")
+    for level, b in polynomial.CUTOFFS.items():
+        targets.plot(sigma, polynomial.target(b, sigma), label=f"b = {b}")
+        maps.plot(sigma, polynomial.evaluate(polynomial.resolve(level), sigma), label=f"level {level}")
+    if own is not None:
+        targets.plot(sigma, polynomial.target(cutoff, sigma), "k--", label=f"b = {cutoff}, your own")
+        maps.plot(sigma, polynomial.evaluate(own, sigma), "k--", label=f"your own, degree {len(own) - 1}")
     flattening.plot(sigma, polynomial.evaluate(polynomial.resolve(4), sigma), color="C3", label="level 4")
     flattening.plot(sigma, polynomial.evaluate(polynomial.POLAR_EXPRESS, sigma), color="C4", label="Polar Express")
     for axes, title in zip((targets, maps, flattening), ("Targets", "Fitted maps", "Over-flattening"), strict=True):
         axes.set_title(title)
-        _finish(axes)
+        axes.set_xlabel(r"singular value $\sigma$ (after normalisation)")
+        axes.set_ylabel(r"$g(\sigma)$")
+        axes.legend(loc="lower right")
     return save(figure, output / "polynomials")
-
-
-def plot_fit(coefficients: polynomial.Coefficients, cutoff: float, output: Path) -> Path:
-    """A user's own fit with its target."""
-    sigma = torch.linspace(*INTERVAL, 1_000, dtype=torch.float64)
-    figure, (map_axes, error_axes) = subplots(1, 2, width=3.8)
-    target = polynomial.target(cutoff, sigma)
-    value = polynomial.evaluate(coefficients, sigma)
-    map_axes.plot(sigma, target, "k:", label=f"target, b = {cutoff}")
-    map_axes.plot(sigma, value, label=f"fit, degree {len(coefficients) - 1}")
-    error_axes.plot(sigma, value - target)
-    _finish(map_axes)
-    error_axes.set_xlabel(r"singular value $\sigma$ (after normalisation)")
-    error_axes.set_ylabel(r"error $g(\sigma) - \mathrm{target}$")
-    return save(figure, output / "own_fit")
 
 
 def table(rows: dict[str, tuple[polynomial.Map, float]]) -> str:
@@ -83,9 +71,3 @@ def table(rows: dict[str, tuple[polynomial.Map, float]]) -> str:
         lines.append([name, shown, f"{at_one:.4f}", f"{(value / sigma).max():.3f}", *(f"{x:.4f}" for x in numbers)])
     words = "map|p, degree 0 up|g(1)|largest amplification|largest value|largest error|RMS error, weight sigma^4"
     return markdown.table(words.split("|"), lines)
-
-
-def _finish(axes) -> None:
-    axes.set_xlabel(r"singular value $\sigma$ (after normalisation)")
-    axes.set_ylabel(r"$g(\sigma)$")
-    axes.legend(loc="lower right")

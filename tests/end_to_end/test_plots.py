@@ -91,6 +91,6 @@ def test_commands_that_need_no_run(tmp_path, monkeypatch, capsys):
     assert _run(monkeypatch, "theorem.py", "--steps", "100", "--output", tmp_path) == 0
     config = SCRIPTS.parent / "train_configs" / "1b_adamw_pc.toml"
     assert _run(monkeypatch, "cost.py", config, "--output", tmp_path) == 0
-    assert _figures(tmp_path) == {"polynomials", "own_fit", "theorem"}
+    assert _figures(tmp_path) == {"polynomials", "theorem"}
     assert "0.391 %" in (tmp_path / "cost.md").read_text()
     assert "inside the region R at every one of 100 steps: yes" in capsys.readouterr().out
