@@ -4,8 +4,7 @@ A matmul of [a, b] and [b, c] counts as 2abc FLOPs; elementwise operations are n
 """
 
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,7 +14,7 @@ from torchtitan.models.llama3.model.model import Transformer
 
 from pc import attach, named_weights, polynomial
 from pc.config import PCConfig
-from pc.owner import BUCKET_BYTES, assign, buckets
+from pc.owner import assign
 from pc.settings import load_config
 from pc.settings.layout import Layout
 from pc.titan import memory
@@ -81,36 +80,9 @@ class Matrix:
             backward += 8 * long * short**2 + 2 * max(0, 3 * squares - 1) * short**3
         return backward + sum(self._stage_flops(stage) for stage in self.stages[:-1]) + self.estimate_flops()
 
-    def pull_back_input_bytes(self) -> int:
-        """W, the gradient of PC(W), gamma, u and v, in float32."""
-        return 4 * (2 * self.n * self.m + self.n + self.m + self.config.learnable_gamma)
-
-    def pull_back_bytes(self) -> int:
-        """Peak bytes that `passes.pull_back` allocates in float32, without its inputs.
-
-        [n, m]: the result and the input of every inner stage. [s, s]: the Gram matrix, its square, and the partial
-        sums of p and gradients.
-        """
-        full_size = len(self.stages) + 1 if len(self.stages) > 1 else 1
-        return 4 * (full_size * self.n * self.m + (5 + self._degree) * self.short**2)
-
-    def materialise_input_bytes(self) -> int:
-        """W, gamma, u and v, in float32."""
-        return self.pull_back_input_bytes() - 4 * self.n * self.m
-
-    def materialise_bytes(self) -> int:
-        """Peak bytes that `passes.materialise` allocates in float32, without its inputs.
-
-        [n, m]: PC(W), or an inner stage's result. [s, s]: the Gram matrix, its square, the partial sums of p, scaled p.
-        """
-        squares = 3 + (self._degree > 1) + (self._degree - 1) // 2
-        if len(self.stages) > 1:  # the previous stage still holds its own
-            squares += 2 + self._degree
-        return 4 * (self.n * self.m + squares * self.short**2)
-
-    @property
-    def _degree(self) -> int:
-        return max(len(stage) for stage in self.stages) - 1
+    def step_flops(self) -> int:
+        """Schedule "step", once per optimizer step."""
+        return self.materialise_flops() + self.pull_back_flops()
 
     def in_graph_flops(self, recomputed: bool) -> int:
         """Schedule "forward", per micro-batch and rank; activation checkpointing repeats the forward pass."""
@@ -188,18 +160,18 @@ class Plan:
         self.args = model_args_of(self.config)
         with torch.device("meta"):
             self.model = attach(Transformer(self.args), self.config.pc.to_pc_config())
-        self.weights = [[Matrix(*matrix) for matrix in weight.form.matrices] for _, weight in named_weights(self.model)]
-        self.costs = [weight.form.cost for _, weight in named_weights(self.model)]
-        self.matrices = [matrix for of_weight in self.weights for matrix in of_weight]
+        self.forms = [weight.form for _, weight in named_weights(self.model)]
+        self.matrices = [Matrix(*matrix) for form in self.forms for matrix in form.matrices]
 
     @cache
     def step_cost(self) -> StepCost:
         """FLOPs of one step; counts PC even if the config has it off."""
         seq_len = self.config.training.seq_len
-        per_matrix = [matrix.materialise_flops() + matrix.pull_back_flops() for matrix in self.matrices]
-        load = [0] * self.owners
-        for cost, owner in zip(per_matrix, self.owners_of_matrices(), strict=True):
-            load[owner] += cost
+        per_weight = [sum(Matrix(*matrix).step_flops() for matrix in form.matrices) for form in self.forms]
+        num_owners = self.shards * self.tensor_parallel
+        load = [0] * num_owners
+        for flops, owner in zip(per_weight, assign([form.cost for form in self.forms], num_owners), strict=True):
+            load[owner] += flops
         recomputed = self.config.activation_checkpoint.mode == "full"
         in_graph = sum(matrix.in_graph_flops(recomputed) for matrix in self.matrices)
         power = sum(matrix.power_iteration_flops() for matrix in self.matrices)
@@ -210,22 +182,19 @@ class Plan:
             ranks=self.world_size,
             model=self.tokens * model_flops_per_token(self.args, seq_len, causal=True),
             model_full_square=self.tokens * model_flops_per_token(self.args, seq_len, causal=False),
-            pc_step=sum(per_matrix) * self.replicas,  # every replica repeats the work
+            pc_step=sum(per_weight) * self.replicas,  # every replica repeats the work
             pc_step_busiest=math.ceil(max(load) / self.pipeline_parallel),
             pc_forward=ranks * (self.micro_batches * in_graph + power),
             paper_bound=max(matrix.paper_bound(self.tokens) for matrix in self.matrices),
         )
 
     def memory_by_part(self, schedule: str) -> dict[str, float]:
-        """GiB per GPU by part; `schedule` is "step", "forward", or "plain" for the baseline.
+        """GiB per GPU at the peak, by part; `schedule` is "step", "forward", or "plain" for the baseline.
 
-        "PC work space" is used between steps, when there are no activations. So it does not add to the peak
-        if activations and logits are larger.
+        The passes of "step" need less: they run when the activations are freed.
         """
         training = self.config.training
         parts = memory.of_run(self.config, self.dims, memory.sizes_of(self.model), schedule=schedule)
-        if schedule == "step":
-            parts["PC work space"] = self._work_space() / memory.GIB
         if schedule == "forward":
             kept = sum(matrix.kept_elements() for matrix in self.matrices) / self.pipeline_parallel
             if self.config.activation_checkpoint.mode == "full":
@@ -233,46 +202,6 @@ class Plan:
             itemsize = memory.BFLOAT16 if training.mixed_precision_param == "bfloat16" else memory.FLOAT32
             parts["PC in the graph"] = kept * itemsize / memory.GIB
         return parts
-
-    @property
-    def owners(self) -> int:
-        """Number of ranks that the matrices are assigned to."""
-        return self.shards * self.tensor_parallel
-
-    def owners_of_matrices(self) -> list[int]:
-        """The owner of each matrix, assigned as in `pc.owner`."""
-        owners = assign(self.costs, self.owners)
-        return [owner for owner, of_weight in zip(owners, self.weights, strict=True) for _ in of_weight]
-
-    def _work_space(self) -> float:
-        """Bytes on the busiest owner in the larger of the two passes.
-
-        The pass's allocations for a batch of matrices, plus the batch of inputs; with several ranks also the
-        shards sent and received for a bucket of matrices.
-        """
-        return max(
-            self._work_space_of(Matrix.pull_back_input_bytes, Matrix.pull_back_bytes),
-            self._work_space_of(Matrix.materialise_input_bytes, Matrix.materialise_bytes),
-        )
-
-    def _work_space_of(self, input_bytes: Callable[[Matrix], int], bytes_of: Callable[[Matrix], int]) -> float:
-        if self.owners == 1:
-            largest = 0.0
-            for matrix, count in Counter(self.matrices).items():
-                batch = min(count, max(1, BUCKET_BYTES // input_bytes(matrix)))
-                copied = input_bytes(matrix) if batch > 1 else 0
-                largest = max(largest, batch * (copied + bytes_of(matrix)))
-            return largest
-        sizes = [input_bytes(matrix) for matrix in self.matrices]
-        owner_of = self.owners_of_matrices()
-        largest = 0.0
-        for bucket in buckets(owner_of, sizes, BUCKET_BYTES):
-            for owner in range(self.owners):
-                held = [self.matrices[i] for i in bucket if owner_of[i] == owner]
-                batches = [count * bytes_of(matrix) for matrix, count in Counter(held).items()]
-                exchanged = 4 * sum(input_bytes(matrix) for matrix in held)
-                largest = max(largest, exchanged + max(batches, default=0))
-        return largest
 
 
 def table(plan: Plan) -> str:
@@ -307,10 +236,7 @@ def table(plan: Plan) -> str:
     columns = [plan.memory_by_part(schedule) for schedule in ("plain", "step", "forward")]
     for part in dict.fromkeys(part for column in columns for part in column):
         text.append(f"| {part} | " + " | ".join(f"{column.get(part, 0.0):.2f}" for column in columns) + " |")
-    peaks = " | ".join(
-        f"{sum(size for part, size in column.items() if part != 'PC work space'):.2f}" for column in columns
-    )
-    text.append(f"| peak in the backward pass (without PC work space) | {peaks} |")
+    text.append("| peak | " + " | ".join(f"{sum(column.values()):.2f}" for column in columns) + " |")
     return "\n".join(text) + "\n"
 
 
