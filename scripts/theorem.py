@@ -1,6 +1,6 @@
 """Check the paper's convergence theorem numerically on a small deep linear network.
 
-Usage: python scripts/theorem.py [--output DIR] [--steps N] [--level K] [--seed S]
+Usage: python scripts/theorem.py [--output DIR] [--steps N] [--seed S]
 """
 
 import argparse
@@ -14,17 +14,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("outputs/theorem"), help="folder for the figure")
     parser.add_argument("--steps", type=int, default=1500, help="gradient descent steps (default: 1500)")
-    parser.add_argument("--level", type=int, default=4, choices=(1, 2, 3, 4), help="PC level (default: 4)")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     from pc.analysis import theorem
 
     problem = theorem.make_problem(seed=arguments.seed)
     region = theorem.bound(problem)
-    plain = theorem.descend(problem, region, arguments.steps)
-    with_pc = theorem.descend(problem, region, arguments.steps, arguments.level)
-    print(theorem.report(region, plain, with_pc, arguments.level))
-    print(theorem.plot(region, plain, with_pc, arguments.level, arguments.output))
+    descent = theorem.descend(problem, region, arguments.steps)
+    print(theorem.report(region, descent))
+    print(theorem.plot(region, descent, arguments.output))
 
 
 if __name__ == "__main__":

@@ -5,8 +5,7 @@ as every singular value of layer l stays in [mu_l, tau_l] (the region R), where
 
     beta = (prod tau_l)^2 (sqrt(2 L(0)) + ||X||_F) L sigma_max(X),    mu = (prod mu_l)^2 sigma_min(X)^2.
 
-This module computes the bound and compares it with the observed losses. It also runs the same problem with PC in every
-layer and the same step size, which the theorem does not cover.
+This module computes the bound and compares it with the observed losses.
 """
 
 import math
@@ -18,9 +17,7 @@ import torch
 from torch import Tensor
 
 from pc.common.plots import save, subplots
-from pc.config import PCConfig
 from pc.errors import UserError
-from pc.linear import effective_weight
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ class Descent:
 
     losses: list[float]
     in_region: list[bool]
-    """Whether the raw weights were in R."""
+    """Whether the weights were in R."""
 
 
 def make_problem(widths: Sequence[int] = (8, 12, 12, 6), samples: int = 6, seed: int = 0) -> Problem:
@@ -104,12 +101,8 @@ def in_region(weights: Sequence[Tensor], region: Bound) -> bool:
     return all(lo <= s[-1] and s[0] <= up for s, lo, up in zip(spectra, region.lower, region.upper, strict=True))
 
 
-def descend(problem: Problem, region: Bound, steps: int, level: int | None = None) -> Descent:
+def descend(problem: Problem, region: Bound, steps: int) -> Descent:
     """Gradient descent with step size 1/beta.
-
-    Args:
-        level: None trains the weights themselves. With a PC level, W is trained and PC(W) used in its place, with exact
-            singular vectors for the estimate, norm recovery and no gamma.
 
     Raises:
         UserError: fewer than one step.
@@ -119,8 +112,7 @@ def descend(problem: Problem, region: Bound, steps: int, level: int | None = Non
     weights = [weight.clone().requires_grad_() for weight in problem.weights]
     losses, inside = [], []
     for _ in range(steps + 1):
-        used = weights if level is None else [_preconditioned(weight, level) for weight in weights]
-        loss = problem.loss(used)
+        loss = problem.loss(weights)
         losses.append(loss.item())
         inside.append(in_region([weight.detach() for weight in weights], region))
         gradients = torch.autograd.grad(loss, weights)
@@ -130,49 +122,33 @@ def descend(problem: Problem, region: Bound, steps: int, level: int | None = Non
     return Descent(losses, inside)
 
 
-def report(region: Bound, plain: Descent, with_pc: Descent, level: int) -> str:
+def report(region: Bound, descent: Descent) -> str:
     """A text on how loose the bound is."""
-    steps = len(plain.losses) - 1
-    measured, promised = _fall_per_step(plain), -math.log1p(-region.mu / region.beta)
+    losses = descent.losses
+    steps = len(losses) - 1
+    measured, promised = math.log(losses[0] / losses[-1]) / steps, -math.log1p(-region.mu / region.beta)
     return "\n".join(
         [
             f"beta = {region.beta:.4g}, mu = {region.mu:.4g}",
-            f"inside the region R at every one of {steps} steps: {'yes' if all(plain.in_region) else 'NO'}",
-            f"loss: {plain.losses[0]:.4g} -> {plain.losses[-1]:.4g}; the theorem promises at most "
-            f"{plain.losses[0] * region.contraction**steps:.4g}",
+            f"inside the region R at every one of {steps} steps: {'yes' if all(descent.in_region) else 'NO'}",
+            f"loss: {losses[0]:.4g} -> {losses[-1]:.4g}; the theorem promises at most "
+            f"{losses[0] * region.contraction**steps:.4g}",
             f"fall of log loss per step: {measured:.3g} measured, {promised:.3g} promised, "
             f"a factor of {measured / promised:.0f} between them",
-            f"with PC level {level} and the same step size: {with_pc.losses[0]:.4g} -> {with_pc.losses[-1]:.4g}, a fall "
-            f"of log loss of {_fall_per_step(with_pc):.3g} per step. Not covered by the theorem: the step size is that "
-            "of the plain network, and PC starts from another function.",
         ]
     )
 
 
-def plot(region: Bound, plain: Descent, with_pc: Descent, level: int, output: Path) -> Path:
+def plot(region: Bound, descent: Descent, output: Path) -> Path:
     """Loss against steps, with the bound."""
     figure, axes = subplots(width=5.0)
-    axes.plot([loss / plain.losses[0] for loss in plain.losses], label="gradient descent")
-    axes.plot([region.contraction**t for t in range(len(plain.losses))], "k--", label="bound of theorem 1")
-    axes.plot([loss / with_pc.losses[0] for loss in with_pc.losses], label=f"with PC level {level} (no theorem)")
+    axes.plot([loss / descent.losses[0] for loss in descent.losses], label="gradient descent")
+    axes.plot([region.contraction**t for t in range(len(descent.losses))], "k--", label="bound of theorem 1")
     axes.set_yscale("log")
-    axes.set_ylim(bottom=1e-20)  # as far as float64 resolves
     axes.set_ylabel("loss / initial loss")
     axes.set_xlabel("gradient descent step")
     axes.legend()
     return save(figure, output / "theorem")
-
-
-def _fall_per_step(descent: Descent) -> float:
-    """Mean fall of the logarithm of the loss per step, while float64 resolves it."""
-    first = descent.losses[0]
-    steps = max(t for t, loss in enumerate(descent.losses) if loss > 1e-20 * first)
-    return math.log(first / descent.losses[steps]) / max(1, steps)
-
-
-def _preconditioned(weight: Tensor, level: int) -> Tensor:
-    u, _, vt = torch.linalg.svd(weight.detach(), full_matrices=False)
-    return effective_weight(weight, None, u[:, 0], vt[0], PCConfig(level=level, learnable_gamma=False))
 
 
 def _predict(weights: Sequence[Tensor], inputs: Tensor) -> Tensor:

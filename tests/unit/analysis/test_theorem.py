@@ -44,10 +44,3 @@ def test_outside_the_region_the_promise_can_fail():
     assert max(falls) > 1
     with pytest.raises(UserError, match="--steps 0: should be 1 or more"):
         theorem.descend(problem, region, 0)
-
-
-def test_pc_trains_raw_weights_through_the_map():
-    problem = theorem.make_problem()
-    region = theorem.bound(problem)
-    plain, with_pc = theorem.descend(problem, region, 50), theorem.descend(problem, region, 50, level=4)
-    assert with_pc.losses[0] != plain.losses[0] and with_pc.losses[-1] < with_pc.losses[0]
