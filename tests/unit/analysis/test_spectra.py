@@ -91,7 +91,7 @@ def test_each_checkpoint_has_its_own_legend(tmp_path, monkeypatch):
     assert legends == 2 * [["run/step-7", "run/step-8"]]
     legends.clear()
     draw_spectra([tmp_path / "a/run", tmp_path / "b/run", tmp_path / "b/other"], tmp_path / "out", None)
-    assert legends == 2 * [["a/run", "b/run", "other"]]
+    assert legends == 2 * [["a/run", "b/run", "b/other"]]
     legends.clear()
     draw_spectra([first, second, tmp_path / "b/run"], tmp_path / "out", None)
     assert legends == 2 * [["a/run/step-7", "a/run/step-8", "b/run"]]
@@ -131,7 +131,7 @@ def test_errors(tmp_path):
         spectra.of_sources([tmp_path / "nothing"], tmp_path)[0]
     (tmp_path / "wrong.npz").write_bytes(b"not an archive")
     with pytest.raises(UserError, match="not a file of singular values"):
-        spectra.of_source(tmp_path / "wrong.npz", tmp_path)
+        spectra.of_sources([tmp_path / "wrong.npz"], tmp_path)
     spectra.save(spectra.Spectra("run", 7, (), {"q": torch.ones(1, 500).cumsum(1)}, {}), tmp_path / "half.npz")
     (tmp_path / "half.npz").write_bytes((tmp_path / "half.npz").read_bytes()[:300])
     with pytest.raises(UserError, match="half.npz: not a file of singular values"):
