@@ -51,36 +51,36 @@ def plot(results: Sequence[dict], baselines: Sequence[RunLog], path: Path) -> Pa
             values.setdefault(key, []).append(value)
     varied = [key for key, given in values.items() if any(value != given[0] for value in given)]
     for i, (axes, config) in enumerate(zip(panels[0], configs, strict=True)):
-        settings: dict[str, list[dict]] = {}
+        bars: dict[str, list[dict]] = {}
         for result in results:
             if result["config"] == config:
-                chosen = {key: result["settings"][key] for key in varied if key in result["settings"]}
-                settings.setdefault(label(chosen) or "as it is", []).append(result)
-        shown = []
-        for place, members in enumerate(settings.values()):
-            losses = [member[VALIDATION] for member in members if member.get(VALIDATION) is not None]
-            if len(losses) < len(members):
-                words = f"{len(members) - len(losses)} of {len(members)} without a loss"
-                axes.annotate(words, (place, 0.01), xycoords=("data", "axes fraction"), ha="center", fontsize=7)
-            if not losses:
-                continue
-            mean = statistics.fmean(losses)
-            spiked = any(member["spikes"] for member in members)
-            axes.bar(place, mean, color="C0", alpha=0.8, hatch="//" if spiked else None, edgecolor="white")
-            if len(losses) > 1:
-                axes.vlines(place, min(losses), max(losses), color="k")
-            axes.annotate(f"{mean:.4f}", (place, max(losses)), ha="center", va="bottom", fontsize=7)
-            shown += losses
+                chosen = {key: value for key, value in result["settings"].items() if key in varied}
+                bars.setdefault(label(chosen) or "as it is", []).append(result)
+        shown = [loss for place, runs in enumerate(bars.values()) for loss in _draw(axes, place, runs)]
         if baselines:
             final = baselines[i].require(VALIDATION, "the baseline has no validation").values[-1]
             axes.axhline(final, color="C3", linestyle="--", label=f"{baselines[i].name}: {final:.4f}")
             axes.legend(loc="upper right")
-            shown.append(final)
-        shown = [loss for loss in shown if math.isfinite(loss)]
+            shown += [final] if math.isfinite(final) else []
         if shown:  # the axis does not start at 0, because differences are small
             margin = 0.25 * (max(shown) - min(shown)) or 0.01 * max(shown)
             axes.set_ylim(min(shown) - margin, max(shown) + margin)
-        axes.set_xticks(range(len(settings)), settings, rotation=35, ha="right", fontsize=7)
+        axes.set_xlim(-0.6, len(bars) - 0.4)  # also where the last has no bar
+        axes.set_xticks(range(len(bars)), bars, rotation=35, ha="right", fontsize=7)
         axes.set_title(Path(config).stem)
         axes.set_ylabel("final validation loss (nats per token)")
     return save(figure, path)
+
+
+def _draw(axes, place: int, runs: Sequence[dict]) -> list[float]:
+    """One bar; returns the losses that it shows."""
+    losses = [run[VALIDATION] for run in runs if run.get(VALIDATION) is not None]
+    if len(losses) < len(runs):
+        words = f"{len(runs) - len(losses)} of {len(runs)} without a loss"
+        axes.annotate(words, (place, 0.01), xycoords=("data", "axes fraction"), ha="center", fontsize=7)
+    if losses:
+        mean, spiked = statistics.fmean(losses), any(run["spikes"] for run in runs)
+        axes.bar(place, mean, color="C0", alpha=0.8, hatch="//" if spiked else None, edgecolor="white")
+        axes.vlines(place, min(losses), max(losses), color="k")
+        axes.annotate(f"{mean:.4f}", (place, max(losses)), ha="center", va="bottom", fontsize=7)
+    return losses
