@@ -1,28 +1,72 @@
 """Muon for sharded matrices: `torch.optim.Muon` with Newton-Schulz on owner ranks (`pc.owner`)."""
 
+from dataclasses import astuple
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+from torch.optim import Optimizer
+from torch.optim._muon import (
+    DEFAULT_A,
+    DEFAULT_B,
+    DEFAULT_C,
+    DEFAULT_NS_STEPS,
+    EPS,
+    _adjust_lr,
+    _zeropower_via_newtonschulz,
+)
 
+from pc.config import PCConfig
+from pc.cuts import Cut, Form, form_of
 from pc.owner import local, run_on_owners
+
+_OPTIONS = {
+    "lr": 1e-3,
+    "weight_decay": 0.1,
+    "momentum": 0.95,
+    "nesterov": True,
+    "ns_coefficients": (DEFAULT_A, DEFAULT_B, DEFAULT_C),
+    "eps": EPS,
+    "ns_steps": DEFAULT_NS_STEPS,
+    "adjust_lr_fn": None,
+}
 
 
 class Muon(torch.optim.Muon):
-    """`torch.optim.Muon` for `DTensor` shards; same options and bitwise the same results.
+    """`torch.optim.Muon` for `DTensor` shards and for weights of several matrices; on single matrices with the same
+    options bitwise the same results.
+
+        pc.Muon([{"params": matrices}, {"params": experts, "cut": pc.Cut(("gate", "up"))}], lr=1e-3)
 
     Momentum and weight updates are elementwise and run on the shards. One owner rank (`pc.owner`) orthogonalises each
     matrix with torch's own function. Matrices travel in bfloat16, the precision of that function. They are
     orthogonalised one by one: batched matmuls round differently in about one of fifty small matrices, and at the
-    sizes of language models one matmul fills a GPU.
+    sizes of language models one matmul fills a GPU. A parameter group with a "cut" is cut into matrices as a weight of
+    PC is; the factor of the learning rate follows from the shape of a matrix.
 
     The momentum is torch's running mean, `buf = mu buf + (1 - mu) g`. The paper writes `buf = mu buf + g`.
     Orthogonalisation cancels the constant factor between the two, up to its epsilon of 1e-7 against the update's norm.
 
     A step changes nothing if the attribute `found_inf`, a device tensor as in torch's fused optimizers, is 1.
+
+    Raises:
+        ValueError: a parameter that is no matrix, in a group without a "cut".
+        UserError: a cut does not fit.
     """
 
     found_inf: Tensor | None = None
+
+    def __init__(self, params, **options) -> None:
+        if unknown := options.keys() - _OPTIONS.keys():
+            raise TypeError(f"Muon has no option {min(unknown)}")
+        Optimizer.__init__(self, params, _OPTIONS | options)  # torch's own would refuse weights of three dimensions
+        for group in self.param_groups:
+            if isinstance(group.get("cut"), Cut):
+                group["cut"] = astuple(group["cut"])  # which a checkpoint can hold
+            for parameter in group["params"]:
+                if parameter.ndim != 2 and "cut" not in group:
+                    raise ValueError(f"Muon needs matrices, not {[*parameter.shape]}, or a cut in the parameter group")
+                _form(parameter, group)
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -48,25 +92,52 @@ class Muon(torch.optim.Muon):
             skip = self.found_inf.bool()
             decay = torch.where(skip, 1.0, decay)
             for gradient, buffer in zip(local_gradients, updates, strict=True):
-                torch.where(
-                    skip, buffer, gradient, out=gradient
-                )  # averaging the buffer with itself leaves it unchanged
+                # averaging the buffer with itself leaves it unchanged
+                torch.where(skip, buffer, gradient, out=gradient)
         torch._foreach_lerp_(updates, local_gradients, 1 - momentum)
         if group["nesterov"]:
             updates = list(torch._foreach_lerp(local_gradients, updates, momentum))
         # bfloat16 copies, sharded as the parameters are; run_on_owners writes its results into them
         updates = [_like(p, u.to(torch.bfloat16, copy=True)) for p, u in zip(parameters, updates, strict=True)]
+        forms = [_form(parameter, group) for parameter in parameters]
         settings = (group["ns_coefficients"], group["ns_steps"], group["eps"])
-        run_on_owners(_orthogonalise, [(u,) for u in updates], [(u,) for u in updates], [settings] * len(updates))
+        factors = [
+            [_adjust_lr(1.0, group["adjust_lr_fn"], (p.rows, form.columns)) for p in form.parts] for form in forms
+        ]
+        run_on_owners(
+            _orthogonalise,
+            [(u,) for u in updates],
+            [(u,) for u in updates],
+            [(form, settings, tuple(f / max(of) for f in of)) for form, of in zip(forms, factors, strict=True)],
+            stacked=[bool(form.stack) for form in forms],
+            costs=[form.cost for form in forms],
+        )
         torch._foreach_mul_(shards, decay)
-        for parameter, shard, update in zip(parameters, shards, updates, strict=True):
+        for shard, update, of_parts in zip(shards, updates, factors, strict=True):
             if self.found_inf is not None:
                 local(update).masked_fill_(skip, 0)
-            shard.add_(local(update), alpha=-_adjust_lr(lr, group["adjust_lr_fn"], parameter.shape))
+            shard.add_(local(update), alpha=-lr * max(of_parts))
 
 
-def _orthogonalise(settings: tuple, updates: Tensor) -> tuple[Tensor]:
-    return (torch.stack([_zeropower_via_newtonschulz(update, *settings) for update in updates]),)
+_EVERY_PART = PCConfig()
+
+
+def _form(parameter: Tensor, group: dict) -> Form:
+    cut = Cut(*group.get("cut", ()))
+    return form_of(
+        "a parameter", parameter.shape, cut, [_EVERY_PART] * len(cut.blocks), [cut.head_dim] * len(cut.blocks)
+    )
+
+
+def _orthogonalise(key: tuple, updates: Tensor) -> tuple[Tensor]:
+    """Of every matrix, times the part's relative factor of the learning rate."""
+    form, settings, scales = key
+    parts = [
+        torch.stack([_zeropower_via_newtonschulz(matrix, *settings) for matrix in matrices])
+        for matrices in form.cut("w", updates)
+    ]
+    scaled = [part if scale == 1 else part * scale for part, scale in zip(parts, scales, strict=True)]
+    return (form.join("w", scaled, updates),)
 
 
 def _like(parameter: Tensor, shard: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class Kind:
     """What the trainer needs to know about an optimizer. Its own keys begin with its name: "muon_" for "Muon"."""
 
-    build: "Callable[[list[nn.Parameter], Optimizer], torch.optim.Optimizer]"
-    """imports torch when it is called"""
+    build: "Callable[[list[nn.Parameter] | list[dict], Optimizer], torch.optim.Optimizer]"
+    """from parameters or parameter groups; imports torch when it is called"""
     states: int
     """state tensors per parameter and of its size, for the memory estimate"""
     obeys_found_inf: "Callable[[torch.optim.Optimizer], bool]"
@@ -85,6 +85,7 @@ class Optimizer(Section):
     muon_adjust_lr: Literal["match_rms_adamw", "original"] = key(
         "match_rms_adamw", "How Muon scales the learning rate with the matrix shape."
     )
+    muon_heads: list[Literal["q", "k", "v"]] = key([], "Blocks of which Muon takes each attention head as a matrix.")
 
 
 def foreign_keys(name: str) -> list[str]:

@@ -255,6 +255,7 @@ class PC(Section):
     blocks: list[str] = key(
         ["o", "ffn"], "Layers to precondition: q, k, v, o, gate, up, down, and the groups qk and ffn."
     )
+    heads: list[Literal["q", "k", "v"]] = key([], "Blocks whose weights are one matrix for each attention head.")
     power_iterations: Annotated[int, Field(ge=1, le=10_000)] = key(
         10, "Power iterations per optimizer step for the estimate of the spectral norm.", RESULT
     )

@@ -16,6 +16,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
 from pc.config import block_of
+from pc.cuts import Cut
 from pc.errors import UserError
 from pc.schedules import Schedule, schedule
 from pc.settings.optimizers import KINDS, Optimizer
@@ -145,7 +146,17 @@ def _build(model: nn.Module, config: Optimizer) -> dict[str, torch.optim.Optimiz
     for name, parameter in model.named_parameters():
         kind = config.name if group_of(clean_name(name)) == "hidden matrices" else "AdamW"
         members[kind].append(parameter)
-    return {kind.lower(): KINDS[kind].build(some, config) for kind, some in members.items() if some}
+    made = {kind: _groups(model, config, some) if kind == "Muon" else some for kind, some in members.items() if some}
+    return {kind.lower(): KINDS[kind].build(some, config) for kind, some in made.items()}
+
+
+def _groups(model: nn.Module, config: Optimizer, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+    """Muon's parameter groups: whole matrices, and those that are one matrix for each head."""
+    names = {parameter: clean_name(name).removesuffix(".weight") for name, parameter in model.named_parameters()}
+    heads = [parameter for parameter in parameters if block_of(names[parameter]) in config.muon_heads]
+    whole = [parameter for parameter in parameters if block_of(names[parameter]) not in config.muon_heads]
+    cut = Cut(head_dim=model.model_args.dim // model.model_args.n_heads)
+    return [{"params": whole}, *([{"params": heads, "cut": cut}] if heads else [])]
 
 
 def _log_groups(model_parts: list[nn.Module], config: Optimizer) -> None:

@@ -18,6 +18,7 @@ MUON = ["--optimizer.name", "Muon"]
 # of `python scripts/polynomials.py --cutoff 0.5 --degree 3`
 OWN_MAP = ["--pc.level", "2.616097,-3.550208,2.730920,-0.796809"]
 FORWARD = ["--pc.schedule", "forward"]
+HEADS = [*MUON, "--pc.blocks", "qk,v,o,ffn", "--pc.heads", "q,k,v", "--optimizer.muon_heads", "q,k,v"]
 
 
 def _run(ranks, config, overrides=()):
@@ -59,8 +60,8 @@ ASYNC = ["--checkpoint.async_mode", "async"]
 
 @pytest.mark.parametrize(
     "ranks, overrides",
-    [(1, OWN_MAP), (2, MUON), (2, [*MUON, *FORWARD]), (2, BASELINE), (2, ASYNC)],
-    ids=["pc-own-map", "muon-2", "muon-forward-2", "baseline-2", "async-2"],
+    [(1, OWN_MAP), (2, HEADS), (2, [*MUON, *FORWARD]), (2, BASELINE), (2, ASYNC)],
+    ids=["pc-own-map", "muon-heads-2", "muon-forward-2", "baseline-2", "async-2"],
 )
 def test_resume_is_exact(tiny_config, tmp_path, ranks, overrides):
     config, folder = tiny_config
