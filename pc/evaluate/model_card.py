@@ -129,7 +129,7 @@ def _command(run: RunCheckpoint) -> str:
         return "the configuration below"
     environment = json.loads(path.read_text())
     command = " ".join(environment["command"])
-    return f"`./run_llama_train.sh {command}` on {environment['world_size']} ranks (commit {environment['commit']})"
+    return f"`./run_llama_train.sh {command}` (world size {environment['world_size']}, commit {environment['commit']})"
 
 
 def _scores(path: Path) -> str:

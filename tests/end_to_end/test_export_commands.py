@@ -63,6 +63,11 @@ def test_generate_is_repeatable(made, command):
     [
         ("export_hf.py", ["nowhere", "out"], "error: nowhere: no such checkpoint"),
         ("score.py", ["nowhere"], "error: nowhere: no such model"),
+        (
+            "dry_run.py",
+            ["train_configs/debug.toml", "--no-data", "--evaluation.tasks", "mmlu"],
+            "evaluation.tasks = ['mmlu']",
+        ),
         ("generate.py", ["tests", "Hello"], "error: tests: not a checkpoint"),
         ("generate.py", ["tests", "Hello", "--temperature", "-1"], "error: temperature should be at least 0"),
     ],

@@ -41,7 +41,7 @@ def test_the_card_of_a_run(run, evaluation_data, tmp_path):
         "| training loss | 4.2500 (step 7) |",
         "| validation loss | 4.5000 (step 6) |",
         "| piqa/acc, while training | 0.5000 |",
-        "`./run_llama_train.sh my.toml --pc.level 4` on 8 ranks (commit abc)",
+        "`./run_llama_train.sh my.toml --pc.level 4` (world size 8, commit abc)",
         "## Zero-shot scores, first 1 items of each",
         'flavor = "debug"',
     ):
