@@ -24,21 +24,18 @@ def require(config: Config, processes: int) -> None:
 
 def _require_compiler() -> None:
     """Triton builds its driver with a C compiler; on a CPU, inductor builds its kernels with a C++ compiler."""
-    on_gpu = torch.cuda.is_available()
-    wanted = [os.environ["CC"]] if on_gpu and "CC" in os.environ else ["gcc", "clang"]
-    if not on_gpu:
-        wanted = [os.environ.get("CXX", "g++")]
-    if not any(shutil.which(name.split()[0]) for name in wanted):
-        raise UserError(
-            f"compile.enable = true needs {' or '.join(wanted)} on the PATH; install it (Debian: apt-get install g++), or "
-            "use compile.enable = false"
-        )
+    names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    if not torch.cuda.is_available():
+        names = [os.environ.get("CXX", "g++")]
     header = Path(sysconfig.get_path("include"), "Python.h")
-    if not header.exists():
-        package = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
+    missing = None
+    if not any(shutil.which(name.split()[0]) for name in names):
+        missing, package = f"{' or '.join(names)} on the PATH", "g++"
+    elif not header.exists():
+        missing, package = str(header), f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
+    if missing:
         raise UserError(
-            f"compile.enable = true needs Python's headers, and there is no {header}; install them (Debian: apt-get "
-            f"install {package}), or use compile.enable = false"
+            f"compile.enable = true needs {missing}; install it (Debian: apt-get install {package}), or use false"
         )
 
 

@@ -30,7 +30,7 @@ def test_compilation_needs_a_compiler_and_headers(config, monkeypatch, tmp_path)
         with pytest.raises(UserError, match="needs gcc or clang on the PATH"):  # Triton asks for a C compiler
             machine.require(config, 1)
     monkeypatch.setattr(machine.sysconfig, "get_path", lambda name: str(tmp_path))
-    with pytest.raises(UserError, match=r"no .*Python.h; install them \(Debian: apt-get install python3"):
+    with pytest.raises(UserError, match=r"needs .*/Python.h; install it \(Debian: apt-get install python3"):
         machine.require(config, 1)
     config.compile.enable = False
     machine.require(config, 1)
