@@ -205,10 +205,12 @@ def test_a_link_whose_run_is_gone_is_trained_again(folder, trained):
 
 def test_a_run_that_is_trained_elsewhere_is_passed_over(folder, trained, capsys):
     finish("pc.toml", [], folder / "outputs" / "by-hand", state="running")
-    with lock(folder / "outputs" / "by-hand"), pytest.raises(UserError, match="did not finish: level-4"):
-        run_all([load("level.toml")])
-    assert "level-4: another process is training an equal run in outputs/by-hand" in capsys.readouterr().out
-    assert trained == ["outputs/sweeps/level/level-3"]
+    with lock(folder / "outputs" / "by-hand"), lock(folder / "outputs/sweeps/level/level-3"):
+        with pytest.raises(UserError, match="1 of 2 runs did not finish: level-4"):
+            run_all([load("level.toml")])
+    said = capsys.readouterr().out
+    assert "level-3: another process is training it" in said
+    assert "level-4: another process is training an equal run in outputs/by-hand" in said and trained == []
 
 
 def test_equal_runs_are_queued_once(folder, monkeypatch):
