@@ -12,6 +12,7 @@ from pc.common.run_folder import read_log
 from pc.errors import UserError
 from pc.launch import torchrun
 from pc.plan import cost
+from pc.settings import load_config
 
 WARMUP_STEPS, MEASURED_STEPS = 3, 5
 VARIANTS = {
@@ -62,7 +63,7 @@ def _train(config: Path, overrides: Sequence[str], processes: int) -> tuple[list
     with tempfile.TemporaryDirectory() as folder:
         words = [*overrides, *torchrun.STEPS_ALONE, f"--job.dump_folder={folder}", f"--training.steps={steps}"]
         words += ["--metrics.log_freq=1", "--lr_scheduler.warmup_steps=1"]
-        command, environment = torchrun.here(config, words, Path(folder), processes)
+        command, environment = torchrun.command(load_config(config, words), processes)
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
             last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-15:])

@@ -21,7 +21,7 @@ def main() -> None:
         return
     config = load_config(path, overrides)
     rules.require_config(config)  # before the imports below, which take seconds
-    from pc.launch import machine, torchrun
+    from pc.launch import torchrun
     from pc.plan import dry_run
 
     folder = Path(config.job.dump_folder)
@@ -30,9 +30,8 @@ def main() -> None:
     # Report mistakes here, one line each, because torchrun's report of a failed process would bury them.
     if errors := dry_run.check_config(config, processes).errors:
         raise UserError("\nerror: ".join(errors))
-    machine.require(config, processes)
     held = lock(folder)
-    status = torchrun.run(*torchrun.here(torchrun.write_start(config), [], folder, processes), [held])
+    status = torchrun.run(*torchrun.command(config, processes), [held])
     if status == 0:
         print(closing_words(folder))
     elif processes > 1 and (reason := torchrun.last_words(folder)):
@@ -69,12 +68,10 @@ def closing_words(folder: Path) -> str:
     run = state_of(folder)
     if run.state == "stopped":
         return f"Stopped at step {run.step}; the same command continues from {folder}/checkpoint."
-    # to type here, whether or not the environment is active
-    command = Path(sys.executable).with_name("tensorboard")
-    shown = os.path.relpath(command) if command.is_relative_to(Path.cwd()) else command
+    command = os.path.relpath(Path(sys.executable).with_name("tensorboard"))  # works without an active environment
     return (
         f"Checkpoints, metrics.jsonl and TensorBoard logs are in {folder}. Next: "
-        f"{shown} --logdir {folder}/tb, or another config of train_configs/."
+        f"{command} --logdir {folder}/tb, or another config of train_configs/."
     )
 
 

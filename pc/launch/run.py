@@ -1,8 +1,11 @@
 """One training run, as passed between launchers."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from pc.settings import Config, load_config
 
 
 @dataclass(frozen=True)
@@ -17,6 +20,10 @@ class Run:
     settings: dict[str, Any] = field(default_factory=dict)
     """{"section.key": value} from a sweep's axes"""
     seed: int | None = None
+
+    @cached_property
+    def resolved(self) -> Config:
+        return load_config(self.config, self.overrides)
 
     @property
     def setting_name(self) -> str:

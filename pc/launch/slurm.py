@@ -16,7 +16,7 @@ from pathlib import Path
 from pc.common.files import write_atomically
 from pc.common.run_folder import is_locked, lock, newest_step, state_of, write_failure
 from pc.errors import UserError, exit_on_user_error
-from pc.launch import machine, network, torchrun
+from pc.launch import network, torchrun
 from pc.launch.allocation import Allocation
 from pc.launch.run import Run
 from pc.plan.dry_run import check_or_raise
@@ -87,17 +87,14 @@ def task(run: Run) -> int:
     nodes, node = int(os.environ.get("SLURM_NNODES", "1")), int(os.environ.get("SLURM_NODEID", "0"))
     held = [lock(run.folder)] if node == 0 else []
     processes = torchrun.processes_here()
-    config = load_config(run.config, run.overrides)
-    machine.require(config, processes)
-    rendezvous, environment = ["--standalone"], torchrun.environment(processes)
+    rendezvous, network_here = ["--standalone"], {}
     if nodes > 1:
         # The first node, where the batch script runs, has rank 0. Jobs that share a node have different ports.
         host, port = os.environ["SLURM_LAUNCH_NODE_IPADDR"], 20000 + int(os.environ["SLURM_JOB_ID"]) % 10000
         rendezvous = [f"--nnodes={nodes}", f"--node-rank={node}", f"--master-addr={host}", f"--master-port={port}"]
-        environment = network.gloo_interface(host if node else _last_host()) | environment
-    start = torchrun.write_start(config)  # on each node, whose files may be its own
-    words = torchrun.command(start, [], run.folder, processes, rendezvous, prints=node == 0)
-    return torchrun.run(words, environment, held, term_saves=True)
+        network_here = network.gloo_interface(host if node else _last_host())
+    words, environment = torchrun.command(run.resolved, processes, rendezvous, prints=node == 0)
+    return torchrun.run(words, network_here | environment, held, term_saves=True)
 
 
 def _last_host() -> str:

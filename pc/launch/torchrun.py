@@ -13,6 +13,7 @@ from typing import TextIO
 import torch
 
 from pc.errors import UserError
+from pc.launch import machine
 from pc.settings import Config, write_config
 from pc.titan.cpu import promised_gpus
 
@@ -28,13 +29,6 @@ STEPS_ALONE = (
     "--health.freq=0 --health.spectra_freq=0 --health.estimate_freq=0"
 ).split()
 """Overrides of a run whose steps are measured: nothing but training."""
-
-
-def write_start(config: Config) -> Path:
-    """Write what all processes of a run read; it becomes the folder's config.toml once nothing refuses the start."""
-    file = Path(config.job.dump_folder) / "starting.toml"
-    write_config(config, file)
-    return file
 
 
 def processes_here() -> int:
@@ -112,33 +106,41 @@ def run(
     return status if status >= 0 else 128 - status
 
 
-def here(
-    config: str | Path, overrides: Sequence[str], run_folder: Path, processes: int
-) -> tuple[list[str], dict[str, str]]:
-    """Command and environment to train on this machine; a single process skips torchrun, which takes seconds."""
-    if processes > 1:
-        return command(config, overrides, run_folder, processes), environment(processes)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return [sys.executable, "-m", TRAINER, str(config), *overrides], environment(1) | alone
-
-
 def command(
-    config: str | Path,
-    overrides: Sequence[str],
-    run_folder: Path,
-    processes: int,
-    rendezvous: Sequence[str] = ("--standalone",),
-    *,
-    prints: bool = True,
-) -> list[str]:
-    """The torchrun command; every rank writes to run_folder/logs, the first one here also to the console if `prints`."""
+    config: Config, processes: int, rendezvous: Sequence[str] = (), *, prints: bool = True
+) -> tuple[list[str], dict[str, str]]:
+    """Command and environment that train a config with `processes` on this machine.
+
+    Writes what the processes read, starting.toml, which becomes the folder's config.toml once nothing refuses the start.
+    Every rank writes to <run folder>/logs, the first one here also to the console if `prints`. A single process needs
+    no torchrun, which takes seconds.
+
+    Args:
+        rendezvous: torchrun's options, of one node or several; none: this machine alone.
+
+    Raises:
+        UserError: this machine lacks what the run needs.
+    """
+    machine.require(config, processes)
+    folder = Path(config.job.dump_folder)
+    write_config(config, folder / "starting.toml")
+    trainer = ["-m", TRAINER, str(folder / "starting.toml")]
+    if processes == 1 and not rendezvous:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        alone = {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        return [sys.executable, *trainer], environment(1) | alone
     console = ["--tee=3", "--local-ranks-filter=0"] if prints else ["--redirects=3"]
-    logging = ["--role=rank", *console, f"--log-dir={run_folder / 'logs'}"]
-    options = [*rendezvous, f"--nproc-per-node={processes}", *logging]
-    return [sys.executable, "-m", "torch.distributed.run", *options, "-m", TRAINER, str(config), *overrides]
+    options = [*(rendezvous or ["--standalone"]), f"--nproc-per-node={processes}", "--role=rank", *console]
+    logs = f"--log-dir={folder / 'logs'}"
+    return [sys.executable, "-m", "torch.distributed.run", *options, logs, *trainer], environment(processes)
 
 
 def last_words(run_folder: Path) -> str | None:

@@ -47,7 +47,7 @@ def require_unchanged(sweep: Sweep, world_size: int | None = None) -> None:
                 f"{sweep.path}: {run.folder} was trained with several configurations (config.*.toml); move it away to "
                 "train it again"
             )
-        config = load_config(run.config, run.overrides)
+        config = run.resolved
         changed = differing_result(before, result(config, world_size)) if before else []
         if changed:
             was, now = everything(load_config(run.folder / "config.toml")), everything(config)
@@ -111,7 +111,7 @@ def plan(sweeps: Sequence[Sweep], world_size: int | None = None) -> list[Planned
     planned = []
     for sweep in sweeps:
         for run in sweep.runs:
-            mine = result(load_config(run.config, run.overrides), world_size)
+            mine = result(run.resolved, world_size)
             elsewhere = [
                 folder
                 for folder, theirs in folders

@@ -6,10 +6,9 @@ from typing import TextIO
 
 from pc.common.run_folder import lock, newest_step, read_log, state_of, time_left, write_failure
 from pc.errors import UserError
-from pc.launch import machine, torchrun
+from pc.launch import torchrun
 from pc.launch.local import fetch_demo_data
 from pc.launch.run import Run
-from pc.settings import load_config
 from pc.sweep import equal_runs
 from pc.sweep.results import collect, status_text
 from pc.sweep.spec import Sweep, begin
@@ -41,9 +40,7 @@ def run_all(sweeps: Sequence[Sweep]) -> None:
         if planned.trained_elsewhere is not None:
             print(f"{label}: another process is training an equal run in {planned.trained_elsewhere}", flush=True)
             continue
-        config = load_config(run.config, run.overrides)
-        fetch_demo_data(config)
-        machine.require(config, processes)
+        fetch_demo_data(run.resolved)
         try:
             held = lock(run.folder)
         except UserError:
@@ -70,8 +67,7 @@ def train(run: Run, held: TextIO, processes: int, label: str) -> None:
     with held:
         log = run.folder / "train.log"
         print(f"{label}: from step {newest_step(run.folder)}, log in {log}", flush=True)
-        start = torchrun.write_start(load_config(run.config, run.overrides))
-        command = torchrun.here(start, [], run.folder, processes)
+        command = torchrun.command(run.resolved, processes)
         with open(log, "a") as output:
             status = torchrun.run(*command, [held], output, functools.partial(_say_progress, run, label))
     if status != 0 and state_of(run.folder).state != "failed":

@@ -118,7 +118,7 @@ def load(path: str | Path) -> Sweep:
         raise UserError(f"{path}: two runs have the same name; is a value, a seed or a config listed twice?")
     for run in runs:
         try:
-            load_config(run.config, run.overrides)
+            run.resolved  # refuses what is wrong
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
     return Sweep(path, folder, runs, axes, config.select)

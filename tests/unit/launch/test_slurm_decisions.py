@@ -15,6 +15,7 @@ from pc.common.run_folder import is_locked, lock
 from pc.errors import UserError
 from pc.launch import slurm, torchrun
 from pc.launch.slurm import Allocation, after, run_of
+from pc.settings import Config
 from pc.sweep.spec import Run
 from pc.titan import cpu
 
@@ -183,17 +184,18 @@ def test_a_file_system_without_locks_is_no_other_trainer(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("own", [None, "max_split_size_mb:64"])
 def test_a_training_process_has_growing_memory_segments_unless_the_user_said_otherwise(own, tmp_path, monkeypatch):
-    (tmp_path / "shows.py").write_text("import os, sys; print(sys.argv[1], os.environ['PYTORCH_ALLOC_CONF'])")
+    (tmp_path / "shows.py").write_text("import os, sys; print(os.environ['PYTORCH_ALLOC_CONF'])")
     monkeypatch.setattr(torchrun, "TRAINER", "shows")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     if own:
         monkeypatch.setenv("PYTORCH_ALLOC_CONF", own)
-    words, environment = torchrun.here("x.toml", [], tmp_path, 1)
+    config = Config(job={"dump_folder": str(tmp_path)})
+    words, environment = torchrun.command(config, 1)
     done = subprocess.run(words, env=environment, capture_output=True, text=True)
     wanted = own or "expandable_segments:True"
-    assert done.stdout == f"x.toml {wanted}\n", done.stderr
-    assert torchrun.here("x.toml", [], tmp_path, 2)[1]["PYTORCH_ALLOC_CONF"] == wanted  # torchrun hands its own on
+    assert done.stdout == f"{wanted}\n", done.stderr
+    assert torchrun.command(config, 2)[1]["PYTORCH_ALLOC_CONF"] == wanted  # torchrun hands its own on
 
 
 def test_the_reason_is_the_last_thing_said(run, requeued, capsys):
