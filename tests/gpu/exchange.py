@@ -27,8 +27,10 @@ def train(model: nn.Module, change) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(STEPS):
         schedule.materialise()
-        for parameter in model.parameters():
-            parameter.grad = change(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+        optimizer.zero_grad()
+        for name, parameter in model.named_parameters():
+            if not name.endswith("gamma"):  # pull_back sets those
+                parameter.grad = change(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
         schedule.pull_back()
         schedule.restore_raw()
         optimizer.step()

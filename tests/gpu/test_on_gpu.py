@@ -123,7 +123,8 @@ def runs(tiny_shards, tmp_path_factory):
     }
     for kind, (device, parts) in kinds.items():
         config = tiny.write_config(folder / f"{kind}.toml", folder / "shards", folder / kind)
-        shape = ["--model.flavor", "nano", "--model.vocab_size", str(entries)]
+        config.write_text(config.read_text().replace('flavor = "tiny"', 'flavor = "nano"'))  # other processes know it
+        shape = ["--model.vocab_size", str(entries)]
         shape += ["--training.seq_len", "64", "--lr_scheduler.total_steps", "6"]
         for overrides in parts:
             _run(["-m", "pc.launch.local", str(config), *shape, *overrides], device)
