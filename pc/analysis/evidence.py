@@ -181,7 +181,7 @@ class Experiment:
 def parameters(flavor: str, vocab_size: int) -> int:
     """Of the whole model, without gammas."""
     with torch.device("meta"):
-        return sum(p.numel() for p in Llama2(model_args(flavor, vocab_size, seq_len=2)).parameters())
+        return sum(p.numel() for p in Llama2(model_args(flavor, vocab_size=vocab_size, max_seq_len=2)).parameters())
 
 
 def read_experiments(folder: Path) -> list[Experiment]:
