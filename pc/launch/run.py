@@ -18,8 +18,10 @@ class Run:
     """words of the command line, including the run's folder"""
     folder: Path
     settings: dict[str, Any] = field(default_factory=dict)
-    """{"section.key": value} from a sweep's axes"""
+    """{"section.key": value} from a sweep's variants and axes"""
     seed: int | None = None
+    variant: str = ""
+    """its name in a sweep"""
 
     @cached_property
     def resolved(self) -> Config:

@@ -160,9 +160,15 @@ def plan_text(sweeps: Sequence[Sweep], cost: Callable[[Run], tuple[int, float]],
             word = f"  started as {planned.elsewhere[0]}: finish it there"
         name = planned.run.name if len(sweeps) == 1 else f"{planned.sweep.path.stem}/{planned.run.name}"
         lines.append(f"{name:<56} {_cost(tokens, seconds)}{word}")
+    variants: dict[str, list] = {}
+    for item in costs:
+        if item[0].run.variant:
+            variants.setdefault(f"{item[0].sweep.path.stem}/{item[0].run.variant}", []).append(item)
     owners = [item for item in costs if item[0].owner == item[0].run]
     remaining = [item for item in owners if item[0].remains]
-    for what, items in (("in all", costs), ("not equal to an earlier one", owners), ("to be trained", remaining)):
+    sums = [(f"of {name}", items) for name, items in variants.items()]
+    sums += [("in all", costs), ("not equal to an earlier one", owners), ("to be trained", remaining)]
+    for what, items in sums:
         tokens, seconds = (sum(item[place] for item in items) for place in (1, 2))
         lines.append(f"{f'{len(items)} runs {what}':<56} {_cost(tokens, seconds)}")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Sweep files: base configs, axes and seeds in a TOML; their product is the list of runs.
+"""Sweep files: base configs, variants, axes and seeds in a TOML; their product is the list of runs.
 
 configs = ["../271m_adamw_baseline.toml"]     # relative to the sweep's file
 seeds = [0, 1]                                # optional
@@ -6,6 +6,10 @@ seeds = [0, 1]                                # optional
 [axes]                                        # quoted, because the dot is part of the name
 "optimizer.lr" = { first = 3e-4, last = 3.394e-3 }        # geometric, factor = sqrt(2)
 "pc.level" = [1, 2, 3, 4]
+
+[variants.long]                               # optional: settings that go together, and their name
+"training.steps" = 2000
+"lr_scheduler.warmup_steps" = 20
 """
 
 import itertools
@@ -64,6 +68,9 @@ class SweepConfig(Section):
     axes: dict[str, Annotated[list, Field(min_length=1)] | Grid] = sections.key(
         {}, '"section.key" = [values], or a grid.'
     )
+    variants: dict[str, dict[str, Any]] = sections.key(
+        {}, 'Named tables of "section.key" = value, with equal keys: settings that go together, unlike those of axes.'
+    )
     seeds: list[int] = sections.key(
         [], "Seeds of initial weights and data order, a run each; empty: the config's own seed."
     )
@@ -79,6 +86,7 @@ class Sweep:
     folder: Path
     runs: list[Run]
     axes: dict[str, list]
+    """with the values of the variants"""
     select: Selection
 
 
@@ -93,6 +101,11 @@ def load(path: str | Path) -> Sweep:
         (name := key.replace("-", "_")): _axis_values(path, name, axis, config.configs)
         for key, axis in config.axes.items()
     }
+    variants, varied = config.variants or {"": {}}, list(axes)
+    keys = list(next(iter(variants.values())))
+    if any(list(settings) != keys for settings in variants.values()) or set(keys) & set(varied):
+        raise UserError(f"{path}: all variants should have the same keys, and none of those in axes")
+    axes = {key: [settings[key] for settings in variants.values()] for key in keys} | axes
     for key in ("job.dump_folder", *(("debug.seed", "data.seed") if config.seeds else ())):
         if key in axes:
             raise UserError(
@@ -103,9 +116,11 @@ def load(path: str | Path) -> Sweep:
     for name in config.configs:
         file = _shortest(path.parent / name)
         prefix = Path(name).stem + "/" if len(config.configs) > 1 else ""
-        for combination in itertools.product(*axes.values()):
-            settings = dict(zip(axes, combination, strict=True))
-            parts = [f"{key.rpartition('.')[2]}-{_text(value)}" for key, value in settings.items()]
+        for variant, *values in itertools.product(variants, *(axes[key] for key in varied)):
+            settings = dict(zip(varied, values, strict=True))
+            parts = [variant] * bool(variant)
+            parts += [f"{key.rpartition('.')[2]}-{_text(value)}" for key, value in settings.items()]
+            settings = variants[variant] | settings
             for seed in config.seeds or [None]:
                 run_name = prefix + "_".join(parts) if parts else Path(name).stem
                 words = [_word(key, value) for key, value in settings.items()]
@@ -113,7 +128,7 @@ def load(path: str | Path) -> Sweep:
                     run_name += f"/seed-{seed}"
                     words += [f"--debug.seed={seed}", f"--data.seed={seed}"]
                 words.append(f"--job.dump_folder={folder / run_name}")
-                runs.append(Run(run_name, file, tuple(words), folder / run_name, settings, seed))
+                runs.append(Run(run_name, file, tuple(words), folder / run_name, settings, seed, variant))
     if len({run.name for run in runs}) < len(runs):
         raise UserError(f"{path}: two runs have the same name; is a value, a seed or a config listed twice?")
     for run in runs:
