@@ -67,8 +67,8 @@ def ours(folder: Path, optimizer: str, changes: tuple[str, ...]) -> list[float]:
     from pc.settings import load_config
     from pc.titan.trainer import PCTrainer
 
-    TORCH_DTYPE_MAP["float32"] = torch.float64
-    bfloat16, batches, losses = torch.bfloat16, [], []
+    dtypes, batches, losses = (torch.float32, torch.bfloat16), [], []
+    TORCH_DTYPE_MAP["float32"] = torch.float32 = torch.float64  # FSDP's
     if "exact" in changes:
         torch.bfloat16, torch.Tensor.bfloat16 = torch.float64, torch.Tensor.double
 
@@ -92,7 +92,7 @@ def ours(folder: Path, optimizer: str, changes: tuple[str, ...]) -> list[float]:
     weights = {name: getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for name, p in parameters.items()}
     trainer.train()
     trainer.close()
-    torch.bfloat16 = bfloat16  # torch.save needs it
+    torch.float32, torch.bfloat16 = dtypes  # torch.save needs them
     torch.save({"weights": weights, "batches": batches}, folder / "start.pt")
     return [sum(losses[i : i + MICRO_BATCHES]) for i in range(0, len(losses), MICRO_BATCHES)]
 
@@ -179,7 +179,7 @@ def time_layers(clone: Path) -> dict[str, list[float]]:
     theirs.sn_u, theirs.sn_v = initial_vectors("w1", (2816, 1024))
     model = nn.ModuleDict({"w1": nn.Linear(1024, 2816, bias=False)})
     pc.attach(model, pc.PCConfig(level=4, blocks=("*w1",), schedule="step"))
-    schedule, batches = pc.StepSchedule(model), torch.randn(10, 16, 1024)
+    schedule, batches = pc.schedule(model), torch.randn(10, 16, 1024)
 
     def passes(layer: nn.Module) -> None:
         layer.zero_grad()
