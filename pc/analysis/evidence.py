@@ -13,7 +13,7 @@ import json
 import math
 import statistics
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -68,7 +68,7 @@ def _line(study: str, sweep: Path, result: dict) -> dict | None:
         steps.setdefault(line["step"], {}).update(_thin(line))
     if result.get("state") == "diverged":
         steps[max(steps)][VALIDATION] = None
-    log = [line for line in steps.values() if line.keys() - {"step", "tokens"}]
+    log = [line for line in _rising_rms(steps.values()) if line.keys() - {"step", "tokens"}]
     if not any(VALIDATION in line for line in log):
         return None
     return {
@@ -78,6 +78,18 @@ def _line(study: str, sweep: Path, result: dict) -> dict | None:
         "environment": json.loads((folder / "environment.json").read_text()),
         "log": log,
     }
+
+
+def _rising_rms(lines: Iterable[dict]) -> Iterator[dict]:
+    """The lines without RMS below an earlier one: tables show the largest."""
+    largest: dict[str, float] = {}
+    for line in lines:
+        for key in line.keys() & {prefix + "max" for prefix in RMS}:
+            if line[key] <= largest.get(key, -math.inf):
+                line = {other: value for other, value in line.items() if other != key}
+            else:
+                largest[key] = line[key]
+        yield line
 
 
 def _thin(line: dict) -> dict:
