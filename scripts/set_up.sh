@@ -56,7 +56,7 @@ install_project() {
         fail "$ENVIRONMENT has no pip; install pip there or deactivate it"
     # torch first, so that the pin decides and not a dependency
     if ! "$PYTHON" -c 'import sys; from importlib.metadata import version
-sys.exit(not (2, 11) <= tuple(map(int, version("torch").split(".")[:2])) < (2, 14))' 2>/dev/null; then
+sys.exit(not (2, 11) <= tuple(map(int, version("torch").split(".")[:2])) < (2, 16))' 2>/dev/null; then
         [[ "$(free_gib)" -ge 8 ]] || fail "8 GiB of free disk are needed to install torch; $ROOT has $(free_gib) GiB"
         echo "Installing torch 2.13.0 (once, some minutes)"
         "$PYTHON" -m pip install --quiet --constraint "$ROOT/constraints.txt" torch==2.13.0 || fail "torch could not be installed; see above"
