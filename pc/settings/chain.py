@@ -214,7 +214,9 @@ def _lines(error: ValidationError, values: dict[str, Any], schema: type[Section]
         name, kind, said = ".".join(keys), finding["type"], finding["msg"]
         if _is_section(_annotation(keys, schema)):
             wrong = f"{name} is a section; write [{name}], not {name} = {reprlib.repr(value)}"
-            found[name + str(place)] = (_unknown([*keys, *map(str, place)], schema) if place else wrong), []
+            # only the first unknown key: a file of another kind would have a line for each of its sections
+            said = _unknown([*keys, *map(str, place)], schema) if place else wrong
+            found.setdefault("unknown" if place else name, (said, []))
             continue
         while (
             place

@@ -84,8 +84,11 @@ class PCTrainer(torchtitan.train.Trainer):
 
     def init_distributed(self) -> ParallelDims:
         """TorchTitan's, with FSDP on any number of ranks."""
-        Layout.of(self.config, int(os.environ["WORLD_SIZE"]))  # TorchTitan would fail on an assertion
-        upstream = super().init_distributed()
+        try:
+            upstream = super().init_distributed()
+        except AssertionError:
+            Layout.of(self.config, dist.get_world_size())  # says what does not fit
+            raise
         fields = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "world_size")
         dims = AlwaysSharded(**{name: getattr(upstream, name) for name in fields})
         require_agreement(identity(self.config))
