@@ -120,5 +120,8 @@ def _on_ranks(rank, degrees, tensor_parallel, fsdp_dim):
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_sharded_cuts_equal_whole_ones(layout):
     ranks = run_ranks(math.prod(layout[0].values()), _on_ranks, *layout)
-    for differences, _ in ranks:
+    for differences, sent in ranks:
         assert max(differences.values()) < 1e-12, max(differences, key=differences.get)
+        # ranks that hold whole experts compute them without an exchange, which then has the other weights alone
+        holds_whole = layout[2] == 0 and layout[1] in (None, 0)
+        assert (sent < 3000) == holds_whole, sent

@@ -16,6 +16,7 @@ import pc
 from helpers import tiny
 from helpers.health_model import inputs, job_config, one_rank, transformer
 from helpers.ranks import run_ranks
+from pc.settings import load_config
 from pc.titan.health import HealthMetrics
 
 GLOBAL_BATCH = 12  # divisible by every number of ranks
@@ -94,9 +95,9 @@ def _log_under_context_parallelism(rank: int, config) -> None:
     from pc.titan import trainer
 
     tiny.add_tiny_flavor()
-    trainer.check = lambda *_, **__: None  # attention needs a GPU
+    trainer.rules.require = lambda *_, **__: None  # attention needs a GPU
     off = ["--checkpoint.enable=false", "--validation.enable=false", "--pc.enable=false"]
-    run = trainer.PCTrainer(trainer.load_config(config, [*off, "--parallelism.context_parallel_degree=2"]))
+    run = trainer.PCTrainer(load_config(config, [*off, "--parallelism.context_parallel_degree=2"]))
     run.finite_steps.judge = run.finite_steps.note = lambda *_: None
     run.optimizers.step = lambda: None
     run.forward_backward_step = lambda input_dict, labels, global_valid_tokens: (
