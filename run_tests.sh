@@ -3,6 +3,7 @@
 #   ./run_tests.sh [--fast | --soak | --gpu] [pytest arguments]
 # --fast runs only the core tests.
 # --soak runs only the long tests, --gpu only those that need a GPU; the others hide the GPU.
+# --soak alone also says when all long tests ran last and how that ended, and keeps it in tests/last_soak.txt.
 # Without --soak and --gpu, tests run in parallel on all cores, at most 8.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -14,4 +15,11 @@ side_by_side=(--numprocesses auto --maxprocesses 8 --dist loadgroup)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # parallel tests should use one thread each
 # as in the launchers (pc/launch/torchrun.py): tests free and allocate large tensors too
 export MALLOC_MMAP_MAX_=${MALLOC_MMAP_MAX_:-0} MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-1099511627776}
-exec "$PYTHON" -m pytest "${side_by_side[@]}" "$@"
+[[ "$*" == --soak ]] || exec "$PYTHON" -m pytest "${side_by_side[@]}" "$@"
+
+echo "last run of all long tests: $(cat tests/last_soak.txt 2>/dev/null || echo none)"
+commit=$(git describe --always --dirty)
+"$PYTHON" -m pytest --soak | tee /dev/stderr | tail -n 1 > tests/last_soak.new && status=0 || status=$?
+echo "$(date -u +%F), $commit: $(tr -d = < tests/last_soak.new | xargs)" > tests/last_soak.txt
+rm tests/last_soak.new
+exit "$status"

@@ -39,14 +39,13 @@ FAST = (
 SHARING = (
     "test_compile.py",
     "test_data_commands.py",
-    "test_export_commands.py",
-    "test_export_of_runs.py",
+    "test_toml_to_score.py",
     "test_parallelisms.py",
     "test_plots.py",
     "test_score_in_training.py",
     "test_slurm.py",
     "test_tokenizer_choice.py",
-    "test_upstream_defects.py",
+    "test_upstream.py",
 )
 LONGEST_FIRST = ("golden", "end_to_end", "distributed")
 """folders whose tests start first, so that no long test runs alone at the end"""

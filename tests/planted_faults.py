@@ -118,7 +118,7 @@ class Watch:
     """A pytest plugin that writes, as lines of JSON: test, module, line that it runs; test, seconds, whether it failed."""
 
     def __init__(self, modules: dict[str, str], file: Path) -> None:
-        self.modules, self.file, self.test, self.seen = modules, file, "", set()
+        self.modules, self.file, self.test, self.seen, self.done = modules, file, "", set(), set()
 
     def _write(self, *row) -> None:
         with self.file.open("a") as file:  # a short line at once, because forked ranks write too
@@ -130,6 +130,9 @@ class Watch:
             self.seen.add(key)
             self._write(self.test, self.modules[file], frame.f_lineno)
         return self._trace if file in self.modules else None
+
+    def pytest_collection_modifyitems(self, items):
+        items[:] = [item for item in items if item.nodeid not in self.done]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item):
@@ -186,7 +189,7 @@ def run(words: list[str], plugin, seconds: float) -> int | None:
 def tests_by_line(tree: Path, modules: list[str], file: Path) -> dict:
     """{(module, line, or None for any): {test: (not of --fast, seconds)}} of the tests that pass without a fault."""
     stems = "|".join(Path(module).stem for module in modules)
-    named = [path for path in (tree / "tests").rglob("*.py") if re.fullmatch(rf"test_({stems})(_[a-z]+)?", path.stem)]
+    named = [path for path in (tree / "tests").rglob("*.py") if re.fullmatch(rf"test_({stems})(_ranks)?", path.stem)]
     seconds, failed, hits = defaultdict(float), set(), defaultdict(dict)
     watch, other = Watch({str(tree / module): module for module in modules}, file), {}
     for words in (["--fast"], [str(path) for path in sorted(named) if path.parent.name != "gpu"]):
@@ -194,13 +197,14 @@ def tests_by_line(tree: Path, modules: list[str], file: Path) -> dict:
         run(words, watch, 3600)
         rows = [json.loads(line) for line in file.read_text().splitlines()]
         file.unlink()
+        watch.done |= {row[0] for row in rows}
         for test, *row in rows:
             other.setdefault(test, words != ["--fast"])
             if isinstance(row[1], bool):
                 seconds[test] += row[0]
                 failed |= {test} if row[1] else set()
         for test, module, line in (row for row in rows if not isinstance(row[2], bool)):
-            if not other[test] or re.search(rf"/test_{Path(module).stem}(_[a-z]+)?\.py", test):
+            if not other[test] or re.search(rf"/test_{Path(module).stem}(_ranks)?\.py", test):
                 hits[module, line][test] = hits[module, None][test] = None
     print("".join(f"left out, because it fails without a fault: {test}\n" for test in sorted(failed)), flush=True)
     return {

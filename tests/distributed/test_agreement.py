@@ -5,7 +5,7 @@ import json
 import subprocess
 
 from helpers.ranks import run_ranks
-from helpers.small_config import ROOT
+from helpers.tiny import ROOT
 from pc.errors import UserError
 from pc.settings import Config
 from pc.titan.environment import write_environment

@@ -16,7 +16,7 @@ COMPILED = ["--compile.enable", "true", "--compile.backend", "aot_eager"]
 CASES = {
     1: {"whole": [], "chunked": CHUNKED, "chunked, compiled, recomputed": [
         *CHUNKED, *COMPILED, "--activation_checkpoint.mode", "full"]},
-    2: {"FSDP2": CHUNKED, "FSDP2, baseline": [*CHUNKED, "--pc.enable", "false"], "baseline": ["--pc.enable", "false"]},
+    2: {"FSDP2": CHUNKED},
 }  # fmt: skip
 
 
@@ -37,27 +37,21 @@ def _train_all(rank, config, cases):
 
 def test_training_is_the_same(tiny_config, tmp_path):
     config, _ = tiny_config
-    losses, validations, weights, calls = {}, {}, {}, {}
+    weights, calls = {}, {}
     for ranks, cases in CASES.items():
         overrides = [[*case, "--job.dump_folder", str(tmp_path / name)] for name, case in cases.items()]
         states, counts = run_ranks(ranks, _train_all, config, overrides)[0]
         for name, state, count in zip(cases, states, counts, strict=True):
-            losses[name], validations[name] = (
-                tiny.metrics(tmp_path / name, key) for key in ("loss", "validation_loss")
-            )
             weights[name], calls[name] = state, count
     # six steps of 12 micro-batches, or of 6 on each of two ranks; validation computes full logits
-    assert calls == {
-        "whole": 0, "chunked": 72, "chunked, compiled, recomputed": 72, "FSDP2": 36, "FSDP2, baseline": 36, "baseline": 0,
-    }  # fmt: skip
+    assert calls == {"whole": 0, "chunked": 72, "chunked, compiled, recomputed": 72, "FSDP2": 36}
     for name in CASES[1] | CASES[2]:
-        reference = "baseline" if "baseline" in name else "whole"
-        # float32 sums in another order, through six optimizer steps
-        assert losses[name] == pytest.approx(losses[reference], rel=5e-5), name
-        assert validations[name] == pytest.approx(validations[reference], rel=5e-5), name
-        for key, tensor in weights[reference].items():
+        for key in ("loss", "validation_loss"):
+            losses, expected = (tiny.metrics(tmp_path / run, key) for run in (name, "whole"))
+            # float32 sums in another order, through six optimizer steps; a step changes the loss by more than 1e-2
+            assert losses == pytest.approx(expected, rel=5e-5), name
+        for key, tensor in weights["whole"].items():
             torch.testing.assert_close(weights[name][key], tensor, rtol=0, atol=2e-3, msg=f"{name}: {key}")
-    assert losses["whole"][-1] != pytest.approx(losses["baseline"][-1], rel=1e-4)  # control
 
 
 def _relative(actual, expected) -> float:

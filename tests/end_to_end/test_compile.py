@@ -1,7 +1,6 @@
 """Compiled blocks and activation checkpointing with PC: no graph break, no recompilation, the same losses.
 
-Only the compiler's front end (backend aot_eager), because only that can break or recompile. The tables of
-test_parallel_tables (soak) run the real back end.
+Only the compiler's front end (backend aot_eager), because only that can break or recompile.
 """
 
 import pytest
@@ -30,20 +29,15 @@ HEALTH = ["--health.freq", "2"]
 # (pc.titan.activations).
 CASES = {
     1: [
-        ("AdamW PC", [], [], 1),
-        ("AdamW PC, full AC", [], FULL, 1),
         ("AdamW PC, AC of every second block", [], SELECTIVE, 2),
         ("AdamW PC, AC by operation", [], PER_OPERATION, 1),  # the recipes'
         ("AdamW PC, outputs measured on some steps", [], HEALTH, 2),
-        ("Muon PC", MUON, [], 1),
+        ("Muon PC, full AC", MUON, FULL, 1),
         ("AdamW PC in schedule forward", FORWARD, [], 1),
-        ("AdamW baseline", BASELINE, [], 1),
     ],
     2: [
-        ("FSDP2, full AC", [], FULL, 1),
         ("TP2, AdamW PC, AC by operation", [], [*TP2, *PER_OPERATION], 1),
         ("PP2", [], PP2, 1 if torch.__version__ >= (2, 13) else 2),  # torch 2.11 makes two
-        ("TP2, Muon PC", MUON, TP2, 1),
         ("TP2, AdamW baseline", BASELINE, TP2, 1),
         ("TP2, the loss asked for too, which is left out", [], [*TP2, "--compile.components", "model,loss"], 1),
     ],

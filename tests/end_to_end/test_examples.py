@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers.small_config import ROOT
+from helpers.tiny import ROOT
 
 EXAMPLES = ROOT / "examples"
 

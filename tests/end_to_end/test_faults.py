@@ -1,10 +1,8 @@
-"""Faults of real runs in separate processes: what is lost, and the last line of output."""
+"""Kills and long runs: nothing is lost, nothing grows."""
 
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -13,54 +11,11 @@ import pytest
 
 from helpers import tiny
 from helpers.ranks import run_ranks
-from helpers.small_config import ROOT, write_small_config
 
 pytestmark = pytest.mark.soak
 
 
-@pytest.fixture
-def small(tmp_path, tiny_shards):
-    """Train a small config in separate processes; call it with further overrides."""
-    config = write_small_config(tmp_path / "small.toml", tiny_shards, steps=4, interval=2)
-
-    def train(*words: str, processes: int = 1) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-m", "pc.launch.local", str(config), f"--job.dump_folder={tmp_path}/run"]
-        command += ["--training.local_batch_size=1", *words]
-        environment = {**os.environ, "NGPU": str(processes)}
-        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-
-    train.folder = tmp_path / "run"
-    return train
-
-
-def flip_a_bit(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
-def test_damage_on_two_processes(small):
-    assert small(processes=2).returncode == 0
-    straight = tiny.metrics(small.folder)
-    newest = small.folder / "checkpoint" / "step-4"
-    flip_a_bit(newest / "__1_0.distcp")
-    (small.folder / "metrics.jsonl").unlink()
-    resumed = small(processes=2)
-    assert resumed.returncode == 0
-    assert f"{newest} is not used: {newest}/__1_0.distcp: damaged" in resumed.stdout
-    assert f"were moved to {small.folder}/checkpoint.damaged: step-4" in resumed.stdout
-    assert tiny.metrics(small.folder) == straight[2:]
-    for folder in (small.folder / "checkpoint").iterdir():
-        flip_a_bit(folder / "__0_0.distcp")
-    refused = small(processes=2)
-    assert refused.returncode == 2
-    last = refused.stderr.splitlines()[-1]
-    assert last.startswith("error: ") and last.endswith(
-        f"no other checkpoint in {small.folder}/checkpoint is complete and undamaged"
-    )
-
-
-KILLS = 20
+KILLS = 8
 
 
 def _nothing(rank):
@@ -101,17 +56,17 @@ def test_kills_at_random_moments(tiny_config, tmp_path, mode):
 
 
 def test_a_long_run_does_not_grow(tiny_config, tmp_path):
-    """2,000 steps of the tiny model; the same with a restart every 100 has the same losses."""
+    """1,000 steps of the tiny model; the same with a restart every 250 has the same losses."""
     config, _ = tiny_config
-    words = ["--training.global_batch_size=2", "--validation.freq=500", "--lr_scheduler.total_steps=2000"]
+    words = ["--training.global_batch_size=2", "--validation.freq=500", "--lr_scheduler.total_steps=1000"]
     words += ["--checkpoint.interval=100", "--checkpoint.keep_latest_k=2"]
     straight, restarted = ([*words, f"--job.dump_folder={tmp_path}/{name}"] for name in ("straight", "restarted"))
-    (sizes,) = run_ranks(1, _train_and_measure, config, [*straight, "--training.steps=2000"], timeout=1800)
+    (sizes,) = run_ranks(1, _train_and_measure, config, [*straight, "--training.steps=1000"], timeout=1800)
     print(sizes)
     settled, last = sizes[4], sizes[-1]
     assert last["threads"] == settled["threads"] and last["files"] == settled["files"]
-    assert last["bytes"] < settled["bytes"] + 8 * 2**20  # 1,500 steps: 5.6 KB each
-    for step in range(100, 2001, 100):
+    assert last["bytes"] < settled["bytes"] + 8 * 2**20  # 500 steps: 16 KB each
+    for step in range(250, 1001, 250):
         run_ranks(1, tiny.train, config, [*restarted, f"--training.steps={step}"])
     assert tiny.metrics(tmp_path / "restarted") == tiny.metrics(tmp_path / "straight")
 

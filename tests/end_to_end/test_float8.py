@@ -21,7 +21,6 @@ CASES = {
             *(*EMULATED, *GATHERED, "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp", "true")
         ],
         "TP2": [*EMULATED, "--parallelism.tensor_parallel_degree", "2"],
-        "PP2": [*EMULATED, "--parallelism.pipeline_parallel_degree", "2"],
     },
 }
 
@@ -78,12 +77,3 @@ def test_layer_multiplies_the_effective_weight_in_float8():
     assert type(merged[0]) is type(converted(nn.Linear(32, 48))) and torch.equal(merged(x), output)
     exact = nn.functional.linear(x, merged[0].weight)
     assert (exact - output).abs().max() > 1e-3  # control: float8 is coarser than that
-
-
-def test_a_machine_without_torchao(tiny_config, monkeypatch):
-    from pc.settings import load_config, rules
-
-    tiny.add_tiny_flavor()
-    monkeypatch.setattr(rules, "find_spec", lambda name: None)
-    (finding,) = rules.of_config(load_config(tiny_config[0], EMULATED))
-    assert finding.endswith("needs torchao: pip install torchao")

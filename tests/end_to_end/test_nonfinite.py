@@ -60,8 +60,8 @@ FUSED = ["--optimizer.implementation", "fused"]
 
 @pytest.mark.parametrize(
     "overrides, value",
-    [(FUSED, math.nan), ([], math.inf), ([*MUON, *FUSED, "--pc.schedule", "forward"], "loss"), ([*MUON, *FUSED], 1e30)],
-    ids=["fused-nan", "foreach-inf", "muon-forward-loss", "muon-overflow"],
+    [([], math.inf), ([*MUON, *FUSED, "--pc.schedule", "forward"], "loss"), ([*MUON, *FUSED], 1e30)],
+    ids=["foreach-inf", "muon-forward-loss", "muon-overflow"],
 )
 def test_a_bad_step_is_left_out(tiny_config, overrides, value):
     config, folder = tiny_config

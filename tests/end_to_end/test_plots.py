@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.small_runs import save_checkpoint, write_metrics
+from helpers.made_runs import save_checkpoint, write_metrics
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -68,14 +68,9 @@ def test_a_run_without_health_still_gives_its_curve(tmp_path, monkeypatch, capsy
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["curves.py", "{tmp}/nothing"], "no such file"),
-        (["curves.py", "{tmp}/short"], "no 'validation_loss' was logged"),
-        (["curves.py", "--sweep", "{tmp}/short"], "results.jsonl"),
         (["spectra.py", "{tmp}/short"], "no complete checkpoint"),
         (["polynomials.py", "--cutoff", "2"], "cutoff"),
         (["polynomials.py", "--degree", "3"], "--degree and --alpha need --cutoff"),
-        (["curves.py", "RUN", "--baseline", "RUN"], "--baseline needs --sweep"),
-        (["cost.py", "{tmp}/nothing.toml"], "nothing.toml"),
     ],
 )
 def test_mistakes_give_one_line(words, message, tmp_path, monkeypatch, capsys):

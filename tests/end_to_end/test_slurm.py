@@ -13,7 +13,7 @@ import pytest
 
 from helpers import slurm_cluster
 from helpers.made_runs import make_evaluation_data, make_shards
-from helpers.small_config import ROOT, write_small_config
+from helpers.tiny import ROOT, write_small_config
 from pc.common.run_folder import newest_step, state_of
 from pc.errors import UserError
 from pc.launch.run import Run

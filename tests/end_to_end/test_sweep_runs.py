@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from helpers.slurm_cluster import descendants
-from helpers.small_config import ROOT, write_small_config
+from helpers.tiny import ROOT, write_small_config
 from pc.analysis.bars import read_results
 from pc.common.run_folder import is_locked, newest_step, state_of
 from pc.sweep.spec import load

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from helpers.small_config import ROOT, write_small_config
+from helpers.tiny import ROOT, write_small_config
 from pc.common.run_folder import state_of
 
 ADDRESSES = ["10.199.7.1", "10.199.7.2"]

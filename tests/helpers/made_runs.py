@@ -1,6 +1,7 @@
 """Small run folders in the trainer's format, without training: random weights in the checkpoint's layout."""
 
 import json
+import math
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from helpers import tiny
 from pc import PCConfig, attach, effective_weight, named_weights
+from pc.config import BLOCK_SUFFIXES
 from pc.data.manifest import TOKENIZER_FOLDER, Manifest, TokenizerRecord
 from pc.data.tokenizers import load_tokenizer
 from pc.data.tokenizing import tokenize
@@ -25,7 +28,7 @@ SEQ_LEN = 256
 
 @dataclass
 class MadeRun:
-    """checkpoint: folder RUN/checkpoint/step-7. model: what the trainer computes with, PC evaluated."""
+    """checkpoint: folder RUN/checkpoint/step-N. model: what the trainer computes with, PC evaluated."""
 
     checkpoint: Path
     model: Llama2
@@ -56,11 +59,12 @@ def make_shards(folder: Path) -> Path:
 
 def make_run(
     folder: Path,
-    data: Path,
+    data: Path | None,
     pc_config: PCConfig | None,
     flavor: str = "debug",
     seed: int = 0,
     vocab_size: int = 32_000,
+    step: int = 7,
 ) -> MadeRun:
     """Draw weights, evaluate PC where configured, and save them in the layout of a resumable checkpoint."""
     torch.manual_seed(seed)
@@ -102,12 +106,44 @@ def make_run(
         "data": {"path": str(data)},
         "pc": {"enable": pc_config is not None},
     }
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.toml").write_text(tomli_w.dumps(config))
-    checkpoint = folder / "checkpoint" / "step-7"
+    checkpoint = folder / "checkpoint" / f"step-{step}"
     dcp.save(states, checkpoint_id=str(checkpoint), no_dist=True)
     raw.load_state_dict(effective, strict=True)
     return MadeRun(checkpoint, raw.eval())
+
+
+def save_checkpoint(run: Path, schedule: str | None, step: int = 7, level=4) -> Llama2:
+    """A run of the tiny model, without PC if schedule is None; returns the plain model with the effective weights."""
+    tiny.add_tiny_flavor()
+    pc_config = PCConfig(schedule=schedule, level=level) if schedule else None
+    return make_run(run, None, pc_config, "tiny", vocab_size=64, step=step).model
+
+
+def write_metrics(
+    run: Path, *, gain: float = 0.0, health: bool = True, estimates: bool = False, steps: int = 100
+) -> None:
+    """Write losses that fall logarithmically, `gain` times as fast, and health metrics every ten steps."""
+    lines = []
+    for step in range(1, steps + 1):
+        about = {"step": step, "tokens": 1000 * step, "time": float(step)}
+        loss = 8 - (1 + gain) * math.log(step + 1)
+        lines.append({**about, "loss": loss})
+        if step % 20 == 0:
+            lines.append({**about, "validation_loss": loss + 0.1})
+        if health and step % 10 == 0:
+            parts = [("attention", layer) for layer in range(2)] + [("ffn", layer) for layer in range(2)]
+            values = {f"signal/{part}/rms/{layer}": 0.1 * (layer + 1) + 0.001 * step for part, layer in parts}
+            values |= {f"spectra/gmcn/{group}": 20 - gain * step for group in ("pc", "qkv", "all")}
+            if estimates:
+                for block in BLOCK_SUFFIXES:
+                    if block in ("o", "gate", "up", "down"):
+                        values[f"spectra/estimate_error/{block}/median"] = 0.01 / step
+                        values[f"spectra/estimate_error/{block}/max"] = 0.1 / step
+            lines.append({**about, **values})
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 # Three items of each set, written for the tests, with the columns of the real sets.
@@ -118,107 +154,48 @@ EVALUATION_ITEMS: dict[str, list[dict]] = {
         {"text": "She planted a pear tree. Ten years later we ate from the tree"},
     ],
     "hellaswag": [
-        {
-            "ind": index,
-            "activity_label": "Baking bread",
-            "ctx_a": "A man kneads the dough.",
-            "ctx_b": "then he",
-            "ctx": "A man kneads the dough. then he",
-            "source_id": "made",
-            "split": "val",
-            "split_type": "indomain",
-            "endings": [
-                "puts it into the oven.",
-                "[substeps] paints a wall with it.",
-                "reads it aloud.",
-                "swims.",
-            ],
-            "label": label,
-        }
+        {"ind": index, "activity_label": "Baking bread", "ctx_a": "A man kneads the dough.", "ctx_b": "then he",
+         "ctx": "A man kneads the dough. then he", "source_id": "made", "split": "val", "split_type": "indomain", "label": label,
+         "endings": ["puts it into the oven.", "[substeps] paints a wall with it.", "reads it aloud.", "swims."]}
         for index, label in enumerate("012")
     ],
     "winogrande": [
-        {
-            "sentence": "The cup did not fit the box because the _ was too big.",
-            "option1": "cup",
-            "option2": "box",
-            "answer": "1",
-        },
-        {
-            "sentence": "The cup did not fit the box because the _ was too small.",
-            "option1": "cup",
-            "option2": "box",
-            "answer": "2",
-        },
-        {
-            "sentence": "Ana thanked Eva since _ had helped.",
-            "option1": "Ana",
-            "option2": "Eva",
-            "answer": "2",
-        },
+        {"sentence": "The cup did not fit the box because the _ was too big.", "option1": "cup", "option2": "box", "answer": "1"},
+        {"sentence": "The cup did not fit the box because the _ was too small.", "option1": "cup", "option2": "box", "answer": "2"},
+        {"sentence": "Ana thanked Eva since _ had helped.", "option1": "Ana", "option2": "Eva", "answer": "2"},
     ],
     "piqa": [
-        {
-            "goal": "Dry a wet shoe",
-            "sol1": "Fill it with newspaper.",
-            "sol2": "Fill it with water.",
-            "label": 0,
-        },
+        {"goal": "Dry a wet shoe", "sol1": "Fill it with newspaper.", "sol2": "Fill it with water.", "label": 0},
         {"goal": "Open a jar", "sol1": "Push the lid down.", "sol2": "Turn the lid.", "label": 1},
         {"goal": "Cool the soup", "sol1": "Wait a while.", "sol2": "Heat the soup.", "label": 0},
     ],
     "boolq": [
-        {
-            "idx": index,
-            "passage": "Rivers -- A river carries water to the sea.",
-            "question": question,
-            "label": label,
-        }
+        {"idx": index, "passage": "Rivers -- A river carries water to the sea.", "question": question, "label": label}
         for index, (question, label) in enumerate(
             [("does a river carry water", 1), ("does a river carry fire", 0), ("is a river dry", 0)]
         )
     ],
     "arc_easy": [
-        {
-            "id": f"easy{index}",
-            "question": "Which of these is a metal?",
-            "choices": {"text": ["iron", "wood", "glass"], "label": ["A", "B", "C"]},
-            "answerKey": "A",
-        }
+        {"id": f"easy{index}", "question": "Which of these is a metal?", "answerKey": "A",
+         "choices": {"text": ["iron", "wood", "glass"], "label": ["A", "B", "C"]}}
         for index in range(3)
     ],
     "arc_challenge": [
-        {
-            "id": f"hard{index}",
-            "question": "What turns water into steam?",
-            "choices": {"text": ["light", "heat", "sound", "salt"], "label": ["A", "B", "C", "D"]},
-            "answerKey": "B",
-        }
+        {"id": f"hard{index}", "question": "What turns water into steam?", "answerKey": "B",
+         "choices": {"text": ["light", "heat", "sound", "salt"], "label": ["A", "B", "C", "D"]}}
         for index in range(3)
     ],
     "commonsense_qa": [
-        {
-            "id": f"common{index}",
-            "question": "Where does one keep milk?",
-            "question_concept": "milk",
-            "choices": {
-                "label": ["A", "B", "C", "D", "E"],
-                "text": ["fridge", "garage", "desk", "lake", "bag"],
-            },
-            "answerKey": "A",
-        }
+        {"id": f"common{index}", "question": "Where does one keep milk?", "question_concept": "milk", "answerKey": "A",
+         "choices": {"label": ["A", "B", "C", "D", "E"], "text": ["fridge", "garage", "desk", "lake", "bag"]}}
         for index in range(3)
     ],
     "openbookqa": [
-        {
-            "id": f"open{index}",
-            "question_stem": "A plant grows towards",
-            "choices": {"text": ["light", "noise", "stone", "cold"], "label": ["A", "B", "C", "D"]},
-            "answerKey": "A",
-        }
+        {"id": f"open{index}", "question_stem": "A plant grows towards", "answerKey": "A",
+         "choices": {"text": ["light", "noise", "stone", "cold"], "label": ["A", "B", "C", "D"]}}
         for index in range(3)
     ],
-}
+}  # fmt: skip
 
 
 def make_evaluation_data(folder: Path) -> Path:

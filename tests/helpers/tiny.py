@@ -3,16 +3,19 @@
 import json
 import random
 import time
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import sentencepiece
+import tomli_w
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+ROOT = Path(__file__).resolve().parents[2]
 VOCAB_SIZE = 200
 
 CONFIG = """
@@ -84,8 +87,21 @@ def make_shards(folder: Path) -> Path:
 
 def write_config(path: Path, shards: Path, run_folder: Path) -> Path:
     """A config for the tiny model; `run_folder` is where the run writes."""
-    base = Path(__file__).resolve().parents[2] / "train_configs" / "base.toml"
+    base = ROOT / "train_configs" / "base.toml"
     path.write_text(CONFIG.format(base=base, folder=run_folder, shards=shards, vocab_size=VOCAB_SIZE))
+    return path
+
+
+def write_small_config(path: Path, shards: Path, steps: int, interval: int) -> Path:
+    """The same for processes of their own, which know only the recipe's sizes; a step is one batch of two sequences."""
+    config = tomllib.loads(write_config(path, shards, path.with_suffix("")).read_text())
+    config["model"]["flavor"] = "debug"
+    config["training"] |= {"seq_len": 32, "global_batch_size": 2, "steps": steps}
+    config["validation"]["freq"] = steps
+    config["checkpoint"] = {"interval": interval}
+    config["data"]["validation_sequences"] = 4
+    config["optimizer"]["lr"] = 3e-3
+    path.write_text(tomli_w.dumps(config))
     return path
 
 

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from helpers.small_config import ROOT
+from helpers.tiny import ROOT
 
 ALONE = """
 import io, sys

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from helpers.small_runs import save_checkpoint
+from helpers.made_runs import save_checkpoint
 from pc.analysis import spectra, spectra_plots
 from pc.analysis.figures import draw_spectra
 from pc.analysis.weights import LinearWeights

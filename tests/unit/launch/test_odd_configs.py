@@ -6,7 +6,7 @@ import pytest
 
 from helpers.odd_configs import ODD, keys, settings
 from helpers.odd_inputs import in_time
-from helpers.small_config import ROOT
+from helpers.tiny import ROOT
 from pc.errors import UserError
 from pc.plan.dry_run import check
 from pc.settings import Config, load_config

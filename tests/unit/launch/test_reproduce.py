@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from helpers.small_config import ROOT
+from helpers.tiny import ROOT
 from pc.plan.dry_run import check
 from pc.sweep import equal_runs
 from pc.sweep.spec import load

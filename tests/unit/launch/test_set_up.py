@@ -11,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from helpers.small_config import ROOT
+from helpers.tiny import ROOT
 
 SYSTEM = ("bash", "dirname", "basename", "awk", "cat", "sha256sum", "env", "grep")
 

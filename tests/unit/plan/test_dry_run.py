@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 from torchtitan.distributed.activation_checkpoint import apply_ac
 
-from helpers.small_config import ROOT
+from helpers.tiny import ROOT
 from pc.errors import UserError
 from pc.plan import dry_run
 from pc.plan.dry_run import check, check_or_raise

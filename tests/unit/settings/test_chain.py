@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from helpers.small_config import ROOT
+from helpers.tiny import ROOT
 from pc.common.files import sha256_of
 from pc.errors import UserError
 from pc.settings import Config, chain, load_config, write_config

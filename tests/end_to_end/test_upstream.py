@@ -1,7 +1,10 @@
-"""Defects of TorchTitan 0.2.2 that this project works around. A failure here means that upstream has fixed one; then
-its workaround can be removed."""
+"""TorchTitan 0.2.2 beside this trainer: the same baseline step by step, and the defects that are worked around here.
+
+A failure of the latter means that upstream has mended one; then its workaround can be removed.
+"""
 
 import dataclasses
+import itertools
 import os
 
 import pytest
@@ -18,6 +21,7 @@ from helpers.ranks import run_ranks
 SINCE_TORCH_2_13 = pytest.mark.skipif(
     torch.__version__ < (2, 13), reason="a defect of torch 2.13 that 2.11 does not have"
 )
+NUMBERS = itertools.count()  # a name can be registered once
 TOKENS = 24 * 16  # tokens per step of the tiny config
 
 COMMON = ["--pc.enable", "false", "--validation.enable", "false", "--checkpoint.enable", "false"]
@@ -25,24 +29,16 @@ PP2 = ["--parallelism.pipeline_parallel_degree", "2"]
 DDP2 = ["--parallelism.data_parallel_replicate_degree", "2", "--parallelism.data_parallel_shard_degree", "1"]
 
 
-def _upstream(rank, config, cases, model=None) -> list[dict]:
-    """Upstream's trainer and parallelisation, for each case (a list of overrides): the `norm` of the first step's
-    gradients, the `loss` that this rank logs, and the initial `weights` on this rank.
-
-    model: None is ours, whose initial weights depend on no layout; "upstream" is TorchTitan's.
-    """
+def _upstream_trainer(config, overrides, **replaced):
+    """Upstream's trainer and parallelisation with our initial weights, sizes and data, or what is `replaced`."""
     import torchtitan.train
-    from torchtitan.distributed import utils
     from torchtitan.models.llama3.infra.parallelize import parallelize_llama
-    from torchtitan.models.llama3.model.model import Transformer
     from torchtitan.protocols.train_spec import register_train_spec
 
     from pc.settings import load_config
     from pc.titan import cpu
     from pc.titan.job_config import JobConfig
     from pc.titan.trainer import TRAIN_SPEC
-
-    cpu.use_cpu_where_there_is_no_gpu()
 
     def parallelize(model, *args):
         model = parallelize_llama(model, *args)
@@ -51,28 +47,79 @@ def _upstream(rank, config, cases, model=None) -> list[dict]:
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
         return model
 
+    cpu.use_cpu_where_there_is_no_gpu()
     tiny.add_tiny_flavor()
-    spec = dataclasses.replace(TRAIN_SPEC, parallelize_fn=parallelize)
-    register_train_spec("upstream", dataclasses.replace(spec, model_cls=Transformer) if model else spec)
+    name = f"upstream {next(NUMBERS)}"
+    register_train_spec(name, dataclasses.replace(TRAIN_SPEC, parallelize_fn=parallelize, **replaced))
+    loaded = load_config(config, [*COMMON, *overrides])
+    loaded.model.name = name
+    return torchtitan.train.Trainer(JobConfig(loaded))
+
+
+def _twenty_steps(rank, config, kind) -> dict[str, torch.Tensor]:
+    """Losses and gradient norms by step, and the weights after the last."""
+    from torchtitan.components.loss import build_cross_entropy_loss
+    from torchtitan.components.lr_scheduler import build_lr_schedulers
+    from torchtitan.components.metrics import build_metrics_processor
+    from torchtitan.components.optimizer import build_optimizers
+
+    from pc.settings import load_config
+    from pc.titan.trainer import PCTrainer
+
+    words = ["--training.steps", "20", "--lr_scheduler.warmup_steps", "5"]
+    if kind == "ours":
+        tiny.add_tiny_flavor()
+        trainer = PCTrainer(load_config(config, [*COMMON, *words]))
+    else:
+        trainer = _upstream_trainer(
+            config, words, build_optimizers_fn=build_optimizers, build_lr_schedulers_fn=build_lr_schedulers,
+            build_metrics_processor_fn=build_metrics_processor, build_loss_fn=build_cross_entropy_loss,
+        )  # fmt: skip
+    steps = []
+    trainer.metrics_processor.log = lambda step, loss, largest, norm, *_, **__: steps.append((float(loss), float(norm)))
+    batches = trainer.batch_generator(trainer.dataloader)
+    for trainer.step in range(1, 21):
+        trainer.train_step(batches)
+    weights = tiny.state_of(trainer)
+    trainer.close()
+    return {"steps": torch.tensor(steps, dtype=torch.float64), **weights}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_baseline_is_torchtitans(tiny_config, ranks):
+    """On one rank bit for bit. On two, this trainer reduces gradients once per step and TorchTitan for every
+    micro-batch. That changes the order of float32 sums: 2e-6 after twenty steps."""
+    config, _ = tiny_config
+    ours, theirs = (run_ranks(ranks, _twenty_steps, config, kind)[0] for kind in ("ours", "torchtitan"))
+    assert len(ours["steps"]) == 20 and ours.keys() == theirs.keys()
+    worst = max(((ours[k] - theirs[k]).abs().max() / theirs[k].abs().max()).item() for k in ours)
+    assert worst <= (0 if ranks == 1 else 1e-5)
+    assert ours["steps"][-1, 0] < 0.95 * ours["steps"][0, 0]  # they did learn
+
+
+def _first_steps(rank, config, cases, **replaced) -> list[dict]:
+    """For each case, a list of overrides: the `norm` of upstream's first gradients, the `loss` that this rank logs, and
+    the initial `weights` on this rank."""
+    from torchtitan.distributed import utils
+
     clip, results = utils.clip_grad_norm_, []
-
-    def recorded(*args, **kwargs):
-        norms.append(clip(*args, **kwargs))
-        return norms[-1]
-
-    utils.clip_grad_norm_ = recorded
     for overrides in cases:
         norms, losses = [], []
-        loaded = load_config(config, [*COMMON, *overrides])
-        loaded.model.name = "upstream"
-        trainer = torchtitan.train.Trainer(JobConfig(loaded))
+        utils.clip_grad_norm_ = lambda *args, norms=norms, **kwargs: (norms.append(clip(*args, **kwargs)), norms[-1])[1]
+        trainer = _upstream_trainer(config, overrides, **replaced)
         weights = tiny.state_of(trainer)
-        trainer.metrics_processor.log = lambda step, loss, *args, **kwargs: losses.append(loss)
+        trainer.metrics_processor.log = lambda step, loss, *_, losses=losses, **__: losses.append(loss)
         trainer.step = 1
         trainer.train_step(trainer.batch_generator(trainer.dataloader))
         results.append({"norm": float(norms[0]), "loss": float(losses[0]), "weights": weights})
         trainer.close()
     return results
+
+
+def _weights_of_upstreams_model(rank, config, cases):
+    from torchtitan.models.llama3.model.model import Transformer
+
+    return [result["weights"] for result in _first_steps(rank, config, cases, model_cls=Transformer)]
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +128,7 @@ def on_two_ranks(tiny_shards, tmp_path_factory):
     folder = tmp_path_factory.mktemp("upstream")
     config = tiny.write_config(folder / "tiny.toml", tiny_shards, folder / "run")
     cases = {"fsdp": [], "pp": PP2, "ddp": DDP2}
-    return dict(zip(cases, run_ranks(2, _upstream, config, list(cases.values()))[0], strict=True))
+    return dict(zip(cases, run_ranks(2, _first_steps, config, list(cases.values()))[0], strict=True))
 
 
 def test_gradients_under_pipeline_parallelism_are_not_divided_by_the_tokens(on_two_ranks):
@@ -186,11 +233,9 @@ def test_compiled_blocks_that_recompute_attention_fail_under_tensor_parallelism(
 def test_initial_weights_depend_on_the_layout(tiny_config):
     """Our `Llama2.init_weights` draws by name."""
     config, _ = tiny_config
-    alone = run_ranks(1, _upstream, config, [[]], "upstream")[0][0]["weights"]
-    by_rank = run_ranks(2, _upstream, config, [PP2, []], "upstream")
-    last_stage = by_rank[1][0]["weights"]
+    ((alone,),) = run_ranks(1, _weights_of_upstreams_model, config, [[]])
+    (_, fsdp), (last_stage, _) = run_ranks(2, _weights_of_upstreams_model, config, [PP2, []])
     name = "layers.1.attention.wq.weight"
     assert not torch.equal(last_stage[name], alone[name])  # pipeline stages draw other numbers
-    sharded = by_rank[0][1]["weights"][name]
-    assert torch.equal(sharded[:12], sharded[12:])  # on a CPU all ranks draw the same shard
+    assert torch.equal(fsdp[name][:12], fsdp[name][12:])  # on a CPU all ranks draw the same shard
     assert not torch.equal(alone[name][:12], alone[name][12:])

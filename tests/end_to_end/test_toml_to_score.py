@@ -1,0 +1,131 @@
+"""A run from its TOML to its scores with the commands that a user types: trained on two ranks, exported, scored like
+lm-eval scores, continued from."""
+
+import json
+import os
+import stat
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from helpers import tiny
+from helpers.made_runs import make_evaluation_data, make_shards
+from helpers.ranks import run_ranks
+from pc.data import build_dataloader
+from pc.evaluate import hugging_face, plain_weights, tasks
+from pc.titan.distcp import CheckpointFolder
+
+SETTINGS = ["--model.vocab_size", "32000", "--training.seq_len", "64", "--training.steps", "3"]
+FORWARD = ["--pc.schedule", "forward", "--pc.level", "2.616097,-3.550208,2.730920,-0.796809"]
+STAND_STILL = ["--optimizer.lr", "0.0", "--training.steps", "1", "--checkpoint.interval", "1"]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    tiny.add_tiny_flavor()
+    return make_shards(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory, shards):
+    """train(*overrides) on two ranks; returns the run's folder."""
+
+    def run(*overrides):
+        folder = tmp_path_factory.mktemp("run")
+        config = tiny.write_config(folder / "config.toml", shards, folder)
+        run_ranks(2, tiny.train, config, [*SETTINGS, *overrides])
+        return folder
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained(train):
+    return train()
+
+
+@torch.no_grad()
+def validation_loss(llama, shards):
+    """Mean over the tokens that the run of `tiny.CONFIG` validates on."""
+    loader = build_dataloader(
+        str(shards), "validation", seq_len=64, local_batch_size=2, dp_rank=0, dp_world_size=1, seed=0,
+        vocab_size=32_000, limit_sequences=12,
+    )  # fmt: skip
+    losses = [
+        F.cross_entropy(llama(inputs["input"]).logits.flatten(0, 1), labels.flatten(), reduction="none")
+        for inputs, labels in loader
+    ]
+    return torch.cat(losses).double().mean().item()
+
+
+def require_same_validation_loss(folder, out, shards):
+    """The run's last validation loss against that of the export of its last checkpoint."""
+    expected = tiny.metrics(folder, "validation_loss")
+    found = validation_loss(hugging_face.load(out)[0], shards)
+    # each logit carries 32 float32 roundings at most (test_hugging_face); the mean over 768 tokens far fewer
+    assert found == pytest.approx(expected[-1], rel=2e-6)
+    assert abs(expected[-1] - expected[0]) > 1e-3 * expected[0]  # control: another step is far outside
+
+
+def test_export_and_scores(trained, shards, tmp_path, command, monkeypatch):
+    checkpoint, out = trained / "checkpoint" / "step-3", tmp_path / "out"
+    before = os.umask(0o027)
+    status, printed, errors = command("export_hf.py", checkpoint, out)
+    os.umask(before)
+    assert status == 0 and printed.strip() == str(out), errors
+    assert {stat.filemode(path.stat().st_mode) for path in [out, *out.iterdir()]} == {"drwxr-x---", "-rw-r-----"}
+    require_same_validation_loss(trained, out, shards)
+
+    sets, names = make_evaluation_data(tmp_path / "sets"), ["piqa", "arc_easy"]
+    words = ["--data", sets, "--output", tmp_path / "scores", "--tasks", ",".join(names)]
+    status, _, errors = command("score.py", f"mine={checkpoint}", *words)
+    assert status == 0, errors
+    ours = json.loads((tmp_path / "scores" / "mine.json").read_text())["tasks"]
+    tasks.write_task_files(tmp_path / "task_files", names, sets)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    status, _, errors = command(
+        "lm_eval", "run", "--model", "hf", "--model_args", f"pretrained={out}", "--tasks", ",".join(names),
+        "--include_path", tmp_path / "task_files", "--device", "cpu", "--batch_size", "4",
+        "--output_path", tmp_path / "lm_eval",
+    )  # fmt: skip
+    assert status == 0, errors
+    theirs = json.loads(next((tmp_path / "lm_eval").rglob("results_*.json")).read_text())["results"]
+    for name in names:
+        for metric in ("acc", "acc_norm"):
+            assert theirs[name][f"{metric},none"] == ours[name][metric]
+
+
+def test_generate_is_repeatable(trained, command):
+    words = ["generate.py", trained / "checkpoint" / "step-3", "The river", "--max-new-tokens", 8]
+    texts = [command(*words, "--temperature", temperature)[1] for temperature in (0.8, 0.8, 0)]
+    assert texts[0] == texts[1] != texts[2]
+    assert texts[0].startswith("The river") and len(texts[0]) > len("The river\n")
+
+
+def test_export_of_schedule_forward_and_a_map_of_ones_own(train, tmp_path, shards):
+    folder = train(*FORWARD)
+    require_same_validation_loss(
+        folder, hugging_face.export(folder / "checkpoint" / "step-3", tmp_path / "out"), shards
+    )
+
+
+def test_export_of_a_baseline_starts_a_run(train, tmp_path, shards):
+    """With a learning rate of 0 a run saves its initial weights; with PC, W is chosen so that PC(W) equals them."""
+    first = train("--pc.enable", "false")
+    out = hugging_face.export(first / "checkpoint" / "step-3", tmp_path / "out")
+    require_same_validation_loss(first, out, shards)
+    start = ["--checkpoint.initial_load_in_hf", "true", "--checkpoint.initial_load_path", str(out)]
+    second = train(*STAND_STILL, *start)
+    expected = plain_weights.load(first / "checkpoint" / "step-3").weights
+    folder = CheckpointFolder(second / "checkpoint" / "step-1")
+    found = folder.read_tensors(list(expected))
+    raw = {key: f"pc.{key.removesuffix('weight')}raw" for key in expected}
+    preconditioned = [key for key, name in raw.items() if name in folder.shapes()]
+    assert len(preconditioned) == 8
+    for key, tensor in expected.items():
+        # a float64 decomposition, then PC in float32: some 1e-6 of the largest entry; W itself differs by far more
+        tolerance = 1e-5 * tensor.abs().max().item() if key in preconditioned else 0.0
+        torch.testing.assert_close(found[key], tensor, rtol=0.0, atol=tolerance)
+    for key in preconditioned:
+        assert (folder.read_tensors([raw[key]])[raw[key]] - expected[key]).abs().max() > 1e-3
