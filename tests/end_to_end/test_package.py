@@ -6,9 +6,8 @@ import tarfile
 
 import pytest
 
-from helpers.small_config import ROOT
-
 import pc
+from helpers.small_config import ROOT
 
 
 @pytest.mark.soak
