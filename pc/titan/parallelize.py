@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate, distribute_tensor
+from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.distributed.context_parallel import apply_cp_to_attention_module
@@ -90,8 +91,8 @@ def parallelize(model: nn.Module, parallel_dims: AlwaysSharded, job_config: Conf
     apply_fsdp(
         model,
         parallel_dims.get_mesh(names),
-        param_dtype=getattr(torch, job_config.training.mixed_precision_param),
-        reduce_dtype=torch.float32,
+        param_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
+        reduce_dtype=TORCH_DTYPE_MAP["float32"],
         pp_enabled=parallel_dims.pp_enabled,
         reshard_after_forward_policy=(
             "never" if parallel_dims.gathers_once else parallelism.fsdp_reshard_after_forward

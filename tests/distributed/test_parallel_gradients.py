@@ -55,6 +55,8 @@ def _in_float64() -> None:
     import torchtitan.models.llama3.model.model as llama
     from torchtitan.config import TORCH_DTYPE_MAP
 
+    import pc.titan.loss
+
     def rotate(queries, keys, freqs_cis, positions=None):
         rotated = []
         for x in (queries, keys):
@@ -69,7 +71,7 @@ def _in_float64() -> None:
 
     TORCH_DTYPE_MAP["float32"] = torch.float64
     llama.apply_rotary_emb = rotate
-    loss.cross_entropy_loss = cross_entropy
+    loss.cross_entropy_loss = pc.titan.loss.cross_entropy_loss = cross_entropy
 
 
 def _oracle(rank, config, levels) -> list[dict[str, torch.Tensor]]:

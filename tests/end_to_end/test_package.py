@@ -7,7 +7,7 @@ import tarfile
 import pytest
 
 import pc
-from helpers.small_config import ROOT
+from helpers.tiny import ROOT
 
 
 @pytest.mark.soak
