@@ -2,8 +2,7 @@
 
 import fnmatch
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Optional
 
 from pc.errors import UserError
@@ -70,6 +69,9 @@ class PCConfig:
     compute_dtype: str = "float32"
     """Precision of the polynomial's matmuls: "float32" (the weight's own), "tf32", "bfloat16"."""
 
+    map: Map | None = field(init=False, repr=False, compare=False, default=None)
+    """The map g of a config with one level (see `for_block`)."""
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocks", tuple(self.blocks))
         object.__setattr__(self, "heads", tuple(self.heads))
@@ -101,6 +103,8 @@ class PCConfig:
                 resolve(level)
             except (ValueError, TypeError) as error:
                 raise UserError(f"pc.level: {error}") from None
+        if not isinstance(self.level, Mapping):
+            object.__setattr__(self, "map", resolve(self.level))
         if self.power_iterations < 1:
             raise UserError(f"pc.power_iterations must be at least 1, got {self.power_iterations}")
         if self.schedule not in SCHEDULES:
@@ -110,12 +114,6 @@ class PCConfig:
         if self.schedule == "forward" and self.compute_dtype == "tf32":
             # TF32 is a process-wide switch; a compiled graph cannot set it for some of its matmuls only.
             raise UserError('pc.compute_dtype = "tf32" needs pc.schedule = "step"; with "forward" use "float32"')
-
-    @cached_property
-    def map(self) -> Map:
-        """The map g. Needs a config with one level (see `for_block`)."""
-        assert not isinstance(self.level, Mapping)
-        return resolve(self.level)
 
     def for_block(self, block: str) -> "PCConfig":
         """The configuration of one entry of `blocks`, with that entry's level."""

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-from pydantic import TypeAdapter
+from pydantic import NonNegativeInt, TypeAdapter
 
 from pc.common.files import write_atomically
 from pc.data.tokenizers import Tokenizer, load_tokenizer
@@ -24,8 +24,8 @@ class Shard:
     """A file of tokens; tokens_file: relative to the data folder. tokens_bytes: file size."""
 
     tokens_file: str
-    tokens: int
-    documents: int
+    tokens: NonNegativeInt
+    documents: NonNegativeInt
     tokens_bytes: int
     tokens_sha256: str
 

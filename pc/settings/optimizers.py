@@ -73,7 +73,7 @@ class Optimizer(Section):
     name: Annotated[str, AfterValidator(_require_kind)] = key(
         "AdamW", "Optimizer of the hidden matrices, AdamW or Muon; AdamW trains all other parameters."
     )
-    lr: Annotated[float, Field(gt=0, le=1e6)] = key(8e-4, "Peak learning rate.")
+    lr: Annotated[float, Field(ge=0, le=1e6)] = key(8e-4, "Peak learning rate.")
     beta1: Beta = key(0.9, "AdamW's decay of the gradient's mean.")
     beta2: Beta = key(0.95, "AdamW's decay of the squared gradient's mean.")
     eps: Fraction = key(1e-8, "AdamW's epsilon.")

@@ -137,8 +137,11 @@ def _read_sums(folder: Path) -> dict[str, str] | None:
     except FileNotFoundError:
         return None
     except UnicodeDecodeError:
-        raise Damaged(f"{folder / CHECKSUMS}: damaged, not a list of checksums") from None
-    return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+        lines = [""]
+    sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    if "" in sums:  # a line without a name
+        raise Damaged(f"{folder / CHECKSUMS}: damaged, not a list of checksums")
+    return sums
 
 
 def _compare(folder: Path, name: str, sums: dict[str, str]) -> None:

@@ -68,4 +68,4 @@ def test_what_the_checks_accept_can_be_trained(tiny_shards, tmp_path, every):
     print({outcome: len(settings) for outcome, settings in found.items()})
     print("\n".join(found["stopped"]))
     assert not found["wrong"], "\n".join(found["wrong"])
-    assert len(found["trained"]) > len(cases) / 10
+    assert len(found["trained"]) > len(cases) / 20  # control: not everything is refused

@@ -148,7 +148,7 @@ def _refused(rank, config, overrides):
 @pytest.mark.parametrize(
     "overrides, sentence",
     [
-        (["--parallelism.tensor_parallel_degree", "3"], "parallelism: degrees replicate 1 x shard -1 x context 1 x tensor 3 x pipeline 1 do not equal 2 ranks"),
+        (["--parallelism.tensor_parallel_degree", "3"], "2 GPUs are not a multiple of tensor_parallel_degree x pipeline_parallel_degree x context_parallel_degree = 3"),
         ([*PP2, "--parallelism.pipeline_parallel_schedule", "2F2B"], "Unknown schedule name '2F2B'"),
         ([*PP2, "--parallelism.pipeline_parallel_layers_per_stage", "1"], "parallelism (pipeline)"),
     ],

@@ -98,7 +98,7 @@ def _train_with_little_disk(rank, config):
 
 def test_a_full_disk_is_said_in_a_line(tiny_config):
     config, folder = tiny_config
-    with pytest.raises(AssertionError, match=r"UserError: .*step-\d could not be written \(rank 0: File too large\)"):
+    with pytest.raises(AssertionError, match=r"WriteFailed: .*step-\d could not be written \(rank 0: File too large\)"):
         run_ranks(1, _train_with_little_disk, config)
     assert not list(folder.glob("checkpoint/*"))
 

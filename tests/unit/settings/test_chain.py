@@ -261,7 +261,7 @@ def test_keys_have_torchtitans_names():
     assert own - sections == {
         "model.vocab_size", "model.init_std", "training.max_nonfinite_steps", "training.chunked_loss",
         "parallelism.fsdp_sync", "checkpoint.keep_every", "optimizer.muon_momentum", "optimizer.muon_nesterov",
-        "optimizer.muon_steps", "optimizer.muon_adjust_lr",
+        "optimizer.muon_steps", "optimizer.muon_adjust_lr", "optimizer.muon_heads",
     }  # fmt: skip
     assert not any(name in chain.INSTEAD for name in chain.all_keys(Config))
 
