@@ -128,8 +128,7 @@ def _command(run: RunCheckpoint) -> str:
     if not path.is_file():
         return "the configuration below"
     environment = json.loads(path.read_text())
-    command = " ".join(environment["command"])
-    return f"`./run_llama_train.sh {command}` (world size {environment['world_size']}, commit {environment['commit']})"
+    return f"`./run_llama_train.sh config.toml` with the configuration below (world size {environment['world_size']}, commit {environment['commit']})"
 
 
 def _scores(path: Path) -> str:

@@ -228,6 +228,6 @@ def test_two_nodes_train_one_run_and_a_job_behind_it_scores_it(tmp_path, monkeyp
         assert job_field(score, "JobState") == "COMPLETED", log
         assert job_field(train, "JobState") == "COMPLETED" and job_field(train, "NumNodes") == "2"
     environment = json.loads((folder / "environment.json").read_text())
-    assert environment["world_size"] == 2 and environment["command"][0] == str(config) and environment["commit"]
+    assert environment["world_size"] == 2 and environment["commit"]
     assert (folder / "hugging_face" / "step-4" / "config.json").exists()
     assert "piqa" in log or list((folder / "scores").rglob("*.md"))

@@ -20,7 +20,7 @@ def run(tmp_path, data_folder):
         {"step": 8, "tokens": 8000, "loss": 1.0},  # after the exported checkpoint
     ]
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    environment = {"command": ["my.toml", "--pc.level", "4"], "world_size": 8, "commit": "abc"}
+    environment = {"world_size": 8, "commit": "abc"}
     (tmp_path / "run" / "environment.json").write_text(json.dumps(environment))
     return made.checkpoint
 
@@ -41,7 +41,7 @@ def test_the_card_of_a_run(run, evaluation_data, tmp_path):
         "| training loss | 4.2500 (step 7) |",
         "| validation loss | 4.5000 (step 6) |",
         "| piqa/acc, while training | 0.5000 |",
-        "`./run_llama_train.sh my.toml --pc.level 4` (world size 8, commit abc)",
+        "`./run_llama_train.sh config.toml` with the configuration below (world size 8, commit abc)",
         "## Zero-shot scores, first 1 items of each",
         'flavor = "debug"',
     ):
