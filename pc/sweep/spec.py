@@ -28,7 +28,7 @@ from pc.launch.run import Run
 from pc.settings import load_config, sections
 from pc.settings.chain import resolve
 from pc.settings.identity import everything
-from pc.settings.sections import Count, Interval, Section, sub
+from pc.settings.sections import Count, Interval, Section, Text, sub
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -64,7 +64,7 @@ class SweepConfig(Section):
     """The keys of a sweep's TOML; `parent` works as in any config."""
 
     description: str = sections.key("", "One line of description.")
-    configs: list[str] = sections.key([], "Training configs to vary, relative to the sweep's file.")
+    configs: list[Text] = sections.key([], "Training configs to vary, relative to the sweep's file.")
     axes: dict[str, Annotated[list, Field(min_length=1)] | Grid] = sections.key(
         {}, '"section.key" = [values], or a grid.'
     )
@@ -74,7 +74,7 @@ class SweepConfig(Section):
     seeds: list[int] = sections.key(
         [], "Seeds of initial weights and data order, a run each; empty: the config's own seed."
     )
-    folder: str = sections.key("", "Folder of runs and results; empty: outputs/sweeps/<name of the sweep's file>.")
+    folder: Text = sections.key("", "Folder of runs and results; empty: outputs/sweeps/<name of the sweep's file>.")
     select: Selection = sub(Selection)
 
 

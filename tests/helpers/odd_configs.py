@@ -4,7 +4,7 @@ from pc.settings import Config
 from pc.settings.chain import all_keys
 
 ODD = (
-    "", "0", "-1", "3", "0.5", "nan", "inf", "-inf", "1e30", "1" + "0" * 24, "true", "[]", "{ a = 1 }", "no/such\n",
+    "", "0", "-1", "3", "0.5", "nan", "inf", "-inf", "1e30", "1" + "0" * 24, "true", "[]", "{ a = 1 }", "no/such\n\x00",
 )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import tomli_w
 from pc.errors import UserError
 
 SOAK = pytest.mark.parametrize("soak", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["some", "all"])
-ODD_VALUES = (None, "", 0, -1, 0.5, float("nan"), float("inf"), 10**24, True, [], {}, [None], {"a": 1}, "no/such\n")
+ODD_VALUES = (None, "", 0, -1, 0.5, float("nan"), float("inf"), 10**24, True, [], {}, [None], {"a": 1}, "no/such\n\0")
 WRONG_BYTES = {
     "empty": b"", "binary": bytes(range(256)) * 4, "latin-1": "name = 'é'".encode("latin-1"), "null": b"null", "list": b"[]",
     "utf-16": "[]".encode("utf-16"), "number": b"3", "text": b'"x"', "nested": b"[" * 100_000, "digits": b"1" * 10_000,
