@@ -84,6 +84,49 @@ def test_collectives_of_a_step(tiny_config):
     assert calls("replicas", "reduce gradients") == MICRO_BATCHES * groups
 
 
+def _held(rank, config, overrides) -> tuple[float, float, str]:
+    """Additional GiB of a step between two micro-batches, the estimate, and the chosen way."""
+    import gc
+
+    from pc.owner import local
+    from pc.settings import load_config
+    from pc.titan import memory
+    from pc.titan.trainer import PCTrainer
+
+    def gib() -> float:
+        gc.collect()
+        tensors = (thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor) and not thing.is_meta)
+        storages = {(storage := local(tensor).untyped_storage()).data_ptr(): storage.nbytes() for tensor in tensors}
+        return sum(storages.values()) / memory.GIB
+
+    class Measured(PCTrainer):
+        held: list[float] = []
+
+        def forward_backward_step(self, **batch):
+            self.held.append(gib())
+            return super().forward_backward_step(**batch)
+
+    tiny.add_tiny_flavor()
+    trainer = Measured(load_config(config, [*QUIET, *overrides]))
+    trainer.metrics_processor.should_log = lambda step: False
+    trainer.train_step(trainer.batch_generator(trainer.dataloader))
+    parts = memory.of_run(trainer.config, trainer.parallel_dims)
+    block = memory.BFLOAT16 * memory.sizes_of_run(trainer.config).largest_block / memory.GIB
+    expected = parts["gathered"] - block + parts["gradients"]  # without a current block
+    result = trainer.held[1] - trainer.held[0], expected, trainer.sync
+    trainer.close()
+    return result
+
+
+def test_memory_between_micro_batches_is_the_estimate(tiny_config):
+    """Unsharded bfloat16 weights and float32 gradients, on one process and on two."""
+    words = ["--training.mixed_precision_param", "bfloat16"]
+    for ranks in (1, 2):
+        held, expected, way = run_ranks(ranks, _held, tiny_config[0], words)[0]
+        assert way == "step"  # by "auto"
+        assert held == pytest.approx(expected, rel=0.02)
+
+
 def _chosen(rank, config, cases) -> list[tuple[str, str]]:
     """For each case, overrides and a device's bytes: the chosen way and the logged warning."""
     import logging
