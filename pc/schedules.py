@@ -14,6 +14,7 @@ A loop without a `torch.optim` optimizer makes all calls itself: `pc.schedule(mo
 each step `pull_back()`, `restore_raw()`, the step, `materialise()`.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -119,7 +120,7 @@ def schedule(models: nn.Module | Iterable[nn.Module], *optimizers: Optimizer) ->
     return made
 
 
-class Schedule:
+class Schedule(ABC):
     """Decides when PC(W) is computed. `pc.schedule` makes one of the two subclasses.
 
     Attributes:
@@ -252,20 +253,21 @@ class Schedule:
 
     # What the two schedules do differently:
 
+    @abstractmethod
     def state_of(self, mark: Weight) -> State:
-        raise NotImplementedError
+        """The state of a marked weight at the start."""
 
+    @abstractmethod
     def _begin(self, has_closure: bool) -> bool:
         """Before an optimizer's step; whether the step changes weights."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _use_loaded(self) -> None:
         """After a state was loaded."""
-        raise NotImplementedError
 
+    @abstractmethod
     def materialise(self) -> None:
         """Compute PC(W) of the current weights, after every optimizer step and once before the first forward pass."""
-        raise NotImplementedError
 
     def pull_back(self) -> None:
         """Make gradients of PC(W) those of W and gamma, once per step, after the last backward pass, before clipping."""

@@ -86,6 +86,12 @@ def parallelize(model: nn.Module, parallel_dims: AlwaysSharded, job_config: Conf
             # block, silently with FSDP, and the embedding would not train. Any operation, such as clone, waits for it.
             model.tok_embeddings.register_forward_hook(lambda module, inputs, output: output.clone())
         apply_compile(model, job_config.compile)
+    _apply_fsdp(model, parallel_dims, job_config)
+    return model
+
+
+def _apply_fsdp(model: nn.Module, parallel_dims: AlwaysSharded, job_config: Config) -> None:
+    """TorchTitan's FSDP2 or HSDP, with sums as reductions."""
     parallelism = job_config.parallelism
     names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
     apply_fsdp(
@@ -106,7 +112,6 @@ def parallelize(model: nn.Module, parallel_dims: AlwaysSharded, job_config: Conf
             module.set_force_sum_reduction_for_comms(True)
             if parallel_dims.dp_replicate * parallel_dims.dp_shard * parallel_dims.cp == 1:
                 module.set_gradient_divide_factor(None)
-    return model
 
 
 def pipeline(*args, **kwargs):
