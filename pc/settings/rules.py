@@ -124,10 +124,10 @@ def _pipeline(config: Config, dims: Degrees) -> Iterator[str]:
     batch, size = config.training.local_batch_size, config.parallelism.pipeline_parallel_microbatch_size
     schedule, checkpointing = config.parallelism.pipeline_parallel_schedule, config.activation_checkpoint
     named = f'parallelism.pipeline_parallel_schedule = "{schedule}"'
-    if config.parallelism.fsdp_sync in ("step", "replicas_per_step"):
+    if config.parallelism.fsdp_sync == "step":
         yield (
-            f'parallelism.fsdp_sync = "{config.parallelism.fsdp_sync}" has no effect in pipeline schedules, which '
-            'gather and reduce in every pass; use "auto"'
+            'parallelism.fsdp_sync = "step" has no effect in pipeline schedules, which gather and reduce in every '
+            'pass; use "auto"'
         )
     if batch % size:
         yield (

@@ -134,10 +134,8 @@ class Parallelism(Section):
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = key(
         "default", "Whether a block's weights are freed after its forward pass; default: yes, but under pipelines."
     )
-    fsdp_sync: Literal["auto", "step", "micro_batch", "replicas_per_step"] = key(
-        "auto",
-        "Gather weights and reduce gradients once per step, or for every micro-batch, of which replicas_per_step "
-        "reduces among replicas once; auto: once, if the estimated memory fits, else replicas_per_step.",
+    fsdp_sync: Literal["auto", "step", "micro_batch"] = key(
+        "auto", "Gather weights and reduce gradients once per step, or for every micro-batch; auto: once, if it fits."
     )
     tensor_parallel_degree: Degree = key(1, "Ranks that share each matrix.")
     disable_loss_parallel: bool = key(False, "With tensor parallelism, gather the logits for the loss.")

@@ -1,6 +1,6 @@
 """Applies PC and TorchTitan's parallelisms to one model, in an order that works."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -24,14 +24,15 @@ from pc.weights import attach, clean_name, named_weights
 SAVED_OPERATIONS = _op_sac_save_list | {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default}
 
 
+@dataclass
 class AlwaysSharded(ParallelDims):
     """TorchTitan's ParallelDims with FSDP also on one rank.
 
     TorchTitan trains a single rank without FSDP, under autocast, with numerics that differ from those of many ranks.
     """
 
-    gathers_once = False
-    """whether weights stay gathered from a step's first forward pass to its last backward pass"""
+    once_per_step: bool = False
+    """whether weights stay gathered from a step's first forward pass to its last backward pass (`pc.titan.fsdp_sync`)"""
 
     @property
     def fsdp_enabled(self) -> bool:
@@ -48,10 +49,9 @@ def parallelize(model: nn.Module, parallel_dims: AlwaysSharded, job_config: Conf
     linear layers. The model, or one pipeline stage of it, is on the meta device.
     """
     if parallel_dims.tp_enabled:
-        tp_mesh = parallel_dims.get_mesh("tp")
         apply_tp(
             model,
-            tp_mesh,
+            parallel_dims.get_mesh("tp"),
             loss_parallel=not job_config.parallelism.disable_loss_parallel,
             enable_float8_tensorwise_tp=False,
             cp_enabled=parallel_dims.cp_enabled,
@@ -63,14 +63,7 @@ def parallelize(model: nn.Module, parallel_dims: AlwaysSharded, job_config: Conf
             model.model_args.attn_type,
         )
     if job_config.pc.enable:
-        attach_to = attach_to_stage if parallel_dims.pp_enabled else attach
-        attach_to(model, job_config.pc.to_pc_config())
-        for _, weight in named_weights(model):
-            weight.is_hidden = True  # the checkpoint stores gamma, u and v apart from the model
-            if parallel_dims.tp_enabled and weight.gamma is not None:
-                # on the weights' mesh, because clipping sums norms over one mesh
-                gamma = nn.Parameter(distribute_tensor(weight.gamma, tp_mesh, [Replicate()]))
-                setattr(weight.module, weight.gamma_key, gamma)
+        _attach_pc(model, parallel_dims, job_config.pc.to_pc_config())
     compile_model = compiles_model(job_config)
     if job_config.activation_checkpoint.mode != "none":
         apply_ac(
@@ -90,6 +83,24 @@ def parallelize(model: nn.Module, parallel_dims: AlwaysSharded, job_config: Conf
     return model
 
 
+def _attach_pc(model: nn.Module, parallel_dims: AlwaysSharded, config: PCConfig) -> None:
+    """Attach PC to the configured blocks that are on this pipeline stage."""
+    if parallel_dims.pp_enabled:
+        names = [clean_name(name) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        blocks = tuple(entry for entry in config.blocks if any(matches(entry, name) for name in names))
+        if not blocks:
+            return
+        level = {entry: config.level[entry] for entry in blocks} if isinstance(config.level, dict) else config.level
+        config = replace(config, blocks=blocks, level=level)
+    attach(model, config)
+    for _, weight in named_weights(model):
+        weight.is_hidden = True  # the checkpoint stores gamma, u and v apart from the model
+        if parallel_dims.tp_enabled and weight.gamma is not None:
+            # on the weights' mesh, because clipping sums norms over one mesh
+            gamma = distribute_tensor(weight.gamma, parallel_dims.get_mesh("tp"), [Replicate()])
+            setattr(weight.module, weight.gamma_key, nn.Parameter(gamma))
+
+
 def _apply_fsdp(model: nn.Module, parallel_dims: AlwaysSharded, job_config: Config) -> None:
     """TorchTitan's FSDP2 or HSDP, with sums as reductions."""
     parallelism = job_config.parallelism
@@ -101,7 +112,7 @@ def _apply_fsdp(model: nn.Module, parallel_dims: AlwaysSharded, job_config: Conf
         reduce_dtype=TORCH_DTYPE_MAP["float32"],
         pp_enabled=parallel_dims.pp_enabled,
         reshard_after_forward_policy=(
-            "never" if parallel_dims.gathers_once else parallelism.fsdp_reshard_after_forward
+            "never" if parallel_dims.once_per_step else parallelism.fsdp_reshard_after_forward
         ),
     )
     for module in model.modules():
@@ -122,12 +133,3 @@ def pipeline(*args, **kwargs):
         raise
     except ValueError as error:
         raise UserError(f"parallelism (pipeline): {' '.join(str(error).split())}") from error
-
-
-def attach_to_stage(model: nn.Module, config: PCConfig) -> None:
-    """`pc.attach` for the configured blocks that are on this pipeline stage."""
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    blocks = [entry for entry in config.blocks if any(matches(entry, clean_name(name)) for name in names)]
-    if blocks:
-        level = {entry: config.level[entry] for entry in blocks} if isinstance(config.level, dict) else config.level
-        attach(model, replace(config, blocks=tuple(blocks), level=level))

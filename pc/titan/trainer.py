@@ -10,6 +10,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import torchtitan.train
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
-from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.utils import init_distributed
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 from torchtitan.tools.logging import logger
@@ -82,20 +83,14 @@ class PCTrainer(torchtitan.train.Trainer):
         if self.pc_schedule is not None:
             states["pc"] = self.pc_schedule
 
-    def init_distributed(self) -> ParallelDims:
-        """TorchTitan's, with FSDP on any number of ranks."""
-        try:
-            upstream = super().init_distributed()
-        except AssertionError:
-            Layout.of(self.config, dist.get_world_size())  # says what does not fit
-            raise
-        fields = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "world_size")
-        dims = AlwaysSharded(**{name: getattr(upstream, name) for name in fields})
+    def init_distributed(self) -> AlwaysSharded:
+        """TorchTitan's, with FSDP on any number of ranks, after all ranks have agreed on what they train."""
+        world_size = init_distributed(self.job_config.comm, base_folder=self._folder)
         require_agreement(identity(self.config))
+        dims = Layout.of(self.config, world_size).dims
         rules.require(self.config, dims, on_cpu=cpu.is_cpu())
-        self.sync = fsdp_sync.choose(self.config, dims, self.device, cpu.memory(self.device))
-        dims.gathers_once = self.sync == "step"  # for `parallelize`
-        return dims
+        once_per_step = fsdp_sync.once_per_step(self.config, dims, self.device, cpu.memory(self.device))
+        return AlwaysSharded(**asdict(dims), ep=1, etp=1, once_per_step=once_per_step)
 
     def train(self, record: Callable[[int], None] = lambda step: None) -> None:
         """Train to the end or to a request to stop.
@@ -145,7 +140,8 @@ class PCTrainer(torchtitan.train.Trainer):
     def forward_backward_step(self, *, input_dict, labels, global_valid_tokens) -> Tensor:
         self._micro_batches_done += 1
         is_last = self._micro_batches_done == self.gradient_accumulation_steps
-        fsdp_sync.start_micro_batch(self.model_parts, self.sync, is_last)
+        if not self.parallel_dims.pp_enabled:
+            fsdp_sync.start_micro_batch(self.model_parts, self.parallel_dims.once_per_step, is_last)
         loss = super().forward_backward_step(
             input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
         )

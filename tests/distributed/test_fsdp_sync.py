@@ -11,7 +11,7 @@ from helpers import tiny
 from helpers.collectives import Collectives
 from helpers.ranks import run_ranks
 
-MICRO_BATCHES, RANKS, LAYERS = 10, 8, 2
+MICRO_BATCHES, RANKS, LAYERS = 3, 8, 2
 AC = ["--activation_checkpoint.mode", "full"]
 QUIET = ["--validation.enable", "false", "--checkpoint.enable", "false"]
 
@@ -49,43 +49,29 @@ def _collectives(rank, config, cases) -> list[dict]:
 
 
 def test_collectives_of_a_step(tiny_config):
-    """Ten micro-batches on a group of eight."""
+    """Three micro-batches on a group of eight, or on two replicas of four."""
     batch = ["--training.global_batch_size", str(MICRO_BATCHES * RANKS), "--training.local_batch_size", "1"]
     hsdp = ["--parallelism.data_parallel_replicate_degree", "2"]
-    cases = {
-        "micro-batch": _sync("micro_batch"),
-        "step": _sync("step"),
-        "step, AC": [*_sync("step"), *AC],
-        "replicas": [*_sync("replicas_per_step"), *hsdp],
-        "replicas, micro-batch": [*_sync("micro_batch"), *hsdp],
-        "replicas, step": [*_sync("step"), *hsdp],
-    }
-    found = run_ranks(1, _collectives, tiny_config[0], [[*batch, *words] for words in cases.values()])[0]
-    found = dict(zip(cases, found, strict=True))
-
-    def calls(case: str, kind: str) -> int:
-        return int(found[case][kind]["calls"])
-
+    ways = [[*_sync("step"), *AC], [*_sync("step"), *hsdp], [*_sync("micro_batch"), *hsdp]]
+    found = run_ranks(1, _collectives, tiny_config[0], [[*batch, *words] for words in ways])[0]
+    alone, once, often = found
     groups = LAYERS + 2  # the embedding, each block, and the last norm with the head
+    for way in (alone, once):
+        assert way["gather weights"]["calls"] == way["reduce gradients"]["calls"] == groups
     # The head's weights are always kept from the forward to the backward pass.
-    assert calls("micro-batch", "gather weights") == 2 * MICRO_BATCHES * (groups - 1) + MICRO_BATCHES
-    assert calls("micro-batch", "reduce gradients") == MICRO_BATCHES * groups
-    for case in ("step", "step, AC", "replicas, step"):
-        assert calls(case, "gather weights") == calls(case, "reduce gradients") == groups
+    assert often["gather weights"]["calls"] == 2 * MICRO_BATCHES * (groups - 1) + MICRO_BATCHES
+    assert often["reduce gradients"]["calls"] == MICRO_BATCHES * groups
     # PC's exchange is always once per step.
-    assert found["step"]["PC and Muon"]["calls"] == found["micro-batch"]["PC and Muon"]["calls"] > 0
+    assert once["PC and Muon"]["calls"] == often["PC and Muon"]["calls"] > 0
     # A rank sends 7/8 of all parameters; each shard is padded to the rows of the first.
-    assert found["step"]["gather weights"]["bytes"] == pytest.approx(4 * 7 / 8 * found["step"]["parameters"], rel=0.05)
-    # Among replicas: TorchTitan's way, the least that HSDP should do, and once per step.
+    assert alone["gather weights"]["bytes"] == pytest.approx(4 * 7 / 8 * alone["parameters"], rel=0.05)
     # Without replicas: the checks for finite steps and, twice, for changed weights, which with replicas take one more.
-    others = calls("step", "all-reduce") + 2
-    replicas = {way: calls(f"replicas{way}", "all-reduce") - others for way in ("", ", micro-batch", ", step")}
-    assert replicas == {"": groups, ", micro-batch": MICRO_BATCHES * groups, ", step": groups}
-    assert calls("replicas", "reduce gradients") == MICRO_BATCHES * groups
+    others = alone["all-reduce"]["calls"] + 2
+    assert [way["all-reduce"]["calls"] - others for way in (once, often)] == [groups, groups]
 
 
-def _held(rank, config, overrides) -> tuple[float, float, str]:
-    """Additional GiB of a step between two micro-batches, the estimate, and the chosen way."""
+def _held(rank, config, overrides) -> tuple[float, float, bool]:
+    """Additional GiB of a step between two micro-batches, the estimate, and whether it exchanges once per step."""
     import gc
 
     from pc.owner import local
@@ -113,7 +99,7 @@ def _held(rank, config, overrides) -> tuple[float, float, str]:
     parts = memory.of_run(trainer.config, trainer.parallel_dims)
     block = memory.BFLOAT16 * memory.sizes_of_run(trainer.config).largest_block / memory.GIB
     expected = parts["gathered"] - block + parts["gradients"]  # without a current block
-    result = trainer.held[1] - trainer.held[0], expected, trainer.sync
+    result = trainer.held[1] - trainer.held[0], expected, trainer.parallel_dims.once_per_step
     trainer.close()
     return result
 
@@ -122,28 +108,27 @@ def test_memory_between_micro_batches_is_the_estimate(tiny_config):
     """Unsharded bfloat16 weights and float32 gradients, on one process and on two."""
     words = ["--training.mixed_precision_param", "bfloat16"]
     for ranks in (1, 2):
-        held, expected, way = run_ranks(ranks, _held, tiny_config[0], words)[0]
-        assert way == "step"  # by "auto"
+        held, expected, once_per_step = run_ranks(ranks, _held, tiny_config[0], words)[0]
+        assert once_per_step  # by "auto"
         assert held == pytest.approx(expected, rel=0.02)
 
 
-def _chosen(rank, config, cases) -> list[tuple[str, str]]:
-    """For each case, overrides and a device's bytes: the chosen way and the logged warning."""
+def _chosen(rank, config, cases) -> list[tuple[bool, str]]:
+    """For each case, overrides and a device's bytes: whether once per step, and the logged warning."""
     import logging
 
-    from torchtitan.distributed import ParallelDims
-
     from pc.settings import load_config
+    from pc.settings.layout import Layout
     from pc.titan import fsdp_sync
 
-    dims = ParallelDims(dp_replicate=1, dp_shard=2, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=2)
     results = []
     for overrides, device_bytes in cases:
         said: list[str] = []
         fsdp_sync.logger = logging.Logger("test")
         fsdp_sync.logger.warning = said.append
-        way = fsdp_sync.choose(load_config(config, overrides), dims, torch.device("cpu"), device_bytes[rank])
-        results.append((way, " ".join(said)))
+        loaded = load_config(config, overrides)
+        once = fsdp_sync.once_per_step(loaded, Layout.of(loaded, 2).dims, torch.device("cpu"), device_bytes[rank])
+        results.append((once, " ".join(said)))
     return results
 
 
@@ -159,7 +144,7 @@ def test_the_way_follows_the_memory_of_the_smallest_device():
         (always, (large, large)),
     ]
     for found in run_ranks(2, _chosen, config, cases):
-        assert [way for way, _ in found] == ["step", "replicas_per_step", "step", "micro_batch", "replicas_per_step"]
+        assert [once for once, _ in found] == [True, False, True, False, False]
         warned = [warning for _, warning in found]
         assert "of 40.0 GiB" in warned[1] and 'fsdp_sync = "step" does it anyway' in warned[1]
         assert 'fsdp_sync = "step" may not fit' in warned[2]

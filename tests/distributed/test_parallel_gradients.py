@@ -33,10 +33,7 @@ AC = ["--activation_checkpoint.mode", "selective", "--activation_checkpoint.sele
 # Name, batches that a rank accumulates, micro-batches of each that go through the pipeline, further overrides.
 PLAIN = [("1 micro-batch", 1, 1, NO_AC), ("3 micro-batches, AC", 3, 1, AC)]
 SYNC = "--parallelism.fsdp_sync"  # once per step unless it is given
-OTHER_SYNCS = [
-    ("3 micro-batches, synchronised with each", 3, 1, [SYNC, "micro_batch", *NO_AC]),
-    ("3 micro-batches, replicas once", 3, 1, [SYNC, "replicas_per_step", *NO_AC]),
-]
+OTHER_SYNCS = [("3 micro-batches, synchronised with each", 3, 1, [SYNC, "micro_batch", *NO_AC])]
 SCHEDULE = "--parallelism.pipeline_parallel_schedule"
 PIPELINED = [
     ("1 micro-batch", 1, 1, [SCHEDULE, "GPipe", *NO_AC]),  # the other schedules need one for each stage
