@@ -10,7 +10,7 @@ full matrices, batched by shape, and a second all-to-all returns the shards of t
 Under FSDP, tensor parallelism, or both, a shard is one rectangular block of its matrix. So one layout covers every
 device mesh: the block that each rank holds. The ranks of all mesh dimensions that shard an item form one flat group.
 Over the other dimensions (HSDP replicas) each copy of the model repeats the work: sending results between replicas
-costs small models more than it saves, and large models do better without replicas (docs/scale.md).
+costs small models more than it saves, and large models do better without replicas (docs/not-measured.md).
 
 A stack [E, n, m] of matrices, such as the experts of a layer, is one item. It is split over E among the owners; mesh
 dimensions that shard E itself take no part in the exchange, because their ranks hold whole matrices.
