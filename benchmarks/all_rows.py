@@ -27,8 +27,9 @@ sys.path.insert(0, str(ROOT))  # a fresh clone need not be installed
 # ruff: noqa: E402
 
 from pc.common import markdown
+from pc.common.errors import exit_on_user_error
 from pc.common.files import write_atomically
-from pc.errors import UserError, exit_on_user_error
+from pc.errors import UserError
 from rows import table
 
 STEP = str(ROOT / "benchmarks" / "step.py")

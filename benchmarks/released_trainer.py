@@ -27,9 +27,10 @@ import torch
 from torch import nn
 
 import pc
+from pc.common.errors import exit_on_user_error
 from pc.common.files import write_atomically
 from pc.data.demo import make_demo
-from pc.errors import UserError, exit_on_user_error
+from pc.errors import UserError
 from pc.spectral import initial_vectors
 from timing import interleaved
 

@@ -51,8 +51,9 @@ from torchtitan.train import Trainer
 
 import pc.passes
 from pc import polynomial
+from pc.common.errors import exit_on_user_error
 from pc.common.files import write_atomically
-from pc.errors import UserError, exit_on_user_error
+from pc.errors import UserError
 from pc.launch.torchrun import STEPS_ALONE
 from pc.settings import load_config
 from pc.titan import cpu

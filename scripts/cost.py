@@ -6,7 +6,7 @@ Usage: python scripts/cost.py CONFIG [--world-size N] [--measure] [--output DIR]
 import argparse
 from pathlib import Path
 
-from pc.errors import exit_on_user_error
+from pc.common.errors import exit_on_user_error
 
 
 @exit_on_user_error

@@ -7,7 +7,8 @@ Usage: python scripts/curves.py RUN... [--output DIR]
 import argparse
 from pathlib import Path
 
-from pc.errors import UserError, exit_on_user_error
+from pc.common.errors import exit_on_user_error
+from pc.errors import UserError
 
 
 @exit_on_user_error

@@ -6,7 +6,8 @@ python scripts/dry_run.py CONFIG.toml [--world-size 8] [--no-data] [--section.ke
 import argparse
 import sys
 
-from pc.errors import UserError, exit_on_user_error
+from pc.common.errors import exit_on_user_error
+from pc.errors import UserError
 from pc.settings import load_config
 
 

@@ -8,7 +8,7 @@ python scripts/evidence.py regime results/DATE-name...
 import argparse
 from pathlib import Path
 
-from pc.errors import exit_on_user_error
+from pc.common.errors import exit_on_user_error
 
 
 @exit_on_user_error

@@ -5,7 +5,7 @@ Usage: python scripts/export_hf.py RUN/checkpoint/step-N OUT [--dtype bfloat16] 
 
 import argparse
 
-from pc.errors import exit_on_user_error
+from pc.common.errors import exit_on_user_error
 
 
 @exit_on_user_error

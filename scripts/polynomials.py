@@ -6,7 +6,8 @@ Usage: python scripts/polynomials.py [--output DIR] [--cutoff B --degree K [--al
 import argparse
 from pathlib import Path
 
-from pc.errors import UserError, exit_on_user_error
+from pc.common.errors import exit_on_user_error
+from pc.errors import UserError
 
 
 @exit_on_user_error

@@ -13,7 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-from pc.errors import UserError, exit_on_user_error
+from pc.common.errors import exit_on_user_error
+from pc.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 OUT = "outputs/reproduce"

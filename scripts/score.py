@@ -9,7 +9,7 @@ models: the better of each pair is marked. A repeated command scores only what i
 import argparse
 from typing import get_args
 
-from pc.errors import exit_on_user_error
+from pc.common.errors import exit_on_user_error
 from pc.settings.schema import Task
 
 

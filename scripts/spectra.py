@@ -6,7 +6,7 @@ Usage: python scripts/spectra.py RUN_OR_CHECKPOINT_OR_NPZ... [--output DIR] [--l
 import argparse
 from pathlib import Path
 
-from pc.errors import exit_on_user_error
+from pc.common.errors import exit_on_user_error
 
 
 @exit_on_user_error

@@ -9,7 +9,8 @@ python scripts/sweep.py select SWEEP.toml...
 
 import argparse
 
-from pc.errors import UserError, exit_on_user_error
+from pc.common.errors import exit_on_user_error
+from pc.errors import UserError
 from pc.launch.allocation import Allocation, add_options
 from pc.launch.run import Run
 from pc.sweep.spec import load

@@ -18,7 +18,8 @@ import re
 import sys
 import time
 
-from pc.errors import UserError, exit_on_user_error
+from pc.common.errors import exit_on_user_error
+from pc.errors import UserError
 
 
 @exit_on_user_error

@@ -1,5 +1,5 @@
 """The paper's figures, and costs, from runs, checkpoints and configs."""
 
-from pc.errors import require_extra
+from pc.common.errors import require_extra
 
 require_extra("plots", "matplotlib")

@@ -5,7 +5,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from pc.errors import WriteFailed
+from pc.common.errors import WriteFailed
 
 
 def write_atomically(path: str | Path, content: str | bytes) -> None:

@@ -3,8 +3,8 @@
 import io
 from pathlib import Path
 
+from pc.common.errors import require_extra
 from pc.common.files import write_atomically
-from pc.errors import require_extra
 
 require_extra("plots", "matplotlib")
 

@@ -1,6 +1,6 @@
 """Tokenises text into shards and loads batches from them; see `docs/data.md`."""
 
-from pc.errors import require_extra
+from pc.common.errors import require_extra
 
 require_extra("data", "numpy", "pyarrow", "sentencepiece")
 

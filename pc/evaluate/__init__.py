@@ -1,5 +1,5 @@
 """Export to Hugging Face, the nine zero-shot tasks, tables of scores."""
 
-from pc.errors import require_extra
+from pc.common.errors import require_extra
 
 require_extra("evaluate", "lm_eval", "transformers")

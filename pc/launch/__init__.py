@@ -1,5 +1,5 @@
 """Start one run, on this machine or under SLURM."""
 
-from pc.errors import require_extra
+from pc.common.errors import require_extra
 
 require_extra("train", "torchtitan", "tomli_w")

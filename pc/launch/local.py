@@ -5,8 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from pc.common.errors import exit_on_user_error
 from pc.common.run_folder import lock, state_of
-from pc.errors import UserError, exit_on_user_error
+from pc.errors import UserError
 from pc.settings import Config, load_config, rules
 from pc.settings.schema import Data
 

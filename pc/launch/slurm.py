@@ -13,9 +13,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pc.common.errors import exit_on_user_error
 from pc.common.files import write_atomically
 from pc.common.run_folder import is_locked, lock, newest_step, state_of, write_failure
-from pc.errors import UserError, exit_on_user_error
+from pc.errors import UserError
 from pc.launch import network, torchrun
 from pc.launch.allocation import Allocation
 from pc.launch.run import Run

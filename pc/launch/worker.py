@@ -10,10 +10,12 @@ from pathlib import Path
 import torch.distributed as dist
 from torchtitan.tools.logging import init_logger
 
+from pc.common.errors import WriteFailed
 from pc.common.run_folder import keep_earlier_config, write_failure
-from pc.errors import Diverged, UserError, WriteFailed
+from pc.errors import UserError
 from pc.settings import Config, load_config, write_config
 from pc.titan.environment import write_environment
+from pc.titan.nonfinite import Diverged
 from pc.titan.trainer import PCTrainer
 
 

@@ -1,5 +1,5 @@
 """Checks a config and counts its FLOPs and memory, without running it."""
 
-from pc.errors import require_extra
+from pc.common.errors import require_extra
 
 require_extra("train", "torchtitan")

@@ -1,7 +1,7 @@
 """The configuration of a run: every key, the chain of TOML files, rules between keys. Imports neither torch nor
 TorchTitan; `pc.titan.job_config` makes TorchTitan's own configuration of it."""
 
-from pc.errors import require_extra
+from pc.common.errors import require_extra
 
 require_extra("train", "pydantic", "tomli_w")
 

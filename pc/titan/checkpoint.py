@@ -14,8 +14,9 @@ from torchtitan.components.checkpoint import AsyncMode, CheckpointManager
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 
+from pc.common.errors import WriteFailed
 from pc.common.run_folder import INDEX, checkpoints
-from pc.errors import UserError, WriteFailed
+from pc.errors import UserError
 from pc.titan.checksums import ChecksummedWriter, Damaged, has_checksums
 from pc.titan.distcp import CheckpointFolder, LoadPlanner, Reader
 

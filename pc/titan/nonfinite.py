@@ -14,12 +14,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchtitan.tools.logging import logger
 
-from pc.errors import Diverged
+from pc.errors import UserError
 from pc.owner import local
 from pc.schedules import Schedule
 from pc.weights import clean_name
 
 NAMES_SHOWN = 4
+
+
+class Diverged(UserError):
+    """The loss or the gradients were not finite in too many steps in a row."""
 
 
 @dataclass

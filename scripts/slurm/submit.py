@@ -6,7 +6,7 @@ python scripts/slurm/submit.py CONFIG.toml [--gpus-per-node 8] [--nodes 1] [--sc
 
 import argparse
 
-from pc.errors import exit_on_user_error
+from pc.common.errors import exit_on_user_error
 from pc.launch.allocation import Allocation, add_options
 from pc.settings import load_config, rules
 

@@ -1,0 +1,54 @@
+"""What commands say of errors that the user can fix: one or two lines, without a traceback."""
+
+import errno
+import functools
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+
+from pc.errors import UserError
+
+# What a file system answers when a path in a command cannot be used.
+_REFUSED = {
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST,
+    errno.ENAMETOOLONG,
+}  # fmt: skip
+
+
+class WriteFailed(UserError):
+    """The file system refused to write, perhaps because the disk is full: the same command may succeed later."""
+
+
+class MissingExtra(UserError, ImportError):
+    """The imported subpackage needs a dependency that is not installed."""
+
+
+def require_extra(extra: str, *modules: str) -> None:
+    """Raise `MissingExtra` with the extra to install if one of `modules` is not installed."""
+    for module in modules:
+        if find_spec(module) is None:
+            raise MissingExtra(f"{module} is not installed; pip install 'pc-layer[{extra}]'")
+
+
+def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
+    """Decorate a command's `main`: a `UserError` prints `error: ...` on stderr and exits with status 2.
+
+    So does an `OSError` that refuses a named file or folder: no permission, a full disk, a file in place of a folder.
+
+    Any other exception is a bug in this project and keeps its traceback.
+    """
+
+    @functools.wraps(main)
+    def guarded(*args, **kwargs) -> None:
+        try:
+            main(*args, **kwargs)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
+        except OSError as error:
+            if error.filename is None or error.errno not in _REFUSED:
+                raise
+            print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+            sys.exit(2)
+
+    return guarded
