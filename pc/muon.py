@@ -47,14 +47,10 @@ class Muon(torch.optim.Muon):
     The momentum is torch's running mean, `buf = mu buf + (1 - mu) g`. The paper writes `buf = mu buf + g`.
     Orthogonalisation cancels the constant factor between the two, up to its epsilon of 1e-7 against the update's norm.
 
-    A step changes nothing if the attribute `found_inf`, a device tensor as in torch's fused optimizers, is 1.
-
     Raises:
         ValueError: a parameter that is no matrix, in a group without a "cut".
         UserError: a cut does not fit.
     """
-
-    found_inf: Tensor | None = None
 
     def __init__(self, params, **options) -> None:
         if unknown := options.keys() - _OPTIONS.keys():
@@ -87,13 +83,6 @@ class Muon(torch.optim.Muon):
             return
         momentum, lr = group["momentum"], float(group["lr"])
         shards, local_gradients, updates = ([local(t) for t in x] for x in (parameters, gradients, buffers))
-        decay: float | Tensor = 1 - lr * group["weight_decay"]
-        if self.found_inf is not None:
-            skip = self.found_inf.bool()
-            decay = torch.where(skip, 1.0, decay)
-            for gradient, buffer in zip(local_gradients, updates, strict=True):
-                # averaging the buffer with itself leaves it unchanged
-                torch.where(skip, buffer, gradient, out=gradient)
         torch._foreach_lerp_(updates, local_gradients, 1 - momentum)
         if group["nesterov"]:
             updates = list(torch._foreach_lerp(local_gradients, updates, momentum))
@@ -112,10 +101,8 @@ class Muon(torch.optim.Muon):
             stacked=[bool(form.stack) for form in forms],
             costs=[form.cost for form in forms],
         )
-        torch._foreach_mul_(shards, decay)
+        torch._foreach_mul_(shards, 1 - lr * group["weight_decay"])
         for shard, update, of_parts in zip(shards, updates, factors, strict=True):
-            if self.found_inf is not None:
-                local(update).masked_fill_(skip, 0)
             shard.add_(local(update), alpha=-lr * max(of_parts))
 
 

@@ -21,8 +21,6 @@ class Kind:
     """from parameters or parameter groups; imports torch when it is called"""
     states: int
     """state tensors per parameter and of its size, for the memory estimate"""
-    obeys_found_inf: "Callable[[torch.optim.Optimizer], bool]"
-    """whether its step changes nothing if `found_inf` is 1 on the device, without waiting for the device"""
 
 
 def _adamw(parameters: "list[nn.Parameter]", config: "Optimizer") -> "torch.optim.Optimizer":
@@ -54,8 +52,8 @@ def _muon(parameters: "list[nn.Parameter]", config: "Optimizer") -> "torch.optim
 
 
 KINDS: dict[str, Kind] = {
-    "AdamW": Kind(_adamw, states=2, obeys_found_inf=lambda optimizer: bool(optimizer.defaults.get("fused"))),
-    "Muon": Kind(_muon, states=1, obeys_found_inf=lambda _: True),
+    "AdamW": Kind(_adamw, states=2),
+    "Muon": Kind(_muon, states=1),
 }
 """{optimizer.name: Kind}; the lower-case names are those of the optimizer states in a checkpoint."""
 

@@ -48,7 +48,6 @@ class Optimizers(OptimizersContainer):
 
     def __init__(self, model_parts: list[nn.Module], config: Optimizer) -> None:
         self.model_parts = model_parts
-        self._kinds = {name.lower(): KINDS[name] for name in (config.name, "AdamW")}
         self.by_part = [_build(model, config) for model in model_parts]
         self.optimizers = [optimizer for by_kind in self.by_part for optimizer in by_kind.values()]
         parameters = [p for model in model_parts for p in model.parameters()]
@@ -60,16 +59,11 @@ class Optimizers(OptimizersContainer):
         """of every optimizer's parameter groups: the config's settings, which a loaded checkpoint overwrites"""
         _log_groups(model_parts, config)
         self.schedule = _add_pc(self, model_parts)
-        self.skipped: Tensor | None = None
-        """1.0 on the device if the step must be skipped, else 0.0; None: not skipped"""
+        self.skips_step = False
+        """whether the next step changes nothing"""
 
     def step(self, *arguments, **options) -> None:
-        """Step unless `skipped` is 1 on the device. Fused AdamW and Muon read it there; other AdamW waits for it."""
-        for kind, optimizer in self.named():
-            if self._kinds[kind].obeys_found_inf(optimizer):
-                optimizer.found_inf = self.skipped  # the attribute that torch's gradient scaler uses
-            elif self.skipped is not None and bool(self.skipped):
-                continue
+        for optimizer in [] if self.skips_step else self.optimizers:
             optimizer.step(*arguments, **options)
 
     def named(self) -> Iterator[tuple[str, torch.optim.Optimizer]]:

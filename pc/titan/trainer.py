@@ -71,13 +71,7 @@ class PCTrainer(torchtitan.train.Trainer):
         self.health = HealthMetrics(job_config, self.model_parts, self.pc_schedule, self.parallel_dims)
         self.scorer = self.build_scorer()
         self.checkpointer = self._build_checkpointer()
-        self.finite_steps = FiniteSteps(
-            self.model_parts,
-            self.pc_schedule,
-            self.device,
-            job_config.training.max_nonfinite_steps,
-            lambda step, count: self.metrics_processor.log_health(step, {"steps_left_out": count}),
-        )
+        self.finite_steps = FiniteSteps(self.model_parts, self.pc_schedule, config.training.max_nonfinite_steps)
         states = self.checkpointer.states
         states[fingerprint.Fingerprint.KEY] = fingerprint.Fingerprint(job_config.pc)
         if self.pc_schedule is not None:
@@ -127,7 +121,6 @@ class PCTrainer(torchtitan.train.Trainer):
         self.health.start_step(self.step, measure_outputs=not self._pipeline_finds_shapes())
         super().train_step(data_iterator)
         self._has_stepped = True
-        self.finite_steps.note(self.step, self.metrics_processor.positions())
         self.metrics_processor.log_health(self.step, self.health.collect(self.step))
         if self.scorer is not None and self.scorer.due(self.step):
             self.metrics_processor.log_health(self.step, self.scorer.score())
@@ -148,7 +141,7 @@ class PCTrainer(torchtitan.train.Trainer):
         self._loss = self._loss + local(loss.detach())
         if is_last:
             self._finish_gradients(global_valid_tokens)
-            self.optimizers.skipped = self.finite_steps.judge(self._loss)
+            self._decide_step()
         return self._loss_of_all_stages(loss)
 
     def state_dict(self) -> dict:
@@ -219,6 +212,13 @@ class PCTrainer(torchtitan.train.Trainer):
                         parameter.grad.div_(global_valid_tokens)
         if self.pc_schedule is not None:
             self.pc_schedule.pull_back()
+
+    def _decide_step(self) -> None:
+        """Skip the optimizers' step if its loss or gradients are not finite."""
+        positions = self.metrics_processor.positions()
+        self.optimizers.skips_step = self.finite_steps.skips(self.step, self._loss, positions)
+        if self.optimizers.skips_step:
+            self.metrics_processor.log_health(self.step, {"steps_left_out": self.finite_steps.count})
 
     def _pipeline_finds_shapes(self) -> bool:
         """Whether the pipeline will first infer shapes with uninitialised inputs: at the start and after validation."""
@@ -299,7 +299,7 @@ class PCTrainer(torchtitan.train.Trainer):
         self.checkpointer.close()
         return Checkpoints(
             keep_every=self.job_config.checkpoint.keep_every,
-            may_save=lambda: not self.finite_steps.settle(),
+            may_save=lambda: not self.finite_steps.in_a_row,
             group=self._agreement_group,
             dataloader=self.dataloader,
             model_parts=self.model_parts,

@@ -19,17 +19,17 @@ def _train(rank, config, overrides, bad_steps, value):
     tiny.add_tiny_flavor()
     trainer = Trainer(load_config(config, overrides))
     trainer.require_loadable()
-    judge, seen = trainer.finite_steps.judge, [_state(trainer)]
+    skips, seen = trainer.finite_steps.skips, [_state(trainer)]
 
-    def spoilt(loss):
+    def spoilt(step, loss, positions):
         if trainer.step in bad_steps and rank == 1:
             if value == "loss":
                 loss = loss * math.nan
             else:
                 trainer.model_parts[0].layers["0"].attention.wo.weight.grad._local_tensor[-1, -1] = value
-        return judge(loss)
+        return skips(step, loss, positions)
 
-    trainer.finite_steps.judge = spoilt
+    trainer.finite_steps.skips = spoilt
     save = trainer.checkpointer.save
     trainer.checkpointer.save = lambda *args, **kwargs: (seen.append(_state(trainer)), save(*args, **kwargs))
     error = ""

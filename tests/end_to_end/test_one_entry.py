@@ -36,7 +36,7 @@ class Entries:
         set_item(pc.polynomial.COEFFICIENTS, 5, cls.level[5])
         set_item(FLAVORS, "slim", cls.flavor["slim"])
         set_item(health.SPECTRAL, "stable_rank", cls.stable_rank)
-        kind = optimizers.Kind(cls.sgd, states=1, obeys_found_inf=lambda _: False)
+        kind = optimizers.Kind(cls.sgd, states=1)
         set_item(optimizers.KINDS, "SGD", kind)
 
 
