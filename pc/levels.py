@@ -7,7 +7,7 @@ application.
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 
 Coefficients = tuple[float, ...]
@@ -20,9 +20,6 @@ COEFFICIENTS: dict[int, Coefficients] = {
     3: (2.909, -4.649, 4.023, -1.283),
     4: (3.625, -9.261, 14.097, -10.351, 2.890),
 }
-
-# Paper, table 1: the cutoff b of the piecewise-linear target min(sigma / b, 1) that each level is fitted to.
-CUTOFFS: dict[int, float] = {1: 0.8, 2: 0.6, 3: 0.4, 4: 0.3}
 
 # Paper, appendix "Overly Aggressive Spectrum Flattening": eight quintics whose composite maps nearly
 # every singular value in (0, 1] to 1 (Amsel et al., 2025). It is here to show that flattening too much hurts.
@@ -73,7 +70,8 @@ def require_usable(coefficients: Coefficients) -> None:
     if len(coefficients) < 2 or not all(type(a) is float and math.isfinite(a) for a in coefficients):
         raise ValueError(f"coefficients {list(coefficients)} must be two or more numbers: those of p from degree 0 up")
     lowest, highest = OWN_MAP_RANGE
-    outside, sigma, value = max((max(y - highest, lowest - y), x, y) for x, y in _values(coefficients))
+    values = ((x, evaluate(coefficients, x)) for x in (i / 10_000 for i in range(11_001)))
+    outside, sigma, value = max((max(y - highest, lowest - y), x, y) for x, y in values)
     if outside > 0:
         raise ValueError(
             f"coefficients {list(coefficients)}: g({sigma:.4g}) = {value:.4g}, but on [0, 1.1] a map must stay within "
@@ -87,13 +85,14 @@ def require_usable(coefficients: Coefficients) -> None:
         )
 
 
-def _values(coefficients: Coefficients) -> Iterator[tuple[float, float]]:
-    """(sigma, g(sigma)) on a grid of [0, 1.1]."""
-    for i in range(11_001):
-        sigma, value = i / 10_000, 0.0
-        for a in reversed(coefficients):
-            value = value * sigma * sigma + a
-        yield sigma, sigma * value
+def evaluate(map: Map, sigma):
+    """`g(sigma)` of a number or, elementwise, of a tensor, by Horner's rule."""
+    for coefficients in stages(map):
+        squared, value = sigma * sigma, coefficients[-1]
+        for a in reversed(coefficients[:-1]):
+            value = value * squared + a
+        sigma = sigma * value
+    return sigma
 
 
 def stages(map: Map) -> tuple[Coefficients, ...]:

@@ -4,74 +4,10 @@ On a matrix `A = U diag(sigma) V^T` the map needs only one Gram matrix: `g(A) = 
 equals `U diag(g(sigma)) V^T` (paper, proposition 1).
 """
 
-import math
-
 import torch
 from torch import Tensor
 
-from pc.levels import COEFFICIENTS, CUTOFFS, POLAR_EXPRESS, Coefficients, Map, resolve, stages  # noqa: F401
-
-
-def target(cutoff: float, sigma: Tensor) -> Tensor:
-    """The piecewise-linear target `min(sigma / cutoff, 1)` (paper, section 3.2)."""
-    return (sigma / cutoff).clamp(max=1.0)
-
-
-def fit(
-    cutoff: float,
-    degree: int,
-    alpha: float = 4.0,
-    interval: tuple[float, float] = (0.0, 1.1),
-    anchored: bool = True,
-) -> Coefficients:
-    """Fit `sigma * p(sigma^2)` to `target(cutoff)` by weighted least squares (paper, equation 2, appendix).
-
-    The paper samples at random. This samples a fine regular grid, which makes the result deterministic: the
-    limit of the paper's procedure.
-
-    Args:
-        cutoff: b in (0, 1], above which the target is 1.
-        degree: degree of `p`, at least 1; the level k of the paper.
-        alpha: the error at sigma has weight sigma^alpha, which must be finite.
-        interval: where to fit. It ends above 1 because the estimated spectral norm may be too small.
-        anchored: keep g(1) = 1 exactly.
-
-    Returns:
-        `degree + 1` coefficients of `p` from degree 0 up.
-
-    Raises:
-        ValueError: arguments outside their ranges.
-    """
-    lower, upper = interval
-    if not 0.0 < cutoff <= 1.0:
-        raise ValueError(f"cutoff must be in (0, 1], got {cutoff}")
-    if degree < 1:
-        raise ValueError(f"degree must be at least 1, got {degree}")
-    if not 0.0 <= lower < upper:
-        raise ValueError(f"interval must satisfy 0 <= lower < upper, got {interval}")
-    points = 20_000
-    sigma = lower + (upper - lower) * (torch.arange(points, dtype=torch.float64) + 0.5) / points
-    powers = torch.stack([sigma ** (2 * i + 1) for i in range(degree + 1)], dim=1)
-    values = target(cutoff, sigma)
-    if anchored:  # substitute a_0 = 1 - a_1 - ... - a_k
-        powers, values = powers[:, 1:] - powers[:, :1], values - sigma
-    root_weight = sigma ** (alpha / 2)
-    if not root_weight.isfinite().all():
-        raise ValueError(f"alpha must give finite weights sigma^alpha on {interval}, got {alpha}; the paper's is 4")
-    solution = torch.linalg.lstsq(powers * root_weight[:, None], (values * root_weight)[:, None]).solution[:, 0]
-    coefficients = solution.tolist()
-    return tuple([1.0 - sum(coefficients), *coefficients] if anchored else coefficients)
-
-
-def evaluate(map: Map, sigma: Tensor) -> Tensor:
-    """`g(sigma)` elementwise, by Horner's rule; any shape."""
-    for coefficients in stages(map):
-        squared = sigma * sigma
-        value = torch.full_like(sigma, coefficients[-1])
-        for a in reversed(coefficients[:-1]):
-            value = value * squared + a
-        sigma = sigma * value
-    return sigma
+from pc.levels import COEFFICIENTS, POLAR_EXPRESS, Coefficients, Map, evaluate, resolve, stages  # noqa: F401
 
 
 def gram_matrix(matrix: Tensor) -> Tensor:
@@ -84,7 +20,7 @@ def apply(
 ) -> Tensor:
     """`scale * g(A / divisor)` for matrices `A` of shape [..., n, m], batched over leading dimensions; same shape out.
 
-    One matmul computes the smaller Gram matrix `G` [s, s], `count_square_products` matmuls compute `p(G)`, and one
+    One matmul computes the smaller Gram matrix `G` [s, s], ceil(k / 2) (none for k = 1) compute `p(G)` of degree k, and one
     multiplies it by `A`. Divisor and scale are applied to the square matrices, so neither costs another pass over `A`.
 
     Args:
@@ -104,20 +40,6 @@ def apply(
         batch = batch @ polynomial if batch.size(-2) > batch.size(-1) else polynomial @ batch
         gram = factor = None
     return batch.reshape(matrix.shape)
-
-
-def apply_by_horner(map: Map, matrix: Tensor) -> Tensor:
-    """Simple reference for `apply`: Horner's rule in `G` (paper, appendix "Tricks for Matrix Polynomial
-    Calculation"), which takes `degree - 1` matmuls of [s, s]."""
-    for coefficients in stages(map):
-        tall = matrix.size(-2) > matrix.size(-1)
-        gram = gram_matrix(matrix)
-        identity = torch.eye(gram.size(-1), dtype=gram.dtype, device=gram.device)
-        value = coefficients[-1] * gram + coefficients[-2] * identity
-        for a in reversed(coefficients[:-2]):
-            value = value @ gram + a * identity
-        matrix = matrix @ value if tall else value @ matrix
-    return matrix
 
 
 def vjp(
@@ -153,11 +75,6 @@ def vjp(
     value_product, matrix_product = products[0][0], products[-1][1]  # of the last stage and of the first
     leading = matrix.shape[:-2]
     return result.reshape(matrix.shape), value_product.reshape(leading), matrix_product.reshape(leading)
-
-
-def count_square_products(degree: int) -> int:
-    """Matmuls of [s, s] matrices in `p(G)` of this degree."""
-    return 0 if degree == 1 else math.ceil(degree / 2)
 
 
 def _sums(coefficients: Coefficients, gram: Tensor) -> tuple[list[Tensor], Tensor | None]:

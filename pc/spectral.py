@@ -1,4 +1,4 @@
-"""Spectral norms by warm-started power iteration, singular values, and condition numbers."""
+"""Spectral norms by warm-started power iteration."""
 
 import hashlib
 import math
@@ -76,73 +76,6 @@ def power_iteration_by_gram(weight: Tensor, gram: Tensor, u: Tensor, v: Tensor, 
 def spectral_norm_estimate(weight: Tensor, u: Tensor, v: Tensor) -> Tensor:
     """`u^T W v + epsilon` of shape [...] for `weight` [..., n, m]; differentiable in `weight`."""
     return (u * _product(weight, v)).sum(-1) + EPSILON
-
-
-def spectral_norm(weight: Tensor, u: Tensor, v: Tensor, steps: int = 20) -> Tensor:
-    """The largest singular value by Lanczos' method, much faster than a decomposition.
-
-    Args:
-        weight: [..., n, m].
-        u: [..., n], an estimate of the leading left singular vector.
-        v: [..., m], the same for the right one. The shorter of the two is the start vector, plus 10 % noise, in case
-            the estimate is orthogonal to the leading direction.
-        steps: multiplications by the weight and its transpose. 20 leave at most a tenth of the error of s = u^T W v.
-
-    Returns:
-        [...]; NaN for a matrix that is not finite.
-    """
-    weight, start = (weight.mT, v) if weight.size(-2) > weight.size(-1) else (weight, u)
-    noise = torch.randn(start.shape, generator=torch.Generator(start.device).manual_seed(0), device=start.device)
-    rounding = 10 * torch.finfo(weight.dtype).eps
-    vector = _unit_or_unchanged(start + 0.1 * noise / noise.norm(dim=-1, keepdim=True), start)
-    previous, size = torch.zeros_like(vector), vector.new_zeros(*vector.shape[:-1], 1)
-    diagonal, beside = [], []
-    # No orthogonalisation against all earlier vectors: the loss of orthogonality only repeats eigenvalues.
-    for _ in range(min(steps, start.size(-1))):
-        image = _product(weight, _product(weight.mT, vector))
-        diagonal.append((image * vector).sum(-1))
-        rest = image - diagonal[-1].unsqueeze(-1) * vector - size * previous
-        size = rest.norm(dim=-1, keepdim=True)
-        size = torch.where(size > rounding * image.norm(dim=-1, keepdim=True), size, 0.0)
-        beside.append(size.squeeze(-1))
-        previous, vector = vector, torch.where(size > 0, rest / size, 0.0)
-    projected = torch.diag_embed(torch.stack(diagonal, -1))
-    if len(beside) > 1:
-        upper = torch.diag_embed(torch.stack(beside[:-1], -1), offset=1)
-        projected = projected + upper + upper.mT
-    finite = projected.isfinite().all(-1).all(-1)
-    # A decomposition of NaN raises an error and would end a training run that could show what went wrong.
-    projected = torch.where(finite[..., None, None], projected, 0.0)
-    return torch.where(finite, torch.linalg.eigvalsh(projected)[..., -1].clamp(min=0.0).sqrt(), math.nan)
-
-
-def singular_values(matrix: Tensor) -> Tensor:
-    """Singular values, ascending, [..., min(n, m)] in float64; NaN for a matrix that is not finite.
-
-    They are square roots of the eigenvalues of the smaller Gram matrix, several times cheaper than a
-    singular value decomposition. Squaring loses half of float64's digits: values below 1e-8 of the
-    largest are inaccurate.
-    """
-    finite = matrix.isfinite().all(-1).all(-1)
-    # A decomposition of NaN raises an error and would end a training run that could show what went wrong.
-    matrix = torch.where(finite[..., None, None], matrix, 0.0).double()
-    gram = matrix.mT @ matrix if matrix.size(-2) > matrix.size(-1) else matrix @ matrix.mT
-    sigma = torch.linalg.eigvalsh(gram).clamp(min=0.0).sqrt()
-    return torch.where(finite[..., None], sigma, math.nan)
-
-
-def modified_condition_number(singular_values: Tensor) -> Tensor:
-    """Largest singular value divided by the mean of the smallest tenth (paper, section 4.2).
-
-    Args:
-        singular_values: [..., k], in any order; the smallest `ceil(k / 10)` are averaged.
-
-    Returns:
-        [...]; infinite for a matrix whose smallest tenth is zero.
-    """
-    ascending = singular_values.sort(dim=-1).values
-    tenth = math.ceil(ascending.size(-1) / 10)
-    return ascending[..., -1] / ascending[..., :tenth].mean(-1)
 
 
 def without_autocast(tensor: Tensor):

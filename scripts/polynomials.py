@@ -23,7 +23,7 @@ def main() -> None:
 
     if arguments.cutoff is None and (arguments.degree, arguments.alpha) != (4, 4.0):
         raise UserError("--degree and --alpha need --cutoff")
-    rows = {f"level {k}": (polynomial.resolve(k), b) for k, b in polynomial.CUTOFFS.items()}
+    rows = {f"level {k}": (polynomial.resolve(k), b) for k, b in maps.CUTOFFS.items()}
     rows["Polar Express"] = (polynomial.POLAR_EXPRESS, 1e-3)
     own = ()
     if arguments.cutoff is not None:

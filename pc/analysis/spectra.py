@@ -17,9 +17,9 @@ from pc.analysis.weights import LinearWeights
 from pc.common import markdown
 from pc.common.files import write_atomically
 from pc.common.run_folder import INDEX, newest_checkpoint, unique_names
+from pc.common.spectra import modified_condition_number, singular_values
 from pc.config import BLOCK_GROUPS, BLOCK_SUFFIXES, PCConfig, block_of
 from pc.errors import UserError
-from pc.spectral import modified_condition_number, singular_values
 
 
 @dataclass(frozen=True)

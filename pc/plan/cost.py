@@ -49,7 +49,7 @@ class Matrix:
         return sum(self._stage_flops(stage) for stage in self.stages)
 
     def _stage_flops(self, stage: polynomial.Coefficients) -> int:
-        return 4 * self.long * self.short**2 + 2 * polynomial.count_square_products(len(stage) - 1) * self.short**3
+        return 4 * self.long * self.short**2 + 2 * _square_products(len(stage) - 1) * self.short**3
 
     def power_iteration_flops(self) -> int:
         """Schedule "forward": two matrix-vector products in each of q steps."""
@@ -76,7 +76,7 @@ class Matrix:
         long, short = self.long, self.short
         backward = 0
         for stage in self.stages:
-            squares = polynomial.count_square_products(len(stage) - 1)
+            squares = _square_products(len(stage) - 1)
             backward += 8 * long * short**2 + 2 * max(0, 3 * squares - 1) * short**3
         return backward + sum(self._stage_flops(stage) for stage in self.stages[:-1]) + self.estimate_flops()
 
@@ -96,7 +96,7 @@ class Matrix:
         [n, m]: the normalised weight, the polynomial's result and PC(W). [s, s]: the partial sums of
         p(G), the Gram matrix if it is squared, and its square if that is used again.
         """
-        products = [polynomial.count_square_products(len(stage) - 1) for stage in self.stages]
+        products = [_square_products(len(stage) - 1) for stage in self.stages]
         squares = sum(max(1, count) + (count > 0) + (count > 1) for count in products)
         return (len(self.stages) + 2) * self.n * self.m + squares * self.short**2
 
@@ -104,6 +104,11 @@ class Matrix:
         """The paper's bound ((k + 1) s + 2 q + 1) / B on PC's FLOPs relative to the matrix's own 6nmB, B = `tokens`."""
         terms = sum(len(stage) for stage in self.stages)
         return (terms * self.short + 2 * self.config.power_iterations + 1) / tokens
+
+
+def _square_products(degree: int) -> int:
+    """Matmuls of [s, s] matrices in p(G) of this degree."""
+    return 0 if degree == 1 else math.ceil(degree / 2)
 
 
 def model_flops_per_token(args: Llama2Args, seq_len: int, *, causal: bool) -> float:

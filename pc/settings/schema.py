@@ -292,9 +292,7 @@ class Data(Section):
 class Health(Section):
     freq: Interval = key(10, "Steps between measurements of output sizes, gamma and the weight norm; 0: never.")
     spectra_freq: Interval = key(500, "Steps between measurements of every matrix's condition number; 0: never.")
-    estimate_freq: Interval = key(
-        100, "Steps between measurements of the error of PC's norm estimate, after the first 1,000 steps; 0: never."
-    )
+    estimate_freq: Interval = key(500, "Steps between measurements of the error of PC's norm estimate; 0: never.")
 
 
 Task = Literal[

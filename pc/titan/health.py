@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pc.common.spectra import modified_condition_number, singular_values
 from pc.config import BLOCK_SUFFIXES, PCConfig, block_of, matches
 from pc.cuts import Form
 from pc.linear import evaluate
 from pc.owner import local, run_on_owners, sharding_dimensions
 from pc.schedules import Schedule, State
-from pc.spectral import modified_condition_number, singular_values, spectral_norm, spectral_norm_estimate
+from pc.spectral import spectral_norm_estimate
 from pc.titan.activations import COUNT, LARGEST, PARTS, SUM_OF_SQUARES, OutputSizes
 from pc.weights import clean_name
 
@@ -29,10 +30,6 @@ BLOCKS = tuple(BLOCK_SUFFIXES)
 SPECTRAL: dict[str, Callable[[Tensor], Tensor]] = {"condition": modified_condition_number}
 """{NAME: function from the ascending singular values [B, min(n, m)] of B effective weights to B numbers [B]}.
 Logged as spectra/NAME/LAYER every `health.spectra_freq` steps. To add a metric, add a line here."""
-
-
-FIRST_STEPS = 1000
-"""In these steps the estimate's error is large and decreasing (paper, appendix on the accuracy of the estimator)."""
 
 
 class HealthMetrics:
@@ -76,8 +73,7 @@ class HealthMetrics:
             metrics |= self._weight_metrics()
         if _is_due(step, self._health.spectra_freq):
             metrics |= self._spectra_metrics()
-        freq = self._health.estimate_freq
-        if freq and (step <= FIRST_STEPS or step % freq == 0):
+        if _is_due(step, self._health.estimate_freq):
             metrics |= self._estimate_metrics()
         return metrics
 
@@ -227,6 +223,6 @@ def _largest_estimate_error(form: Form, *tensors: Tensor) -> tuple[Tensor]:
 
 def _estimate_error(_: PCConfig, weight: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor]:
     """Relative error of s = u^T W v, [B, 1], for W [B, n, m]."""
-    norm = spectral_norm(weight, u, v)
+    norm = singular_values(weight)[..., -1]
     error = (spectral_norm_estimate(weight, u, v).double() - norm).abs() / norm
     return (error.unsqueeze(-1).to(weight.dtype),)

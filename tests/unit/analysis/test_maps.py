@@ -2,6 +2,7 @@ import math
 import tomllib
 
 import pytest
+import torch
 
 from pc import polynomial
 from pc.analysis import maps
@@ -16,8 +17,21 @@ def _numbers(map, cutoff):
 
 
 @pytest.mark.parametrize("level", [1, 2, 3, 4])
+def test_a_fit_reproduces_the_papers_map(level):
+    # 5e-3 in sup norm: the paper sampled at random, and rounds its coefficients to three digits.
+    sigma = torch.linspace(0, 1.1, 4001, dtype=torch.float64)
+    published = polynomial.evaluate(polynomial.COEFFICIENTS[level], sigma)
+    fitted = maps.fit(maps.CUTOFFS[level], level)
+    assert (polynomial.evaluate(fitted, sigma) - published).abs().max() < 5e-3
+    assert sum(fitted) == pytest.approx(1.0, abs=1e-12)
+    # control: another exponent of the weight is a different map
+    other = polynomial.evaluate(maps.fit(maps.CUTOFFS[level], level, alpha=0.0), sigma)
+    assert (other - published).abs().max() > 5e-3
+
+
+@pytest.mark.parametrize("level", [1, 2, 3, 4])
 def test_the_papers_maps(level):
-    at_one, amplification, largest, *_ = _numbers(polynomial.resolve(level), polynomial.CUTOFFS[level])
+    at_one, amplification, largest, *_ = _numbers(polynomial.resolve(level), maps.CUTOFFS[level])
     assert at_one == 1.0
     # g(s)/s = p(s^2) is largest at zero, where it is the first coefficient; the grid starts just above
     assert amplification == pytest.approx(polynomial.COEFFICIENTS[level][0], abs=6e-4)
