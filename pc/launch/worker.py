@@ -48,7 +48,6 @@ def main() -> None:
     try:
         config = load_config(path, overrides)
         trainer = Trainer(config)
-        trainer.require_loadable()
         folder = Path(config.job.dump_folder)
 
         def record(step: int) -> None:

@@ -6,7 +6,7 @@ which records that there are checksums. XXH3 detects damage at memory speed; it 
 """
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from io import FileIO
@@ -98,59 +98,31 @@ class _HashedFile(FileIO):
         return done
 
 
-def verify_index(folder: Path) -> None:
-    """Verify the checksum of the index before reading it; passes without checksums. Raises Damaged."""
-    sums = _read_sums(folder)
-    if sums is not None:
-        _compare(folder, INDEX, sums)
-
-
-def verify_files(folder: Path, names: set[str], index: Metadata, part: int = 0, parts: int = 1) -> None:
-    """Verify the checksums of a checkpoint's files, or of this rank's share of them.
-
-    Args:
-        names: files that the index refers to.
-        index: the checkpoint's; it records whether the checkpoint was written with checksums.
-        part, parts: verify every `parts`-th file, starting with number `part`.
+def verify(folder: Path, names: Sequence[str]) -> bool:
+    """Compare files of a checkpoint with their checksums; False if there is no file of checksums.
 
     Raises:
-        Damaged: a file differs from what was written, or the checksums are missing.
+        Damaged: a file differs from what was written, or is missing.
     """
-    sums = _read_sums(folder)
-    if sums is None:
-        if CHECKSUMS in (getattr(index.storage_meta, "modules", None) or []):
-            raise Damaged(f"{folder / CHECKSUMS}: missing, so the checkpoint cannot be verified")
-        return
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        list(pool.map(lambda name: _compare(folder, name, sums), sorted(names)[part::parts]))
-
-
-def has_checksums(folder: str | Path) -> bool:
-    """Whether a checkpoint was written with checksums."""
-    return (Path(folder) / CHECKSUMS).is_file()
-
-
-def _read_sums(folder: Path) -> dict[str, str] | None:
-    """{file: checksum}; None if there is no file of checksums."""
     try:
-        lines = (folder / CHECKSUMS).read_text().splitlines()
+        lines = (folder / CHECKSUMS).read_text(errors="replace").splitlines()
     except FileNotFoundError:
-        return None
-    except UnicodeDecodeError:
-        lines = [""]
+        return False
     sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
     if "" in sums:  # a line without a name
         raise Damaged(f"{folder / CHECKSUMS}: damaged, not a list of checksums")
-    return sums
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        list(pool.map(lambda name: _compare(folder / name, sums.get(name)), names))
+    return True
 
 
-def _compare(folder: Path, name: str, sums: dict[str, str]) -> None:
+def _compare(path: Path, expected: str | None) -> None:
     digest = xxhash.xxh3_128()
     try:
-        with open(folder / name, "rb", buffering=0) as file:
+        with open(path, "rb", buffering=0) as file:
             while chunk := file.read(2**22):
                 digest.update(chunk)
     except OSError as error:
-        raise Damaged(f"{folder / name}: {error.strerror}") from None
-    if digest.hexdigest() != sums.get(name):
-        raise Damaged(f"{folder / name}: damaged, its checksum differs from the one in {CHECKSUMS}")
+        raise Damaged(f"{path}: {error.strerror}") from None
+    if digest.hexdigest() != expected:
+        raise Damaged(f"{path}: damaged, its checksum differs from the one in {CHECKSUMS}")

@@ -18,10 +18,11 @@ from torch.distributed.checkpoint import metadata as index_types
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.planner import ReadItem
+from torchtitan.tools.logging import logger
 
 from pc.common.run_folder import INDEX, checkpoints
 from pc.errors import UserError
-from pc.titan.checksums import Damaged, verify_files, verify_index
+from pc.titan.checksums import CHECKSUMS, Damaged, verify
 
 _ALLOWED = {
     "torch": {"Size", *(name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype))},
@@ -74,41 +75,36 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 class CheckpointFolder:
-    """One complete `torch.distributed.checkpoint` folder, open for reading.
-
-    Args:
-        verified: the caller has just verified the checksums of the data files; otherwise the first read does.
+    """One complete `torch.distributed.checkpoint` folder, open for reading. The first read verifies its checksums.
 
     Raises:
         UserError: there is no checkpoint at `path`.
-        Damaged: a file is missing, truncated, or differs from what was written.
+        Damaged: the index differs from what was written.
     """
 
-    def __init__(self, path: str | Path, verified: bool = False) -> None:
+    def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._verified = verified
-        if not (self.path / ".metadata").is_file():
+        self._verified = False
+        if not (self.path / INDEX).is_file():
             raise UserError(self._what_is_there_instead())
-        verify_index(self.path)
+        has_checksums = verify(self.path, [INDEX])
         try:
             self._index = Reader(self.path).read_metadata()
-            ends: dict[str, int] = {}
-            for info in self._index.storage_data.values():
-                ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+            self._files = sorted({info.relative_path for info in self._index.storage_data.values()})
         except Exception as error:  # a damaged index can make the unpickler raise anything
-            raise Damaged(f"{self.path / '.metadata'}: not the index of a checkpoint ({error})") from None
-        for name, end in sorted(ends.items()):
-            file = self.path / name
-            if not file.is_file():
-                raise Damaged(f"{file}: missing; the checkpoint is incomplete")
-            if file.stat().st_size < end:
-                raise Damaged(f"{file}: {file.stat().st_size} bytes instead of at least {end}; it was cut short")
-        self._files = set(ends)
+            raise Damaged(f"{self.path / INDEX}: not the index of a checkpoint ({error})") from None
+        if not has_checksums and CHECKSUMS in (getattr(self._index.storage_meta, "modules", None) or []):
+            raise Damaged(f"{self.path / CHECKSUMS}: missing, so the checkpoint cannot be verified")
 
     def verify(self, part: int = 0, parts: int = 1) -> None:
-        """Verify the checksums of this rank's share of the files; raises Damaged."""
-        verify_files(self.path, self._files, self._index, part, parts)
-        self._verified = parts == 1
+        """Verify every `parts`-th file, starting with number `part`; the other ranks verify the rest.
+
+        Raises:
+            Damaged: names a file.
+        """
+        if not verify(self.path, self._files[part::parts]):
+            logger.warning(f"{self.path} has no checksums; its files were not checked")
+        self._verified = True
 
     def shapes(self) -> dict[str, torch.Size | None]:
         """Shape of every entry; None if it is not a tensor."""
@@ -116,7 +112,8 @@ class CheckpointFolder:
 
     def read_tensors(self, keys: list[str]) -> dict[str, Tensor]:
         """Full tensors on the CPU, in the dtype they were saved in."""
-        self._verify_once()
+        if not self._verified:
+            self.verify()
         entries = self._index.state_dict_metadata
         tensors = {key: torch.empty(entries[key].size, dtype=entries[key].properties.dtype) for key in keys}
         with warnings.catch_warnings():
@@ -126,15 +123,12 @@ class CheckpointFolder:
 
     def read_value(self, key: str) -> Any:
         """An entry that is not a tensor, such as a string."""
-        self._verify_once()
+        if not self._verified:
+            self.verify()
         info = self._index.storage_data[index_types.MetadataIndex(key)]
         with open(self.path / info.relative_path, "rb") as file:
             file.seek(info.offset)
             return torch.load(io.BytesIO(file.read(info.length)), weights_only=True)
-
-    def _verify_once(self) -> None:
-        if not self._verified:
-            self.verify()
 
     def _what_is_there_instead(self) -> str:
         if not self.path.exists():

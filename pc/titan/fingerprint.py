@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,27 +43,23 @@ def method_of(folder: CheckpointFolder) -> dict[str, Any]:
     return whole_method(json.loads(folder.read_value(key))) if key in folder.shapes() else {}
 
 
-def require(checkpoint: str | Path, pc: PC) -> None:
-    """Raise a `UserError` that names what differs if the checkpoint's PC settings differ from `pc`.
-
-    The caller has verified the checksums.
-    """
-    saved, ours = method_of(CheckpointFolder(checkpoint, verified=True)), whole_method(method(pc))
+def require(checkpoint: CheckpointFolder, pc: PC) -> None:
+    """Raise a `UserError` that names what differs if the checkpoint's PC settings differ from `pc`."""
+    saved, ours = method_of(checkpoint), whole_method(method(pc))
     if not saved:
         raise UserError(
-            f"{checkpoint} has no method fingerprint, so this trainer did not write it "
+            f"{checkpoint.path} has no method fingerprint, so this trainer did not write it "
             "(to start from plain weights: --checkpoint.initial_load_path)"
         )
-    differing = differing_method(saved, ours)
-    if differing:
+    if differing := differing_method(saved, ours):
         what = ", ".join(f"pc.{k}: checkpoint {saved.get(k)!r}, config {ours.get(k)!r}" for k in differing)
         raise UserError(
-            f"cannot resume {checkpoint}: {what}. Use the checkpoint's settings, or another job.dump_folder "
+            f"cannot resume {checkpoint.path}: {what}. Use the checkpoint's settings, or another job.dump_folder "
             "to start a new run"
         )
 
 
-def require_contents(checkpoint: str | Path, shapes: dict[str, torch.Size], optimizers: set[str]) -> None:
+def require_contents(checkpoint: CheckpointFolder, shapes: dict[str, torch.Size], optimizers: set[str]) -> None:
     """Check that a checkpoint is of the same model and optimizer before a resume.
 
     Args:
@@ -74,28 +69,26 @@ def require_contents(checkpoint: str | Path, shapes: dict[str, torch.Size], opti
     Raises:
         UserError: names the tensor or the optimizers that differ.
     """
-    saved = CheckpointFolder(checkpoint).shapes()
+    saved = checkpoint.shapes()
     for name, shape in shapes.items():
         if saved.get(name) != shape:
             found = tuple(saved[name]) if saved.get(name) is not None else "missing"
             raise UserError(
-                f"cannot resume {checkpoint}: {name} is {found} in the checkpoint, {tuple(shape)} in the config's model"
+                f"cannot resume {checkpoint.path}: {name} is {found} in the checkpoint, {tuple(shape)} in the config's "
+                "model"
             )
     kinds = {key.split(".")[1] for key in saved if key.startswith("lr_scheduler.")}
     if optimizers != kinds:
         raise UserError(
-            f"cannot resume {checkpoint}: optimizer {' and '.join(sorted(kinds))} in the checkpoint, "
+            f"cannot resume {checkpoint.path}: optimizer {' and '.join(sorted(kinds))} in the checkpoint, "
             f"{' and '.join(sorted(optimizers))} in the config"
         )
 
 
-def require_plain_weights(checkpoint: str | Path) -> None:
-    """Raise a `UserError` for a checkpoint of schedule "forward", whose `weight` is the raw W, not PC(W).
-
-    The caller has verified the checksums.
-    """
-    if method_of(CheckpointFolder(checkpoint, verified=True)).get("schedule") == "forward":
+def require_plain_weights(checkpoint: CheckpointFolder) -> None:
+    """Raise a `UserError` for a checkpoint of schedule "forward", whose `weight` is the raw W, not PC(W)."""
+    if method_of(checkpoint).get("schedule") == "forward":
         raise UserError(
-            f'checkpoint.initial_load_path = {checkpoint} holds raw weights, not PC(W) (schedule "forward"); '
+            f'checkpoint.initial_load_path = {checkpoint.path} holds raw weights, not PC(W) (schedule "forward"); '
             "export it with scripts/export_hf.py and start from the export with checkpoint.initial_load_in_hf = true"
         )

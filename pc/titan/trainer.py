@@ -6,8 +6,6 @@ clipping                                                                        
 optimizers.step()       restore W; step; save W and write PC(W)                 `pc.schedules`
 """
 
-import json
-import os
 import signal
 from collections.abc import Callable
 from dataclasses import asdict
@@ -26,8 +24,7 @@ from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 from torchtitan.tools.logging import logger
 
 from pc import data
-from pc.common.files import write_atomically
-from pc.common.run_folder import set_aside_metrics, write_state
+from pc.common.run_folder import set_aside_metrics, step_of, write_state
 from pc.owner import local
 from pc.schedules import RAW
 from pc.settings import Config, rules
@@ -36,6 +33,7 @@ from pc.start import preserve
 from pc.titan import cpu, fingerprint, fsdp_sync
 from pc.titan.agreement import identity, require_agreement
 from pc.titan.checkpoint import Checkpoints
+from pc.titan.distcp import CheckpointFolder
 from pc.titan.health import HealthMetrics
 from pc.titan.job_config import JobConfig
 from pc.titan.llama2 import Flavors, Llama2
@@ -66,7 +64,7 @@ class PCTrainer(torchtitan.train.Trainer):
         torchtitan.train.ensure_pp_loss_visible = lambda *_: None
         super().__init__(job_config)
         signal.signal(signal.SIGUSR2, self._request_stop)
-        self._agreement_group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+        self._agreement_group = dist.new_group(backend="gloo")  # on the CPU, so that GPUs do not wait for each other
         self.pc_schedule = self.optimizers.schedule
         self.health = HealthMetrics(job_config, self.model_parts, self.pc_schedule, self.parallel_dims)
         self.scorer = self.build_scorer()
@@ -86,28 +84,50 @@ class PCTrainer(torchtitan.train.Trainer):
         once_per_step = fsdp_sync.once_per_step(self.config, dims, self.device, cpu.memory(self.device))
         return AlwaysSharded(**asdict(dims), ep=1, etp=1, once_per_step=once_per_step)
 
+    def load(self) -> None:
+        """Load what this run continues or starts from, if there is anything. Nothing changes before all is checked.
+
+        Raises:
+            UserError: a checkpoint of another method, model or optimizer, or initial weights that are not plain.
+        """
+        checkpointer, wanted = self.checkpointer, self.config.checkpoint
+        if not wanted.enable:
+            return
+        found, start = checkpointer.find(wanted.load_step), wanted.initial_load_path
+        if found is not None:
+            self._require_same_run(found)
+            if step_of(found.path) == wanted.load_step:
+                checkpointer.go_back(wanted.load_step)
+        elif wanted.initial_load_in_hf:
+            self.require_start_folder(start or self.config.model.hf_assets_path)
+        elif start and wanted.initial_load_model_only:
+            fingerprint.require_plain_weights(checkpointer.verified(start))
+        elif start:
+            self._require_same_run(checkpointer.verified(start))
+        if checkpointer.load_from(found) and self.step:
+            self.lr_schedulers.use_config(self.optimizers)
+
+    def _require_same_run(self, checkpoint: CheckpointFolder) -> None:
+        fingerprint.require(checkpoint, self.config.pc)
+        shapes = {name: tensor.shape for name, tensor in self.checkpointer.states["model"].state_dict().items()}
+        fingerprint.require_contents(checkpoint, shapes, {"adamw", self.config.optimizer.name.lower()})
+
     def train(self, record: Callable[[int], None] = lambda step: None) -> None:
-        """Train to the end or to a request to stop.
+        """Load, and train to the end or to a request to stop.
 
         Args:
             record: called on rank 0 with the step that training starts from, once nothing can refuse this start: the
                 record of the run in the folder must not change before.
         """
-
-        def after_load(loaded: bool) -> None:
-            if loaded and self.step:
-                self.lr_schedulers.use_config(self.optimizers)
-            if dist.get_rank() == 0:
-                write_state(self._folder, "running", self.step, self._steps)
-                set_aside_metrics(Path(self._folder), self.step)
-                record(self.step)
-
-        self.checkpointer.after_load = after_load
+        self.load()
+        if dist.get_rank() == 0:
+            write_state(self._folder, "running", self.step, self._steps)
+            set_aside_metrics(Path(self._folder), self.step)
+            record(self.step)
         super().train()
         if dist.get_rank() == 0:
             state = "stopped" if self.stopped else "finished"
             write_state(self._folder, state, self.step, self._steps, "asked to stop" if self.stopped else "")
-        self.checkpointer.remind()
 
     def train_step(self, data_iterator) -> None:
         if self.step == 1 and self._starts_from_given_weights():
@@ -157,10 +177,7 @@ class PCTrainer(torchtitan.train.Trainer):
             return False
         if self._agree_to_stop():
             logger.info(f"Asked to stop: saving step {self.step}")
-            # Do not write a checkpoint of this step again: a kill while writing would destroy it.
-            self.checkpointer.finish_saving()
-            if self.step and not self.checkpointer.from_rank_0(lambda: self.checkpointer.is_complete(self.step)):
-                self.checkpointer.save(self.step, last_step=True)
+            self.checkpointer.save_and_stop(self.step)
             self.stopped = True
             return False
         return True
@@ -174,7 +191,7 @@ class PCTrainer(torchtitan.train.Trainer):
         groups = list(distributed_c10d._world.pg_map)
         if len(groups) == self._groups_with_timeout:
             return
-        if not self._groups_with_timeout and self._agreement_group is not None:
+        if not self._groups_with_timeout:
             dist.barrier(group=self._agreement_group)  # a rank's first step may take longer than the timeout
         timeout = timedelta(seconds=self.job_config.comm.train_timeout_seconds)
         for group in groups:
@@ -234,66 +251,6 @@ class PCTrainer(torchtitan.train.Trainer):
     def require_start_folder(self, folder: str) -> None:
         """Raise if a Hugging Face folder does not fit this run's model; TorchTitan silently accepts mismatches."""
 
-    def require_loadable(self) -> None:
-        """Check that the checkpoint to load fits this run, before anything is changed.
-
-        Raises:
-            UserError: a checkpoint of another method, model or optimizer, or initial weights that are not plain.
-        """
-        checkpointer = self.checkpointer
-        if not checkpointer.enable:
-            return
-        back_to = self._step_to_go_back_to()
-        step = checkpointer.newest_valid() if back_to is None else back_to
-        checkpointer.step_to_load = step
-        start = checkpointer.initial_load_path
-        if step != -1:
-            checkpoint = checkpointer._create_checkpoint_id(step)
-            if back_to is not None:
-                checkpointer.verify(checkpoint)
-            self._require_same_run(checkpoint)
-            if back_to is not None:
-                checkpointer.go_back(step)
-                if dist.get_rank() == 0:
-                    write_atomically(self._went_back, json.dumps(self._branch))
-        elif checkpointer.initial_load_in_hf:
-            self.require_start_folder(start or self.job_config.model.hf_assets_path)
-        elif start:
-            checkpointer.verify(start)
-            if checkpointer.initial_load_model_only:
-                fingerprint.require_plain_weights(start)
-            else:
-                self._require_same_run(start)
-
-    @property
-    def _went_back(self) -> Path:
-        """Records the `_branch` of the last start that went back."""
-        return Path(self._folder, "load_step.json")
-
-    @property
-    def _branch(self) -> dict:
-        return {"load_step": self.job_config.checkpoint.load_step, "job": os.environ.get("SLURM_JOB_ID")}
-
-    def _step_to_go_back_to(self) -> int | None:
-        """`checkpoint.load_step` if set; None if this SLURM job has used it, and continues from its newest checkpoint."""
-
-        def used() -> bool:
-            file = self._went_back
-            return bool(self._branch["job"]) and file.exists() and json.loads(file.read_text()) == self._branch
-
-        step = self.job_config.checkpoint.load_step
-        if step == -1:
-            return None
-        if self.checkpointer.from_rank_0(used):
-            logger.info(f"This job already went back to step {step}; it resumes from its newest checkpoint")
-            return None
-        return step
-
-    def _require_same_run(self, checkpoint: str) -> None:
-        fingerprint.require(checkpoint, self.job_config.pc)
-        shapes = {name: tensor.shape for name, tensor in self.checkpointer.states["model"].state_dict().items()}
-        fingerprint.require_contents(checkpoint, shapes, {"adamw", self.job_config.optimizer.name.lower()})
-
     def _build_checkpointer(self) -> Checkpoints:
         """Replaces the checkpoint manager that TorchTitan's trainer has just built."""
         self.checkpointer.close()
@@ -315,9 +272,6 @@ class PCTrainer(torchtitan.train.Trainer):
         self._stop_requested = True
 
     def _agree_to_stop(self) -> bool:
-        if self._agreement_group is None:
-            return self._stop_requested
-        # On the CPU, so that GPUs do not wait for each other.
         requested = torch.tensor(int(self._stop_requested))
         dist.all_reduce(requested, dist.ReduceOp.MAX, group=self._agreement_group)
         return bool(requested)

@@ -46,7 +46,7 @@ def _resumed(rank, config, overrides):
 
     FLAVORS["tiny"] = Flavor(dim=8, n_layers=1, n_heads=2, multiple_of=8)
     trainer = PCTrainer(load_config(config, overrides))
-    trainer.checkpointer.load()
+    trainer.load()
     states = [tiny.state_of(trainer)]
     trainer.step += 1
     trainer.train_step(trainer.batch_generator(trainer.dataloader))

@@ -18,7 +18,6 @@ def _train(rank, config, overrides, bad_steps, value):
 
     tiny.add_tiny_flavor()
     trainer = Trainer(load_config(config, overrides))
-    trainer.require_loadable()
     skips, seen = trainer.finite_steps.skips, [_state(trainer)]
 
     def spoilt(step, loss, positions):

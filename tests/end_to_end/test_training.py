@@ -128,7 +128,7 @@ def _loaded_state(rank, config, overrides):
 
     tiny.add_tiny_flavor()
     trainer = PCTrainer(load_config(config, overrides))
-    trainer.checkpointer.load()
+    trainer.load()
     optimizer = {
         f"optimizer.{key}": tiny.whole(value)
         for key, value in trainer.optimizers.state_dict().items()
@@ -335,7 +335,6 @@ def _refused(rank, config, overrides):
 
     tiny.add_tiny_flavor()
     trainer, recorded = Trainer(load_config(config, overrides)), []
-    trainer.require_loadable()
     try:
         trainer.train(recorded.append)
     except UserError as error:

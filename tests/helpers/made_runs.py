@@ -20,6 +20,7 @@ from pc.data.manifest import TOKENIZER_FOLDER, Manifest, TokenizerRecord
 from pc.data.tokenizers import load_tokenizer
 from pc.data.tokenizing import tokenize
 from pc.spectral import power_iteration
+from pc.titan.checksums import ChecksummedWriter
 from pc.titan.llama2 import Llama2, model_args
 
 # Long enough for the prompts of the tests; RoPE angles stay as large as in short training runs.
@@ -109,7 +110,7 @@ def make_run(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.toml").write_text(tomli_w.dumps(config))
     checkpoint = folder / "checkpoint" / f"step-{step}"
-    dcp.save(states, checkpoint_id=str(checkpoint), no_dist=True)
+    dcp.save(states, storage_writer=ChecksummedWriter(checkpoint), no_dist=True)
     raw.load_state_dict(effective, strict=True)
     return MadeRun(checkpoint, raw.eval())
 

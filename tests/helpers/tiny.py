@@ -126,7 +126,6 @@ def train(rank: int, config: Path, overrides: list[str]) -> dict[str, torch.Tens
     if rank == 0:
         write_config(loaded, Path(loaded.job.dump_folder) / "config.toml")
     trainer = Trainer(loaded)
-    trainer.require_loadable()
     trainer.train()
     result = state_of(trainer)
     trainer.close()

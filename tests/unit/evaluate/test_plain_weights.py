@@ -17,6 +17,7 @@ from helpers.made_runs import make_run
 from helpers.ranks import run_ranks
 from pc import PCConfig, UserError
 from pc.evaluate import plain_weights
+from pc.titan.checksums import CHECKSUMS
 from pc.titan.distcp import CheckpointFolder
 
 
@@ -85,9 +86,9 @@ def test_a_checkpoint_of_the_model_alone(copied, pc_run):
     ("damage", "message"),
     [
         (lambda step: (step / ".metadata").unlink(), r"incomplete checkpoint \(no .metadata"),
-        (lambda step: (step / "__0_0.distcp").unlink(), r"__0_0\.distcp: missing"),
-        (lambda step: os.truncate(step / "__0_0.distcp", 1000), r"__0_0\.distcp: 1000 bytes instead of at least \d+"),
-        (lambda step: (step / ".metadata").write_bytes(b"\x80\x05 and so on"), "not the index of a checkpoint"),
+        (lambda step: (step / "__0_0.distcp").unlink(), r"__0_0\.distcp: No such file"),
+        (lambda step: os.truncate(step / "__0_0.distcp", 1000), r"__0_0\.distcp: damaged"),
+        (lambda step: (step / ".metadata").write_bytes(b"\x80\x05 and so on"), r"\.metadata: damaged"),
         (lambda step: (step.parent.parent / "config.toml").unlink(), r"config\.toml: missing"),
     ],
 )
@@ -112,6 +113,7 @@ def test_index_is_not_executed(copied, tmp_path):
         def __reduce__(self):
             return exec, (f"open({str(tmp_path / 'executed')!r}, 'w')",)
 
+    (copied / CHECKSUMS).unlink()
     (copied / ".metadata").write_bytes(pickle.dumps(Attack()))
     with pytest.raises(UserError, match="builtins.exec does not belong"):
         plain_weights.load(copied)
@@ -133,6 +135,8 @@ def test_an_index_written_by_python_3_11_2_is_read(copied):
 
     index = pickle.loads((copied / ".metadata").read_bytes())
     expected = CheckpointFolder(copied).shapes()
+    (copied / CHECKSUMS).unlink()
+    index.storage_meta.modules = []
     with open(copied / ".metadata", "wb") as file:
         Pickler(file).dump(index)
     assert b"getattr" in (copied / ".metadata").read_bytes()
