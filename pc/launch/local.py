@@ -21,7 +21,7 @@ def main() -> None:
         print_help(path)
         return
     config = load_config(path, overrides)
-    rules.require_config(config)  # before the imports below, which take seconds
+    rules.require(config)  # before the imports below, which take seconds
     from pc.launch import torchrun
     from pc.plan import dry_run
 

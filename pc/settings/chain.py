@@ -4,19 +4,21 @@ Precedence: command line > the file > its parent > the parent's parent > the sch
 key; a value replaces its parent's. Lists and tables such as `pc.level` are values.
 """
 
+import contextlib
 import difflib
 import hashlib
+import os
 import re
 import reprlib
 import tomllib
-import types
 import typing
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import tomli_w
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from pc.common.files import write_atomically
 from pc.errors import UserError
@@ -44,6 +46,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return config
 
 
+def load_record(path: str | Path) -> Config:
+    """The configuration that a run wrote, perhaps by another version: keys that do not exist here are left out."""
+    ((_, _, values),) = _chain(Path(path))
+    return validated(known(values, Config), Config, str(path))
+
+
 def write_config(config: Config, destination: str | Path) -> None:
     """Write what is set as one TOML that resolves to `config`, with its origin in comments."""
     write_atomically(destination, f"{config.origin}\n{tomli_w.dumps(config.model_dump(exclude_unset=True))}")
@@ -53,8 +61,7 @@ def resolve(path: str | Path, overrides: Sequence[str], schema: type[Schema]) ->
     """An instance of any schema from a file, its ancestors and `overrides`; `model_fields_set` says what was set."""
     merged: dict[str, Any] = {}
     read = []
-    for file, content in _chain(Path(path)):  # the file itself first: its mistakes are reported first
-        values = {key: value for key, value in _parse(file, content).items() if key != PARENT}
+    for file, _, values in _chain(Path(path)):  # the file itself first: its mistakes are reported first
         validated(values, schema, str(file))
         read.append(values)
     for values in [*reversed(read), parse_overrides(overrides, schema)]:
@@ -72,11 +79,10 @@ def validated(values: dict[str, Any], schema: type[Schema], where: str) -> Schem
 
 def known(values: dict[str, Any], schema: type[Section]) -> dict[str, Any]:
     """Values of a file of another version, without the keys that `schema` does not have."""
-    fields = {key: field.annotation for key, field in schema.model_fields.items()}
+    inner = {key: _annotation([key], schema) for key in values if key in schema.model_fields}
     return {
-        key: known(value, fields[key]) if _is_section(fields[key]) and isinstance(value, dict) else value
-        for key, value in values.items()
-        if key in fields
+        key: known(values[key], kind) if _is_section(kind) and isinstance(values[key], dict) else values[key]
+        for key, kind in inner.items()
     }
 
 
@@ -86,65 +92,50 @@ def parse_overrides(words: Sequence[str], schema: type[Section]) -> dict[str, An
     Accepts `--a.b value`, `--a.b=value`, and `--a.b` alone for true. Lists are written `x,y` or as TOML, tables as TOML
     (`'{o = 4, ffn = 2}'`).
     """
-    where, parsed, words = "command line", {}, list(words)
+    parsed: dict[str, Any] = {}
+    words = list(words)
     while words:
         word = words.pop(0)
-        if not word.startswith("--") or word == "--":
-            raise UserError(f"{where}: {word!r} is not an override; write --section.key value")
+        if not word.startswith("--"):
+            raise UserError(f"command line: {word!r} is not an override; write --section.key value")
         name, has_value, text = word[2:].partition("=")
         keys = name.replace("-", "_").split(".")
-        annotation = _annotation(keys, schema)
-        if annotation is None:
-            raise UserError(f"{where}: {_unknown(keys, schema)}")
-        if _is_section(annotation):
-            raise UserError(f"{where}: --{name} is a section; write --{name}.key value")
-        if not has_value:
-            if words and not words[0].startswith("--"):
-                text = words.pop(0)
-            elif annotation is bool:
-                text = "true"
-            else:
-                raise UserError(f"{where}: --{name} needs a value")
-        section = parsed
-        for key in keys[:-1]:
-            section = section.setdefault(key, {})
-        section[keys[-1]] = _value(text, annotation)
-    validated(parsed, schema, where)
+        value: Any = True
+        if has_value or (words and not words[0].startswith("--")):
+            value = _value(text if has_value else words.pop(0), _annotation(keys, schema))
+        for key in reversed(keys):
+            value = {key: value}
+        _merge(parsed, value, schema)
+    validated(parsed, schema, "command line")
     return parsed
 
 
-def _chain(path: Path) -> Iterator[tuple[Path, bytes]]:
-    seen: list[Path] = []
-    child = None
-    while path is not None:
-        if path.resolve() in seen:
-            names = " -> ".join(p.name for p in [*seen, path])
-            raise UserError(f"{child}: its parents form a cycle: {names}")
+def _chain(path: Path) -> Iterator[tuple[Path, bytes, dict[str, Any]]]:
+    """(file, content, values) of a file and its ancestors."""
+    seen: list[str] = []
+    child = ""
+    while True:
+        seen.append(os.path.abspath(path))
+        if seen.count(seen[-1]) > 1:
+            raise UserError(f"{path}{child}: parents form a cycle: {' -> '.join(map(os.path.basename, seen))}")
         try:
             content = path.read_bytes()
-        except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-            where = f'{child}: parent = "{path}"' if child else str(path)
-            reason = "no such file" if isinstance(error, FileNotFoundError) else getattr(error, "strerror", error)
-            raise UserError(f"{where}: {reason}") from None
-        yield path, content
-        seen.append(path.resolve())
-        parent = _parse(path, content).get(PARENT)
-        if parent is not None and not (isinstance(parent, str) and "\0" not in parent):
-            raise UserError(f"{path}: {PARENT} must be the name of a TOML file, not {parent!r}")
-        child, path = path, path.parent / parent if parent is not None else None
-
-
-def _parse(file: Path, content: bytes) -> dict[str, Any]:
-    try:
-        return tomllib.loads(content.decode())
-    except (ValueError, RecursionError) as error:  # wrong syntax, wrong encoding, too many digits or levels
-        raise UserError(f"{file}: not valid TOML: {error}") from None
+            values = tomllib.loads(content.decode())
+        except (OSError, ValueError, RecursionError) as error:  # wrong syntax, encoding, too many digits or levels
+            reason = getattr(error, "strerror", None) or f"not valid TOML: {error}"
+            raise UserError(f"{path}{child}: {reason}") from None
+        parent = values.pop(PARENT, None)
+        yield path, content, values
+        if parent is None:
+            return
+        child, path = f" (parent of {path})", path.parent / str(parent)
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any], schema: type[Section]) -> None:
     for key, value in above.items():
-        if _is_section(annotation := schema.model_fields[key].annotation):
-            _merge(below.setdefault(key, {}), value, annotation)
+        inner = _annotation([key], schema)
+        if _is_section(inner) and isinstance(value, dict) and isinstance(below.setdefault(key, {}), dict):
+            _merge(below[key], value, inner)
         else:
             below[key] = value
 
@@ -158,7 +149,7 @@ def _origin(path: Path, overrides: Sequence[str]) -> str:
     # a line break in a word would end the comment
     words = " ".join(overrides).replace("\n", " ").replace("\r", " ")
     lines = [f"#   command line: {words}\n"] if overrides else []
-    return RESOLVED + "".join(lines + [f"#   {f}  sha256 {hashlib.sha256(text).hexdigest()}\n" for f, text in files])
+    return RESOLVED + "".join(lines + [f"#   {f}  sha256 {hashlib.sha256(text).hexdigest()}\n" for f, text, _ in files])
 
 
 # --- names and what is said about values ------------------------------------------------------------
@@ -173,9 +164,7 @@ def _annotation(keys: Sequence[str], schema: type[Section]) -> Any:
     annotation: Any = schema
     for key in keys:
         field = annotation.model_fields.get(key) if _is_section(annotation) else None
-        if field is None:
-            return None
-        annotation = field.annotation
+        annotation = field and field.annotation
     return annotation
 
 
@@ -188,77 +177,55 @@ def all_keys(schema: type[Section]) -> list[str]:
     return keys
 
 
-def _unknown(keys: Sequence[str], schema: type[Section]) -> str:
-    known = next(n for n in range(len(keys)) if _annotation(keys[: n + 1], schema) is None)
-    name, known = ".".join(keys[: known + 1]), all_keys(schema)
-    for key, instead in INSTEAD.items() if schema is Config else ():
-        if key in (name, ".".join(keys)):
-            return f"{key} is not supported by this trainer; " + (f"see {instead}" if instead else "remove it")
+def _unknown(name: str, schema: type[Section]) -> str:
+    if name in INSTEAD:
+        return f"{name} is not supported by this trainer; see {INSTEAD[name]}"
+    known = all_keys(schema)
+    elsewhere = [key for key in known if key.rpartition(".")[2] == name.rpartition(".")[2]]
     names = [*known, *(key.rpartition(".")[0] for key in known)]
-    section, _, leaf = name.rpartition(".")
-    siblings = {key.rpartition(".")[2]: key for key in names if key.rpartition(".")[0] == section}
-    near = [siblings[key] for key in difflib.get_close_matches(leaf, siblings, n=1)]
-    elsewhere = [key for key in known if key.rpartition(".")[2] == keys[-1]]
-    candidates = near + elsewhere or difflib.get_close_matches(name, names, n=1) or ["one that --help shows"]
+    candidates = elsewhere or difflib.get_close_matches(name, names, n=1) or ["one that --help shows"]
     return f"unknown key {name}; did you mean {' or '.join(candidates[:3])}?"
 
 
 def _lines(error: ValidationError, values: dict[str, Any], schema: type[Section]) -> list[str]:
     """One line for each faulty key: the branches of a union are one finding."""
-    found: dict[str, tuple[str, list[str]]] = {}
+    found: dict[str, list[str]] = {}
     for finding in error.errors(include_url=False):
-        place, value, keys = finding["loc"], values, []
-        while place and _annotation([*keys, str(place[0])], schema) is not None:
-            keys.append(str(place[0]))
-            value, place = value[place[0]], place[1:]
-        name, kind, said = ".".join(keys), finding["type"], finding["msg"]
-        if _is_section(_annotation(keys, schema)):
-            wrong = f"{name} is a section; write [{name}], not {name} = {reprlib.repr(value)}"
-            # only the first unknown key: a file of another kind would have a line for each of its sections
-            said = _unknown([*keys, *map(str, place)], schema) if place else wrong
-            found.setdefault("unknown" if place else name, (said, []))
+        value: Any = values
+        keys: list[str] = []
+        for part in finding["loc"]:
+            try:
+                value = value[part]
+            except (KeyError, IndexError, TypeError):  # the branch of a union, or a key that is missing
+                break
+            keys.append(str(part))
+        name, branch, said = ".".join(keys), finding["loc"][len(keys) :], finding["msg"]
+        if finding["type"] == "extra_forbidden" and not branch:
+            found[_unknown(name, schema)] = []
             continue
-        while (
-            place
-            and isinstance(value, dict | list)
-            and place[0] in (value if isinstance(value, dict) else range(len(value)))
-        ):
-            name, value, place = f"{name}[{place[0]!r}]", value[place[0]], place[1:]  # an entry of a table or a list
-        if kind in ("missing", "extra_forbidden"):
-            said = f"Input should {'not ' if kind == 'extra_forbidden' else ''}have {place[-1]}"
+        if finding["type"] in ("missing", "extra_forbidden"):
+            said = ("not " if finding["type"] == "extra_forbidden" else "") + f"have {branch[-1]}"
         said = re.sub(r"^(Input|String|List|Value error,) should | or instance of .*", "", said)
-        found.setdefault(name, (f"{name} = {reprlib.repr(value)} should ", []))[1].append(said)
-    return [begin + " or ".join(dict.fromkeys(said)).replace(" or be ", " or ") for begin, said in found.values()]
+        found.setdefault(f"{name} = {reprlib.repr(value)} should ", []).append(said)
+    return [begin + " or ".join(dict.fromkeys(said)).replace(" or be ", " or ") for begin, said in found.items()]
 
 
 def _value(text: str, annotation: Any) -> Any:
-    """The value of a command-line word; `validated` checks its type."""
-    kinds = dict(_kinds(annotation))
-    if kinds.keys() <= {str}:
-        return text
+    """The value of a command-line word: as TOML, as a list `x,y`, or as it stands, whichever the key takes first."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
     try:
         value = tomllib.loads(f"value = {text}")["value"]
+        tries = [value] if isinstance(value, list | dict) else [value, words]
     except (ValueError, RecursionError):
-        value = text
-    if isinstance(value, str) and list in kinds and ("," in text or len(kinds) == 1):
-        return [_value(item.strip(), kinds[list]) for item in text.split(",") if item.strip()]
-    if isinstance(value, str) and float in kinds:
-        try:
-            return float(text)  # TOML does not allow `.5` and `1.`
-        except ValueError:
-            pass
-    return value
+        value, tries = text, [words]
+    if annotation is None or _is_section(annotation):
+        return value
+    for candidate in (*tries, text):
+        with contextlib.suppress(ValidationError):
+            return _adapter(annotation).validate_python(candidate, strict=candidate is value is not text)
+    return tries[-1] if typing.get_origin(annotation) is list else value  # `validated` says what is wrong
 
 
-def _kinds(annotation: Any) -> Iterator[tuple[type, Any]]:
-    """(type, type of the items of a list) of each branch of an annotation but None."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin in (typing.Union, types.UnionType):
-        for member in arguments:
-            yield from _kinds(member)
-    elif origin is typing.Annotated:
-        yield from _kinds(arguments[0])
-    elif origin is typing.Literal:
-        yield type(arguments[0]), None
-    elif annotation is not types.NoneType:
-        yield origin or annotation, arguments[0] if origin is list else None
+@cache
+def _adapter(annotation: Any) -> TypeAdapter:
+    return TypeAdapter(annotation)

@@ -67,17 +67,15 @@ def result(config: Config, world_size: int | None = None, data: dict[str, str] |
             number of sequences.
         data: `contents` when it was trained; None: as they are now.
     """
-    off = tuple(f"{section}." for section, switch in _SWITCHES.items() if not getattr(config.__dict__[section], switch))
+    off = tuple(f"{section}." for section, switch in _SWITCHES.items() if not getattr(getattr(config, section), switch))
     foreign = {f"optimizer.{key}" for key in foreign_keys(config.optimizer.name)}
     found = {
         name: value
         for name, decides, value, default in _keys(config)
-        if decides in (METHOD, RESULT) and value != default and not name.startswith(off) and name not in foreign
+        if decides == RESULT and value != default and not name.startswith(off) and name not in foreign
     }
     if config.pc.enable:
-        of_method = _canonical(method(config.pc))
-        found = {name: value for name, value in found.items() if name.removeprefix("pc.") not in of_method}
-        found |= {f"pc.{key}": value for key, value in of_method.items()}
+        found |= {f"pc.{key}": value for key, value in _canonical(method(config.pc)).items()}
     found |= {"data.path": os.path.abspath(config.data.path), "data.validation_path": _validation_path(config)}
     if config.training.global_batch_size == -1 and world_size is not None:
         found[BATCH] = Layout.of(config, world_size).sequences

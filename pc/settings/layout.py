@@ -3,7 +3,6 @@
 The global batch is fixed, so fewer GPUs accumulate more micro-batches."""
 
 from dataclasses import dataclass
-from math import isqrt
 
 from pc.errors import UserError
 from pc.settings.schema import Config, Training
@@ -44,19 +43,15 @@ class Layout:
             )
         data_ranks = world_size // model_parallel
         replicas, shards = p.data_parallel_replicate_degree, p.data_parallel_shard_degree
-        if shards != -1 and replicas * shards != data_ranks:
+        shards = data_ranks // replicas if shards == -1 else shards
+        if replicas * shards != data_ranks:
             raise UserError(
                 f"parallelism.data_parallel_replicate_degree {replicas} x data_parallel_shard_degree {shards} "
                 f"should be {data_ranks} on {world_size} GPUs; data_parallel_shard_degree = -1 fits automatically"
             )
-        if data_ranks % replicas:
-            raise UserError(
-                f"parallelism.data_parallel_replicate_degree = {replicas} should divide the {data_ranks} "
-                "data-parallel ranks"
-            )
         dims = Degrees(
             dp_replicate=replicas,
-            dp_shard=data_ranks // replicas,
+            dp_shard=shards,
             cp=p.context_parallel_degree,
             tp=p.tensor_parallel_degree,
             pp=p.pipeline_parallel_degree,
@@ -101,33 +96,13 @@ def accumulation_steps(global_batch_size: int, local_batch_size: int, data_paral
     per_pass = local_batch_size * data_parallel_size
     if global_batch_size == -1:
         return 1
-    if global_batch_size < 1:
-        raise UserError(f"training.global_batch_size = {global_batch_size} should be at least 1, or -1")
     if global_batch_size % per_pass == 0:
         return global_batch_size // per_pass
-
     below = global_batch_size // per_pass * per_pass
-    choices = [f"global_batch_size {_either([size for size in (below, below + per_pass) if size > 0])}"]
+    fits = f"global_batch_size {below} or {below + per_pass}" if below else f"global_batch_size {per_pass}"
     if global_batch_size % data_parallel_size == 0:
-        per_rank = global_batch_size // data_parallel_size
-        choices.append(f"local_batch_size {_either(_nearest_divisors(per_rank, local_batch_size))}")
-    if global_batch_size % local_batch_size == 0:
-        micro_batches = global_batch_size // local_batch_size
-        choices.append(f"{_either(_nearest_divisors(micro_batches, data_parallel_size))} data-parallel rank(s)")
+        fits += f"; or a local_batch_size that divides {global_batch_size // data_parallel_size}"
     raise UserError(
-        f"training.global_batch_size = {global_batch_size} is not a multiple of local_batch_size "
-        f"{local_batch_size} x {data_parallel_size} data-parallel rank(s). Nearest that fit: " + "; or ".join(choices)
+        f"training.global_batch_size = {global_batch_size} is not a multiple of local_batch_size {local_batch_size} x "
+        f"{data_parallel_size} data-parallel rank(s). Nearest that fit: {fits}"
     )
-
-
-def _nearest_divisors(number: int, wish: int) -> list[int]:
-    """The closest divisors of `number` below and above `wish`."""
-    small = [d for d in range(1, min(isqrt(number), 10**6) + 1) if number % d == 0]
-    divisors = sorted({*small, *(number // d for d in small)})
-    below = [d for d in divisors if d < wish][-1:]
-    above = [d for d in divisors if d > wish][:1]
-    return below + above
-
-
-def _either(numbers: list[int]) -> str:
-    return " or ".join(str(number) for number in numbers)

@@ -31,10 +31,3 @@ FLAVORS: dict[str, Flavor] = {
     "13B": Flavor(dim=5120, n_layers=40, n_heads=40, multiple_of=256),
     "70B": Flavor(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_dim_multiplier=1.3, multiple_of=4096),
 }
-
-
-def require_flavor(name: str) -> str:
-    """Raises ValueError."""
-    if name not in FLAVORS:
-        raise ValueError(f"should be one of {', '.join(FLAVORS)}")
-    return name

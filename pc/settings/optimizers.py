@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from pc.settings.sections import RESULT, RUN, Beta, Factor, Fraction, Section, key
+from pc.settings.sections import RESULT, RUN, Beta, Factor, Fraction, Section, entry_of, key
 
 if TYPE_CHECKING:
     import torch
@@ -58,18 +58,12 @@ KINDS: dict[str, Kind] = {
 """{optimizer.name: Kind}; the lower-case names are those of the optimizer states in a checkpoint."""
 
 
-def _require_kind(name: str) -> str:
-    if name not in KINDS:
-        raise ValueError(f"should be one of {', '.join(KINDS)}")
-    return name
-
-
 class Optimizer(Section):
     """AdamW's keys also apply to the parameters that Muon does not train."""
 
     decides = RESULT
-    name: Annotated[str, AfterValidator(_require_kind)] = key(
-        "AdamW", "Optimizer of the hidden matrices, AdamW or Muon; AdamW trains all other parameters."
+    name: entry_of(KINDS) = key(
+        "AdamW", f"Optimizer of the hidden matrices: {', '.join(KINDS)}. AdamW trains all other parameters."
     )
     lr: Annotated[float, Field(ge=0, le=1e6)] = key(8e-4, "Peak learning rate.")
     beta1: Beta = key(0.9, "AdamW's decay of the gradient's mean.")

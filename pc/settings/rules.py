@@ -12,16 +12,11 @@ FLOAT8 = "quantize.linear.float8"
 _SPLIT_BACKWARD = ("interleavedzerobubble", "zbvzerobubble", "dualpipev")
 
 
-def require(config: Config, dims: Degrees, on_cpu: bool) -> None:
-    """Raise a `UserError` with the first finding."""
-    for finding in (*of_config(config), *of_layout(config, dims, on_cpu)):
-        raise UserError(finding)
-
-
-def require_config(config: Config) -> None:
-    """Raise a `UserError` with a line for each finding of `of_config`."""
-    if said := "\nerror: ".join(of_config(config)):
-        raise UserError(said)
+def require(config: Config, dims: Degrees | None = None, on_cpu: bool = False) -> None:
+    """Raise a `UserError` with a line for each finding; without `dims` only those of `of_config`."""
+    findings = [*of_config(config), *(of_layout(config, dims, on_cpu) if dims else ())]
+    if findings:
+        raise UserError("\nerror: ".join(findings))
 
 
 def refusal_of(function: Callable, *arguments) -> Iterator[str]:
@@ -41,11 +36,7 @@ def of_config(config: Config) -> Iterator[str]:
     """A sentence for each rule that is broken on any number of processes."""
     if config.pc.enable:
         yield from refusal_of(config.pc.to_pc_config)
-    profiling, checkpoint, float8 = config.profiling, config.checkpoint, config.quantize.linear.float8
-    if profiling.profile_freq < profiling.profiler_active + profiling.profiler_warmup:
-        yield "profiling.profile_freq should be at least profiling.profiler_active + profiling.profiler_warmup"
-    if checkpoint.enable and checkpoint.keep_latest_k == 1:
-        yield "checkpoint.keep_latest_k = 1 could lose the only complete checkpoint; use 2 or more, or 0 to keep all"
+    checkpoint, float8 = config.checkpoint, config.quantize.linear.float8
     for key, needed in (
         ("last_save_in_hf", "last_save_model_only"),
         ("initial_load_in_hf", "initial_load_model_only"),
@@ -57,15 +48,11 @@ def of_config(config: Config) -> Iterator[str]:
             f"checkpoint.exclude_from_loading = {checkpoint.exclude_from_loading} should name both model and pc or "
             "neither, because the saved weights are PC(W) and W is in pc"
         )
-    if config.metrics.enable_wandb and find_spec("wandb") is None:
-        yield "metrics.enable_wandb needs wandb: pip install wandb"
     if config.model.converters:
         if find_spec("torchao") is None:
             yield f'model.converters = ["{FLOAT8}"] needs torchao: pip install torchao'
         if config.pc.enable and config.pc.schedule == "forward":
             yield 'pc.schedule = "forward" would replace the matmuls of float8 layers; use "step"'
-        if float8.emulate and compiles_model(config):
-            yield f"{FLOAT8}.emulate does not compile; use compile.enable = false"
         if config.training.chunked_loss and not any(part in "output" for part in float8.filter_fqns):
             yield f'training.chunked_loss needs a head without float8; add "output" to {FLOAT8}.filter_fqns'
     if config.parallelism.fsdp_reshard_after_forward == "always":
@@ -124,11 +111,6 @@ def _pipeline(config: Config, dims: Degrees) -> Iterator[str]:
     batch, size = config.training.local_batch_size, config.parallelism.pipeline_parallel_microbatch_size
     schedule, checkpointing = config.parallelism.pipeline_parallel_schedule, config.activation_checkpoint
     named = f'parallelism.pipeline_parallel_schedule = "{schedule}"'
-    if config.parallelism.fsdp_sync == "step":
-        yield (
-            'parallelism.fsdp_sync = "step" has no effect in pipeline schedules, which gather and reduce in every '
-            'pass; use "auto"'
-        )
     if batch % size:
         yield (
             f"training.local_batch_size = {batch} should be a multiple of "
@@ -144,38 +126,22 @@ def _pipeline(config: Config, dims: Degrees) -> Iterator[str]:
             f"validation.local_batch_size = {config.validation.local_batch_size} should be training.local_batch_size "
             f"= {batch}, because pipeline stages exchange tensors of a fixed shape"
         )
-    if schedule.lower() in _SPLIT_BACKWARD and compiles_model(config):
-        yield f"{named} splits the backward pass, which compiled blocks do not allow; use compile.enable = false"
-    if schedule.lower() in _SPLIT_BACKWARD and (checkpointing.mode, checkpointing.selective_ac_option) == (
-        "selective",
-        "op",
-    ):
+    recomputes_by_operation = (checkpointing.mode, checkpointing.selective_ac_option) == ("selective", "op")
+    if schedule.lower() in _SPLIT_BACKWARD and (compiles_model(config) or recomputes_by_operation):
         yield (
-            f'{named} splits the backward pass, which activation_checkpoint.selective_ac_option = "op" does not allow; '
-            'use activation_checkpoint.mode = "full"'
+            f"{named} splits the backward pass, which neither compiled blocks nor "
+            'activation_checkpoint.selective_ac_option = "op" allow; use compile.enable = false and '
+            'activation_checkpoint.mode = "full"'
         )
 
 
 def _cpu(config: Config, dims: Degrees) -> Iterator[str]:
-    checkpointing = config.activation_checkpoint
-    schedule = config.parallelism.pipeline_parallel_schedule
     needs_gpu = {
-        f"{FLOAT8} without emulate": config.model.converters and not config.quantize.linear.float8.emulate,
         "profiling.enable_profiling": config.profiling.enable_profiling,
-        "training.gc_debug": config.training.gc_debug,
         "profiling.enable_memory_snapshot": config.profiling.enable_memory_snapshot,
-        'parallelism.pipeline_parallel_schedule = "DualPipeV"': schedule.lower() == "dualpipev",
         'checkpoint.async_mode = "async_with_pinned_mem"': config.checkpoint.async_mode == "async_with_pinned_mem",
         f"parallelism.context_parallel_degree = {dims.cp}": dims.cp > 1,  # no sharding rule for CPU attention
     }
     for key, is_set in needs_gpu.items():
         if is_set:
             yield f"{key} needs a GPU, and this machine has none"
-    recomputes_attention = checkpointing.mode == "full" or (
-        checkpointing.mode == "selective" and checkpointing.selective_ac_option != "op"
-    )
-    if dims.tp > 1 and compiles_model(config) and recomputes_attention:
-        yield (
-            "activation_checkpoint that recomputes attention, with tensor parallelism and compiled blocks, fails on a "
-            'CPU up to torch 2.13; use mode = "selective" with selective_ac_option = "op", or compile.enable = false'
-        )

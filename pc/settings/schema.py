@@ -5,10 +5,10 @@ Sections and keys have TorchTitan's names. Keys of TorchTitan that this trainer 
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, PrivateAttr, StringConstraints
+from pydantic import Field, PrivateAttr, StringConstraints
 
 from pc.config import PCConfig
-from pc.settings.models import require_flavor
+from pc.settings.models import FLAVORS
 from pc.settings.optimizers import Optimizer
 from pc.settings.sections import (
     MANY,
@@ -23,34 +23,25 @@ from pc.settings.sections import (
     Seed,
     Text,
     Tokens,
+    entry_of,
     key,
     sub,
 )  # fmt: skip
 
 INSTEAD = {
-    "comm.mode": "",
-    "checkpoint.create_seed_checkpoint": "",
     "checkpoint.folder": "job.dump_folder",
     "data.streaming": "data.path, a folder of shards (scripts/tokenize_fineweb.py)",
-    "fault_tolerance": "",
-    "job.config_file": "parent, at the top of a file",
-    "job.custom_config_module": "",
-    "job.print_config": "",
     "memory_estimation": "scripts/dry_run.py",
     "model.tokenizer_path": "data.path, whose shards know their tokenizer",
-    "optimizer.early_step_in_backward": "",
-    "parallelism.enable_async_tensor_parallel": "",  # no effect in torch 2.13
-    "parallelism.expert_parallel_degree": "",
     "training.dataset": "data.path",
     "training.dataset_path": "data.path",
     "training.dtype": "training.mixed_precision_param; raw weights are float32",
-    "training.enable_cpu_offload": "",
     "validation.dataset": "data.validation_path",
     "validation.dataset_path": "data.validation_path",
     "validation.seq_len": "training.seq_len",
     "validation.steps": "data.validation_sequences",
 }
-"""{key or section of TorchTitan that this trainer does not read: what to set instead, if anything}"""
+"""{key or section of TorchTitan that this trainer does not read: what to set instead}"""
 
 
 class Job(Section):
@@ -60,36 +51,28 @@ class Job(Section):
 
 class Profiling(Section):
     enable_profiling: bool = key(False, "Write traces of torch's profiler.")
-    save_traces_folder: Text = key("profile_traces", "Folder of traces within the run's folder.")
     profile_freq: Count = key(10, "Steps between traces.")
     profiler_active: Count = key(1, "Steps in a trace.")
     profiler_warmup: Interval = key(3, "Steps before a trace in which the profiler warms up.")
     enable_memory_snapshot: bool = key(False, "Write snapshots of the GPU's memory.")
-    save_memory_snapshot_folder: Text = key("memory_snapshot", "Folder of snapshots within the run's folder.")
 
 
 class Metrics(Section):
     log_freq: Count = key(10, "Steps between lines of the log and of metrics.jsonl.")
     enable_tensorboard: bool = key(False, "Write TensorBoard logs.")
-    disable_color_printing: bool = key(False, "No colours on the console.")
-    save_tb_folder: Text = key("tb", "Folder of TensorBoard logs within the run's folder.")
-    save_for_all_ranks: bool = key(False, "TensorBoard and W&B logs of every rank.")
     enable_wandb: bool = key(False, "Log to Weights & Biases.")
 
 
 class Model(Section):
     decides = RESULT
     name: Literal["pc_llama2"] = key("pc_llama2", "TorchTitan's train spec.")
-    flavor: Annotated[str, AfterValidator(require_flavor)] = key(
-        "debug", "Model size: regime, nano, debug, 60M, 271M, 1B, 7B, 13B or 70B."
-    )
+    flavor: entry_of(FLAVORS) = key("debug", f"Model size: {', '.join(FLAVORS)}.")
     vocab_size: Tokens = key(32_000, "Rows of embedding and head; at least the tokenizer's vocabulary size.")
     init_std: Annotated[float, Field(ge=1e-9, le=1e9)] = key(
         0.02, "Standard deviation of the blocks' initial weights; those of wo, w2 and w3 decrease with depth."
     )
     hf_assets_path: Text = key("./tests/assets/tokenizer", "Hugging Face folder of checkpoint.initial_load_in_hf.")
     converters: list[Literal["quantize.linear.float8"]] = key([], "TorchTitan's converters of linear layers.")
-    print_after_conversion: bool = key(False, "Print the model after the converters.", "run")
 
 
 class LRScheduler(Section):
@@ -110,7 +93,7 @@ class DataLoader(Section):
 class Training(Section):
     decides = RESULT
     local_batch_size: Annotated[int, Field(ge=1, le=10**6)] = key(8, "Sequences per micro-batch and rank.", "run")
-    global_batch_size: Annotated[int, Field(ge=-1, le=MANY)] = key(
+    global_batch_size: Literal[-1] | Count = key(
         -1, "Sequences per optimizer step over all ranks, however many there are; -1: one micro-batch per rank."
     )
     seq_len: Tokens = key(2048, "Tokens per sequence.")
@@ -118,7 +101,6 @@ class Training(Section):
     steps: Count = key(10_000, "Optimizer steps.")
     mixed_precision_param: Literal["bfloat16", "float32"] = key("bfloat16", "Precision of the model's matmuls.")
     gc_freq: Count = key(50, "Steps between Python's garbage collections.", "run")
-    gc_debug: bool = key(False, "Look for reference cycles at every step.", "run")
     dataloader: DataLoader = sub(DataLoader)
     max_nonfinite_steps: Count = key(
         3, "A step with a non-finite loss or gradient norm changes no weight; stop after so many in a row.", "run"
@@ -140,12 +122,10 @@ class Parallelism(Section):
     tensor_parallel_degree: Degree = key(1, "Ranks that share each matrix.")
     disable_loss_parallel: bool = key(False, "With tensor parallelism, gather the logits for the loss.")
     pipeline_parallel_degree: Degree = key(1, "Stages of the pipeline.")
-    module_fqns_per_model_part: list[list[str]] | None = key(None, "Names of each stage's modules; unset: even parts.")
     pipeline_parallel_first_stage_less_layers: Interval = key(1, "Layers that the embedding counts for.")
     pipeline_parallel_last_stage_less_layers: Interval = key(1, "Layers that the head counts for.")
     pipeline_parallel_layers_per_stage: Count | None = key(None, "Layers per stage; unset: by the schedule.")
     pipeline_parallel_schedule: Text = key("1F1B", "Name of one of torch's pipeline schedules.")
-    pipeline_parallel_schedule_csv: Text | None = key("", "File of a pipeline schedule.")
     pipeline_parallel_microbatch_size: Annotated[int, Field(ge=1, le=10**6)] = key(
         1, "Sequences of a micro-batch that pass through the pipeline together."
     )
@@ -168,12 +148,10 @@ class Checkpoint(Section):
     last_save_in_hf: bool = key(False, "The last checkpoint is a Hugging Face folder.")
     export_dtype: Literal["float16", "bfloat16", "float32"] = key("float32", "Precision of weights saved alone.")
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = key("disabled", "Save while training goes on.")
-    keep_latest_k: Interval = key(10, "Checkpoints to keep, at least 2, the newest; 0: all.")
+    keep_latest_k: Literal[0] | Annotated[int, Field(ge=2, le=MANY)] = key(10, "Newest checkpoints to keep; 0: all.")
     keep_every: Interval = key(0, "Also keep those of multiples of this step; 0: none.")
     load_step: Annotated[int, Field(ge=-1, le=MANY)] = key(-1, "Go back to this step; -1: the newest.", RESULT)
     exclude_from_loading: list[State] = key([], "Parts of a checkpoint that are not loaded.", RESULT)
-    enable_first_step_checkpoint: bool = key(False, "Also save after the first step.")
-    load_only: bool = key(False, "Load, but do not save.")
 
 
 class ActivationCheckpoint(Section):
@@ -181,15 +159,7 @@ class ActivationCheckpoint(Section):
     selective_ac_option: Annotated[str, StringConstraints(pattern=r"^(op|[0-9]{1,9})$")] = key(
         "2", "Of selective: op recomputes all but costly operations, a number n every n-th block."
     )
-    per_op_sac_force_recompute_mm_shapes_by_fqns: list[str] = key(
-        ["moe.router.gate"], "Of op: also recompute matmuls of these layers' shapes."
-    )
-    early_stop: bool = key(False, "Stop recomputing as soon as all is there.")
     memory_budget: Fraction = key(0.5, "Of memory_budget: 0 recomputes most, 1 nothing.")
-    visualize_memory_budget_pareto: bool = key(False, "Of memory_budget: plot time over memory in the run's folder.")
-    preserve_rng_state: bool = key(True, "Restore the state of random numbers.")
-    determinism_check: Literal["default", "none"] = key("default", "Whether torch compares shapes after recomputing.")
-    debug: bool = key(False, "Collect torch's debugging information.")
 
 
 class Compile(Section):
@@ -219,8 +189,6 @@ class Comm(Section):
     init_timeout_seconds: Seconds = key(300, "Longest wait for other ranks until the first step is done.")
     train_timeout_seconds: Seconds = key(100, "Longest wait for other ranks later; longer than writing a checkpoint.")
     trace_buf_size: Interval = key(20_000, "Events that the flight recorder keeps; 0: off.")
-    save_traces_folder: Text = key("comm_traces", "Folder of the flight recorder within the run's folder.")
-    save_traces_file_prefix: Text = key("rank_", "Names of its files begin with this.")
 
 
 class Validation(Section):
@@ -234,7 +202,6 @@ class Debug(Section):
     decides = RESULT
     seed: Seed | None = key(None, "Seed of the initial weights; unset: 0.")
     deterministic: bool = key(False, "Only operations that give the same bits again.", "run")
-    deterministic_warn_only: bool = key(False, "Warn where there is no such operation.", "run")
 
 
 Level = int | str | list[float]

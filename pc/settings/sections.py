@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
 METHOD = "method"
 """the key is part of the definition of the weights in a checkpoint, which a resume must match"""
@@ -31,6 +31,17 @@ def key(default: Any, says: str, decides: str | None = None) -> Any:
 def sub(section: type[Section]) -> Any:
     """A section within a section, or of the whole configuration."""
     return Field(default_factory=section)
+
+
+def entry_of(table: dict[str, Any]) -> Any:
+    """The type of a key that names an entry of `table`."""
+
+    def require(name: str) -> str:
+        if name not in table:
+            raise ValueError(f"should be one of {', '.join(table)}")
+        return name
+
+    return Annotated[str, AfterValidator(require)]
 
 
 Text = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$")]  # no NUL, which file names may not have

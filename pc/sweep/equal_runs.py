@@ -15,7 +15,7 @@ from typing import Any
 from pc.common import run_folder
 from pc.errors import UserError
 from pc.launch.run import Run
-from pc.settings import load_config
+from pc.settings.chain import load_record
 from pc.settings.identity import differing_result, everything, result
 from pc.sweep.spec import Sweep
 
@@ -24,12 +24,12 @@ OUTPUTS = Path("outputs")
 
 
 def trained_as(folder: Path) -> dict[str, Any] | None:
-    """The result of a folder's run; None if there is no run, one of an older version, or one of changed settings."""
+    """The result of a folder's run; None if there is no run, one that cannot be read, or one of changed settings."""
     file = folder / "environment.json"
     try:
         environment = json.loads(file.read_text()) if file.exists() else {}
         about = environment.get("world_size"), environment.get("data")
-        first, *others = [result(load_config(config), *about) for config in run_folder.configs(folder)]
+        first, *others = [result(load_record(config), *about) for config in run_folder.configs(folder)]
     except (UserError, ValueError):
         return None
     return None if any(other != first for other in others) else first
@@ -50,7 +50,7 @@ def require_unchanged(sweep: Sweep, world_size: int | None = None) -> None:
         config = run.resolved
         changed = differing_result(before, result(config, world_size)) if before else []
         if changed:
-            was, now = everything(load_config(run.folder / "config.toml")), everything(config)
+            was, now = everything(load_record(run.folder / "config.toml")), everything(config)
             said = ", ".join(
                 f"{key} = {was[key]!r} (now {now[key]!r})" if key in was else f"another {key}" for key in changed[:3]
             )

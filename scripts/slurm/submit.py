@@ -26,7 +26,7 @@ def main() -> None:
         help="also export and score it, with these options of scripts/score.py",
     )
     arguments, overrides = parser.parse_known_args()
-    rules.require_config(load_config(arguments.config, overrides))  # before the imports below, which take seconds
+    rules.require(load_config(arguments.config, overrides))  # before the imports below, which take seconds
     from pc.launch.slurm import submit_run
 
     print(submit_run(arguments.config, overrides, Allocation.of(arguments), arguments.score))

@@ -109,7 +109,7 @@ def test_a_failed_run_is_reported_with_its_reason(sweep_file, tmp_path, monkeypa
 def test_bad_input_is_one_line_and_status_2(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     assert sweep_command(monkeypatch, "plan", "no-such.toml") == 2
-    assert capsys.readouterr().err == "error: no-such.toml: no such file\n"
+    assert capsys.readouterr().err == "error: no-such.toml: No such file or directory\n"
 
 
 def sweep_command(monkeypatch, *words) -> int:

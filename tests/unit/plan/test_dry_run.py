@@ -16,6 +16,7 @@ from pc.plan.dry_run import check, check_or_raise
 from pc.settings import Config
 from pc.settings.schema import ActivationCheckpoint
 from pc.titan import memory
+from pc.titan.job_config import JobConfig
 from pc.titan.llama2 import Llama2, model_args
 from pc.titan.loss import CHUNK_LOGITS
 from pc.titan.parallelize import SAVED_OPERATIONS
@@ -31,7 +32,7 @@ CONFIG = ROOT / "train_configs" / "1b_adamw_pc.toml"
         (["--training.steps=0"], 8, "training.steps = 0 should be"),
         (["--lr_scheduler.warmup_steps=70000"], 8, "lr_scheduler.warmup_steps"),
         (["--pc.blocks=o,ffm"], 8, "'ffm' is not a block"),
-        (["--checkpoint.keep_latest_k=1"], 8, "keep_latest_k"),
+        (["--checkpoint.last_save_in_hf"], 8, "checkpoint.last_save_in_hf"),
     ],
 )
 def test_one_fault_is_one_error(overrides, world_size, said):
@@ -66,10 +67,16 @@ def test_the_config_itself_has_no_error_but_missing_data(tmp_path, monkeypatch):
 
 
 def test_all_faults_come_at_once_and_each_once():
-    words = ["--pc.level=9", "--lr_scheduler.warmup_steps=70000", "--checkpoint.keep_latest_k=1", "--data.path=none"]
+    words = ["--pc.level=9", "--lr_scheduler.warmup_steps=70000", "--checkpoint.last_save_in_hf", "--data.path=none"]
     with pytest.raises(UserError) as raised:
         check_or_raise(CONFIG, words, 3)
-    for key in ("pc.level = ", "lr_scheduler.warmup_steps = ", "checkpoint.keep_latest_k = ", "data.path: ", "3 GPUs"):
+    for key in (
+        "pc.level = ",
+        "lr_scheduler.warmup_steps = ",
+        "checkpoint.last_save_in_hf = ",
+        "data.path: ",
+        "3 GPUs",
+    ):
         assert str(raised.value).count(key) <= 1, key
     assert str(raised.value).count("error: ") == 4  # and the first without the word
 
@@ -189,7 +196,7 @@ def test_activations_against_torchs_tracker(mode, option):
         if mode != "none":
             apply_ac(
                 model,
-                checkpointing,
+                JobConfig(Config(activation_checkpoint=checkpointing)).activation_checkpoint,
                 model_compile_enabled=False,
                 op_sac_save_list=SAVED_OPERATIONS,
                 base_folder="",

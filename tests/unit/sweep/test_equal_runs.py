@@ -141,6 +141,8 @@ def test_an_equal_run_that_diverged_is_a_result_of_both_sweeps(folder):
 
 def test_equal_runs_of_two_sweeps_and_of_a_config_are_trained_once(folder, trained, capsys):
     finish("pc.toml", ["--pc.level=3"], folder / "outputs" / "by-hand")
+    with open(folder / "outputs" / "by-hand" / "config.toml", "a") as config:
+        config.write("[of_the_past]\nkey = 1\n")  # by another version
     sweeps = [load("level.toml"), load("blocks.toml")]
     text = equal_runs.plan_text(sweeps, lambda run: (1000, 36000.0))
     assert "level/level-3" in text and "finished as outputs/by-hand" in text

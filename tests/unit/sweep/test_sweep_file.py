@@ -66,10 +66,10 @@ def test_geometric_grid_of_one_value():
     "text, said",
     [
         ("", "configs names no config"),
-        ('configs = ["gone.toml"]', "gone.toml: no such file"),
+        ('configs = ["gone.toml"]', "gone.toml: No such file"),
         (
             'configs = ["tiny.toml"]\n[axes]\n"optimizer.lr" = []',
-            "axes['optimizer.lr'] = [] should have at least 1 item",
+            "axes.optimizer.lr = [] should have at least 1 item",
         ),
         ('configs = ["tiny.toml"]\n[axes]\n"optimizer.lr" = { first = 1.0 }', "should be a valid list or have last"),
         (
