@@ -108,6 +108,8 @@ def verify(folder: Path, names: Sequence[str]) -> bool:
         lines = (folder / CHECKSUMS).read_text(errors="replace").splitlines()
     except FileNotFoundError:
         return False
+    except OSError as error:
+        raise Damaged(f"{folder / CHECKSUMS}: {error.strerror}") from None
     sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
     if "" in sums:  # a line without a name
         raise Damaged(f"{folder / CHECKSUMS}: damaged, not a list of checksums")
