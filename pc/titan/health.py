@@ -10,22 +10,22 @@ for step in ...:
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from pc.common.spectra import modified_condition_number, singular_values
-from pc.config import BLOCK_SUFFIXES, PCConfig, block_of, matches
+from pc.config import PCConfig, block_of, matches
 from pc.cuts import Form
 from pc.linear import evaluate
 from pc.owner import local, run_on_owners, sharding_dimensions
 from pc.schedules import Schedule, State
 from pc.spectral import spectral_norm_estimate
-from pc.titan.activations import COUNT, LARGEST, PARTS, SUM_OF_SQUARES, OutputSizes
+from pc.titan.activations import COUNT, LARGEST, SUM_OF_SQUARES, OutputSizes
 from pc.weights import clean_name
-
-BLOCKS = tuple(BLOCK_SUFFIXES)
 
 SPECTRAL: dict[str, Callable[[Tensor], Tensor]] = {"condition": modified_condition_number}
 """{NAME: function from the ascending singular values [B, min(n, m)] of B effective weights to B numbers [B]}.
@@ -48,9 +48,7 @@ class HealthMetrics:
         self._pc_entries: Sequence[str] = job_config.pc.blocks
         self._model_parts = model_parts
         self._schedule = schedule
-        self._num_layers: int = model_parts[0].n_layers
         self._num_stage_ranks: int = parallel_dims.world_size // parallel_dims.pp
-        self._device = next(model_parts[0].parameters()).device
         self._outputs = OutputSizes(model_parts) if self._health.freq else None
         self._measuring = False
 
@@ -68,7 +66,7 @@ class HealthMetrics:
         """
         metrics: dict[str, float] = {}
         if self._measuring:
-            metrics |= self._output_metrics(self._outputs.stop())
+            metrics |= self._output_metrics()
         if _is_due(step, self._health.freq):
             metrics |= self._weight_metrics()
         if _is_due(step, self._health.spectra_freq):
@@ -77,48 +75,38 @@ class HealthMetrics:
             metrics |= self._estimate_metrics()
         return metrics
 
-    def _output_metrics(self, measured: dict[tuple[int, str], Tensor]) -> dict[str, float]:
-        parts = list(PARTS.values())
-        sums = self._zeros(self._num_layers, len(parts), 2)
-        largest = self._zeros(self._num_layers, len(parts))
-        for (layer, part), sizes in measured.items():
-            sums[layer, parts.index(part)] = sizes[[SUM_OF_SQUARES, COUNT]].double()
-            largest[layer, parts.index(part)] = sizes[LARGEST]
-        # one device synchronisation each
-        all_sums, all_largest = _reduce(sums).tolist(), _reduce(largest, dist.ReduceOp.MAX).tolist()
+    def _output_metrics(self) -> dict[str, float]:
+        measured = self._outputs.stop()
+        mine = dict(zip(measured, _numbers(list(measured.values())), strict=True))
         metrics = {}
-        for layer in range(self._num_layers):
-            for i, part in enumerate(parts):
-                total, count = all_sums[layer][i]
-                metrics[f"signal/{part}/rms/{layer}"] = math.sqrt(total / count) if count else math.nan
-                metrics[f"signal/{part}/absmax/{layer}"] = all_largest[layer][i]
+        for (layer, part), sizes in _by_name(mine).items():
+            of_ranks = torch.tensor(sizes, dtype=torch.float64)
+            total, count = of_ranks[:, SUM_OF_SQUARES].sum(), of_ranks[:, COUNT].sum()
+            metrics[f"signal/{part}/rms/{layer}"] = (total / count).sqrt().item()
+            metrics[f"signal/{part}/absmax/{layer}"] = of_ranks[:, LARGEST].max().item()
         return metrics
 
     def _weight_metrics(self) -> dict[str, float]:
-        """gamma of every matrix, and the norm of all trained parameters (W where PC applies)."""
-        gammas = self._zeros(self._num_layers, len(BLOCKS), 2)  # sum of values, number of ranks
-        for name, state in self._pc_weights().items():
-            if state.gamma is not None and local(state.gamma).numel():
-                gamma = local(state.gamma).double()
-                # no device synchronisation
-                gammas[self._cell(name)] = torch.stack([gamma.sum(), torch.ones_like(gamma).sum()])
+        """gamma of every weight, and the norm of all trained parameters (W where PC applies)."""
         raws = {f"{name}.weight": state.raw for name, state in self._pc_weights().items()}
-        squares = self._zeros(1)
+        squares = []
         for model in self._model_parts:
             for name, parameter in model.named_parameters():
                 tensor = raws.get(clean_name(name), parameter)
                 shards = math.prod(tensor.device_mesh.size(d) for d in sharding_dimensions(tensor))
                 norm = torch.linalg.vector_norm(local(tensor), dtype=torch.float64)  # float32 is 1e-4 off on a CPU
-                squares += norm.square() * shards / self._num_stage_ranks
-        gammas, squares = _reduce(gammas), _reduce(squares)
-        metrics = {"norm/weight": math.sqrt(squares.item())}
-        for name, (value, copies) in self._cells(gammas):
-            if copies:
-                metrics[f"pc/gamma/{name}"] = value / copies
-        return metrics
+                squares.append(norm.square() * shards / self._num_stage_ranks)
+        gammas = {name: local(s.gamma).double() for name, s in self._pc_weights().items() if s.gamma is not None}
+        sums = _numbers([*squares, *(gamma.sum() for gamma in gammas.values())])
+        mine = {"": (sum(sums[: len(squares)]), 1)}
+        for (name, gamma), total in zip(gammas.items(), sums[len(squares) :], strict=True):
+            mine[name] = total, gamma.numel()
+        by_name = {name: [sum(column) for column in zip(*pairs, strict=True)] for name, pairs in _by_name(mine).items()}
+        metrics = {"norm/weight": math.sqrt(by_name.pop("")[0])}
+        return metrics | {f"pc/gamma/{name}": total / count for name, (total, count) in by_name.items()}
 
     def _spectra_metrics(self) -> dict[str, float]:
-        """`SPECTRAL` of effective weights, and geometric means of condition numbers, on all ranks.
+        """`SPECTRAL` of effective weights, and geometric means of condition numbers.
 
         Owner ranks compute exact singular values of full matrices.
         """
@@ -138,7 +126,7 @@ class HealthMetrics:
                     keys.append(state.form)
         metrics = {}
         conditions: dict[str, list[float]] = {"pc": [], "qkv": [], "all": []}
-        for name, numbers in self._of_owners(_spectral, names, inputs, keys, len(SPECTRAL)):
+        for name, numbers in self._of_owners(_spectral, names, inputs, keys, len(SPECTRAL)).items():
             measured = dict(zip(SPECTRAL, numbers, strict=True))
             metrics |= {f"spectra/{metric}/{name}": number for metric, number in measured.items()}
             conditions["all"].append(measured["condition"])
@@ -157,7 +145,7 @@ class HealthMetrics:
         inputs = [(state.raw, state.u, state.v) for state in states.values()]
         forms = [state.form for state in states.values()]
         errors: dict[str, list[float]] = {}
-        for name, (error,) in self._of_owners(_largest_estimate_error, list(states), inputs, forms, 1):
+        for name, (error,) in self._of_owners(_largest_estimate_error, list(states), inputs, forms, 1).items():
             if not math.isnan(error):
                 errors.setdefault(block_of(name), []).append(error)
         metrics = {}
@@ -166,42 +154,34 @@ class HealthMetrics:
             metrics[f"spectra/estimate_error/{block}/max"] = max(values)
         return metrics
 
-    def _of_owners(self, function, names: list[str], inputs: list[tuple[Tensor, ...]], keys: list, count: int):
-        """(name, [numbers]) of each matrix of all pipeline stages; `function` returns [B, count] on the owners."""
-        outputs = [torch.zeros(count, device=self._device, dtype=item[0].dtype) for item in inputs]
+    def _of_owners(
+        self, function: Callable, names: list[str], inputs: list[tuple[Tensor, ...]], keys: list, count: int
+    ) -> dict[str, list[float]]:
+        """`function` of each matrix of all pipeline stages, {name: numbers}; it returns [B, count] on the owners."""
+        outputs = [torch.zeros(count, device=item[0].device, dtype=item[0].dtype) for item in inputs]
         run_on_owners(function, inputs, [(output,) for output in outputs], keys)
-        found = self._zeros(self._num_layers, len(BLOCKS), count + 1)  # sums of numbers, number of ranks
-        for name, output in zip(names, outputs, strict=True):
-            found[self._cell(name)] = torch.cat([output.double(), output.new_ones(1).double()])
-        for name, (*numbers, copies) in self._cells(_reduce(found)):
-            yield name, [number / copies for number in numbers]
+        return {name: found[0] for name, found in _by_name(dict(zip(names, _numbers(outputs), strict=True))).items()}
 
     def _pc_weights(self) -> dict[str, State]:
         return {} if self._schedule is None else self._schedule.weights
-
-    def _zeros(self, *shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.float64, device=self._device)
-
-    def _cell(self, name: str) -> tuple[int, int]:
-        """Index of the linear layer `name` in a table [layers, blocks] of all pipeline stages."""
-        return int(name.split(".")[1]), BLOCKS.index(block_of(name))
-
-    def _cells(self, table: Tensor):
-        """Names and values of the filled cells; a cell's last value is the number of ranks that filled it."""
-        for layer, row in enumerate(table.tolist()):
-            for block, values in zip(BLOCKS, row, strict=True):
-                if values[-1]:
-                    yield f"layers.{layer}.{BLOCK_SUFFIXES[block][0]}", values
 
 
 def _is_due(step: int, freq: int) -> bool:
     return freq > 0 and (step == 1 or step % freq == 0)
 
 
-def _reduce(tensor: Tensor, operation=dist.ReduceOp.SUM) -> Tensor:
+def _numbers(tensors: list[Tensor]) -> list:
+    """Tensors of one shape as numbers, with one synchronisation of the device."""
+    return torch.stack(tensors).tolist() if tensors else []
+
+
+def _by_name(mine: dict[Any, Any]) -> dict[Any, list]:
+    """The values of all ranks that have the name; ranks of other pipeline stages have other names."""
+    everyone = [mine]
     if dist.is_initialized():
-        dist.all_reduce(tensor, operation)
-    return tensor
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+    return {name: [one[name] for one in everyone if name in one] for name in dict.fromkeys(chain(*everyone))}
 
 
 def _spectral(key: Form | None, weight: Tensor, *rest: Tensor) -> tuple[Tensor]:

@@ -65,35 +65,28 @@ class JsonLinesLogger(BaseLogger):
 
     Args:
         file: created with its folders; an incomplete last line, left by a crash, is removed.
-        tokens_per_step: training tokens per optimizer step over all ranks, for lines without a token count.
+        tokens: returns the training tokens so far.
     """
 
     NAMES = {
         "loss_metrics/global_avg_loss": "loss",
         "loss_metrics/global_max_loss": "max_loss",
-        "n_tokens_seen": "tokens",
-        "throughput(tps)": "tokens_per_second_per_device",
         "mfu(%)": "mfu",
-        "time_metrics/end_to_end(s)": "step_seconds",
         "time_metrics/data_loading(s)": "data_loading_seconds",
         "memory/max_active(GiB)": "memory_active_gib",
-        "memory/max_active_of_all_ranks(GiB)": "memory_active_gib_of_all_ranks",
         "memory/max_reserved(GiB)": "memory_reserved_gib",
         "validation_metrics/loss": "validation_loss",
     }
     """{TorchTitan's name: ours}. Its other names with "(" (a unit) are not logged."""
 
-    def __init__(self, file: Path, tokens_per_step: int, num_devices: int) -> None:
-        self._file, self._tokens_per_step, self._num_devices = file, tokens_per_step, num_devices
-        self._known: tuple[int, int] | None = None  # step and tokens of the newest line
+    def __init__(self, file: Path, tokens: Callable[[], int]) -> None:
+        self._file, self._tokens = file, tokens
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.exists():
             os.truncate(file, file.read_bytes().rfind(b"\n") + 1)
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        known_step, known_tokens = self._known or self._last_line()
-        tokens = known_tokens + (step - known_step) * self._tokens_per_step
-        line: dict[str, Any] = {"step": step, "tokens": tokens, "time": time.time()}
+        line: dict[str, Any] = {"step": step, "tokens": self._tokens(), "time": time.time()}
         for name, value in metrics.items():
             if name in self.NAMES or "(" not in name:
                 value = value.item() if isinstance(value, Tensor) else value
@@ -101,19 +94,9 @@ class JsonLinesLogger(BaseLogger):
                 line[self.NAMES.get(name, name)] = (
                     None if isinstance(value, float) and not math.isfinite(value) else value
                 )
-        line["tokens"] = int(line["tokens"])
-        self._known = step, line["tokens"]
-        if "tokens_per_second_per_device" in line:
-            line["tokens_per_second"] = line.pop("tokens_per_second_per_device") * self._num_devices
         # One unbuffered write per line in append mode, so that lines are never interleaved.
         with open(self._file, "ab", buffering=0) as file:
             file.write((json.dumps(line) + "\n").encode())
-
-    def _last_line(self) -> tuple[int, int]:
-        """Step and tokens of the newest line: the steps before may have had another global batch."""
-        texts = self._file.read_text().splitlines() if self._file.exists() else []
-        last = json.loads(texts[-1]) if texts else {"step": 0, "tokens": 0}
-        return last["step"], last["tokens"]
 
     def losses_before(self, step: int) -> dict[int, float]:
         """{step: loss} of the run's earlier steps, sorted by step."""
@@ -129,21 +112,19 @@ class PCMetricsProcessor(MetricsProcessor):
 
     def __init__(self, job_config, parallel_dims, tag: str | None = None) -> None:
         super().__init__(job_config, parallel_dims, tag)
+        self.tokens: Callable[[], int] = lambda: 0
+        """of all ranks since the start of training"""
+        self.positions: Callable[[], range] = lambda: range(0)
+        """of the current step's sequences in the data order"""
         self._json_lines: JsonLinesLogger | None = None
         self._spikes: LossSpikes | None = None
-        self._paces: deque[tuple[int, float]] = deque(maxlen=20)  # logged step, time
+        self._layout = Layout(parallel_dims, job_config.training)
+        self._first_logged: tuple[int, float] | None = None  # step, time
         self._progress_logged_at = 0.0
-        self.positions: Callable[[], range | None] = lambda: None
-        """of the current step's sequences in the data order"""
-        self._device = self.device_memory_monitor.device.type
         rank = dist.get_rank() if dist.is_initialized() else 0
         if rank != _get_metrics_rank(parallel_dims, job_config):
             return
-        self._json_lines = JsonLinesLogger(
-            Path(job_config.job.dump_folder) / "metrics.jsonl",
-            Layout(parallel_dims, job_config.training).tokens,
-            parallel_dims.world_size,
-        )
+        self._json_lines = JsonLinesLogger(Path(job_config.job.dump_folder) / "metrics.jsonl", lambda: self.tokens())
         loggers = LoggerContainer()
         loggers.add_logger(self._json_lines)
         loggers.add_logger(self.logger)
@@ -157,49 +138,47 @@ class PCMetricsProcessor(MetricsProcessor):
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
-        # TorchTitan counts a sequence's tokens on each of the context-parallel ranks, which have a part of it.
-        copies = self.parallel_dims.cp
-        global_max_loss *= copies
-        if extra_metrics and "n_tokens_seen" in extra_metrics:
-            extra_metrics = {**extra_metrics, "n_tokens_seen": extra_metrics["n_tokens_seen"] // copies}
-        if self._json_lines is not None:
-            if self._spikes is None:  # a resumed run continues the count
-                self._spikes = LossSpikes()
-                for earlier, loss in self._json_lines.losses_before(step).items():
-                    self._spikes.update(earlier, loss)
-            before = self._spikes.count
-            extra_metrics = {**(extra_metrics or {}), "loss_spikes": self._spikes.update(step, global_avg_loss)}
-            if self._spikes.count > before:
-                extra_metrics |= self._log_spike(step, global_avg_loss)
+        global_max_loss *= self.parallel_dims.cp  # TorchTitan divides by each rank's count of whole sequences
+        per_second = self.ntokens_since_last_log * self._layout.data_ranks / (time.perf_counter() - self.time_last_log)
         # before TorchTitan resets the peak; on all ranks, because of the all-reduce
-        peak = torch.tensor(self.device_memory_monitor.get_peak_stats().max_active_gib, device=self._device)
+        monitor = self.device_memory_monitor
+        peak = torch.tensor(monitor.get_peak_stats().max_active_gib, device=monitor.device.type)
         if dist.is_initialized():
             dist.all_reduce(peak, dist.ReduceOp.MAX)
-        extra_metrics = {**(extra_metrics or {}), "memory/max_active_of_all_ranks(GiB)": peak.item()}
-        super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
+        more: dict[str, Any] = {
+            "tokens_per_second": per_second,
+            "step_seconds": self._layout.tokens / per_second,
+            "memory_active_gib_of_all_ranks": peak.item(),
+        }
         if self._json_lines is not None:
-            self._log_time_left(step)
+            more |= self._count_spikes(step, global_avg_loss)
+        super().log(step, global_avg_loss, global_max_loss, grad_norm, (extra_metrics or {}) | more)
+        if self._json_lines is not None:
+            self._log_progress(step)
 
-    def _log_time_left(self, step: int) -> None:
-        """Log the run's progress, at most every `SECONDS_BETWEEN_PROGRESS_LINES`."""
+    def _log_progress(self, step: int) -> None:
+        """Log the time left, at most every `SECONDS_BETWEEN_PROGRESS_LINES`."""
         now, last = time.time(), self.job_config.training.steps
-        self._paces.append((step, now))
-        if now - self._progress_logged_at >= SECONDS_BETWEEN_PROGRESS_LINES:
-            left = time_left([step for step, _ in self._paces], [when for _, when in self._paces], last)
-            if left:
-                self._progress_logged_at = now
-                logger.info(f"Step {step} of {last}, {left}")
+        first_step, begin = self._first_logged = self._first_logged or (step, now)
+        if step > first_step and now - self._progress_logged_at >= SECONDS_BETWEEN_PROGRESS_LINES:
+            self._progress_logged_at = now
+            logger.info(f"Step {step} of {last}, {time_left([first_step, step], [begin, now], last)}")
 
-    def _log_spike(self, step: int, loss: float) -> dict[str, int]:
-        """Log the start of a spike; returns its data positions as metrics."""
-        positions = self.positions()
-        message = f"Loss spike {self._spikes.count} begins at step {step} with {loss:.4g}"
-        if positions is None:
-            logger.warning(message)
-            return {}
-        first, last = positions.start, positions.stop - 1
-        logger.warning(f"{message}; data positions {first}-{last} (to rerun without them: --data.skip {first}-{last})")
-        return {"spike/first_position": first, "spike/last_position": last}
+    def _count_spikes(self, step: int, loss: float) -> dict[str, int]:
+        """The number of spikes so far and, where one begins, its data positions, which are also logged."""
+        if self._spikes is None:  # a resumed run continues the count
+            self._spikes = LossSpikes()
+            for earlier, its_loss in self._json_lines.losses_before(step).items():
+                self._spikes.update(earlier, its_loss)
+        before, count = self._spikes.count, self._spikes.update(step, loss)
+        if count == before:
+            return {"loss_spikes": count}
+        first, last = self.positions().start, self.positions().stop - 1
+        logger.warning(
+            f"Loss spike {count} begins at step {step} with {loss:.4g}; data positions {first}-{last} "
+            f"(to rerun without them: --data.skip {first}-{last})"
+        )
+        return {"loss_spikes": count, "spike/first_position": first, "spike/last_position": last}
 
     def log_health(self, step: int, metrics: dict[str, float]) -> None:
         """Log the metrics from `HealthMetrics.collect`, if any."""

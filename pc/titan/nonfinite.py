@@ -34,17 +34,16 @@ class FiniteSteps:
         """of skipped steps so far"""
         self.in_a_row = 0
         """skipped steps up to the last one; 0: the last one was not skipped"""
-        self._first: range | None = None
 
     @torch.no_grad()
-    def skips(self, step: int, loss: Tensor, positions: range | None) -> bool:
+    def skips(self, step: int, loss: Tensor, positions: range) -> bool:
         """Whether to skip this step. All ranks call it, with complete gradients, before clipping.
 
         The host waits for the answer, as TorchTitan does for the gradient norm of a step that it logs.
 
         Args:
             loss: this rank's loss of the whole step, a scalar.
-            positions: of the step's sequences in the order of the data, if known.
+            positions: of the step's sequences in the order of the data.
 
         Raises:
             Diverged: it is the last of `limit` such steps in a row.
@@ -54,13 +53,15 @@ class FiniteSteps:
             return False
         self.count += 1
         self.in_a_row += 1
-        self._first = positions if self.in_a_row == 1 else self._first
-        places = _places(positions, positions)
-        logger.warning(f"Step {step} is skipped: its loss or gradient norm is not finite ({self.count} so far{places})")
+        self._first_position = positions.start if self.in_a_row == 1 else self._first_position
+        logger.warning(
+            f"Step {step} is skipped: its loss or gradient norm is not finite ({self.count} so far; data positions "
+            f"{positions.start}-{positions.stop - 1})"
+        )
         if self.in_a_row >= self._limit:
             raise Diverged(
                 f"the loss or the gradient norm was not finite in {self.in_a_row} steps in a row, up to step "
-                f"{step}{_places(self._first, positions)}; not finite now: {self._names()}. None of these steps changed "
+                f"{step}; data positions {self._first_position}-{positions.stop - 1}; not finite now: {self._names()}. None of these steps changed "
                 "the weights or a checkpoint; lower optimizer.lr, or skip data with data.skip"
             )
         return True
@@ -97,7 +98,3 @@ class FiniteSteps:
 
 def _bad(tensor: Tensor) -> bool:
     return not bool(local(tensor).isfinite().all())
-
-
-def _places(first: range | None, last: range | None) -> str:
-    return f"; data positions {first.start}-{last.stop - 1}" if first and last else ""

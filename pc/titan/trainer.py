@@ -66,6 +66,8 @@ class PCTrainer(torchtitan.train.Trainer):
         signal.signal(signal.SIGUSR2, self._request_stop)
         self._agreement_group = dist.new_group(backend="gloo")  # on the CPU, so that GPUs do not wait for each other
         self.pc_schedule = self.optimizers.schedule
+        self.metrics_processor.tokens = lambda: self.ntokens_seen * self._data_ranks
+        self.metrics_processor.positions = self._positions
         self.health = HealthMetrics(job_config, self.model_parts, self.pc_schedule, self.parallel_dims)
         self.scorer = self.build_scorer()
         self.checkpointer = self._build_checkpointer()
@@ -136,8 +138,7 @@ class PCTrainer(torchtitan.train.Trainer):
             # The first step of a new run; any checkpoint is loaded by now.
             self.pc_schedule.materialise()
         self._micro_batches_done, self._loss = 0, 0.0
-        first = getattr(self.dataloader, "position", None)  # streams have no positions
-        self.metrics_processor.positions = lambda: None if first is None else range(first, self.dataloader.position)
+        self._first_position = self.dataloader.position
         self.health.start_step(self.step, measure_outputs=not self._pipeline_finds_shapes())
         super().train_step(data_iterator)
         self._has_stepped = True
@@ -232,8 +233,7 @@ class PCTrainer(torchtitan.train.Trainer):
 
     def _decide_step(self) -> None:
         """Skip the optimizers' step if its loss or gradients are not finite."""
-        positions = self.metrics_processor.positions()
-        self.optimizers.skips_step = self.finite_steps.skips(self.step, self._loss, positions)
+        self.optimizers.skips_step = self.finite_steps.skips(self.step, self._loss, self._positions())
         if self.optimizers.skips_step:
             self.metrics_processor.log_health(self.step, {"steps_left_out": self.finite_steps.count})
 
@@ -275,6 +275,10 @@ class PCTrainer(torchtitan.train.Trainer):
         requested = torch.tensor(int(self._stop_requested))
         dist.all_reduce(requested, dist.ReduceOp.MAX, group=self._agreement_group)
         return bool(requested)
+
+    def _positions(self) -> range:
+        """Of the current step's sequences in the order of the data."""
+        return range(self._first_position, self.dataloader.position)
 
     @property
     def _data_ranks(self) -> int:
