@@ -130,7 +130,6 @@ def _check_model(report: Report, config: Config) -> memory.Sizes:
 
 def _check_memory(report: Report, config: Config, sizes: memory.Sizes, layout: Layout) -> None:
     folder = Path(config.job.dump_folder)
-    schedule = config.pc.schedule if config.pc.enable else "plain"
     dims = layout.dims
     parts = memory.of_run(config, dims, sizes)
     listed = ", ".join(f"{part} {size:.2f}" for part, size in parts.items())
@@ -148,7 +147,7 @@ def _check_memory(report: Report, config: Config, sizes: memory.Sizes, layout: L
         )
     if not config.checkpoint.enable:
         return
-    size = memory.checkpoint_bytes(sizes, optimizer=config.optimizer.name, schedule=schedule)
+    size = memory.checkpoint_bytes(config, sizes)
     section, steps = config.checkpoint, config.training.steps
     kept = section.keep_latest_k or steps // section.interval + 1
     if section.keep_latest_k:

@@ -22,25 +22,6 @@ RESERVE_GIB = 4
 
 
 @dataclass(frozen=True)
-class Loss:
-    """How the head and the loss are computed (`pc.titan.loss`)."""
-
-    is_compiled: bool = True
-    is_chunked: bool = False
-    shards: int = 1
-    """ranks that tensor parallelism shards the logits over"""
-
-    @classmethod
-    def of(cls, config: Config) -> "Loss":
-        tensor_parallel = config.parallelism.tensor_parallel_degree
-        return cls(
-            compiles_loss(config, tensor_parallel),
-            config.training.chunked_loss,
-            1 if config.parallelism.disable_loss_parallel else tensor_parallel,
-        )
-
-
-@dataclass(frozen=True)
 class Sizes:
     """Parameter counts of the whole model."""
 
@@ -101,29 +82,48 @@ def of_run(
     once: bool | None = None,
     schedule: str | None = None,
 ) -> dict[str, float]:
-    """`per_gpu` for a run.
+    """GiB per GPU at the peak, by part. The peak is at the start of the last micro-batch's backward pass.
 
     Args:
         dims: the parallel degrees.
         sizes: of the model, if known.
         once: whether weights are gathered and gradients reduced once per step; None: as in the config.
         schedule: "step", "forward" or "plain" (without PC); None: as in the config.
+
+    Not included: fragmentation, the CUDA context and NCCL's buffers (1 to 4 GiB, `RESERVE_GIB`), and PC's workspace,
+    which is used between steps when activations are already freed.
     """
     training, layout = config.training, Layout(dims, config.training)
-    return per_gpu(
-        sizes or sizes_of_run(config),
-        optimizer=config.optimizer.name,
-        schedule=schedule or (config.pc.schedule if config.pc.enable else "plain"),
-        shards=layout.shards,
-        tensor_parallel=dims.tp,
-        pipeline_parallel=dims.pp,
-        tokens=training.local_batch_size * training.seq_len // dims.cp,
-        activation_checkpoint=config.activation_checkpoint,
-        compute_bytes=BFLOAT16 if training.mixed_precision_param == "bfloat16" else FLOAT32,
-        loss=Loss.of(config),
-        gathers_once=gathers_once(config) if once is None else once,
-        accumulates=layout.micro_batches > 1,
-    )
+    sizes = sizes or sizes_of_run(config)
+    once = gathers_once(config) if once is None else once
+    itemsize = BFLOAT16 if training.mixed_precision_param == "bfloat16" else FLOAT32
+    tokens = training.local_batch_size * training.seq_len // dims.cp
+    model_split = dims.tp * dims.pp
+    split = model_split * layout.shards
+    largest_block = sizes.largest_block / dims.tp
+    if once:
+        # All weights of this rank's model part, and the current block's gradient before it is accumulated.
+        gathered = sizes.total / model_split + largest_block
+    else:
+        # The current and the next block, gathered; the block's gradient before the reduce-scatter; and
+        # embedding and head, which stay gathered through the forward pass.
+        gathered = 3 * largest_block + sizes.outside_blocks / model_split
+    whole, kept = _whole_block(sizes), kept_per_block(sizes, config.activation_checkpoint)
+    recomputed = whole if kept < whole else 0  # of the current block
+    elements = {
+        "weights": FLOAT32 * sizes.total / split,
+        "gradients": FLOAT32 * sizes.total / (model_split if once and layout.micro_batches > 1 else split),
+        "optimizer": FLOAT32 * optimizer_elements(sizes, config.optimizer.name) / split,
+        "raw W": FLOAT32 * raw_elements(sizes, schedule or schedule_of(config)) / split,
+        "gathered": itemsize * gathered,
+        "activations": itemsize * tokens * (sizes.layers * kept + recomputed) / model_split,
+        "logits": _bytes_of_logits(config, dims, sizes, tokens, itemsize),
+    }
+    return {part: size / GIB for part, size in elements.items()}
+
+
+def schedule_of(config: Config) -> str:
+    return config.pc.schedule if config.pc.enable else "plain"
 
 
 def optimizer_elements(sizes: Sizes, optimizer: str) -> int:
@@ -136,73 +136,24 @@ def raw_elements(sizes: Sizes, schedule: str) -> int:
     return sizes.preconditioned if schedule == "step" else 0
 
 
-def per_gpu(
-    sizes: Sizes,
-    *,
-    optimizer: str,
-    schedule: str,
-    shards: int,
-    tensor_parallel: int,
-    pipeline_parallel: int,
-    tokens: int,
-    activation_checkpoint: ActivationCheckpoint,
-    compute_bytes: int,
-    loss: Loss,
-    gathers_once: bool,
-    accumulates: bool,
-) -> dict[str, float]:
-    """GiB per GPU at the peak, which is at the start of the last micro-batch's backward pass.
-
-    Args:
-        shards: ranks that FSDP shards a parameter over.
-        tokens: of one micro-batch on one GPU.
-        activation_checkpoint: TorchTitan's section.
-        compute_bytes: bytes per element of activations and gathered parameters.
-        loss: how it is computed.
-        gathers_once: weights are gathered and gradients reduced once per step (`pc.titan.fsdp_sync`).
-        accumulates: a step has several micro-batches.
-
-    Not included: fragmentation, the CUDA context and NCCL's buffers (1 to 4 GiB, `RESERVE_GIB`), and PC's workspace,
-    which is used between steps when activations are already freed.
-    """
-    split = shards * tensor_parallel * pipeline_parallel
-    model_split = tensor_parallel * pipeline_parallel
-    largest_block = sizes.largest_block / tensor_parallel
-    if gathers_once:
-        # All weights of this rank's model part, and the current block's gradient before it is accumulated.
-        gathered = sizes.total / model_split + largest_block
-    else:
-        # The current and the next block, gathered; the block's gradient before the reduce-scatter; and
-        # embedding and head, which stay gathered through the forward pass.
-        gathered = 3 * largest_block + sizes.outside_blocks / model_split
-    elements = {
-        "weights": FLOAT32 * sizes.total / split,
-        "gradients": FLOAT32 * sizes.total / (model_split if gathers_once and accumulates else split),
-        "optimizer": FLOAT32 * optimizer_elements(sizes, optimizer) / split,
-        "raw W": FLOAT32 * raw_elements(sizes, schedule) / split,
-        "gathered": compute_bytes * gathered,
-        "activations": _activations(sizes, tokens, activation_checkpoint, compute_bytes) / model_split,
-        "logits": _bytes_of_logits(sizes, tokens, loss, compute_bytes),
-    }
-    return {part: size / GIB for part, size in elements.items()}
+def checkpoint_bytes(config: Config, sizes: Sizes) -> int:
+    """Bytes of one resumable checkpoint."""
+    states = optimizer_elements(sizes, config.optimizer.name) + raw_elements(sizes, schedule_of(config))
+    return FLOAT32 * (sizes.total + states)
 
 
-def _bytes_of_logits(sizes: Sizes, tokens: int, loss: Loss, compute_bytes: int) -> float:
-    """Peak bytes of head and loss."""
-    # per logit: itself and its gradient, and a copy of a chunk; float32 values stay in registers
-    compiled = (3 if loss.is_chunked else 2) * compute_bytes
-    if loss.is_chunked:
-        of_chunk = CHUNK_LOGITS * (compiled if loss.is_compiled else 5 * FLOAT32)
-        head = sizes.vocabulary * sizes.dim * (FLOAT32 + compute_bytes)  # its gradient, and that of a chunk
-        return of_chunk + head + tokens * sizes.dim * compute_bytes
-    plain = 3 * FLOAT32  # per logit: the log-softmax, its gradient, and the logit's gradient
-    return tokens * sizes.vocabulary * (compiled if loss.is_compiled else plain) / loss.shards
-
-
-def _activations(sizes: Sizes, tokens: int, checkpointing: ActivationCheckpoint, compute_bytes: int) -> float:
-    """Bytes that the blocks keep for the backward pass, plus what the current block recomputes."""
-    whole, kept = _whole_block(sizes), kept_per_block(sizes, checkpointing)
-    return tokens * compute_bytes * (sizes.layers * kept + (whole if kept < whole else 0))
+def _bytes_of_logits(config: Config, dims: Degrees, sizes: Sizes, tokens: int, itemsize: int) -> float:
+    """Peak bytes of head and loss (`pc.titan.loss`)."""
+    is_compiled = compiles_loss(config, dims.tp)
+    if config.training.chunked_loss:
+        # per logit of a chunk: itself, its gradient and a copy; float32 values stay in registers if compiled
+        of_chunk = CHUNK_LOGITS * (3 * itemsize if is_compiled else 5 * FLOAT32)
+        head = sizes.vocabulary * sizes.dim * (FLOAT32 + itemsize)  # its gradient, and that of a chunk
+        return of_chunk + head + tokens * sizes.dim * itemsize
+    # per logit: itself and its gradient; or in float32 the log-softmax, its gradient, and the logit's gradient
+    per_logit = 2 * itemsize if is_compiled else 3 * FLOAT32
+    shards = 1 if config.parallelism.disable_loss_parallel else dims.tp
+    return tokens * sizes.vocabulary * per_logit / shards
 
 
 def _whole_block(sizes: Sizes) -> int:
@@ -230,8 +181,3 @@ def kept_per_block(sizes: Sizes, checkpointing: ActivationCheckpoint) -> float:
         every = max(int(checkpointing.selective_ac_option), 1)
         return ((every - 1) * whole + sizes.dim) / every
     return whole
-
-
-def checkpoint_bytes(sizes: Sizes, *, optimizer: str, schedule: str) -> int:
-    """Bytes of one resumable checkpoint."""
-    return FLOAT32 * (sizes.total + optimizer_elements(sizes, optimizer) + raw_elements(sizes, schedule))

@@ -14,6 +14,7 @@ from pc.errors import UserError
 from pc.plan import dry_run
 from pc.plan.dry_run import check, check_or_raise
 from pc.settings import Config
+from pc.settings.layout import Degrees
 from pc.settings.schema import ActivationCheckpoint
 from pc.titan import memory
 from pc.titan.job_config import JobConfig
@@ -116,13 +117,23 @@ SIZES = memory.Sizes(
 )  # fmt: skip
 
 
-def estimate(**changes):
-    arguments = {
-        "optimizer": "AdamW", "schedule": "step", "shards": 1, "tensor_parallel": 1, "pipeline_parallel": 1,
-        "tokens": 7, "activation_checkpoint": ActivationCheckpoint(mode="none"), "compute_bytes": 2,
-        "loss": memory.Loss(is_compiled=False), "gathers_once": False, "accumulates": True,
+def settings(changes) -> Config:
+    config, plain = Config(), {
+        "training.local_batch_size": 7, "training.seq_len": 1, "training.global_batch_size": 28, "pc.enable": True,
+        "activation_checkpoint.mode": "none", "parallelism.fsdp_sync": "micro_batch",
+        "compile.enable": True, "compile.components": ["model"],
     }  # fmt: skip
-    return {part: round(size * memory.GIB) for part, size in memory.per_gpu(SIZES, **arguments | changes).items()}
+    for key, value in (plain | changes).items():
+        section, name = key.split(".")
+        setattr(getattr(config, section), name, value)
+    return config
+
+
+def estimate(dp_shard=1, tp=1, **changes):
+    """Bytes by part."""
+    dims = Degrees(dp_replicate=1, dp_shard=dp_shard, cp=1, tp=tp, pp=1, world_size=dp_shard * tp)
+    parts = memory.of_run(settings({key.replace("__", "."): v for key, v in changes.items()}), dims, SIZES)
+    return {part: round(size * memory.GIB) for part, size in parts.items()}
 
 
 def test_memory_by_hand():
@@ -138,50 +149,28 @@ def test_memory_by_hand():
 
 
 def test_memory_follows_the_settings():
-    assert estimate(shards=4)["optimizer"] == 2000
-    assert estimate(optimizer="Muon")["optimizer"] == 4 * (600 + 2 * 400)
-    assert estimate(schedule="forward")["raw W"] == 0
-    assert estimate(loss=memory.Loss())["logits"] == 7 * 50 * 4
-    assert estimate(loss=memory.Loss(shards=2))["logits"] == 7 * 50 * 4 / 2
-    assert estimate(loss=memory.Loss(is_chunked=True))["logits"] == 6 * CHUNK_LOGITS + 50 * 10 * 6 + 7 * 10 * 2
+    assert estimate(dp_shard=4)["optimizer"] == 2000
+    assert estimate(optimizer__name="Muon")["optimizer"] == 4 * (600 + 2 * 400)
+    assert estimate(pc__schedule="forward")["raw W"] == estimate(pc__enable=False)["raw W"] == 0
     whole = 8 * 10 + 4 * 30
     for mode, option, kept in (
         ("full", "op", 10),
         ("selective", "op", 5 * 10 + 30),
         ("selective", "2", (whole + 10) / 2),
     ):
-        checkpointing = ActivationCheckpoint(mode=mode, selective_ac_option=option)
-        assert estimate(activation_checkpoint=checkpointing)["activations"] == 7 * 2 * (2 * kept + whole)
-    assert memory.checkpoint_bytes(SIZES, optimizer="AdamW", schedule="step") == 4 * (1000 + 2000 + 400)
+        checkpointing = {"activation_checkpoint__mode": mode, "activation_checkpoint__selective_ac_option": option}
+        assert estimate(**checkpointing)["activations"] == 7 * 2 * (2 * kept + whole)
+    assert memory.checkpoint_bytes(settings({}), SIZES) == 4 * (1000 + 2000 + 400)
 
 
-@pytest.mark.parametrize(
-    "settings, loss",
-    [
-        ({"compile.enable": False}, memory.Loss(is_compiled=False)),
-        ({"compile.enable": True}, memory.Loss()),
-        ({"compile.enable": True, "compile.components": ["model"]}, memory.Loss(is_compiled=False)),
-        (
-            {"compile.enable": True, "parallelism.tensor_parallel_degree": 2},
-            memory.Loss(is_compiled=False, shards=2),
-        ),
-        (
-            {
-                "compile.enable": True,
-                "parallelism.tensor_parallel_degree": 2,
-                "parallelism.disable_loss_parallel": True,
-            },
-            memory.Loss(),
-        ),
-        ({"compile.enable": True, "training.chunked_loss": True}, memory.Loss(is_chunked=True)),
-    ],
-)
-def test_kind_of_loss(settings, loss):
-    config = Config()
-    for key, value in settings.items():
-        section, name = key.split(".")
-        setattr(getattr(config, section), name, value)
-    assert memory.Loss.of(config) == loss
+def test_memory_of_the_loss():
+    compiled, whole = {"compile__components": ["model", "loss"]}, {"parallelism__disable_loss_parallel": True}
+    assert estimate(**compiled)["logits"] == 7 * 50 * 4
+    # with tensor parallelism the sharded logits' loss is not compiled
+    assert estimate(tp=2, **compiled)["logits"] == 7 * 50 * 12 / 2
+    assert estimate(tp=2, **compiled, **whole)["logits"] == 7 * 50 * 4
+    chunked = estimate(**compiled, training__chunked_loss=True)["logits"]
+    assert chunked == 6 * CHUNK_LOGITS + 50 * 10 * 6 + 7 * 10 * 2
 
 
 @pytest.mark.parametrize("mode, option", [("none", "op"), ("selective", "op"), ("selective", "2"), ("full", "op")])
