@@ -27,7 +27,9 @@ from pc.spectral import spectral_norm_estimate
 from pc.titan.activations import COUNT, LARGEST, SUM_OF_SQUARES, OutputSizes
 from pc.weights import clean_name
 
-SPECTRAL: dict[str, Callable[[Tensor], Tensor]] = {"condition": modified_condition_number}
+SPECTRAL: dict[str, Callable[[Tensor], Tensor]] = {
+    "condition": modified_condition_number,
+}
 """{NAME: function from the ascending singular values [B, min(n, m)] of B effective weights to B numbers [B]}.
 Logged as spectra/NAME/LAYER every `health.spectra_freq` steps. To add a metric, add a line here."""
 

@@ -4,7 +4,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pc import polynomial
 
-LEVELS = [1, 2, 3, 4, "polar_express"]
+LEVELS = [*polynomial.COEFFICIENTS, "polar_express"]
 
 
 def _matrix(n, m, sigma_max=1.0, batch=(), seed=0):
@@ -13,7 +13,7 @@ def _matrix(n, m, sigma_max=1.0, batch=(), seed=0):
     return sigma_max * matrix / torch.linalg.matrix_norm(matrix, 2)[..., None, None]
 
 
-@pytest.mark.parametrize("level", [1, 2, 3, 4])
+@pytest.mark.parametrize("level", polynomial.COEFFICIENTS)
 def test_published_maps_fix_one(level):
     assert sum(polynomial.COEFFICIENTS[level]) == pytest.approx(1.0, abs=1e-12)
 
@@ -46,7 +46,7 @@ def test_polar_express_flattens_nearly_everything():
     assert polynomial.evaluate(polynomial.COEFFICIENTS[4], sigma).min() < 0.05
 
 
-@pytest.mark.parametrize("level", [0, 5, "muon", True, None])
+@pytest.mark.parametrize("level", [0, 99, "muon", True, None])
 def test_unknown_level(level):
     with pytest.raises(ValueError, match="does not exist"):
         polynomial.resolve(level)
