@@ -51,7 +51,8 @@ def resolve(level: int | str | Sequence[float]) -> Map:
         return POLAR_EXPRESS
     if isinstance(level, bool) or level not in COEFFICIENTS:
         raise ValueError(
-            f'PC level {level!r} does not exist; use {", ".join(map(str, COEFFICIENTS))}, "polar_express" or a list of coefficients'
+            f"PC level {level!r} does not exist; use {', '.join(map(str, COEFFICIENTS))}, "
+            '"polar_express" or a list of coefficients'
         )
     return COEFFICIENTS[level]
 

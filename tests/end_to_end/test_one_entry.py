@@ -1,72 +1,64 @@
-"""As CONTRIBUTING says, a metric, an optimizer, a model size and a level are one entry each."""
+"""A level, a model size, an optimizer and a metric are one entry each: CONTRIBUTING's diffs, applied as printed to a copy."""
 
 import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-import torch
-from torch import Tensor
 
-import pc.polynomial
-from helpers import tiny
-from helpers.ranks import run_ranks
-from pc.errors import UserError
-from pc.settings import optimizers
-from pc.settings.chain import validated
-from pc.settings.models import FLAVORS, Flavor
-from pc.settings.schema import Config
-from pc.titan import health, memory
+from helpers.tiny import ROOT, write_small_config
 
 
-class Entries:
-    """A contributor's entries in the tables."""
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """run(*words of Python) -> its output, in a copy of this project with the four entries."""
+    folder = tmp_path_factory.mktemp("contributed")
+    for name in ("pc", "scripts", "tests", "train_configs", "docs", "results"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in filter(Path.is_file, ROOT.glob("*")):
+        shutil.copy(file, folder)
+    (diffs,) = re.findall(r"```diff\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    outside = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
+    subprocess.run(["git", "apply", "-"], input=diffs, text=True, cwd=folder, env=outside, check=True)
+    assert "160M" in (folder / "pc/settings/models.py").read_text() not in (ROOT / "pc/settings/models.py").read_text()
 
-    level = {5: (3.6, -7.0, 6.0, -1.6)}
-    flavor = {"slim": Flavor(dim=24, n_layers=1, n_heads=2, multiple_of=8)}
+    def run(*words: object) -> str:
+        environment = {**os.environ, "PYTHONPATH": str(folder), "NGPU": "1"}
+        done = subprocess.run(
+            [sys.executable, *map(str, words)], cwd=folder, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout
 
-    @staticmethod
-    def stable_rank(sigma: Tensor) -> Tensor:
-        return sigma.square().sum(-1) / sigma[..., -1].square()
-
-    @staticmethod
-    def sgd(parameters, config) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=config.lr, momentum=0.9)
-
-    @classmethod
-    def add(cls, set_item) -> None:
-        set_item(pc.polynomial.COEFFICIENTS, 5, cls.level[5])
-        set_item(FLAVORS, "slim", cls.flavor["slim"])
-        set_item(health.SPECTRAL, "stable_rank", cls.stable_rank)
-        kind = optimizers.Kind(cls.sgd, states=1)
-        set_item(optimizers.KINDS, "SGD", kind)
-
-
-WORDS = ["--optimizer.name", "SGD", "--model.flavor", "slim", "--pc.level", "5", "--health.spectra_freq", "2"]
+    return run
 
 
-def _train(rank, config, overrides):
-    Entries.add(lambda table, key, value: table.update({key: value}))
-    return tiny.train(rank, config, overrides)
+def test_entries_are_all_that_a_run_needs(copy, tiny_shards, tmp_path):
+    """All but the size are trained with, which would take long: its dry run counts the optimizer's one state."""
+    config = write_small_config(tmp_path / "small.toml", tiny_shards, steps=2, interval=2)
+    words = ["--optimizer.name=SGD", "--optimizer.sgd_momentum=0.8", "--pc.level=5", "--health.spectra_freq=1"]
+    copy("-m", "pc.launch.local", config, *words)
+    measured: dict = {}
+    for line in (tmp_path / "small" / "metrics.jsonl").read_text().splitlines():
+        measured |= json.loads(line)
+    rank, condition = (measured[f"spectra/{name}/layers.0.attention.wo"] for name in ("stable_rank", "condition"))
+    assert condition > 1 < rank < 256  # of 256 singular values that differ
+    said = [copy("scripts/dry_run.py", config, "--world-size=1", "--model.flavor=160M", *more) for more in (words, [])]
+    of_sgd, of_adamw = (float(re.search(r"optimizer ([0-9.]+)", text)[1]) for text in said)
+    assert "level 5" in said[0] and 0 < of_sgd < of_adamw
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_entries_are_all_that_a_run_needs(tiny_config, ranks):
-    config, folder = tiny_config
-    whole = run_ranks(ranks, _train, config, WORDS)[0]
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    measured = next(line for line in reversed(lines) if "spectra/stable_rank/layers.0.attention.wo" in line)
-    sigma = torch.linalg.svdvals(whole["layers.0.attention.wo.weight"].double())
-    # the last step is due; the metric is of the weights after it, in float32
-    assert measured["spectra/stable_rank/layers.0.attention.wo"] == pytest.approx(
-        float(Entries.stable_rank(sigma.flip(0))), rel=1e-5
-    )
-    assert "spectra/condition/layers.0.attention.wo" in measured
+BESIDE = ("settings/test_rules.py", "test_polynomial.py", "titan/test_health.py")
 
 
-def test_an_entry_brings_its_checks_and_memory(monkeypatch):
-    chosen = {"optimizer": {"name": "SGD"}}
-    with pytest.raises(UserError, match="optimizer.name = 'SGD' should be one of AdamW, Muon"):
-        validated(chosen, Config, "here")
-    Entries.add(monkeypatch.setitem)
-    validated(chosen, Config, "here")
-    sizes = memory.Sizes(100, 60, 40, 30, 40, 8, 16, 2, 5)
-    assert memory.optimizer_elements(sizes, "SGD") == 60 + 2 * 40
+@pytest.mark.parametrize(
+    "tests",
+    [[f"tests/unit/{name}" for name in BESIDE], pytest.param(["--fast"], marks=pytest.mark.soak)],
+    ids=["beside", "fast"],
+)
+def test_the_tests_pass_with_the_entries(copy, tests):
+    assert "passed" in copy("-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *tests)
