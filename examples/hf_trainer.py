@@ -3,7 +3,7 @@
     python examples/hf_trainer.py --steps 20 --folder outputs/hf_trainer
 
 Repeat the command to continue from the newest checkpoint. Needs the extra "evaluate", which has transformers and
-accelerate. For the default schedule "forward", use the plain `Trainer` with a model after `pc.attach`.
+accelerate. For schedule "forward", use the plain `Trainer` with a model after `pc.attach`.
 """
 
 import argparse
@@ -14,12 +14,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 import pc
+from pc.schedules import Schedule
 
 
 class PCState(TrainerCallback):
     """Saves the schedule's state with every checkpoint, and loads it on resume."""
 
-    def __init__(self, schedule: pc.schedules.Schedule) -> None:
+    def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
 
     def _file(self, args, state) -> Path:
