@@ -1,19 +1,24 @@
-"""Writes `environment.json` in a run's folder, for reproducing its results."""
+"""What a run's results depend on: written to its folder, and compared over ranks before a difference can hang them."""
 
 import json
 import os
 import platform
+import socket
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from pc.common.files import write_atomically
+from pc.errors import UserError
 from pc.settings import Config
-from pc.settings.identity import contents
+from pc.settings.identity import contents, everything
 
 PACKAGES = ("torch", "torchtitan", "datasets", "lm-eval", "transformers", "numpy", "pc-layer")
+DIFFERENCES_SHOWN = 4
 
 
 def write_environment(folder: str | Path, config: Config, world_size: int) -> None:
@@ -55,3 +60,32 @@ def commit() -> str | None:
             return None
         answers.append(git.stdout.strip())
     return answers[0] + ("+" if answers[1] else "")
+
+
+def identity(config: Config) -> dict[str, Any]:
+    """What must be the same on every rank: settings, versions, commit, and the data's checksums."""
+    found = {"python": platform.python_version()}
+    # One rank per machine: git on all of them at once may take minutes on a shared file system.
+    if os.environ.get("LOCAL_RANK", "0") == "0" and (known := commit()):
+        found["commit"] = known
+    found |= {f"version of {package}": version for package, version in versions().items()}
+    return found | contents(config) | everything(config)
+
+
+def require_agreement(mine: dict[str, Any]) -> None:
+    """Compare what both know with rank 0. All ranks must call it; all raise or none.
+
+    Raises:
+        UserError: names the first rank that differs, its host, and what differs, with both values.
+    """
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (socket.gethostname(), mine))
+    first_host, first = everyone[0]
+    for rank, (host, other) in enumerate(everyone):
+        different = [key for key in first.keys() & other.keys() if first.get(key) != other.get(key)]
+        if different:
+            shown = "; ".join(
+                f"{key}: {first.get(key)!r} and {other.get(key)!r}" for key in sorted(different)[:DIFFERENCES_SHOWN]
+            )
+            more = f"; and {len(different) - DIFFERENCES_SHOWN} more" if len(different) > DIFFERENCES_SHOWN else ""
+            raise UserError(f"ranks 0 (on {first_host}) and {rank} (on {host}) differ in {shown}{more}")

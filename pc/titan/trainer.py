@@ -31,9 +31,9 @@ from pc.settings import Config, rules
 from pc.settings.layout import Layout
 from pc.start import preserve
 from pc.titan import cpu, fingerprint, fsdp_sync
-from pc.titan.agreement import identity, require_agreement
 from pc.titan.checkpoint import Checkpoints
 from pc.titan.distcp import CheckpointFolder
+from pc.titan.environment import identity, require_agreement
 from pc.titan.health import HealthMetrics
 from pc.titan.job_config import JobConfig
 from pc.titan.llama2 import Flavors, Llama2

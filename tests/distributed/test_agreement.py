@@ -13,13 +13,13 @@ from pc.titan.environment import write_environment
 
 def _compare(rank, change):
     from pc.settings import Config
-    from pc.titan import agreement
+    from pc.titan import environment
 
-    mine = agreement.identity(Config())
+    mine = environment.identity(Config())
     if rank == 1:
         mine = {**copy.deepcopy(mine), **change}
     try:
-        agreement.require_agreement(mine)
+        environment.require_agreement(mine)
     except UserError as error:
         return str(error)
 
