@@ -1,5 +1,6 @@
 """Llama 2 on TorchTitan's Llama: sizes, and an initialisation that is the same for every parallel layout."""
 
+import hashlib
 import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -16,7 +17,6 @@ from torchtitan.models.llama3.model.model import Transformer
 from pc.owner import local
 from pc.settings import Config
 from pc.settings.models import FLAVORS
-from pc.titan.draws import fill_normal_, seed_of
 from pc.titan.loss import DeferredHead
 from pc.weights import clean_name
 
@@ -64,10 +64,9 @@ class Flavors(dict):
 
 
 class Llama2(Transformer):
-    """TorchTitan's transformer with an initialisation that depends only on parameter names.
+    """TorchTitan's transformer with an initialisation that does not depend on the parallel layout.
 
-    Each number is a function of its parameter's name and its position (`pc.titan.draws`). So a rank draws only its
-    own shard, and the initial weights are the same on any number of ranks, with any parallelism, on CPU and GPU. With
+    Each parameter is drawn whole by a generator of its own, seeded with its name, and each rank keeps its shard. With
     torch's random initialisation, all CPU ranks draw the same shard, and pipeline stages draw other numbers than one
     process.
     """
@@ -97,13 +96,19 @@ def draw_parameter(name: str, parameter: Tensor, args: Llama2Args) -> None:
     if name.endswith("norm.weight"):
         parameter.fill_(1.0)
         return
-    offset = (0, 0)
+    digest = hashlib.sha256(f"{args.init_seed}.{name}".encode()).digest()
+    generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:8], "big", signed=True))
+    whole, std = torch.empty(parameter.shape, device=parameter.device), initial_std(name, args)
+    if name == "output.weight":  # truncated at three standard deviations, by the inverse of the normal distribution
+        bound = math.erf(3 / math.sqrt(2))
+        whole.uniform_(-bound, bound, generator=generator).erfinv_().mul_(math.sqrt(2) * std)
+    else:
+        whole.normal_(0, std, generator=generator)
     if isinstance(parameter, DTensor):
         # This rank's shard is a rectangle, also with tensor parallelism and FSDP combined.
-        _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    cut = 3.0 if name == "output.weight" else math.inf
-    seed = seed_of(f"{args.init_seed}.{name}")
-    fill_normal_(local(parameter), seed, parameter.size(1), offset, initial_std(name, args), cut)
+        place = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+        whole = whole[tuple(slice(offset, offset + size) for size, offset in zip(*place, strict=True))]
+    local(parameter).copy_(whole)
 
 
 def initial_std(name: str, args: Llama2Args) -> float:
