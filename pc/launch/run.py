@@ -17,11 +17,10 @@ class Run:
     overrides: tuple[str, ...]
     """words of the command line, including the run's folder"""
     folder: Path
-    settings: dict[str, Any] = field(default_factory=dict)
-    """{"section.key": value} from a sweep's variants and axes"""
     seed: int | None = None
-    variant: str = ""
-    """its name in a sweep"""
+    """of a sweep"""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """{"section.key": value} of the keys that differ between the runs of a sweep"""
 
     @cached_property
     def resolved(self) -> Config:

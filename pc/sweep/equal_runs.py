@@ -5,6 +5,7 @@ and health metrics do not, nor does the number of GPUs where the global batch do
 link to the folder of the trained one.
 """
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -73,107 +74,88 @@ def started(roots: Sequence[Path]) -> list[tuple[Path, dict[str, Any]]]:
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A run of one of several sweeps."""
+class Group:
+    """Equal runs of one or several sweeps: only the first is trained."""
 
-    sweep: Sweep
-    run: Run
-    owner: Run
-    """The first of the equal runs, perhaps this one: only the first is trained."""
+    runs: list[Run]
     elsewhere: list[Path]
-    """Other folders of equal runs."""
+    """folders of equal runs that are none of these"""
+
+    def folder(self, *states: str) -> Path | None:
+        """The first folder of an equal run in one of these states."""
+        folders = [*(run.folder for run in self.runs), *self.elsewhere]
+        return next((folder for folder in folders if run_folder.state_of(folder).state in states), None)
 
     @property
-    def final(self) -> Path | None:
-        """The folder of an equal run that finished or diverged, if there is one."""
-        ends = ("finished", "diverged")
-        return next((folder for folder in self.elsewhere if run_folder.state_of(folder).state in ends), None)
+    def remains(self) -> bool:
+        """Whether the first run must be trained; one that diverged is tried again."""
+        return self.folder("finished") is None
 
     @property
     def trained_elsewhere(self) -> Path | None:
         """The folder of an equal run that another process is training, if there is one."""
         return next(filter(run_folder.is_locked, self.elsewhere), None)
 
-    @property
-    def remains(self) -> bool:
-        """Whether this run must be trained."""
-        return self.owner == self.run and not _is_finished(self.run.folder) and self.final is None
 
-
-def plan(sweeps: Sequence[Sweep], world_size: int | None = None) -> list[Planned]:
-    """Every run of the sweeps, in order, with its equal runs.
+def plan(sweeps: Sequence[Sweep], world_size: int | None = None) -> list[Group]:
+    """The runs of the sweeps, in the order of the first of each group.
 
     Args:
         world_size: processes that would train a run, which decide its batch if the config does not.
     """
-    folders = started([OUTPUTS, *[sweep.folder for sweep in sweeps]])
-    owners: list[tuple[Run, dict[str, Any]]] = []
-    planned = []
-    for sweep in sweeps:
-        for run in sweep.runs:
-            mine = result(run.resolved, world_size)
-            elsewhere = [
-                folder
-                for folder, theirs in folders
-                if not differing_result(mine, theirs) and folder.resolve() != run.folder.resolve()
-            ]
-            owner = next((owner for owner, theirs in owners if not differing_result(mine, theirs)), run)
-            if owner is run:
-                owners.append((run, mine))
-            planned.append(Planned(sweep, run, owner, elsewhere))
-    return planned
+    found: list[tuple[dict[str, Any], Group]] = []
+    for run in (run for sweep in sweeps for run in sweep.runs):
+        mine = result(run.resolved, world_size)
+        equal = [group for theirs, group in found if not differing_result(mine, theirs)]
+        if equal:
+            equal[0].runs.append(run)
+        else:
+            found.append((mine, Group([run], [])))
+    for folder, theirs in started([OUTPUTS, *[sweep.folder for sweep in sweeps]]):
+        for mine, group in found:
+            own = [run.folder.resolve() for run in group.runs]
+            if not differing_result(mine, theirs) and folder.resolve() not in own:
+                group.elsewhere.append(folder)
+    return [group for _, group in found]
 
 
 def take_over(sweeps: Sequence[Sweep], world_size: int | None = None) -> None:
     """Make each run that has not started a link to the folder of an equal run that finished or diverged."""
-    for planned in plan(sweeps, world_size):
-        folder = planned.run.folder
-        if folder.is_symlink() and not folder.exists():
-            folder.unlink()  # its target was deleted or moved
-        if planned.final is not None and not folder.exists():
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            target = os.path.relpath(planned.final.resolve(), folder.parent.resolve())
-            try:
-                folder.symlink_to(target, target_is_directory=True)
-            except FileExistsError:
-                continue  # another command already did this
-            print(f"{planned.run.name}: reused from {planned.final}, an equal run", flush=True)
-
-
-def _is_finished(folder: Path) -> bool:
-    return run_folder.state_of(folder).state == "finished"
+    for group in plan(sweeps, world_size):
+        for run in group.runs:
+            if run.folder.is_symlink() and not run.folder.exists():
+                run.folder.unlink()  # its target was deleted or moved
+        final = group.folder("finished") or group.folder("diverged")
+        for run in group.runs:
+            if final is not None and not run.folder.exists():
+                run.folder.parent.mkdir(parents=True, exist_ok=True)
+                target = os.path.relpath(final.resolve(), run.folder.parent.resolve())
+                with contextlib.suppress(FileExistsError):  # another command already did this
+                    run.folder.symlink_to(target, target_is_directory=True)
+                    print(f"{run.name}: reused from {final}, an equal run", flush=True)
 
 
 def plan_text(sweeps: Sequence[Sweep], cost: Callable[[Run], tuple[int, float]], world_size: int | None = None) -> str:
     """The runs, their tokens and GPU-hours by `cost` (tokens and seconds of one GPU), and what remains to be trained."""
-    costs = [(planned, *cost(planned.run)) for planned in plan(sweeps, world_size)]
     lines = []
-    for planned, tokens, seconds in costs:
+    sums: dict[str, list[tuple[int, float]]] = {"in all": [], "not equal to an earlier one": [], "to be trained": []}
+    for group in plan(sweeps, world_size):
+        one = cost(group.runs[0])
         word = ""
-        if planned.owner != planned.run:
-            word = f"  equal to {planned.owner.folder}"
-        elif _is_finished(planned.run.folder):
-            word = "  finished"
-        elif planned.final:
-            word = f"  {run_folder.state_of(planned.final).state} as {planned.final}"
-        elif planned.elsewhere:
-            word = f"  started as {planned.elsewhere[0]}: finish it there"
-        name = planned.run.name if len(sweeps) == 1 else f"{planned.sweep.path.stem}/{planned.run.name}"
-        lines.append(f"{name:<56} {_cost(tokens, seconds)}{word}")
-    variants: dict[str, list] = {}
-    for item in costs:
-        if item[0].run.variant:
-            variants.setdefault(f"{item[0].sweep.path.stem}/{item[0].run.variant}", []).append(item)
-    owners = [item for item in costs if item[0].owner == item[0].run]
-    remaining = [item for item in owners if item[0].remains]
-    sums = [(f"of {name}", items) for name, items in variants.items()]
-    sums += [("in all", costs), ("not equal to an earlier one", owners), ("to be trained", remaining)]
-    for what, items in sums:
-        tokens, seconds = (sum(item[place] for item in items) for place in (1, 2))
-        lines.append(f"{f'{len(items)} runs {what}':<56} {_cost(tokens, seconds)}")
+        if final := group.folder("finished") or group.folder("diverged"):
+            word = f"{run_folder.state_of(final).state} as {final}"
+        elif group.elsewhere:
+            word = f"started as {group.elsewhere[0]}: finish it there"
+        for run in group.runs:
+            lines.append(f"{run.folder!s:<64} {_cost([one])}  {word}".rstrip())
+            word = f"equal to {group.runs[0].folder}"
+        sums["in all"] += [one] * len(group.runs)
+        sums["not equal to an earlier one"].append(one)
+        sums["to be trained"] += [one] * group.remains
+    lines += [f"{f'{len(costs)} runs {what}':<64} {_cost(costs)}" for what, costs in sums.items()]
     return "\n".join(lines)
 
 
-def _cost(tokens: int, seconds: float) -> str:
-    hours = seconds / 3600
+def _cost(costs: Sequence[tuple[int, float]]) -> str:
+    tokens, hours = sum(tokens for tokens, _ in costs), sum(seconds for _, seconds in costs) / 3600
     return f"{tokens / 1e6:>12,.1f} M tokens {f'{hours:,.1f}' if hours >= 10 else f'{hours:.2g}':>9} GPU-hours"

@@ -33,12 +33,12 @@ def run_all(sweeps: Sequence[Sweep]) -> None:
         if state_of(run.folder).state == "finished":
             print(f"{label}: finished before", flush=True)
             continue
-        planned = equal_runs.plan(sweeps, processes)[number - 1]
-        if planned.owner != run:
-            print(f"{label}: equal to {planned.owner.folder}", flush=True)
+        equal = next(group for group in equal_runs.plan(sweeps, processes) if run in group.runs)
+        if equal.runs[0] != run:
+            print(f"{label}: equal to {equal.runs[0].folder}", flush=True)
             continue
-        if planned.trained_elsewhere is not None:
-            print(f"{label}: another process is training an equal run in {planned.trained_elsewhere}", flush=True)
+        if equal.trained_elsewhere is not None:
+            print(f"{label}: another process is training an equal run in {equal.trained_elsewhere}", flush=True)
             continue
         fetch_demo_data(run.resolved)
         try:

@@ -16,6 +16,7 @@ import itertools
 import json
 import math
 import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -55,9 +56,9 @@ class Selection(Section):
 class Grid(Section):
     """A geometric grid of an axis."""
 
-    first: float
-    last: float
-    factor: float = sections.key(math.sqrt(2), "Between neighbours.")
+    first: Positive
+    last: Positive
+    factor: Annotated[float, Field(ge=1.01)] = sections.key(math.sqrt(2), "Between neighbours.")
 
 
 class SweepConfig(Section):
@@ -69,7 +70,7 @@ class SweepConfig(Section):
         {}, '"section.key" = [values], or a grid.'
     )
     variants: dict[str, dict[str, Any]] = sections.key(
-        {}, 'Named tables of "section.key" = value, with equal keys: settings that go together, unlike those of axes.'
+        {}, 'Named tables of "section.key" = value: settings that go together.'
     )
     seeds: list[int] = sections.key(
         [], "Seeds of initial weights and data order, a run each; empty: the config's own seed."
@@ -86,7 +87,7 @@ class Sweep:
     folder: Path
     runs: list[Run]
     axes: dict[str, list]
-    """with the values of the variants"""
+    """{key that differs between runs: its values}"""
     select: Selection
 
 
@@ -94,49 +95,59 @@ def load(path: str | Path) -> Sweep:
     """Read a sweep and check every run's config."""
     path = Path(path)
     config = resolve(path, [], SweepConfig)
-    if not config.configs:
-        raise UserError(f"{path}: configs names no config")
+    try:
+        return _sweep(path, config)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def _sweep(path: Path, config: SweepConfig) -> Sweep:
     folder = Path(config.folder or Path("outputs/sweeps") / path.stem)
+    files = {name: _shortest(path.parent / name) for name in config.configs}
     axes = {
-        (name := key.replace("-", "_")): _axis_values(path, name, axis, config.configs)
+        key.replace("-", "_"): axis if isinstance(axis, list) else _points(key.replace("-", "_"), axis, files.values())
         for key, axis in config.axes.items()
     }
-    variants, varied = config.variants or {"": {}}, list(axes)
-    keys = list(next(iter(variants.values())))
-    if any(list(settings) != keys for settings in variants.values()) or set(keys) & set(varied):
-        raise UserError(f"{path}: all variants should have the same keys, and none of those in axes")
-    axes = {key: [settings[key] for settings in variants.values()] for key in keys} | axes
+    varied = list(dict.fromkeys([*(key for values in config.variants.values() for key in values), *axes]))
     for key in ("job.dump_folder", *(("debug.seed", "data.seed") if config.seeds else ())):
-        if key in axes:
-            raise UserError(
-                f'{path}: axes."{key}" is set by the sweep itself, for folder and seeds; remove one of them'
-            )
-
+        if key in varied:
+            raise UserError(f"{key} is set by the sweep itself, for folder and seeds; remove one of them")
     runs = []
-    for name in config.configs:
-        file = _shortest(path.parent / name)
-        prefix = Path(name).stem + "/" if len(config.configs) > 1 else ""
-        for variant, *values in itertools.product(variants, *(axes[key] for key in varied)):
-            settings = dict(zip(varied, values, strict=True))
-            parts = [variant] * bool(variant)
-            parts += [f"{key.rpartition('.')[2]}-{_text(value)}" for key, value in settings.items()]
-            settings = variants[variant] | settings
+    for name, file in files.items():
+        for parts, settings in _combinations(config.variants, axes):
+            stem = [Path(name).stem] if len(files) > 1 or not parts else []
+            setting = "/".join([*stem, *(["_".join(parts)] if parts else [])])
             for seed in config.seeds or [None]:
-                run_name = prefix + "_".join(parts) if parts else Path(name).stem
+                run_name = setting if seed is None else f"{setting}/seed-{seed}"
                 words = [_word(key, value) for key, value in settings.items()]
-                if seed is not None:
-                    run_name += f"/seed-{seed}"
-                    words += [f"--debug.seed={seed}", f"--data.seed={seed}"]
-                words.append(f"--job.dump_folder={folder / run_name}")
-                runs.append(Run(run_name, file, tuple(words), folder / run_name, settings, seed, variant))
+                words += [] if seed is None else [f"--debug.seed={seed}", f"--data.seed={seed}"]
+                run = Run(run_name, file, (*words, f"--job.dump_folder={folder / run_name}"), folder / run_name, seed)
+                resolved = everything(run.resolved)  # refuses what is wrong
+                run.settings.update({key: resolved[key] for key in varied})
+                runs.append(run)
     if len({run.name for run in runs}) < len(runs):
-        raise UserError(f"{path}: two runs have the same name; is a value, a seed or a config listed twice?")
-    for run in runs:
-        try:
-            run.resolved  # refuses what is wrong
-        except UserError as error:
-            raise UserError(f"{path}: {error}") from None
-    return Sweep(path, folder, runs, axes, config.select)
+        raise UserError("two runs have the same name; is a value, a seed or a config listed twice?")
+    return Sweep(
+        path, folder, runs, {key: _distinct(run.settings[key] for run in runs) for key in varied}, config.select
+    )
+
+
+def _combinations(variants: dict[str, dict], axes: dict[str, list]) -> Iterator[tuple[list[str], dict[str, Any]]]:
+    """(parts of a run's name, {key: value}) of each variant at each point of the axes."""
+    for variant, values in (variants or {"": {}}).items():
+        for point in itertools.product(*axes.values()):
+            chosen = dict(zip(axes, point, strict=True))
+            parts = [variant] if variant else []
+            parts += [f"{key.rpartition('.')[2]}-{_text(value)}" for key, value in chosen.items()]
+            yield parts, values | chosen
+
+
+def _distinct(values: Iterable[Any]) -> list[Any]:
+    found: list[Any] = []  # no set, because a list is no key
+    for value in values:
+        if value not in found:
+            found.append(value)
+    return found
 
 
 def begin(sweep: Sweep) -> Path:
@@ -169,16 +180,11 @@ def value_label(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _axis_values(path: Path, key: str, axis: list | Grid, configs: list[str]) -> list:
-    if isinstance(axis, list):
-        return axis
-    grid = geometric_grid(axis.first, axis.last, axis.factor, f'{path}: axes."{key}"')
-    # The configs' own value is on a published grid up to rounding: use it exactly, so that this run equals theirs.
-    try:
-        own = [everything(load_config(path.parent / file)).get(key) for file in configs]
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
-    one = own[0] if own.count(own[0]) == len(own) and isinstance(own[0], float) and own[0] else math.inf
+def _points(key: str, axis: Grid, files: Iterable[str]) -> list[float]:
+    """A grid's values. The configs' own is on a published grid up to rounding: that exactly, so that this run is theirs."""
+    own = _distinct(everything(load_config(file)).get(key) for file in files)
+    one = own[0] if len(own) == 1 and isinstance(own[0], float) and own[0] else math.inf
+    grid = geometric_grid(axis.first, axis.last, axis.factor, key)
     return [one if abs(value / one - 1) < ROUNDING else value for value in grid]
 
 
@@ -186,17 +192,15 @@ ROUNDING = 5e-4
 """Relative rounding error of four significant digits."""
 
 
-def geometric_grid(first: float, last: float, factor: float, where: str) -> list[float]:
+def geometric_grid(first: float, last: float, factor: float, key: str) -> list[float]:
     """first, first*factor, ... up to last, evenly spaced and rounded to four significant digits.
 
     `last` must be on the grid to within half a percent, because published ends are rounded.
     """
-    if not (first > 0 and last >= first and factor >= 1.01):
-        raise UserError(f"{where}: needs 0 < first <= last and a factor of at least 1.01")
-    count = round(math.log(last / first) / math.log(factor))
+    count = max(0, round(math.log(last / first) / math.log(factor)))
     if abs(first * factor**count / last - 1) > 5e-3:
         fits = f"{first * factor**count:.4g} or {first * factor ** (count + 1):.4g}"
-        raise UserError(f"{where}: last = {last} is not on the grid; the nearest points are {fits}")
+        raise UserError(f"axes.{key}.last = {last} is not on the grid; the nearest points are {fits}")
     return [float(f"{first * (last / first) ** (step / max(1, count)):.4g}") for step in range(count + 1)]
 
 

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 
-from pc.common.run_folder import state_of
 from pc.launch import slurm
 from pc.launch.allocation import Allocation
 from pc.plan.dry_run import check_or_raise
@@ -16,23 +15,21 @@ def submit(sweeps: Sequence[Sweep], at_a_time: int, allocation: Allocation) -> s
 
     Of equal runs only the first is queued.
     """
-    planned = equal_runs.plan(sweeps, allocation.world_size)
-    for item in planned:
-        check_or_raise(item.run.config, item.run.overrides, allocation.world_size)
+    groups = equal_runs.plan(sweeps, allocation.world_size)
+    for group in groups:
+        check_or_raise(group.runs[0].config, group.runs[0].overrides, allocation.world_size)
     said = []
     for sweep in sweeps:
         run_list = begin(sweep)
         places = {listed["name"]: place for place, listed in enumerate(json.loads(run_list.read_text())["runs"])}
-        mine = [item for item in planned if item.sweep is sweep]
-        waiting = [places[item.run.name] for item in mine if item.remains and not item.trained_elsewhere]
-        equal = [item for item in mine if state_of(item.run.folder).state != "finished" and item.owner != item.run]
-        line = f"{sweep.path.stem}: all {len(mine)} runs are finished"
+        remaining = [group for group in groups if group.remains and not group.trained_elsewhere]
+        waiting = [places[group.runs[0].name] for group in remaining if group.runs[0] in sweep.runs]
+        equal = [(run, group.runs[0]) for group in remaining for run in group.runs[1:] if run in sweep.runs]
+        line = f"{sweep.path.stem}: " + ("nothing to queue" if equal else f"all {len(sweep.runs)} runs are finished")
         if waiting:
             array = "--array=" + ",".join(map(str, waiting)) + (f"%{at_a_time}" if at_a_time else "")
             options = [array, f"--job-name={sweep.path.stem}", *allocation.words()]
             job = slurm.sbatch(sweep.folder, options, slurm.TRAIN_SCRIPT, [str(run_list)])
             line = f"job {job}: {len(waiting)} runs, logs in {sweep.folder}/slurm"
-        elif equal:
-            line = f"{sweep.path.stem}: nothing to queue"
-        said += [line] + [f"  {item.run.name}: equal to {item.owner.folder}" for item in equal]
+        said += [line] + [f"  {run.name}: equal to {first.folder}" for run, first in equal]
     return "\n".join(said)

@@ -140,9 +140,9 @@ def test_ablations_have_the_papers_size(name, count):
 def test_all_271m_experiments_train_43_runs_of_50(monkeypatch):
     monkeypatch.chdir(ROOT)
     names = ["271m_main", "271m_adamw_lr", "271m_muon_lr", "pc_level", "pc_blocks", "recovery_gamma", "polar_express"]
-    planned = equal_runs.plan([load(f"train_configs/sweeps/{name}.toml") for name in names])
-    assert len(planned) == 50 and sum(item.owner == item.run for item in planned) == 43
-    shared = [item.run.name for item in planned if item.owner.name == "271m_adamw_pc" != item.run.name]
+    groups = equal_runs.plan([load(f"train_configs/sweeps/{name}.toml") for name in names])
+    assert sum(len(group.runs) for group in groups) == 50 and len(groups) == 43
+    shared = [run.name for group in groups if group.runs[0].name == "271m_adamw_pc" for run in group.runs[1:]]
     assert shared == [
         "271m_adamw_pc/level-4",
         "271m_adamw_pc/blocks-ffn+o",

@@ -29,6 +29,8 @@ global_batch_size = 4
 steps = 5
 [optimizer]
 lr = 1e-3
+[data]
+path = "no demo data"
 [pc]
 enable = true
 """
@@ -145,7 +147,7 @@ def test_equal_runs_of_two_sweeps_and_of_a_config_are_trained_once(folder, train
         config.write("[of_the_past]\nkey = 1\n")  # by another version
     sweeps = [load("level.toml"), load("blocks.toml")]
     text = equal_runs.plan_text(sweeps, lambda run: (1000, 36000.0))
-    assert "level/level-3" in text and "finished as outputs/by-hand" in text
+    assert "level/level-3 " in text and "finished as outputs/by-hand" in text
     assert "equal to outputs/sweeps/level/level-4" in text
     counts = [line.split()[0] for line in text.splitlines()[-3:]]
     assert counts == ["4", "3", "2"] and text.splitlines()[-1].split()[-2] == "20.0"

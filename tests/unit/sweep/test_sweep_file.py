@@ -65,7 +65,6 @@ def test_geometric_grid_of_one_value():
 @pytest.mark.parametrize(
     "text, said",
     [
-        ("", "configs names no config"),
         ('configs = ["gone.toml"]', "gone.toml: No such file"),
         (
             'configs = ["tiny.toml"]\n[axes]\n"optimizer.lr" = []',
@@ -78,11 +77,11 @@ def test_geometric_grid_of_one_value():
         ),
         (
             'configs = ["tiny.toml"]\n[axes]\n"optimizer.lr" = { first = 2.0, last = 1.0 }',
-            "0 < first <= last",
+            "axes.optimizer.lr.last = 1.0 is not on the grid; the nearest points are 2 or 2.8",
         ),
         (
             'configs = ["tiny.toml"]\n[axes]\n"optimizer.lr" = { first = 1.0, last = 2.0, factor = 1 }',
-            "a factor of at least 1.01",
+            "should be a valid list or greater than or equal to 1.01",
         ),
         ('configs = ["tiny.toml"]\n[axes]\n"optimizer.lt" = [1.0]', "did you mean optimizer.lr"),
         (
@@ -93,9 +92,9 @@ def test_geometric_grid_of_one_value():
         ('configs = ["tiny.toml"]\n[axes]\n"optimizer.lr" = [1.0, 1.0]', "two runs have the same name"),
         (
             'configs = ["tiny.toml"]\nseeds = [0]\n[axes]\n"data.seed" = [3, 4]',
-            'axes."data.seed" is set by the sweep itself',
+            "data.seed is set by the sweep itself",
         ),
-        ('configs = ["tiny.toml"]\n[axes]\n"job.dump-folder" = ["a", "b"]', 'axes."job.dump_folder" is set by'),
+        ('configs = ["tiny.toml"]\n[axes]\n"job.dump-folder" = ["a", "b"]', "job.dump_folder is set by"),
         ('configs = ["tiny.toml"]\nsedes = [1]', "did you mean seeds"),
         (
             'configs = ["tiny.toml"]\n[select]\nspike_margin = -1.0',
