@@ -17,7 +17,8 @@ PLACES = ("*.md", "docs/*.md", "benchmarks/*.md", "results/*/*.md")
 DOCUMENTS = sorted(str(file.relative_to(ROOT)) for place in PLACES for file in ROOT.glob(place))
 FOLDERS = "pc|scripts|tests|benchmarks|docs|examples|train_configs|results"
 COMMIT = re.compile(r"\b(?=[0-9a-f]*\d)[0-9a-f]{7}\b")
-KEYS = set(all_keys(Config))
+KEYS = {"section.key", *all_keys(Config)}
+SECTIONS = "|".join(Config.model_fields.keys() - {"pc"})
 
 
 def paragraphs(document: str) -> Iterator[tuple[str, bool]]:
@@ -66,8 +67,9 @@ def test_paths_and_tests(document):
 def test_options(document):
     for paragraph, past in paragraphs(document):
         code = code_of(paragraph)
-        for key in re.findall(r"(?<!\S)--(\w+\.[\w.]+)", code):
-            assert key in KEYS or key == "section.key", key
+        keys = re.findall(r"(?<!\S)--(\w+\.[\w.]+)", code)
+        keys += re.findall(rf"`((?:{SECTIONS})\.[a-z_.]+)(?<!\.jsonl)(?: = [^`]*)?`", code)
+        assert KEYS.issuperset(keys), keys
         for script, words in re.findall(r"((?:scripts|benchmarks|tests)/[\w/]+\.py)([^`\n|;&]*)", code):
             source = (ROOT / script).read_text() if (ROOT / script).is_file() else ""
             for option in re.findall(r"(?<!\S)(--\w[\w-]*)(?![\w.-])", words.partition("#")[0]):
