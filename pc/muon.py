@@ -18,7 +18,7 @@ from torch.optim._muon import (
 
 from pc.config import PCConfig
 from pc.cuts import Cut, Form, form_of
-from pc.owner import local, run_on_owners
+from pc.owner import Plan, local
 
 _OPTIONS = {
     "lr": 1e-3,
@@ -55,6 +55,7 @@ class Muon(torch.optim.Muon):
     def __init__(self, params, **options) -> None:
         if unknown := options.keys() - _OPTIONS.keys():
             raise TypeError(f"Muon has no option {min(unknown)}")
+        self._plans: dict[tuple, Plan] = {}
         Optimizer.__init__(self, params, _OPTIONS | options)  # torch's own would refuse weights of three dimensions
         for group in self.param_groups:
             if isinstance(group.get("cut"), Cut):
@@ -63,6 +64,10 @@ class Muon(torch.optim.Muon):
                 if parameter.ndim != 2 and "cut" not in group:
                     raise ValueError(f"Muon needs matrices, not {[*parameter.shape]}, or a cut in the parameter group")
                 _form(parameter, group)
+
+    def __setstate__(self, state: dict) -> None:  # of a copy, which has no plans: they hold process groups
+        super().__setstate__(state)
+        self._plans = {}
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -93,14 +98,13 @@ class Muon(torch.optim.Muon):
         factors = [
             [_adjust_lr(1.0, group["adjust_lr_fn"], (p.rows, form.columns)) for p in form.parts] for form in forms
         ]
-        run_on_owners(
-            _orthogonalise,
-            [(u,) for u in updates],
-            [(u,) for u in updates],
-            [(form, settings, tuple(f / max(of) for f in of)) for form, of in zip(forms, factors, strict=True)],
-            stacked=[bool(form.stack) for form in forms],
-            costs=[form.cost for form in forms],
-        )
+        keys = [(form, settings, tuple(f / max(of) for f in of)) for form, of in zip(forms, factors, strict=True)]
+        items = [(update,) for update in updates]
+        name = (*map(id, parameters), *keys)
+        if name not in self._plans:
+            stacked, costs = [bool(form.stack) for form in forms], [form.cost for form in forms]
+            self._plans[name] = Plan(items, items, keys, stacked=stacked, costs=costs)
+        self._plans[name].run(_orthogonalise, items, items)
         torch._foreach_mul_(shards, 1 - lr * group["weight_decay"])
         for shard, update, of_parts in zip(shards, updates, factors, strict=True):
             shard.add_(local(update), alpha=-lr * max(of_parts))

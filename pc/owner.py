@@ -1,28 +1,22 @@
-"""Run functions of full matrices on sharded matrices: one rank, the owner, computes each matrix.
+"""Run functions of full matrices on sharded matrices: one rank, the owner, computes each matrix (docs/owner.md).
 
-Newton-Schulz and both passes of PC need full matrices. An all-gather would repeat the work on every rank. Instead,
-matrices are assigned to ranks by cost, one all-to-all sends every shard to its owner, the owner runs the function on
-full matrices, batched by shape, and a second all-to-all returns the shards of the results.
+Matrices are assigned to ranks by cost. One all-to-all sends every shard to its owner, a second one returns the results.
 
         rank 0            rank 1                     rank 0            rank 1
     A[:2] B[:2]       A[2:] B[2:]   all_to_all  ->   A                 B         -> function -> all_to_all
 
-Under FSDP, tensor parallelism, or both, a shard is one rectangular block of its matrix. So one layout covers every
-device mesh: the block that each rank holds. The ranks of all mesh dimensions that shard an item form one flat group.
-Over the other dimensions (HSDP replicas) each copy of the model repeats the work: sending results between replicas
-costs small models more than it saves, and large models do better without replicas (docs/not-measured.md).
-
-A stack [E, n, m] of matrices, such as the experts of a layer, is one item. It is split over E among the owners; mesh
-dimensions that shard E itself take no part in the exchange, because their ranks hold whole matrices.
+Under FSDP, tensor parallelism, or both, a shard is one rectangular block of its matrix. The ranks of all mesh
+dimensions that shard an item form one flat group. HSDP replicas repeat the work (docs/not-measured.md). A rank that holds
+whole matrices, as where a stack [E, n, m] of experts is sharded over E alone, is a group alone and sends nothing.
 """
 
 import heapq
 import itertools
 import math
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,12 +24,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-Item = tuple[Tensor, ...]
-Function = Callable[..., tuple[Tensor, ...]]
+from pc.errors import UserError
 
-# Bytes of full inputs per rank and bucket. A rank then needs at most about four times as much (shards sent, shards
-# received, the assembled batch, results), plus what the function itself allocates.
-BUCKET_BYTES = 256 * 2**20
+Item = tuple[Tensor, ...]
+Spread = tuple[DeviceMesh, tuple[int, ...]]
+Ints = tuple[int, ...]
+Layout = tuple[Ints, tuple[Placement, ...]]  # shape, and placements over the ranks of a group
+INPUTS, OUTPUTS = 0, 1
+BUCKET_BYTES = 256 * 2**20  # of full inputs per rank; their shards, sent and received, and results take more
 
 
 def matrix_cost(shape: Sequence[int]) -> float:
@@ -45,7 +41,7 @@ def matrix_cost(shape: Sequence[int]) -> float:
 
 
 def run_on_owners(
-    function: Function,
+    function: Callable[..., Sequence[Tensor]],
     inputs: Sequence[Item],
     outputs: Sequence[Item],
     keys: Sequence[Hashable] | None = None,
@@ -61,28 +57,30 @@ def run_on_owners(
             the same key and shapes; returns a tuple of batched results, one for each tensor of an output item.
         inputs: the tensors of each item, plain or `DTensor`, a matrix [n, m] or a stack [E, n, m] first, all of one
             dtype. A plain tensor must be the same on every rank.
-        outputs: the tensors of each item to write the results into; they may also be inputs.
+        outputs: the tensors of each item to write the results into, all of one dtype; they may also be inputs.
         keys, options: those of `Plan`.
     """
     Plan(inputs, outputs, keys, **options).run(function, inputs, outputs)
 
 
 class Plan:
-    """Who computes which item, for tensors with the given shapes and shards.
+    """Who computes which item, for tensors with the given shapes and shards. It holds process groups: do not pickle it.
 
     Args:
-        inputs, outputs: as in `run_on_owners`.
         keys: settings of each item for the function; items with different keys go into different batches.
         stacked: of each item, whether the first dimension of all its tensors counts independent matrices. The function
             gets them as a batch.
         costs: of a matrix of each item; the default is `matrix_cost`.
         batch_bytes: upper bound on the inputs of one call of the function (at least one matrix). The default is
-            `BUCKET_BYTES` on a GPU, where batches save kernel launches, and one matrix on a CPU, where a batch does not
-            fit the cache: on 8 to 16 matrices of [512, 512] and [1408, 512], batches made PC's passes 1.1 to 1.4 times
-            slower.
+            `BUCKET_BYTES` on a GPU, where batches save kernel launches, and one matrix on a CPU, where they are slower.
+
+    Attributes:
+        owners: of each item, the global ranks that compute its matrices, one for each that this rank's group holds.
+        work: costs of the matrices that a rank computes, by global rank, for this rank's groups.
+        calls, bytes_sent: all-to-alls of a run, and bytes that this rank sends to others in them.
 
     Raises:
-        ValueError: tensors of several dtypes, an item on several meshes, or shards that are not blocks of their tensor.
+        UserError: tensors of several dtypes, an item on several meshes, or shards that are not blocks of their tensor.
     """
 
     def __init__(
@@ -95,26 +93,43 @@ class Plan:
         costs: Sequence[float] | None = None,
         batch_bytes: int | None = None,
     ) -> None:
-        if len({tensor.dtype for item in inputs for tensor in item}) > 1:
-            raise ValueError("run_on_owners needs inputs of one dtype")
+        self._layouts = _layouts(inputs), _layouts(outputs)
+        if any(len({dtype for *_, dtype in side}) > 1 for side in self._layouts):
+            raise UserError("run_on_owners needs inputs of one dtype, and outputs of one dtype")
         if batch_bytes is None:
             batch_bytes = 0 if inputs and inputs[0][0].device.type == "cpu" else BUCKET_BYTES
         keys = keys if keys is not None else [None] * len(inputs)
         stacked = stacked if stacked is not None else [False] * len(inputs)
         costs = costs if costs is not None else [matrix_cost(item[0].shape) for item in inputs]
-        spreads: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[int]] = defaultdict(list)
-        for index, (given, wanted) in enumerate(zip(inputs, outputs, strict=True)):
-            spreads[_spread((*given, *wanted), stacked[index])].append(index)
-        self._parts = []
-        for spread, indices in spreads.items():
-            of = [[values[i] for i in indices] for values in (inputs, outputs, keys, stacked, costs)]
-            self._parts.append((indices, _Exchange(spread, *of, batch_bytes)))
+        spreads: dict[Spread | None, list[tuple]] = defaultdict(list)
+        for item in zip(range(len(inputs)), inputs, outputs, keys, stacked, costs, strict=True):
+            spreads[_spread((*item[1], *item[2]), item[4])].append(item)
+        self.owners: list[list[int]] = [[] for _ in inputs]
+        self.work: Counter[int] = Counter()
+        self._buckets: list[_Bucket] = []
+        for spread, items in spreads.items():
+            group = _Group(spread)
+            matrices = [matrix for item in items for matrix in group.matrices(*item)]
+            owned: list[list[_Matrix]] = [[] for _ in group.ranks]
+            for matrix, owner in zip(matrices, assign([m.cost for m in matrices], len(owned)), strict=True):
+                owned[owner].append(matrix)
+                self.owners[matrix.item].append(group.ranks[owner])
+                self.work[group.ranks[owner]] += matrix.cost
+            limit = BUCKET_BYTES if group.process_group else batch_bytes  # alone, a bucket is one batch
+            split = [_chunks(sorted(x, key=lambda m: -m.bytes), limit, alike=not group.process_group) for x in owned]
+            buckets = itertools.zip_longest(*split, fillvalue=[])  # all owners work on every bucket
+            self._buckets += [_Bucket(group, of_owners, batch_bytes) for of_owners in buckets]
+        self.calls = 2 * sum(not bucket.is_alone for bucket in self._buckets)
+        sent = [(bucket.gather.num_sent, bucket.scatter.num_sent) for bucket in self._buckets]
+        self.bytes_sent = sum(n * i[0][0].element_size() for of in sent for n, i in zip(of, (inputs, outputs)))
 
     @torch.no_grad()
-    def run(self, function: Function, inputs: Sequence[Item], outputs: Sequence[Item]) -> None:
-        """`run_on_owners` with tensors that have the shapes and shards of those that this plan was made for."""
-        for indices, exchange in self._parts:
-            exchange.run(function, [inputs[i] for i in indices], [outputs[i] for i in indices])
+    def run(self, function: Callable, inputs: Sequence[Item], outputs: Sequence[Item]) -> None:
+        """`run_on_owners` with tensors that have the shapes, shards and dtypes of those that this plan was made for."""
+        if (_layouts(inputs), _layouts(outputs)) != self._layouts:
+            raise UserError("this plan was made for tensors of other shapes, shards or dtypes; make a new one")
+        for bucket in self._buckets:
+            bucket.run(function, inputs, outputs)
 
 
 def assign(costs: Sequence[float], num_owners: int) -> list[int]:
@@ -127,24 +142,6 @@ def assign(costs: Sequence[float], num_owners: int) -> list[int]:
     return owners
 
 
-def buckets(owners: Sequence[int], sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Split items into buckets with at most `limit` bytes per owner (at least one item).
-
-    Each bucket takes the next items of every owner, so that all owners work on every bucket.
-    """
-    filled: dict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))  # owner: (bucket, bytes in it)
-    result: list[list[int]] = []
-    for index in sorted(range(len(owners)), key=lambda i: -sizes[i]):
-        bucket, held = filled[owners[index]]
-        if held and held + sizes[index] > limit:
-            bucket, held = bucket + 1, 0
-        filled[owners[index]] = bucket, held + sizes[index]
-        while len(result) <= bucket:
-            result.append([])
-        result[bucket].append(index)
-    return result
-
-
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a tensor, not a copy."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
@@ -152,91 +149,64 @@ def local(tensor: Tensor) -> Tensor:
 
 def sharding_dimensions(tensor: Tensor) -> list[int]:
     """The device mesh dimensions that shard a tensor; none for a plain tensor."""
-    if not isinstance(tensor, DTensor):
-        return []
-    return [
-        dimension
-        for dimension, placement in enumerate(tensor.placements)
-        if not isinstance(placement, Replicate) and tensor.device_mesh.size(dimension) > 1
-    ]
+    placements = enumerate(tensor.placements) if isinstance(tensor, DTensor) else ()
+    return [d for d, p in placements if not isinstance(p, Replicate) and tensor.device_mesh.size(d) > 1]
 
 
-def _spread(tensors: Sequence[Tensor], stacked: bool) -> tuple[DeviceMesh, tuple[int, ...]] | None:
+def shard_like(weight: Tensor, tensor: Tensor, stacked: bool = False) -> Tensor:
+    """State of a weight: a tensor that every rank has whole, split along its first dimension over the weight's ranks.
+
+    That of a stack is split as the stack is, and whole where its rows are split. For a plain weight it stays plain.
+    """
+    if not isinstance(weight, DTensor):
+        return tensor
+    mesh = weight.device_mesh
+    placements: list[Placement] = [Replicate()] * mesh.ndim
+    for d in sharding_dimensions(weight):
+        if not stacked or weight.placements[d].dim == 0:
+            placements[d] = weight.placements[d] if stacked else Shard(0)
+    shard = tensor[_block(tensor.shape, tuple(placements), mesh.shape, tuple(mesh.get_coordinate()))].contiguous()
+    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def _layouts(items: Sequence[Item]) -> list[tuple]:
+    """What a plan depends on."""
+    return [(t.shape, t.placements if isinstance(t, DTensor) else None, t.dtype) for item in items for t in item]
+
+
+def _spread(tensors: Sequence[Tensor], stacked: bool) -> Spread | None:
     """An item's mesh and the mesh dimensions of its exchange; None if this rank holds whole matrices."""
-    found = [(t.device_mesh, spread) for t in tensors if isinstance(t, DTensor) and (spread := sharding_dimensions(t))]
-    if len({mesh for mesh, _ in found}) > 1:
-        raise ValueError("run_on_owners needs the tensors of an item on one device mesh")
-    dimensions = {d for _, of_tensor in found for d in of_tensor}
+    meshes = {tensor.device_mesh for tensor in tensors if sharding_dimensions(tensor)}
+    if len(meshes) > 1:
+        raise UserError("run_on_owners needs the tensors of an item on one device mesh")
+    dimensions = {d for tensor in tensors for d in sharding_dimensions(tensor)}
     if stacked:  # those that split the stack of every tensor alike
-        alike = {frozenset(d for d in sharding_dimensions(t) if t.placements[d].dim == 0) for t in tensors}
+        alike = {
+            frozenset(d for d in sharding_dimensions(t) if getattr(t.placements[d], "dim", 1) == 0) for t in tensors
+        }
         dimensions -= alike.pop() if len(alike) == 1 else set()
-    return (found[0][0], tuple(sorted(dimensions))) if dimensions else None
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """How one tensor [count, ...] of a piece is sharded over the ranks of the group."""
-
-    shape: tuple[int, ...]
-    blocks: list[tuple[tuple[int, int], ...]]
-    """by rank: start and length along each dimension"""
-    firsts: list[int]
-    """by rank: where in the rank's shard the piece begins along the first dimension"""
-    numels: list[int]
-    """by rank: elements of the block"""
-    copies: list[tuple[int, ...]]
-    """by rank: coordinate along the mesh dimensions that replicate the tensor"""
-
-    def part(self, full: Tensor, rank: int) -> Tensor:
-        """A view of a rank's block of the full tensor."""
-        for dim, (start, length) in enumerate(self.blocks[rank]):
-            if length != self.shape[dim]:
-                full = full.narrow(dim, start, length)
-        return full
-
-    def sends(self, rank: int, owner: int) -> bool:
-        """Whether the rank sends its block to the owner: only ranks of the owner's replica do."""
-        return self.copies[rank] == self.copies[owner] and self.numels[rank] > 0
+    return (meshes.pop(), tuple(sorted(dimensions))) if dimensions else None
 
 
 @lru_cache(maxsize=None)
-def _layout(
-    shape: tuple[int, ...],
-    placements: tuple[Placement, ...],
-    sizes: tuple[int, ...],
-    start: int,
-    count: int,
-    shift: int,
-) -> _Layout:
-    """The layout of matrices [start, start + count) over a group of `sizes` ranks along each of its mesh dimensions.
+def _block(shape: Ints, placements: tuple[Placement, ...], sizes: Ints, coordinate: Ints) -> tuple[slice, ...]:
+    """What the rank at `coordinate` of a mesh of `sizes` holds of a tensor.
 
-    Args:
-        shape: of the whole tensor; the first dimension counts matrices.
-        shift: what to add to a placement's dimension, 1 for a single matrix, whose first dimension is added here.
+    Torch's own `compute_local_shape_and_global_offset` is wrong where tensor parallelism and then FSDP split a dimension
+    unevenly: for 7 rows over 2, then over 3 ranks, it names other rows than FSDP2 has put there.
     """
+    block = [slice(0, size) for size in shape]
     plain = [d for d, placement in enumerate(placements) if type(placement) is Shard]
     strided = [d for d, placement in enumerate(placements) if d not in plain and not placement.is_replicate()]
-    dims: list[int] = [getattr(placement, "dim", -1) + shift for placement in placements]  # of the tensor
-    for d in strided:  # FSDP shards of a tensor that tensor parallelism has already split
-        before = math.prod(sizes[e] for e in plain if e > d and dims[e] == dims[d])
-        if getattr(placements[d], "split_factor", None) != before:
-            raise ValueError(f"run_on_owners needs shards that are blocks of their tensor, not {placements}")
-    blocks, firsts, copies = [], [], []
-    for coordinate in itertools.product(*(range(size) for size in sizes)):
-        block = [(0, size) for size in shape]
-        for d in (*plain, *strided):
-            begin, length = block[dims[d]]
-            piece = math.ceil(length / sizes[d])
-            offset = min(length, piece * coordinate[d])
-            block[dims[d]] = begin + offset, min(piece, length - offset)
-        begin, length = block[0]
-        first, end = max(begin, start), min(begin + length, start + count)
-        block[0] = (first - start, end - first) if first < end else (0, 0)
-        blocks.append(tuple(block))
-        firsts.append(first - begin if first < end else 0)
-        copies.append(tuple(c for d, c in enumerate(coordinate) if d not in plain and d not in strided))
-    numels = [math.prod(length for _, length in block) for block in blocks]
-    return _Layout((count, *shape[1:]), blocks, firsts, numels, copies)
+    for d in (*plain, *strided):  # strided: FSDP shards of what tensor parallelism has already split
+        dim = getattr(placements[d], "dim", None)
+        before = math.prod(sizes[e] for e in plain if e > d and placements[e].dim == dim)
+        if d in strided and getattr(placements[d], "split_factor", None) != before:
+            raise UserError(f"run_on_owners needs shards that are blocks of their tensor, not {placements}")
+        step = math.ceil((block[dim].stop - block[dim].start) / sizes[d])
+        start = min(block[dim].stop, block[dim].start + step * coordinate[d])
+        block[dim] = slice(start, min(block[dim].stop, start + step))
+    return tuple(block)
 
 
 @lru_cache(maxsize=None)
@@ -245,193 +215,146 @@ def _group_of(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.ProcessG
     return world if len(ranks) == world.size() else dist.new_group(ranks, use_local_synchronization=True)
 
 
-@dataclass(frozen=True, eq=False)
-class _Piece:
-    """Consecutive matrices of an item, which one rank computes."""
+class _Group:
+    """All ranks of some mesh dimensions; without them, this rank alone."""
 
-    item: int
-    key: Hashable
-    given: list[_Layout]
-    wanted: list[_Layout]
-    count: int
-    matrix_bytes: int
-    """of the inputs of one matrix"""
-
-    @property
-    def bytes(self) -> int:
-        return self.count * self.matrix_bytes
-
-
-class _Exchange:
-    """The two all-to-alls and the computation between them, over all ranks of some mesh dimensions.
-
-    Without a spread the group is this rank alone, and its shards are full tensors.
-    """
-
-    def __init__(self, spread, inputs, outputs, keys, stacked, costs, batch_bytes: int) -> None:
-        self.group, self.rank, self.world = None, 0, 1
-        self.dimensions, self.sizes = (), ()
+    def __init__(self, spread: Spread | None) -> None:
+        own = dist.get_rank() if dist.is_initialized() else 0
+        self.process_group, self.dimensions, self.sizes, self.ranks = None, (), (), [own]
         if spread is not None:
             mesh, self.dimensions = spread
             self.sizes = tuple(mesh.size(d) for d in self.dimensions)
-            if len(self.dimensions) == 1:
-                self.group = mesh.get_group(self.dimensions[0])
-            else:
-                index = tuple(slice(None) if d in self.dimensions else mesh.get_local_rank(d) for d in range(mesh.ndim))
-                self.group = _group_of(tuple(mesh.mesh[index].flatten().tolist()), dist.group.WORLD)
-            self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.stacked, self.batch_bytes = stacked, batch_bytes
-        pieces, piece_costs = [], []
-        for i, (given, wanted) in enumerate(zip(inputs, outputs, strict=True)):
-            size = sum(math.prod(t.shape[1:] if stacked[i] else t.shape) * t.element_size() for t in given)
-            for start, count in self._ranges(i, given[0], size):
-                layouts = [[self._layout_of(i, t, start, count) for t in item] for item in (given, wanted)]
-                pieces.append(_Piece(i, keys[i], *layouts, count, size))
-                piece_costs.append(costs[i] * count)
-        owners = assign(piece_costs, self.world)
-        split = buckets(owners, [piece.bytes for piece in pieces], BUCKET_BYTES) if self.group else [range(len(pieces))]
-        self.buckets = []
-        for bucket in split:
-            owned: list[list[_Piece]] = [[] for _ in range(self.world)]
-            for index in bucket:
-                owned[owners[index]].append(pieces[index])
-            self.buckets.append((owned, _batches(owned[self.rank], batch_bytes)))
+            index = tuple(slice(None) if d in self.dimensions else mesh.get_local_rank(d) for d in range(mesh.ndim))
+            self.ranks = mesh.mesh[index].flatten().tolist()
+            one = mesh.get_group(self.dimensions[0]) if len(self.dimensions) == 1 else None
+            self.process_group = one or _group_of(tuple(self.ranks), dist.group.WORLD)
+        self.rank = self.ranks.index(own)
+        self.coordinates = list(itertools.product(*(range(size) for size in self.sizes)))
 
-    def _ranges(self, i: int, tensor: Tensor, matrix_bytes: int) -> list[tuple[int, int]]:
-        """(start, count) of an item's pieces: an equal share for every rank, at most a bucket each."""
-        matrices = self._shape(i, tensor)[0]
-        share = max(1, min(math.ceil(matrices / self.world), BUCKET_BYTES // max(1, matrix_bytes)))
-        return [(start, min(share, matrices - start)) for start in range(0, matrices, share)]
+    def matrices(self, item: int, given: Item, wanted: Item, key: Hashable, stacked: bool, cost: float):
+        """The matrices of an item that the ranks hold together."""
+        sides = [[self._layout(tensor, stacked) for tensor in side] for side in (given, wanted)]
+        indices = range(sides[0][0][0][0]) if stacked else [None]
+        return [_Matrix(item, index, key, cost, sides, given[0].element_size()) for index in indices]
 
-    def _shape(self, i: int, tensor: Tensor) -> tuple[int, ...]:
-        """What the ranks of the group hold together of a tensor, with a first dimension of matrices."""
-        if not self.stacked[i]:
-            return (1, *tensor.shape)
-        if any(tensor.placements[d].is_shard(0) for d in self.dimensions if isinstance(tensor, DTensor)):
-            return tuple(tensor.shape)
-        return (local(tensor).size(0), *tensor.shape[1:])
-
-    def _layout_of(self, i: int, tensor: Tensor, start: int, count: int) -> _Layout:
+    def _layout(self, tensor: Tensor, stacked: bool) -> Layout:
         whole = not isinstance(tensor, DTensor)
         placements = tuple(Replicate() if whole else tensor.placements[d] for d in self.dimensions)
-        return _layout(self._shape(i, tensor), placements, self.sizes, start, count, 0 if self.stacked[i] else 1)
-
-    def run(self, function: Function, inputs: Sequence[Item], outputs: Sequence[Item]) -> None:
-        for owned, batches in self.buckets:
-            load = self._gather(inputs, owned) if self.group else self._load_own(inputs)
-            results: dict[_Piece, list[Tensor]] = {}
-            for batch in batches:
-                found = self._compute(function, batch, load(batch))
-                of_pieces = zip(*(result.split([piece.count for piece in batch]) for result in found), strict=True)
-                results |= dict(zip(batch, of_pieces, strict=True))
-                del found, of_pieces
-                if not self.group:
-                    self._write(outputs, batch, results)
-                    results.clear()  # before the next batch
-            if self.group:
-                self._scatter(results, outputs, owned)
-
-    def _compute(self, function: Function, batch: list[_Piece], tensors: list[Tensor]) -> list[Tensor]:
-        """The function's results for all matrices of a batch, in one call or, for a large stack, in several."""
-        most = max(1, self.batch_bytes // max(1, batch[0].matrix_bytes))
-        calls = [function(batch[0].key, *chunk) for chunk in zip(*(t.split(most) for t in tensors), strict=True)]
-        return [results[0] if len(calls) == 1 else torch.cat(results) for results in zip(*calls, strict=True)]
-
-    def _own(self, piece: _Piece, layout: _Layout, tensor: Tensor) -> Tensor:
-        """A view of this rank's part of a piece."""
-        shard = local(tensor) if self.stacked[piece.item] else local(tensor).unsqueeze(0)
-        length = layout.blocks[self.rank][0][1]
-        return shard if length == shard.size(0) else shard.narrow(0, layout.firsts[self.rank], length)
-
-    def _load_own(self, inputs) -> Callable[[list[_Piece]], list[Tensor]]:
-        def load(batch: list[_Piece]) -> list[Tensor]:
-            parts = zip(*(map(self._own, itertools.repeat(p), p.given, inputs[p.item]) for p in batch), strict=True)
-            return [part[0] if len(batch) == 1 else torch.cat(part) for part in parts]  # one item is not copied
-
-        return load
-
-    def _write(self, outputs, pieces: list[_Piece], results: dict[_Piece, list[Tensor]]) -> None:
-        own = [self._own(p, *pair) for p in pieces for pair in zip(p.wanted, outputs[p.item], strict=True)]
-        torch._foreach_copy_(own, [result for p in pieces for result in results[p]])
-
-    def _gather(self, inputs, owned: list[list[_Piece]]) -> Callable[[list[_Piece]], list[Tensor]]:
-        """Send local shards to their owners; returns a function that assembles a batch of full tensors on the owner."""
-        send, send_sizes = [], []
-        for owner, pieces in enumerate(owned):
-            parts = [
-                self._own(piece, layout, tensor).reshape(-1)
-                for piece in pieces
-                for layout, tensor in zip(piece.given, inputs[piece.item], strict=True)
-                if layout.sends(self.rank, owner)
-            ]
-            send += parts
-            send_sizes.append(sum(part.numel() for part in parts))
-        arriving = [  # by source, then piece, then tensor
-            (source, piece, index, layout.numels[source])
-            for source in range(self.world)
-            for piece in owned[self.rank]
-            for index, layout in enumerate(piece.given)
-            if layout.sends(source, self.rank)
-        ]
-        receive_sizes = [0] * self.world
-        for source, _, _, numel in arriving:
-            receive_sizes[source] += numel
-        received = self._all_to_all(send, inputs, send_sizes, receive_sizes)
-        shards: dict[tuple[_Piece, int], list[tuple[int, Tensor]]] = defaultdict(list)
-        for (source, piece, index, _), shard in zip(arriving, received.split([numel for *_, numel in arriving])):
-            shards[piece, index].append((source, shard))
-
-        def load(batch: list[_Piece]) -> list[Tensor]:
-            tensors = []
-            for index, layout in enumerate(batch[0].given):
-                full = received.new_empty(sum(piece.count for piece in batch), *layout.shape[1:])
-                parts = [
-                    (piece.given[index].part(of_piece, source), shard)
-                    for piece, of_piece in zip(batch, full.split([piece.count for piece in batch]), strict=True)
-                    for source, shard in shards[piece, index]
-                ]
-                torch._foreach_copy_([part for part, _ in parts], [shard.view(part.shape) for part, shard in parts])
-                tensors.append(full)
-            return tensors
-
-        return load
-
-    def _scatter(self, results: dict[_Piece, list[Tensor]], outputs, owned: list[list[_Piece]]) -> None:
-        """Send each rank its shards of the results and write them into `outputs`."""
-        mine = owned[self.rank]
-        send = [
-            layout.part(result, destination).reshape(-1)
-            for destination in range(self.world)
-            for piece in mine
-            for result, layout in zip(results[piece], piece.wanted, strict=True)
-        ]
-        send_sizes = [sum(layout.numels[rank] for p in mine for layout in p.wanted) for rank in range(self.world)]
-        receive_sizes = [sum(layout.numels[self.rank] for p in pieces for layout in p.wanted) for pieces in owned]
-        received = self._all_to_all(send, outputs, send_sizes, receive_sizes)
-        parts = [
-            self._own(piece, layout, tensor)
-            for pieces in owned
-            for piece in pieces
-            for layout, tensor in zip(piece.wanted, outputs[piece.item], strict=True)
-        ]
-        shards = received.split([part.numel() for part in parts])
-        torch._foreach_copy_(parts, [shard.view(part.shape) for part, shard in zip(parts, shards, strict=True)])
-
-    def _all_to_all(self, parts: list[Tensor], like: Sequence[Item], send_sizes, receive_sizes) -> Tensor:
-        """All-to-all of flat parts. `like` gives the dtype where a rank has nothing to send."""
-        send = torch.cat(parts) if parts else local(like[0][0]).new_empty(0)
-        receive = send.new_empty(sum(receive_sizes))
-        dist.all_to_all_single(receive, send, receive_sizes, send_sizes, group=self.group)
-        return receive
+        together = not stacked or any(getattr(p, "dim", None) == 0 for p in placements)
+        return tensor.shape if together else (local(tensor).size(0), *tensor.shape[1:]), placements
 
 
-def _batches(pieces: Iterable[_Piece], limit: int) -> list[list[_Piece]]:
-    """Batches of pieces with the same key and shapes, at most `limit` bytes each (at least one piece)."""
-    alike: dict[Hashable, list[_Piece]] = defaultdict(list)
-    for piece in pieces:
-        alike[piece.key, piece.count, tuple(layout.shape for layout in piece.given)].append(piece)
-    result = []
-    for group in alike.values():
-        length = max(1, limit // max(1, group[0].bytes))
-        result += [group[start : start + length] for start in range(0, len(group), length)]
-    return result
+class _Matrix:
+    """One matrix with all that belongs to it: item and index in its stack (None: single); sides: inputs, outputs."""
+
+    def __init__(self, item: int, index: int | None, key: Hashable, cost: float, sides: list[list[Layout]], size: int):
+        self.item, self.index, self.key, self.cost, self.sides = item, index, key, cost, sides
+        self.shapes = [tuple(shape if index is None else shape[1:] for shape, _ in side) for side in sides]
+        self.bytes = sum(math.prod(shape) for shape in self.shapes[0]) * size  # of the inputs
+
+    def parts(self, side: int, group: _Group, rank: int, like: int) -> "Iterator[_Part]":
+        """What a rank holds of the inputs or outputs; nothing of a tensor of which rank `like` has another copy."""
+        coordinate, other = group.coordinates[rank], group.coordinates[like]
+        for tensor, (shape, placements) in enumerate(self.sides[side]):
+            where, block = (), _block(shape, placements, group.sizes, coordinate)
+            if self.index is not None:
+                stack, *block = block
+                if not stack.start <= self.index < stack.stop:
+                    continue
+                where = (self.index - stack.start,)
+            same = all(a == b for a, b, p in zip(coordinate, other, placements, strict=True) if p.is_replicate())
+            lengths = [rows.stop - rows.start for rows in block]
+            if same and math.prod(lengths):
+                yield _Part(self, tensor, where, tuple(block), lengths)
+
+
+class _Part(NamedTuple):
+    """What one rank holds of one tensor of a matrix."""
+
+    matrix: _Matrix
+    tensor: int  # index in the item
+    where: tuple[int, ...]  # index of the matrix in the rank's shard of a stack
+    block: tuple[slice, ...]
+    shape: list[int]
+
+    def of_shard(self, items: Sequence[Item]) -> Tensor:
+        return local(items[self.matrix.item][self.tensor])[self.where]
+
+
+class _Route:
+    """What this rank sends to each rank of its group, and receives from each."""
+
+    def __init__(self, group: _Group, sends: list[list[_Part]], receives: list[list[_Part]]) -> None:
+        self.group = group.process_group
+        self.sends, self.receives = (list(itertools.chain(*parts)) for parts in (sends, receives))
+        self.sizes = [[sum(math.prod(p.shape) for p in of_rank) for of_rank in x] for x in (receives, sends)]
+        self.num_sent = sum(self.sizes[1]) - self.sizes[1][group.rank]  # to others
+
+    def move(self, parts: list[Tensor], like: Tensor) -> list[Tensor]:
+        """Send the parts, and return those received, in the dtype of `like`."""
+        if self.group is None:
+            return parts
+        send = torch.cat([part.reshape(-1) for part in parts]).to(like.dtype) if parts else like.new_empty(0)
+        receive = send.new_empty(sum(self.sizes[0]))
+        dist.all_to_all_single(receive, send, *self.sizes, group=self.group)
+        shards = receive.split([math.prod(part.shape) for part in self.receives])
+        return [shard.view(part.shape) for shard, part in zip(shards, self.receives, strict=True)]
+
+
+class _Bucket:
+    """Matrices that are exchanged together: the two all-to-alls, and the batches of this rank between them."""
+
+    def __init__(self, group: _Group, owned: Sequence[list[_Matrix]], batch_bytes: int) -> None:
+        def parts(side: int, owner: int, holder: int) -> list[_Part]:
+            like = owner if side == INPUTS else holder  # an owner gets one copy, results go to all
+            return [part for matrix in owned[owner] for part in matrix.parts(side, group, holder, like)]
+
+        me, ranks = group.rank, range(len(owned))
+        self.is_alone = group.process_group is None
+        self.batches = _chunks(owned[me], batch_bytes, alike=True)
+        self.gather = _Route(group, [parts(INPUTS, r, me) for r in ranks], [parts(INPUTS, me, r) for r in ranks])
+        self.scatter = _Route(group, [parts(OUTPUTS, me, r) for r in ranks], [parts(OUTPUTS, r, me) for r in ranks])
+
+    def run(self, function: Callable, inputs: Sequence[Item], outputs: Sequence[Item]) -> None:
+        received = self.gather.move([part.of_shard(inputs) for part in self.gather.sends], local(inputs[0][0]))
+        shards: dict[tuple[_Matrix, int], list[tuple[_Part, Tensor]]] = defaultdict(list)
+        for part, shard in zip(self.gather.receives, received, strict=True):
+            shards[part.matrix, part.tensor].append((part, shard))
+        results: dict[_Matrix, list[Tensor]] = {}
+        for batch in self.batches:
+            found = function(batch[0].key, *self._assemble(batch, shards, inputs))
+            wanted = [(len(batch), *shape) for shape in batch[0].shapes[OUTPUTS]]
+            if [tuple(result.shape) for result in found] != wanted:
+                raise UserError(
+                    f"the function returned {[tuple(result.shape) for result in found]} instead of {wanted}"
+                )
+            results |= {matrix: of_matrix for matrix, *of_matrix in zip(batch, *found, strict=True)}
+        del received, shards
+        sends = [results[part.matrix][part.tensor][part.block] for part in self.scatter.sends]
+        received = self.scatter.move(sends, local(outputs[0][0]))
+        if received:
+            torch._foreach_copy_([part.of_shard(outputs) for part in self.scatter.receives], received)
+
+    def _assemble(self, batch: list[_Matrix], shards, inputs: Sequence[Item]) -> Iterator[Tensor]:
+        for tensor, shape in enumerate(batch[0].shapes[INPUTS]):
+            found = [(n, *pair) for n, matrix in enumerate(batch) for pair in shards[matrix, tensor]]
+            if self.is_alone and len(found) == 1:
+                yield found[0][-1][None]  # not copied
+            else:
+                full = local(inputs[batch[0].item][tensor]).new_empty(len(batch), *shape)
+                torch._foreach_copy_([full[n][part.block] for n, part, _ in found], [shard for *_, shard in found])
+                yield full
+
+
+def _chunks(matrices: Sequence[_Matrix], limit: int, alike: bool) -> list[list[_Matrix]]:
+    """The next matrices, at most `limit` bytes together (at least one matrix); if `alike`, of one key and shapes."""
+    found: dict[Hashable, list[list[_Matrix]]] = defaultdict(list)
+    held: Counter[Hashable] = Counter()
+    for matrix in matrices:
+        kind = (matrix.key, matrix.shapes[INPUTS]) if alike else None
+        if not found[kind] or held[kind] + matrix.bytes > limit:
+            found[kind].append([])
+            held[kind] = 0
+        found[kind][-1].append(matrix)
+        held[kind] += matrix.bytes
+    return list(itertools.chain(*found.values()))

@@ -13,13 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor
 
 from pc import passes
 from pc.cuts import Form
 from pc.errors import UserError
-from pc.owner import Item, Plan, local, sharding_dimensions
+from pc.owner import Item, Plan, local, shard_like
 from pc.schedules import MESSAGES, PC, PULLED, RAW, Schedule, State, require_real
 from pc.spectral import without_autocast
 from pc.weights import Weight
@@ -247,27 +246,3 @@ _materialise_as_saved = partial(_materialise, iterate=False)
 def _pull_back(form: Form, raw: Tensor, gradient: Tensor, *rest: Tensor) -> Sequence[Tensor]:
     kinds, results = ("wwguv", "wg") if len(rest) == 3 else ("wwuv", "w")
     return form.apply(passes.pull_back, kinds, (raw, gradient, *rest), results)
-
-
-def shard_like(weight: Tensor, vector: Tensor, is_stack: bool) -> Tensor:
-    """`vector` as a DTensor, sharded along the mesh dimensions that shard the weight.
-
-    The vectors of a stack are split as the stack is, and whole where its rows are split.
-    """
-    if not isinstance(weight, DTensor):
-        return vector
-    placements: list[Placement] = [Replicate()] * weight.device_mesh.ndim
-    for d in sharding_dimensions(weight):
-        if not is_stack:
-            placements[d] = Shard(0)
-        elif weight.placements[d].dim == 0:
-            placements[d] = weight.placements[d]
-    if all(type(placement) in (Shard, Replicate) for placement in placements):
-        return distribute_tensor(vector, weight.device_mesh, placements, src_data_rank=None)
-    shape, offset = compute_local_shape_and_global_offset(vector.shape, weight.device_mesh, placements)
-    shard = vector
-    for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
-        shard = shard.narrow(dim, min(start, vector.size(dim)), length)
-    return DTensor.from_local(
-        shard.contiguous(), weight.device_mesh, placements, run_check=False, shape=vector.shape, stride=vector.stride()
-    )

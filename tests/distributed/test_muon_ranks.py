@@ -1,5 +1,6 @@
 """Muon on shards against unsharded `torch.optim.Muon`: bit for bit."""
 
+import copy
 import math
 
 import pytest
@@ -77,6 +78,8 @@ def test_alone_it_is_torch_muon_too():
     model = _model()
     optimizer = Muon(model.parameters(), **OPTIONS)
     for step in range(20):
+        if step == 10:  # a copy trains on as the original would
+            model, optimizer = copy.deepcopy((model, optimizer))
         for index, parameter in enumerate(model):
             parameter.grad = _gradient(step, index)
         optimizer.step()

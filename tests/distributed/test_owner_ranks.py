@@ -38,9 +38,8 @@ def _tensors(index: int) -> dict[str, torch.Tensor]:
     return {"weight": weight, "gradient": gradient, "gamma": torch.full((1,), 1.5).double(), "u": u, "v": v}
 
 
-def _run(name: str, layers: list[dict[str, torch.Tensor]], seen: list) -> list[tuple[torch.Tensor, ...]]:
+def _run(name: str, layers: list[dict[str, torch.Tensor]], seen: list) -> tuple[list[tuple], owner.Plan]:
     """A pass of PC over all layers; `seen` gets the index of each matrix computed here."""
-
     of_pass, given, wanted = PASSES[name]
 
     def function(index, *batch):
@@ -49,8 +48,9 @@ def _run(name: str, layers: list[dict[str, torch.Tensor]], seen: list) -> list[t
 
     inputs = [tuple(layer[key] for key in given) for layer in layers]
     outputs = [tuple(layer[key].clone() for key in wanted) for layer in layers]
-    owner.run_on_owners(function, inputs, outputs, keys=range(len(layers)))
-    return outputs
+    plan = owner.Plan(inputs, outputs, keys=range(len(layers)))
+    plan.run(function, inputs, outputs)
+    return outputs, plan
 
 
 def _sharded(mesh, index: int, full: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -65,12 +65,7 @@ def _sharded(mesh, index: int, full: dict[str, torch.Tensor]) -> dict[str, torch
     fully_shard(module, mesh=mesh[tuple(name for name in mesh.mesh_dim_names if name != "tp")])
     sharded = {name: parameter.detach() for name, parameter in module.items()}
     weight = sharded["weight"]
-    dimensions = owner.sharding_dimensions(weight)
-    placements = [Shard(0) if d in dimensions else Replicate() for d in range(weight.device_mesh.ndim)]
-    vectors = {
-        name: distribute_tensor(full[name], weight.device_mesh, placements, src_data_rank=None) for name in ("u", "v")
-    }
-    return {**sharded, **vectors}
+    return {**sharded, **{name: owner.shard_like(weight, full[name]) for name in ("u", "v")}}
 
 
 def _on_ranks(rank, degrees):
@@ -87,16 +82,19 @@ def _on_ranks(rank, degrees):
     found = {}
     for name, (_, _, wanted) in PASSES.items():
         seen, sent[:] = [], []
-        results = _run(name, [_sharded(mesh, index, full) for index, full in enumerate(whole)], seen)
+        results, plan = _run(name, [_sharded(mesh, index, full) for index, full in enumerate(whole)], seen)
         found[name] = seen, list(sent)
-        for index, expected in enumerate(_run(name, whole, [])):
+        assert (plan.calls, plan.bytes_sent) == (len(sent), sum(sent) * 8)
+        assert [index for index, owners in enumerate(plan.owners) if owners == [rank]] == sorted(seen)
+        assert plan.work[rank] == sum(owner.matrix_cost(SHAPES[index]) for index in seen)
+        for index, expected in enumerate(_run(name, whole, [])[0]):
             expected = _sharded(mesh, index, whole[index] | dict(zip(wanted, expected, strict=True)))
             for key, result in zip(wanted, results[index], strict=True):
                 assert result.placements == expected[key].placements
                 assert torch.equal(owner.local(result), owner.local(expected[key])), (name, index, key)
         with torch.no_grad():  # a control: the last digit of one input
             whole[0]["weight"][0, 0] *= 1 + 1e-15
-        other = _sharded(mesh, 0, whole[0] | dict(zip(wanted, _run(name, whole[:1], [])[0], strict=True)))
+        other = _sharded(mesh, 0, whole[0] | dict(zip(wanted, _run(name, whole[:1], [])[0][0], strict=True)))
         assert owner.local(results[0][0]).numel() == 0 or not torch.equal(
             owner.local(results[0][0]), owner.local(other[wanted[0]])
         )

@@ -3,7 +3,7 @@ import weakref
 import pytest
 import torch
 
-from pc.owner import assign, buckets, run_on_owners
+from pc.owner import assign, run_on_owners
 
 
 def test_assignment_is_balanced_at_the_1b_shapes():
@@ -17,18 +17,6 @@ def test_assignment_is_balanced_at_the_1b_shapes():
     assert first == second != third  # the most expensive is assigned first
 
 
-def test_buckets_bound_what_an_owner_holds():
-    owners = [0, 1, 0, 1, 0]
-    sizes = [5, 5, 4, 4, 9]
-    split = buckets(owners, sizes, limit=9)
-    assert sorted(i for bucket in split for i in bucket) == [0, 1, 2, 3, 4]
-    for bucket in split:
-        for owner in (0, 1):
-            assert sum(sizes[i] for i in bucket if owners[i] == owner) <= 9
-    assert len(buckets(owners, sizes, limit=1)) == 3  # one item at least
-    assert buckets(owners, sizes, limit=10**9) == [sorted(range(5), key=lambda i: -sizes[i])]
-
-
 def test_alone_runs_on_views_without_copies():
     matrices = [torch.arange(6.0).view(2, 3), torch.ones(4, 2)]
     pointers = []
@@ -39,7 +27,7 @@ def test_alone_runs_on_views_without_copies():
 
     originals = [m.clone() for m in matrices]
     run_on_owners(double, [(m,) for m in matrices], [(m,) for m in matrices], keys=[2, 3])
-    assert pointers == [m.data_ptr() for m in matrices]
+    assert sorted(pointers) == sorted(m.data_ptr() for m in matrices)
     assert torch.equal(matrices[0], originals[0] * 2) and torch.equal(matrices[1], originals[1] * 3)
 
 
@@ -56,7 +44,7 @@ def test_alone_runs_alike_items_in_batches():
     items = [(m,) for m in matrices]
     run_on_owners(double, items, items, keys, batch_bytes=3 * matrices[0].nbytes)
     # as many as fit, of one key and shape; a larger one goes alone
-    assert batches == [(1, (3, 2, 3)), (1, (1, 2, 3)), (10, (1, 2, 3)), (1, (1, 4, 2))]
+    assert sorted(batches) == [(1, (1, 2, 3)), (1, (1, 4, 2)), (1, (3, 2, 3)), (10, (1, 2, 3))]
     for matrix, original, key in zip(matrices, originals, keys, strict=True):
         assert torch.equal(matrix, 2 * key * original)
     run_on_owners(double, items, items, keys)  # on a CPU one by one
