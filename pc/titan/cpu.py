@@ -3,7 +3,7 @@
 import os
 import resource
 import sys
-from collections import namedtuple
+from types import SimpleNamespace
 
 import torch
 import torchtitan.tools.utils as titan_utils
@@ -11,45 +11,29 @@ import torchtitan.tools.utils as titan_utils
 from pc.errors import UserError
 
 GPU = "/dev/nvidia0"
-_Properties = namedtuple("_Properties", ["total_memory"])
 
 
-class CPUModule:
-    """The functions of `torch.cuda` that TorchTitan calls, for a CPU; each process counts as one device."""
+def _memory_stats(_) -> dict[str, int]:
+    """Peak memory of this process since it started, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"active_bytes.all.peak": peak, "reserved_bytes.all.peak": peak, "num_alloc_retries": 0, "num_ooms": 0}
 
-    @staticmethod
-    def set_device(device) -> None:
-        pass
 
-    @staticmethod
-    def current_device() -> int:
-        return 0
+def _properties(_) -> SimpleNamespace:
+    return SimpleNamespace(total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
-    @staticmethod
-    def synchronize(device=None) -> None:
-        pass
 
-    @staticmethod
-    def get_device_name(device=None) -> str:
-        return "CPU"
-
-    @staticmethod
-    def get_device_properties(device=None) -> _Properties:
-        return _Properties(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-
-    @staticmethod
-    def memory_stats(device=None) -> dict[str, int]:
-        """Peak memory of this process since it started, in bytes."""
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return {"active_bytes.all.peak": peak, "reserved_bytes.all.peak": peak, "num_alloc_retries": 0, "num_ooms": 0}
-
-    @staticmethod
-    def reset_peak_memory_stats(device=None) -> None:
-        pass
-
-    @staticmethod
-    def empty_cache() -> None:
-        pass
+# The functions of `torch.cuda` that TorchTitan calls; each process counts as one device.
+CPU_MODULE = SimpleNamespace(
+    set_device=lambda _: None,
+    current_device=lambda: 0,
+    synchronize=lambda: None,
+    get_device_name=lambda _: "CPU",
+    get_device_properties=_properties,
+    memory_stats=_memory_stats,
+    reset_peak_memory_stats=lambda: None,
+    empty_cache=lambda: None,
+)
 
 
 def promised_gpus() -> int:
@@ -78,7 +62,7 @@ def use_cpu_where_there_is_no_gpu() -> None:
     if not is_cpu() or promised_gpus():
         return
     # Peak FLOP/s of a CPU are unknown; with infinity, MFU is 0 %.
-    replacements = {"device_type": "cpu", "device_module": CPUModule, "get_peak_flops": lambda name: float("inf")}
+    replacements = {"device_type": "cpu", "device_module": CPU_MODULE, "get_peak_flops": lambda name: float("inf")}
     originals = {name: getattr(titan_utils, name) for name in replacements}
     for module_name, module in list(sys.modules.items()):
         if module_name.startswith("torchtitan"):

@@ -58,12 +58,11 @@ class PCTrainer(torchtitan.train.Trainer):
         self._micro_batches_done = 0
         self._stop_requested = False
         self._has_stepped = False
-        self._groups_with_timeout = 0
         cpu.use_cpu_where_there_is_no_gpu()
         # All pipeline stages know the loss here (`_loss_of_all_stages`); TorchTitan would warn that rank 0 does not.
         torchtitan.train.ensure_pp_loss_visible = lambda *_: None
         super().__init__(job_config)
-        signal.signal(signal.SIGUSR2, self._request_stop)
+        signal.signal(signal.SIGUSR2, lambda *_: setattr(self, "_stop_requested", True))
         self._agreement_group = dist.new_group(backend="gloo")  # on the CPU, so that GPUs do not wait for each other
         self.pc_schedule = self.optimizers.schedule
         self.metrics_processor.tokens = lambda: self.ntokens_seen * self._data_ranks
@@ -79,7 +78,7 @@ class PCTrainer(torchtitan.train.Trainer):
 
     def init_distributed(self) -> AlwaysSharded:
         """TorchTitan's, with FSDP on any number of ranks, after all ranks have agreed on what they train."""
-        world_size = init_distributed(self.job_config.comm, base_folder=self._folder)
+        world_size = init_distributed(self.job_config.comm, base_folder=self.config.job.dump_folder)
         require_agreement(identity(self.config))
         dims = Layout.of(self.config, world_size).dims
         rules.require(self.config, dims, on_cpu=cpu.is_cpu())
@@ -123,13 +122,19 @@ class PCTrainer(torchtitan.train.Trainer):
         """
         self.load()
         if dist.get_rank() == 0:
-            write_state(self._folder, "running", self.step, self._steps)
-            set_aside_metrics(Path(self._folder), self.step)
+            write_state(self.config.job.dump_folder, "running", self.step, self.config.training.steps)
+            set_aside_metrics(Path(self.config.job.dump_folder), self.step)
             record(self.step)
         super().train()
         if dist.get_rank() == 0:
             state = "stopped" if self.stopped else "finished"
-            write_state(self._folder, state, self.step, self._steps, "asked to stop" if self.stopped else "")
+            write_state(
+                self.config.job.dump_folder,
+                state,
+                self.step,
+                self.config.training.steps,
+                "asked to stop" if self.stopped else "",
+            )
 
     def train_step(self, data_iterator) -> None:
         if self.step == 1 and self._starts_from_given_weights():
@@ -141,15 +146,16 @@ class PCTrainer(torchtitan.train.Trainer):
         self._first_position = self.dataloader.position
         self.health.start_step(self.step, measure_outputs=not self._pipeline_finds_shapes())
         super().train_step(data_iterator)
-        self._has_stepped = True
         self.metrics_processor.log_health(self.step, self.health.collect(self.step))
         if self.scorer is not None and self.scorer.due(self.step):
             self.metrics_processor.log_health(self.step, self.scorer.score())
             fsdp_sync.reshard(self.model_parts)
         # Before the checkpoint of this step, not after it as upstream: a kill in between would lose the validation.
-        if self.job_config.validation.enable and self.validator.is_due(self.step):
-            self.validator.validate(self.model_parts, self.step)
-        self._set_timeouts()
+        if self.config.validation.enable and self.validator.is_due(self.step):
+            self.validator.validate(self)
+        if not self._has_stepped:
+            self._set_timeouts()
+        self._has_stepped = True
 
     def forward_backward_step(self, *, input_dict, labels, global_valid_tokens) -> Tensor:
         self._micro_batches_done += 1
@@ -184,31 +190,22 @@ class PCTrainer(torchtitan.train.Trainer):
         return True
 
     def _set_timeouts(self) -> None:
-        """Set `comm.train_timeout_seconds` for all process groups after the first step, and for groups created later.
+        """After the first step, set `comm.train_timeout_seconds` for all process groups that it has created.
 
-        TorchTitan sets it only after step 1, which a resumed run does not have, and not for the groups of `pc.owner`
-        over several mesh dimensions.
+        TorchTitan does so only after step 1, which a resumed run does not have, and not for the groups of `pc.owner`.
         """
-        groups = list(distributed_c10d._world.pg_map)
-        if len(groups) == self._groups_with_timeout:
-            return
-        if not self._groups_with_timeout:
-            dist.barrier(group=self._agreement_group)  # a rank's first step may take longer than the timeout
-        timeout = timedelta(seconds=self.job_config.comm.train_timeout_seconds)
-        for group in groups:
+        dist.barrier(group=self._agreement_group)  # a rank's first step may take longer than the timeout
+        timeout = timedelta(seconds=self.config.comm.train_timeout_seconds)
+        for group in distributed_c10d._world.pg_map:
             if dist.get_backend(group) != "fake":  # TorchTitan's fake groups of mesh dimensions with one rank
                 distributed_c10d._set_pg_timeout(timeout, group)
-        self._groups_with_timeout = len(groups)
 
     def _starts_from_given_weights(self) -> bool:
         """Whether a new run has loaded weights and `pc.start` is "preserve"."""
-        checkpoint = self.checkpointer
-        loads = checkpoint.enable and checkpoint.initial_load_model_only
+        pc, checkpoint = self.config.pc, self.config.checkpoint
+        loads = bool(checkpoint.initial_load_path or checkpoint.initial_load_in_hf)
         return (
-            self.job_config.pc.enable
-            and self.job_config.pc.start == "preserve"
-            and loads
-            and bool(checkpoint.initial_load_path or checkpoint.initial_load_in_hf)
+            pc.enable and pc.start == "preserve" and checkpoint.enable and checkpoint.initial_load_model_only and loads
         )
 
     def _loss_of_all_stages(self, loss: Tensor) -> Tensor:
@@ -241,7 +238,7 @@ class PCTrainer(torchtitan.train.Trainer):
         """Whether the pipeline will first infer shapes with uninitialised inputs: at the start and after validation."""
         if not self.parallel_dims.pp_enabled:
             return False
-        validated = self.job_config.validation.enable and self.validator.is_due(self.step - 1)
+        validated = self.config.validation.enable and self.validator.is_due(self.step - 1)
         return not self._has_stepped or validated
 
     def build_scorer(self):
@@ -255,7 +252,7 @@ class PCTrainer(torchtitan.train.Trainer):
         """Replaces the checkpoint manager that TorchTitan's trainer has just built."""
         self.checkpointer.close()
         return Checkpoints(
-            keep_every=self.job_config.checkpoint.keep_every,
+            keep_every=self.config.checkpoint.keep_every,
             may_save=lambda: not self.finite_steps.in_a_row,
             group=self._agreement_group,
             dataloader=self.dataloader,
@@ -265,11 +262,8 @@ class PCTrainer(torchtitan.train.Trainer):
             states={"train_state": self},
             checkpoint_config=self.job_config.checkpoint,
             sd_adapter=getattr(self.checkpointer, "sd_adapter", None),
-            base_folder=self._folder,
+            base_folder=self.config.job.dump_folder,
         )
-
-    def _request_stop(self, *_) -> None:
-        self._stop_requested = True
 
     def _agree_to_stop(self) -> bool:
         requested = torch.tensor(int(self._stop_requested))
@@ -283,14 +277,6 @@ class PCTrainer(torchtitan.train.Trainer):
     @property
     def _data_ranks(self) -> int:
         return self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
-
-    @property
-    def _folder(self) -> str:
-        return self.job_config.job.dump_folder
-
-    @property
-    def _steps(self) -> int:
-        return self.job_config.training.steps
 
 
 def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer, job_config: Config):
