@@ -1,12 +1,12 @@
 """`PCConfig`: which weights PC applies to, and how. Training, scoring and plots share it. Needs no torch."""
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Optional
 
 from pc.errors import UserError
-from pc.levels import Coefficients, Map, require_usable, resolve
+from pc.levels import Coefficients, Map, resolve
 
 if TYPE_CHECKING:
     from pc.cuts import Cut
@@ -69,8 +69,8 @@ class PCConfig:
     compute_dtype: str = "float32"
     """Precision of the polynomial's matmuls: "float32" (the weight's own), "tf32", "bfloat16"."""
 
-    map: Map | None = field(init=False, repr=False, compare=False, default=None)
-    """The map g of a config with one level (see `for_block`)."""
+    map: Map = field(init=False, repr=False, compare=False, default=())
+    """The map g of a config with one level (see `for_block`); () with several."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocks", tuple(self.blocks))
@@ -85,32 +85,26 @@ class PCConfig:
                 raise UserError(f"pc.blocks: {name!r} is not a block; use {known}, or a full-name pattern")
         if unknown := set(self.heads) - {"q", "k", "v"}:
             raise UserError(f"pc.heads: {sorted(unknown)[0]!r} is not one of q, k, v")
+        levels = self.level if isinstance(self.level, Mapping) else dict.fromkeys(self.blocks, self.level)
+        if set(levels) != set(self.blocks):
+            raise UserError(
+                f"pc.level names {sorted(levels)} but pc.blocks names {sorted(self.blocks)}; give one level for each block"
+            )
+        try:
+            maps = {block: resolve(level) for block, level in levels.items()}
+        except (ValueError, TypeError) as error:
+            raise UserError(f"pc.level: {error}") from None
+        levels = {block: level if isinstance(level, (int, str)) else maps[block] for block, level in levels.items()}
         if isinstance(self.level, Mapping):
-            object.__setattr__(self, "level", {block: _hashable(level) for block, level in self.level.items()})
-            if set(self.level) != set(self.blocks):
-                raise UserError(
-                    f"pc.level names {sorted(self.level)} but pc.blocks names {sorted(self.blocks)}; "
-                    "give one level for each block"
-                )
-            levels = list(self.level.values())
+            object.__setattr__(self, "level", levels)
         else:
-            object.__setattr__(self, "level", _hashable(self.level))
-            levels = [self.level]
-        for level in levels:
-            try:
-                if isinstance(level, tuple):
-                    require_usable(level)
-                resolve(level)
-            except (ValueError, TypeError) as error:
-                raise UserError(f"pc.level: {error}") from None
-        if not isinstance(self.level, Mapping):
-            object.__setattr__(self, "map", resolve(self.level))
+            object.__setattr__(self, "level", levels[self.blocks[0]])
+            object.__setattr__(self, "map", maps[self.blocks[0]])
         if self.power_iterations < 1:
             raise UserError(f"pc.power_iterations must be at least 1, got {self.power_iterations}")
-        if self.schedule not in SCHEDULES:
-            raise UserError(f'pc.schedule must be "forward" or "step", got {self.schedule!r}')
-        if self.compute_dtype not in COMPUTE_DTYPES:
-            raise UserError(f"pc.compute_dtype must be one of {', '.join(COMPUTE_DTYPES)}, got {self.compute_dtype!r}")
+        for key, choices in (("schedule", SCHEDULES), ("compute_dtype", COMPUTE_DTYPES)):
+            if getattr(self, key) not in choices:
+                raise UserError(f"pc.{key} must be one of {', '.join(choices)}, got {getattr(self, key)!r}")
         if self.schedule == "forward" and self.compute_dtype == "tf32":
             # TF32 is a process-wide switch; a compiled graph cannot set it for some of its matmuls only.
             raise UserError('pc.compute_dtype = "tf32" needs pc.schedule = "step"; with "forward" use "float32"')
@@ -138,10 +132,3 @@ def matches(entry: str, name: str, block: str | None = None) -> bool:
     if entry in BLOCK_GROUPS or entry in BLOCK_SUFFIXES:
         return (block or block_of(name)) in BLOCK_GROUPS.get(entry, (entry,))
     return fnmatch.fnmatchcase(name, entry)
-
-
-def _hashable(level: Level | Sequence[float]) -> Level:
-    """Coefficients as a tuple of floats; any other level unchanged."""
-    if isinstance(level, Sequence) and not isinstance(level, (int, str)):
-        return tuple(float(a) if type(a) is int else a for a in level)
-    return level

@@ -42,8 +42,8 @@ class Cut:
 class Part:
     """Rows of a weight that are `count` matrices [rows, columns]."""
 
-    config: PCConfig | None
-    """with one level; None: not preconditioned"""
+    config: Any
+    """a PCConfig with one level, or None: not preconditioned"""
     size: int
     """rows in each repeat"""
     rows: int
@@ -84,15 +84,16 @@ class Form:
         return sum(part.count * matrix_cost((part.rows, self.columns)) for part in self.chosen)
 
     @property
-    def learnable_gamma(self) -> bool:
-        return self.chosen[0].config.learnable_gamma
+    def kinds(self) -> str:
+        """of the tensors that make PC(W): W, its gammas if learnable, u and v"""
+        return "wguv" if self.chosen[0].config.learnable_gamma else "wuv"
 
     def shape_of(self, kind: str) -> tuple[int, ...]:
-        """Shape of the weight's tensor of this kind."""
+        """Shape of the weight's tensor of kind "g", "u" or "v"."""
         count = sum(part.count for part in self.chosen)
-        if kind == "u":
-            return *self.stack, sum(part.count * part.rows for part in self.chosen)
-        return *self.stack, *{"g": (count,), "v": (count, self.columns) if count > 1 else (self.columns,)}[kind]
+        rows = sum(part.count * part.rows for part in self.chosen)
+        shapes = {"g": (count,), "u": (rows,), "v": (count, self.columns) if count > 1 else (self.columns,)}
+        return *self.stack, *shapes[kind]
 
     def initial_vectors(self, name: str) -> tuple[Tensor, Tensor]:
         """Random unit vectors u and v (float32, CPU), which depend only on the weight's name."""
@@ -108,8 +109,8 @@ class Form:
         """A batched tensor as matrices [B', rows, columns], vectors [B', rows] or [B', columns], or gammas [B', 1] of
         each chosen part, where B' is B times the part's matrices."""
         if kind == "w":
-            pieces = zip(self.parts, self._rows(tensor), strict=True)
-            return [x.reshape(-1, part.rows, self.columns) for part, x in pieces if part.config is not None]
+            rows = zip(self.parts, self._rows(tensor), strict=True)
+            return [x.reshape(-1, part.rows, self.columns) for part, x in rows if part.config is not None]
         widths = [{"g": 1, "u": part.rows, "v": self.columns}[kind] for part in self.chosen]
         lengths = [part.count * width for part, width in zip(self.chosen, widths, strict=True)]
         pieces = zip(widths, tensor.flatten(1).split(lengths, dim=1), strict=True)
@@ -122,7 +123,7 @@ class Form:
             joined = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
             return joined.reshape(len(joined), *self.shape_of(kind)[len(self.stack) :])
         found = iter(pieces)
-        others = self._rows(base) if len(pieces) < len(self.parts) else self.parts
+        others = [None] * len(self.parts) if base is None else self._rows(base)
         rows = [
             other if part.config is None else next(found).reshape(-1, self.repeats, part.size, self.columns)
             for part, other in zip(self.parts, others, strict=True)
@@ -144,13 +145,15 @@ class Form:
         """
         cut = [self.cut(kind, tensor) for kind, tensor in zip(kinds, tensors, strict=True)]
         found = [function(part.config, *of_part) for part, *of_part in zip(self.chosen, *cut, strict=True)]
-        base = tensors[kinds.rindex("w")]
+        base = tensors[kinds.rindex("w")] if len(self.chosen) < len(self.parts) else None
         return tuple(
             self.join(kind, list(pieces), base) for kind, pieces in zip(results, zip(*found, strict=True), strict=True)
         )
 
 
-def form_of(name: str, shape: Sequence[int], cut: Cut, configs: Sequence[PCConfig | None], head_dims: Sequence[int]):
+def form_of(
+    name: str, shape: Sequence[int], cut: Cut, configs: Sequence[PCConfig | None], head_dims: Sequence[int]
+) -> Form:
     """The `Form` of a weight.
 
     Args:
@@ -161,7 +164,9 @@ def form_of(name: str, shape: Sequence[int], cut: Cut, configs: Sequence[PCConfi
     Raises:
         UserError: the cut does not fit the shape.
     """
-    *stack, rows, columns = (*shape[:-2], *(reversed(shape[-2:]) if cut.transposed else shape[-2:]))
+    *stack, rows, columns = shape
+    if cut.transposed:
+        rows, columns = columns, rows
     sizes = cut.sizes or (1,) * len(cut.blocks)
     unit, rest = divmod(rows, cut.repeats * sum(sizes))
     parts = []
@@ -175,67 +180,60 @@ def form_of(name: str, shape: Sequence[int], cut: Cut, configs: Sequence[PCConfi
     return Form(tuple(parts), columns, cut.repeats, cut.transposed, tuple(stack))
 
 
-def _fused(*blocks: str, **options) -> Callable[[Any], Cut]:
-    return lambda module: Cut(blocks, **options)
-
-
-def _query_key_value(module: Any) -> Cut:
-    """Grouped-query attention in one weight."""
-    heads, groups = module.config.num_attention_heads, module.config.num_key_value_heads
+def _query_key_value(attention: Any) -> Cut:
+    heads, groups = attention.config.num_attention_heads, attention.config.num_key_value_heads
     return Cut(("q", "k", "v"), sizes=(heads, groups, groups))
 
 
-_EXPERTS = {"gate_up_proj": _fused("gate", "up"), "down_proj": _fused("down")}
-_GATED = {f"{block}_proj.weight": _fused(block) for block in ("gate", "up", "down")}
-_LEFT_OUT = None
+_EXPERTS = {"gate_up_proj": Cut(("gate", "up")), "down_proj": Cut(("down",))}
 
 # Weights of transformers' model classes that are not plain linear layers of the usual names: parameters by the class of
-# the module that they belong to. None: known, and not one of the blocks.
-KNOWN: dict[str, dict[str, Callable[[Any], Cut] | None]] = {
+# the module that they belong to. A function gives the cut of a module. None: known, and not one of the blocks.
+KNOWN: dict[str, dict[str, Cut | Callable[[Any], Cut] | None]] = {
     "Phi3Attention": {"qkv_proj.weight": _query_key_value},
-    "Phi3MLP": {"gate_up_proj.weight": _fused("gate", "up")},
+    "Phi3MLP": {"gate_up_proj.weight": Cut(("gate", "up"))},
     "GPT2Attention": {
-        "c_attn.weight": _fused("q", "k", "v", transposed=True),
-        "c_proj.weight": _fused("o", transposed=True),
+        "c_attn.weight": Cut(("q", "k", "v"), transposed=True),
+        "c_proj.weight": Cut(("o",), transposed=True),
     },
-    "GPT2MLP": {"c_fc.weight": _fused("up", transposed=True), "c_proj.weight": _fused("down", transposed=True)},
+    "GPT2MLP": {"c_fc.weight": Cut(("up",), transposed=True), "c_proj.weight": Cut(("down",), transposed=True)},
     "GPTNeoXAttention": {
         "query_key_value.weight": lambda module: Cut(("q", "k", "v"), repeats=module.config.num_attention_heads),
-        "dense.weight": _fused("o"),
+        "dense.weight": Cut(("o",)),
     },
-    "GPTNeoXMLP": {"dense_h_to_4h.weight": _fused("up"), "dense_4h_to_h.weight": _fused("down")},
-    "BertSelfAttention": {f"{name}.weight": _fused(name[0]) for name in ("query", "key", "value")},
-    "BertSelfOutput": {"dense.weight": _fused("o")},
-    "BertIntermediate": {"dense.weight": _fused("up")},
-    "BertOutput": {"dense.weight": _fused("down")},
-    "ViTAttention": {f"{block}_proj.weight": _fused(block) for block in "qkvo"},
-    "ViTMLP": {"fc1.weight": _fused("up"), "fc2.weight": _fused("down")},
-    "MixtralExperts": _EXPERTS,
-    "MixtralTopKRouter": {"weight": _LEFT_OUT},
-    "Qwen3MoeExperts": _EXPERTS,
-    "Qwen3MoeTopKRouter": {"weight": _LEFT_OUT},
-    "DeepseekV3Experts": _EXPERTS,
-    "DeepseekV3MLP": _GATED,
-    "DeepseekV3TopkRouter": {"weight": _LEFT_OUT},
+    "GPTNeoXMLP": {"dense_h_to_4h.weight": Cut(("up",)), "dense_4h_to_h.weight": Cut(("down",))},
+    "BertSelfAttention": {f"{name}.weight": Cut((name[0],)) for name in ("query", "key", "value")},
+    "BertSelfOutput": {"dense.weight": Cut(("o",))},
+    "BertIntermediate": {"dense.weight": Cut(("up",))},
+    "BertOutput": {"dense.weight": Cut(("down",))},
+    "ViTAttention": {f"{block}_proj.weight": Cut((block,)) for block in "qkvo"},
+    "ViTMLP": {"fc1.weight": Cut(("up",)), "fc2.weight": Cut(("down",))},
+    "MixtralExperts": {**_EXPERTS},
+    "MixtralTopKRouter": {"weight": None},
+    "Qwen3MoeExperts": {**_EXPERTS},
+    "Qwen3MoeTopKRouter": {"weight": None},
+    "DeepseekV3Experts": {**_EXPERTS},
+    "DeepseekV3MLP": {f"{block}_proj.weight": Cut((block,)) for block in ("gate", "up", "down")},
+    "DeepseekV3TopkRouter": {"weight": None},
     "DeepseekV3Attention": {
-        "q_a_proj.weight": _fused("q"),
-        "q_b_proj.weight": _fused("q"),
-        "kv_a_proj_with_mqa.weight": _LEFT_OUT,  # keys and values have it in common
+        "q_a_proj.weight": Cut(("q",)),
+        "q_b_proj.weight": Cut(("q",)),
+        "kv_a_proj_with_mqa.weight": None,  # keys and values have it in common
         "kv_b_proj.weight": lambda module: Cut(
             ("k", "v"), sizes=(module.qk_nope_head_dim, module.v_head_dim), repeats=module.num_heads
         ),
     },
     "GptOssExperts": {  # gate and up alternate
         "gate_up_proj": lambda module: Cut(("gate", "up"), repeats=module.gate_up_proj.size(-1) // 2, transposed=True),
-        "down_proj": _fused("down", transposed=True),
-        "gate_up_proj_bias": _LEFT_OUT,
-        "down_proj_bias": _LEFT_OUT,
+        "down_proj": Cut(("down",), transposed=True),
+        "gate_up_proj_bias": None,
+        "down_proj_bias": None,
     },
-    "GptOssTopKRouter": {"weight": _LEFT_OUT},
+    "GptOssTopKRouter": {"weight": None},
 }
 
 
-def known_cuts(name: str, module: nn.Module) -> dict[str, Cut | None]:
-    """Cuts of the parameters of a known class, by the full names of the parameters."""
-    prefix = f"{name}." if name else ""
-    return {prefix + key: make and make(module) for key, make in KNOWN.get(type(module).__name__, {}).items()}
+def known_cuts(module: nn.Module) -> dict[str, Cut | None]:
+    """Cuts of the parameters of a known class, by their names in the module."""
+    known = KNOWN.get(type(module).__name__, {})
+    return {key: cut(module) if callable(cut) else cut for key, cut in known.items()}

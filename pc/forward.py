@@ -5,7 +5,6 @@
 
 from torch import nn
 
-from pc.errors import UserError
 from pc.linear import PCLinear
 from pc.schedules import PC, Schedule, State, require_real
 from pc.weights import Weight, named_weights
@@ -23,17 +22,6 @@ class ForwardSchedule(Schedule):
             layer.reset_pc()
         return State(mark, layer.weight, layer.gamma, layer.weight, layer.u, layer.v)
 
-    def _begin(self, has_closure: bool) -> bool:
-        for name, state in self.weights.items():
-            gamma = state.gamma
-            if gamma is not None and gamma.requires_grad and gamma.grad is None and not has_closure:
-                if state.weight.grad is not None:
-                    raise UserError(
-                        f"{name}.weight has a gradient and its gamma has none: the model uses the weight without "
-                        'calling the layer, so without PC; use schedule="step", or leave the layer out of blocks'
-                    )
-        return True
-
     def materialise(self) -> None:
         for state in self.weights.values():
             layer = state.mark.module
@@ -42,9 +30,7 @@ class ForwardSchedule(Schedule):
         self._set_phase(PC)
 
     def _use_loaded(self) -> None:
-        for state in self.weights.values():
-            state.mark.module.pc_is_initialised = True
-        self._set_phase(PC)
+        self._set_phase(PC)  # u and v are those that PC(W) was computed with
 
 
 def refresh(model: nn.Module) -> None:
@@ -55,7 +41,5 @@ def refresh(model: nn.Module) -> None:
     """
     for _, weight in named_weights(model):
         if isinstance(weight.module, PCLinear):
-            if not weight.module.pc_is_initialised:
-                weight.module.reset_pc()
             weight.module.refresh()
             weight.require("")

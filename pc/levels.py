@@ -34,19 +34,21 @@ POLAR_EXPRESS: tuple[Coefficients, ...] = (
     (1.8648, -1.2224, 0.3577),
 )
 
-# Custom coefficients: the values that g may take on [0, 1.1], and how far g(1) may be from 1 without a warning.
+# Own coefficients: the values that g may take on [0, 1.1], and how far g(1) may be from 1 without a warning.
 OWN_MAP_RANGE = (-0.05, 1.1)
 OWN_MAP_TOLERANCE = 0.02
 
 
 def resolve(level: int | str | Sequence[float]) -> Map:
-    """The map of a level: 1 to 4, `"polar_express"`, or custom coefficients (`require_usable` checks them).
+    """The map of a level: 1 to 4, `"polar_express"`, or coefficients of one's own.
 
     Raises:
-        ValueError: no such level.
+        ValueError: no such level, or coefficients that are not usable.
     """
-    if isinstance(level, Sequence) and not isinstance(level, (int, str)):
-        return tuple(level)
+    if isinstance(level, Sequence) and not isinstance(level, str):
+        own = tuple(float(a) if type(a) is int else a for a in level)
+        _require_usable(own)
+        return own
     if level == "polar_express":
         return POLAR_EXPRESS
     if isinstance(level, bool) or level not in COEFFICIENTS:
@@ -58,15 +60,11 @@ def resolve(level: int | str | Sequence[float]) -> Map:
 
 
 @cache
-def require_usable(coefficients: Coefficients) -> None:
-    """Check custom coefficients on [0, 1.1], the range of singular values after division by the estimated norm.
+def _require_usable(coefficients: Coefficients) -> None:
+    """Check a map of one's own on [0, 1.1], the range of singular values after division by the estimated norm.
 
     The published maps stay within [0, 1.021] there and have g(1) = 1. Values far outside [0, 1] would flip singular
     vectors or let the norm grow; a g(1) other than 1 changes the norm of the result, with a warning.
-
-    Raises:
-        ValueError: fewer than two coefficients, a coefficient that is not a finite number, or values of g outside
-            [-0.05, 1.1]; the message names the worst point.
     """
     if len(coefficients) < 2 or not all(type(a) is float and math.isfinite(a) for a in coefficients):
         raise ValueError(f"coefficients {list(coefficients)} must be two or more numbers: those of p from degree 0 up")

@@ -39,7 +39,7 @@ def effective_weight(weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor,
     return result if scale is None else result * scale
 
 
-def evaluate(form: Form, weight: Tensor, *rest: Tensor) -> tuple[Tensor]:
+def evaluate(form: Form, weight: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
     """PC(W) of weights that are one matrix or several.
 
     Args:
@@ -52,10 +52,10 @@ def evaluate(form: Form, weight: Tensor, *rest: Tensor) -> tuple[Tensor]:
     """
 
     def of_matrices(config: PCConfig, weight: Tensor, *rest: Tensor) -> tuple[Tensor]:
-        *gamma, u, v = rest
-        return (effective_weight(weight, *(gamma or [None]), u, v, config),)
+        *gammas, u, v = rest
+        return (effective_weight(weight, gammas[0] if gammas else None, u, v, config),)
 
-    return form.apply(of_matrices, "wguv" if len(rest) == 3 else "wuv", (weight, *rest), "w")
+    return form.apply(of_matrices, form.kinds, (weight, *rest), "w")
 
 
 class PCLinear(nn.Linear):
@@ -89,13 +89,12 @@ class PCLinear(nn.Linear):
         """Turn an `nn.Linear` that has its weight into a PC layer."""
         self.pc_plain_class, self.__class__ = type(self), PCLinear
         self.pc_name, self.pc_form = name, form
-        like = {"device": self.weight.device, "dtype": self.weight.dtype}
-        gamma = nn.Parameter(torch.empty(form.shape_of("g"), **like)) if form.learnable_gamma else None
+        gamma = nn.Parameter(self.weight.new_empty(form.shape_of("g"))) if "g" in form.kinds else None
         self.register_parameter("gamma", gamma)
         for kind in "uv":
-            self.register_buffer(kind, torch.empty(form.shape_of(kind), **like))
+            self.register_buffer(kind, self.weight.detach().new_empty(form.shape_of(kind)))
         self.pc_is_initialised = False
-        if self.weight.device.type != "meta":
+        if not self.weight.is_meta:
             self.reset_pc()
 
     def remove_pc(self) -> None:
@@ -119,13 +118,15 @@ class PCLinear(nn.Linear):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Update `u` and `v` by `power_iterations` power iterations."""
+        """Update `u` and `v` by `power_iterations` power iterations, from random ones in a new layer."""
+        if not self.pc_is_initialised:
+            self.reset_pc()
         weight = self.weight
         if hasattr(weight, "full_tensor"):  # a DTensor, a class that is slow to import
             weight = weight.full_tensor()  # on every rank: this schedule is the simple reference, not the fast one
 
-        def iterate(config: PCConfig, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-            return power_iteration(*tensors, config.power_iterations)
+        def iterate(config: PCConfig, weight: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            return power_iteration(weight, u, v, config.power_iterations)
 
         with without_autocast(weight):
             found = self.pc_form.apply(
@@ -148,8 +149,6 @@ class PCLinear(nn.Linear):
         if prefix + "u" in state_dict:
             self.pc_is_initialised = True
         elif prefix + "weight" in state_dict and not self.weight.is_meta:  # plain weights
-            if not self.pc_is_initialised:
-                self.reset_pc()
             self.refresh()
 
     def extra_repr(self) -> str:

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from pc.cuts import Form
 from pc.errors import UserError
 from pc.owner import local
-from pc.weights import NO_SCHEDULE, Weight, named_weights, refuse_shared
+from pc.weights import NO_SCHEDULE, Weight, clean_name, named_weights
 
 # Phases: what the weights and their gradients are.
 RAW = "raw"
@@ -35,29 +35,24 @@ PC = "PC(W)"
 PULLED = "pulled back"
 """As PC, with gradients of W and gamma."""
 
-# What is wrong with a call in a phase.
-MESSAGES = {
-    ("forward", RAW): "it holds W; step every optimizer given to its schedule, or call schedule.materialise()",
+NOT_READY = "it holds W; step every optimizer given to its schedule, or call schedule.materialise()"
+TWICE = (
+    "pull_back() on gradients that are already those of W; call it once per step, after the last micro-batch, and "
+    'optimizer.zero_grad() before the next backward(); a loss that contains a gamma itself needs schedule="forward"'
+)
+NOT_RESTORED = "materialise() while the weights hold PC(W); call restore_raw() and optimizer.step() first"
+
+# Calls that are wrong in a phase.
+REFUSED = {
     ("pull_back", RAW): "pull_back() while the weights hold W; call materialise() and backward() first",
-    (
-        "pull_back",
-        PULLED,
-    ): "pull_back() on gradients that are already those of W; call it once per step, after the last "
-    "micro-batch, and optimizer.zero_grad() before the next backward() (which must set gradients to None with "
-    'learnable_gamma=False); a loss that contains a gamma itself needs schedule="forward"',
+    ("pull_back", PULLED): TWICE,
     ("restore_raw", RAW): "restore_raw() while the weights already hold W",
-    (
-        "restore_raw",
-        PC,
-    ): "a step on gradients of PC(W), without schedule.pull_back() since the last backward(); it makes "
-    "them those of W: call it once per step, before clipping",
-    ("materialise", PC): "materialise() while the weights hold PC(W); call restore_raw() and optimizer.step() first",
-    (
-        "materialise",
-        PULLED,
-    ): "materialise() while the weights hold PC(W); call restore_raw() and optimizer.step() first",
+    ("restore_raw", PC): "a step on gradients of PC(W), without schedule.pull_back() since the last backward(); it "
+    "makes them those of W: call it once per step, before clipping",
+    ("materialise", PC): NOT_RESTORED,
+    ("materialise", PULLED): NOT_RESTORED,
     ("state_dict", RAW): "state_dict() while the weights hold W; call materialise() first",
-}
+}  # fmt: skip
 
 
 @dataclass
@@ -103,21 +98,45 @@ def schedule(models: nn.Module | Iterable[nn.Module], *optimizers: Optimizer) ->
     from pc.step import StepSchedule
 
     models = [models] if isinstance(models, nn.Module) else list(models)
-    weights: dict[str, Weight] = {}
-    for model in models:
-        found = dict(named_weights(model))
-        refuse_shared(model, found.values())
-        if both := found.keys() & weights.keys():
-            raise UserError(f"two models have a weight {min(both)} with PC; give each model its own pc.schedule")
-        weights |= found
-    if not weights:
+    marks = [mark for model in models for _, mark in named_weights(model)]
+    if not marks:
         raise UserError("pc.schedule found no weight with PC; call pc.attach(model, pc.PCConfig(...)) first")
-    kind = next(iter(weights.values())).config.schedule
-    made = {"step": StepSchedule, "forward": ForwardSchedule}[kind](models, weights)
+    _require_usable(models, marks)
+    kind = {"step": StepSchedule, "forward": ForwardSchedule}[marks[0].config.schedule]
+    made = kind(models, {mark.name: mark for mark in marks})
     if optimizers:
         made.follow(*optimizers)
         made.materialise()
     return made
+
+
+def _require_usable(models: list[nn.Module], marks: list[Weight]) -> None:
+    holders: dict[int, list[str]] = {}
+    for model in models:
+        for name, module in model.named_modules():
+            for parameter in module.parameters(recurse=False):
+                holders.setdefault(id(parameter), []).append(clean_name(name))
+    for mark in marks:
+        if len(sharing := holders[id(mark.parameter)]) > 1:
+            raise UserError(f"{mark.name} shares its weight: {', '.join(sharing)}; PC needs a separate weight")
+        if [other.name for other in marks].count(mark.name) > 1:
+            raise UserError(f"two models have a weight {mark.name} with PC; give each model its own pc.schedule")
+        if mark.missing != NO_SCHEDULE:
+            raise UserError(
+                f"{mark.name} has a schedule already, which holds its W; use that one. To copy a model: "
+                "copy.deepcopy((model, optimizer, schedule)). To start again from PC(W): pc.merge, then pc.attach"
+            )
+
+
+def require_real(mark: Weight) -> None:
+    """Raise a `UserError` for a weight on the meta device or in low precision."""
+    if mark.parameter.is_meta:
+        raise UserError(f"{mark.name} is on the meta device; call pc.schedule once the weights exist")
+    if mark.parameter.dtype.itemsize < 4:
+        raise UserError(
+            f"{mark.name} is {mark.parameter.dtype}, but W needs float32 to accumulate small updates; call "
+            "model.float(), and use autocast or FSDP's mixed precision for fast matmuls"
+        )
 
 
 class Schedule(ABC):
@@ -132,15 +151,11 @@ class Schedule(ABC):
     """keys of a weight's saved state, besides gamma"""
 
     def __init__(self, models: list[nn.Module], marks: dict[str, Weight]) -> None:
-        for name, mark in marks.items():
-            if mark.missing != NO_SCHEDULE:
-                raise UserError(
-                    f"{name} has a schedule already, which holds its W; use that one. To copy a model: "
-                    "copy.deepcopy((model, optimizer, schedule)). To start again from PC(W): pc.merge, then pc.attach"
-                )
         self.weights = {name: self.state_of(mark) for name, mark in marks.items()}
         self._optimizers: list[Optimizer] = []
-        self._stepping: set[int] = set()
+        self._to_step: set[int] = set()
+        """`id` of the weights and gammas that no optimizer has stepped since `pull_back`"""
+        self._is_stepping = False
         self._has_started = False
         self._set_phase(RAW)
 
@@ -177,17 +192,14 @@ class Schedule(ABC):
             optimizer.register_step_post_hook(self._after_step)
 
     def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        self._stepping.discard(id(optimizer))
-        if _only_creates_state(optimizer) or not _parameters(optimizer) & self._trained().keys():
-            return
         has_closure = kwargs.get("closure", args[1] if len(args) > 1 else None) is not None  # args[0] is the optimizer
-        if self._begin(has_closure):
-            self._stepping.add(id(optimizer))
+        steps_pc = bool(_parameters(optimizer) & self._trained().keys()) and not _only_creates_state(optimizer)
+        self._is_stepping = steps_pc and self._begin(has_closure)
 
     def _after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        if id(optimizer) not in self._stepping:
+        if not self._is_stepping:
             return
-        self._stepping.remove(id(optimizer))
+        self._is_stepping = False
         self._to_step -= _parameters(optimizer)
         if self._to_step:
             self._set_phase(RAW)  # until the other optimizers have stepped too
@@ -197,14 +209,14 @@ class Schedule(ABC):
     def _set_phase(self, phase: str) -> None:
         self.phase = phase
         for state in self.weights.values():
-            state.mark.require(MESSAGES["forward", RAW] if phase == RAW else "")
+            state.mark.require(NOT_READY if phase == RAW else "")
         if phase != RAW:
             self._has_started = True
             self._to_step = set(self._trained())
 
     def _require(self, call: str) -> None:
-        if (call, self.phase) in MESSAGES:
-            raise UserError(MESSAGES[call, self.phase])
+        if (call, self.phase) in REFUSED:
+            raise UserError(REFUSED[call, self.phase])
 
     def _trained(self) -> dict[int, str]:
         """`id` and name of each trainable weight and gamma."""
@@ -241,12 +253,14 @@ class Schedule(ABC):
             UserError: weights or tensors are missing or unknown, or have another shape.
         """
         own = self._tensors()
-        if own.keys() != state_dict.keys():
-            raise UserError(f"the PC state and the model differ in weights {sorted(own.keys() ^ state_dict.keys())}")
+        shapes, given = (
+            {f"{name}.{key}": [*tensor.shape] for name, tensors in state.items() for key, tensor in tensors.items()}
+            for state in (own, state_dict)
+        )
+        for key in shapes.keys() | given.keys():
+            if shapes.get(key) != given.get(key):
+                raise UserError(f"the PC state has {key} of shape {given.get(key)}, the model of {shapes.get(key)}")
         for name, tensors in own.items():
-            given = {key: [*tensor.shape] for key, tensor in state_dict[name].items()}
-            if given != (wanted := {key: [*tensor.shape] for key, tensor in tensors.items()}):
-                raise UserError(f"PC state of {name} has shapes {given}, the model {wanted}")
             for key, tensor in tensors.items():
                 local(tensor).copy_(local(state_dict[name][key]))
         self._use_loaded()
@@ -258,16 +272,16 @@ class Schedule(ABC):
         """The state of a marked weight at the start."""
 
     @abstractmethod
-    def _begin(self, has_closure: bool) -> bool:
-        """Before an optimizer's step; whether the step changes weights."""
+    def materialise(self) -> None:
+        """Compute PC(W) of the current weights, after every optimizer step and once before the first forward pass."""
 
     @abstractmethod
     def _use_loaded(self) -> None:
         """After a state was loaded."""
 
-    @abstractmethod
-    def materialise(self) -> None:
-        """Compute PC(W) of the current weights, after every optimizer step and once before the first forward pass."""
+    def _begin(self, has_closure: bool) -> bool:
+        """Before an optimizer's step; whether the step changes weights."""
+        return True
 
     def pull_back(self) -> None:
         """Make gradients of PC(W) those of W and gamma, once per step, after the last backward pass, before clipping."""
@@ -280,17 +294,10 @@ def _parameters(optimizer: Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
-def require_real(mark: Weight) -> None:
-    """Raise a `UserError` for a weight on the meta device."""
-    if mark.parameter.is_meta:
-        raise UserError(f"{mark.name} is on the meta device; call pc.schedule once the weights exist")
-
-
 def _only_creates_state(optimizer: Optimizer) -> bool:
     """Whether this is the step with zero gradients and lr 0 that torch.distributed.checkpoint runs to create
     optimizer state. It does not train."""
     if optimizer.state or any(float(group.get("lr", 0.0)) for group in optimizer.param_groups):
         return False
-    return not any(
-        local(p.grad).any() for group in optimizer.param_groups for p in group["params"] if p.grad is not None
-    )
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return not any(local(gradient).any() for gradient in gradients)

@@ -33,7 +33,7 @@ def preserve(models: nn.Module | Iterable[nn.Module], schedule: Schedule | None 
         schedule: of these models if there is one, before its first `materialise`.
 
     Raises:
-        UserError: no W exists for this map or these settings.
+        UserError: no W exists for this map or these settings, or weights are on the meta device.
     """
     models = [models] if isinstance(models, nn.Module) else list(models)
     marks = [mark for model in models for _, mark in named_weights(model)]
@@ -41,7 +41,10 @@ def preserve(models: nn.Module | Iterable[nn.Module], schedule: Schedule | None 
     weights = [state.weight for state in states] or [mark.parameter for mark in marks]
     vectors = [(state.u, state.v) for state in states]
     for mark, weight in zip(marks, weights, strict=True):
-        require_possible(mark.config)
+        for part in mark.form.chosen:
+            require_possible(part.config)
+        if weight.is_meta:
+            raise UserError(f"{mark.name} is on the meta device; call pc.preserve once the weights exist")
         if not states:
             mark.vectors = weight.new_empty(mark.form.shape_of("u")), weight.new_empty(mark.form.shape_of("v"))
             vectors.append(mark.vectors)
@@ -62,9 +65,8 @@ def preserve(models: nn.Module | Iterable[nn.Module], schedule: Schedule | None 
 
 def require_possible(config: PCConfig) -> None:
     """Raise a `UserError` with the reason if no W can have the given PC(W)."""
-    levels = config.level.values() if isinstance(config.level, Mapping) else [config.level]
-    for level in levels:
-        at_one = polynomial.evaluate(polynomial.resolve(level), torch.ones(1, dtype=torch.float64)).item()
+    for level in config.level.values() if isinstance(config.level, Mapping) else [config.level]:
+        at_one = polynomial.evaluate(polynomial.resolve(level), 1.0)
         if abs(at_one - 1.0) > TOLERANCE:
             raise UserError(
                 f'pc.start = "preserve" needs g(1) = 1, but level {level} has {at_one:.6g}; set pc.start = "raw" to '

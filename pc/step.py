@@ -19,13 +19,12 @@ from pc import passes
 from pc.cuts import Form
 from pc.errors import UserError
 from pc.owner import Item, Plan, local, shard_like
-from pc.schedules import MESSAGES, PC, PULLED, RAW, Schedule, State, require_real
+from pc.schedules import PC, PULLED, RAW, TWICE, Schedule, State, require_real
 from pc.spectral import without_autocast
 from pc.weights import Weight
 
-# How far the norm of a shard may be from that of the PC(W) that was written: rounding; after a load also the matmuls of
-# another machine.
-UNCHANGED, UNCHANGED_AFTER_LOAD = 1e-6, 1e-3
+# How far the norm of a shard may be from that of the PC(W) that was written, relative to it: rounding.
+UNCHANGED = 1e-6
 
 
 class StepSchedule(Schedule):
@@ -39,15 +38,17 @@ class StepSchedule(Schedule):
         # still hold unsharded ones.
         self._reshard()
         self._plans: dict[tuple, Plan] = {}
-        self._pulled_back: Tensor | None = None
+        device = next(iter(marks.values())).parameter.device
         self._norms: Tensor | None = None
-        self._comparisons: list[tuple[Tensor, torch.Event | None]] = []
-        self._tolerance = UNCHANGED
+        """of the local shards when PC(W) was written, [weights]; None: not to be compared"""
+        self._changed = torch.zeros((), device=device)
+        self._answer = torch.zeros((), pin_memory=device.type == "cuda")
+        """`_changed` on the host, once it has arrived there"""
         super().__init__(models, marks)
         self._observe()
 
     def __getstate__(self) -> dict:
-        return self.__dict__ | {"_plans": {}, "_comparisons": []}  # they hold process groups and events
+        return self.__dict__ | {"_plans": {}}  # they hold process groups
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
@@ -66,11 +67,6 @@ class StepSchedule(Schedule):
     def state_of(self, mark: Weight) -> State:
         require_real(mark)
         weight = mark.parameter
-        if weight.dtype.itemsize < 4:
-            raise UserError(
-                f"{mark.name} is {weight.dtype}, but W needs float32 to accumulate small updates; call model.float(), "
-                "and use autocast or FSDP's mixed precision for fast matmuls"
-            )
         if mark.gamma is not None:
             if mark.gamma.is_meta:  # plain weights were assigned to a model on the meta device
                 gamma = torch.empty(mark.gamma.shape, device=weight.device, dtype=weight.dtype)
@@ -88,17 +84,24 @@ class StepSchedule(Schedule):
             UserError: the weights already hold PC(W).
         """
         self._require("materialise")
-        self._reshard()
         states = self.weights.values()
+        self._reshard()
         torch._foreach_copy_([local(s.raw) for s in states], [local(s.weight) for s in states])
-        self._write_pc(_materialise)
-        self._tolerance = UNCHANGED
+        self._write_pc(iterate=True)
+        self._norms = self._measure()
 
-    def _write_pc(self, function: Callable) -> None:
+    def _use_loaded(self) -> None:
+        """Compute PC(W) anew, so that the order of loading model and schedule does not matter."""
+        self._reshard()
+        self._write_pc(iterate=False)
+        self._norms = None  # the model's state, loaded after this one, may have other rounding errors
+
+    def _write_pc(self, iterate: bool) -> None:
         states = list(self.weights.values())
         inputs = [(s.raw, *s.gammas, s.u, s.v) for s in states]
-        self._run("materialise", function, states, inputs, [(s.weight, s.u, s.v) for s in states])
-        self._norms = self._measure()
+        self._run(
+            _materialise if iterate else _materialise_as_saved, states, inputs, [(s.weight, s.u, s.v) for s in states]
+        )
         self._set_phase(PC)
 
     @torch.no_grad()
@@ -108,37 +111,24 @@ class StepSchedule(Schedule):
         Call it once per step, after the last backward pass and before clipping.
 
         Raises:
-            UserError: the weights hold W, there are no gradients, or they are already pulled back.
+            UserError: the weights hold W or were changed, there are no gradients, or they are already pulled back.
         """
         self._require("pull_back")
-        self._require_unchanged()  # in earlier steps
-        self._compare()
-        trained = {name: s for name, s in self.weights.items() if any(p.requires_grad for p in (s.weight, *s.gammas))}
-        without = [name for name, s in trained.items() if s.weight.grad is None]
-        if without and (len(without) == len(trained) or isinstance(trained[without[0]].weight, DTensor)):
-            raise UserError(
-                f"pull_back() found no gradient on {without[0]}.weight; call it after backward() (a frozen weight "
-                "needs a frozen gamma; under FSDP every layer must have been used)"
-            )
-        used = [s for s in trained.values() if s.weight.grad is not None]
-        if self._is_pulled_back(used):
-            raise UserError(MESSAGES["pull_back", PULLED])
+        self._require_unchanged()
+        used = [s for s in self.weights.values() if s.weight.grad is not None]
+        if not used:
+            raise UserError("pull_back() found no gradient of a weight with PC; call it after backward()")
+        # Only `pull_back` gives gammas a gradient, and zero_grad() takes it away or makes it zero.
+        earlier = [local(gamma.grad).flatten() for s in used for gamma in s.gammas if gamma.grad is not None]
+        if earlier and torch.cat(earlier).any():
+            raise UserError(TWICE)
         gradients = [(s.weight.grad, *(torch.zeros_like(gamma) for gamma in s.gammas)) for s in used]
         inputs = [(s.raw, g, *s.gammas, s.u, s.v) for s, (g, *_) in zip(used, gradients, strict=True)]
-        self._run("pull_back", _pull_back, used, inputs, gradients)
+        self._run(_pull_back, used, inputs, gradients)
         for state, given in zip(used, gradients, strict=True):
             for parameter, gradient in zip((state.weight, *state.gammas), given, strict=True):
                 parameter.grad = gradient if parameter.requires_grad else None
-            self._pulled_back = state.weight.grad
         self.phase = PULLED
-
-    def _is_pulled_back(self, states: list[State]) -> bool:
-        """Whether zero_grad() is missing since `pull_back`, the only one that gives gammas a gradient."""
-        gammas = [gamma for state in states for gamma in state.gammas if gamma.requires_grad]
-        if not gammas:
-            return any(state.weight.grad is self._pulled_back for state in states)
-        given = [local(gamma.grad).flatten() for gamma in gammas if gamma.grad is not None]
-        return bool(given) and not given[0].is_meta and bool(torch.cat(given).any())
 
     def _begin(self, has_closure: bool) -> bool:
         if has_closure:
@@ -157,13 +147,11 @@ class StepSchedule(Schedule):
         """Write W into the weights, so that the optimizer steps and decays W.
 
         Raises:
-            UserError: the weights already hold W, there are gradients of PC(W), or a weight is no longer PC(W).
+            UserError: the weights already hold W or were changed, or there are gradients of PC(W).
         """
         if self.phase == RAW or self._has_gradients():
             self._require("restore_raw")
-        self._compare()
-        if next(iter(self.weights.values())).weight.device.type == "cpu":  # an accelerator's answer comes a step later
-            self._require_unchanged()
+        self._require_unchanged()
         self._reshard()
         states = self.weights.values()
         torch._foreach_copy_([local(s.weight) for s in states], [local(s.raw) for s in states])
@@ -172,14 +160,8 @@ class StepSchedule(Schedule):
     def _has_gradients(self) -> bool:
         return any(s.weight.grad is not None for s in self.weights.values())
 
-    def _use_loaded(self) -> None:
-        """Compute PC(W) anew, so that the order of loading model and schedule does not matter."""
-        self._reshard()
-        self._write_pc(_materialise_as_saved)
-        self._tolerance = UNCHANGED_AFTER_LOAD
-
-    def _run(self, name: str, function: Callable, states: list[State], inputs: list[Item], outputs: list[Item]) -> None:
-        key = (name, *(s.mark.name for s in states))
+    def _run(self, function: Callable, states: list[State], inputs: list[Item], outputs: list[Item]) -> None:
+        key = (function, *(s.mark.name for s in states))
         if key not in self._plans:
             forms = [s.form for s in states]
             stacked, costs = [bool(form.stack) for form in forms], [form.cost for form in forms]
@@ -188,41 +170,26 @@ class StepSchedule(Schedule):
             self._plans[key].run(function, inputs, outputs)
 
     def _measure(self) -> Tensor | None:
-        """Norms of the local shards, [weights]."""
+        """Norms of the local shards, [weights]; None on the meta device."""
         shards = [local(s.weight) for s in self.weights.values()]
         return None if shards[0].is_meta else torch.stack(torch._foreach_norm(shards))
 
-    def _compare(self) -> None:
-        """Note, on all ranks, whether a weight was changed on one since PC(W) was written into it."""
+    def _require_unchanged(self) -> None:
+        """Raise if on any rank a weight is not the PC(W) that was written into it: its gradients are not those of PC(W),
+        and the change would be lost.
+
+        Nothing waits for an accelerator. Its answer is read when it has arrived, some calls later.
+        """
         if self._norms is None:
             return
-        same = torch.isclose(self._measure(), self._norms, rtol=self._tolerance, atol=0.0, equal_nan=True)
-        changed = (~same).any().float()
-        for state in self.weights.values():
-            if isinstance(state.weight, DTensor):
-                mesh = state.weight.device_mesh
-                for dimension in range(mesh.ndim):
-                    dist.all_reduce(changed, dist.ReduceOp.MAX, group=mesh.get_group(dimension))
-                break
-        event = None
-        if changed.device.type != "cpu" and torch.accelerator.is_available():
-            event = torch.Event(changed.device)
-            event.record()
-        self._comparisons.append((changed, event))
-
-    def _require_unchanged(self) -> None:
-        """Raise if a weight was changed: its gradients are not those of PC(W), and the change would be lost."""
-        found = False
-        for changed, event in self._comparisons:
-            if event is None:
-                found |= bool(changed)
-                continue
-            stream = torch.Stream(changed.device)  # one that does not wait for the step in progress
-            stream.wait_event(event)
-            with stream:
-                found |= bool(changed)
-        self._comparisons.clear()
-        if found:
+        same = torch.isclose(self._measure(), self._norms, rtol=UNCHANGED, atol=0.0, equal_nan=True)
+        torch.maximum(self._changed, (~same).any().float(), out=self._changed)
+        meshes = [s.weight.device_mesh for s in self.weights.values() if isinstance(s.weight, DTensor)]
+        for dimension in range(meshes[0].ndim if meshes else 0):
+            dist.all_reduce(self._changed, dist.ReduceOp.MAX, group=meshes[0].get_group(dimension))
+        self._answer.copy_(self._changed, non_blocking=True)
+        if self._answer:
+            self._changed.zero_()
             raise UserError(
                 "a weight was changed while it held PC(W), and the optimizer steps W: load the schedule's state with "
                 "the model's, swap averaged weights back, create pc.schedule after initialisation and DDP, give it all "
@@ -235,14 +202,12 @@ class StepSchedule(Schedule):
             module.reshard()
 
 
-def _materialise(form: Form, raw: Tensor, *rest: Tensor, iterate: bool = True) -> Sequence[Tensor]:
-    kinds = "wguv" if len(rest) == 3 else "wuv"
-    return form.apply(partial(passes.materialise, iterate=iterate), kinds, (raw, *rest), "wuv")
+def _materialise(form: Form, *tensors: Tensor, iterate: bool = True) -> Sequence[Tensor]:
+    return form.apply(partial(passes.materialise, iterate=iterate), form.kinds, tensors, "wuv")
 
 
 _materialise_as_saved = partial(_materialise, iterate=False)
 
 
-def _pull_back(form: Form, raw: Tensor, gradient: Tensor, *rest: Tensor) -> Sequence[Tensor]:
-    kinds, results = ("wwguv", "wg") if len(rest) == 3 else ("wwuv", "w")
-    return form.apply(passes.pull_back, kinds, (raw, gradient, *rest), results)
+def _pull_back(form: Form, *tensors: Tensor) -> Sequence[Tensor]:
+    return form.apply(passes.pull_back, f"w{form.kinds}", tensors, "wg" if "g" in form.kinds else "w")

@@ -2,9 +2,10 @@
 
 import fnmatch
 import re
-import sys
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,8 @@ class Weight:
 
     name: str
     """full name of the module, or of the parameter if it is not called "weight\""""
-    module: nn.Module
+    module: Any
+    """an nn.Module"""
     key: str
     """of the parameter in its module"""
     form: Form
@@ -49,11 +51,6 @@ class Weight:
     @property
     def parameter(self) -> nn.Parameter:
         return getattr(self.module, self.key)
-
-    @property
-    def full_name(self) -> str:
-        """of the parameter"""
-        return f"{self.name}.weight" if self.key == "weight" and self.name != "weight" else self.name
 
     @property
     def gamma_key(self) -> str:
@@ -85,35 +82,27 @@ def attach(model: nn.Module, config: PCConfig, preserve: bool = False) -> nn.Mod
 
     Raises:
         UserError: an entry of `blocks` matches nothing, or a weight without a cut, or misses a weight beside those that
-            it finds; a weight is matched twice, is shared with another layer, or has PC already; the model is already
-            wrapped; in schedule "forward", a weight that is not an `nn.Linear`'s; with `preserve`, weights on the meta
-            device, a map with g(1) other than 1, or no norm recovery.
+            it finds; a weight is matched twice; the model has PC already, or is wrapped; in schedule "forward", a
+            weight that is not an `nn.Linear`'s; with `preserve`, those of `pc.preserve`.
     """
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # slow to import; if nobody imported it, nothing is wrapped
     for module in model.modules():
-        if isinstance(module, DistributedDataParallel) or (fsdp and isinstance(module, fsdp.FSDPModule)):
-            raise UserError("the model is already wrapped in DDP or FSDP; call pc.attach first")
         if hasattr(module, "pc_weights"):
             raise UserError("the model already has PC; call pc.attach only once")
+        if hasattr(module, "no_sync") or hasattr(module, "unshard"):
+            raise UserError("the model is already wrapped in DDP or FSDP; call pc.attach first")
     found = find(model, config)
     found.require_complete(config)
-    weights = list(found.weights.values())
-    refuse_shared(model, weights)
-    if preserve:
-        from pc import start  # which imports this module
-
-        start.require_possible(config)
-        if any(weight.parameter.is_meta for weight in weights):
-            raise UserError("pc.attach(preserve=True) needs weights; on the meta device, call pc.preserve later")
-    for weight in weights:
+    for weight in found.weights.values():
         _mark(weight)
     if config.schedule == "step":
         # The forward pass does not use gammas, so DDP would wait for their gradients forever: `pull_back` sets them.
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        ignored = [names[weight.gamma] for weight in weights if weight.gamma is not None]
+        gammas = {id(weight.gamma) for weight in found.weights.values()}
+        ignored = [name for name, parameter in model.named_parameters() if id(parameter) in gammas]
         ignored += getattr(model, "_ddp_params_and_buffers_to_ignore", [])
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     if preserve:
+        from pc import start  # which imports this module
+
         start.preserve(model)
     return model
 
@@ -127,7 +116,7 @@ def _mark(weight: Weight) -> None:
                 'does not allow; use "step"'
             )
         PCLinear.add_pc(module, weight.name, weight.form)
-    elif weight.form.learnable_gamma:
+    elif weight.config.learnable_gamma:
         gamma = torch.ones(weight.form.shape_of("g"), device=parameter.device, dtype=parameter.dtype)
         module.register_parameter(weight.gamma_key, nn.Parameter(gamma))
     if not hasattr(module, "pc_weights"):
@@ -140,25 +129,25 @@ def _mark(weight: Weight) -> None:
     weight.require(NO_SCHEDULE)
 
 
-def _hidden(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _hidden(module: Any) -> Iterator[str]:
+    """What the model's state dict leaves out of a module."""
     for weight in module.pc_weights.values():
         if weight.is_hidden:
-            for key in (weight.gamma_key, "u", "v") if isinstance(module, PCLinear) else (weight.gamma_key,):
-                if getattr(module, key, None) is not None:
-                    yield key, getattr(module, key)
+            keys = (weight.gamma_key, "u", "v") if isinstance(module, PCLinear) else (weight.gamma_key,)
+            yield from (key for key in keys if getattr(module, key, None) is not None)
 
 
 def _leave_out(module: nn.Module, state_dict: dict, prefix: str, _) -> None:
-    for key, _ in _hidden(module):
+    for key in _hidden(module):
         state_dict.pop(prefix + key, None)
 
 
 def _expect_none(module: nn.Module, state_dict: dict, prefix: str, *_) -> None:
-    for key, tensor in _hidden(module):
-        state_dict.setdefault(prefix + key, tensor)
+    for key in _hidden(module):
+        state_dict.setdefault(prefix + key, getattr(module, key))
 
 
-def _refuse(module: nn.Module, _) -> None:
+def _refuse(module: Any, _) -> None:
     for weight in module.pc_weights.values():
         if weight.missing:
             raise UserError(f"{weight.name} cannot multiply by PC(W): {weight.missing}")
@@ -171,7 +160,7 @@ class Found:
     weights: dict[str, Weight] = field(default_factory=dict)
     """by the parameter's full name"""
     places: dict[str, set[str]] = field(default_factory=dict)
-    """for each block or group in `blocks`, where its weights are, layers not told apart"""
+    """for each entry of `blocks`, the modules that its weights are in, layers not told apart"""
     others: dict[str, nn.Parameter] = field(default_factory=dict)
     """weights of two dimensions or more without PC, by full name"""
     unknown: list[str] = field(default_factory=list)
@@ -180,13 +169,13 @@ class Found:
     def require_complete(self, config: PCConfig) -> None:
         """Raise a `UserError` if an entry of `blocks` finds nothing, or may miss an unknown weight beside its own."""
         for entry in config.blocks:
-            places = self.places.get(entry, set())
-            if not places:
-                raise UserError(f"pc.blocks: {entry!r} matches no weight of the model; see print(pc.describe(model))")
-            if entry not in BLOCK_SUFFIXES and entry not in BLOCK_GROUPS:
-                continue
-            missed = {_all_layers(name) for name in self.unknown if _place(name, places)}
-            if missed:
+            if entry not in self.places:
+                raise UserError(
+                    f"pc.blocks: {entry!r} matches no weight of the model; see print(pc.describe(model, config))"
+                )
+            inside = tuple(f"{place}." for place in self.places[entry] if place)
+            missed = {name for name in map(_all_layers, self.unknown) if name.startswith(inside)}
+            if missed and (entry in BLOCK_SUFFIXES or entry in BLOCK_GROUPS):
                 raise UserError(
                     f"pc.blocks: {entry!r} does not know {', '.join(sorted(missed))} beside the weights that it finds; "
                     "say in PCConfig.cuts how it is cut (pc.Cut), or None to leave it out"
@@ -201,39 +190,35 @@ def find(model: nn.Module, config: PCConfig) -> Found:
     """
     found = Found()
     modules = {clean_name(name): module for name, module in model.named_modules()}
-    known: dict[str, Cut | None] = {}
-    for name, module in modules.items():
-        known |= known_cuts(name, module)
+    cuts = {_join(name, key): cut for name, module in modules.items() for key, cut in known_cuts(module).items()}
     for name, module in modules.items():
         for key, parameter in module.named_parameters(recurse=False):
-            full = f"{name}.{key}" if name else key
-            lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
-            if not lazy and parameter.ndim < 2:
+            full = _join(name, key)
+            if parameter.ndim < 2:
                 continue
-            given = [cut for pattern, cut in (config.cuts or {}).items() if fnmatch.fnmatchcase(full, pattern)]
-            cut = given[0] if given else known.get(full)
-            is_plain = isinstance(module, nn.Linear) and key == "weight" and not lazy
-            if cut is None and is_plain and not given and full not in known:
-                cut = Cut((block_of(name) or "",))
+            if given := [cut for pattern, cut in (config.cuts or {}).items() if fnmatch.fnmatchcase(full, pattern)]:
+                cuts[full] = given[0]
+            is_known, cut = full in cuts, cuts.get(full)
+            if not is_known and isinstance(module, nn.Linear) and key == "weight":
+                block = block_of(name)
+                is_known, cut = block is not None, Cut((block or "",))
             entries = [_entry_of(config, block, name, full) for block in (cut.blocks if cut else ("",))]
-            if any(entries) and cut is None:
+            if not any(entries):
+                found.others[full] = parameter
+                found.unknown += [] if is_known else [full]
+                continue
+            if cut is None:
                 raise UserError(
                     f"pc.blocks: {entries[0]!r} matches {full}, a weight of {type(module).__name__}, which has no cut; "
                     "give it one in PCConfig.cuts (pc.Cut)"
                 )
-            if not any(entries):
-                found.others[full] = parameter
-                if not given and full not in known and (cut is None or cut.blocks == ("",)):
-                    found.unknown.append(full)
-                continue
-            for entry in entries:
-                if entry:
-                    found.places.setdefault(entry, set()).add(_all_layers(name.rpartition(".")[0]))
+            for entry in filter(None, entries):
+                found.places.setdefault(entry, set()).add(_all_layers(name.rpartition(".")[0]))
             head_dims = [cut.head_dim or _head_dim(config, block, name, modules) for block in cut.blocks]
             configs = [config.for_block(entry) if entry else None for entry in entries]
             form = form_of(full, parameter.shape, cut, configs, head_dims)
-            is_hidden = config.schedule == "step"
-            found.weights[full] = Weight(name if key == "weight" and name else full, module, key, form, is_hidden)
+            short = name if key == "weight" and name else full
+            found.weights[full] = Weight(short, module, key, form, is_hidden=config.schedule == "step")
     return found
 
 
@@ -258,37 +243,30 @@ def _head_dim(config: PCConfig, block: str, name: str, modules: dict[str, nn.Mod
     raise UserError(f"pc.heads: no module around {name} has a head_dim; give its cut in PCConfig.cuts")
 
 
+def _join(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key
+
+
 def _all_layers(name: str) -> str:
     """A name with all layers made one: "layers.0.mlp" to "layers.*.mlp"."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", name)
 
 
-def _place(name: str, places: Iterable[str]) -> bool:
-    return any(_all_layers(name).startswith(f"{place}.") for place in places if place)
-
-
-def describe(model: nn.Module, config: PCConfig | None = None) -> str:
+def describe(model: nn.Module, config: PCConfig) -> str:
     """Which weights get PC, as which matrices, and which are left out; one line for each kind, to print.
 
     Args:
-        model: unmarked, or after `attach` (then without `config`).
+        model: before `attach`.
     """
-    found = find(model, config) if config else Found({w.full_name: w for _, w in named_weights(model)})
-    if not config:
-        marked = {id(weight.parameter) for weight in found.weights.values()}
-        named = ((clean_name(name), p) for name, p in model.named_parameters())
-        found.others = {n: p for n, p in named if p.ndim > 1 and id(p) not in marked and not n.endswith("gamma")}
-    lines: dict[str, int] = {}
+    found, lines = find(model, config), []
     for full, weight in found.weights.items():
         chosen = [f"{p.count} of [{p.rows}, {weight.form.columns}], level {p.config.level}" for p in weight.form.chosen]
         stack = f"{weight.form.stack[0]} times " if weight.form.stack else ""
-        line = f"{_all_layers(full)} {[*weight.parameter.shape]}: {stack}{'; '.join(chosen)}"
-        lines[line] = lines.get(line, 0) + 1
+        lines.append(f"{_all_layers(full)} {[*weight.parameter.shape]}: {stack}{'; '.join(chosen)}")
     for full, parameter in found.others.items():
         unknown = ", no known cut" if full in found.unknown else ""
-        line = f"left out: {_all_layers(full)} {[*parameter.shape]}{unknown}"
-        lines[line] = lines.get(line, 0) + 1
-    return "\n".join(f"{count} x {line}" for line, count in lines.items())
+        lines.append(f"left out: {_all_layers(full)} {[*parameter.shape]}{unknown}")
+    return "\n".join(f"{count} x {line}" for line, count in Counter(lines).items())
 
 
 @torch.no_grad()
@@ -317,18 +295,6 @@ def merge(model: nn.Module) -> nn.Module:
             handle.remove()
         module.__dict__.pop("pc_weights", None)
     return model
-
-
-def refuse_shared(model: nn.Module, weights: Iterable[Weight]) -> None:
-    """Raise a `UserError` if one of these weights also belongs to another module."""
-    owners: dict[nn.Parameter, list[str]] = {}
-    for name, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(parameter, []).append(clean_name(name))
-    for weight in weights:
-        if len(sharing := owners[weight.parameter]) > 1:
-            other = next(owner for owner in sharing if owner != weight.name)
-            raise UserError(f"pc.blocks: {weight.name}.weight is shared with {other}; PC needs a separate weight")
 
 
 def clean_name(name: str) -> str:

@@ -101,7 +101,7 @@ def _pc_shapes(model: Transformer) -> dict[str, torch.Size]:
     """Shapes of the entries `pc.*` that belong to the PC layers of `model`."""
     shapes = {}
     for name, weight in named_weights(model):
-        kinds = {"u": "u", "v": "v"} | ({"gamma": "g"} if weight.form.learnable_gamma else {})
+        kinds = {"gamma" if kind == "g" else kind: kind for kind in weight.form.kinds if kind != "w"}
         shapes |= {f"pc.{name}.{key}": torch.Size(weight.form.shape_of(kind)) for key, kind in kinds.items()}
         if weight.config.schedule == "step":
             shapes[f"pc.{name}.raw"] = weight.parameter.shape

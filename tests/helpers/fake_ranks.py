@@ -73,7 +73,7 @@ def _state_of_shapes(_, mark: Weight) -> State:
 
 
 def sharded(args: Llama2Args, config: Config, world_size: int) -> nn.Module:
-    """The model as the trainer shards it, on the meta device, with a gradient on each parameter."""
+    """The model as the trainer shards it, on the meta device, with a gradient on each weight."""
     tensor, replicas = config.parallelism.tensor_parallel_degree, config.parallelism.data_parallel_replicate_degree
     context = config.parallelism.context_parallel_degree
     shards = world_size // tensor // replicas // context
@@ -82,6 +82,7 @@ def sharded(args: Llama2Args, config: Config, world_size: int) -> nn.Module:
     with torch.device("meta"):
         model = Llama2(args)
     parallelize(model, dims, config)
-    for parameter in model.parameters():
-        parameter.grad = torch.empty_like(parameter)
+    for name, parameter in model.named_parameters():
+        if not name.endswith("gamma"):  # `pull_back` sets those
+            parameter.grad = torch.empty_like(parameter)
     return model

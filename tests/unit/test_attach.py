@@ -63,7 +63,6 @@ def test_what_a_group_misses_is_listed():
     assert (
         pc.describe(Mixture(), PCConfig(blocks=("gate",))).splitlines()[1].startswith("2 x left out: layers.*.mlp.ex")
     )
-    assert pc.describe(pc.attach(Mixture(), config)).splitlines() == lines
 
 
 @pytest.mark.parametrize(
@@ -93,7 +92,7 @@ def test_wrong_blocks(blocks, message):
         ({"level": {"o": 4, "ffn": [2.0, -3.0]}}, r"g\(1\.1\) = -1\.793"),
         ({"power_iterations": 0}, "power_iterations"),
         ({"heads": ["o"]}, "pc.heads: 'o' is not one of q, k, v"),
-        ({"schedule": "steps"}, 'must be "forward" or "step"'),
+        ({"schedule": "steps"}, "must be one of forward, step"),
         ({"compute_dtype": "fp8"}, "compute_dtype"),
         ({"compute_dtype": "tf32", "schedule": "forward"}, "tf32"),
     ],
@@ -121,12 +120,6 @@ class Doubled(nn.Linear):
         return 2 * super().forward(x)
 
 
-def _tied():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[1].weight = model[0].weight
-    return model
-
-
 def _wrapped():
     wrapped = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
     nn.Module.__init__(wrapped)
@@ -138,9 +131,7 @@ def _wrapped():
     "model, settings, message",
     [
         (lambda: pc.attach(nn.Sequential(nn.Linear(4, 4)), PCConfig(blocks=("0*",))), {}, "already has PC"),
-        (_tied, {}, "0.weight is shared with 1"),
         (_wrapped, {"blocks": ("*.0*",)}, "call pc.attach first"),
-        (lambda: nn.Sequential(nn.LazyLinear(4)), {}, "0.weight, a weight of LazyLinear, which has no cut"),
         (lambda: nn.Sequential(nn.Embedding(4, 4)), {}, "a weight of Embedding, which has no cut; give it one"),
         (lambda: nn.Sequential(nn.Linear(4, 4)), {"cuts": {"0.weight": Cut(("a", "b", "c"))}}, "does not fit 0.weight"),
         (lambda: nn.Sequential(Doubled(4, 4)), {"schedule": "forward"}, '0, a Doubled, does not allow; use "step"'),

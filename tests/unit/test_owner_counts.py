@@ -105,6 +105,7 @@ def _whole(prepared):
     for state in prepared.weights.values():
         assert isinstance(state.raw, DTensor)
         state.weight, state.gamma = whole(state.weight), whole(state.gamma)
+        state.gamma.grad = None
         state.raw, state.u, state.v = (whole(t).detach() for t in (state.raw, state.u, state.v))
     return prepared
 
