@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pc import polynomial, spectral
+    from pc import owner, polynomial, spectral
     from pc.config import PCConfig
     from pc.cuts import Cut
     from pc.errors import UserError
@@ -42,6 +42,7 @@ _HOMES = {
     "effective_weight": "pc.linear",
     "merge": "pc.weights",
     "named_weights": "pc.weights",
+    "owner": "pc",
     "polynomial": "pc",
     "preserve": "pc.start",
     "refresh": "pc.forward",

@@ -76,5 +76,14 @@ def test_hugging_face_trainer(run, tmp_path):
     AutoModelForCausalLM.from_pretrained(tmp_path / "straight" / "plain")
 
 
+@pytest.mark.parametrize(
+    "example, ranks", [("cap_singular_values", 1), ("shampoo", 1), ("hyperball", 1), ("hyperball", 2)]
+)
+def test_optimizers_on_owners(run, monkeypatch, example, ranks):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    found = losses(run(f"{example}.py", ranks=ranks))
+    assert found[-1] < found[0] / 2
+
+
 def test_short():
     assert all(len(path.read_text().splitlines()) < 100 for path in EXAMPLES.glob("*.py"))

@@ -1,0 +1,100 @@
+"""The examples of `pc.owner` on sharded weights against the same on one process, in float64."""
+
+import importlib.util
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from helpers.ranks import run_ranks
+from helpers.tiny import ROOT
+from pc.owner import local
+
+SHAPES = [(8, 4), (4, 8), (7, 5), (1, 6)]  # two ranks: even, even, uneven, empty; three: uneven, and empty
+MESHES = {
+    "FSDP2": {"fsdp": 2},
+    "FSDP3": {"fsdp": 3},
+    "HSDP2x2": {"replicate": 2, "fsdp": 2},
+    "TP2 x FSDP2": {"fsdp": 2, "tp": 2},
+}
+
+
+def _load(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _cap(weights):
+    optimizer = torch.optim.SGD(weights, lr=0.1)
+    _load("cap_singular_values").Cap(optimizer, weights, cap=1.0)
+    return optimizer
+
+
+OPTIMIZERS = {
+    "cap": _cap,
+    "shampoo": lambda weights: _load("shampoo").Shampoo(weights, lr=0.1),
+    "hyperball": lambda weights: _load("hyperball").Hyperball(weights, lr=0.1),
+}
+
+
+def _draw(seed, index):
+    return torch.randn(SHAPES[index], generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _sharded(mesh, tensors):
+    """Tensor parallelism by `distribute_tensor`, over rows and columns in turn, then FSDP2."""
+    if "tp" in mesh.mesh_dim_names:
+        tensors = [distribute_tensor(t, mesh["tp"], [Shard(i % 2)], src_data_rank=None) for i, t in enumerate(tensors)]
+    model = nn.ParameterList(nn.Parameter(tensor) for tensor in tensors)
+    fully_shard(model, mesh=mesh[tuple(name for name in mesh.mesh_dim_names if name != "tp")])
+    return list(model)
+
+
+def _train(name, shard, last=2):
+    """Weights after three steps on drawn gradients; `last` is the seed of the last ones."""
+    weights = shard([_draw(100 + index, index) for index in range(len(SHAPES))])
+    optimizer = OPTIMIZERS[name](weights)
+    for step in (0, 1, last):
+        gradients = shard([_draw(10 * step + index, index) for index in range(len(SHAPES))])
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.grad = gradient.detach()
+        optimizer.step()
+    return [weight.detach() for weight in weights]
+
+
+def _alone(tensors):
+    return [nn.Parameter(tensor) for tensor in tensors]
+
+
+def _on_ranks(rank, name, degrees):
+    mesh = init_device_mesh("cpu", tuple(degrees.values()), mesh_dim_names=tuple(degrees))
+    differences = []
+    for last in (2, 3):  # against the same, and as a control against other gradients in the last step
+        found, expected = _train(name, lambda x: _sharded(mesh, x)), _sharded(mesh, _train(name, _alone, last))
+        pairs = [(local(a), local(b)) for a, b in zip(found, expected, strict=True)]
+        differences.append(max((a - b).abs().max().item() for a, b in pairs if a.numel()))
+    return differences
+
+
+@pytest.mark.parametrize("degrees", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_sharded_equals_one_process(name, degrees):
+    for same, other in run_ranks(math.prod(degrees.values()), _on_ranks, name, degrees):
+        assert same < 1e-12 < 1e-3 < other  # rounding of a few float64 operations on numbers near 1
+
+
+def test_alone_they_do_what_they_say():
+    assert all(torch.linalg.svdvals(weight)[0] < 1 + 1e-12 for weight in _train("cap", _alone))
+    for index, weight in enumerate(_train("hyperball", _alone)):
+        assert weight.norm().item() == pytest.approx(_draw(100 + index, index).norm().item(), rel=1e-12)
+    # after one step Shampoo's update of a gradient U S V^T is U V^T
+    weight = nn.Parameter(torch.zeros(4, 8, dtype=torch.float64))
+    weight.grad = _draw(0, 1)
+    _load("shampoo").Shampoo([weight], lr=1.0, epsilon=1e-14).step()
+    torch.testing.assert_close(torch.linalg.svdvals(weight), torch.ones(4).double(), rtol=1e-6, atol=0)
