@@ -11,19 +11,19 @@ An experiment's folder has `runs.jsonl`, one line per run with its config, envir
 
 import json
 import math
-import statistics
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
+import pandas as pd
 import torch
 
 from pc.analysis.bars import read_results
 from pc.analysis.curves import VALIDATION
 from pc.common.files import write_atomically
-from pc.common.run_folder import RunLog, read_log, unique_names
+from pc.common.run_folder import read_log, unique_names
 from pc.errors import UserError
 from pc.settings.models import FLAVORS
 from pc.sweep.spec import label
@@ -34,18 +34,13 @@ TORCHTITANS_RATE = 8e-4  # its default
 CONDITION = ("spectra/gmcn/pc", "spectra/gmcn/qkv", "spectra/gmcn/all")
 ESTIMATE_ERROR = "spectra/estimate_error/"
 RMS = ("signal/attention/rms/", "signal/ffn/rms/")
-T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-"""97.5 % quantiles of Student's t for 1 to 10 degrees of freedom; the last, a little too wide, serves for more"""
-
-
-# --- runs.jsonl -------------------------------------------------------------------------------------
 
 
 def collect(sweeps: Sequence[Path], study: str, output: Path) -> int:
     """Write the finished and diverged runs of `sweeps` into `output`/runs.jsonl as `study`; returns their number.
 
     Earlier lines of that study are replaced. Of a run's log it keeps validation losses, condition numbers, errors of
-    the estimate, and the largest RMS over the layers.
+    the estimate, and the largest RMS of a layer's outputs so far.
     """
     file = output / "runs.jsonl"
     others = [line for line in _read(file) if line["study"] != study] if file.exists() else []
@@ -61,48 +56,30 @@ def _read(file: Path) -> list[dict]:
 
 
 def _line(study: str, sweep: Path, result: dict) -> dict | None:
-    """A run's line; None if it was never validated and did not diverge. A diverged run ends with a loss of null."""
+    """A run's line; None if it was never validated and did not diverge."""
     folder = sweep / result["name"] if (sweep / result["name"]).is_dir() else Path(result["folder"])
-    steps: dict[int, dict] = {}
-    for line in read_log(folder).lines:
-        steps.setdefault(line["step"], {}).update(_thin(line))
-    if result.get("state") == "diverged":
-        steps[max(steps)][VALIDATION] = None
-    log = [line for line in _rising_rms(steps.values()) if line.keys() - {"step", "tokens"}]
-    if not any(VALIDATION in line for line in log):
+    run = read_log(folder)
+    last = run.series(VALIDATION).values[-1:]
+    diverged = result.get("state") == "diverged" or any(map(math.isnan, last))
+    if not last and not diverged:
         return None
+    log = pd.DataFrame(run.lines).groupby("step", as_index=False).last()  # the last value of each quantity in a step
+    for prefix in RMS:
+        log[prefix + "max"] = log.filter(like=prefix).max(axis=1).cummax()
+    measured = log.filter(regex=f"^({VALIDATION}|spectra/gmcn/|{ESTIMATE_ERROR})")
+    kept = log[["step", "tokens", *measured, *(prefix + "max" for prefix in RMS)]][measured.notna().any(axis=1)]
     return {
         "study": study,
-        **{key: result.get(key) for key in ("name", "config", "settings", "state", "spikes")},
+        **{key: result.get(key) for key in ("name", "config", "settings", "spikes")},
+        "state": "diverged" if diverged else "finished",
         "resolved": tomllib.loads((folder / "config.toml").read_text()),
         "environment": json.loads((folder / "environment.json").read_text()),
-        "log": log,
+        "log": [row.dropna().map(_short).to_dict() for _, row in kept.astype(object).iterrows()],
     }
 
 
-def _rising_rms(lines: Iterable[dict]) -> Iterator[dict]:
-    """The lines without RMS below an earlier one: tables show the largest."""
-    largest: dict[str, float] = {}
-    for line in lines:
-        for key in line.keys() & {prefix + "max" for prefix in RMS}:
-            if line[key] <= largest.get(key, -math.inf):
-                line = {other: value for other, value in line.items() if other != key}
-            else:
-                largest[key] = line[key]
-        yield line
-
-
-def _thin(line: dict) -> dict:
-    whole = ("step", "tokens", VALIDATION, *CONDITION)
-    kept = {key: value for key, value in line.items() if key in whole or key.startswith(ESTIMATE_ERROR)}
-    for prefix in RMS:
-        values = [value for key, value in line.items() if key.startswith(prefix) and value is not None]
-        if values:
-            kept[prefix + "max"] = max(values)
-    return {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in kept.items()}
-
-
-# --- arms -------------------------------------------------------------------------------------------
+def _short(value: float) -> float:
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 @dataclass
@@ -110,39 +87,103 @@ class Arm:
     """Runs that differ only in learning rate and seed."""
 
     name: str
-    runs: dict[float, dict[int, RunLog]] = field(default_factory=dict)
-    """{learning rate: {seed: run}}"""
+    logs: dict[tuple[float, int], pd.DataFrame] = field(default_factory=dict)
+    """{(learning rate, seed): [tokens, quantity]}"""
+    final: dict[tuple[float, int], float] = field(default_factory=dict)
+    """{(learning rate, seed): final validation loss in nats per token; infinite if the run diverged}"""
 
-    def loss(self, rate: float, seed: int) -> float:
-        """Final validation loss in nats per token; NaN counts as infinite, so that it is never the best."""
-        value = self.runs[rate][seed].series(VALIDATION).values[-1]
-        return value if math.isfinite(value) else math.inf
+    @cached_property
+    def losses(self) -> pd.DataFrame:
+        """`final` as [learning rate, seed]; NaN: not run."""
+        return pd.Series(self.final).unstack()
 
-    @property
+    @cached_property
     def first_seed(self) -> int:
         """The first seed that ran at every rate; it chooses the rate."""
-        common = set.intersection(*(set(runs) for runs in self.runs.values()))
-        if not common:
+        common = self.losses.columns[self.losses.notna().all()]
+        if common.empty:
             raise UserError(f"{self.name}: no seed has run at every learning rate")
-        return min(common)
+        return common[0]
 
     @property
-    def choosing(self) -> set[int]:
-        """The seed by which the rate was chosen; empty if there is only one rate."""
-        return {self.first_seed} if len(self.runs) > 1 else set()
+    def choosing(self) -> list[int]:
+        """The seed by which the rate was chosen; none if there is only one rate."""
+        return [self.first_seed] if len(self.losses) > 1 else []
 
     @property
     def best_rate(self) -> float:
         """The rate with the lowest loss on the first seed."""
-        return min(self.runs, key=lambda rate: self.loss(rate, self.first_seed))
+        return self.losses[self.first_seed].idxmin()
 
     def judged(self, rate: float) -> list[int]:
         """The seeds at `rate` without the one that chose it, or only that one if there is no other."""
-        seeds = sorted(self.runs[rate])
-        return [seed for seed in seeds if seed not in self.choosing] or seeds
+        seeds = self.losses.loc[rate].dropna().index
+        return _without(seeds, self.choosing)
 
-    def losses(self, rate: float) -> list[float]:
-        return [self.loss(rate, seed) for seed in self.judged(rate)]
+    def course(self, key: str, rate: float, seed: int) -> pd.Series:
+        """What the run logged under `key`, by tokens."""
+        log = self.logs[rate, seed]
+        return log[key].dropna() if key in log else pd.Series(dtype=float)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """An arm at one of its rates and the reference at one of its own, run by run of the same seed."""
+
+    arm: Arm
+    rate: float
+    reference: Arm
+    its_rate: float
+
+    @property
+    def at_best(self) -> bool:
+        return (self.rate, self.its_rate) == (self.arm.best_rate, self.reference.best_rate)
+
+    @property
+    def seeds(self) -> list[int]:
+        """Seeds run in both, without the one that chose the rates if there are others."""
+        theirs = self.reference.losses.loc[self.its_rate].dropna().index
+        common = self.arm.losses.loc[self.rate].dropna().index.intersection(theirs)
+        return _without(common, self.arm.choosing + self.reference.choosing)
+
+    @property
+    def tested(self) -> list[int]:
+        """`seeds`, if they did not choose the rates."""
+        return [seed for seed in self.seeds if seed not in self.arm.choosing + self.reference.choosing]
+
+    @property
+    def differences(self) -> pd.Series:
+        """Final losses of the arm minus the reference's, by seed; infinite or NaN if one diverged."""
+        return self.arm.losses.loc[self.rate, self.seeds] - self.reference.losses.loc[self.its_rate, self.seeds]
+
+    @property
+    def courses(self) -> pd.DataFrame:
+        """[tokens, seed]: differences of validation losses where both runs were validated."""
+        ours = {seed: self.arm.course(VALIDATION, self.rate, seed) for seed in self.seeds}
+        theirs = {seed: self.reference.course(VALIDATION, self.its_rate, seed) for seed in self.seeds}
+        return pd.DataFrame({seed: ours[seed] - theirs[seed] for seed in self.seeds})
+
+
+def _without(seeds: pd.Index, choosing: Sequence[int]) -> list[int]:
+    """`seeds` without the `choosing` ones, if any are left."""
+    return list(seeds.drop(choosing, errors="ignore")) or list(seeds)
+
+
+def pairs(arms: Sequence[Arm]) -> list[Pair]:
+    """What is compared with the reference, the first arm; those at the best rates of both come first.
+
+    Then both at the reference's best rate, and each arm at its own against other rates of the reference with several
+    common seeds.
+    """
+    reference, best = arms[0], arms[0].best_rate
+    found = []
+    for arm in arms[1:]:
+        every = [Pair(arm, rate, reference, other) for rate in arm.losses.index for other in reference.losses.index]
+        found += [pair for pair in every if pair.its_rate == best and pair.rate in (best, arm.best_rate)]
+        found += [
+            pair for pair in every if pair.rate == arm.best_rate and pair.its_rate != best and len(pair.seeds) > 1
+        ]
+    return sorted(found, key=lambda pair: not pair.at_best)
 
 
 @dataclass(frozen=True)
@@ -178,9 +219,8 @@ class Experiment:
         The rate rises linearly in the warm-up and then falls along a curve that is symmetric about its middle.
         """
         mean = self.warm_up / 2 + (1 - self.warm_up) * (1 + self.config["lr_scheduler"]["min_lr_factor"]) / 2
-        return (
-            self.arms[0].best_rate * self.config["optimizer"]["weight_decay"] * mean * self.config["training"]["steps"]
-        )
+        decay = self.config["optimizer"]["weight_decay"]
+        return self.arms[0].best_rate * decay * mean * self.config["training"]["steps"]
 
     @property
     def std_times_root_width(self) -> float:
@@ -221,79 +261,25 @@ def read_experiments(folder: Path) -> list[Experiment]:
 
 
 def _arms(lines: Sequence[dict], file: Path) -> list[Arm]:
+    """Arms are named by PC on or off and by the settings in which the runs differ."""
     configs = list(dict.fromkeys(line["config"] for line in lines))
     names = dict(zip(configs, unique_names([Path(config).with_suffix("") for config in configs]), strict=True))
-    first = lines[0]["settings"]
-    shared = {key for key in first if all(line["settings"].get(key) == first[key] for line in lines)} - {"pc.enable"}
+    settings = [{"pc.enable": line["resolved"].get("pc", {}).get("enable", False)} | line["settings"] for line in lines]
+    keys = {key for one in settings for key in one} - {RATE}
+    varied = {key for key in keys if any(one.get(key) != settings[0].get(key) for one in settings)} | {"pc.enable"}
     arms: dict[str, Arm] = {}
-    for line in lines:
-        settings = {key: value for key, value in line["settings"].items() if key not in shared | {RATE}}
-        words = [names[line["config"]]] if len(configs) > 1 or not settings else []
-        name = ", ".join(words + ([label(settings)] if settings else []))
+    for line, one in zip(lines, settings, strict=True):
+        words = [names[line["config"]]] * (len(configs) > 1)
+        name = ", ".join([*words, label({key: value for key, value in one.items() if key in varied})])
         rate = line["resolved"].get("optimizer", {}).get("lr", TORCHTITANS_RATE)
-        seed = line["resolved"].get("debug", {}).get("seed", 0)
-        run = RunLog(line["name"], file, line["log"])
-        other = arms.setdefault(name, Arm(name)).runs.setdefault(rate, {}).setdefault(seed, run)
-        if str(other.series(VALIDATION)) != str(run.series(VALIDATION)):  # as text, because NaN is not equal to itself
+        place = rate, line["resolved"].get("debug", {}).get("seed", 0)
+        log = pd.DataFrame(line["log"]).set_index("tokens")
+        loss = math.inf if line["state"] == "diverged" else log[VALIDATION].dropna().iloc[-1]
+        arm = arms.setdefault(name, Arm(name))
+        if arm.final.setdefault(place, loss) != loss:
             raise UserError(
-                f"{file}: {other.name} and {run.name} are two runs of {name} with the same learning rate and seed but "
-                "different validation losses; collect them as two studies"
+                f"{file}: {line['name']} is a second run of {name} with the same learning rate and seed but a "
+                "different validation loss; collect them as two studies"
             )
+        arm.logs[place] = log
     return list(arms.values())
-
-
-def paired_seeds(arm: Arm, rate: float, reference: Arm, its_rate: float) -> list[int]:
-    """Seeds run in both arms at these rates, without the one that chose the rates if there are others."""
-    common = sorted(arm.runs[rate].keys() & reference.runs[its_rate].keys())
-    return [seed for seed in common if seed not in arm.choosing | reference.choosing] or common
-
-
-def comparisons(arms: Sequence[Arm]) -> Iterator[tuple[Arm, float, float]]:
-    """(arm, its learning rate, the reference's) of what is compared with the reference.
-
-    Both at their best rates, then both at the reference's, then the arm at its own against other rates of the reference
-    with several common seeds.
-    """
-    reference = arms[0]
-    best = reference.best_rate
-    for arm in arms[1:]:
-        pairs = [(arm.best_rate, best)] + [(best, best)] * (best in arm.runs)
-        for rate in reference.runs:
-            if len(paired_seeds(arm, arm.best_rate, reference, rate)) > 1:
-                pairs.append((arm.best_rate, rate))
-        yield from ((arm, *pair) for pair in dict.fromkeys(pairs))
-
-
-# --- statistics -------------------------------------------------------------------------------------
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean, and half the width of its 95 % interval by Student's t; infinite for a single value."""
-    if len(values) < 2:
-        return values[0], math.inf
-    return statistics.fmean(values), _t_95(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
-
-
-def slope(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Slope of the least-squares line through (x, y), and half the width of its 95 % interval by Student's t."""
-    x, y = zip(*points, strict=True)
-    line = statistics.linear_regression(x, y)
-    if len(points) < 3:
-        return line.slope, math.inf
-    variance = math.fsum((b - line.intercept - line.slope * a) ** 2 for a, b in points) / (len(points) - 2)
-    spread = math.fsum((a - statistics.fmean(x)) ** 2 for a in x)
-    return line.slope, _t_95(len(points) - 2) * math.sqrt(variance / spread)
-
-
-def _t_95(freedom: int) -> float:
-    return T_95[min(freedom, len(T_95)) - 1]
-
-
-def verdict(differences: Sequence[float], margin: float) -> str:
-    """What the 95 % interval of the mean difference says: better, worse, no difference (within ± `margin`), undecided."""
-    if len(differences) < 2 or not all(map(math.isfinite, differences)):
-        return "no test"
-    mean, half = interval(differences)
-    if abs(mean) > half:
-        return "better" if mean < 0 else "worse"
-    return "no difference" if half < margin else "undecided"

@@ -1,8 +1,6 @@
 """The plotting commands: read, draw everything for which there is data, and report what is missing."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from pc.analysis import bars, curves, signals, spectra, spectra_plots
@@ -18,8 +16,8 @@ def draw_curves(paths: Sequence[Path], output: Path) -> None:
     table = curves.table(rows)
     print(table)
     print(curves.plot(runs, rows, output))
-    finite = [{key: value for key, value in asdict(row).items() if value == value} for row in rows]  # JSON has no NaN
-    for name, content in {"summary.md": table, "summary.json": json.dumps(finite, indent=2) + "\n"}.items():
+    summary = rows.to_json(orient="records", indent=2, double_precision=15) + "\n"  # null for what is not finite
+    for name, content in {"summary.md": table, "summary.json": summary}.items():
         write_atomically(output / name, content)
         print(output / name)
     _print_or_explain("activation sizes", signals.plot_activation_rms, runs, output)

@@ -1,12 +1,13 @@
 import json
 import math
 
+import pandas as pd
 import pytest
 
 from pc.analysis import bars, curves
 from pc.analysis.figures import draw_curves, draw_sweeps
 from pc.common.plots import save
-from pc.common.run_folder import Series, read_log, read_logs
+from pc.common.run_folder import read_log, read_logs
 from pc.errors import UserError
 
 
@@ -24,13 +25,15 @@ def _validations(folder, losses, tokens_per_step=100):
 
 
 def test_tokens_to_reach_interpolates():
-    series = Series([1, 2, 3], [100, 200, 300], [5.0, 4.0, 3.5])
-    assert curves.tokens_to_reach(series, 4.0) == 200
-    assert curves.tokens_to_reach(series, 4.25) == 175
-    assert curves.tokens_to_reach(series, 6.0) == 100  # before the first validation nothing is known
-    assert curves.tokens_to_reach(series, 3.4) is None
+    course = pd.Series([5.0, 4.0, 3.5], [100, 200, 300])
+    assert curves.tokens_to_reach(course, 4.0) == 200
+    assert curves.tokens_to_reach(course, 4.25) == 175
+    assert curves.tokens_to_reach(course, 6.0) == 100  # before the first validation nothing is known
+    assert math.isnan(curves.tokens_to_reach(course, 3.4))
     # the first time counts, also when the loss rises again
-    assert curves.tokens_to_reach(Series([1, 2, 3], [100, 200, 300], [5.0, 3.0, 4.0]), 4.0) == 150
+    assert curves.tokens_to_reach(pd.Series([5.0, 3.0, 4.0], [100, 200, 300]), 4.0) == 150
+    # nothing is interpolated from a loss that is not finite
+    assert curves.tokens_to_reach(pd.Series([5.0, math.nan, 3.0], [100, 200, 300]), 4.0) == 300
 
 
 def test_speedup_both_ways_and_neither(tmp_path):
@@ -38,9 +41,9 @@ def test_speedup_both_ways_and_neither(tmp_path):
     better = _validations(tmp_path / "better", [4.0, 3.0, 2.5])
     worse = _validations(tmp_path / "worse", [5.5, 4.5, 4.0])
     rows = curves.compare(read_logs([reference, better, worse]))
-    assert [row.speedup for row in rows] == [1.0, 300 / 200, 200 / 300]
-    assert [row.reached_at_tokens for row in rows] == [300, 200, None]
-    assert [round(row.difference, 6) for row in rows] == [0, -0.5, 1.0]
+    assert rows.speedup.tolist() == [1.0, 300 / 200, 200 / 300]
+    assert rows.reached_at_tokens.tolist() == pytest.approx([300, 200, math.nan], nan_ok=True)
+    assert rows.difference.tolist() == [0, -0.5, 1.0]
     text = curves.table(rows)
     assert "1.50x" in text and "never" in text and "different numbers of tokens" not in text
     assert "different numbers of tokens" in curves.table(
@@ -55,8 +58,8 @@ def test_a_short_run_that_never_gets_there_has_no_speedup(tmp_path):
     between = _validations(tmp_path / "between", [4.9], tokens_per_step=105)
     longer = _validations(tmp_path / "longer", [4.9], tokens_per_step=150)
     rows = curves.compare(read_logs([reference, short, between, longer]))
-    assert [row.reached_at_tokens for row in rows[1:]] == [None, None, None]
-    assert [row.speedup for row in rows[1:]] == [None, None, pytest.approx(110 / 150)]
+    assert rows.reached_at_tokens[1:].isna().all()
+    assert rows.speedup.tolist() == pytest.approx([1.0, math.nan, math.nan, 110 / 150], nan_ok=True)
     assert "| never | - |" in curves.table(rows)
 
 
@@ -118,9 +121,7 @@ def test_bars(tmp_path, monkeypatch):
 
 
 def test_a_run_that_diverged(tmp_path):
-    """Nothing is interpolated from a loss that is not finite, and summary.json is JSON, which has no NaN."""
-    series = Series([1, 2, 3], [100, 200, 300], [5.0, math.nan, 3.0])
-    assert curves.tokens_to_reach(series, 4.0) == 300
+    """summary.json is JSON, which has no NaN."""
     good, bad = _validations(tmp_path / "good", [5.0, 4.0]), _validations(tmp_path / "bad", [5.0, None])
     draw_curves([good, bad], tmp_path / "out")
 
@@ -128,7 +129,7 @@ def test_a_run_that_diverged(tmp_path):
         raise AssertionError(constant)
 
     first, second = json.loads((tmp_path / "out" / "summary.json").read_text(), parse_constant=refuse)
-    assert first["final_loss"] == 4.0 and "final_loss" not in second and second["name"] == "bad"
+    assert first["final_loss"] == 4.0 and second["final_loss"] is None and second["name"] == "bad"
 
 
 def test_sweeps_of_one_name_have_a_figure_each(tmp_path, capsys):

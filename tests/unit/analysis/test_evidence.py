@@ -3,6 +3,7 @@
 import json
 import math
 
+import pandas as pd
 import pytest
 
 from pc.analysis import evidence, evidence_report
@@ -22,6 +23,7 @@ model = {{ flavor = "{flavor}", vocab_size = 512 }}
 training = {{ steps = 100, seq_len = {seq_len}, global_batch_size = 8 }}
 lr_scheduler = {{ warmup_steps = 10, min_lr_factor = 0.1 }}
 optimizer = {{ name = "AdamW", lr = {rate}, weight_decay = 0.1 }}
+pc = {{ enable = {on} }}
 debug = {{ seed = {seed} }}
 """
 
@@ -41,7 +43,7 @@ def _sweep(folder, losses, config="c.toml", stops_at=None, flavor="nano", seq_le
             ]
             kept = [line for line in lines if line["step"] <= (stops_at or {}).get(name, 5)]
             (folder / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
-            toml = CONFIG.format(rate=rate, seed=seed, flavor=flavor, seq_len=seq_len)
+            toml = CONFIG.format(on=str(on).lower(), rate=rate, seed=seed, flavor=flavor, seq_len=seq_len)
             (folder / name / "config.toml").write_text(toml)
             (folder / name / "environment.json").write_text("{}")
             state = "diverged" if final is None else "finished"
@@ -57,76 +59,74 @@ def _arms(tmp_path, losses=LOSSES, **options):
     return experiment.arms
 
 
-def _arm_table(arms):
-    return evidence_report.arm_table(arms, margin=0.01)
+def _pair_table(arms):
+    return evidence_report.pair_table(arms, margin=0.01)
 
 
 def test_rate_by_the_first_seed_and_judged_on_the_others(tmp_path):
     """PC's best rate by seed 0 is 1e-3; only seeds 1 and 2 enter the figures, paired with the baseline's."""
     arms = _arms(tmp_path)
-    table = _arm_table(arms)
-    assert "| pc off | 0.002 | 4.3000 ± 0.1000 (n = 2) |" in table
+    table = _pair_table(arms)
+    assert (
+        "| that of pc off | seeds | difference | interval | verdict | times fewer tokens | after 30 | after 50 |"
+        in table
+    )
     # 3.8 - 4.2 and 4.0 - 4.4 are equal; unpaired errors would be 0.14
-    assert "| pc on | 0.001 | 3.9000 ± 0.1000 (n = 2) | 0.002 | -0.4000 ± 0.0000 (n = 2) |" in table
-    assert "| pc on | 0.002 | 3.9500 ± 0.0500 (n = 2) | 0.002 | -0.3500 ± 0.0500 (n = 2) |" in table
-    assert len(table.splitlines()) == 5  # the baseline's other rate has no seed but the choosing one
-    assert "| 0.001 | 4.0000 | **3.7000**; 3.9000 ± 0.1000 (n = 2) |" in evidence_report.grid_table(arms)
+    assert "| pc on | 0.001 | 0.002 | 1, 2 | -0.4000 ± 0.0000 |" in table and "| -0.400 | -0.400 |" in table
+    assert "| pc on | 0.002 | 0.002 | 1, 2 | -0.3500 ± 0.0500 |" in table
+    assert len(table.splitlines()) == 4  # the baseline's other rate has no seed but the choosing one
+    health = "7.0 | - | - | 1.0e-02 / 1.0e-02 | - / 3 |"
+    assert f"| pc on | **0.001** | 0 | 3.7000 | {health}" in evidence_report.arm_table(arms)
+    assert f"| pc on | **0.001** | 1, 2 | 3.9000 ± 0.1000 | {health}" in evidence_report.arm_table(arms)
+    assert "| pc off | 0.001 | 0 | 4.0000 |" in evidence_report.arm_table(arms)
     assert "better for pc off; pc on." in evidence_report.untuned(arms)
-    assert "| difference after tokens | learning rates | n | 30 | 50 |" in evidence_report.course_table(arms)
-    assert "| pc on | 0.001 / 0.002 | 2 | -0.400 | -0.400 |" in evidence_report.course_table(arms)
-    conditioning = evidence_report.conditioning_table(arms)
-    assert "| pc on | 0.001 | 1, 2 | 7.0 | - | - | 1.0e-02 / 1.0e-02 | - / 3 |" in conditioning
-    assert "| pc on | 0.002 | 0 | 7.0 |" in conditioning  # at equal rates
 
 
 def test_a_rate_inside_the_grid_is_tuned(tmp_path):
-    arms = _arms(tmp_path, LOSSES | {(True, 5e-4): [3.9]})
-    assert "better for pc off.\n" in evidence_report.untuned(arms)
-    assert "| 0.0005 | not run | 3.9000 |" in evidence_report.grid_table(arms)
+    assert "better for pc off.\n" in evidence_report.untuned(_arms(tmp_path, LOSSES | {(True, 5e-4): [3.9]}))
 
 
 def test_one_rate_for_all_was_not_chosen(tmp_path):
-    arms = _arms(tmp_path, {(False, 1e-3): [4.0], (True, 1e-3): [3.7]})
-    assert "| -0.3000 (n = 1) |" in _arm_table(arms)
-    assert evidence_report.untuned(arms) == evidence_report.grid_table(arms) == ""
+    assert "| 0 | -0.3000 | - | no test |" in _pair_table(_arms(tmp_path, {(False, 1e-3): [4.0], (True, 1e-3): [3.7]}))
 
 
 def test_without_other_seeds_the_choosing_one_is_named(tmp_path):
     arms = _arms(tmp_path, {pair: finals[:1] for pair, finals in LOSSES.items()})
-    assert "| -0.2000 (n = 1), on the choosing seed |" in _arm_table(arms)
+    assert "| 0 (chose a rate) | -0.2000 | - | no test |" in _pair_table(arms)
 
 
 def test_other_rates_of_the_reference(tmp_path):
     """PC at its best against every rate of the baseline that has other seeds, so that no figure is made by hand."""
-    table = _arm_table(_arms(tmp_path, LOSSES | {(False, 1e-3): [4.0, 4.2, 4.4]}))
-    assert "| pc on | 0.001 | 3.9000 ± 0.1000 (n = 2) | 0.001 | -0.4000 ± 0.0000 (n = 2) |" in table
+    table = _pair_table(_arms(tmp_path, LOSSES | {(False, 1e-3): [4.0, 4.2, 4.4]}))
+    assert "| pc on | 0.001 | 0.001 | 1, 2 | -0.4000 ± 0.0000 |" in table
 
 
 def test_diverged_runs_are_shown_counted_and_never_the_best(tmp_path):
-    """Seed 1 stopped early, so its course ends in "diverged"; no NaN in the file, which JSON does not know."""
+    """No NaN in the file, which JSON does not know."""
     losses = LOSSES | {(True, 2e-3): [None, None, 4.0]}
     arms = _arms(tmp_path, losses, stops_at={"True-0.002/seed-1": 3})
     assert "NaN" not in (tmp_path / "kept" / "runs.jsonl").read_text()
     assert arms[1].best_rate == 1e-3
-    assert "| inf (diverged); inf (n = 2, 1 diverged) |" in evidence_report.grid_table(arms)
-    line = "| pc on | 0.002 | inf (n = 2, 1 diverged) | 0.002 | inf (n = 2, 1 diverged) | - |"
-    assert line in _arm_table(arms)
-    assert "| pc on | 0.002 / 0.002 | 2 | diverged | diverged |" in evidence_report.course_table(arms)
+    assert "| pc on | 0.002 | 1, 2 | 1 of 2 diverged |" in evidence_report.arm_table(arms)
+    table = _pair_table(arms)
+    assert "| pc on | 0.002 | 0.002 | 1, 2 | 1 of 2 diverged | - | no test | - |" in table
 
 
 def test_the_course_of_an_arm_with_a_seed_that_stopped_early(tmp_path):
     """The mean of the seeds that were validated, with their number."""
-    arms = _arms(tmp_path, stops_at={"True-0.001/seed-2": 3})
-    assert "| pc on | 0.001 / 0.002 | 2 | -0.400 | -0.400 (1) |" in evidence_report.course_table(arms)
+    table = _pair_table(_arms(tmp_path, stops_at={"True-0.001/seed-2": 3}))
+    assert next(line for line in table.splitlines() if "pc on | 0.001" in line).endswith("| -0.400 | -0.400 (1) |")
 
 
-def test_one_validation_has_no_course(tmp_path):
-    assert (
-        evidence_report.course_table(
-            _arms(tmp_path, stops_at={f"{on}-{rate}/seed-{seed}": 1 for on, rate in LOSSES for seed in range(3)})
-        )
-        == ""
-    )
+def test_a_seeds_sweep_of_both_arms_joins_the_grids_of_each(tmp_path):
+    """Sweeps name what they vary; with PC on or off in the config or in the sweep, it is the same arm."""
+    grid = _sweep(tmp_path / "grid", {pair: finals[:1] for pair, finals in LOSSES.items() if not pair[0]})
+    results = grid / "results.jsonl"
+    results.write_text(results.read_text().replace(', "pc.enable": false', ""))
+    evidence.collect([grid, _sweep(tmp_path / "both", LOSSES)], "study", tmp_path / "kept")
+    (experiment,) = evidence.read_experiments(tmp_path / "kept")
+    assert [arm.name for arm in experiment.arms] == ["pc off", "pc on"]
+    assert experiment.arms[0].losses.loc[2e-3].tolist() == [3.9, 4.2, 4.4]
 
 
 def test_studies_in_one_file(tmp_path):
@@ -148,11 +148,11 @@ def test_the_same_run_in_two_sweeps(tmp_path):
     sweeps = [_sweep(tmp_path / name, LOSSES) for name in ("one", "other")]
     evidence.collect(sweeps, "study", tmp_path / "kept")
     (experiment,) = evidence.read_experiments(tmp_path / "kept")
-    assert sum(len(runs) for arm in experiment.arms for runs in arm.runs.values()) == sum(map(len, LOSSES.values()))
+    assert sum(len(arm.logs) for arm in experiment.arms) == sum(map(len, LOSSES.values()))
     file = sweeps[1] / "True-0.002" / "seed-1" / "metrics.jsonl"
     file.write_text(file.read_text().replace("3.9", "3.5"))
     evidence.collect(sweeps, "study", tmp_path / "kept")
-    with pytest.raises(UserError, match="two runs of pc on with the same learning rate and seed"):
+    with pytest.raises(UserError, match="second run of pc on with the same learning rate and seed"):
         evidence.read_experiments(tmp_path / "kept")
 
 
@@ -164,19 +164,20 @@ def test_runs_that_were_never_validated_are_no_evidence(tmp_path):
         evidence.collect([sweep], "study", tmp_path / "kept")
 
 
-def test_verdicts_by_students_interval():
-    """By hand: mean -0.2, standard error 0.1 / sqrt(3), t = 4.303 for two degrees of freedom."""
-    mean, half = evidence.interval([-0.1, -0.2, -0.3])
-    assert (mean, half) == (pytest.approx(-0.2), pytest.approx(4.303 * 0.1 / math.sqrt(3)))
-    for differences, expected in (
-        ([-0.1, -0.2, -0.3], "undecided"),
-        ([-0.19, -0.2, -0.21], "better"),
-        ([0.19, 0.2, 0.21], "worse"),
-        ([-0.001, 0.0, 0.001], "no difference"),
-        ([-0.2], "no test"),
-        ([math.inf, -0.2], "no test"),
-    ):
-        assert evidence.verdict(differences, margin=0.01) == expected
+@pytest.mark.parametrize(
+    "differences, expected",
+    [
+        # by hand: standard error 0.1 / sqrt(3), t = 4.303 for two degrees of freedom
+        ([-0.1, -0.2, -0.3], ("-0.4484 to +0.0484", "undecided")),
+        ([-0.19, -0.2, -0.21], ("-0.2248 to -0.1752", "better")),
+        ([0.19, 0.2, 0.21], ("+0.1752 to +0.2248", "worse")),
+        ([-0.001, 0.0, 0.001], ("-0.0025 to +0.0025", "no difference")),
+        ([-0.2], ("-", "no test")),
+        ([math.inf, -0.2], ("-", "no test")),
+    ],
+)
+def test_verdicts_by_students_interval(differences, expected):
+    assert evidence_report.interval_and_verdict(pd.Series(differences), margin=0.01) == expected
 
 
 def test_the_regime_of_an_experiment(tmp_path):

@@ -62,7 +62,7 @@ def test_a_toy_ladder(tmp_path, monkeypatch):
     experiments = evidence.read_experiments(tmp_path / "kept")
     assert [one.name.split(",")[0] for one in experiments] == ["ladder: narrow", "ladder: tiny", "ladder: wide"]
     assert [[arm.name for arm in one.arms] for one in experiments] == [["pc off", "pc on"]] * 3
-    assert [len(arm.runs[1e-2]) for one in experiments for arm in one.arms] == [2] * 6
+    assert [len(arm.losses.columns) for one in experiments for arm in one.arms] == [2] * 6
     tables, figure = evidence_report.report(tmp_path / "kept", margin=0.01)
     assert figure.stat().st_size > 1000
     text = tables.read_text()
