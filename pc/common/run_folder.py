@@ -9,7 +9,7 @@ import time
 import tomllib
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -35,26 +35,22 @@ class State:
     """waiting, running, interrupted, stopped, finished, failed or diverged"""
     step: int
     steps: int
-    reason: str
+    reason: str = ""
     """why it stopped or failed, in one line"""
 
 
 def state_of(folder: Path) -> State:
     """The state in status.json; "interrupted" if it says "running" but no process holds the lock."""
-    file = folder / _STATUS
+    file, locked = folder / _STATUS, is_locked(folder)
     if not file.exists():
-        return State("running" if is_locked(folder) else "waiting", 0, 0, "")
-    status = json.loads(file.read_text())
-    state = status["state"]
-    if state == "running" and not is_locked(folder):
-        state = "interrupted"
-    return State(state, status["step"], status["steps"], status.get("reason", ""))
+        return State("running" if locked else "waiting", 0, 0, "")
+    state = State(**json.loads(file.read_text()))
+    return replace(state, state="interrupted") if state.state == "running" and not locked else state
 
 
 def write_state(folder: str | Path, state: str, step: int, steps: int, reason: str = "") -> None:
     """`state` is running, stopped, finished, failed or diverged."""
-    content = {"state": state, "step": step, "steps": steps, "reason": reason}
-    write_atomically(Path(folder) / _STATUS, json.dumps(content) + "\n")
+    write_atomically(Path(folder) / _STATUS, json.dumps(asdict(State(state, step, steps, reason))) + "\n")
 
 
 def write_failure(
@@ -121,18 +117,18 @@ def lock(folder: Path) -> TextIO:
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = open(folder / "lock", "a")  # stays open during the run
-    for _ in range(10):
+    for tries_left in reversed(range(10)):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except BlockingIOError:
+            if not tries_left:
+                file.close()
+                raise UserError(f"{folder}: another process is training here") from None
             time.sleep(0.1)  # `is_locked` may hold it for a moment
         except OSError as error:
             warnings.warn(f"{folder} cannot be locked ({error.strerror}): start no second trainer there", stacklevel=2)
             break
-    else:
-        file.close()
-        raise UserError(f"{folder}: another process is training here")
     os.utime(file.fileno())
     return file
 
@@ -160,8 +156,7 @@ def newest_checkpoint(run: Path) -> Path | None:
 
 def newest_step(run: Path) -> int:
     """Step of `newest_checkpoint`; 0 if there is none."""
-    newest = newest_checkpoint(run)
-    return 0 if newest is None else step_of(newest)
+    return max(0, step_of(newest_checkpoint(run) or ""))
 
 
 # --- metrics and logs -------------------------------------------------------------------------------
@@ -193,13 +188,10 @@ class RunLog:
 
         A resumed run logs the steps after its checkpoint again; the last line of a step wins.
         """
-        by_step = {line["step"]: line for line in self.lines if key in line}
-        steps = sorted(by_step)
-        return Series(
-            steps=steps,
-            tokens=[by_step[step]["tokens"] for step in steps],
-            values=[math.nan if (value := by_step[step][key]) is None else value for step in steps],
-        )
+        lines = {line["step"]: line for line in self.lines if key in line}
+        found = [lines[step] for step in sorted(lines)]
+        values = [math.nan if line[key] is None else line[key] for line in found]
+        return Series([line["step"] for line in found], [line["tokens"] for line in found], values)
 
     def require(self, key: str, remedy: str) -> Series:
         """`series(key)`; raises a `UserError` with the `remedy` if nothing was logged."""
@@ -225,8 +217,8 @@ def read_log(path: str | Path) -> RunLog:
         except json.JSONDecodeError:
             if number < len(texts):
                 raise UserError(f"{file}, line {number}: not JSON; the file is damaged") from None
-    for number, line in enumerate(lines, start=1):
-        if not {"step", "tokens"} <= line.keys():
+            break
+        if not {"step", "tokens"} <= lines[-1].keys():
             raise UserError(f"{file}, line {number}: without 'step' or 'tokens'; the file is damaged")
     if not lines:
         raise UserError(f"{file}: the run has logged nothing yet")
@@ -251,12 +243,10 @@ def set_aside_metrics(run: Path, step: int) -> None:
 def read_logs(paths: Sequence[str | Path]) -> list[RunLog]:
     """Several runs with unique names: as much of each folder's path as is needed."""
     logs = [read_log(path) for path in paths]
-    if len({log.file.resolve() for log in logs}) < len(logs):
+    folders = [log.file.resolve().parent for log in logs]
+    if len(set(folders)) < len(folders):
         raise UserError("the same run is given twice")
-    return [
-        RunLog(unique, log.file, log.lines)
-        for unique, log in zip(unique_names([log.file.resolve().parent for log in logs]), logs, strict=True)
-    ]
+    return [replace(log, name=name) for log, name in zip(logs, unique_names(folders), strict=True)]
 
 
 def unique_names(folders: Sequence[Path]) -> list[str]:

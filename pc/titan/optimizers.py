@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -57,8 +57,11 @@ class Optimizers(OptimizersContainer):
             for optimizer in self.optimizers
         ]
         """of every optimizer's parameter groups: the config's settings, which a loaded checkpoint overwrites"""
-        _log_groups(model_parts, config)
-        self.schedule = _add_pc(self, model_parts)
+        self.schedule: Schedule | None = None
+        """PC's"""
+        if any(True for model in model_parts for _ in named_weights(model)):
+            self.schedule = schedule(model_parts)  # the first train step materialises, after any checkpoint is loaded
+            self.schedule.follow(self)
         self.skips_step = False
         """whether the next step changes nothing"""
 
@@ -109,15 +112,12 @@ class LRSchedulers(LRSchedulersContainer):
             groups = scheduler.optimizer.param_groups
             scheduler.base_lrs = [settings["lr"] for settings in configured]
             for group, settings, factor in zip(groups, configured, scheduler.lr_lambdas, strict=True):
-                loaded = group | {"lr": group.get("initial_lr", settings["lr"])}
-                for key, value in settings.items():
-                    if _text(loaded.get(key)) != _text(value):
-                        replaced[key] = _text(loaded.get(key)), _text(value)
-                rate = settings["lr"] * factor(scheduler.last_epoch)
-                group.update(settings, initial_lr=settings["lr"], lr=rate)
+                group["lr"] = group.get("initial_lr", settings["lr"])
+                replaced |= {k: (group.get(k), v) for k, v in settings.items() if _text(group.get(k)) != _text(v)}
+                group.update(settings, initial_lr=settings["lr"], lr=settings["lr"] * factor(scheduler.last_epoch))
             scheduler._last_lr = [group["lr"] for group in groups]  # which TorchTitan logs
         for key, (old, new) in replaced.items():
-            logger.warning(f"optimizer.{key} = {new} of the config replaces the checkpoint's {old}")
+            logger.warning(f"optimizer.{key} = {_text(new)} of the config replaces the checkpoint's {_text(old)}")
 
 
 def _text(value: Any) -> str:
@@ -137,37 +137,23 @@ def build_schedulers(optimizers: Optimizers, config, training_steps: int) -> LRS
 def _build(model: nn.Module, config: Optimizer) -> dict[str, torch.optim.Optimizer]:
     """{kind: optimizer}: the config's optimizer for the hidden matrices, AdamW for the rest."""
     members: dict[str, list[nn.Parameter]] = {config.name: [], "AdamW": []}
+    heads: list[nn.Parameter] = []
+    """of Muon: weights that are one matrix for each attention head"""
     for name, parameter in model.named_parameters():
-        kind = config.name if group_of(clean_name(name)) == "hidden matrices" else "AdamW"
-        members[kind].append(parameter)
-    made = {kind: _groups(model, config, some) if kind == "Muon" else some for kind, some in members.items() if some}
-    return {kind.lower(): KINDS[kind].build(some, config) for kind, some in made.items()}
-
-
-def _groups(model: nn.Module, config: Optimizer, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
-    """Muon's parameter groups: whole matrices, and those that are one matrix for each head."""
-    names = {parameter: clean_name(name).removesuffix(".weight") for name, parameter in model.named_parameters()}
-    heads = [parameter for parameter in parameters if block_of(names[parameter]) in config.muon_heads]
-    whole = [parameter for parameter in parameters if block_of(names[parameter]) not in config.muon_heads]
-    cut = Cut(head_dim=model.model_args.dim // model.model_args.n_heads)
-    return [{"params": whole}, *([{"params": heads, "cut": cut}] if heads else [])]
-
-
-def _log_groups(model_parts: list[nn.Module], config: Optimizer) -> None:
-    members: dict[str, list[Tensor]] = {group: [] for group in GROUPS}
-    for model in model_parts:
-        for name, parameter in model.named_parameters():
-            members[group_of(clean_name(name))].append(parameter)
-    for group, parameters in members.items():
-        if parameters:
-            kind = config.name if group == "hidden matrices" else "AdamW"
-            count = sum(parameter.numel() for parameter in parameters)
-            logger.info(f"Optimizer group {group!r}: {kind}, {len(parameters)} tensors, {count:,} parameters")
-
-
-def _add_pc(optimizers: Optimizers, model_parts: list[nn.Module]) -> Schedule | None:
-    if not any(True for model in model_parts for _ in named_weights(model)):
-        return None
-    made = schedule(model_parts)  # the first train step materialises, after any checkpoint is loaded
-    made.follow(optimizers)
+        name = clean_name(name)
+        if group_of(name) != "hidden matrices":
+            members["AdamW"].append(parameter)
+        elif config.name == "Muon" and block_of(name.removesuffix(".weight")) in config.muon_heads:
+            heads.append(parameter)
+        else:
+            members[config.name].append(parameter)
+    made = {}
+    for kind, some in members.items():
+        count = sum(p.numel() for p in (*some, *(heads if kind == "Muon" else ())))
+        logger.info(f"{kind} trains {count:,} parameters")
+        if heads and kind == "Muon":
+            cut = Cut(head_dim=model.model_args.dim // model.model_args.n_heads)
+            some = [{"params": some}, {"params": heads, "cut": cut}]
+        if some:
+            made[kind.lower()] = KINDS[kind].build(some, config)
     return made
