@@ -26,11 +26,12 @@ FAST = (
     "tests/unit/test_spectral.py",
     "tests/unit/test_start.py",
     "tests/unit/test_schedule.py",
-    "tests/unit/titan/test_layout.py",
     "tests/unit/settings/test_rules.py",
     "tests/unit/settings/test_chain.py",
-    "tests/unit/data/test_shuffle_order.py",
-    "tests/unit/data/test_shard_round_trip.py",
+    "tests/unit/settings/test_layout.py",
+    "tests/unit/data/test_global_order.py::test_a_shuffle_has_every_item_once",
+    "tests/unit/data/test_global_order.py::test_an_epoch_has_every_token_once_in_another_order",
+    "tests/unit/data/test_global_order.py::test_the_order_does_not_depend_on_ranks",
     "tests/golden/test_golden_losses.py::test_first_losses[adamw_pc-1]",
 )
 
@@ -44,7 +45,6 @@ SHARING = (
     "test_plots.py",
     "test_score_in_training.py",
     "test_slurm.py",
-    "test_tokenizer_choice.py",
     "test_upstream.py",
 )
 LONGEST_FIRST = ("golden", "end_to_end", "distributed")
@@ -74,6 +74,8 @@ def pytest_collection_modifyitems(config, items):
             item for item in items if (item.get_closest_marker("soak") is not None) == soak and not _is_for_gpu(item)
         ]
     if config.getoption("--fast"):
+        if gone := [test for test in FAST if not (config.rootpath / test.partition("::")[0]).is_file()]:
+            raise pytest.UsageError(f"tests/conftest.py: FAST names {gone[0]}, which is not there")
         chosen = [item for item in chosen if item.nodeid.startswith(FAST)]
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = sorted(chosen, key=lambda item: item.path.parent.name not in LONGEST_FIRST)
