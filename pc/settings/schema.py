@@ -120,7 +120,6 @@ class Parallelism(Section):
         "auto", "Gather weights and reduce gradients once per step, or for every micro-batch; auto: once, if it fits."
     )
     tensor_parallel_degree: Degree = key(1, "Ranks that share each matrix.")
-    disable_loss_parallel: bool = key(False, "With tensor parallelism, gather the logits for the loss.")
     pipeline_parallel_degree: Degree = key(1, "Stages of the pipeline.")
     pipeline_parallel_first_stage_less_layers: Interval = key(1, "Layers that the embedding counts for.")
     pipeline_parallel_last_stage_less_layers: Interval = key(1, "Layers that the head counts for.")

@@ -1,4 +1,11 @@
-"""The TorchTitan plug-in: Llama 2 with PC as a train spec, and a trainer that extends TorchTitan's."""
+"""The TorchTitan plug-in: Llama 2 with PC as a train spec, and a trainer that extends TorchTitan's.
+
+model         llama2, loss, parallelize
+a step        trainer (read it first), fsdp_sync, optimizers, nonfinite, validate
+checkpoints   checkpoint (which and when), checksums (writing), distcp (reading), fingerprint (of which method)
+metrics       metrics, health, activations
+a run         job_config, environment, cpu, memory
+"""
 
 from pc.common.errors import require_extra
 

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchtitan.components.loss import IGNORE_INDEX, LossFunction, cross_entropy_loss
 from torchtitan.distributed import ParallelDims
-from torchtitan.tools.logging import logger
 
 from pc.settings import Config
 
@@ -96,21 +95,17 @@ def chunked_cross_entropy(
 
 
 def compiles_loss(config: Config, tensor_parallel: int) -> bool:
-    """Whether the loss is compiled: not if tensor parallelism shards the logits (`build_loss`)."""
-    sharded_logits = tensor_parallel > 1 and not config.parallelism.disable_loss_parallel
-    return _asks_to_compile(config) and not sharded_logits
+    """Whether the loss is compiled: not on logits that tensor parallelism shards.
+
+    Torch 2.13 compiles such a loss correctly only the first time. Loaded from the compiler's cache, by this process or a
+    later one, the loss is silently wrong.
+    """
+    return config.compile.enable and "loss" in config.compile.components and tensor_parallel == 1
 
 
 def build_loss(job_config: Config, parallel_dims: ParallelDims) -> LossFunction:
-    """For TorchTitan's TrainSpec: cross entropy of full logits, or in chunks with `training.chunked_loss`.
-
-    It is compiled if [compile] names it, but not on logits that tensor parallelism shards: torch 2.13 compiles such a
-    loss correctly only the first time. Loaded from the compiler's cache, by this process or a later one, the loss is
-    silently wrong.
-    """
+    """For TorchTitan's TrainSpec: cross entropy of full logits, or in chunks with `training.chunked_loss`."""
     compiles = compiles_loss(job_config, parallel_dims.tp)
-    if _asks_to_compile(job_config) and not compiles:
-        logger.warning("The loss is not compiled: torch's compiler cache makes it wrong with tensor parallelism")
 
     def compiled(function: Callable) -> Callable:
         return torch.compile(function, backend=job_config.compile.backend) if compiles else function
@@ -125,7 +120,3 @@ def build_loss(job_config: Config, parallel_dims: ParallelDims) -> LossFunction:
         return of_logits(prediction, labels)  # validation
 
     return loss
-
-
-def _asks_to_compile(config: Config) -> bool:
-    return config.compile.enable and "loss" in config.compile.components

@@ -152,8 +152,7 @@ def _bytes_of_logits(config: Config, dims: Degrees, sizes: Sizes, tokens: int, i
         return of_chunk + head + tokens * sizes.dim * itemsize
     # per logit: itself and its gradient; or in float32 the log-softmax, its gradient, and the logit's gradient
     per_logit = 2 * itemsize if is_compiled else 3 * FLOAT32
-    shards = 1 if config.parallelism.disable_loss_parallel else dims.tp
-    return tokens * sizes.vocabulary * per_logit / shards
+    return tokens * sizes.vocabulary * per_logit / dims.tp
 
 
 def _whole_block(sizes: Sizes) -> int:

@@ -52,7 +52,7 @@ def parallelize(model: nn.Module, parallel_dims: AlwaysSharded, job_config: Conf
         apply_tp(
             model,
             parallel_dims.get_mesh("tp"),
-            loss_parallel=not job_config.parallelism.disable_loss_parallel,
+            loss_parallel=True,
             enable_float8_tensorwise_tp=False,
             cp_enabled=parallel_dims.cp_enabled,
         )

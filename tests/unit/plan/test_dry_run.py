@@ -164,11 +164,10 @@ def test_memory_follows_the_settings():
 
 
 def test_memory_of_the_loss():
-    compiled, whole = {"compile__components": ["model", "loss"]}, {"parallelism__disable_loss_parallel": True}
+    compiled = {"compile__components": ["model", "loss"]}
     assert estimate(**compiled)["logits"] == 7 * 50 * 4
     # with tensor parallelism the sharded logits' loss is not compiled
     assert estimate(tp=2, **compiled)["logits"] == 7 * 50 * 12 / 2
-    assert estimate(tp=2, **compiled, **whole)["logits"] == 7 * 50 * 4
     chunked = estimate(**compiled, training__chunked_loss=True)["logits"]
     assert chunked == 6 * CHUNK_LOGITS + 50 * 10 * 6 + 7 * 10 * 2
 
