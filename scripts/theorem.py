@@ -20,9 +20,9 @@ def main() -> None:
 
     problem = theorem.make_problem(seed=arguments.seed)
     region = theorem.bound(problem)
-    descent = theorem.descend(problem, region, arguments.steps)
-    print(theorem.report(region, descent))
-    print(theorem.plot(region, descent, arguments.output))
+    losses, inside = theorem.descend(problem, region, arguments.steps)
+    print(theorem.report(region, losses, inside))
+    print(theorem.plot(region, losses, arguments.output))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
 import json
 import math
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
+
+import pandas as pd
 
 from pc.analysis.curves import VALIDATION
 from pc.common.plots import save, subplots
@@ -38,25 +39,22 @@ def plot(results: Sequence[dict], baselines: Sequence[RunLog], path: Path) -> Pa
     Args:
         baselines: one run per config, in the order of their first results, to draw as a dashed line; or none.
     """
-    if all(result.get(VALIDATION) is None for result in results):
+    every = [result["settings"] for result in results]
+    varied = [key for key in dict.fromkeys(key for one in every for key in one) if _differs(key, every)]
+    names = [label({key: one[key] for key in varied if key in one}) or "as it is" for one in every]
+    runs = pd.DataFrame(results).reindex(columns=["config", VALIDATION, "spikes"]).assign(bar=names)
+    if runs[VALIDATION].isna().all():
         raise UserError(f"{path.name}: no finished run of the sweep has a {VALIDATION}")
-    configs = list(dict.fromkeys(result["config"] for result in results))
+    configs = runs.config.unique()
     if baselines and len(baselines) != len(configs):
-        names = ", ".join(Path(config).stem for config in configs)
-        raise UserError(f"--baseline: {len(baselines)} given, {len(configs)} needed, one for each of {names}")
+        stems = ", ".join(Path(config).stem for config in configs)
+        raise UserError(f"--baseline: {len(baselines)} given, {len(configs)} needed, one for each of {stems}")
     figure, panels = subplots(1, len(configs), width=4.6, height=3.4, squeeze=False)
-    values: dict[str, list] = {}
-    for result in results:
-        for key, value in result["settings"].items():
-            values.setdefault(key, []).append(value)
-    varied = [key for key, given in values.items() if any(value != given[0] for value in given)]
-    for i, (axes, config) in enumerate(zip(panels[0], configs, strict=True)):
-        bars: dict[str, list[dict]] = {}
-        for result in results:
-            if result["config"] == config:
-                chosen = {key: value for key, value in result["settings"].items() if key in varied}
-                bars.setdefault(label(chosen) or "as it is", []).append(result)
-        shown = [loss for place, runs in enumerate(bars.values()) for loss in _draw(axes, place, runs)]
+    for i, (axes, (config, group)) in enumerate(zip(panels[0], runs.groupby("config", sort=False), strict=True)):
+        bars = group.groupby("bar", sort=False)
+        for place, (_, one) in enumerate(bars):
+            _draw(axes, place, one[VALIDATION].astype(float), spiked=one.spikes.any())
+        shown = group[VALIDATION].dropna().tolist()
         if baselines:
             final = baselines[i].require(VALIDATION, "the baseline has no validation").values[-1]
             axes.axhline(final, color="C3", linestyle="--", label=f"{baselines[i].name}: {final:.4f}")
@@ -66,21 +64,22 @@ def plot(results: Sequence[dict], baselines: Sequence[RunLog], path: Path) -> Pa
             margin = 0.25 * (max(shown) - min(shown)) or 0.01 * max(shown)
             axes.set_ylim(min(shown) - margin, max(shown) + margin)
         axes.set_xlim(-0.6, len(bars) - 0.4)  # also where the last has no bar
-        axes.set_xticks(range(len(bars)), bars, rotation=35, ha="right", fontsize=7)
+        axes.set_xticks(range(len(bars)), [name for name, _ in bars], rotation=35, ha="right", fontsize=7)
         axes.set_title(Path(config).stem)
         axes.set_ylabel("final validation loss (nats per token)")
     return save(figure, path)
 
 
-def _draw(axes, place: int, runs: Sequence[dict]) -> list[float]:
-    """One bar; returns the losses that it shows."""
-    losses = [run[VALIDATION] for run in runs if run.get(VALIDATION) is not None]
-    if len(losses) < len(runs):
-        words = f"{len(runs) - len(losses)} of {len(runs)} without a loss"
+def _differs(key: str, settings: Sequence[dict]) -> bool:
+    given = [one[key] for one in settings if key in one]
+    return any(value != given[0] for value in given)
+
+
+def _draw(axes, place: int, losses: pd.Series, spiked: bool) -> None:
+    if losses.isna().any():
+        words = f"{losses.isna().sum()} of {len(losses)} without a loss"
         axes.annotate(words, (place, 0.01), xycoords=("data", "axes fraction"), ha="center", fontsize=7)
-    if losses:
-        mean, spiked = statistics.fmean(losses), any(run["spikes"] for run in runs)
-        axes.bar(place, mean, color="C0", alpha=0.8, hatch="//" if spiked else None, edgecolor="white")
-        axes.vlines(place, min(losses), max(losses), color="k")
-        axes.annotate(f"{mean:.4f}", (place, max(losses)), ha="center", va="bottom", fontsize=7)
-    return losses
+    if losses.notna().any():
+        axes.bar(place, losses.mean(), color="C0", alpha=0.8, hatch="//" if spiked else None, edgecolor="white")
+        axes.vlines(place, losses.min(), losses.max(), color="k")
+        axes.annotate(f"{losses.mean():.4f}", (place, losses.max()), ha="center", va="bottom", fontsize=7)

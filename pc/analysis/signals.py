@@ -1,13 +1,13 @@
 """Health of PC against steps: estimator error, activation size, condition numbers, as logged."""
 
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
 from pc.common.plots import label_tokens, save, subplots
-from pc.common.run_folder import RunLog, Series
+from pc.common.run_folder import RunLog
 from pc.errors import UserError
 
 BLOCK_TITLES = {block.lower(): rf"$W_\mathrm{{{block}}}$" for block in ("Q", "K", "V", "O", "gate", "up", "down")}
@@ -17,22 +17,19 @@ _GMCN = {"pc": "PC blocks", "qkv": r"$W_\mathrm{Q}, W_\mathrm{K}, W_\mathrm{V}$"
 
 def plot_estimator_error(runs: Sequence[RunLog], output: Path) -> Path:
     """Relative error of the spectral-norm estimate against steps: per matrix type, median and maximum."""
-    with_estimate = [run for run in runs if any(key.startswith(_ERROR) for key in run.keys())]
-    if not with_estimate:
-        raise UserError(
-            "no run logged the estimator error: it exists in runs with [pc] enable = true and "
-            "[health] estimate_freq above 0"
-        )
-    present = {key.split("/")[2] for run in with_estimate for key in run.keys() if key.startswith(_ERROR)}
-    blocks = [block for block in BLOCK_TITLES if block in present]
+    logged = {key.split("/")[2] for run in runs for key in run.keys() if key.startswith(_ERROR)}
+    blocks = [block for block in BLOCK_TITLES if block in logged]
+    if not blocks:
+        raise UserError("no run logged it: it needs [pc] enable = true and [health] estimate_freq above 0")
     figure, panels = subplots(1, len(blocks), width=3.2, height=2.9, sharey=True, squeeze=False)
     for axes, block in zip(panels[0], blocks, strict=True):
-        for i, run in enumerate(with_estimate):
+        for i, run in enumerate(runs):
             for statistic, style in (("median", "-"), ("max", "--")):
                 series = run.series(f"{_ERROR}{block}/{statistic}")
-                # An estimate can be exact to the last bit, but the logarithmic axis has no zero.
-                values = [max(value, 1e-9) for value in series.values]
-                axes.plot(series.steps, values, style, marker=".", color=f"C{i}", label=f"{run.name}, {statistic}")
+                if series.steps:
+                    # An estimate can be exact to the last bit, but the logarithmic axis has no zero.
+                    values = [max(value, 1e-9) for value in series.values]
+                    axes.plot(series.steps, values, style, marker=".", color=f"C{i}", label=f"{run.name}, {statistic}")
         axes.set_yscale("log")
         axes.set_title(BLOCK_TITLES[block])
         axes.set_xlabel("step")
@@ -46,8 +43,11 @@ def plot_activation_rms(runs: Sequence[RunLog], output: Path) -> Path:
     figure, panels = subplots(1, 2, width=4.0)
     for axes, part, title in zip(panels, ("attention", "ffn"), ("Attention", "FFN"), strict=True):
         for i, run in enumerate(runs):
-            series = _mean_over_layers(run, f"signal/{part}/rms/")
-            axes.plot(series.steps, series.values, color=f"C{i}", label=run.name)
+            layers = [run.series(key) for key in run.keys() if key.startswith(f"signal/{part}/rms/")]
+            if not layers:
+                raise UserError(f"{run.file}: none were logged; set [health] freq above 0")
+            mean = pd.DataFrame([pd.Series(layer.values, layer.steps) for layer in layers]).mean()
+            axes.plot(mean.index, mean, color=f"C{i}", label=run.name)
         axes.set_title(f"{title} output, mean over layers")
         axes.set_xlabel("step")
         axes.set_ylabel("RMS")
@@ -68,11 +68,3 @@ def plot_gmcn(runs: Sequence[RunLog], output: Path) -> Path:
         axes.set_ylabel(r"$\tilde\kappa$")
     panels[0].legend()
     return save(figure, output / "gmcn")
-
-
-def _mean_over_layers(run: RunLog, prefix: str) -> Series:
-    layers = [run.series(key) for key in run.keys() if key.startswith(prefix)]
-    if not layers:
-        raise UserError(f"{run.file}: no {prefix!r} was logged; set [health] freq above 0")
-    means = [statistics.fmean(values) for values in zip(*(layer.values for layer in layers), strict=True)]
-    return Series(layers[0].steps, layers[0].tokens, means)

@@ -1,5 +1,6 @@
 """Exact singular values of a checkpoint's matrices, computed once and saved in a small file."""
 
+import hashlib
 import io
 import json
 import math
@@ -52,20 +53,16 @@ def compute(checkpoint: str | Path, name: str) -> Spectra:
     """Compute the singular values of every matrix in float64, on the GPU if there is one. Shows progress."""
     weights = LinearWeights(checkpoint)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    raw: dict[str, list[Tensor]] = {block: [] for block in BLOCK_SUFFIXES}
-    effective: dict[str, list[Tensor]] = {block: [] for block in BLOCK_SUFFIXES}
-    pc_blocks = set()
+    raw: dict[str, list[Tensor]] = {}
+    effective: dict[str, list[Tensor]] = {}
     for linear in tqdm(weights.linears, desc=f"singular values of {name}", unit="matrix", leave=False):
-        block = block_of(linear)
-        raw_weight, effective_weight = weights.read(linear)
-        raw[block].append(singular_values(raw_weight.to(device)).flip(-1).cpu())
-        if weights.has_pc(linear):
-            pc_blocks.add(block)
-            effective[block].append(singular_values(effective_weight.to(device)).flip(-1).cpu())
-        else:
-            effective[block].append(raw[block][-1])
-    stacked = [{block: torch.stack(rows) for block, rows in of.items() if rows} for of in (raw, effective)]
-    blocks = tuple(block for block in BLOCK_SUFFIXES if block in pc_blocks)
+        found = [singular_values(weight.to(device)).flip(-1).cpu() for weight in dict.fromkeys(weights.read(linear))]
+        raw.setdefault(block_of(linear), []).append(found[0])
+        effective.setdefault(block_of(linear), []).append(found[-1])  # the same without PC
+    present = [block for block in BLOCK_SUFFIXES if block in raw]
+    stacked = [{block: torch.stack(of[block]) for block in present} for of in (raw, effective)]
+    pc_blocks = {block_of(linear) for linear in weights.linears if weights.has_pc(linear)}
+    blocks = tuple(block for block in present if block in pc_blocks)
     return Spectra(name, weights.step, blocks, *stacked, str(Path(checkpoint).resolve()))
 
 
@@ -132,13 +129,9 @@ def _of_source(source: Path, output: Path) -> Spectra:
 
 
 def _file_of(checkpoint: Path, output: Path) -> Path:
-    """RUN-step-N.npz with as much of the run's path as no other checkpoint's file has in its name."""
-    parts = _run_of(checkpoint).parts
-    for depth in range(1, len(parts)):
-        file = output / f"{'-'.join(parts[-depth:])}-{checkpoint.name}.npz"
-        if not file.exists() or load(file).checkpoint == str(checkpoint):
-            break
-    return file
+    """RUN-step-N-HASH.npz; the hash of the path tells runs in folders of one name apart."""
+    path_hash = hashlib.sha256(str(checkpoint).encode()).hexdigest()[:8]
+    return output / f"{_run_of(checkpoint).name}-{checkpoint.name}-{path_hash}.npz"
 
 
 def _run_of(checkpoint: Path) -> Path:

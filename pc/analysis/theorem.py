@@ -11,6 +11,7 @@ This module computes the bound and compares it with the observed losses.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 
 import torch
@@ -39,12 +40,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class Bound:
-    """The theorem's constants for a region."""
+    """The theorem's constants for the region R: in layer l, singular values from `lower[l]`, mu_l, to `upper[l]`, tau_l."""
 
     lower: list[float]
-    """mu_l: smallest singular value allowed in layer l."""
     upper: list[float]
-    """tau_l: largest singular value allowed in layer l."""
     beta: float
     mu: float
 
@@ -53,14 +52,10 @@ class Bound:
         """Upper bound of the ratio of the loss from one step to the next."""
         return 1.0 - self.mu / self.beta
 
-
-@dataclass(frozen=True)
-class Descent:
-    """Record of gradient descent; index t is the state after t steps."""
-
-    losses: list[float]
-    in_region: list[bool]
-    """Whether the weights were in R."""
+    def contains(self, weights: Sequence[Tensor]) -> bool:
+        """Whether finite weights are in R."""
+        spectra = map(torch.linalg.svdvals, weights)
+        return all(lo <= s[-1] and s[0] <= up for s, lo, up in zip(spectra, self.lower, self.upper, strict=True))
 
 
 def make_problem(widths: Sequence[int] = (8, 12, 12, 6), samples: int = 6, seed: int = 0) -> Problem:
@@ -93,20 +88,8 @@ def bound(problem: Problem, slack: float = 0.2) -> Bound:
     return Bound(lower, upper, beta, math.prod(lower) ** 2 * sigma[-1].item() ** 2)
 
 
-def in_region(weights: Sequence[Tensor], region: Bound) -> bool:
-    """Whether every layer's singular values lie between its bounds."""
-    if not all(weight.isfinite().all() for weight in weights):
-        return False
-    spectra = map(torch.linalg.svdvals, weights)
-    return all(lo <= s[-1] and s[0] <= up for s, lo, up in zip(spectra, region.lower, region.upper, strict=True))
-
-
-def descend(problem: Problem, region: Bound, steps: int) -> Descent:
-    """Gradient descent with step size 1/beta.
-
-    Raises:
-        UserError: fewer than one step.
-    """
+def descend(problem: Problem, region: Bound, steps: int) -> tuple[list[float], list[bool]]:
+    """Gradient descent with step size 1/beta: losses after 0, 1, ... steps, and whether the weights were in R."""
     if steps < 1:
         raise UserError(f"--steps {steps}: should be 1 or more")
     weights = [weight.clone().requires_grad_() for weight in problem.weights]
@@ -114,36 +97,32 @@ def descend(problem: Problem, region: Bound, steps: int) -> Descent:
     for _ in range(steps + 1):
         loss = problem.loss(weights)
         losses.append(loss.item())
-        inside.append(in_region([weight.detach() for weight in weights], region))
+        inside.append(math.isfinite(losses[-1]) and region.contains([weight.detach() for weight in weights]))
         gradients = torch.autograd.grad(loss, weights)
         with torch.no_grad():
             for weight, gradient in zip(weights, gradients, strict=True):
                 weight -= gradient / region.beta
-    return Descent(losses, inside)
+    return losses, inside
 
 
-def report(region: Bound, descent: Descent) -> str:
+def report(region: Bound, losses: Sequence[float], inside: Sequence[bool]) -> str:
     """A text on how loose the bound is."""
-    losses = descent.losses
     steps = len(losses) - 1
     measured, promised = math.log(losses[0] / losses[-1]) / steps, -math.log1p(-region.mu / region.beta)
-    return "\n".join(
-        [
-            f"beta = {region.beta:.4g}, mu = {region.mu:.4g}",
-            f"inside the region R at every one of {steps} steps: {'yes' if all(descent.in_region) else 'NO'}",
-            f"loss: {losses[0]:.4g} -> {losses[-1]:.4g}; the theorem promises at most "
-            f"{losses[0] * region.contraction**steps:.4g}",
-            f"fall of log loss per step: {measured:.3g} measured, {promised:.3g} promised, "
-            f"a factor of {measured / promised:.0f} between them",
-        ]
+    return (
+        f"inside the region R at every one of {steps} steps: {'yes' if all(inside) else 'NO'}\n"
+        f"loss: {losses[0]:.4g} -> {losses[-1]:.4g}; the theorem promises at most "
+        f"{losses[0] * region.contraction**steps:.4g}\n"
+        f"fall of log loss per step: {measured:.3g} measured, {promised:.3g} promised, "
+        f"a factor of {measured / promised:.0f} between them"
     )
 
 
-def plot(region: Bound, descent: Descent, output: Path) -> Path:
+def plot(region: Bound, losses: Sequence[float], output: Path) -> Path:
     """Loss against steps, with the bound."""
     figure, axes = subplots(width=5.0)
-    axes.plot([loss / descent.losses[0] for loss in descent.losses], label="gradient descent")
-    axes.plot([region.contraction**t for t in range(len(descent.losses))], "k--", label="bound of theorem 1")
+    axes.plot([loss / losses[0] for loss in losses], label="gradient descent")
+    axes.plot([region.contraction**t for t in range(len(losses))], "k--", label="bound of theorem 1")
     axes.set_yscale("log")
     axes.set_ylabel("loss / initial loss")
     axes.set_xlabel("gradient descent step")
@@ -152,9 +131,7 @@ def plot(region: Bound, descent: Descent, output: Path) -> Path:
 
 
 def _predict(weights: Sequence[Tensor], inputs: Tensor) -> Tensor:
-    for weight in weights:
-        inputs = weight @ inputs
-    return inputs
+    return reduce(lambda hidden, weight: weight @ hidden, weights, inputs)
 
 
 def _with_singular_values(rows: int, columns: int, span: tuple[float, float], generator) -> Tensor:

@@ -35,7 +35,7 @@ def test_singular_values_are_those_of_the_weights(tmp_path, schedule, level):
             torch.testing.assert_close(found.effective[block][layer].double(), expected, rtol=1e-5, atol=1e-6)
             changed = not torch.allclose(found.raw[block][layer], found.effective[block][layer], rtol=1e-2)
             assert changed == (block in found.pc_blocks)
-    stored = output / "run-step-7.npz"
+    (stored,) = output.glob("run-step-7-*.npz")
     assert stored.stat().st_size < 20_000
     again = spectra.load(stored)
     assert (again.name, again.step, again.pc_blocks) == (found.name, found.step, found.pc_blocks)
@@ -55,14 +55,11 @@ def test_stored_values_are_used_again_unless_the_checkpoint_is_newer(tmp_path, m
 
 
 def test_runs_with_equal_names_keep_their_stored_values(tmp_path, monkeypatch):
-    """A sweep names its runs lr-X/seed-N; in other folders even that may be equal."""
     runs = [tmp_path / folder for folder in ("a/lr-1/seed-0", "a/lr-2/seed-0", "b/lr-1/seed-0")]
     for run, schedule in zip(runs, ("step", None, None), strict=True):
         save_checkpoint(run, schedule)
         (found,) = spectra.of_sources([run], tmp_path / "out")
         assert bool(found.pc_blocks) == (schedule == "step")
-    names = [f"{name}seed-0-step-7.npz" for name in ("lr-1-", "lr-2-", "")]
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
     monkeypatch.setattr(spectra, "compute", None)  # all three are read
     found = spectra.of_sources(runs, tmp_path / "out")
     assert [item.name for item in found] == ["a/lr-1/seed-0", "a/lr-2/seed-0", "b/lr-1/seed-0"]

@@ -13,10 +13,10 @@ def test_loss_falls_as_promised_inside_the_region(widths, samples, seed):
     problem = theorem.make_problem(widths, samples, seed)
     region = theorem.bound(problem)
     assert all(upper >= 1 >= lower > 0 for upper, lower in zip(region.upper, region.lower, strict=True))
-    descent = theorem.descend(problem, region, 300)
-    inside = [*descent.in_region, False].index(False)
+    losses, in_region = theorem.descend(problem, region, 300)
+    inside = [*in_region, False].index(False)
     assert inside > 50  # the promise holds for steps from inside the region
-    for before, after in zip(descent.losses[:inside], descent.losses[1:inside]):
+    for before, after in zip(losses[:inside], losses[1:inside]):
         assert after <= region.contraction * before
     assert region.contraction < 1
 
@@ -38,9 +38,9 @@ def test_outside_the_region_the_promise_can_fail():
     problem = theorem.make_problem()
     region = theorem.bound(problem)
     too_large = theorem.Bound(region.lower, region.upper, beta=region.beta / 300, mu=region.mu)
-    descent = theorem.descend(problem, too_large, 5)
-    assert not all(descent.in_region)
-    falls = [after / before for before, after in zip(descent.losses, descent.losses[1:]) if math.isfinite(after)]
+    losses, in_region = theorem.descend(problem, too_large, 5)
+    assert not all(in_region)
+    falls = [after / before for before, after in zip(losses, losses[1:]) if math.isfinite(after)]
     assert max(falls) > 1
     with pytest.raises(UserError, match="--steps 0: should be 1 or more"):
         theorem.descend(problem, region, 0)
