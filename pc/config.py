@@ -3,7 +3,7 @@
 import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from pc.errors import UserError
 from pc.levels import Coefficients, Map, resolve
@@ -85,7 +85,9 @@ class PCConfig:
                 raise UserError(f"pc.blocks: {name!r} is not a block; use {known}, or a full-name pattern")
         if unknown := set(self.heads) - {"q", "k", "v"}:
             raise UserError(f"pc.heads: {sorted(unknown)[0]!r} is not one of q, k, v")
-        levels = self.level if isinstance(self.level, Mapping) else dict.fromkeys(self.blocks, self.level)
+        levels: Mapping[str, Any] = (
+            self.level if isinstance(self.level, Mapping) else dict.fromkeys(self.blocks, self.level)
+        )
         if set(levels) != set(self.blocks):
             raise UserError(
                 f"pc.level names {sorted(levels)} but pc.blocks names {sorted(self.blocks)}; give one level for each block"

@@ -123,7 +123,7 @@ class Form:
             joined = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
             return joined.reshape(len(joined), *self.shape_of(kind)[len(self.stack) :])
         found = iter(pieces)
-        others = [None] * len(self.parts) if base is None else self._rows(base)
+        others: Sequence[Any] = [None] * len(self.parts) if base is None else self._rows(base)
         rows = [
             other if part.config is None else next(found).reshape(-1, self.repeats, part.size, self.columns)
             for part, other in zip(self.parts, others, strict=True)

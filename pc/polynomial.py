@@ -105,7 +105,12 @@ def _stage_vjp(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`vjp` of one stage, for [B, n, m]; divisor and scale are [B, 1, 1] or [1, 1, 1] in at least float32.
 
-    `d_x` is the gradient with respect to `x`.
+    `A` is wide (of a tall one all is transposed), `N = A / divisor`, `G = N N^T`, `X = G^2`, and `dx` is the gradient of
+    `<p(G) N, H> = <p(G), H N^T>` with respect to `x`. Back through the sums `V_j` of `_sums`:
+
+        dV_0 = H N^T    dV_{j+1} = dV_j X    dG = sum_j a_{2j+1} dV_j    dX = sum_j V_{j+1} dV_j
+        X = G G      adds dX G + G dX to dG. Below its transpose may stand for it, so add G (dX + dX^T).
+        G = N N^T    M = dG + dG^T    dN = p(G) H + M N    <dN, N> = <p(G), H N^T> + <M, G>
     """
     if matrix.size(-2) > matrix.size(-1):
         result, value_product, matrix_product = _stage_vjp(coefficients, matrix.mT, divisor, scale, gradient.mT)
@@ -115,22 +120,17 @@ def _stage_vjp(
     gram = (matrix @ matrix.mT).mul_(factor.square())
     sums, square = _sums(coefficients, gram)
     d_sum = gradient @ matrix.mT  # without `factor`, which is applied at the end: what follows is linear in it
-    # <p(G) A, H> = <p(G), H A^T>
     value_product = _inner_product(sums[0], d_sum)
     d_gram = coefficients[1] * d_sum
-    d_square = None
-    for j, inner in enumerate(sums[1:], start=1):
-        d_square = inner @ d_sum if d_square is None else torch.baddbmm(d_square, inner, d_sum, out=d_square)
-        assert square is not None
-        d_sum = d_sum @ square
-        d_gram.add_(d_sum, alpha=coefficients[2 * j + 1])
-    if degree % 2 == 0:
-        last = coefficients[degree] * d_sum
-        d_square = last if d_square is None else d_square.add_(last)
-    if d_square is not None:
-        # G^2 contributes d_square G + G d_square. A A^T adds its transpose, so the sum is M + M^T for this M.
-        torch.baddbmm(d_gram, gram, d_square + d_square.mT, out=d_gram)
-    # The result is p(G) H + M A with M = d_gram + d_gram^T. Its inner product with A is <p(G), H A^T> + <M, G>.
+    if square is not None:
+        d_square = torch.zeros_like(gram)
+        for j, inner in enumerate(sums[1:], start=1):
+            d_square.baddbmm_(inner, d_sum)
+            d_sum = d_sum @ square
+            d_gram.add_(d_sum, alpha=coefficients[2 * j + 1])
+        if degree % 2 == 0:
+            d_square.add_(d_sum, alpha=coefficients[degree])
+        d_gram.baddbmm_(gram, d_square + d_square.mT)
     left, right = sums[0], d_gram + d_gram.mT
     matrix_product = value_product + _inner_product(right, gram)
     value_product, matrix_product = (product * factor[:, 0, 0] for product in (value_product, matrix_product))

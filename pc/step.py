@@ -8,6 +8,7 @@ rank.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -99,9 +100,8 @@ class StepSchedule(Schedule):
     def _write_pc(self, iterate: bool) -> None:
         states = list(self.weights.values())
         inputs = [(s.raw, *s.gammas, s.u, s.v) for s in states]
-        self._run(
-            _materialise if iterate else _materialise_as_saved, states, inputs, [(s.weight, s.u, s.v) for s in states]
-        )
+        outputs: list[Item] = [(s.weight, s.u, s.v) for s in states]
+        self._run(_materialise if iterate else _materialise_as_saved, states, inputs, outputs)
         self._set_phase(PC)
 
     @torch.no_grad()
@@ -122,7 +122,7 @@ class StepSchedule(Schedule):
         earlier = [local(gamma.grad).flatten() for s in used for gamma in s.gammas if gamma.grad is not None]
         if earlier and torch.cat(earlier).any():
             raise UserError(TWICE)
-        gradients = [(s.weight.grad, *(torch.zeros_like(gamma) for gamma in s.gammas)) for s in used]
+        gradients: list[Any] = [(s.weight.grad, *(torch.zeros_like(gamma) for gamma in s.gammas)) for s in used]
         inputs = [(s.raw, g, *s.gammas, s.u, s.v) for s, (g, *_) in zip(used, gradients, strict=True)]
         self._run(_pull_back, used, inputs, gradients)
         for state, given in zip(used, gradients, strict=True):
@@ -169,10 +169,9 @@ class StepSchedule(Schedule):
         with without_autocast(states[0].raw):
             self._plans[key].run(function, inputs, outputs)
 
-    def _measure(self) -> Tensor | None:
-        """Norms of the local shards, [weights]; None on the meta device."""
-        shards = [local(s.weight) for s in self.weights.values()]
-        return None if shards[0].is_meta else torch.stack(torch._foreach_norm(shards))
+    def _measure(self) -> Tensor:
+        """Norms of the local shards, [weights]."""
+        return torch.stack(torch._foreach_norm([local(s.weight) for s in self.weights.values()]))
 
     def _require_unchanged(self) -> None:
         """Raise if on any rank a weight is not the PC(W) that was written into it: its gradients are not those of PC(W),
@@ -180,7 +179,7 @@ class StepSchedule(Schedule):
 
         Nothing waits for an accelerator. Its answer is read when it has arrived, some calls later.
         """
-        if self._norms is None:
+        if self._norms is None or self._norms.is_meta:
             return
         same = torch.isclose(self._measure(), self._norms, rtol=UNCHANGED, atol=0.0, equal_nan=True)
         torch.maximum(self._changed, (~same).any().float(), out=self._changed)

@@ -125,3 +125,116 @@ def test_sharded_cuts_equal_whole_ones(layout):
         # ranks that hold whole experts compute them without an exchange, which then has the other weights alone
         holds_whole = layout[2] == 0 and layout[1] in (None, 0)
         assert (sent < 3000) == holds_whole, sent
+
+
+class Stage(nn.Module):
+    """A fused weight, a stack and a transposed one in a forward pass, for x [7, 4] to [7, 4]."""
+
+    def __init__(self, seed):
+        super().__init__()
+        shapes = {"gate_up": (3, 12, 7), "down": (3, 6, 7), "qkv": (20, 7), "transposed": (7, 10)}
+        self.weights = nn.ParameterDict(
+            {n: nn.Parameter(0.3 * draw(seed + i, s)) for i, (n, s) in enumerate(shapes.items())}
+        )
+
+    def forward(self, x):
+        gate, up = (self.weights["gate_up"] @ x).chunk(2, 1)
+        x = x + (self.weights["down"].mT @ (torch.tanh(gate) * up)).sum(0)
+        x = x + (self.weights["qkv"].T @ torch.tanh(self.weights["qkv"] @ x))
+        return x + self.weights["transposed"] @ torch.tanh(self.weights["transposed"].T @ x)
+
+
+STAGED = PCConfig(
+    level={"q": 2, "o": 4, "ffn": 1},
+    blocks=("q", "o", "ffn"),  # k and v stay as they are
+    cuts={
+        "*gate_up": Cut(("gate", "up")),
+        "*down": Cut(("down",), transposed=True),
+        "*qkv": Cut(("q", "k", "v"), sizes=(3, 1, 1), head_dim=4),
+        "*transposed": Cut(("o",), transposed=True),
+    },
+)
+
+
+def _staged():
+    """Two stages in a model, so that names, which seed the vectors, are those of the whole."""
+    return nn.ModuleDict({"0": Stage(0), "1": Stage(10)})
+
+
+def _trained(parts, step):
+    """Names and values of what two steps change."""
+    schedule = pc.schedule(parts)
+    schedule.materialise()
+    parameters = [p for part in parts for p in part.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    schedule.follow(optimizer)
+    for index in range(2):
+        for micro in range(3):
+            step(draw(100 + 10 * index + micro, (7, 4)))
+        schedule.pull_back()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {
+        f"{name} {key}": getattr(state, key).detach()
+        for name, state in schedule.weights.items()
+        for key in ("weight", "raw", "gamma", "u", "v")
+    }
+
+
+def _on_stages(rank, fsdp):
+    """Each pair of ranks is a pipeline; activations and their gradients are sent by hand."""
+    mesh = init_device_mesh("cpu", (2, fsdp), mesh_dim_names=("pp", "fsdp"))
+    stage, other = mesh.get_coordinate()[0], rank + fsdp if rank < fsdp else rank - fsdp
+    whole = pc.attach(_staged(), STAGED)
+    del whole[str(1 - stage)]
+    if fsdp > 1:
+        fully_shard(whole[str(stage)], mesh=mesh["fsdp"], shard_placement_fn=lambda p: Shard(0))
+        whole[str(stage)].set_gradient_divide_factor(1.0)
+        whole[str(stage)].set_force_sum_reduction_for_comms(True)
+
+    def step(x):
+        part = whole[str(stage)]
+        if stage == 0:
+            output = part(x)
+            dist.send(output.detach(), other)
+            gradient = torch.empty_like(output)
+            dist.recv(gradient, other)
+            output.backward(gradient / fsdp)
+        else:
+            received = torch.empty_like(x)
+            dist.recv(received, other)
+            (part(received.requires_grad_()).square().mean() / fsdp).backward()
+            dist.send(received.grad * fsdp, other)
+
+    found = _trained([whole], step)
+    return {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in found.items()}
+
+
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_cut_weights_on_pipeline_stages_equal_one_process(fsdp):
+    whole = pc.attach(_staged(), STAGED)
+    expected = _trained([whole], lambda x: whole["1"](whole["0"](x)).square().mean().backward())
+    found = {name: tensor for of_rank in run_ranks(2 * fsdp, _on_stages, fsdp) for name, tensor in of_rank.items()}
+    assert found.keys() == expected.keys() and len(expected) == 40
+    for name, tensor in expected.items():
+        assert (found[name] - tensor).abs().max() < 1e-12 * tensor.abs().max(), name
+    # control: training moved the weights
+    assert (expected["0.weights.qkv raw"] - _staged()["0"].weights["qkv"]).abs().max() > 1e-4
+
+
+def test_cut_weights_are_preserved_and_merged():
+    """PC(W) is the given weight, rows without PC are untouched, and the merged model is the plain one."""
+    plain, x = _staged(), draw(1, (7, 4))
+    expected = plain["1"](plain["0"](x))
+    model = pc.attach(_staged(), STAGED, preserve=True)
+    schedule = pc.schedule(model)
+    schedule.materialise()
+    found = model["1"](model["0"](x))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)  # an epsilon of 1e-7 beside norms near 1
+    for state in schedule.weights.values():
+        # control: W is another weight
+        assert (state.raw - plain.get_parameter(state.mark.name)).abs().max() > 1e-2, state.mark.name
+    merged = pc.merge(model)
+    assert torch.equal(merged["1"](merged["0"](x)), found)
+    assert merged.state_dict().keys() == plain.state_dict().keys()
+    assert [name for name, _ in merged.named_parameters()] == [name for name, _ in plain.named_parameters()]
