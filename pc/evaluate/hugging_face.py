@@ -30,8 +30,6 @@ from pc.evaluate import hf_tokenizer, plain_weights
 from pc.evaluate.model_card import model_card
 from pc.evaluate.plain_weights import RunCheckpoint
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 # Settings that determine a Llama's function of its weights.
 _ARCHITECTURE = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -120,7 +118,7 @@ def export(
         raise UserError(f"{out}: exists already; give a new folder")
     run = plain_weights.load(source)
     model, converted = from_checkpoint(run, tokenizer)
-    model = model.to(DTYPES[dtype])
+    model = model.to(getattr(torch, dtype))
     model.generation_config = GenerationConfig(
         bos_token_id=converted.bos_token_id, eos_token_id=converted.eos_token_id, do_sample=True
     )

@@ -61,15 +61,13 @@ def score(
 
 
 def parse_model(text: str) -> tuple[str, Path]:
-    """Name and path of `PATH` or `NAME=PATH`. Both may contain "=": the longest existing path counts."""
-    parts = text.split("=")
-    for i in range(len(parts)):
-        name, path = "=".join(parts[:i]), Path("=".join(parts[i:]))
-        if os.path.exists(path):
-            whole = path.resolve()
-            is_step = whole.parent.name == "checkpoint"
-            return name or (f"{whole.parent.parent.name} {whole.name}" if is_step else whole.name), path
-    raise UserError(f"{text}: no such model; expected a checkpoint (RUN/checkpoint/step-N) or an export")
+    """Name and path of `PATH` or `NAME=PATH`; a path may contain "=", a name may not."""
+    name, path = ("", text) if os.path.exists(text) else text.partition("=")[::2]
+    if not os.path.exists(path):
+        raise UserError(f"{text}: no such model; expected a checkpoint (RUN/checkpoint/step-N) or an export")
+    whole = Path(path).resolve()
+    is_step = whole.parent.name == "checkpoint"
+    return name or (f"{whole.parent.parent.name} {whole.name}" if is_step else whole.name), Path(path)
 
 
 def _score_model(

@@ -1,62 +1,69 @@
 """Scores of several models as a Markdown table, a CSV and a bar plot."""
 
-import csv
-import io
 import math
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
 
 from pc.common import markdown, plots
 from pc.common.files import write_atomically
 from pc.evaluate.tasks import METRICS, SHORT_NAMES
 
 AVERAGE = "average"
-Scores = dict[str, tuple[float, float | None]]  # task or AVERAGE: value, standard error
 
 
 def write(results: list[dict[str, Any]], names: list[str], stem: Path) -> list[Path]:
     """Write `stem`.md, .csv and .png of one result per model, as `pc.evaluate.score` keeps them, and of these tasks."""
-    rows = [scores_of(result, names) for result in results]
     table, comma_separated = stem.with_name(f"{stem.name}.md"), stem.with_name(f"{stem.name}.csv")
-    write_atomically(table, _markdown(results, rows, names))
-    write_atomically(comma_separated, _csv(results, rows))
-    return [table, comma_separated, plots.save(_plot(results, rows, names), stem)]
+    write_atomically(table, markdown_table(results, names))
+    write_atomically(comma_separated, scores(results, names).to_csv(index=False))
+    return [table, comma_separated, plots.save(_plot(results, names), stem)]
 
 
-def scores_of(result: dict[str, Any], names: list[str]) -> Scores:
-    """Each task's score by the paper's metric, and their average.
+def scores(results: list[dict[str, Any]], names: list[str]) -> pd.DataFrame:
+    """A row per model and task, by the paper's metric, and one for each model's average.
 
     The items of different tasks are independent, so the average's error is sqrt(sum of squares) / number.
     """
-    found = {name: result["tasks"][name] for name in names}
-    scores = {name: (one[METRICS[name]], one[f"{METRICS[name]}_stderr"]) for name, one in found.items()}
-    values, errors = zip(*scores.values(), strict=True)
-    error = None if None in errors else math.hypot(*errors) / len(errors)
-    return scores | {AVERAGE: (sum(values) / len(values), error)}
+    rows = []
+    for result in results:
+        about = {"model": result["name"], "limit": result["limit"]}
+        found = [
+            about
+            | {"task": name, "metric": METRICS[name], "value": one[METRICS[name]], "items": one["items"]}
+            | {"standard_error": one[f"{METRICS[name]}_stderr"], "variant": one.get("variant")}
+            for name, one in ((name, result["tasks"][name]) for name in names)
+        ]
+        errors = [row["standard_error"] for row in found]
+        error = None if None in errors else math.hypot(*errors) / len(errors)
+        mean = sum(row["value"] for row in found) / len(found)
+        rows += [*found, about | {"task": AVERAGE, "metric": "mean", "value": mean, "standard_error": error}]
+    columns = ["model", "task", "metric", "value", "standard_error", "items", "limit", "variant"]
+    return pd.DataFrame(rows, columns=columns, dtype=object)
 
 
-def _markdown(results: list[dict[str, Any]], rows: list[Scores], names: list[str]) -> str:
-    titles = [f"{_title(name, results)} ({METRICS[name]})" for name in names]
-    lines = [
-        [result["name"], *(_cell(rows, index, column) for column in rows[index])]
-        for index, result in enumerate(results)
-    ]
+def markdown_table(results: list[dict[str, Any]], names: list[str]) -> str:
+    """A row per model. Bold is the better of models 1 and 2, of 3 and 4, ...; an odd number of models is one group."""
+    groups = scores(results, names).groupby("model", sort=False)
+    values, errors = ([list(group[key]) for _, group in groups] for key in ("value", "standard_error"))
+    size = 2 if len(results) % 2 == 0 else len(results)
+    lines = []
+    for i, result in enumerate(results):
+        rivals = list(zip(*values[i - i % size : i - i % size + size], strict=True))
+        cells = [
+            (f"**{value:.4f}**" if value == max(others) > min(others) else f"{value:.4f}")
+            + ("" if error is None else f" ± {error:.4f}")
+            for value, error, others in zip(values[i], errors[i], rivals, strict=True)
+        ]
+        lines.append([result["name"], *cells])
     notes = ["Zero-shot, value ± standard error; bold is the best of each pair of models."]
     if missing := [name for name in METRICS if name not in names]:
         notes.append(f"**Not the paper's average**: without {', '.join(missing)}.")
     if results[0]["limit"]:
         notes.insert(0, f"**PARTIAL: only the first {results[0]['limit']} items of each task.**")
+    titles = [f"{_title(name, results)} ({METRICS[name]})" for name in names]
     return "\n".join([*notes, "", markdown.table(["model", *titles, f"Average of {len(names)}"], lines)])
-
-
-def _cell(rows: list[Scores], index: int, column: str) -> str:
-    """Value and error; bold for the better of models 1 and 2, of 3 and 4, ... An odd number of models is one group."""
-    size = 2 if len(rows) % 2 == 0 else len(rows)
-    start = index - index % size
-    values = [row[column][0] for row in rows[start : start + size]]
-    value, error = rows[index][column]
-    text = f"**{value:.4f}**" if value == max(values) > min(values) else f"{value:.4f}"
-    return text if error is None else f"{text} ± {error:.4f}"
 
 
 def _title(name: str, results: list[dict[str, Any]]) -> str:
@@ -65,34 +72,17 @@ def _title(name: str, results: list[dict[str, Any]]) -> str:
     return f"{SHORT_NAMES[name]}, {' or '.join(variants)}" if variants else SHORT_NAMES[name]
 
 
-def _csv(results: list[dict[str, Any]], rows: list[Scores]) -> str:
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(["model", "task", "metric", "value", "standard_error", "items", "limit", "variant"])
-    for result, row in zip(results, rows, strict=True):
-        for column, (value, error) in row.items():
-            found = result["tasks"].get(column, {})
-            cells = [result["name"], column, METRICS.get(column, "mean"), value, error, found.get("items")]
-            writer.writerow([*cells, result["limit"], found.get("variant")])
-    return file.getvalue()
-
-
-def _plot(results: list[dict[str, Any]], rows: list[Scores], names: list[str]):
-    columns = [*names, AVERAGE]
-    figure, axes = plots.subplots(width=max(5.0, 1.1 * len(columns)), height=3.2)
-    width = 0.8 / len(rows)
-    for index, (result, row) in enumerate(zip(results, rows, strict=True)):
-        places = [place + (index - (len(rows) - 1) / 2) * width for place in range(len(columns))]
-        axes.bar(
-            places,
-            [row[column][0] for column in columns],
-            width,
-            yerr=[row[column][1] or 0.0 for column in columns],
-            error_kw={"elinewidth": 0.8, "capsize": 1.5},
-            label=result["name"],
-        )
-    titles = [_title(name, results) for name in names] + ["average"]
-    axes.set_xticks(range(len(columns)), titles, rotation=20, ha="right")
+def _plot(results: list[dict[str, Any]], names: list[str]):
+    order = {"index": [*names, AVERAGE], "columns": [result["name"] for result in results]}
+    table = scores(results, names)
+    values, errors = (
+        table.pivot(index="task", columns="model", values=key).reindex(**order).astype(float)
+        for key in ("value", "standard_error")
+    )
+    figure, axes = plots.subplots(width=max(5.0, 1.1 * len(values)), height=3.2)
+    style = {"elinewidth": 0.8, "capsize": 1.5}
+    values.plot.bar(ax=axes, width=0.8, yerr=errors.fillna(0.0), error_kw=style, xlabel="")
+    axes.set_xticklabels([*(_title(name, results) for name in names), AVERAGE], rotation=20, ha="right")
     axes.grid(axis="x", visible=False)
     axes.set_axisbelow(True)
     axes.set_ylabel("accuracy (fraction of items)")
