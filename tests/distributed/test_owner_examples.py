@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import re
 
 import pytest
 import torch
@@ -98,3 +99,18 @@ def test_alone_they_do_what_they_say():
     weight.grad = _draw(0, 1)
     _load("shampoo").Shampoo([weight], lr=1.0, epsilon=1e-14).step()
     torch.testing.assert_close(torch.linalg.svdvals(weight), torch.ones(4).double(), rtol=1e-6, atol=0)
+
+
+def _page(rank):
+    """The program of docs/owner.md, as printed."""
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "owner.md").read_text(), re.DOTALL)
+    names = {}
+    exec(program, names)
+    values = torch.stack([torch.linalg.svdvals(weight.detach().full_tensor()) for weight in names["weights"]])
+    return values, names["plan"].work
+
+
+def test_the_page_runs_on_2_x_4_ranks():
+    for values, work in run_ranks(8, _page):
+        torch.testing.assert_close(values, torch.ones(16, 48))  # float32 of singular values
+        assert len(work) == 8 and len(set(work.values())) == 1
