@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from pc.analysis.weights import LinearWeights
 from pc.common import markdown
 from pc.common.files import write_atomically
 from pc.common.run_folder import INDEX, newest_checkpoint, unique_names
 from pc.common.spectra import modified_condition_number, singular_values
-from pc.config import BLOCK_GROUPS, BLOCK_SUFFIXES, PCConfig, block_of
+from pc.config import BLOCK_GROUPS, BLOCK_SUFFIXES, PCConfig
 from pc.errors import UserError
+from pc.evaluate import plain_weights
 
 
 @dataclass(frozen=True)
@@ -51,19 +51,26 @@ class Spectra:
 
 def compute(checkpoint: str | Path, name: str) -> Spectra:
     """Compute the singular values of every matrix in float64, on the GPU if there is one. Shows progress."""
-    weights = LinearWeights(checkpoint)
+    run = plain_weights.load(checkpoint)
+    saved = run.folder.shapes()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    raw: dict[str, list[Tensor]] = {}
-    effective: dict[str, list[Tensor]] = {}
-    for linear in tqdm(weights.linears, desc=f"singular values of {name}", unit="matrix", leave=False):
-        found = [singular_values(weight.to(device)).flip(-1).cpu() for weight in dict.fromkeys(weights.read(linear))]
-        raw.setdefault(block_of(linear), []).append(found[0])
-        effective.setdefault(block_of(linear), []).append(found[-1])  # the same without PC
-    present = [block for block in BLOCK_SUFFIXES if block in raw]
-    stacked = [{block: torch.stack(of[block]) for block in present} for of in (raw, effective)]
-    pc_blocks = {block_of(linear) for linear in weights.linears if weights.has_pc(linear)}
-    blocks = tuple(block for block in present if block in pc_blocks)
-    return Spectra(name, weights.step, blocks, *stacked, str(Path(checkpoint).resolve()))
+    raw: dict[str, list[Tensor]] = {block: [] for block in BLOCK_SUFFIXES}
+    effective: dict[str, list[Tensor]] = {block: [] for block in BLOCK_SUFFIXES}
+    with_pc = set()
+    places = [
+        (block, suffix, i) for block, (suffix, *_) in BLOCK_SUFFIXES.items() for i in range(run.model_args.n_layers)
+    ]
+    for block, suffix, i in tqdm(places, desc=f"singular values of {name}", unit="matrix", leave=False):
+        weight, prefix = f"layers.{i}.{suffix}.weight", f"pc.layers.{i}.{suffix}."
+        effective[block].append(singular_values(run.weights[weight].to(device)).flip(-1).cpu())
+        raw[block].append(effective[block][-1])
+        if f"{prefix}u" in saved:
+            key = f"{prefix}raw" if f"{prefix}raw" in saved else weight  # schedule "forward" keeps W as the weight
+            raw[block][-1] = singular_values(run.folder.read_tensors([key])[key].to(device)).flip(-1).cpu()
+            with_pc.add(block)
+    stacked = [{block: torch.stack(rows) for block, rows in of.items()} for of in (raw, effective)]
+    blocks = tuple(block for block in BLOCK_SUFFIXES if block in with_pc)
+    return Spectra(name, run.step, blocks, *stacked, str(Path(checkpoint).resolve()))
 
 
 def save(spectra: Spectra, path: Path) -> None:

@@ -28,7 +28,7 @@ _OTHER_STATES = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.", "
 class RunCheckpoint:
     """One step of a run, ready to be used without PC."""
 
-    path: Path
+    folder: CheckpointFolder
     config: dict[str, Any]
     """The run's resolved config.toml."""
     settings: Config
@@ -38,6 +38,10 @@ class RunCheckpoint:
     model_args: Llama2Args
     weights: dict[str, Tensor]
     """{TorchTitan's name: effective weight}, on the CPU, in the saved dtype."""
+
+    @property
+    def path(self) -> Path:
+        return self.folder.path
 
     @property
     def step(self) -> int:
@@ -78,7 +82,7 @@ def load(path: str | Path) -> RunCheckpoint:
     if forward:
         _evaluate_pc(model, tensors)
     weights = {key: tensors[key] for key in plain}
-    return RunCheckpoint(folder.path, config, settings, method, args, weights)
+    return RunCheckpoint(folder, config, settings, method, args, weights)
 
 
 def _run_config(checkpoint: Path) -> tuple[dict[str, Any], Config]:

@@ -6,9 +6,7 @@ import torch
 from helpers.made_runs import save_checkpoint
 from pc.analysis import spectra, spectra_plots
 from pc.analysis.figures import draw_spectra
-from pc.analysis.weights import LinearWeights
 from pc.common.run_folder import newest_checkpoint
-from pc.common.spectra import modified_condition_number
 from pc.config import BLOCK_SUFFIXES
 from pc.errors import UserError
 
@@ -134,16 +132,3 @@ def test_errors(tmp_path):
     (tmp_path / "half.npz").write_bytes((tmp_path / "half.npz").read_bytes()[:300])
     with pytest.raises(UserError, match="half.npz: not a file of singular values"):
         spectra.load(tmp_path / "half.npz")
-    save_checkpoint(tmp_path / "run", "forward")
-    weights = LinearWeights(newest_checkpoint(tmp_path / "run"))
-    weights.fingerprint = {}
-    with pytest.raises(UserError, match="fingerprint"):
-        weights.read("layers.0.attention.wo")
-
-
-def test_modified_condition_number():
-    sigma = torch.tensor([[4.0, 1.0, 2.0], [3.0, 0.5, 1.0]])
-    torch.testing.assert_close(modified_condition_number(sigma), torch.tensor([4.0, 6.0]))
-    # eleven values: the smallest ceil(1.1) = 2 are averaged
-    values = torch.arange(1.0, 12.0)
-    assert modified_condition_number(values).item() == pytest.approx(11.0 / 1.5)
