@@ -1,8 +1,8 @@
 """Odd settings that the checks accept, each trained for two steps: it trains, or ends in a line or two."""
 
 import os
+import random
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,11 @@ from helpers.ranks import run_ranks
 SECONDS = 60  # most of them for compilation
 
 
-def _start(rank, config: Path, folder: Path, cases: list[tuple[str, str]]) -> dict[str, list[str]]:
-    """What became of each: "refused", "stopped" (a `UserError` at the start), "trained", or what is wrong."""
+def _start(rank, config: Path, folder: Path, starts: int) -> dict[str, list[str]]:
+    """What became of settings in a random order, until so many have been started.
+
+    "refused", "stopped" (a `UserError` at the start), "trained", or what is wrong.
+    """
     from pc.errors import UserError
 
     def end(*_):
@@ -26,7 +29,10 @@ def _start(rank, config: Path, folder: Path, cases: list[tuple[str, str]]) -> di
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.chdir(folder)  # for runs whose folder is odd
     found: dict[str, list[str]] = {"refused": [], "stopped": [], "trained": [], "wrong": []}
-    for number, (key, value) in enumerate(cases):
+    cases = settings()
+    for number, (key, value) in enumerate(random.Random(0).sample(cases, len(cases))):
+        if number - len(found["refused"]) == starts:
+            break
         setting = f"--{key}={value}"
         run = folder / str(number)
         signal.alarm(SECONDS)
@@ -45,8 +51,6 @@ def _start(rank, config: Path, folder: Path, cases: list[tuple[str, str]]) -> di
         finally:
             signal.alarm(0)
         found[outcome].append(setting)
-        if number % 50 == 0:
-            print(f"{number} of {len(cases)}", file=sys.stderr, flush=True)
     return found
 
 
@@ -60,12 +64,11 @@ def _is_refused(config: Path, setting: str) -> bool:
         return True
 
 
-@pytest.mark.parametrize("every", [97, pytest.param(7, marks=pytest.mark.soak)], ids=["some", "more"])
-def test_what_the_checks_accept_can_be_trained(tiny_shards, tmp_path, every):
+@pytest.mark.parametrize("starts", [6, pytest.param(60, marks=pytest.mark.soak)], ids=["some", "more"])
+def test_what_the_checks_accept_can_be_trained(tiny_shards, tmp_path, starts):
     config = tiny.write_config(tmp_path / "tiny.toml", tiny_shards, tmp_path / "run")
-    cases = settings()[::every]
-    (found,) = run_ranks(1, _start, config, tmp_path, cases, timeout=3000.0)
+    (found,) = run_ranks(1, _start, config, tmp_path, starts, timeout=3000.0)
     print({outcome: len(settings) for outcome, settings in found.items()})
     print("\n".join(found["stopped"]))
     assert not found["wrong"], "\n".join(found["wrong"])
-    assert len(found["trained"]) > len(cases) / 20  # control: not everything is refused
+    assert len(found["trained"]) >= starts / 2 and found["refused"]  # control: they do start, and not all are accepted

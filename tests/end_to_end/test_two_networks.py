@@ -45,6 +45,19 @@ def networks(tmp_path):
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
 
+def test_each_node_finds_the_interface_that_reaches_the_other(networks):
+    for network, peer in zip(networks, reversed(ADDRESSES), strict=True):
+        words = [
+            *network,
+            sys.executable,
+            "-c",
+            f"from pc.launch import network as n; print(n.gloo_interface({peer!r}))",
+        ]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+        assert done.stdout == "{'GLOO_SOCKET_IFNAME': 'cable'}\n", done.stderr
+
+
+@pytest.mark.soak
 def test_nodes_whose_names_are_loopback_addresses_train_one_run(networks, tiny_shards, tmp_path):
     folder = tmp_path / "run"
     config = write_small_config(tmp_path / "small.toml", tiny_shards, steps=2, interval=2)

@@ -36,7 +36,7 @@ def require_plain_words(key: str, value: str) -> bool:
 @pytest.mark.soak
 def test_every_key_with_every_odd_value():
     cases = settings()
-    assert len(cases) > 1900
+    assert len(cases) > 1500
     start = time.monotonic()
     refused = sum(require_plain_words(key, value) for key, value in cases)
     print(f"{len(cases)} settings, {refused} refused, {time.monotonic() - start:.0f} s")

@@ -304,12 +304,25 @@ def test_a_missing_parent_needs_no_torch(write):
 SCRIPTS = sorted(file for file in (ROOT / "scripts").rglob("*.py"))
 
 
+def run_script(script, *words) -> subprocess.CompletedProcess:
+    """Its last line of output names the modules that it imported."""
+    code = (
+        f"import runpy, sys; sys.argv = {['x', *words]!r}\ntry: runpy.run_path({str(script)!r}, run_name='__main__')\n"
+    )
+    code += "finally: print(*sys.modules)"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda file: file.name)
 def test_help_of_a_script_needs_no_torch(script):
-    code = f"import runpy, sys; sys.argv = ['x', '--help']\ntry: runpy.run_path({str(script)!r}, run_name='__main__')\n"
-    code += "finally: print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    done = run_script(script, "--help")
     assert done.returncode == 0 and done.stdout.startswith("usage: ")
+    assert not {"torch", "torchtitan"} & set(done.stdout.splitlines()[-1].split())
+
+
+def test_a_mistake_is_not_queued_and_needs_no_torch():
+    done = run_script("scripts/slurm/submit.py", "train_configs/271m_adamw_pc.toml", "--pc.blocks=ffm")
+    assert done.returncode == 2 and "error: pc.blocks: 'ffm' is not a block" in done.stderr
     assert not {"torch", "torchtitan"} & set(done.stdout.splitlines()[-1].split())
 
 
