@@ -29,7 +29,6 @@ sys.path.insert(0, str(ROOT))  # a fresh clone need not be installed
 from pc.common import markdown
 from pc.common.errors import exit_on_user_error
 from pc.common.files import write_atomically
-from pc.errors import UserError
 from rows import table
 
 STEP = str(ROOT / "benchmarks" / "step.py")
@@ -127,7 +126,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try everything")
     chosen = parser.parse_args(arguments)
     if not torch.cuda.is_available() and not chosen.tiny:
-        raise UserError("torch sees no GPU here; --tiny runs everything with tiny shapes on a CPU")
+        parser.error("torch sees no GPU here; --tiny runs everything with tiny shapes on a CPU")
     output = chosen.output.resolve()
     file = output / "all_rows.json"
     state: dict[str, str] = json.loads(file.read_text())["state"] if file.exists() else {}

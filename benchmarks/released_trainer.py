@@ -30,7 +30,6 @@ import pc
 from pc.common.errors import exit_on_user_error
 from pc.common.files import write_atomically
 from pc.data.demo import make_demo
-from pc.errors import UserError
 from pc.spectral import initial_vectors
 from timing import interleaved
 
@@ -202,7 +201,7 @@ def main() -> None:
     options = parser.parse_args()
     clone = options.clone.resolve()
     if not (clone / "train.py").is_file():
-        raise UserError(f"{clone}/train.py: no such file; --clone should be a clone of github.com/Empath-aln/PC-layer")
+        parser.error(f"{clone}/train.py: no such file; --clone should be a clone of github.com/Empath-aln/PC-layer")
     commit = subprocess.run(["git", "-C", clone, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     result = {"commit": commit, "torch": torch.__version__, "seconds of layers": time_layers(clone)}
     with tempfile.TemporaryDirectory() as folder:

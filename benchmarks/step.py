@@ -53,7 +53,6 @@ import pc.passes
 from pc import polynomial
 from pc.common.errors import exit_on_user_error
 from pc.common.files import write_atomically
-from pc.errors import UserError
 from pc.launch.torchrun import STEPS_ALONE
 from pc.settings import load_config
 from pc.titan import cpu
@@ -332,18 +331,19 @@ def _start_processes() -> None:
 
 @exit_on_user_error
 def main(arguments: list[str] | None = None) -> None:
-    chosen = _parser().parse_args(arguments)
+    parser = _parser()
+    chosen = parser.parse_args(arguments)
     if chosen.table:
         print(table(chosen.table), end="")
         return
     if chosen.row not in ROWS:
-        raise UserError(f"ROW should be one of {', '.join(ROWS)}, got {chosen.row}")
+        parser.error(f"ROW should be one of {', '.join(ROWS)}, got {chosen.row}")
     row = ROWS[chosen.row]
     changes = {key: getattr(chosen, key) for key in ("flavor", "seq_len", "local_batch_size") if getattr(chosen, key)}
     micro_batches, rounds = chosen.micro_batches or row.micro_batches, chosen.rounds or row.rounds
     _start_processes()
     if dist.get_world_size() < row.processes:
-        raise UserError(
+        parser.error(
             f"row {chosen.row} is about several processes: torchrun --nproc-per-node 2 benchmarks/step.py {chosen.row}"
         )
     record = {

@@ -8,7 +8,6 @@ import argparse
 from pathlib import Path
 
 from pc.common.errors import exit_on_user_error
-from pc.errors import UserError
 
 
 @exit_on_user_error
@@ -27,7 +26,7 @@ def main() -> None:
     if not arguments.runs and not arguments.sweep:
         parser.error("give at least one RUN or --sweep FOLDER")
     if arguments.baseline and not arguments.sweep:
-        raise UserError("--baseline needs --sweep")
+        parser.error("--baseline needs --sweep")
     if arguments.runs:
         draw_curves(arguments.runs, arguments.output)
     if arguments.sweep:

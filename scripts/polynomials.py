@@ -7,7 +7,6 @@ import argparse
 from pathlib import Path
 
 from pc.common.errors import exit_on_user_error
-from pc.errors import UserError
 
 
 @exit_on_user_error
@@ -22,7 +21,7 @@ def main() -> None:
     from pc.analysis import maps
 
     if arguments.cutoff is None and (arguments.degree, arguments.alpha) != (4, 4.0):
-        raise UserError("--degree and --alpha need --cutoff")
+        parser.error("--degree and --alpha need --cutoff")
     rows = {f"level {k}": (polynomial.resolve(k), b) for k, b in maps.CUTOFFS.items()}
     rows["Polar Express"] = (polynomial.POLAR_EXPRESS, 1e-3)
     own = ()

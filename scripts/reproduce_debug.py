@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 
 from pc.common.errors import exit_on_user_error
-from pc.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 OUT = "outputs/reproduce"
@@ -93,12 +92,12 @@ def main() -> None:
     every = rows(arguments.evals)
     for name in arguments.rows or every:
         if name not in every:
-            raise UserError(f"no row {name!r}; rows are {', '.join(every)}")
+            parser.error(f"no row {name!r}; rows are {', '.join(every)}")
         start = time.monotonic()
         for words in every[name]:
             print(f"\n$ python {' '.join(words)}", flush=True)
             if subprocess.run([sys.executable, *words], cwd=ROOT).returncode:
-                raise UserError(f"row {name} failed at: python {' '.join(words)}")
+                sys.exit(f"row {name} failed at: python {' '.join(words)}")
         print(f"row {name}: {time.monotonic() - start:.0f} s", flush=True)
 
 

@@ -10,7 +10,6 @@ python scripts/sweep.py select SWEEP.toml...
 import argparse
 
 from pc.common.errors import exit_on_user_error
-from pc.errors import UserError
 from pc.launch.allocation import Allocation, add_options
 from pc.launch.run import Run
 from pc.sweep.spec import load
@@ -47,7 +46,7 @@ def main() -> None:
 
     sweeps = [load(path) for path in arguments.sweeps]
     if len({sweep.folder.resolve() for sweep in sweeps}) < len(sweeps):
-        raise UserError("two sweeps have the same folder; is one named twice?")
+        parser.error("two sweeps have the same folder; is one named twice?")
     # imported once the files are read, because this takes seconds
     from pc.launch import torchrun
     from pc.sweep import equal_runs

@@ -6,6 +6,7 @@ Usage: python scripts/theorem.py [--output DIR] [--steps N] [--seed S]
 import argparse
 from pathlib import Path
 
+from pc.common.arguments import number
 from pc.common.errors import exit_on_user_error
 
 
@@ -13,7 +14,7 @@ from pc.common.errors import exit_on_user_error
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("outputs/theorem"), help="folder for the figure")
-    parser.add_argument("--steps", type=int, default=1500, help="gradient descent steps (default: 1500)")
+    parser.add_argument("--steps", type=number(1), default=1500, help="gradient descent steps (default: 1500)")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     from pc.analysis import theorem

@@ -18,8 +18,8 @@ import re
 import sys
 import time
 
+from pc.common.arguments import number
 from pc.common.errors import exit_on_user_error
-from pc.errors import UserError
 
 
 @exit_on_user_error
@@ -43,12 +43,14 @@ def main() -> None:
     parser.add_argument("--text-column", default="text", help="(default: %(default)s)")
     parser.add_argument(
         "--validation-fraction",
-        type=float,
+        type=number(0, 0.999, float),
         default=0.0005,
         help="share of the documents, chosen by the hash of their text (default: %(default)s)",
     )
-    parser.add_argument("--shard-megabytes", type=int, default=256, help="text per shard (default: %(default)s)")
-    parser.add_argument("--max-documents", type=int, help="only so many, the first of the first file (default: all)")
+    parser.add_argument("--shard-megabytes", type=number(1), default=256, help="text per shard (default: %(default)s)")
+    parser.add_argument(
+        "--max-documents", type=number(1), help="only so many, the first of the first file (default: all)"
+    )
     parser.add_argument(
         "--processes",
         type=int,
@@ -57,6 +59,7 @@ def main() -> None:
     )
     parser.add_argument(
         "--part",
+        type=_parse_part,
         default=_default_part(),
         help="K/N: do share K = 0 … N-1 of the work (default: this SLURM array task's, else all)",
     )
@@ -66,13 +69,15 @@ def main() -> None:
 
     start = time.perf_counter()
     try:
-        manifest = tokenize(**vars(options) | {"part": _parse_part(options.part)})
+        manifest = tokenize(**vars(options))
     except KeyboardInterrupt:
         print("\nStopped. The same command continues with the shards that are missing.", file=sys.stderr)
         sys.exit(130)
     minutes = (time.perf_counter() - start) / 60
     if manifest is None:
-        print(f"Part {options.part} is done after {minutes:.1f} minutes; {options.output} is complete when all are.")
+        print(
+            f"Part {options.part[0]}/{options.part[1]} is done after {minutes:.1f} minutes; {options.output} is complete when all are."
+        )
         return
     print(f"{options.output} is complete ({minutes:.1f} minutes):")
     for split in SPLITS:
@@ -89,7 +94,7 @@ def _default_part() -> str:
 def _parse_part(text: str) -> tuple[int, int]:
     numbers = re.fullmatch(r"(\d+)/(\d+)", text)
     if not numbers or not int(numbers[1]) < int(numbers[2]):
-        raise UserError(f"--part {text} must be K/N with K from 0 to N - 1")
+        raise argparse.ArgumentTypeError(f"{text} must be K/N with K from 0 to N - 1")
     return int(numbers[1]), int(numbers[2])
 
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from pc.common.plots import save, subplots
-from pc.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -90,8 +89,6 @@ def bound(problem: Problem, slack: float = 0.2) -> Bound:
 
 def descend(problem: Problem, region: Bound, steps: int) -> tuple[list[float], list[bool]]:
     """Gradient descent with step size 1/beta: losses after 0, 1, ... steps, and whether the weights were in R."""
-    if steps < 1:
-        raise UserError(f"--steps {steps}: should be 1 or more")
     weights = [weight.clone().requires_grad_() for weight in problem.weights]
     losses, inside = [], []
     for _ in range(steps + 1):

@@ -213,13 +213,13 @@ def read_log(path: str | Path) -> RunLog:
     lines, texts = [], file.read_text(errors="replace").splitlines()
     for number, text in enumerate(texts, start=1):
         try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            if number < len(texts):
-                raise UserError(f"{file}, line {number}: not JSON; the file is damaged") from None
-            break
-        if not {"step", "tokens"} <= lines[-1].keys():
-            raise UserError(f"{file}, line {number}: without 'step' or 'tokens'; the file is damaged")
+            line = json.loads(text)
+            line["step"], line["tokens"]
+        except (ValueError, KeyError, TypeError) as error:
+            if number == len(texts) and isinstance(error, ValueError):
+                break
+            raise UserError(f"{file}, line {number}: damaged ({error!r})") from None
+        lines.append(line)
     if not lines:
         raise UserError(f"{file}: the run has logged nothing yet")
     return RunLog(name=file.resolve().parent.name, file=file, lines=lines)

@@ -100,14 +100,13 @@ class Manifest:
             raise UserError(_why_no_manifest(folder))
         try:
             content = json.loads(path.read_bytes())
-            kind = content["format"]
+            if content["format"] != FORMAT:
+                raise ValueError(f"format {content['format']}; this version reads format {FORMAT}")
             content |= {"folder": folder, "shards": {split: content["splits"][split]["shards"] for split in SPLITS}}
             manifest = TypeAdapter(Manifest).validate_python(content)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             reason = " ".join(str(error).split())[:200]
             raise UserError(f"{path} is damaged ({reason}); repeat the tokenising command to rewrite it") from error
-        if kind != FORMAT:
-            raise UserError(f"{path} has format {kind}; this version reads format {FORMAT}")
         return manifest
 
 

@@ -34,25 +34,22 @@ def write_shard(folder: Path, split: str, number: int, tokens: np.ndarray, docum
     return Shard(name, len(tokens), documents, len(content), expected)
 
 
-def size_complaint(folder: Path, shard: Shard) -> str | None:
-    """An error if the shard's file is missing or has the wrong size, else None."""
+def require_file(folder: Path, shard: Shard, *, checksum: bool = False) -> None:
+    """Raise a `UserError` if the shard's file is missing, or has another size or checksum than the manifest says."""
     path = folder / shard.tokens_file
-    if not path.is_file():
-        return f"{path} is missing"
-    if path.stat().st_size != shard.tokens_bytes:
-        return f"{path} has {path.stat().st_size} bytes instead of {shard.tokens_bytes}"
-    return None
+    size = path.stat().st_size if path.is_file() else "no"
+    said = f"{path} has {size} bytes instead of {shard.tokens_bytes}" if size != shard.tokens_bytes else ""
+    if checksum and not said and sha256_of(path) != shard.tokens_sha256:
+        said = f"{path} does not have the checksum of the manifest"
+    if said:
+        raise UserError(f"{said}; delete it and repeat the tokenising command to recreate it")
 
 
 def verify(manifest: Manifest) -> None:
     """Verify all checksums; reads every byte."""
     for shards in manifest.shards.values():
         for shard in shards:
-            complaint, path = size_complaint(manifest.folder, shard), manifest.folder / shard.tokens_file
-            if complaint is None and sha256_of(path) != shard.tokens_sha256:
-                complaint = f"{path} does not have the checksum of the manifest"
-            if complaint:
-                raise UserError(f"{complaint}; delete the file and repeat the tokenising command to recreate it")
+            require_file(manifest.folder, shard, checksum=True)
 
 
 def open_tokens(folder: Path, shard: Shard, dtype: str) -> np.ndarray:
@@ -83,8 +80,7 @@ class TokenStream:
         self.ends = list(accumulate(shard.tokens for shard in self.shards))  # [shards]
         self._opened: dict[int, np.ndarray] = {}
         for shard in self.shards:
-            if complaint := size_complaint(self.folder, shard):
-                raise UserError(f"{complaint}; delete it and repeat the tokenising command to recreate it")
+            require_file(self.folder, shard)
 
     def __len__(self) -> int:
         return self.ends[-1] if self.ends else 0

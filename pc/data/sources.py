@@ -46,18 +46,15 @@ class Unit:
 
 def find_files(source: str, subset: str | None = None) -> list[str]:
     """The files of `source`: a file, a folder, a glob pattern or a Hub dataset `owner/name`."""
-    files = find_local_files(source)
+    files = None if subset else find_local_files(source)
     if files is None:
         if not HUB_DATASET.fullmatch(source):
             raise UserError(f"--input {source} is not a file, folder, glob pattern or Hub dataset owner/name")
         files = find_hub_files(source, subset)
-    elif subset is not None:
-        raise UserError(f"--subset selects a part of a Hub dataset, but --input {source} is local")
-    if not files:
-        raise UserError(f"--input {source} matches no parquet or JSON lines file")
-    for file in files:
-        if not file.endswith(PARQUET + JSON_LINES):
-            raise UserError(f"{file}: the name should end in .parquet or .jsonl (docs/data.md shows how to convert)")
+    wrong = [file for file in files if not file.endswith(PARQUET + JSON_LINES)]
+    if wrong or not files:
+        name = wrong[0] if wrong else source
+        raise UserError(f"--input {name}: no file that ends in .parquet or .jsonl (docs/data.md shows how to convert)")
     return files
 
 
@@ -93,15 +90,15 @@ def measure(files: list[str], text_column: str) -> list[SourceFile]:
 def _measure(file: str, text_column: str) -> SourceFile:
     size = size_of(file)
     if file.endswith(JSON_LINES):
-        next(_read_lines(file, text_column, 0, 1), None)
+        next(read_texts(Unit(0, file, 0, 1, size), text_column), None)
         return SourceFile(file, size, tuple(min(BLOCK, size - start) for start in range(0, size, BLOCK)))
     with open_parquet(file) as parquet:
         schema = parquet.schema_arrow
-        if text_column not in schema.names:
-            raise UserError(f"{file} has no column {text_column!r}; it has {', '.join(schema.names)} (--text-column)")
-        kind = schema.field(text_column).type
-        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_binary(kind)):
-            raise UserError(f"column {text_column!r} of {file} holds {kind}, not text")
+        kind = schema.field(text_column).type if text_column in schema.names else None
+        if kind is None or not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_binary(kind)):
+            raise UserError(
+                f"{file}: column {text_column!r} should hold text; columns are {', '.join(schema.names)} (--text-column)"
+            )
         metadata = parquet.metadata
         column = [metadata.schema.column(i).path for i in range(metadata.num_columns)].index(text_column)
         groups = [metadata.row_group(i).column(column) for i in range(metadata.num_row_groups)]
@@ -115,10 +112,7 @@ def size_of(file: str) -> int:
 
 
 def _open(file: str) -> BinaryIO:
-    try:
-        return fsspec.open(file, "rb").open()
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error}") from error
+    return fsspec.open(file, "rb").open()
 
 
 def open_parquet(file: str) -> pq.ParquetFile:
@@ -177,12 +171,11 @@ def _read_lines(file: str, text_column: str, first: int, end: int) -> Iterator[b
 
 def _text_of(line: bytes, text_column: str, where: str) -> bytes:
     try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{where}: not JSON ({error}); each line should be an object with {text_column!r}") from None
-    if not isinstance(row, dict) or text_column not in row:
-        has = ", ".join(row) if isinstance(row, dict) else "no object"
-        raise UserError(f"{where}: no {text_column!r}, it has {has} (--text-column)")
-    if not isinstance(row[text_column], str | None):
-        raise UserError(f"{where}: {text_column!r} is not text")
-    return (row[text_column] or "").encode("utf-8", "surrogatepass")
+        text = json.loads(line)[text_column]
+        if not isinstance(text, str | None):
+            raise TypeError(f"{text!r:.40} is not text")
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{where}: should be an object with text as {text_column!r}: {error!r} (--text-column)"
+        ) from None
+    return (text or "").encode("utf-8", "surrogatepass")

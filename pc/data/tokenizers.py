@@ -82,7 +82,7 @@ class SentencePieceTokenizer(Tokenizer):
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
         except (OSError, RuntimeError) as error:
-            raise UserError(f"{path} is not a SentencePiece model") from error
+            raise UserError(f"{path} is not a SentencePiece model: {error}") from error
         bos_id, eos_id = (i if i >= 0 else None for i in (self._model.bos_id(), self._model.eos_id()))
         super().__init__(name, self._model.vocab_size(), bos_id, eos_id, {"tokenizer.model": path.read_bytes()})
 
@@ -109,11 +109,10 @@ class HuggingFaceTokenizer(Tokenizer):
             names = [settings.get(key) for key in ("bos_token", "eos_token")]
             names = [name["content"] if isinstance(name, dict) else name for name in names]
             ids = [None if name is None else self._model.token_to_id(name) for name in names]
+            if unknown := [name for name, token_id in zip(names, ids, strict=True) if name and token_id is None]:
+                raise ValueError(f"tokenizer_config.json names {unknown[0]!r}, which tokenizer.json does not have")
         except Exception as error:  # the library raises bare Exception
             raise UserError(f"{folder} does not hold a readable tokenizer: {error}") from error
-        for token, token_id in zip(names, ids, strict=True):
-            if token is not None and token_id is None:
-                raise UserError(f"{folder}/tokenizer_config.json names {token!r}, which tokenizer.json does not have")
         self._model.no_truncation()
         self._model.no_padding()
         self._model.encode_special_tokens = True  # encode "</s>" in a text as ordinary text
@@ -137,13 +136,12 @@ class TiktokenTokenizer(Tokenizer):
 
         try:
             self._model = tiktoken.get_encoding(name)
-        except ValueError as error:
+        except Exception as error:  # also of the network: an encoding is downloaded when first used
             raise UserError(
                 f"tokenizer {name!r} is neither a folder with tokenizer.json, a SentencePiece .model file, "
-                f"{DEFAULT_TOKENIZER!r} nor a tiktoken encoding ({', '.join(tiktoken.list_encoding_names())})"
+                f"{DEFAULT_TOKENIZER!r} nor a tiktoken encoding ({', '.join(tiktoken.list_encoding_names())}) that can "
+                f"be downloaded: {str(error).partition(chr(10))[0]}"
             ) from error
-        except Exception as error:  # tiktoken downloads an encoding when first used
-            raise UserError(f"tiktoken could not download its encoding {name!r}: {error}") from error
         # The name is enough: tiktoken compares what it downloads with a checksum.
         super().__init__(name, self._model.n_vocab, None, self._model.eot_token, {"tiktoken.txt": name.encode()})
 
@@ -164,16 +162,11 @@ def load_tokenizer(reference: str | Path) -> Tokenizer:
     if name == DEFAULT_TOKENIZER:
         return SentencePieceTokenizer(name, _mistral_model())
     path = Path(os.path.expanduser(name))
-    if os.path.isfile(path):
-        return SentencePieceTokenizer(name, path)
     if os.path.isdir(path):
-        if (path / "tokenizer.json").is_file():
-            return HuggingFaceTokenizer(name, path)
-        if (path / "tokenizer.model").is_file():
-            return SentencePieceTokenizer(name, path / "tokenizer.model")
-        raise UserError(f"{path} has neither tokenizer.json nor tokenizer.model")
-    if len(path.parts) > 1 or path.suffix == ".model":
-        raise UserError(f"tokenizer {name!r} does not exist")
+        has_model = (path / "tokenizer.model").is_file() and not (path / "tokenizer.json").is_file()
+        return SentencePieceTokenizer(name, path / "tokenizer.model") if has_model else HuggingFaceTokenizer(name, path)
+    if os.path.isfile(path) or len(path.parts) > 1 or path.suffix == ".model":
+        return SentencePieceTokenizer(name, path)
     return TiktokenTokenizer(name)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pc.common.files import write_atomically
 from pc.data.manifest import FORMAT, SPLITS, TOKENIZER_FOLDER, Manifest, Shard, TokenizerRecord
-from pc.data.shards import size_complaint
+from pc.data.shards import require_file
 from pc.data.sources import Unit, find_files, find_local_files, measure, plan_units, size_of
 from pc.data.tokenizers import Tokenizer, smallest_dtype
 from pc.errors import UserError
@@ -41,9 +41,8 @@ def make_plan(output: Path, source: str, tokenizer: Tokenizer, requested: dict) 
     requested: the command's settings by name.
 
     Raises:
-        UserError: a setting is out of range, or it or the source's files are not those of the folder's plan.
+        UserError: a setting or the source's files are not those of the folder's plan.
     """
-    _require_ranges(requested)
     requested = {"format": FORMAT, "source": source, "tokenizer": tokenizer.sha256} | requested
     path = output / "plan.json"
     if path.is_file():
@@ -61,16 +60,6 @@ def make_plan(output: Path, source: str, tokenizer: Tokenizer, requested: dict) 
             write_atomically(output / TOKENIZER_FOLDER / name, content)
         write_atomically(path, json.dumps({"settings": settings, "units": [asdict(u) for u in units]}, indent=1))
     return TokenizingPlan(output, settings, TokenizerRecord.of(tokenizer), units)
-
-
-def _require_ranges(requested: dict) -> None:
-    if not 0 <= requested["validation_fraction"] < 1:
-        raise UserError(
-            f"--validation-fraction {requested['validation_fraction']} should be at least 0 and less than 1"
-        )
-    for key in ("shard_megabytes", "max_documents"):
-        if requested[key] is not None and requested[key] < 1:
-            raise UserError(f"--{key.replace('_', '-')} {requested[key]} should be at least 1")
 
 
 def _read(path: Path) -> tuple[dict, list[Unit]]:
@@ -128,10 +117,11 @@ def finished(plan: TokenizingPlan, unit: Unit) -> dict[str, list[Shard]] | None:
         if record["settings_sha256"] != plan.sha256:
             return None
         shards = {split: [Shard(**shard) for shard in record["shards"][split]] for split in SPLITS}
-    except (OSError, json.JSONDecodeError, KeyError, TypeError):
+        for shard in (*shards["train"], *shards["validation"]):
+            require_file(plan.output, shard)
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    complaints = [size_complaint(plan.output, shard) for split in SPLITS for shard in shards[split]]
-    return None if any(complaints) else shards
+    return shards
 
 
 def finish(plan: TokenizingPlan) -> Manifest | None:

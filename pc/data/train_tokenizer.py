@@ -4,11 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pc.data.sources import find_files, measure, plan_units, read_texts
-from pc.errors import UserError
 
 BOS, EOS = "<s>", "</s>"
 UNIT_BYTES = 10**8
-SMALLEST_VOCABULARY = 256 + 2  # every byte, BOS and EOS
 
 
 def train_tokenizer(source: str, output: str | Path, vocab_size: int, megabytes: int, text_column: str = "text") -> int:
@@ -23,15 +21,11 @@ def train_tokenizer(source: str, output: str | Path, vocab_size: int, megabytes:
         megabytes: amount of text to train on, in 10^6 bytes.
 
     Raises:
-        UserError: too small a vocabulary, no file, no such column.
+        UserError: no file, no such column.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    if vocab_size < SMALLEST_VOCABULARY:
-        raise UserError(f"--vocab-size {vocab_size} should be at least {SMALLEST_VOCABULARY}")
-    if megabytes < 1:
-        raise UserError(f"--megabytes {megabytes} should be at least 1")
     model = Tokenizer(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()

@@ -1,6 +1,5 @@
 """Generate text with a checkpoint or an export."""
 
-import math
 from pathlib import Path
 
 import torch
@@ -21,8 +20,6 @@ def generate(
         temperature: 0 always takes the most likely token.
         top_p: sample among the most likely tokens that together have this probability.
     """
-    if not 0 <= temperature < math.inf or not 0 < top_p <= 1 or max_new_tokens < 1:
-        raise UserError("temperature should be at least 0 and finite, top_p in (0, 1], max_new_tokens at least 1")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     llama, tokenizer = hugging_face.load(model)
     tokens = tokenizer(prompt, return_tensors="pt").to(device)

@@ -148,11 +148,10 @@ def require_start_folder(path: str | Path, model_args: TransformerModelArgs) -> 
         UserError: naming the setting or tensor that differs.
     """
     path = Path(path)
-    if not (path / "config.json").is_file():
-        raise UserError(f"{path}: not a Hugging Face folder (no config.json)")
-    settings = json.loads((path / "config.json").read_text())
+    file = path / "config.json"
+    settings = json.loads(file.read_text()) if file.is_file() else {}
     if settings.get("model_type") != "llama":
-        raise UserError(f'{path}: model_type {settings.get("model_type")!r}, a run starts from "llama"')
+        raise UserError(f'{file}: model_type {settings.get("model_type")!r}, a run starts from "llama"')
     with torch.device("meta"):
         ffn_dim = Transformer(model_args).layers["0"].feed_forward.w1.out_features
         expected = llama_config(model_args, ffn_dim)
@@ -185,10 +184,12 @@ def _load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"{path}: not a Llama that transformers can read ({reason})") from None
     # transformers fills missing tensors with random numbers and drops extra ones
-    for key, found, expected in sorted(report["mismatched_keys"]):
-        raise UserError(f"{path}: tensor {key} has shape {list(found)}, the model of config.json {list(expected)}")
-    for kind in ("missing", "unexpected"):
-        for key in sorted(report[f"{kind}_keys"]):
-            raise UserError(f"{path}: tensor {key} is {kind}")
+    wrong = [
+        f"{key} has shape {list(found)}, the model of config.json {list(expected)}"
+        for key, found, expected in sorted(report["mismatched_keys"])
+    ]
+    wrong += [f"{key} is {kind}" for kind in ("missing", "unexpected") for key in sorted(report[f"{kind}_keys"])]
+    if wrong:
+        raise UserError(f"{path}: tensor {wrong[0]}")
     _require_vocabulary(tokenizer, model.config.vocab_size, path)
     return model.eval(), tokenizer

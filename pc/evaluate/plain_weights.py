@@ -88,11 +88,9 @@ def load(path: str | Path) -> RunCheckpoint:
 def _run_config(checkpoint: Path) -> tuple[dict[str, Any], Config]:
     """config.toml, and those of its keys that say what the weights are; others may be of an older version."""
     path = checkpoint.parent.parent / "config.toml"
-    if not path.is_file():
-        raise UserError(f"{path}: missing; a checkpoint is read together with its run's config.toml")
     try:
         config = tomllib.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: not the configuration of a run ({str(error).splitlines()[0]})") from None
     read = {name: config[name] for name in ("model", "training", "data", "pc") if name in config}
     for section, wanted in (("training", "seq_len"), ("data", "path")):
@@ -121,13 +119,14 @@ def require_shapes(
         whose: words after "the model" in the error.
     """
     for key in sorted(expected.keys() | found.keys()):
+        shapes = [None if of.get(key) is None else list(of[key]) for of in (found, expected)]
+        said = f"has shape {shapes[0]}, the model{whose} {shapes[1]}" if shapes[0] != shapes[1] else ""
         if key not in found:
-            raise UserError(f"{path}: tensor {key} is missing")
-        if key not in expected:
-            raise UserError(f"{path}: tensor {key} does not belong to the model{whose}")
-        shape = None if found[key] is None else list(found[key])
-        if shape != list(expected[key]):
-            raise UserError(f"{path}: tensor {key} has shape {shape}, the model{whose} {list(expected[key])}")
+            said = "is missing"
+        elif key not in expected:
+            said = f"does not belong to the model{whose}"
+        if said:
+            raise UserError(f"{path}: tensor {key} {said}")
 
 
 def _evaluate_pc(model: Transformer, tensors: dict[str, Tensor]) -> None:

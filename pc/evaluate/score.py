@@ -43,9 +43,6 @@ def score(
     """
     names = list(dict.fromkeys(names))
     tasks.require_known(names)
-    for key, value in (("--limit", limit), ("--batch-size", batch_size)):
-        if value is not None and value < 1:
-            raise UserError(f"{key} {value} should be at least 1")
     suffix = f".limit-{limit}" if limit else ""
     files = {}
     for name, path in map(parse_model, models):

@@ -33,11 +33,8 @@ METRICS = {task: metric for task, (_, metric, _) in _TASKS.items()}
 
 
 def require_known(names: list[str]) -> None:
-    for name in names:
-        if name not in METRICS:
-            raise UserError(f"unknown task {name!r}; tasks are {', '.join(METRICS)}")
-    if not names:
-        raise UserError(f"no task given; tasks are {', '.join(METRICS)}")
+    if not names or set(names) - METRICS.keys():
+        raise UserError(f"{', '.join(names) or 'no task'}: tasks are {', '.join(METRICS)}")
 
 
 def data_file(name: str, data: str | Path) -> Path:
@@ -102,11 +99,10 @@ def _load_one(name: str, data: str | Path | None, manager: TaskManager) -> Confi
         task = manager.load(name)["tasks"][name]
     except Exception as error:  # of the Hub, of `datasets`, or of lm-eval's templates on the first item
         reason = f"{type(error).__name__}: {' '.join(str(error.__cause__ or error).split())[:200]}"
+        said = f"task {name} cannot be loaded from the Hub ({reason}); fetch the sets and pass --data"
         if data is not None:
-            raise UserError(f"{data_file(name, data)}: not JSON lines of {name} ({reason})") from None
-        raise UserError(
-            f"task {name} cannot be loaded from the Hub ({reason}); fetch the sets and pass --data"
-        ) from None
+            said = f"{data_file(name, data)}: not JSON lines of {name} ({reason})"
+        raise UserError(said) from None
     task.set_fewshot_seed(seed=0)
     return task
 

@@ -15,7 +15,7 @@ from pc.settings.schema import Data
 @exit_on_user_error
 def main() -> None:
     if len(sys.argv) < 2:
-        raise UserError("no config named; usage: python -m pc.launch.local CONFIG --section.key value ...")
+        sys.exit("usage: python -m pc.launch.local CONFIG --section.key value ...")
     path, *overrides = sys.argv[1:]
     if {"-h", "--help"} & set(overrides):
         print_help(path)
@@ -29,8 +29,7 @@ def main() -> None:
     processes = torchrun.processes_here()
     fetch_demo_data(config)
     # Report mistakes here, one line each, because torchrun's report of a failed process would bury them.
-    if errors := dry_run.check_config(config, processes).errors:
-        raise UserError("\nerror: ".join(errors))
+    dry_run.check_config(config, processes).require()
     held = lock(folder)
     status = torchrun.run(*torchrun.command(config, processes), [held])
     if status == 0:

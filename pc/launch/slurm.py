@@ -20,7 +20,7 @@ from pc.errors import UserError
 from pc.launch import network, torchrun
 from pc.launch.allocation import Allocation
 from pc.launch.run import Run
-from pc.plan.dry_run import check_or_raise
+from pc.plan.dry_run import check
 from pc.settings import load_config
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "slurm"
@@ -38,7 +38,7 @@ def submit_run(config: str, overrides: Sequence[str], allocation: Allocation, sc
     Args:
         score: options of scripts/score.py, as on the command line; None: no scoring.
     """
-    check_or_raise(config, overrides, allocation.world_size)
+    check(config, overrides, allocation.world_size).require(f"{config}: ")
     folder = Path(load_config(config, overrides).job.dump_folder)
     job = sbatch(folder, [f"--job-name={folder.name}", *allocation.words()], TRAIN_SCRIPT, [config, *overrides])
     said = f"job {job}: {config}, logs in {folder}/slurm"
@@ -60,10 +60,7 @@ def sbatch(folder: Path, options: list[str], script: Path, arguments: Sequence[s
     # the job uses the interpreter that submitted it
     environment = {**os.environ, "PC_PYTHON": sys.executable}
     words = ["sbatch", "--parsable", output, *options, str(script), *arguments]
-    try:
-        answer = subprocess.run(words, capture_output=True, text=True, env=environment)
-    except FileNotFoundError:
-        raise UserError("sbatch is not on the PATH; submit from a login node of a SLURM cluster") from None
+    answer = subprocess.run(words, capture_output=True, text=True, env=environment)
     if answer.returncode:
         raise UserError(" ".join(answer.stderr.split()))
     return answer.stdout.strip().split(";")[0]

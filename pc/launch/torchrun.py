@@ -40,13 +40,12 @@ def processes_here() -> int:
     """
     promised, gpus = promised_gpus(), torch.cuda.device_count()
     wish = os.environ.get("NGPU") or str(max(1, promised, gpus))
-    if not wish.isdecimal() or int(wish) < 1:
-        raise UserError(f"NGPU={wish} should be a whole number of processes, at least 1")
-    if gpus < int(wish) <= promised:
+    processes = int(wish) if wish.isdecimal() else 0
+    if gpus < processes <= promised:
         sys.exit(f"{socket.gethostname()} shows {gpus} of the {promised} GPUs of this job")
-    if gpus and int(wish) > gpus:
-        raise UserError(f"NGPU={wish}, but this machine has {gpus} GPUs")
-    return int(wish)
+    if not 0 < processes <= (gpus or processes):
+        raise UserError(f"NGPU={wish} should be a number of processes, and this machine has {gpus} GPUs")
+    return processes
 
 
 def run(

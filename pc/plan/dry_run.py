@@ -35,6 +35,11 @@ class Report:
         if error not in self.errors:
             self.errors.append(error)
 
+    def require(self, where: str = "") -> None:
+        """For launchers: raise one `UserError` with all errors."""
+        if self.errors:
+            raise UserError(where + "\nerror: ".join(self.errors))
+
     def text(self) -> str:
         lines = [f"{name:<22} {value}" for name, value in self.facts]
         lines += [f"warning: {warning}" for warning in self.warnings]
@@ -228,10 +233,3 @@ def _manifest(report: Report, key: str, path: str, needs_data: bool) -> Manifest
         remedy = "; create it with `python -m pc.data.demo`" if Path(path) == DEMO else ""
         (report.fail if needs_data else report.warnings.append)(f"{key}: {error}{remedy}")
         return None
-
-
-def check_or_raise(path: str | Path, overrides: Sequence[str], world_size: int) -> None:
-    """Like `check`, for launchers: raises one `UserError` with all errors."""
-    report = check(path, overrides, world_size)
-    if report.errors:
-        raise UserError(f"{path}: " + "\nerror: ".join(report.errors))

@@ -40,10 +40,8 @@ def select(sweep: Sweep) -> str:
     equal_runs.require_unchanged(sweep)
     results = collect(sweep)
     metric = sweep.select.metric
-    if not results:
-        raise UserError(f"{sweep.path}: no run has finished; see `scripts/sweep.py status`")
     if all(result[metric] is None for result in results):
-        raise UserError(f"{sweep.path}: no run logged select.metric = {metric!r}, or all ended without a finite value")
+        raise UserError(f"{sweep.path}: no finished run has a finite {metric!r}; see `scripts/sweep.py status`")
     candidates = _candidates(sweep, results)
     words = [_write_table(sweep, candidates, results)]
     for config in dict.fromkeys(run.config for run in sweep.runs):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from pc.launch import slurm
 from pc.launch.allocation import Allocation
-from pc.plan.dry_run import check_or_raise
+from pc.plan.dry_run import check
 from pc.sweep import equal_runs
 from pc.sweep.spec import Sweep, begin
 
@@ -17,7 +17,8 @@ def submit(sweeps: Sequence[Sweep], at_a_time: int, allocation: Allocation) -> s
     """
     groups = equal_runs.plan(sweeps, allocation.world_size)
     for group in groups:
-        check_or_raise(group.runs[0].config, group.runs[0].overrides, allocation.world_size)
+        first = group.runs[0]
+        check(first.config, first.overrides, allocation.world_size).require(f"{first.name}: ")
     said = []
     for sweep in sweeps:
         run_list = begin(sweep)

@@ -142,12 +142,6 @@ def test_skipped_positions_are_left_out_and_all_else_stays(build, order, ranks, 
     assert rows(next(iter(resumed))) == order[13:17]
 
 
-@pytest.mark.parametrize("word", ["a", "1-", "3-2"])
-def test_what_is_no_position(build, word):
-    with pytest.raises(UserError, match="data.skip"):
-        build(skip=[word])
-
-
 def test_a_new_epoch_is_said_once(build, caplog):
     for loader in [build(dp_rank=r, dp_world_size=2) for r in range(2)]:
         iterator = iter(loader)

@@ -89,9 +89,8 @@ def test_paths_may_contain_equals_signs(tmp_path, monkeypatch):
 def test_mistakes(pc_export, evaluation_data, tmp_path):
     for models, settings, message in [
         (["nowhere"], {}, "nowhere: no such model"),
-        ([str(pc_export)], {"names": ["mmlu"]}, "unknown task 'mmlu'; tasks are lambada_openai, hellaswag"),
-        ([str(pc_export)], {"names": []}, "no task given"),
-        ([str(pc_export)], {"limit": 0}, "--limit 0 should be at least 1"),
+        ([str(pc_export)], {"names": ["mmlu"]}, "mmlu: tasks are lambada_openai, hellaswag"),
+        ([str(pc_export)], {"names": []}, "no task: tasks are"),
         ([str(pc_export), str(pc_export)], {}, "two models are called 'pc'"),
         ([str(tmp_path)], {}, "not a checkpoint"),
     ]:

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 
+from pc.common.errors import exit_on_user_error
 from pc.common.run_folder import is_locked, lock
 from pc.errors import UserError
 from pc.launch import slurm, torchrun
@@ -122,10 +123,11 @@ def test_run_of_a_list_and_of_a_config(tmp_path, monkeypatch):
     assert (run.name, str(run.folder), run.overrides) == ("tiny", "outputs/tiny", ("--training.steps=3",))
 
 
-def test_no_sbatch_is_a_clear_error(tmp_path, monkeypatch):
+def test_no_sbatch_is_a_clear_error(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match="sbatch is not on the PATH"):
-        slurm.sbatch(tmp_path, Allocation(1, 8, []).words(), slurm.TRAIN_SCRIPT, [])
+    with pytest.raises(SystemExit, match="2"):
+        exit_on_user_error(slurm.sbatch)(tmp_path, Allocation(1, 8, []).words(), slurm.TRAIN_SCRIPT, [])
+    assert capsys.readouterr().err == "error: sbatch: No such file or directory\n"
 
 
 @pytest.fixture

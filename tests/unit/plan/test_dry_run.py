@@ -12,7 +12,7 @@ from torchtitan.distributed.activation_checkpoint import apply_ac
 from helpers.tiny import ROOT
 from pc.errors import UserError
 from pc.plan import dry_run
-from pc.plan.dry_run import check, check_or_raise
+from pc.plan.dry_run import check
 from pc.settings import Config
 from pc.settings.layout import Degrees
 from pc.settings.schema import ActivationCheckpoint
@@ -70,7 +70,7 @@ def test_the_config_itself_has_no_error_but_missing_data(tmp_path, monkeypatch):
 def test_all_faults_come_at_once_and_each_once():
     words = ["--pc.level=9", "--lr_scheduler.warmup_steps=70000", "--checkpoint.last_save_in_hf", "--data.path=none"]
     with pytest.raises(UserError) as raised:
-        check_or_raise(CONFIG, words, 3)
+        check(CONFIG, words, 3).require("here: ")
     for key in (
         "pc.level = ",
         "lr_scheduler.warmup_steps = ",

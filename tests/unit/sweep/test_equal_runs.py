@@ -12,6 +12,7 @@ from pc.common import run_folder
 from pc.common.run_folder import lock
 from pc.errors import UserError
 from pc.launch.slurm import Allocation
+from pc.plan.dry_run import Report
 from pc.settings import load_config, write_config
 from pc.settings.identity import differing_result, result
 from pc.sweep import equal_runs
@@ -218,7 +219,7 @@ def test_a_run_that_is_trained_elsewhere_is_passed_over(folder, trained, capsys)
 
 
 def test_equal_runs_are_queued_once(folder, monkeypatch):
-    monkeypatch.setattr("pc.sweep.submit.check_or_raise", lambda *_: None)
+    monkeypatch.setattr("pc.sweep.submit.check", lambda *_: Report())
     queued = []
 
     def sbatch(words, **_):
