@@ -13,7 +13,7 @@ from helpers.tiny import ROOT
 from pc.settings.chain import all_keys
 from pc.settings.schema import Config
 
-PLACES = ("*.md", "docs/*.md", "benchmarks/*.md", "results/*/*.md")
+PLACES = ("*.md", "docs/*.md", "benchmarks/*.md", "results/*/README.md")
 DOCUMENTS = sorted(str(file.relative_to(ROOT)) for place in PLACES for file in ROOT.glob(place))
 FOLDERS = "pc|scripts|tests|benchmarks|docs|examples|train_configs|results"
 COMMIT = re.compile(r"\b(?=[0-9a-f]*\d)[0-9a-f]{7}\b")
@@ -37,7 +37,6 @@ def code_of(paragraph: str) -> str:
 
 
 def anchors(document: Path) -> set[str]:
-    """Headings as GitHub names them."""
     headings = re.findall(r"^#+ (.*)", document.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -49,6 +48,11 @@ def test_links(document):
             path, _, anchor = target.partition("#")
             file = (ROOT / document).parent / path if path else ROOT / document
             assert file.exists() and (not anchor or anchor in anchors(file)), target
+
+
+def test_pages_that_code_names():
+    text = "".join(file.read_text() for file in (ROOT / "pc").rglob("*.py"))
+    assert [page for page in re.findall(r"docs/[\w-]+\.md", text) if not (ROOT / page).is_file()] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
