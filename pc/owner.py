@@ -219,16 +219,17 @@ class _Group:
     """All ranks of some mesh dimensions; without them, this rank alone."""
 
     def __init__(self, spread: Spread | None) -> None:
-        own = dist.get_rank() if dist.is_initialized() else 0
-        self.process_group, self.dimensions, self.sizes, self.ranks = None, (), (), [own]
+        self.process_group, self.dimensions, self.sizes = None, (), ()
+        self.rank, self.ranks = 0, [dist.get_rank() if dist.is_initialized() else 0]
         if spread is not None:
             mesh, self.dimensions = spread
             self.sizes = tuple(mesh.size(d) for d in self.dimensions)
-            index = tuple(slice(None) if d in self.dimensions else mesh.get_local_rank(d) for d in range(mesh.ndim))
-            self.ranks = mesh.mesh[index].flatten().tolist()
-            one = mesh.get_group(self.dimensions[0]) if len(self.dimensions) == 1 else None
-            self.process_group = one or _group_of(tuple(self.ranks), dist.group.WORLD)
-        self.rank = self.ranks.index(own)
+            if len(self.dimensions) == 1:
+                group = mesh.get_group(self.dimensions[0])
+            else:
+                index = tuple(slice(None) if d in self.dimensions else mesh.get_local_rank(d) for d in range(mesh.ndim))
+                group = _group_of(tuple(mesh.mesh[index].flatten().tolist()), dist.group.WORLD)
+            self.process_group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_process_group_ranks(group)
         self.coordinates = list(itertools.product(*(range(size) for size in self.sizes)))
 
     def matrices(self, item: int, given: Item, wanted: Item, key: Hashable, stacked: bool, cost: float):
@@ -323,11 +324,12 @@ class _Bucket:
         results: dict[_Matrix, list[Tensor]] = {}
         for batch in self.batches:
             found = function(batch[0].key, *self._assemble(batch, shards, inputs))
-            wanted = [(len(batch), *shape) for shape in batch[0].shapes[OUTPUTS]]
-            if [tuple(result.shape) for result in found] != wanted:
-                raise UserError(
-                    f"the function returned {[tuple(result.shape) for result in found]} instead of {wanted}"
-                )
+            shapes, wanted = (
+                [tuple(x.shape) for x in found],
+                [(len(batch), *shape) for shape in batch[0].shapes[OUTPUTS]],
+            )
+            if shapes != wanted:
+                raise UserError(f"the function returned results of shapes {shapes} instead of {wanted}")
             results |= {matrix: of_matrix for matrix, *of_matrix in zip(batch, *found, strict=True)}
         del received, shards
         sends = [results[part.matrix][part.tensor][part.block] for part in self.scatter.sends]

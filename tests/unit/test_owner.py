@@ -3,7 +3,8 @@ import weakref
 import pytest
 import torch
 
-from pc.owner import assign, run_on_owners
+from pc.errors import UserError
+from pc.owner import Plan, assign, run_on_owners
 
 
 def test_assignment_is_balanced_at_the_1b_shapes():
@@ -51,9 +52,18 @@ def test_alone_runs_alike_items_in_batches():
     assert [shape[0] for _, shape in batches[4:]] == [1] * 6
 
 
-def test_mixed_dtypes_are_refused():
-    with pytest.raises(ValueError, match="one dtype"):
-        run_on_owners(lambda key, *x: x, [(torch.ones(2, 2), torch.ones(2).double())], [()])
+def test_what_does_not_fit_is_refused():
+    items, others = [(torch.ones(2, 3),)], [(torch.ones(3, 2),)]
+    for inputs, outputs in (
+        ([(torch.ones(2, 2), torch.ones(2).double())], [()]),
+        (items, [(*items[0], torch.ones(1).double())]),
+    ):
+        with pytest.raises(UserError, match="one dtype"):
+            Plan(inputs, outputs)
+    with pytest.raises(UserError, match=r"\[\(1, 3, 2\)\] instead of \[\(1, 2, 3\)\]"):
+        run_on_owners(lambda key, x: (x.mT,), items, items)
+    with pytest.raises(UserError, match="other shapes"):
+        Plan(items, items).run(lambda key, x: (x,), others, others)
 
 
 def test_a_batch_and_its_results_are_gone_before_the_next():
