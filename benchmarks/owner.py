@@ -97,11 +97,17 @@ def on_rank(rank: int, processes: int, width: int, layers: int, rounds: int, fol
     dist.all_gather_object(found, own)
     if rank == 0:
         busiest = {way: [max(of_rank[way][i] for of_rank in found) for i in range(3)] for way in WAYS}
-        base = busiest["owner"]
         print(f"\n{processes} processes, {len(shapes)} matrices of width {width}, {rounds} rounds\n")
         print(markdown.row(["", "CPU s", "ratio", "MiB sent", "ratio", "collectives"]) + "|---" * 6 + "|")
         for way, (cpu, mib, calls) in busiest.items():
-            cells = [way, f"{cpu:.3f}", f"{cpu / base[0]:.2f}", f"{mib:.2f}", f"{mib / base[1]:.2f}", calls]
+            cells = [
+                way,
+                f"{cpu:.3f}",
+                f"{cpu / busiest['owner'][0]:.2f}",
+                f"{mib:.2f}",
+                f"{mib / busiest['owner'][1]:.2f}",
+                calls,
+            ]
             print(markdown.row(cells), end="")
     dist.destroy_process_group()
 

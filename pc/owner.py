@@ -324,10 +324,8 @@ class _Bucket:
         results: dict[_Matrix, list[Tensor]] = {}
         for batch in self.batches:
             found = function(batch[0].key, *self._assemble(batch, shards, inputs))
-            shapes, wanted = (
-                [tuple(x.shape) for x in found],
-                [(len(batch), *shape) for shape in batch[0].shapes[OUTPUTS]],
-            )
+            shapes = [tuple(result.shape) for result in found]
+            wanted = [(len(batch), *shape) for shape in batch[0].shapes[OUTPUTS]]
             if shapes != wanted:
                 raise UserError(f"the function returned results of shapes {shapes} instead of {wanted}")
             results |= {matrix: of_matrix for matrix, *of_matrix in zip(batch, *found, strict=True)}

@@ -167,3 +167,22 @@ def test_all_rows_with_tiny_shapes(tmp_path):
     assert set(state.values()) == {"done"}, state
     passes = json.loads((tmp_path / "passes.json").read_text())
     assert len(passes["seconds"]["pull back"]["tf32"]) == 3
+
+
+def test_owners_against_gathering_and_dtensors():
+    """Over two ranks an owner gets half of each matrix and returns half, as much as a gather of both halves."""
+    words = [
+        str(ROOT / "benchmarks" / "owner.py"),
+        "--processes",
+        "2",
+        "--width",
+        "32",
+        "--layers",
+        "2",
+        "--rounds",
+        "1",
+    ]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr  # it compares the weights of two ways itself
+    rows = {cells[1]: cells for line in done.stdout.splitlines() if len(cells := line.replace(" ", "").split("|")) == 8}
+    assert rows["owner"][3] == "1.00" and float(rows["full_tensor"][5]) == 1 < float(rows["torch"][5])
