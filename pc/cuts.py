@@ -186,9 +186,10 @@ def _query_key_value(attention: Any) -> Cut:
 
 
 _EXPERTS = {"gate_up_proj": Cut(("gate", "up")), "down_proj": Cut(("down",))}
+_NUMBERED = {"w1": "gate", "w2": "down", "w3": "up"}
 
-# Weights of transformers' model classes that are not plain linear layers of the usual names: parameters by the class of
-# the module that they belong to. A function gives the cut of a module. None: known, and not one of the blocks.
+# Weights of transformers' and TorchTitan's model classes that are not plain linear layers of the usual names: parameters
+# by the class of the module that they belong to. A function gives the cut of a module. None: known, and not one of the blocks.
 KNOWN: dict[str, dict[str, Cut | Callable[[Any], Cut] | None]] = {
     "Phi3Attention": {"qkv_proj.weight": _query_key_value},
     "Phi3MLP": {"gate_up_proj.weight": Cut(("gate", "up"))},
@@ -230,10 +231,23 @@ KNOWN: dict[str, dict[str, Cut | Callable[[Any], Cut] | None]] = {
         "down_proj_bias": None,
     },
     "GptOssTopKRouter": {"weight": None},
+    # TorchTitan's; other classes of these names have other parameters
+    "Attention": {
+        "wq_a.weight": Cut(("q",)),
+        "wq_b.weight": Cut(("q",)),
+        "wkv_a.weight": None,
+        "wkv_b.weight": lambda module: Cut(
+            ("k", "v"), sizes=(module.qk_nope_head_dim, module.v_head_dim), repeats=module.n_heads
+        ),
+    },
+    "FeedForward": {f"{key}.weight": Cut((block,)) for key, block in _NUMBERED.items()},
+    "GroupedExperts": {key: Cut((block,)) for key, block in _NUMBERED.items()},
+    "TokenChoiceTopKRouter": {"gate.weight": None},
 }
 
 
 def known_cuts(module: nn.Module) -> dict[str, Cut | None]:
     """Cuts of the parameters of a known class, by their names in the module."""
-    known = KNOWN.get(type(module).__name__, {})
-    return {key: cut(module) if callable(cut) else cut for key, cut in known.items()}
+    known = KNOWN.get(type(module).__name__, {}).items()
+    present = {key: cut for key, cut in known if hasattr(module, key.partition(".")[0])}
+    return {key: cut(module) if callable(cut) else cut for key, cut in present.items()}
