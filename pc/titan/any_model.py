@@ -1,0 +1,42 @@
+"""TorchTitan's trainer with PC in schedule "step", for any of its models: `torchrun ... -m pc.titan.any_model` with the
+arguments and the TOML of `torchtitan.train` (`pc.titan.converter`). The recipe for Llama 2 is `pc.titan.trainer`."""
+
+import torchtitan.train
+from torch import Tensor
+
+from pc.common.errors import exit_on_user_error
+from pc.schedules import RAW, schedule
+from pc.titan.converter import Converter
+
+
+class Trainer(torchtitan.train.Trainer):
+    """Calls the schedule where TorchTitan's trainer has no hook: after the last micro-batch, and in checkpoints."""
+
+    def __init__(self, job_config) -> None:
+        Converter.schedule = "step"  # of the one that TorchTitan creates here
+        super().__init__(job_config)
+        self.pc_schedule = schedule(self.model_parts)
+        self.pc_schedule.follow(self.optimizers)
+        self.checkpointer.states["pc"] = self.pc_schedule
+
+    def train_step(self, data_iterator) -> None:
+        if self.pc_schedule.phase == RAW:
+            self.pc_schedule.materialise()  # the first step of a new run; any checkpoint is loaded by now
+        self._micro_batches = 0
+        super().train_step(data_iterator)
+
+    def forward_backward_step(self, **batch) -> Tensor:
+        loss = super().forward_backward_step(**batch)
+        self._micro_batches += 1
+        if self._micro_batches == self.gradient_accumulation_steps:
+            self.pc_schedule.pull_back()
+        return loss
+
+
+@exit_on_user_error
+def main() -> None:
+    torchtitan.train.main(Trainer)
+
+
+if __name__ == "__main__":
+    main()

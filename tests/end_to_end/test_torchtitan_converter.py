@@ -1,0 +1,199 @@
+"""PC in TorchTitan's own trainer and debug models: by its converter, and by the trainer with schedule "step"."""
+
+import json
+import random
+import tomllib
+
+import pytest
+import tomli_w
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import pc
+from helpers.ranks import run_ranks
+from helpers.tiny import ROOT
+from pc import polynomial
+
+CONFIGS = ROOT / "train_configs" / "torchtitan"
+LAYERS = {"llama3": 6, "qwen3": 8, "deepseek_v3": 6}
+NO_STACKS = ["o", "layers.*.feed_forward.w?", "layers.*.shared_experts.w?"]
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory):
+    """A folder with a tokenizer of whole words, and one of text that repeats twenty words."""
+    folder = tmp_path_factory.mktemp("assets")
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefgh", k=6)) for _ in range(200)]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=words[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    special = {"bos_token": words[0], "eos_token": words[1], "add_bos_token": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(special))
+    (folder / "text").mkdir()
+    (folder / "text" / "text.json").write_text(f"{json.dumps({'text': ' '.join(words[20:40] * 5)})}\n" * 200)
+    return folder
+
+
+@pytest.fixture
+def write(assets, tmp_path):
+    """write(model, section={key: value}) -> words of a command: a shipped config, short and with these changes."""
+
+    def write(name, folder="run", **sections):
+        config = tomllib.loads((CONFIGS / f"{name}.toml").read_text())
+        changes = {
+            "job": {"dump_folder": str(tmp_path / folder)},
+            "model": {"hf_assets_path": str(assets)},
+            "training": {
+                "dataset_path": str(assets / "text"), "seq_len": 32, "local_batch_size": 2, "steps": 4,
+                "mixed_precision_param": "float32",
+            },
+            "lr_scheduler": {"warmup_steps": 1, "decay_ratio": 0.0},
+            "activation_checkpoint": {"mode": "none"},
+            "checkpoint": {"interval": 2},
+            "metrics": {"log_freq": 1},
+            "debug": {"seed": 0},
+        }  # fmt: skip
+        for more in (changes, sections):
+            for section, values in more.items():
+                config[section] = config.get(section, {}) | values
+        file = tmp_path / f"{folder}.toml"
+        file.write_text(tomli_w.dumps(config))
+        return ["--job.config_file", str(file)]
+
+    write.runs = tmp_path
+    return write
+
+
+def train(step, layers, words):
+    """A run of a model of so many layers in this process: the losses by step, and the trainer."""
+    import torchtitan.train
+    from torch.distributed.fsdp import FSDPModule
+    from torchtitan.components.metrics import MetricsProcessor
+    from torchtitan.config import ConfigManager
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    from pc.titan import any_model
+    from pc.titan.converter import Converter
+
+    Converter.schedule = "forward"
+    losses, histc = {}, torch.histc
+
+    def note(self, step, loss, *others, **named):
+        losses[step] = loss
+
+    MetricsProcessor.log = note
+    # on CPUs it does not count integers, such as TorchTitan's choices of experts
+    torch.histc = lambda x, *args, **kwargs: histc(x.float(), *args, **kwargs).to(x.dtype)
+    torchtitan.train.time.sleep = lambda _: None
+    config = ConfigManager().parse_args(words)
+    get_train_spec(config.model.name).model_args[config.model.flavor].n_layers = layers
+    trainer = (any_model.Trainer if step else torchtitan.train.Trainer)(config)
+    for part in trainer.model_parts:
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # gloo lacks the scaled sum that TorchTitan asks for
+    trainer.train()
+    trainer.close()
+    return losses, trainer
+
+
+def only_losses(rank, step, runs):
+    return [train(step, 2, words)[0] for words in runs]
+
+
+def require_pc(weight, form, raw, gamma, u, v):
+    """weight = PC(raw) by a float64 singular value decomposition of each matrix, with s = u^T raw v."""
+    batched = [t.detach().double() if form.stack else t.detach().double()[None] for t in (weight, raw, gamma, u, v)]
+    cuts = [form.cut(kind, tensor) for kind, tensor in zip("wwguv", batched, strict=True)]
+    for after, before, scale, left, right in zip(*cuts, strict=True):
+        s = torch.einsum("bn,bnm,bm->b", left, before, right)[:, None]
+        x, sigma, yh = torch.linalg.svd(before, full_matrices=False)
+        assert (s < 1.0001 * sigma[:, :1]).all() and (s > 0.85 * sigma[:, :1]).all()  # ten power iterations per step
+        values = scale * s * polynomial.evaluate(polynomial.resolve(4), sigma / s)
+        wanted = x @ (values[..., None] * yh)
+        # float32 sums; control: W itself is far away
+        assert (after - wanted).norm() < 1e-5 * wanted.norm() < 1e-2 * (after - before).norm()
+
+
+def straight_and_resumed(rank, step, layers, words):
+    """Losses of a run and of one from its checkpoint of step 2, and gammas; weights are checked against float64."""
+    losses, trainer = train(step, layers, words)
+    resumed = train(step, layers, [*words, "--checkpoint.load_step", "2", "--checkpoint.interval", "9"])[0]
+    model = trainer.model_parts[0]
+    if step:
+        rows = [(s.weight, s.form, s.raw, s.gamma, s.u, s.v) for s in trainer.pc_schedule.weights.values()]
+    else:
+        layers = [mark.module for _, mark in pc.named_weights(model)]
+        rows = [(x.effective_weight(), x.pc_form, x.weight, x.gamma, x.u, x.v) for x in layers]
+    for row in rows:
+        require_pc(*row)
+    gammas = torch.cat([row[3].detach().flatten() for row in rows])
+    tokens = torch.arange(32)[None]
+    with torch.no_grad():
+        logits = model(tokens)
+        torch.testing.assert_close(pc.merge(model)(tokens), logits, rtol=1e-5, atol=1e-5)
+    assert not any("gamma" in name for name in model.state_dict())
+    return losses, resumed, gammas
+
+
+@pytest.mark.parametrize("schedule", ["forward", "step"])
+@pytest.mark.parametrize(
+    "name, layers",
+    [(name, 2) for name in LAYERS] + [pytest.param(*case, marks=pytest.mark.soak) for case in LAYERS.items()],
+)
+def test_a_model_of_torchtitan(name, layers, schedule, write):
+    step = schedule == "step"
+    blocks = {"pc": {"blocks": NO_STACKS}} if name == "deepseek_v3" and not step else {}
+    losses, resumed, gammas = run_ranks(1, straight_and_resumed, step, layers, write(name, **blocks))[0]
+    count = 4 * layers  # o, gate, up, down; those of all layers but the first are shared experts
+    assert len(gammas) == count + (8 * 3 * (layers - 1) if name == "deepseek_v3" and step else 0)  # eight experts
+    assert (gammas != 1).float().mean() > 0.9  # an expert without tokens has no gradient
+    assert losses[4] < losses[1] - 1
+    assert resumed == {3: losses[3], 4: losses[4]}
+
+
+@pytest.mark.parametrize("name, schedule", [("llama3", "forward"), ("deepseek_v3", "step")])
+def test_two_ranks_go_on_as_one(name, schedule, write):
+    """From one checkpoint; both ranks read equal batches, so the mean loss is that of one."""
+    step = schedule == "step"
+    one = {"local_batch_size": 1}
+    start = write(name, "start", training=one | {"steps": 2})
+    go_on = {"initial_load_path": str(write.runs / "start" / "checkpoint" / "step-2"), "initial_load_model_only": False}
+    words = [
+        write(name, folder, training=one, checkpoint=go_on | {"exclude_from_loading": ["dataloader"], "interval": 9})
+        for folder in ("one", "two")
+    ]
+    alone = run_ranks(1, only_losses, step, [start, words[0]])[0][1]
+    (both,), _ = run_ranks(2, only_losses, step, [words[1]])
+    assert list(both) == [3, 4]
+    assert both == pytest.approx(alone, rel=2e-5)  # float32 sums in another order
+
+
+def test_mistakes_are_one_line(write):
+    for sections, wrong in [
+        ({"pc": {"levl": 2}}, "unknown key levl; did you mean level?"),
+        ({"pc": {"level": 7}}, "pc.level"),
+        ({"pc": {"blocks": ["layers.*.ffn.w1"]}}, "'layers.*.ffn.w1' matches no weight of the model"),
+        ({"pc": {"schedule": "step"}}, 'schedule is "forward" in torchtitan.train'),
+        ({"checkpoint": {"last_save_in_hf": True}}, "would save W, not PC(W)"),
+        ({"model": {"converters": ["pc", "other"]}}, '"pc" must be the last'),
+    ]:
+        message = run_ranks(1, refused, write("llama3", **sections))[0]
+        assert wrong in message
+
+
+def refused(rank, words):
+    """The last line of stderr, after libraries' warnings."""
+    import contextlib
+    import io
+
+    from torchtitan.protocols.model_converter import register_model_converter
+
+    register_model_converter(object, "other")
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed), pytest.raises(SystemExit):
+        train(False, 2, words)
+    *_, line = printed.getvalue().splitlines()
+    assert line.startswith("error: ")
+    return line
