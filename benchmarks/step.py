@@ -69,6 +69,8 @@ GIB = 2**30
 class RandomTokens:
     """An endless data loader of the same random sequences: input {"input": [B, S]} and labels [B, S], int64."""
 
+    position = 0
+
     def __init__(self, job_config) -> None:
         training = job_config.training
         generator = torch.Generator().manual_seed(0)
