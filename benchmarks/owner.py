@@ -30,9 +30,7 @@ OPTIONS = {"lr": 1e-3, "weight_decay": 0.1, "momentum": 0.95}
 
 
 class Sent(TorchDispatchMode):  # to other ranks, within the context
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes, self.calls = 0.0, 0
+    bytes, calls = 0.0, 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if DTensor in types:
@@ -97,17 +95,11 @@ def on_rank(rank: int, processes: int, width: int, layers: int, rounds: int, fol
     dist.all_gather_object(found, own)
     if rank == 0:
         busiest = {way: [max(of_rank[way][i] for of_rank in found) for i in range(3)] for way in WAYS}
+        base = busiest["owner"]
         print(f"\n{processes} processes, {len(shapes)} matrices of width {width}, {rounds} rounds\n")
         print(markdown.row(["", "CPU s", "ratio", "MiB sent", "ratio", "collectives"]) + "|---" * 6 + "|")
         for way, (cpu, mib, calls) in busiest.items():
-            cells = [
-                way,
-                f"{cpu:.3f}",
-                f"{cpu / busiest['owner'][0]:.2f}",
-                f"{mib:.2f}",
-                f"{mib / busiest['owner'][1]:.2f}",
-                calls,
-            ]
+            cells = [way, f"{cpu:.3f}", f"{cpu / base[0]:.2f}", f"{mib:.2f}", f"{mib / base[1]:.2f}", calls]
             print(markdown.row(cells), end="")
     dist.destroy_process_group()
 
