@@ -67,14 +67,16 @@ def _line(study: str, sweep: Path, result: dict) -> dict | None:
     for prefix in RMS:
         log[prefix + "max"] = log.filter(like=prefix).max(axis=1).cummax()
     measured = log.filter(regex=f"^({VALIDATION}|spectra/gmcn/|{ESTIMATE_ERROR})")
-    kept = log[["step", "tokens", *measured, *(prefix + "max" for prefix in RMS)]][measured.notna().any(axis=1)]
+    kept = log[["step", "tokens", *measured, *(prefix + "max" for prefix in RMS)]][measured.notna().any(axis=1)].astype(
+        object
+    )
     return {
         "study": study,
         **{key: result.get(key) for key in ("name", "config", "settings", "spikes")},
         "state": "diverged" if diverged else "finished",
         "resolved": tomllib.loads((folder / "config.toml").read_text()),
         "environment": json.loads((folder / "environment.json").read_text()),
-        "log": [row.dropna().map(_short).to_dict() for _, row in kept.astype(object).iterrows()],
+        "log": [{key: _short(value) for key, value in row.dropna().items()} for _, row in kept.iterrows()],
     }
 
 
