@@ -165,7 +165,8 @@ def shard_like(weight: Tensor, tensor: Tensor, stacked: bool = False) -> Tensor:
     for d in sharding_dimensions(weight):
         if not stacked or weight.placements[d].dim == 0:
             placements[d] = weight.placements[d] if stacked else Shard(0)
-    shard = tensor[_block(tensor.shape, tuple(placements), mesh.shape, tuple(mesh.get_coordinate()))].contiguous()
+    # a copy: the tensor's storage is whole, which asynchronous checkpoints could not stage
+    shard = tensor[_block(tensor.shape, tuple(placements), mesh.shape, tuple(mesh.get_coordinate()))].clone()
     return DTensor.from_local(shard, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 

@@ -125,12 +125,12 @@ def _stage_vjp(
     if square is not None:
         d_square = torch.zeros_like(gram)
         for j, inner in enumerate(sums[1:], start=1):
-            d_square.baddbmm_(inner, d_sum)
+            torch.baddbmm(d_square, inner, d_sum, out=d_square)
             d_sum = d_sum @ square
             d_gram.add_(d_sum, alpha=coefficients[2 * j + 1])
         if degree % 2 == 0:
             d_square.add_(d_sum, alpha=coefficients[degree])
-        d_gram.baddbmm_(gram, d_square + d_square.mT)
+        torch.baddbmm(d_gram, gram, d_square + d_square.mT, out=d_gram)
     left, right = sums[0], d_gram + d_gram.mT
     matrix_product = value_product + _inner_product(right, gram)
     value_product, matrix_product = (product * factor[:, 0, 0] for product in (value_product, matrix_product))

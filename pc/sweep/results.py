@@ -35,10 +35,7 @@ def result_of(run: Run, selection: Selection) -> dict | None:
         return None
     log = read_log(run.folder)
     losses = log.series("loss")
-    # the trainer's own rule with the sweep's settings
-    spikes = LossSpikes(
-        selection.spike_window, selection.spike_deviations, selection.spike_margin, selection.spike_warmup
-    )
+    spikes = LossSpikes()
     for step, loss in zip(losses.steps, losses.values, strict=True):
         spikes.update(step, loss)
     final = {

@@ -107,9 +107,8 @@ def _write_table(sweep: Sweep, candidates: list[Candidate], results: list[dict])
         rows.append([Path(c.config).stem, *values, f"{c.mean:.4f}", len(c.metrics), c.spikes, stable])
     text = markdown.table(["config", *keys, rule.metric, "runs", "spikes", "stable"], rows)
     text += (
-        f"\nSpike: a logged training loss above the median of the {rule.spike_window} steps before it by more than "
-        f"{rule.spike_deviations} robust standard deviations and {rule.spike_margin} nats, or not finite; stable: at "
-        f"most {rule.spikes_allowed} spikes in any seed.\n"
+        f"\nStable: at most {rule.spikes_allowed} spikes of the training loss in any seed (docs/analysis.md says what "
+        "counts as one).\n"
     )
     without = {result["name"] for result in results if result[rule.metric] is None}
     not_counted = ""

@@ -29,7 +29,7 @@ from pc.launch.run import Run
 from pc.settings import load_config, sections
 from pc.settings.chain import resolve
 from pc.settings.identity import everything
-from pc.settings.sections import Count, Interval, Section, Text, sub
+from pc.settings.sections import Interval, Section, Text, sub
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -40,16 +40,6 @@ class Selection(Section):
     metric: str = sections.key(
         "validation_loss", "Key of metrics.jsonl; the run with the lowest final value is chosen."
     )
-    spike_window: Count = sections.key(
-        50, "A logged training loss is compared with the median over this many steps before it."
-    )
-    spike_deviations: Positive = sections.key(
-        6.0, "It is a spike if it exceeds the median by more than this many robust standard deviations ..."
-    )
-    spike_margin: Positive = sections.key(
-        0.1, "... and by more than this many nats. A non-finite loss is always a spike."
-    )
-    spike_warmup: Interval = sections.key(10, "Finite losses in this many first steps are not spikes.")
     spikes_allowed: Interval = sections.key(0, "A run with more spikes is unstable and cannot be chosen.")
 
 

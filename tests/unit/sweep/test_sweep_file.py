@@ -97,8 +97,8 @@ def test_geometric_grid_of_one_value():
         ('configs = ["tiny.toml"]\n[axes]\n"job.dump-folder" = ["a", "b"]', "job.dump_folder is set by"),
         ('configs = ["tiny.toml"]\nsedes = [1]', "did you mean seeds"),
         (
-            'configs = ["tiny.toml"]\n[select]\nspike_margin = -1.0',
-            "select.spike_margin = -1.0 should be greater than 0",
+            'configs = ["tiny.toml"]\n[select]\nspikes_allowed = -1',
+            "select.spikes_allowed = -1 should be greater than",
         ),
         ('parent = "sweep.toml"', "cycle"),
     ],
