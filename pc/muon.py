@@ -96,7 +96,8 @@ class Muon(torch.optim.Muon):
         forms = [_form(parameter, group) for parameter in parameters]
         settings = (group["ns_coefficients"], group["ns_steps"], group["eps"])
         factors = [
-            [_adjust_lr(1.0, group["adjust_lr_fn"], (p.rows, form.columns)) for p in form.parts] for form in forms
+            [_adjust_lr(1.0, group["adjust_lr_fn"], torch.Size((p.rows, form.columns))) for p in form.parts]
+            for form in forms
         ]
         keys = [(form, settings, tuple(f / max(of) for f in of)) for form, of in zip(forms, factors, strict=True)]
         items = [(update,) for update in updates]

@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from pc.errors import UserError
 
 Item = tuple[Tensor, ...]
-Spread = tuple[DeviceMesh, tuple[int, ...]]
 Ints = tuple[int, ...]
+Spread = tuple[DeviceMesh, Ints]
 Layout = tuple[Ints, tuple[Placement, ...]]  # shape, and placements over the ranks of a group
 INPUTS, OUTPUTS = 0, 1
 BUCKET_BYTES = 256 * 2**20  # of full inputs per rank; their shards, sent and received, and results take more
@@ -149,8 +149,10 @@ def local(tensor: Tensor) -> Tensor:
 
 def sharding_dimensions(tensor: Tensor) -> list[int]:
     """The device mesh dimensions that shard a tensor; none for a plain tensor."""
-    placements = enumerate(tensor.placements) if isinstance(tensor, DTensor) else ()
-    return [d for d, p in placements if not isinstance(p, Replicate) and tensor.device_mesh.size(d) > 1]
+    if not isinstance(tensor, DTensor):
+        return []
+    mesh = tensor.device_mesh
+    return [d for d, p in enumerate(tensor.placements) if not isinstance(p, Replicate) and mesh.size(d) > 1]
 
 
 def shard_like(weight: Tensor, tensor: Tensor, stacked: bool = False) -> Tensor:
@@ -163,28 +165,35 @@ def shard_like(weight: Tensor, tensor: Tensor, stacked: bool = False) -> Tensor:
     mesh = weight.device_mesh
     placements: list[Placement] = [Replicate()] * mesh.ndim
     for d in sharding_dimensions(weight):
-        if not stacked or weight.placements[d].dim == 0:
+        if not stacked or _dim(weight.placements[d]) == 0:
             placements[d] = weight.placements[d] if stacked else Shard(0)
     # a copy: the tensor's storage is whole, which asynchronous checkpoints could not stage
-    shard = tensor[_block(tensor.shape, tuple(placements), mesh.shape, tuple(mesh.get_coordinate()))].clone()
+    shard = tensor[_block(tensor.shape, tuple(placements), mesh.shape, tuple(mesh.get_coordinate() or ()))].clone()
     return DTensor.from_local(shard, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def _placements(tensor: Tensor) -> tuple[Placement, ...]:
+    return tensor.placements if isinstance(tensor, DTensor) else ()
+
+
+def _dim(placement: Placement) -> int | None:
+    """The dimension of a tensor that a placement splits."""
+    return getattr(placement, "dim", None)
 
 
 def _layouts(items: Sequence[Item]) -> list[tuple]:
     """What a plan depends on."""
-    return [(t.shape, t.placements if isinstance(t, DTensor) else None, t.dtype) for item in items for t in item]
+    return [(t.shape, _placements(t), t.dtype) for item in items for t in item]
 
 
 def _spread(tensors: Sequence[Tensor], stacked: bool) -> Spread | None:
     """An item's mesh and the mesh dimensions of its exchange; None if this rank holds whole matrices."""
-    meshes = {tensor.device_mesh for tensor in tensors if sharding_dimensions(tensor)}
+    meshes = {t.device_mesh for t in tensors if isinstance(t, DTensor) and sharding_dimensions(t)}
     if len(meshes) > 1:
         raise UserError("run_on_owners needs the tensors of an item on one device mesh")
     dimensions = {d for tensor in tensors for d in sharding_dimensions(tensor)}
     if stacked:  # those that split the stack of every tensor alike
-        alike = {
-            frozenset(d for d in sharding_dimensions(t) if getattr(t.placements[d], "dim", 1) == 0) for t in tensors
-        }
+        alike = {frozenset(d for d in sharding_dimensions(t) if _dim(_placements(t)[d]) == 0) for t in tensors}
         dimensions -= alike.pop() if len(alike) == 1 else set()
     return (meshes.pop(), tuple(sorted(dimensions))) if dimensions else None
 
@@ -200,9 +209,9 @@ def _block(shape: Ints, placements: tuple[Placement, ...], sizes: Ints, coordina
     plain = [d for d, placement in enumerate(placements) if type(placement) is Shard]
     strided = [d for d, placement in enumerate(placements) if d not in plain and not placement.is_replicate()]
     for d in (*plain, *strided):  # strided: FSDP shards of what tensor parallelism has already split
-        dim = getattr(placements[d], "dim", None)
-        before = math.prod(sizes[e] for e in plain if e > d and placements[e].dim == dim)
-        if d in strided and getattr(placements[d], "split_factor", None) != before:
+        dim = _dim(placements[d])
+        before = math.prod(sizes[e] for e in plain if e > d and _dim(placements[e]) == dim)
+        if dim is None or (d in strided and getattr(placements[d], "split_factor", None) != before):
             raise UserError(f"run_on_owners needs shards that are blocks of their tensor, not {placements}")
         step = math.ceil((block[dim].stop - block[dim].start) / sizes[d])
         start = min(block[dim].stop, block[dim].start + step * coordinate[d])
@@ -220,7 +229,9 @@ class _Group:
     """All ranks of some mesh dimensions; without them, this rank alone."""
 
     def __init__(self, spread: Spread | None) -> None:
-        self.process_group, self.dimensions, self.sizes = None, (), ()
+        self.process_group: dist.ProcessGroup | None = None
+        self.dimensions: Ints = ()
+        self.sizes: Ints = ()
         self.rank, self.ranks = 0, [dist.get_rank() if dist.is_initialized() else 0]
         if spread is not None:
             mesh, self.dimensions = spread
@@ -240,9 +251,9 @@ class _Group:
         return [_Matrix(item, index, key, cost, sides, given[0].element_size()) for index in indices]
 
     def _layout(self, tensor: Tensor, stacked: bool) -> Layout:
-        whole = not isinstance(tensor, DTensor)
-        placements = tuple(Replicate() if whole else tensor.placements[d] for d in self.dimensions)
-        together = not stacked or any(getattr(p, "dim", None) == 0 for p in placements)
+        held = _placements(tensor)
+        placements = tuple(held[d] if held else Replicate() for d in self.dimensions)
+        together = not stacked or any(_dim(p) == 0 for p in placements)
         return tensor.shape if together else (local(tensor).size(0), *tensor.shape[1:]), placements
 
 
@@ -258,16 +269,17 @@ class _Matrix:
         """What a rank holds of the inputs or outputs; nothing of a tensor of which rank `like` has another copy."""
         coordinate, other = group.coordinates[rank], group.coordinates[like]
         for tensor, (shape, placements) in enumerate(self.sides[side]):
-            where, block = (), _block(shape, placements, group.sizes, coordinate)
+            where: Ints = ()
+            block = _block(shape, placements, group.sizes, coordinate)
             if self.index is not None:
-                stack, *block = block
+                stack, block = block[0], block[1:]
                 if not stack.start <= self.index < stack.stop:
                     continue
                 where = (self.index - stack.start,)
             same = all(a == b for a, b, p in zip(coordinate, other, placements, strict=True) if p.is_replicate())
             lengths = [rows.stop - rows.start for rows in block]
             if same and math.prod(lengths):
-                yield _Part(self, tensor, where, tuple(block), lengths)
+                yield _Part(self, tensor, where, block, lengths)
 
 
 class _Part(NamedTuple):
@@ -298,7 +310,7 @@ class _Route:
             return parts
         send = torch.cat([part.reshape(-1) for part in parts]).to(like.dtype) if parts else like.new_empty(0)
         receive = send.new_empty(sum(self.sizes[0]))
-        dist.all_to_all_single(receive, send, *self.sizes, group=self.group)
+        dist.all_to_all_single(receive, send, self.sizes[0], self.sizes[1], group=self.group)
         shards = receive.split([math.prod(part.shape) for part in self.receives])
         return [shard.view(part.shape) for shard, part in zip(shards, self.receives, strict=True)]
 
