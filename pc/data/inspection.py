@@ -38,7 +38,7 @@ def describe(manifest: Manifest) -> str:
 def _documents(manifest: Manifest, split: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """For each shard its tokens [tokens], and where its documents begin and the last one ends [documents + 1]."""
     for shard in manifest.shards[split]:
-        tokens = open_tokens(manifest.folder, shard, manifest.dtype)
+        tokens = open_tokens(manifest.folder, shard)
         yield tokens, np.append(0, np.flatnonzero(tokens == manifest.tokenizer.eos_id) + 1)
 
 

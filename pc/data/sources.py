@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -48,13 +49,13 @@ def find_files(source: str, subset: str | None = None) -> list[str]:
     """The files of `source`: a file, a folder, a glob pattern or a Hub dataset `owner/name`."""
     files = None if subset else find_local_files(source)
     if files is None:
-        if not HUB_DATASET.fullmatch(source):
-            raise UserError(f"--input {source} is not a file, folder, glob pattern or Hub dataset owner/name")
-        files = find_hub_files(source, subset)
+        files = find_hub_files(source, subset) if HUB_DATASET.fullmatch(source) else []
     wrong = [file for file in files if not file.endswith(PARQUET + JSON_LINES)]
     if wrong or not files:
-        name = wrong[0] if wrong else source
-        raise UserError(f"--input {name}: no file that ends in .parquet or .jsonl (docs/data.md shows how to convert)")
+        raise UserError(
+            f"--input {(wrong or [source])[0]}: no .parquet or .jsonl file, folder or glob pattern of such, or Hub "
+            "dataset owner/name (docs/data.md shows how to convert)"
+        )
     return files
 
 
@@ -117,10 +118,8 @@ def _open(file: str) -> BinaryIO:
 
 def open_parquet(file: str) -> pq.ParquetFile:
     """Open a local path or an hf:// address."""
-    try:
+    with _readable(file):
         return pq.ParquetFile(_open(file), pre_buffer=True)
-    except (OSError, pa.ArrowException) as error:
-        raise UserError(f"{file} is not a readable parquet file: {error}") from error
 
 
 def plan_units(files: list[SourceFile], unit_bytes: int) -> list[Unit]:
@@ -139,10 +138,17 @@ def plan_units(files: list[SourceFile], unit_bytes: int) -> list[Unit]:
 def read_texts(unit: Unit, text_column: str) -> Iterator[bytes]:
     """The unit's texts as UTF-8 bytes; null becomes an empty text. Reads no further than it is asked to."""
     read = _read_lines if unit.file.endswith(JSON_LINES) else _read_parquet
-    try:
+    with _readable(unit.file):
         yield from read(unit.file, text_column, unit.first, unit.end)
+
+
+@contextmanager
+def _readable(file: str) -> Iterator[None]:
+    """Name the file, perhaps one of many, that cannot be read."""
+    try:
+        yield
     except (OSError, pa.ArrowException) as error:
-        raise UserError(f"{unit.file} cannot be read to its end: {error}") from error
+        raise UserError(f"{file} cannot be read: {error}") from error
 
 
 def _read_parquet(file: str, text_column: str, first: int, end: int) -> Iterator[bytes]:

@@ -7,7 +7,6 @@ Machines share the work as parts k/n of the same command (in a SLURM array, for 
 
 import hashlib
 import multiprocessing
-import shutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from tqdm import tqdm
 from pc.data.manifest import SPLITS, TOKENIZER_FOLDER, Manifest, Shard
 from pc.data.shards import write_shard
 from pc.data.sources import Unit, read_texts
-from pc.data.tokenizers import DEFAULT_TOKENIZER, load_tokenizer, smallest_dtype
+from pc.data.tokenizers import DEFAULT_TOKENIZER, load_tokenizer
 from pc.data.tokenizing_plan import TokenizingPlan, finish, finished, make_plan, record_unit
 from pc.errors import UserError
 
@@ -58,23 +57,12 @@ def tokenize(
     plan = make_plan(Path(output), source, load_tokenizer(tokenizer), settings)
     k, n = part
     unfinished = [unit for unit in plan.units[k::n] if finished(plan, unit) is None]
-    if unfinished and not max_documents:
-        _require_space(plan, unfinished)
     if processes == 1 or len(unfinished) < 2:
         for unit in tqdm(unfinished, desc="tokenising", unit="shard", disable=None):
             tokenize_unit(plan, unit)
     else:
         _run_in_pool(plan, unfinished, min(processes, len(unfinished)))
     return finish(plan)
-
-
-def _require_space(plan: TokenizingPlan, unfinished: Sequence[Unit]) -> None:
-    # English text has about 4.3 bytes per token. This assumes 4, so uint16 tokens need half a byte per byte of text.
-    token_bytes = np.dtype(smallest_dtype(plan.tokenizer.vocab_size)).itemsize
-    needed = sum(unit.text_bytes for unit in unfinished) * token_bytes // 4
-    free = shutil.disk_usage(plan.output).free
-    if free < needed:
-        raise UserError(f"{plan.output} needs about {needed / 1e9:.1f} GB, but its disk has {free / 1e9:.1f} GB free")
 
 
 def _run_in_pool(plan: TokenizingPlan, unfinished: list[Unit], processes: int) -> None:

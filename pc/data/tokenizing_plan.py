@@ -46,7 +46,8 @@ def make_plan(output: Path, source: str, tokenizer: Tokenizer, requested: dict) 
     requested = {"format": FORMAT, "source": source, "tokenizer": tokenizer.sha256} | requested
     path = output / "plan.json"
     if path.is_file():
-        settings, units = _read(path)
+        saved = json.loads(path.read_text())
+        settings, units = saved["settings"], [Unit(**unit) for unit in saved["units"]]
         for key, value in requested.items():
             if settings.get(key) != value:
                 raise UserError(
@@ -60,14 +61,6 @@ def make_plan(output: Path, source: str, tokenizer: Tokenizer, requested: dict) 
             write_atomically(output / TOKENIZER_FOLDER / name, content)
         write_atomically(path, json.dumps({"settings": settings, "units": [asdict(u) for u in units]}, indent=1))
     return TokenizingPlan(output, settings, TokenizerRecord.of(tokenizer), units)
-
-
-def _read(path: Path) -> tuple[dict, list[Unit]]:
-    try:
-        saved = json.loads(path.read_text())
-        return saved["settings"], [Unit(**unit) for unit in saved["units"]]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged ({error}); delete {path.parent} and start again") from error
 
 
 def _new(source: str, requested: dict) -> tuple[dict, list[Unit]]:

@@ -57,12 +57,6 @@ def test_a_flipped_bit_is_met_in_reading_or_by_its_checksum(folder, num_workers)
         verify(Manifest.read(folder))
 
 
-def test_a_damaged_header(folder):
-    flip(folder / "train" / "00000.tokens.npy", 0)
-    with pytest.raises(UserError, match="00000.tokens.npy is missing or damaged"):
-        use(folder)
-
-
 def test_what_does_not_fit_the_model(folder):
     with pytest.raises(UserError, match="'mistral-common' of 32000 entries, but the model's vocabulary has 16000"):
         use(folder, vocab_size=16000)

@@ -194,21 +194,21 @@ def test_mistakes_in_parquet(tmp_path, write_parquet, make_texts):
     content = bytearray(file.read_bytes())
     content[2000:4000] = bytes(2000)
     file.write_bytes(content)
-    with pytest.raises(UserError, match="in.parquet cannot be read to its end"):
+    with pytest.raises(UserError, match="in.parquet cannot be read"):
         tokenize(str(file), tmp_path / "out", text_column="content")
     file.write_bytes(b"nothing of the kind")
-    with pytest.raises(UserError, match="in.parquet is not a readable parquet file"):
+    with pytest.raises(UserError, match="in.parquet cannot be read"):
         tokenize(str(file), tmp_path / "other")
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"source": "nowhere/at/all"}, "--input nowhere/at/all is not a file"),
-        ({"source": "*.parquet"}, r"--input \*.parquet: no file that ends in"),
-        ({"source": "."}, "--input .: no file that ends in"),
-        ({"source": "a.csv"}, r"a.csv: no file that ends in .parquet or .jsonl"),
-        ({"source": ".", "subset": "sample-10BT"}, "--input . is not"),
+        ({"source": "nowhere/at/all"}, "--input nowhere/at/all: no .parquet or .jsonl file"),
+        ({"source": "*.parquet"}, r"--input \*.parquet: no .parquet or .jsonl file"),
+        ({"source": "."}, "--input .: no .parquet or .jsonl file"),
+        ({"source": "a.csv"}, r"a.csv: no .parquet or .jsonl file"),
+        ({"source": ".", "subset": "sample-10BT"}, "--input .: no .parquet or .jsonl file"),
     ],
 )
 def test_mistakes_in_the_command(words, message, tmp_path, monkeypatch):
@@ -216,13 +216,6 @@ def test_mistakes_in_the_command(words, message, tmp_path, monkeypatch):
     Path("a.csv").write_text("text\nx\n")
     with pytest.raises(UserError, match=message):
         tokenize(**words, output="out")
-
-
-def test_too_little_disk_space_is_said_beforehand(parquet_folder, tmp_path, monkeypatch):
-    usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr(tokenizing.shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(UserError, match="needs about"):
-        tokenize(str(parquet_folder), tmp_path)
 
 
 def _tokenize_with_small_files(source: str, output: str, queue) -> None:
