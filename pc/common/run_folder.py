@@ -10,6 +10,7 @@ import tomllib
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TextIO
 
@@ -53,17 +54,14 @@ def write_state(folder: str | Path, state: str, step: int, steps: int, reason: s
     write_atomically(Path(folder) / _STATUS, json.dumps(asdict(State(state, step, steps, reason))) + "\n")
 
 
-def write_failure(
-    folder: str | Path, reason: str, step: int | None = None, steps: int | None = None, state: str = "failed"
-) -> None:
+def write_failure(folder: str | Path, reason: str, step: int = 0, state: str = "failed") -> None:
     """Mark the run as `state`, "failed" or "diverged", unless it finished or diverged before.
 
-    A later attempt in its folder, or another rank, may fail in another way. step, steps: None: as in status.json.
+    A later attempt in its folder, or another rank, may fail in another way. step: if it is after that in status.json.
     """
     known = state_of(Path(folder))
     if known.state not in ("finished", "diverged"):
-        step, steps = known.step if step is None else step, known.steps if steps is None else steps
-        write_state(folder, state, step, steps, reason)
+        write_state(folder, state, max(step, known.step), known.steps, reason)
 
 
 # --- configuration ----------------------------------------------------------------------------------
@@ -75,19 +73,12 @@ def configs(run: Path) -> list[Path]:
 
 
 def keep_earlier_config(run: Path, resolved: dict, step: int) -> None:
-    """Before config.toml is replaced by `resolved`: keep it if it differs and the run continues from its `step` > 0.
-
-    The folder's own name does not count, since a folder may be moved.
-    """
-
-    def compared(values: dict) -> dict:
-        return values | {"job": {key: value for key, value in values.get("job", {}).items() if key != "dump_folder"}}
-
+    """Before config.toml is replaced by `resolved`: keep it if it differs and the run continues from its `step` > 0."""
     current, *earlier = configs(run)
     if step == 0:
         for file in earlier:
             file.unlink()
-    elif current.exists() and compared(tomllib.loads(current.read_text())) != compared(resolved):
+    elif current.exists() and tomllib.loads(current.read_text()) != resolved:
         current.rename(run / f"config.{len(earlier) + 1}.toml")
 
 
@@ -202,26 +193,13 @@ class RunLog:
 
 
 def read_log(path: str | Path) -> RunLog:
-    """Read the metrics of a run folder, or a `metrics.jsonl` file.
-
-    Skips a last line that a crash cut short; any other damaged line raises `UserError`.
-    """
+    """Read the metrics of a run folder, or a `metrics.jsonl` file. Skips a last line that a crash cut short."""
     path = Path(path)
     file = path / METRICS if path.is_dir() else path
     if not file.is_file():
         raise UserError(f"{file}: no such file; give a run's folder, which holds {METRICS}")
-    lines, texts = [], file.read_text(errors="replace").splitlines()
-    for number, text in enumerate(texts, start=1):
-        try:
-            line = json.loads(text)
-            line["step"], line["tokens"]
-        except (ValueError, KeyError, TypeError) as error:
-            if number == len(texts) and isinstance(error, ValueError):
-                break
-            raise UserError(f"{file}, line {number}: damaged ({error!r})") from None
-        lines.append(line)
-    if not lines:
-        raise UserError(f"{file}: the run has logged nothing yet")
+    with open(file) as texts:
+        lines = [json.loads(text) for text in texts if text.endswith("\n")]
     return RunLog(name=file.resolve().parent.name, file=file, lines=lines)
 
 
@@ -241,12 +219,9 @@ def set_aside_metrics(run: Path, step: int) -> None:
 
 
 def read_logs(paths: Sequence[str | Path]) -> list[RunLog]:
-    """Several runs with unique names: as much of each folder's path as is needed."""
-    logs = [read_log(path) for path in paths]
-    folders = [log.file.resolve().parent for log in logs]
-    if len(set(folders)) < len(folders):
-        raise UserError("the same run is given twice")
-    return [replace(log, name=name) for log, name in zip(logs, unique_names(folders), strict=True)]
+    """Several runs with unique names: as much of each folder's path as is needed. One that is given twice is read once."""
+    logs = {log.file.resolve().parent: log for log in map(read_log, paths)}
+    return [replace(log, name=name) for log, name in zip(logs.values(), unique_names(list(logs)), strict=True)]
 
 
 def unique_names(folders: Sequence[Path]) -> list[str]:
@@ -260,7 +235,7 @@ def unique_names(folders: Sequence[Path]) -> list[str]:
 
 
 def time_left(steps: Sequence[int], times: Sequence[float], last: int) -> str:
-    """The estimated time to the step `last`, such as "about 12 min left"; "" with fewer than two different steps.
+    """The estimated time to the step `last`, such as "about 0:12:30 left"; "" with fewer than two different steps.
 
     Args:
         steps: steps completed at `times`, in seconds.
@@ -268,7 +243,4 @@ def time_left(steps: Sequence[int], times: Sequence[float], last: int) -> str:
     if len(steps) < 2 or steps[-1] <= steps[0]:
         return ""
     seconds = (times[-1] - times[0]) / (steps[-1] - steps[0]) * max(0, last - steps[-1])
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"about {seconds / size:.2g} {unit} left"
-    return f"about {seconds:.0f} s left"
+    return f"about {timedelta(seconds=round(seconds))} left"

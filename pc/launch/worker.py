@@ -59,10 +59,9 @@ def main() -> None:
         trainer.train(record)
     except BaseException as error:
         if config is not None and (rank == 0 or isinstance(error, UserError)):
-            step = trainer.step or None if trainer else None  # None: nothing was trained or loaded
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             state = "diverged" if isinstance(error, Diverged) else "failed"
-            write_failure(config.job.dump_folder, reason, step, config.training.steps, state)
+            write_failure(config.job.dump_folder, reason, trainer.step if trainer else 0, state)
         if isinstance(error, UserError):
             word, status = ("failed", 1) if isinstance(error, WriteFailed) else ("error", 2)
             print(f"{word}: {error}", file=sys.stderr, flush=True)  # torchrun shows rank 0 and logs the others

@@ -169,8 +169,8 @@ def test_the_last_line_of_a_step_wins_and_half_a_line_is_none(tmp_path):
 
 
 def test_time_left_is_by_the_recent_pace():
-    assert time_left([10, 20], [100.0, 160.0], 120) == "about 10 min left"
-    assert time_left([10, 20], [100.0, 160.0], 20) == "about 0 s left"
+    assert time_left([10, 20], [100.0, 160.0], 120) == "about 0:10:00 left"
+    assert time_left([10, 20], [100.0, 160.0], 20) == "about 0:00:00 left"
     assert time_left([20], [160.0], 120) == time_left([20, 20], [160.0, 161.0], 120) == ""
 
 
