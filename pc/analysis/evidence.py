@@ -244,11 +244,9 @@ def read_experiments(folder: Path) -> list[Experiment]:
     If an experiment has several configs, the config is part of an arm's name.
 
     Raises:
-        UserError: no runs.jsonl; or two runs of one arm, rate and seed have different validation losses.
+        UserError: two runs of one arm, rate and seed have different validation losses.
     """
     file = folder / "runs.jsonl"
-    if not file.is_file():
-        raise UserError(f"{file}: no such file; `evidence.py collect` writes it")
     groups: dict[tuple, list[dict]] = {}
     for line in _read(file):
         section = {name: line["resolved"].get(name, {}) for name in ("model", "training", "optimizer")}

@@ -33,26 +33,22 @@ def fit(cutoff: float, degree: int, alpha: float = 4.0) -> polynomial.Coefficien
     Args:
         cutoff: b in (0, 1], above which the target is 1.
         degree: degree of `p`, at least 1; the level k of the paper.
-        alpha: the error at sigma has weight sigma^alpha, which must be finite.
+        alpha: the error at sigma has weight sigma^alpha.
 
     Returns:
         `degree + 1` coefficients of `p` from degree 0 up.
 
     Raises:
-        UserError: arguments outside their ranges.
+        UserError: a cutoff outside its range.
     """
     if not 0.0 < cutoff <= 1.0:
         raise UserError(f"cutoff must be in (0, 1], got {cutoff}")
-    if degree < 1:
-        raise UserError(f"degree must be at least 1, got {degree}")
     points = 20_000
     sigma = INTERVAL[1] * (torch.arange(points, dtype=torch.float64) + 0.5) / points
     powers = torch.stack([sigma ** (2 * i + 1) for i in range(degree + 1)], dim=1)
     # g(1) = 1 makes a_0 = 1 - a_1 - ... - a_k, so the other coefficients are free
     powers, values = powers[:, 1:] - powers[:, :1], target(cutoff, sigma) - sigma
     root_weight = sigma ** (alpha / 2)
-    if not root_weight.isfinite().all():
-        raise UserError(f"alpha must give finite weights sigma^alpha on {INTERVAL}, got {alpha}; the paper's is 4")
     solution = torch.linalg.lstsq(powers * root_weight[:, None], (values * root_weight)[:, None]).solution[:, 0]
     others = solution.tolist()
     return 1.0 - sum(others), *others

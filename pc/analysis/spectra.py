@@ -4,7 +4,6 @@ import hashlib
 import io
 import json
 import math
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -85,12 +84,9 @@ def save(spectra: Spectra, path: Path) -> None:
 
 def load(path: str | Path) -> Spectra:
     """Read a file of `save`."""
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            about = json.loads(str(file["about"]))
-            arrays = {key: torch.from_numpy(file[key]) for key in file.files if key != "about"}
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path}: not a file of singular values written by scripts/spectra.py ({error})") from None
+    with np.load(path, allow_pickle=False) as file:
+        about = json.loads(str(file["about"]))
+        arrays = {key: torch.from_numpy(file[key]) for key in file.files if key != "about"}
     raw = {key.removeprefix("raw."): values for key, values in arrays.items() if key.startswith("raw.")}
     effective = {block: arrays.get(f"effective.{block}", values) for block, values in raw.items()}
     pc_blocks = tuple(about["pc_blocks"])
@@ -100,12 +96,11 @@ def load(path: str | Path) -> Spectra:
 def of_sources(sources: Sequence[Path], output: Path) -> list[Spectra]:
     """Spectra of run folders (their last checkpoints), checkpoint folders or stored .npz files, with unique names.
 
-    A name is as much of the run's path as is needed, and the step where a run is given with several.
+    One that is given twice is read once. A name is as much of the run's path as is needed, and the step where a run is
+    given with several.
     """
-    found = [_of_source(source, output) for source in sources]
+    found = [_of_source(source, output) for source in dict.fromkeys(sources)]
     runs = [_run_of(Path(item.checkpoint)) if item.checkpoint else Path(item.name) for item in found]
-    if len({(run, item.step) for run, item in zip(runs, found, strict=True)}) < len(found):
-        raise UserError("the same checkpoint is given twice")
     different = list(dict.fromkeys(runs))
     names = dict(zip(different, unique_names(different), strict=True))
     return [
@@ -118,13 +113,11 @@ def _of_source(source: Path, output: Path) -> Spectra:
     """Computed values are saved in `output` and read from there the next time."""
     if source.suffix == ".npz":
         return load(source)
-    if not source.exists():
-        raise UserError(f"{source}: no such run, checkpoint or .npz file")
     checkpoint = source if (source / INDEX).exists() else newest_checkpoint(source)
     if checkpoint is None:
         raise UserError(
-            f"{source}: no complete checkpoint in {source / 'checkpoint'}; "
-            "train with [checkpoint] enable = true, or give a folder step-N"
+            f"{source}: no run with a complete checkpoint (its config needs [checkpoint] enable = true), folder step-N "
+            "or .npz file"
         )
     checkpoint = checkpoint.resolve()
     stored = _file_of(checkpoint, output)

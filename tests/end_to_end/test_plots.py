@@ -68,7 +68,7 @@ def test_a_run_without_health_still_gives_its_curve(tmp_path, monkeypatch, capsy
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["spectra.py", "{tmp}/short"], "no complete checkpoint"),
+        (["spectra.py", "{tmp}/short"], "no run with a complete checkpoint"),
         (["polynomials.py", "--cutoff", "2"], "cutoff"),
         (["polynomials.py", "--degree", "3"], "--degree and --alpha need --cutoff"),
     ],
