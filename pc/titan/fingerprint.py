@@ -70,19 +70,14 @@ def require_contents(checkpoint: CheckpointFolder, shapes: dict[str, torch.Size]
         UserError: names the tensor or the optimizers that differ.
     """
     saved = checkpoint.shapes()
-    for name, shape in shapes.items():
-        if saved.get(name) != shape:
-            found = tuple(saved[name]) if saved.get(name) is not None else "missing"
-            raise UserError(
-                f"cannot resume {checkpoint.path}: {name} is {found} in the checkpoint, {tuple(shape)} in the config's "
-                "model"
-            )
     kinds = {key.split(".")[1] for key in saved if key.startswith("lr_scheduler.")}
-    if optimizers != kinds:
-        raise UserError(
-            f"cannot resume {checkpoint.path}: optimizer {' and '.join(sorted(kinds))} in the checkpoint, "
-            f"{' and '.join(sorted(optimizers))} in the config"
-        )
+    compared = {"optimizer": (" and ".join(sorted(kinds)), " and ".join(sorted(optimizers)))}
+    compared |= {name: (str(saved.get(name)), str(shape)) for name, shape in shapes.items()}
+    for what, (there, here) in compared.items():
+        if there != here:
+            raise UserError(
+                f"cannot resume {checkpoint.path}: {what} is {there} in the checkpoint, {here} in the config"
+            )
 
 
 def require_plain_weights(checkpoint: CheckpointFolder) -> None:

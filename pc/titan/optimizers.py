@@ -17,7 +17,6 @@ from torchtitan.tools.logging import logger
 
 from pc.config import block_of
 from pc.cuts import Cut
-from pc.errors import UserError
 from pc.schedules import Schedule, schedule
 from pc.settings.optimizers import KINDS, Optimizer
 from pc.weights import clean_name, named_weights
@@ -27,7 +26,7 @@ GROUPS = ("hidden matrices", "embedding", "head", "vectors", "gamma")
 
 
 def group_of(name: str) -> str:
-    """The group of a parameter; raises UserError for an unknown name instead of guessing an optimizer."""
+    """The group of a parameter; raises ValueError for an unknown name instead of guessing an optimizer."""
     if name == "tok_embeddings.weight":
         return "embedding"
     if name == "output.weight":
@@ -37,7 +36,7 @@ def group_of(name: str) -> str:
     layer, _, kind = name.rpartition(".")
     if block_of(layer) and kind in ("weight", "gamma"):
         return "hidden matrices" if kind == "weight" else "gamma"
-    raise UserError(f"no optimizer group for parameter {name}; groups are {', '.join(GROUPS)}")
+    raise ValueError(f"no optimizer group for parameter {name}; groups are {', '.join(GROUPS)}")
 
 
 class Optimizers(OptimizersContainer):

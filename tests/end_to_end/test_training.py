@@ -227,8 +227,8 @@ def test_plain_checkpoint_starts_a_pc_run(tiny_config, tmp_path):
     [
         (BASELINE, [], "pc.enable: checkpoint False, config True"),
         (OWN_MAP, ["--pc.level", "2.6,-3.5,2.7,-0.8"], r"pc.level: checkpoint \[2.616097, .*, config \[2.6, -3.5,"),
-        ([], MUON, "optimizer adamw in the checkpoint, adamw and muon in the config"),
-        ([], ["--model.flavor", "debug"], r"\(200, 24\) in the checkpoint, \(200, 256\)"),
+        ([], MUON, "optimizer is adamw in the checkpoint, adamw and muon in the config"),
+        ([], ["--model.flavor", "debug"], r"\[200, 24\]\) in the checkpoint, torch.Size\(\[200, 256\]"),
     ],
 )
 def test_resume_with_another_method_is_refused(tiny_config, first, then, message):
