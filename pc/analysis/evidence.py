@@ -39,8 +39,8 @@ RMS = ("signal/attention/rms/", "signal/ffn/rms/")
 def collect(sweeps: Sequence[Path], study: str, output: Path) -> int:
     """Write the finished and diverged runs of `sweeps` into `output`/runs.jsonl as `study`; returns their number.
 
-    Earlier lines of that study are replaced. Of a run's log it keeps validation losses, condition numbers, errors of
-    the estimate, and the largest RMS of a layer's outputs so far.
+    Earlier lines of that study are replaced. Of a run's log it keeps the steps with a validation loss or condition
+    numbers: these, errors of the estimate, and the largest RMS of a layer's outputs so far.
     """
     file = output / "runs.jsonl"
     others = [line for line in _read(file) if line["study"] != study] if file.exists() else []
@@ -66,10 +66,10 @@ def _line(study: str, sweep: Path, result: dict) -> dict | None:
     log = pd.DataFrame(run.lines).groupby("step", as_index=False).last()  # the last value of each quantity in a step
     for prefix in RMS:
         log[prefix + "max"] = log.filter(like=prefix).max(axis=1).cummax()
-    measured = log.filter(regex=f"^({VALIDATION}|spectra/gmcn/|{ESTIMATE_ERROR})")
-    kept = log[["step", "tokens", *measured, *(prefix + "max" for prefix in RMS)]][measured.notna().any(axis=1)].astype(
-        object
-    )
+    measured, errors = log.filter(regex=f"^({VALIDATION}|spectra/gmcn/)"), log.filter(like=ESTIMATE_ERROR)
+    rows = measured.notna().any(axis=1)
+    rows |= errors.notna().any(axis=1).cumsum() == 1  # the first error of the estimate, which falls from there
+    kept = log[["step", "tokens", *measured, *errors, *(prefix + "max" for prefix in RMS)]][rows].astype(object)
     return {
         "study": study,
         **{key: result.get(key) for key in ("name", "config", "settings", "spikes")},
