@@ -88,7 +88,10 @@ def load(path: str | Path) -> RunCheckpoint:
 def _run_config(checkpoint: Path) -> tuple[dict[str, Any], Config]:
     """config.toml, and those of its keys that say what the weights are; others may be of an older version."""
     path = checkpoint.parent.parent / "config.toml"
-    config = tomllib.loads(path.read_text())
+    try:
+        config = tomllib.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not the configuration of a run ({str(error).splitlines()[0]})") from None
     read = {name: config[name] for name in ("model", "training", "data", "pc") if name in config}
     for section, wanted in (("training", "seq_len"), ("data", "path")):
         if isinstance(read.get(section), dict):  # other keys, possibly of an older version, are not checked

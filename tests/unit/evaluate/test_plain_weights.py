@@ -89,6 +89,10 @@ def test_a_checkpoint_of_the_model_alone(copied, pc_run):
         (lambda step: (step / "__0_0.distcp").unlink(), r"__0_0\.distcp: No such file"),
         (lambda step: os.truncate(step / "__0_0.distcp", 1000), r"__0_0\.distcp: damaged"),
         (lambda step: (step / ".metadata").write_bytes(b"\x80\x05 and so on"), r"\.metadata: damaged"),
+        (
+            lambda step: (step.parent.parent / "config.toml").unlink(),
+            r"config\.toml: not the configuration of a run .*No such file",
+        ),
     ],
 )
 def test_a_damaged_checkpoint(copied, damage, message):
