@@ -102,10 +102,7 @@ class Arm:
     @cached_property
     def first_seed(self) -> int:
         """The first seed that ran at every rate; it chooses the rate."""
-        common = self.losses.columns[self.losses.notna().all()]
-        if common.empty:
-            raise UserError(f"{self.name}: no seed has run at every learning rate")
-        return common[0]
+        return self.losses.dropna(axis="columns").columns[0]
 
     @property
     def choosing(self) -> list[int]:

@@ -206,16 +206,12 @@ def read_log(path: str | Path) -> RunLog:
 def set_aside_metrics(run: Path, step: int) -> None:
     """Move the lines of metrics.jsonl after `step` to metrics.abandoned.jsonl: training continues from there."""
     file = run / METRICS
-    if not file.exists():
-        return
-    kept, abandoned = [], []
-    for line in file.read_text().splitlines(keepends=True):
-        if line.endswith("\n"):  # a crash may have cut the last line short
-            (kept if json.loads(line)["step"] <= step else abandoned).append(line)
-    if abandoned:
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    steps = {line: json.loads(line)["step"] for line in lines}
+    if abandoned := [line for line in lines if steps[line] > step]:
         with open(file.with_suffix(".abandoned.jsonl"), "a") as other:
             other.writelines(abandoned)
-        write_atomically(file, "".join(kept))
+        write_atomically(file, "".join(line for line in lines if steps[line] <= step))
 
 
 def read_logs(paths: Sequence[str | Path]) -> list[RunLog]:
