@@ -225,7 +225,7 @@ def unique_names(folders: Sequence[Path]) -> list[str]:
     depth = 1
     while True:
         names = ["/".join(folder.parts[-depth:]) for folder in folders]
-        if len(set(names)) == len(names):
+        if len(set(names)) == len(set(folders)):  # one may be given twice
             return names
         depth += 1
 
