@@ -40,14 +40,6 @@ def test_singular_values(level, recovery, shape, converged):
     )
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_transpose_commutes(level):
-    weight, gamma, u, v = _weight()
-    wide = effective_weight(weight, gamma, u, v, _config(level))
-    tall = effective_weight(weight.T, gamma, v, u, _config(level))
-    torch.testing.assert_close(tall.T, wide, rtol=0, atol=1e-10)
-
-
 def test_batch_equals_one_by_one():
     items = [_weight(seed=i) for i in range(3)]
     batched = effective_weight(*(torch.stack(part) for part in zip(*items, strict=True)), _config())

@@ -48,6 +48,10 @@ def test_zero_and_rank_deficient(schedule, shape, rank):
     # singular values below 1e-6 of the largest are float32 rounding errors
     sigma = torch.linalg.svdvals(result.double())
     assert (sigma > 1e-5 * sigma.max()).sum() == rank
+    kept = [
+        torch.allclose(*pair, rtol=0, atol=1e-6) for pair in zip(others[2:], initial_vectors("x", shape), strict=True)
+    ]
+    assert kept == [rank == 0] * 2  # zeros leave the vectors as they are, but for rounding
 
 
 @SCHEDULES

@@ -29,15 +29,6 @@ def test_singular_values_are_mapped(level, shape):
     torch.testing.assert_close(mapped, expected, rtol=0, atol=1e-11 if level == "polar_express" else 1e-13)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_tall_is_transposed_wide_and_batches_are_independent(level):
-    matrices = _matrix(5, 9, batch=(2, 3))
-    chosen = polynomial.resolve(level)
-    batched = polynomial.apply(chosen, matrices)
-    torch.testing.assert_close(polynomial.apply(chosen, matrices.mT).mT, batched, rtol=0, atol=1e-12)
-    torch.testing.assert_close(batched[1, 2], polynomial.apply(chosen, matrices[1, 2]), rtol=0, atol=1e-12)
-
-
 def test_polar_express_flattens_nearly_everything():
     sigma = torch.linspace(0.01, 1.0, 1000, dtype=torch.float64)
     flat = polynomial.evaluate(polynomial.POLAR_EXPRESS, sigma)
@@ -50,11 +41,6 @@ def test_polar_express_flattens_nearly_everything():
 def test_unknown_level(level):
     with pytest.raises(ValueError, match="does not exist"):
         polynomial.resolve(level)
-
-
-def test_gradients_flow_through_apply():
-    matrix = _matrix(3, 4).requires_grad_()
-    assert torch.autograd.gradcheck(lambda a: polynomial.apply(polynomial.COEFFICIENTS[4], a), matrix)
 
 
 def _apply_by_horner(map, matrix):

@@ -40,6 +40,11 @@ class Loop:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def call(self, *names):
+        for name in names:
+            {"backward": self.backward, "step": self.optimizer.step}.get(name, getattr(self.schedule, name, None))()
+        return self
+
     def raw(self):
         """W and gamma of every weight."""
         return {name: (state.raw.detach().clone(), state.gamma.detach().clone()) for name, state in
@@ -246,16 +251,63 @@ def test_autocast_does_not_lower_the_precision_of_pc(schedule):
 # --- what would go wrong in silence ----------------------------------------------------------------
 
 
-def no_schedule():
-    toy_loss(pc.attach(toy_model(), PCConfig()), toy_batch(0))
+CHANGED = "was changed while it held PC(W)"
+NOT_PULLED_BACK = "without schedule.pull_back() since the last backward()"
+
+CALLS = {
+    "no pull_back": ("backward step", NOT_PULLED_BACK),
+    "a backward pass after pull_back": ("backward pull_back backward step", NOT_PULLED_BACK),
+    "pull_back per micro-batch": ("backward pull_back backward pull_back", "already those of W"),
+    "no zero_grad": ("backward pull_back step backward pull_back", "optimizer.zero_grad() before the next backward()"),
+    "pull_back before backward": ("pull_back", "found no gradient of a weight with PC; call it after backward()"),
+    "materialise twice": ("materialise", "materialise() while the weights hold PC(W)"),
+    "state while the optimizer steps": ("restore_raw state_dict", "call materialise() first"),
+}
+CALLS_BY_HAND = {
+    "no materialise": (
+        "backward",
+        "it holds W; step every optimizer given to its schedule, or call schedule.materialise()",
+    ),
+    "no pull_back by hand": ("materialise backward restore_raw", NOT_PULLED_BACK),
+    "pull_back while raw": ("pull_back", "pull_back() while the weights hold W"),
+    "restore twice": ("restore_raw", "restore_raw() while the weights already hold W"),
+}
 
 
-def no_materialise():
-    Loop(follow=False).backward()
+@pytest.mark.parametrize(
+    "follow, calls, said",
+    [(follow, *case) for follow, table in ((True, CALLS), (False, CALLS_BY_HAND)) for case in table.values()],
+    ids=[*CALLS, *CALLS_BY_HAND],
+)
+def test_calls_in_a_wrong_order_are_said(follow, calls, said):
+    *before, wrong = calls.split()
+    loop = Loop(follow=follow).call(*before)
+    require_refused(said, lambda: loop.call(wrong))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda loop: (loop.backward(), torch.optim.SGD(loop.model.parameters(), lr=0.1).step()),
+        lambda loop: loop.model.load_state_dict(Loop(seed=1).model.state_dict()),
+        lambda loop: [parameter.detach().mul_(0.999) for parameter in loop.model.parameters()],
+        lambda loop: nn.init.normal_(loop.model[1].feed_forward["w2"].weight),
+    ],
+    ids=["another optimizer", "model loaded without the schedule", "averaged weights not swapped back",
+         "weights initialised late"],
+)  # fmt: skip
+def test_a_change_of_pc_is_said(change):
+    loop = Loop()
+    change(loop)
+    require_refused(CHANGED, loop.step)
+
+
+def attached(**settings):
+    return pc.attach(toy_model(), PCConfig(**settings))
 
 
 def one_of_two_optimizers_does_not_step():
-    model = pc.attach(toy_model(), PCConfig())
+    model = attached()
     one, other = (torch.optim.SGD([p for p in model.parameters() if p.ndim == n], lr=0.1) for n in (2, 1))
     made = pc.schedule(model, one, other)
     toy_loss(model, toy_batch(0)).backward()
@@ -264,97 +316,10 @@ def one_of_two_optimizers_does_not_step():
     model(toy_batch(0))
 
 
-def no_pull_back():
-    loop = Loop()
-    loop.backward()
-    loop.optimizer.step()
-
-
-def no_pull_back_by_hand():
-    loop = Loop(follow=False)
-    loop.schedule.materialise()
-    loop.backward()
-    loop.schedule.restore_raw()
-
-
-def a_backward_pass_after_pull_back():
-    loop = Loop()
-    loop.backward()
-    loop.schedule.pull_back()
-    loop.backward(1)
-    loop.optimizer.step()
-
-
-def pull_back_per_micro_batch():
-    loop = Loop()
-    for batch in range(2):
-        loop.backward(batch)
-        loop.schedule.pull_back()
-
-
-def no_zero_grad():
-    loop = Loop()
-    for batch in range(2):
-        loop.backward(batch)
-        loop.schedule.pull_back()
-        loop.optimizer.step()
-
-
 def a_loss_of_gamma():
     loop = Loop()
     loop.model[0].attention["wo"].gamma.square().sum().backward()
-    loop.backward()
-    loop.schedule.pull_back()
-
-
-def a_closure():
-    loop = Loop(make=lambda p: torch.optim.SGD(p, lr=0.1))
-    loop.optimizer.step(lambda: toy_loss(loop.model, toy_batch(0)))
-
-
-def another_optimizer():
-    loop = Loop()
-    loop.backward()
-    torch.optim.SGD(loop.model.parameters(), lr=0.1).step()
-    loop.schedule.pull_back()
-    loop.optimizer.step()
-
-
-def model_loaded_without_the_schedule():
-    loop, other = Loop(), Loop(seed=1)
-    other.step()
-    loop.model.load_state_dict(other.model.state_dict())
-    loop.step()
-
-
-def averaged_weights_not_swapped_back():
-    loop = Loop()
-    with torch.no_grad():
-        for parameter in loop.model.parameters():
-            parameter.mul_(0.999)
-    loop.step()
-
-
-def weights_initialised_late():
-    loop = Loop()
-    nn.init.normal_(loop.model[1].feed_forward["w2"].weight)
-    loop.step()
-
-
-def pull_back_before_backward():
-    Loop().schedule.pull_back()
-
-
-def pull_back_while_raw():
-    Loop(follow=False).schedule.pull_back()
-
-
-def materialise_twice():
-    Loop().schedule.materialise()
-
-
-def restore_twice():
-    Loop(follow=False).schedule.restore_raw()
+    loop.call("backward", "pull_back")
 
 
 def optimizer_before_attach():
@@ -363,108 +328,66 @@ def optimizer_before_attach():
     pc.schedule(pc.attach(model, PCConfig()), optimizer)
 
 
-def optimizer_of_another_model():
-    pc.schedule(pc.attach(toy_model(), PCConfig()), torch.optim.AdamW(toy_model().parameters()))
-
-
-def schedule_without_attach():
-    pc.schedule(toy_model())
-
-
-def schedule_on_the_meta_device():
-    with torch.device("meta"):
-        model = toy_model().to("meta")
-    pc.schedule(pc.attach(model, PCConfig()))
-
-
 def second_schedule():
     loop = Loop()
     pc.schedule(loop.model, loop.optimizer)
 
 
-def schedule_of_a_copy():
-    pc.schedule(copy.deepcopy(Loop().model))
-
-
-def two_models():
-    pc.schedule([Loop(follow=False).model, Loop(follow=False).model])
-
-
 def weights_tied_after_attach():
-    model = pc.attach(toy_model(), PCConfig())
+    model = attached()
     model[1].attention["wo"].weight = model[0].attention["wo"].weight
     pc.schedule(model)
 
 
-def weights_in_half_precision():
-    pc.schedule(pc.attach(toy_model().bfloat16(), PCConfig()))
+MISTAKES = {
+    "no schedule": (
+        lambda: attached()(toy_batch(0)),
+        "cannot multiply by PC(W): it has no schedule; call pc.schedule(model, optimizer)",
+    ),
+    "one of two optimizers does not step": (one_of_two_optimizers_does_not_step, "it holds W; step every optimizer"),
+    "a loss of gamma": (a_loss_of_gamma, "a loss that contains a gamma itself"),
+    "a closure": (lambda: Loop().optimizer.step(lambda: 0.0), "step(closure) computes gradients while the weights"),
+    "optimizer before attach": (
+        optimizer_before_attach,
+        "no optimizer given to pc.schedule holds 0.attention.wo.gamma",
+    ),
+    "optimizer of another model": (
+        lambda: pc.schedule(attached(), torch.optim.AdamW(toy_model().parameters())),
+        "no optimizer given to pc.schedule holds 0.attention.wo.weight",
+    ),
+    "schedule without attach": (lambda: pc.schedule(toy_model()), "no weight with PC; call pc.attach"),
+    "schedule on the meta device": (
+        lambda: pc.schedule(pc.attach(toy_model().to("meta"), PCConfig())),
+        "on the meta device; call pc.schedule once the weights exist",
+    ),
+    "second schedule": (second_schedule, "has a schedule already"),
+    "schedule of a copy": (
+        lambda: pc.schedule(copy.deepcopy(Loop().model)),
+        "copy.deepcopy((model, optimizer, schedule))",
+    ),
+    "two models": (lambda: pc.schedule([attached(), attached()]), "two models have a weight 0.attention.wo"),
+    "weights tied after attach": (weights_tied_after_attach, "shares its weight: 0.attention.wo, 1.attention.wo"),
+    "weights in half precision": (
+        lambda: pc.schedule(pc.attach(toy_model().bfloat16(), PCConfig())),
+        "W needs float32",
+    ),
+    "state of other weights": (lambda: Loop().schedule.load_state_dict({}), "of shape None, the model of ["),
+    "state without gammas": (
+        lambda: Loop().schedule.load_state_dict(Loop(learnable_gamma=False).schedule.state_dict()),
+        ".gamma of shape None, the model of [1]",
+    ),
+    "merge without a schedule": (
+        lambda: pc.merge(attached()),
+        "pc.merge cannot get PC(W) of 0.attention.wo: it has no schedule",
+    ),
+    "merge while raw": (
+        lambda: pc.merge(Loop().call("restore_raw").model),
+        "pc.merge cannot get PC(W) of 0.attention.wo: it holds W",
+    ),
+}
 
 
-def state_while_the_optimizer_steps():
-    loop = Loop()
-    loop.schedule.restore_raw()
-    loop.schedule.state_dict()
-
-
-def state_of_other_weights():
-    Loop().schedule.load_state_dict({})
-
-
-def state_without_gammas():
-    Loop().schedule.load_state_dict(Loop(learnable_gamma=False).schedule.state_dict())
-
-
-def merge_without_a_schedule():
-    pc.merge(pc.attach(toy_model(), PCConfig()))
-
-
-def merge_while_raw():
-    loop = Loop()
-    loop.schedule.restore_raw()
-    pc.merge(loop.model)
-
-
-CHANGED = "was changed while it held PC(W)"
-
-
-@pytest.mark.parametrize(
-    "mistake, said",
-    [
-        (no_schedule, "cannot multiply by PC(W): it has no schedule; call pc.schedule(model, optimizer)"),
-        (no_materialise, "it holds W; step every optimizer given to its schedule, or call schedule.materialise()"),
-        (one_of_two_optimizers_does_not_step, "it holds W; step every optimizer"),
-        (no_pull_back, "without schedule.pull_back() since the last backward()"),
-        (no_pull_back_by_hand, "without schedule.pull_back() since the last backward()"),
-        (a_backward_pass_after_pull_back, "without schedule.pull_back() since the last backward()"),
-        (pull_back_per_micro_batch, "already those of W"),
-        (no_zero_grad, "optimizer.zero_grad() before the next backward()"),
-        (a_loss_of_gamma, "a loss that contains a gamma itself"),
-        (a_closure, "step(closure) computes gradients while the weights hold W"),
-        (another_optimizer, CHANGED),
-        (model_loaded_without_the_schedule, CHANGED),
-        (averaged_weights_not_swapped_back, CHANGED),
-        (weights_initialised_late, CHANGED),
-        (pull_back_before_backward, "found no gradient of a weight with PC; call it after backward()"),
-        (pull_back_while_raw, "pull_back() while the weights hold W"),
-        (materialise_twice, "materialise() while the weights hold PC(W)"),
-        (restore_twice, "restore_raw() while the weights already hold W"),
-        (optimizer_before_attach, "no optimizer given to pc.schedule holds 0.attention.wo.gamma"),
-        (optimizer_of_another_model, "no optimizer given to pc.schedule holds 0.attention.wo.weight"),
-        (schedule_without_attach, "no weight with PC; call pc.attach"),
-        (schedule_on_the_meta_device, "on the meta device; call pc.schedule once the weights exist"),
-        (second_schedule, "has a schedule already"),
-        (schedule_of_a_copy, "copy.deepcopy((model, optimizer, schedule))"),
-        (two_models, "two models have a weight 0.attention.wo"),
-        (weights_tied_after_attach, "shares its weight: 0.attention.wo, 1.attention.wo"),
-        (weights_in_half_precision, "W needs float32"),
-        (state_while_the_optimizer_steps, "call materialise() first"),
-        (state_of_other_weights, "of shape None, the model of ["),
-        (state_without_gammas, ".gamma of shape None, the model of [1]"),
-        (merge_without_a_schedule, "pc.merge cannot get PC(W) of 0.attention.wo: it has no schedule"),
-        (merge_while_raw, "pc.merge cannot get PC(W) of 0.attention.wo: it holds W"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
+@pytest.mark.parametrize("mistake, said", MISTAKES.values(), ids=MISTAKES)
 def test_what_would_go_wrong_in_silence_is_said(mistake, said):
     require_refused(said, mistake)
 
@@ -479,12 +402,10 @@ def test_no_subset_of_calls_trains_a_plain_model(follow):
 
     def train(first, calls):
         loop = Loop(follow=follow, make=lambda p: torch.optim.SGD(p, lr=0.1))
-        actions = {"backward": loop.backward, "step": loop.optimizer.step}
         if first and not follow:
             loop.schedule.materialise()
         for _ in range(3):
-            for call in calls:
-                actions.get(call, getattr(loop.schedule, call, None))()
+            loop.call(*calls)
             loop.optimizer.zero_grad()
         if loop.schedule.phase == "raw" and "restore_raw" in calls:
             loop.schedule.materialise()
@@ -614,25 +535,18 @@ def test_a_closure_works_in_schedule_forward():
     assert same(loops[0].model.state_dict(), loops[1].model.state_dict())
 
 
-def test_plain_weights_are_refreshed_in_schedule_forward():
-    """Loaded after attach, into a real model or one on the meta device, copied or assigned."""
-    reference, plain = Loop("forward", seed=3, power_iterations=300), toy_model(seed=3).state_dict()
+@SCHEDULES
+def test_plain_weights_loaded_after_attach(schedule):
+    """Into a real model or one on the meta device, copied or assigned."""
+    reference, plain = Loop(schedule, seed=3, power_iterations=300), toy_model(seed=3).state_dict()
     for start, assign in (("cpu", False), ("meta", False), ("meta", True)):
-        model = pc.attach(toy_model().to(start), PCConfig(schedule="forward", power_iterations=300))
+        model = pc.attach(toy_model().to(start), PCConfig(schedule=schedule, power_iterations=300))
         if start == "meta" and not assign:
             model.to_empty(device="cpu")
-        model.load_state_dict(plain, strict=False, assign=assign)
-        made = pc.schedule(model)
-        made.materialise()
+        model.load_state_dict(copy.deepcopy(plain), strict=False, assign=assign)
+        pc.schedule(model).materialise()
         torch.testing.assert_close(model(toy_batch(0)), reference.model(toy_batch(0)), rtol=1e-9, atol=1e-9)
         assert model[0].attention["wo"].gamma == 1
-
-
-def test_plain_weights_assigned_to_a_model_on_the_meta_device():
-    model = pc.attach(toy_model().to("meta"), PCConfig())
-    model.load_state_dict(toy_model().state_dict(), assign=True)
-    pc.schedule(model).materialise()
-    assert torch.equal(model(toy_batch(0)), Loop().model(toy_batch(0)))
 
 
 class Attention(nn.Module):
