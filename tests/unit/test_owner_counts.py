@@ -71,15 +71,16 @@ def _muon(model):
 def test_collectives_bytes_and_operations(prepare, action, shapes, input_bytes, output_bytes, layout):
     elements = [math.prod(shape) for shape in shapes]
     owners = assign([matrix_cost(shape) for shape in shapes], WORLD)
-    held = [sum(input_bytes * n for n, owner in zip(elements, owners, strict=True) if owner == r) for r in range(WORLD)]
-    least = math.ceil(max(held) / BUCKET_BYTES)
+    sizes = [sorted((input_bytes * n for n, o in zip(elements, owners, strict=True) if o == r), reverse=True)
+             for r in range(WORLD)]  # fmt: skip
+    calls = 2 * max(_buckets(of_owner) for of_owner in sizes)  # all owners work on every bucket
     ranks = [play(rank, prepare, action, layout) for rank in range(WORLD)]
 
     # u, v and gamma are sent too: less than a thousandth
     bytes_moved = sum(elements) * (input_bytes + output_bytes) * (WORLD - 1) / WORLD
     sent, received = ([sum(one[side] for one in c.all_to_alls) for c, _ in ranks] for side in (0, 1))
     for rank, (counts, _) in enumerate(ranks):
-        assert len(counts.all_to_alls) in (2 * least, 2 * least + 2)  # two for each bucket; matrices are not split
+        assert len(counts.all_to_alls) == calls
         assert not counts.others
         # Each rank holds an eighth; owners' shares differ a little from it.
         assert 0.88 < sent[rank] * WORLD / bytes_moved < 1.12
@@ -90,6 +91,14 @@ def test_collectives_bytes_and_operations(prepare, action, shapes, input_bytes, 
     assert max(operations) / sum(operations) < 0.15  # an eighth is 0.125
     # nothing is computed twice: the total equals one rank's work on full matrices
     assert sum(operations) == play(0, lambda model: _whole(prepare(model)), action)[1]
+
+
+def _buckets(sizes):
+    """How many are filled with matrices of these sizes, one after another; none is split."""
+    filled, held = 1, 0
+    for size in sizes:
+        filled, held = (filled, held + size) if held + size <= BUCKET_BYTES else (filled + 1, size)
+    return filled
 
 
 def _whole(prepared):
