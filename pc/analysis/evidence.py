@@ -101,8 +101,8 @@ class Arm:
 
     @cached_property
     def first_seed(self) -> int:
-        """The first seed that ran at every rate; it chooses the rate."""
-        return self.losses.dropna(axis="columns").columns[0]
+        """The first seed that ran at the most rates; it chooses the rate."""
+        return self.losses.count().idxmax()
 
     @property
     def choosing(self) -> list[int]:
