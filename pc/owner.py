@@ -168,7 +168,7 @@ def shard_like(weight: Tensor, tensor: Tensor, stacked: bool = False) -> Tensor:
         if not stacked or _dim(weight.placements[d]) == 0:
             placements[d] = weight.placements[d] if stacked else Shard(0)
     # a copy: the tensor's storage is whole, which asynchronous checkpoints could not stage
-    shard = tensor[_block(tensor.shape, tuple(placements), mesh.shape, tuple(mesh.get_coordinate() or ()))].clone()
+    shard = own_block(tensor, mesh, placements).clone()
     return DTensor.from_local(shard, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
@@ -179,6 +179,11 @@ def _placements(tensor: Tensor) -> tuple[Placement, ...]:
 def _dim(placement: Placement) -> int | None:
     """The dimension of a tensor that a placement splits."""
     return getattr(placement, "dim", None)
+
+
+def own_block(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+    """The view of a whole tensor that this rank holds of a `DTensor` with these placements."""
+    return tensor[_block(tensor.shape, tuple(placements), mesh.shape, tuple(mesh.get_coordinate() or ()))]
 
 
 def _layouts(items: Sequence[Item]) -> list[tuple]:

@@ -7,6 +7,7 @@ from torch import Tensor
 from pc.common.errors import exit_on_user_error
 from pc.schedules import RAW, schedule
 from pc.titan.converter import Converter
+from pc.weights import named_weights
 
 
 class Trainer(torchtitan.train.Trainer):
@@ -15,12 +16,14 @@ class Trainer(torchtitan.train.Trainer):
     def __init__(self, job_config) -> None:
         Converter.schedule = "step"  # of the one that TorchTitan creates here
         super().__init__(job_config)
-        self.pc_schedule = schedule(self.model_parts)
-        self.pc_schedule.follow(self.optimizers)
-        self.checkpointer.states["pc"] = self.pc_schedule
+        self.pc_schedule = None  # without PC, or in a pipeline stage without weights of PC
+        if any(True for part in self.model_parts for _ in named_weights(part)):
+            self.pc_schedule = schedule(self.model_parts)
+            self.pc_schedule.follow(self.optimizers)
+            self.checkpointer.states["pc"] = self.pc_schedule
 
     def train_step(self, data_iterator) -> None:
-        if self.pc_schedule.phase == RAW:
+        if self.pc_schedule and self.pc_schedule.phase == RAW:
             self.pc_schedule.materialise()  # the first step of a new run; any checkpoint is loaded by now
         self._micro_batches = 0
         super().train_step(data_iterator)
@@ -28,7 +31,7 @@ class Trainer(torchtitan.train.Trainer):
     def forward_backward_step(self, **batch) -> Tensor:
         loss = super().forward_backward_step(**batch)
         self._micro_batches += 1
-        if self._micro_batches == self.gradient_accumulation_steps:
+        if self.pc_schedule and self._micro_batches == self.gradient_accumulation_steps:
             self.pc_schedule.pull_back()
         return loss
 

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.attention import SDPBackend
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
 from torchtitan.models.llama3.model.model import Transformer
 
-from pc.owner import local
+from pc.owner import local, own_block
 from pc.settings import Config
 from pc.settings.models import FLAVORS
 from pc.titan.loss import DeferredHead
@@ -105,9 +104,7 @@ def draw_parameter(name: str, parameter: Tensor, args: Llama2Args) -> None:
     else:
         whole.normal_(0, std, generator=generator)
     if isinstance(parameter, DTensor):
-        # This rank's shard is a rectangle, also with tensor parallelism and FSDP combined.
-        place = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-        whole = whole[tuple(slice(offset, offset + size) for size, offset in zip(*place, strict=True))]
+        whole = own_block(whole, parameter.device_mesh, parameter.placements)
     local(parameter).copy_(whole)
 
 
