@@ -18,7 +18,8 @@ from torch.optim._muon import (
 
 from pc.config import PCConfig
 from pc.cuts import Cut, Form, form_of
-from pc.owner import Plan, local
+from pc.owner import Plan
+from pc.shards import local
 
 _OPTIONS = {
     "lr": 1e-3,

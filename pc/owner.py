@@ -22,12 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from pc.errors import UserError
+from pc.shards import Ints, block_of, local, placements_of, shard_like, sharding_dimensions, split_dim  # noqa: F401, shard_like is public here
 
 Item = tuple[Tensor, ...]
-Ints = tuple[int, ...]
 Spread = tuple[DeviceMesh, Ints]
 Layout = tuple[Ints, tuple[Placement, ...]]  # shape, and placements over the ranks of a group
 INPUTS, OUTPUTS = 0, 1
@@ -142,53 +142,9 @@ def assign(costs: Sequence[float], num_owners: int) -> list[int]:
     return owners
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a tensor, not a copy."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def sharding_dimensions(tensor: Tensor) -> list[int]:
-    """The device mesh dimensions that shard a tensor; none for a plain tensor."""
-    if not isinstance(tensor, DTensor):
-        return []
-    mesh = tensor.device_mesh
-    return [d for d, p in enumerate(tensor.placements) if not isinstance(p, Replicate) and mesh.size(d) > 1]
-
-
-def shard_like(weight: Tensor, tensor: Tensor, stacked: bool = False) -> Tensor:
-    """State of a weight: a tensor that every rank has whole, split along its first dimension over the weight's ranks.
-
-    That of a stack is split as the stack is, and whole where its rows are split. For a plain weight it stays plain.
-    """
-    if not isinstance(weight, DTensor):
-        return tensor
-    mesh = weight.device_mesh
-    placements: list[Placement] = [Replicate()] * mesh.ndim
-    for d in sharding_dimensions(weight):
-        if not stacked or _dim(weight.placements[d]) == 0:
-            placements[d] = weight.placements[d] if stacked else Shard(0)
-    # a copy: the tensor's storage is whole, which asynchronous checkpoints could not stage
-    shard = own_block(tensor, mesh, placements).clone()
-    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
-
-
-def _placements(tensor: Tensor) -> tuple[Placement, ...]:
-    return tensor.placements if isinstance(tensor, DTensor) else ()
-
-
-def _dim(placement: Placement) -> int | None:
-    """The dimension of a tensor that a placement splits."""
-    return getattr(placement, "dim", None)
-
-
-def own_block(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
-    """The view of a whole tensor that this rank holds of a `DTensor` with these placements."""
-    return tensor[_block(tensor.shape, tuple(placements), mesh.shape, tuple(mesh.get_coordinate() or ()))]
-
-
 def _layouts(items: Sequence[Item]) -> list[tuple]:
     """What a plan depends on."""
-    return [(t.shape, _placements(t), t.dtype) for item in items for t in item]
+    return [(t.shape, placements_of(t), t.dtype) for item in items for t in item]
 
 
 def _spread(tensors: Sequence[Tensor], stacked: bool) -> Spread | None:
@@ -198,30 +154,9 @@ def _spread(tensors: Sequence[Tensor], stacked: bool) -> Spread | None:
         raise UserError("run_on_owners needs the tensors of an item on one device mesh")
     dimensions = {d for tensor in tensors for d in sharding_dimensions(tensor)}
     if stacked:  # those that split the stack of every tensor alike
-        alike = {frozenset(d for d in sharding_dimensions(t) if _dim(_placements(t)[d]) == 0) for t in tensors}
+        alike = {frozenset(d for d in sharding_dimensions(t) if split_dim(placements_of(t)[d]) == 0) for t in tensors}
         dimensions -= alike.pop() if len(alike) == 1 else set()
     return (meshes.pop(), tuple(sorted(dimensions))) if dimensions else None
-
-
-@lru_cache(maxsize=None)
-def _block(shape: Ints, placements: tuple[Placement, ...], sizes: Ints, coordinate: Ints) -> tuple[slice, ...]:
-    """What the rank at `coordinate` of a mesh of `sizes` holds of a tensor.
-
-    Torch's own `compute_local_shape_and_global_offset` is wrong where tensor parallelism and then FSDP split a dimension
-    unevenly: for 7 rows over 2, then over 3 ranks, it names other rows than FSDP2 has put there.
-    """
-    block = [slice(0, size) for size in shape]
-    plain = [d for d, placement in enumerate(placements) if type(placement) is Shard]
-    strided = [d for d, placement in enumerate(placements) if d not in plain and not placement.is_replicate()]
-    for d in (*plain, *strided):  # strided: FSDP shards of what tensor parallelism has already split
-        dim = _dim(placements[d])
-        before = math.prod(sizes[e] for e in plain if e > d and _dim(placements[e]) == dim)
-        if dim is None or (d in strided and getattr(placements[d], "split_factor", None) != before):
-            raise UserError(f"run_on_owners needs shards that are blocks of their tensor, not {placements}")
-        step = math.ceil((block[dim].stop - block[dim].start) / sizes[d])
-        start = min(block[dim].stop, block[dim].start + step * coordinate[d])
-        block[dim] = slice(start, min(block[dim].stop, start + step))
-    return tuple(block)
 
 
 @lru_cache(maxsize=None)
@@ -256,9 +191,9 @@ class _Group:
         return [_Matrix(item, index, key, cost, sides, given[0].element_size()) for index in indices]
 
     def _layout(self, tensor: Tensor, stacked: bool) -> Layout:
-        held = _placements(tensor)
+        held = placements_of(tensor)
         placements = tuple(held[d] if held else Replicate() for d in self.dimensions)
-        together = not stacked or any(_dim(p) == 0 for p in placements)
+        together = not stacked or any(split_dim(p) == 0 for p in placements)
         return tensor.shape if together else (local(tensor).size(0), *tensor.shape[1:]), placements
 
 
@@ -275,7 +210,7 @@ class _Matrix:
         coordinate, other = group.coordinates[rank], group.coordinates[like]
         for tensor, (shape, placements) in enumerate(self.sides[side]):
             where: Ints = ()
-            block = _block(shape, placements, group.sizes, coordinate)
+            block = block_of(shape, placements, group.sizes, coordinate)
             if self.index is not None:
                 stack, block = block[0], block[1:]
                 if not stack.start <= self.index < stack.stop:

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from pc.cuts import Form
 from pc.errors import UserError
-from pc.owner import local
+from pc.shards import local
 from pc.weights import NO_SCHEDULE, Weight, clean_name, named_weights
 
 # Phases: what the weights and their gradients are.

@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor
 from pc import passes
 from pc.cuts import Form
 from pc.errors import UserError
-from pc.owner import Item, Plan, local, shard_like
+from pc.owner import Item, Plan
 from pc.schedules import PC, PULLED, RAW, TWICE, Schedule, State, require_real
+from pc.shards import local, shard_like
 from pc.spectral import without_autocast
 from pc.weights import Weight
 

@@ -21,8 +21,9 @@ from pc.common.spectra import modified_condition_number, singular_values
 from pc.config import PCConfig, block_of, matches
 from pc.cuts import Form
 from pc.linear import evaluate
-from pc.owner import local, run_on_owners, sharding_dimensions
+from pc.owner import run_on_owners
 from pc.schedules import Schedule, State
+from pc.shards import local, sharding_dimensions
 from pc.spectral import spectral_norm_estimate
 from pc.titan.activations import COUNT, LARGEST, SUM_OF_SQUARES, OutputSizes
 from pc.weights import clean_name

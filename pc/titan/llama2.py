@@ -13,9 +13,9 @@ from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
 from torchtitan.models.llama3.model.model import Transformer
 
-from pc.owner import local, own_block
 from pc.settings import Config
 from pc.settings.models import FLAVORS
+from pc.shards import local, own_block
 from pc.titan.loss import DeferredHead
 from pc.weights import clean_name
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torchtitan.tools.logging import logger
 
 from pc.errors import UserError
-from pc.owner import local
 from pc.schedules import Schedule
+from pc.shards import local
 from pc.weights import clean_name
 
 NAMES_SHOWN = 4

@@ -25,10 +25,10 @@ from torchtitan.tools.logging import logger
 
 from pc import data
 from pc.common.run_folder import set_aside_metrics, step_of, write_state
-from pc.owner import local
 from pc.schedules import RAW
 from pc.settings import Config, rules
 from pc.settings.layout import Layout
+from pc.shards import local
 from pc.start import preserve
 from pc.titan import cpu, fingerprint, fsdp_sync
 from pc.titan.checkpoint import Checkpoints

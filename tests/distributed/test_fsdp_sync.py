@@ -74,8 +74,8 @@ def _held(rank, config, overrides) -> tuple[float, float, bool]:
     """Additional GiB of a step between two micro-batches, the estimate, and whether it exchanges once per step."""
     import gc
 
-    from pc.owner import local
     from pc.settings import load_config
+    from pc.shards import local
     from pc.titan import memory
     from pc.titan.trainer import PCTrainer
 

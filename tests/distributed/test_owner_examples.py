@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from helpers.ranks import run_ranks
 from helpers.tiny import ROOT
-from pc.owner import local
+from pc.shards import local
 
 SHAPES = [(8, 4), (4, 8), (7, 5), (1, 6)]  # two ranks: even, even, uneven, empty; three: uneven, and empty
 MESHES = {

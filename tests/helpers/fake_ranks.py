@@ -12,9 +12,9 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pc.owner import shard_like
 from pc.schedules import State
 from pc.settings import Config
+from pc.shards import shard_like
 from pc.step import StepSchedule
 from pc.titan import cpu
 from pc.titan.llama2 import Llama2, Llama2Args

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import pc
 from helpers.toy import toy_model
 from pc import PCConfig, effective_weight, passes
-from pc.owner import local
+from pc.shards import local
 from pc.spectral import initial_vectors, power_iteration
 from pc.titan.nonfinite import FiniteSteps
 

@@ -1,0 +1,78 @@
+"""Which block of a whole tensor a rank holds, as `DTensor` shards it."""
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from pc.errors import UserError
+
+Ints = tuple[int, ...]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a tensor, not a copy."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def sharding_dimensions(tensor: Tensor) -> list[int]:
+    """The device mesh dimensions that shard a tensor; none for a plain tensor."""
+    if not isinstance(tensor, DTensor):
+        return []
+    mesh = tensor.device_mesh
+    return [d for d, p in enumerate(tensor.placements) if not isinstance(p, Replicate) and mesh.size(d) > 1]
+
+
+def shard_like(weight: Tensor, tensor: Tensor, stacked: bool = False) -> Tensor:
+    """State of a weight: a tensor that every rank has whole, split along its first dimension over the weight's ranks.
+
+    That of a stack is split as the stack is, and whole where its rows are split. For a plain weight it stays plain.
+    """
+    if not isinstance(weight, DTensor):
+        return tensor
+    mesh = weight.device_mesh
+    placements: list[Placement] = [Replicate()] * mesh.ndim
+    for d in sharding_dimensions(weight):
+        if not stacked or split_dim(weight.placements[d]) == 0:
+            placements[d] = weight.placements[d] if stacked else Shard(0)
+    # a copy: the tensor's storage is whole, which asynchronous checkpoints could not stage
+    shard = own_block(tensor, mesh, placements).clone()
+    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def placements_of(tensor: Tensor) -> tuple[Placement, ...]:
+    return tensor.placements if isinstance(tensor, DTensor) else ()
+
+
+def split_dim(placement: Placement) -> int | None:
+    """The dimension of a tensor that a placement splits."""
+    return getattr(placement, "dim", None)
+
+
+def own_block(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+    """The view of a whole tensor that this rank holds of a `DTensor` with these placements."""
+    return tensor[block_of(tensor.shape, tuple(placements), mesh.shape, tuple(mesh.get_coordinate() or ()))]
+
+
+@lru_cache(maxsize=None)
+def block_of(shape: Ints, placements: tuple[Placement, ...], sizes: Ints, coordinate: Ints) -> tuple[slice, ...]:
+    """What the rank at `coordinate` of a mesh of `sizes` holds of a tensor.
+
+    Torch's own `compute_local_shape_and_global_offset` is wrong where tensor parallelism and then FSDP split a dimension
+    unevenly: for 7 rows over 2, then over 3 ranks, it names other rows than FSDP2 has put there.
+    """
+    block = [slice(0, size) for size in shape]
+    plain = [d for d, placement in enumerate(placements) if type(placement) is Shard]
+    strided = [d for d, placement in enumerate(placements) if d not in plain and not placement.is_replicate()]
+    for d in (*plain, *strided):  # strided: FSDP shards of what tensor parallelism has already split
+        dim = split_dim(placements[d])
+        before = math.prod(sizes[e] for e in plain if e > d and split_dim(placements[e]) == dim)
+        if dim is None or (d in strided and getattr(placements[d], "split_factor", None) != before):
+            raise UserError(f"pc.owner needs shards that are blocks of their tensor, not {placements}")
+        step = math.ceil((block[dim].stop - block[dim].start) / sizes[d])
+        start = min(block[dim].stop, block[dim].start + step * coordinate[d])
+        block[dim] = slice(start, min(block[dim].stop, start + step))
+    return tuple(block)
