@@ -45,12 +45,14 @@ class StepSchedule(Schedule):
         """of the local shards when PC(W) was written, [weights]; None: not to be compared"""
         self._changed = torch.zeros((), device=device)
         self._answer = torch.zeros((), pin_memory=device.type == "cuda")
-        """`_changed` on the host, once it has arrived there"""
+        """`_changed` on the host"""
+        self._arrival: torch.Event | None = None
+        """of an accelerator's last answer; None: there is none to read"""
         super().__init__(models, marks)
         self._observe()
 
     def __getstate__(self) -> dict:
-        return self.__dict__ | {"_plans": {}}  # they hold process groups
+        return self.__dict__ | {"_plans": {}, "_arrival": None}  # they hold process groups and events
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
@@ -96,7 +98,9 @@ class StepSchedule(Schedule):
         """Compute PC(W) anew, so that the order of loading model and schedule does not matter."""
         self._reshard()
         self._write_pc(iterate=False)
-        self._norms = None  # the model's state, loaded after this one, may have other rounding errors
+        # the model's state, loaded after this one, may have other rounding errors; what was noted before is gone
+        self._norms = self._arrival = None
+        self._changed.zero_()
 
     def _write_pc(self, iterate: bool) -> None:
         states = list(self.weights.values())
@@ -175,10 +179,10 @@ class StepSchedule(Schedule):
         return torch.stack(torch._foreach_norm([local(s.weight) for s in self.weights.values()]))
 
     def _require_unchanged(self) -> None:
-        """Raise if on any rank a weight is not the PC(W) that was written into it: its gradients are not those of PC(W),
-        and the change would be lost.
+        """Raise on all ranks if on any a weight is not the PC(W) that was written into it: its gradients are not those of
+        PC(W), and the change would be lost.
 
-        Nothing waits for an accelerator. Its answer is read when it has arrived, some calls later.
+        An accelerator's answer is read one call later, when it has long arrived, so that the host can run ahead.
         """
         if self._norms is None or self._norms.is_meta:
             return
@@ -187,14 +191,28 @@ class StepSchedule(Schedule):
         meshes = [s.weight.device_mesh for s in self.weights.values() if isinstance(s.weight, DTensor)]
         for dimension in range(meshes[0].ndim if meshes else 0):
             dist.all_reduce(self._changed, dist.ReduceOp.MAX, group=meshes[0].get_group(dimension))
-        self._answer.copy_(self._changed, non_blocking=True)
-        if self._answer:
+        if self._changed.device.type == "cpu":
+            found = bool(self._changed)
+        else:
+            found = self._arrived()
+            self._answer.copy_(self._changed, non_blocking=True)
+            self._arrival = torch.Event(self._changed.device)
+            self._arrival.record()
+        if found:
+            self._arrival = None
             self._changed.zero_()
             raise UserError(
                 "a weight was changed while it held PC(W), and the optimizer steps W: load the schedule's state with "
                 "the model's, swap averaged weights back, create pc.schedule after initialisation and DDP, give it all "
                 "optimizers, and change weights between restore_raw() and materialise()"
             )
+
+    def _arrived(self) -> bool:
+        """An accelerator's last answer, the same on all ranks."""
+        if self._arrival is None:
+            return False
+        self._arrival.synchronize()
+        return bool(self._answer)
 
     def _reshard(self) -> None:
         # While FSDP holds the unsharded parameter, a write to the shard has no effect.
