@@ -61,15 +61,15 @@ class FiniteSteps:
         if self.in_a_row >= self._limit:
             raise Diverged(
                 f"the loss or the gradient norm was not finite in {self.in_a_row} steps in a row, up to step "
-                f"{step}; data positions {self._first_position}-{positions.stop - 1}; not finite now: {self._names()}. None of these steps changed "
-                "the weights or a checkpoint; lower optimizer.lr, or skip data with data.skip"
+                f"{step}; data positions {self._first_position}-{positions.stop - 1}; not finite now: {self._names()}. "
+                "None of these steps changed the weights or a checkpoint; lower optimizer.lr, or skip data with data.skip"
             )
         return True
 
     def _is_finite(self, loss: Tensor) -> bool:
         """Whether the squared gradient norm plus the loss, summed over all ranks, is finite."""
         gradients = [local(p.grad) for model in self._model_parts for p in model.parameters() if p.grad is not None]
-        norms = torch._foreach_norm([gradient for gradient in gradients if gradient.numel()])
+        norms = torch._foreach_norm(gradients)
         total = torch.stack([loss.float().reshape(()), *(norm.float().square() for norm in norms)]).sum()
         if dist.get_world_size() > 1:
             dist.all_reduce(total)
