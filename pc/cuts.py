@@ -188,8 +188,9 @@ def _query_key_value(attention: Any) -> Cut:
 _EXPERTS = {"gate_up_proj": Cut(("gate", "up")), "down_proj": Cut(("down",))}
 _NUMBERED = {"w1": "gate", "w2": "down", "w3": "up"}
 
-# Weights of transformers' and TorchTitan's model classes that are not plain linear layers of the usual names: parameters
-# by the class of the module that they belong to. A function gives the cut of a module. None: known, and not one of the blocks.
+# Weights of transformers' and TorchTitan's model classes that are not plain linear layers of the usual names:
+# parameters by the class of the module that they belong to. A function gives the cut of a module. None: known, and not
+# one of the blocks.
 KNOWN: dict[str, dict[str, Cut | Callable[[Any], Cut] | None]] = {
     "Phi3Attention": {"qkv_proj.weight": _query_key_value},
     "Phi3MLP": {"gate_up_proj.weight": Cut(("gate", "up"))},

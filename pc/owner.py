@@ -6,8 +6,8 @@ Matrices are assigned to ranks by cost. One all-to-all sends every shard to its 
     A[:2] B[:2]       A[2:] B[2:]   all_to_all  ->   A                 B         -> function -> all_to_all
 
 Under FSDP, tensor parallelism, or both, a shard is one rectangular block of its matrix. The ranks of all mesh
-dimensions that shard an item form one flat group. HSDP replicas repeat the work (docs/not-measured.md). A rank that holds
-whole matrices, as where a stack [E, n, m] of experts is sharded over E alone, is a group alone and sends nothing.
+dimensions that shard an item form one flat group. HSDP replicas repeat the work (docs/not-measured.md). A rank that
+holds whole matrices, as where a stack [E, n, m] of experts is sharded over E alone, is a group alone and sends nothing.
 """
 
 import heapq
@@ -25,7 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from pc.errors import UserError
-from pc.shards import Ints, block_of, local, placements_of, shard_like, sharding_dimensions, split_dim  # noqa: F401, shard_like is public here
+from pc.shards import Ints, block_of, local, placements_of, sharding_dimensions, split_dim
+from pc.shards import shard_like as shard_like  # public here
 
 Item = tuple[Tensor, ...]
 Spread = tuple[DeviceMesh, Ints]

@@ -10,8 +10,8 @@ from pc.errors import UserError
 
 # What a file system answers when a path in a command cannot be used.
 _REFUSED = {
-    errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST,
-    errno.ENAMETOOLONG,
+    errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR,
+    errno.EEXIST, errno.ENAMETOOLONG,
 }  # fmt: skip
 
 
@@ -33,7 +33,8 @@ def require_extra(extra: str, *modules: str) -> None:
 def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
     """Decorate a command's `main`: a `UserError` prints `error: ...` on stderr and exits with status 2.
 
-    So does an `OSError` about a named file or folder: none there, no permission, a full disk, a file in place of a folder.
+    So does an `OSError` about a named file or folder: none there, no permission, a full disk, a file in place of a
+    folder.
 
     Any other exception is a bug in this project and keeps its traceback.
     """

@@ -215,7 +215,7 @@ def set_aside_metrics(run: Path, step: int) -> None:
 
 
 def read_logs(paths: Sequence[str | Path]) -> list[RunLog]:
-    """Several runs with unique names: as much of each folder's path as is needed. One that is given twice is read once."""
+    """Several runs with unique names: as much of each folder's path as is needed. One given twice is read once."""
     logs = {log.file.resolve().parent: log for log in map(read_log, paths)}
     return [replace(log, name=name) for log, name in zip(logs.values(), unique_names(list(logs)), strict=True)]
 

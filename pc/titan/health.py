@@ -39,8 +39,8 @@ class HealthMetrics:
     """Collects the metrics over all ranks.
 
     Args:
-        job_config: with the section `health` (`pc.settings.schema.Health`) and with `pc.blocks`, which also defines the PC matrices of a
-            baseline run.
+        job_config: with the section `health` (`pc.settings.schema.Health`) and with `pc.blocks`, which also defines
+            the PC matrices of a baseline run.
         model_parts: this rank's transformers, sharded, compiled, off the meta device.
         schedule: None without PC.
         parallel_dims: TorchTitan's ParallelDims.
