@@ -37,7 +37,9 @@ def run_ranks(world_size: int, function, *args, timeout: float = 240.0) -> list:
             for _ in range(world_size):
                 rank, result, error = _next(queue, processes, timeout)
                 if error is not None:
-                    raise AssertionError(f"rank {rank} failed:\n{error}")
+                    time.sleep(0.5)  # a rank whose end caused the error shows its status by now
+                    ended = {r: p.exitcode for r, p in enumerate(processes) if p.exitcode}
+                    raise AssertionError(f"rank {rank} failed (status of ranks that were killed: {ended}):\n{error}")
                 # trusted bytes, just written by the process above
                 results[rank] = torch.load(io.BytesIO(result), weights_only=False)
         finally:
