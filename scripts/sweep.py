@@ -1,6 +1,6 @@
 """Train the runs of a sweep's TOML, and choose the best.
 
-python scripts/sweep.py plan   SWEEP.toml... [--tflops 400 | --tokens-per-second 50000]
+python scripts/sweep.py plan   SWEEP.toml... [--tflops 400]
 python scripts/sweep.py run    SWEEP.toml...
 python scripts/sweep.py submit SWEEP.toml... [--gpus-per-node 8] [--nodes 1] [--at-a-time 2] [--sbatch="--time=8:00:00"]
 python scripts/sweep.py status SWEEP.toml...
@@ -11,7 +11,6 @@ import argparse
 
 from pc.common.errors import exit_on_user_error
 from pc.launch.allocation import Allocation, add_options
-from pc.launch.run import Run
 from pc.sweep.spec import load
 
 
@@ -24,7 +23,7 @@ def main() -> None:
         "run": "train on this machine, one run after another; repeat to continue",
         "submit": "queue the unfinished runs as a SLURM array",
         "status": "show the progress of every run, and why one failed",
-        "select": "choose the stable run with the lowest final metric",
+        "select": "choose the stable run with the lowest final validation loss",
     }
     commands = {name: actions.add_parser(name, help=text, description=text) for name, text in described.items()}
     for command in commands.values():
@@ -32,13 +31,7 @@ def main() -> None:
             "sweeps", nargs="+", metavar="SWEEP", help="TOML files of sweeps; equal runs are trained once"
         )
     commands["plan"].add_argument(
-        "--tflops",
-        type=float,
-        default=400.0,
-        help="TFLOP/s of one GPU (default 400: an H100 at 40 %% MFU)",
-    )
-    commands["plan"].add_argument(
-        "--tokens-per-second", type=float, help="measured throughput of one GPU, in place of counted FLOPs"
+        "--tflops", type=float, default=400.0, help="TFLOP/s of one GPU (default 400: an H100 at 40 %% MFU)"
     )
     add_options(commands["submit"])
     commands["submit"].add_argument("--at-a-time", type=int, default=0, help="runs at once (default: all)")
@@ -56,8 +49,7 @@ def main() -> None:
     from pc.sweep.submit import submit
 
     if arguments.action == "plan":
-        settings = torchrun.processes_here(), arguments.tflops, arguments.tokens_per_second
-        print(equal_runs.plan_text(sweeps, lambda run: _cost(run, *settings), settings[0]))
+        print(equal_runs.plan_text(sweeps, arguments.tflops, torchrun.processes_here()))
         return
     for sweep in sweeps:
         equal_runs.require_unchanged(sweep)
@@ -73,19 +65,6 @@ def main() -> None:
     else:
         for sweep in sweeps:
             print(select(sweep))
-
-
-def _cost(run: Run, processes: int, tflops: float, tokens_per_second: float | None) -> tuple[int, float]:
-    """Tokens of a run and seconds of one GPU."""
-    from pc.plan import cost
-
-    plan = cost.Plan(run.config, run.overrides, processes)
-    step = plan.step_cost()
-    tokens = plan.config.training.steps * step.tokens
-    if tokens_per_second:
-        return tokens, tokens / tokens_per_second
-    operations = step.model + (step.pc_step if plan.config.pc.enable else 0)
-    return tokens, tokens / step.tokens * operations / (1e12 * tflops)
 
 
 if __name__ == "__main__":

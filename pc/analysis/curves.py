@@ -10,8 +10,8 @@ import pandas as pd
 from pc.common import markdown
 from pc.common.plots import label_tokens, save, short_tokens, subplots
 from pc.common.run_folder import RunLog
+from pc.sweep.spec import VALIDATION
 
-VALIDATION = "validation_loss"
 _REMEDY = "turn validation on with [validation] enable = true and a freq below the number of steps"
 
 

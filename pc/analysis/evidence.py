@@ -20,13 +20,12 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from pc.analysis.bars import read_results
-from pc.analysis.curves import VALIDATION
 from pc.common.files import write_atomically
 from pc.common.run_folder import read_log, unique_names
 from pc.errors import UserError
 from pc.settings.models import FLAVORS
-from pc.sweep.spec import label
+from pc.sweep.bars import read_results
+from pc.sweep.spec import VALIDATION, label
 from pc.titan.llama2 import Llama2, model_args
 
 RATE = "optimizer.lr"

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from pc.analysis import bars, curves, signals, spectra, spectra_plots
+from pc.analysis import curves, signals, spectra, spectra_plots
 from pc.common.files import write_atomically
 from pc.common.run_folder import METRICS, read_log, read_logs, unique_names
 from pc.errors import UserError
+from pc.sweep import bars
 
 
 def draw_curves(paths: Sequence[Path], output: Path) -> None:
@@ -30,7 +31,7 @@ def draw_sweeps(folders: Sequence[Path], baselines: Sequence[Path], output: Path
     names = unique_names([folder.resolve() if folder.is_dir() else folder.resolve().parent for folder in folders])
     for folder, name in zip(folders, names, strict=True):
         file = output / f"bars_{name.replace('/', '-')}"
-        print(bars.plot(bars.read_results(folder), baseline_runs, file))
+        print(bars.plot(bars.read_results(folder), file, baseline_runs))
 
 
 def draw_spectra(sources: Sequence[Path], output: Path, layers: Sequence[int] | None) -> None:

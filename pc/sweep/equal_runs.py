@@ -8,7 +8,7 @@ link to the folder of the trained one.
 import contextlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ from typing import Any
 from pc.common import run_folder
 from pc.errors import UserError
 from pc.launch.run import Run
+from pc.plan import cost
 from pc.settings.chain import load_record
-from pc.settings.identity import differing_result, everything, result
+from pc.settings.identity import differing_result, result
 from pc.sweep.spec import Sweep
 
 OUTPUTS = Path("outputs")
@@ -42,18 +43,15 @@ def require_unchanged(sweep: Sweep, world_size: int | None = None) -> None:
     Runs may be added to a sweep at any time.
     """
     for run in sweep.runs:
-        before = trained_as(run.folder)
+        before, now = trained_as(run.folder), result(run.resolved, world_size)
         if before is None and len(run_folder.configs(run.folder)) > 1:
             raise UserError(
                 f"{sweep.path}: {run.folder} was trained with several configurations (config.*.toml); move it away to "
                 "train it again"
             )
-        config = run.resolved
-        changed = differing_result(before, result(config, world_size)) if before else []
-        if changed:
-            was, now = everything(load_record(run.folder / "config.toml")), everything(config)
+        if changed := differing_result(before, now) if before else []:
             said = ", ".join(
-                f"{key} = {was[key]!r} (now {now[key]!r})" if key in was else f"another {key}" for key in changed[:3]
+                f"{key} = {before.get(key, 'its default')} (now {now.get(key, 'its default')})" for key in changed[:3]
             )
             raise UserError(
                 f"{sweep.path}: {run.folder} was trained with {said}; restore that, or give the sweep another "
@@ -135,27 +133,39 @@ def take_over(sweeps: Sequence[Sweep], world_size: int | None = None) -> None:
                     print(f"{run.name}: reused from {final}, an equal run", flush=True)
 
 
-def plan_text(sweeps: Sequence[Sweep], cost: Callable[[Run], tuple[int, float]], world_size: int | None = None) -> str:
-    """The runs, their tokens and GPU-hours by `cost` (tokens and seconds of one GPU), and what remains to be trained."""
+def plan_text(sweeps: Sequence[Sweep], tflops: float, world_size: int) -> str:
+    """The runs, their tokens and GPU-hours, and what remains to be trained.
+
+    Args:
+        tflops: TFLOP/s of one GPU.
+    """
     lines = []
     sums: dict[str, list[tuple[int, float]]] = {"in all": [], "not equal to an earlier one": [], "to be trained": []}
     for group in plan(sweeps, world_size):
-        one = cost(group.runs[0])
+        one = _cost(group.runs[0], tflops, world_size)
         word = ""
         if final := group.folder("finished") or group.folder("diverged"):
             word = f"{run_folder.state_of(final).state} as {final}"
         elif group.elsewhere:
             word = f"started as {group.elsewhere[0]}: finish it there"
         for run in group.runs:
-            lines.append(f"{run.folder!s:<64} {_cost([one])}  {word}".rstrip())
+            lines.append(f"{run.folder!s:<64} {_cost_text([one])}  {word}".rstrip())
             word = f"equal to {group.runs[0].folder}"
         sums["in all"] += [one] * len(group.runs)
         sums["not equal to an earlier one"].append(one)
         sums["to be trained"] += [one] * group.remains
-    lines += [f"{f'{len(costs)} runs {what}':<64} {_cost(costs)}" for what, costs in sums.items()]
+    lines += [f"{f'{len(costs)} runs {what}':<64} {_cost_text(costs)}" for what, costs in sums.items()]
     return "\n".join(lines)
 
 
-def _cost(costs: Sequence[tuple[int, float]]) -> str:
-    tokens, hours = sum(tokens for tokens, _ in costs), sum(seconds for _, seconds in costs) / 3600
+def _cost(run: Run, tflops: float, world_size: int) -> tuple[int, float]:
+    """Tokens of a run, and hours of one GPU."""
+    plan = cost.Plan(run.config, run.overrides, world_size)
+    step, steps = plan.step_cost(), plan.config.training.steps
+    operations = step.model + (step.pc_step if plan.config.pc.enable else 0)
+    return steps * step.tokens, steps * operations / (3600e12 * tflops)
+
+
+def _cost_text(costs: Sequence[tuple[int, float]]) -> str:
+    tokens, hours = map(sum, zip(*costs)) if costs else (0, 0.0)
     return f"{tokens / 1e6:>12,.1f} M tokens {f'{hours:,.1f}' if hours >= 10 else f'{hours:.2g}':>9} GPU-hours"

@@ -7,7 +7,7 @@ from collections import Counter
 from pc.common.files import write_atomically
 from pc.common.run_folder import Series, read_log, state_of
 from pc.launch.run import Run
-from pc.sweep.spec import Selection, Sweep
+from pc.sweep.spec import VALIDATION, Sweep
 from pc.titan.metrics import LossSpikes
 
 
@@ -25,10 +25,10 @@ def status_text(sweep: Sweep) -> str:
     return "\n".join(lines)
 
 
-def result_of(run: Run, selection: Selection) -> dict | None:
+def result_of(run: Run) -> dict | None:
     """The final figures of a finished run, for one JSON line; None for a run that may still finish.
 
-    A run that diverged has no validation loss and no value of the metric: those from before it diverged are not final.
+    A run that diverged has no validation loss: those from before it diverged are not final.
     """
     state = state_of(run.folder)
     if state.state not in ("finished", "diverged"):
@@ -38,11 +38,6 @@ def result_of(run: Run, selection: Selection) -> dict | None:
     spikes = LossSpikes()
     for step, loss in zip(losses.steps, losses.values, strict=True):
         spikes.update(step, loss)
-    final = {
-        key: _last(log.series(key)) if state.state == "finished" else None
-        # the validation loss also if another metric chooses, because figures and tables need it
-        for key in ("validation_loss", selection.metric)
-    }
     return {
         "name": run.name,
         "state": state.state,
@@ -52,7 +47,7 @@ def result_of(run: Run, selection: Selection) -> dict | None:
         "steps": state.steps,
         "tokens": losses.tokens[-1] if losses.steps else None,
         "loss": _last(losses),
-        **final,
+        VALIDATION: _last(log.series(VALIDATION)) if state.state == "finished" else None,
         "spikes": spikes.count,
         "folder": str(run.folder),
     }
@@ -68,7 +63,7 @@ def collect(sweep: Sweep) -> list[dict]:
 
     It is rebuilt from the run folders each time, so that array tasks that finish together cannot lose lines.
     """
-    results = [result for run in sweep.runs if (result := result_of(run, sweep.select)) is not None]
+    results = [result for run in sweep.runs if (result := result_of(run)) is not None]
     lines = "".join(json.dumps(result) + "\n" for result in results)
     write_atomically(sweep.folder / "results.jsonl", lines)
     return results

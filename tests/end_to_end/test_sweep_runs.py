@@ -14,8 +14,8 @@ import pytest
 
 from helpers.slurm_cluster import descendants
 from helpers.tiny import ROOT, write_small_config
-from pc.analysis.bars import read_results
 from pc.common.run_folder import is_locked, newest_step, state_of
+from pc.sweep.bars import read_results
 from pc.sweep.spec import load
 
 
@@ -23,10 +23,7 @@ from pc.sweep.spec import load
 def sweep_file(tiny_shards, tmp_path):
     write_small_config(tmp_path / "small.toml", tiny_shards, steps=40, interval=4)
     path = tmp_path / "lr.toml"
-    path.write_text(
-        f'configs = ["small.toml"]\nfolder = "{tmp_path}/out"\n'
-        '[axes]\n"optimizer.lr" = { first = 1e-4, last = 1e-3, factor = 10 }\n'
-    )
+    path.write_text(f'configs = ["small.toml"]\nfolder = "{tmp_path}/out"\n[axes]\n"optimizer.lr" = [1e-4, 1e-3]\n')
     return path
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from helpers import tiny
 from pc import PCConfig, attach, effective_weight, named_weights
+from pc.common.run_folder import write_state
 from pc.config import BLOCK_SUFFIXES
 from pc.data.manifest import TOKENIZER_FOLDER, Manifest, TokenizerRecord
 from pc.data.tokenizers import load_tokenizer
@@ -122,6 +124,23 @@ def save_checkpoint(run: Path, schedule: str | None, step: int = 7, level=4) -> 
     return make_run(run, None, pc_config, "tiny", vocab_size=64, step=step).model
 
 
+def validations(losses: Sequence[float | None], tokens_per_step: int = 100) -> list[dict]:
+    """Lines of a run that was validated after every step."""
+    return [
+        {"step": step, "tokens": step * tokens_per_step, "validation_loss": loss}
+        for step, loss in enumerate(losses, start=1)
+    ]
+
+
+def write_run(run: Path, lines: Sequence[dict], state: str = "finished", reason: str = "") -> Path:
+    """A folder with these lines of metrics.jsonl, and with a status."""
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    last = max((line["step"] for line in lines), default=0)
+    write_state(run, state, last, last, reason)
+    return run
+
+
 def write_metrics(
     run: Path, *, gain: float = 0.0, health: bool = True, estimates: bool = False, steps: int = 100
 ) -> None:
@@ -143,8 +162,7 @@ def write_metrics(
                         values[f"spectra/estimate_error/{block}/median"] = 0.01 / step
                         values[f"spectra/estimate_error/{block}/max"] = 0.1 / step
             lines.append({**about, **values})
-    run.mkdir(parents=True, exist_ok=True)
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_run(run, lines)
 
 
 # Three items of each set, written for the tests, with the columns of the real sets.

@@ -22,8 +22,8 @@ from pc.sweep.spec import load as load_sweep
 
 SWEEP = {
     "description": "x", "configs": ["tiny.toml"], "seeds": [0, 1], "folder": "out",
-    "axes": {"optimizer.lr": {"first": 1e-3, "last": 2e-3, "factor": 2}, "pc.level": [1, "polar_express"], "pc.blocks": [["o"], ["ffn"]]},
-    "select": {"metric": "loss", "spikes_allowed": 0},
+    "axes": {"optimizer.lr": [1e-3, 2e-3], "pc.level": [1, "polar_express"], "pc.blocks": [["o"], ["ffn"]]},
+    "spikes_allowed": 0,
 }  # fmt: skip
 TOKENIZER = {
     "version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": None, "post_processor": None, "decoder": None,

@@ -4,11 +4,12 @@ import math
 import pandas as pd
 import pytest
 
-from pc.analysis import bars, curves
+from pc.analysis import curves
 from pc.analysis.figures import draw_curves, draw_sweeps
 from pc.common.plots import save
 from pc.common.run_folder import read_log, read_logs
 from pc.errors import UserError
+from pc.sweep import bars
 
 
 def _write(folder, lines):
@@ -98,13 +99,13 @@ def test_bars(tmp_path, monkeypatch):
     usable = bars.read_results(tmp_path)
     drawn = []
     monkeypatch.setattr(bars, "save", lambda figure, path: drawn.append(figure) or save(figure, path))
-    assert bars.plot(usable, [], tmp_path / "bars").stat().st_size > 5000
+    assert bars.plot(usable, tmp_path / "bars").stat().st_size > 5000
     texts = {text.get_text() for axes in drawn[0].axes for text in axes.texts}
     assert {"3.1500", "3.0000"} <= texts  # mean over seeds
     assert "1 of 1 without a loss" in texts
     baseline = read_log(_validations(tmp_path / "baseline", [3.3]))
     with pytest.raises(UserError, match="3 needed"):
-        bars.plot(usable, [baseline], tmp_path / "bars")
+        bars.plot(usable, tmp_path / "bars", [baseline])
     with pytest.raises(UserError, match="results.jsonl"):
         bars.read_results(tmp_path / "baseline")
 

@@ -150,6 +150,16 @@ def test_all_271m_experiments_train_43_runs_of_50(monkeypatch):
     ]
 
 
+def test_the_plans_gpu_hours(monkeypatch):
+    """FLOPs per token: 6 for each weight of a matmul, 6 x layers x width x tokens for causal attention; PC under 0.1 %."""
+    monkeypatch.chdir(ROOT)
+    flops = 6 * (PARAMETERS["271M"] - 32_000 * 1024) + 6 * 16 * 1024 * 8192
+    hours = 22_000 * 320 * 8192 * flops / (400e12 * 3600)
+    text = equal_runs.plan_text([load("train_configs/sweeps/271m_main.toml")], 400.0, 8)
+    *_, tokens, _, _, planned, _ = text.splitlines()[-3].split()
+    assert tokens == "230,686.7" and float(planned) == pytest.approx(4 * hours, rel=1e-3)
+
+
 def test_help_shows_keys_descriptions_and_the_configs_values(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["local", str(ROOT / "train_configs" / "271m_muon_pc.toml"), "--help"])
     monkeypatch.setenv("COLUMNS", "200")

@@ -1,6 +1,5 @@
 """What run folders say, and which run is chosen, on run folders written by hand."""
 
-import json
 import math
 import subprocess
 import sys
@@ -8,116 +7,91 @@ import tomllib
 
 import pytest
 
-from pc.analysis.bars import read_results
+from helpers.made_runs import write_run
 from pc.common.run_folder import is_locked, lock, newest_step, read_log, state_of, time_left
 from pc.errors import UserError
-from pc.settings import Config
-from pc.settings.chain import resolve
+from pc.settings import load_config
+from pc.sweep.bars import read_results
 from pc.sweep.select import select
 from pc.sweep.spec import load
 
 LOSSES = [6.0 - 0.005 * step for step in range(40)]
+SPIKY = LOSSES[:30] + [8.0] + LOSSES[31:]
 
 
 @pytest.fixture
 def sweep(tmp_path, monkeypatch):
+    """Four learning rates; the working directory is the sweep's folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.toml").write_text("[training]\nsteps = 40\n")
     (tmp_path / "sweep.toml").write_text(
-        'configs = ["tiny.toml"]\nfolder = "out"\n[axes]\n"optimizer.lr" = { first = 1e-3, last = 8e-3, factor = 2 }\n'
+        'configs = ["tiny.toml"]\nfolder = "out"\n[axes]\n"optimizer.lr" = [1e-3, 2e-3, 4e-3, 8e-3]\n'
     )
-    return load(tmp_path / "sweep.toml")
+    return load("sweep.toml")
 
 
-def write_run(run, final: float | None, losses=LOSSES, state="finished", reason=""):
-    run.folder.mkdir(parents=True, exist_ok=True)
+def end(run, final: float | None, losses=LOSSES, state="finished", reason="") -> None:
+    """Let a run end with a validation loss, or with none after the first."""
     lines = [{"step": i + 1, "tokens": 100 * (i + 1), "loss": loss} for i, loss in enumerate(losses)]
     lines.append({"step": 1, "tokens": 100, "validation_loss": 9.0})
-    if final is not None:
-        lines.append({"step": len(losses), "tokens": 100 * len(losses), "validation_loss": final})
-    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    status = {"state": state, "step": len(losses), "steps": 40, "reason": reason}
-    (run.folder / "status.json").write_text(json.dumps(status))
+    lines += [] if final is None else [{"step": 40, "tokens": 4000, "validation_loss": final}]
+    write_run(run.folder, lines, state, reason)
+
+
+def end_all(sweep, *finals: float) -> None:
+    for run, final in zip(sweep.runs, finals, strict=False):
+        end(run, final)
 
 
 def test_the_lowest_stable_run_is_chosen(sweep, tmp_path):
-    spiky = LOSSES[:30] + [8.0] + LOSSES[31:]
-    write_run(sweep.runs[0], 4.5)
-    write_run(sweep.runs[1], 4.0)
-    write_run(sweep.runs[2], 4.2)
-    write_run(sweep.runs[3], 3.0, losses=spiky)  # lowest of all, yet unstable
+    end_all(sweep, 4.5, 4.0, 4.2)
+    end(sweep.runs[3], 3.0, losses=SPIKY)  # lowest of all, yet unstable
     said = select(sweep)
     assert "optimizer.lr = 0.002, validation_loss 4.0000" in said
     chosen = tmp_path / "out" / "selected-tiny.toml"
     assert tomllib.loads(chosen.read_text()) == {"parent": "../tiny.toml", "optimizer": {"lr": 0.002}}
-    # a config may name it as its parent
-    (tmp_path / "pc.toml").write_text('parent = "out/selected-tiny.toml"\n[pc]\nenable = true\n')
-    assert resolve(tmp_path / "pc.toml", [], Config).model_dump(exclude_unset=True) == {
-        "training": {"steps": 40},
-        "optimizer": {"lr": 0.002},
-        "pc": {"enable": True},
-    }
-    results = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    results = read_results(tmp_path / "out")
     assert [result["validation_loss"] for result in results] == [4.5, 4.0, 4.2, 3.0]
     assert [result["spikes"] for result in results] == [0, 0, 0, 1]
     assert "| 0.008 | 3.0000 | 1 | 1 | no |" in (tmp_path / "out" / "table.md").read_text()
     assert (tmp_path / "out" / "plot.png").stat().st_size > 1000
 
 
-def test_the_choice_names_its_parent_from_behind_a_link(sweep, tmp_path):
-    """The sweep's folder may be a link to another disk, from where `..` does not lead back."""
-    (tmp_path / "disk" / "a" / "b").mkdir(parents=True)
-    (tmp_path / "out").symlink_to(tmp_path / "disk" / "a" / "b")
-    for index, run in enumerate(sweep.runs):
-        write_run(run, 4.0 + index)
-    select(sweep)
-    chosen = tmp_path / "out" / "selected-tiny.toml"
-    assert resolve(chosen, [], Config).model_dump(exclude_unset=True) == {
-        "training": {"steps": 40},
-        "optimizer": {"lr": 0.001},
-    }
-
-
-def test_results_keep_the_validation_loss_beside_another_metric(sweep, tmp_path):
-    (tmp_path / "sweep.toml").write_text((tmp_path / "sweep.toml").read_text() + '[select]\nmetric = "loss"\n')
-    for run in sweep.runs:
-        write_run(run, 4.5)
-    select(load(tmp_path / "sweep.toml"))
-    (result, *_) = read_results(tmp_path / "out")
-    assert (result["validation_loss"], result["loss"]) == (4.5, LOSSES[-1])
-
-
 def test_more_spikes_may_be_allowed(sweep, tmp_path):
-    for index, run in enumerate(sweep.runs):
-        write_run(run, 4.0 - index, losses=LOSSES[:30] + [8.0 if index == 3 else 5.8] + LOSSES[31:])
-    assert "optimizer.lr = 0.004" in select(sweep)
-    text = (tmp_path / "sweep.toml").read_text() + "[select]\nspikes_allowed = 1\n"
-    (tmp_path / "sweep.toml").write_text(text)
-    said = select(load(tmp_path / "sweep.toml"))
+    end_all(sweep, 4.5, 4.0, 4.2)
+    end(sweep.runs[3], 3.0, losses=SPIKY)
+    (tmp_path / "sweep.toml").write_text("spikes_allowed = 1\n" + (tmp_path / "sweep.toml").read_text())
+    said = select(load("sweep.toml"))
     assert "optimizer.lr = 0.008" in said and "an end of its grid" in said
 
 
-def test_failed_and_unfinished_runs_are_shown_and_never_counted(sweep):
-    write_run(sweep.runs[0], 4.5)
-    write_run(sweep.runs[1], 1.0, state="failed", reason="disk full")
-    write_run(sweep.runs[2], 1.0, state="stopped", reason="asked to stop")
+def test_the_choice_is_a_parent_also_from_behind_a_link(sweep, tmp_path):
+    """The sweep's folder may be a link to another disk, from where `..` does not lead back."""
+    (tmp_path / "disk" / "a" / "b").mkdir(parents=True)
+    (tmp_path / "out").symlink_to(tmp_path / "disk" / "a" / "b")
+    end_all(sweep, 4.0, 5.0, 6.0, 7.0)
+    select(sweep)
+    (tmp_path / "pc.toml").write_text('parent = "out/selected-tiny.toml"\n[pc]\nenable = true\n')
+    config = load_config("pc.toml")
+    assert (config.training.steps, config.optimizer.lr, config.pc.enable) == (40, 0.001, True)
+
+
+def test_only_runs_that_finished_with_a_loss_are_counted(sweep):
+    end(sweep.runs[0], 4.5)
+    end(sweep.runs[1], 1.0, state="failed", reason="disk full")
+    end(sweep.runs[2], math.nan)
     said = select(sweep)
-    assert "optimizer.lr = 0.001" in said and "provisional: 3 runs" in said
-    assert "lr-0.002: failed disk full" in said and "lr-0.008: waiting" in said
+    assert "optimizer.lr = 0.001" in said and "provisional: 3 runs of tiny are not counted" in said
+    assert "- lr-0.002: failed disk full" in said and "- lr-0.008: waiting" in said
+    assert "- lr-0.004: finished, but its last validation_loss is not a finite number" in said
 
 
-def test_a_diverged_run_is_unstable(sweep):
-    for run in sweep.runs[:3]:
-        write_run(run, 4.5)
-    write_run(sweep.runs[3], 1.0, losses=[*LOSSES[:-1], None])  # the trainer writes NaN as null
-    assert "| 0.008 | 1.0000 | 1 | 1 | no |" in select(sweep)
-
-
-def test_a_run_that_stopped_because_it_diverged_is_a_result_without_a_loss(sweep, tmp_path):
-    for run in sweep.runs[:3]:
-        write_run(run, 4.5)
-    write_run(sweep.runs[3], 1.0, state="diverged", reason="not finite in 3 steps in a row")  # 1.0: before it diverged
+def test_a_run_that_diverged_is_a_result_without_a_loss(sweep, tmp_path):
+    end_all(sweep, 4.5, 4.5)
+    end(sweep.runs[2], 1.0, losses=[*LOSSES[:-1], None])  # the trainer writes NaN as null; one is a spike
+    end(sweep.runs[3], 1.0, state="diverged", reason="not finite in 3 steps in a row")  # 1.0: before it diverged
     said = select(sweep)
+    assert "| 0.004 | 1.0000 | 1 | 1 | no |" in said
     assert "optimizer.lr = 0.001" in said and said.count("- lr-0.008: diverged not finite in 3 steps in a row") == 1
     result = read_results(tmp_path / "out")[3]
     assert (result["name"], result["state"], result["validation_loss"]) == ("lr-0.008", "diverged", None)
@@ -125,16 +99,9 @@ def test_a_run_that_stopped_because_it_diverged_is_a_result_without_a_loss(sweep
 
 def test_nothing_stable_selects_nothing(sweep, tmp_path):
     for run in sweep.runs:
-        write_run(run, 4.0, losses=LOSSES[:30] + [8.0] + LOSSES[31:])
+        end(run, 4.0, losses=SPIKY)
     assert "nothing selected" in select(sweep)
     assert not (tmp_path / "out" / "selected-tiny.toml").exists()
-
-
-def test_a_metric_that_no_run_wrote(sweep, tmp_path):
-    write_run(sweep.runs[0], 4.0)
-    (tmp_path / "sweep.toml").write_text((tmp_path / "sweep.toml").read_text() + '[select]\nmetric = "accuracy"\n')
-    with pytest.raises(UserError, match="no finished run has a finite 'accuracy'"):
-        select(load(tmp_path / "sweep.toml"))
 
 
 def test_no_finished_run(sweep):
@@ -142,30 +109,22 @@ def test_no_finished_run(sweep):
         select(sweep)
 
 
-def test_seeds_are_averaged_and_must_all_finish(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "tiny.toml").write_text("[training]\nsteps = 40\n")
+def test_seeds_are_averaged_and_must_all_finish(sweep, tmp_path):
     (tmp_path / "sweep.toml").write_text(
         'configs = ["tiny.toml"]\nfolder = "out"\nseeds = [0, 1]\n[axes]\n"pc.level" = [1, 2, 3]\n'
     )
-    sweep = load(tmp_path / "sweep.toml")
-    for run, final in zip(sweep.runs, [4.0, 5.0, 4.1, 4.3, 1.0], strict=False):
-        write_run(run, final)
-    said = select(sweep)
-    assert "pc.level = 2, validation_loss 4.2000" in said  # level 3 has one seed only
+    sweep = load("sweep.toml")
+    end_all(sweep, 4.0, 5.0, 4.1, 4.3, 1.0)
+    assert "pc.level = 2, validation_loss 4.2000" in select(sweep)  # level 3 has one seed only
     chosen = tomllib.loads((tmp_path / "out" / "selected-tiny.toml").read_text())
     assert chosen == {"parent": "../tiny.toml", "pc": {"level": 2}}
 
 
 def test_the_last_line_of_a_step_wins_and_half_a_line_is_none(tmp_path):
-    lines = [
-        '{"step": 1, "tokens": 1, "loss": 5.0}',
-        '{"step": 2, "tokens": 2, "loss": 4.0}',
-        '{"step": 2, "tokens": 2, "loss": 3.0}',
-        '{"step": 3, "lo',
-    ]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    assert read_log(tmp_path).series("loss").values == [5.0, 3.0]
+    lines = [{"step": 1, "tokens": 1, "loss": None}] + [{"step": 2, "tokens": 2, "loss": x} for x in (4.0, 3.0)]
+    with open(write_run(tmp_path, lines) / "metrics.jsonl", "a") as file:
+        file.write('{"step": 3, "lo')  # a crash
+    assert read_log(tmp_path).series("loss").values == pytest.approx([math.nan, 3.0], nan_ok=True)
 
 
 def test_time_left_is_by_the_recent_pace():
@@ -174,25 +133,23 @@ def test_time_left_is_by_the_recent_pace():
     assert time_left([20], [160.0], 120) == time_left([20, 20], [160.0, 161.0], 120) == ""
 
 
-def test_a_dead_run_that_said_running_is_interrupted(sweep):
-    run = sweep.runs[0]
-    assert state_of(run.folder).state == "waiting"
-    write_run(run, None, state="running")
-    assert state_of(run.folder).state == "interrupted"
-    with lock(run.folder):
-        assert state_of(run.folder).state == "running"
+def test_a_dead_run_that_said_running_is_interrupted(tmp_path):
+    assert state_of(tmp_path).state == "waiting"
+    write_run(tmp_path, [], "running")
+    assert state_of(tmp_path).state == "interrupted"
+    with lock(tmp_path):
+        assert state_of(tmp_path).state == "running"
         with pytest.raises(UserError, match="another process is training here"):
-            lock(run.folder)
-    assert state_of(run.folder).state == "interrupted"
+            lock(tmp_path)
+    assert state_of(tmp_path).state == "interrupted"
 
 
-def test_the_lock_outlives_its_launcher_in_the_trainer(sweep):
-    run = sweep.runs[0]
-    with lock(run.folder) as held:
+def test_the_lock_outlives_its_launcher_in_the_trainer(tmp_path):
+    with lock(tmp_path) as held:
         trainer = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[held.fileno()])
-    assert is_locked(run.folder)
+    assert is_locked(tmp_path)
     trainer.communicate(b"\n")
-    assert not is_locked(run.folder)
+    assert not is_locked(tmp_path)
 
 
 def test_latest_checkpoint_counts_complete_ones(tmp_path):
@@ -203,12 +160,3 @@ def test_latest_checkpoint_counts_complete_ones(tmp_path):
             (folder / ".metadata").touch()
     assert newest_step(tmp_path) == 10
     assert newest_step(tmp_path / "none") == 0
-
-
-def test_a_finished_run_without_a_loss_is_named(sweep):
-    for run in sweep.runs[:3]:
-        write_run(run, 4.5)
-    write_run(sweep.runs[3], math.nan)
-    said = select(sweep)
-    assert "- lr-0.008: finished, but its last validation_loss is not a finite number" in said
-    assert "provisional: 1 runs of tiny are not counted" in said

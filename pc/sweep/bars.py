@@ -1,4 +1,4 @@
-"""Bars of final validation losses: learning-rate grids and ablations, from a sweep's results.jsonl."""
+"""Bars of final validation losses: learning-rate grids and ablations, from a sweep's results."""
 
 import json
 import math
@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from pc.analysis.curves import VALIDATION
 from pc.common.plots import save, subplots
 from pc.common.run_folder import RunLog
 from pc.errors import UserError
-from pc.sweep.spec import label
+from pc.sweep.spec import VALIDATION, label
 
 
 def read_results(source: Path) -> list[dict]:
@@ -25,16 +24,21 @@ def read_results(source: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
 
 
-def plot(results: Sequence[dict], baselines: Sequence[RunLog], path: Path) -> Path:
+def plot(results: Sequence[dict], path: Path, baselines: Sequence[RunLog] = ()) -> Path:
     """A panel per config, a bar per setting: mean over seeds with the range; hatched if losses spiked.
 
     The mean is that of the runs with a final loss; the number of those without is written at the bottom.
 
     Args:
+        results: lines of results.jsonl.
         baselines: one run per config, in the order of their first results, to draw as a dashed line; or none.
     """
     every = [result["settings"] for result in results]
-    varied = [key for key in dict.fromkeys(key for one in every for key in one) if _differs(key, every)]
+    varied = [
+        key
+        for key in dict.fromkeys(key for one in every for key in one)
+        if len({str(one[key]) for one in every if key in one}) > 1
+    ]
     names = [label({key: one[key] for key in varied if key in one}) or "as it is" for one in every]
     runs = pd.DataFrame(results).reindex(columns=["config", VALIDATION, "spikes"]).assign(bar=names)
     configs = runs.config.unique()
@@ -60,11 +64,6 @@ def plot(results: Sequence[dict], baselines: Sequence[RunLog], path: Path) -> Pa
         axes.set_title(Path(config).stem)
         axes.set_ylabel("final validation loss (nats per token)")
     return save(figure, path)
-
-
-def _differs(key: str, settings: Sequence[dict]) -> bool:
-    given = [one[key] for one in settings if key in one]
-    return any(value != given[0] for value in given)
 
 
 def _draw(axes, place: int, losses: pd.Series, spiked: bool) -> None:
