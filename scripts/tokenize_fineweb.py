@@ -1,4 +1,4 @@
-"""Tokenise FineWeb, or any parquet or JSON lines files, into shards for training.
+"""Tokenise FineWeb, or any parquet files, into shards for training.
 
 A subset of FineWeb from the Hub, on every core of this machine:
     python scripts/tokenize_fineweb.py --input HuggingFaceFW/fineweb --subset sample-10BT --output data/fineweb-10BT
@@ -24,21 +24,20 @@ from pc.common.errors import exit_on_user_error
 
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Tokenise parquet or JSON lines files into training shards.")
+    parser = argparse.ArgumentParser(description="Tokenise parquet files into training shards.")
     parser.add_argument(
         "--input",
         dest="source",
         metavar="INPUT",
         required=True,
-        help="file, folder, glob pattern or Hub dataset owner/name: parquet, or one JSON object per line",
+        help="parquet file, folder or glob pattern, or Hub dataset owner/name",
     )
     parser.add_argument("--subset", help="named subset of a Hub dataset, such as sample-10BT or CC-MAIN-2023-50")
     parser.add_argument("--output", required=True, help="folder for the shards")
     parser.add_argument(
         "--tokenizer",
         default="mistral-common",
-        help="folder with tokenizer.json, SentencePiece .model file, tiktoken encoding, or "
-        "%(default)s (default; 32,000 entries)",
+        help="folder with tokenizer.json, SentencePiece .model file, or %(default)s (default; 32,000 entries)",
     )
     parser.add_argument("--text-column", default="text", help="(default: %(default)s)")
     parser.add_argument(

@@ -11,11 +11,11 @@ from pc.common.errors import exit_on_user_error
 
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train a byte-level BPE tokenizer on parquet or JSON lines files.")
+    parser = argparse.ArgumentParser(description="Train a byte-level BPE tokenizer on parquet files.")
     parser.add_argument(
         "--input",
         required=True,
-        help="file, folder, glob pattern or Hub dataset owner/name, as for tokenize_fineweb.py",
+        help="parquet file, folder or glob pattern, or Hub dataset owner/name",
     )
     parser.add_argument("--output", required=True, help="folder for the tokenizer")
     parser.add_argument(

@@ -10,7 +10,9 @@ next sequence.
 import json
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -74,6 +76,7 @@ class Sequences(Dataset):
         return {"input": torch.from_numpy(inputs)}, torch.from_numpy(labels)
 
 
+@dataclass(eq=False)
 class GlobalOrderLoader(Stateful):
     """Iterates over batches; its state is `position` and the settings under which it means the same sequence.
 
@@ -81,26 +84,15 @@ class GlobalOrderLoader(Stateful):
     validation split it starts again.
     """
 
-    def __init__(
-        self,
-        sequences: Sequences,
-        identity: dict[str, str | int],
-        *,
-        local_batch_size: int,
-        dp_rank: int,
-        dp_world_size: int,
-        skip: Sequence[int],
-        **worker_settings,
-    ):
-        self.sequences = sequences
-        self.identity = identity
-        self.local_batch_size = local_batch_size
-        self.dp_rank = dp_rank
-        self.dp_world_size = dp_world_size
-        self.skip = skip
-        self.worker_settings = worker_settings
-        self.position = 0
-        """sequences used by all ranks so far"""
+    sequences: Sequences
+    identity: dict[str, str | int]
+    local_batch_size: int
+    dp_rank: int
+    dp_world_size: int
+    skip: Sequence[int]
+    worker_settings: dict[str, Any]
+    position: int = 0
+    """sequences used by all ranks so far"""
 
     def state_dict(self) -> dict[str, int | str]:
         return {"position": self.position, "identity": json.dumps(self.identity, sort_keys=True)}
@@ -214,8 +206,11 @@ def build_dataloader(
         dp_rank=dp_rank,
         dp_world_size=dp_world_size,
         skip=parse_skip(skip),
-        num_workers=num_workers,
-        prefetch_factor=prefetch_factor if num_workers else None,
-        pin_memory=pin_memory and torch.accelerator.is_available(),
-        generator=torch.Generator(),  # torch draws a seed per iterator, which must not advance the global generator
+        worker_settings={
+            "num_workers": num_workers,
+            "prefetch_factor": prefetch_factor if num_workers else None,
+            "pin_memory": pin_memory and torch.accelerator.is_available(),
+            # torch draws a seed per iterator, which must not advance the global generator
+            "generator": torch.Generator(),
+        },
     )

@@ -74,9 +74,8 @@ class Manifest:
 
     def load_tokenizer(self) -> Tokenizer:
         """The tokenizer that made these shards, verified by its SHA-256."""
-        record = self.tokenizer
-        tokenizer = load_tokenizer(record.name if record.kind == "tiktoken" else self.folder / TOKENIZER_FOLDER)
-        if tokenizer.sha256 != record.sha256:
+        tokenizer = load_tokenizer(self.folder / TOKENIZER_FOLDER)
+        if tokenizer.sha256 != self.tokenizer.sha256:
             raise UserError(f"the tokenizer in {self.folder / TOKENIZER_FOLDER} is not the one that made the shards")
         return tokenizer
 

@@ -1,4 +1,4 @@
-"""Text to token ids: one interface for SentencePiece, Hugging Face and tiktoken tokenizers.
+"""Text to token ids: one interface for SentencePiece and Hugging Face tokenizers.
 
 For all of them:
 
@@ -24,7 +24,7 @@ DEFAULT_TOKENIZER = "mistral-common"
 class Tokenizer(ABC):
     """The common interface.
 
-    name: as the user gave it. kind: "sentencepiece", "huggingface" or "tiktoken".
+    name: as the user gave it. kind: "sentencepiece" or "huggingface".
     vocab_size: ids are 0 … vocab_size - 1. bos_id: None if the tokenizer has no BOS.
     files: name → bytes of the files that define it, stored with the shards.
     sha256: of everything that determines the ids.
@@ -82,7 +82,9 @@ class SentencePieceTokenizer(Tokenizer):
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
         except (OSError, RuntimeError) as error:
-            raise UserError(f"{path} is not a SentencePiece model: {error}") from error
+            raise UserError(
+                f"{name}: neither {DEFAULT_TOKENIZER!r}, a folder with tokenizer.json, nor a SentencePiece model ({error})"
+            ) from error
         bos_id, eos_id = (i if i >= 0 else None for i in (self._model.bos_id(), self._model.eos_id()))
         super().__init__(name, self._model.vocab_size(), bos_id, eos_id, {"tokenizer.model": path.read_bytes()})
 
@@ -126,48 +128,19 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
-class TiktokenTokenizer(Tokenizer):
-    """One of tiktoken's named encodings. They have no BOS; EOS is `<|endoftext|>`."""
-
-    kind = "tiktoken"
-
-    def __init__(self, name: str):
-        import tiktoken
-
-        try:
-            self._model = tiktoken.get_encoding(name)
-        except Exception as error:  # also of the network: an encoding is downloaded when first used
-            raise UserError(
-                f"tokenizer {name!r} is neither a folder with tokenizer.json, a SentencePiece .model file, "
-                f"{DEFAULT_TOKENIZER!r} nor a tiktoken encoding ({', '.join(tiktoken.list_encoding_names())}) that can "
-                f"be downloaded: {str(error).partition(chr(10))[0]}"
-            ) from error
-        # The name is enough: tiktoken compares what it downloads with a checksum.
-        super().__init__(name, self._model.n_vocab, None, self._model.eot_token, {"tiktoken.txt": name.encode()})
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self._model.encode_ordinary(text) for text in texts]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._model.decode([int(i) for i in ids])
-
-
 def load_tokenizer(reference: str | Path) -> Tokenizer:
     """Load a tokenizer.
 
     reference: "mistral-common" (32,000 entries, Apache-2.0, installed with this package), a folder with
-    tokenizer.json or tokenizer.model, a SentencePiece `.model` file, or the name of a tiktoken encoding.
+    tokenizer.json or tokenizer.model, or a SentencePiece `.model` file.
     """
     name = str(reference)
     if name == DEFAULT_TOKENIZER:
         return SentencePieceTokenizer(name, _mistral_model())
     path = Path(os.path.expanduser(name))
-    if os.path.isdir(path):
-        has_model = (path / "tokenizer.model").is_file() and not (path / "tokenizer.json").is_file()
-        return SentencePieceTokenizer(name, path / "tokenizer.model") if has_model else HuggingFaceTokenizer(name, path)
-    if os.path.isfile(path) or len(path.parts) > 1 or path.suffix == ".model":
-        return SentencePieceTokenizer(name, path)
-    return TiktokenTokenizer(name)
+    if os.path.isdir(path) and os.path.isfile(path / "tokenizer.json"):
+        return HuggingFaceTokenizer(name, path)
+    return SentencePieceTokenizer(name, path / "tokenizer.model" if os.path.isdir(path) else path)
 
 
 def _mistral_model() -> Path:

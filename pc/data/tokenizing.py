@@ -93,8 +93,7 @@ def _run_in_pool(plan: TokenizingPlan, unfinished: list[Unit], processes: int) -
 
 def tokenize_unit(plan: TokenizingPlan, unit: Unit) -> None:
     """Write the unit's shards and its record."""
-    is_named = plan.tokenizer.kind == "tiktoken"
-    tokenizer = load_tokenizer(plan.tokenizer.name if is_named else plan.output / TOKENIZER_FOLDER)
+    tokenizer = load_tokenizer(plan.output / TOKENIZER_FOLDER)
     encoded: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
     documents = dict.fromkeys(SPLITS, 0)
     texts = islice(read_texts(unit, plan.settings["text_column"]), plan.settings["max_documents"])

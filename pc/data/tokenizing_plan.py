@@ -7,7 +7,8 @@ writes the manifest.
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, replace
+import math
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pc.common.files import write_atomically
@@ -64,24 +65,20 @@ def make_plan(output: Path, source: str, tokenizer: Tokenizer, requested: dict) 
 
 
 def _new(source: str, requested: dict) -> tuple[dict, list[Unit]]:
-    names = find_files(source, requested["subset"])
+    names, unit_bytes = find_files(source, requested["subset"]), requested["shard_megabytes"] * 10**6
     if requested["max_documents"]:
-        names = names[:1]
+        names, unit_bytes = names[:1], math.inf
     files = measure(names, requested["text_column"])
-    units = plan_units(files, requested["shard_megabytes"] * 10**6)
-    if requested["max_documents"]:
-        units = [replace(unit, end=len(files[0].parts)) for unit in units[:1]]
     settings = requested | {"files": [{"name": file.file.rsplit("/", 1)[-1], "size": file.size} for file in files]}
-    return settings, units
+    return settings, plan_units(files, unit_bytes)
 
 
 def _require_same_files(source: str, settings: dict, output: Path) -> None:
     """Compare names and sizes of local files with the plan's. They may be gone, all of them, once tokenised."""
-    inside = output.resolve()  # the output may lie in the input's folder
-    paths = [Path(file) for file in find_local_files(source) or [] if inside not in Path(file).resolve().parents]
+    paths = find_local_files(source) or []
     if settings["max_documents"]:
         paths = paths[:1]
-    found = {(path.name, size_of(str(path))) for path in paths}
+    found = {(Path(path).name, size_of(path)) for path in paths}
     changed = sorted(found ^ {(file["name"], file["size"]) for file in settings["files"]})
     if found and changed:
         raise UserError(

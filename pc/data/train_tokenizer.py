@@ -1,12 +1,12 @@
 """Trains a byte-level BPE tokenizer on your own text, for models with a small vocabulary."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
 from pc.data.sources import find_files, measure, plan_units, read_texts
 
 BOS, EOS = "<s>", "</s>"
-UNIT_BYTES = 10**8
 
 
 def train_tokenizer(source: str, output: str | Path, vocab_size: int, megabytes: int, text_column: str = "text") -> int:
@@ -40,8 +40,8 @@ def train_tokenizer(source: str, output: str | Path, vocab_size: int, megabytes:
 
 
 def _texts(source: str, text_column: str, text_bytes: int) -> Iterator[str]:
-    for file in find_files(source):
-        for unit in plan_units(measure([file], text_column), UNIT_BYTES):
+    for file in find_files(source):  # one by one: a Hub dataset has thousands
+        for unit in plan_units(measure([file], text_column), math.inf):
             for text in read_texts(unit, text_column):
                 if text_bytes <= 0:
                     return

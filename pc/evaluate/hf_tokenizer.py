@@ -35,17 +35,12 @@ def to_hugging_face(tokenizer: training.Tokenizer) -> PreTrainedTokenizerFast:
     """The same ids from `transformers`.
 
     Raises:
-        UserError: the tokenizer cannot be converted, or its conversion gives other ids.
+        UserError: the conversion gives other ids.
     """
     if tokenizer.kind == "sentencepiece":
         converted = _from_sentencepiece(tokenizer)
-    elif tokenizer.kind == "huggingface":
-        converted = Tokenizer.from_str(tokenizer.files["tokenizer.json"].decode())
     else:
-        raise UserError(
-            f"tokenizer {tokenizer.name!r} ({tokenizer.kind}) has no Hugging Face form here; "
-            "name a folder that holds it as tokenizer.json"
-        )
+        converted = Tokenizer.from_str(tokenizer.files["tokenizer.json"].decode())
     names = {"eos_token": converted.id_to_token(tokenizer.eos_id)}
     if tokenizer.bos_id is not None:
         bos = names["bos_token"] = converted.id_to_token(tokenizer.bos_id)
