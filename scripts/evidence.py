@@ -2,7 +2,6 @@
 
 python scripts/evidence.py collect outputs/sweeps/NAME... --study NAME --output results/DATE-name
 python scripts/evidence.py report results/DATE-name
-python scripts/evidence.py regime results/DATE-name...
 """
 
 import argparse
@@ -24,17 +23,13 @@ def main() -> None:
     reporting.add_argument(
         "--margin", type=float, default=0.008, help='nats within which there is "no difference" (default: %(default)s)'
     )
-    telling = actions.add_parser("regime", help="print tokens per parameter, decay, initial size, condition numbers")
-    telling.add_argument("folders", type=Path, nargs="+", help="folders of experiments")
     arguments = parser.parse_args()
-    from pc.analysis.evidence import collect, read_experiments
-    from pc.analysis.evidence_report import regime_table, report
+    from pc.analysis.evidence import collect
+    from pc.analysis.evidence_report import report
 
     if arguments.action == "collect":
         study = arguments.study or arguments.sweeps[0].resolve().name
         print(f"{arguments.output}: {collect(arguments.sweeps, study, arguments.output)} runs of {study}")
-    elif arguments.action == "regime":
-        print(regime_table([one for folder in arguments.folders for one in read_experiments(folder)]))
     else:
         for path in report(arguments.folder, arguments.margin):
             print(path)

@@ -17,19 +17,16 @@ def main() -> None:
     parser.add_argument("--degree", type=int, default=4, help="degree of p in g(s) = s p(s^2) (default: 4)")
     parser.add_argument("--alpha", type=float, default=4.0, help="the fit's weight is sigma^ALPHA (default: 4)")
     arguments = parser.parse_args()
-    from pc import polynomial
+    from pc import PCConfig
     from pc.analysis import maps
 
     if arguments.cutoff is None and (arguments.degree, arguments.alpha) != (4, 4.0):
         parser.error("--degree and --alpha need --cutoff")
-    rows = {f"level {k}": (polynomial.resolve(k), b) for k, b in maps.CUTOFFS.items()}
-    rows["Polar Express"] = (polynomial.POLAR_EXPRESS, 1e-3)
     own = ()
     if arguments.cutoff is not None:
         own = (maps.fit(arguments.cutoff, arguments.degree, arguments.alpha), arguments.cutoff)
-        rows["own fit"] = own
-        print(maps.line_to_paste(own[0]))
-    print(maps.table(rows), end="")
+        print(f"level = {list(PCConfig(level=own[0]).level)}")  # a line for [pc], or why PC refuses it
+    print(maps.table(*own), end="")
     print(maps.plot(arguments.output, *own))
 
 

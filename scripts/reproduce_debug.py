@@ -75,7 +75,7 @@ def rows(evals: str) -> dict[str, list[list[str]]]:
             ["scripts/cost.py", f"{CONFIGS}/adamw_pc.toml", "--world-size", "1", "--measure"]
             + ["--activation_checkpoint.mode", "none", "--compile.enable", "false", "--output", f"{OUT}/figures/memory"]
         ],
-        "theorem": [["scripts/theorem.py", "--output", f"{OUT}/figures/theorem"]],
+        "theorem": [["scripts/theorem.py"]],
         "scores": [
             *([] if Path(evals).is_dir() else [["scripts/fetch_eval_data.py", evals]]),
             ["scripts/score.py", *models, "--data", evals, "--limit", "2", "--output", f"{OUT}/figures/scores"],

@@ -1,10 +1,9 @@
 """Check the paper's convergence theorem numerically on a small deep linear network.
 
-Usage: python scripts/theorem.py [--output DIR] [--steps N] [--seed S]
+Usage: python scripts/theorem.py [--steps N] [--seed S]
 """
 
 import argparse
-from pathlib import Path
 
 from pc.common.arguments import number
 from pc.common.errors import exit_on_user_error
@@ -13,7 +12,6 @@ from pc.common.errors import exit_on_user_error
 @exit_on_user_error
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path("outputs/theorem"), help="folder for the figure")
     parser.add_argument("--steps", type=number(1), default=1500, help="gradient descent steps (default: 1500)")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
@@ -23,7 +21,6 @@ def main() -> None:
     region = theorem.bound(problem)
     losses, inside = theorem.descend(problem, region, arguments.steps)
     print(theorem.report(region, losses, inside))
-    print(theorem.plot(region, losses, arguments.output))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import json
 import math
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
@@ -23,13 +23,14 @@ import torch
 from pc.common.files import write_atomically
 from pc.common.run_folder import read_log, unique_names
 from pc.errors import UserError
+from pc.settings.chain import known
 from pc.settings.models import FLAVORS
+from pc.settings.schema import Config
 from pc.sweep.bars import read_results
 from pc.sweep.spec import VALIDATION, label
 from pc.titan.llama2 import Llama2, model_args
 
 RATE = "optimizer.lr"
-TORCHTITANS_RATE = 8e-4  # its default
 CONDITION = ("spectra/gmcn/pc", "spectra/gmcn/qkv", "spectra/gmcn/all")
 ESTIMATE_ERROR = "spectra/estimate_error/"
 RMS = ("signal/attention/rms/", "signal/ffn/rms/")
@@ -88,9 +89,9 @@ class Arm:
     """Runs that differ only in learning rate and seed."""
 
     name: str
-    logs: dict[tuple[float, int], pd.DataFrame] = field(default_factory=dict)
+    logs: dict[tuple[float, int], pd.DataFrame]
     """{(learning rate, seed): [tokens, quantity]}"""
-    final: dict[tuple[float, int], float] = field(default_factory=dict)
+    final: dict[tuple[float, int], float]
     """{(learning rate, seed): final validation loss in nats per token; infinite if the run diverged}"""
 
     @cached_property
@@ -113,15 +114,20 @@ class Arm:
         """The rate with the lowest loss on the first seed."""
         return self.losses[self.first_seed].idxmin()
 
-    def judged(self, rate: float) -> list[int]:
-        """The seeds at `rate` without the one that chose it, or only that one if there is no other."""
-        seeds = self.losses.loc[rate].dropna().index
-        return _without(seeds, self.choosing)
+    def judged(self, rate: float) -> pd.Series:
+        """Final losses at `rate` by seed, without the seed that chose it if there are others."""
+        return _without(self.losses.loc[rate].dropna(), self.choosing)
 
     def course(self, key: str, rate: float, seed: int) -> pd.Series:
         """What the run logged under `key`, by tokens."""
         log = self.logs[rate, seed]
         return log[key].dropna() if key in log else pd.Series(dtype=float)
+
+
+def _without(values: pd.Series, choosing: Sequence[int]) -> pd.Series:
+    """`values` by seed without the `choosing` ones, if any are left."""
+    others = values.drop(choosing, errors="ignore")
+    return values if others.empty else others
 
 
 @dataclass(frozen=True)
@@ -137,34 +143,31 @@ class Pair:
     def at_best(self) -> bool:
         return (self.rate, self.its_rate) == (self.arm.best_rate, self.reference.best_rate)
 
-    @property
-    def seeds(self) -> list[int]:
-        """Seeds run in both, without the one that chose the rates if there are others."""
-        theirs = self.reference.losses.loc[self.its_rate].dropna().index
-        common = self.arm.losses.loc[self.rate].dropna().index.intersection(theirs)
-        return _without(common, self.arm.choosing + self.reference.choosing)
-
-    @property
-    def tested(self) -> list[int]:
-        """`seeds`, if they did not choose the rates."""
-        return [seed for seed in self.seeds if seed not in self.arm.choosing + self.reference.choosing]
-
-    @property
+    @cached_property
     def differences(self) -> pd.Series:
-        """Final losses of the arm minus the reference's, by seed; infinite or NaN if one diverged."""
-        return self.arm.losses.loc[self.rate, self.seeds] - self.reference.losses.loc[self.its_rate, self.seeds]
+        """Final losses of the arm minus the reference's, by seed; infinite or NaN if one diverged.
+
+        Seeds run in both, without those that chose the rates if there are others.
+        """
+        ours, theirs = self.arm.losses.loc[self.rate].dropna(), self.reference.losses.loc[self.its_rate].dropna()
+        ours, theirs = ours.align(theirs, join="inner")
+        return _without(ours - theirs, self.arm.choosing + self.reference.choosing)
+
+    @property
+    def tested(self) -> pd.Series:
+        """`differences` of seeds that did not choose the rates."""
+        return self.differences.drop(self.arm.choosing + self.reference.choosing, errors="ignore")
+
+    def both(self, seed: int) -> tuple[pd.Series, pd.Series]:
+        """Validation losses by tokens of the reference and of the arm."""
+        theirs = self.reference.course(VALIDATION, self.its_rate, seed)
+        return theirs, self.arm.course(VALIDATION, self.rate, seed)
 
     @property
     def courses(self) -> pd.DataFrame:
         """[tokens, seed]: differences of validation losses where both runs were validated."""
-        ours = {seed: self.arm.course(VALIDATION, self.rate, seed) for seed in self.seeds}
-        theirs = {seed: self.reference.course(VALIDATION, self.its_rate, seed) for seed in self.seeds}
-        return pd.DataFrame({seed: ours[seed] - theirs[seed] for seed in self.seeds})
-
-
-def _without(seeds: pd.Index, choosing: Sequence[int]) -> list[int]:
-    """`seeds` without the `choosing` ones, if any are left."""
-    return list(seeds.drop(choosing, errors="ignore")) or list(seeds)
+        both = {seed: self.both(seed) for seed in self.differences.index}
+        return pd.DataFrame({seed: ours - theirs for seed, (theirs, ours) in both.items()})
 
 
 def pairs(arms: Sequence[Arm]) -> list[Pair]:
@@ -176,11 +179,10 @@ def pairs(arms: Sequence[Arm]) -> list[Pair]:
     reference, best = arms[0], arms[0].best_rate
     found = []
     for arm in arms[1:]:
-        every = [Pair(arm, rate, reference, other) for rate in arm.losses.index for other in reference.losses.index]
-        found += [pair for pair in every if pair.its_rate == best and pair.rate in (best, arm.best_rate)]
-        found += [
-            pair for pair in every if pair.rate == arm.best_rate and pair.its_rate != best and len(pair.seeds) > 1
-        ]
+        at_best = [Pair(arm, rate, reference, best) for rate in arm.losses.index if rate in (best, arm.best_rate)]
+        others = [Pair(arm, arm.best_rate, reference, rate) for rate in reference.losses.index if rate != best]
+        found += [pair for pair in at_best if len(pair.differences)]
+        found += [pair for pair in others if len(pair.differences) > 1]
     return sorted(found, key=lambda pair: not pair.at_best)
 
 
@@ -193,22 +195,23 @@ class Experiment:
     """the study's, with what differs from its other experiments"""
     arms: list[Arm]
     """the first one is the reference"""
-    config: dict[str, dict]
-    """a resolved config of the reference, whatever its learning rate"""
+    config: Config
+    """of the reference, whatever its learning rate"""
 
     @property
     def parameters(self) -> int:
-        return parameters(self.config["model"]["flavor"], self.config["model"]["vocab_size"])
+        return parameters(self.config.model.flavor, self.config.model.vocab_size)
 
     @property
     def tokens_per_parameter(self) -> float:
-        training = self.config["training"]
-        return training["steps"] * training["global_batch_size"] * training["seq_len"] / self.parameters
+        """Of a whole run; the tokens of a step are those of the first run's log."""
+        log = next(iter(self.arms[0].logs.values()))
+        return self.config.training.steps * log.index[-1] / log.step.iloc[-1] / self.parameters
 
     @property
     def warm_up(self) -> float:
         """Its share of the steps."""
-        return self.config["lr_scheduler"]["warmup_steps"] / self.config["training"]["steps"]
+        return self.config.lr_scheduler.warmup_steps / self.config.training.steps
 
     @property
     def rate_times_decay(self) -> float:
@@ -216,15 +219,13 @@ class Experiment:
 
         The rate rises linearly in the warm-up and then falls along a curve that is symmetric about its middle.
         """
-        mean = self.warm_up / 2 + (1 - self.warm_up) * (1 + self.config["lr_scheduler"]["min_lr_factor"]) / 2
-        decay = self.config["optimizer"]["weight_decay"]
-        return self.arms[0].best_rate * decay * mean * self.config["training"]["steps"]
+        mean = self.warm_up / 2 + (1 - self.warm_up) * (1 + self.config.lr_scheduler.min_lr_factor) / 2
+        return self.arms[0].best_rate * self.config.optimizer.weight_decay * mean * self.config.training.steps
 
     @property
     def std_times_root_width(self) -> float:
         """Initial standard deviation of the blocks times the square root of the width."""
-        model = self.config["model"]
-        return model.get("init_std", 0.02) * math.sqrt(FLAVORS[model["flavor"]].dim)
+        return self.config.model.init_std * math.sqrt(FLAVORS[self.config.model.flavor].dim)
 
 
 @cache
@@ -243,35 +244,33 @@ def read_experiments(folder: Path) -> list[Experiment]:
         UserError: two runs of one arm, rate and seed have different validation losses.
     """
     file = folder / "runs.jsonl"
-    groups: dict[tuple, list[dict]] = {}
+    groups: dict[tuple, list[tuple[dict, Config]]] = {}
     for line in _read(file):
-        section = {name: line["resolved"].get(name, {}) for name in ("model", "training", "optimizer")}
-        kind = section["model"].get("flavor"), section["optimizer"].get("name"), section["training"].get("steps")
-        groups.setdefault((line["study"], *kind), []).append(line)
+        config = Config.model_validate(known(line["resolved"], Config))  # written by any version
+        kind = config.model.flavor, config.optimizer.name, config.training.steps
+        groups.setdefault((line["study"], *kind), []).append((line, config))
     studies = [study for study, *_ in groups]
     experiments = []
-    for (study, flavor, optimizer, steps), lines in groups.items():
+    for (study, flavor, optimizer, steps), runs in groups.items():
         name = study if studies.count(study) == 1 else f"{study}: {flavor}, {optimizer}, {steps:,} steps"
-        experiments.append(Experiment(study, name, _arms(lines, file), lines[0]["resolved"]))
+        experiments.append(Experiment(study, name, _arms(runs, file), runs[0][1]))
     return experiments
 
 
-def _arms(lines: Sequence[dict], file: Path) -> list[Arm]:
+def _arms(runs: Sequence[tuple[dict, Config]], file: Path) -> list[Arm]:
     """Arms are named by PC on or off and by the settings in which the runs differ."""
-    configs = list(dict.fromkeys(line["config"] for line in lines))
-    names = dict(zip(configs, unique_names([Path(config).with_suffix("") for config in configs]), strict=True))
-    settings = [{"pc.enable": line["resolved"].get("pc", {}).get("enable", False)} | line["settings"] for line in lines]
+    files = list(dict.fromkeys(line["config"] for line, _ in runs))
+    names = dict(zip(files, unique_names([Path(name).with_suffix("") for name in files]), strict=True))
+    settings = [{"pc.enable": config.pc.enable} | line["settings"] for line, config in runs]
     keys = {key for one in settings for key in one} - {RATE}
     varied = {key for key in keys if any(one.get(key) != settings[0].get(key) for one in settings)} | {"pc.enable"}
     arms: dict[str, Arm] = {}
-    for line, one in zip(lines, settings, strict=True):
-        words = [names[line["config"]]] * (len(configs) > 1)
+    for (line, config), one in zip(runs, settings, strict=True):
+        words = [names[line["config"]]] * (len(files) > 1)
         name = ", ".join([*words, label({key: value for key, value in one.items() if key in varied})])
-        rate = line["resolved"].get("optimizer", {}).get("lr", TORCHTITANS_RATE)
-        place = rate, line["resolved"].get("debug", {}).get("seed", 0)
-        log = pd.DataFrame(line["log"]).set_index("tokens")
+        place, log = (config.optimizer.lr, config.debug.seed), pd.DataFrame(line["log"]).set_index("tokens")
         loss = math.inf if line["state"] == "diverged" else log[VALIDATION].dropna().iloc[-1]
-        arm = arms.setdefault(name, Arm(name))
+        arm = arms.setdefault(name, Arm(name, {}, {}))
         if arm.final.setdefault(place, loss) != loss:
             raise UserError(
                 f"{file}: {line['name']} is a second run of {name} with the same learning rate and seed but a "

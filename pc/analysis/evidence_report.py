@@ -9,11 +9,11 @@ import pandas as pd
 from scipy import stats
 
 from pc.analysis import curves
-from pc.analysis.evidence import CONDITION, ESTIMATE_ERROR, RMS, Arm, Experiment, Pair, pairs, read_experiments
+from pc.analysis.evidence import CONDITION, ESTIMATE_ERROR, RMS, Arm, Experiment, pairs, read_experiments
 from pc.common import markdown
 from pc.common.files import write_atomically
 from pc.common.plots import save, short_tokens, subplots
-from pc.sweep.spec import value_label
+from pc.sweep.spec import VALIDATION, value_label
 
 NOTES = """
 Losses in nats per token. ± is the standard error of the mean over seeds; differences and times fewer tokens are computed
@@ -58,7 +58,7 @@ def regime_table(experiments: Sequence[Experiment]) -> str:
         arm = one.arms[0]
         condition = arm.course(CONDITION[0], arm.best_rate, arm.first_seed)
         rows.append(
-            [one.name, f"{one.parameters:,}", f"{one.tokens_per_parameter:.3g}", f"{one.config['training']['steps']:,}"]
+            [one.name, f"{one.parameters:,}", f"{one.tokens_per_parameter:.3g}", f"{one.config.training.steps:,}"]
             + [f"{one.warm_up:.1%}", f"{one.rate_times_decay:.2f}", f"{one.std_times_root_width:.2f}"]
             + ["-" if condition.empty else f"{condition.iloc[0]:.1f} to {condition.iloc[-1]:.1f}"]
         )
@@ -84,52 +84,39 @@ def arm_table(arms: Sequence[Arm]) -> str:
 
 def _health(arm: Arm, runs: Sequence[tuple[float, int]]) -> list[str]:
     logs = [arm.logs[run] for run in runs]
-    conditions = [np.mean([arm.course(key, *run).iloc[-1:].mean() for run in runs]) for key in CONDITION]
+    cells = [_cell(np.mean([arm.course(key, *run).iloc[-1:].mean() for run in runs]), ".1f") for key in CONDITION]
     errors = [log.filter(regex=f"^{ESTIMATE_ERROR}.*max$").dropna(how="all") for log in logs]
     ends = [np.max([frame.iloc[place].max() if len(frame) else math.nan for frame in errors]) for place in (0, -1)]
     sizes = [max(arm.course(key + "max", *run).max() for run in runs) for key in RMS]
-    cells = [format(value, ".1f") for value in conditions]
-    cells += [f"{ends[0]:.1e} / {ends[1]:.1e}", f"{sizes[0]:.2g} / {sizes[1]:.2g}"]
-    return [cell.replace("nan", "-") for cell in cells]
+    return [*cells, " / ".join(_cell(end, ".1e") for end in ends), " / ".join(_cell(size, ".2g") for size in sizes)]
 
 
 def pair_table(arms: Sequence[Arm], margin: float) -> str:
     """Differences to the reference, by seed, at the end and at up to ten points of its training; "" without a pair."""
-    reference = arms[0]
-    longest = max(
-        (reference.course(curves.VALIDATION, reference.best_rate, s) for s in reference.judged(reference.best_rate)),
-        key=len,
-    )
+    reference, rate = arms[0], arms[0].best_rate
+    courses = [reference.course(VALIDATION, rate, seed) for seed in reference.judged(rate).index]
+    longest = max(courses, key=len)
     places = np.linspace(0, len(longest) - 1, min(len(longest), 11)).round().astype(int)[1:]
     points = longest.index[places]
     rows = []
     for pair in pairs(arms):
-        differences, courses = pair.differences, pair.courses.reindex(points)
-        seeds = ", ".join(map(str, pair.seeds)) + " (chose a rate)" * (pair.tested != pair.seeds)
-        said = [mean_and_error(differences), *interval_and_verdict(differences[pair.tested], margin), _fewer(pair)]
-        course = [_at_point(values, len(differences)) for _, values in courses.iterrows()]
-        rows.append([pair.arm.name, value_label(pair.rate), value_label(pair.its_rate), seeds, *said, *course])
+        differences = pair.differences
+        seeds = ", ".join(map(str, differences.index)) + " (chose a rate)" * (len(pair.tested) < len(differences))
+        speedup = pd.Series(math.nan)
+        if np.isfinite(differences).all():
+            speedup = pd.Series([curves.speedup(*pair.both(seed)) for seed in differences.index])
+        said = [mean_and_error(differences), *interval_and_verdict(pair.tested, margin), _cell(speedup.mean(), ".2f")]
+        for _, then in pair.courses.reindex(points).iterrows():
+            count = f" ({then.count()})" if 0 < then.count() < len(then) else ""
+            said.append(_cell(then.mean(), "+.3f") + count)
+        rows.append([pair.arm.name, value_label(pair.rate), value_label(pair.its_rate), seeds, *said])
     header = ["arm", "learning rate", f"that of {reference.name}", "seeds", "difference", "interval", "verdict"]
     after = [f"after {short_tokens(tokens)}" for tokens in points]
     return markdown.table([*header, "times fewer tokens", *after], rows) if rows else ""
 
 
-def _fewer(pair: Pair) -> str:
-    seeds = pair.seeds if np.isfinite(pair.differences).all() else []
-    found = [
-        curves.speedup(
-            pair.reference.course(curves.VALIDATION, pair.its_rate, seed),
-            pair.arm.course(curves.VALIDATION, pair.rate, seed),
-        )
-        for seed in seeds
-    ]
-    mean = pd.Series(found, dtype=float).mean()
-    return "-" if math.isnan(mean) else f"{mean:.2f}"
-
-
-def _at_point(differences: pd.Series, seeds: int) -> str:
-    count = differences.count()
-    return "-" if not count else f"{differences.mean():+.3f}" + (f" ({count})" if count < seeds else "")
+def _cell(value: float, form: str) -> str:
+    return "-" if math.isnan(value) else format(value, form)
 
 
 def untuned(arms: Sequence[Arm]) -> str:
@@ -147,7 +134,7 @@ def size_table(experiments: Sequence[Experiment]) -> str:
     points, rates = [], []
     for one in experiments:
         reference, size = one.arms[0], math.log2(one.parameters)
-        kind = one.config["optimizer"]["name"], f"{one.tokens_per_parameter:.2g}"
+        kind = one.config.optimizer.name, f"{one.tokens_per_parameter:.2g}"
         if reference.losses.index.min() < reference.best_rate < reference.losses.index.max():
             rates.append((*kind, size, math.log2(reference.best_rate)))
         for pair in pairs(one.arms):
@@ -210,8 +197,8 @@ def _plot_courses(panels, experiment: Experiment) -> None:
     colors = {arm.name: f"C{i}" for i, arm in enumerate(experiment.arms)}
     for arm in experiment.arms:
         label = f"{arm.name}, {value_label(arm.best_rate)}"
-        for seed in arm.judged(arm.best_rate):
-            for axes, key in ((losses, curves.VALIDATION), (conditions, CONDITION[0])):
+        for seed in arm.judged(arm.best_rate).index:
+            for axes, key in ((losses, VALIDATION), (conditions, CONDITION[0])):
                 draw(axes, arm.course(key, arm.best_rate, seed), color=colors[arm.name], label=label)
             label = None  # one line of the legend per arm
     for pair in pairs(experiment.arms):

@@ -16,11 +16,8 @@ def draw_curves(paths: Sequence[Path], output: Path) -> None:
     rows = curves.compare(runs)
     table = curves.table(rows)
     print(table)
+    write_atomically(output / "summary.md", table)
     print(curves.plot(runs, rows, output))
-    summary = rows.to_json(orient="records", indent=2, double_precision=15) + "\n"  # null for what is not finite
-    for name, content in {"summary.md": table, "summary.json": summary}.items():
-        write_atomically(output / name, content)
-        print(output / name)
     _print_or_explain("activation sizes", signals.plot_activation_rms, runs, output)
     _print_or_explain("estimator error", signals.plot_estimator_error, runs, output)
 
@@ -37,9 +34,6 @@ def draw_sweeps(folders: Sequence[Path], baselines: Sequence[Path], output: Path
 def draw_spectra(sources: Sequence[Path], output: Path, layers: Sequence[int] | None) -> None:
     """Singular values, histograms, quantile curves, condition numbers; GMCN of run folders."""
     all_spectra = spectra.of_sources(sources, output)
-    for item in all_spectra:
-        if not item.pc_blocks:
-            print(f"{item.name}, step {item.step}: without PC, so its effective weights are its raw weights")
     text = spectra.table(all_spectra)
     print(text)
     write_atomically(output / "condition_numbers.md", text)

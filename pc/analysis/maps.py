@@ -8,7 +8,6 @@ from torch import Tensor
 from pc import polynomial
 from pc.common import markdown
 from pc.common.plots import save, subplots
-from pc.config import PCConfig
 from pc.errors import UserError
 
 INTERVAL = (0.0, 1.1)
@@ -54,18 +53,6 @@ def fit(cutoff: float, degree: int, alpha: float = 4.0) -> polynomial.Coefficien
     return 1.0 - sum(others), *others
 
 
-def line_to_paste(coefficients: polynomial.Coefficients) -> str:
-    """The line of a config's [pc] section for a map, rounded so that g(1) stays as close to 1.
-
-    Raises:
-        UserError: a map that PC refuses.
-    """
-    rounded = [round(a, 6) for a in coefficients]
-    rounded[0] = round(sum(coefficients) - sum(rounded[1:]), 6)
-    PCConfig(level=rounded)
-    return f"level = [{', '.join(f'{a:.6f}' for a in rounded)}]"
-
-
 def plot(output: Path, own: polynomial.Coefficients | None = None, cutoff: float = 1.0) -> Path:
     """The targets, the fitted maps of levels 1 to 4, and Polar Express; also an `own` fit to the target of `cutoff`."""
     sigma = torch.linspace(*INTERVAL, 1_000, dtype=torch.float64)
@@ -86,19 +73,25 @@ def plot(output: Path, own: polynomial.Coefficients | None = None, cutoff: float
     return save(figure, output / "polynomials")
 
 
-def table(rows: dict[str, tuple[polynomial.Map, float]]) -> str:
-    """One line per map: {name: (map, cutoff b of its target min(sigma / b, 1))}, measured on (0, 1.1].
+def table(own: polynomial.Coefficients | None = None, cutoff: float = 1.0) -> str:
+    """One line per map, measured on (0, 1.1] against the target of its cutoff; also an `own` fit to that of `cutoff`.
 
     The last column is the root mean square error with weight sigma^4, as in the paper's fit.
     """
+    rows: dict[str, tuple[polynomial.Map, float]] = {
+        f"level {k}": (polynomial.resolve(k), b) for k, b in CUTOFFS.items()
+    }
+    rows["Polar Express"] = (polynomial.POLAR_EXPRESS, 1e-3)
+    if own is not None:
+        rows["own fit"] = (own, cutoff)
     sigma = torch.linspace(*INTERVAL, 20_001, dtype=torch.float64)[1:]
     weight = sigma**4 / (sigma**4).sum()
     lines = []
-    for name, (map, cutoff) in rows.items():
+    for name, (map, b) in rows.items():
         stages = polynomial.stages(map)
         shown = ", ".join(f"{a:.4g}" for a in stages[0]) if len(stages) == 1 else f"{len(stages)} quintics"
         value = polynomial.evaluate(map, sigma)
-        error = value - target(cutoff, sigma)
+        error = value - target(b, sigma)
         at_one = polynomial.evaluate(map, torch.ones(1, dtype=torch.float64)).item()
         numbers = [value.max(), error.abs().max(), (weight * error.square()).sum().sqrt()]
         lines.append([name, shown, f"{at_one:.4f}", f"{(value / sigma).max():.3f}", *(f"{x:.4f}" for x in numbers)])

@@ -12,12 +12,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
-from pathlib import Path
 
 import torch
 from torch import Tensor
-
-from pc.common.plots import save, subplots
 
 
 @dataclass(frozen=True)
@@ -113,18 +110,6 @@ def report(region: Bound, losses: Sequence[float], inside: Sequence[bool]) -> st
         f"fall of log loss per step: {measured:.3g} measured, {promised:.3g} promised, "
         f"a factor of {measured / promised:.0f} between them"
     )
-
-
-def plot(region: Bound, losses: Sequence[float], output: Path) -> Path:
-    """Loss against steps, with the bound."""
-    figure, axes = subplots(width=5.0)
-    axes.plot([loss / losses[0] for loss in losses], label="gradient descent")
-    axes.plot([region.contraction**t for t in range(len(losses))], "k--", label="bound of theorem 1")
-    axes.set_yscale("log")
-    axes.set_ylabel("loss / initial loss")
-    axes.set_xlabel("gradient descent step")
-    axes.legend()
-    return save(figure, output / "theorem")
 
 
 def _predict(weights: Sequence[Tensor], inputs: Tensor) -> Tensor:

@@ -147,7 +147,6 @@ def test_command_lines(command, made, tmp_path, monkeypatch, script, words):
 # commands and what each would write below a file
 BELOW_A_FILE = {
     "polynomials.py": "--output FILE/x",
-    "theorem.py": "--steps 2 --output FILE/x",
     "cost.py": "TOML --world-size 1 --output FILE/x",
     "curves.py": "SMALL --output FILE/x",
     "spectra.py": "SMALL --output FILE/x",
