@@ -21,41 +21,33 @@ if TYPE_CHECKING:
     from pc.config import PCConfig
     from pc.cuts import Cut
     from pc.errors import UserError
-    from pc.forward import refresh
     from pc.linear import PCLinear, effective_weight
     from pc.muon import Muon
     from pc.schedules import schedule
     from pc.start import preserve
-    from pc.weights import attach, describe, merge, named_weights
+    from pc.weights import attach, describe, merge, named_weights, refresh
 
 __version__ = "0.1.0"
 
 # Imported when first used: the packages of the recipe that read settings need no torch.
-_HOMES = {
-    "Cut": "pc.cuts",
-    "Muon": "pc.muon",
-    "PCConfig": "pc.config",
-    "PCLinear": "pc.linear",
-    "UserError": "pc.errors",
-    "attach": "pc.weights",
-    "describe": "pc.weights",
-    "effective_weight": "pc.linear",
-    "merge": "pc.weights",
-    "named_weights": "pc.weights",
-    "owner": "pc",
-    "polynomial": "pc",
-    "preserve": "pc.start",
-    "refresh": "pc.forward",
-    "schedule": "pc.schedules",
-    "spectral": "pc",
+_NAMES = {
+    "config": ["PCConfig"],
+    "cuts": ["Cut"],
+    "errors": ["UserError"],
+    "linear": ["PCLinear", "effective_weight"],
+    "muon": ["Muon"],
+    "schedules": ["schedule"],
+    "start": ["preserve"],
+    "weights": ["attach", "describe", "merge", "named_weights", "refresh"],
 }
-__all__ = [*_HOMES]
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
+_MODULES = ("owner", "polynomial", "spectral")
+__all__ = [*_HOMES, *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"pc.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'pc' has no attribute {name!r}")
-    home = _HOMES[name]
-    value = import_module(f"pc.{name}") if home == "pc" else getattr(import_module(home), name)
-    globals()[name] = value
-    return value
+    return getattr(import_module(f"pc.{_HOMES[name]}"), name)

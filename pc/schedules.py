@@ -1,4 +1,4 @@
-"""What both schedules have in common: they follow optimizers, and are copied, saved and loaded with them.
+"""Schedules follow optimizers, and are copied, saved and loaded with them. Here is the simple one, "forward".
 
 A training loop is the same for both:
 
@@ -14,15 +14,12 @@ A loop without a `torch.optim` optimizer makes all calls itself: `pc.schedule(mo
 each step `pull_back()`, `restore_raw()`, the step, `materialise()`.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pc.cuts import Form
 from pc.errors import UserError
 from pc.shards import local
 from pc.weights import NO_SCHEDULE, Weight, clean_name, named_weights
@@ -55,28 +52,6 @@ REFUSED = {
 }  # fmt: skip
 
 
-@dataclass
-class State:
-    """One weight of a schedule. All tensors are sharded like the parameter."""
-
-    mark: Weight
-    weight: Tensor
-    """the parameter: W, or PC(W) in schedule "step" between optimizer steps"""
-    gamma: Tensor | None
-    raw: Tensor
-    """W"""
-    u: Tensor
-    v: Tensor
-
-    @property
-    def form(self) -> Form:
-        return self.mark.form
-
-    @property
-    def gammas(self) -> tuple[Tensor, ...]:
-        return () if self.gamma is None else (self.gamma,)
-
-
 def schedule(models: nn.Module | Iterable[nn.Module], *optimizers: Optimizer) -> "Schedule":
     """The schedule that `PCConfig.schedule` names, for models after `pc.attach`.
 
@@ -94,64 +69,56 @@ def schedule(models: nn.Module | Iterable[nn.Module], *optimizers: Optimizer) ->
         UserError: no weight is marked, or one is on the meta device, is below float32, is shared, or has a schedule
             already; those of `follow`.
     """
-    from pc.forward import ForwardSchedule
     from pc.step import StepSchedule
 
     models = [models] if isinstance(models, nn.Module) else list(models)
-    marks = [mark for model in models for _, mark in named_weights(model)]
-    if not marks:
+    weights = [weight for model in models for _, weight in named_weights(model)]
+    if not weights:
         raise UserError("pc.schedule found no weight with PC; call pc.attach(model, pc.PCConfig(...)) first")
-    _require_usable(models, marks)
-    kind = {"step": StepSchedule, "forward": ForwardSchedule}[marks[0].config.schedule]
-    made = kind(models, {mark.name: mark for mark in marks})
+    _require_usable(models, weights)
+    kind = StepSchedule if weights[0].config.schedule == "step" else Schedule
+    made = kind(models, {weight.name: weight for weight in weights})
     if optimizers:
         made.follow(*optimizers)
         made.materialise()
     return made
 
 
-def _require_usable(models: list[nn.Module], marks: list[Weight]) -> None:
+def _require_usable(models: list[nn.Module], weights: list[Weight]) -> None:
     holders: dict[int, list[str]] = {}
     for model in models:
         for name, module in model.named_modules():
             for parameter in module.parameters(recurse=False):
                 holders.setdefault(id(parameter), []).append(clean_name(name))
-    for mark in marks:
-        if len(sharing := holders[id(mark.parameter)]) > 1:
-            raise UserError(f"{mark.name} shares its weight: {', '.join(sharing)}; PC needs a separate weight")
-        if [other.name for other in marks].count(mark.name) > 1:
-            raise UserError(f"two models have a weight {mark.name} with PC; give each model its own pc.schedule")
-        if mark.missing != NO_SCHEDULE:
+    for weight in weights:
+        if len(sharing := holders[id(weight.parameter)]) > 1:
+            raise UserError(f"{weight.name} shares its weight: {', '.join(sharing)}; PC needs a separate weight")
+        if [other.name for other in weights].count(weight.name) > 1:
+            raise UserError(f"two models have a weight {weight.name} with PC; give each model its own pc.schedule")
+        if weight.missing != NO_SCHEDULE:
             raise UserError(
-                f"{mark.name} has a schedule already, which holds its W; use that one. To copy a model: "
+                f"{weight.name} has a schedule already, which holds its W; use that one. To copy a model: "
                 "copy.deepcopy((model, optimizer, schedule)). To start again from PC(W): pc.merge, then pc.attach"
             )
 
 
-def require_real(mark: Weight) -> None:
-    """Raise a `UserError` for a weight on the meta device or in low precision."""
-    if mark.parameter.is_meta:
-        raise UserError(f"{mark.name} is on the meta device; call pc.schedule once the weights exist")
-    if mark.parameter.dtype.itemsize < 4:
-        raise UserError(
-            f"{mark.name} is {mark.parameter.dtype}, but W needs float32 to accumulate small updates; call "
-            "model.float(), and use autocast or FSDP's mixed precision for fast matmuls"
-        )
-
-
-class Schedule(ABC):
-    """Decides when PC(W) is computed. `pc.schedule` makes one of the two subclasses.
+class Schedule:
+    """Decides when PC(W) is computed. This is schedule "forward": PC(W) is computed in every forward pass (`pc.PCLinear`),
+    gradients are those of W and gamma already, and `u` and `v` change only when the weights do, once per optimizer step
+    (paper, algorithm 3). Schedule "step" overrides the methods at the end.
 
     Attributes:
         phase: RAW, PC or PULLED.
-        weights: the state of every weight, by name.
+        weights: by name.
     """
 
-    saved: tuple[str, ...]
-    """keys of a weight's saved state, besides gamma"""
+    saved: tuple[str, ...] = ("gamma", "u", "v")
+    """the tensors of a weight in the state"""
 
-    def __init__(self, models: list[nn.Module], marks: dict[str, Weight]) -> None:
-        self.weights = {name: self.state_of(mark) for name, mark in marks.items()}
+    def __init__(self, models: list[nn.Module], weights: dict[str, Weight]) -> None:
+        self.weights = weights
+        for weight in weights.values():
+            self.start(weight)
         self._optimizers: list[Optimizer] = []
         self._to_step: set[int] = set()
         """`id` of the weights and gammas that no optimizer has stepped since `pull_back`"""
@@ -208,8 +175,8 @@ class Schedule(ABC):
 
     def _set_phase(self, phase: str) -> None:
         self.phase = phase
-        for state in self.weights.values():
-            state.mark.require(NOT_READY if phase == RAW else "")
+        for weight in self.weights.values():
+            weight.require(NOT_READY if phase == RAW else "")
         if phase != RAW:
             self._has_started = True
             self._to_step = set(self._trained())
@@ -222,8 +189,8 @@ class Schedule(ABC):
         """`id` and name of each trainable weight and gamma."""
         return {
             id(parameter): f"{name}.{kind}"
-            for name, state in self.weights.items()
-            for kind, parameter in (("weight", state.weight), ("gamma", state.gamma))
+            for name, weight in self.weights.items()
+            for kind, parameter in (("weight", weight.parameter), ("gamma", weight.gamma))
             if parameter is not None and parameter.requires_grad
         }
 
@@ -241,8 +208,8 @@ class Schedule(ABC):
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
         return {
-            name: {key: getattr(state, key).detach() for key in self.saved if getattr(state, key) is not None}
-            for name, state in self.weights.items()
+            name: {key: getattr(weight, key).detach() for key in self.saved if getattr(weight, key) is not None}
+            for name, weight in self.weights.items()
         }
 
     @torch.no_grad()
@@ -265,29 +232,48 @@ class Schedule(ABC):
                 local(tensor).copy_(local(state_dict[name][key]))
         self._use_loaded()
 
-    # What the two schedules do differently:
+    # What schedule "step" does differently:
 
-    @abstractmethod
-    def state_of(self, mark: Weight) -> State:
-        """The state of a marked weight at the start."""
+    def start(self, weight: Weight) -> None:
+        """Set the tensors of a weight."""
+        require_real(weight)
+        layer = weight.module
+        if not layer.pc_is_initialised:  # it was on the meta device
+            layer.reset_pc()
+        weight.held = layer.weight, layer.gamma
+        weight.raw, weight.u, weight.v = layer.weight, layer.u, layer.v
 
-    @abstractmethod
     def materialise(self) -> None:
         """Compute PC(W) of the current weights, after every optimizer step and once before the first forward pass."""
-
-    @abstractmethod
-    def _use_loaded(self) -> None:
-        """After a state was loaded."""
-
-    def _begin(self, has_closure: bool) -> bool:
-        """Before an optimizer's step; whether the step changes weights."""
-        return True
+        for weight in self.weights.values():
+            weight.module.refresh()
+            weight.u, weight.v = weight.module.u, weight.module.v
+        self._set_phase(PC)
 
     def pull_back(self) -> None:
         """Make gradients of PC(W) those of W and gamma, once per step, after the last backward pass, before clipping."""
 
     def restore_raw(self) -> None:
         """Write W into the weights, so that the optimizer steps and decays W."""
+
+    def _use_loaded(self) -> None:
+        """After a state was loaded: `u` and `v` are those that PC(W) was computed with."""
+        self._set_phase(PC)
+
+    def _begin(self, has_closure: bool) -> bool:
+        """Before an optimizer's step; whether the step changes weights."""
+        return True
+
+
+def require_real(weight: Weight) -> None:
+    """Raise a `UserError` for a weight on the meta device or in low precision."""
+    if weight.parameter.is_meta:
+        raise UserError(f"{weight.name} is on the meta device; call pc.schedule once the weights exist")
+    if weight.parameter.dtype.itemsize < 4:
+        raise UserError(
+            f"{weight.name} is {weight.parameter.dtype}, but W needs float32 to accumulate small updates; call "
+            "model.float(), and use autocast or FSDP's mixed precision for fast matmuls"
+        )
 
 
 def _parameters(optimizer: Optimizer) -> set[int]:

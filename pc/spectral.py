@@ -37,8 +37,8 @@ def power_iteration(weight: Tensor, u: Tensor, v: Tensor, steps: int) -> tuple[T
     """
     with torch.no_grad():
         for _ in range(steps):
-            v = _unit_or_unchanged(_product(weight.mT, u), v)
-            u = _unit_or_unchanged(_product(weight, v), u)
+            v = _unit(_product(weight.mT, u), v)
+            u = _unit(_product(weight, v), u)
     return u, v
 
 
@@ -69,8 +69,8 @@ def power_iteration_by_gram(weight: Tensor, gram: Tensor, u: Tensor, v: Tensor, 
         else:
             for _ in range(steps - 1):
                 u = _of_size_one(_product(gram, u), u)
-            v = _unit_or_unchanged(_product(weight.mT, u), v)
-        return _unit_or_unchanged(_product(weight, v), u), v
+            v = _unit(_product(weight.mT, u), v)
+        return _unit(_product(weight, v), u), v
 
 
 def spectral_norm_estimate(weight: Tensor, u: Tensor, v: Tensor) -> Tensor:
@@ -90,14 +90,12 @@ def _product(matrix: Tensor, vector: Tensor) -> Tensor:
     return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
 
 
-def _unit_or_unchanged(vector: Tensor, previous: Tensor) -> Tensor:
-    # Scale the largest entry to 1 first: squares of float32 numbers above 1e19 overflow, as Gram matrices soon do.
-    size = torch.linalg.vector_norm(vector, math.inf, dim=-1, keepdim=True)
-    vector = vector / size
-    return torch.where(size > 0, vector / vector.norm(dim=-1, keepdim=True), previous)
-
-
 def _of_size_one(vector: Tensor, previous: Tensor) -> Tensor:
-    """The vector scaled so that its largest entry is 1 or -1; the previous vector if it is zero."""
+    """The vector over its largest entry, as squares above 1e38 overflow; the previous vector if it is zero."""
     size = torch.linalg.vector_norm(vector, math.inf, dim=-1, keepdim=True)
     return torch.where(size > 0, vector / size, previous)
+
+
+def _unit(vector: Tensor, previous: Tensor) -> Tensor:
+    vector = _of_size_one(vector, previous)
+    return vector / vector.norm(dim=-1, keepdim=True)

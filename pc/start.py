@@ -15,7 +15,6 @@ from pc.config import PCConfig
 from pc.errors import UserError
 from pc.linear import PCLinear
 from pc.owner import run_on_owners
-from pc.schedules import Schedule
 from pc.weights import named_weights
 
 GRID = 10_001  # grid points on [0, 1] that bracket the roots
@@ -23,44 +22,39 @@ TOLERANCE = 1e-6  # of g(1) = 1; an error there is a relative error of the large
 
 
 @torch.no_grad()
-def preserve(models: nn.Module | Iterable[nn.Module], schedule: Schedule | None = None) -> None:
+def preserve(models: nn.Module | Iterable[nn.Module]) -> None:
     """Treat each marked weight as PC(W): write the matching W into it, and its leading singular vectors into u, v.
 
     Runs one singular value decomposition per matrix, on its owner rank.
 
     Args:
-        models: the model or its parts, sharded or not, with the given weights.
-        schedule: of these models if there is one, before its first `materialise`.
+        models: the model or its parts, with the given weights, before the first `materialise`; if sharded, after
+            `pc.schedule`.
 
     Raises:
         UserError: no W exists for this map or these settings, or weights are on the meta device.
     """
     models = [models] if isinstance(models, nn.Module) else list(models)
-    marks = [mark for model in models for _, mark in named_weights(model)]
-    states = [schedule.weights[mark.name] for mark in marks] if schedule else []
-    weights = [state.weight for state in states] or [mark.parameter for mark in marks]
-    vectors = [(state.u, state.v) for state in states]
-    for mark, weight in zip(marks, weights, strict=True):
-        for part in mark.form.chosen:
+    weights = [weight for model in models for _, weight in named_weights(model)]
+    for weight in weights:
+        for part in weight.form.chosen:
             require_possible(part.config)
-        if weight.is_meta:
-            raise UserError(f"{mark.name} is on the meta device; call pc.preserve once the weights exist")
-        if not states:
-            mark.vectors = weight.new_empty(mark.form.shape_of("u")), weight.new_empty(mark.form.shape_of("v"))
-            vectors.append(mark.vectors)
+        if weight.parameter.is_meta:
+            raise UserError(f"{weight.name} is on the meta device; call pc.preserve once the weights exist")
+        if isinstance(weight.module, PCLinear):
+            weight.u, weight.v = weight.module.u, weight.module.v
+        elif weight.u is None:
+            weight.u, weight.v = (weight.parameter.new_empty(weight.form.shape_of(kind)) for kind in "uv")
     run_on_owners(
         lambda form, weight: form.apply(preserving, "w", (weight,), "wuv"),
-        inputs=[(weight,) for weight in weights],
-        outputs=[(weight, *pair) for weight, pair in zip(weights, vectors, strict=True)],
-        keys=[mark.form for mark in marks],
-        stacked=[bool(mark.form.stack) for mark in marks],
+        inputs=[(weight.parameter,) for weight in weights],
+        outputs=[(weight.parameter, weight.u, weight.v) for weight in weights],
+        keys=[weight.form for weight in weights],
+        stacked=[bool(weight.form.stack) for weight in weights],
     )
-    for mark, (u, v) in zip(marks, vectors, strict=True):
-        if mark.gamma is not None:
-            mark.gamma.fill_(1.0)
-        if isinstance(layer := mark.module, PCLinear):
-            layer.u.copy_(u)
-            layer.v.copy_(v)
+    for weight in weights:
+        for gamma in weight.gammas:
+            gamma.fill_(1.0)
 
 
 def require_possible(config: PCConfig) -> None:

@@ -20,7 +20,7 @@ from pc import passes
 from pc.cuts import Form
 from pc.errors import UserError
 from pc.owner import Item, Plan
-from pc.schedules import PC, PULLED, RAW, TWICE, Schedule, State, require_real
+from pc.schedules import PC, PULLED, RAW, TWICE, Schedule, require_real
 from pc.shards import local, shard_like
 from pc.spectral import without_autocast
 from pc.weights import Weight
@@ -34,25 +34,21 @@ class StepSchedule(Schedule):
 
     saved = ("raw", "gamma", "u", "v")
 
-    def __init__(self, models: list[nn.Module], marks: dict[str, Weight]) -> None:
+    def __init__(self, models: list[nn.Module], weights: dict[str, Weight]) -> None:
         self._fsdp_modules = [m for model in models for m in model.modules() if isinstance(m, FSDPModule)]
         # Parameters are read once, here, and must be the sharded ones. After a forward pass without gradients FSDP may
         # still hold unsharded ones.
         self._reshard()
         self._plans: dict[tuple, Plan] = {}
-        device = next(iter(marks.values())).parameter.device
         self._norms: Tensor | None = None
         """of the local shards when PC(W) was written, [weights]; None: not to be compared"""
-        self._changed = torch.zeros((), device=device)
-        self._answer = torch.zeros((), pin_memory=device.type == "cuda")
-        """`_changed` on the host"""
-        self._arrival: torch.Event | None = None
-        """of an accelerator's last answer; None: there is none to read"""
-        super().__init__(models, marks)
+        self._answer: tuple[Tensor, torch.Event] | None = None
+        """an accelerator's last one, and its arrival; None: there is none to read"""
+        super().__init__(models, weights)
         self._observe()
 
     def __getstate__(self) -> dict:
-        return self.__dict__ | {"_plans": {}, "_arrival": None}  # they hold process groups and events
+        return self.__dict__ | {"_plans": {}, "_answer": None}  # they hold process groups and events
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
@@ -63,22 +59,23 @@ class StepSchedule(Schedule):
             if self.phase == PULLED:
                 self.phase = PC
 
-        for state in self.weights.values():
-            if state.weight.requires_grad:
-                state.weight.register_post_accumulate_grad_hook(note_backward)
+        for weight in self.weights.values():
+            if weight.parameter.requires_grad:
+                weight.parameter.register_post_accumulate_grad_hook(note_backward)
 
     @torch.no_grad()
-    def state_of(self, mark: Weight) -> State:
-        require_real(mark)
-        weight = mark.parameter
-        if mark.gamma is not None:
-            if mark.gamma.is_meta:  # plain weights were assigned to a model on the meta device
-                gamma = torch.empty(mark.gamma.shape, device=weight.device, dtype=weight.dtype)
-                setattr(mark.module, mark.gamma_key, nn.Parameter(gamma))
-            mark.gamma.fill_(1.0)
-        vectors = mark.vectors or mark.form.initial_vectors(mark.name)
-        u, v = (shard_like(weight, vector.to(weight.device, weight.dtype), bool(mark.form.stack)) for vector in vectors)
-        return State(mark, weight, mark.gamma, weight.detach().clone(), u, v)
+    def start(self, weight: Weight) -> None:
+        require_real(weight)
+        if weight.gamma is not None and weight.gamma.is_meta:  # plain weights were assigned to a model on meta
+            weight.add_gamma()
+        parameter = weight.parameter
+        weight.held = parameter, weight.gamma
+        for gamma in weight.gammas:
+            gamma.fill_(1.0)
+        given = weight.form.initial_vectors(weight.name) if weight.u is None else (weight.u, weight.v)
+        vectors = (vector.to(parameter.device, parameter.dtype) for vector in given)
+        weight.u, weight.v = (shard_like(parameter, vector, bool(weight.form.stack)) for vector in vectors)
+        weight.raw = parameter.detach().clone()
 
     @torch.no_grad()
     def materialise(self) -> None:
@@ -88,9 +85,9 @@ class StepSchedule(Schedule):
             UserError: the weights already hold PC(W).
         """
         self._require("materialise")
-        states = self.weights.values()
+        weights = self.weights.values()
         self._reshard()
-        torch._foreach_copy_([local(s.raw) for s in states], [local(s.weight) for s in states])
+        torch._foreach_copy_([local(w.raw) for w in weights], [local(w.parameter) for w in weights])
         self._write_pc(iterate=True)
         self._norms = self._measure()
 
@@ -99,14 +96,13 @@ class StepSchedule(Schedule):
         self._reshard()
         self._write_pc(iterate=False)
         # the model's state, loaded after this one, may have other rounding errors; what was noted before is gone
-        self._norms = self._arrival = None
-        self._changed.zero_()
+        self._norms = self._answer = None
 
     def _write_pc(self, iterate: bool) -> None:
-        states = list(self.weights.values())
-        inputs = [(s.raw, *s.gammas, s.u, s.v) for s in states]
-        outputs: list[Item] = [(s.weight, s.u, s.v) for s in states]
-        self._run(_materialise if iterate else _materialise_as_saved, states, inputs, outputs)
+        weights = list(self.weights.values())
+        inputs = [(w.raw, *w.gammas, w.u, w.v) for w in weights]
+        outputs: list[Item] = [(w.parameter, w.u, w.v) for w in weights]
+        self._run(_materialise if iterate else _materialise_as_saved, weights, inputs, outputs)
         self._set_phase(PC)
 
     @torch.no_grad()
@@ -120,18 +116,18 @@ class StepSchedule(Schedule):
         """
         self._require("pull_back")
         self._require_unchanged()
-        used = [s for s in self.weights.values() if s.weight.grad is not None]
+        used = [w for w in self.weights.values() if w.parameter.grad is not None]
         if not used:
             raise UserError("pull_back() found no gradient of a weight with PC; call it after backward()")
         # Only `pull_back` gives gammas a gradient, and zero_grad() takes it away or makes it zero.
-        earlier = [local(gamma.grad).flatten() for s in used for gamma in s.gammas if gamma.grad is not None]
+        earlier = [local(gamma.grad).flatten() for w in used for gamma in w.gammas if gamma.grad is not None]
         if earlier and torch.cat(earlier).any():
             raise UserError(TWICE)
-        gradients: list[Any] = [(s.weight.grad, *(torch.zeros_like(gamma) for gamma in s.gammas)) for s in used]
-        inputs = [(s.raw, g, *s.gammas, s.u, s.v) for s, (g, *_) in zip(used, gradients, strict=True)]
+        gradients: list[Any] = [(w.parameter.grad, *(torch.zeros_like(gamma) for gamma in w.gammas)) for w in used]
+        inputs = [(w.raw, g, *w.gammas, w.u, w.v) for w, (g, *_) in zip(used, gradients, strict=True)]
         self._run(_pull_back, used, inputs, gradients)
-        for state, given in zip(used, gradients, strict=True):
-            for parameter, gradient in zip((state.weight, *state.gammas), given, strict=True):
+        for weight, given in zip(used, gradients, strict=True):
+            for parameter, gradient in zip((weight.parameter, *weight.gammas), given, strict=True):
                 parameter.grad = gradient if parameter.requires_grad else None
         self.phase = PULLED
 
@@ -158,61 +154,55 @@ class StepSchedule(Schedule):
             self._require("restore_raw")
         self._require_unchanged()
         self._reshard()
-        states = self.weights.values()
-        torch._foreach_copy_([local(s.weight) for s in states], [local(s.raw) for s in states])
+        weights = self.weights.values()
+        torch._foreach_copy_([local(w.parameter) for w in weights], [local(w.raw) for w in weights])
         self._set_phase(RAW)
 
     def _has_gradients(self) -> bool:
-        return any(s.weight.grad is not None for s in self.weights.values())
+        return any(w.parameter.grad is not None for w in self.weights.values())
 
-    def _run(self, function: Callable, states: list[State], inputs: list[Item], outputs: list[Item]) -> None:
-        key = (function, *(s.mark.name for s in states))
+    def _run(self, function: Callable, weights: list[Weight], inputs: list[Item], outputs: list[Item]) -> None:
+        key = (function, *(w.name for w in weights))
         if key not in self._plans:
-            forms = [s.form for s in states]
+            forms = [w.form for w in weights]
             stacked, costs = [bool(form.stack) for form in forms], [form.cost for form in forms]
             self._plans[key] = Plan(inputs, outputs, keys=forms, stacked=stacked, costs=costs)
-        with without_autocast(states[0].raw):
+        with without_autocast(weights[0].raw):
             self._plans[key].run(function, inputs, outputs)
 
     def _measure(self) -> Tensor:
         """Norms of the local shards, [weights]."""
-        return torch.stack(torch._foreach_norm([local(s.weight) for s in self.weights.values()]))
+        return torch.stack(torch._foreach_norm([local(w.parameter) for w in self.weights.values()]))
 
     def _require_unchanged(self) -> None:
         """Raise on all ranks if on any a weight is not the PC(W) that was written into it: its gradients are not those of
-        PC(W), and the change would be lost.
-
-        An accelerator's answer is read one call later, when it has long arrived, so that the host can run ahead.
-        """
+        PC(W), and the change would be lost."""
         if self._norms is None or self._norms.is_meta:
             return
         same = torch.isclose(self._measure(), self._norms, rtol=UNCHANGED, atol=0.0, equal_nan=True)
-        torch.maximum(self._changed, (~same).any().float(), out=self._changed)
-        meshes = [s.weight.device_mesh for s in self.weights.values() if isinstance(s.weight, DTensor)]
+        changed = (~same).any().float()
+        meshes = [w.parameter.device_mesh for w in self.weights.values() if isinstance(w.parameter, DTensor)]
         for dimension in range(meshes[0].ndim if meshes else 0):
-            dist.all_reduce(self._changed, dist.ReduceOp.MAX, group=meshes[0].get_group(dimension))
-        if self._changed.device.type == "cpu":
-            found = bool(self._changed)
-        else:
-            found = self._arrived()
-            self._answer.copy_(self._changed, non_blocking=True)
-            self._arrival = torch.Event(self._changed.device)
-            self._arrival.record()
-        if found:
-            self._arrival = None
-            self._changed.zero_()
+            dist.all_reduce(changed, dist.ReduceOp.MAX, group=meshes[0].get_group(dimension))
+        if self._is_true(changed):
+            self._answer = None
             raise UserError(
                 "a weight was changed while it held PC(W), and the optimizer steps W: load the schedule's state with "
                 "the model's, swap averaged weights back, create pc.schedule after initialisation and DDP, give it all "
                 "optimizers, and change weights between restore_raw() and materialise()"
             )
 
-    def _arrived(self) -> bool:
-        """An accelerator's last answer, the same on all ranks."""
-        if self._arrival is None:
+    def _is_true(self, flag: Tensor) -> bool:
+        """An accelerator's flag is read one call later, when it has long arrived, so that the host can run ahead."""
+        if flag.device.type == "cpu":
+            return bool(flag)
+        last, self._answer = self._answer, (flag.to("cpu", non_blocking=True), torch.Event(flag.device))
+        self._answer[1].record()
+        if last is None:
             return False
-        self._arrival.synchronize()
-        return bool(self._answer)
+        answer, arrival = last
+        arrival.synchronize()
+        return bool(answer)
 
     def _reshard(self) -> None:
         # While FSDP holds the unsharded parameter, a write to the shard has no effect.

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ NO_SCHEDULE = "it has no schedule; call pc.schedule(model, optimizer) after pc.a
 
 @dataclass(eq=False)
 class Weight:
-    """A marked weight: a parameter of a module, and how it is cut into matrices."""
+    """A weight with PC: a parameter of a module, how it is cut into matrices, and its tensors, all sharded alike."""
 
     name: str
     """full name of the module, or of the parameter if it is not called "weight\""""
@@ -37,11 +37,29 @@ class Weight:
     form: Form
     is_hidden: bool
     """whether the model's state dict leaves out what PC adds, because the schedule's state has it"""
-    vectors: tuple[Tensor, Tensor] | None = None
-    """u and v to start from (`pc.preserve`); None: random, seeded by the name"""
     missing: str = ""
     """what to call before the module can be used; empty while the weight is, or will be multiplied as, PC(W)"""
     handles: list[RemovableHandle] = field(default_factory=list)
+    held: tuple[nn.Parameter, nn.Parameter | None] | None = None
+    """the sharded parameter and gamma, from the schedule: for a while FSDP puts gathered ones into the module"""
+    raw: Any = None
+    """W, from the schedule"""
+    u: Any = None
+    v: Any = None
+    """None: random, seeded by the name, when there is a schedule"""
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """W, or PC(W) in schedule "step" between optimizer steps."""
+        return self.held[0] if self.held else getattr(self.module, self.key)
+
+    @property
+    def gamma(self) -> nn.Parameter | None:
+        return self.held[1] if self.held else getattr(self.module, self.gamma_key, None)
+
+    def add_gamma(self) -> None:
+        ones = torch.ones(self.form.shape_of("g"), device=self.parameter.device, dtype=self.parameter.dtype)
+        self.module.register_parameter(self.gamma_key, nn.Parameter(ones))
 
     @property
     def config(self) -> PCConfig:
@@ -49,16 +67,12 @@ class Weight:
         return self.form.chosen[0].config
 
     @property
-    def parameter(self) -> nn.Parameter:
-        return getattr(self.module, self.key)
-
-    @property
     def gamma_key(self) -> str:
         return "gamma" if self.key == "weight" else f"{self.key}_gamma"
 
     @property
-    def gamma(self) -> nn.Parameter | None:
-        return getattr(self.module, self.gamma_key, None)
+    def gammas(self) -> tuple[Tensor, ...]:
+        return () if self.gamma is None else (self.gamma,)
 
     def require(self, call: str) -> None:
         """Refuse forward passes until `call` is made; "": allow them, without any check in the way."""
@@ -90,13 +104,13 @@ def attach(model: nn.Module, config: PCConfig, preserve: bool = False) -> nn.Mod
             raise UserError("the model already has PC; call pc.attach only once")
         if hasattr(module, "no_sync") or hasattr(module, "unshard"):
             raise UserError("the model is already wrapped in DDP or FSDP; call pc.attach first")
-    found = find(model, config)
-    found.require_complete(config)
-    for weight in found.weights.values():
+    weights, others = find(model, config)
+    _require_complete(config, weights, others)
+    for weight in weights.values():
         _mark(weight)
     if config.schedule == "step":
         # The forward pass does not use gammas, so DDP would wait for their gradients forever: `pull_back` sets them.
-        gammas = {id(weight.gamma) for weight in found.weights.values()}
+        gammas = {id(weight.gamma) for weight in weights.values()}
         ignored = [name for name, parameter in model.named_parameters() if id(parameter) in gammas]
         ignored += getattr(model, "_ddp_params_and_buffers_to_ignore", [])
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
@@ -108,7 +122,7 @@ def attach(model: nn.Module, config: PCConfig, preserve: bool = False) -> nn.Mod
 
 
 def _mark(weight: Weight) -> None:
-    module, parameter = weight.module, weight.parameter
+    module = weight.module
     if weight.config.schedule == "forward":
         if type(module).forward is not nn.Linear.forward or weight.key != "weight":
             raise UserError(
@@ -117,8 +131,7 @@ def _mark(weight: Weight) -> None:
             )
         PCLinear.add_pc(module, weight.name, weight.form)
     elif weight.config.learnable_gamma:
-        gamma = torch.ones(weight.form.shape_of("g"), device=parameter.device, dtype=parameter.dtype)
-        module.register_parameter(weight.gamma_key, nn.Parameter(gamma))
+        weight.add_gamma()
     if not hasattr(module, "pc_weights"):
         module.pc_weights = {}
         weight.handles += [
@@ -153,42 +166,22 @@ def _refuse(module: Any, _) -> None:
             raise UserError(f"{weight.name} cannot multiply by PC(W): {weight.missing}")
 
 
-@dataclass
-class Found:
-    """What `find` finds in a model."""
+class Other(NamedTuple):
+    """A weight of two dimensions or more without PC."""
 
-    weights: dict[str, Weight] = field(default_factory=dict)
-    """by the parameter's full name"""
-    places: dict[str, set[str]] = field(default_factory=dict)
-    """for each entry of `blocks`, the modules that its weights are in, layers not told apart"""
-    others: dict[str, nn.Parameter] = field(default_factory=dict)
-    """weights of two dimensions or more without PC, by full name"""
-    unknown: list[str] = field(default_factory=list)
-    """those of `others` without a cut"""
-
-    def require_complete(self, config: PCConfig) -> None:
-        """Raise a `UserError` if an entry of `blocks` finds nothing, or may miss an unknown weight beside its own."""
-        for entry in config.blocks:
-            if entry not in self.places:
-                raise UserError(
-                    f"pc.blocks: {entry!r} matches no weight of the model; see print(pc.describe(model, config))"
-                )
-            inside = tuple(f"{place}." for place in self.places[entry] if place)
-            missed = {name for name in map(_all_layers, self.unknown) if name.startswith(inside)}
-            if missed and (entry in BLOCK_SUFFIXES or entry in BLOCK_GROUPS):
-                raise UserError(
-                    f"pc.blocks: {entry!r} does not know {', '.join(sorted(missed))} beside the weights that it finds; "
-                    "say in PCConfig.cuts how it is cut (pc.Cut), or None to leave it out"
-                )
+    shape: list[int]
+    is_known: bool
+    """whether it has a cut, or is known to be none of the blocks"""
 
 
-def find(model: nn.Module, config: PCConfig) -> Found:
-    """The weights that `config` names, unmarked, and all others.
+def find(model: nn.Module, config: PCConfig) -> tuple[dict[str, Weight], dict[str, Other]]:
+    """The weights that `config` names, unmarked, and all others, by their parameters' full names.
 
     Raises:
         UserError: a weight is matched twice, or without a cut, or the cut does not fit.
     """
-    found = Found()
+    weights: dict[str, Weight] = {}
+    others: dict[str, Other] = {}
     modules = {clean_name(name): module for name, module in model.named_modules()}
     cuts = {_join(name, key): cut for name, module in modules.items() for key, cut in known_cuts(module).items()}
     for name, module in modules.items():
@@ -204,22 +197,40 @@ def find(model: nn.Module, config: PCConfig) -> Found:
                 is_known, cut = block is not None, Cut((block or "",))
             entries = [_entry_of(config, block, name, full) for block in (cut.blocks if cut else ("",))]
             if not any(entries):
-                found.others[full] = parameter
-                found.unknown += [] if is_known else [full]
+                others[full] = Other([*parameter.shape], is_known)
                 continue
             if cut is None:
                 raise UserError(
                     f"pc.blocks: {entries[0]!r} matches {full}, a weight of {type(module).__name__}, which has no cut; "
                     "give it one in PCConfig.cuts (pc.Cut)"
                 )
-            for entry in filter(None, entries):
-                found.places.setdefault(entry, set()).add(_all_layers(name.rpartition(".")[0]))
             head_dims = [cut.head_dim or _head_dim(config, block, name, modules) for block in cut.blocks]
             configs = [config.for_block(entry) if entry else None for entry in entries]
             form = form_of(full, parameter.shape, cut, configs, head_dims)
             short = name if key == "weight" and name else full
-            found.weights[full] = Weight(short, module, key, form, is_hidden=config.schedule == "step")
-    return found
+            weights[full] = Weight(short, module, key, form, is_hidden=config.schedule == "step")
+    return weights, others
+
+
+def _require_complete(config: PCConfig, weights: dict[str, Weight], others: dict[str, Other]) -> None:
+    """Raise a `UserError` if an entry of `blocks` finds nothing, or may miss an unknown weight beside its own."""
+    for entry in config.blocks:
+        found = [
+            full for full, weight in weights.items() if any(p.config.blocks == (entry,) for p in weight.form.chosen)
+        ]
+        if not found:
+            raise UserError(
+                f"pc.blocks: {entry!r} matches no weight of the model; see print(pc.describe(model, config))"
+            )
+        modules = {full.removesuffix(f".{weights[full].key}") for full in found}
+        beside = tuple(f"{_all_layers(name.rpartition('.')[0])}." for name in modules if "." in name)
+        unknown = {_all_layers(full) for full, other in others.items() if not other.is_known}
+        missed = sorted(name for name in unknown if name.startswith(beside))
+        if missed and (entry in BLOCK_SUFFIXES or entry in BLOCK_GROUPS):
+            raise UserError(
+                f"pc.blocks: {entry!r} does not know {', '.join(missed)} beside the weights that it finds; say in "
+                "PCConfig.cuts how it is cut (pc.Cut), or None to leave it out"
+            )
 
 
 def _entry_of(config: PCConfig, block: str, name: str, full: str) -> str | None:
@@ -258,14 +269,14 @@ def describe(model: nn.Module, config: PCConfig) -> str:
     Args:
         model: before `attach`.
     """
-    found, lines = find(model, config), []
-    for full, weight in found.weights.items():
+    weights, others = find(model, config)
+    lines = []
+    for full, weight in weights.items():
         chosen = [f"{p.count} of [{p.rows}, {weight.form.columns}], level {p.config.level}" for p in weight.form.chosen]
         stack = f"{weight.form.stack[0]} times " if weight.form.stack else ""
         lines.append(f"{_all_layers(full)} {[*weight.parameter.shape]}: {stack}{'; '.join(chosen)}")
-    for full, parameter in found.others.items():
-        unknown = ", no known cut" if full in found.unknown else ""
-        lines.append(f"left out: {_all_layers(full)} {[*parameter.shape]}{unknown}")
+    for full, other in others.items():
+        lines.append(f"left out: {_all_layers(full)} {other.shape}{'' if other.is_known else ', no known cut'}")
     return "\n".join(f"{count} x {line}" for line, count in Counter(lines).items())
 
 
@@ -295,6 +306,18 @@ def merge(model: nn.Module) -> nn.Module:
             handle.remove()
         module.__dict__.pop("pc_weights", None)
     return model
+
+
+def refresh(model: nn.Module) -> None:
+    """Update `u` and `v` of every PC layer of schedule "forward" by `power_iterations` power iterations.
+
+    The schedule does this after every optimizer step, and a layer when plain weights are loaded into it. Call it after
+    changing weights in another way, or to evaluate a model without a schedule.
+    """
+    for _, weight in named_weights(model):
+        if isinstance(weight.module, PCLinear):
+            weight.module.refresh()
+            weight.require("")
 
 
 def clean_name(name: str) -> str:

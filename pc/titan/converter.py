@@ -22,11 +22,10 @@ from torchtitan.tools.logging import logger
 
 from pc.common.errors import exit_on_user_error
 from pc.errors import UserError
-from pc.forward import refresh
 from pc.settings.chain import validated
 from pc.settings.schema import PC
 from pc.titan.cpu import use_cpu_where_there_is_no_gpu
-from pc.weights import attach, describe
+from pc.weights import attach, describe, refresh
 
 NAME = "pc"
 

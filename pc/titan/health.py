@@ -22,11 +22,11 @@ from pc.config import PCConfig, block_of, matches
 from pc.cuts import Form
 from pc.linear import evaluate
 from pc.owner import run_on_owners
-from pc.schedules import Schedule, State
+from pc.schedules import Schedule
 from pc.shards import local, sharding_dimensions
 from pc.spectral import spectral_norm_estimate
 from pc.titan.activations import COUNT, LARGEST, SUM_OF_SQUARES, OutputSizes
-from pc.weights import clean_name
+from pc.weights import Weight, clean_name
 
 SPECTRAL: dict[str, Callable[[Tensor], Tensor]] = {
     "condition": modified_condition_number,
@@ -121,8 +121,8 @@ class HealthMetrics:
                     continue
                 names.append(name)
                 state = self._pc_weights().get(name)
-                if state is None or state.mark.config.schedule == "step":
-                    inputs.append((linear.weight if state is None else state.weight,))
+                if state is None or state.config.schedule == "step":
+                    inputs.append((linear.weight if state is None else state.parameter,))
                     keys.append(None)
                 else:
                     inputs.append((state.raw, *state.gammas, state.u, state.v))
@@ -165,7 +165,7 @@ class HealthMetrics:
         run_on_owners(function, inputs, [(output,) for output in outputs], keys)
         return {name: found[0] for name, found in _by_name(dict(zip(names, _numbers(outputs), strict=True))).items()}
 
-    def _pc_weights(self) -> dict[str, State]:
+    def _pc_weights(self) -> dict[str, Weight]:
         return {} if self._schedule is None else self._schedule.weights
 
 

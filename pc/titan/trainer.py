@@ -138,7 +138,7 @@ class PCTrainer(torchtitan.train.Trainer):
 
     def train_step(self, data_iterator) -> None:
         if self.step == 1 and self._starts_from_given_weights():
-            preserve(self.model_parts, self.pc_schedule)
+            preserve(self.model_parts)
         if self.pc_schedule is not None and self.pc_schedule.phase == RAW:
             # The first step of a new run; any checkpoint is loaded by now.
             self.pc_schedule.materialise()

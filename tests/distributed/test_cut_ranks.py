@@ -47,15 +47,15 @@ def train(module, change):
     results = {}
     for step in range(2):
         for i, name in enumerate(WEIGHTS):
-            parameter = schedule.weights[name].weight
+            parameter = schedule.weights[name].parameter
             parameter.grad = change(draw(100 * step + i, WEIGHTS[name][0]), parameter)
         schedule.pull_back()
         for name, state in schedule.weights.items():
-            results |= {f"{name} gradient {step}": state.weight.grad, f"{name} gamma {step}": state.gamma.grad}
+            results |= {f"{name} gradient {step}": state.parameter.grad, f"{name} gamma {step}": state.gamma.grad}
         optimizer.step()
         optimizer.zero_grad()
     for name, state in schedule.weights.items():
-        results |= {f"{name} {key}": getattr(state, key).detach() for key in ("weight", "raw", "gamma", "u", "v")}
+        results |= {f"{name} {key}": getattr(state, key).detach() for key in ("parameter", "raw", "gamma", "u", "v")}
     return results
 
 
@@ -177,7 +177,7 @@ def _trained(parts, step):
     return {
         f"{name} {key}": getattr(state, key).detach()
         for name, state in schedule.weights.items()
-        for key in ("weight", "raw", "gamma", "u", "v")
+        for key in ("parameter", "raw", "gamma", "u", "v")
     }
 
 
@@ -233,7 +233,7 @@ def test_cut_weights_are_preserved_and_merged():
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)  # an epsilon of 1e-7 beside norms near 1
     for state in schedule.weights.values():
         # control: W is another weight
-        assert (state.raw - plain.get_parameter(state.mark.name)).abs().max() > 1e-2, state.mark.name
+        assert (state.raw - plain.get_parameter(state.name)).abs().max() > 1e-2, state.name
     merged = pc.merge(model)
     assert torch.equal(merged["1"](merged["0"](x)), found)
     assert merged.state_dict().keys() == plain.state_dict().keys()

@@ -127,7 +127,7 @@ def test_wrapped_models_are_followed(schedule, wrapper):
 def _preserved(rank):
     model = _shard(pc.attach(toy_model(), _config("step")), init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)))
     schedule = pc.schedule(model)
-    pc.preserve(model, schedule)
+    pc.preserve(model)
     schedule.materialise()
     return {name: _full(tensor) for name, tensor in model.state_dict().items()}
 

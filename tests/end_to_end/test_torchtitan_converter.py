@@ -122,7 +122,7 @@ def straight_and_resumed(rank, step, layers, words):
     resumed = train(step, layers, [*words, "--checkpoint.load_step", "2", "--checkpoint.interval", "9"])[0]
     model = trainer.model_parts[0]
     if step:
-        rows = [(s.weight, s.form, s.raw, s.gamma, s.u, s.v) for s in trainer.pc_schedule.weights.values()]
+        rows = [(s.parameter, s.form, s.raw, s.gamma, s.u, s.v) for s in trainer.pc_schedule.weights.values()]
     else:
         layers = [mark.module for _, mark in pc.named_weights(model)]
         rows = [(x.effective_weight(), x.pc_form, x.weight, x.gamma, x.u, x.v) for x in layers]

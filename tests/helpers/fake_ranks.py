@@ -12,7 +12,6 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pc.schedules import State
 from pc.settings import Config
 from pc.shards import shard_like
 from pc.step import StepSchedule
@@ -58,18 +57,18 @@ def fake_rank(rank: int, world_size: int) -> Iterator[Counts]:
         # PC rejects weights on the meta device, because the initial vectors need data. Here shapes are enough.
         with (
             mock.patch.object(dist, "all_to_all_single", counts.all_to_all),
-            mock.patch.object(StepSchedule, "state_of", _state_of_shapes),
+            mock.patch.object(StepSchedule, "start", _start_with_shapes),
         ):
             yield counts
     finally:
         dist.destroy_process_group()
 
 
-def _state_of_shapes(_, mark: Weight) -> State:
-    weight, form = mark.parameter, mark.form
-    vectors = (torch.empty(form.shape_of(kind), device="meta") for kind in "uv")
-    u, v = (shard_like(weight, vector, bool(form.stack)) for vector in vectors)
-    return State(mark, weight, mark.gamma, weight.detach().clone(), u, v)
+def _start_with_shapes(_, weight: Weight) -> None:
+    vectors = (torch.empty(weight.form.shape_of(kind), device="meta") for kind in "uv")
+    weight.held = weight.parameter, weight.gamma
+    weight.u, weight.v = (shard_like(weight.parameter, vector, bool(weight.form.stack)) for vector in vectors)
+    weight.raw = weight.parameter.detach().clone()
 
 
 def sharded(args: Llama2Args, config: Config, world_size: int) -> nn.Module:

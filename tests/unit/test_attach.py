@@ -159,7 +159,7 @@ def test_a_layer_keeps_its_class_and_product_in_schedule_step():
     schedule = pc.schedule(pc.attach(model, PCConfig(blocks=("0*",))))
     schedule.materialise()
     state = schedule.weights["0"]
-    effective = pc.effective_weight(raw, model[0].gamma, state.u, state.v, state.mark.config)
+    effective = pc.effective_weight(raw, model[0].gamma, state.u, state.v, state.config)
     assert type(model[0]) is Doubled
     torch.testing.assert_close(model(x), 2 * (x @ effective.T + model[0].bias))
     assert (model[0].weight - raw).abs().max() > 1e-2

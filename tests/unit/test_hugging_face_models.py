@@ -95,7 +95,7 @@ def test_a_model_of_transformers(name, tmp_path):
     schedule.materialise()
     assert sum(len(state.form.matrices) for state in schedule.weights.values()) == sum(expected.values())
     for state in schedule.weights.values():
-        raw, weight = (t if state.form.stack else t[None] for t in (state.raw, state.weight.detach()))
+        raw, weight = (t if state.form.stack else t[None] for t in (state.raw, state.parameter.detach()))
         for before, after in zip(state.form.cut("w", raw), state.form.cut("w", weight), strict=True):
             u, sigma, vh = torch.linalg.svd(before.double(), full_matrices=False)
             top = sigma[:, :1]

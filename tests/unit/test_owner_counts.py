@@ -113,7 +113,7 @@ def _whole(prepared):
         return pc.Muon([whole(p) for p in prepared.param_groups[0]["params"]], lr=1e-3)
     for state in prepared.weights.values():
         assert isinstance(state.raw, DTensor)
-        state.weight, state.gamma = whole(state.weight), whole(state.gamma)
+        state.held = whole(state.parameter), whole(state.gamma)
         state.gamma.grad = None
         state.raw, state.u, state.v = (whole(t).detach() for t in (state.raw, state.u, state.v))
     return prepared

@@ -167,7 +167,7 @@ def test_the_weight_is_pc_and_the_state_dict_is_plain():
     for name, state in loop.schedule.weights.items():
         layer = loop.model.get_submodule(name)
         assert type(layer) is nn.Linear
-        expected = pc.effective_weight(state.raw, layer.gamma, state.u, state.v, state.mark.config)
+        expected = pc.effective_weight(state.raw, layer.gamma, state.u, state.v, state.config)
         # one rounding unit: the matmul of one matrix against that of a batch of one
         torch.testing.assert_close(layer.weight, expected, rtol=1e-14, atol=1e-14)
         assert torch.equal(state.raw, toy_model().get_submodule(name).weight)
