@@ -77,8 +77,6 @@ class PCConfig:
         object.__setattr__(self, "heads", tuple(self.heads))
         if not self.blocks:
             raise UserError("pc.blocks is empty; name at least one, for example o or ffn")
-        if len(set(self.blocks)) != len(self.blocks):
-            raise UserError(f"pc.blocks names a block twice: {', '.join(self.blocks)}")
         for name in self.blocks:
             if name not in BLOCK_SUFFIXES and name not in BLOCK_GROUPS and "." not in name and "*" not in name:
                 known = " ".join([*BLOCK_SUFFIXES, *BLOCK_GROUPS])

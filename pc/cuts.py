@@ -52,7 +52,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Form:
-    """A `Cut` of a weight of known shape. Tensors of a batch [B, ...] of such weights have these shapes:
+    """A `Cut` of a weight of known shape. Tensors of a batch [B, ...] of such weights have these kinds and shapes:
 
     "w": the weight, [B, N, m], as stored
     "g": gammas, [B, P], where P is the number of matrices of one weight
@@ -141,14 +141,12 @@ class Form:
 
         Args:
             kinds: of the tensors, such as "wguv". Rows that are not chosen are those of the last "w".
-            results: kinds of what the function returns.
+            results: kinds of what the function returns; it may return fewer.
         """
         cut = [self.cut(kind, tensor) for kind, tensor in zip(kinds, tensors, strict=True)]
         found = [function(part.config, *of_part) for part, *of_part in zip(self.chosen, *cut, strict=True)]
         base = tensors[kinds.rindex("w")] if len(self.chosen) < len(self.parts) else None
-        return tuple(
-            self.join(kind, list(pieces), base) for kind, pieces in zip(results, zip(*found, strict=True), strict=True)
-        )
+        return tuple(self.join(kind, list(pieces), base) for kind, pieces in zip(results, zip(*found, strict=True)))
 
 
 def form_of(

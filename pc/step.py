@@ -6,7 +6,7 @@ the sum of the backward passes of schedule "forward". Both passes need full matr
 rank.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -102,7 +102,7 @@ class StepSchedule(Schedule):
         weights = list(self.weights.values())
         inputs = [(w.raw, *w.gammas, w.u, w.v) for w in weights]
         outputs: list[Item] = [(w.parameter, w.u, w.v) for w in weights]
-        self._run(_materialise if iterate else _materialise_as_saved, weights, inputs, outputs)
+        self._run(partial(passes.materialise, iterate=iterate), "", "wuv", weights, inputs, outputs)
         self._set_phase(PC)
 
     @torch.no_grad()
@@ -125,7 +125,7 @@ class StepSchedule(Schedule):
             raise UserError(TWICE)
         gradients: list[Any] = [(w.parameter.grad, *(torch.zeros_like(gamma) for gamma in w.gammas)) for w in used]
         inputs = [(w.raw, g, *w.gammas, w.u, w.v) for w, (g, *_) in zip(used, gradients, strict=True)]
-        self._run(_pull_back, used, inputs, gradients)
+        self._run(passes.pull_back, "w", "wg", used, inputs, gradients)
         for weight, given in zip(used, gradients, strict=True):
             for parameter, gradient in zip((weight.parameter, *weight.gammas), given, strict=True):
                 parameter.grad = gradient if parameter.requires_grad else None
@@ -161,14 +161,25 @@ class StepSchedule(Schedule):
     def _has_gradients(self) -> bool:
         return any(w.parameter.grad is not None for w in self.weights.values())
 
-    def _run(self, function: Callable, weights: list[Weight], inputs: list[Item], outputs: list[Item]) -> None:
-        key = (function, *(w.name for w in weights))
+    def _run(
+        self, function: Callable, first: str, results: str, weights: list[Weight], inputs: list, outputs: list
+    ) -> None:
+        """A function of `pc.passes` on the owners.
+
+        Args:
+            first, results: kinds (`Form.shape_of`) of the inputs before those that make PC(W), and of the results.
+        """
+        key = (results, *(w.name for w in weights))
         if key not in self._plans:
             forms = [w.form for w in weights]
             stacked, costs = [bool(form.stack) for form in forms], [form.cost for form in forms]
             self._plans[key] = Plan(inputs, outputs, keys=forms, stacked=stacked, costs=costs)
+
+        def of_weights(form: Form, *tensors: Tensor) -> tuple[Tensor, ...]:
+            return form.apply(function, first + form.kinds, tensors, results)
+
         with without_autocast(weights[0].raw):
-            self._plans[key].run(function, inputs, outputs)
+            self._plans[key].run(of_weights, inputs, outputs)
 
     def _measure(self) -> Tensor:
         """Norms of the local shards, [weights]."""
@@ -208,14 +219,3 @@ class StepSchedule(Schedule):
         # While FSDP holds the unsharded parameter, a write to the shard has no effect.
         for module in self._fsdp_modules:
             module.reshard()
-
-
-def _materialise(form: Form, *tensors: Tensor, iterate: bool = True) -> Sequence[Tensor]:
-    return form.apply(partial(passes.materialise, iterate=iterate), form.kinds, tensors, "wuv")
-
-
-_materialise_as_saved = partial(_materialise, iterate=False)
-
-
-def _pull_back(form: Form, *tensors: Tensor) -> Sequence[Tensor]:
-    return form.apply(passes.pull_back, f"w{form.kinds}", tensors, "wg" if "g" in form.kinds else "w")

@@ -7,15 +7,9 @@ from pc.errors import UserError
 from pc.owner import Plan, assign, run_on_owners
 
 
-def test_assignment_is_balanced_at_the_1b_shapes():
-    d, f = 2048, 5632
-    costs = [d**3 * 1.0] * 18 + [d * d * f * 1.0] * 54
-    owners = assign(costs, 8)
-    load = [sum(c for c, o in zip(costs, owners, strict=True) if o == rank) for rank in range(8)]
-    assert max(load) / sum(costs) < 0.135  # an eighth is 0.125
-    assert assign([1.0], 4) == [0]
+def test_the_most_expensive_is_assigned_first():
     first, second, third = assign([1.0, 1.0, 2.0], 2)
-    assert first == second != third  # the most expensive is assigned first
+    assert first == second != third
 
 
 def test_alone_runs_on_views_without_copies():

@@ -75,6 +75,8 @@ def test_bfloat16_stays_close(shape):
     for i in range(3):
         one = [x[i : i + 1] for x in (weight, gamma, u, v, gradient)]
         found, wanted = (materialise(config, *one[:4]) for config in (near, exact))
+        in_graph = effective_weight(*one[:2], *found[1:], near)
+        assert 1e-4 < (in_graph - wanted[0]).norm() / wanted[0].norm() < 3e-2
         # a few roundings of 2^-9 each, times coefficients up to 14 that partly cancel
         assert 1e-4 < (found[0] - wanted[0]).norm() / wanted[0].norm() < 3e-2
         # the norm is close to full precision, because the last two products use W itself

@@ -29,42 +29,23 @@ new = set(sys.modules) - before
 assert not [name for name in new if name.startswith(heavy)], new
 assert not [name for name in new if name.startswith("torch")], new
 
-def new_model():
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
-
-x = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
-results = []
+torch.manual_seed(0)
 for schedule in ("forward", "step"):
-    def start():
-        model = pc.attach(new_model(), pc.PCConfig(blocks=("0*", "2*"), schedule=schedule))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        return {"model": model, "optimizer": optimizer, "schedule": pc.schedule(model, optimizer)}
-
-    def train(parts, steps):
-        for _ in range(steps):
-            parts["model"](x).square().mean().backward()
-            parts["schedule"].pull_back()
-            parts["optimizer"].step()
-            parts["optimizer"].zero_grad()
-
-    first, file = start(), io.BytesIO()
-    train(first, 2)
-    torch.save({name: part.state_dict() for name, part in first.items()}, file)
-    train(first, 2)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+    model = pc.attach(model, pc.PCConfig(blocks=("0*", "2*"), schedule=schedule))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule, x = pc.schedule(model, optimizer), torch.randn(5, 6)
+    before = model(x)
+    before.square().mean().backward()
+    schedule.pull_back()
+    optimizer.step()
+    assert model(x).square().mean() < before.square().mean()
+    file = io.BytesIO()
+    torch.save(schedule.state_dict(), file)
     file.seek(0)
-    state, second = torch.load(file, weights_only=True), start()
-    for name, part in second.items():
-        part.load_state_dict(state[name])
-    train(second, 2)
-    outputs = [parts["model"](x) for parts in (first, second)]
-    merged = pc.merge(first["model"])
-    plain = new_model()
-    plain.load_state_dict(merged.state_dict())
-    assert torch.equal(outputs[0], outputs[1]) and torch.equal(plain(x), merged(x))
-    torch.testing.assert_close(plain(x), outputs[0])
-    results.append(plain(x))
-torch.testing.assert_close(*results, rtol=1e-3, atol=1e-4)  # AdamW's square roots amplify float32 rounding
+    schedule.load_state_dict(torch.load(file, weights_only=True))
+    outputs = model(x)
+    torch.testing.assert_close(pc.merge(model)(x), outputs)
 for package in ("titan", "data", "plan", "evaluate", "launch", "sweep", "common.plots", "analysis"):
     try:
         __import__(f"pc.{package}")
