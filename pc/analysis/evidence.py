@@ -23,7 +23,6 @@ import torch
 from pc.common.files import write_atomically
 from pc.common.run_folder import read_log, unique_names
 from pc.errors import UserError
-from pc.settings.chain import known
 from pc.settings.models import FLAVORS
 from pc.settings.schema import Config
 from pc.sweep.bars import read_results
@@ -246,7 +245,7 @@ def read_experiments(folder: Path) -> list[Experiment]:
     file = folder / "runs.jsonl"
     groups: dict[tuple, list[tuple[dict, Config]]] = {}
     for line in _read(file):
-        config = Config.model_validate(known(line["resolved"], Config))  # written by any version
+        config = Config.model_validate(line["resolved"], extra="ignore")  # written by any version
         kind = config.model.flavor, config.optimizer.name, config.training.steps
         groups.setdefault((line["study"], *kind), []).append((line, config))
     studies = [study for study, *_ in groups]

@@ -15,7 +15,7 @@ from pc.common.run_folder import step_of
 from pc.errors import UserError
 from pc.linear import evaluate
 from pc.settings import Config
-from pc.settings.chain import known, validated
+from pc.settings.chain import validated
 from pc.titan import fingerprint
 from pc.titan.distcp import CheckpointFolder
 from pc.titan.llama2 import Llama2Args, model_args_of
@@ -96,7 +96,7 @@ def _run_config(checkpoint: Path) -> tuple[dict[str, Any], Config]:
     for section, wanted in (("training", "seq_len"), ("data", "path")):
         if isinstance(read.get(section), dict):  # other keys, possibly of an older version, are not checked
             read[section] = {key: value for key, value in read[section].items() if key == wanted}
-    return config, validated(known(read, Config), Config, str(path))
+    return config, validated(read, Config, str(path), extra="ignore")
 
 
 def _pc_shapes(model: Transformer) -> dict[str, torch.Size]:

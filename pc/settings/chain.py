@@ -49,7 +49,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def load_record(path: str | Path) -> Config:
     """The configuration that a run wrote, perhaps by another version: keys that do not exist here are left out."""
     ((_, _, values),) = _chain(Path(path))
-    return validated(known(values, Config), Config, str(path))
+    return validated(values, Config, str(path), extra="ignore")
 
 
 def write_config(config: Config, destination: str | Path) -> None:
@@ -69,21 +69,12 @@ def resolve(path: str | Path, overrides: Sequence[str], schema: type[Schema]) ->
     return validated(merged, schema, str(path))
 
 
-def validated(values: dict[str, Any], schema: type[Schema], where: str) -> Schema:
-    """Raises a `UserError` with a line for each wrong key."""
+def validated(values: dict[str, Any], schema: type[Schema], where: str, extra: str = "forbid") -> Schema:
+    """Raises a `UserError` with a line for each wrong key; `extra="ignore"` leaves out keys of another version."""
     try:
-        return schema.model_validate(values)
+        return schema.model_validate(values, extra=extra)
     except ValidationError as error:
         raise UserError("\nerror: ".join(f"{where}: {line}" for line in _lines(error, values, schema))) from None
-
-
-def known(values: dict[str, Any], schema: type[Section]) -> dict[str, Any]:
-    """Values of a file of another version, without the keys that `schema` does not have."""
-    inner = {key: _annotation([key], schema) for key in values if key in schema.model_fields}
-    return {
-        key: known(values[key], kind) if _is_section(kind) and isinstance(values[key], dict) else values[key]
-        for key, kind in inner.items()
-    }
 
 
 def parse_overrides(words: Sequence[str], schema: type[Section]) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def _keys(section: Section, prefix: str = "") -> Iterator[tuple[str, str, Any, A
             yield from _keys(value, f"{prefix}{name}.")
         else:
             decides = (field.json_schema_extra or {}).get("decides", section.decides)
-            yield prefix + name, decides, value, field.get_default(call_default_factory=True)
+            yield prefix + name, decides, value, field.default
 
 
 def _canonical(changed: dict[str, Any]) -> dict[str, Any]:

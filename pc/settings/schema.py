@@ -25,7 +25,6 @@ from pc.settings.sections import (
     Tokens,
     entry_of,
     key,
-    sub,
 )  # fmt: skip
 
 INSTEAD = {
@@ -101,7 +100,7 @@ class Training(Section):
     steps: Count = key(10_000, "Optimizer steps.")
     mixed_precision_param: Literal["bfloat16", "float32"] = key("bfloat16", "Precision of the model's matmuls.")
     gc_freq: Count = key(50, "Steps between Python's garbage collections.", "run")
-    dataloader: DataLoader = sub(DataLoader)
+    dataloader: DataLoader = DataLoader()
     max_nonfinite_steps: Count = key(
         3, "A step with a non-finite loss or gradient norm changes no weight; stop after so many in a row.", "run"
     )
@@ -177,11 +176,11 @@ class Float8(Section):
 
 
 class QuantizedLinear(Section):
-    float8: Float8 = sub(Float8)
+    float8: Float8 = Float8()
 
 
 class Quantize(Section):
-    linear: QuantizedLinear = sub(QuantizedLinear)
+    linear: QuantizedLinear = QuantizedLinear()
 
 
 class Comm(Section):
@@ -280,25 +279,25 @@ class Evaluation(Section):
 class Config(Section):
     """All sections."""
 
-    job: Job = sub(Job)
-    profiling: Profiling = sub(Profiling)
-    metrics: Metrics = sub(Metrics)
-    model: Model = sub(Model)
-    optimizer: Optimizer = sub(Optimizer)
-    lr_scheduler: LRScheduler = sub(LRScheduler)
-    training: Training = sub(Training)
-    parallelism: Parallelism = sub(Parallelism)
-    checkpoint: Checkpoint = sub(Checkpoint)
-    activation_checkpoint: ActivationCheckpoint = sub(ActivationCheckpoint)
-    compile: Compile = sub(Compile)
-    quantize: Quantize = sub(Quantize)
-    comm: Comm = sub(Comm)
-    validation: Validation = sub(Validation)
-    debug: Debug = sub(Debug)
-    pc: PC = sub(PC)
-    data: Data = sub(Data)
-    health: Health = sub(Health)
-    evaluation: Evaluation = sub(Evaluation)
+    job: Job = Job()
+    profiling: Profiling = Profiling()
+    metrics: Metrics = Metrics()
+    model: Model = Model()
+    optimizer: Optimizer = Optimizer()
+    lr_scheduler: LRScheduler = LRScheduler()
+    training: Training = Training()
+    parallelism: Parallelism = Parallelism()
+    checkpoint: Checkpoint = Checkpoint()
+    activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
+    compile: Compile = Compile()
+    quantize: Quantize = Quantize()
+    comm: Comm = Comm()
+    validation: Validation = Validation()
+    debug: Debug = Debug()
+    pc: PC = PC()
+    data: Data = Data()
+    health: Health = Health()
+    evaluation: Evaluation = Evaluation()
     _origin: str = PrivateAttr("")
 
     @property

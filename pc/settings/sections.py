@@ -28,11 +28,6 @@ def key(default: Any, says: str, decides: str | None = None) -> Any:
     return Field(default, description=says, json_schema_extra={"decides": decides} if decides else None)
 
 
-def sub(section: type[Section]) -> Any:
-    """A section within a section, or of the whole configuration."""
-    return Field(default_factory=section)
-
-
 def entry_of(table: dict[str, Any]) -> Any:
     """The type of a key that names an entry of `table`."""
 

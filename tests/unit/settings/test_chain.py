@@ -12,7 +12,7 @@ from helpers.tiny import ROOT
 from pc.common.files import sha256_of
 from pc.errors import UserError
 from pc.settings import Config, chain, load_config, write_config
-from pc.settings.sections import Count, Section, Text, key, sub
+from pc.settings.sections import Count, Section, Text, key
 
 
 class Loader(Section):
@@ -23,7 +23,7 @@ class Loader(Section):
 class Training(Section):
     steps: Count = key(10, "")
     max_norm: float = key(1.0, "")
-    loader: Loader = sub(Loader)
+    loader: Loader = Loader()
 
 
 class Optimizer(Section):
@@ -39,9 +39,9 @@ class Method(Section):
 
 
 class Tiny(Section):
-    training: Training = sub(Training)
-    optimizer: Optimizer = sub(Optimizer)
-    method: Method = sub(Method)
+    training: Training = Training()
+    optimizer: Optimizer = Optimizer()
+    method: Method = Method()
 
 
 def resolve(path, words=()) -> dict:
