@@ -10,7 +10,7 @@ python scripts/sweep.py select SWEEP.toml...
 import argparse
 
 from pc.common.errors import exit_on_user_error
-from pc.launch.allocation import Allocation, add_options
+from pc.launch.slurm import Allocation
 from pc.sweep.spec import load
 
 
@@ -33,7 +33,7 @@ def main() -> None:
     commands["plan"].add_argument(
         "--tflops", type=float, default=400.0, help="TFLOP/s of one GPU (default 400: an H100 at 40 %% MFU)"
     )
-    add_options(commands["submit"])
+    Allocation.add_options(commands["submit"])
     commands["submit"].add_argument("--at-a-time", type=int, default=0, help="runs at once (default: all)")
     arguments = parser.parse_args()
 

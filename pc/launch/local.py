@@ -8,6 +8,7 @@ from pathlib import Path
 from pc.common.errors import exit_on_user_error
 from pc.common.run_folder import lock, state_of
 from pc.errors import UserError
+from pc.launch import torchrun
 from pc.settings import Config, load_config, rules
 from pc.settings.schema import Data
 
@@ -21,8 +22,7 @@ def main() -> None:
         print_help(path)
         return
     config = load_config(path, overrides)
-    rules.require(config)  # before the imports below, which take seconds
-    from pc.launch import torchrun
+    rules.require(config)  # before the import below, which takes seconds
     from pc.plan import dry_run
 
     folder = Path(config.job.dump_folder)

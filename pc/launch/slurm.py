@@ -5,22 +5,26 @@ allocation it calls this module twice: `task` runs torchrun on every node; `afte
 finished or cannot continue. No slurmdbd or sacct is needed: the state of a run is read from its own folder.
 """
 
+import argparse
+import contextlib
+import fcntl
 import json
 import os
 import shlex
+import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from pc.common.errors import exit_on_user_error
 from pc.common.files import write_atomically
 from pc.common.run_folder import is_locked, lock, newest_step, state_of, write_failure
 from pc.errors import UserError
-from pc.launch import network, torchrun
-from pc.launch.allocation import Allocation
+from pc.launch import torchrun
 from pc.launch.run import Run
-from pc.plan.dry_run import check
 from pc.settings import load_config
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "slurm"
@@ -30,6 +34,38 @@ SCORE_SCRIPT = SCRIPTS / "score.sbatch"
 CRASHES_ALLOWED_WITHOUT_PROGRESS = 2
 MISTAKE = 2
 """exit status after a `UserError`"""
+_ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What a job asks for."""
+
+    nodes: int
+    gpus_per_node: int
+    """0: train on CPUs"""
+    options: list[str]
+    """more options for sbatch"""
+
+    @staticmethod
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--nodes", type=int, default=1, help="machines per run (default 1)")
+        parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs per machine (default 8; 0: CPU)")
+        parser.add_argument(
+            "--sbatch", default="", help='more options for sbatch: --sbatch="--partition=main --time=8:00:00"'
+        )
+
+    @staticmethod
+    def of(arguments: argparse.Namespace) -> "Allocation":
+        return Allocation(arguments.nodes, arguments.gpus_per_node, shlex.split(arguments.sbatch))
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * max(1, self.gpus_per_node)
+
+    def words(self) -> list[str]:
+        gpus = [f"--gpus-per-node={self.gpus_per_node}"] if self.gpus_per_node else []
+        return [f"--nodes={self.nodes}", *gpus, *self.options]
 
 
 def submit_run(config: str, overrides: Sequence[str], allocation: Allocation, score: str | None) -> str:
@@ -38,6 +74,8 @@ def submit_run(config: str, overrides: Sequence[str], allocation: Allocation, sc
     Args:
         score: options of scripts/score.py, as on the command line; None: no scoring.
     """
+    from pc.plan.dry_run import check  # takes seconds
+
     check(config, overrides, allocation.world_size).require(f"{config}: ")
     folder = Path(load_config(config, overrides).job.dump_folder)
     job = sbatch(folder, [f"--job-name={folder.name}", *allocation.words()], TRAIN_SCRIPT, [config, *overrides])
@@ -90,7 +128,7 @@ def task(run: Run) -> int:
         # The first node, where the batch script runs, has rank 0. Jobs that share a node have different ports.
         host, port = os.environ["SLURM_LAUNCH_NODE_IPADDR"], 20000 + int(os.environ["SLURM_JOB_ID"]) % 10000
         rendezvous = [f"--nnodes={nodes}", f"--node-rank={node}", f"--master-addr={host}", f"--master-port={port}"]
-        network_here = network.gloo_interface(host if node else _last_host())
+        network_here = gloo_interface(host if node else _last_host())
     words, environment = torchrun.command(run.resolved, processes, rendezvous, prints=node == 0)
     return torchrun.run(words, network_here | environment, held, term_saves=True)
 
@@ -98,6 +136,22 @@ def task(run: Run) -> int:
 def _last_host() -> str:
     words = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
     return subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()[-1]
+
+
+def gloo_interface(peer: str) -> dict[str, str]:
+    """`GLOO_SOCKET_IFNAME`: the interface through which this node reaches another; {} if that cannot be found.
+
+    Without it gloo binds to what this node's own name resolves to, which on many systems is loopback.
+    """
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((peer, 9))  # chooses a route, sends nothing
+        mine = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                found = fcntl.ioctl(probe, _ADDRESS_OF_INTERFACE, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(found[20:24]) == mine:
+                    return {"GLOO_SOCKET_IFNAME": name}
+    return {}
 
 
 def after(run: Run, returncode: int) -> int:

@@ -2,20 +2,18 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
-import torch
-
 from pc.errors import UserError
-from pc.launch import machine
 from pc.settings import Config, write_config
-from pc.titan.cpu import promised_gpus
 
 TRAINER = "pc.launch.worker"
 SECONDS_BETWEEN_PROGRESS_LINES = 20
@@ -38,6 +36,10 @@ def processes_here() -> int:
         UserError: NGPU is wrong, or torch cannot use the GPUs.
         SystemExit: with status 1, because another node may not have this fault: SLURM gave more GPUs than there are.
     """
+    import torch  # here, because scripts that import this module answer mistakes before this takes seconds
+
+    from pc.titan.cpu import promised_gpus
+
     promised, gpus = promised_gpus(), torch.cuda.device_count()
     wish = os.environ.get("NGPU") or str(max(1, promised, gpus))
     processes = int(wish) if wish.isdecimal() else 0
@@ -118,9 +120,10 @@ def command(
         rendezvous: torchrun's options, of one node or several; none: this machine alone.
 
     Raises:
-        UserError: this machine lacks what the run needs.
+        UserError: this machine cannot compile.
     """
-    machine.require(config, processes)
+    if config.compile.enable:
+        _require_compiler()
     folder = Path(config.job.dump_folder)
     write_config(config, folder / "starting.toml")
     trainer = ["-m", TRAINER, str(folder / "starting.toml")]
@@ -140,6 +143,25 @@ def command(
     options = [*(rendezvous or ["--standalone"]), f"--nproc-per-node={processes}", "--role=rank", *console]
     logs = f"--log-dir={folder / 'logs'}"
     return [sys.executable, "-m", "torch.distributed.run", *options, logs, *trainer], environment(processes)
+
+
+def _require_compiler() -> None:
+    """Triton builds its driver with a C compiler; on a CPU, inductor builds its kernels with a C++ compiler."""
+    import torch
+
+    names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    if not torch.cuda.is_available():
+        names = [os.environ.get("CXX", "g++")]
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    missing = None
+    if not any(shutil.which(name.split()[0]) for name in names):
+        missing, package = f"{' or '.join(names)} on the PATH", "g++"
+    elif not header.exists():
+        missing, package = str(header), f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
+    if missing:
+        raise UserError(
+            f"compile.enable = true needs {missing}; install it (Debian: apt-get install {package}), or use false"
+        )
 
 
 def last_words(run_folder: Path) -> str | None:
@@ -166,6 +188,8 @@ def environment(processes: int) -> dict[str, str]:
     GPU memory uses expandable segments, as in TorchTitan's launcher, so that changing shapes (PC's batches between
     steps) do not fragment it. CPU memory is kept between steps.
     """
+    import torch
+
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
     keeps_memory = {} if torch.cuda.device_count() else GLIBC_KEEPS_MEMORY
     defaults = {

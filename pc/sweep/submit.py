@@ -4,13 +4,12 @@ import json
 from collections.abc import Sequence
 
 from pc.launch import slurm
-from pc.launch.allocation import Allocation
 from pc.plan.dry_run import check
 from pc.sweep import equal_runs
 from pc.sweep.spec import Sweep, begin
 
 
-def submit(sweeps: Sequence[Sweep], at_a_time: int, allocation: Allocation) -> str:
+def submit(sweeps: Sequence[Sweep], at_a_time: int, allocation: slurm.Allocation) -> str:
     """Check the sweeps' runs and queue unfinished ones, one array per sweep, `at_a_time` at once (0: all).
 
     Of equal runs only the first is queued.

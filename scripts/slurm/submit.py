@@ -7,7 +7,7 @@ python scripts/slurm/submit.py CONFIG.toml [--gpus-per-node 8] [--nodes 1] [--sc
 import argparse
 
 from pc.common.errors import exit_on_user_error
-from pc.launch.allocation import Allocation, add_options
+from pc.launch.slurm import Allocation, submit_run
 from pc.settings import load_config, rules
 
 
@@ -17,7 +17,7 @@ def main() -> None:
         description="Check a config, then queue its training, and its scoring with --score."
     )
     parser.add_argument("config", help="TOML file of the run")
-    add_options(parser)
+    Allocation.add_options(parser)
     parser.add_argument(
         "--score",
         nargs="?",
@@ -26,8 +26,7 @@ def main() -> None:
         help="also export and score it, with these options of scripts/score.py",
     )
     arguments, overrides = parser.parse_known_args()
-    rules.require(load_config(arguments.config, overrides))  # before the imports below, which take seconds
-    from pc.launch.slurm import submit_run
+    rules.require(load_config(arguments.config, overrides))  # before what takes seconds
 
     print(submit_run(arguments.config, overrides, Allocation.of(arguments), arguments.score))
 

@@ -51,7 +51,7 @@ def test_each_node_finds_the_interface_that_reaches_the_other(networks):
             *network,
             sys.executable,
             "-c",
-            f"from pc.launch import network as n; print(n.gloo_interface({peer!r}))",
+            f"from pc.launch import slurm as n; print(n.gloo_interface({peer!r}))",
         ]
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
         assert done.stdout == "{'GLOO_SOCKET_IFNAME': 'cable'}\n", done.stderr

@@ -1,0 +1,139 @@
+"""The command that trains: how many processes, what it needs of the machine, what becomes of signals and last words."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import signal
+import sys
+
+import pytest
+import torch
+
+from pc.common.run_folder import is_locked, lock
+from pc.errors import UserError
+from pc.launch import torchrun
+from pc.settings import Config
+from pc.titan import cpu
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """machine(gpus that torch sees, gpus that SLURM gave, whether there is a device file, NGPU)"""
+
+    def machine(seen: int, given: int | None = None, device: bool = False, wish: str = "") -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: seen > 0)
+        monkeypatch.setattr(cpu, "GPU", str(tmp_path if device else tmp_path / "none"))
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.setenv("SLURM_GPUS_ON_NODE", "" if given is None else str(given))
+        monkeypatch.setenv("NGPU", wish)
+
+    return machine
+
+
+@pytest.mark.parametrize(
+    "seen, given, wish, expected",
+    [(0, None, "", 1), (4, None, "", 4), (4, None, "2", 2), (0, None, "3", 3), (8, 8, "", 8), (7, 8, "4", 4)],
+)
+def test_processes_here(machine, seen, given, wish, expected):
+    machine(seen, given, device=seen > 0, wish=wish)
+    assert torchrun.processes_here() == expected
+
+
+@pytest.mark.parametrize("wish, gpus", [("0", 0), ("two", 0), ("5", 4)])
+def test_wrong_ngpu(machine, wish, gpus):
+    machine(gpus, wish=wish)
+    with pytest.raises(UserError, match=f"NGPU={wish}"):
+        torchrun.processes_here()
+
+
+def test_gpus_that_are_missing_or_that_torch_cannot_use(machine, monkeypatch):
+    machine(7, given=8)
+    with pytest.raises(SystemExit, match="shows 7 of the 8 GPUs of this job"):  # status 1: requeued
+        torchrun.processes_here()
+    for given, device in ((8, False), (None, True)):
+        machine(0, given, device)
+        for trains in (torchrun.processes_here, cpu.use_cpu_where_there_is_no_gpu):
+            with pytest.raises(UserError, match="has GPUs that torch .* cannot use"):
+                trains()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert torchrun.processes_here() == 1  # as wished
+
+
+def test_compilation_needs_a_compiler_and_headers(machine, monkeypatch, tmp_path):
+    config = Config(job={"dump_folder": str(tmp_path / "run")}, compile={"enable": True})
+    machine(0)
+    torchrun.command(config, 1)
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path))
+        patch.delenv("CXX", raising=False)
+        with pytest.raises(UserError, match=r"compile.enable = true needs g\+\+ on the PATH; install it"):
+            torchrun.command(config, 1)
+        machine(1)
+        with pytest.raises(UserError, match="needs gcc or clang on the PATH"):  # Triton asks for a C compiler
+            torchrun.command(config, 1)
+    monkeypatch.setattr(torchrun.sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(UserError, match=r"needs .*/Python.h; install it \(Debian: apt-get install python3"):
+        torchrun.command(config, 1)
+
+
+@pytest.mark.parametrize("own", ["", "max_split_size_mb:64"])
+def test_memory_segments_grow_unless_the_user_said_otherwise(own, tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    if own:
+        monkeypatch.setenv("PYTORCH_ALLOC_CONF", own)
+    for processes in (1, 2):
+        _, environment = torchrun.command(Config(job={"dump_folder": str(tmp_path)}), processes)
+        assert environment["PYTORCH_ALLOC_CONF"] == (own or "expandable_segments:True")
+
+
+def test_last_words_are_those_of_the_newest_attempt(tmp_path):
+    def log(attempt, rank, text, age=0.0):
+        file = tmp_path / "logs" / attempt / "attempt_0" / str(rank) / "stderr.log"
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
+        os.utime(file, (file.stat().st_mtime - age,) * 2)
+
+    assert torchrun.last_words(tmp_path) is None
+    log("a", 0, "error: of yesterday\n", age=90000)
+    lock(tmp_path).close()
+    assert torchrun.last_words(tmp_path) is None  # an attempt that has said nothing yet
+    log("b", 0, "step 1\n")
+    log("b", 1, "step 1\nTraceback (most recent call last):\n  File\nRuntimeError: no more\n")
+    assert torchrun.last_words(tmp_path).startswith("rank 1 ended with 'RuntimeError: no more'; its log is ")
+    log("b", 2, "Traceback (most recent call last):\nUserError: x\nerror: x.y = 1 is wrong\nerror: z too\n")
+    assert torchrun.last_words(tmp_path) == "error: x.y = 1 is wrong\nerror: z too"
+
+
+def test_a_file_system_without_locks_is_no_other_trainer(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.warns(UserWarning, match="cannot be locked"):
+        lock(tmp_path).close()
+    assert not is_locked(tmp_path)
+
+
+WAITS = "import signal, sys, time; signal.signal(signal.SIGUSR2, lambda *_: sys.exit(7)); print('ready', flush=True)"
+
+
+@pytest.mark.parametrize(
+    "sent, term_saves, status", [(signal.SIGUSR2, False, 7), (signal.SIGTERM, True, 7), (signal.SIGTERM, False, None)]
+)
+def test_signals_reach_the_command_and_end_what_started_it(tmp_path, monkeypatch, sent, term_saves, status):
+    """After SIGTERM a sweep does not start its next run; before a preemption SLURM's task saves."""
+    monkeypatch.setattr(torchrun, "SECONDS_BETWEEN_PROGRESS_LINES", 0.1)
+    said, before = tmp_path / "said", signal.getsignal(signal.SIGTERM)
+
+    def meanwhile() -> None:
+        if said.read_text() == "ready\n":
+            os.kill(os.getpid(), sent)
+
+    words = [sys.executable, "-c", f"{WAITS}; time.sleep(60)"]
+    with open(said, "w") as output, contextlib.ExitStack() as stack:
+        if status is None:
+            stack.enter_context(pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)))
+        assert torchrun.run(words, dict(os.environ), (), output, meanwhile, term_saves=term_saves) == status
+    assert signal.getsignal(signal.SIGTERM) == before
