@@ -5,12 +5,12 @@ control token stays text.
 """
 
 import json
-import tempfile
 from pathlib import Path
 
+from sentencepiece import sentencepiece_model_pb2
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 from transformers import PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import SentencePieceExtractor, generate_merges
+from transformers.convert_slow_tokenizer import generate_merges
 
 import pc.data.tokenizers as training
 from pc.common.files import write_atomically
@@ -72,14 +72,11 @@ def save(tokenizer: PreTrainedTokenizerFast, folder: str | Path) -> None:
 
 
 def _from_sentencepiece(tokenizer: training.Tokenizer) -> Tokenizer:
-    with tempfile.NamedTemporaryFile(suffix=".model") as file:
-        file.write(tokenizer.files["tokenizer.model"])
-        file.flush()
-        extractor = SentencePieceExtractor(file.name)
-    pieces = [piece.piece for piece in extractor.proto.pieces]
-    scores = [(piece.piece, piece.score) for piece in extractor.proto.pieces]
+    model = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.files["tokenizer.model"])
+    pieces = [piece.piece for piece in model.pieces]
+    scores = [(piece.piece, piece.score) for piece in model.pieces]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
-    unknown = pieces[extractor.proto.trainer_spec.unk_id]
+    unknown = pieces[model.trainer_spec.unk_id]
     # Merges in order of score: transformers' own order, by id, splits runs of spaces differently.
     merges = generate_merges(vocabulary, scores)
     converted = Tokenizer(

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -82,59 +81,44 @@ def from_checkpoint(
             f"{run.data}: the run's data folder, which has its tokenizer, is missing; restore it, or export the "
             "checkpoint with scripts/export_hf.py --tokenizer TOKENIZER and use the export"
         )
-    _require_vocabulary(converted, run.model_args.vocab_size, run.path, exactly=tokenizer is not None)
+    _require_vocabulary(converted, run.model_args.vocab_size, run.path)
     model = to_llama(run.weights, run.model_args)
-    for config in (model.config, model.generation_config):
-        config.bos_token_id, config.eos_token_id = converted.bos_token_id, converted.eos_token_id
+    ids = {"bos_token_id": converted.bos_token_id, "eos_token_id": converted.eos_token_id}
+    model.config.update(ids)
+    model.generation_config = GenerationConfig(**ids, do_sample=True)
     return model, converted
 
 
-def _require_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, path: Path, exactly: bool = False) -> None:
-    """A model may have more rows than its tokenizer has entries; one that the user names must fit exactly."""
-    if len(tokenizer) > vocab_size or (exactly and len(tokenizer) != vocab_size):
+def _require_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, path: Path) -> None:
+    """A model may have more rows than its tokenizer has entries, such as rows up to a round number."""
+    if len(tokenizer) > vocab_size:
         raise UserError(f"{path}: the model has {vocab_size} tokens, its tokenizer {len(tokenizer)}")
 
 
-def load(path: str | Path, tokenizer: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model and tokenizer of a run's checkpoint or of any Hugging Face folder, for scoring and sampling."""
     if os.path.isfile(os.path.join(path, "config.json")):
         return _load_folder(Path(path))
-    return from_checkpoint(plain_weights.load(path), tokenizer)
+    return from_checkpoint(plain_weights.load(path))
 
 
-def export(
-    source: str | Path,
-    out: str | Path,
-    dtype: str = "float32",
-    tokenizer: str | None = None,
-    scores: str | Path | None = None,
-) -> Path:
-    """Write a checkpoint of a run as a Hugging Face folder; returns it. `out` must not exist or be empty.
-
-    scores: a model's results of scripts/score.py, for the model card.
-    """
+def export(source: str | Path, out: str | Path, dtype: str = "float32", tokenizer: str | None = None) -> Path:
+    """Write a checkpoint of a run as a Hugging Face folder; returns it. `out` must not exist or be empty."""
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: exists already; give a new folder")
     run = plain_weights.load(source)
     model, converted = from_checkpoint(run, tokenizer)
     model = model.to(getattr(torch, dtype))
-    model.generation_config = GenerationConfig(
-        bos_token_id=converted.bos_token_id, eos_token_id=converted.eos_token_id, do_sample=True
-    )
-    card = model_card(run, model, dtype, scores)
     out.parent.mkdir(parents=True, exist_ok=True)
-    # Written to a temporary folder and renamed, so that an interrupted export does not look complete.
-    partial = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
-    try:
-        model.save_pretrained(partial)
-        hf_tokenizer.save(converted, partial)
-        write_atomically(partial / "README.md", card)
-        make_readable(partial)
-        os.replace(partial, out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    # Renamed when complete, so that an interrupted export does not look complete.
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as temporary:
+        folder = Path(temporary) / out.name
+        model.save_pretrained(folder)
+        hf_tokenizer.save(converted, folder)
+        write_atomically(folder / "README.md", model_card(run, model, dtype))
+        make_readable(folder)
+        os.replace(folder, out)
     return out
 
 

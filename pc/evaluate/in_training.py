@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import nn
 from torchtitan.distributed import ParallelDims
-from torchtitan.tools.logging import logger
 
 from pc.evaluate import hf_tokenizer, tasks
 from pc.evaluate.log_likelihoods import LogLikelihoods
@@ -38,9 +37,6 @@ class InTrainingScorer:
         section = self._section = job_config.evaluation
         # Loaded now, so that a missing file or an unreachable Hub stops the run at its start.
         self._tasks = tasks.load(section.tasks, section.data or None)
-        for name in section.tasks:
-            if variant := tasks.variant_of(name, section.data or None):
-                logger.warning(f"{name} in {section.data} differs from lm-eval's: {variant}")
         self._model = model_parts[0]
         batch_mesh = parallel_dims.get_optional_mesh("batch")
         self.lm = LogLikelihoods(

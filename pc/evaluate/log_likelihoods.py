@@ -113,11 +113,10 @@ class LogLikelihoods(TemplateLM):
         # tensor parallelism may leave the vocabulary sharded
         return logits.full_tensor() if isinstance(logits, DTensor) else logits
 
-    def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
+    def generate_until(self, requests, disable_tqdm: bool = False):
         raise NotImplementedError("the nine tasks ask for log-likelihoods of answers only")
 
-    def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-        raise NotImplementedError("the nine tasks ask for log-likelihoods of answers only")
+    loglikelihood_rolling = generate_until
 
 
 def _score(logits: Tensor, answer: list[int]) -> Tensor:

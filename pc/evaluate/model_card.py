@@ -13,7 +13,6 @@ from pc.common.plots import short_tokens
 from pc.common.run_folder import METRICS, read_log
 from pc.data import Manifest
 from pc.data.sources import HUB_DATASET
-from pc.evaluate import tables
 from pc.evaluate.plain_weights import RunCheckpoint
 
 _USE = """
@@ -32,8 +31,8 @@ It is a base model for research: neither tuned to follow instructions nor filter
 """
 
 
-def model_card(run: RunCheckpoint, model: LlamaForCausalLM, dtype: str, scores: str | Path | None = None) -> str:
-    """The card of `model`, made from `run`; scores: its results of scripts/score.py, if there are any."""
+def model_card(run: RunCheckpoint, model: LlamaForCausalLM, dtype: str) -> str:
+    """The card of `model`, made from `run`."""
     data = Manifest.read(run.data) if run.data.exists() else None
     header: dict[str, Any] = {
         "library_name": "transformers",
@@ -51,16 +50,13 @@ def model_card(run: RunCheckpoint, model: LlamaForCausalLM, dtype: str, scores: 
         ("method", _method(run)),
         ("data", f"{source}, tokenizer {data.tokenizer.name}" if data else f"`{run.data}`"),
         *_logged(run),
-        ("trained with", _command(run)),
-        ("exported with", f"`python scripts/export_hf.py {run.path} FOLDER`"),
+        ("trained with", f"`./run_llama_train.sh config.toml` with the configuration below{_where(run)}"),
     ]
-    title = f"{run.path.parent.parent.name}, step {run.step}"
-    parts = [
-        f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n# {title}\n\n{markdown.table(('', ''), rows)}{_USE}",
-        _scores(Path(scores)) if scores else "",
-        f"\n## Training configuration\n\n```toml\n{tomli_w.dumps(run.config)}```\n",
-    ]
-    return "".join(parts)
+    return (
+        f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n"
+        f"# {run.path.parent.parent.name}, step {run.step}\n\n{markdown.table(('', ''), rows)}{_USE}"
+        f"\n## Training configuration\n\n```toml\n{tomli_w.dumps(run.config)}```\n"
+    )
 
 
 def _method(run: RunCheckpoint) -> str:
@@ -84,17 +80,9 @@ def _logged(run: RunCheckpoint) -> list[tuple[str, str]]:
     return [("trained on", f"{short_tokens(last['tokens'])} tokens"), *rows] if rows else []
 
 
-def _command(run: RunCheckpoint) -> str:
+def _where(run: RunCheckpoint) -> str:
     path = run.path.parent.parent / "environment.json"
     if not path.is_file():
-        return "the configuration below"
+        return ""
     environment = json.loads(path.read_text())
-    return (
-        "`./run_llama_train.sh config.toml` with the configuration below "
-        f"(world size {environment['world_size']}, commit {environment['commit']})"
-    )
-
-
-def _scores(path: Path) -> str:
-    results = json.loads(path.read_text())
-    return "\n## Scores\n\n" + tables.markdown_table([results], list(results["tasks"]))
+    return f" (world size {environment['world_size']}, commit {environment['commit']})"

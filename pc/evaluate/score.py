@@ -43,6 +43,7 @@ def score(
     """
     names = list(dict.fromkeys(names))
     tasks.require_known(names)
+    sets = {task: sha256_of(tasks.data_file(task, data)) if data else "hub" for task in names}
     suffix = f".limit-{limit}" if limit else ""
     files = {}
     for name, path in map(parse_model, models):
@@ -52,7 +53,7 @@ def score(
             raise UserError(f"two models are called {slug!r}; give names: NAME=PATH")
         files[file] = name, path
     for file, (name, path) in files.items():
-        _score_model(name, path, file, names, data, limit, batch_size)
+        _score_model(name, path, file, sets, data, limit, batch_size)
     tables.write([json.loads(file.read_text()) for file in files], names, Path(output) / f"table{suffix}")
     return list(files)
 
@@ -68,33 +69,22 @@ def parse_model(text: str) -> tuple[str, Path]:
 
 
 def _score_model(
-    name: str, path: Path, file: Path, names: list[str], data: str | Path | None, limit: int | None, batch_size: int
+    name: str, path: Path, file: Path, sets: dict[str, str], data: str | Path | None, limit: int | None, batch_size: int
 ) -> None:
-    results = {
-        "name": name,
-        "model": str(path),
-        "model_sha256": _sha256_of_model(path),
-        "limit": limit,
-        "versions": {package: importlib.metadata.version(package) for package in _VERSIONED},
-        "tasks": {},
-    }
-    if file.is_file():
-        kept = json.loads(file.read_text())
-        if all(kept.get(key) == results[key] for key in ("model_sha256", "limit", "versions")):
-            results["tasks"] = kept["tasks"]
-        else:
-            _say(f"{file}: from another model or other versions; all its tasks are scored again")
-    sources = {task: sha256_of(tasks.data_file(task, data)) if data else "hub" for task in names}
-    missing = [task for task in names if results["tasks"].get(task, {}).get("data") != sources[task]]
-    lm = _load(path, batch_size) if missing else None
+    """Score the tasks that `file` does not have yet; sets: {task: hash of its data}."""
+    versions = {package: importlib.metadata.version(package) for package in _VERSIONED}
+    identity = {"model_sha256": _sha256_of_model(path), "limit": limit, "versions": versions}
+    kept = json.loads(file.read_text()) if file.is_file() else {}
+    found = kept["tasks"] if all(kept.get(key) == value for key, value in identity.items()) else {}
+    missing = [task for task in sets if found.get(task, {}).get("data") != sets[task]]
+    results = {"name": name, "model": str(path)} | identity | {"tasks": found}
     write_atomically(file, json.dumps(results, indent=2) + "\n")  # a folder that cannot be written shows now
-    for task in names:
-        if task not in missing:
-            _say(f"{name}: {task} is already scored")
-            continue
-        _say(f"{name}: {task} ({names.index(task) + 1} of {len(names)})")
-        results["tasks"][task] = tasks.score(lm, tasks.load([task], data), limit)[task] | {
-            "data": sources[task],
+    _say(f"{name}: {len(sets) - len(missing)} of {len(sets)} tasks are already scored")
+    lm = _load(path, batch_size) if missing else None
+    for number, task in enumerate(missing, start=1):
+        _say(f"{name}: {task} ({number} of {len(missing)})")
+        found[task] = tasks.score(lm, tasks.load([task], data), limit)[task] | {
+            "data": sets[task],
             "variant": tasks.variant_of(task, data),
             "commit": commit(),
             "batch_size": batch_size,

@@ -6,7 +6,7 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
-from pc.evaluate import fetch, hugging_face, tasks
+from pc.evaluate import fetch, tasks
 from pc.evaluate.log_likelihoods import LogLikelihoods
 
 # Logits agree to 32 float32 roundings (test_hugging_face); a log-likelihood sums the errors of its tokens,
@@ -16,8 +16,7 @@ RELATIVE = 1e-5
 
 @pytest.fixture(scope="module")
 def theirs(pc_export):
-    llama, tokenizer = hugging_face.load(pc_export)
-    return HFLM(pretrained=llama, tokenizer=tokenizer, batch_size=8, device="cpu")
+    return HFLM(pretrained=str(pc_export), batch_size=8, device="cpu", dtype="float32")
 
 
 @pytest.fixture(scope="module")

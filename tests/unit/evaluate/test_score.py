@@ -28,14 +28,6 @@ def read(path):
     return json.loads(Path(path).read_text())
 
 
-def test_checkpoint_and_its_export_score_alike(pc_run, pc_export, evaluation_data, tmp_path):
-    files = run([f"run={pc_run.checkpoint}", f"export={pc_export}"], tmp_path, evaluation_data)
-    one, other = map(read, files)
-    assert one["tasks"] == other["tasks"] and one["model_sha256"] != other["model_sha256"]
-    assert set(one["tasks"]["piqa"]) >= {"acc", "acc_norm", "acc_stderr", "items", "version", "commit"}
-    assert {path.name for path in tmp_path.iterdir()} >= {"table.md", "table.csv", "table.png"}
-
-
 def test_finished_tasks_are_not_repeated(pc_export, plain_run, evaluation_data, tmp_path, loads, monkeypatch):
     load = tasks.load
 
