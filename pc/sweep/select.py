@@ -10,7 +10,6 @@ import tomli_w
 
 from pc.common import markdown
 from pc.common.files import write_atomically
-from pc.common.run_folder import state_of
 from pc.errors import UserError
 from pc.sweep import bars
 from pc.sweep.results import collect
@@ -23,7 +22,7 @@ def select(sweep: Sweep) -> str:
     if all(result[VALIDATION] is None for result in results):
         raise UserError(f"{sweep.path}: no finished run has a finite {VALIDATION!r}; see `scripts/sweep.py status`")
     table = _settings(sweep, results)
-    said = [_write_table(sweep, table, results)]
+    said = [_write_table(sweep, table)]
     said += [_choose(sweep, config, rows) for config, rows in table.groupby("config", sort=False)]
     bars.plot(results, sweep.folder / "plot")
     return "\n".join([*said, f"Table and plot: {sweep.folder}/table.md, {sweep.folder}/plot.png"])
@@ -69,7 +68,7 @@ def _choose(sweep: Sweep, config: str, rows: pd.DataFrame) -> str:
     chosen = ", ".join(f"{key} = {json.dumps(value)}" for key, value in best.settings.items())
     said = f"{name}: {chosen or 'its own values'}, {VALIDATION} {best.loss:.4f} -> {destination}"
     if waiting := rows.waiting.sum():
-        said += f"\n  provisional: {waiting} runs of {name} are not counted"
+        said += f"\n  provisional: {waiting} runs of {name} have no loss; see `scripts/sweep.py status`"
     for key, value in best.settings.items():
         values = [settings[key] for settings in rows.settings]
         is_numeric = all(type(one) in (int, float) for one in values)
@@ -83,7 +82,7 @@ def _relative(file: Path, folder: Path) -> str:
     return os.path.relpath(file.parent.resolve() / file.name, folder.resolve())
 
 
-def _write_table(sweep: Sweep, table: pd.DataFrame, results: list[dict]) -> str:
+def _write_table(sweep: Sweep, table: pd.DataFrame) -> str:
     keys = list(sweep.runs[0].settings)
     rows = []
     for row in table[table.runs > 0].itertuples():
@@ -94,14 +93,5 @@ def _write_table(sweep: Sweep, table: pd.DataFrame, results: list[dict]) -> str:
         f"\nStable: at most {sweep.spikes_allowed} spikes of the training loss in any seed (docs/analysis.md says what "
         "counts as one).\n"
     )
-    without = {result["name"] for result in results if result[VALIDATION] is None}
-    not_counted = ""
-    for run in sweep.runs:
-        state = state_of(run.folder)
-        if state.state != "finished":
-            not_counted += f"- {run.name}: {state.state} {state.reason}".rstrip() + "\n"
-        elif run.name in without:
-            not_counted += f"- {run.name}: finished, but its last {VALIDATION} is not a finite number\n"
-    text += f"\nNot counted:\n{not_counted}" if not_counted else ""
     write_atomically(sweep.folder / "table.md", text)
     return text
