@@ -172,15 +172,16 @@ def test_gradients_equal_the_in_graph_oracle(tiny_config, ranks):
     pc, baseline, weaker = run_ranks(1, _oracle, config, [4, None, 3])[0]
     names, cases, expected = [], [], []
     for name, data_ranks, layout in LAYOUTS[ranks]:
-        splits = PIPELINED if layout[:2] == PP2 else PLAIN
+        splits = PLAIN if layout[:2] != PP2 else PIPELINED if ranks == 2 else PIPELINED[2:]
         further = OTHER_SCHEDULES if layout == PP2 and ranks == 2 else OTHER_SYNCS if layout == HSDP2 else []
         for how, *split in [*further, *splits]:
             names.append(f"{name}, {how}, PC")
             cases.append(_overrides(data_ranks, layout, *split))
             expected.append(pc)
-        names.append(f"{name}, {how}, baseline")
-        cases.append([*cases[-1], *BASELINE])
-        expected.append(baseline)
+        if ranks != 4 or layout == TP2:
+            names.append(f"{name}, {how}, baseline")
+            cases.append([*cases[-1], *BASELINE])
+            expected.append(baseline)
     by_rank = run_ranks(ranks, _gradients, config, cases)
     for i, name in enumerate(names):
         gradients = _merged([results[i] for results in by_rank])

@@ -47,7 +47,7 @@ def test_loop_with_a_cuda_build_and_no_gpu(run, tmp_path, monkeypatch):
     run("loop.py", "--steps", 1, "--folder", tmp_path)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_loop(run, tmp_path, ranks):
     run("loop.py", "--steps", 3, "--folder", tmp_path / "stopped", ranks=ranks)
     resumed = run("loop.py", "--steps", 5, "--folder", tmp_path / "stopped", ranks=ranks)

@@ -37,6 +37,7 @@ def copy(tmp_path_factory):
     return run
 
 
+@pytest.mark.soak
 def test_entries_are_all_that_a_run_needs(copy, tiny_shards, tmp_path):
     """All but the size are trained with, which would take long: its dry run counts the optimizer's one state."""
     config = write_small_config(tmp_path / "small.toml", tiny_shards, steps=2, interval=2)

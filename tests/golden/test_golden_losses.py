@@ -24,7 +24,9 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name, ranks", [*((name, 1) for name in RUNS), ("adamw_pc", 2)])
+@pytest.mark.parametrize(
+    "name, ranks", [*((name, 1) for name in RUNS), pytest.param("adamw_pc", 2, marks=pytest.mark.soak)]
+)
 def test_first_losses(demo_data, tmp_path, name, ranks):
     """Two ranks have the same losses, up to the order of float32 sums."""
     overrides = {
