@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pc.common.files import sha256_of
-from pc.data import Manifest, require_same_tokenizer
+from pc.data import Manifest, build_dataloader, require_same_tokenizer
 from pc.data.demo import FOLDER as DEMO
 from pc.data.manifest import TOKENIZER_FOLDER
 from pc.errors import UserError
@@ -179,36 +179,31 @@ def _check_data(report: Report, config: Config, needs_data: bool, wanted: int) -
     validation = train
     if config.data.validation_path:
         validation = _manifest(report, "data.validation_path", config.data.validation_path, needs_data)
-    for manifest in {id(manifest): manifest for manifest in (train, validation) if manifest}.values():
-        if manifest.vocab_size > config.model.vocab_size:
-            report.fail(
-                f"{manifest.folder} was tokenised with {manifest.vocab_size} entries, "
-                f"but model.vocab_size is {config.model.vocab_size}"
-            )
     if train and validation:
         _tried(report, require_same_tokenizer, train, validation)
-    seq_len = config.training.seq_len
-    if train and config.model.flavor in PAPERS_FLAVORS:
-        _check_papers_data(report, train, wanted)
     if train:
         tokens = train.tokens("train")
         report.facts.append(("training data", f"{train.folder}: {tokens:,} tokens, tokenizer {train.tokenizer.name}"))
-        if tokens <= seq_len:
-            report.fail(f"{train.folder} has {tokens} training tokens, too few for seq_len {seq_len}")
-        if seq_len < tokens < wanted and config.model.flavor not in PAPERS_FLAVORS:
+        is_usable = _sequences(report, config, train, "train") > 0
+        if is_usable and config.model.flavor in PAPERS_FLAVORS:
+            _check_papers_data(report, train, wanted)
+        elif is_usable and tokens < wanted:
             report.warnings.append(f"the run repeats its {tokens:,} training tokens {wanted / tokens:.1f} times")
     if validation and config.validation.enable:
-        sequences = max(0, validation.tokens("validation") - 1) // seq_len
-        report.facts.append(
-            ("validation data", f"{min(sequences, config.data.validation_sequences)} sequences of {seq_len}")
-        )
-        if sequences == 0:
-            report.fail(f"{validation.folder} has no validation sequence of {seq_len} tokens")
-        elif sequences < config.data.validation_sequences:
+        sequences, requested = _sequences(report, config, validation, "validation"), config.data.validation_sequences
+        report.facts.append(("validation data", f"{min(sequences, requested)} sequences of {config.training.seq_len}"))
+        if sequences < requested:
             report.warnings.append(
-                f"{validation.folder} has {sequences} validation sequences, "
-                f"data.validation_sequences is {config.data.validation_sequences}"
+                f"{validation.folder} has {sequences} validation sequences, data.validation_sequences is {requested}"
             )
+
+
+def _sequences(report: Report, config: Config, manifest: Manifest, split: str) -> int:
+    """Sequences of a split; 0 after adding what the run's own loader says against it."""
+    sizes = {"seq_len": config.training.seq_len, "vocab_size": config.model.vocab_size}
+    rank = {"local_batch_size": 1, "dp_rank": 0, "dp_world_size": 1}
+    loader = _tried(report, lambda: build_dataloader(manifest.folder, split, **sizes, **rank))
+    return loader.sequences.length if loader else 0
 
 
 def _check_papers_data(report: Report, train: Manifest, wanted: int) -> None:

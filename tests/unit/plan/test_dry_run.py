@@ -88,9 +88,9 @@ def test_data_are_checked_against_the_model(tiny_shards):
     assert report.errors == []
     assert any("validation sequences" in warning for warning in report.warnings)
     report = check(ROOT / "train_configs" / "debug.toml", [*words, "--model.vocab_size=10"], 1)
-    assert any("model.vocab_size is 10" in error for error in report.errors)
+    assert any("the model's vocabulary has 10" in error for error in report.errors)
     report = check(ROOT / "train_configs" / "debug.toml", [*words, "--training.seq_len=1000000"], 1)
-    assert any("too few for seq_len" in error for error in report.errors)
+    assert any("too few for one sequence" in error for error in report.errors)
 
 
 def test_a_model_of_the_papers_says_where_its_data_are_not_the_papers(tiny_shards, tmp_path, monkeypatch):
