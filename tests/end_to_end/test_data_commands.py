@@ -14,52 +14,38 @@ import pyarrow.parquet as pq
 import pytest
 
 from pc.data import Manifest
+from pc.data.tokenizing import tokenize
 from pc.errors import UserError
 
-ROOT = Path(__file__).parents[2]
-
-
-def words_of(script: str, *arguments: str) -> list[str]:
-    return [sys.executable, str(ROOT / "scripts" / script), *arguments]
-
-
-def run(script: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess:
-    return subprocess.run(words_of(script, *arguments), cwd=cwd, capture_output=True, text=True, timeout=120)
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory) -> Path:
-    """A folder with six parquet files of 2.5 MB of text, enough work to be killed in between."""
+    """A folder with six parquet files of 0.8 MB of text, enough work to be killed in between."""
     folder = tmp_path_factory.mktemp("work")
     choose = random.Random(0)
     words = ["".join(choose.choices("etaoinshrdlu", k=choose.randint(1, 9))) for _ in range(5000)]
     for number in range(6):
-        texts = [" ".join(choose.choices(words, k=500)) for _ in range(900)]
+        texts = [" ".join(choose.choices(words, k=500)) for _ in range(300)]
         (folder / "parquet").mkdir(exist_ok=True)
         pq.write_table(pa.table({"text": texts}), folder / "parquet" / f"{number}.parquet")
     return folder
 
 
-ARGUMENTS = ["--input", "parquet/*.parquet", "--validation-fraction", "0.05", "--processes", "2"]
+ARGUMENTS = ["--input", "parquet/*.parquet", "--validation-fraction", "0.05", "--processes", "1"]
 
 
 @pytest.fixture(scope="module")
 def finished(work) -> Path:
-    done = run("tokenize_fineweb.py", *ARGUMENTS, "--output", "finished", cwd=work)
-    assert done.returncode == 0, done.stderr
-    assert "finished is complete" in done.stdout and "inspect_data.py finished" in done.stdout
-    return work / "finished"
+    return tokenize(str(work / "parquet" / "*.parquet"), work / "finished", validation_fraction=0.05).folder
 
 
-def test_killed_run_is_continued(work, finished):
+def test_killed_run_is_continued(work, finished, monkeypatch, command):
+    monkeypatch.chdir(work)
     killed = work / "killed"
-    process = subprocess.Popen(
-        words_of("tokenize_fineweb.py", *ARGUMENTS, "--output", "killed"),
-        cwd=work,
-        start_new_session=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    words = [sys.executable, str(SCRIPTS / "tokenize_fineweb.py"), *ARGUMENTS, "--output", "killed"]
+    process = subprocess.Popen(words, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 100
     while len(list(killed.glob("units/*.json"))) < 2 and process.poll() is None:
         assert time.monotonic() < deadline
@@ -72,8 +58,9 @@ def test_killed_run_is_continued(work, finished):
     with pytest.raises(UserError, match="killed is not finished"):
         Manifest.read(killed)
 
-    again = run("tokenize_fineweb.py", *ARGUMENTS, "--output", "killed", cwd=work)
-    assert again.returncode == 0, again.stderr
+    status, printed, errors = command("tokenize_fineweb.py", *ARGUMENTS, "--output", "killed")
+    assert status == 0, errors
+    assert "killed is complete" in printed and "inspect_data.py killed" in printed
     assert {path: path.stat().st_mtime_ns for path in units} == stamps, "finished shards were made again"
     assert Manifest.read(killed).shards == Manifest.read(finished).shards
     for path in finished.rglob("*.npy"):
@@ -87,7 +74,7 @@ def test_array_tasks_share_the_work(work, finished, monkeypatch, command):
     monkeypatch.setenv("SLURM_ARRAY_TASK_COUNT", "2")
     for task in ("10", "11"):
         monkeypatch.setenv("SLURM_ARRAY_TASK_ID", task)
-        _, printed, _ = command("tokenize_fineweb.py", *ARGUMENTS, "--processes", "1", "--output", "array")
+        _, printed, _ = command("tokenize_fineweb.py", *ARGUMENTS, "--output", "array")
         assert ("complete when all are" in printed) == (task == "10")
     assert Manifest.read(work / "array").shards == Manifest.read(finished).shards
 

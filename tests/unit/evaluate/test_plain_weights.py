@@ -1,6 +1,5 @@
 """A checkpoint is read completely or not at all, and nothing in it is executed."""
 
-import json
 import os
 import pickle
 import shutil
@@ -10,11 +9,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from helpers.made_runs import make_run
-from helpers.ranks import run_ranks
 from pc import PCConfig, UserError
 from pc.evaluate import plain_weights
 from pc.titan.checksums import CHECKSUMS
@@ -147,18 +143,3 @@ def test_an_index_written_by_python_3_11_2_is_read(copied):
     (copied / ".metadata").write_bytes(pickle.dumps(Attack()))
     with pytest.raises(UserError, match="getattr of <class 'pathlib.Path'> does not belong"):
         plain_weights.load(copied)
-
-
-def _save_sharded(rank, entries, folder):
-    mesh = init_device_mesh("cpu", (3,))
-    sharded = {key: distribute_tensor(tensor, mesh, [Shard(0)]) for key, tensor in entries.items()}
-    dcp.save(sharded | {"method": {"fingerprint": json.dumps({"enable": False})}}, checkpoint_id=str(folder))
-
-
-def test_written_by_three_ranks(tmp_path, plain_run):
-    """256 rows on 3 ranks: uneven shards."""
-    shutil.copytree(plain_run.checkpoint.parent.parent, tmp_path / "run")
-    folder = tmp_path / "run" / "checkpoint" / "step-8"
-    run_ranks(3, _save_sharded, plain_run.model.state_dict(), folder)
-    assert len(list(folder.glob("*.distcp"))) == 3
-    assert same(plain_weights.load(folder).weights, plain_run.model)
