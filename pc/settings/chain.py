@@ -23,7 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 from pc.common.files import write_atomically
 from pc.errors import UserError
 from pc.settings.schema import INSTEAD, Config
-from pc.settings.sections import Section
+from pc.settings.sections import Section, keys_of
 
 PARENT = "parent"
 RESOLVED = "# Resolved configuration. Sources, highest precedence first:\n"
@@ -159,19 +159,10 @@ def _annotation(keys: Sequence[str], schema: type[Section]) -> Any:
     return annotation
 
 
-def all_keys(schema: type[Section]) -> list[str]:
-    """Every `section.key`."""
-    keys = []
-    for name, field in schema.model_fields.items():
-        inner = all_keys(field.annotation) if _is_section(field.annotation) else None
-        keys += [name] if inner is None else [f"{name}.{key}" for key in inner]
-    return keys
-
-
 def _unknown(name: str, schema: type[Section]) -> str:
     if name in INSTEAD:
         return f"{name} is not supported by this trainer; see {INSTEAD[name]}"
-    known = all_keys(schema)
+    known = [key for key, *_ in keys_of(schema())]
     elsewhere = [key for key in known if key.rpartition(".")[2] == name.rpartition(".")[2]]
     names = [*known, *(key.rpartition(".")[0] for key in known)]
     candidates = elsewhere or difflib.get_close_matches(name, names, n=1) or ["one that --help shows"]

@@ -6,7 +6,6 @@ Method and result hold only values that differ from the defaults, so that a key 
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from pc.levels import resolve
 from pc.settings.layout import Layout
 from pc.settings.optimizers import foreign_keys
 from pc.settings.schema import PC, Config
-from pc.settings.sections import METHOD, RESULT, Section
+from pc.settings.sections import METHOD, RESULT, keys_of
 
 _SWITCHES = {"pc": "enable", "checkpoint": "enable", "validation": "enable", "evaluation": "interval"}
 """{section: the key without which its other keys decide nothing}"""
@@ -23,20 +22,20 @@ _SWITCHES = {"pc": "enable", "checkpoint": "enable", "validation": "enable", "ev
 BATCH = "training.global_batch_size"
 
 
-def everything(section: Section, prefix: str = "") -> dict[str, Any]:
+def everything(config: Config) -> dict[str, Any]:
     """{"section.key": value}"""
-    return {name: value for name, _, value, _ in _keys(section, prefix)}
+    return {name: value for name, _, value, _ in keys_of(config)}
 
 
 def method(pc: PC) -> dict[str, Any]:
     """What defines PC(W): {key of [pc]: value}, with "enable" in any case."""
-    changed = {name: value for name, decides, value, default in _keys(pc) if decides == METHOD and value != default}
+    changed = {name: value for name, decides, value, default in keys_of(pc) if decides == METHOD and value != default}
     return {"enable": True} | changed if pc.enable else {"enable": False}
 
 
 def whole_method(changed: dict[str, Any]) -> dict[str, Any]:
     """A method with its defaults."""
-    defaults = {name: default for name, decides, _, default in _keys(PC()) if decides == METHOD}
+    defaults = {name: default for name, decides, _, default in keys_of(PC()) if decides == METHOD}
     return defaults | changed if changed["enable"] else changed
 
 
@@ -71,7 +70,7 @@ def result(config: Config, world_size: int | None = None, data: dict[str, str] |
     foreign = {f"optimizer.{key}" for key in foreign_keys(config.optimizer.name)}
     found = {
         name: value
-        for name, decides, value, default in _keys(config)
+        for name, decides, value, default in keys_of(config)
         if decides == RESULT and value != default and not name.startswith(off) and name not in foreign
     }
     if config.pc.enable:
@@ -94,17 +93,6 @@ def _differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 def _validation_path(config: Config) -> str:
     return os.path.abspath(config.data.validation_path or config.data.path)
-
-
-def _keys(section: Section, prefix: str = "") -> Iterator[tuple[str, str, Any, Any]]:
-    """(name, what it decides, value, default) of each key."""
-    for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
-        if isinstance(value, Section):
-            yield from _keys(value, f"{prefix}{name}.")
-        else:
-            decides = (field.json_schema_extra or {}).get("decides", section.decides)
-            yield prefix + name, decides, value, field.default
 
 
 def _canonical(changed: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What all sections of a configuration have in common: strict types, named kinds of numbers, and what a key decides."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
@@ -21,6 +22,17 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
     decides: ClassVar[str] = RUN
     """what its keys decide, unless a key says otherwise"""
+
+
+def keys_of(section: Section, prefix: str = "") -> Iterator[tuple[str, str, Any, Any]]:
+    """("section.key", what it decides, value, default) of each key."""
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from keys_of(value, f"{prefix}{name}.")
+        else:
+            decides = (field.json_schema_extra or {}).get("decides", section.decides)
+            yield prefix + name, decides, value, field.default
 
 
 def key(default: Any, says: str, decides: str | None = None) -> Any:

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from helpers.tiny import ROOT
-from pc.settings.chain import all_keys
+from pc.settings.identity import everything
 from pc.settings.schema import Config
 
 PLACES = ("*.md", "docs/*.md", "benchmarks/*.md", "results/*/README.md")
 DOCUMENTS = sorted(str(file.relative_to(ROOT)) for place in PLACES for file in ROOT.glob(place))
 FOLDERS = "pc|scripts|tests|benchmarks|docs|examples|train_configs|results"
 COMMIT = re.compile(r"\b(?=[0-9a-f]*\d)[0-9a-f]{7}\b")
-KEYS = {"section.key", *all_keys(Config)}
+KEYS = {"section.key", *everything(Config())}
 SECTIONS = "|".join(Config.model_fields.keys() - {"pc"})
 
 

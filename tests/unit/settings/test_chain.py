@@ -12,6 +12,7 @@ from helpers.tiny import ROOT
 from pc.common.files import sha256_of
 from pc.errors import UserError
 from pc.settings import Config, chain, load_config, write_config
+from pc.settings.identity import everything
 from pc.settings.sections import Count, Section, Text, key
 
 
@@ -93,11 +94,6 @@ def test_sections_merge_and_values_replace(write):
         (["--optimizer.lr", "3"], {"optimizer": {"lr": 3.0}}),
         (["--optimizer.lr=.5"], {"optimizer": {"lr": 0.5}}),
         (["--optimizer.fused"], {"optimizer": {"fused": True}}),
-        (
-            ["--optimizer.fused", "--training.steps", "1"],
-            {"training": {"steps": 1}, "optimizer": {"fused": True}},
-        ),
-        (["--optimizer.fused", "false"], {"optimizer": {"fused": False}}),
         (["--optimizer.name", "Muon"], {"optimizer": {"name": "Muon"}}),
         (["--method.level", "2"], {"method": {"level": 2}}),
         (["--method.level", "polar_express"], {"method": {"level": "polar_express"}}),
@@ -106,9 +102,7 @@ def test_sections_merge_and_values_replace(write):
             {"method": {"level": {"o": 4, "ffn": "polar_express"}}},
         ),
         (["--method.level", "2.5,-1.5"], {"method": {"level": [2.5, -1.5]}}),
-        (["--method.level", "[2, -1.5, 0.5]"], {"method": {"level": [2.0, -1.5, 0.5]}}),
         (["--method.level", "{o = [1.5, -0.5], ffn = 2}"], {"method": {"level": {"o": [1.5, -0.5], "ffn": 2}}}),
-        (["--method.blocks", "o"], {"method": {"blocks": ["o"]}}),
         (["--method.blocks", "o,ffn"], {"method": {"blocks": ["o", "ffn"]}}),
         (["--method.blocks", '["o", "ffn"]'], {"method": {"blocks": ["o", "ffn"]}}),
         (["--method.blocks="], {"method": {"blocks": []}}),
@@ -128,7 +122,6 @@ def test_command_line_words_take_the_declared_type(words, expected):
     "text, said",
     [
         ("[optimizer]\nlearning_rate = 1", "unknown key optimizer.learning_rate"),
-        ("[optimizer]\nsteps = 1", "did you mean training.steps?"),
         ("[optimiser]\nlr = 1", "unknown key optimiser; did you mean optimizer?"),
         ("[training]\nstep = 1", "did you mean training.steps?"),
         ("lr = 1", "did you mean optimizer.lr?"),
@@ -138,15 +131,10 @@ def test_command_line_words_take_the_declared_type(words, expected):
         ("[optimizer]\nlr = nan", "optimizer.lr = nan should be a finite number"),
         ('[method]\nnote = "\\u0000"', "method.note"),
         ("[training]\nsteps = true", "training.steps = True should be a valid integer"),
-        ('[training]\nsteps = "5"', "training.steps = '5' should be a valid integer"),
-        ('[optimizer]\nlr = "fast"', "optimizer.lr = 'fast' should be a valid number"),
-        ("[optimizer]\nlr = 2020-01-01", "optimizer.lr"),
         ("[optimizer]\nfused = 1", "optimizer.fused = 1 should be a valid boolean"),
         ('[optimizer]\nname = "SGD"', "should be 'AdamW' or 'Muon'"),
         ("[method]\nblocks = [1]", "method.blocks.0 = 1 should be a valid string"),
-        ('[method]\nblocks = "o"', "should be a valid list"),
         ("[method]\nlevel = 1.5", "should be a valid integer or a valid string or a valid list or"),
-        ("[method]\nlevel = {o = 1.5}", "method.level"),
         ("[training.loader]\nworker = 1", "did you mean training.loader.workers?"),
         ("steps = = 1", "not valid TOML"),
         ("parent = 3", "No such file"),
@@ -168,15 +156,10 @@ def test_bad_files_are_named_with_the_key(write, text, said):
     "words, said",
     [
         (["--training.step", "5"], "did you mean training.steps?"),
-        (["--steps", "5"], "did you mean training.steps?"),
         (["--training", "5"], "training = 5 should be a valid dictionary"),
         (["--training.steps"], "training.steps = True should be a valid integer"),
-        (["--method.note", "--training.steps=1"], "method.note = True should be a valid string"),
         (["--training.steps", "5.5"], "should be a valid integer"),
-        (["--training.steps.more", "5"], "training.steps = {'more': 5} should be a valid integer"),
         (["--method.blocks", '["o", 1]'], "method.blocks.1 = 1 should be a valid string"),
-        (["--training=5", "--training.loader.workers=1", "--loader=1"], "unknown key loader"),
-        (["training.steps", "5"], "is not an override"),
         (["--optimizer.fused", "maybe"], "should be a valid boolean"),
         (["--optimizer.lr", "fast"], "should be a valid number"),
     ],
@@ -235,17 +218,10 @@ def test_every_faulty_key_is_named_once(write):
     assert len(lines) == 3 and all(str(file) in line for line in lines)
 
 
-@pytest.mark.parametrize(
-    "text, said",
-    [
-        ("[training]\ndataset_path = 'x'", "training.dataset_path is not supported by this trainer; see data.path"),
-        ("[parallelism]\nenable_async_tensor_parallel = true", "unknown key parallelism.enable_async_tensor_parallel"),
-        ("[validation]\nsteps = 5", "validation.steps is not supported by this trainer; see data.validation_sequences"),
-    ],
-)
-def test_a_key_of_torchtitan_that_is_not_read_names_its_replacement(write, text, said):
-    with pytest.raises(UserError, match=said):
-        load_config(write("theirs.toml", text))
+def test_a_key_of_torchtitan_that_is_not_read_names_its_replacement(write):
+    file = write("theirs.toml", "[training]\ndataset_path = 'x'")
+    with pytest.raises(UserError, match="training.dataset_path is not supported by this trainer; see data.path"):
+        load_config(file)
 
 
 def test_every_key_is_read():
@@ -263,15 +239,27 @@ def test_every_key_is_read():
             return False
         return True
 
-    keys = chain.all_keys(Config)
+    keys = list(everything(Config()))
     assert not [k for k in keys if not is_theirs(k) and not re.search(rf"\.{k.rpartition('.')[2]}\b", code)]
     assert not is_theirs("training.step") and is_theirs("training.steps")  # controls
     assert not set(keys) & set(chain.INSTEAD)
 
 
-LAUNCH = (
-    "import sys; from pc.launch import local; sys.argv[1:] = {words!r}\ntry: local.main()\nfinally: print(*sys.modules)"
-)
+def run_without_torch(code: str) -> tuple[int, str]:
+    """(status, output) of a command in a process of its own; neither torch nor TorchTitan was imported there."""
+    code = f"import runpy, sys\n{code}\nfinally: print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    *said, modules = done.stdout.splitlines()
+    assert "pc.common.errors" in modules.split() and not {"torch", "torchtitan"} & set(modules.split())
+    return done.returncode, "\n".join(said) + done.stderr
+
+
+def launch(*words) -> tuple[int, str]:
+    return run_without_torch(f"from pc.launch import local; sys.argv[1:] = {list(words)!r}\ntry: local.main()")
+
+
+def run_script(script, *words) -> tuple[int, str]:
+    return run_without_torch(f"sys.argv = {['x', *words]!r}\ntry: runpy.run_path({str(script)!r}, run_name='__main__')")
 
 
 @pytest.mark.parametrize(
@@ -284,46 +272,26 @@ LAUNCH = (
         (["--checkpoint.exclude_from_loading=pc"], "should name both model and pc or neither"),
     ],
 )
-def test_help_and_mistakes_need_neither_torch_nor_torchtitan(words, said):
-    words = ["train_configs/271m_adamw_pc.toml", *words]
-    done = subprocess.run([sys.executable, "-c", LAUNCH.format(words=words)], capture_output=True, text=True, cwd=ROOT)
-    assert said in done.stdout + done.stderr and done.returncode == (0 if "--help" in words else 2)
-    modules = done.stdout.splitlines()[-1].split()
-    assert "pc.settings.schema" in modules and not {"torch", "torchtitan"} & set(modules)
+def test_help_and_mistakes_need_no_torch(words, said):
+    status, output = launch("train_configs/271m_adamw_pc.toml", *words)
+    assert said in output and status == (0 if "--help" in words else 2)
 
 
 def test_a_missing_parent_needs_no_torch(write):
     leaf = write("leaf.toml", 'parent = "gone.toml"\n')
-    done = subprocess.run(
-        [sys.executable, "-c", LAUNCH.format(words=[str(leaf)])], capture_output=True, text=True, cwd=ROOT
-    )
-    assert done.stderr == f"error: {leaf.parent}/gone.toml (parent of {leaf}): No such file or directory\n"
-    assert "torch" not in done.stdout.splitlines()[-1].split()
+    answer = f"error: {leaf.parent}/gone.toml (parent of {leaf}): No such file or directory\n"
+    assert launch(str(leaf)) == (2, answer)
 
 
-SCRIPTS = sorted(file for file in (ROOT / "scripts").rglob("*.py"))
-
-
-def run_script(script, *words) -> subprocess.CompletedProcess:
-    """Its last line of output names the modules that it imported."""
-    code = (
-        f"import runpy, sys; sys.argv = {['x', *words]!r}\ntry: runpy.run_path({str(script)!r}, run_name='__main__')\n"
-    )
-    code += "finally: print(*sys.modules)"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda file: file.name)
+@pytest.mark.parametrize("script", sorted((ROOT / "scripts").rglob("*.py")), ids=lambda file: file.name)
 def test_help_of_a_script_needs_no_torch(script):
-    done = run_script(script, "--help")
-    assert done.returncode == 0 and done.stdout.startswith("usage: ")
-    assert not {"torch", "torchtitan"} & set(done.stdout.splitlines()[-1].split())
+    status, output = run_script(script, "--help")
+    assert status == 0 and output.startswith("usage: ")
 
 
 def test_a_mistake_is_not_queued_and_needs_no_torch():
-    done = run_script("scripts/slurm/submit.py", "train_configs/271m_adamw_pc.toml", "--pc.blocks=ffm")
-    assert done.returncode == 2 and "error: pc.blocks: 'ffm' is not a block" in done.stderr
-    assert not {"torch", "torchtitan"} & set(done.stdout.splitlines()[-1].split())
+    status, output = run_script("scripts/slurm/submit.py", "train_configs/271m_adamw_pc.toml", "--pc.blocks=ffm")
+    assert status == 2 and "error: pc.blocks: 'ffm' is not a block" in output
 
 
 def test_a_record_of_another_version_is_read_without_keys_that_do_not_exist(write):
