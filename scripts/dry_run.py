@@ -6,7 +6,6 @@ python scripts/dry_run.py CONFIG.toml [--world-size 8] [--no-data] [--section.ke
 import argparse
 import sys
 
-from pc.common.arguments import number
 from pc.common.errors import exit_on_user_error
 from pc.settings import load_config
 
@@ -15,7 +14,7 @@ from pc.settings import load_config
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config", help="TOML file of the run")
-    parser.add_argument("--world-size", type=number(1), default=8, help="total number of GPUs (default 8)")
+    parser.add_argument("--world-size", type=int, default=8, help="total number of GPUs (default 8)")
     parser.add_argument("--no-data", action="store_true", help="missing data is a warning, not an error")
     arguments, overrides = parser.parse_known_args()
     config = load_config(arguments.config, overrides)

@@ -5,7 +5,6 @@ Usage: python scripts/generate.py MODEL "prompt" [--max-new-tokens N] [--tempera
 
 import argparse
 
-from pc.common.arguments import number
 from pc.common.errors import exit_on_user_error
 
 
@@ -14,11 +13,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="RUN/checkpoint/step-N or a Hugging Face folder")
     parser.add_argument("prompt")
-    parser.add_argument("--max-new-tokens", type=number(1), default=100)
-    parser.add_argument(
-        "--temperature", type=number(0, kind=float), default=0.8, help="0 always takes the most likely token"
-    )
-    parser.add_argument("--top-p", type=number(1e-9, 1, float), default=0.95)
+    parser.add_argument("--max-new-tokens", type=int, default=100)
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the most likely token")
+    parser.add_argument("--top-p", type=float, default=0.95)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     from pc.evaluate.generate import generate

@@ -9,7 +9,6 @@ models: the better of each pair is marked. A repeated command scores only what i
 import argparse
 from typing import get_args
 
-from pc.common.arguments import number
 from pc.common.errors import exit_on_user_error
 from pc.settings.schema import Task
 
@@ -19,13 +18,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="+", metavar="[NAME=]MODEL")
     parser.add_argument("--data", help="folder of scripts/fetch_eval_data.py (default: the Hub)")
-    parser.add_argument("--limit", type=number(1), help="only the first N items of each task, for a quick look")
+    parser.add_argument(
+        "--limit", type=int, default=0, help="first items of each task, for a quick look (default: 0, all)"
+    )
     parser.add_argument("--output", default="outputs/scores", help="default: outputs/scores")
     parser.add_argument("--tasks", help="comma-separated; default: all nine", default=",".join(get_args(Task)))
-    parser.add_argument("--batch-size", type=number(1), default=16, help="requests per forward pass (default: 16)")
+    parser.add_argument("--batch-size", type=int, default=16, help="requests per forward pass (default: 16)")
     arguments = vars(parser.parse_args())
     from pc.evaluate.score import score
 
+    arguments["limit"] = arguments["limit"] or None
     names = [name.strip() for name in arguments.pop("tasks").split(",") if name.strip()]
     for path in score(arguments.pop("models"), names=names, **arguments):
         print(path)

@@ -5,14 +5,13 @@ Usage: python scripts/theorem.py [--steps N] [--seed S]
 
 import argparse
 
-from pc.common.arguments import number
 from pc.common.errors import exit_on_user_error
 
 
 @exit_on_user_error
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=number(1), default=1500, help="gradient descent steps (default: 1500)")
+    parser.add_argument("--steps", type=int, default=1500, help="gradient descent steps (default: 1500)")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     from pc.analysis import theorem

@@ -18,7 +18,6 @@ import re
 import sys
 import time
 
-from pc.common.arguments import number
 from pc.common.errors import exit_on_user_error
 
 
@@ -42,14 +41,12 @@ def main() -> None:
     parser.add_argument("--text-column", default="text", help="(default: %(default)s)")
     parser.add_argument(
         "--validation-fraction",
-        type=number(0, 0.999, float),
+        type=float,
         default=0.0005,
         help="share of the documents, chosen by the hash of their text (default: %(default)s)",
     )
-    parser.add_argument("--shard-megabytes", type=number(1), default=256, help="text per shard (default: %(default)s)")
-    parser.add_argument(
-        "--max-documents", type=number(1), help="only so many, the first of the first file (default: all)"
-    )
+    parser.add_argument("--shard-megabytes", type=int, default=256, help="text per shard (default: %(default)s)")
+    parser.add_argument("--max-documents", type=int, help="only so many, the first of the first file (default: all)")
     parser.add_argument(
         "--processes",
         type=int,
@@ -63,6 +60,8 @@ def main() -> None:
         help="K/N: do share K = 0 … N-1 of the work (default: this SLURM array task's, else all)",
     )
     options = parser.parse_args()
+    if not 0 <= options.validation_fraction < 1:
+        parser.error(f"--validation-fraction {options.validation_fraction} is a share of the documents, below 1")
     from pc.data.manifest import SPLITS
     from pc.data.tokenizing import tokenize
 

@@ -5,7 +5,6 @@ python scripts/train_tokenizer.py --input text/ --vocab-size 4096 --output token
 
 import argparse
 
-from pc.common.arguments import number
 from pc.common.errors import exit_on_user_error
 
 
@@ -18,10 +17,8 @@ def main() -> None:
         help="parquet file, folder or glob pattern, or Hub dataset owner/name",
     )
     parser.add_argument("--output", required=True, help="folder for the tokenizer")
-    parser.add_argument(
-        "--vocab-size", type=number(256 + 2), required=True, help="entries, including BOS, EOS and 256 bytes"
-    )
-    parser.add_argument("--megabytes", type=number(1), default=50, help="text to train on (default: %(default)s)")
+    parser.add_argument("--vocab-size", type=int, required=True, help="entries, including BOS, EOS and 256 bytes")
+    parser.add_argument("--megabytes", type=int, default=50, help="text to train on (default: %(default)s)")
     parser.add_argument("--text-column", default="text", help="(default: %(default)s)")
     options = parser.parse_args()
     from pc.data.train_tokenizer import train_tokenizer

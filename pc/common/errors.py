@@ -1,18 +1,11 @@
 """What commands say of errors that the user can fix: one or two lines, without a traceback."""
 
-import errno
 import functools
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 
 from pc.errors import UserError
-
-# What a file system answers when a path in a command cannot be used.
-_REFUSED = {
-    errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR,
-    errno.EEXIST, errno.ENAMETOOLONG,
-}  # fmt: skip
 
 
 class WriteFailed(UserError):
@@ -33,10 +26,8 @@ def require_extra(extra: str, *modules: str) -> None:
 def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
     """Decorate a command's `main`: a `UserError` prints `error: ...` on stderr and exits with status 2.
 
-    So does an `OSError` about a named file or folder: none there, no permission, a full disk, a file in place of a
-    folder.
-
-    Any other exception is a bug in this project and keeps its traceback.
+    So does an `OSError` about a named file or folder: none there, no permission, a full disk. Any other exception is a
+    bug in this project and keeps its traceback.
     """
 
     @functools.wraps(main)
@@ -47,7 +38,7 @@ def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
             print(f"error: {error}", file=sys.stderr)
             sys.exit(2)
         except OSError as error:
-            if error.filename is None or error.errno not in _REFUSED:
+            if error.filename is None:
                 raise
             print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
             sys.exit(2)
