@@ -187,13 +187,6 @@ def test_a_users_mistake_is_not_requeued(here, tmp_path):
     assert last.startswith(f"error: {folder}/checkpoint/step-4")
 
 
-def test_a_wrong_config_is_not_queued(here, tmp_path):
-    said = submit(here, "--data.path=no-such-folder", "--training.global_batch_size=3")
-    assert said.returncode == 2
-    assert "no-such-folder" in said.stderr and "global_batch_size" in said.stderr
-    assert subprocess.run(["squeue", "-h"], capture_output=True, text=True).stdout == ""
-
-
 def test_sbatch_errors_reach_the_user(here, tmp_path):
     sweep = tmp_path / "lr.toml"
     sweep.write_text(f'configs = ["small.toml"]\nfolder = "{tmp_path}/out"\n[axes]\n"optimizer.lr" = [1e-3]\n')

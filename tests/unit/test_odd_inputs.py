@@ -6,17 +6,20 @@ and nothing is left behind.
 
 import json
 import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import tomli_w
 
 from helpers import tiny
-from helpers.made_runs import make_data, make_evaluation_data, make_run, save_checkpoint, write_metrics
-from helpers.odd_inputs import SOAK, changed_documents, changed_files, complaint, some
+from helpers.made_runs import make_data, make_evaluation_data, make_run
 from pc import PCConfig
 from pc.data import Manifest, build_dataloader
 from pc.data.shards import verify
 from pc.data.tokenizers import load_tokenizer
+from pc.errors import UserError
 from pc.evaluate import hugging_face, plain_weights
 from pc.sweep.spec import load as load_sweep
 
@@ -69,67 +72,79 @@ def _read_run(folder):
     plain_weights.load(folder / "checkpoint" / "step-7")
 
 
-# Kind: (how it is read, whose parts are changed, how many of the changes are in the usual tests).
-KINDS = {
-    "sweep": (lambda folder: load_sweep(folder / "sweep.toml"), ["sweep.toml"], 60),
-    "data": (_read_data, ["manifest.json"], 60),
-    "tokenizer": (
-        lambda folder: load_tokenizer(folder).encode("a"),
-        ["tokenizer.json", "tokenizer_config.json"],
-        30,
-    ),
-    "model": (lambda folder: load_tokenizer(folder).encode("a"), [], 0),
-    "run": (_read_run, ["config.toml"], 10),
-    "export": (hugging_face.load, ["config.json", "tokenizer_config.json", "generation_config.json"], 3),
+READERS = {
+    "sweep": lambda folder: load_sweep(folder / "sweep.toml"),
+    "data": _read_data,
+    "tokenizer": lambda folder: load_tokenizer(folder).encode("a"),
+    "model": lambda folder: load_tokenizer(folder).encode("a"),
+    "run": _read_run,
+    "export": hugging_face.load,
 }
 
 
-@SOAK
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_is_read_or_refused_in_a_line(made, tmp_path, kind, soak):
-    read, documents, count = KINDS[kind]
+def complaint(read: Callable[[], Any], about: object = "") -> str:
+    """What a command says of its input; "" if it takes it. Anything but one or two lines about it begins with "!"."""
+    try:
+        read()
+    except UserError as error:
+        fine = str(error).count("\n") <= 1 and str(about) in str(error)
+        return str(error) if fine else f"! {error}"
+    except Exception as error:
+        return f"! {type(error).__name__}: {str(error)[:300]}"
+    return ""
+
+
+def damaged_files(folder: Path) -> Iterator[tuple[str, Path]]:
+    """The files of a folder, one by one removed, made a folder, cut, overwritten; then restored."""
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        whole = file.read_bytes()
+        name = str(file.relative_to(folder))
+        file.unlink()
+        yield f"no {name}", file
+        file.mkdir()
+        yield f"{name} is a folder", file
+        file.rmdir()
+        contents = {"empty": b"", "half": whole[: len(whole) // 2], "binary": bytes(range(256)) * 4, "no keys": b"[]"}
+        for kind, content in contents.items():
+            file.write_bytes(content)
+            yield f"{name}: {kind}", file
+        file.write_bytes(whole)
+
+
+@pytest.mark.parametrize("kind", [*list(READERS)[:-1], pytest.param("export", marks=pytest.mark.soak)])
+def test_each_is_read_or_refused_in_a_line(made, tmp_path, kind):
     folder = shutil.copytree(made[kind], tmp_path / kind)
     before = sorted(tmp_path.rglob("*"))
-    said = {"unchanged": complaint(lambda: read(folder), folder)}
-    assert said["unchanged"] == ""
-    for name in documents:
-        file, whole = folder / name, (folder / name).read_bytes()
-        for what, content in some(changed_documents(file), soak, count):
-            file.write_bytes(content)
-            said[what] = complaint(lambda: read(folder), "")
-        file.write_bytes(whole)
-    for what, damaged in changed_files(folder):
-        if soak or kind != "export":  # which takes long to read
-            said[what] = complaint(lambda: read(folder), damaged.name if kind == "sweep" else folder)
-    print(f"{len(said)} inputs, {sum(map(bool, said.values()))} refused")
+    assert complaint(lambda: READERS[kind](folder)) == ""
+    said = {
+        what: complaint(lambda: READERS[kind](folder), damaged.name if kind == "sweep" else folder)
+        for what, damaged in damaged_files(folder)
+    }
     wrong = [f"{what} -> {answer}" for what, answer in said.items() if answer.startswith("!")]
-    assert not wrong, f"{len(wrong)} of {len(said)}:\n" + "\n".join(wrong[:40])
-    assert sorted(tmp_path.rglob("*")) == before
+    assert not wrong, "\n".join(wrong)
+    assert any(said.values()) and sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("reference", ["", " ", "no/such", "x.model", "\0", "a\nb", "~no-such-user/x", "/", "n" * 5000])
+@pytest.mark.parametrize("reference", ["", "no/such", "x.model", "~no-such-user/x", "/"])
 def test_names_of_tokenizers(reference):
-    assert complaint(lambda: load_tokenizer(reference), "")[:1] not in ("", "!")
+    assert complaint(lambda: load_tokenizer(reference))[:1] not in ("", "!")
 
 
 def test_places_that_are_no_checkpoints_or_no_targets(made, tmp_path):
     run = shutil.copytree(made["run"], tmp_path / "run")
     file, step = run / "config.toml", run / "checkpoint" / "step-7"
     for path in (run, run / "checkpoint", tmp_path, tmp_path / "no-such", file):
-        assert complaint(lambda path=path: hugging_face.load(path), "")[:1] not in ("", "!"), path
+        assert complaint(lambda path=path: hugging_face.load(path))[:1] not in ("", "!"), path
     for target in (run, file):
-        assert complaint(lambda target=target: hugging_face.export(step, target), "")[:1] not in ("", "!"), target
+        assert complaint(lambda target=target: hugging_face.export(step, target))[:1] not in ("", "!"), target
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
 # {} is an export, [] a checkpoint, () a folder of scoring sets
 WRONG_WORDS = {
-    "score.py": (
-        "", "no-such", "=", "{} {}", "{} --limit 0", "{} --limit nan", "{} --batch-size 0 --data ()", "{} --tasks ,",
-        "{} --tasks mmlu", "{} --data no-such", "[]/.metadata --data ()",
-    ),
-    "generate.py": ("", "{}", "() x", "{} x --max-new-tokens 0", "{} x --temperature nan", "{} x --top-p 2", "{} x --no-such"),
-    "export_hf.py": ("", "[]", "no-such out", "{} out", "[] {}", "[] out --dtype int3", "[] out --tokenizer no/such"),
+    "score.py": ("", "no-such", "{} {}", "{} --tasks mmlu", "{} --data no-such", "[]/.metadata --data ()"),
+    "generate.py": ("{}", "() x", "{} x --no-such"),
+    "export_hf.py": ("[]", "no-such out", "{} out", "[] {}", "[] out --tokenizer no/such"),
 }  # fmt: skip
 
 
@@ -147,14 +162,9 @@ def test_command_lines(command, made, tmp_path, monkeypatch, script, words):
 # commands and what each would write below a file
 BELOW_A_FILE = {
     "polynomials.py": "--output FILE/x",
-    "cost.py": "TOML --world-size 1 --output FILE/x",
-    "curves.py": "SMALL --output FILE/x",
-    "spectra.py": "SMALL --output FILE/x",
-    "export_hf.py": "CHECKPOINT FILE/x",
     "score.py": "CHECKPOINT --data SETS --output FILE/x",
     "train_tokenizer.py": "--input TEXT --vocab-size 300 --output FILE/x",
     "tokenize_fineweb.py": "--input TEXT --tokenizer mistral-common --output FILE/x",
-    "sweep.py": "run SWEEP",
     "slurm/submit.py": "TOML --gpus-per-node 1 --job.dump_folder FILE/x",
     "pc.launch.local": "TOML --job.dump_folder FILE/x",
 }
@@ -162,16 +172,11 @@ BELOW_A_FILE = {
 
 @pytest.mark.parametrize("script", BELOW_A_FILE)
 def test_a_file_where_a_folder_should_be(command, made, tiny_shards, tmp_path, script):
-    places = {name: tmp_path / name.lower() for name in ("FILE", "SWEEP", "SMALL", "TOML")}
+    places = {name: tmp_path / name.lower() for name in ("FILE", "TOML")}
     places |= {"CHECKPOINT": made["run"] / "checkpoint" / "step-7", "SETS": made["sets"]}
     places["TEXT"] = tiny_shards.parent / "text.parquet"
     places["FILE"].write_text("")
     tiny.write_config(places["TOML"], tiny_shards, tmp_path)
-    tiny.add_tiny_flavor()
-    sweep = {"description": "x", "configs": [str(places["TOML"])], "seeds": [0], "folder": str(places["FILE"] / "x")}
-    places["SWEEP"].write_text(tomli_w.dumps(sweep | {"axes": {"pc.enable": [True]}}))
-    save_checkpoint(places["SMALL"], "step")
-    write_metrics(places["SMALL"])
     words = BELOW_A_FILE[script]
     for name, path in places.items():
         words = words.replace(name, str(path))
