@@ -157,6 +157,7 @@ def test_all_rows_with_tiny_shapes(tmp_path):
     assert len(passes["seconds"]["pull back"]["tf32"]) == 3
 
 
+@pytest.mark.soak
 def test_owners_against_gathering_and_dtensors():
     """Over two ranks an owner gets half of each matrix and returns half, as much as a gather of both halves."""
     words = "benchmarks/owner.py --processes 2 --width 32 --layers 2 --rounds 1".split()

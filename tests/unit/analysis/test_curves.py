@@ -86,7 +86,7 @@ def test_bars(tmp_path, monkeypatch):
     draw_sweeps([tmp_path / "adamw" / "lr", tmp_path / "muon" / "lr"], [], tmp_path / "out")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["bars_adamw-lr.png", "bars_muon-lr.png"]
     texts = {text.get_text() for axes in drawn[0].axes for text in axes.texts}
-    assert {"3.1500", "3.0000", "1 of 1 without a loss"} <= texts  # mean over seeds
+    assert {"3.1500", "3.0000", "1 of 1\nwithout a loss"} <= texts  # mean over seeds
     baseline = read_log(write_run(tmp_path / "baseline", validations([3.3])))
     with pytest.raises(UserError, match="3 needed"):
         bars.plot(results, tmp_path / "bars", [baseline])
