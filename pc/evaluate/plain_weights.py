@@ -17,7 +17,7 @@ from pc.linear import evaluate
 from pc.settings import Config
 from pc.settings.chain import validated
 from pc.titan import fingerprint
-from pc.titan.distcp import CheckpointFolder
+from pc.titan.checkpoint_folder import CheckpointFolder
 from pc.titan.llama2 import Llama2Args, model_args_of
 
 # Entries of a resumable checkpoint besides the model.

@@ -20,8 +20,7 @@ from pc.common.errors import WriteFailed
 from pc.common.files import write_atomically
 from pc.common.run_folder import INDEX, checkpoints, step_of
 from pc.errors import UserError
-from pc.titan.checksums import ChecksummedWriter, Damaged
-from pc.titan.distcp import CheckpointFolder, LoadPlanner, Reader
+from pc.titan.checkpoint_folder import CheckpointFolder, ChecksummedWriter, Damaged, LoadPlanner, Reader
 
 T = TypeVar("T")
 
@@ -30,15 +29,15 @@ class Checkpoints(CheckpointManager):
     """TorchTitan's manager of a run's checkpoints.
 
     Args:
-        keep_every: keep checkpoints of multiples of this step regardless of `keep_latest_k`; 0 is off.
-        may_save: called on every rank before a save; if it returns False, the save is skipped until the next interval.
-        group: CPU process group of all ranks, which agrees on what is in the folder.
-        others: TorchTitan's arguments.
+        arguments: TorchTitan's. Its `checkpoint_config` has one key more, `keep_every`: keep checkpoints of multiples
+            of this step regardless of `keep_latest_k`; 0 is off.
     """
 
-    def __init__(self, *, keep_every: int, may_save: Callable[[], bool], group: dist.ProcessGroup, **others) -> None:
-        self._keep_every, self._may_save, self._group = keep_every, may_save, group
-        super().__init__(**others)
+    def __init__(self, **arguments) -> None:
+        self._keep_every = arguments["checkpoint_config"].keep_every
+        self.group = dist.new_group(backend="gloo")
+        """all ranks, on the CPU, so that GPUs do not wait for each other"""
+        super().__init__(**arguments)
 
     # --- saving -------------------------------------------------------------------------------------
 
@@ -47,32 +46,28 @@ class Checkpoints(CheckpointManager):
     ):  # TorchTitan's signature
         if to_hf:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
-        self._saving, writer, result = checkpoint_id, ChecksummedWriter(checkpoint_id), None
+        self._saving, writer = checkpoint_id, ChecksummedWriter(checkpoint_id)
         if async_mode == AsyncMode.DISABLED:
             try:
                 dcp.save(state_dict, storage_writer=writer)
             except CheckpointException as error:
                 self._give_up(error)
-        else:
-            writer.per_thread_copy_ahead = 0  # The state is in CPU memory; copying ahead would use GPU 0 on every rank.
-            arguments: dict[str, Any] = {"storage_writer": writer, "process_group": self.pg}
-            if async_mode == AsyncMode.ASYNC:
-                # torch's default stager without a writer; with a writer, torch would use the writer's older staging
-                stager = DefaultStager(StagingOptions(False, False, False, False))
-                result = dcp.async_save(state_dict, async_stager=stager, **arguments)
-                result.add_done_callback(lambda _: stager.close())
-            else:
-                arguments |= {"async_checkpointer_type": AsyncCheckpointerType.PROCESS, "async_stager": self.stager}
-                result = dcp.async_save(state_dict, **arguments)
-        if enable_garbage_collection:
             GarbageCollection.collect("GC collection invoked by checkpointer.")
+            return None
+        writer.per_thread_copy_ahead = 0  # The state is in CPU memory; copying ahead would use GPU 0 on every rank.
+        arguments: dict[str, Any] = {"storage_writer": writer, "process_group": self.pg}
+        if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
+            return dcp.async_save(
+                state_dict,
+                async_stager=self.stager,
+                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+                **arguments,
+            )
+        # torch's default stager without a writer; with a writer, torch would use the writer's older staging
+        stager = DefaultStager(StagingOptions(False, False, False, False))
+        result = dcp.async_save(state_dict, async_stager=stager, **arguments)
+        result.add_done_callback(lambda _: stager.close())
         return result
-
-    def save(self, curr_step: int, last_step: bool = False) -> None:
-        if self._should_save(curr_step, last_step) and not self._may_save() and not last_step:
-            logger.warning(f"No checkpoint of step {curr_step}, because the step was skipped")
-            return
-        super().save(curr_step, last_step)
 
     def save_and_stop(self, step: int) -> None:
         """Save this step unless it is saved: a kill while writing the same again would destroy it."""
@@ -106,12 +101,10 @@ class Checkpoints(CheckpointManager):
         if self.keep_latest_k == 0 or dist.get_rank() != 0:
             return
         complete = [step for step in checkpoints(self.folder) if self._is_complete(step)]
-        kept = {
-            *complete[-self.keep_latest_k :],
-            *(s for s in complete if self._keep_every and s % self._keep_every == 0),
-        }
+        kept = set(complete[-self.keep_latest_k :])
         for step, folder in checkpoints(self.folder).items():
-            if complete and step < complete[-1] and step not in kept:
+            is_kept = step in kept or (self._keep_every and step in complete and step % self._keep_every == 0)
+            if complete and step < complete[-1] and not is_kept:
                 # Delete the index first: a kill during the deletion must not leave a folder that looks complete.
                 (folder / INDEX).unlink(missing_ok=True)
                 self.purge_queue.put(str(folder))
@@ -136,13 +129,13 @@ class Checkpoints(CheckpointManager):
 
     def go_back(self, load_step: int) -> None:
         """Move aside checkpoints newer than `load_step`, so that a restart does not resume from them."""
-        dist.barrier(group=self._group)  # all ranks have read the folder
+        dist.barrier(group=self.group)  # all ranks have read the folder
         if dist.get_rank() == 0:
             for step, folder in checkpoints(self.folder).items():
                 if step > load_step:
                     complaint = f"the run went back to step {load_step} (checkpoint.load_step)"
                     self._set_aside(folder, complaint, "abandoned")
-            write_atomically(self._branches, json.dumps(_branch(load_step)))
+            write_atomically(self._last_return, _return_to(load_step))
 
     def verified(self, checkpoint: str | Path) -> CheckpointFolder:
         """A checkpoint whose checksums were compared, each rank a share of the files. All ranks call it; all raise or
@@ -155,23 +148,22 @@ class Checkpoints(CheckpointManager):
         folder = error = None
         try:
             folder = CheckpointFolder(checkpoint)
-            folder.verify(dist.get_rank(self._group), dist.get_world_size(self._group))
+            folder.verify(dist.get_rank(self.group), dist.get_world_size(self.group))
         except UserError as found:
             error = found
-        errors: list[UserError | None] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(errors, error, group=self._group)
-        for error in errors:
-            if error is not None:
-                raise error
+        errors: list[UserError | None] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(errors, error, group=self.group)
+        for error in filter(None, errors):
+            raise error
         return folder
 
     def load(self, step: int = -1) -> bool:
         """Nothing, for TorchTitan's loop: `PCTrainer.load` has loaded what there is."""
         return False
 
-    def load_from(self, found: CheckpointFolder | None) -> bool:
-        """Load a checkpoint of this run, or what the config starts from; returns whether there was something."""
-        return super().load(-1 if found is None else step_of(found.path))
+    def load_from(self, found: CheckpointFolder | None) -> None:
+        """Load a checkpoint of this run, or what the config starts from."""
+        super().load(-1 if found is None else step_of(found.path))
 
     def dcp_load(self, state_dict, checkpoint_id, from_hf, from_quantized) -> None:
         if from_hf:
@@ -199,33 +191,31 @@ class Checkpoints(CheckpointManager):
                 damage = damage or error
         if found is None and damage is not None:
             raise Damaged(f"{damage}; no other checkpoint in {self.folder} is complete and undamaged")
-        dist.barrier(group=self._group)  # all ranks have read the folder
+        dist.barrier(group=self.group)  # all ranks have read the folder
         if dist.get_rank() == 0 and Path(self.folder).is_dir():
             for path in sorted(Path(self.folder).iterdir()):
                 if found is None or path.name in complaints:
                     self._set_aside(path, complaints.get(path.name, "not a checkpoint of this trainer"), "damaged")
             if found is None:
                 Path(self.folder).rmdir()
-        dist.barrier(group=self._group)
+        dist.barrier(group=self.group)
         return found
 
     def _from_rank_0(self, read: Callable[[], T]) -> T:
         """What rank 0 reads. A network file system may show other nodes an older state, and ranks must decide equally."""
-        answer = [read() if dist.get_rank(self._group) == 0 else None]
-        dist.broadcast_object_list(answer, group=self._group)
+        answer = [read() if dist.get_rank(self.group) == 0 else None]
+        dist.broadcast_object_list(answer, group=self.group)
         return answer[0]
 
     @property
-    def _branches(self) -> Path:
-        """Records the `_branch` of the last start that went back."""
+    def _last_return(self) -> Path:
+        """Records when the run last went back (`_return_to`)."""
         return Path(self.folder).with_name("load_step.json")
 
     def _has_gone_back(self, load_step: int) -> bool:
-        branch, file = _branch(load_step), self._branches
-        if branch["job"] is None or not file.exists() or json.loads(file.read_text()) != branch:
+        if "SLURM_JOB_ID" not in os.environ or not self._last_return.exists():
             return False
-        logger.info(f"This job already went back to step {load_step}; it resumes from its newest checkpoint")
-        return True
+        return self._last_return.read_text() == _return_to(load_step)
 
     def _set_aside(self, path: Path, complaint: str, word: str) -> None:
         """Move to `<run>/checkpoint.WORD`."""
@@ -239,5 +229,5 @@ class Checkpoints(CheckpointManager):
         logger.warning(f"{path} is not used: {complaint}; moved to {target}")
 
 
-def _branch(load_step: int) -> dict[str, Any]:
-    return {"load_step": load_step, "job": os.environ.get("SLURM_JOB_ID")}
+def _return_to(load_step: int) -> str:
+    return json.dumps({"load_step": load_step, "job": os.environ.get("SLURM_JOB_ID")})

@@ -62,30 +62,21 @@ def commit() -> str | None:
     return answers[0] + ("+" if answers[1] else "")
 
 
-def identity(config: Config) -> dict[str, Any]:
-    """What must be the same on every rank: settings, versions, commit, and the data's checksums."""
-    found = {"python": platform.python_version()}
-    # One rank per machine: git on all of them at once may take minutes on a shared file system.
-    if os.environ.get("LOCAL_RANK", "0") == "0" and (known := commit()):
-        found["commit"] = known
-    found |= {f"version of {package}": version for package, version in versions().items()}
-    return found | contents(config) | everything(config)
-
-
-def require_agreement(mine: dict[str, Any]) -> None:
-    """Compare what both know with rank 0. All ranks must call it; all raise or none.
+def require_agreement(config: Config) -> None:
+    """Compare settings, versions, commit and the data's checksums with rank 0. All ranks must call it; all raise or none.
 
     Raises:
         UserError: names the first rank that differs, its host, and what differs, with both values.
     """
+    mine = {"python": platform.python_version()}
+    # One rank per machine: git on all of them at once may take minutes on a shared file system.
+    if os.environ.get("LOCAL_RANK", "0") == "0" and (known := commit()):
+        mine["commit"] = known
+    mine |= {f"version of {package}": version for package, version in versions().items()}
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (socket.gethostname(), mine))
+    dist.all_gather_object(everyone, (socket.gethostname(), mine | contents(config) | everything(config)))
     first_host, first = everyone[0]
     for rank, (host, other) in enumerate(everyone):
-        different = [key for key in first.keys() & other.keys() if first.get(key) != other.get(key)]
-        if different:
-            shown = "; ".join(
-                f"{key}: {first.get(key)!r} and {other.get(key)!r}" for key in sorted(different)[:DIFFERENCES_SHOWN]
-            )
-            more = f"; and {len(different) - DIFFERENCES_SHOWN} more" if len(different) > DIFFERENCES_SHOWN else ""
-            raise UserError(f"ranks 0 (on {first_host}) and {rank} (on {host}) differ in {shown}{more}")
+        if different := [key for key in sorted(first.keys() & other.keys()) if first[key] != other[key]]:
+            shown = "; ".join(f"{key}: {first[key]!r} and {other[key]!r}" for key in different[:DIFFERENCES_SHOWN])
+            raise UserError(f"ranks 0 (on {first_host}) and {rank} (on {host}) differ in {shown}")

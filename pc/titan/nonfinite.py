@@ -1,6 +1,7 @@
 """Skips steps whose loss or gradient norm is not finite, equally on all ranks, and stops after several in a row."""
 
 from collections.abc import Iterator
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -32,8 +33,7 @@ class FiniteSteps:
         self._model_parts, self._schedule, self._limit = model_parts, schedule, limit
         self.count = 0
         """of skipped steps so far"""
-        self.in_a_row = 0
-        """skipped steps up to the last one; 0: the last one was not skipped"""
+        self._in_a_row = 0
 
     @torch.no_grad()
     def skips(self, step: int, loss: Tensor, positions: range) -> bool:
@@ -49,20 +49,20 @@ class FiniteSteps:
             Diverged: it is the last of `limit` such steps in a row.
         """
         if self._is_finite(loss):
-            self.in_a_row = 0
+            self._in_a_row = 0
             return False
         self.count += 1
-        self.in_a_row += 1
-        self._first_position = positions.start if self.in_a_row == 1 else self._first_position
+        self._in_a_row += 1
+        self._first_position = positions.start if self._in_a_row == 1 else self._first_position
         logger.warning(
             f"Step {step} is skipped: its loss or gradient norm is not finite ({self.count} so far; data positions "
             f"{positions.start}-{positions.stop - 1})"
         )
-        if self.in_a_row >= self._limit:
+        if self._in_a_row >= self._limit:
             raise Diverged(
-                f"the loss or the gradient norm was not finite in {self.in_a_row} steps in a row, up to step "
+                f"the loss or the gradient norm was not finite in {self._in_a_row} steps in a row, up to step "
                 f"{step}; data positions {self._first_position}-{positions.stop - 1}; not finite now: {self._names()}. "
-                "None of these steps changed the weights or a checkpoint; lower optimizer.lr, or skip data with data.skip"
+                "None of these steps changed the weights; lower optimizer.lr, or skip data with data.skip"
             )
         return True
 
@@ -71,28 +71,25 @@ class FiniteSteps:
         gradients = [local(p.grad) for model in self._model_parts for p in model.parameters() if p.grad is not None]
         norms = torch._foreach_norm(gradients)
         total = torch.stack([loss.float().reshape(()), *(norm.float().square() for norm in norms)]).sum()
-        if dist.get_world_size() > 1:
-            dist.all_reduce(total)
+        dist.all_reduce(total)
         return bool(total.isfinite())
 
     def _names(self) -> str:
         """Some of the tensors of all ranks that are not finite."""
         found = [None] * dist.get_world_size()
         dist.all_gather_object(found, list(self._not_finite()))
-        names = list(dict.fromkeys(name for of_rank in found for name in of_rank))
-        more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-        return (", ".join(names[:NAMES_SHOWN]) or "nothing") + more
+        return ", ".join(list(dict.fromkeys(chain(*found)))[:NAMES_SHOWN]) or "nothing"
 
     def _not_finite(self) -> Iterator[str]:
         """Names of this rank's: W first, then PC(W) of a finite W and other parameters, then gradients."""
         parameters = [(clean_name(name), p) for model in self._model_parts for name, p in model.named_parameters()]
         raws = {} if self._schedule is None else {f"{n}.weight": s.raw for n, s in self._schedule.weights.items()}
-        yield from (name for name, raw in raws.items() if _bad(raw))
+        bad = [name for name, raw in raws.items() if _bad(raw)]
+        yield from bad
         for name, parameter in parameters:
-            if name not in raws and _bad(parameter):
-                yield name
-            elif name in raws and _bad(parameter) and not _bad(raws[name]):
-                yield f"PC of {name} (largest weight {local(raws[name]).abs().max():.1e})"
+            if name not in bad and _bad(parameter):
+                is_pc = name in raws
+                yield f"PC of {name} (largest weight {local(raws[name]).abs().max():.1e})" if is_pc else name
         yield from (f"gradient of {name}" for name, p in parameters if p.grad is not None and _bad(p.grad))
 
 

@@ -21,22 +21,16 @@ from pc.schedules import Schedule, schedule
 from pc.settings.optimizers import KINDS, Optimizer
 from pc.weights import clean_name, named_weights
 
-# Every parameter belongs to one of these, by its name.
-GROUPS = ("hidden matrices", "embedding", "head", "vectors", "gamma")
 
-
-def group_of(name: str) -> str:
-    """The group of a parameter; raises ValueError for an unknown name instead of guessing an optimizer."""
-    if name == "tok_embeddings.weight":
-        return "embedding"
-    if name == "output.weight":
-        return "head"
-    if name.endswith("norm.weight"):
-        return "vectors"
+def is_hidden_matrix(name: str) -> bool:
+    """Whether `optimizer.name` trains a parameter; AdamW trains embedding, head, norms and gammas. Raises ValueError for
+    an unknown name instead of guessing an optimizer."""
     layer, _, kind = name.rpartition(".")
     if block_of(layer) and kind in ("weight", "gamma"):
-        return "hidden matrices" if kind == "weight" else "gamma"
-    raise ValueError(f"no optimizer group for parameter {name}; groups are {', '.join(GROUPS)}")
+        return kind == "weight"
+    if name in ("tok_embeddings.weight", "output.weight") or name.endswith("norm.weight"):
+        return False
+    raise ValueError(f"no optimizer for parameter {name}")
 
 
 class Optimizers(OptimizersContainer):
@@ -51,11 +45,6 @@ class Optimizers(OptimizersContainer):
         self.optimizers = [optimizer for by_kind in self.by_part for optimizer in by_kind.values()]
         parameters = [p for model in model_parts for p in model.parameters()]
         self._post_init(parameters, {"lr": config.lr})
-        self.configured = [
-            [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-            for optimizer in self.optimizers
-        ]
-        """of every optimizer's parameter groups: the config's settings, which a loaded checkpoint overwrites"""
         self.schedule: Schedule | None = None
         """PC's"""
         if any(True for model in model_parts for _ in named_weights(model)):
@@ -81,13 +70,21 @@ class Optimizers(OptimizersContainer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the optimizers' tensors; learning rate, weight decay and so on stay those of the config."""
+        settings = [{key: value for key, value in group.items() if key != "params"} for group in self._groups()]
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         for model, by_kind in zip(self.model_parts, self.by_part, strict=True):
             set_optimizer_state_dict(model, list(by_kind.values()), optim_state_dict=state_dict, options=options)
+        for group, of_config in zip(self._groups(), settings, strict=True):  # torch has made new groups
+            group.update(of_config)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
 
 class LRSchedulers(LRSchedulersContainer):
-    """TorchTitan's schedulers; saves and restores one state per optimizer kind."""
+    """TorchTitan's schedulers. A checkpoint has the step of each kind of optimizer; the learning rates follow from the
+    config, which may have changed."""
 
     def __init__(self, optimizers: Optimizers, upstream: LRSchedulersContainer) -> None:
         self.schedulers = upstream.schedulers
@@ -95,32 +92,17 @@ class LRSchedulers(LRSchedulersContainer):
 
     def state_dict(self) -> dict[str, Any]:
         # Optimizers of one kind have the same schedule in all pipeline stages.
-        return {
-            kind: {key: value for key, value in scheduler.state_dict().items() if key != "lr_lambdas"}
-            for kind, scheduler in zip(self._kinds, self.schedulers, strict=True)
-        }
+        return {kind: {"last_epoch": s.last_epoch} for kind, s in zip(self._kinds, self.schedulers, strict=True)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for kind, scheduler in zip(self._kinds, self.schedulers, strict=True):
-            scheduler.load_state_dict({**state_dict[kind], "lr_lambdas": [None] * len(scheduler.lr_lambdas)})
-
-    def use_config(self, optimizers: Optimizers) -> None:
-        """After a resume: the config's learning rate, weight decay and so on, and say what the checkpoint had."""
-        replaced = {}
-        for scheduler, configured in zip(self.schedulers, optimizers.configured, strict=True):
-            groups = scheduler.optimizer.param_groups
-            scheduler.base_lrs = [settings["lr"] for settings in configured]
-            for group, settings, factor in zip(groups, configured, scheduler.lr_lambdas, strict=True):
-                group["lr"] = group.get("initial_lr", settings["lr"])
-                replaced |= {k: (group.get(k), v) for k, v in settings.items() if _text(group.get(k)) != _text(v)}
-                group.update(settings, initial_lr=settings["lr"], lr=settings["lr"] * factor(scheduler.last_epoch))
-            scheduler._last_lr = [group["lr"] for group in groups]  # which TorchTitan logs
-        for key, (old, new) in replaced.items():
-            logger.warning(f"optimizer.{key} = {_text(new)} of the config replaces the checkpoint's {_text(old)}")
-
-
-def _text(value: Any) -> str:
-    return str(list(value)) if isinstance(value, tuple | list) else str(value)
+            scheduler.last_epoch = state_dict[kind]["last_epoch"]
+            scheduler._last_lr = [  # which TorchTitan logs
+                lr * factor(scheduler.last_epoch)
+                for lr, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+            ]
+            for group, lr in zip(scheduler.optimizer.param_groups, scheduler._last_lr, strict=True):
+                group["lr"] = lr
 
 
 def build_optimizers(model_parts: list[nn.Module], config: Optimizer, parallel_dims: ParallelDims) -> Optimizers:
@@ -140,7 +122,7 @@ def _build(model: nn.Module, config: Optimizer) -> dict[str, torch.optim.Optimiz
     """of Muon: weights that are one matrix for each attention head"""
     for name, parameter in model.named_parameters():
         name = clean_name(name)
-        if group_of(name) != "hidden matrices":
+        if not is_hidden_matrix(name):
             members["AdamW"].append(parameter)
         elif config.name == "Muon" and block_of(name.removesuffix(".weight")) in config.muon_heads:
             heads.append(parameter)

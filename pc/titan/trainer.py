@@ -32,8 +32,8 @@ from pc.shards import local
 from pc.start import preserve
 from pc.titan import cpu, fingerprint, fsdp_sync
 from pc.titan.checkpoint import Checkpoints
-from pc.titan.distcp import CheckpointFolder
-from pc.titan.environment import identity, require_agreement
+from pc.titan.checkpoint_folder import CheckpointFolder
+from pc.titan.environment import require_agreement
 from pc.titan.health import HealthMetrics
 from pc.titan.job_config import JobConfig
 from pc.titan.llama2 import Flavors, Llama2
@@ -59,27 +59,26 @@ class PCTrainer(torchtitan.train.Trainer):
         self._stop_requested = False
         self._has_stepped = False
         cpu.use_cpu_where_there_is_no_gpu()
+        torchtitan.train.CheckpointManager = Checkpoints  # which TorchTitan makes itself
         # All pipeline stages know the loss here (`_loss_of_all_stages`); TorchTitan would warn that rank 0 does not.
         torchtitan.train.ensure_pp_loss_visible = lambda *_: None
         super().__init__(job_config)
         signal.signal(signal.SIGUSR2, lambda *_: setattr(self, "_stop_requested", True))
-        self._agreement_group = dist.new_group(backend="gloo")  # on the CPU, so that GPUs do not wait for each other
         self.pc_schedule = self.optimizers.schedule
         self.metrics_processor.tokens = lambda: self.ntokens_seen * self._data_ranks
         self.metrics_processor.positions = self._positions
         self.health = HealthMetrics(job_config, self.model_parts, self.pc_schedule, self.parallel_dims)
         self.scorer = self.build_scorer()
-        self.checkpointer = self._build_checkpointer()
         self.finite_steps = FiniteSteps(self.model_parts, self.pc_schedule, config.training.max_nonfinite_steps)
         states = self.checkpointer.states
-        states[fingerprint.Fingerprint.KEY] = fingerprint.Fingerprint(job_config.pc)
+        states["method"] = fingerprint.fingerprint(config.pc)
         if self.pc_schedule is not None:
             states["pc"] = self.pc_schedule
 
     def init_distributed(self) -> AlwaysSharded:
         """TorchTitan's, with FSDP on any number of ranks, after all ranks have agreed on what they train."""
         world_size = init_distributed(self.job_config.comm, base_folder=self.config.job.dump_folder)
-        require_agreement(identity(self.config))
+        require_agreement(self.config)
         dims = Layout.of(self.config, world_size).dims
         rules.require(self.config, dims, on_cpu=cpu.is_cpu())
         once_per_step = fsdp_sync.once_per_step(self.config, dims, self.device, cpu.memory(self.device))
@@ -105,13 +104,12 @@ class PCTrainer(torchtitan.train.Trainer):
             fingerprint.require_plain_weights(checkpointer.verified(start))
         elif start:
             self._require_same_run(checkpointer.verified(start))
-        if checkpointer.load_from(found) and self.step:
-            self.lr_schedulers.use_config(self.optimizers)
+        checkpointer.load_from(found)
 
     def _require_same_run(self, checkpoint: CheckpointFolder) -> None:
-        fingerprint.require(checkpoint, self.config.pc)
         shapes = {name: tensor.shape for name, tensor in self.checkpointer.states["model"].state_dict().items()}
-        fingerprint.require_contents(checkpoint, shapes, {"adamw", self.config.optimizer.name.lower()})
+        kinds = {"adamw", self.config.optimizer.name.lower()}
+        fingerprint.require_same_run(checkpoint, self.config.pc, shapes, kinds)
 
     def train(self, record: Callable[[int], None] = lambda step: None) -> None:
         """Load, and train to the end or to a request to stop.
@@ -121,20 +119,15 @@ class PCTrainer(torchtitan.train.Trainer):
                 record of the run in the folder must not change before.
         """
         self.load()
+        folder = Path(self.config.job.dump_folder)
         if dist.get_rank() == 0:
-            write_state(self.config.job.dump_folder, "running", self.step, self.config.training.steps)
-            set_aside_metrics(Path(self.config.job.dump_folder), self.step)
+            write_state(folder, "running", self.step, self.config.training.steps)
+            set_aside_metrics(folder, self.step)
             record(self.step)
         super().train()
         if dist.get_rank() == 0:
-            state = "stopped" if self.stopped else "finished"
-            write_state(
-                self.config.job.dump_folder,
-                state,
-                self.step,
-                self.config.training.steps,
-                "asked to stop" if self.stopped else "",
-            )
+            state, reason = ("stopped", "asked to stop") if self.stopped else ("finished", "")
+            write_state(folder, state, self.step, self.config.training.steps, reason)
 
     def train_step(self, data_iterator) -> None:
         if self.step == 1 and self._starts_from_given_weights():
@@ -194,7 +187,7 @@ class PCTrainer(torchtitan.train.Trainer):
 
         TorchTitan does so only after step 1, which a resumed run does not have, and not for the groups of `pc.owner`.
         """
-        dist.barrier(group=self._agreement_group)  # a rank's first step may take longer than the timeout
+        dist.barrier(group=self.checkpointer.group)  # a rank's first step may take longer than the timeout
         timeout = timedelta(seconds=self.config.comm.train_timeout_seconds)
         for group in distributed_c10d._world.pg_map:
             if dist.get_backend(group) != "fake":  # TorchTitan's fake groups of mesh dimensions with one rank
@@ -203,10 +196,9 @@ class PCTrainer(torchtitan.train.Trainer):
     def _starts_from_given_weights(self) -> bool:
         """Whether a new run has loaded weights and `pc.start` is "preserve"."""
         pc, checkpoint = self.config.pc, self.config.checkpoint
-        loads = bool(checkpoint.initial_load_path or checkpoint.initial_load_in_hf)
-        return (
-            pc.enable and pc.start == "preserve" and checkpoint.enable and checkpoint.initial_load_model_only and loads
-        )
+        if not (pc.enable and pc.start == "preserve" and checkpoint.enable and checkpoint.initial_load_model_only):
+            return False
+        return bool(checkpoint.initial_load_path or checkpoint.initial_load_in_hf)
 
     def _loss_of_all_stages(self, loss: Tensor) -> Tensor:
         """The last pipeline stage's loss, on all stages; TorchTitan 0.2.2 returns and logs -1 on the others."""
@@ -248,26 +240,9 @@ class PCTrainer(torchtitan.train.Trainer):
     def require_start_folder(self, folder: str) -> None:
         """Raise if a Hugging Face folder does not fit this run's model; TorchTitan silently accepts mismatches."""
 
-    def _build_checkpointer(self) -> Checkpoints:
-        """Replaces the checkpoint manager that TorchTitan's trainer has just built."""
-        self.checkpointer.close()
-        return Checkpoints(
-            keep_every=self.config.checkpoint.keep_every,
-            may_save=lambda: not self.finite_steps.in_a_row,
-            group=self._agreement_group,
-            dataloader=self.dataloader,
-            model_parts=self.model_parts,
-            optimizers=self.optimizers,
-            lr_schedulers=self.lr_schedulers,
-            states={"train_state": self},
-            checkpoint_config=self.job_config.checkpoint,
-            sd_adapter=getattr(self.checkpointer, "sd_adapter", None),
-            base_folder=self.config.job.dump_folder,
-        )
-
     def _agree_to_stop(self) -> bool:
         requested = torch.tensor(int(self._stop_requested))
-        dist.all_reduce(requested, dist.ReduceOp.MAX, group=self._agreement_group)
+        dist.all_reduce(requested, dist.ReduceOp.MAX, group=self.checkpointer.group)
         return bool(requested)
 
     def _positions(self) -> range:

@@ -43,8 +43,8 @@ def test_training_is_the_same(tiny_config, tmp_path):
         states, counts = run_ranks(ranks, _train_all, config, overrides)[0]
         for name, state, count in zip(cases, states, counts, strict=True):
             weights[name], calls[name] = state, count
-    # six steps of 12 micro-batches, or of 6 on each of two ranks; validation computes full logits
-    assert calls == {"whole": 0, "chunked": 72, "chunked, compiled, recomputed": 72, "FSDP2": 36}
+    # six steps of 6 micro-batches, or of 3 on each of two ranks; validation computes full logits
+    assert calls == {"whole": 0, "chunked": 36, "chunked, compiled, recomputed": 36, "FSDP2": 18}
     for name in CASES[1] | CASES[2]:
         for key in ("loss", "validation_loss"):
             losses, expected = (tiny.metrics(tmp_path / run, key) for run in (name, "whole"))

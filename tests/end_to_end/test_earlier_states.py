@@ -57,7 +57,7 @@ def _resumed(rank, config, overrides):
 
 @SCHEDULES
 def test_a_checkpoint_of_the_trainer(schedule, tiny_config, tmp_path):
-    from pc.titan.distcp import CheckpointFolder
+    from pc.titan.checkpoint_folder import CheckpointFolder
 
     config, folder = tiny_config
     shutil.unpack_archive(SAVED, tmp_path)

@@ -22,7 +22,7 @@ from pc.data.manifest import TOKENIZER_FOLDER, Manifest, TokenizerRecord
 from pc.data.tokenizers import load_tokenizer
 from pc.data.tokenizing import tokenize
 from pc.spectral import power_iteration
-from pc.titan.checksums import ChecksummedWriter
+from pc.titan.checkpoint_folder import ChecksummedWriter
 from pc.titan.llama2 import Llama2, model_args
 
 # Long enough for the prompts of the tests; RoPE angles stay as large as in short training runs.

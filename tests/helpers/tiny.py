@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import sentencepiece
 import tomli_w
 import torch
-import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +36,7 @@ warmup_steps = 2
 [training]
 seq_len = 16
 local_batch_size = 2
-global_batch_size = 24
+global_batch_size = 12
 steps = 6
 mixed_precision_param = "float32"
 [training.dataloader]
@@ -112,15 +112,19 @@ def add_tiny_flavor() -> None:
     FLAVORS["tiny"] = Flavor(dim=24, n_layers=2, n_heads=2, multiple_of=8)
 
 
-def train(rank: int, config: Path, overrides: list[str]) -> dict[str, torch.Tensor]:
-    """Run the trainer on one rank; returns all parameters and PC's tensors whole, by checkpoint name."""
+def do_not_sleep() -> None:
+    """TorchTitan's trainer waits two seconds for other ranks at its end, most of such a run's time."""
     import torchtitan.train
 
+    torchtitan.train.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)
+
+
+def train(rank: int, config: Path, overrides: list[str]) -> dict[str, torch.Tensor]:
+    """Run the trainer on one rank; returns all parameters and PC's tensors whole, by checkpoint name."""
     from pc.launch.worker import Trainer
     from pc.settings import load_config, write_config
 
-    # upstream's trainer waits two seconds for other ranks at its end, most of such a run's time
-    torchtitan.train.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)
+    do_not_sleep()
     add_tiny_flavor()
     loaded = load_config(config, overrides)
     if rank == 0:
@@ -147,12 +151,17 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
+def load_all(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """{name: full tensor} of a checkpoint, by torch's own reader."""
+    reader = dcp.FileSystemReader(checkpoint)
+    entries = reader.read_metadata().state_dict_metadata.items()
+    state = {k: torch.empty(e.size, dtype=e.properties.dtype) for k, e in entries if hasattr(e, "properties")}
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
 def metrics(run_folder: Path, key: str = "loss") -> list[float]:
     """The values of a key in a run's metrics.jsonl by step; if a step has several lines, the last."""
     lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
     by_step = {line["step"]: line[key] for line in lines if key in line}
     return [value for _, value in sorted(by_step.items())]
-
-
-def is_first_rank() -> bool:
-    return dist.get_rank() == 0

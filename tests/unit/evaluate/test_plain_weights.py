@@ -13,8 +13,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from helpers.made_runs import make_run
 from pc import PCConfig, UserError
 from pc.evaluate import plain_weights
-from pc.titan.checksums import CHECKSUMS
-from pc.titan.distcp import CheckpointFolder
+from pc.titan.checkpoint_folder import CHECKSUMS, CheckpointFolder
 
 
 @pytest.fixture

@@ -6,17 +6,19 @@ from concurrent.futures import Future
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from helpers.made_runs import save_checkpoint
 from helpers.ranks import run_ranks
 from pc.errors import UserError
+from pc.settings import Config
 from pc.titan import checkpoint
 from pc.titan.checkpoint import Checkpoints
-from pc.titan.checksums import CHECKSUMS, ChecksummedWriter, Damaged
-from pc.titan.distcp import CheckpointFolder, LoadPlanner, Reader
+from pc.titan.checkpoint_folder import CHECKSUMS, CheckpointFolder, ChecksummedWriter, Damaged, LoadPlanner, Reader
+from pc.titan.fingerprint import require_plain_weights
+from pc.titan.job_config import JobConfig
 
 
 def _save(rank, folder, seed):
@@ -91,29 +93,44 @@ def test_values_are_not_executed(tmp_path):
     assert not (tmp_path / "executed").exists()
 
 
-def _manager(folder, group):
-    """Without a trainer."""
-    manager = Checkpoints.__new__(Checkpoints)
-    manager.enable, manager.folder, manager._group, manager.pg = True, str(folder), group, None
-    manager.mp, manager.purge_thread, manager.stager = None, None, None
-    return manager
+def _manager(folder, mode="disabled"):
+    """Of no trainer."""
+    config = Config()
+    config.job.dump_folder, config.checkpoint.enable, config.checkpoint.async_mode = str(folder), True, mode
+    return Checkpoints(
+        dataloader=None, model_parts=[], optimizers=None, lr_schedulers=None, states={}, sd_adapter=None,
+        checkpoint_config=JobConfig(config).checkpoint, base_folder=folder,
+    )  # fmt: skip
 
 
 def _chooses(rank, folder):
-    manager = _manager(folder, dist.group.WORLD)
+    manager = _manager(folder)
     if rank == 1:
         checkpoint.checkpoints = lambda folder: {10: folder / "step-10"}  # what this node still sees
     return manager.find(-1).path.name
 
 
 def test_ranks_load_the_checkpoint_that_rank_0_sees(saved):
-    assert run_ranks(2, _chooses, saved / "checkpoint") == ["step-20"] * 2
+    assert run_ranks(2, _chooses, saved) == ["step-20"] * 2
 
 
-@pytest.mark.parametrize("mode", ["ASYNC", "ASYNC_WITH_PINNED_MEM"])
-def test_an_asynchronous_save_does_not_copy_ahead(tmp_path, monkeypatch, mode):
-    """Its thread has no device set, so that copying ahead on every rank would use GPU 0."""
+def _copied_ahead(rank, folder, mode):
     saves = []
-    monkeypatch.setattr(checkpoint.dcp, "async_save", lambda *_, **arguments: saves.append(arguments) or Future())
-    _manager(tmp_path, None).dcp_save({}, str(tmp_path / "step-30"), checkpoint.AsyncMode[mode])
-    assert [save["storage_writer"].per_thread_copy_ahead for save in saves] == [0]
+    checkpoint.dcp.async_save = lambda *_, **arguments: saves.append(arguments) or Future()
+    _manager(folder, mode).dcp_save({}, str(folder / "step-30"), checkpoint.AsyncMode(mode))
+    return [save["storage_writer"].per_thread_copy_ahead for save in saves]
+
+
+@pytest.mark.parametrize("mode", ["async", "async_with_pinned_mem"])
+def test_an_asynchronous_save_does_not_copy_ahead(tmp_path, mode):
+    """Its thread has no device set, so that copying ahead on every rank would use GPU 0."""
+    assert run_ranks(1, _copied_ahead, tmp_path, mode) == [[0]]
+
+
+def test_raw_weights_of_schedule_forward_are_no_start(tmp_path):
+    for schedule in ("step", None):
+        save_checkpoint(tmp_path / f"{schedule}", schedule)
+        require_plain_weights(CheckpointFolder(tmp_path / f"{schedule}" / "checkpoint" / "step-7"))
+    save_checkpoint(tmp_path / "forward", "forward")
+    with pytest.raises(UserError, match="holds raw weights"):
+        require_plain_weights(CheckpointFolder(tmp_path / "forward" / "checkpoint" / "step-7"))
