@@ -6,8 +6,6 @@ specialises on it: all blocks share one graph without the measurement and, from 
 graph with it.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 
@@ -30,7 +28,11 @@ class OutputSizes:
     """
 
     def __init__(self, model_parts: list[nn.Module]) -> None:
-        self._measured = {name: module for model in model_parts for name, module in _measured_modules(model)}
+        self._measured: dict[tuple[int, str], nn.Module] = {}
+        for name, module in (pair for model in model_parts for pair in model.named_modules()):
+            path = clean_name(name).split(".")
+            if len(path) == 3 and path[0] == "layers" and path[2] in PARTS:
+                self._measured[int(path[1]), PARTS[path[2]]] = module
         for module in self._measured.values():
             device = next(module.parameters()).device
             module.register_buffer("output_sizes", torch.zeros(3, device=device), persistent=False)
@@ -48,13 +50,6 @@ class OutputSizes:
         for module in self._measured.values():
             module.measures_output = False
         return {key: module.output_sizes for key, module in self._measured.items()}
-
-
-def _measured_modules(model: nn.Module) -> Iterator[tuple[tuple[int, str], nn.Module]]:
-    for name, module in model.named_modules():
-        path = clean_name(name).split(".")
-        if len(path) == 3 and path[0] == "layers" and path[2] in PARTS:
-            yield (int(path[1]), PARTS[path[2]]), module
 
 
 def _measure(module: nn.Module, arguments: tuple, output: Tensor) -> None:

@@ -91,7 +91,8 @@ class HealthMetrics:
 
     def _weight_metrics(self) -> dict[str, float]:
         """gamma of every weight, and the norm of all trained parameters (W where PC applies)."""
-        raws = {f"{name}.weight": state.raw for name, state in self._pc_weights().items()}
+        states = self._pc_weights()
+        raws = {f"{name}.weight": state.raw for name, state in states.items()}
         squares = []
         for model in self._model_parts:
             for name, parameter in model.named_parameters():
@@ -99,11 +100,10 @@ class HealthMetrics:
                 shards = math.prod(tensor.device_mesh.size(d) for d in sharding_dimensions(tensor))
                 norm = torch.linalg.vector_norm(local(tensor), dtype=torch.float64)  # float32 is 1e-4 off on a CPU
                 squares.append(norm.square() * shards / self._num_stage_ranks)
-        gammas = {name: local(s.gamma).double() for name, s in self._pc_weights().items() if s.gamma is not None}
-        sums = _numbers([*squares, *(gamma.sum() for gamma in gammas.values())])
-        mine = {"": (sum(sums[: len(squares)]), 1)}
-        for (name, gamma), total in zip(gammas.items(), sums[len(squares) :], strict=True):
-            mine[name] = total, gamma.numel()
+        gammas = {name: local(state.gamma).double() for name, state in states.items() if state.gamma is not None}
+        sums = _numbers([sum(squares), *(gamma.sum() for gamma in gammas.values())])
+        counts = [1, *(gamma.numel() for gamma in gammas.values())]
+        mine = dict(zip(["", *gammas], zip(sums, counts, strict=True), strict=True))
         by_name = {name: [sum(column) for column in zip(*pairs, strict=True)] for name, pairs in _by_name(mine).items()}
         metrics = {"norm/weight": math.sqrt(by_name.pop("")[0])}
         return metrics | {f"pc/gamma/{name}": total / count for name, (total, count) in by_name.items()}

@@ -110,11 +110,12 @@ def of_run(
         gathered = 3 * largest_block + sizes.outside_blocks / model_split
     whole, kept = _whole_block(sizes), kept_per_block(sizes, config.activation_checkpoint)
     recomputed = whole if kept < whole else 0  # of the current block
+    states = state_elements(config, sizes, schedule)
     elements = {
         "weights": FLOAT32 * sizes.total / split,
         "gradients": FLOAT32 * sizes.total / (model_split if once and layout.micro_batches > 1 else split),
-        "optimizer": FLOAT32 * optimizer_elements(sizes, config.optimizer.name) / split,
-        "raw W": FLOAT32 * raw_elements(sizes, schedule or schedule_of(config)) / split,
+        "optimizer": FLOAT32 * states["optimizer"] / split,
+        "raw W": FLOAT32 * states["raw W"] / split,
         "gathered": itemsize * gathered,
         "activations": itemsize * tokens * (sizes.layers * kept + recomputed) / model_split,
         "logits": _bytes_of_logits(config, dims, sizes, tokens, itemsize),
@@ -122,24 +123,20 @@ def of_run(
     return {part: size / GIB for part, size in elements.items()}
 
 
-def schedule_of(config: Config) -> str:
-    return config.pc.schedule if config.pc.enable else "plain"
-
-
-def optimizer_elements(sizes: Sizes, optimizer: str) -> int:
+def state_elements(config: Config, sizes: Sizes, schedule: str | None = None) -> dict[str, int]:
+    """What is stored besides the weights. Schedule "step" stores raw W in addition to the effective weight; "forward"
+    stores only raw W, as the weight."""
+    schedule = schedule or (config.pc.schedule if config.pc.enable else "plain")
     others = sizes.total - sizes.hidden_matrices
-    return KINDS[optimizer].states * sizes.hidden_matrices + KINDS["AdamW"].states * others
-
-
-def raw_elements(sizes: Sizes, schedule: str) -> int:
-    """Schedule "step" stores raw W in addition to the effective weight; "forward" stores only raw W."""
-    return sizes.preconditioned if schedule == "step" else 0
+    return {
+        "optimizer": KINDS[config.optimizer.name].states * sizes.hidden_matrices + KINDS["AdamW"].states * others,
+        "raw W": sizes.preconditioned if schedule == "step" else 0,
+    }
 
 
 def checkpoint_bytes(config: Config, sizes: Sizes) -> int:
     """Bytes of one resumable checkpoint."""
-    states = optimizer_elements(sizes, config.optimizer.name) + raw_elements(sizes, schedule_of(config))
-    return FLOAT32 * (sizes.total + states)
+    return FLOAT32 * (sizes.total + sum(state_elements(config, sizes).values()))
 
 
 def _bytes_of_logits(config: Config, dims: Degrees, sizes: Sizes, tokens: int, itemsize: int) -> float:

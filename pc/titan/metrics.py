@@ -16,7 +16,7 @@ from torch import Tensor
 from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor, _get_metrics_rank
 from torchtitan.tools.logging import logger
 
-from pc.common.run_folder import time_left
+from pc.common.run_folder import METRICS, read_log, time_left
 from pc.settings.layout import Layout
 
 SECONDS_BETWEEN_PROGRESS_LINES = 20.0
@@ -82,8 +82,8 @@ class JsonLinesLogger(BaseLogger):
     def __init__(self, file: Path, tokens: Callable[[], int]) -> None:
         self._file, self._tokens = file, tokens
         file.parent.mkdir(parents=True, exist_ok=True)
-        if file.exists():
-            os.truncate(file, file.read_bytes().rfind(b"\n") + 1)
+        file.touch()
+        os.truncate(file, file.read_bytes().rfind(b"\n") + 1)
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         line: dict[str, Any] = {"step": step, "tokens": self._tokens(), "time": time.time()}
@@ -97,14 +97,6 @@ class JsonLinesLogger(BaseLogger):
         # One unbuffered write per line in append mode, so that lines are never interleaved.
         with open(self._file, "ab", buffering=0) as file:
             file.write((json.dumps(line) + "\n").encode())
-
-    def losses_before(self, step: int) -> dict[int, float]:
-        """{step: loss} of the run's earlier steps, sorted by step."""
-        if not self._file.exists():
-            return {}
-        lines = [json.loads(text) for text in self._file.read_text().splitlines()]
-        by_step = {line["step"]: line["loss"] for line in lines if "loss" in line and line["step"] < step}
-        return {step: math.nan if loss is None else loss for step, loss in sorted(by_step.items())}
 
 
 class PCMetricsProcessor(MetricsProcessor):
@@ -124,7 +116,7 @@ class PCMetricsProcessor(MetricsProcessor):
         rank = dist.get_rank() if dist.is_initialized() else 0
         if rank != _get_metrics_rank(parallel_dims, job_config):
             return
-        self._json_lines = JsonLinesLogger(Path(job_config.job.dump_folder) / "metrics.jsonl", lambda: self.tokens())
+        self._json_lines = JsonLinesLogger(Path(job_config.job.dump_folder, METRICS), lambda: self.tokens())
         loggers = LoggerContainer()
         loggers.add_logger(self._json_lines)
         loggers.add_logger(self.logger)
@@ -168,8 +160,9 @@ class PCMetricsProcessor(MetricsProcessor):
         """The number of spikes so far and, where one begins, its data positions, which are also logged."""
         if self._spikes is None:  # a resumed run continues the count
             self._spikes = LossSpikes()
-            for earlier, its_loss in self._json_lines.losses_before(step).items():
-                self._spikes.update(earlier, its_loss)
+            earlier = read_log(self.job_config.job.dump_folder).series("loss")
+            for its_step, its_loss in zip(earlier.steps, earlier.values, strict=True):
+                self._spikes.update(its_step, its_loss)
         before, count = self._spikes.count, self._spikes.update(step, loss)
         if count == before:
             return {"loss_spikes": count}

@@ -1,7 +1,8 @@
 """TorchTitan's trainer with PC around its optimizer step (`pc.launch.worker` is the command). One training step:
 
 each micro-batch        forward and backward with PC(W)                         TorchTitan, `pc.titan.fsdp_sync`
-after the last one      gradients of PC(W) become gradients of W and gamma      `forward_backward_step`
+after the last one      gradients of PC(W) become gradients of W and gamma;     `forward_backward_step`
+                        a step that is not finite is left out                   `pc.titan.nonfinite`
 clipping                                                                        TorchTitan
 optimizers.step()       restore W; step; save W and write PC(W)                 `pc.schedules`
 """
@@ -133,8 +134,7 @@ class PCTrainer(torchtitan.train.Trainer):
         if self.step == 1 and self._starts_from_given_weights():
             preserve(self.model_parts)
         if self.pc_schedule is not None and self.pc_schedule.phase == RAW:
-            # The first step of a new run; any checkpoint is loaded by now.
-            self.pc_schedule.materialise()
+            self.pc_schedule.materialise()  # the first step of a new run; any checkpoint is loaded by now
         self._micro_batches_done, self._loss = 0, 0.0
         self._first_position = self.dataloader.position
         self.health.start_step(self.step, measure_outputs=not self._pipeline_finds_shapes())
@@ -161,7 +161,9 @@ class PCTrainer(torchtitan.train.Trainer):
         self._loss = self._loss + local(loss.detach())
         if is_last:
             self._finish_gradients(global_valid_tokens)
-            self._decide_step()
+            self.optimizers.skips_step = self.finite_steps.skips(self.step, self._loss, self._positions())
+            if self.optimizers.skips_step:
+                self.metrics_processor.log_health(self.step, {"steps_left_out": self.finite_steps.count})
         return self._loss_of_all_stages(loss)
 
     def state_dict(self) -> dict:
@@ -175,12 +177,13 @@ class PCTrainer(torchtitan.train.Trainer):
     def should_continue_training(self) -> bool:
         if not super().should_continue_training():
             return False
-        if self._agree_to_stop():
+        requested = torch.tensor(int(self._stop_requested))
+        dist.all_reduce(requested, dist.ReduceOp.MAX, group=self.checkpointer.group)
+        self.stopped = bool(requested)
+        if self.stopped:
             logger.info(f"Asked to stop: saving step {self.step}")
             self.checkpointer.save_and_stop(self.step)
-            self.stopped = True
-            return False
-        return True
+        return not self.stopped
 
     def _set_timeouts(self) -> None:
         """After the first step, set `comm.train_timeout_seconds` for all process groups that it has created.
@@ -220,12 +223,6 @@ class PCTrainer(torchtitan.train.Trainer):
         if self.pc_schedule is not None:
             self.pc_schedule.pull_back()
 
-    def _decide_step(self) -> None:
-        """Skip the optimizers' step if its loss or gradients are not finite."""
-        self.optimizers.skips_step = self.finite_steps.skips(self.step, self._loss, self._positions())
-        if self.optimizers.skips_step:
-            self.metrics_processor.log_health(self.step, {"steps_left_out": self.finite_steps.count})
-
     def _pipeline_finds_shapes(self) -> bool:
         """Whether the pipeline will first infer shapes with uninitialised inputs: at the start and after validation."""
         if not self.parallel_dims.pp_enabled:
@@ -239,11 +236,6 @@ class PCTrainer(torchtitan.train.Trainer):
 
     def require_start_folder(self, folder: str) -> None:
         """Raise if a Hugging Face folder does not fit this run's model; TorchTitan silently accepts mismatches."""
-
-    def _agree_to_stop(self) -> bool:
-        requested = torch.tensor(int(self._stop_requested))
-        dist.all_reduce(requested, dist.ReduceOp.MAX, group=self.checkpointer.group)
-        return bool(requested)
 
     def _positions(self) -> range:
         """Of the current step's sequences in the order of the data."""

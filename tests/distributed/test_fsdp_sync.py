@@ -35,7 +35,6 @@ def _collectives(rank, config, cases) -> list[dict]:
     for overrides in cases:
         trainer = PCTrainer(load_config(config, [*QUIET, *overrides]))
         trainer.metrics_processor.should_log = lambda step: False
-        trainer._agree_to_stop = lambda: False
         batches = trainer.batch_generator(trainer.dataloader)
         trainer.step = 1
         trainer.train_step(batches)

@@ -72,7 +72,7 @@ def _collect(rank: int, layout: str | None, world_size: int) -> tuple[dict[str, 
     return metrics, sigma
 
 
-@pytest.mark.parametrize("layout, world_size", [("fsdp", 2), ("fsdp", 3), ("hsdp", 4), ("tensor", 4), ("pipeline", 2)])
+@pytest.mark.parametrize("layout, world_size", [("fsdp", 3), ("hsdp", 4), ("tensor", 4), ("pipeline", 2)])
 def test_ranks_agree_with_one_rank_and_the_svd(layout, world_size):
     expected, _ = _collect(0, None, 1)
     results = run_ranks(world_size, _collect, layout, world_size)

@@ -20,7 +20,7 @@ TP2 = ["--parallelism.tensor_parallel_degree", "2"]
 PP2 = ["--parallelism.pipeline_parallel_degree", "2"]
 QUICK = [
     *("--training.steps", "3", "--validation.enable", "false", "--checkpoint.enable", "false"),
-    *("--activation_checkpoint.mode", "none"),
+    *("--activation_checkpoint.mode", "none", "--training.local_batch_size", "6"),
 ]
 HEALTH = ["--health.freq", "2"]
 

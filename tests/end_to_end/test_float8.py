@@ -9,7 +9,10 @@ from helpers import tiny
 from helpers.ranks import run_ranks
 from pc.settings.rules import FLOAT8
 
-QUICK = ["--model.flavor", "tiny32", "--model.vocab_size", "208", "--validation.enable", "false"]
+QUICK = [
+    *("--model.flavor", "tiny32", "--model.vocab_size", "208", "--training.local_batch_size", "3"),
+    *("--validation.enable", "false", "--checkpoint.enable", "false"),
+]
 EMULATED = ["--model.converters", FLOAT8, "--quantize.linear.float8.emulate", "true"]
 GATHERED = ["--quantize.linear.float8.enable_fsdp_float8_all_gather", "true"]
 CASES = {

@@ -16,6 +16,7 @@ from pc import polynomial
 
 CONFIGS = ROOT / "train_configs" / "torchtitan"
 LAYERS = {"llama3": 6, "qwen3": 8, "deepseek_v3": 6}
+SCHEDULES = ("forward", "step")
 NO_STACKS = ["o", "layers.*.feed_forward.w?", "layers.*.shared_experts.w?"]
 
 
@@ -137,10 +138,12 @@ def straight_and_resumed(rank, step, layers, words):
     return losses, resumed, gammas
 
 
-@pytest.mark.parametrize("schedule", ["forward", "step"])
+SOAK = [pytest.param(*case, schedule, marks=pytest.mark.soak) for case in LAYERS.items() for schedule in SCHEDULES]
+
+
 @pytest.mark.parametrize(
-    "name, layers",
-    [(name, 2) for name in LAYERS] + [pytest.param(*case, marks=pytest.mark.soak) for case in LAYERS.items()],
+    "name, layers, schedule",
+    [("llama3", 2, "forward"), ("qwen3", 2, "step"), ("deepseek_v3", 2, "forward"), ("deepseek_v3", 2, "step"), *SOAK],
 )
 def test_a_model_of_torchtitan(name, layers, schedule, write):
     step = schedule == "step"
@@ -171,29 +174,32 @@ def test_two_ranks_go_on_as_one(name, schedule, write):
 
 
 def test_mistakes_are_one_line(write):
-    for sections, wrong in [
+    mistakes = [
         ({"pc": {"levl": 2}}, "unknown key levl; did you mean level?"),
         ({"pc": {"level": 7}}, "pc.level"),
         ({"pc": {"blocks": ["layers.*.ffn.w1"]}}, "'layers.*.ffn.w1' matches no weight of the model"),
         ({"pc": {"schedule": "step"}}, 'schedule is "forward" in torchtitan.train'),
         ({"checkpoint": {"last_save_in_hf": True}}, "would save W, not PC(W)"),
         ({"model": {"converters": ["pc", "other"]}}, '"pc" must be the last'),
-    ]:
-        message = run_ranks(1, refused, write("llama3", **sections))[0]
+    ]
+    messages = run_ranks(1, refused, [write("llama3", f"{i}", **wrong) for i, (wrong, _) in enumerate(mistakes)])[0]
+    for message, (_, wrong) in zip(messages, mistakes, strict=True):
         assert wrong in message
 
 
-def refused(rank, words):
-    """The last line of stderr, after libraries' warnings."""
+def refused(rank, runs):
+    """The last line of stderr of each, after libraries' warnings."""
     import contextlib
     import io
 
     from torchtitan.protocols.model_converter import register_model_converter
 
     register_model_converter(object, "other")
-    printed = io.StringIO()
-    with contextlib.redirect_stderr(printed), pytest.raises(SystemExit):
-        train(False, 2, words)
-    *_, line = printed.getvalue().splitlines()
-    assert line.startswith("error: ")
-    return line
+    lines = []
+    for words in runs:
+        printed = io.StringIO()
+        with contextlib.redirect_stderr(printed), pytest.raises(SystemExit):
+            train(False, 2, words)
+        lines.append(printed.getvalue().splitlines()[-1])
+        assert lines[-1].startswith("error: ")
+    return lines

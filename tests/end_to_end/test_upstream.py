@@ -56,7 +56,7 @@ def _upstream_trainer(config, overrides, **replaced):
     return torchtitan.train.Trainer(JobConfig(loaded))
 
 
-def _twenty_steps(rank, config, kind) -> dict[str, torch.Tensor]:
+def _ten_steps(rank, config, kind) -> dict[str, torch.Tensor]:
     """Losses and gradient norms by step, and the weights after the last."""
     from torchtitan.components.loss import build_cross_entropy_loss
     from torchtitan.components.lr_scheduler import build_lr_schedulers
@@ -66,7 +66,7 @@ def _twenty_steps(rank, config, kind) -> dict[str, torch.Tensor]:
     from pc.settings import load_config
     from pc.titan.trainer import PCTrainer
 
-    words = ["--training.steps", "20", "--lr_scheduler.warmup_steps", "5"]
+    words = ["--training.steps", "10", "--lr_scheduler.warmup_steps", "2"]
     if kind == "ours":
         tiny.add_tiny_flavor()
         trainer = PCTrainer(load_config(config, [*COMMON, *words]))
@@ -78,7 +78,7 @@ def _twenty_steps(rank, config, kind) -> dict[str, torch.Tensor]:
     steps = []
     trainer.metrics_processor.log = lambda step, loss, largest, norm, *_, **__: steps.append((float(loss), float(norm)))
     batches = trainer.batch_generator(trainer.dataloader)
-    for trainer.step in range(1, 21):
+    for trainer.step in range(1, 11):
         trainer.train_step(batches)
     weights = tiny.state_of(trainer)
     trainer.close()
@@ -88,10 +88,10 @@ def _twenty_steps(rank, config, kind) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_baseline_is_torchtitans(tiny_config, ranks):
     """On one rank bit for bit. On two, this trainer reduces gradients once per step and TorchTitan for every
-    micro-batch. That changes the order of float32 sums: 2e-6 after twenty steps."""
+    micro-batch. That changes the order of float32 sums: 2e-6 was seen."""
     config, _ = tiny_config
-    ours, theirs = (run_ranks(ranks, _twenty_steps, config, kind)[0] for kind in ("ours", "torchtitan"))
-    assert len(ours["steps"]) == 20 and ours.keys() == theirs.keys()
+    ours, theirs = (run_ranks(ranks, _ten_steps, config, kind)[0] for kind in ("ours", "torchtitan"))
+    assert len(ours["steps"]) == 10 and ours.keys() == theirs.keys()
     worst = max(((ours[k] - theirs[k]).abs().max() / theirs[k].abs().max()).item() for k in ours)
     assert worst <= (0 if ranks == 1 else 1e-5)
     assert ours["steps"][-1, 0] < 0.95 * ours["steps"][0, 0]  # they did learn
