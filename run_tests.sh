@@ -10,7 +10,8 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
 EXTRA="[dev]" source "$here/scripts/set_up.sh"
 cd "$here"
-side_by_side=(--numprocesses auto --maxprocesses 8 --dist loadgroup)
+# one process runs a whole file, whose tests share fixtures; in order of name, so that the quick tests/unit is last
+side_by_side=(--numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder)
 [[ " $* " == *" --soak "* || " $* " == *" --gpu "* ]] && side_by_side=()
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # parallel tests should use one thread each
 # as in the launchers (pc/launch/torchrun.py): tests free and allocate large tensors too

@@ -36,21 +36,6 @@ FAST = (
 )
 
 
-# The tests of such a file share fixtures, so one process runs them, first.
-SHARING = (
-    "test_compile.py",
-    "test_data_commands.py",
-    "test_toml_to_score.py",
-    "test_parallelisms.py",
-    "test_plots.py",
-    "test_score_in_training.py",
-    "test_slurm.py",
-    "test_upstream.py",
-)
-LONGEST_FIRST = ("golden", "end_to_end", "distributed")
-"""folders whose tests start first, so that no long test runs alone at the end"""
-
-
 def pytest_addoption(parser):
     parser.addoption("--fast", action="store_true", help="run the core of the tests, in a minute or two")
     parser.addoption("--soak", action="store_true", help="run the long tests, and only them")
@@ -78,10 +63,7 @@ def pytest_collection_modifyitems(config, items):
             raise pytest.UsageError(f"tests/conftest.py: FAST names {gone[0]}, which is not there")
         chosen = [item for item in chosen if item.nodeid.startswith(FAST)]
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-    items[:] = sorted(chosen, key=lambda item: item.path.parent.name not in LONGEST_FIRST)
-    for item in items:
-        if item.path.name in SHARING:
-            item.add_marker(pytest.mark.xdist_group(item.path.name))
+    items[:] = chosen
 
 
 def _is_for_gpu(item) -> bool:
