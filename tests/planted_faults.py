@@ -1,6 +1,6 @@
 """Plant faults into the code, one at a time, and print those that the tests do not find:
 
-    python tests/planted_faults.py [--faults 14] [--seed 0] [--tree FOLDER] [--write FILE] [MODULE.py ...]
+    python tests/planted_faults.py [--faults 14] [--seed 0] [--minutes 60] [--tree FOLDER] [MODULE.py ...]
 
 Faults are made from the syntax tree: an operator is swapped, a condition negated, a number shifted, a call or a
 keyword argument dropped. The seed draws them by their text, so that an unchanged line keeps its faults. Each meets the
@@ -239,8 +239,8 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=14, help="how many of each module (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tree", type=Path, default=Path(__file__).parents[1], help="the repository, at any commit")
-    parser.add_argument("--write", type=Path, help="write the tables to this file too")
-    chosen = parser.parse_args()
+    parser.add_argument("--minutes", type=float, default=60, help="plant no more after so long (default: %(default)s)")
+    chosen, began = parser.parse_args(), time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         tree, file = Path(name) / "tree", Path(name) / "answer"
         top, left_out = str(chosen.tree), {".git", ".venv", "data", "outputs", "results"}
@@ -258,7 +258,9 @@ def main() -> None:
             by_text = sorted(places[module], key=lambda fault: _hash(f"{chosen.seed} {fault.shown}"))
             drawn += enumerate(by_text[: chosen.faults])
         counts, survivors = {module: [len(places[module]), 0, 0, 0] for module in modules}, []
-        for _, fault in sorted(drawn, key=lambda one: one[0]):  # the modules in turn: a part of a run says something
+        for _, fault in sorted(drawn, key=lambda one: one[0]):  # the modules in turn: a part of them says something
+            if time.monotonic() > began + 60 * chosen.minutes:
+                break
             mine = {k: v for line in fault.lines for k, v in tests.get((fault.module, line), {}).items()}
             mine = mine if fault.in_function else tests.get((fault.module, None), {})
             by = first_to_fail(fault, mine, tree, file) if mine else None
@@ -268,8 +270,6 @@ def main() -> None:
             line = f"- {fault.module}:{fault.lines[-1]} {fault.shown}: {by or f'{len(mine)} tests pass'}"
             print(time.strftime("%H:%M:%S"), line, flush=True)
             survivors += [] if found else [line]
-            if chosen.write:
-                chosen.write.write_text(_tables(counts, survivors))
         print(_tables(counts, survivors))
 
 
