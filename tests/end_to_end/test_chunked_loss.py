@@ -64,7 +64,7 @@ def _relative(actual, expected) -> float:
     [
         (torch.float64, 7, loss_and_gradient),
         (torch.bfloat16, 32, loss_and_gradient),
-        (torch.bfloat16, 32, torch.compile(loss_and_gradient)),
+        pytest.param(torch.bfloat16, 32, torch.compile(loss_and_gradient), marks=pytest.mark.soak),
     ],
     ids=["float64", "bfloat16", "bfloat16, compiled"],
 )

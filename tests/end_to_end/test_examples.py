@@ -77,7 +77,13 @@ def test_hugging_face_trainer(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "example, ranks", [("cap_singular_values", 1), ("shampoo", 1), ("hyperball", 1), ("hyperball", 2)]
+    "example, ranks",
+    [
+        ("cap_singular_values", 1),
+        ("shampoo", 1),
+        ("hyperball", 1),
+        pytest.param("hyperball", 2, marks=pytest.mark.soak),
+    ],
 )
 def test_optimizers_on_owners(run, monkeypatch, example, ranks):
     monkeypatch.syspath_prepend(EXAMPLES)

@@ -35,6 +35,7 @@ def _train_all(rank, config, cases) -> list[dict[str, torch.Tensor]]:
     return [tiny.train(rank, config, overrides) for overrides in cases]
 
 
+@pytest.mark.soak
 def test_runs_in_float8(tiny_config, tmp_path):
     config, _ = tiny_config
     losses, weights = {}, {}

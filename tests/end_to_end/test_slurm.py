@@ -110,6 +110,7 @@ def test_a_signal_to_the_task_reaches_its_ranks(without_slurm, tiny_shards, tmp_
     assert (tmp_path / "said").read_text().endswith(last)
 
 
+@pytest.mark.soak
 def test_the_batch_script_trains_and_reports(without_slurm, tiny_shards, tmp_path):
     environment = without_slurm
     config = write_small_config(tmp_path / "small.toml", tiny_shards, steps=2, interval=2)
