@@ -69,6 +69,13 @@ class Checkpoints(CheckpointManager):
         result.add_done_callback(lambda _: stager.close())
         return result
 
+    may_save: Callable[[], bool] = staticmethod(lambda: True)
+    """whether the weights are known to be finite: none of a step that is left out, whose cause may be in W itself"""
+
+    def save(self, curr_step: int, last_step: bool = False) -> None:
+        if last_step or self.may_save():
+            super().save(curr_step, last_step)
+
     def save_and_stop(self, step: int) -> None:
         """Save this step unless it is saved: a kill while writing the same again would destroy it."""
         if not self.enable:

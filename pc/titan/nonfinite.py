@@ -62,7 +62,7 @@ class FiniteSteps:
             raise Diverged(
                 f"the loss or the gradient norm was not finite in {self._in_a_row} steps in a row, up to step "
                 f"{step}; data positions {self._first_position}-{positions.stop - 1}; not finite now: {self._names()}. "
-                "None of these steps changed the weights; lower optimizer.lr, or skip data with data.skip"
+                "None of these steps changed the weights or a checkpoint; lower optimizer.lr, or skip data with data.skip"
             )
         return True
 

@@ -71,6 +71,7 @@ class PCTrainer(torchtitan.train.Trainer):
         self.health = HealthMetrics(job_config, self.model_parts, self.pc_schedule, self.parallel_dims)
         self.scorer = self.build_scorer()
         self.finite_steps = FiniteSteps(self.model_parts, self.pc_schedule, config.training.max_nonfinite_steps)
+        self.checkpointer.may_save = lambda: not self.optimizers.skips_step
         states = self.checkpointer.states
         states["method"] = fingerprint.fingerprint(config.pc)
         if self.pc_schedule is not None:

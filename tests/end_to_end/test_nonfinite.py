@@ -73,6 +73,8 @@ def test_a_bad_step_is_left_out(tiny_config, overrides, value):
         assert all(tensor.isfinite().all() for tensor in states[-1].values())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["steps_left_out"]) for line in lines if "steps_left_out" in line] == [(3, 1), (4, 2)]
+    # none of a step that is left out, although the interval is 3
+    assert {p.name for p in (folder / "checkpoint").iterdir()} == {"step-6"}
 
 
 def test_so_many_in_a_row_stop_the_run(tiny_config):
