@@ -15,7 +15,7 @@ from pc.common.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).with_name("losses.json")
-STEPS = 5 if os.environ.get("WRITE_GOLDEN") else 3  # of the five recorded
+STEPS = 4
 RUNS = {
     "adamw_baseline": ["--pc.enable", "false"],
     "adamw_pc": [],
@@ -33,6 +33,7 @@ def test_first_losses(demo_data, tmp_path, name, ranks):
         "job.dump_folder": tmp_path,
         "data.path": demo_data,
         "training.steps": STEPS,
+        "training.global_batch_size": 4,
         "lr_scheduler.total_steps": 120,
         "metrics.log_freq": 1,
         "metrics.enable_tensorboard": "false",
@@ -47,8 +48,8 @@ def test_first_losses(demo_data, tmp_path, name, ranks):
         golden[name] = [round(loss, 6) for loss in losses]
         write_atomically(GOLDEN, json.dumps(golden, indent=1, sort_keys=True) + "\n")
     # float32 on CPUs with other vector widths sums in another order; some steps grow 1e-7 to some 1e-5, and
-    # Muon's bfloat16 iteration to some 1e-3. A step of another learning rate is off by 1e-2.
-    assert losses == pytest.approx(golden[name][:STEPS], rel=2e-3 if "muon" in name else 2e-4)
+    # Muon's bfloat16 iteration to some 1e-3. The four methods differ by more: the test below.
+    assert losses == pytest.approx(golden[name], rel=2e-3 if "muon" in name else 2e-4)
 
 
 def test_the_four_runs_differ():
