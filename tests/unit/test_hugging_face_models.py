@@ -28,37 +28,26 @@ LATENT = {
 }  # fmt: skip
 GPT2 = {"vocab_size": 50, "n_embd": 16, "n_inner": 24, "n_layer": 2, "n_head": 2, "n_positions": 32}
 
-# Class of the model: (its settings, matrices per block in both layers: o and ffn, then q, k and v).
+GATED = dict.fromkeys(("o", "gate", "up", "down", "q", "k", "v"), 2)
+PLAIN = dict.fromkeys(("o", "up", "down", "q", "k", "v"), 2)
+EXPERTS = GATED | {"gate": 8, "up": 8, "down": 8}
+
+# Class of the model: (its settings, matrices per block in both layers).
 ROWS = {
-    "LlamaForCausalLM": (SIZES | GROUPED, {"o": 2, "gate": 2, "up": 2, "down": 2, "q": 2, "k": 2, "v": 2}),
-    "Qwen3ForCausalLM": (SIZES | GROUPED, {"o": 2, "gate": 2, "up": 2, "down": 2, "q": 2, "k": 2, "v": 2}),
-    "Gemma2ForCausalLM": (SIZES | GROUPED, {"o": 2, "gate": 2, "up": 2, "down": 2, "q": 2, "k": 2, "v": 2}),
-    "Olmo2ForCausalLM": (SIZES, {"o": 2, "gate": 2, "up": 2, "down": 2, "q": 2, "k": 2, "v": 2}),
-    "Phi3ForCausalLM": (SIZES, {"o": 2, "gate": 2, "up": 2, "down": 2, "q": 2, "k": 2, "v": 2}),
-    "GPT2LMHeadModel": (GPT2, {"o": 2, "up": 2, "down": 2, "q": 2, "k": 2, "v": 2}),
-    "GPTNeoXForCausalLM": (SIZES, {"o": 2, "up": 2, "down": 2, "q": 2, "k": 2, "v": 2}),
-    "BertForMaskedLM": (SIZES, {"o": 2, "up": 2, "down": 2, "q": 2, "k": 2, "v": 2}),
-    "ViTForImageClassification": (
-        {**SIZES, "image_size": 8, "patch_size": 4},
-        {"o": 2, "up": 2, "down": 2, "q": 2, "k": 2, "v": 2},
-    ),
-    "MixtralForCausalLM": (
-        SIZES | {"num_key_value_heads": 1, "num_local_experts": 4},
-        {"o": 2, "gate": 8, "up": 8, "down": 8, "q": 2, "k": 2, "v": 2},
-    ),
-    "Qwen3MoeForCausalLM": (
-        SIZES | GROUPED | MIXTURE | {"num_experts": 4},
-        {"o": 2, "gate": 8, "up": 8, "down": 8, "q": 2, "k": 2, "v": 2},
-    ),
-    "DeepseekV3ForCausalLM": (
-        SIZES | MIXTURE | LATENT,
-        # a dense layer, and one of four experts and a shared one; queries in two factors
-        {"o": 2, "gate": 6, "up": 6, "down": 6, "q": 4, "k": 2, "v": 2},
-    ),
-    "GptOssForCausalLM": (
-        SIZES | GROUPED | {"num_local_experts": 4},
-        {"o": 2, "gate": 8, "up": 8, "down": 8, "q": 2, "k": 2, "v": 2},
-    ),
+    "LlamaForCausalLM": (SIZES | GROUPED, GATED),
+    "Qwen3ForCausalLM": (SIZES | GROUPED, GATED),
+    "Gemma2ForCausalLM": (SIZES | GROUPED, GATED),
+    "Olmo2ForCausalLM": (SIZES, GATED),
+    "Phi3ForCausalLM": (SIZES, GATED),
+    "GPT2LMHeadModel": (GPT2, PLAIN),
+    "GPTNeoXForCausalLM": (SIZES, PLAIN),
+    "BertForMaskedLM": (SIZES, PLAIN),
+    "ViTForImageClassification": (SIZES | {"image_size": 8, "patch_size": 4}, PLAIN),
+    "MixtralForCausalLM": (SIZES | {"num_key_value_heads": 1, "num_local_experts": 4}, EXPERTS),
+    "Qwen3MoeForCausalLM": (SIZES | GROUPED | MIXTURE | {"num_experts": 4}, EXPERTS),
+    # a dense layer, and one of four experts and a shared one; queries in two factors
+    "DeepseekV3ForCausalLM": (SIZES | MIXTURE | LATENT, GATED | {"gate": 6, "up": 6, "down": 6, "q": 4}),
+    "GptOssForCausalLM": (SIZES | GROUPED | {"num_local_experts": 4}, EXPERTS),
 }
 
 
