@@ -81,9 +81,10 @@ class SentencePieceTokenizer(Tokenizer):
 
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             raise UserError(
-                f"{name}: neither {DEFAULT_TOKENIZER!r}, a folder with tokenizer.json, nor a SentencePiece model ({error})"
+                f"tokenizer {name!r}: neither {DEFAULT_TOKENIZER!r}, a folder with tokenizer.json, nor a SentencePiece "
+                f"model ({error})"
             ) from error
         bos_id, eos_id = (i if i >= 0 else None for i in (self._model.bos_id(), self._model.eos_id()))
         super().__init__(name, self._model.vocab_size(), bos_id, eos_id, {"tokenizer.model": path.read_bytes()})

@@ -78,9 +78,9 @@ def _score_model(
     found = kept["tasks"] if all(kept.get(key) == value for key, value in identity.items()) else {}
     missing = [task for task in sets if found.get(task, {}).get("data") != sets[task]]
     results = {"name": name, "model": str(path)} | identity | {"tasks": found}
-    write_atomically(file, json.dumps(results, indent=2) + "\n")  # a folder that cannot be written shows now
     _say(f"{name}: {len(sets) - len(missing)} of {len(sets)} tasks are already scored")
     lm = _load(path, batch_size) if missing else None
+    write_atomically(file, json.dumps(results, indent=2) + "\n")  # a folder that cannot be written shows now
     for number, task in enumerate(missing, start=1):
         _say(f"{name}: {task} ({number} of {len(missing)})")
         found[task] = tasks.score(lm, tasks.load([task], data), limit)[task] | {

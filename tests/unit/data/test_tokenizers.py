@@ -80,7 +80,7 @@ def test_hash_tells_tokenizers_apart(hugging_face_folder, tmp_path):
 def test_bad_references_are_explained(reference, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.model").write_bytes(b"not a model")
-    with pytest.raises(UserError, match=f"^{reference}: neither .* nor a SentencePiece model"):
+    with pytest.raises(UserError, match=f"^tokenizer '{reference}': neither .* nor a SentencePiece model"):
         load_tokenizer(reference)
 
 
