@@ -31,9 +31,11 @@ def hugging_face_folder(source, tmp_path_factory):
     return folder
 
 
-@pytest.fixture(params=["mistral-common", "huggingface"])
-def tokenizer(request, hugging_face_folder):
-    return load_tokenizer(hugging_face_folder if request.param == "huggingface" else request.param)
+@pytest.fixture(params=["mistral-common", "huggingface", "tiktoken"])
+def tokenizer(request, hugging_face_folder, tiny_encoding):
+    return load_tokenizer(
+        {"huggingface": hugging_face_folder, "tiktoken": tiny_encoding}.get(request.param, request.param)
+    )
 
 
 def test_odd_texts_never_give_control_ids_and_come_back(tokenizer):
@@ -52,7 +54,8 @@ def test_control_the_library_alone_would_read_control_tokens(hugging_face_folder
 def test_documents_get_bos_and_eos(tokenizer):
     texts = ["the weight", "", "x"]
     tokens = tokenizer.documents(texts)
-    expected = [[tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id] for text in texts]
+    lead = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    expected = [[*lead, *tokenizer.encode(text), tokenizer.eos_id] for text in texts]
     assert tokens.dtype == np.uint16
     assert tokens.tolist() == sum(expected, [])
 
@@ -76,7 +79,7 @@ def test_hash_tells_tokenizers_apart(hugging_face_folder, tmp_path):
     assert without.documents(["x"]).tolist() == [*without.encode("x"), without.eos_id]
 
 
-@pytest.mark.parametrize("reference", ["no/such/folder", "gpt2", "broken.model", "."])
+@pytest.mark.parametrize("reference", ["no/such/folder", "gpt3", "broken.model", "."])
 def test_bad_references_are_explained(reference, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.model").write_bytes(b"not a model")
