@@ -192,6 +192,8 @@ class CheckpointFolder:
             lines = (self.path / CHECKSUMS).read_text(errors="replace").splitlines()
         except FileNotFoundError:
             return False
+        except IsADirectoryError:
+            raise Damaged(f"{self.path / CHECKSUMS}: a folder, not a list of checksums") from None
         sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
         if "" in sums:  # a line without a name
             raise Damaged(f"{self.path / CHECKSUMS}: damaged, not a list of checksums")

@@ -82,8 +82,8 @@ class JsonLinesLogger(BaseLogger):
     def __init__(self, file: Path, tokens: Callable[[], int]) -> None:
         self._file, self._tokens = file, tokens
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()
-        os.truncate(file, file.read_bytes().rfind(b"\n") + 1)
+        if file.exists():
+            os.truncate(file, file.read_bytes().rfind(b"\n") + 1)
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         line: dict[str, Any] = {"step": step, "tokens": self._tokens(), "time": time.time()}
@@ -160,9 +160,10 @@ class PCMetricsProcessor(MetricsProcessor):
         """The number of spikes so far and, where one begins, its data positions, which are also logged."""
         if self._spikes is None:  # a resumed run continues the count
             self._spikes = LossSpikes()
-            earlier = read_log(self.job_config.job.dump_folder).series("loss")
-            for its_step, its_loss in zip(earlier.steps, earlier.values, strict=True):
-                self._spikes.update(its_step, its_loss)
+            if (file := Path(self.job_config.job.dump_folder, METRICS)).exists():
+                earlier = read_log(file).series("loss")
+                for its_step, its_loss in zip(earlier.steps, earlier.values, strict=True):
+                    self._spikes.update(its_step, its_loss)
         before, count = self._spikes.count, self._spikes.update(step, loss)
         if count == before:
             return {"loss_spikes": count}

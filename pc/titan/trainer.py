@@ -63,8 +63,9 @@ class PCTrainer(torchtitan.train.Trainer):
         torchtitan.train.CheckpointManager = Checkpoints  # which TorchTitan makes itself
         # All pipeline stages know the loss here (`_loss_of_all_stages`); TorchTitan would warn that rank 0 does not.
         torchtitan.train.ensure_pp_loss_visible = lambda *_: None
-        super().__init__(job_config)
+        # Before all that takes long: the launcher's children ignore the signal until they handle it.
         signal.signal(signal.SIGUSR2, lambda *_: setattr(self, "_stop_requested", True))
+        super().__init__(job_config)
         self.pc_schedule = self.optimizers.schedule
         self.metrics_processor.tokens = lambda: self.ntokens_seen * self._data_ranks
         self.metrics_processor.positions = self._positions

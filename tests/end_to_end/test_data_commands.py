@@ -98,7 +98,7 @@ def test_inspect_shows_what_is_there(work, finished, monkeypatch, command):
         (
             "train_tokenizer.py",
             ["--input", "x", "--vocab-size", "100", "--output", "x"],
-            "--vocab-size: 100 should be at least 258",
+            "--input x: no parquet file",
         ),
         ("inspect_data.py", ["nowhere"], "data folder nowhere does not exist"),
     ],

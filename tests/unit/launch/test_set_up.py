@@ -105,7 +105,7 @@ def test_the_tests_needs_are_installed_for_the_tests_alone(checkout):
             in done.stdout
         ) is not again
         assert done.stdout.endswith(
-            f"{checkout}|-m pytest --numprocesses auto --maxprocesses 8 --dist loadgroup -k nothing\n"
+            f"{checkout}|-m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder -k nothing\n"
         )
 
 
