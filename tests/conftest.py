@@ -43,10 +43,11 @@ def pytest_addoption(parser):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """`--fast` does not even import the other files, which takes longer than some of its tests."""
-    if config.getoption("--fast") and collection_path.suffix == ".py":
-        file = collection_path.relative_to(config.rootpath).as_posix()
-        return not any(test.startswith(file) for test in FAST) or None
+    """`--fast` does not even import the other files and conftests, which takes longer than some of its tests."""
+    place = collection_path.relative_to(config.rootpath).as_posix()
+    if config.getoption("--fast") and place != ".":
+        inside = f"{place}/" if collection_path.is_dir() else place
+        return not any(test.startswith(inside) for test in FAST) or None
     return None
 
 

@@ -129,8 +129,7 @@ def test_the_batch_script_trains_and_reports(without_slurm, tiny_shards, tmp_pat
 @pytest.mark.soak
 def test_a_sweep_survives_a_killed_task(here, tmp_path):
     (tmp_path / "lr.toml").write_text(
-        f'configs = ["small.toml"]\nfolder = "{tmp_path}/out"\n'
-        '[axes]\n"optimizer.lr" = { first = 1e-3, last = 1e-2, factor = 10 }\n'
+        f'configs = ["small.toml"]\nfolder = "{tmp_path}/out"\n[axes]\n"optimizer.lr" = [1e-3, 1e-2]\n'
     )
     sweep = load(tmp_path / "lr.toml")
     said = submit_sweeps([sweep], 0, Allocation(1, 0, ["--time=15"]))
