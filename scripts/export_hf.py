@@ -1,6 +1,6 @@
 """Write a checkpoint of a run as a Hugging Face folder that every tool loads as an ordinary Llama.
 
-Usage: python scripts/export_hf.py RUN/checkpoint/step-N OUT [--dtype bfloat16] [--tokenizer T]
+Usage: python scripts/export_hf.py RUN/checkpoint/step-N OUT [--dtype bfloat16] [--tokenizer T] [--scores TABLE]
 """
 
 import argparse
@@ -20,6 +20,7 @@ def main() -> None:
         help="dtype of the weights (default: float32)",
     )
     parser.add_argument("--tokenizer", help="as for tokenising; default: that of the run's data folder")
+    parser.add_argument("--scores", metavar="TABLE", help="the table.md of score.py, for the model card")
     arguments = parser.parse_args()
     from pc.evaluate.hugging_face import export
 

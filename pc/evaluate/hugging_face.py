@@ -102,8 +102,17 @@ def load(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     return from_checkpoint(plain_weights.load(path))
 
 
-def export(source: str | Path, out: str | Path, dtype: str = "float32", tokenizer: str | None = None) -> Path:
-    """Write a checkpoint of a run as a Hugging Face folder; returns it. `out` must not exist or be empty."""
+def export(
+    source: str | Path,
+    out: str | Path,
+    dtype: str = "float32",
+    tokenizer: str | None = None,
+    scores: str | Path | None = None,
+) -> Path:
+    """Write a checkpoint of a run as a Hugging Face folder; returns it. `out` must not exist or be empty.
+
+    scores: the table.md of scripts/score.py, for the model card.
+    """
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: exists already; give a new folder")
@@ -116,7 +125,7 @@ def export(source: str | Path, out: str | Path, dtype: str = "float32", tokenize
         folder = Path(temporary) / out.name
         model.save_pretrained(folder)
         hf_tokenizer.save(converted, folder)
-        write_atomically(folder / "README.md", model_card(run, model, dtype))
+        write_atomically(folder / "README.md", model_card(run, model, dtype, scores))
         make_readable(folder)
         os.replace(folder, out)
     return out

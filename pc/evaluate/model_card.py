@@ -31,8 +31,8 @@ It is a base model for research: neither tuned to follow instructions nor filter
 """
 
 
-def model_card(run: RunCheckpoint, model: LlamaForCausalLM, dtype: str) -> str:
-    """The card of `model`, made from `run`."""
+def model_card(run: RunCheckpoint, model: LlamaForCausalLM, dtype: str, scores: str | Path | None = None) -> str:
+    """The card of `model`, made from `run`; scores: the table.md that scripts/score.py wrote, if there is one."""
     data = Manifest.read(run.data) if run.data.exists() else None
     header: dict[str, Any] = {
         "library_name": "transformers",
@@ -51,10 +51,12 @@ def model_card(run: RunCheckpoint, model: LlamaForCausalLM, dtype: str) -> str:
         ("data", f"{source}, tokenizer {data.tokenizer.name}" if data else f"`{run.data}`"),
         *_logged(run),
         ("trained with", f"`./run_llama_train.sh config.toml` with the configuration below{_where(run)}"),
+        ("exported with", f"`python scripts/export_hf.py {run.path} FOLDER`"),
     ]
+    table = f"\n## Scores\n\n{Path(scores).read_text()}" if scores else ""
     return (
         f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n"
-        f"# {run.path.parent.parent.name}, step {run.step}\n\n{markdown.table(('', ''), rows)}{_USE}"
+        f"# {run.path.parent.parent.name}, step {run.step}\n\n{markdown.table(('', ''), rows)}{_USE}{table}"
         f"\n## Training configuration\n\n```toml\n{tomli_w.dumps(run.config)}```\n"
     )
 

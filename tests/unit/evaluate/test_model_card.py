@@ -26,7 +26,8 @@ def run(tmp_path, data_folder):
 
 
 def test_the_card_of_a_run(run, tmp_path):
-    card = (hugging_face.export(run, tmp_path / "out") / "README.md").read_text()
+    (tmp_path / "table.md").write_text("the table of score.py")
+    card = (hugging_face.export(run, tmp_path / "out", scores=tmp_path / "table.md") / "README.md").read_text()
     header = yaml.safe_load(card.split("---\n")[1])
     assert header["library_name"] == "transformers" and "llama" in header["tags"]
     for expected in (
@@ -40,6 +41,8 @@ def test_the_card_of_a_run(run, tmp_path):
         "| validation loss | 4.5000 |",
         "| evaluation/piqa/acc | 0.5000 |",
         "`./run_llama_train.sh config.toml` with the configuration below (world size 8, commit abc)",
+        f"`python scripts/export_hf.py {run} FOLDER`",
+        "## Scores\n\nthe table of score.py",
         'flavor = "debug"',
     ):
         assert expected in card
