@@ -37,6 +37,8 @@ class Checkpoints(CheckpointManager):
         self._keep_every = arguments["checkpoint_config"].keep_every
         self.group = dist.new_group(backend="gloo")
         """all ranks, on the CPU, so that GPUs do not wait for each other"""
+        self.may_save: Callable[[], bool] = lambda: True
+        """whether the weights are known to be finite: not in a step that is left out, whose cause may be in W itself"""
         super().__init__(**arguments)
 
     # --- saving -------------------------------------------------------------------------------------
@@ -68,9 +70,6 @@ class Checkpoints(CheckpointManager):
         result = dcp.async_save(state_dict, async_stager=stager, **arguments)
         result.add_done_callback(lambda _: stager.close())
         return result
-
-    may_save: Callable[[], bool] = staticmethod(lambda: True)
-    """whether the weights are known to be finite: none of a step that is left out, whose cause may be in W itself"""
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
         if last_step or self.may_save():
