@@ -26,6 +26,7 @@ FAST = (
     "tests/unit/test_spectral.py",
     "tests/unit/test_start.py",
     "tests/unit/test_schedule.py",
+    "tests/unit/test_schedule_mistakes.py",
     "tests/unit/settings/test_rules.py",
     "tests/unit/settings/test_chain.py",
     "tests/unit/settings/test_layout.py",

@@ -1,7 +1,9 @@
-"""A small model with the linear layers of Llama blocks, and data for it."""
+"""A small model with the linear layers of Llama blocks, data for it, and a training loop with PC."""
 
 import torch
 from torch import nn
+
+import pc
 
 
 class ToyBlock(nn.Module):
@@ -38,3 +40,40 @@ def toy_batch(index: int, size: int = 4, d: int = 7) -> torch.Tensor:
 
 def toy_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return (model(batch) - 1.0).square().mean()
+
+
+class Loop:
+    """A training loop on the toy model; a test leaves something out."""
+
+    def __init__(self, schedule="step", follow=True, make=lambda p: torch.optim.AdamW(p, lr=1e-2), seed=0, **settings):
+        self.model = pc.attach(toy_model(seed=seed), pc.PCConfig(schedule=schedule, **settings))
+        self.optimizer = make(self.model.parameters())
+        self.schedule = pc.schedule(self.model, *([self.optimizer] if follow else []))
+
+    @property
+    def parts(self):
+        return self.model, self.optimizer, self.schedule
+
+    def backward(self, batch=0, parts=1):
+        (toy_loss(self.model, toy_batch(batch)) / parts).backward()
+
+    def step(self, batch=0):
+        self.backward(batch)
+        self.schedule.pull_back()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def call(self, *names):
+        for name in names:
+            {"backward": self.backward, "step": self.optimizer.step}.get(name, getattr(self.schedule, name, None))()
+        return self
+
+    def raw(self):
+        """W and gamma of every weight."""
+        return {name: (state.raw.detach().clone(), state.gamma.detach().clone()) for name, state in
+                self.schedule.weights.items()}  # fmt: skip
+
+
+def same(one, other):
+    leaves = [torch.utils._pytree.tree_leaves(tree) for tree in (one, other)]
+    return len(leaves[0]) == len(leaves[1]) and all(torch.equal(*pair) for pair in zip(*leaves, strict=True))

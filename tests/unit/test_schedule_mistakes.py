@@ -1,0 +1,225 @@
+"""Calls that are forgotten or in a wrong order, and changes of PC(W): what would go wrong in silence raises one line."""
+
+import copy
+import itertools
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import pc
+from helpers.ranks import run_ranks
+from helpers.toy import Loop, same, toy_batch, toy_loss, toy_model
+from pc import PCConfig, UserError
+
+
+def require_refused(said, action):
+    with pytest.raises(UserError, match=re.escape(said)) as raised:
+        action()
+    assert len(str(raised.value).splitlines()) == 1
+
+
+CHANGED = "was changed while it held PC(W)"
+NOT_PULLED_BACK = "without schedule.pull_back() since the last backward()"
+
+CALLS = {
+    "no pull_back": ("backward step", NOT_PULLED_BACK),
+    "a backward pass after pull_back": ("backward pull_back backward step", NOT_PULLED_BACK),
+    "pull_back per micro-batch": ("backward pull_back backward pull_back", "already those of W"),
+    "no zero_grad": ("backward pull_back step backward pull_back", "optimizer.zero_grad() before the next backward()"),
+    "pull_back before backward": ("pull_back", "found no gradient of a weight with PC; call it after backward()"),
+    "materialise twice": ("materialise", "materialise() while the weights hold PC(W)"),
+    "state while the optimizer steps": ("restore_raw state_dict", "call materialise() first"),
+}
+CALLS_BY_HAND = {
+    "no materialise": (
+        "backward",
+        "it holds W; step every optimizer given to its schedule, or call schedule.materialise()",
+    ),
+    "no pull_back by hand": ("materialise backward restore_raw", NOT_PULLED_BACK),
+    "pull_back while raw": ("pull_back", "pull_back() while the weights hold W"),
+    "restore twice": ("restore_raw", "restore_raw() while the weights already hold W"),
+}
+
+
+@pytest.mark.parametrize(
+    "follow, calls, said",
+    [(follow, *case) for follow, table in ((True, CALLS), (False, CALLS_BY_HAND)) for case in table.values()],
+    ids=[*CALLS, *CALLS_BY_HAND],
+)
+def test_calls_in_a_wrong_order_are_said(follow, calls, said):
+    *before, wrong = calls.split()
+    loop = Loop(follow=follow).call(*before)
+    require_refused(said, lambda: loop.call(wrong))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda loop: (loop.backward(), torch.optim.SGD(loop.model.parameters(), lr=0.1).step()),
+        lambda loop: loop.model.load_state_dict(Loop(seed=1).model.state_dict()),
+        lambda loop: [parameter.detach().mul_(0.999) for parameter in loop.model.parameters()],
+        lambda loop: nn.init.normal_(loop.model[1].feed_forward["w2"].weight),
+    ],
+    ids=["another optimizer", "model loaded without the schedule", "averaged weights not swapped back",
+         "weights initialised late"],
+)  # fmt: skip
+def test_a_change_of_pc_is_said(change):
+    loop = Loop()
+    change(loop)
+    require_refused(CHANGED, loop.step)
+
+
+def attached(**settings):
+    return pc.attach(toy_model(), PCConfig(**settings))
+
+
+def one_of_two_optimizers_does_not_step():
+    model = attached()
+    one, other = (torch.optim.SGD([p for p in model.parameters() if p.ndim == n], lr=0.1) for n in (2, 1))
+    made = pc.schedule(model, one, other)
+    toy_loss(model, toy_batch(0)).backward()
+    made.pull_back()
+    one.step()
+    model(toy_batch(0))
+
+
+def a_loss_of_gamma():
+    loop = Loop()
+    loop.model[0].attention["wo"].gamma.square().sum().backward()
+    loop.call("backward", "pull_back")
+
+
+def optimizer_before_attach():
+    model = toy_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    pc.schedule(pc.attach(model, PCConfig()), optimizer)
+
+
+def second_schedule():
+    loop = Loop()
+    pc.schedule(loop.model, loop.optimizer)
+
+
+def weights_tied_after_attach():
+    model = attached()
+    model[1].attention["wo"].weight = model[0].attention["wo"].weight
+    pc.schedule(model)
+
+
+MISTAKES = {
+    "no schedule": (
+        lambda: attached()(toy_batch(0)),
+        "cannot multiply by PC(W): it has no schedule; call pc.schedule(model, optimizer)",
+    ),
+    "one of two optimizers does not step": (one_of_two_optimizers_does_not_step, "it holds W; step every optimizer"),
+    "a loss of gamma": (a_loss_of_gamma, "a loss that contains a gamma itself"),
+    "a closure": (lambda: Loop().optimizer.step(lambda: 0.0), "step(closure) computes gradients while the weights"),
+    "optimizer before attach": (
+        optimizer_before_attach,
+        "no optimizer given to pc.schedule holds 0.attention.wo.gamma",
+    ),
+    "optimizer of another model": (
+        lambda: pc.schedule(attached(), torch.optim.AdamW(toy_model().parameters())),
+        "no optimizer given to pc.schedule holds 0.attention.wo.weight",
+    ),
+    "schedule without attach": (lambda: pc.schedule(toy_model()), "no weight with PC; call pc.attach"),
+    "schedule on the meta device": (
+        lambda: pc.schedule(pc.attach(toy_model().to("meta"), PCConfig())),
+        "on the meta device; call pc.schedule once the weights exist",
+    ),
+    "second schedule": (second_schedule, "has a schedule already"),
+    "schedule of a copy": (
+        lambda: pc.schedule(copy.deepcopy(Loop().model)),
+        "copy.deepcopy((model, optimizer, schedule))",
+    ),
+    "two models": (lambda: pc.schedule([attached(), attached()]), "two models have a weight 0.attention.wo"),
+    "weights tied after attach": (weights_tied_after_attach, "shares its weight: 0.attention.wo, 1.attention.wo"),
+    "weights in half precision": (
+        lambda: pc.schedule(pc.attach(toy_model().bfloat16(), PCConfig())),
+        "W needs float32",
+    ),
+    "state of other weights": (lambda: Loop().schedule.load_state_dict({}), "of shape None, the model of ["),
+    "state without gammas": (
+        lambda: Loop().schedule.load_state_dict(Loop(learnable_gamma=False).schedule.state_dict()),
+        ".gamma of shape None, the model of [1]",
+    ),
+    "merge without a schedule": (
+        lambda: pc.merge(attached()),
+        "pc.merge cannot get PC(W) of 0.attention.wo: it has no schedule",
+    ),
+    "merge while raw": (
+        lambda: pc.merge(Loop().call("restore_raw").model),
+        "pc.merge cannot get PC(W) of 0.attention.wo: it holds W",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake, said", MISTAKES.values(), ids=MISTAKES)
+def test_what_would_go_wrong_in_silence_is_said(mistake, said):
+    require_refused(said, mistake)
+
+
+@pytest.mark.parametrize("follow", [True, False])
+def test_no_subset_of_calls_trains_a_plain_model(follow):
+    """Three rounds of a loop without any subset of its calls raise an error, give the result of the complete loop, or
+    leave W unchanged."""
+    whole = (
+        ("backward", "pull_back", "step") if follow else ("backward", "pull_back", "restore_raw", "step", "materialise")
+    )
+
+    def train(first, calls):
+        loop = Loop(follow=follow, make=lambda p: torch.optim.SGD(p, lr=0.1))
+        if first and not follow:
+            loop.schedule.materialise()
+        for _ in range(3):
+            loop.call(*calls)
+            loop.optimizer.zero_grad()
+        if loop.schedule.phase == "raw" and "restore_raw" in calls:
+            loop.schedule.materialise()
+        return loop.raw()
+
+    expected, start = train(True, whole), Loop(follow=False).raw()
+    outcomes = set()
+    for first in (True, False):
+        for kept in itertools.product((True, False), repeat=len(whole)):
+            calls = tuple(itertools.compress(whole, kept))
+            if "backward" not in calls:
+                continue
+            try:
+                result = train(first, calls)
+            except UserError:
+                outcomes.add("refused")
+                continue
+            assert same(result, start) or same(result, expected), (first, calls)
+            outcomes.add("unmoved" if same(result, start) else "equal")
+    assert outcomes == {"refused", "unmoved", "equal"}
+
+
+def test_a_first_step_of_lr_0_is_a_step():
+    """As in a warm-up from zero: weights stay, vectors advance, and a forgotten pull-back is reported."""
+    loop = Loop(make=lambda p: torch.optim.AdamW(p, lr=0.0))
+    loop.backward()
+    require_refused("without schedule.pull_back()", loop.optimizer.step)
+    loop.optimizer.zero_grad()
+    u = loop.schedule.weights["0.attention.wo"].u.clone()
+    loop.step()
+    assert not torch.equal(loop.schedule.weights["0.attention.wo"].u, u)
+
+
+def _ddp(rank):
+    """What a step under DDP says on a rank whose weights were another's, if the schedule was made before DDP."""
+    model = pc.attach(toy_model(seed=rank), PCConfig())
+    made = pc.schedule(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    nn.parallel.DistributedDataParallel(model)  # copies rank 0's PC(W) over that of rank 1
+    toy_loss(model, toy_batch(0)).backward()
+    try:
+        made.pull_back()
+    except UserError as error:
+        return str(error)
+
+
+def test_ddp_after_the_schedule_is_said():
+    first, second = run_ranks(2, _ddp)
+    assert first is None and CHANGED in second
