@@ -2,7 +2,8 @@
 
 import fnmatch
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Optional
 
 from pc.errors import UserError
@@ -69,9 +70,6 @@ class PCConfig:
     compute_dtype: str = "float32"
     """Precision of the polynomial's matmuls: "float32" (the weight's own), "tf32", "bfloat16"."""
 
-    map: Map = field(init=False, repr=False, compare=False, default=())
-    """The map g of a config with one level (see `for_block`); () with several."""
-
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocks", tuple(self.blocks))
         object.__setattr__(self, "heads", tuple(self.heads))
@@ -95,11 +93,7 @@ class PCConfig:
         except (ValueError, TypeError) as error:
             raise UserError(f"pc.level: {error}") from None
         levels = {block: level if isinstance(level, (int, str)) else maps[block] for block, level in levels.items()}
-        if isinstance(self.level, Mapping):
-            object.__setattr__(self, "level", levels)
-        else:
-            object.__setattr__(self, "level", levels[self.blocks[0]])
-            object.__setattr__(self, "map", maps[self.blocks[0]])
+        object.__setattr__(self, "level", levels if isinstance(self.level, Mapping) else levels[self.blocks[0]])
         if self.power_iterations < 1:
             raise UserError(f"pc.power_iterations must be at least 1, got {self.power_iterations}")
         for key, choices in (("schedule", SCHEDULES), ("compute_dtype", COMPUTE_DTYPES)):
@@ -108,6 +102,11 @@ class PCConfig:
         if self.schedule == "forward" and self.compute_dtype == "tf32":
             # TF32 is a process-wide switch; a compiled graph cannot set it for some of its matmuls only.
             raise UserError('pc.compute_dtype = "tf32" needs pc.schedule = "step"; with "forward" use "float32"')
+
+    @cached_property
+    def map(self) -> Map:
+        """The map g of a config with one level (see `for_block`)."""
+        return resolve(self.level)
 
     def for_block(self, block: str) -> "PCConfig":
         """The configuration of one entry of `blocks`, with that entry's level."""

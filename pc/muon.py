@@ -1,36 +1,20 @@
 """Muon for sharded matrices: `torch.optim.Muon` with Newton-Schulz on owner ranks (`pc.owner`)."""
 
 from dataclasses import astuple
+from inspect import signature
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim._muon import (
-    DEFAULT_A,
-    DEFAULT_B,
-    DEFAULT_C,
-    DEFAULT_NS_STEPS,
-    EPS,
-    _adjust_lr,
-    _zeropower_via_newtonschulz,
-)
+from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from pc.config import PCConfig
 from pc.cuts import Cut, Form, form_of
 from pc.owner import Plan
 from pc.shards import local
 
-_OPTIONS = {
-    "lr": 1e-3,
-    "weight_decay": 0.1,
-    "momentum": 0.95,
-    "nesterov": True,
-    "ns_coefficients": (DEFAULT_A, DEFAULT_B, DEFAULT_C),
-    "eps": EPS,
-    "ns_steps": DEFAULT_NS_STEPS,
-    "adjust_lr_fn": None,
-}
+# Torch's options and their defaults.
+_OPTIONS = {name: p.default for name, p in signature(torch.optim.Muon).parameters.items() if name != "params"}
 
 
 class Muon(torch.optim.Muon):
@@ -92,8 +76,9 @@ class Muon(torch.optim.Muon):
         torch._foreach_lerp_(updates, local_gradients, 1 - momentum)
         if group["nesterov"]:
             updates = list(torch._foreach_lerp(local_gradients, updates, momentum))
-        # bfloat16 copies, sharded as the parameters are; run_on_owners writes its results into them
-        updates = [_like(p, u.to(torch.bfloat16, copy=True)) for p, u in zip(parameters, updates, strict=True)]
+        # bfloat16 copies, sharded as the parameters are; the plan writes its results into them
+        items = [(torch.empty_like(parameter, dtype=torch.bfloat16),) for parameter in parameters]
+        torch._foreach_copy_([local(update) for (update,) in items], updates)
         forms = [_form(parameter, group) for parameter in parameters]
         settings = (group["ns_coefficients"], group["ns_steps"], group["eps"])
         factors = [
@@ -101,14 +86,13 @@ class Muon(torch.optim.Muon):
             for form in forms
         ]
         keys = [(form, settings, tuple(f / max(of) for f in of)) for form, of in zip(forms, factors, strict=True)]
-        items = [(update,) for update in updates]
         name = (*map(id, parameters), *keys)
         if name not in self._plans:
             stacked, costs = [bool(form.stack) for form in forms], [form.cost for form in forms]
             self._plans[name] = Plan(items, items, keys, stacked=stacked, costs=costs)
         self._plans[name].run(_orthogonalise, items, items)
         torch._foreach_mul_(shards, 1 - lr * group["weight_decay"])
-        for shard, update, of_parts in zip(shards, updates, factors, strict=True):
+        for shard, (update,), of_parts in zip(shards, items, factors, strict=True):
             shard.add_(local(update), alpha=-lr * max(of_parts))
 
 
@@ -131,16 +115,3 @@ def _orthogonalise(key: tuple, updates: Tensor) -> tuple[Tensor]:
     ]
     scaled = [part if scale == 1 else part * scale for part, scale in zip(parts, scales, strict=True)]
     return (form.join("w", scaled, updates),)
-
-
-def _like(parameter: Tensor, shard: Tensor) -> Tensor:
-    if not isinstance(parameter, DTensor):
-        return shard
-    return DTensor.from_local(
-        shard,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
