@@ -69,4 +69,4 @@ def _train(config: Path, overrides: Sequence[str], processes: int) -> tuple[list
             last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-15:])
             raise UserError(f"{config}: training ended with status {done.returncode}; its last words:\n{last}")
         run = read_log(folder)
-    return run.series("step_seconds").values[WARMUP_STEPS:], max(run.series("memory_active_gib_of_all_ranks").values)
+    return list(run.series("step_seconds"))[WARMUP_STEPS:], run.series("memory_active_gib_of_all_ranks").max()

@@ -49,13 +49,12 @@ def compare(runs: Sequence[RunLog]) -> pd.DataFrame:
     `difference` is the final loss minus the reference's, so negative is better; `reached_at_tokens` is where the run
     reaches the reference's final loss, NaN if it never does; `speedup` as by `speedup`.
     """
-    logged = [run.require(VALIDATION, _REMEDY) for run in runs]
-    courses = [pd.Series(series.values, series.tokens) for series in logged]
+    courses = [run.series(VALIDATION, "tokens", _REMEDY) for run in runs]
     final = courses[0].iloc[-1]
     rows = []
-    for run, series, course in zip(runs, logged, courses, strict=True):
-        row = {"name": run.name, "steps": series.steps[-1], "tokens": series.tokens[-1], "final_loss": course.iloc[-1]}
-        row["difference"] = course.iloc[-1] - final
+    for run, course in zip(runs, courses, strict=True):
+        row = {"name": run.name, "steps": run.series(VALIDATION).index[-1], "tokens": course.index[-1]}
+        row |= {"final_loss": course.iloc[-1], "difference": course.iloc[-1] - final}
         # the reference may have had its final loss before, but the others are measured at its end
         row["reached_at_tokens"] = float(row["tokens"]) if run is runs[0] else tokens_to_reach(course, final)
         row["speedup"] = 1.0 if run is runs[0] else speedup(courses[0], course)
@@ -90,12 +89,11 @@ def plot(runs: Sequence[RunLog], rows: pd.DataFrame, output: Path) -> Path:
     figure, axes = subplots(width=5.0, height=3.4)
     final, shown = rows.final_loss[0], []
     for i, run in enumerate(runs):
-        series = run.series(VALIDATION)
+        course = run.series(VALIDATION, "tokens")
         label = run.name if math.isnan(rows.speedup[i]) or i == 0 else f"{run.name}, {rows.speedup[i]:.2f}x"
-        axes.plot(series.tokens, series.values, color=f"C{i}", marker=".", markersize=3, label=label)
+        axes.plot(course.index, course, color=f"C{i}", marker=".", markersize=3, label=label)
         axes.plot(rows.reached_at_tokens[i], final, "o", color=f"C{i}", markerfacecolor="white", zorder=3)
-        shown += [v for t, v in zip(series.tokens, series.values, strict=True) if t >= rows.tokens.max() / 10]
-    shown = [value for value in shown if math.isfinite(value)]
+        shown += filter(math.isfinite, course[course.index >= rows.tokens.max() / 10])
     if shown and max(shown) > min(shown):  # the first tenth falls so far that the rest would be hard to see
         height = max(shown) - min(shown)
         axes.set_ylim(min(shown) - 0.15 * height, max(shown) + 0.1 * height)

@@ -58,9 +58,9 @@ def _line(study: str, sweep: Path, result: dict) -> dict | None:
     """A run's line; None if it was never validated and did not diverge."""
     folder = sweep / result["name"] if (sweep / result["name"]).is_dir() else Path(result["folder"])
     run = read_log(folder)
-    last = run.series(VALIDATION).values[-1:]
-    diverged = result.get("state") == "diverged" or any(map(math.isnan, last))
-    if not last and not diverged:
+    last = run.series(VALIDATION).tail(1)
+    diverged = result.get("state") == "diverged" or last.isna().any()
+    if last.empty and not diverged:
         return None
     log = pd.DataFrame(run.lines).groupby("step", as_index=False).last()  # the last value of each quantity in a step
     for prefix in RMS:

@@ -26,10 +26,9 @@ def plot_estimator_error(runs: Sequence[RunLog], output: Path) -> Path:
         for i, run in enumerate(runs):
             for statistic, style in (("median", "-"), ("max", "--")):
                 series = run.series(f"{_ERROR}{block}/{statistic}")
-                if series.steps:
-                    # An estimate can be exact to the last bit, but the logarithmic axis has no zero.
-                    values = [max(value, 1e-9) for value in series.values]
-                    axes.plot(series.steps, values, style, marker=".", color=f"C{i}", label=f"{run.name}, {statistic}")
+                # An estimate can be exact to the last bit, but the logarithmic axis has no zero.
+                values, label = series.clip(lower=1e-9), f"{run.name}, {statistic}" if len(series) else None
+                axes.plot(series.index, values, style, marker=".", color=f"C{i}", label=label)
         axes.set_yscale("log")
         axes.set_title(BLOCK_TITLES[block])
         axes.set_xlabel("step")
@@ -46,7 +45,7 @@ def plot_activation_rms(runs: Sequence[RunLog], output: Path) -> Path:
             layers = [run.series(key) for key in run.keys() if key.startswith(f"signal/{part}/rms/")]
             if not layers:
                 raise UserError(f"{run.file}: none were logged; set [health] freq above 0")
-            mean = pd.DataFrame([pd.Series(layer.values, layer.steps) for layer in layers]).mean()
+            mean = pd.DataFrame(layers).mean()
             axes.plot(mean.index, mean, color=f"C{i}", label=run.name)
         axes.set_title(f"{title} output, mean over layers")
         axes.set_xlabel("step")
@@ -60,8 +59,8 @@ def plot_gmcn(runs: Sequence[RunLog], output: Path) -> Path:
     figure, panels = subplots(1, 3, width=3.2)
     for axes, (group, title) in zip(panels, _GMCN.items(), strict=True):
         for i, run in enumerate(runs):
-            series = run.require(f"spectra/gmcn/{group}", "set [health] spectra_freq above 0")
-            axes.plot(series.tokens, series.values, marker=".", color=f"C{i}", label=run.name)
+            course = run.series(f"spectra/gmcn/{group}", "tokens", "set [health] spectra_freq above 0")
+            axes.plot(course.index, course, marker=".", color=f"C{i}", label=run.name)
         axes.set_title(title)
         label_tokens(axes)
         axes.xaxis.set_major_locator(MaxNLocator(4))

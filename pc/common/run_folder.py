@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import math
 import os
 import re
 import time
@@ -12,10 +11,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from pc.common.files import write_atomically
 from pc.errors import UserError
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 METRICS = "metrics.jsonl"
 """one JSON object per line"""
@@ -154,15 +156,6 @@ def newest_step(run: Path) -> int:
 
 
 @dataclass(frozen=True)
-class Series:
-    """One logged quantity: `values[i]` at optimizer step `steps[i]`, after `tokens[i]` training tokens."""
-
-    steps: list[int]
-    tokens: list[int]
-    values: list[float]
-
-
-@dataclass(frozen=True)
 class RunLog:
     """A run's name and the lines of its metrics.jsonl, in file order."""
 
@@ -174,22 +167,21 @@ class RunLog:
         """All quantities logged at least once, sorted."""
         return sorted({key for line in self.lines for key in line})
 
-    def series(self, key: str) -> Series:
-        """The values logged under `key`, by step; empty if there are none. JSON's null becomes NaN.
+    def series(self, key: str, over: str = "step", remedy: str = "") -> "pd.Series":
+        """The values logged under `key`, by step or `over` "tokens"; empty if there are none. JSON's null becomes NaN.
 
         A resumed run logs the steps after its checkpoint again; the last line of a step wins.
-        """
-        lines = {line["step"]: line for line in self.lines if key in line}
-        found = [lines[step] for step in sorted(lines)]
-        values = [math.nan if line[key] is None else line[key] for line in found]
-        return Series([line["step"] for line in found], [line["tokens"] for line in found], values)
 
-    def require(self, key: str, remedy: str) -> Series:
-        """`series(key)`; raises a `UserError` with the `remedy` if nothing was logged."""
-        series = self.series(key)
-        if not series.steps:
+        Raises:
+            UserError: with the `remedy`, if one is given, where nothing was logged.
+        """
+        import pandas as pd  # here, because launchers answer mistakes before this takes a second
+
+        by_step = {line["step"]: line for line in self.lines if key in line}
+        if remedy and not by_step:
             raise UserError(f"{self.file}: no {key!r} was logged; {remedy}")
-        return series
+        lines = [by_step[step] for step in sorted(by_step)]
+        return pd.Series([line[key] for line in lines], [line[over] for line in lines], dtype=float)
 
 
 def read_log(path: str | Path) -> RunLog:

@@ -52,7 +52,7 @@ def plot(results: Sequence[dict], path: Path, baselines: Sequence[RunLog] = ()) 
             _draw(axes, place, one[VALIDATION].astype(float), spiked=one.spikes.any())
         shown = group[VALIDATION].dropna().tolist()
         if baselines:
-            final = baselines[i].require(VALIDATION, "the baseline has no validation").values[-1]
+            final = baselines[i].series(VALIDATION, remedy="the baseline has no validation").iloc[-1]
             axes.axhline(final, color="C3", linestyle="--", label=f"{baselines[i].name}: {final:.4f}")
             axes.legend(loc="upper right")
             shown += [final] if math.isfinite(final) else []

@@ -4,8 +4,10 @@ import json
 import math
 from collections import Counter
 
+import pandas as pd
+
 from pc.common.files import write_atomically
-from pc.common.run_folder import Series, read_log, state_of
+from pc.common.run_folder import read_log, state_of
 from pc.launch.run import Run
 from pc.sweep.spec import VALIDATION, Sweep
 from pc.titan.metrics import LossSpikes
@@ -34,9 +36,8 @@ def result_of(run: Run) -> dict | None:
     if state.state not in ("finished", "diverged"):
         return None
     log = read_log(run.folder)
-    losses = log.series("loss")
-    spikes = LossSpikes()
-    for step, loss in zip(losses.steps, losses.values, strict=True):
+    losses, spikes = log.series("loss"), LossSpikes()
+    for step, loss in losses.items():
         spikes.update(step, loss)
     return {
         "name": run.name,
@@ -45,7 +46,7 @@ def result_of(run: Run) -> dict | None:
         "settings": run.settings,
         "seed": run.seed,
         "steps": state.steps,
-        "tokens": losses.tokens[-1] if losses.steps else None,
+        "tokens": max((line["tokens"] for line in log.lines), default=None),
         "loss": _last(losses),
         VALIDATION: _last(log.series(VALIDATION)) if state.state == "finished" else None,
         "spikes": spikes.count,
@@ -53,9 +54,9 @@ def result_of(run: Run) -> dict | None:
     }
 
 
-def _last(series: Series) -> float | None:
+def _last(series: pd.Series) -> float | None:
     """The last value; None if there is none or it is not finite, which JSON cannot represent."""
-    return series.values[-1] if series.values and math.isfinite(series.values[-1]) else None
+    return next(filter(math.isfinite, series.tail(1)), None)
 
 
 def collect(sweep: Sweep) -> list[dict]:

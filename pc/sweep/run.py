@@ -83,8 +83,8 @@ def _say_progress(run: Run, label: str) -> None:
         log = read_log(run.folder)
     except UserError:
         return  # nothing logged yet
-    losses, times = log.series("loss"), log.series("time")
-    if losses.steps:
+    losses, recent = log.series("loss"), log.series("time").tail(RECENT)
+    if len(losses):
         steps = state_of(run.folder).steps
-        left = time_left(times.steps[-RECENT:], times.values[-RECENT:], steps)
-        print(f"{label}: step {losses.steps[-1]}/{steps}  loss {losses.values[-1]:.4f}  {left}".rstrip(), flush=True)
+        left = time_left(list(recent.index), list(recent), steps)
+        print(f"{label}: step {losses.index[-1]}/{steps}  loss {losses.iloc[-1]:.4f}  {left}".rstrip(), flush=True)

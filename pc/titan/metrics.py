@@ -161,9 +161,8 @@ class PCMetricsProcessor(MetricsProcessor):
         if self._spikes is None:  # a resumed run continues the count
             self._spikes = LossSpikes()
             if (file := Path(self.job_config.job.dump_folder, METRICS)).exists():
-                earlier = read_log(file).series("loss")
-                for its_step, its_loss in zip(earlier.steps, earlier.values, strict=True):
-                    self._spikes.update(its_step, its_loss)
+                for earlier in read_log(file).series("loss").items():
+                    self._spikes.update(*earlier)
         before, count = self._spikes.count, self._spikes.update(step, loss)
         if count == before:
             return {"loss_spikes": count}
