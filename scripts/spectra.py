@@ -1,6 +1,6 @@
-"""Singular values of runs: saved once; histograms and quantile curves; the GMCN against tokens.
+"""Singular values of runs: their histograms, condition numbers, and the GMCN against tokens.
 
-Usage: python scripts/spectra.py RUN_OR_CHECKPOINT_OR_NPZ... [--output DIR] [--layers L L L]
+Usage: python scripts/spectra.py RUN_OR_CHECKPOINT... [--output DIR] [--layers L L L]
 """
 
 import argparse
@@ -13,10 +13,10 @@ from pc.common.errors import exit_on_user_error
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "sources", nargs="+", type=Path, metavar="RUN_OR_CHECKPOINT_OR_NPZ",
-        help="run folder (its last checkpoint), checkpoint folder step-N, or stored .npz; baseline first",
+        "sources", nargs="+", type=Path, metavar="RUN_OR_CHECKPOINT",
+        help="run folder (its last checkpoint) or checkpoint folder step-N; baseline first",
     )  # fmt: skip
-    parser.add_argument("--output", type=Path, default=Path("outputs/spectra"), help="folder for figures and .npz")
+    parser.add_argument("--output", type=Path, default=Path("outputs/spectra"), help="folder for figures")
     parser.add_argument("--layers", nargs="+", type=int, help="layers of the histograms, from 1 (default: the paper's)")
     arguments = parser.parse_args()
     from pc.analysis.figures import draw_spectra

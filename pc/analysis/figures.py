@@ -1,11 +1,11 @@
 """The plotting commands: read, draw everything for which there is data, and report what is missing."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pc.analysis import curves, signals, spectra, spectra_plots
+from pc.analysis import curves, signals, spectra
 from pc.common.files import write_atomically
-from pc.common.run_folder import METRICS, read_log, read_logs, unique_names
+from pc.common.run_folder import read_log, read_logs, step_of, unique_names
 from pc.errors import UserError
 from pc.sweep import bars
 
@@ -18,8 +18,8 @@ def draw_curves(paths: Sequence[Path], output: Path) -> None:
     print(table)
     write_atomically(output / "summary.md", table)
     print(curves.plot(runs, rows, output))
-    _print_or_explain("activation sizes", signals.plot_activation_rms, runs, output)
-    _print_or_explain("estimator error", signals.plot_estimator_error, runs, output)
+    _print_or_explain("activation sizes", lambda: signals.plot_activation_rms(runs, output))
+    _print_or_explain("estimator error", lambda: signals.plot_estimator_error(runs, output))
 
 
 def draw_sweeps(folders: Sequence[Path], baselines: Sequence[Path], output: Path) -> None:
@@ -32,25 +32,20 @@ def draw_sweeps(folders: Sequence[Path], baselines: Sequence[Path], output: Path
 
 
 def draw_spectra(sources: Sequence[Path], output: Path, layers: Sequence[int] | None) -> None:
-    """Singular values, histograms, quantile curves, condition numbers; GMCN of run folders."""
-    all_spectra = spectra.of_sources(sources, output)
+    """Table of condition numbers, histograms of singular values; condition numbers of the runs against tokens."""
+    all_spectra = spectra.of_sources(sources)
     text = spectra.table(all_spectra)
     print(text)
     write_atomically(output / "condition_numbers.md", text)
-    print(spectra_plots.plot_histograms(all_spectra, layers, output))
-    print(spectra_plots.plot_quantiles(all_spectra, output))
-    # stored singular values in a run's folder belong to that run
-    folders = [source.parent if source.suffix == ".npz" else source for source in sources]
-    folders = list(dict.fromkeys(folder for folder in folders if (folder / METRICS).is_file()))
-    if folders:
-        _print_or_explain("GMCN against tokens", signals.plot_gmcn, read_logs(folders), output)
-    else:
-        print(f"no figure of the GMCN against tokens: give run folders, or .npz files in a folder with {METRICS}")
+    print(spectra.plot(all_spectra, layers, output))
+    runs = [source.resolve() for source in sources]
+    runs = [spectra.run_of(source) if step_of(source) >= 0 else source for source in runs]
+    _print_or_explain("GMCN against tokens", lambda: signals.plot_gmcn(read_logs(runs), output))
 
 
-def _print_or_explain(what: str, plot, runs, output: Path) -> None:
+def _print_or_explain(what: str, plot: Callable[[], Path]) -> None:
     """Draw, or print why not, because other figures can still be drawn."""
     try:
-        print(plot(runs, output))
+        print(plot())
     except UserError as error:
         print(f"no figure of {what}: {error}")

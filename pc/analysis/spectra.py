@@ -1,11 +1,9 @@
-"""Exact singular values of a checkpoint's matrices, computed once and saved in a small file."""
+"""Exact singular values of checkpoints, computed once and kept in their runs' folders, and their histograms."""
 
-import hashlib
 import io
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +11,18 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from pc.analysis.signals import BLOCK_TITLES
 from pc.common import markdown
 from pc.common.files import write_atomically
-from pc.common.run_folder import INDEX, newest_checkpoint, unique_names
+from pc.common.plots import save, subplots
+from pc.common.run_folder import INDEX, newest_checkpoint, step_of, unique_names
 from pc.common.spectra import modified_condition_number, singular_values
 from pc.config import BLOCK_GROUPS, BLOCK_SUFFIXES, PCConfig
 from pc.errors import UserError
 from pc.evaluate import plain_weights
+
+HISTOGRAM_BLOCKS = ("o", "gate", "up", "down")
+BINS = 40
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,6 @@ class Spectra:
     """Blocks with PC; empty for a baseline."""
     raw: dict[str, Tensor]
     effective: dict[str, Tensor]
-    checkpoint: str = ""
-    """Path of the checkpoint, so that stored values are never taken for those of another."""
 
     @property
     def num_layers(self) -> int:
@@ -48,95 +49,72 @@ class Spectra:
         return math.exp(torch.cat([modified_condition_number(values[block]).log() for block in blocks]).mean().item())
 
 
-def compute(checkpoint: str | Path, name: str) -> Spectra:
-    """Compute the singular values of every matrix in float64, on the GPU if there is one. Shows progress."""
-    run = plain_weights.load(checkpoint)
-    saved = run.folder.shapes()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    raw: dict[str, list[Tensor]] = {block: [] for block in BLOCK_SUFFIXES}
-    effective: dict[str, list[Tensor]] = {block: [] for block in BLOCK_SUFFIXES}
-    with_pc = set()
-    places = [
-        (block, suffix, i) for block, (suffix, *_) in BLOCK_SUFFIXES.items() for i in range(run.model_args.n_layers)
-    ]
-    for block, suffix, i in tqdm(places, desc=f"singular values of {name}", unit="matrix", leave=False):
-        weight, prefix = f"layers.{i}.{suffix}.weight", f"pc.layers.{i}.{suffix}."
-        effective[block].append(singular_values(run.weights[weight].to(device)).flip(-1).cpu())
-        raw[block].append(effective[block][-1])
-        if f"{prefix}u" in saved:
-            key = f"{prefix}raw" if f"{prefix}raw" in saved else weight  # schedule "forward" keeps W as the weight
-            raw[block][-1] = singular_values(run.folder.read_tensors([key])[key].to(device)).flip(-1).cpu()
-            with_pc.add(block)
-    stacked = [{block: torch.stack(rows) for block, rows in of.items()} for of in (raw, effective)]
-    blocks = tuple(block for block in BLOCK_SUFFIXES if block in with_pc)
-    return Spectra(name, run.step, blocks, *stacked, str(Path(checkpoint).resolve()))
-
-
-def save(spectra: Spectra, path: Path) -> None:
-    """Save as a compressed .npz in float32, 4 bytes per singular value; equal ones are stored once."""
-    arrays = {f"raw.{block}": values.float().numpy() for block, values in spectra.raw.items()}
-    arrays |= {f"effective.{block}": spectra.effective[block].float().numpy() for block in spectra.pc_blocks}
-    about = {key: getattr(spectra, key) for key in ("name", "step", "pc_blocks", "checkpoint")}
-    buffer = io.BytesIO()
-    np.savez_compressed(buffer, about=np.array(json.dumps(about)), **arrays)
-    write_atomically(path, buffer.getvalue())
-
-
-def load(path: str | Path) -> Spectra:
-    """Read a file of `save`."""
-    with np.load(path, allow_pickle=False) as file:
-        about = json.loads(str(file["about"]))
-        arrays = {key: torch.from_numpy(file[key]) for key in file.files if key != "about"}
-    raw = {key.removeprefix("raw."): values for key, values in arrays.items() if key.startswith("raw.")}
-    effective = {block: arrays.get(f"effective.{block}", values) for block, values in raw.items()}
-    pc_blocks = tuple(about["pc_blocks"])
-    return Spectra(about["name"], about["step"], pc_blocks, raw, effective, about.get("checkpoint", ""))
-
-
-def of_sources(sources: Sequence[Path], output: Path) -> list[Spectra]:
-    """Spectra of run folders (their last checkpoints), checkpoint folders or stored .npz files, with unique names.
+def of_sources(sources: Sequence[Path]) -> list[Spectra]:
+    """Spectra of run folders (their last checkpoints) or checkpoint folders, with unique names.
 
     One that is given twice is read once. A name is as much of the run's path as is needed, and the step where a run is
     given with several.
     """
-    found = [_of_source(source, output) for source in dict.fromkeys(sources)]
-    runs = [_run_of(Path(item.checkpoint)) if item.checkpoint else Path(item.name) for item in found]
-    different = list(dict.fromkeys(runs))
-    names = dict(zip(different, unique_names(different), strict=True))
-    return [
-        replace(item, name=names[run] if runs.count(run) == 1 else f"{names[run]}/step-{item.step}")
-        for item, run in zip(found, runs, strict=True)
+    checkpoints = list(dict.fromkeys(map(_checkpoint_of, sources)))
+    runs = [run_of(checkpoint) for checkpoint in checkpoints]
+    names = [
+        name if runs.count(run) == 1 else f"{name}/{checkpoint.name}"
+        for checkpoint, run, name in zip(checkpoints, runs, unique_names(runs), strict=True)
     ]
+    return list(map(_of_checkpoint, checkpoints, names))
 
 
-def _of_source(source: Path, output: Path) -> Spectra:
-    """Computed values are saved in `output` and read from there the next time."""
-    if source.suffix == ".npz":
-        return load(source)
-    checkpoint = source if (source / INDEX).exists() else newest_checkpoint(source)
-    if checkpoint is None:
-        raise UserError(
-            f"{source}: no run with a complete checkpoint (its config needs [checkpoint] enable = true), folder step-N "
-            "or .npz file"
-        )
-    checkpoint = checkpoint.resolve()
-    stored = _file_of(checkpoint, output)
-    if stored.exists() and stored.stat().st_mtime > (checkpoint / INDEX).stat().st_mtime:
-        return load(stored)
-    spectra = compute(checkpoint, _run_of(checkpoint).name)
-    save(spectra, stored)
-    return spectra
+def run_of(checkpoint: Path) -> Path:
+    """The run's folder of RUN/checkpoint/step-N."""
+    return checkpoint.parent.parent
 
 
-def _file_of(checkpoint: Path, output: Path) -> Path:
-    """RUN-step-N-HASH.npz; the hash of the path tells runs in folders of one name apart."""
-    path_hash = hashlib.sha256(str(checkpoint).encode()).hexdigest()[:8]
-    return output / f"{_run_of(checkpoint).name}-{checkpoint.name}-{path_hash}.npz"
+def _checkpoint_of(source: Path) -> Path:
+    """`source`, or the last checkpoint of a run's folder; it need not exist any more if its spectra do."""
+    source = source.resolve()
+    stored = [source / "checkpoint" / file.stem for file in (source / "spectra").glob("*.npz")]
+    found = source if step_of(source) >= 0 else newest_checkpoint(source) or max(stored, key=step_of, default=None)
+    if found is None:
+        raise UserError(f"{source}: no run with a complete checkpoint (its config needs [checkpoint] enable = true)")
+    return found
 
 
-def _run_of(checkpoint: Path) -> Path:
-    """The run's folder of RUN/checkpoint/step-N; the folder above any other."""
-    return checkpoint.parent.parent if checkpoint.parent.name == "checkpoint" else checkpoint.parent
+def _of_checkpoint(checkpoint: Path, name: str) -> Spectra:
+    """Read from RUN/spectra/step-N.npz, which is written first if the checkpoint is newer."""
+    stored, index = run_of(checkpoint) / "spectra" / f"{checkpoint.name}.npz", checkpoint / INDEX
+    if not stored.exists() or (index.exists() and index.stat().st_mtime > stored.stat().st_mtime):
+        _store(checkpoint, stored, name)
+    with np.load(stored, allow_pickle=False) as file:
+        arrays = {key: torch.from_numpy(file[key]).double() for key in file.files if "." in key}
+    raw = {block: arrays[f"raw.{block}"] for block in BLOCK_SUFFIXES}
+    effective = {block: arrays.get(f"effective.{block}", values) for block, values in raw.items()}
+    with_pc = tuple(block for block in raw if f"effective.{block}" in arrays)
+    return Spectra(name, step_of(checkpoint), with_pc, raw, effective)
+
+
+def _store(checkpoint: Path, file: Path, name: str) -> None:
+    """Compute the singular values of every matrix in float64, on the GPU if there is one. Shows progress.
+
+    The file has raw.BLOCK and, with PC, effective.BLOCK, [layers, min(n, m)] in float32.
+    """
+    run = plain_weights.load(checkpoint)
+    saved = run.folder.shapes()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    found: dict[str, list[np.ndarray]] = {}
+    layers = range(run.model_args.n_layers)
+    places = [(block, suffix, i) for block, (suffix, *_) in BLOCK_SUFFIXES.items() for i in layers]
+    for block, suffix, i in tqdm(places, desc=f"singular values of {name}", unit="matrix", leave=False):
+        weight, prefix = f"layers.{i}.{suffix}.weight", f"pc.layers.{i}.{suffix}."
+        matrices = {f"raw.{block}": run.weights[weight]}
+        if f"{prefix}u" in saved:
+            key = f"{prefix}raw" if f"{prefix}raw" in saved else weight  # schedule "forward" keeps W as the weight
+            matrices = {f"raw.{block}": run.folder.read_tensors([key])[key], f"effective.{block}": run.weights[weight]}
+        for kind, matrix in matrices.items():
+            sigma = singular_values(matrix.to(device)).flip(-1)
+            found.setdefault(kind, []).append(sigma.float().numpy(force=True))
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **{kind: np.stack(rows) for kind, rows in found.items()})
+    write_atomically(file, buffer.getvalue())
 
 
 def table(all_spectra: Sequence[Spectra]) -> str:
@@ -150,3 +128,35 @@ def table(all_spectra: Sequence[Spectra]) -> str:
             numbers = [f"{spectra.gmcn(blocks, effective):.2f}" for blocks in groups]
             rows.append([spectra.name, f"{spectra.step:,}", kind, *numbers])
     return markdown.table(["run", "step", "weights", "o, gate, up, down", "q, k, v", "all"], rows)
+
+
+def paper_layers(num_layers: int) -> list[int]:
+    """Shallow, middle and deep layer, counted from 1: the paper's 2, 10 and 18 of 18."""
+    return sorted({min(2, num_layers), num_layers // 2 + 1, num_layers})
+
+
+def plot(all_spectra: Sequence[Spectra], layers: Sequence[int] | None, output: Path) -> Path:
+    """Histograms of singular values over the largest one of their matrix: a row per layer, a column per block.
+
+    Args:
+        all_spectra: drawn in the same axes; effective weights with PC, raw weights without.
+        layers: counted from 1; None takes `paper_layers`.
+    """
+    num_layers = min(spectra.num_layers for spectra in all_spectra)
+    layers = layers or paper_layers(num_layers)
+    if not all(1 <= layer <= num_layers for layer in layers):
+        raise UserError(f"--layers {' '.join(map(str, layers))}: the model has layers 1 to {num_layers}")
+    figure, panels = subplots(len(layers), len(HISTOGRAM_BLOCKS), width=2.5, height=1.9, sharex=True, squeeze=False)
+    edges = np.linspace(0, 1, BINS + 1)
+    for row, layer in zip(panels, layers, strict=True):
+        for axes, block in zip(row, HISTOGRAM_BLOCKS, strict=True):
+            for i, spectra in enumerate(all_spectra):
+                sigma = spectra.effective[block][layer - 1]
+                label = f"{spectra.name}, PC(W)" if spectra.pc_blocks else spectra.name
+                axes.hist(sigma / sigma[0], edges, color=f"C{i}", alpha=0.55, label=label)
+            axes.set_title(f"layer {layer}: {BLOCK_TITLES[block]}", fontsize=8)
+        row[0].set_ylabel("count per bin")
+    for axes in panels[-1]:
+        axes.set_xlabel(r"$\sigma / \sigma_\mathrm{max}$")
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
+    return save(figure, output / "histograms")

@@ -1,6 +1,5 @@
 """The plotting commands, run as a user runs them, on a small pair of run folders."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -20,13 +19,7 @@ def test_spectra_and_curves_of_a_pair(command, tmp_path):
         save_checkpoint(run, schedule)
         write_metrics(run, gain=0.05 * bool(schedule), estimates=bool(schedule))
     assert command("spectra.py", *pair, "--output", tmp_path)[0] == 0
-    assert _figures(tmp_path) == {"histograms", "quantiles", "gmcn"}
-    stored = sorted(tmp_path.glob("*.npz"))
-    assert [path.name[:-13] for path in stored] == ["baseline-step-7", "pc-step-7"]  # and a hash
-    beside_metrics = [shutil.copy(file, run) for run, file in zip(pair, stored, strict=True)]
-    assert command("spectra.py", *beside_metrics, "--output", tmp_path / "again")[0] == 0
-    for name in ("histograms", "gmcn"):  # from the stored values, the same figures
-        assert (tmp_path / f"{name}.png").read_bytes() == (tmp_path / "again" / f"{name}.png").read_bytes()
+    assert _figures(tmp_path) == {"histograms", "gmcn"}
 
     assert command("curves.py", *pair, "--output", tmp_path / "curves")[0] == 0
     assert _figures(tmp_path / "curves") == {"validation_loss", "activation_rms", "estimator_error"}
