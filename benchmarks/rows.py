@@ -54,7 +54,6 @@ EAGER = ("--compile.enable", "false")
 FLOAT32 = ("--training.mixed_precision_param", "float32")
 FLOAT8 = ("--model.converters", "quantize.linear.float8", "--quantize.linear.float8.filter_fqns", "output")
 BY_OPERATION = ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op")
-CHUNKED_LOSS = ("--training.chunked_loss", "true")
 FULL = ("--activation_checkpoint.mode", "full")
 KEEP_ALL = ("--activation_checkpoint.mode", "none")
 BASELINE = ("--pc.enable", "false")
@@ -121,11 +120,6 @@ ROWS: dict[str, Row] = {
     "checkpointing": Row(
         "1B, AdamW, baseline: activation checkpointing by operation, as in the configs, and of whole blocks, over none",
         {"none": Variant(ADAMW, KEEP_ALL), "by operation": Variant(ADAMW, BY_OPERATION), "full": Variant(ADAMW, FULL)},
-        rounds=4,
-    ),
-    "loss": Row(
-        "1B, AdamW, baseline: chunked head and loss over full logits",
-        {"whole": Variant(ADAMW), "chunked": Variant(ADAMW, CHUNKED_LOSS)},
         rounds=4,
     ),
     "float8": Row(

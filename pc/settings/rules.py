@@ -36,7 +36,7 @@ def of_config(config: Config) -> Iterator[str]:
     """A sentence for each rule that is broken on any number of processes."""
     if config.pc.enable:
         yield from refusal_of(config.pc.to_pc_config)
-    checkpoint, float8 = config.checkpoint, config.quantize.linear.float8
+    checkpoint = config.checkpoint
     for key, needed in (
         ("last_save_in_hf", "last_save_model_only"),
         ("initial_load_in_hf", "initial_load_model_only"),
@@ -53,19 +53,11 @@ def of_config(config: Config) -> Iterator[str]:
             yield f'model.converters = ["{FLOAT8}"] needs torchao: pip install torchao'
         if config.pc.enable and config.pc.schedule == "forward":
             yield 'pc.schedule = "forward" would replace the matmuls of float8 layers; use "step"'
-        if config.training.chunked_loss and not any(part in "output" for part in float8.filter_fqns):
-            yield f'training.chunked_loss needs a head without float8; add "output" to {FLOAT8}.filter_fqns'
-    if config.parallelism.fsdp_reshard_after_forward == "always":
-        if config.training.chunked_loss:
-            yield (
-                "training.chunked_loss uses the head's weight after the forward pass, when "
-                'parallelism.fsdp_reshard_after_forward = "always" has freed it; use "default"'
-            )
-        if config.parallelism.fsdp_sync == "step":
-            yield (
-                'parallelism.fsdp_sync = "step" keeps weights gathered, but parallelism.fsdp_reshard_after_forward = '
-                '"always" frees them; use fsdp_sync = "auto"'
-            )
+    if config.parallelism.fsdp_reshard_after_forward == "always" and config.parallelism.fsdp_sync == "step":
+        yield (
+            'parallelism.fsdp_sync = "step" keeps weights gathered, but parallelism.fsdp_reshard_after_forward = '
+            '"always" frees them; use fsdp_sync = "auto"'
+        )
 
 
 def of_layout(config: Config, dims: Degrees, on_cpu: bool) -> Iterator[str]:
@@ -89,11 +81,6 @@ def of_layout(config: Config, dims: Degrees, on_cpu: bool) -> Iterator[str]:
         yield (
             "evaluation.interval works with data and tensor parallelism, not with pipeline or context "
             "parallelism; set it to 0 and score checkpoints with scripts/score.py"
-        )
-    if config.training.chunked_loss and (dims.tp > 1 or dims.pp > 1):
-        yield (
-            "training.chunked_loss works with data and context parallelism, not with tensor or pipeline "
-            "parallelism; use false"
         )
     if config.training.seq_len % (divisor := dims.tp * 2 * dims.cp):
         yield (

@@ -104,7 +104,6 @@ class Training(Section):
     max_nonfinite_steps: Count = key(
         3, "A step with a non-finite loss or gradient norm changes no weight; stop after so many in a row.", "run"
     )
-    chunked_loss: bool = key(False, "Head and loss in chunks of tokens, without full logits; saves memory.", "run")
 
 
 class Parallelism(Section):

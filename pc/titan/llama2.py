@@ -16,7 +16,6 @@ from torchtitan.models.llama3.model.model import Transformer
 from pc.settings import Config
 from pc.settings.models import FLAVORS
 from pc.shards import local, own_block
-from pc.titan.loss import DeferredHead
 from pc.weights import clean_name
 
 
@@ -34,15 +33,11 @@ class Llama2Args(TransformerModelArgs):
     init_std: float = 0.02
     """Standard deviation of a block's initial weights, before the factor for depth; `model.init_std`."""
 
-    chunked_loss: bool = False
-    """Whether the loss takes the head's input instead of logits; `training.chunked_loss`."""
-
     def update_from_config(self, job_config, **kwargs) -> None:
         super().update_from_config(job_config, **kwargs)
         self.vocab_size = job_config.model.vocab_size
         self.init_seed = job_config.debug.seed or 0
         self.init_std = job_config.model.init_std
-        self.chunked_loss = job_config.training.chunked_loss
 
 
 def model_args(flavor: str, **changes: Any) -> Llama2Args:
@@ -76,8 +71,6 @@ class Llama2(Transformer):
             if isinstance(module, ScaledDotProductAttentionWrapper):
                 # TorchTitan's other kernels do not support float32, so it would use the one that stores all scores.
                 module.sdpa_backends = [*module.sdpa_backends[:-1], SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-        if model_args.chunked_loss:
-            self.output = DeferredHead(model_args.dim, model_args.vocab_size, bias=False)
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
         """Initialise all parameters and buffers but PC's, which its schedule initialises."""

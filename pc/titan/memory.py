@@ -11,7 +11,7 @@ from pc.settings.layout import Degrees, Layout
 from pc.settings.optimizers import KINDS
 from pc.settings.schema import ActivationCheckpoint
 from pc.titan.llama2 import model_args_of
-from pc.titan.loss import CHUNK_LOGITS, compiles_loss
+from pc.titan.loss import compiles_loss
 from pc.weights import attach, named_weights
 
 GIB = 2**30
@@ -118,7 +118,11 @@ def of_run(
         "raw W": FLOAT32 * states["raw W"] / split,
         "gathered": itemsize * gathered,
         "activations": itemsize * tokens * (sizes.layers * kept + recomputed) / model_split,
-        "logits": _bytes_of_logits(config, dims, sizes, tokens, itemsize),
+        # per logit: itself and its gradient; or in float32 the log-softmax, its gradient, and the logit's gradient
+        "logits": tokens
+        * sizes.vocabulary
+        * (2 * itemsize if compiles_loss(config, dims.tp) else 3 * FLOAT32)
+        / dims.tp,
     }
     return {part: size / GIB for part, size in elements.items()}
 
@@ -137,19 +141,6 @@ def state_elements(config: Config, sizes: Sizes, schedule: str | None = None) ->
 def checkpoint_bytes(config: Config, sizes: Sizes) -> int:
     """Bytes of one resumable checkpoint."""
     return FLOAT32 * (sizes.total + sum(state_elements(config, sizes).values()))
-
-
-def _bytes_of_logits(config: Config, dims: Degrees, sizes: Sizes, tokens: int, itemsize: int) -> float:
-    """Peak bytes of head and loss (`pc.titan.loss`)."""
-    is_compiled = compiles_loss(config, dims.tp)
-    if config.training.chunked_loss:
-        # per logit of a chunk: itself, its gradient and a copy; float32 values stay in registers if compiled
-        of_chunk = CHUNK_LOGITS * (3 * itemsize if is_compiled else 5 * FLOAT32)
-        head = sizes.vocabulary * sizes.dim * (FLOAT32 + itemsize)  # its gradient, and that of a chunk
-        return of_chunk + head + tokens * sizes.dim * itemsize
-    # per logit: itself and its gradient; or in float32 the log-softmax, its gradient, and the logit's gradient
-    per_logit = 2 * itemsize if is_compiled else 3 * FLOAT32
-    return tokens * sizes.vocabulary * per_logit / dims.tp
 
 
 def _whole_block(sizes: Sizes) -> int:

@@ -74,28 +74,19 @@ def _exchange(strict):
     _one_step(strict, model, schedule, optimizer)
 
 
-def _model(strict, chunked=False):
+def _model(strict):
     """Forward pass and loss. A backward pass needs more of a device than this one has."""
     from torchtitan.components.loss import cross_entropy_loss
 
     from pc.titan.llama2 import Llama2, Llama2Args
-    from pc.titan.loss import chunked_cross_entropy
 
     args = Llama2Args(dim=32, n_layers=2, n_heads=2, multiple_of=16, vocab_size=96, max_seq_len=64)
-    args.chunked_loss = chunked
     # this device draws no random numbers
     with torch.device("cuda"), mock.patch("pc.titan.llama2.draw_parameter"):
         model = Llama2(args)
     tokens = torch.empty(2, 64, dtype=torch.long, device="cuda")
     with strict:
-        loss = (chunked_cross_entropy if chunked else cross_entropy_loss)(model(tokens), tokens)
-        if chunked:  # computes the gradients with the loss; its backward pass only scales them
-            d_states, d_weight, *_ = loss.grad_fn.apply(torch.empty_like(loss))
-            assert (d_states.shape, d_weight.shape) == ((128, 32), (96, 32))
-
-
-def _chunked_loss(strict):
-    _model(strict, chunked=True)
+        cross_entropy_loss(model(tokens), tokens)
 
 
 def _trace(rank) -> dict[str, str]:
@@ -106,7 +97,7 @@ def _trace(rank) -> dict[str, str]:
     _mesh = DeviceMesh("cuda", list(range(RANKS)))
     found = {}
     with pretended_cuda.pretended_cuda() as strict:
-        for function in (_passes, _step, _exchange, _model, _chunked_loss, _on_the_cpu, _waits):
+        for function in (_passes, _step, _exchange, _model, _on_the_cpu, _waits):
             found[function.__name__] = ""
             try:
                 function(strict)

@@ -29,7 +29,6 @@ COMPILE = {"compile.enable": True, "compile.components": ["model"], "activation_
 AC_OP = {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"}
 FLOAT8 = {"model.converters": ["quantize.linear.float8"]}
 EMULATED_FLOAT8 = {**FLOAT8, "quantize.linear.float8.emulate": True}
-CHUNKED = {"training.chunked_loss": True}
 ONCE = {"parallelism.fsdp_sync": "step"}
 ZERO_BUBBLE = {"parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}
 
@@ -51,10 +50,6 @@ REFUSED_ANYWHERE = [
     ({**AC_OP, **ZERO_BUBBLE}, {"pp": 2}, 'selective_ac_option = "op" allow'),
     ({"training.global_batch_size": 12}, {"dp_shard": 2}, "training.global_batch_size = 12 is not a multiple"),
     ({"pc.level": 7}, {}, "pc.level"),
-    ({**CHUNKED, "parallelism.fsdp_reshard_after_forward": "always"}, {}, '= "always" has freed it; use "default"'),
-    ({**CHUNKED, **EMULATED_FLOAT8}, {}, 'add "output" to quantize.linear.float8.filter_fqns'),
-    (CHUNKED, {"tp": 2}, "not with tensor or pipeline parallelism"),
-    (CHUNKED, {"pp": 2}, "not with tensor or pipeline parallelism"),
     ({**ONCE, "parallelism.fsdp_reshard_after_forward": "always"}, {}, 'frees them; use fsdp_sync = "auto"'),
 ]  # fmt: skip
 
@@ -76,9 +71,7 @@ ACCEPTED = [
     ({"checkpoint.exclude_from_loading": ["model"], "pc.enable": False}, {}),
     ({**COMPILE, "parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}, {"pp": 2}),
     ({**ZERO_BUBBLE, "activation_checkpoint.mode": "full"}, {"pp": 2}),
-    (CHUNKED, {"dp_replicate": 2, "dp_shard": 2}),
     (ONCE, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}),
-    ({**CHUNKED, **EMULATED_FLOAT8, "quantize.linear.float8.filter_fqns": ["output"]}, {}),
     (COMPILE, {"tp": 2}),
     ({**COMPILE, **AC_OP}, {"tp": 2}),
     ({**COMPILE, **AC_OP}, {"dp_shard": 2, "pp": 2}),
