@@ -20,7 +20,7 @@ from pc.settings.rules import compiles_model
 from pc.weights import attach, clean_name, named_weights
 
 # The operations whose outputs selective checkpointing keeps. TorchTitan's list names only GPU attention kernels. Torch
-# 2.13 fails to recompute CPU attention in a compiled block with tensor parallelism (test_upstream.py).
+# 2.13 fails to recompute CPU attention in a compiled block with tensor parallelism.
 SAVED_OPERATIONS = _op_sac_save_list | {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default}
 
 
