@@ -46,9 +46,11 @@ def plain():
 
 
 def train(part, change):
-    """All parameters after two steps on drawn gradients, and after each pull-back the gradients."""
-    optimizer = torch.optim.SGD(part.parameters(), lr=0.1)
-    schedule = pc.schedule(part, optimizer)
+    """All parameters after two steps on drawn gradients from a preserving start, and after each pull-back the gradients."""
+    optimizer, schedule = torch.optim.SGD(part.parameters(), lr=0.1), pc.schedule(part)
+    pc.preserve(part)
+    schedule.materialise()
+    schedule.follow(optimizer)
     results = {}
     for step in range(2):
         for name, weight in schedule.weights.items():
@@ -132,7 +134,7 @@ def test_sharded_cuts_equal_whole_ones(layout):
         assert count == 9 * len(WEIGHTS) // degrees.get("pp", 1)
         # ranks that hold whole experts compute them without an exchange, which then has the other weights alone
         holds_whole = fsdp_dim == 0 and tensor_parallel in (None, 0)
-        assert (sent < 3000 // degrees.get("pp", 1)) == holds_whole, sent
+        assert (sent < 3500 // degrees.get("pp", 1)) == holds_whole, sent
 
 
 def test_cut_weights_are_preserved_and_merged():

@@ -80,20 +80,6 @@ def test_wrapped_models_are_followed(schedule, wrapper, make):
     assert (expected["0.attention.wo raw"] - toy_model()[0].attention["wo"].weight).abs().max() > 1e-3  # control
 
 
-def _preserved(rank):
-    model = _shard(_model(), _mesh())
-    schedule = pc.schedule(model)
-    pc.preserve(model)
-    schedule.materialise()
-    return {name: _full(tensor) for name, tensor in model.state_dict().items()}
-
-
-def test_sharded_weights_come_back_from_a_preserving_start():
-    for state in run_ranks(2, _preserved):
-        for name, tensor in toy_model().state_dict().items():
-            torch.testing.assert_close(state[name], tensor, rtol=0, atol=1e-6, msg=name)  # an epsilon of 1e-7
-
-
 def _restored_while_gathered(rank):
     """Whether each layer has its W back, where a forward pass left FSDP holding gathered weights."""
     model = fully_shard(_model(), mesh=_mesh(), reshard_after_forward=False)
