@@ -1,4 +1,4 @@
-"""Odd and damaged inputs of every command but the config: sweeps, data, tokenizers, checkpoints, exports.
+"""Damaged files of every input but the config: sweeps, data, tokenizers, checkpoints, exports.
 
 Each is read as it should not be, or refused by a `UserError` of one or two lines that names it; nothing else is raised,
 and nothing is left behind.
@@ -14,7 +14,7 @@ import pytest
 import tomli_w
 
 from helpers import tiny
-from helpers.made_runs import make_data, make_evaluation_data, make_run
+from helpers.made_runs import make_data, make_run
 from pc import PCConfig
 from pc.data import Manifest, build_dataloader
 from pc.data.shards import verify
@@ -49,10 +49,9 @@ def made(tmp_path_factory, tiny_shards):
     (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "model" / "tokenizer.model").write_bytes(load_tokenizer("mistral-common").files["tokenizer.model"])
     export = hugging_face.export(run.checkpoint, folder / "export")
-    sets = make_evaluation_data(folder / "sets")
     return {
         "sweep": folder / "sweep", "data": tiny_shards, "tokenizer": folder / "tokenizer", "model": folder / "model",
-        "run": folder / "run", "export": export, "sets": sets,
+        "run": folder / "run", "export": export,
     }  # fmt: skip
 
 
@@ -82,7 +81,7 @@ READERS = {
 }
 
 
-def complaint(read: Callable[[], Any], about: object = "") -> str:
+def complaint(read: Callable[[], Any], about: object) -> str:
     """What a command says of its input; "" if it takes it. Anything but one or two lines about it begins with "!"."""
     try:
         read()
@@ -115,7 +114,7 @@ def damaged_files(folder: Path) -> Iterator[tuple[str, Path]]:
 def test_each_is_read_or_refused_in_a_line(made, tmp_path, kind):
     folder = shutil.copytree(made[kind], tmp_path / kind)
     before = sorted(tmp_path.rglob("*"))
-    assert complaint(lambda: READERS[kind](folder)) == ""
+    READERS[kind](folder)
     said = {
         what: complaint(lambda: READERS[kind](folder), damaged.name if kind == "sweep" else folder)
         for what, damaged in damaged_files(folder)
@@ -123,63 +122,3 @@ def test_each_is_read_or_refused_in_a_line(made, tmp_path, kind):
     wrong = [f"{what} -> {answer}" for what, answer in said.items() if answer.startswith("!")]
     assert not wrong, "\n".join(wrong)
     assert any(said.values()) and sorted(tmp_path.rglob("*")) == before
-
-
-@pytest.mark.parametrize("reference", ["", "no/such", "x.model", "~no-such-user/x", "/"])
-def test_names_of_tokenizers(reference):
-    assert complaint(lambda: load_tokenizer(reference))[:1] not in ("", "!")
-
-
-def test_places_that_are_no_checkpoints_or_no_targets(made, tmp_path):
-    run = shutil.copytree(made["run"], tmp_path / "run")
-    file, step = run / "config.toml", run / "checkpoint" / "step-7"
-    for path in (run, run / "checkpoint", tmp_path, tmp_path / "no-such", file):
-        assert complaint(lambda path=path: hugging_face.load(path))[:1] not in ("", "!"), path
-    for target in (run, file):
-        assert complaint(lambda target=target: hugging_face.export(step, target))[:1] not in ("", "!"), target
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
-
-
-# {} is an export, [] a checkpoint, () a folder of scoring sets
-WRONG_WORDS = {
-    "score.py": ("", "no-such", "{} {}", "{} --tasks mmlu", "{} --data no-such", "[]/.metadata --data ()"),
-    "generate.py": ("{}", "() x", "{} x --no-such"),
-    "export_hf.py": ("[]", "no-such out", "{} out", "[] {}", "[] out --tokenizer no/such"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("script, words", [(script, words) for script, rows in WRONG_WORDS.items() for words in rows])
-def test_command_lines(command, made, tmp_path, monkeypatch, script, words):
-    monkeypatch.chdir(tmp_path)
-    for place, path in {"{}": made["export"], "[]": made["run"] / "checkpoint/step-7", "()": made["sets"]}.items():
-        words = words.replace(place, str(path))
-    status, _, err = command(script, *words.split())
-    said = err[err.rindex("error: ") :]
-    assert status == 2 and said.count("\n") <= 2 and "Traceback" not in err, err
-    assert not list(tmp_path.iterdir())
-
-
-# commands and what each would write below a file
-BELOW_A_FILE = {
-    "polynomials.py": "--output FILE/x",
-    "score.py": "CHECKPOINT --data SETS --output FILE/x",
-    "train_tokenizer.py": "--input TEXT --vocab-size 300 --output FILE/x",
-    "tokenize_fineweb.py": "--input TEXT --tokenizer mistral-common --output FILE/x",
-    "slurm/submit.py": "TOML --gpus-per-node 1 --job.dump_folder FILE/x",
-    "pc.launch.local": "TOML --job.dump_folder FILE/x",
-}
-
-
-@pytest.mark.parametrize("script", BELOW_A_FILE)
-def test_a_file_where_a_folder_should_be(command, made, tiny_shards, tmp_path, script):
-    places = {name: tmp_path / name.lower() for name in ("FILE", "TOML")}
-    places |= {"CHECKPOINT": made["run"] / "checkpoint" / "step-7", "SETS": made["sets"]}
-    places["TEXT"] = tiny_shards.parent / "text.parquet"
-    places["FILE"].write_text("")
-    tiny.write_config(places["TOML"], tiny_shards, tmp_path)
-    words = BELOW_A_FILE[script]
-    for name, path in places.items():
-        words = words.replace(name, str(path))
-    status, _, err = command(script, *words.split())
-    said = err[err.rindex("error: ") :]
-    assert status == 2 and str(places["FILE"]) in said and said.count("\n") <= 2, err
