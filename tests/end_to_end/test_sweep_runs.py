@@ -1,4 +1,4 @@
-"""Sweeps of real training runs: one that is killed, repeated, finished and selected; some that cannot finish."""
+"""A sweep of real training runs: killed, repeated, finished and selected; two of them cannot finish."""
 
 import json
 import os
@@ -7,33 +7,34 @@ import subprocess
 import sys
 import time
 
-import pytest
-
 from helpers.slurm_cluster import descendants
 from helpers.tiny import ROOT, write_small_config
+from pc.analysis import evidence
 from pc.common.run_folder import is_locked, newest_step, state_of
 from pc.sweep.bars import read_results
 from pc.sweep.spec import load
 
+SWEEP = """
+configs = ["small.toml"]
+folder = "{folder}/out"
+[variants.good]
+"optimizer.lr" = 1e-3
+[variants.hot]
+"optimizer.lr" = 1e6
+[variants.lost]
+"data.path" = "no-such-folder"
+"""
 
-@pytest.fixture
-def sweep_file(tiny_shards, tmp_path, monkeypatch):
-    """Writes a sweep of runs of 20 steps."""
+
+def test_a_killed_sweep_goes_on_when_repeated_and_selects(tiny_shards, tmp_path, monkeypatch, command):
+    """A run that diverges is a result; one that fails is not. The sweep goes on after both."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("NGPU", "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     write_small_config(tmp_path / "small.toml", tiny_shards, steps=20, interval=2)
-
-    def write(text: str):
-        (tmp_path / "sweep.toml").write_text(f'configs = ["small.toml"]\nfolder = "{tmp_path}/out"\n{text}')
-        return tmp_path / "sweep.toml"
-
-    return write
-
-
-def test_a_killed_sweep_finishes_when_repeated_and_selects(sweep_file, tmp_path, command):
-    file = sweep_file('[axes]\n"optimizer.lr" = [1e-3]\n')
-    (run,) = load(file).runs
+    file = tmp_path / "sweep.toml"
+    file.write_text(SWEEP.format(folder=tmp_path))
+    run = load(file).runs[0]
     with open(tmp_path / "first_attempt.log", "w") as log:
         words = [sys.executable, "scripts/sweep.py", "run", str(file)]
         attempt = subprocess.Popen(words, stdout=log, stderr=log)
@@ -53,24 +54,16 @@ def test_a_killed_sweep_finishes_when_repeated_and_selects(sweep_file, tmp_path,
     assert 4 <= reached < 20
 
     status, said, err = command("sweep.py", "run", file)
-    assert status == 0, said + err
-    assert f"[1/1] {run.name}: from step {reached}" in said and state_of(run.folder).state == "finished"
+    assert status == 2 and err.strip() == "error: 2 of 3 runs did not finish: hot, lost"
+    assert f"[1/3] good: from step {reached}" in said and state_of(run.folder).state == "finished"
+    assert "diverged at step" in said and "no-such-folder does not exist" in said
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert max(sum(line["step"] == step and "loss" in line for line in lines) for step in range(1, reached + 1)) == 1
-    (result,) = read_results(tmp_path / "out")
-    assert result["settings"] == {"optimizer.lr": 1e-3} and result["tokens"] == 20 * 2 * 32
-    assert f"validation_loss {result['validation_loss']:.4f} -> " in command("sweep.py", "select", file)[1]
-
-
-def test_runs_that_cannot_finish_are_reported_with_their_reasons(sweep_file, tmp_path, command):
-    """One that diverges is a result; one that fails is not. The sweep goes on after both."""
-    diverges, fails = '[variants.hot]\n"optimizer.lr" = 1e6\n', '[variants.lost]\n"data.path" = "no-such-folder"\n'
-    file = sweep_file(diverges + fails)
-    status, said, err = command("sweep.py", "run", file)
-    assert status == 2 and err.strip() == "error: 2 of 2 runs did not finish: hot, lost"
-    assert "diverged at step" in said and "no-such-folder does not exist" in said
-    (result,) = read_results(tmp_path / "out")
-    assert (result["name"], result["state"], result["validation_loss"]) == ("hot", "diverged", None)
+    good, hot = read_results(tmp_path / "out")
+    assert good["settings"]["optimizer.lr"] == 1e-3 and good["tokens"] == 20 * 2 * 32
+    assert (hot["name"], hot["state"], hot["validation_loss"]) == ("hot", "diverged", None)
+    assert f"validation_loss {good['validation_loss']:.4f} -> " in command("sweep.py", "select", file)[1]
+    assert evidence.collect([tmp_path / "out"], "study", tmp_path / "kept") == 2
     status, said, _ = command("sweep.py", "status", file)
     assert status == 0 and "failed" in said and "no-such-folder" in said
 
