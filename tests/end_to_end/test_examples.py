@@ -89,7 +89,3 @@ def test_optimizers_on_owners(run, monkeypatch, example, ranks):
     monkeypatch.syspath_prepend(EXAMPLES)
     found = losses(run(f"{example}.py", ranks=ranks))
     assert found[-1] < found[0] / 2
-
-
-def test_short():
-    assert all(len(path.read_text().splitlines()) < 100 for path in EXAMPLES.glob("*.py"))

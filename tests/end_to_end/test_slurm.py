@@ -87,7 +87,8 @@ def without_slurm(tmp_path):
     return {**os.environ, "PATH": path, "PC_PYTHON": sys.executable, "NGPU": "1", "SLURM_JOB_ID": "7"}
 
 
-@pytest.mark.parametrize("proctrack", [pytest.param("cgroup", marks=pytest.mark.soak), "linuxproc"])
+@pytest.mark.soak  # test_torchrun, test_training and test_slurm_decisions have its links
+@pytest.mark.parametrize("proctrack", ["cgroup", "linuxproc"])
 def test_a_signal_to_the_task_reaches_its_ranks(without_slurm, tiny_shards, tmp_path, proctrack):
     """To the task alone, or to all its processes: both ranks save and stop, and the job is requeued."""
     folder, environment = tmp_path / "run", {**without_slurm, "NGPU": "2"}
