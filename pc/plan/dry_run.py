@@ -1,6 +1,5 @@
 """Finds errors in a config in seconds, without a GPU."""
 
-import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -154,10 +153,8 @@ def _check_memory(report: Report, config: Config, sizes: memory.Sizes, layout: L
         return
     size = memory.checkpoint_bytes(config, sizes)
     section, steps = config.checkpoint, config.training.steps
-    kept = section.keep_latest_k or steps // section.interval + 1
-    if section.keep_latest_k:
-        kept += 1  # one more while it is being written
-        kept += steps // math.lcm(section.interval, section.keep_every) if section.keep_every else 0
+    # one more than the newest, while it is being written
+    kept = section.keep_latest_k + 1 if section.keep_latest_k else steps // section.interval + 1
     needed = size * kept
     report.facts.append(
         (

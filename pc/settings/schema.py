@@ -146,8 +146,6 @@ class Checkpoint(Section):
     export_dtype: Literal["float16", "bfloat16", "float32"] = key("float32", "Precision of weights saved alone.")
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = key("disabled", "Save while training goes on.")
     keep_latest_k: Literal[0] | Annotated[int, Field(ge=2, le=MANY)] = key(10, "Newest checkpoints to keep; 0: all.")
-    keep_every: Interval = key(0, "Also keep those of multiples of this step; 0: none.")
-    load_step: Annotated[int, Field(ge=-1, le=MANY)] = key(-1, "Go back to this step; -1: the newest.", RESULT)
     exclude_from_loading: list[State] = key([], "Parts of a checkpoint that are not loaded.", RESULT)
 
 

@@ -1,7 +1,5 @@
 """TorchTitan's checkpoint manager with checksums: finds damage before a load, and a failed save harms no checkpoint."""
 
-import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +15,6 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 
 from pc.common.errors import WriteFailed
-from pc.common.files import write_atomically
 from pc.common.run_folder import INDEX, checkpoints, step_of
 from pc.errors import UserError
 from pc.titan.checkpoint_folder import CheckpointFolder, ChecksummedWriter, Damaged, LoadPlanner, Reader
@@ -26,15 +23,9 @@ T = TypeVar("T")
 
 
 class Checkpoints(CheckpointManager):
-    """TorchTitan's manager of a run's checkpoints.
-
-    Args:
-        arguments: TorchTitan's. Its `checkpoint_config` has one key more, `keep_every`: keep checkpoints of multiples
-            of this step regardless of `keep_latest_k`; 0 is off.
-    """
+    """TorchTitan's manager of a run's checkpoints."""
 
     def __init__(self, **arguments) -> None:
-        self._keep_every = arguments["checkpoint_config"].keep_every
         self.group = dist.new_group(backend="gloo")
         """all ranks, on the CPU, so that GPUs do not wait for each other"""
         self.may_save: Callable[[], bool] = lambda: True
@@ -102,46 +93,45 @@ class Checkpoints(CheckpointManager):
                 ) from error
         raise error
 
-    def _purge_stale_checkpoints(self) -> None:
-        """Keep the newest complete checkpoints, those of `keep_every`, and incomplete ones newer than all of them."""
-        if self.keep_latest_k == 0 or dist.get_rank() != 0:
-            return
-        complete = [step for step in checkpoints(self.folder) if self._is_complete(step)]
-        kept = set(complete[-self.keep_latest_k :])
-        for step, folder in checkpoints(self.folder).items():
-            is_kept = step in kept or (self._keep_every and step in complete and step % self._keep_every == 0)
-            if complete and step < complete[-1] and not is_kept:
-                # Delete the index first: a kill during the deletion must not leave a folder that looks complete.
-                (folder / INDEX).unlink(missing_ok=True)
-                self.purge_queue.put(str(folder))
-
     def _is_complete(self, step: int) -> bool:
         return Path(self._create_checkpoint_id(step), INDEX).exists()
 
     # --- loading ------------------------------------------------------------------------------------
 
-    def find(self, load_step: int) -> CheckpointFolder | None:
-        """The verified checkpoint that this run continues from: of `load_step` if it is not -1, else the newest.
+    def newest_valid(self) -> CheckpointFolder | None:
+        """The verified checkpoint that this run continues from.
 
-        A SLURM job goes back to `load_step` once; after a requeue it continues from its newest.
+        Moves newer ones aside, and all files if no checkpoint is complete: TorchTitan would resume because the
+        folder exists, and ignore the initial checkpoint that the config names.
 
         Raises:
-            UserError: there is no checkpoint of `load_step`.
-            Damaged: it is damaged, or all complete checkpoints are.
+            Damaged: all complete checkpoints are.
         """
-        if load_step == -1 or self._from_rank_0(lambda: self._has_gone_back(load_step)):
-            return self._newest_valid()
-        return self.verified(self._create_checkpoint_id(load_step))
-
-    def go_back(self, load_step: int) -> None:
-        """Move aside checkpoints newer than `load_step`, so that a restart does not resume from them."""
+        complaints: dict[str, str] = {}
+        found, damage = None, None
+        for path, complete in self._from_rank_0(
+            lambda: [(path, self._is_complete(step)) for step, path in checkpoints(self.folder).items()][::-1]
+        ):
+            if not complete:
+                complaints[path.name] = "incomplete (killed during the save)"
+                continue
+            try:
+                found = self.verified(path)
+                break
+            except Damaged as error:
+                complaints[path.name] = str(error)
+                damage = damage or error
+        if found is None and damage is not None:
+            raise Damaged(f"{damage}; no other checkpoint in {self.folder} is complete and undamaged")
         dist.barrier(group=self.group)  # all ranks have read the folder
-        if dist.get_rank() == 0:
-            for step, folder in checkpoints(self.folder).items():
-                if step > load_step:
-                    complaint = f"the run went back to step {load_step} (checkpoint.load_step)"
-                    self._set_aside(folder, complaint, "abandoned")
-            write_atomically(self._last_return, _return_to(load_step))
+        if dist.get_rank() == 0 and Path(self.folder).is_dir():
+            for path in sorted(Path(self.folder).iterdir()):
+                if found is None or path.name in complaints:
+                    self._set_aside(path, complaints.get(path.name, "not a checkpoint of this trainer"))
+            if found is None:
+                Path(self.folder).rmdir()
+        dist.barrier(group=self.group)
+        return found
 
     def verified(self, checkpoint: str | Path) -> CheckpointFolder:
         """A checkpoint whose checksums were compared, each rank a share of the files. All ranks call it; all raise or
@@ -178,54 +168,15 @@ class Checkpoints(CheckpointManager):
         dcp.load(state_dict, storage_reader=Reader(checkpoint_id), planner=LoadPlanner())
         self.states["model"].load_state_dict(state_dict)
 
-    def _newest_valid(self) -> CheckpointFolder | None:
-        """Moves newer ones aside, and all files if no checkpoint is complete: TorchTitan would resume because the
-        folder exists, and ignore the initial checkpoint that the config names."""
-        complaints: dict[str, str] = {}
-        found, damage = None, None
-        for path, complete in self._from_rank_0(
-            lambda: [(path, self._is_complete(step)) for step, path in checkpoints(self.folder).items()][::-1]
-        ):
-            if not complete:
-                complaints[path.name] = "incomplete (killed during the save)"
-                continue
-            try:
-                found = self.verified(path)
-                break
-            except Damaged as error:
-                complaints[path.name] = str(error)
-                damage = damage or error
-        if found is None and damage is not None:
-            raise Damaged(f"{damage}; no other checkpoint in {self.folder} is complete and undamaged")
-        dist.barrier(group=self.group)  # all ranks have read the folder
-        if dist.get_rank() == 0 and Path(self.folder).is_dir():
-            for path in sorted(Path(self.folder).iterdir()):
-                if found is None or path.name in complaints:
-                    self._set_aside(path, complaints.get(path.name, "not a checkpoint of this trainer"), "damaged")
-            if found is None:
-                Path(self.folder).rmdir()
-        dist.barrier(group=self.group)
-        return found
-
     def _from_rank_0(self, read: Callable[[], T]) -> T:
         """What rank 0 reads. A network file system may show other nodes an older state, and ranks must decide equally."""
         answer = [read() if dist.get_rank(self.group) == 0 else None]
         dist.broadcast_object_list(answer, group=self.group)
         return answer[0]
 
-    @property
-    def _last_return(self) -> Path:
-        """Records when the run last went back (`_return_to`)."""
-        return Path(self.folder).with_name("load_step.json")
-
-    def _has_gone_back(self, load_step: int) -> bool:
-        if "SLURM_JOB_ID" not in os.environ or not self._last_return.exists():
-            return False
-        return self._last_return.read_text() == _return_to(load_step)
-
-    def _set_aside(self, path: Path, complaint: str, word: str) -> None:
-        """Move to `<run>/checkpoint.WORD`."""
-        where = Path(f"{self.folder}.{word}")
+    def _set_aside(self, path: Path, complaint: str) -> None:
+        """Move to `<run>/checkpoint.damaged`."""
+        where = Path(f"{self.folder}.damaged")
         where.mkdir(exist_ok=True)
         target, number = where / path.name, 0
         while target.exists():
@@ -233,7 +184,3 @@ class Checkpoints(CheckpointManager):
             target = where / f"{path.name}.{number}"
         path.rename(target)
         logger.warning(f"{path} is not used: {complaint}; moved to {target}")
-
-
-def _return_to(load_step: int) -> str:
-    return json.dumps({"load_step": load_step, "job": os.environ.get("SLURM_JOB_ID")})

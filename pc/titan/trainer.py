@@ -25,7 +25,7 @@ from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 from torchtitan.tools.logging import logger
 
 from pc import data
-from pc.common.run_folder import set_aside_metrics, step_of, write_state
+from pc.common.run_folder import set_aside_metrics, write_state
 from pc.schedules import RAW
 from pc.settings import Config, rules
 from pc.settings.layout import Layout
@@ -96,11 +96,9 @@ class PCTrainer(torchtitan.train.Trainer):
         checkpointer, wanted = self.checkpointer, self.config.checkpoint
         if not wanted.enable:
             return
-        found, start = checkpointer.find(wanted.load_step), wanted.initial_load_path
+        found, start = checkpointer.newest_valid(), wanted.initial_load_path
         if found is not None:
             self._require_same_run(found)
-            if step_of(found.path) == wanted.load_step:
-                checkpointer.go_back(wanted.load_step)
         elif wanted.initial_load_in_hf:
             self.require_start_folder(start or self.config.model.hf_assets_path)
         elif start and wanted.initial_load_model_only:

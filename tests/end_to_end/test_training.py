@@ -108,12 +108,6 @@ def test_a_full_disk_is_said_in_a_line(tiny_config):
     assert not _steps(folder)
 
 
-def test_what_is_kept(tiny_config):
-    config, folder = tiny_config
-    _run(1, config, ["--checkpoint.interval=1", "--checkpoint.keep_latest_k=2", "--checkpoint.keep_every=3"])
-    assert _steps(folder) == ["step-3", "step-4", "step-5", "step-6"]  # nothing is deleted after the last save
-
-
 def test_checkpoint_holds_a_plain_llama_and_the_raw_weights(trained):
     import torch.distributed.checkpoint as dcp
     from torchtitan.models.llama3.model.model import Transformer
@@ -205,7 +199,6 @@ REFUSED = {
     "optimizer is adamw in the checkpoint, adamw and muon in the config": MUON,
     "[200, 24]) in the checkpoint, torch.Size([200, 256]": ["--model.flavor", "debug"],
     "data.seed": ["--data.seed", "5"],
-    "checkpoint/step-2: no such checkpoint": ["--checkpoint.load_step", "2"],
 }
 
 
@@ -221,29 +214,17 @@ def test_a_refused_start_touches_nothing(copied):
     assert run_ranks(1, _starts, config, [[*level_4, "--training.steps", "7"]])[0] == [("", [6])]
 
 
-def _train_in_job(rank, config, overrides, job):
-    os.environ["SLURM_JOB_ID"] = job
-    return tiny.train(rank, config, overrides)
-
-
 def test_an_abandoned_branch_is_not_taken_up_again(copied):
-    """After `load_step` the newest checkpoint is the new branch's, also for a requeued job with the same command."""
+    """The way back: newer checkpoints are moved away, and the newest that is left goes on, here with other data."""
     config, folder = copied
-    words = ["--checkpoint.interval", "2", "--lr_scheduler.total_steps", "6"]
-    back = [*words, "--checkpoint.load_step", "3", "--data.skip", "36-47"]  # another branch
     straight = tiny.metrics(folder)
-    run_ranks(1, _train_in_job, config, [*back, "--training.steps", "4"], "7")
-    assert _steps(folder) == ["step-3", "step-4"] and _steps(folder, "checkpoint.abandoned") == ["step-6"]
-    assert tiny.metrics(folder, "step") == [1, 2, 3, 4]
+    (folder / "checkpoint" / "step-6").rename(folder / "step-6")
+    _run(1, config, ["--data.skip", "36-47"])
+    assert tiny.metrics(folder, "step") == [1, 2, 3, 4, 5, 6]
     abandoned = (folder / "metrics.abandoned.jsonl").read_text().splitlines()
     assert {json.loads(line)["step"] for line in abandoned} == {4, 5, 6}
     branch = tiny.metrics(folder)
-    run_ranks(1, _train_in_job, config, back, "7")  # requeued
-    requeued = tiny.metrics(folder)
-    assert requeued[:4] == branch and requeued[4] != pytest.approx(straight[4], rel=1e-6)
-    assert _steps(folder) == ["step-3", "step-4", "step-6"]
-    run_ranks(1, _train_in_job, config, [*back, "--training.steps", "4"], "8")
-    assert _steps(folder, "checkpoint.abandoned") == ["step-4", "step-6", "step-6.1"]
+    assert branch[:3] == straight[:3] and branch[3] != pytest.approx(straight[3], rel=1e-6)
 
 
 def _settings_of_optimizers(rank, config, overrides):
