@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from pc.common.files import make_readable, write_atomically
+from pc.common.files import write_atomically
 from pc.data.tokenizers import load_tokenizer
 from pc.errors import UserError
 from pc.evaluate import hf_tokenizer, plain_weights
@@ -126,7 +127,8 @@ def export(
         model.save_pretrained(folder)
         hf_tokenizer.save(converted, folder)
         write_atomically(folder / "README.md", model_card(run, model, dtype, scores))
-        make_readable(folder)
+        for file in folder.iterdir():  # safetensors makes files that only the owner can read
+            shutil.copymode(folder / "README.md", file)
         os.replace(folder, out)
     return out
 

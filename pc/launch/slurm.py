@@ -27,9 +27,7 @@ from pc.launch import torchrun
 from pc.launch.run import Run
 from pc.settings import load_config
 
-SCRIPTS = Path(__file__).parents[2] / "scripts" / "slurm"
-TRAIN_SCRIPT = SCRIPTS / "train.sbatch"
-SCORE_SCRIPT = SCRIPTS / "score.sbatch"
+TRAIN_SCRIPT = Path(__file__).parents[2] / "scripts" / "slurm" / "train.sbatch"
 
 CRASHES_ALLOWED_WITHOUT_PROGRESS = 2
 MISTAKE = 2
@@ -68,36 +66,25 @@ class Allocation:
         return [f"--nodes={self.nodes}", *gpus, *self.options]
 
 
-def submit_run(config: str, overrides: Sequence[str], allocation: Allocation, score: str | None) -> str:
-    """Check one run and queue it, and with `score` a job that exports and scores it afterwards.
-
-    Args:
-        score: options of scripts/score.py, as on the command line; None: no scoring.
-    """
+def submit_run(config: str, overrides: Sequence[str], allocation: Allocation) -> str:
+    """Check one run and queue it."""
     from pc.plan.dry_run import check  # takes seconds
 
     check(config, overrides, allocation.world_size).require(f"{config}: ")
     folder = Path(load_config(config, overrides).job.dump_folder)
-    job = sbatch(folder, [f"--job-name={folder.name}", *allocation.words()], TRAIN_SCRIPT, [config, *overrides])
-    said = f"job {job}: {config}, logs in {folder}/slurm"
-    if score is not None:
-        one_gpu = Allocation(1, min(1, allocation.gpus_per_node), allocation.options)
-        # The second option cancels a job whose dependency has failed.
-        dependency = [f"--dependency=afterok:{job}", "--kill-on-invalid-dep=yes", f"--job-name=score-{folder.name}"]
-        scoring = sbatch(folder, [*dependency, *one_gpu.words()], SCORE_SCRIPT, [str(folder), *shlex.split(score)])
-        said += f"\njob {scoring}: export and scores, after job {job} has finished"
-    return said
+    job = sbatch(folder, [f"--job-name={folder.name}", *allocation.words()], [config, *overrides])
+    return f"job {job}: {config}, logs in {folder}/slurm"
 
 
-def sbatch(folder: Path, options: list[str], script: Path, arguments: Sequence[str]) -> str:
-    """Submit a batch script with sbatch; returns the job's id."""
+def sbatch(folder: Path, options: list[str], arguments: Sequence[str]) -> str:
+    """Submit train.sbatch with sbatch; returns the job's id."""
     logs = folder / "slurm"
     logs.mkdir(parents=True, exist_ok=True)  # without the folder SLURM drops the output
     is_array = any(option.startswith("--array") for option in options)
     output = f"--output={logs}/%x-{'%A_%a' if is_array else '%j'}.log"
     # the job uses the interpreter that submitted it
     environment = {**os.environ, "PC_PYTHON": sys.executable}
-    words = ["sbatch", "--parsable", output, *options, str(script), *arguments]
+    words = ["sbatch", "--parsable", output, *options, str(TRAIN_SCRIPT), *arguments]
     answer = subprocess.run(words, capture_output=True, text=True, env=environment)
     if answer.returncode:
         raise UserError(" ".join(answer.stderr.split()))

@@ -149,18 +149,12 @@ def _require_compiler() -> None:
     """Triton builds its driver with a C compiler; on a CPU, inductor builds its kernels with a C++ compiler."""
     import torch
 
-    names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
-    if not torch.cuda.is_available():
-        names = [os.environ.get("CXX", "g++")]
+    names = [os.environ.get("CC", "gcc"), "clang"] if torch.cuda.is_available() else [os.environ.get("CXX", "g++")]
     header = Path(sysconfig.get_path("include"), "Python.h")
-    missing = None
-    if not any(shutil.which(name.split()[0]) for name in names):
-        missing, package = f"{' or '.join(names)} on the PATH", "g++"
-    elif not header.exists():
-        missing, package = str(header), f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
-    if missing:
+    if not any(shutil.which(name.split()[0]) for name in names) or not header.exists():
         raise UserError(
-            f"compile.enable = true needs {missing}; install it (Debian: apt-get install {package}), or use false"
+            f"compile.enable = true needs {' or '.join(names)} on the PATH and {header}; install them (Debian: apt-get "
+            "install g++ python3-dev), or use false"
         )
 
 

@@ -11,7 +11,7 @@ from pc.launch.local import fetch_demo_data
 from pc.launch.run import Run
 from pc.sweep import equal_runs
 from pc.sweep.results import collect, status_text
-from pc.sweep.spec import Sweep, begin
+from pc.sweep.spec import Sweep
 
 RECENT = 20
 """logged lines from whose speed the time left is estimated"""
@@ -24,8 +24,6 @@ def run_all(sweeps: Sequence[Sweep]) -> None:
     on the same sweeps: each skips runs that another one is training. Of equal runs one is trained, and the others reuse
     it.
     """
-    for sweep in sweeps:
-        begin(sweep)
     processes = torchrun.processes_here()
     order = [(sweep, run) for sweep in sweeps for run in sweep.runs]
     for number, (sweep, run) in enumerate(order, start=1):

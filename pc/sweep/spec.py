@@ -23,7 +23,6 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from pc.common.files import write_atomically
 from pc.errors import UserError
 from pc.launch.run import Run
 from pc.settings import sections
@@ -104,19 +103,6 @@ def _combinations(config: SweepConfig) -> Iterator[tuple[list[str], dict[str, An
             parts = [variant] if variant else []
             parts += [f"{_key(key).rpartition('.')[2]}-{_name(value)}" for key, value in chosen.items()]
             yield parts, {_key(key): value for key, value in (values | chosen).items()}
-
-
-def begin(sweep: Sweep) -> Path:
-    """Write the run list from which the jobs of an array read their run.
-
-    A run keeps its position, because waiting jobs identify their run by it; added runs come at the end.
-    """
-    destination = sweep.folder / "runs.json"
-    before = json.loads(destination.read_text())["runs"] if destination.exists() else []
-    now = {run.name: {"name": run.name, "config": run.config, "overrides": list(run.overrides)} for run in sweep.runs}
-    listed = [now.pop(entry["name"], entry) for entry in before] + list(now.values())
-    write_atomically(destination, json.dumps({"runs": listed}, indent=1) + "\n")
-    return destination
 
 
 def label(settings: dict[str, Any]) -> str:

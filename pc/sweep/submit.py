@@ -1,12 +1,14 @@
 """Queue the runs of sweeps on a SLURM cluster, one array per sweep."""
 
 import json
+import secrets
 from collections.abc import Sequence
 
+from pc.common.files import write_atomically
 from pc.launch import slurm
 from pc.plan.dry_run import check
 from pc.sweep import equal_runs
-from pc.sweep.spec import Sweep, begin
+from pc.sweep.spec import Sweep
 
 
 def submit(sweeps: Sequence[Sweep], at_a_time: int, allocation: slurm.Allocation) -> str:
@@ -20,16 +22,18 @@ def submit(sweeps: Sequence[Sweep], at_a_time: int, allocation: slurm.Allocation
         check(first.config, first.overrides, allocation.world_size).require(f"{first.name}: ")
     said = []
     for sweep in sweeps:
-        run_list = begin(sweep)
-        places = {listed["name"]: place for place, listed in enumerate(json.loads(run_list.read_text())["runs"])}
         remaining = [group for group in groups if group.remains and not group.trained_elsewhere]
-        waiting = [places[group.runs[0].name] for group in remaining if group.runs[0] in sweep.runs]
+        waiting = [group.runs[0] for group in remaining if group.runs[0] in sweep.runs]
         equal = [(run, group.runs[0]) for group in remaining for run in group.runs[1:] if run in sweep.runs]
         line = f"{sweep.path.stem}: " + ("nothing to queue" if equal else f"all {len(sweep.runs)} runs are finished")
         if waiting:
-            array = "--array=" + ",".join(map(str, waiting)) + (f"%{at_a_time}" if at_a_time else "")
+            # a list for each array, so that its tasks keep their runs when the sweep's file changes
+            run_list = sweep.folder / "slurm" / f"runs-{secrets.token_hex(4)}.json"
+            listed = [{"name": run.name, "config": run.config, "overrides": run.overrides} for run in waiting]
+            write_atomically(run_list, json.dumps({"runs": listed}, indent=1) + "\n")
+            array = f"--array=0-{len(waiting) - 1}" + (f"%{at_a_time}" if at_a_time else "")
             options = [array, f"--job-name={sweep.path.stem}", *allocation.words()]
-            job = slurm.sbatch(sweep.folder, options, slurm.TRAIN_SCRIPT, [str(run_list)])
+            job = slurm.sbatch(sweep.folder, options, [str(run_list)])
             line = f"job {job}: {len(waiting)} runs, logs in {sweep.folder}/slurm"
         said += [line] + [f"  {run.name}: equal to {first.folder}" for run, first in equal]
     return "\n".join(said)

@@ -1,6 +1,6 @@
-"""Check a config on the login node, then queue its training and, with --score, its scoring.
+"""Check a config on the login node, then queue its training.
 
-python scripts/slurm/submit.py CONFIG.toml [--gpus-per-node 8] [--nodes 1] [--score="--data DIR"]
+python scripts/slurm/submit.py CONFIG.toml [--gpus-per-node 8] [--nodes 1]
                                [--sbatch="--partition=main --time=8:00:00"] [--section.key value ...]
 """
 
@@ -13,22 +13,13 @@ from pc.settings import load_config, rules
 
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Check a config, then queue its training, and its scoring with --score."
-    )
+    parser = argparse.ArgumentParser(description="Check a config, then queue its training.")
     parser.add_argument("config", help="TOML file of the run")
     Allocation.add_options(parser)
-    parser.add_argument(
-        "--score",
-        nargs="?",
-        const="",
-        metavar="OPTIONS",
-        help="also export and score it, with these options of scripts/score.py",
-    )
     arguments, overrides = parser.parse_known_args()
     rules.require(load_config(arguments.config, overrides))  # before what takes seconds
 
-    print(submit_run(arguments.config, overrides, Allocation.of(arguments), arguments.score))
+    print(submit_run(arguments.config, overrides, Allocation.of(arguments)))
 
 
 if __name__ == "__main__":

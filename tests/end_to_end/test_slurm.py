@@ -210,13 +210,17 @@ def test_two_nodes_train_one_run_and_a_job_behind_it_scores_it(tmp_path, monkeyp
             monkeypatch.setenv(key, environment[key])
         words = [
             "--nodes=2",
-            f"--score=--data {evaluation} --tasks piqa",
             "--training.local_batch_size=1",
             "--model.vocab_size=32000",
         ]
         said = submit(config, *words, f"--job.dump_folder={folder}")
         assert said.returncode == 0, said.stderr
-        train, score = [line.removeprefix("job ").partition(":")[0] for line in said.stdout.splitlines()]
+        train = said.stdout.removeprefix("job ").partition(":")[0]
+        after = [f"--dependency=afterok:{train}", "--parsable", f"--output={folder}/slurm/score-%j.log"]
+        scoring = ["sbatch", *after, "scripts/slurm/score.sbatch", str(folder), "--data", str(evaluation)]
+        environment["PC_PYTHON"] = sys.executable
+        done = subprocess.run([*scoring, "--tasks", "piqa"], env=environment, capture_output=True, text=True)
+        score = done.stdout.strip()
         wait_for(lambda: job_field(score, "JobState") in ("COMPLETED", "FAILED"), tmp_path)
         log = "".join(file.read_text() for file in folder.glob("slurm/score-*.log"))
         assert job_field(score, "JobState") == "COMPLETED", log

@@ -1,6 +1,5 @@
 """A checkpoint is read completely or not at all, and nothing in it is executed."""
 
-import os
 import pickle
 import shutil
 from pathlib import Path
@@ -81,16 +80,13 @@ def test_a_checkpoint_of_the_model_alone(copied, pc_run):
     ("damage", "message"),
     [
         (lambda step: (step / ".metadata").unlink(), r"incomplete checkpoint \(no .metadata"),
-        (lambda step: (step / "__0_0.distcp").unlink(), r"__0_0\.distcp: No such file"),
-        (lambda step: os.truncate(step / "__0_0.distcp", 1000), r"__0_0\.distcp: damaged"),
-        (lambda step: (step / ".metadata").write_bytes(b"\x80\x05 and so on"), r"\.metadata: damaged"),
         (
             lambda step: (step.parent.parent / "config.toml").unlink(),
             r"config\.toml: not the configuration of a run .*No such file",
         ),
     ],
 )
-def test_a_damaged_checkpoint(copied, damage, message):
+def test_an_incomplete_run(copied, damage, message):
     damage(copied)
     with pytest.raises(UserError, match=message):
         plain_weights.load(copied)

@@ -124,5 +124,5 @@ def test_the_interface_that_reaches_another_node():
 def test_no_sbatch_is_a_clear_error(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SystemExit, match="2"):
-        exit_on_user_error(slurm.sbatch)(tmp_path, Allocation(1, 8, []).words(), slurm.TRAIN_SCRIPT, [])
+        exit_on_user_error(slurm.sbatch)(tmp_path, Allocation(1, 8, []).words(), [])
     assert capsys.readouterr().err == "error: sbatch: No such file or directory\n"

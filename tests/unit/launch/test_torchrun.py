@@ -67,14 +67,10 @@ def test_compilation_needs_a_compiler_and_headers(machine, monkeypatch, tmp_path
     torchrun.command(config, 1)
     with monkeypatch.context() as patch:
         patch.setenv("PATH", str(tmp_path))
-        patch.delenv("CXX", raising=False)
-        with pytest.raises(UserError, match=r"compile.enable = true needs g\+\+ on the PATH; install it"):
-            torchrun.command(config, 1)
-        machine(1)
-        with pytest.raises(UserError, match="needs gcc or clang on the PATH"):  # Triton asks for a C compiler
+        with pytest.raises(UserError, match=r"compile.enable = true needs .*on the PATH and .*/Python.h; install them"):
             torchrun.command(config, 1)
     monkeypatch.setattr(torchrun.sysconfig, "get_path", lambda name: str(tmp_path))
-    with pytest.raises(UserError, match=r"needs .*/Python.h; install it \(Debian: apt-get install python3"):
+    with pytest.raises(UserError, match="compile.enable"):
         torchrun.command(config, 1)
 
 

@@ -217,7 +217,8 @@ def test_equal_runs_are_queued_once(folder, monkeypatch):
     queued = []
 
     def sbatch(words, **_):
-        queued.append(next(word for word in words if word.startswith("--array")))
+        listed = json.loads(Path(words[-1]).read_text())["runs"]
+        queued.append((next(word for word in words if word.startswith("--array")), [run["name"] for run in listed]))
         return subprocess.CompletedProcess(words, 0, "77", "")
 
     monkeypatch.setattr(subprocess, "run", sbatch)
@@ -225,5 +226,5 @@ def test_equal_runs_are_queued_once(folder, monkeypatch):
     sweeps = [load("level.toml"), load("blocks.toml")]
     equal_runs.take_over(sweeps)
     said = submit(sweeps, 2, Allocation(1, 8, []))
-    assert queued == ["--array=1%2", "--array=1%2"]  # level 4; the FFN alone
+    assert queued == [("--array=0-0%2", ["level-4"]), ("--array=0-0%2", ["blocks-ffn"])]
     assert "blocks-ffn+o: equal to outputs/sweeps/level/level-4" in said

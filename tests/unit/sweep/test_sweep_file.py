@@ -1,12 +1,10 @@
 """A sweep's TOML becomes a list of runs, or one clear line."""
 
-import json
-
 import pytest
 
 from pc.errors import UserError
 from pc.settings import load_config
-from pc.sweep.spec import begin, label, load
+from pc.sweep.spec import label, load
 
 
 @pytest.fixture
@@ -82,10 +80,3 @@ def test_bad_sweeps_say_what_is_wrong(sweep, text, said):
         sweep(text)
     assert said in str(raised.value)
     assert "sweep.toml" in str(raised.value) and "\n" not in str(raised.value)
-
-
-def test_runs_keep_their_place_in_the_list(sweep):
-    """A job of an array knows its run by its place, and may still wait when the sweep grows."""
-    begin(sweep('[axes]\n"optimizer.lr" = [2e-3, 4e-3]\n'))
-    listed = json.loads(begin(sweep('[axes]\n"optimizer.lr" = [1e-3, 4e-3]\n')).read_text())
-    assert [run["name"] for run in listed["runs"]] == ["lr-0.002", "lr-0.004", "lr-0.001"]
