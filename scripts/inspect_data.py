@@ -1,4 +1,4 @@
-"""Inspect a folder of token shards: its sources, some documents, lengths, checksums.
+"""Inspect a folder of token shards: its sources, sizes, first documents, checksums.
 
 Usage: python scripts/inspect_data.py FOLDER [--documents N]
 """

@@ -32,10 +32,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def stored_documents(manifest: Manifest) -> dict[str, list[list[int]]]:
-    return {
-        split: [tokens.tolist() for tokens in read_documents(manifest, split, manifest.documents(split))]
-        for split in SPLITS
-    }
+    return {split: [tokens.tolist() for tokens in read_documents(manifest, split)] for split in SPLITS}
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -240,9 +237,6 @@ def test_the_manifest_says_what_was_done(shards, parquet_folder):
     assert shards.documents("train") + shards.documents("validation") == 400
     assert Manifest.read(shards.folder) == shards
     assert shards.load_tokenizer().sha256 == shards.tokenizer.sha256
-    every = read_documents(shards, "train", shards.documents("train"))
-    some = read_documents(shards, "train", 4)  # evenly spaced
-    assert all(np.array_equal(some[i], every[i * len(every) // 4]) for i in range(4))
 
 
 def test_demo_is_made_once_and_continues_after_a_stop(tmp_path, monkeypatch):
@@ -256,7 +250,7 @@ def test_demo_is_made_once_and_continues_after_a_stop(tmp_path, monkeypatch):
         demo.make_demo(tmp_path / "demo")
     manifest = demo.make_demo(tmp_path / "demo")
     assert manifest.documents("train") + manifest.documents("validation") == 50
-    first = manifest.load_tokenizer().decode(read_documents(manifest, "train", 1)[0][1:-1])
+    first = manifest.load_tokenizer().decode(next(read_documents(manifest, "train"))[1:-1])
     assert first.startswith("Title ") and "\n\nText number " in first
     assert "CC BY-SA 4.0" in (tmp_path / "demo" / "ATTRIBUTION.txt").read_text()
     assert demo.make_demo(tmp_path / "demo") == manifest and len(downloads) == 1
