@@ -5,7 +5,7 @@ a step        trainer (read it first), fsdp_sync, optimizers, nonfinite, validat
 checkpoints   checkpoint (which and when), checksums (writing), distcp (reading), fingerprint (of which method)
 metrics       metrics, health, activations
 a run         job_config, environment, cpu, memory
-other models  converter (for TorchTitan's own trainer), any_model (the same with schedule "step")
+other models  any_model (the trainer), converter
 """
 
 from pc.common.errors import require_extra

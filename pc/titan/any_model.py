@@ -1,12 +1,11 @@
-"""TorchTitan's trainer with PC in schedule "step", for any of its models: `torchrun ... -m pc.titan.any_model` with the
-arguments and the TOML of `torchtitan.train` (`pc.titan.converter`). The recipe for Llama 2 is `pc.titan.trainer`."""
+"""TorchTitan's trainer with PC for any of its models: `torchrun ... -m pc.titan.any_model` with the arguments and the
+TOML of `torchtitan.train` (`pc.titan.converter`). The recipe for Llama 2 is `pc.titan.trainer`."""
 
 import torchtitan.train
 from torch import Tensor
 
 from pc.common.errors import exit_on_user_error
 from pc.schedules import RAW, schedule
-from pc.titan.converter import Converter
 from pc.weights import named_weights
 
 
@@ -14,7 +13,6 @@ class Trainer(torchtitan.train.Trainer):
     """Calls the schedule where TorchTitan's trainer has no hook: after the last micro-batch, and in checkpoints."""
 
     def __init__(self, job_config) -> None:
-        Converter.schedule = "step"  # of the one that TorchTitan creates here
         super().__init__(job_config)
         self.pc_schedule = None  # without PC, or in a pipeline stage without weights of PC
         if any(True for part in self.model_parts for _ in named_weights(part)):

@@ -1,4 +1,4 @@
-"""PC in TorchTitan's own trainer and debug models: by its converter, and by the trainer with schedule "step"."""
+"""PC in TorchTitan's debug models, by its trainer with PC."""
 
 import json
 import random
@@ -16,8 +16,6 @@ from pc import polynomial
 
 CONFIGS = ROOT / "train_configs" / "torchtitan"
 LAYERS = {"llama3": 6, "qwen3": 8, "deepseek_v3": 6}
-SCHEDULES = ("forward", "step")
-NO_STACKS = ["o", "layers.*.feed_forward.w?", "layers.*.shared_experts.w?"]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +64,7 @@ def write(assets, tmp_path):
     return write
 
 
-def train(step, layers, words):
+def train(layers, words):
     """A run of a model of so many layers in this process: the losses by step, and the trainer."""
     import torchtitan.train
     from torch.distributed.fsdp import FSDPModule
@@ -74,10 +72,8 @@ def train(step, layers, words):
     from torchtitan.config import ConfigManager
     from torchtitan.protocols.train_spec import get_train_spec
 
-    from pc.titan import any_model
-    from pc.titan.converter import Converter
+    from pc.titan.any_model import Trainer
 
-    Converter.schedule = "forward"
     losses, histc = {}, torch.histc
 
     def note(self, step, loss, *others, **named):
@@ -89,7 +85,7 @@ def train(step, layers, words):
     torchtitan.train.time.sleep = lambda _: None
     config = ConfigManager().parse_args(words)
     get_train_spec(config.model.name).model_args[config.model.flavor].n_layers = layers
-    trainer = (any_model.Trainer if step else torchtitan.train.Trainer)(config)
+    trainer = Trainer(config)
     for part in trainer.model_parts:
         for module in part.modules():
             if isinstance(module, FSDPModule):
@@ -99,8 +95,8 @@ def train(step, layers, words):
     return losses, trainer
 
 
-def only_losses(rank, step, runs):
-    return [train(step, 2, words)[0] for words in runs]
+def only_losses(rank, runs):
+    return [train(2, words)[0] for words in runs]
 
 
 def require_pc(weight, form, raw, gamma, u, v):
@@ -117,16 +113,12 @@ def require_pc(weight, form, raw, gamma, u, v):
         assert (after - wanted).norm() < 1e-5 * wanted.norm() < 1e-2 * (after - before).norm()
 
 
-def straight_and_resumed(rank, step, layers, words):
+def straight_and_resumed(rank, layers, words):
     """Losses of a run and of one from its checkpoint of step 2, and gammas; weights are checked against float64."""
-    losses, trainer = train(step, layers, words)
-    resumed = train(step, layers, [*words, "--checkpoint.load_step", "2", "--checkpoint.interval", "9"])[0]
+    losses, trainer = train(layers, words)
+    resumed = train(layers, [*words, "--checkpoint.load_step", "2", "--checkpoint.interval", "9"])[0]
     model = trainer.model_parts[0]
-    if step:
-        rows = [(s.parameter, s.form, s.raw, s.gamma, s.u, s.v) for s in trainer.pc_schedule.weights.values()]
-    else:
-        layers = [mark.module for _, mark in pc.named_weights(model)]
-        rows = [(x.effective_weight(), x.pc_form, x.weight, x.gamma, x.u, x.v) for x in layers]
+    rows = [(s.parameter, s.form, s.raw, s.gamma, s.u, s.v) for s in trainer.pc_schedule.weights.values()]
     for row in rows:
         require_pc(*row)
     gammas = torch.cat([row[3].detach().flatten() for row in rows])
@@ -138,37 +130,30 @@ def straight_and_resumed(rank, step, layers, words):
     return losses, resumed, gammas
 
 
-SOAK = [pytest.param(*case, schedule, marks=pytest.mark.soak) for case in LAYERS.items() for schedule in SCHEDULES]
-
-
 @pytest.mark.parametrize(
-    "name, layers, schedule",
-    [("llama3", 2, "forward"), ("qwen3", 2, "step"), ("deepseek_v3", 2, "forward"), ("deepseek_v3", 2, "step"), *SOAK],
+    "name, layers",
+    [("qwen3", 2), ("deepseek_v3", 2), *(pytest.param(*case, marks=pytest.mark.soak) for case in LAYERS.items())],
 )
-def test_a_model_of_torchtitan(name, layers, schedule, write):
-    step = schedule == "step"
-    blocks = {"pc": {"blocks": NO_STACKS}} if name == "deepseek_v3" and not step else {}
-    losses, resumed, gammas = run_ranks(1, straight_and_resumed, step, layers, write(name, **blocks))[0]
+def test_a_model_of_torchtitan(name, layers, write):
+    losses, resumed, gammas = run_ranks(1, straight_and_resumed, layers, write(name))[0]
     count = 4 * layers  # o, gate, up, down; those of all layers but the first are shared experts
-    assert len(gammas) == count + (8 * 3 * (layers - 1) if name == "deepseek_v3" and step else 0)  # eight experts
+    assert len(gammas) == count + (8 * 3 * (layers - 1) if name == "deepseek_v3" else 0)  # eight experts
     assert (gammas != 1).float().mean() > 0.9  # an expert without tokens has no gradient
     assert losses[4] < losses[1] - 1
     assert resumed == {3: losses[3], 4: losses[4]}
 
 
-@pytest.mark.parametrize("name, schedule", [("llama3", "forward"), ("deepseek_v3", "step")])
-def test_two_ranks_go_on_as_one(name, schedule, write):
+def test_two_ranks_go_on_as_one(write):
     """From one checkpoint; both ranks read equal batches, so the mean loss is that of one."""
-    step = schedule == "step"
-    one = {"local_batch_size": 1}
+    name, one = "deepseek_v3", {"local_batch_size": 1}
     start = write(name, "start", training=one | {"steps": 2})
     go_on = {"initial_load_path": str(write.runs / "start" / "checkpoint" / "step-2"), "initial_load_model_only": False}
     words = [
         write(name, folder, training=one, checkpoint=go_on | {"exclude_from_loading": ["dataloader"], "interval": 9})
         for folder in ("one", "two")
     ]
-    alone = run_ranks(1, only_losses, step, [start, words[0]])[0][1]
-    (both,), _ = run_ranks(2, only_losses, step, [words[1]])
+    alone = run_ranks(1, only_losses, [start, words[0]])[0][1]
+    (both,), _ = run_ranks(2, only_losses, [words[1]])
     assert list(both) == [3, 4]
     assert both == pytest.approx(alone, rel=2e-5)  # float32 sums in another order
 
@@ -178,8 +163,7 @@ def test_mistakes_are_one_line(write):
         ({"pc": {"levl": 2}}, "unknown key levl; did you mean level?"),
         ({"pc": {"level": 7}}, "pc.level"),
         ({"pc": {"blocks": ["layers.*.ffn.w1"]}}, "'layers.*.ffn.w1' matches no weight of the model"),
-        ({"pc": {"schedule": "step"}}, 'schedule is "forward" in torchtitan.train'),
-        ({"checkpoint": {"last_save_in_hf": True}}, "would save W, not PC(W)"),
+        ({"pc": {"schedule": "forward"}}, 'here schedule is "step"'),
         ({"model": {"converters": ["pc", "other"]}}, '"pc" must be the last'),
     ]
     messages = run_ranks(1, refused, [write("llama3", f"{i}", **wrong) for i, (wrong, _) in enumerate(mistakes)])[0]
@@ -199,7 +183,7 @@ def refused(rank, runs):
     for words in runs:
         printed = io.StringIO()
         with contextlib.redirect_stderr(printed), pytest.raises(SystemExit):
-            train(False, 2, words)
+            train(2, words)
         lines.append(printed.getvalue().splitlines()[-1])
         assert lines[-1].startswith("error: ")
     return lines
