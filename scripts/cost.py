@@ -1,4 +1,4 @@
-"""FLOPs and memory of a config's step, with and without PC; with --measure also real steps.
+"""FLOPs of a config's step and of PC; with --measure also time and memory of real steps with and without PC.
 
 Usage: python scripts/cost.py CONFIG [--world-size N] [--measure] [--output DIR] [--section.key value ...]
 """

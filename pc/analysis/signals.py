@@ -20,7 +20,7 @@ def plot_estimator_error(runs: Sequence[RunLog], output: Path) -> Path:
     logged = {key.split("/")[2] for run in runs for key in run.keys() if key.startswith(_ERROR)}
     blocks = [block for block in BLOCK_TITLES if block in logged]
     if not blocks:
-        raise UserError("no run logged it: it needs [pc] enable = true and [health] estimate_freq above 0")
+        raise UserError("no run logged it: it needs [pc] enable = true and [health] spectra_freq above 0")
     figure, panels = subplots(1, len(blocks), width=3.2, height=2.9, sharey=True, squeeze=False)
     for axes, block in zip(panels[0], blocks, strict=True):
         for i, run in enumerate(runs):

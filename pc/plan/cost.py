@@ -1,4 +1,4 @@
-"""The cost of a step: FLOPs of the model and of PC, and memory by part.
+"""The cost of a step: FLOPs of the model and of PC.
 
 Torch's counter counts PC on the meta device: a matmul of [a, b] and [b, c] is 2abc FLOPs, elementwise operations none,
 as in the paper's appendix.
@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 from torchtitan.models.llama3.model.model import Transformer
 
@@ -24,7 +23,6 @@ from pc.passes import materialise, pull_back
 from pc.settings import load_config
 from pc.settings.layout import Layout
 from pc.spectral import power_iteration
-from pc.titan import memory
 from pc.titan.llama2 import model_args_of
 
 
@@ -64,21 +62,6 @@ class Matrix:
         """Schedule "forward", once per optimizer step and rank."""
         _, u, v = self._vectors()
         return _counted(lambda: power_iteration(self._weight(), u, v, self.config.power_iterations))
-
-    @cache
-    def kept_elements(self) -> int:
-        """Elements that autograd keeps in schedule "forward" between a forward and its backward pass."""
-        weight, vectors, kept = self._weight(), self._vectors(), {}
-        given = {StorageWeakRef(tensor.untyped_storage()) for tensor in (weight, *vectors)}
-
-        def pack(tensor: Tensor) -> Tensor:
-            kept[StorageWeakRef(tensor.untyped_storage())] = tensor
-            return tensor
-
-        inputs = torch.empty(self.m, 1, device="meta", requires_grad=True)  # PC(W) is kept for its gradient
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            effective_weight(weight, *vectors, self.config) @ inputs
-        return sum(tensor.numel() for storage, tensor in kept.items() if storage not in given)
 
     def paper_bound(self, tokens: int) -> float:
         """The paper's bound ((k + 1) s + 2 q + 1) / B on PC's FLOPs relative to the matrix's own 6nmB, B = `tokens`."""
@@ -151,23 +134,9 @@ class Plan:
             paper_bound=max(matrix.paper_bound(self.tokens) for matrix in self.matrices),
         )
 
-    def memory_by_part(self, schedule: str) -> dict[str, float]:
-        """GiB per GPU at the peak, by part; `schedule` is "step", "forward", or "plain" for the baseline.
-
-        The passes of "step" need less: they run when the activations are freed.
-        """
-        parts = memory.of_run(self.config, self.layout.dims, memory.sizes_of(self.model), schedule=schedule)
-        if schedule == "forward":
-            kept = sum(matrix.kept_elements() for matrix in self.matrices) / self.layout.dims.pp
-            if self.config.activation_checkpoint.mode == "full":
-                kept /= self.args.n_layers
-            is_bfloat16 = self.config.training.mixed_precision_param == "bfloat16"
-            parts["PC in the graph"] = kept * (memory.BFLOAT16 if is_bfloat16 else memory.FLOAT32) / memory.GIB
-        return parts
-
 
 def table(plan: Plan) -> str:
-    """The plan's costs as Markdown tables."""
+    """The plan's costs as a Markdown table."""
     cost, config, ranks = plan.step_cost(), plan.config, plan.layout.dims.world_size
     note = "" if config.pc.enable else " (this config has PC off; the figures assume it is on)"
     operations = [
@@ -182,11 +151,6 @@ def table(plan: Plan) -> str:
         ('PC, schedule "forward", whole job', cost.pc_forward, _percent(cost.pc_forward / cost.model)),
     ]
     rows = [(what, f"{flops / 1e15:.4g}", share) for what, flops, share in operations]
-    schedules = {"baseline": "plain", "step": "step", "forward": "forward"}
-    columns = [plan.memory_by_part(schedule) for schedule in schedules.values()]
-    parts = dict.fromkeys(part for column in columns for part in column)
-    memories = [(part, *(f"{column.get(part, 0.0):.2f}" for column in columns)) for part in parts]
-    memories.append(("peak", *(f"{sum(column.values()):.2f}" for column in columns)))
     return (
         f"{config.model.flavor}, {ranks} GPUs, {cost.tokens:,} tokens per step in {plan.layout.micro_batches} "
         f"micro-batches of {config.training.local_batch_size} x {config.training.seq_len} per rank, PC level "
@@ -197,8 +161,7 @@ def table(plan: Plan) -> str:
         )
         + "\nThe paper's bound counts one forward and one backward evaluation of PC per step in the whole job, "
         "relative to the preconditioned matrices' own matmuls.\n"
-        "FLOPs are not time: PC's matmuls run in pc.compute_dtype, the model's in bfloat16.\n\n"
-        + markdown.table(("GiB per GPU", *schedules), memories)
+        "FLOPs are not time: PC's matmuls run in pc.compute_dtype, the model's in bfloat16.\n"
     )
 
 

@@ -5,20 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pc.common.files import sha256_of
 from pc.data import Manifest, build_dataloader, require_same_tokenizer
 from pc.data.demo import FOLDER as DEMO
-from pc.data.manifest import TOKENIZER_FOLDER
 from pc.errors import UserError
+from pc.plan import memory
 from pc.settings import Config, load_config, rules
 from pc.settings.layout import Layout
 from pc.settings.schema import PC
 from pc.start import require_possible
-from pc.titan import memory
-
-PAPERS_FLAVORS = ("271M", "1B")
-LLAMA_2_TOKENIZER_SHA256 = "9e556afd44213b6bd1be2b850ebbbd98f5481437a8021afaf58ee7fb1818d347"
-"""of `tokenizer.model` in meta-llama/Llama-2-7b-hf"""
 
 
 @dataclass
@@ -140,15 +134,6 @@ def _check_memory(report: Report, config: Config, sizes: memory.Sizes, layout: L
     report.facts.append(
         ("memory per GPU", f"{sum(parts.values()):.1f} GiB estimated at {dims.world_size} GPUs: {listed}")
     )
-    if memory.gathers_once(config):
-        otherwise = sum(memory.of_run(config, dims, sizes, once=False).values())
-        report.facts.append(
-            (
-                "weights and gradients",
-                f"exchanged once per step on GPUs with {sum(parts.values()) + memory.RESERVE_GIB:.0f} GiB or more; "
-                f"for every micro-batch it takes {otherwise:.1f} GiB (parallelism.fsdp_sync)",
-            )
-        )
     if not config.checkpoint.enable:
         return
     size = memory.checkpoint_bytes(config, sizes)
@@ -182,9 +167,7 @@ def _check_data(report: Report, config: Config, needs_data: bool, wanted: int) -
         tokens = train.tokens("train")
         report.facts.append(("training data", f"{train.folder}: {tokens:,} tokens, tokenizer {train.tokenizer.name}"))
         is_usable = _sequences(report, config, train, "train") > 0
-        if is_usable and config.model.flavor in PAPERS_FLAVORS:
-            _check_papers_data(report, train, wanted)
-        elif is_usable and tokens < wanted:
+        if is_usable and tokens < wanted:
             report.warnings.append(f"the run repeats its {tokens:,} training tokens {wanted / tokens:.1f} times")
     if validation and config.validation.enable:
         sequences, requested = _sequences(report, config, validation, "validation"), config.data.validation_sequences
@@ -201,21 +184,6 @@ def _sequences(report: Report, config: Config, manifest: Manifest, split: str) -
     rank = {"local_batch_size": 1, "dp_rank": 0, "dp_world_size": 1}
     loader = _tried(report, lambda: build_dataloader(manifest.folder, split, **sizes, **rank))
     return loader.sequences.length if loader else 0
-
-
-def _check_papers_data(report: Report, train: Manifest, wanted: int) -> None:
-    """Warn if a model of the paper's sizes would be trained on data other than the paper's."""
-    file = train.folder / TOKENIZER_FOLDER / "tokenizer.model"
-    if not file.is_file() or sha256_of(file) != LLAMA_2_TOKENIZER_SHA256:
-        report.warnings.append(
-            f"{train.folder} was tokenised with {train.tokenizer.name}, the paper used Llama 2's tokenizer.model: "
-            "losses per token are not comparable with the paper's, only with each other"
-        )
-    if train.tokens("train") < wanted:
-        report.warnings.append(
-            f"the run trains on {wanted / 1e9:.1f} B tokens, {train.folder} has {train.tokens('train') / 1e9:.1f} B; "
-            "the paper repeated none, so final losses will differ (docs/reproduce.md has the command for its data)"
-        )
 
 
 def _manifest(report: Report, key: str, path: str, needs_data: bool) -> Manifest | None:

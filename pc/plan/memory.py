@@ -1,24 +1,26 @@
 """Estimates a run's memory without a GPU."""
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torchtitan.models.llama3.model.model import Transformer
 
+from pc.config import PCConfig
+from pc.linear import effective_weight
 from pc.settings import Config
 from pc.settings.layout import Degrees, Layout
 from pc.settings.optimizers import KINDS
 from pc.settings.schema import ActivationCheckpoint
+from pc.titan.fsdp_sync import once_per_step
 from pc.titan.llama2 import model_args_of
 from pc.titan.loss import compiles_loss
 from pc.weights import attach, named_weights
 
 GIB = 2**30
 FLOAT32, BFLOAT16 = 4, 2  # bytes
-
-RESERVE_GIB = 4
-"""what the estimate does not include on a GPU: the CUDA context, NCCL's buffers, fragmentation"""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Sizes:
     ffn_dim: int
     layers: int
     vocabulary: int
+    pc_in_graph: int
+    """elements that autograd keeps of PC in schedule "forward" """
 
 
 def sizes_of(model: nn.Module) -> Sizes:
@@ -44,18 +48,38 @@ def sizes_of(model: nn.Module) -> Sizes:
     blocks = list(model.layers.values())
     per_block = [sum(p.numel() for p in block.parameters()) for block in blocks]
     total = sum(p.numel() for p in model.parameters())
+    weights = [weight for _, weight in named_weights(model)]
     linears = [module for block in blocks for module in block.modules() if isinstance(module, nn.Linear)]
     return Sizes(
         total=total,
         hidden_matrices=sum(linear.weight.numel() for linear in linears),
-        preconditioned=sum(weight.parameter.numel() for _, weight in named_weights(model)),
+        preconditioned=sum(weight.parameter.numel() for weight in weights),
         largest_block=max(per_block),
         outside_blocks=total - sum(per_block),
         dim=model.tok_embeddings.embedding_dim,
         ffn_dim=blocks[0].feed_forward.w1.out_features,
         layers=len(blocks),
         vocabulary=model.tok_embeddings.num_embeddings,
+        pc_in_graph=sum(_kept_in_graph(*matrix) for weight in weights for matrix in weight.form.matrices),
     )
+
+
+@cache
+def _kept_in_graph(n: int, m: int, config: PCConfig) -> int:
+    """Elements that autograd keeps between a forward and its backward pass of a weight [n, m]."""
+    with torch.device("meta"):
+        weight, gamma = torch.empty(1, n, m, requires_grad=True), torch.empty(1, 1, requires_grad=True)
+        u, v, inputs = torch.empty(1, n), torch.empty(1, m), torch.empty(m, 1, requires_grad=True)
+    kept = {}
+    given = {StorageWeakRef(tensor.untyped_storage()) for tensor in (weight, gamma, u, v)}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[StorageWeakRef(tensor.untyped_storage())] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        effective_weight(weight, gamma, u, v, config) @ inputs  # which keeps PC(W) for the gradient of its inputs
+    return sum(tensor.numel() for storage, tensor in kept.items() if storage not in given)
 
 
 def sizes_of_run(config: Config) -> Sizes:
@@ -67,35 +91,19 @@ def sizes_of_run(config: Config) -> Sizes:
     return sizes_of(model)
 
 
-def gathers_once(config: Config) -> bool:
-    """Whether the config wants weights gathered and gradients reduced once per step, if memory allows."""
-    parallelism = config.parallelism
-    if parallelism.pipeline_parallel_degree > 1 or parallelism.fsdp_reshard_after_forward == "always":
-        return False
-    return parallelism.fsdp_sync in ("auto", "step")
-
-
-def of_run(
-    config: Config,
-    dims: Degrees,
-    sizes: Sizes | None = None,
-    once: bool | None = None,
-    schedule: str | None = None,
-) -> dict[str, float]:
+def of_run(config: Config, dims: Degrees, sizes: Sizes | None = None) -> dict[str, float]:
     """GiB per GPU at the peak, by part. The peak is at the start of the last micro-batch's backward pass.
 
     Args:
         dims: the parallel degrees.
         sizes: of the model, if known.
-        once: whether weights are gathered and gradients reduced once per step; None: as in the config.
-        schedule: "step", "forward" or "plain" (without PC); None: as in the config.
 
-    Not included: fragmentation, the CUDA context and NCCL's buffers (1 to 4 GiB, `RESERVE_GIB`), and PC's workspace,
+    Not included: fragmentation, the CUDA context and NCCL's buffers (1 to 4 GiB), and the workspace of schedule "step",
     which is used between steps when activations are already freed.
     """
     training, layout = config.training, Layout(dims, config.training)
     sizes = sizes or sizes_of_run(config)
-    once = gathers_once(config) if once is None else once
+    once = once_per_step(config)
     itemsize = BFLOAT16 if training.mixed_precision_param == "bfloat16" else FLOAT32
     tokens = training.local_batch_size * training.seq_len // dims.cp
     model_split = dims.tp * dims.pp
@@ -110,31 +118,32 @@ def of_run(
         gathered = 3 * largest_block + sizes.outside_blocks / model_split
     whole, kept = _whole_block(sizes), kept_per_block(sizes, config.activation_checkpoint)
     recomputed = whole if kept < whole else 0  # of the current block
-    states = state_elements(config, sizes, schedule)
-    elements = {
+    states = state_elements(config, sizes)
+    # itself and its gradient; or in float32 the log-softmax, its gradient, and the logit's gradient
+    per_logit = 2 * itemsize if compiles_loss(config, dims.tp) else 3 * FLOAT32
+    parts = {
         "weights": FLOAT32 * sizes.total / split,
         "gradients": FLOAT32 * sizes.total / (model_split if once and layout.micro_batches > 1 else split),
         "optimizer": FLOAT32 * states["optimizer"] / split,
         "raw W": FLOAT32 * states["raw W"] / split,
         "gathered": itemsize * gathered,
         "activations": itemsize * tokens * (sizes.layers * kept + recomputed) / model_split,
-        # per logit: itself and its gradient; or in float32 the log-softmax, its gradient, and the logit's gradient
-        "logits": tokens
-        * sizes.vocabulary
-        * (2 * itemsize if compiles_loss(config, dims.tp) else 3 * FLOAT32)
-        / dims.tp,
+        "logits": per_logit * tokens * sizes.vocabulary / dims.tp,
     }
-    return {part: size / GIB for part, size in elements.items()}
+    if config.pc.enable and config.pc.schedule == "forward":
+        blocks = 1 if config.activation_checkpoint.mode == "full" else sizes.layers / dims.pp
+        parts["PC in the graph"] = itemsize * sizes.pc_in_graph / sizes.layers * blocks
+    return {part: size / GIB for part, size in parts.items()}
 
 
-def state_elements(config: Config, sizes: Sizes, schedule: str | None = None) -> dict[str, int]:
+def state_elements(config: Config, sizes: Sizes) -> dict[str, int]:
     """What is stored besides the weights. Schedule "step" stores raw W in addition to the effective weight; "forward"
     stores only raw W, as the weight."""
-    schedule = schedule or (config.pc.schedule if config.pc.enable else "plain")
     others = sizes.total - sizes.hidden_matrices
+    has_raw = config.pc.enable and config.pc.schedule == "step"
     return {
         "optimizer": KINDS[config.optimizer.name].states * sizes.hidden_matrices + KINDS["AdamW"].states * others,
-        "raw W": sizes.preconditioned if schedule == "step" else 0,
+        "raw W": sizes.preconditioned if has_raw else 0,
     }
 
 

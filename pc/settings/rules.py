@@ -56,7 +56,7 @@ def of_config(config: Config) -> Iterator[str]:
     if config.parallelism.fsdp_reshard_after_forward == "always" and config.parallelism.fsdp_sync == "step":
         yield (
             'parallelism.fsdp_sync = "step" keeps weights gathered, but parallelism.fsdp_reshard_after_forward = '
-            '"always" frees them; use fsdp_sync = "auto"'
+            '"always" frees them; use fsdp_sync = "micro_batch"'
         )
 
 

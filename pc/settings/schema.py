@@ -114,8 +114,8 @@ class Parallelism(Section):
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = key(
         "default", "Whether a block's weights are freed after its forward pass; default: yes, but under pipelines."
     )
-    fsdp_sync: Literal["auto", "step", "micro_batch"] = key(
-        "auto", "Gather weights and reduce gradients once per step, or for every micro-batch; auto: once, if it fits."
+    fsdp_sync: Literal["step", "micro_batch"] = key(
+        "step", "Gather weights and reduce gradients once per step, or for every micro-batch, which takes less memory."
     )
     tensor_parallel_degree: Degree = key(1, "Ranks that share each matrix.")
     pipeline_parallel_degree: Degree = key(1, "Stages of the pipeline.")
@@ -253,8 +253,10 @@ class Data(Section):
 
 class Health(Section):
     freq: Interval = key(10, "Steps between measurements of output sizes, gamma and the weight norm; 0: never.")
-    spectra_freq: Interval = key(500, "Steps between measurements of every matrix's condition number; 0: never.")
-    estimate_freq: Interval = key(500, "Steps between measurements of the error of PC's norm estimate; 0: never.")
+    spectra_freq: Interval = key(
+        500,
+        "Steps between measurements of every matrix's condition number and the error of PC's norm estimate; 0: never.",
+    )
 
 
 Task = Literal[

@@ -71,12 +71,6 @@ def use_cpu_where_there_is_no_gpu() -> None:
                     setattr(module, name, value)
 
 
-def memory(of: torch.device) -> int:
-    """Memory of a device in bytes; on a CPU, this process's share of the machine's memory."""
-    total = titan_utils.device_module.get_device_properties(of).total_memory
-    return total // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if is_cpu() else total
-
-
 def is_cpu() -> bool:
     """Whether this process trains on the CPU."""
     return not torch.accelerator.is_available()

@@ -28,12 +28,6 @@ from pc.spectral import spectral_norm_estimate
 from pc.titan.activations import COUNT, LARGEST, SUM_OF_SQUARES, OutputSizes
 from pc.weights import Weight, clean_name
 
-SPECTRAL: dict[str, Callable[[Tensor], Tensor]] = {
-    "condition": modified_condition_number,
-}
-"""{NAME: function from the ascending singular values [B, min(n, m)] of B effective weights to B numbers [B]}.
-Logged as spectra/NAME/LAYER every `health.spectra_freq` steps. To add a metric, add a line here."""
-
 
 class HealthMetrics:
     """Collects the metrics over all ranks.
@@ -73,9 +67,7 @@ class HealthMetrics:
         if _is_due(step, self._health.freq):
             metrics |= self._weight_metrics()
         if _is_due(step, self._health.spectra_freq):
-            metrics |= self._spectra_metrics()
-        if _is_due(step, self._health.estimate_freq):
-            metrics |= self._estimate_metrics()
+            metrics |= self._spectra_metrics() | self._estimate_metrics()
         return metrics
 
     def _output_metrics(self) -> dict[str, float]:
@@ -109,10 +101,7 @@ class HealthMetrics:
         return metrics | {f"pc/gamma/{name}": total / count for name, (total, count) in by_name.items()}
 
     def _spectra_metrics(self) -> dict[str, float]:
-        """`SPECTRAL` of effective weights, and geometric means of condition numbers.
-
-        Owner ranks compute exact singular values of full matrices.
-        """
+        """Condition numbers of effective weights, by owner ranks, and their geometric means."""
         names, inputs, keys = [], [], []
         for model in self._model_parts:
             for name, linear in model.named_modules():
@@ -129,14 +118,13 @@ class HealthMetrics:
                     keys.append(state.form)
         metrics = {}
         conditions: dict[str, list[float]] = {"pc": [], "qkv": [], "all": []}
-        for name, numbers in self._of_owners(_spectral, names, inputs, keys, len(SPECTRAL)).items():
-            measured = dict(zip(SPECTRAL, numbers, strict=True))
-            metrics |= {f"spectra/{metric}/{name}": number for metric, number in measured.items()}
-            conditions["all"].append(measured["condition"])
+        for name, condition in self._of_owners(_condition, names, inputs, keys).items():
+            metrics[f"spectra/condition/{name}"] = condition
+            conditions["all"].append(condition)
             if block_of(name) in ("q", "k", "v"):
-                conditions["qkv"].append(measured["condition"])
+                conditions["qkv"].append(condition)
             if any(matches(entry, name) for entry in self._pc_entries):
-                conditions["pc"].append(measured["condition"])
+                conditions["pc"].append(condition)
         for group, values in conditions.items():
             if values:
                 metrics[f"spectra/gmcn/{group}"] = statistics.geometric_mean(values)
@@ -148,7 +136,7 @@ class HealthMetrics:
         inputs = [(state.raw, state.u, state.v) for state in states.values()]
         forms = [state.form for state in states.values()]
         errors: dict[str, list[float]] = {}
-        for name, (error,) in self._of_owners(_largest_estimate_error, list(states), inputs, forms, 1).items():
+        for name, error in self._of_owners(_largest_estimate_error, list(states), inputs, forms).items():
             if not math.isnan(error):
                 errors.setdefault(block_of(name), []).append(error)
         metrics = {}
@@ -158,12 +146,13 @@ class HealthMetrics:
         return metrics
 
     def _of_owners(
-        self, function: Callable, names: list[str], inputs: list[tuple[Tensor, ...]], keys: list, count: int
-    ) -> dict[str, list[float]]:
-        """`function` of each matrix of all pipeline stages, {name: numbers}; it returns [B, count] on the owners."""
-        outputs = [torch.zeros(count, device=item[0].device, dtype=item[0].dtype) for item in inputs]
+        self, function: Callable, names: list[str], inputs: list[tuple[Tensor, ...]], keys: list
+    ) -> dict[str, float]:
+        """`function` of each weight of all pipeline stages, by name; it returns [B, 1] on the owners."""
+        outputs = [torch.zeros(1, device=item[0].device, dtype=item[0].dtype) for item in inputs]
         run_on_owners(function, inputs, [(output,) for output in outputs], keys)
-        return {name: found[0] for name, found in _by_name(dict(zip(names, _numbers(outputs), strict=True))).items()}
+        found = _by_name(dict(zip(names, _numbers(outputs), strict=True)))
+        return {name: number for name, ((number,), *_) in found.items()}
 
     def _pc_weights(self) -> dict[str, Weight]:
         return {} if self._schedule is None else self._schedule.weights
@@ -187,16 +176,15 @@ def _by_name(mine: dict[Any, Any]) -> dict[Any, list]:
     return {name: [one[name] for one in everyone if name in one] for name in dict.fromkeys(chain(*everyone))}
 
 
-def _spectral(key: Form | None, weight: Tensor, *rest: Tensor) -> tuple[Tensor]:
-    """`SPECTRAL` of the effective weight, [B, metrics].
+def _condition(key: Form | None, weight: Tensor, *rest: Tensor) -> tuple[Tensor]:
+    """Modified condition number of the effective weight, [B, 1].
 
     Args:
         key: None if `weight` [B, n, m] is effective; a Form if the tensors are W, perhaps gamma, u and v.
     """
     if key is not None:
         (weight,) = evaluate(key, weight, *rest)
-    values = singular_values(weight)
-    return (torch.stack([metric(values) for metric in SPECTRAL.values()], -1).to(weight.dtype),)
+    return (modified_condition_number(singular_values(weight)).unsqueeze(-1).to(weight.dtype),)
 
 
 def _largest_estimate_error(form: Form, *tensors: Tensor) -> tuple[Tensor]:

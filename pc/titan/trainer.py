@@ -84,8 +84,7 @@ class PCTrainer(torchtitan.train.Trainer):
         require_agreement(self.config)
         dims = Layout.of(self.config, world_size).dims
         rules.require(self.config, dims, on_cpu=cpu.is_cpu())
-        once_per_step = fsdp_sync.once_per_step(self.config, dims, self.device, cpu.memory(self.device))
-        return AlwaysSharded(**asdict(dims), ep=1, etp=1, once_per_step=once_per_step)
+        return AlwaysSharded(**asdict(dims), ep=1, etp=1, once_per_step=fsdp_sync.once_per_step(self.config))
 
     def load(self) -> None:
         """Load what this run continues or starts from, if there is anything. Nothing changes before all is checked.

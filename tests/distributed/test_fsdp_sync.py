@@ -1,7 +1,6 @@
 """How often weights are gathered and gradients reduced (`parallelism.fsdp_sync`), and that results do not change."""
 
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -69,13 +68,13 @@ def test_collectives_of_a_step(tiny_config):
     assert [way[ALL_REDUCE] - others for way in (once, often)] == [groups, groups]
 
 
-def _held(rank, config, overrides) -> tuple[float, float, bool]:
-    """Additional GiB of a step between two micro-batches, the estimate, and whether it exchanges once per step."""
+def _held(rank, config, overrides) -> tuple[float, float]:
+    """Additional GiB of a step between two micro-batches, and the estimate."""
     import gc
 
+    from pc.plan import memory
     from pc.settings import load_config
     from pc.shards import local
-    from pc.titan import memory
     from pc.titan.trainer import PCTrainer
 
     def gib() -> float:
@@ -98,7 +97,7 @@ def _held(rank, config, overrides) -> tuple[float, float, bool]:
     parts = memory.of_run(trainer.config, trainer.parallel_dims)
     block = memory.BFLOAT16 * memory.sizes_of_run(trainer.config).largest_block / memory.GIB
     expected = parts["gathered"] - block + parts["gradients"]  # without a current block
-    result = trainer.held[1] - trainer.held[0], expected, trainer.parallel_dims.once_per_step
+    result = trainer.held[1] - trainer.held[0], expected
     trainer.close()
     return result
 
@@ -107,44 +106,5 @@ def test_memory_between_micro_batches_is_the_estimate(tiny_config):
     """Unsharded bfloat16 weights and float32 gradients, on one process and on two."""
     words = ["--training.mixed_precision_param", "bfloat16"]
     for ranks in (1, 2):
-        held, expected, once_per_step = run_ranks(ranks, _held, tiny_config[0], words)[0]
-        assert once_per_step  # by "auto"
+        held, expected = run_ranks(ranks, _held, tiny_config[0], words)[0]
         assert held == pytest.approx(expected, rel=0.02)
-
-
-def _chosen(rank, config, cases) -> list[tuple[bool, str]]:
-    """For each case, overrides and a device's bytes: whether once per step, and the logged warning."""
-    import logging
-
-    from pc.settings import load_config
-    from pc.settings.layout import Layout
-    from pc.titan import fsdp_sync
-
-    results = []
-    for overrides, device_bytes in cases:
-        said: list[str] = []
-        fsdp_sync.logger = logging.Logger("test")
-        fsdp_sync.logger.warning = said.append
-        loaded = load_config(config, overrides)
-        once = fsdp_sync.once_per_step(loaded, Layout.of(loaded, 2).dims, torch.device("cpu"), device_bytes[rank])
-        results.append((once, " ".join(said)))
-    return results
-
-
-def test_the_way_follows_the_memory_of_the_smallest_device():
-    config = Path(__file__).parents[2] / "train_configs" / "1b_adamw_pc.toml"
-    small, large = 40 * 2**30, 80 * 2**30
-    always = ["--parallelism.fsdp_reshard_after_forward", "always"]
-    cases = [
-        ([], (large, large)),
-        ([], (large, small)),
-        (_sync("step"), (large, small)),
-        (_sync("micro_batch"), (large, large)),
-        (always, (large, large)),
-    ]
-    for found in run_ranks(2, _chosen, config, cases):
-        assert [once for once, _ in found] == [True, False, True, False, False]
-        warned = [warning for _, warning in found]
-        assert "of 40.0 GiB" in warned[1] and 'fsdp_sync = "step" does it anyway' in warned[1]
-        assert 'fsdp_sync = "step" may not fit' in warned[2]
-        assert warned[0] == warned[3] == warned[4] == ""

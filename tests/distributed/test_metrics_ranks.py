@@ -60,7 +60,7 @@ def _collect(rank: int, layout: str | None, world_size: int) -> tuple[dict[str, 
         dims = SimpleNamespace(world_size=2, pp=2)
     schedule = pc.schedule(model)
     schedule.materialise()
-    health = HealthMetrics(job_config(freq=1, spectra_freq=1, estimate_freq=1), [model], schedule, dims)
+    health = HealthMetrics(job_config(freq=1, spectra_freq=1), [model], schedule, dims)
     health.start_step(1)
     model(batch)
     metrics = health.collect(1)

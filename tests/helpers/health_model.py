@@ -31,8 +31,8 @@ def inputs(index: int, size: int = 2) -> torch.Tensor:
     return torch.randint(0, 64, (size, 16), generator=torch.Generator().manual_seed(index))
 
 
-def job_config(freq: int, spectra_freq: int, estimate_freq: int = 0) -> SimpleNamespace:
-    health = Health(freq=freq, spectra_freq=spectra_freq, estimate_freq=estimate_freq)
+def job_config(freq: int, spectra_freq: int) -> SimpleNamespace:
+    health = Health(freq=freq, spectra_freq=spectra_freq)
     return SimpleNamespace(health=health, pc=SimpleNamespace(blocks=["o", "ffn"]))
 
 

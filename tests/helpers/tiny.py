@@ -54,7 +54,6 @@ enable_tensorboard = false
 [health]
 freq = 0
 spectra_freq = 0
-estimate_freq = 0
 [activation_checkpoint]
 mode = "none"
 [compile]

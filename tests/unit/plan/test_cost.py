@@ -25,8 +25,6 @@ def test_figures_of_the_paper():
     by_hand = sum(12 * max(m.n, m.m) * min(m.n, m.m) ** 2 + 14 * min(m.n, m.m) ** 3 for m in plan.matrices)
     assert cost.pc_step == pytest.approx(by_hand, rel=0.01) and cost.pc_step < cost.paper_bound * cost.model
     assert cost.pc_step / 8 <= cost.pc_step_busiest < 1.1 * cost.pc_step / 8
-    # what the paper measured the graph to keep: 72.20 - 65.90 GiB
-    assert plan.memory_by_part("forward")["PC in the graph"] == pytest.approx(6.30, rel=0.1)
 
 
 def test_any_number_of_ranks_costs_the_same_in_schedule_step():
@@ -38,7 +36,7 @@ def test_any_number_of_ranks_costs_the_same_in_schedule_step():
 
 def test_tables_and_bad_input():
     text = table(Plan(CONFIGS / "debug.toml", [], 1))
-    assert "paper's bound" in text and "raw W" in text
+    assert "paper's bound" in text
     with pytest.raises(UserError, match="global_batch_size"):
         Plan(CONFIGS / "1b_adamw_pc.toml", [], 7)
     with pytest.raises(UserError, match="flavor"):

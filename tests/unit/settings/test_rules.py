@@ -50,7 +50,7 @@ REFUSED_ANYWHERE = [
     ({**AC_OP, **ZERO_BUBBLE}, {"pp": 2}, 'selective_ac_option = "op" allow'),
     ({"training.global_batch_size": 12}, {"dp_shard": 2}, "training.global_batch_size = 12 is not a multiple"),
     ({"pc.level": 7}, {}, "pc.level"),
-    ({**ONCE, "parallelism.fsdp_reshard_after_forward": "always"}, {}, 'frees them; use fsdp_sync = "auto"'),
+    ({**ONCE, "parallelism.fsdp_reshard_after_forward": "always"}, {}, 'frees them; use fsdp_sync = "micro_batch"'),
 ]  # fmt: skip
 
 REFUSED_ON_CPU = [

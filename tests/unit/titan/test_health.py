@@ -82,7 +82,7 @@ def test_output_sizes_equal_a_hand_written_hook(compile, checkpointing):
 
 @pytest.mark.parametrize("method_schedule", ["step", "forward", None])
 def test_spectra_equal_a_float64_svd(method_schedule):
-    config = job_config(freq=0, spectra_freq=5, estimate_freq=5)
+    config = job_config(freq=0, spectra_freq=5)
     model = transformer()
     schedule = None
     if method_schedule:
@@ -134,19 +134,6 @@ def test_gmcn_of_matrices_that_are_not_in_every_layer(preconditioned):
     names = ("attention.wq", "attention.wk", "feed_forward.w2")
     product = math.prod(metrics[f"spectra/condition/layers.1.{name}"] for name in names)
     assert metrics["spectra/gmcn/pc"] == pytest.approx(product ** (1 / 3))
-
-
-def test_the_estimate_has_an_interval_of_its_own():
-    model = pc.attach(transformer(), pc.PCConfig(schedule="step"))
-    schedule = pc.schedule(model)
-    schedule.materialise()
-    health = HealthMetrics(job_config(freq=0, spectra_freq=0, estimate_freq=300), [model], schedule, one_rank())
-    due = [step for step in (1, 2, 299, 300, 301, 600) if health.collect(step)]
-    assert due == [1, 300, 600]
-    keys = {
-        f"spectra/estimate_error/{block}/{kind}" for block in ("o", "gate", "up", "down") for kind in ("median", "max")
-    }
-    assert health.collect(1).keys() == keys
 
 
 def test_weights_that_are_not_finite_do_not_end_the_run():
