@@ -15,8 +15,6 @@ class Variant:
     overrides: tuple[str, ...] = ()
     stock: bool = False
     """TorchTitan's own trainer, parallelisation, optimizers and initialisation, with the same model sizes"""
-    compile_pc: bool = False
-    """pull-back and materialise through torch.compile, which the project itself does not do"""
     attention: str = ""
     """the only allowed kernel of scaled dot product attention (a name of SDPBackend); if empty, TorchTitan's order"""
 
@@ -90,11 +88,6 @@ ROWS: dict[str, Row] = {
             "float32": Variant(PC, ("--pc.compute_dtype", "float32")),
             "bfloat16": Variant(PC, ("--pc.compute_dtype", "bfloat16")),
         },
-        rounds=4,
-    ),
-    "compiled-pc": Row(
-        "1B, AdamW: pull-back and materialise through torch.compile",
-        {"pc": Variant(PC, TF32), "compiled": Variant(PC, TF32, compile_pc=True)},
         rounds=4,
     ),
     "stock": Row(

@@ -21,7 +21,6 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
-import functools
 import json
 import os
 import platform
@@ -49,8 +48,6 @@ from torchtitan.models.llama3.model.model import Transformer
 from torchtitan.protocols.train_spec import register_train_spec
 from torchtitan.train import Trainer
 
-import pc.passes
-from pc import polynomial
 from pc.common.errors import exit_on_user_error
 from pc.common.files import write_atomically
 from pc.launch.torchrun import STEPS_ALONE
@@ -170,26 +167,13 @@ def timed_step(trainer: Trainer, clock: Clock, step: Callable[[], None]) -> dict
     return dict(parts)
 
 
-compile_once = functools.cache(torch.compile)
-
-
-@contextlib.contextmanager
-def compiled_pc(enabled: bool):
-    """Run power iteration, Gram matrix, polynomial and its vector-Jacobian product through torch.compile."""
-    functions = [(pc.passes, "power_iteration_by_gram"), *((polynomial, n) for n in ("gram_matrix", "apply", "vjp"))]
-    with contextlib.ExitStack() as undo:
-        for owner, name in functions if enabled else ():
-            undo.enter_context(mock.patch.object(owner, name, compile_once(getattr(owner, name))))
-        yield
-
-
 class Measured:
     """A variant's trainer, its steps and its memory."""
 
     def __init__(self, variant: Variant, shape: dict[str, int | str], micro_batches: int, folder: str) -> None:
         """Build the trainer and take two steps like the measured ones, with fewer micro-batches."""
         before = _allocated()
-        self._variant, self._trainer = variant, build(variant, shape, micro_batches, folder)
+        self._trainer = build(variant, shape, micro_batches, folder)
         self._batches = self._trainer.batch_generator(self._trainer.dataloader)
         self._clock = Clock(dist.get_world_size())
         self._steps: list[dict[str, float]] = []
@@ -201,8 +185,7 @@ class Measured:
         self._held = _allocated() - before
 
     def _step(self) -> None:
-        with compiled_pc(self._variant.compile_pc):
-            self._trainer.train_step(self._batches)
+        self._trainer.train_step(self._batches)
 
     def measure(self) -> float:
         """Take a step; returns its seconds."""

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import pc
 from helpers.tiny import add_tiny_flavor
 
 ROOT = Path(__file__).parents[2]
@@ -79,27 +78,6 @@ def test_every_goal_is_a_figure_and_every_variant_loads(step):
         assert {goal.figure for goal in row.goals} <= set(step.figures(made_up)), name
         for variant in row.variants.values():
             step.load_config(step.CONFIGS / variant.config, list(variant.overrides))
-
-
-def test_compiled_pc_is_the_same(step, monkeypatch):
-    # traced as usual, but not lowered, which takes half a minute
-    monkeypatch.setattr(step, "compile_once", lambda function: torch.compile(function, backend="eager", fullgraph=True))
-    generator = torch.Generator().manual_seed(0)
-    weight, gradient = torch.randn(2, 1, 6, 9, generator=generator, dtype=torch.float64)
-    gamma, u, v = (torch.eye(n, dtype=torch.float64)[:1] for n in (1, 6, 9))
-
-    def both_passes():
-        vectors = gamma, u, v
-        return (
-            *pc.passes.materialise(pc.PCConfig(), weight, *vectors),
-            *pc.passes.pull_back(pc.PCConfig(), weight, gradient, *vectors),
-        )
-
-    expected, plain = both_passes(), pc.polynomial.vjp
-    with step.compiled_pc(True):
-        assert pc.polynomial.vjp is not plain
-        torch.testing.assert_close(both_passes(), expected)
-    assert pc.polynomial.vjp is plain
 
 
 def test_all_rows_goes_on_where_it_stopped(step, monkeypatch, tmp_path, capsys):
