@@ -267,7 +267,7 @@ def _arms(runs: Sequence[tuple[dict, Config]], file: Path) -> list[Arm]:
     for (line, config), one in zip(runs, settings, strict=True):
         words = [names[line["config"]]] * (len(files) > 1)
         name = ", ".join([*words, label({key: value for key, value in one.items() if key in varied})])
-        place, log = (config.optimizer.lr, config.debug.seed), pd.DataFrame(line["log"]).set_index("tokens")
+        place, log = (config.optimizer.lr, config.debug.seed or 0), pd.DataFrame(line["log"]).set_index("tokens")
         loss = math.inf if line["state"] == "diverged" else log[VALIDATION].dropna().iloc[-1]
         arm = arms.setdefault(name, Arm(name, {}, {}))
         if arm.final.setdefault(place, loss) != loss:

@@ -179,12 +179,8 @@ def _load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"{path}: not a Llama that transformers can read ({reason})") from None
     # transformers fills missing tensors with random numbers and drops extra ones
-    wrong = [
-        f"{key} has shape {list(found)}, the model of config.json {list(expected)}"
-        for key, found, expected in sorted(report["mismatched_keys"])
-    ]
-    wrong += [f"{key} is {kind}" for kind in ("missing", "unexpected") for key in sorted(report[f"{kind}_keys"])]
-    if wrong:
-        raise UserError(f"{path}: tensor {wrong[0]}")
+    for kind in ("mismatched", "missing", "unexpected"):
+        for wrong in sorted(report[f"{kind}_keys"]):  # a mismatched one with its shapes, in the file and by config.json
+            raise UserError(f"{path}: tensor {wrong} is {kind}")
     _require_vocabulary(tokenizer, model.config.vocab_size, path)
     return model.eval(), tokenizer

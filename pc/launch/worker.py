@@ -40,8 +40,6 @@ class Trainer(PCTrainer):
 def main() -> None:
     init_logger()
     rank = int(os.environ.get("RANK", "0"))
-    if len(sys.argv) < 2:
-        sys.exit("usage: torchrun ... -m pc.launch.worker CONFIG.toml --section.key value ...")
     path, *overrides = sys.argv[1:]
     trainer: Trainer | None = None
     config: Config | None = None

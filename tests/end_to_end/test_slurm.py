@@ -112,22 +112,6 @@ def test_a_signal_to_the_task_reaches_its_ranks(without_slurm, tiny_shards, tmp_
 
 
 @pytest.mark.soak
-def test_the_batch_script_trains_and_reports(without_slurm, tiny_shards, tmp_path):
-    environment = without_slurm
-    config = write_small_config(tmp_path / "small.toml", tiny_shards, steps=2, interval=2)
-    words = ["bash", "scripts/slurm/train.sbatch", str(config), f"--job.dump_folder={tmp_path}/run"]
-    good, wrong = (
-        subprocess.run([*words, *more], cwd=ROOT, env=environment, capture_output=True, text=True)
-        for more in ([], ["--optimizer.lr=fast"])
-    )
-    assert good.returncode == 0, good.stderr
-    assert good.stdout.splitlines()[-1] == "run: finished"
-    assert newest_step(tmp_path / "run") == 2
-    assert wrong.returncode == 2
-    assert "optimizer.lr" in wrong.stderr.splitlines()[-1]
-
-
-@pytest.mark.soak
 def test_a_sweep_survives_a_killed_task(here, tmp_path):
     (tmp_path / "lr.toml").write_text(
         f'configs = ["small.toml"]\nfolder = "{tmp_path}/out"\n[axes]\n"optimizer.lr" = [1e-3, 1e-2]\n'
