@@ -2,9 +2,9 @@
 
 model         llama2, loss, parallelize
 a step        trainer (read it first), fsdp_sync, optimizers, nonfinite, validate
-checkpoints   checkpoint (which and when), checksums (writing), distcp (reading), fingerprint (of which method)
+checkpoints   checkpoint (which and when), checkpoint_folder (writing and reading), fingerprint (of which method)
 metrics       metrics, health, activations
-a run         job_config, environment, cpu, memory
+a run         job_config, environment, cpu
 other models  any_model (the trainer), converter
 """
 
