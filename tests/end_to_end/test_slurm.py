@@ -76,41 +76,6 @@ def submit(config: Path, *words: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True)
 
 
-@pytest.fixture
-def without_slurm(tmp_path):
-    """An environment with an `srun` that runs its command and a `scontrol` that says what it is asked."""
-    (tmp_path / "bin").mkdir()
-    for name, body in {"srun": 'shift; exec "$@"', "scontrol": 'echo scontrol "$@"'}.items():
-        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{body}\n")
-        (tmp_path / "bin" / name).chmod(0o755)
-    path = f"{tmp_path}/bin:{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "PC_PYTHON": sys.executable, "NGPU": "1", "SLURM_JOB_ID": "7"}
-
-
-@pytest.mark.soak  # test_torchrun, test_training and test_slurm_decisions have its links
-@pytest.mark.parametrize("proctrack", ["cgroup", "linuxproc"])
-def test_a_signal_to_the_task_reaches_its_ranks(without_slurm, tiny_shards, tmp_path, proctrack):
-    """To the task alone, or to all its processes: both ranks save and stop, and the job is requeued."""
-    folder, environment = tmp_path / "run", {**without_slurm, "NGPU": "2"}
-    config = write_small_config(tmp_path / "small.toml", tiny_shards, steps=2000, interval=2000)
-    words = ["bash", "scripts/slurm/train.sbatch", str(config), f"--job.dump_folder={folder}"]
-    more = ["--training.local_batch_size=1", "--validation.local_batch_size=1"]
-    with open(tmp_path / "said", "w") as said:
-        job = subprocess.Popen([*words, *more], cwd=ROOT, env=environment, stdout=said, stderr=said)
-    try:
-        wait_for(lambda: (folder / "metrics.jsonl").exists() or job.poll() is not None, folder)
-        task = process_of(folder, "pc.launch.slurm")
-        for process in [task] if proctrack == "cgroup" else slurm_cluster.descendants(task):
-            os.kill(process, signal.SIGUSR2)
-        assert job.wait(timeout=SECONDS) == 0, (tmp_path / "said").read_text()
-    finally:
-        job.terminate()
-    state = state_of(folder)
-    assert state.state == "stopped" and newest_step(folder) == state.step > 0
-    last = f"run: stopped at step {state.step}; requeueing job 7\nscontrol requeue 7\n"
-    assert (tmp_path / "said").read_text().endswith(last)
-
-
 @pytest.mark.soak
 def test_a_sweep_survives_a_killed_task(here, tmp_path):
     (tmp_path / "lr.toml").write_text(

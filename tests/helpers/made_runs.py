@@ -18,8 +18,6 @@ from helpers import tiny
 from pc import PCConfig, attach, effective_weight, named_weights
 from pc.common.run_folder import write_state
 from pc.config import BLOCK_SUFFIXES
-from pc.data.manifest import TOKENIZER_FOLDER, Manifest, TokenizerRecord
-from pc.data.tokenizers import load_tokenizer
 from pc.data.tokenizing import tokenize
 from pc.spectral import power_iteration
 from pc.titan.checkpoint_folder import ChecksummedWriter
@@ -35,19 +33,6 @@ class MadeRun:
 
     checkpoint: Path
     model: Llama2
-
-
-def make_data(folder: Path) -> Path:
-    """A data folder with a manifest and a tokenizer, but no shards."""
-    tokenizer = load_tokenizer("mistral-common")
-    (folder / TOKENIZER_FOLDER).mkdir(parents=True)
-    for name, content in tokenizer.files.items():
-        (folder / TOKENIZER_FOLDER / name).write_bytes(content)
-    Manifest(
-        folder=folder, dtype="uint16", source={}, split_rule="none", configuration_sha256="",
-        tokenizer=TokenizerRecord.of(tokenizer), shards={"train": [], "validation": []},
-    ).write()  # fmt: skip
-    return folder
 
 
 def make_shards(folder: Path) -> Path:

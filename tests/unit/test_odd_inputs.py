@@ -14,7 +14,7 @@ import pytest
 import tomli_w
 
 from helpers import tiny
-from helpers.made_runs import make_data, make_run
+from helpers.made_runs import make_run, make_shards
 from pc import PCConfig
 from pc.data import Manifest, build_dataloader
 from pc.data.shards import verify
@@ -39,7 +39,7 @@ def made(tmp_path_factory, tiny_shards):
     """Good inputs by kind: folders, read only."""
     folder = tmp_path_factory.mktemp("made")
     tiny.add_tiny_flavor()
-    run = make_run(folder / "run", make_data(folder / "data"), PCConfig(level=4, schedule="step"), flavor="tiny")
+    run = make_run(folder / "run", make_shards(folder / "data"), PCConfig(level=4, schedule="step"), flavor="tiny")
     for kind in ("sweep", "tokenizer", "model"):
         (folder / kind).mkdir()
     (folder / "sweep" / "tiny.toml").write_text("[training]\nsteps = 5\n")
@@ -103,7 +103,7 @@ def damaged_files(folder: Path) -> Iterator[tuple[str, Path]]:
         file.mkdir()
         yield f"{name} is a folder", file
         file.rmdir()
-        contents = {"empty": b"", "half": whole[: len(whole) // 2], "binary": bytes(range(256)) * 4, "no keys": b"[]"}
+        contents = {"empty": b"", "cut": whole[:-5], "binary": bytes(range(256)) * 4, "no keys": b"[]"}
         for kind, content in contents.items():
             file.write_bytes(content)
             yield f"{name}: {kind}", file

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from helpers.made_runs import MadeRun, make_data, make_evaluation_data, make_run
+from helpers.made_runs import MadeRun, make_evaluation_data, make_run, make_shards
 from pc import PCConfig
 from pc.evaluate.hugging_face import export
 
 
 @pytest.fixture(scope="session")
 def data_folder(tmp_path_factory) -> Path:
-    return make_data(tmp_path_factory.mktemp("data") / "shards")
+    return make_shards(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="session")

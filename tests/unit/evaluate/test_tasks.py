@@ -10,29 +10,8 @@ from pc import UserError
 from pc.evaluate import tasks
 from pc.settings.schema import Task
 
-PROMPTS = {
-    "lambada_openai": (
-        "He looked for the key in every drawer, and at last beside the lamp he found the",
-        " key",
-    ),
-    "hellaswag": ("Baking bread: A man kneads the dough. Then he", " puts it into the oven."),
-    "winogrande": ("The cup did not fit the box because the cup", " was too big."),
-    "piqa": ("Question: Dry a wet shoe\nAnswer:", " Fill it with newspaper."),
-    "boolq": (
-        "Rivers -- A river carries water to the sea.\nQuestion: does a river carry water?\nAnswer:",
-        " no",
-    ),
-    "arc_easy": ("Question: Which of these is a metal?\nAnswer:", " iron"),
-    "arc_challenge": ("Question: What turns water into steam?\nAnswer:", " light"),
-    "commonsense_qa": (
-        "Question: Where does one keep milk?\nA. fridge\nB. garage\nC. desk\nD. lake\nE. bag\nAnswer:",
-        " A",
-    ),
-    "openbookqa": ("A plant grows towards", " light"),
-}
 
-
-def test_prompts_are_lm_evals(evaluation_data, monkeypatch):
+def test_nine_zero_shot_tasks_on_local_documents(evaluation_data, monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("went to the network")
 
@@ -43,7 +22,6 @@ def test_prompts_are_lm_evals(evaluation_data, monkeypatch):
     for name, task in loaded.items():
         task.build_all_requests(rank=0, world_size=1, cache_requests=False, rewrite_requests_cache=False)
         assert len(task.eval_docs) == 3
-        assert task.instances[0].args == PROMPTS[name]
         assert tasks.METRICS[name] in task.aggregation()
         assert task.config.num_fewshot == 0
 
