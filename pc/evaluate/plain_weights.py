@@ -16,6 +16,7 @@ from pc.errors import UserError
 from pc.linear import evaluate
 from pc.settings import Config
 from pc.settings.chain import validated
+from pc.settings.schema import PC
 from pc.titan import fingerprint
 from pc.titan.checkpoint_folder import CheckpointFolder
 from pc.titan.llama2 import Llama2Args, model_args_of
@@ -33,7 +34,7 @@ class RunCheckpoint:
     """The run's resolved config.toml."""
     settings: Config
     """What it says of model and method, the sequence length and the folder of data."""
-    method: dict[str, Any]
+    method: PC
     """The checkpoint's fingerprint: enable, level, blocks, schedule, ..."""
     model_args: Llama2Args
     weights: dict[str, Tensor]
@@ -66,14 +67,13 @@ def load(path: str | Path) -> RunCheckpoint:
         model = Transformer(args)
     plain = {key: tensor.shape for key, tensor in model.state_dict().items()}
     shapes = folder.shapes()
-    method = fingerprint.method_of(folder)
-    pc_config = fingerprint.pc_config(method, settings.pc.to_pc_config()) if method.get("enable") else None
-    forward = pc_config is not None and pc_config.schedule == "forward"
-    if not method and settings.pc.enable and settings.pc.schedule == "forward":
+    saved = fingerprint.pc_of(folder)
+    if saved is None and settings.pc.enable and settings.pc.schedule == "forward":
         raise UserError(f"{path}: holds raw weights without gamma, u and v; use a checkpoint that can be resumed")
-
-    if pc_config is not None:
-        attach(model, pc_config)
+    method = saved or PC()
+    forward = method.enable and method.schedule == "forward"
+    if method.enable:
+        attach(model, method.to_pc_config())
     pc_shapes = _pc_shapes(model)
     found = {key: shape for key, shape in shapes.items() if not key.startswith(_OTHER_STATES)}
     require_shapes(plain | pc_shapes, found, folder.path, " of config.toml")

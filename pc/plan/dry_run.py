@@ -54,14 +54,14 @@ def check(path: str | Path, overrides: Sequence[str], world_size: int, *, needs_
 
 def check_config(config: Config, world_size: int, *, needs_data: bool = True) -> Report:
     """`check` of a config that has been read."""
-    report = Report(errors=list(rules.of_config(config)))
+    report = Report(errors=list(rules.findings(config)))
     is_valid = not report.errors
     layout = _tried(report, Layout.of, config, world_size)
     tokens = 0
     if layout:
         tokens = config.training.steps * _check_batch(report, config, layout)
         # the trainer's rules, without those for CPUs, because the run may use another machine
-        for finding in rules.of_layout(config, layout.dims, on_cpu=False):
+        for finding in rules.findings(config, layout.dims):
             report.fail(finding)
     _check_schedule(report, config)
     if is_valid:

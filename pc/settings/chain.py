@@ -11,21 +11,19 @@ import os
 import re
 import reprlib
 import tomllib
-import typing
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import reduce
 from pathlib import Path
 from typing import Any, TypeVar
 
 import tomli_w
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from pc.common.files import write_atomically
 from pc.errors import UserError
-from pc.settings.schema import INSTEAD, Config
+from pc.settings.schema import INSTEAD, Config, Job
 from pc.settings.sections import Section, keys_of
 
-PARENT = "parent"
 RESOLVED = "# Resolved configuration. Sources, highest precedence first:\n"
 Schema = TypeVar("Schema", bound=Section)
 
@@ -38,67 +36,35 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         overrides: words of a command line, `--section.key value` or `--section.key=value`.
 
     Raises:
-        UserError: a line for each key of the first faulty file, or of the command line.
+        UserError: a line for each key of the first faulty file, or for the first faulty word.
     """
     config = resolve(path, overrides, Config)
-    config.job.dump_folder = config.job.dump_folder or str(Path("outputs") / Path(path).stem)
+    folder = config.job.dump_folder or str(Path("outputs") / Path(path).stem)
+    config = _overlaid(config, Config(job=Job(dump_folder=folder)))
     config._origin = _origin(Path(path), overrides)
     return config
 
 
-def load_record(path: str | Path) -> Config:
-    """The configuration that a run wrote, perhaps by another version: keys that do not exist here are left out."""
-    ((_, _, values),) = _chain(Path(path))
-    return validated(values, Config, str(path), extra="ignore")
-
-
 def write_config(config: Config, destination: str | Path) -> None:
     """Write what is set as one TOML that resolves to `config`, with its origin in comments."""
-    write_atomically(destination, f"{config.origin}\n{tomli_w.dumps(config.model_dump(exclude_unset=True))}")
+    write_atomically(destination, f"{config._origin}\n{tomli_w.dumps(config.model_dump(exclude_unset=True))}")
 
 
 def resolve(path: str | Path, overrides: Sequence[str], schema: type[Schema]) -> Schema:
     """An instance of any schema from a file, its ancestors and `overrides`; `model_fields_set` says what was set."""
-    merged: dict[str, Any] = {}
-    read = []
-    for file, _, values in _chain(Path(path)):  # the file itself first: its mistakes are reported first
-        validated(values, schema, str(file))
-        read.append(values)
-    for values in [*reversed(read), parse_overrides(overrides, schema)]:
-        _merge(merged, values, schema)
-    return validated(merged, schema, str(path))
+    files = [validated(values, schema, str(file)) for file, _, values in _chain(Path(path))]
+    return reduce(_overlaid, [*reversed(files), *_words(overrides, schema)], schema())
 
 
-def validated(values: dict[str, Any], schema: type[Schema], where: str, extra: str = "forbid") -> Schema:
+def validated(
+    values: dict[str, Any], schema: type[Schema], where: str, *, strict: bool = True, extra: str = "forbid"
+) -> Schema:
     """Raises a `UserError` with a line for each wrong key; `extra="ignore"` leaves out keys of another version."""
     try:
-        return schema.model_validate(values, extra=extra)
+        return schema.model_validate(values, strict=strict, extra=extra)
     except ValidationError as error:
-        raise UserError("\nerror: ".join(f"{where}: {line}" for line in _lines(error, values, schema))) from None
-
-
-def parse_overrides(words: Sequence[str], schema: type[Section]) -> dict[str, Any]:
-    """Words of a command line as {section: {key: value}}.
-
-    Accepts `--a.b value`, `--a.b=value`, and `--a.b` alone for true. Lists are written `x,y` or as TOML, tables as TOML
-    (`'{o = 4, ffn = 2}'`).
-    """
-    parsed: dict[str, Any] = {}
-    words = list(words)
-    while words:
-        word = words.pop(0)
-        if not word.startswith("--"):
-            raise UserError(f"command line: {word!r} is not an override; write --section.key value")
-        name, has_value, text = word[2:].partition("=")
-        keys = name.replace("-", "_").split(".")
-        value: Any = True
-        if has_value or (words and not words[0].startswith("--")):
-            value = _value(text if has_value else words.pop(0), _annotation(keys, schema))
-        for key in reversed(keys):
-            value = {key: value}
-        _merge(parsed, value, schema)
-    validated(parsed, schema, "command line")
-    return parsed
+        lines = [f"{where}: {_said(finding, schema)}" for finding in error.errors(include_url=False)]
+        raise UserError("\nerror: ".join(lines)) from None
 
 
 def _chain(path: Path) -> Iterator[tuple[Path, bytes, dict[str, Any]]]:
@@ -115,20 +81,52 @@ def _chain(path: Path) -> Iterator[tuple[Path, bytes, dict[str, Any]]]:
         except (OSError, ValueError, RecursionError) as error:  # wrong syntax, encoding, too many digits or levels
             reason = getattr(error, "strerror", None) or f"not valid TOML: {error}"
             raise UserError(f"{path}{child}: {reason}") from None
-        parent = values.pop(PARENT, None)
+        parent = values.pop("parent", None)
         yield path, content, values
         if parent is None:
             return
         child, path = f" (parent of {path})", path.parent / str(parent)
 
 
-def _merge(below: dict[str, Any], above: dict[str, Any], schema: type[Section]) -> None:
-    for key, value in above.items():
-        inner = _annotation([key], schema)
-        if _is_section(inner) and isinstance(value, dict) and isinstance(below.setdefault(key, {}), dict):
-            _merge(below[key], value, inner)
-        else:
-            below[key] = value
+def _words(words: Sequence[str], schema: type[Schema]) -> Iterator[Schema]:
+    """What each override of a command line sets. `--a.b` alone means true."""
+    words = list(words)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--"):
+            raise UserError(f"command line: {word!r} is not an override; write --section.key value")
+        name, has_value, text = word[2:].partition("=")
+        if not has_value:
+            text = None if not words or words[0].startswith("--") else words.pop(0)
+        yield _set(name.replace("-", "_").split("."), text, schema)
+
+
+def _set(keys: Sequence[str], text: str | None, schema: type[Schema]) -> Schema:
+    """An instance in which a key has a value of the command line: as TOML, or else as it stands, such as `x,y`."""
+
+    def read(value: Any, strict: bool = True) -> Schema:
+        nested = reduce(lambda inner, key: {key: inner}, reversed(keys), value)
+        return validated(nested, schema, "command line", strict=strict)
+
+    try:
+        value = True if text is None else tomllib.loads(f"value = {text}")["value"]
+    except (ValueError, RecursionError):
+        return read(text, strict=False)
+    try:
+        return read(value)
+    except UserError:
+        if text is not None and not isinstance(value, list | dict):
+            with contextlib.suppress(UserError):
+                return read(text, strict=False)
+        raise
+
+
+def _overlaid(below: Schema, above: Schema) -> Schema:
+    """`below`, with what is set in `above`."""
+    for name in above.model_fields_set:
+        value = getattr(above, name)
+        setattr(below, name, _overlaid(getattr(below, name), value) if isinstance(value, Section) else value)
+    return below
 
 
 def _origin(path: Path, overrides: Sequence[str]) -> str:
@@ -143,20 +141,12 @@ def _origin(path: Path, overrides: Sequence[str]) -> str:
     return RESOLVED + "".join(lines + [f"#   {f}  sha256 {hashlib.sha256(text).hexdigest()}\n" for f, text, _ in files])
 
 
-# --- names and what is said about values ------------------------------------------------------------
-
-
-def _is_section(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, Section)
-
-
-def _annotation(keys: Sequence[str], schema: type[Section]) -> Any:
-    """The type of a key; None if there is no such key."""
-    annotation: Any = schema
-    for key in keys:
-        field = annotation.model_fields.get(key) if _is_section(annotation) else None
-        annotation = field and field.annotation
-    return annotation
+def _said(finding: dict[str, Any], schema: type[Section]) -> str:
+    name = ".".join(map(str, finding["loc"]))
+    if finding["type"] == "extra_forbidden":
+        return _unknown(name, schema)
+    said = re.sub(r"^(Input|String|List|Value error,) should | or instance of .*", "", finding["msg"])
+    return f"{name} = {reprlib.repr(finding['input'])} should {said}"
 
 
 def _unknown(name: str, schema: type[Section]) -> str:
@@ -167,47 +157,3 @@ def _unknown(name: str, schema: type[Section]) -> str:
     names = [*known, *(key.rpartition(".")[0] for key in known)]
     candidates = elsewhere or difflib.get_close_matches(name, names, n=1) or ["one that --help shows"]
     return f"unknown key {name}; did you mean {' or '.join(candidates[:3])}?"
-
-
-def _lines(error: ValidationError, values: dict[str, Any], schema: type[Section]) -> list[str]:
-    """One line for each faulty key: the branches of a union are one finding."""
-    found: dict[str, list[str]] = {}
-    for finding in error.errors(include_url=False):
-        value: Any = values
-        keys: list[str] = []
-        for part in finding["loc"]:
-            try:
-                value = value[part]
-            except (KeyError, IndexError, TypeError):  # the branch of a union, or a key that is missing
-                break
-            keys.append(str(part))
-        name, branch, said = ".".join(keys), finding["loc"][len(keys) :], finding["msg"]
-        if finding["type"] == "extra_forbidden" and not branch:
-            found[_unknown(name, schema)] = []
-            continue
-        if finding["type"] in ("missing", "extra_forbidden"):
-            said = ("not " if finding["type"] == "extra_forbidden" else "") + f"have {branch[-1]}"
-        said = re.sub(r"^(Input|String|List|Value error,) should | or instance of .*", "", said)
-        found.setdefault(f"{name} = {reprlib.repr(value)} should ", []).append(said)
-    return [begin + " or ".join(dict.fromkeys(said)).replace(" or be ", " or ") for begin, said in found.items()]
-
-
-def _value(text: str, annotation: Any) -> Any:
-    """The value of a command-line word: as TOML, as a list `x,y`, or as it stands, whichever the key takes first."""
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-        tries = [value] if isinstance(value, list | dict) else [value, words]
-    except (ValueError, RecursionError):
-        value, tries = text, [words]
-    if annotation is None or _is_section(annotation):
-        return value
-    for candidate in (*tries, text):
-        with contextlib.suppress(ValidationError):
-            return _adapter(annotation).validate_python(candidate, strict=candidate is value is not text)
-    return tries[-1] if typing.get_origin(annotation) is list else value  # `validated` says what is wrong
-
-
-@cache
-def _adapter(annotation: Any) -> TypeAdapter:
-    return TypeAdapter(annotation)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from pc.settings.sections import entry_of
+
 
 @dataclass(frozen=True)
 class Flavor:
@@ -31,3 +33,5 @@ FLAVORS: dict[str, Flavor] = {
     "13B": Flavor(dim=5120, n_layers=40, n_heads=40, multiple_of=256),
     "70B": Flavor(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_dim_multiplier=1.3, multiple_of=4096),
 }
+
+FlavorName = entry_of(FLAVORS)

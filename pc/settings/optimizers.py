@@ -2,11 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field
-
-from pc.settings.sections import RESULT, RUN, Beta, Factor, Fraction, Section, entry_of, key
+from pc.settings.sections import RESULT, RUN, Beta, Count, Factor, Fraction, Section, entry_of, key
 
 if TYPE_CHECKING:
     import torch
@@ -65,22 +63,16 @@ class Optimizer(Section):
     name: entry_of(KINDS) = key(
         "AdamW", f"Optimizer of the hidden matrices: {', '.join(KINDS)}. AdamW trains all other parameters."
     )
-    lr: Annotated[float, Field(ge=0, le=1e6)] = key(8e-4, "Peak learning rate.")
+    lr: Factor = key(8e-4, "Peak learning rate.")
     beta1: Beta = key(0.9, "AdamW's decay of the gradient's mean.")
     beta2: Beta = key(0.95, "AdamW's decay of the squared gradient's mean.")
     eps: Fraction = key(1e-8, "AdamW's epsilon.")
     weight_decay: Factor = key(0.1, "Decoupled weight decay, times the learning rate.")
     implementation: Literal["for-loop", "foreach", "fused"] = key("fused", "Of torch's AdamW.", RUN)
-    muon_momentum: Annotated[float, Field(ge=0, le=0.999999)] = key(0.95, "Muon's momentum.")
+    muon_momentum: Beta = key(0.95, "Muon's momentum.")
     muon_nesterov: bool = key(True, "Nesterov momentum in Muon.")
-    muon_steps: Annotated[int, Field(ge=1, le=100)] = key(5, "Newton-Schulz steps.")
+    muon_steps: Count = key(5, "Newton-Schulz steps.")
     muon_adjust_lr: Literal["match_rms_adamw", "original"] = key(
         "match_rms_adamw", "How Muon scales the learning rate with the matrix shape."
     )
     muon_heads: list[Literal["q", "k", "v"]] = key([], "Blocks of which Muon takes each attention head as a matrix.")
-
-
-def foreign_keys(name: str) -> list[str]:
-    """The keys of the section that only optimizers other than `name` read."""
-    others = tuple(f"{kind.lower()}_" for kind in KINDS if kind != name)
-    return [key for key in Optimizer.model_fields if key.startswith(others)]

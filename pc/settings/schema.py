@@ -3,44 +3,28 @@
 Sections and keys have TorchTitan's names. Keys of TorchTitan that this trainer does not read do not exist.
 """
 
-from typing import Annotated, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr, StringConstraints
+from pydantic import StringConstraints, ValidationError, WrapValidator
 
 from pc.config import PCConfig
-from pc.settings.models import FLAVORS
+from pc.settings.models import FLAVORS, FlavorName
 from pc.settings.optimizers import Optimizer
-from pc.settings.sections import (
-    MANY,
-    METHOD,
-    RESULT,
-    Count,
-    Degree,
-    Fraction,
-    Interval,
-    Seconds,
-    Section,
-    Seed,
-    Text,
-    Tokens,
-    entry_of,
-    key,
-)  # fmt: skip
+from pc.settings.sections import METHOD, RESULT, Auto, Count, Fraction, Interval, Positive, Section, Seed, Text, key
 
 INSTEAD = {
     "checkpoint.folder": "job.dump_folder",
-    "data.streaming": "data.path, a folder of shards (scripts/tokenize_fineweb.py)",
-    "memory_estimation": "scripts/dry_run.py",
     "model.tokenizer_path": "data.path, whose shards know their tokenizer",
+    "parallelism.fsdp_reshard_after_forward": "parallelism.fsdp_sync",
     "training.dataset": "data.path",
     "training.dataset_path": "data.path",
     "training.dtype": "training.mixed_precision_param; raw weights are float32",
     "validation.dataset": "data.validation_path",
     "validation.dataset_path": "data.validation_path",
-    "validation.seq_len": "training.seq_len",
     "validation.steps": "data.validation_sequences",
 }
-"""{key or section of TorchTitan that this trainer does not read: what to set instead}"""
+"""{key of TorchTitan that this trainer does not read: what to set instead}"""
 
 
 class Job(Section):
@@ -65,11 +49,9 @@ class Metrics(Section):
 class Model(Section):
     decides = RESULT
     name: Literal["pc_llama2"] = key("pc_llama2", "TorchTitan's train spec.")
-    flavor: entry_of(FLAVORS) = key("debug", f"Model size: {', '.join(FLAVORS)}.")
-    vocab_size: Tokens = key(32_000, "Rows of embedding and head; at least the tokenizer's vocabulary size.")
-    init_std: Annotated[float, Field(ge=1e-9, le=1e9)] = key(
-        0.02, "Standard deviation of the blocks' initial weights; those of wo, w2 and w3 decrease with depth."
-    )
+    flavor: FlavorName = key("debug", f"Model size: {', '.join(FLAVORS)}.")
+    vocab_size: Count = key(32_000, "Rows of embedding and head; at least the tokenizer's vocabulary size.")
+    init_std: Positive = key(0.02, "Deviation of the blocks' initial weights; of wo, w2 and w3 it falls with depth.")
     hf_assets_path: Text = key("./tests/assets/tokenizer", "Hugging Face folder of checkpoint.initial_load_in_hf.")
     converters: list[Literal["quantize.linear.float8"]] = key([], "TorchTitan's converters of linear layers.")
 
@@ -84,19 +66,17 @@ class LRScheduler(Section):
 
 
 class DataLoader(Section):
-    num_workers: Annotated[int, Field(ge=0, le=1024)] = key(0, "Processes that read ahead, per rank.")
+    num_workers: Interval = key(0, "Processes that read ahead, per rank.")
     pin_memory: bool = key(False, "Copy batches to pinned memory first.")
-    prefetch_factor: Annotated[int, Field(ge=1, le=10_000)] | None = key(None, "Batches that each process reads ahead.")
+    prefetch_factor: Count | None = key(None, "Batches that each process reads ahead.")
 
 
 class Training(Section):
     decides = RESULT
-    local_batch_size: Annotated[int, Field(ge=1, le=10**6)] = key(8, "Sequences per micro-batch and rank.", "run")
-    global_batch_size: Literal[-1] | Count = key(
-        -1, "Sequences per optimizer step over all ranks, however many there are; -1: one micro-batch per rank."
-    )
-    seq_len: Tokens = key(2048, "Tokens per sequence.")
-    max_norm: Annotated[float, Field(ge=1e-9, le=1e9)] = key(1.0, "Gradients are clipped to this norm.")
+    local_batch_size: Count = key(8, "Sequences per micro-batch and rank.", "run")
+    global_batch_size: Auto = key(-1, "Sequences per optimizer step over all ranks; -1: a micro-batch per rank.")
+    seq_len: Count = key(2048, "Tokens per sequence.")
+    max_norm: Positive = key(1.0, "Gradients are clipped to this norm.")
     steps: Count = key(10_000, "Optimizer steps.")
     mixed_precision_param: Literal["bfloat16", "float32"] = key("bfloat16", "Precision of the model's matmuls.")
     gc_freq: Count = key(50, "Steps between Python's garbage collections.", "run")
@@ -107,29 +87,20 @@ class Training(Section):
 
 
 class Parallelism(Section):
-    data_parallel_replicate_degree: Degree = key(1, "Replicas of the sharded weights (HSDP).")
-    data_parallel_shard_degree: Annotated[int, Field(ge=-1, le=10**6)] = key(
-        -1, "Ranks that shard the weights (FSDP); -1: all that the other degrees leave."
-    )
-    fsdp_reshard_after_forward: Literal["default", "always", "never"] = key(
-        "default", "Whether a block's weights are freed after its forward pass; default: yes, but under pipelines."
-    )
+    data_parallel_replicate_degree: Count = key(1, "Replicas of the sharded weights (HSDP).")
+    data_parallel_shard_degree: Auto = key(-1, "Ranks that shard the weights (FSDP); -1: all that remain.")
     fsdp_sync: Literal["step", "micro_batch"] = key(
         "step", "Gather weights and reduce gradients once per step, or for every micro-batch, which takes less memory."
     )
-    tensor_parallel_degree: Degree = key(1, "Ranks that share each matrix.")
-    pipeline_parallel_degree: Degree = key(1, "Stages of the pipeline.")
+    tensor_parallel_degree: Count = key(1, "Ranks that share each matrix.")
+    pipeline_parallel_degree: Count = key(1, "Stages of the pipeline.")
     pipeline_parallel_first_stage_less_layers: Interval = key(1, "Layers that the embedding counts for.")
     pipeline_parallel_last_stage_less_layers: Interval = key(1, "Layers that the head counts for.")
     pipeline_parallel_layers_per_stage: Count | None = key(None, "Layers per stage; unset: by the schedule.")
     pipeline_parallel_schedule: Text = key("1F1B", "Name of one of torch's pipeline schedules.")
-    pipeline_parallel_microbatch_size: Annotated[int, Field(ge=1, le=10**6)] = key(
-        1, "Sequences of a micro-batch that pass through the pipeline together."
-    )
-    context_parallel_degree: Degree = key(1, "Ranks that share each sequence.")
-    context_parallel_rotate_method: Literal["allgather", "alltoall"] = key(
-        "allgather", "How they exchange keys and values."
-    )
+    pipeline_parallel_microbatch_size: Count = key(1, "Sequences that pass through the pipeline together.")
+    context_parallel_degree: Count = key(1, "Ranks that share each sequence.")
+    context_parallel_rotate_method: Literal["allgather", "alltoall"] = key("allgather", "How they exchange keys.")
 
 
 State = Literal["model", "optimizer", "lr_scheduler", "dataloader", "train_state", "method", "pc"]
@@ -145,7 +116,7 @@ class Checkpoint(Section):
     last_save_in_hf: bool = key(False, "The last checkpoint is a Hugging Face folder.")
     export_dtype: Literal["float16", "bfloat16", "float32"] = key("float32", "Precision of weights saved alone.")
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = key("disabled", "Save while training goes on.")
-    keep_latest_k: Literal[0] | Annotated[int, Field(ge=2, le=MANY)] = key(10, "Newest checkpoints to keep; 0: all.")
+    keep_latest_k: Interval = key(10, "Newest checkpoints to keep, two or more; 0: all.")
     exclude_from_loading: list[State] = key([], "Parts of a checkpoint that are not loaded.", RESULT)
 
 
@@ -181,8 +152,8 @@ class Quantize(Section):
 
 
 class Comm(Section):
-    init_timeout_seconds: Seconds = key(300, "Longest wait for other ranks until the first step is done.")
-    train_timeout_seconds: Seconds = key(100, "Longest wait for other ranks later; longer than writing a checkpoint.")
+    init_timeout_seconds: Count = key(300, "Longest wait for other ranks until the first step is done.")
+    train_timeout_seconds: Count = key(100, "Longest wait for other ranks later; longer than writing a checkpoint.")
     trace_buf_size: Interval = key(20_000, "Events that the flight recorder keeps; 0: off.")
 
 
@@ -190,7 +161,7 @@ class Validation(Section):
     decides = RESULT
     enable: bool = key(False, "Validate, also after the last step.")
     freq: Count = key(10, "Steps between validations.")
-    local_batch_size: Annotated[int, Field(ge=1, le=10**6)] = key(8, "Sequences per batch and rank.", "run")
+    local_batch_size: Count = key(8, "Sequences per batch and rank.", "run")
 
 
 class Debug(Section):
@@ -202,12 +173,20 @@ class Debug(Section):
 Level = int | str | list[float]
 
 
+def _one_mistake(value: Any, validate: Callable[[Any], Any]) -> Any:
+    """Pydantic's own words name each type of the union."""
+    try:
+        return validate(value)
+    except ValidationError:
+        raise ValueError("should be 1 to 4, polar_express, coefficients, or a table of these") from None
+
+
 class PC(Section):
     """Polynomial weight preconditioning (`pc.PCConfig`)."""
 
     decides = METHOD
     enable: bool = key(False, "Precondition weights; false: a plain Llama 2, the baseline.")
-    level: Level | dict[str, Level] = key(
+    level: Annotated[Level | dict[str, Level], WrapValidator(_one_mistake)] = key(
         4,
         "Strength: 1 to 4, or polar_express; or your own coefficients, such as [2.083, -1.643, 0.560]; or a table with "
         "one of these for each entry of blocks.",
@@ -216,9 +195,7 @@ class PC(Section):
         ["o", "ffn"], "Layers to precondition: q, k, v, o, gate, up, down, and the groups qk and ffn."
     )
     heads: list[Literal["q", "k", "v"]] = key([], "Blocks whose weights are one matrix for each attention head.")
-    power_iterations: Annotated[int, Field(ge=1, le=10_000)] = key(
-        10, "Power iterations per optimizer step for the estimate of the spectral norm.", RESULT
-    )
+    power_iterations: Count = key(10, "Power iterations per step for the estimate of the spectral norm.", RESULT)
     norm_recovery: bool = key(True, "Multiply by the estimated spectral norm after the polynomial.")
     learnable_gamma: bool = key(True, "Multiply by one learnable scalar per matrix.")
     schedule: Literal["step", "forward"] = key(
@@ -228,9 +205,7 @@ class PC(Section):
         "float32", "Precision of the polynomial's matmuls; in schedule step all else of PC is float32.", RESULT
     )
     start: Literal["preserve", "raw"] = key(
-        "preserve",
-        "Use the weights that a new run starts from as PC(W), so that the model is the same, or as W.",
-        RESULT,
+        "preserve", "Use given initial weights as PC(W), so that the model is the same, or as W.", RESULT
     )
 
     def to_pc_config(self) -> PCConfig:
@@ -297,9 +272,4 @@ class Config(Section):
     data: Data = Data()
     health: Health = Health()
     evaluation: Evaluation = Evaluation()
-    _origin: str = PrivateAttr("")
-
-    @property
-    def origin(self) -> str:
-        """Comments that name the files and the words that it was read from (`pc.settings.chain`)."""
-        return self._origin
+    _origin: str = ""  # comments that name the files and the words that it was read from (`pc.settings.chain`)

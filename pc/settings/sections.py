@@ -1,9 +1,9 @@
 """What all sections of a configuration have in common: strict types, named kinds of numbers, and what a key decides."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, field_validator
 
 METHOD = "method"
 """the key is part of the definition of the weights in a checkpoint, which a resume must match"""
@@ -13,7 +13,7 @@ RUN = "run"
 """the key only decides how it runs: speed, memory, rounding, and what is written where"""
 
 MANY = 10**9
-"""more steps, sequences or items than anyone trains on; torch's timeouts overflow above some 10^10 seconds"""
+"""more steps, sequences, ranks or seconds than anyone needs; torch's timeouts overflow above some 10^10 seconds"""
 
 
 class Section(BaseModel):
@@ -22,6 +22,13 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
     decides: ClassVar[str] = RUN
     """what its keys decide, unless a key says otherwise"""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _list_of_words(cls, value: Any, info: Any) -> Any:
+        """A list may be written as `"x,y"`."""
+        is_list = get_origin(cls.model_fields[info.field_name].annotation) is list
+        return [word.strip() for word in value.split(",") if word] if is_list and isinstance(value, str) else value
 
 
 def keys_of(section: Section, prefix: str = "") -> Iterator[tuple[str, str, Any, Any]]:
@@ -54,10 +61,9 @@ def entry_of(table: dict[str, Any]) -> Any:
 Text = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$")]  # no NUL, which file names may not have
 Count = Annotated[int, Field(ge=1, le=MANY)]
 Interval = Annotated[int, Field(ge=0, le=MANY)]
-Degree = Annotated[int, Field(ge=1, le=10**6)]
-Tokens = Annotated[int, Field(ge=1, le=2**24)]
+Auto = Annotated[int, Field(ge=-1, le=MANY)]  # -1: a number that follows from others
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
-Seconds = Annotated[int, Field(ge=1, le=10**7)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Factor = Annotated[float, Field(ge=0, le=1e6)]
+Positive = Annotated[float, Field(ge=1e-9, le=1e9)]

@@ -8,21 +8,27 @@ link to the folder of the trained one.
 import contextlib
 import json
 import os
+import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from pc.common import run_folder
 from pc.errors import UserError
 from pc.launch.run import Run
 from pc.plan import cost
-from pc.settings.chain import load_record
-from pc.settings.identity import differing_result, result
+from pc.settings import Config
+from pc.settings.chain import validated
+from pc.settings.identity import differing, result
 from pc.sweep.spec import Sweep
 
 OUTPUTS = Path("outputs")
 """Default folder of runs, of sweeps and of single configs."""
+
+ORDER = ("finished", "running", "diverged", "stopped", "interrupted", "failed", "waiting")
+"""states of runs, the one nearest to its end first; one that diverged is tried again"""
 
 
 def trained_as(folder: Path) -> dict[str, Any] | None:
@@ -31,68 +37,38 @@ def trained_as(folder: Path) -> dict[str, Any] | None:
     try:
         environment = json.loads(file.read_text()) if file.exists() else {}
         about = environment.get("world_size"), environment.get("data")
-        first, *others = [result(load_record(config), *about) for config in run_folder.configs(folder)]
-    except (UserError, ValueError):
+        configs = [tomllib.loads(file.read_text()) for file in run_folder.configs(folder)]
+        first, *others = [result(validated(config, Config, "", extra="ignore"), *about) for config in configs]
+    except (OSError, ValueError):  # a UserError is a ValueError
         return None
     return None if any(other != first for other in others) else first
 
 
-def require_unchanged(sweep: Sweep, world_size: int | None = None) -> None:
+def require_unchanged(sweep: Sweep) -> None:
     """Refuse a sweep with a run that was trained with another configuration: it could not be compared.
 
     Runs may be added to a sweep at any time.
     """
     for run in sweep.runs:
-        before, now = trained_as(run.folder), result(run.resolved, world_size)
+        before, now = trained_as(run.folder), result(run.resolved)
+        said = ""
         if before is None and len(run_folder.configs(run.folder)) > 1:
-            raise UserError(
-                f"{sweep.path}: {run.folder} was trained with several configurations (config.*.toml); move it away to "
-                "train it again"
-            )
-        if changed := differing_result(before, now) if before else []:
-            said = ", ".join(
-                f"{key} = {before.get(key, 'its default')} (now {now.get(key, 'its default')})" for key in changed[:3]
-            )
-            raise UserError(
-                f"{sweep.path}: {run.folder} was trained with {said}; restore that, or give the sweep another "
-                'folder = "..." (unchanged runs are reused)'
-            )
+            said = "several configurations (config.*.toml); move it away to train it again"
+        elif changed := differing(before, now) if before else []:
+            values = [f"{key} = {before.get(key, 'default')} (now {now.get(key, 'default')})" for key in changed[:3]]
+            said = f'{", ".join(values)}; restore that, or give the sweep another folder = "..."'
+        if said:
+            raise UserError(f"{sweep.path}: {run.folder} was trained with {said}")
 
 
-def started(roots: Sequence[Path]) -> list[tuple[Path, dict[str, Any]]]:
-    """All started runs below `roots` with their results, without links."""
-    found = {}
-    for root in roots:
-        for folder, folders, files in os.walk(root):
-            if "config.toml" in files:
-                folders.clear()  # checkpoints and logs
-                if (trained := trained_as(Path(folder))) is not None:
-                    found[Path(folder)] = trained
-    return list(found.items())
-
-
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """Equal runs of one or several sweeps: only the first is trained."""
 
     runs: list[Run]
-    elsewhere: list[Path]
-    """folders of equal runs that are none of these"""
-
-    def folder(self, *states: str) -> Path | None:
-        """The first folder of an equal run in one of these states."""
-        folders = [*(run.folder for run in self.runs), *self.elsewhere]
-        return next((folder for folder in folders if run_folder.state_of(folder).state in states), None)
-
-    @property
-    def remains(self) -> bool:
-        """Whether the first run must be trained; one that diverged is tried again."""
-        return self.folder("finished") is None
-
-    @property
-    def trained_elsewhere(self) -> Path | None:
-        """The folder of an equal run that another process is training, if there is one."""
-        return next(filter(run_folder.is_locked, self.elsewhere), None)
+    state: str
+    """of the equal run that is nearest to its end, one of these or another below `outputs/`"""
+    folder: Path
+    """of that run"""
 
 
 def plan(sweeps: Sequence[Sweep], world_size: int | None = None) -> list[Group]:
@@ -101,20 +77,33 @@ def plan(sweeps: Sequence[Sweep], world_size: int | None = None) -> list[Group]:
     Args:
         world_size: processes that would train a run, which decide its batch if the config does not.
     """
-    found: list[tuple[dict[str, Any], Group]] = []
+    found: list[tuple[dict[str, Any], list[Run]]] = []
     for run in (run for sweep in sweeps for run in sweep.runs):
         mine = result(run.resolved, world_size)
-        equal = [group for theirs, group in found if not differing_result(mine, theirs)]
+        equal = [runs for theirs, runs in found if not differing(mine, theirs)]
         if equal:
-            equal[0].runs.append(run)
+            equal[0].append(run)
         else:
-            found.append((mine, Group([run], [])))
-    for folder, theirs in started([OUTPUTS, *[sweep.folder for sweep in sweeps]]):
-        for mine, group in found:
-            own = [run.folder.resolve() for run in group.runs]
-            if not differing_result(mine, theirs) and folder.resolve() not in own:
-                group.elsewhere.append(folder)
-    return [group for _, group in found]
+            found.append((mine, [run]))
+    trained = _started([OUTPUTS, *[sweep.folder for sweep in sweeps]])
+    groups = []
+    for mine, runs in found:
+        folders = [*(run.folder for run in runs), *(f for f, theirs in trained.items() if not differing(mine, theirs))]
+        states = [(run_folder.state_of(folder).state, folder) for folder in folders]
+        groups.append(Group(runs, *min(states, key=lambda state: ORDER.index(state[0]))))
+    return groups
+
+
+def _started(roots: Sequence[Path]) -> dict[Path, dict[str, Any]]:
+    """{folder: result} of all started runs below `roots`, without links."""
+    found = {}
+    for root in roots:
+        for folder, folders, files in os.walk(root):
+            if "config.toml" in files:
+                folders.clear()  # checkpoints and logs
+                if (trained := trained_as(Path(folder))) is not None:
+                    found[Path(folder)] = trained
+    return found
 
 
 def take_over(sweeps: Sequence[Sweep], world_size: int | None = None) -> None:
@@ -123,14 +112,12 @@ def take_over(sweeps: Sequence[Sweep], world_size: int | None = None) -> None:
         for run in group.runs:
             if run.folder.is_symlink() and not run.folder.exists():
                 run.folder.unlink()  # its target was deleted or moved
-        final = group.folder("finished") or group.folder("diverged")
-        for run in group.runs:
-            if final is not None and not run.folder.exists():
+            if group.state in ("finished", "diverged") and not run.folder.exists():
                 run.folder.parent.mkdir(parents=True, exist_ok=True)
-                target = os.path.relpath(final.resolve(), run.folder.parent.resolve())
+                target = os.path.relpath(group.folder.resolve(), run.folder.parent.resolve())
                 with contextlib.suppress(FileExistsError):  # another command already did this
                     run.folder.symlink_to(target, target_is_directory=True)
-                    print(f"{run.name}: reused from {final}, an equal run", flush=True)
+                    print(f"{run.name}: reused from {group.folder}, an equal run", flush=True)
 
 
 def plan_text(sweeps: Sequence[Sweep], tflops: float, world_size: int) -> str:
@@ -139,22 +126,22 @@ def plan_text(sweeps: Sequence[Sweep], tflops: float, world_size: int) -> str:
     Args:
         tflops: TFLOP/s of one GPU.
     """
+    groups = plan(sweeps, world_size)
+    costs = [_cost(group.runs[0], tflops, world_size) for group in groups]
     lines = []
-    sums: dict[str, list[tuple[int, float]]] = {"in all": [], "not equal to an earlier one": [], "to be trained": []}
-    for group in plan(sweeps, world_size):
-        one = _cost(group.runs[0], tflops, world_size)
-        word = ""
-        if final := group.folder("finished") or group.folder("diverged"):
-            word = f"{run_folder.state_of(final).state} as {final}"
-        elif group.elsewhere:
-            word = f"started as {group.elsewhere[0]}: finish it there"
+    for group, one in zip(groups, costs, strict=True):
+        word = group.state if group.folder == group.runs[0].folder else f"{group.state} as {group.folder}"
         for run in group.runs:
-            lines.append(f"{run.folder!s:<64} {_cost_text([one])}  {word}".rstrip())
+            lines.append(f"{run.folder!s:<64} {_cost_text(*one)}  {word}")
             word = f"equal to {group.runs[0].folder}"
-        sums["in all"] += [one] * len(group.runs)
-        sums["not equal to an earlier one"].append(one)
-        sums["to be trained"] += [one] * group.remains
-    lines += [f"{f'{len(costs)} runs {what}':<64} {_cost_text(costs)}" for what, costs in sums.items()]
+    counted = {
+        "in all": [len(group.runs) for group in groups],
+        "not equal to an earlier one": [1] * len(groups),
+        "to be trained": [int(group.state != "finished") for group in groups],
+    }
+    for what, counts in counted.items():
+        tokens, hours = np.dot(counts, np.reshape(costs, (-1, 2)))
+        lines.append(f"{f'{sum(counts)} runs {what}':<64} {_cost_text(tokens, hours)}")
     return "\n".join(lines)
 
 
@@ -166,6 +153,5 @@ def _cost(run: Run, tflops: float, world_size: int) -> tuple[int, float]:
     return steps * step.tokens, steps * operations / (3600e12 * tflops)
 
 
-def _cost_text(costs: Sequence[tuple[int, float]]) -> str:
-    tokens, hours = map(sum, zip(*costs)) if costs else (0, 0.0)
+def _cost_text(tokens: int, hours: float) -> str:
     return f"{tokens / 1e6:>12,.1f} M tokens {f'{hours:,.1f}' if hours >= 10 else f'{hours:.2g}':>9} GPU-hours"

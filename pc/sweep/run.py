@@ -35,8 +35,8 @@ def run_all(sweeps: Sequence[Sweep]) -> None:
         if equal.runs[0] != run:
             print(f"{label}: equal to {equal.runs[0].folder}", flush=True)
             continue
-        if equal.trained_elsewhere is not None:
-            print(f"{label}: another process is training an equal run in {equal.trained_elsewhere}", flush=True)
+        if equal.state == "running" and equal.folder != run.folder:
+            print(f"{label}: another process is training an equal run in {equal.folder}", flush=True)
             continue
         fetch_demo_data(run.resolved)
         try:

@@ -22,10 +22,10 @@ def submit(sweeps: Sequence[Sweep], at_a_time: int, allocation: slurm.Allocation
         check(first.config, first.overrides, allocation.world_size).require(f"{first.name}: ")
     said = []
     for sweep in sweeps:
-        remaining = [group for group in groups if group.remains and not group.trained_elsewhere]
+        remaining = [group for group in groups if group.state not in ("finished", "running")]
         waiting = [group.runs[0] for group in remaining if group.runs[0] in sweep.runs]
         equal = [(run, group.runs[0]) for group in remaining for run in group.runs[1:] if run in sweep.runs]
-        line = f"{sweep.path.stem}: " + ("nothing to queue" if equal else f"all {len(sweep.runs)} runs are finished")
+        line = f"{sweep.path.stem}: nothing to queue"
         if waiting:
             # a list for each array, so that its tasks keep their runs when the sweep's file changes
             run_list = sweep.folder / "slurm" / f"runs-{secrets.token_hex(4)}.json"

@@ -25,7 +25,6 @@ def write_environment(folder: str | Path, config: Config, world_size: int) -> No
     """Write hardware, versions, commit and what the data contain to `environment.json`."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     content = {
-        "python": platform.python_version(),
         "versions": versions(),
         "commit": commit(),
         "data": contents(config),
@@ -37,8 +36,8 @@ def write_environment(folder: str | Path, config: Config, world_size: int) -> No
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of the packages that affect a run's results; None if not installed."""
-    found: dict[str, str | None] = {}
+    """Versions of Python and of the packages that affect a run's results; None if not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
             found[package] = version(package)
@@ -68,11 +67,10 @@ def require_agreement(config: Config) -> None:
     Raises:
         UserError: names the first rank that differs, its host, and what differs, with both values.
     """
-    mine = {"python": platform.python_version()}
+    mine = {f"version of {package}": version for package, version in versions().items()}
     # One rank per machine: git on all of them at once may take minutes on a shared file system.
     if os.environ.get("LOCAL_RANK", "0") == "0" and (known := commit()):
         mine["commit"] = known
-    mine |= {f"version of {package}": version for package, version in versions().items()}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (socket.gethostname(), mine | contents(config) | everything(config)))
     first_host, first = everyone[0]

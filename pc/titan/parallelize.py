@@ -103,7 +103,6 @@ def _attach_pc(model: nn.Module, parallel_dims: AlwaysSharded, config: PCConfig)
 
 def _apply_fsdp(model: nn.Module, parallel_dims: AlwaysSharded, job_config: Config) -> None:
     """TorchTitan's FSDP2 or HSDP, with sums as reductions."""
-    parallelism = job_config.parallelism
     names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
     apply_fsdp(
         model,
@@ -111,9 +110,7 @@ def _apply_fsdp(model: nn.Module, parallel_dims: AlwaysSharded, job_config: Conf
         param_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
         reduce_dtype=TORCH_DTYPE_MAP["float32"],
         pp_enabled=parallel_dims.pp_enabled,
-        reshard_after_forward_policy=(
-            "never" if parallel_dims.once_per_step else parallelism.fsdp_reshard_after_forward
-        ),
+        reshard_after_forward_policy="never" if parallel_dims.once_per_step else "default",
     )
     for module in model.modules():
         if isinstance(module, FSDPModule):
