@@ -96,7 +96,7 @@ def accumulation_steps(global_batch_size: int, local_batch_size: int, data_paral
     per_pass = local_batch_size * data_parallel_size
     if global_batch_size == -1:
         return 1
-    if global_batch_size % per_pass == 0:
+    if global_batch_size and global_batch_size % per_pass == 0:
         return global_batch_size // per_pass
     below = global_batch_size // per_pass * per_pass
     fits = f"global_batch_size {below} or {below + per_pass}" if below else f"global_batch_size {per_pass}"
