@@ -36,7 +36,8 @@ def main() -> None:
     parser.add_argument(
         "--tokenizer",
         default="mistral-common",
-        help="folder with tokenizer.json, SentencePiece .model file, or %(default)s (default; 32,000 entries)",
+        help="folder with tokenizer.json, SentencePiece .model file, tiktoken encoding, or "
+        "%(default)s (default; 32,000 entries)",
     )
     parser.add_argument("--text-column", default="text", help="(default: %(default)s)")
     parser.add_argument(

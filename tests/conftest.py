@@ -93,6 +93,17 @@ def tiny_shards(tmp_path_factory):
 
 
 @pytest.fixture
+def tiny_encoding(monkeypatch):
+    """The name of a tiktoken encoding of single bytes and two merges; its own need the network."""
+    import tiktoken
+
+    ranks = {bytes([i]): i for i in range(256)} | {b"th": 256, b"the": 257}
+    made = tiktoken.Encoding("bytes", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 258})
+    monkeypatch.setattr(tiktoken, "get_encoding", {"gpt2": made}.__getitem__)
+    return "gpt2"
+
+
+@pytest.fixture
 def tiny_config(tiny_shards, tmp_path):
     """(config file, run folder) of the tiny model."""
     return write_config(tmp_path / "tiny.toml", tiny_shards, tmp_path / "run"), tmp_path / "run"

@@ -1,6 +1,6 @@
-"""Text to token ids: one interface for SentencePiece and Hugging Face tokenizers.
+"""Text to token ids: one interface for SentencePiece, Hugging Face and tiktoken tokenizers.
 
-For both:
+For all of them:
 
 - Text that spells a control token ("</s>") is encoded as ordinary characters.
 - Encoding runs in the calling thread: work is parallelised over processes, not threads.
@@ -24,7 +24,7 @@ DEFAULT_TOKENIZER = "mistral-common"
 class Tokenizer(ABC):
     """The common interface.
 
-    name: as the user gave it. kind: "sentencepiece" or "huggingface".
+    name: as the user gave it. kind: "sentencepiece", "huggingface" or "tiktoken".
     vocab_size: ids are 0 … vocab_size - 1. bos_id: None if the tokenizer has no BOS.
     files: name → bytes of the files that define it, stored with the shards.
     sha256: of everything that determines the ids.
@@ -83,8 +83,8 @@ class SentencePieceTokenizer(Tokenizer):
             self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
         except (OSError, RuntimeError, ValueError) as error:
             raise UserError(
-                f"tokenizer {name!r}: neither {DEFAULT_TOKENIZER!r}, a folder with tokenizer.json, nor a SentencePiece "
-                f"model ({error})"
+                f"tokenizer {name!r}: neither {DEFAULT_TOKENIZER!r}, a folder with tokenizer.json, a tiktoken encoding, "
+                f"nor a SentencePiece model ({error})"
             ) from error
         bos_id, eos_id = (i if i >= 0 else None for i in (self._model.bos_id(), self._model.eos_id()))
         super().__init__(name, self._model.vocab_size(), bos_id, eos_id, {"tokenizer.model": path.read_bytes()})
@@ -129,16 +129,46 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
+class TiktokenTokenizer(Tokenizer):
+    """One of tiktoken's named encodings, downloaded when first used. They have no BOS; EOS is `<|endoftext|>`."""
+
+    kind = "tiktoken"
+    FILE = "tiktoken.txt"
+
+    def __init__(self, encoding: str):
+        import tiktoken
+
+        try:
+            self.model = tiktoken.get_encoding(encoding)
+        except OSError as error:  # of the network; requests' errors are OSErrors
+            raise UserError(f"tiktoken's encoding {encoding!r} cannot be downloaded: {error}") from error
+        # The name is enough: tiktoken compares what it downloads with a checksum.
+        super().__init__(encoding, self.model.n_vocab, None, self.model.eot_token, {self.FILE: encoding.encode()})
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.model.encode_ordinary(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.model.decode([int(i) for i in ids])
+
+
 def load_tokenizer(reference: str | Path) -> Tokenizer:
     """Load a tokenizer.
 
-    reference: "mistral-common" (32,000 entries, Apache-2.0, installed with this package), a folder with tokenizer.json
-    or tokenizer.model, or a SentencePiece `.model` file.
+    reference: "mistral-common" (32,000 entries, Apache-2.0, installed with this package), the name of a tiktoken
+    encoding, a folder with tokenizer.json or tokenizer.model, or a SentencePiece `.model` file.
     """
     name = str(reference)
     if name == DEFAULT_TOKENIZER:
         return SentencePieceTokenizer(name, _mistral_model())
     path = Path(os.path.expanduser(name))
+    if not os.path.exists(path):
+        import tiktoken
+
+        if name in tiktoken.list_encoding_names():
+            return TiktokenTokenizer(name)
+    if os.path.isfile(path / TiktokenTokenizer.FILE):  # of a data folder
+        return TiktokenTokenizer((path / TiktokenTokenizer.FILE).read_text())
     if os.path.isdir(path) and os.path.isfile(path / "tokenizer.json"):
         return HuggingFaceTokenizer(name, path)
     return SentencePieceTokenizer(name, path / "tokenizer.model" if os.path.isdir(path) else path)

@@ -4,13 +4,15 @@ It gives the same ids as in training, with BOS before each text as before each d
 control token stays text.
 """
 
+import base64
 import json
+import tempfile
 from pathlib import Path
 
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 from transformers import PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import generate_merges
+from transformers.convert_slow_tokenizer import TikTokenConverter, generate_merges
 
 import pc.data.tokenizers as training
 from pc.common.files import write_atomically
@@ -39,6 +41,8 @@ def to_hugging_face(tokenizer: training.Tokenizer) -> PreTrainedTokenizerFast:
     """
     if tokenizer.kind == "sentencepiece":
         converted = _from_sentencepiece(tokenizer)
+    elif tokenizer.kind == "tiktoken":
+        converted = _from_tiktoken(tokenizer.model)
     else:
         converted = Tokenizer.from_str(tokenizer.files["tokenizer.json"].decode())
     names = {"eos_token": converted.id_to_token(tokenizer.eos_id)}
@@ -69,6 +73,16 @@ def save(tokenizer: PreTrainedTokenizerFast, folder: str | Path) -> None:
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
     config.pop("backend", None)
     write_atomically(path, json.dumps(config, indent=2) + "\n")
+
+
+def _from_tiktoken(encoding) -> Tokenizer:
+    """A `tiktoken.Encoding`, which tells its entries and its pattern in private attributes only."""
+    with tempfile.NamedTemporaryFile() as vocabulary:
+        for entry, token_id in encoding._mergeable_ranks.items():
+            vocabulary.write(base64.b64encode(entry) + f" {token_id}\n".encode())
+        vocabulary.flush()
+        special = encoding._special_tokens
+        return TikTokenConverter(vocabulary.name, encoding._pat_str, extra_special_tokens=special).converted()
 
 
 def _from_sentencepiece(tokenizer: training.Tokenizer) -> Tokenizer:

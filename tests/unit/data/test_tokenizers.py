@@ -31,9 +31,11 @@ def hugging_face_folder(source, tmp_path_factory):
     return folder
 
 
-@pytest.fixture(params=["mistral-common", "huggingface"])
-def tokenizer(request, hugging_face_folder):
-    return load_tokenizer({"huggingface": hugging_face_folder}.get(request.param, request.param))
+@pytest.fixture(params=["mistral-common", "huggingface", "tiktoken"])
+def tokenizer(request, hugging_face_folder, tiny_encoding):
+    return load_tokenizer(
+        {"huggingface": hugging_face_folder, "tiktoken": tiny_encoding}.get(request.param, request.param)
+    )
 
 
 def test_odd_texts_never_give_control_ids_and_come_back(tokenizer):

@@ -44,6 +44,15 @@ def test_control_transformers_own_conversion_differs(tmp_path):
     assert theirs.encode("a  b   c", add_special_tokens=False) != TRAINING.encode("a  b   c")
 
 
+def test_a_tiktoken_encoding_is_converted(tiny_encoding, tmp_path):
+    training = load_tokenizer(tiny_encoding)
+    tokenizers.save(tokenizers.to_hugging_face(training), tmp_path)  # compares the ids of PROBES
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    text = "the other, Größe 漢字<|endoftext|>"
+    assert loaded.encode(text, add_special_tokens=False) == training.encode(text)
+    assert loaded.decode(training.encode(text)) == text and loaded.eos_token_id == training.eos_id == 258
+
+
 def test_a_conversion_that_gives_other_ids_is_refused(monkeypatch):
     monkeypatch.setattr(tokenizers, "generate_merges", lambda vocabulary, scores: [])
     with pytest.raises(UserError, match="encodes .* differently"):
