@@ -108,14 +108,19 @@ def _set(keys: Sequence[str], text: str | None, schema: type[Schema]) -> Schema:
         nested = reduce(lambda inner, key: {key: inner}, reversed(keys), value)
         return validated(nested, schema, "command line", strict=strict)
 
-    try:
-        value = True if text is None else tomllib.loads(f"value = {text}")["value"]
-    except (ValueError, RecursionError):
+    if text is None:
+        return read(True)
+    # an item of a TOML file, a list without its brackets, or a word
+    for written in (text, f"[{text}]") if "," in text else (text,):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = tomllib.loads(f"value = {written}")["value"]
+            break
+    else:
         return read(text, strict=False)
     try:
         return read(value)
     except UserError:
-        if text is not None and not isinstance(value, list | dict):
+        if not isinstance(value, list | dict):
             with contextlib.suppress(UserError):
                 return read(text, strict=False)
         raise

@@ -28,6 +28,12 @@ from pc.spectral import spectral_norm_estimate
 from pc.titan.activations import COUNT, LARGEST, SUM_OF_SQUARES, OutputSizes
 from pc.weights import Weight, clean_name
 
+SPECTRAL: dict[str, Callable[[Tensor], Tensor]] = {
+    "condition": modified_condition_number,
+}
+"""{NAME: function from the ascending singular values [B, min(n, m)] of B effective weights to B numbers [B]}.
+Logged as spectra/NAME/LAYER every `health.spectra_freq` steps. To add a metric, add a line here."""
+
 
 class HealthMetrics:
     """Collects the metrics over all ranks.
@@ -101,7 +107,10 @@ class HealthMetrics:
         return metrics | {f"pc/gamma/{name}": total / count for name, (total, count) in by_name.items()}
 
     def _spectra_metrics(self) -> dict[str, float]:
-        """Condition numbers of effective weights, by owner ranks, and their geometric means."""
+        """`SPECTRAL` of effective weights, and geometric means of condition numbers.
+
+        Owner ranks compute exact singular values of full matrices.
+        """
         names, inputs, keys = [], [], []
         for model in self._model_parts:
             for name, linear in model.named_modules():
@@ -118,13 +127,14 @@ class HealthMetrics:
                     keys.append(state.form)
         metrics = {}
         conditions: dict[str, list[float]] = {"pc": [], "qkv": [], "all": []}
-        for name, condition in self._of_owners(_condition, names, inputs, keys).items():
-            metrics[f"spectra/condition/{name}"] = condition
-            conditions["all"].append(condition)
+        for name, numbers in self._of_owners(_spectral, names, inputs, keys, len(SPECTRAL)).items():
+            measured = dict(zip(SPECTRAL, numbers, strict=True))
+            metrics |= {f"spectra/{metric}/{name}": number for metric, number in measured.items()}
+            conditions["all"].append(measured["condition"])
             if block_of(name) in ("q", "k", "v"):
-                conditions["qkv"].append(condition)
+                conditions["qkv"].append(measured["condition"])
             if any(matches(entry, name) for entry in self._pc_entries):
-                conditions["pc"].append(condition)
+                conditions["pc"].append(measured["condition"])
         for group, values in conditions.items():
             if values:
                 metrics[f"spectra/gmcn/{group}"] = statistics.geometric_mean(values)
@@ -136,7 +146,7 @@ class HealthMetrics:
         inputs = [(state.raw, state.u, state.v) for state in states.values()]
         forms = [state.form for state in states.values()]
         errors: dict[str, list[float]] = {}
-        for name, error in self._of_owners(_largest_estimate_error, list(states), inputs, forms).items():
+        for name, (error,) in self._of_owners(_largest_estimate_error, list(states), inputs, forms, 1).items():
             if not math.isnan(error):
                 errors.setdefault(block_of(name), []).append(error)
         metrics = {}
@@ -146,13 +156,12 @@ class HealthMetrics:
         return metrics
 
     def _of_owners(
-        self, function: Callable, names: list[str], inputs: list[tuple[Tensor, ...]], keys: list
-    ) -> dict[str, float]:
-        """`function` of each weight of all pipeline stages, by name; it returns [B, 1] on the owners."""
-        outputs = [torch.zeros(1, device=item[0].device, dtype=item[0].dtype) for item in inputs]
+        self, function: Callable, names: list[str], inputs: list[tuple[Tensor, ...]], keys: list, count: int
+    ) -> dict[str, list[float]]:
+        """`function` of each matrix of all pipeline stages, {name: numbers}; it returns [B, count] on the owners."""
+        outputs = [torch.zeros(count, device=item[0].device, dtype=item[0].dtype) for item in inputs]
         run_on_owners(function, inputs, [(output,) for output in outputs], keys)
-        found = _by_name(dict(zip(names, _numbers(outputs), strict=True)))
-        return {name: number for name, ((number,), *_) in found.items()}
+        return {name: found[0] for name, found in _by_name(dict(zip(names, _numbers(outputs), strict=True))).items()}
 
     def _pc_weights(self) -> dict[str, Weight]:
         return {} if self._schedule is None else self._schedule.weights
@@ -176,15 +185,16 @@ def _by_name(mine: dict[Any, Any]) -> dict[Any, list]:
     return {name: [one[name] for one in everyone if name in one] for name in dict.fromkeys(chain(*everyone))}
 
 
-def _condition(key: Form | None, weight: Tensor, *rest: Tensor) -> tuple[Tensor]:
-    """Modified condition number of the effective weight, [B, 1].
+def _spectral(key: Form | None, weight: Tensor, *rest: Tensor) -> tuple[Tensor]:
+    """`SPECTRAL` of the effective weight, [B, metrics].
 
     Args:
         key: None if `weight` [B, n, m] is effective; a Form if the tensors are W, perhaps gamma, u and v.
     """
     if key is not None:
         (weight,) = evaluate(key, weight, *rest)
-    return (modified_condition_number(singular_values(weight)).unsqueeze(-1).to(weight.dtype),)
+    values = singular_values(weight)
+    return (torch.stack([metric(values) for metric in SPECTRAL.values()], -1).to(weight.dtype),)
 
 
 def _largest_estimate_error(form: Form, *tensors: Tensor) -> tuple[Tensor]:

@@ -40,7 +40,7 @@ def same(weights, model):
 def test_weights_are_the_trainers(pc_run, tmp_path, data_folder):
     run = plain_weights.load(pc_run.checkpoint)
     assert same(run.weights, pc_run.model)
-    assert (run.step, run.method["level"], run.model_args.max_seq_len) == (7, 4, 256)
+    assert (run.step, run.method.level, run.model_args.max_seq_len) == (7, 4, 256)
     forward = make_run(tmp_path / "run", data_folder, PCConfig(level=2, schedule="forward"))
     assert same(plain_weights.load(forward.checkpoint).weights, forward.model)
 

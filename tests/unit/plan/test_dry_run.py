@@ -24,7 +24,7 @@ CONFIG = ROOT / "train_configs" / "1b_adamw_pc.toml"
     "overrides, world_size, said",
     [
         ([], 3, "Nearest that fit: global_batch_size 312 or 324"),
-        (["--parallelism.tensor_parallel_degree=32"], 32, "should divide the 16 heads"),
+        (["--parallelism.tensor_parallel_degree=32"], 32, "should divide the 16 (key-value) heads"),
         (["--training.steps=0"], 8, "training.steps = 0 should be"),
         (["--lr_scheduler.warmup_steps=70000"], 8, "lr_scheduler.warmup_steps"),
         (["--pc.blocks=o,ffm"], 8, "'ffm' is not a block"),

@@ -102,7 +102,7 @@ def test_sections_merge_and_values_replace(write):
             ["--method.level", '{o = 4, ffn = "polar_express"}'],
             {"method": {"level": {"o": 4, "ffn": "polar_express"}}},
         ),
-        (["--method.level", "[2.5, -1.5]"], {"method": {"level": [2.5, -1.5]}}),
+        (["--method.level", "2.5,-1.5"], {"method": {"level": [2.5, -1.5]}}),
         (["--method.level", "{o = [1.5, -0.5], ffn = 2}"], {"method": {"level": {"o": [1.5, -0.5], "ffn": 2}}}),
         (["--method.blocks", "o,ffn"], {"method": {"blocks": ["o", "ffn"]}}),
         (["--method.blocks", '["o", "ffn"]'], {"method": {"blocks": ["o", "ffn"]}}),

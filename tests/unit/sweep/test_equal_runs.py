@@ -77,7 +77,7 @@ def identity(*words: str):
         ["--checkpoint.interval=3", "--compile.enable", "--profiling.enable_profiling"],
         ["--pc.blocks=ffn,o"],
         ["--pc.blocks=up,gate,down,o"],
-        ["--pc.level=[3.625,-9.261,14.097,-10.351,2.89]"],
+        ["--pc.level=3.625,-9.261,14.097,-10.351,2.89"],
         ["--training.local_batch_size=4", "--parallelism.tensor_parallel_degree=2"],
         # a default that is written out: so a key that is added later makes no finished run a stranger
         ["--model.init_std=0.02", "--pc.schedule=step", "--optimizer.beta1=0.9"],
