@@ -14,8 +14,9 @@ import io
 import os
 import pickle
 import warnings
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +61,11 @@ class Damaged(UserError):
 
 
 class ChecksummedWriter(FileSystemWriter):
-    """Torch's checkpoint writer plus `XXH128SUMS`. Each rank hashes the files that it has written."""
+    """Torch's checkpoint writer plus `XXH128SUMS`. Each rank hashes the files that it writes, while it writes them."""
 
     def __init__(self, path: str | os.PathLike) -> None:
         super().__init__(path)
-        self.fs = _SumsBeforeIndex()
+        self.fs = _HashingFileSystem()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
@@ -74,8 +75,7 @@ class ChecksummedWriter(FileSystemWriter):
     def write_data(self, *args: Any, **kwargs: Any) -> Future[list[WriteResult]]:
         # Send the checksums to the coordinator as extra write results, which `finish` removes again.
         written = super().write_data(*args, **kwargs).wait()
-        names = {result.storage_data.relative_path for result in written}
-        sums = [WriteResult(MetadataIndex(name), 0, _digest(Path(self.path, name))) for name in names]
+        sums = [WriteResult(MetadataIndex(name), 0, digest) for name, digest in self.fs.sums.items()]
         future: Future[list[WriteResult]] = Future()
         future.set_result(written + sums)
         return future
@@ -91,17 +91,40 @@ class ChecksummedWriter(FileSystemWriter):
         return meta
 
 
-class _SumsBeforeIndex(FileSystem):
-    """Writes the checksums just before the writer's only rename, which gives the index its final name at the very end."""
+class _HashingFileSystem(FileSystem):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums: dict[str, str] = {}
+        """{file name: hexadecimal checksum}"""
 
-    sums: dict[str, str]
-    """of the data files, {file name: hexadecimal checksum}"""
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[io.FileIO, None, None]:
+        with _HashedFile(path, mode) as stream:
+            yield stream
+        self.sums[Path(path).name] = stream.digest.hexdigest()
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
-        sums = self.sums | {Path(new_path).name: _digest(Path(path))}
-        lines = [f"{digest}  {name}\n" for name, digest in sorted(sums.items())]
+        # The writer's only rename gives the index its final name, at the very end. Write the checksums before it.
+        self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
+        lines = [f"{digest}  {name}\n" for name, digest in sorted(self.sums.items())]
         write_atomically(Path(new_path).with_name(CHECKSUMS), "".join(lines))
         super().rename(path, new_path)
+
+
+class _HashedFile(io.FileIO):
+    """Unbuffered, so that torch's fsync covers everything written."""
+
+    def __init__(self, path: str | os.PathLike, mode: str) -> None:
+        super().__init__(path, mode)
+        self.digest = xxhash.xxh3_128()
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self.digest.update(view)
+        done = 0
+        while done < len(view):  # one call writes at most 2 GiB
+            done += super().write(view[done:])
+        return done
 
 
 # --- reading ----------------------------------------------------------------------------------------
