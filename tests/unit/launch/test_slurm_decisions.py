@@ -116,11 +116,6 @@ def test_run_of_a_list_and_of_a_config(tmp_path, monkeypatch):
     assert (run.name, str(run.folder), run.overrides) == ("tiny", "outputs/tiny", ("--training.steps=3",))
 
 
-def test_the_interface_that_reaches_another_node():
-    """Gloo is told it, because a node's own name often resolves to loopback."""
-    assert slurm.gloo_interface("127.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo"}
-
-
 def test_no_sbatch_is_a_clear_error(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SystemExit, match="2"):
