@@ -58,7 +58,7 @@ def plot(results: Sequence[dict], path: Path, baselines: Sequence[RunLog] = ()) 
             shown += [final] if math.isfinite(final) else []
         if shown:  # the axis does not start at 0, because differences are small
             margin = 0.25 * (max(shown) - min(shown)) or 0.01 * max(shown)
-            axes.set_ylim(min(shown) - margin, max(shown) + margin)
+            axes.set_ylim(min(shown) - margin, max(shown) + margin * (2 if baselines else 1))  # room for the legend
         axes.set_xlim(-0.6, len(bars) - 0.4)  # also where the last has no bar
         axes.set_xticks(range(len(bars)), [name for name, _ in bars], rotation=35, ha="right", fontsize=7)
         axes.set_title(Path(config).stem)
