@@ -23,7 +23,6 @@ import torch
 from pc.common.files import write_atomically
 from pc.common.run_folder import read_log, unique_names
 from pc.errors import UserError
-from pc.settings.models import FLAVORS
 from pc.settings.schema import Config
 from pc.sweep.bars import read_results
 from pc.sweep.spec import VALIDATION, label
@@ -31,15 +30,12 @@ from pc.titan.llama2 import Llama2, model_args
 
 RATE = "optimizer.lr"
 CONDITION = ("spectra/gmcn/pc", "spectra/gmcn/qkv", "spectra/gmcn/all")
-ESTIMATE_ERROR = "spectra/estimate_error/"
-RMS = ("signal/attention/rms/", "signal/ffn/rms/")
 
 
 def collect(sweeps: Sequence[Path], study: str, output: Path) -> int:
     """Write the finished and diverged runs of `sweeps` into `output`/runs.jsonl as `study`; returns their number.
 
-    Earlier lines of that study are replaced. Of a run's log it keeps the steps with a validation loss or condition
-    numbers: these, errors of the estimate, and the largest RMS of a layer's outputs so far.
+    Earlier lines of that study are replaced. Of a run's log it keeps validation losses and condition numbers.
     """
     file = output / "runs.jsonl"
     others = [line for line in _read(file) if line["study"] != study] if file.exists() else []
@@ -63,40 +59,26 @@ def _line(study: str, sweep: Path, result: dict) -> dict | None:
     if last.empty and not diverged:
         return None
     log = pd.DataFrame(run.lines).groupby("step", as_index=False).last()  # the last value of each quantity in a step
-    for prefix in RMS:
-        log[prefix + "max"] = log.filter(like=prefix).max(axis=1).cummax()
-    measured, errors = log.filter(regex=f"^({VALIDATION}|spectra/gmcn/)"), log.filter(like=ESTIMATE_ERROR)
-    rows = measured.notna().any(axis=1)
-    rows |= errors.notna().any(axis=1).cumsum() == 1  # the first error of the estimate, which falls from there
-    kept = log[["step", "tokens", *measured, *errors, *(prefix + "max" for prefix in RMS)]][rows].astype(object)
+    log = log.filter(regex=f"^(step|tokens|{VALIDATION}|spectra/gmcn/.*)$").dropna(thresh=3)
     return {
         "study": study,
         **{key: result.get(key) for key in ("name", "config", "settings", "spikes")},
         "state": "diverged" if diverged else "finished",
         "resolved": tomllib.loads((folder / "config.toml").read_text()),
         "environment": json.loads((folder / "environment.json").read_text()),
-        "log": [{key: _short(value) for key, value in row.dropna().items()} for _, row in kept.iterrows()],
+        "log": json.loads(log.to_json(orient="records")),  # NaN becomes null
     }
 
 
-def _short(value: float) -> float:
-    return float(f"{value:.6g}") if isinstance(value, float) else value
-
-
-@dataclass
+@dataclass(frozen=True)
 class Arm:
     """Runs that differ only in learning rate and seed."""
 
     name: str
+    losses: pd.DataFrame
+    """[learning rate, seed]: final validation loss in nats per token; infinite if the run diverged, NaN if not run"""
     logs: dict[tuple[float, int], pd.DataFrame]
     """{(learning rate, seed): [tokens, quantity]}"""
-    final: dict[tuple[float, int], float]
-    """{(learning rate, seed): final validation loss in nats per token; infinite if the run diverged}"""
-
-    @cached_property
-    def losses(self) -> pd.DataFrame:
-        """`final` as [learning rate, seed]; NaN: not run."""
-        return pd.Series(self.final).unstack()
 
     @cached_property
     def first_seed(self) -> int:
@@ -153,9 +135,9 @@ class Pair:
         return _without(ours - theirs, self.arm.choosing + self.reference.choosing)
 
     @property
-    def tested(self) -> pd.Series:
-        """`differences` of seeds that did not choose the rates."""
-        return self.differences.drop(self.arm.choosing + self.reference.choosing, errors="ignore")
+    def is_test(self) -> bool:
+        """Whether none of its seeds chose a rate."""
+        return not set(self.differences.index) & {*self.arm.choosing, *self.reference.choosing}
 
     def both(self, seed: int) -> tuple[pd.Series, pd.Series]:
         """Validation losses by tokens of the reference and of the arm."""
@@ -207,25 +189,6 @@ class Experiment:
         log = next(iter(self.arms[0].logs.values()))
         return self.config.training.steps * log.index[-1] / log.step.iloc[-1] / self.parameters
 
-    @property
-    def warm_up(self) -> float:
-        """Its share of the steps."""
-        return self.config.lr_scheduler.warmup_steps / self.config.training.steps
-
-    @property
-    def rate_times_decay(self) -> float:
-        """Sum over the steps of learning rate times weight decay at the reference's best rate.
-
-        The rate rises linearly in the warm-up and then falls along a curve that is symmetric about its middle.
-        """
-        mean = self.warm_up / 2 + (1 - self.warm_up) * (1 + self.config.lr_scheduler.min_lr_factor) / 2
-        return self.arms[0].best_rate * self.config.optimizer.weight_decay * mean * self.config.training.steps
-
-    @property
-    def std_times_root_width(self) -> float:
-        """Initial standard deviation of the blocks times the square root of the width."""
-        return self.config.model.init_std * math.sqrt(FLAVORS[self.config.model.flavor].dim)
-
 
 @cache
 def parameters(flavor: str, vocab_size: int) -> int:
@@ -263,17 +226,23 @@ def _arms(runs: Sequence[tuple[dict, Config]], file: Path) -> list[Arm]:
     settings = [{"pc.enable": config.pc.enable} | line["settings"] for line, config in runs]
     keys = {key for one in settings for key in one} - {RATE}
     varied = {key for key in keys if any(one.get(key) != settings[0].get(key) for one in settings)} | {"pc.enable"}
-    arms: dict[str, Arm] = {}
+    arms: dict[str, dict[tuple[float, int], tuple[float, pd.DataFrame]]] = {}
     for (line, config), one in zip(runs, settings, strict=True):
         words = [names[line["config"]]] * (len(files) > 1)
         name = ", ".join([*words, label({key: value for key, value in one.items() if key in varied})])
-        place, log = (config.optimizer.lr, config.debug.seed or 0), pd.DataFrame(line["log"]).set_index("tokens")
+        log = pd.DataFrame(line["log"]).set_index("tokens")
         loss = math.inf if line["state"] == "diverged" else log[VALIDATION].dropna().iloc[-1]
-        arm = arms.setdefault(name, Arm(name, {}, {}))
-        if arm.final.setdefault(place, loss) != loss:
+        arm = arms.setdefault(name, {})
+        if arm.setdefault((config.optimizer.lr, config.debug.seed or 0), (loss, log))[0] != loss:
             raise UserError(
                 f"{file}: {line['name']} is a second run of {name} with the same learning rate and seed but a "
                 "different validation loss; collect them as two studies"
             )
-        arm.logs[place] = log
-    return list(arms.values())
+    return [
+        Arm(
+            name,
+            pd.Series({at: loss for at, (loss, _) in arm.items()}).unstack(),
+            {at: log for at, (_, log) in arm.items()},
+        )
+        for name, arm in arms.items()
+    ]

@@ -9,21 +9,23 @@ import pandas as pd
 from scipy import stats
 
 from pc.analysis import curves
-from pc.analysis.evidence import CONDITION, ESTIMATE_ERROR, RMS, Arm, Experiment, pairs, read_experiments
+from pc.analysis.evidence import CONDITION, Arm, Experiment, pairs, read_experiments
 from pc.common import markdown
 from pc.common.files import write_atomically
 from pc.common.plots import save, short_tokens, subplots
+from pc.settings.models import FLAVORS
 from pc.sweep.spec import VALIDATION, value_label
 
 NOTES = """
 Losses in nats per token. ± is the standard error of the mean over seeds; differences and times fewer tokens are computed
-per seed. The learning rate of an arm, in bold, was chosen on its first seed, which the line of a figure's left plot
-shows; the results are those of the other seeds, if there are any. Interval: 95 %, of the mean difference, by Student's
-t. Verdict: *better* or *worse* if it does not contain 0; *no difference* if it does and reaches less than {margin} to
-each side of the mean; else *undecided*. "After" n tokens are the differences then, with the number of seeds in brackets
-if not all were validated. A run whose final loss is not a number diverged: it counts as infinite, and the plots leave it
-out.
+per seed. The learning rate of an arm, in bold, was chosen on its first seed; the results are those of the other seeds,
+if there are any. Interval: 95 %, of the mean difference, by Student's t. Verdict: *better* or *worse* if it does not
+contain 0; *no difference* if it does and reaches less than {margin} to each side of the mean; else *undecided*. "After"
+n tokens are the differences then, with the number of seeds in brackets if not all were validated. A run whose final loss
+is not a number diverged: it counts as infinite, and the plots leave it out.
 """
+
+NO_TEST = "-", "no test"
 
 
 def mean_and_error(values: pd.Series) -> str:
@@ -42,7 +44,7 @@ def half_width(error: float, freedom: int) -> float:
 def interval_and_verdict(differences: pd.Series, margin: float) -> tuple[str, str]:
     """The 95 % interval of the mean, and what it says: better, worse, no difference (within ± `margin`), undecided."""
     if len(differences) < 2 or not np.isfinite(differences).all():
-        return "-", "no test"
+        return NO_TEST
     mean, half = differences.mean(), half_width(differences.sem(), len(differences) - 1)
     text = f"{mean - half:+.4f} to {mean + half:+.4f}"
     if abs(mean) > half:
@@ -55,40 +57,36 @@ def regime_table(experiments: Sequence[Experiment]) -> str:
     header = "experiment|parameters|tokens per parameter|steps|warm-up|sum of rate x decay|std x sqrt(width)"
     rows = []
     for one in experiments:
-        arm = one.arms[0]
+        config, arm = one.config, one.arms[0]
+        steps, warm_up = config.training.steps, config.lr_scheduler.warmup_steps / config.training.steps
+        # the rate rises linearly in the warm-up and then falls along a curve that is symmetric about its middle
+        mean = warm_up / 2 + (1 - warm_up) * (1 + config.lr_scheduler.min_lr_factor) / 2
+        decay = arm.best_rate * config.optimizer.weight_decay * mean * steps
+        std = config.model.init_std * math.sqrt(FLAVORS[config.model.flavor].dim)
         condition = arm.course(CONDITION[0], arm.best_rate, arm.first_seed)
-        rows.append(
-            [one.name, f"{one.parameters:,}", f"{one.tokens_per_parameter:.3g}", f"{one.config.training.steps:,}"]
-            + [f"{one.warm_up:.1%}", f"{one.rate_times_decay:.2f}", f"{one.std_times_root_width:.2f}"]
-            + ["-" if condition.empty else f"{condition.iloc[0]:.1f} to {condition.iloc[-1]:.1f}"]
-        )
+        ends = "-" if condition.empty else f"{condition.iloc[0]:.1f} to {condition.iloc[-1]:.1f}"
+        sizes = [f"{one.parameters:,}", f"{one.tokens_per_parameter:.3g}", f"{steps:,}"]
+        rows.append([one.name, *sizes, f"{warm_up:.1%}", f"{decay:.2f}", f"{std:.2f}", ends])
     return markdown.table([*header.split("|"), "condition number of the reference, start to end"], rows)
 
 
 def arm_table(arms: Sequence[Arm]) -> str:
-    """Of each arm and rate, the seed that chose the rate and then the others: final losses, condition numbers (geometric
-    means), first and last error of the estimate, largest RMS."""
+    """Of each arm and rate, the seed that chose the rate and then the others: final losses, and condition numbers
+    (geometric means)."""
     rows = []
     for arm in arms:
         for rate, losses in arm.losses.iterrows():
             losses, chosen = losses.dropna(), rate == arm.best_rate
             first = losses.index.isin(arm.choosing)
             for group in filter(len, (losses[first], losses[~first])):
-                runs = [(rate, seed) for seed in group.index]
                 words = [arm.name, f"**{value_label(rate)}**" if chosen else value_label(rate)]
-                rows.append([*words, ", ".join(map(str, group.index)), mean_and_error(group), *_health(arm, runs)])
+                ends = [
+                    np.mean([arm.course(key, rate, seed).iloc[-1:].mean() for seed in group.index]) for key in CONDITION
+                ]
+                seeds = ", ".join(map(str, group.index))
+                rows.append([*words, seeds, mean_and_error(group), *(_cell(end, ".1f") for end in ends)])
     header = "arm|learning rate|seeds|final validation loss|GMCN of PC blocks|of q, k, v|of all"
-    last = ["largest error of the estimate, first / last", "largest RMS of a layer's outputs, attention / FFN"]
-    return markdown.table([*header.split("|"), *last], rows)
-
-
-def _health(arm: Arm, runs: Sequence[tuple[float, int]]) -> list[str]:
-    logs = [arm.logs[run] for run in runs]
-    cells = [_cell(np.mean([arm.course(key, *run).iloc[-1:].mean() for run in runs]), ".1f") for key in CONDITION]
-    errors = [log.filter(regex=f"^{ESTIMATE_ERROR}.*max$").dropna(how="all") for log in logs]
-    ends = [np.max([frame.iloc[place].max() if len(frame) else math.nan for frame in errors]) for place in (0, -1)]
-    sizes = [max(arm.course(key + "max", *run).max() for run in runs) for key in RMS]
-    return [*cells, " / ".join(_cell(end, ".1e") for end in ends), " / ".join(_cell(size, ".2g") for size in sizes)]
+    return markdown.table(header.split("|"), rows)
 
 
 def pair_table(arms: Sequence[Arm], margin: float) -> str:
@@ -101,11 +99,12 @@ def pair_table(arms: Sequence[Arm], margin: float) -> str:
     rows = []
     for pair in pairs(arms):
         differences = pair.differences
-        seeds = ", ".join(map(str, differences.index)) + " (chose a rate)" * (len(pair.tested) < len(differences))
+        seeds = ", ".join(map(str, differences.index)) + ("" if pair.is_test else " (chose a rate)")
         speedup = pd.Series(math.nan)
         if np.isfinite(differences).all():
             speedup = pd.Series([curves.speedup(*pair.both(seed)) for seed in differences.index])
-        said = [mean_and_error(differences), *interval_and_verdict(pair.tested, margin), _cell(speedup.mean(), ".2f")]
+        verdict = interval_and_verdict(differences, margin) if pair.is_test else NO_TEST
+        said = [mean_and_error(differences), *verdict, _cell(speedup.mean(), ".2f")]
         for _, then in pair.courses.reindex(points).iterrows():
             count = f" ({then.count()})" if 0 < then.count() < len(then) else ""
             said.append(_cell(then.mean(), "+.3f") + count)
@@ -159,52 +158,35 @@ def size_table(experiments: Sequence[Experiment]) -> str:
 
 
 def plot(experiments: Sequence[Experiment], path: Path) -> Path:
-    """A row for each experiment: final loss over rate; loss, difference and condition number over tokens per parameter."""
+    """A row for each experiment: loss, difference and condition number of every seed over tokens per parameter, from a
+    tenth of the tokens on: the start hides the rest."""
+    figure, rows = subplots(len(experiments), 3, width=3.6, height=2.8, squeeze=False)
     names = ("validation loss (nats)", "difference (nats)", "condition number")
-    figure, rows = subplots(len(experiments), 4, width=3.2, height=2.8, squeeze=False)
-    for (grid, *panels), one in zip(rows, experiments, strict=True):
-        _plot_rates(grid, one.arms)
-        _plot_courses(panels, one)
+    for panels, one in zip(rows, experiments, strict=True):
+        losses, differences, conditions = panels
+
+        def draw(axes, course: pd.Series, *style, one: Experiment = one, **options) -> None:
+            over = course.set_axis(course.index / one.parameters)
+            late = over[over.index > one.tokens_per_parameter / 10]
+            axes.plot(late.index, late, *style, linewidth=1, **options)
+
+        colors = {arm.name: f"C{i}" for i, arm in enumerate(one.arms)}
+        for arm in one.arms:
+            label = f"{arm.name}, {value_label(arm.best_rate)}"
+            for seed in arm.judged(arm.best_rate).index:
+                for axes, key in ((losses, VALIDATION), (conditions, CONDITION[0])):
+                    draw(axes, arm.course(key, arm.best_rate, seed), color=colors[arm.name], label=label)
+                label = None  # one line of the legend per arm
+        for pair in pairs(one.arms):
+            for _, course in pair.courses.items():
+                draw(differences, course.dropna(), "-" if pair.at_best else ":", color=colors[pair.arm.name])
+        differences.axhline(0, color="black", linewidth=0.5)
         for axes, name in zip(panels, names, strict=True):
             axes.set_xlabel("tokens per parameter")
             axes.set_ylabel(name)
-        grid.set_title(one.name, fontsize=8, loc="left")
-        panels[0].legend(fontsize=6)
+        losses.set_title(one.name, fontsize=8, loc="left")
+        losses.legend(fontsize=6)
     return save(figure, path)
-
-
-def _plot_rates(axes, arms: Sequence[Arm]) -> None:
-    for i, arm in enumerate(arms):
-        axes.plot(arm.losses.index, arm.losses[arm.first_seed], color=f"C{i}", linewidth=1)
-        axes.plot(arm.losses.index, arm.losses, ".", color=f"C{i}")
-    rates = sorted({rate for arm in arms for rate in arm.losses.index})
-    axes.set_xscale("log")
-    axes.set_xticks(rates, [value_label(rate) for rate in rates], rotation=45)
-    axes.minorticks_off()
-    axes.set_xlabel("peak learning rate")
-    axes.set_ylabel("final validation loss (nats)")
-
-
-def _plot_courses(panels, experiment: Experiment) -> None:
-    """Losses, differences and condition numbers of every seed, from a tenth of the tokens on: the start hides the rest."""
-    losses, differences, conditions = panels
-
-    def draw(axes, course: pd.Series, *style, **options) -> None:
-        over = course.set_axis(course.index / experiment.parameters)
-        late = over[over.index > experiment.tokens_per_parameter / 10]
-        axes.plot(late.index, late, *style, linewidth=1, **options)
-
-    colors = {arm.name: f"C{i}" for i, arm in enumerate(experiment.arms)}
-    for arm in experiment.arms:
-        label = f"{arm.name}, {value_label(arm.best_rate)}"
-        for seed in arm.judged(arm.best_rate).index:
-            for axes, key in ((losses, VALIDATION), (conditions, CONDITION[0])):
-                draw(axes, arm.course(key, arm.best_rate, seed), color=colors[arm.name], label=label)
-            label = None  # one line of the legend per arm
-    for pair in pairs(experiment.arms):
-        for _, course in pair.courses.items():
-            draw(differences, course.dropna(), "-" if pair.at_best else ":", color=colors[pair.arm.name])
-    differences.axhline(0, color="black", linewidth=0.5)
 
 
 def report(folder: Path, margin: float) -> list[Path]:
