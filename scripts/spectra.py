@@ -1,4 +1,4 @@
-"""Singular values of runs: their histograms, condition numbers, and the GMCN against tokens.
+"""Singular values of runs: histograms at their checkpoints, and condition numbers against tokens.
 
 Usage: python scripts/spectra.py RUN_OR_CHECKPOINT... [--output DIR] [--layers L L L]
 """

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pc.analysis import curves, signals, spectra
 from pc.common.files import write_atomically
-from pc.common.run_folder import read_log, read_logs, step_of, unique_names
+from pc.common.run_folder import read_log, read_logs, unique_names
 from pc.errors import UserError
 from pc.sweep import bars
 
@@ -32,14 +32,14 @@ def draw_sweeps(folders: Sequence[Path], baselines: Sequence[Path], output: Path
 
 
 def draw_spectra(sources: Sequence[Path], output: Path, layers: Sequence[int] | None) -> None:
-    """Table of condition numbers, histograms of singular values; condition numbers of the runs against tokens."""
-    all_spectra = spectra.of_sources(sources)
-    text = spectra.table(all_spectra)
-    print(text)
-    write_atomically(output / "condition_numbers.md", text)
-    print(spectra.plot(all_spectra, layers, output))
-    runs = [source.resolve() for source in sources]
-    runs = [spectra.run_of(source) if step_of(source) >= 0 else source for source in runs]
+    """Histograms of singular values of the checkpoints; condition numbers of their runs against tokens."""
+    found: dict[str, spectra.Spectra] = {}
+    checkpoints = spectra.checkpoints_of(sources)
+    for name, checkpoint in checkpoints.items():
+        found[name] = spectra.compute(checkpoint, layers)
+        layers = layers or sorted({layer for layer, _ in found[name]})  # the first one's, for all
+    print(spectra.plot(found, output))
+    runs = [spectra.run_of(checkpoint) for checkpoint in checkpoints.values()]
     _print_or_explain("GMCN against tokens", lambda: signals.plot_gmcn(read_logs(runs), output))
 
 
