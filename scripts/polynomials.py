@@ -22,12 +22,13 @@ def main() -> None:
 
     if arguments.cutoff is None and (arguments.degree, arguments.alpha) != (4, 4.0):
         parser.error("--degree and --alpha need --cutoff")
-    own = ()
+    own: maps.Maps = {}
     if arguments.cutoff is not None:
-        own = (maps.fit(arguments.cutoff, arguments.degree, arguments.alpha), arguments.cutoff)
-        print(f"level = {list(PCConfig(level=own[0]).level)}")  # a line for [pc], or why PC refuses it
-    print(maps.table(*own), end="")
-    print(maps.plot(arguments.output, *own))
+        fitted = maps.fit(arguments.cutoff, arguments.degree, arguments.alpha)
+        print(f"level = {list(PCConfig(level=fitted).level)}")  # a line for [pc], or why PC refuses it
+        own = {"your own": (fitted, arguments.cutoff)}
+    print(maps.table(own), end="")
+    print(maps.plot(arguments.output, own))
 
 
 if __name__ == "__main__":

@@ -12,9 +12,14 @@ from pc.errors import UserError
 
 INTERVAL = (0.0, 1.1)
 
-
 # Paper, table 1: the cutoff b of the piecewise-linear target min(sigma / b, 1) that each level is fitted to.
 CUTOFFS: dict[int, float] = {1: 0.8, 2: 0.6, 3: 0.4, 4: 0.3}
+
+Maps = dict[str, tuple[polynomial.Map, float]]
+"""{name: (map, the cutoff of its target)}"""
+
+LEVELS: Maps = {f"level {level}": (polynomial.resolve(level), cutoff) for level, cutoff in CUTOFFS.items()}
+POLAR_EXPRESS: Maps = {"Polar Express": (polynomial.POLAR_EXPRESS, 1e-3)}
 
 
 def target(cutoff: float, sigma: Tensor) -> Tensor:
@@ -53,18 +58,15 @@ def fit(cutoff: float, degree: int, alpha: float = 4.0) -> polynomial.Coefficien
     return 1.0 - sum(others), *others
 
 
-def plot(output: Path, own: polynomial.Coefficients | None = None, cutoff: float = 1.0) -> Path:
-    """The targets, the fitted maps of levels 1 to 4, and Polar Express; also an `own` fit to the target of `cutoff`."""
+def plot(output: Path, own: Maps) -> Path:
+    """The targets, the fitted maps of levels 1 to 4, and Polar Express; also `own` fits."""
     sigma = torch.linspace(*INTERVAL, 1_000, dtype=torch.float64)
     figure, (targets, maps, flattening) = subplots(1, 3, width=3.6)
-    for level, b in CUTOFFS.items():
-        targets.plot(sigma, target(b, sigma), label=f"b = {b}")
-        maps.plot(sigma, polynomial.evaluate(polynomial.resolve(level), sigma), label=f"level {level}")
-    if own is not None:
-        targets.plot(sigma, target(cutoff, sigma), "k--", label=f"b = {cutoff}, your own")
-        maps.plot(sigma, polynomial.evaluate(own, sigma), "k--", label=f"your own, degree {len(own) - 1}")
-    flattening.plot(sigma, polynomial.evaluate(polynomial.resolve(4), sigma), color="C3", label="level 4")
-    flattening.plot(sigma, polynomial.evaluate(polynomial.POLAR_EXPRESS, sigma), color="C4", label="Polar Express")
+    for name, (map, cutoff) in (LEVELS | own).items():
+        targets.plot(sigma, target(cutoff, sigma), label=f"b = {cutoff}")
+        maps.plot(sigma, polynomial.evaluate(map, sigma), label=name)
+    for name, (map, _) in ({"level 4": LEVELS["level 4"]} | POLAR_EXPRESS).items():
+        flattening.plot(sigma, polynomial.evaluate(map, sigma), label=name)
     for axes, title in zip((targets, maps, flattening), ("Targets", "Fitted maps", "Over-flattening"), strict=True):
         axes.set_title(title)
         axes.set_xlabel(r"singular value $\sigma$ (after normalisation)")
@@ -73,27 +75,19 @@ def plot(output: Path, own: polynomial.Coefficients | None = None, cutoff: float
     return save(figure, output / "polynomials")
 
 
-def table(own: polynomial.Coefficients | None = None, cutoff: float = 1.0) -> str:
-    """One line per map, measured on (0, 1.1] against the target of its cutoff; also an `own` fit to that of `cutoff`.
+def table(own: Maps) -> str:
+    """One line per map, measured on (0, 1.1] against the target of its cutoff; also `own` fits.
 
     The last column is the root mean square error with weight sigma^4, as in the paper's fit.
     """
-    rows: dict[str, tuple[polynomial.Map, float]] = {
-        f"level {k}": (polynomial.resolve(k), b) for k, b in CUTOFFS.items()
-    }
-    rows["Polar Express"] = (polynomial.POLAR_EXPRESS, 1e-3)
-    if own is not None:
-        rows["own fit"] = (own, cutoff)
     sigma = torch.linspace(*INTERVAL, 20_001, dtype=torch.float64)[1:]
     weight = sigma**4 / (sigma**4).sum()
     lines = []
-    for name, (map, b) in rows.items():
+    for name, (map, cutoff) in (LEVELS | POLAR_EXPRESS | own).items():
         stages = polynomial.stages(map)
         shown = ", ".join(f"{a:.4g}" for a in stages[0]) if len(stages) == 1 else f"{len(stages)} quintics"
         value = polynomial.evaluate(map, sigma)
-        error = value - target(b, sigma)
-        at_one = polynomial.evaluate(map, torch.ones(1, dtype=torch.float64)).item()
-        numbers = [value.max(), error.abs().max(), (weight * error.square()).sum().sqrt()]
-        lines.append([name, shown, f"{at_one:.4f}", f"{(value / sigma).max():.3f}", *(f"{x:.4f}" for x in numbers)])
-    words = "map|p, degree 0 up|g(1)|largest amplification|largest value|largest error|RMS error, weight sigma^4"
+        error = (weight * (value - target(cutoff, sigma)).square()).sum().sqrt()
+        lines.append([name, shown, f"{(value / sigma).max():.3f}", f"{value.max():.4f}", f"{error:.4f}"])
+    words = "map|p, degree 0 up|largest amplification|largest value|RMS error, weight sigma^4"
     return markdown.table(words.split("|"), lines)

@@ -11,7 +11,6 @@ This module computes the bound and compares it with the observed losses.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ class Problem:
 
     def loss(self, weights: Sequence[Tensor]) -> Tensor:
         """Half the squared error, summed over samples."""
-        return 0.5 * (_predict(weights, self.inputs) - self.labels).square().sum()
+        return 0.5 * (torch.linalg.multi_dot([*reversed(weights), self.inputs]) - self.labels).square().sum()
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def make_problem(widths: Sequence[int] = (8, 12, 12, 6), samples: int = 6, seed:
     weights = [_with_singular_values(rows, columns, (0.5, 1.5), generator) for columns, rows in zip(widths, widths[1:])]
     inputs = _with_singular_values(widths[0], samples, (0.7, 1.3), generator)
     # Labels near the initial prediction, as training from here stays near the start and so inside R.
-    prediction = _predict(weights, inputs)
+    prediction = torch.linalg.multi_dot([*reversed(weights), inputs])
     noise = torch.randn(prediction.shape, generator=generator, dtype=torch.float64)
     return Problem(weights, inputs, prediction + 0.3 * noise / math.sqrt(noise.numel()))
 
@@ -110,10 +109,6 @@ def report(region: Bound, losses: Sequence[float], inside: Sequence[bool]) -> st
         f"fall of log loss per step: {measured:.3g} measured, {promised:.3g} promised, "
         f"a factor of {measured / promised:.0f} between them"
     )
-
-
-def _predict(weights: Sequence[Tensor], inputs: Tensor) -> Tensor:
-    return reduce(lambda hidden, weight: weight @ hidden, weights, inputs)
 
 
 def _with_singular_values(rows: int, columns: int, span: tuple[float, float], generator) -> Tensor:
