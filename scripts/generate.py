@@ -1,4 +1,4 @@
-"""Sample text from a checkpoint of a run or from an export.
+"""Sample text from a checkpoint of a run or from an export; the same seed gives the same text.
 
 Usage: python scripts/generate.py MODEL "prompt" [--max-new-tokens N] [--temperature T] [--top-p P] [--seed S]
 """
@@ -13,14 +13,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="RUN/checkpoint/step-N or a Hugging Face folder")
     parser.add_argument("prompt")
-    parser.add_argument("--max-new-tokens", type=int, default=100)
+    parser.add_argument("--max-new-tokens", type=int, default=100, help="fewer if the model ends the document")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the most likely token")
-    parser.add_argument("--top-p", type=float, default=0.95)
+    parser.add_argument("--top-p", type=float, default=0.95, help="of the likeliest tokens with this share together")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    from pc.evaluate.generate import generate
+    import torch
+    from transformers import pipeline
 
-    print(generate(**vars(arguments)))
+    from pc.evaluate import hugging_face
+
+    llama, tokenizer = hugging_face.load(arguments.model)
+    sampling = {"do_sample": False}
+    if arguments.temperature:
+        sampling = {"do_sample": True, "temperature": arguments.temperature, "top_p": arguments.top_p}
+    torch.manual_seed(arguments.seed)
+    generate = pipeline("text-generation", llama, tokenizer=tokenizer)
+    (continued,) = generate(arguments.prompt, max_new_tokens=arguments.max_new_tokens, max_length=None, **sampling)
+    print(continued["generated_text"])
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from pc.common import markdown, plots
@@ -15,11 +16,15 @@ AVERAGE = "average"
 
 def write(results: list[dict[str, Any]], names: list[str], stem: Path) -> list[Path]:
     """Write `stem`.md, .csv and .png of one result per model, as `pc.evaluate.score` keeps them, and of these tasks."""
-    rows, models = scores(results, names), [result["name"] for result in results]
+    rows = scores(results, names)
+    models = [result["name"] for result in results]
     values, errors = (
-        rows.pivot(index="task", columns="model", values=key).reindex([*names, AVERAGE], columns=models).astype(float)
+        rows.pivot(index="task", columns="model", values=key).reindex(names, columns=models).astype(float)
         for key in ("value", "standard_error")
     )
+    values.loc[AVERAGE] = values.mean()
+    # the items of different tasks are independent
+    errors.loc[AVERAGE] = np.sqrt(errors.pow(2).sum(skipna=False)) / len(names)
     limit = results[0]["limit"]
     partial = f"PARTIAL: only the first {limit} items of each task" if limit else ""
     titles = [_title(name, results) for name in names]
@@ -30,25 +35,15 @@ def write(results: list[dict[str, Any]], names: list[str], stem: Path) -> list[P
 
 
 def scores(results: list[dict[str, Any]], names: list[str]) -> pd.DataFrame:
-    """A row per model and task, by the paper's metric, and one for each model's average.
-
-    The items of different tasks are independent, so the average's error is sqrt(sum of squares) / number.
-    """
+    """A row per model and task, by the paper's metric."""
     rows = []
     for result in results:
-        about = {"model": result["name"], "limit": result["limit"]}
-        found = [
-            about
-            | {"task": name, "metric": METRICS[name], "value": one[METRICS[name]], "items": one["items"]}
-            | {"standard_error": one[f"{METRICS[name]}_stderr"], "variant": one.get("variant")}
-            for name, one in ((name, result["tasks"][name]) for name in names)
-        ]
-        errors = [row["standard_error"] for row in found]
-        error = None if None in errors else math.hypot(*errors) / len(errors)
-        mean = sum(row["value"] for row in found) / len(found)
-        rows += [*found, about | {"task": AVERAGE, "metric": "mean", "value": mean, "standard_error": error}]
-    columns = ["model", "task", "metric", "value", "standard_error", "items", "limit", "variant"]
-    return pd.DataFrame(rows, columns=columns, dtype=object)
+        for name in names:
+            one, metric = result["tasks"][name], METRICS[name]
+            row = {"model": result["name"], "task": name, "metric": metric, "value": one[metric]}
+            row |= {"standard_error": one[f"{metric}_stderr"], "items": one["items"], "limit": result["limit"]}
+            rows.append(row | {"variant": one.get("variant")})
+    return pd.DataFrame(rows, dtype=object)
 
 
 def _title(name: str, results: list[dict[str, Any]]) -> str:

@@ -20,8 +20,6 @@ def run(tmp_path, data_folder):
         {"step": 8, "tokens": 8000, "loss": 1.0},  # after the exported checkpoint
     ]
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    environment = {"world_size": 8, "commit": "abc"}
-    (tmp_path / "run" / "environment.json").write_text(json.dumps(environment))
     return made.checkpoint
 
 
@@ -40,7 +38,7 @@ def test_the_card_of_a_run(run, tmp_path):
         "| loss | 4.2500 |",
         "| validation loss | 4.5000 |",
         "| evaluation/piqa/acc | 0.5000 |",
-        "`./run_llama_train.sh config.toml` with the configuration below (world size 8, commit abc)",
+        "`./run_llama_train.sh config.toml` with the configuration below",
         f"`python scripts/export_hf.py {run} FOLDER`",
         "## Scores\n\nthe table of score.py",
         'flavor = "debug"',
