@@ -186,7 +186,7 @@ def build_dataloader(
     if manifest.vocab_size > vocab_size:
         raise UserError(
             f"{path} was tokenised with {manifest.tokenizer.name!r} of {manifest.vocab_size} entries, "
-            f"but the model's vocabulary has {vocab_size}"
+            f"but model.vocab_size is {vocab_size}"
         )
     sequences = Sequences(manifest, split, seq_len, seed, limit_sequences)
     if limit_sequences and sequences.length < limit_sequences and dp_rank == 0:

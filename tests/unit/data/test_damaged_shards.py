@@ -58,7 +58,7 @@ def test_a_flipped_bit_is_met_in_reading_or_by_its_checksum(folder, num_workers)
 
 
 def test_what_does_not_fit_the_model(folder):
-    with pytest.raises(UserError, match="'mistral-common' of 32000 entries, but the model's vocabulary has 16000"):
+    with pytest.raises(UserError, match="'mistral-common' of 32000 entries, but model.vocab_size is 16000"):
         use(folder, vocab_size=16000)
     with pytest.raises(UserError, match="too few for one sequence"):
         use(folder, seq_len=10**6)

@@ -75,7 +75,7 @@ def test_data_are_checked_against_the_model(tiny_shards):
     assert report.errors == []
     assert any("validation sequences" in warning for warning in report.warnings)
     report = check(ROOT / "train_configs" / "debug.toml", [*words, "--model.vocab_size=10"], 1)
-    assert any("the model's vocabulary has 10" in error for error in report.errors)
+    assert any("model.vocab_size is 10" in error for error in report.errors)
     report = check(ROOT / "train_configs" / "debug.toml", [*words, "--training.seq_len=1000000"], 1)
     assert any("too few for one sequence" in error for error in report.errors)
 
