@@ -14,7 +14,7 @@ import math
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 
 import pandas as pd
@@ -71,113 +71,20 @@ def _line(study: str, sweep: Path, result: dict) -> dict | None:
 
 
 @dataclass(frozen=True)
-class Arm:
-    """Runs that differ only in learning rate and seed."""
-
-    name: str
-    losses: pd.DataFrame
-    """[learning rate, seed]: final validation loss in nats per token; infinite if the run diverged, NaN if not run"""
-    logs: dict[tuple[float, int], pd.DataFrame]
-    """{(learning rate, seed): [tokens, quantity]}"""
-
-    @cached_property
-    def first_seed(self) -> int:
-        """The first seed that ran at the most rates; it chooses the rate."""
-        return self.losses.count().idxmax()
-
-    @property
-    def choosing(self) -> list[int]:
-        """The seed by which the rate was chosen; none if there is only one rate."""
-        return [self.first_seed] if len(self.losses) > 1 else []
-
-    @property
-    def best_rate(self) -> float:
-        """The rate with the lowest loss on the first seed."""
-        return self.losses[self.first_seed].idxmin()
-
-    def judged(self, rate: float) -> pd.Series:
-        """Final losses at `rate` by seed, without the seed that chose it if there are others."""
-        return _without(self.losses.loc[rate].dropna(), self.choosing)
-
-    def course(self, key: str, rate: float, seed: int) -> pd.Series:
-        """What the run logged under `key`, by tokens."""
-        log = self.logs[rate, seed]
-        return log[key].dropna() if key in log else pd.Series(dtype=float)
-
-
-def _without(values: pd.Series, choosing: Sequence[int]) -> pd.Series:
-    """`values` by seed without the `choosing` ones, if any are left."""
-    others = values.drop(choosing, errors="ignore")
-    return values if others.empty else others
-
-
-@dataclass(frozen=True)
-class Pair:
-    """An arm at one of its rates and the reference at one of its own, run by run of the same seed."""
-
-    arm: Arm
-    rate: float
-    reference: Arm
-    its_rate: float
-
-    @property
-    def at_best(self) -> bool:
-        return (self.rate, self.its_rate) == (self.arm.best_rate, self.reference.best_rate)
-
-    @cached_property
-    def differences(self) -> pd.Series:
-        """Final losses of the arm minus the reference's, by seed; infinite or NaN if one diverged.
-
-        Seeds run in both, without those that chose the rates if there are others.
-        """
-        ours, theirs = self.arm.losses.loc[self.rate].dropna(), self.reference.losses.loc[self.its_rate].dropna()
-        ours, theirs = ours.align(theirs, join="inner")
-        return _without(ours - theirs, self.arm.choosing + self.reference.choosing)
-
-    @property
-    def is_test(self) -> bool:
-        """Whether none of its seeds chose a rate."""
-        return not set(self.differences.index) & {*self.arm.choosing, *self.reference.choosing}
-
-    def both(self, seed: int) -> tuple[pd.Series, pd.Series]:
-        """Validation losses by tokens of the reference and of the arm."""
-        theirs = self.reference.course(VALIDATION, self.its_rate, seed)
-        return theirs, self.arm.course(VALIDATION, self.rate, seed)
-
-    @property
-    def courses(self) -> pd.DataFrame:
-        """[tokens, seed]: differences of validation losses where both runs were validated."""
-        both = {seed: self.both(seed) for seed in self.differences.index}
-        return pd.DataFrame({seed: ours - theirs for seed, (theirs, ours) in both.items()})
-
-
-def pairs(arms: Sequence[Arm]) -> list[Pair]:
-    """What is compared with the reference, the first arm; those at the best rates of both come first.
-
-    Then both at the reference's best rate, and each arm at its own against other rates of the reference with several
-    common seeds.
-    """
-    reference, best = arms[0], arms[0].best_rate
-    found = []
-    for arm in arms[1:]:
-        at_best = [Pair(arm, rate, reference, best) for rate in arm.losses.index if rate in (best, arm.best_rate)]
-        others = [Pair(arm, arm.best_rate, reference, rate) for rate in reference.losses.index if rate != best]
-        found += [pair for pair in at_best if len(pair.differences)]
-        found += [pair for pair in others if len(pair.differences) > 1]
-    return sorted(found, key=lambda pair: not pair.at_best)
-
-
-@dataclass(frozen=True)
 class Experiment:
-    """The arms of one model size, number of steps and optimizer."""
+    """Runs of one model size, number of steps and optimizer.
+
+    `runs` has a row for each: arm; rate; seed; loss, the final one in nats per token, infinite if the run diverged; log
+    [tokens, quantity]; best, whether its rate is the best of its arm; chose, whether its seed chose that rate from
+    several. Arms are in the order of their first runs, so the reference comes first.
+    """
 
     study: str
     name: str
     """the study's, with what differs from its other experiments"""
-    arms: list[Arm]
-    """the first one is the reference"""
     config: Config
     """of the reference, whatever its learning rate"""
+    runs: pd.DataFrame
 
     @property
     def parameters(self) -> int:
@@ -186,8 +93,47 @@ class Experiment:
     @property
     def tokens_per_parameter(self) -> float:
         """Of a whole run; the tokens of a step are those of the first run's log."""
-        log = next(iter(self.arms[0].logs.values()))
+        log = self.runs.log[0]
         return self.config.training.steps * log.index[-1] / log.step.iloc[-1] / self.parameters
+
+    @property
+    def reference(self) -> pd.DataFrame:
+        """Runs of the first arm."""
+        return self.runs[self.runs.arm == self.runs.arm[0]]
+
+    def pairs(self) -> list[pd.DataFrame]:
+        """An arm at one rate beside the reference at one rate: a row for each seed that ran in both.
+
+        Columns are those of `runs`, the reference's with the suffix "_reference"; `difference` of the final losses, which
+        is infinite or NaN if one diverged; `chose`, whether the seed chose one of the rates.
+
+        Both at their best come first, then the reference at its best with the arm at the same rate, then the arm at its
+        best with the reference at other rates, if there are several seeds.
+        """
+        others = self.runs[self.runs.arm != self.runs.arm[0]]
+        both = others.merge(self.reference, on="seed", suffixes=("", "_reference"))
+        both = both.assign(difference=both.loss - both.loss_reference, chose=both.chose | both.chose_reference)
+        found = []
+        for _, rows in both.groupby(["arm", "rate", "rate_reference"], sort=False):
+            pair, one = judged(rows), rows.iloc[0]
+            if one.best_reference and (one.best or one.rate == one.rate_reference) or one.best and len(pair) > 1:
+                found.append(pair)
+        return sorted(found, key=lambda pair: (not at_best(pair), not pair.best_reference.all()))
+
+
+def at_best(pair: pd.DataFrame) -> bool:
+    """Whether a pair is at the best rates of both."""
+    return pair.best.all() and pair.best_reference.all()
+
+
+def judged(runs: pd.DataFrame) -> pd.DataFrame:
+    """Without those whose seed chose a rate, if any are left."""
+    return runs if runs.chose.all() else runs[~runs.chose]
+
+
+def course(log: pd.DataFrame, key: str) -> pd.Series:
+    """What a run logged under `key`, by tokens."""
+    return log[key].dropna() if key in log else pd.Series(dtype=float)
 
 
 @cache
@@ -198,9 +144,7 @@ def parameters(flavor: str, vocab_size: int) -> int:
 
 
 def read_experiments(folder: Path) -> list[Experiment]:
-    """The experiments of `folder`/runs.jsonl, with their arms in the order of their first runs.
-
-    If an experiment has several configs, the config is part of an arm's name.
+    """The experiments of `folder`/runs.jsonl.
 
     Raises:
         UserError: two runs of one arm, rate and seed have different validation losses.
@@ -213,36 +157,40 @@ def read_experiments(folder: Path) -> list[Experiment]:
         groups.setdefault((line["study"], *kind), []).append((line, config))
     studies = [study for study, *_ in groups]
     experiments = []
-    for (study, flavor, optimizer, steps), runs in groups.items():
+    for (study, flavor, optimizer, steps), group in groups.items():
         name = study if studies.count(study) == 1 else f"{study}: {flavor}, {optimizer}, {steps:,} steps"
-        experiments.append(Experiment(study, name, _arms(runs, file), runs[0][1]))
+        runs = pd.DataFrame(map(_run, *zip(*group, strict=True), _arms(group)))
+        same = runs.groupby(["arm", "rate", "seed"], sort=False)
+        for (arm, *_), _ in same.filter(lambda one: one.loss.nunique() > 1).groupby(["arm", "rate"]):
+            raise UserError(
+                f"{file}: a second run of {arm} with the same learning rate and seed has a different validation loss; "
+                "collect them as two studies"
+            )
+        arms = [_chosen(rows) for _, rows in same.head(1).groupby("arm", sort=False)]
+        experiments.append(Experiment(study, name, group[0][1], pd.concat(arms, ignore_index=True)))
     return experiments
 
 
-def _arms(runs: Sequence[tuple[dict, Config]], file: Path) -> list[Arm]:
-    """Arms are named by PC on or off and by the settings in which the runs differ."""
+def _run(line: dict, config: Config, arm: str) -> dict:
+    log = pd.DataFrame(line["log"]).set_index("tokens")
+    loss = math.inf if line["state"] == "diverged" else course(log, VALIDATION).iloc[-1]
+    return {"arm": arm, "rate": config.optimizer.lr, "seed": config.debug.seed or 0, "loss": loss, "log": log}
+
+
+def _arms(runs: Sequence[tuple[dict, Config]]) -> list[str]:
+    """The arm of each run: PC on or off and the settings in which the runs differ, after the config if there are several."""
     files = list(dict.fromkeys(line["config"] for line, _ in runs))
     names = dict(zip(files, unique_names([Path(name).with_suffix("") for name in files]), strict=True))
     settings = [{"pc.enable": config.pc.enable} | line["settings"] for line, config in runs]
     keys = {key for one in settings for key in one} - {RATE}
     varied = {key for key in keys if any(one.get(key) != settings[0].get(key) for one in settings)} | {"pc.enable"}
-    arms: dict[str, dict[tuple[float, int], tuple[float, pd.DataFrame]]] = {}
-    for (line, config), one in zip(runs, settings, strict=True):
-        words = [names[line["config"]]] * (len(files) > 1)
-        name = ", ".join([*words, label({key: value for key, value in one.items() if key in varied})])
-        log = pd.DataFrame(line["log"]).set_index("tokens")
-        loss = math.inf if line["state"] == "diverged" else log[VALIDATION].dropna().iloc[-1]
-        arm = arms.setdefault(name, {})
-        if arm.setdefault((config.optimizer.lr, config.debug.seed or 0), (loss, log))[0] != loss:
-            raise UserError(
-                f"{file}: {line['name']} is a second run of {name} with the same learning rate and seed but a "
-                "different validation loss; collect them as two studies"
-            )
-    return [
-        Arm(
-            name,
-            pd.Series({at: loss for at, (loss, _) in arm.items()}).unstack(),
-            {at: log for at, (_, log) in arm.items()},
-        )
-        for name, arm in arms.items()
-    ]
+    labels = [label({key: value for key, value in one.items() if key in varied}) for one in settings]
+    return labels if len(files) == 1 else [f"{names[line['config']]}, {of}" for (line, _), of in zip(runs, labels)]
+
+
+def _chosen(arm: pd.DataFrame) -> pd.DataFrame:
+    """The arm's runs by rate, with `best` and `chose`: the first seed that ran at the most rates chooses."""
+    losses = arm.pivot(index="rate", columns="seed", values="loss")
+    first = losses.count().idxmax()
+    arm = arm.assign(best=arm.rate == losses[first].idxmin(), chose=(arm.seed == first) & (len(losses) > 1))
+    return arm.sort_values(["rate", "chose", "seed"], ascending=[True, False, True])

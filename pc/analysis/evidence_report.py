@@ -9,7 +9,7 @@ import pandas as pd
 from scipy import stats
 
 from pc.analysis import curves
-from pc.analysis.evidence import CONDITION, Arm, Experiment, pairs, read_experiments
+from pc.analysis.evidence import CONDITION, Experiment, at_best, course, judged, read_experiments
 from pc.common import markdown
 from pc.common.files import write_atomically
 from pc.common.plots import save, short_tokens, subplots
@@ -25,8 +25,6 @@ n tokens are the differences then, with the number of seeds in brackets if not a
 is not a number diverged: it counts as infinite, and the plots leave it out.
 """
 
-NO_TEST = "-", "no test"
-
 
 def mean_and_error(values: pd.Series) -> str:
     """Mean, its standard error if there are two values or more, and how many diverged."""
@@ -41,10 +39,12 @@ def half_width(error: float, freedom: int) -> float:
     return stats.t.ppf(0.975, freedom) * error if freedom else math.inf
 
 
-def interval_and_verdict(differences: pd.Series, margin: float) -> tuple[str, str]:
-    """The 95 % interval of the mean, and what it says: better, worse, no difference (within ± `margin`), undecided."""
-    if len(differences) < 2 or not np.isfinite(differences).all():
-        return NO_TEST
+def interval_and_verdict(pair: pd.DataFrame, margin: float) -> tuple[str, str]:
+    """The 95 % interval of the mean difference, and what it says: better, worse, no difference (within ± `margin`),
+    undecided; no test if a run diverged, or a seed is alone or chose a rate."""
+    differences = pair.difference
+    if len(differences) < 2 or pair.chose.any() or not np.isfinite(differences).all():
+        return "-", "no test"
     mean, half = differences.mean(), half_width(differences.sem(), len(differences) - 1)
     text = f"{mean - half:+.4f} to {mean + half:+.4f}"
     if abs(mean) > half:
@@ -57,70 +57,79 @@ def regime_table(experiments: Sequence[Experiment]) -> str:
     header = "experiment|parameters|tokens per parameter|steps|warm-up|sum of rate x decay|std x sqrt(width)"
     rows = []
     for one in experiments:
-        config, arm = one.config, one.arms[0]
+        config, run = one.config, one.reference[one.reference.best].iloc[0]
         steps, warm_up = config.training.steps, config.lr_scheduler.warmup_steps / config.training.steps
         # the rate rises linearly in the warm-up and then falls along a curve that is symmetric about its middle
         mean = warm_up / 2 + (1 - warm_up) * (1 + config.lr_scheduler.min_lr_factor) / 2
-        decay = arm.best_rate * config.optimizer.weight_decay * mean * steps
+        decay = run.rate * config.optimizer.weight_decay * mean * steps
         std = config.model.init_std * math.sqrt(FLAVORS[config.model.flavor].dim)
-        condition = arm.course(CONDITION[0], arm.best_rate, arm.first_seed)
+        condition = course(run.log, CONDITION[0])
         ends = "-" if condition.empty else f"{condition.iloc[0]:.1f} to {condition.iloc[-1]:.1f}"
         sizes = [f"{one.parameters:,}", f"{one.tokens_per_parameter:.3g}", f"{steps:,}"]
         rows.append([one.name, *sizes, f"{warm_up:.1%}", f"{decay:.2f}", f"{std:.2f}", ends])
     return markdown.table([*header.split("|"), "condition number of the reference, start to end"], rows)
 
 
-def arm_table(arms: Sequence[Arm]) -> str:
+def arm_table(runs: pd.DataFrame) -> str:
     """Of each arm and rate, the seed that chose the rate and then the others: final losses, and condition numbers
     (geometric means)."""
     rows = []
-    for arm in arms:
-        for rate, losses in arm.losses.iterrows():
-            losses, chosen = losses.dropna(), rate == arm.best_rate
-            first = losses.index.isin(arm.choosing)
-            for group in filter(len, (losses[first], losses[~first])):
-                words = [arm.name, f"**{value_label(rate)}**" if chosen else value_label(rate)]
-                ends = [
-                    np.mean([arm.course(key, rate, seed).iloc[-1:].mean() for seed in group.index]) for key in CONDITION
-                ]
-                seeds = ", ".join(map(str, group.index))
-                rows.append([*words, seeds, mean_and_error(group), *(_cell(end, ".1f") for end in ends)])
+    for (arm, rate, best, _), group in runs.groupby(["arm", "rate", "best", "chose"], sort=False):
+        shown = f"**{value_label(rate)}**" if best else value_label(rate)
+        ends = [np.mean([course(log, key).iloc[-1:].mean() for log in group.log]) for key in CONDITION]
+        rows.append([arm, shown, _seeds(group), mean_and_error(group.loss), *(_cell(end, ".1f") for end in ends)])
     header = "arm|learning rate|seeds|final validation loss|GMCN of PC blocks|of q, k, v|of all"
     return markdown.table(header.split("|"), rows)
 
 
-def pair_table(arms: Sequence[Arm], margin: float) -> str:
+def pair_table(experiment: Experiment, margin: float) -> str:
     """Differences to the reference, by seed, at the end and at up to ten points of its training; "" without a pair."""
-    reference, rate = arms[0], arms[0].best_rate
-    courses = [reference.course(VALIDATION, rate, seed) for seed in reference.judged(rate).index]
-    longest = max(courses, key=len)
+    reference = judged(experiment.reference[experiment.reference.best])
+    longest = max((course(log, VALIDATION) for log in reference.log), key=len)
     places = np.linspace(0, len(longest) - 1, min(len(longest), 11)).round().astype(int)[1:]
     points = longest.index[places]
     rows = []
-    for pair in pairs(arms):
-        differences = pair.differences
-        seeds = ", ".join(map(str, differences.index)) + ("" if pair.is_test else " (chose a rate)")
-        speedup = pd.Series(math.nan)
-        if np.isfinite(differences).all():
-            speedup = pd.Series([curves.speedup(*pair.both(seed)) for seed in differences.index])
-        verdict = interval_and_verdict(differences, margin) if pair.is_test else NO_TEST
-        said = [mean_and_error(differences), *verdict, _cell(speedup.mean(), ".2f")]
-        for _, then in pair.courses.reindex(points).iterrows():
+    for pair in experiment.pairs():
+        one, speedup = pair.iloc[0], pd.Series(math.nan)
+        if np.isfinite(pair.difference).all():
+            both = [
+                [course(log, VALIDATION) for log in logs] for logs in zip(pair.log_reference, pair.log, strict=True)
+            ]
+            speedup = pd.Series([curves.speedup(*courses) for courses in both])
+        seeds = f"{_seeds(pair)} (chose a rate)" if pair.chose.any() else _seeds(pair)
+        said = [mean_and_error(pair.difference), *interval_and_verdict(pair, margin), _cell(speedup.mean(), ".2f")]
+        for _, then in _differences(pair).reindex(points).iterrows():
             count = f" ({then.count()})" if 0 < then.count() < len(then) else ""
             said.append(_cell(then.mean(), "+.3f") + count)
-        rows.append([pair.arm.name, value_label(pair.rate), value_label(pair.its_rate), seeds, *said])
-    header = ["arm", "learning rate", f"that of {reference.name}", "seeds", "difference", "interval", "verdict"]
+        rows.append([one.arm, value_label(one.rate), value_label(one.rate_reference), seeds, *said])
+    header = ["arm", "learning rate", f"that of {reference.arm.iloc[0]}", "seeds", "difference", "interval", "verdict"]
     after = [f"after {short_tokens(tokens)}" for tokens in points]
     return markdown.table([*header, "times fewer tokens", *after], rows) if rows else ""
+
+
+def _differences(pair: pd.DataFrame) -> pd.DataFrame:
+    """[tokens, seed]: differences of validation losses where both runs were validated."""
+    runs = zip(pair.seed, pair.log, pair.log_reference, strict=True)
+    return pd.DataFrame({seed: course(ours, VALIDATION) - course(theirs, VALIDATION) for seed, ours, theirs in runs})
+
+
+def _seeds(runs: pd.DataFrame) -> str:
+    return ", ".join(map(str, runs.seed))
 
 
 def _cell(value: float, form: str) -> str:
     return "-" if math.isnan(value) else format(value, form)
 
 
-def untuned(arms: Sequence[Arm]) -> str:
+def is_enclosed(arm: pd.DataFrame) -> bool:
+    """Whether rates on both sides of an arm's best one were run."""
+    best = arm.rate[arm.best].iloc[0]
+    return arm.rate.min() < best < arm.rate.max()
+
+
+def untuned(runs: pd.DataFrame) -> str:
     """A warning of arms whose best rate is the lowest or highest that was run; "" if there are none."""
-    names = [arm.name for arm in arms if arm.best_rate in (arm.losses.index.min(), arm.losses.index.max())]
+    names = [name for name, arm in runs.groupby("arm", sort=False) if not is_enclosed(arm)]
     return f"**Not tuned to the end:** a rate that was not run may be better for {'; '.join(names)}.\n" if names else ""
 
 
@@ -132,13 +141,13 @@ def size_table(experiments: Sequence[Experiment]) -> str:
     """
     points, rates = [], []
     for one in experiments:
-        reference, size = one.arms[0], math.log2(one.parameters)
+        reference, size = one.reference, math.log2(one.parameters)
         kind = one.config.optimizer.name, f"{one.tokens_per_parameter:.2g}"
-        if reference.losses.index.min() < reference.best_rate < reference.losses.index.max():
-            rates.append((*kind, size, math.log2(reference.best_rate)))
-        for pair in pairs(one.arms):
-            values = pair.differences[np.isfinite(pair.differences)] if pair.at_best else []
-            points += [(*kind, pair.arm.name, size, value) for value in values]
+        if is_enclosed(reference):
+            rates.append((*kind, size, math.log2(reference.rate[reference.best].iloc[0])))
+        for pair in filter(at_best, one.pairs()):
+            values = pair.difference[np.isfinite(pair.difference)]
+            points += [(*kind, pair.arm.iloc[0], size, value) for value in values]
     kinds = ["optimizer", "tokens per parameter"]
     rows, text = [], ""
     groups = pd.DataFrame(points, columns=[*kinds, "arm", "size", "difference"]).groupby([*kinds, "arm"], sort=False)
@@ -170,16 +179,16 @@ def plot(experiments: Sequence[Experiment], path: Path) -> Path:
             late = over[over.index > one.tokens_per_parameter / 10]
             axes.plot(late.index, late, *style, linewidth=1, **options)
 
-        colors = {arm.name: f"C{i}" for i, arm in enumerate(one.arms)}
-        for arm in one.arms:
-            label = f"{arm.name}, {value_label(arm.best_rate)}"
-            for seed in arm.judged(arm.best_rate).index:
+        colors = {name: f"C{i}" for i, name in enumerate(one.runs.arm.unique())}
+        for name, arm in one.runs[one.runs.best].groupby("arm", sort=False):
+            label = f"{name}, {value_label(arm.rate.iloc[0])}"
+            for log in judged(arm).log:
                 for axes, key in ((losses, VALIDATION), (conditions, CONDITION[0])):
-                    draw(axes, arm.course(key, arm.best_rate, seed), color=colors[arm.name], label=label)
+                    draw(axes, course(log, key), color=colors[name], label=label)
                 label = None  # one line of the legend per arm
-        for pair in pairs(one.arms):
-            for _, course in pair.courses.items():
-                draw(differences, course.dropna(), "-" if pair.at_best else ":", color=colors[pair.arm.name])
+        for pair in one.pairs():
+            for _, over in _differences(pair).items():
+                draw(differences, over.dropna(), "-" if at_best(pair) else ":", color=colors[pair.arm.iloc[0]])
         differences.axhline(0, color="black", linewidth=0.5)
         for axes, name in zip(panels, names, strict=True):
             axes.set_xlabel("tokens per parameter")
@@ -197,7 +206,7 @@ def report(folder: Path, margin: float) -> list[Path]:
     text = regime_table([one for experiments in studies.values() for one in experiments])
     for experiments in studies.values():
         for one in experiments:
-            tables = [arm_table(one.arms), untuned(one.arms), pair_table(one.arms, margin)]
+            tables = [arm_table(one.runs), untuned(one.runs), pair_table(one, margin)]
             text += "\n".join([f"\n## {one.name}\n", *filter(None, tables)])
         text += "\n" + size_table(experiments)
     write_atomically(folder / "tables.md", text + NOTES.format(margin=margin))

@@ -61,7 +61,7 @@ def _experiment(tmp_path, losses=LOSSES, **options):
 
 def _pairs(tmp_path, losses=LOSSES, **options) -> list[str]:
     """Lines of the table of differences."""
-    return evidence_report.pair_table(_experiment(tmp_path, losses, **options).arms, margin=0.01).splitlines()
+    return evidence_report.pair_table(_experiment(tmp_path, losses, **options), margin=0.01).splitlines()
 
 
 def test_rate_by_the_first_seed_and_judged_on_the_others(tmp_path):
@@ -73,17 +73,17 @@ def test_rate_by_the_first_seed_and_judged_on_the_others(tmp_path):
         "| -0.400 | -0.400 |"
     )
     assert at_the_references.startswith("| pc on | 0.002 | 0.002 | 1, 2 | -0.3500 ± 0.0500 |")
-    arms = _experiment(tmp_path / "again").arms
-    table = evidence_report.arm_table(arms)
+    runs = _experiment(tmp_path / "again").runs
+    table = evidence_report.arm_table(runs)
     assert "| pc on | **0.001** | 0 | 3.7000 | 7.0 | - | - |" in table
     assert "| pc on | **0.001** | 1, 2 | 3.9000 ± 0.1000 | 7.0 | - | - |" in table
     assert "| pc off | 0.001 | 0 | 4.0000 |" in table
-    assert "better for pc off; pc on." in evidence_report.untuned(arms)
+    assert "better for pc off; pc on." in evidence_report.untuned(runs)
 
 
 def test_a_rate_inside_the_grid_is_tuned(tmp_path):
-    arms = _experiment(tmp_path, LOSSES | {(True, 5e-4): [3.9]}).arms
-    assert "better for pc off.\n" in evidence_report.untuned(arms)
+    runs = _experiment(tmp_path, LOSSES | {(True, 5e-4): [3.9]}).runs
+    assert "better for pc off.\n" in evidence_report.untuned(runs)
 
 
 @pytest.mark.parametrize(
@@ -105,11 +105,11 @@ def test_what_is_compared(tmp_path, losses, line):
 def test_diverged_runs_are_shown_counted_and_never_the_best(tmp_path):
     """No NaN in the file, which JSON does not know."""
     losses = LOSSES | {(True, 2e-3): [None, None, 4.0]}
-    arms = _experiment(tmp_path, losses, stops_at={"True-0.002/seed-1": 3}).arms
+    experiment = _experiment(tmp_path, losses, stops_at={"True-0.002/seed-1": 3})
     assert "NaN" not in (tmp_path / "kept" / "runs.jsonl").read_text()
-    assert arms[1].best_rate == 1e-3
-    assert "| pc on | 0.002 | 1, 2 | 1 of 2 diverged |" in evidence_report.arm_table(arms)
-    table = evidence_report.pair_table(arms, margin=0.01)
+    arms = evidence_report.arm_table(experiment.runs)
+    assert "| pc on | **0.001** |" in arms and "| pc on | 0.002 | 1, 2 | 1 of 2 diverged |" in arms
+    table = evidence_report.pair_table(experiment, margin=0.01)
     assert "| pc on | 0.002 | 0.002 | 1, 2 | 1 of 2 diverged | - | no test | - |" in table
 
 
@@ -159,7 +159,8 @@ def test_the_verdict_of_paired_seeds(tmp_path, shift, interval, verdict):
     ],
 )
 def test_no_verdict(differences, expected):
-    assert evidence_report.interval_and_verdict(pd.Series(differences), margin=0.01) == expected
+    pair = pd.DataFrame({"difference": differences, "chose": False})
+    assert evidence_report.interval_and_verdict(pair, margin=0.01) == expected
 
 
 def test_a_seeds_sweep_of_both_arms_joins_the_grids_of_each(tmp_path):
@@ -169,8 +170,9 @@ def test_a_seeds_sweep_of_both_arms_joins_the_grids_of_each(tmp_path):
     results.write_text(results.read_text().replace(', "pc.enable": false', ""))
     evidence.collect([grid, _sweep(tmp_path / "both", LOSSES)], "study", tmp_path / "kept")
     (experiment,) = evidence.read_experiments(tmp_path / "kept")
-    assert [arm.name for arm in experiment.arms] == ["pc off", "pc on"]
-    assert experiment.arms[0].losses.loc[2e-3].tolist() == [3.9, 4.2, 4.4]
+    runs = experiment.runs
+    assert runs.arm.unique().tolist() == ["pc off", "pc on"]
+    assert runs.loss[(runs.arm == "pc off") & (runs.rate == 2e-3)].tolist() == [3.9, 4.2, 4.4]
 
 
 def test_studies_in_one_file(tmp_path):
@@ -182,7 +184,7 @@ def test_studies_in_one_file(tmp_path):
         assert evidence.collect([one, other], "both", kept) == 2 * COUNT
     evidence.collect([one], "alone", kept)
     both, _ = evidence.read_experiments(kept)
-    assert [arm.name for arm in both.arms] == ["c, pc off", "c, pc on", "muon, pc off", "muon, pc on"]
+    assert both.runs.arm.unique().tolist() == ["c, pc off", "c, pc on", "muon, pc off", "muon, pc on"]
     written = evidence_report.report(kept, margin=0.01)
     assert [path.name for path in written] == ["tables.md", "both.png", "alone.png"]
     assert all(path.stat().st_size > 300 for path in written)
@@ -193,7 +195,7 @@ def test_the_same_run_in_two_sweeps(tmp_path):
     sweeps = [_sweep(tmp_path / name, LOSSES) for name in ("one", "other")]
     evidence.collect(sweeps, "study", tmp_path / "kept")
     (experiment,) = evidence.read_experiments(tmp_path / "kept")
-    assert sum(len(arm.logs) for arm in experiment.arms) == COUNT
+    assert len(experiment.runs) == COUNT
     file = sweeps[1] / "True-0.002" / "seed-1" / "metrics.jsonl"
     file.write_text(file.read_text().replace("3.9", "3.5"))
     evidence.collect(sweeps, "study", tmp_path / "kept")
