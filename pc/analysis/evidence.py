@@ -161,10 +161,11 @@ def read_experiments(folder: Path) -> list[Experiment]:
         name = study if studies.count(study) == 1 else f"{study}: {flavor}, {optimizer}, {steps:,} steps"
         runs = pd.DataFrame(map(_run, *zip(*group, strict=True), _arms(group)))
         same = runs.groupby(["arm", "rate", "seed"], sort=False)
-        for (arm, *_), _ in same.filter(lambda one: one.loss.nunique() > 1).groupby(["arm", "rate"]):
+        unlike = runs.arm[same.loss.transform("nunique") > 1]
+        if len(unlike):
             raise UserError(
-                f"{file}: a second run of {arm} with the same learning rate and seed has a different validation loss; "
-                "collect them as two studies"
+                f"{file}: a second run of {unlike.iloc[0]} with the same learning rate and seed has a different "
+                "validation loss; collect them as two studies"
             )
         arms = [_chosen(rows) for _, rows in same.head(1).groupby("arm", sort=False)]
         experiments.append(Experiment(study, name, group[0][1], pd.concat(arms, ignore_index=True)))

@@ -4,7 +4,7 @@ from pc.common.errors import require_extra
 
 require_extra("data", "numpy", "pyarrow", "sentencepiece")
 
-from pc.data.loader import GlobalOrderLoader, build_dataloader  # noqa: E402
+from pc.data.loader import GlobalOrderLoader  # noqa: E402
 from pc.data.manifest import Manifest, require_same_tokenizer  # noqa: E402
 from pc.data.tokenizers import Tokenizer, load_tokenizer  # noqa: E402
 
@@ -12,7 +12,6 @@ __all__ = [
     "GlobalOrderLoader",
     "Manifest",
     "Tokenizer",
-    "build_dataloader",
     "load_tokenizer",
     "require_same_tokenizer",
 ]

@@ -10,7 +10,6 @@ next sequence.
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -76,33 +75,76 @@ class Sequences(Dataset):
         return {"input": torch.from_numpy(inputs)}, torch.from_numpy(labels)
 
 
-@dataclass(eq=False)
 class GlobalOrderLoader(Stateful):
-    """Iterates over batches; its state is `position` and the settings under which it means the same sequence.
+    """Iterates over batches of a folder of token shards; its state is `position` and the settings under which it means
+    the same sequence.
 
-    Create it with `build_dataloader`. Every `iter()` of the training split continues from `position`; of the
-    validation split it starts again.
+    Every `iter()` of the training split continues from `position`, epoch after epoch; of the validation split it starts
+    again, with the same order in every run (ignored labels fill the last micro-batch, so that all ranks have the same
+    number).
+
+    path: folder with manifest.json. split: "train" or "validation". seq_len: tokens. local_batch_size: sequences per rank
+    and micro-batch. vocab_size: the model's. seed: of the training order. num_workers: processes that read ahead,
+    prefetch_factor micro-batches each. limit_sequences: of a validation pass over all ranks. skip: training positions to
+    skip (`parse_skip`), counted without skipping, so `skip` may change on resume.
     """
 
-    sequences: Sequences
-    identity: dict[str, str | int]
-    local_batch_size: int
-    dp_rank: int
-    dp_world_size: int
-    skip: Sequence[int]
-    worker_settings: dict[str, Any]
-    position: int = 0
-    """sequences used by all ranks so far"""
+    def __init__(
+        self,
+        path: str | Path,
+        split: str = "train",
+        *,
+        seq_len: int,
+        local_batch_size: int,
+        dp_rank: int,
+        dp_world_size: int,
+        vocab_size: int,
+        seed: int = 0,
+        num_workers: int = 0,
+        prefetch_factor: int | None = None,
+        pin_memory: bool = False,
+        limit_sequences: int | None = None,
+        skip: Sequence[str] = (),
+    ) -> None:
+        manifest = Manifest.read(path)
+        if manifest.vocab_size > vocab_size:
+            raise UserError(
+                f"{path} was tokenised with {manifest.tokenizer.name!r} of {manifest.vocab_size} entries, "
+                f"but model.vocab_size is {vocab_size}"
+            )
+        self.sequences = Sequences(manifest, split, seq_len, seed, limit_sequences)
+        if limit_sequences and self.sequences.length < limit_sequences and dp_rank == 0:
+            logger.warning(
+                f"The {split} split of {path} has {self.sequences.length} sequences of {seq_len} tokens; "
+                f"all are used instead of the {limit_sequences} requested."
+            )
+        self.position = 0
+        """sequences used by all ranks so far"""
+        self.local_batch_size, self.dp_rank, self.dp_world_size = local_batch_size, dp_rank, dp_world_size
+        self._skip = parse_skip(skip)
+        self._identity: dict[str, str | int] = {
+            "data.path (its content)": manifest.configuration_sha256,
+            "split": split,
+            "training.seq_len": seq_len,
+            "data.seed": self.sequences.seed,
+        }
+        self._workers: dict[str, Any] = {
+            "num_workers": num_workers,
+            "prefetch_factor": prefetch_factor if num_workers else None,
+            "pin_memory": pin_memory and torch.accelerator.is_available(),
+            # torch draws a seed per iterator, which must not advance the global generator
+            "generator": torch.Generator(),
+        }
 
     def state_dict(self) -> dict[str, int | str]:
-        return {"position": self.position, "identity": json.dumps(self.identity, sort_keys=True)}
+        return {"position": self.position, "identity": json.dumps(self._identity, sort_keys=True)}
 
     def load_state_dict(self, state_dict: dict[str, int | str]) -> None:
         """Raises UserError if a setting differs; {} leaves the loader at its start."""
         if not state_dict:
             return
         saved = json.loads(state_dict["identity"])
-        for key, here in self.identity.items():
+        for key, here in self._identity.items():
             if saved.get(key) != here:
                 raise UserError(
                     f"the checkpoint was made with {key} = {saved.get(key)}, this run has {here}: it "
@@ -115,7 +157,7 @@ class GlobalOrderLoader(Stateful):
             self.position = 0
         step = self.local_batch_size * self.dp_world_size
         positions = self._positions(step)
-        for batch in DataLoader(self.sequences, batch_size=None, sampler=positions, **self.worker_settings):
+        for batch in DataLoader(self.sequences, batch_size=None, sampler=positions, **self._workers):
             if isinstance(batch, UserError):
                 raise batch
             self._advance(step)
@@ -125,13 +167,13 @@ class GlobalOrderLoader(Stateful):
         """This rank's positions in each micro-batch; all ranks together use `step` of them."""
         position, limit = self.position, self.sequences.limit
         while limit is None or position < limit:
-            first = advance(position, self.dp_rank * self.local_batch_size, self.skip)
-            yield [advance(first, row + 1, self.skip) - 1 for row in range(self.local_batch_size)]
-            position = advance(position, step, self.skip)
+            first = advance(position, self.dp_rank * self.local_batch_size, self._skip)
+            yield [advance(first, row + 1, self._skip) - 1 for row in range(self.local_batch_size)]
+            position = advance(position, step, self._skip)
 
     def _advance(self, step: int) -> None:
         epoch = self.position // self.sequences.length
-        self.position = advance(self.position, step, self.skip)
+        self.position = advance(self.position, step, self._skip)
         if self.sequences.limit is None and self.position // self.sequences.length > epoch and self.dp_rank == 0:
             logger.warning(
                 f"Epoch {epoch + 1} of the data is over after {self.sequences.length:,} sequences; "
@@ -155,62 +197,3 @@ def parse_skip(words: Sequence[str]) -> list[int]:
         numbers = [int(number) for number in word.split("-")]
         positions |= set(range(min(numbers), max(numbers) + 1))
     return sorted(positions)
-
-
-def build_dataloader(
-    path: str | Path,
-    split: str = "train",
-    *,
-    seq_len: int,
-    local_batch_size: int,
-    dp_rank: int,
-    dp_world_size: int,
-    vocab_size: int,
-    seed: int = 0,
-    num_workers: int = 0,
-    prefetch_factor: int | None = None,
-    pin_memory: bool = False,
-    limit_sequences: int | None = None,
-    skip: Sequence[str] = (),
-) -> GlobalOrderLoader:
-    """A loader over a folder of token shards.
-
-    path: folder with manifest.json. split: "train" is endless, epoch after epoch, and continues from its position;
-    "validation" is one pass, with the same order in every run (ignored labels fill the last micro-batch, so that all
-    ranks have the same number). seq_len: tokens. local_batch_size: sequences per rank and micro-batch. vocab_size:
-    the model's. seed: of the training order. num_workers: processes that read ahead, prefetch_factor micro-batches
-    each. limit_sequences: of a validation pass over all ranks. skip: training positions to skip (`parse_skip`),
-    counted without skipping, so `skip` may change on resume.
-    """
-    manifest = Manifest.read(path)
-    if manifest.vocab_size > vocab_size:
-        raise UserError(
-            f"{path} was tokenised with {manifest.tokenizer.name!r} of {manifest.vocab_size} entries, "
-            f"but model.vocab_size is {vocab_size}"
-        )
-    sequences = Sequences(manifest, split, seq_len, seed, limit_sequences)
-    if limit_sequences and sequences.length < limit_sequences and dp_rank == 0:
-        logger.warning(
-            f"The {split} split of {path} has {sequences.length} sequences of {seq_len} tokens; "
-            f"all are used instead of the {limit_sequences} requested."
-        )
-    return GlobalOrderLoader(
-        sequences,
-        {
-            "data.path (its content)": manifest.configuration_sha256,
-            "split": split,
-            "training.seq_len": seq_len,
-            "data.seed": sequences.seed,
-        },
-        local_batch_size=local_batch_size,
-        dp_rank=dp_rank,
-        dp_world_size=dp_world_size,
-        skip=parse_skip(skip),
-        worker_settings={
-            "num_workers": num_workers,
-            "prefetch_factor": prefetch_factor if num_workers else None,
-            "pin_memory": pin_memory and torch.accelerator.is_available(),
-            # torch draws a seed per iterator, which must not advance the global generator
-            "generator": torch.Generator(),
-        },
-    )

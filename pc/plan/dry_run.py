@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pc.data import Manifest, build_dataloader, require_same_tokenizer
+from pc.data import GlobalOrderLoader, Manifest, require_same_tokenizer
 from pc.data.demo import FOLDER as DEMO
 from pc.errors import UserError
 from pc.plan import memory
@@ -182,7 +182,7 @@ def _sequences(report: Report, config: Config, manifest: Manifest, split: str) -
     """Sequences of a split; 0 after adding what the run's own loader says against it."""
     sizes = {"seq_len": config.training.seq_len, "vocab_size": config.model.vocab_size}
     rank = {"local_batch_size": 1, "dp_rank": 0, "dp_world_size": 1}
-    loader = _tried(report, lambda: build_dataloader(manifest.folder, split, **sizes, **rank))
+    loader = _tried(report, lambda: GlobalOrderLoader(manifest.folder, split, **sizes, **rank))
     return loader.sequences.length if loader else 0
 
 

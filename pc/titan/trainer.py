@@ -248,7 +248,7 @@ class PCTrainer(torchtitan.train.Trainer):
 def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer, job_config: Config):
     """For TorchTitan's TrainSpec: shards in global order."""
     loader = job_config.training.dataloader
-    return data.build_dataloader(
+    return data.GlobalOrderLoader(
         job_config.data.path,
         "train",
         seed=job_config.data.seed,

@@ -6,7 +6,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.train import Trainer
 
-from pc.data import Manifest, build_dataloader, require_same_tokenizer
+from pc.data import GlobalOrderLoader, Manifest, require_same_tokenizer
 from pc.settings import Config
 from pc.titan.fsdp_sync import reshard
 
@@ -23,7 +23,7 @@ class FixedValidator:
         section = job_config.data
         folder = section.validation_path or section.path
         require_same_tokenizer(Manifest.read(section.path), Manifest.read(folder))
-        self._dataloader = build_dataloader(
+        self._dataloader = GlobalOrderLoader(
             folder,
             "validation",
             seq_len=job_config.training.seq_len,

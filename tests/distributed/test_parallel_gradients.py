@@ -71,14 +71,14 @@ def _in_float64() -> None:
 def _oracle(rank, config, levels) -> list[dict[str, torch.Tensor]]:
     """Gradients of one batch for each level of PC (None: the baseline), and their norm. No trainer, no sharding."""
     import pc
-    from pc.data import build_dataloader
+    from pc.data import GlobalOrderLoader
     from pc.settings import load_config
     from pc.titan.llama2 import Llama2, model_args
 
     tiny.add_tiny_flavor()
     _in_float64()
     settings = load_config(config, [])
-    loader = build_dataloader(
+    loader = GlobalOrderLoader(
         settings.data.path,
         "train",
         seq_len=settings.training.seq_len,

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from helpers import tiny
 from helpers.made_runs import make_evaluation_data, make_shards
 from helpers.ranks import run_ranks
-from pc.data import build_dataloader
+from pc.data import GlobalOrderLoader
 from pc.evaluate import hugging_face, plain_weights
 from pc.titan.checkpoint_folder import CheckpointFolder
 
@@ -48,7 +48,7 @@ def trained(train):
 @torch.no_grad()
 def validation_loss(llama, shards):
     """Mean over the tokens that the run of `tiny.CONFIG` validates on."""
-    loader = build_dataloader(
+    loader = GlobalOrderLoader(
         str(shards), "validation", seq_len=64, local_batch_size=2, dp_rank=0, dp_world_size=1, seed=0,
         vocab_size=32_000, limit_sequences=12,
     )  # fmt: skip

@@ -16,7 +16,7 @@ import tomli_w
 from helpers import tiny
 from helpers.made_runs import make_run, make_shards
 from pc import PCConfig
-from pc.data import Manifest, build_dataloader
+from pc.data import GlobalOrderLoader, Manifest
 from pc.data.shards import verify
 from pc.data.tokenizers import load_tokenizer
 from pc.errors import UserError
@@ -59,7 +59,7 @@ def _read_data(folder):
     manifest = Manifest.read(folder)
     verify(manifest)
     manifest.load_tokenizer()
-    loader = build_dataloader(
+    loader = GlobalOrderLoader(
         folder, "train", seed=0, seq_len=16, local_batch_size=2, dp_rank=0, dp_world_size=1,
         vocab_size=manifest.vocab_size,
     )  # fmt: skip

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from pc.data import Manifest, build_dataloader
+from pc.data import GlobalOrderLoader, Manifest
 from pc.data.shards import verify
 from pc.data.tokenizing import tokenize
 from pc.errors import UserError
@@ -20,7 +20,7 @@ def folder(shards, tmp_path):
 def use(folder, **kwargs):
     """Reads the training split once."""
     settings = dict(seq_len=16, local_batch_size=4, dp_rank=0, dp_world_size=1, vocab_size=32000)
-    loader = build_dataloader(folder, **settings | kwargs)
+    loader = GlobalOrderLoader(folder, **settings | kwargs)
     iterator = iter(loader)
     for _ in range(loader.sequences.length // 4):
         next(iterator)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pc.data import build_dataloader
+from pc.data import GlobalOrderLoader
 from pc.data.loader import IGNORED_LABEL
 from pc.data.order import shuffled
 from pc.data.shards import TokenStream
@@ -22,7 +22,7 @@ SEQ_LEN = 24
 def build(shards):
     def build(split="train", **kwargs):
         defaults = dict(seq_len=SEQ_LEN, local_batch_size=4, dp_rank=0, dp_world_size=1, seed=3, vocab_size=32000)
-        return build_dataloader(shards.folder, split, **defaults | kwargs)
+        return GlobalOrderLoader(shards.folder, split, **defaults | kwargs)
 
     return build
 
