@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from pc.analysis.signals import BLOCK_TITLES
 from pc.common.plots import save, subplots
 from pc.common.run_folder import newest_checkpoint, step_of, unique_names
 from pc.common.spectra import singular_values
@@ -17,6 +16,7 @@ from pc.config import BLOCK_SUFFIXES
 from pc.errors import UserError
 from pc.evaluate import plain_weights
 
+BLOCK_TITLES = {block.lower(): rf"$W_\mathrm{{{block}}}$" for block in ("Q", "K", "V", "O", "gate", "up", "down")}
 BLOCKS = ("o", "gate", "up", "down")
 BINS = 40
 

@@ -64,11 +64,6 @@ def test_a_run_that_diverged(tmp_path):
     assert "| None | 2 | 200 | nan | +nan | never | - |" in (tmp_path / "out" / "summary.md").read_text()
 
 
-def test_names_of_runs(tmp_path):
-    runs = [write_run(tmp_path / of / "run", []) for of in ("adamw", "muon")]
-    assert [run.name for run in read_logs([*runs, runs[0]])] == ["adamw/run", "muon/run"]
-
-
 def test_bars(tmp_path, monkeypatch):
     results = [
         {"config": "a.toml", "settings": {"pc.blocks": ["ffn", "o"]}, "validation_loss": 3.0, "spikes": 0},

@@ -1,6 +1,5 @@
 """A damaged or unsuitable data folder is refused by name, at the start or when the damage is read."""
 
-import json
 import shutil
 
 import pytest
@@ -71,21 +70,14 @@ def test_an_exchanged_tokenizer(folder):
         Manifest.read(folder).load_tokenizer()
 
 
-def change_manifest(folder, **changes):
-    content = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(content | changes))
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda folder: shutil.rmtree(folder), "does not exist"),
         (lambda folder: (folder / "manifest.json").unlink(), "is not finished"),
         (lambda folder: [(folder / f"{n}.json").unlink() for n in ("manifest", "plan")], "not a folder of token"),
-        (lambda folder: (folder / "manifest.json").write_text('{"format": 1'), "manifest.json is damaged"),
         (lambda folder: (folder / "manifest.json").write_text('{"format": 1}'), "manifest.json is damaged"),
-        (lambda folder: change_manifest(folder, dtype="int8"), "manifest.json is damaged .*dtype"),
-        (lambda folder: change_manifest(folder, format=9), "format 9"),
+        (lambda folder: (folder / "manifest.json").write_text('{"format": 9}'), "format 9"),
     ],
 )
 def test_folder_without_a_usable_manifest(make, message, folder):

@@ -65,11 +65,6 @@ def test_wider_numbers_only_when_needed(size, dtype):
     assert smallest_dtype(size) == dtype
 
 
-def test_default_is_the_open_32000_entry_tokenizer():
-    tokenizer = load_tokenizer("mistral-common")
-    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (32000, 1, 2)
-
-
 def test_hash_tells_tokenizers_apart(hugging_face_folder, tmp_path):
     config = json.loads((hugging_face_folder / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer.json").write_bytes((hugging_face_folder / "tokenizer.json").read_bytes())

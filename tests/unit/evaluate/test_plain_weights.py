@@ -76,22 +76,6 @@ def test_a_checkpoint_of_the_model_alone(copied, pc_run):
         plain_weights.load(copied)
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda step: (step / ".metadata").unlink(), r"incomplete checkpoint \(no .metadata"),
-        (
-            lambda step: (step.parent.parent / "config.toml").unlink(),
-            r"config\.toml: not the configuration of a run .*No such file",
-        ),
-    ],
-)
-def test_an_incomplete_run(copied, damage, message):
-    damage(copied)
-    with pytest.raises(UserError, match=message):
-        plain_weights.load(copied)
-
-
 def test_no_checkpoint_at_all(copied, tmp_path):
     for path, message in [
         (tmp_path / "nowhere", "no such checkpoint"),
