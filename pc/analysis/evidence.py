@@ -92,8 +92,8 @@ class Experiment:
 
     @property
     def tokens_per_parameter(self) -> float:
-        """Of a whole run; the tokens of a step are those of the first run's log."""
-        log = self.runs.log[0]
+        """Of a whole run; the tokens of a step are those of the longest log."""
+        log = max(self.runs.log, key=len)
         return self.config.training.steps * log.index[-1] / log.step.iloc[-1] / self.parameters
 
     @property
@@ -173,7 +173,7 @@ def read_experiments(folder: Path) -> list[Experiment]:
 
 
 def _run(line: dict, config: Config, arm: str) -> dict:
-    log = pd.DataFrame(line["log"]).set_index("tokens")
+    log = pd.DataFrame(line["log"] or {"tokens": []}).set_index("tokens")  # empty: diverged before a validation
     loss = math.inf if line["state"] == "diverged" else course(log, VALIDATION).iloc[-1]
     return {"arm": arm, "rate": config.optimizer.lr, "seed": config.debug.seed or 0, "loss": loss, "log": log}
 

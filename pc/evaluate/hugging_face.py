@@ -40,8 +40,6 @@ _ARCHITECTURE = (
 
 def llama_config(model_args: TransformerModelArgs, ffn_dim: int) -> LlamaConfig:
     """Hugging Face's config of TorchTitan's model."""
-    if model_args.rope_scaling_args.scaling_factor != 1.0:
-        raise ValueError("only unscaled RoPE (Llama 2) can be exported")
     return LlamaConfig(
         vocab_size=model_args.vocab_size,
         hidden_size=model_args.dim,

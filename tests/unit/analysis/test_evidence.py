@@ -41,7 +41,9 @@ def _sweep(folder, losses, config="c.toml", stops_at=None, flavor="nano", tokens
                 {"step": 5, "spectra/gmcn/pc": 7.0},
                 {"step": 5, "validation_loss": final},
             ]
-            kept = [line for line in lines if line["step"] <= (stops_at or {}).get(name, 5)]
+            kept = [line for line in lines if line["step"] <= (stops_at or {}).get(name, 5)] or [
+                {"step": 1, "loss": 9.0}
+            ]
             write_run(folder / name, [line | {"tokens": tokens * line["step"]} for line in kept])
             toml = CONFIG.format(on=str(on).lower(), rate=rate, seed=seed, flavor=flavor)
             (folder / name / "config.toml").write_text(toml)
@@ -105,7 +107,7 @@ def test_what_is_compared(tmp_path, losses, line):
 def test_diverged_runs_are_shown_counted_and_never_the_best(tmp_path):
     """No NaN in the file, which JSON does not know."""
     losses = LOSSES | {(True, 2e-3): [None, None, 4.0]}
-    experiment = _experiment(tmp_path, losses, stops_at={"True-0.002/seed-1": 3})
+    experiment = _experiment(tmp_path, losses, stops_at={"True-0.002/seed-1": 0})
     assert "NaN" not in (tmp_path / "kept" / "runs.jsonl").read_text()
     arms = evidence_report.arm_table(experiment.runs)
     assert "| pc on | **0.001** |" in arms and "| pc on | 0.002 | 1, 2 | 1 of 2 diverged |" in arms
