@@ -167,28 +167,22 @@ def size_table(experiments: Sequence[Experiment]) -> str:
 
 
 def plot(experiments: Sequence[Experiment], path: Path) -> Path:
-    """A row for each experiment: loss, difference and condition number of every seed over tokens per parameter, from a
-    tenth of the tokens on: the start hides the rest."""
+    """A row for each experiment: loss, difference and condition number of every seed over tokens per parameter."""
     figure, rows = subplots(len(experiments), 3, width=3.6, height=2.8, squeeze=False)
     names = ("validation loss (nats)", "difference (nats)", "condition number")
     for panels, one in zip(rows, experiments, strict=True):
         losses, differences, conditions = panels
-
-        def draw(axes, course: pd.Series, *style, one: Experiment = one, **options) -> None:
-            over = course.set_axis(course.index / one.parameters)
-            late = over[over.index > one.tokens_per_parameter / 10]
-            axes.plot(late.index, late, *style, linewidth=1, **options)
-
         colors = {name: f"C{i}" for i, name in enumerate(one.runs.arm.unique())}
         for name, arm in one.runs[one.runs.best].groupby("arm", sort=False):
-            label = f"{name}, {value_label(arm.rate.iloc[0])}"
+            style = {"color": colors[name], "linewidth": 1, "label": f"{name}, {value_label(arm.rate.iloc[0])}"}
             for log in judged(arm).log:
-                for axes, key in ((losses, VALIDATION), (conditions, CONDITION[0])):
-                    draw(axes, course(log, key), color=colors[name], label=label)
-                label = None  # one line of the legend per arm
+                losses.plot(_late(course(log, VALIDATION), one), **style)
+                conditions.plot(_late(course(log, CONDITION[0]), one), **style)
+                style["label"] = None  # one line of the legend per arm
         for pair in one.pairs():
             for _, over in _differences(pair).items():
-                draw(differences, over.dropna(), "-" if at_best(pair) else ":", color=colors[pair.arm.iloc[0]])
+                line, color = "-" if at_best(pair) else ":", colors[pair.arm.iloc[0]]
+                differences.plot(_late(over.dropna(), one), line, linewidth=1, color=color)
         differences.axhline(0, color="black", linewidth=0.5)
         for axes, name in zip(panels, names, strict=True):
             axes.set_xlabel("tokens per parameter")
@@ -196,6 +190,12 @@ def plot(experiments: Sequence[Experiment], path: Path) -> Path:
         losses.set_title(one.name, fontsize=8, loc="left")
         losses.legend(fontsize=6)
     return save(figure, path)
+
+
+def _late(values: pd.Series, experiment: Experiment) -> pd.Series:
+    """`values` by tokens per parameter, from a tenth of the tokens on: the start hides the rest."""
+    over = values.set_axis(values.index / experiment.parameters)
+    return over[over.index > experiment.tokens_per_parameter / 10]
 
 
 def report(folder: Path, margin: float) -> list[Path]:
