@@ -17,9 +17,8 @@ def main() -> None:
     from pc.analysis import theorem
 
     problem = theorem.make_problem(seed=arguments.seed)
-    region = theorem.bound(problem)
-    losses, inside = theorem.descend(problem, region, arguments.steps)
-    print(theorem.report(region, losses, inside))
+    losses, inside = theorem.descend(problem, problem.beta, arguments.steps)
+    print(theorem.report(problem, losses, inside))
 
 
 if __name__ == "__main__":
