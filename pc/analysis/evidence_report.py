@@ -188,7 +188,7 @@ def plot(experiments: Sequence[Experiment], path: Path) -> Path:
             axes.set_xlabel("tokens per parameter")
             axes.set_ylabel(name)
         losses.set_title(one.name, fontsize=8, loc="left")
-        losses.legend(fontsize=6)
+        conditions.legend(fontsize=6, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return save(figure, path)
 
 
