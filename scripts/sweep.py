@@ -42,14 +42,14 @@ def main() -> None:
         parser.error("two sweeps have the same folder; is one named twice?")
     # imported once the files are read, because this takes seconds
     from pc.launch import torchrun
-    from pc.sweep import equal_runs
+    from pc.sweep import equal_runs, plan_table
     from pc.sweep.results import collect, status_text
     from pc.sweep.run import run_all
     from pc.sweep.select import select
     from pc.sweep.submit import submit
 
     if arguments.action == "plan":
-        print(equal_runs.plan_text(sweeps, arguments.tflops, torchrun.processes_here()))
+        print(plan_table.table(sweeps, arguments.tflops, torchrun.processes_here()))
         return
     for sweep in sweeps:
         equal_runs.require_unchanged(sweep)

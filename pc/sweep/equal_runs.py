@@ -13,12 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from pc.common import run_folder
 from pc.errors import UserError
 from pc.launch.run import Run
-from pc.plan import cost
 from pc.settings import Config
 from pc.settings.chain import validated
 from pc.settings.identity import differing, result
@@ -118,40 +115,3 @@ def take_over(sweeps: Sequence[Sweep], world_size: int | None = None) -> None:
                 with contextlib.suppress(FileExistsError):  # another command already did this
                     run.folder.symlink_to(target, target_is_directory=True)
                     print(f"{run.name}: reused from {group.folder}, an equal run", flush=True)
-
-
-def plan_text(sweeps: Sequence[Sweep], tflops: float, world_size: int) -> str:
-    """The runs, their tokens and GPU-hours, and what remains to be trained.
-
-    Args:
-        tflops: TFLOP/s of one GPU.
-    """
-    groups = plan(sweeps, world_size)
-    costs = [_cost(group.runs[0], tflops, world_size) for group in groups]
-    lines = []
-    for group, one in zip(groups, costs, strict=True):
-        word = group.state if group.folder == group.runs[0].folder else f"{group.state} as {group.folder}"
-        for run in group.runs:
-            lines.append(f"{run.folder!s:<64} {_cost_text(*one)}  {word}")
-            word = f"equal to {group.runs[0].folder}"
-    counted = {
-        "in all": [len(group.runs) for group in groups],
-        "not equal to an earlier one": [1] * len(groups),
-        "to be trained": [int(group.state != "finished") for group in groups],
-    }
-    for what, counts in counted.items():
-        tokens, hours = np.dot(counts, np.reshape(costs, (-1, 2)))
-        lines.append(f"{f'{sum(counts)} runs {what}':<64} {_cost_text(tokens, hours)}")
-    return "\n".join(lines)
-
-
-def _cost(run: Run, tflops: float, world_size: int) -> tuple[int, float]:
-    """Tokens of a run, and hours of one GPU."""
-    plan = cost.Plan(run.config, run.overrides, world_size)
-    step, steps = plan.step_cost(), plan.config.training.steps
-    operations = step.model + (step.pc_step if plan.config.pc.enable else 0)
-    return steps * step.tokens, steps * operations / (3600e12 * tflops)
-
-
-def _cost_text(tokens: int, hours: float) -> str:
-    return f"{tokens / 1e6:>12,.1f} M tokens {f'{hours:,.1f}' if hours >= 10 else f'{hours:.2g}':>9} GPU-hours"

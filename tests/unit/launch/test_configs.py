@@ -10,7 +10,7 @@ from pc.launch import local
 from pc.plan.dry_run import check
 from pc.settings import load_config
 from pc.settings.layout import accumulation_steps
-from pc.sweep import equal_runs
+from pc.sweep import equal_runs, plan_table
 from pc.sweep.spec import load
 
 ROOT = Path(__file__).parents[3]
@@ -143,7 +143,7 @@ def test_the_plans_gpu_hours(monkeypatch):
     monkeypatch.chdir(ROOT)
     flops = 6 * (PARAMETERS["271M"] - 32_000 * 1024) + 6 * 16 * 1024 * 8192
     hours = 22_000 * 320 * 8192 * flops / (400e12 * 3600)
-    text = equal_runs.plan_text([load("train_configs/sweeps/271m_main.toml")], 400.0, 8)
+    text = plan_table.table([load("train_configs/sweeps/271m_main.toml")], 400.0, 8)
     *_, tokens, _, _, planned, _ = text.splitlines()[-3].split()
     assert tokens == "230,686.7" and float(planned) == pytest.approx(4 * hours, rel=1e-3)
 

@@ -16,7 +16,7 @@ from pc.launch.slurm import Allocation
 from pc.plan.dry_run import Report
 from pc.settings import load_config, write_config
 from pc.settings.identity import differing, result
-from pc.sweep import equal_runs
+from pc.sweep import equal_runs, plan_table
 from pc.sweep.results import collect, status_text
 from pc.sweep.run import run_all
 from pc.sweep.spec import load
@@ -131,7 +131,7 @@ def test_baselines_do_not_differ_in_what_pc_would_do(folder):
 def test_an_equal_run_that_diverged_is_a_result_of_both_sweeps(folder):
     finish("pc.toml", ["--pc.level=3"], folder / "outputs" / "by-hand", "diverged")
     sweep = load("level.toml")
-    assert "diverged as outputs/by-hand" in equal_runs.plan_text([sweep], 400.0, 1)
+    assert "diverged as outputs/by-hand" in plan_table.table([sweep], 400.0, 1)
     equal_runs.take_over([sweep])
     assert [(result["state"], result["validation_loss"]) for result in collect(sweep)] == [("diverged", None)]
 
@@ -141,7 +141,7 @@ def test_equal_runs_of_two_sweeps_and_of_a_config_are_trained_once(folder, train
     with open(folder / "outputs" / "by-hand" / "config.toml", "a") as config:
         config.write("[of_the_past]\nkey = 1\n")  # by another version
     sweeps = [load("level.toml"), load("blocks.toml")]
-    text = equal_runs.plan_text(sweeps, 400.0, 1)
+    text = plan_table.table(sweeps, 400.0, 1)
     assert "level/level-3 " in text and "finished as outputs/by-hand" in text
     assert "equal to outputs/sweeps/level/level-4" in text
     assert [line.split()[0] for line in text.splitlines()[-3:]] == ["4", "3", "2"]

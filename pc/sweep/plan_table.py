@@ -1,0 +1,43 @@
+"""The runs of sweeps before they are trained: tokens, GPU-hours and what remains."""
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from pc.launch.run import Run
+from pc.plan import cost
+from pc.sweep import equal_runs
+from pc.sweep.spec import Sweep
+
+
+def table(sweeps: Sequence[Sweep], tflops: float, world_size: int) -> str:
+    """A line for each run, then sums.
+
+    Args:
+        tflops: TFLOP/s of one GPU.
+    """
+    rows = []
+    for group in equal_runs.plan(sweeps, world_size):
+        first = group.runs[0]
+        said = group.state if group.folder == first.folder else f"{group.state} as {group.folder}"
+        costs = _cost(first, tflops, world_size)
+        for run in group.runs:
+            rows.append((str(run.folder), *costs, said))
+            said = f"equal to {first.folder}"
+    runs = pd.DataFrame(rows, columns=["run", "tokens", "hours", "said"])
+    different = runs[~runs.said.str.startswith("equal to ")]
+    waiting = different[~different.said.str.startswith("finished")]
+    for what, some in (("in all", runs), ("not equal to an earlier one", different), ("to be trained", waiting)):
+        rows.append((f"{len(some)} runs {what}", some.tokens.sum(), some.hours.sum(), ""))
+    return "\n".join(
+        f"{run:<64} {tokens / 1e6:>12,.1f} M tokens {hours:>9,.2f} GPU-hours  {said}".rstrip()
+        for run, tokens, hours, said in rows
+    )
+
+
+def _cost(run: Run, tflops: float, world_size: int) -> tuple[int, float]:
+    """Tokens of a run, and hours of one GPU."""
+    plan = cost.Plan(run.config, run.overrides, world_size)
+    step, steps = plan.step_cost(), plan.config.training.steps
+    operations = step.model + (step.pc_step if plan.config.pc.enable else 0)
+    return steps * step.tokens, steps * operations / (3600e12 * tflops)
