@@ -10,7 +10,11 @@ python scripts/sweep.py select SWEEP.toml...
 import argparse
 
 from pc.common.errors import exit_on_user_error
+from pc.launch import torchrun
 from pc.launch.slurm import Allocation
+from pc.sweep import equal_runs
+from pc.sweep.results import collect, status_text
+from pc.sweep.run import run_all
 from pc.sweep.spec import load
 
 
@@ -40,15 +44,9 @@ def main() -> None:
     sweeps = [load(path) for path in arguments.sweeps]
     if len({sweep.folder.resolve() for sweep in sweeps}) < len(sweeps):
         parser.error("two sweeps have the same folder; is one named twice?")
-    # imported once the files are read, because this takes seconds
-    from pc.launch import torchrun
-    from pc.sweep import equal_runs, plan_table
-    from pc.sweep.results import collect, status_text
-    from pc.sweep.run import run_all
-    from pc.sweep.select import select
-    from pc.sweep.submit import submit
-
     if arguments.action == "plan":
+        from pc.sweep import plan_table  # takes seconds
+
         print(plan_table.table(sweeps, arguments.tflops, torchrun.processes_here()))
         return
     for sweep in sweeps:
@@ -57,12 +55,16 @@ def main() -> None:
     if arguments.action == "run":
         run_all(sweeps)
     elif arguments.action == "submit":
+        from pc.sweep.submit import submit  # takes seconds
+
         print(submit(sweeps, arguments.at_a_time, Allocation.of(arguments)))
     elif arguments.action == "status":
         for sweep in sweeps:
             collect(sweep)
             print(status_text(sweep))
     else:
+        from pc.sweep.select import select  # draws
+
         for sweep in sweeps:
             print(select(sweep))
 

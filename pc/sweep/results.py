@@ -7,10 +7,10 @@ from collections import Counter
 import pandas as pd
 
 from pc.common.files import write_atomically
+from pc.common.loss_spikes import LossSpikes
 from pc.common.run_folder import read_log, state_of
 from pc.launch.run import Run
 from pc.sweep.spec import VALIDATION, Sweep
-from pc.titan.metrics import LossSpikes
 
 
 def status_text(sweep: Sweep) -> str:

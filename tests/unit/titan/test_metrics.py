@@ -7,10 +7,11 @@ import torch
 from torchtitan.components.metrics import BaseLogger
 from torchtitan.tools.logging import logger as torchtitan_logger
 
+from pc.common.loss_spikes import LossSpikes
 from pc.settings import Config
 from pc.titan.cpu import use_cpu_where_there_is_no_gpu
 from pc.titan.job_config import JobConfig
-from pc.titan.metrics import JsonLinesLogger, LossSpikes, build_metrics_processor
+from pc.titan.metrics import JsonLinesLogger, build_metrics_processor
 
 
 def test_json_lines_survive_a_cut_and_keep_json(tmp_path):
