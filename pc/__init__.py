@@ -18,26 +18,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pc import owner, polynomial, spectral
-    from pc.config import PCConfig
-    from pc.cuts import Cut
+    from pc.config import Cut, PCConfig
     from pc.errors import UserError
     from pc.linear import PCLinear, effective_weight
     from pc.muon import Muon
-    from pc.schedules import schedule
     from pc.start import preserve
+    from pc.step import schedule
     from pc.weights import attach, describe, merge, named_weights, refresh
 
 __version__ = "0.1.0"
 
 # Imported when first used: the packages of the recipe that read settings need no torch.
 _NAMES = {
-    "config": ["PCConfig"],
-    "cuts": ["Cut"],
+    "config": ["Cut", "PCConfig"],
     "errors": ["UserError"],
     "linear": ["PCLinear", "effective_weight"],
     "muon": ["Muon"],
-    "schedules": ["schedule"],
     "start": ["preserve"],
+    "step": ["schedule"],
     "weights": ["attach", "describe", "merge", "named_weights", "refresh"],
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}

@@ -1,16 +1,13 @@
-"""`PCConfig`: which weights PC applies to, and how. Training, scoring and plots share it. Needs no torch."""
+"""`PCConfig` and `Cut`: which weights PC applies to, and how. Training, scoring and plots share it. Needs no torch."""
 
 import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any
 
 from pc.errors import UserError
 from pc.levels import Coefficients, Map, resolve
-
-if TYPE_CHECKING:
-    from pc.cuts import Cut
 
 # The paper's short names for the linear layers of a Llama block, as suffixes of module names:
 # TorchTitan's first, then Hugging Face's.
@@ -32,6 +29,26 @@ Level = int | str | Coefficients
 
 
 @dataclass(frozen=True)
+class Cut:
+    """The parts of a weight, in the order of their rows."""
+
+    blocks: tuple[str, ...] = ("",)
+    """Name of each part: q, k, v, o, gate, up, down, or one of your own that `PCConfig.blocks` does not name."""
+
+    sizes: tuple[int, ...] = ()
+    """Relative number of rows of each part; empty: all equal."""
+
+    repeats: int = 1
+    """How often the parts follow each other: GPT-NeoX stores q, k and v of one head, then of the next."""
+
+    head_dim: int = 0
+    """Rows of one matrix, if each part is cut into heads."""
+
+    transposed: bool = False
+    """Stored as [inputs, outputs]."""
+
+
+@dataclass(frozen=True)
 class PCConfig:
     """How weights are preconditioned (paper, algorithm 1).
 
@@ -50,7 +67,7 @@ class PCConfig:
     heads: tuple[str, ...] = ()
     """Blocks out of q, k, v whose weights are one matrix for each attention head."""
 
-    cuts: Mapping[str, Optional["Cut"]] | None = None
+    cuts: Mapping[str, Cut | None] | None = None
     """How weights other than those of plain linear layers are cut into matrices (`pc.Cut`), by patterns of parameter
     names; None: not one of the blocks. Classes in `pc.cuts.KNOWN` need no entry."""
 
@@ -106,6 +123,7 @@ class PCConfig:
     @cached_property
     def map(self) -> Map:
         """The map g of a config with one level (see `for_block`)."""
+        assert not isinstance(self.level, Mapping)
         return resolve(self.level)
 
     def for_block(self, block: str) -> "PCConfig":

@@ -12,30 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pc.config import PCConfig
+from pc.config import Cut, PCConfig
 from pc.errors import UserError
 from pc.owner import matrix_cost
 from pc.spectral import initial_vectors
-
-
-@dataclass(frozen=True)
-class Cut:
-    """The parts of a weight, in the order of their rows."""
-
-    blocks: tuple[str, ...] = ("",)
-    """Name of each part: q, k, v, o, gate, up, down, or one of your own that `PCConfig.blocks` does not name."""
-
-    sizes: tuple[int, ...] = ()
-    """Relative number of rows of each part; empty: all equal."""
-
-    repeats: int = 1
-    """How often the parts follow each other: GPT-NeoX stores q, k and v of one head, then of the next."""
-
-    head_dim: int = 0
-    """Rows of one matrix, if each part is cut into heads."""
-
-    transposed: bool = False
-    """Stored as [inputs, outputs]."""
 
 
 @dataclass(frozen=True)

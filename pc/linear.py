@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pc import polynomial
-from pc.config import PCConfig
-from pc.cuts import Cut, Form, form_of
+from pc.config import Cut, PCConfig
+from pc.cuts import Form, form_of
 from pc.spectral import power_iteration, spectral_norm_estimate, without_autocast
 
 

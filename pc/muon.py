@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
-from pc.config import PCConfig
-from pc.cuts import Cut, Form, form_of
+from pc.config import Cut, PCConfig
+from pc.cuts import Form, form_of
 from pc.owner import Plan
 from pc.shards import local
 

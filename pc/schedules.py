@@ -14,15 +14,13 @@ A loop without a `torch.optim` optimizer makes all calls itself: `pc.schedule(mo
 each step `pull_back()`, `restore_raw()`, the step, `materialise()`.
 """
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pc.errors import UserError
 from pc.shards import local
-from pc.weights import NO_SCHEDULE, Weight, clean_name, named_weights
+from pc.weights import Weight
 
 # Phases: what the weights and their gradients are.
 RAW = "raw"
@@ -50,56 +48,6 @@ REFUSED = {
     ("materialise", PULLED): NOT_RESTORED,
     ("state_dict", RAW): "state_dict() while the weights hold W; call materialise() first",
 }  # fmt: skip
-
-
-def schedule(models: nn.Module | Iterable[nn.Module], *optimizers: Optimizer) -> "Schedule":
-    """The schedule that `PCConfig.schedule` names, for models after `pc.attach`.
-
-    Args:
-        models: the model, or a list of its parts on this rank under pipeline parallelism; after sharding, with weights
-            off the meta device.
-        optimizers: all that train the model. The schedule follows them from now on (`follow`), and the model is ready.
-            Without optimizers, call `materialise` before the first forward pass, once the weights are initialised or
-            loaded, unless a state is loaded; and `follow` later, or `restore_raw` and `materialise` around each step.
-
-    A copy of the model alone can be evaluated, but not trained. To train a copy, copy all three together:
-    `copy.deepcopy((model, optimizer, schedule))`.
-
-    Raises:
-        UserError: no weight is marked, or one is on the meta device, is below float32, is shared, or has a schedule
-            already; those of `follow`.
-    """
-    from pc.step import StepSchedule
-
-    models = [models] if isinstance(models, nn.Module) else list(models)
-    weights = [weight for model in models for _, weight in named_weights(model)]
-    if not weights:
-        raise UserError("pc.schedule found no weight with PC; call pc.attach(model, pc.PCConfig(...)) first")
-    _require_usable(models, weights)
-    kind = StepSchedule if weights[0].config.schedule == "step" else Schedule
-    made = kind(models, {weight.name: weight for weight in weights})
-    if optimizers:
-        made.follow(*optimizers)
-        made.materialise()
-    return made
-
-
-def _require_usable(models: list[nn.Module], weights: list[Weight]) -> None:
-    holders: dict[int, list[str]] = {}
-    for model in models:
-        for name, module in model.named_modules():
-            for parameter in module.parameters(recurse=False):
-                holders.setdefault(id(parameter), []).append(clean_name(name))
-    for weight in weights:
-        if len(sharing := holders[id(weight.parameter)]) > 1:
-            raise UserError(f"{weight.name} shares its weight: {', '.join(sharing)}; PC needs a separate weight")
-        if [other.name for other in weights].count(weight.name) > 1:
-            raise UserError(f"two models have a weight {weight.name} with PC; give each model its own pc.schedule")
-        if weight.missing != NO_SCHEDULE:
-            raise UserError(
-                f"{weight.name} has a schedule already, which holds its W; use that one. To copy a model: "
-                "copy.deepcopy((model, optimizer, schedule)). To start again from PC(W): pc.merge, then pc.attach"
-            )
 
 
 class Schedule:

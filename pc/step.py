@@ -1,4 +1,4 @@
-"""Schedule "step": compute PC(W) once per optimizer step, because the weights change only then.
+"""`schedule` makes either schedule. Here is "step": compute PC(W) once per optimizer step, because the weights change only then.
 
 Between steps a weight *is* PC(W), so forward and backward passes are those of a plain model, for any number of
 micro-batches and any parallelism. `pull_back` is linear in the gradient, so one call on the accumulated gradient equals
@@ -6,7 +6,7 @@ the sum of the backward passes of schedule "forward". Both passes need full matr
 rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from pc import passes
 from pc.cuts import Form
@@ -23,10 +24,58 @@ from pc.owner import Item, Plan
 from pc.schedules import PC, PULLED, RAW, TWICE, Schedule, require_real
 from pc.shards import local, shard_like
 from pc.spectral import without_autocast
-from pc.weights import Weight
+from pc.weights import NO_SCHEDULE, Weight, clean_name, named_weights
 
 # How far the norm of a shard may be from that of the PC(W) that was written, relative to it: rounding.
 UNCHANGED = 1e-6
+
+
+def schedule(models: nn.Module | Iterable[nn.Module], *optimizers: Optimizer) -> Schedule:
+    """The schedule that `PCConfig.schedule` names, for models after `pc.attach`.
+
+    Args:
+        models: the model, or a list of its parts on this rank under pipeline parallelism; after sharding, with weights
+            off the meta device.
+        optimizers: all that train the model. The schedule follows them from now on (`follow`), and the model is ready.
+            Without optimizers, call `materialise` before the first forward pass, once the weights are initialised or
+            loaded, unless a state is loaded; and `follow` later, or `restore_raw` and `materialise` around each step.
+
+    A copy of the model alone can be evaluated, but not trained. To train a copy, copy all three together:
+    `copy.deepcopy((model, optimizer, schedule))`.
+
+    Raises:
+        UserError: no weight is marked, or one is on the meta device, is below float32, is shared, or has a schedule
+            already; those of `follow`.
+    """
+    models = [models] if isinstance(models, nn.Module) else list(models)
+    weights = [weight for model in models for _, weight in named_weights(model)]
+    if not weights:
+        raise UserError("pc.schedule found no weight with PC; call pc.attach(model, pc.PCConfig(...)) first")
+    _require_usable(models, weights)
+    kind = StepSchedule if weights[0].config.schedule == "step" else Schedule
+    made = kind(models, {weight.name: weight for weight in weights})
+    if optimizers:
+        made.follow(*optimizers)
+        made.materialise()
+    return made
+
+
+def _require_usable(models: list[nn.Module], weights: list[Weight]) -> None:
+    holders: dict[int, list[str]] = {}
+    for model in models:
+        for name, module in model.named_modules():
+            for parameter in module.parameters(recurse=False):
+                holders.setdefault(id(parameter), []).append(clean_name(name))
+    for weight in weights:
+        if len(sharing := holders[id(weight.parameter)]) > 1:
+            raise UserError(f"{weight.name} shares its weight: {', '.join(sharing)}; PC needs a separate weight")
+        if [other.name for other in weights].count(weight.name) > 1:
+            raise UserError(f"two models have a weight {weight.name} with PC; give each model its own pc.schedule")
+        if weight.missing != NO_SCHEDULE:
+            raise UserError(
+                f"{weight.name} has a schedule already, which holds its W; use that one. To copy a model: "
+                "copy.deepcopy((model, optimizer, schedule)). To start again from PC(W): pc.merge, then pc.attach"
+            )
 
 
 class StepSchedule(Schedule):

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from pc.config import BLOCK_GROUPS, BLOCK_SUFFIXES, PCConfig, block_of, matches
-from pc.cuts import Cut, Form, form_of, known_cuts
+from pc.config import BLOCK_GROUPS, BLOCK_SUFFIXES, Cut, PCConfig, block_of, matches
+from pc.cuts import Form, form_of, known_cuts
 from pc.errors import UserError
 from pc.linear import PCLinear
 
@@ -83,21 +83,19 @@ class Weight:
         self.missing = call
 
 
-def attach(model: nn.Module, config: PCConfig, preserve: bool = False) -> nn.Module:
+def attach(model: nn.Module, config: PCConfig) -> nn.Module:
     """Mark the weights that `config.blocks` matches, in place; returns the model.
 
     In schedule "step" a layer keeps its class and gets a parameter gamma beside its weight. In schedule "forward" an
     `nn.Linear` becomes a `pc.PCLinear`. Forward passes are refused until `pc.schedule` is called. Call `attach` before
     wrapping with DDP, FSDP or torch.compile, and before creating the optimizer, which must hold the gammas.
 
-    Args:
-        preserve: choose W so that PC(W) equals the current weight and the model's outputs do not change. Use it for
-            trained weights. Otherwise the current weight becomes W.
+    The current weight becomes W. For trained weights call `pc.preserve` next: it makes the current weight PC(W).
 
     Raises:
         UserError: an entry of `blocks` matches nothing, or a weight without a cut, or misses a weight beside those that
             it finds; a weight is matched twice; the model has PC already, or is wrapped; in schedule "forward", a
-            weight that is not an `nn.Linear`'s; with `preserve`, those of `pc.preserve`.
+            weight that is not an `nn.Linear`'s.
     """
     for module in model.modules():
         if hasattr(module, "pc_weights"):
@@ -114,10 +112,6 @@ def attach(model: nn.Module, config: PCConfig, preserve: bool = False) -> nn.Mod
         ignored = [name for name, parameter in model.named_parameters() if id(parameter) in gammas]
         ignored += getattr(model, "_ddp_params_and_buffers_to_ignore", [])
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
-    if preserve:
-        from pc import start  # which imports this module
-
-        start.preserve(model)
     return model
 
 

@@ -5,7 +5,8 @@ import torchtitan.train
 from torch import Tensor
 
 from pc.common.errors import exit_on_user_error
-from pc.schedules import RAW, schedule
+from pc.schedules import RAW
+from pc.step import schedule
 from pc.weights import named_weights
 
 

@@ -15,10 +15,10 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
-from pc.config import block_of
-from pc.cuts import Cut
-from pc.schedules import Schedule, schedule
+from pc.config import Cut, block_of
+from pc.schedules import Schedule
 from pc.settings.optimizers import KINDS, Optimizer
+from pc.step import schedule
 from pc.weights import clean_name, named_weights
 
 

@@ -139,7 +139,8 @@ def test_sharded_cuts_equal_whole_ones(layout):
 
 def test_cut_weights_are_preserved_and_merged():
     """PC(W) is the given weight, rows without PC are untouched, and the merged model is the plain one."""
-    model = pc.attach(plain(), CONFIG, preserve=True)
+    model = pc.attach(plain(), CONFIG)
+    pc.preserve(model)
     schedule = pc.schedule(model)
     schedule.materialise()
     for name, weight in schedule.weights.items():

@@ -44,7 +44,7 @@ def test_the_weight_comes_back_in_float32_at_the_60m_shapes(level, shape):
 def test_an_attached_model_computes_what_it_did(schedule, level):
     x, model = toy_batch(0), toy_model()
     expected = model(x)
-    pc.attach(model, PCConfig(level=level, schedule=schedule), preserve=True)
+    pc.preserve(pc.attach(model, PCConfig(level=level, schedule=schedule)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     made = pc.schedule(model, optimizer)
     # an epsilon of 1e-7 beside norms near 1
@@ -64,7 +64,8 @@ def test_a_weight_of_zeros_and_one_of_one_row():
         model[0].weight.zero_()
     x = torch.randn(5, 4)
     expected = model(x)
-    pc.schedule(pc.attach(model, PCConfig(blocks=("0*", "1*")), preserve=True)).materialise()
+    pc.preserve(pc.attach(model, PCConfig(blocks=("0*", "1*"))))
+    pc.schedule(model).materialise()
     torch.testing.assert_close(model(x), expected)
 
 
@@ -78,4 +79,4 @@ def test_a_weight_of_zeros_and_one_of_one_row():
 )
 def test_what_cannot_be_preserved_is_refused(values, said):
     with pytest.raises(UserError, match=said):
-        pc.attach(toy_model(), PCConfig(**values), preserve=True)
+        pc.preserve(pc.attach(toy_model(), PCConfig(**values)))
