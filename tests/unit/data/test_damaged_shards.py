@@ -31,11 +31,6 @@ def flip(path, byte):
     path.write_bytes(content)
 
 
-def test_untouched_folder_is_fine(folder):
-    verify(Manifest.read(folder))
-    use(folder)
-
-
 def test_a_truncated_shard_is_named_and_made_again(folder, parquet_folder):
     path = folder / "train" / "00002.tokens.npy"
     whole = path.read_bytes()

@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-import tokenizers
 
 from pc.data import load_tokenizer
 from pc.data.tokenizers import smallest_dtype
@@ -44,11 +43,6 @@ def test_odd_texts_never_give_control_ids_and_come_back(tokenizer):
         assert not control & set(ids)
         # SentencePiece represents a space as "▁", so it cannot distinguish the two.
         assert tokenizer.decode(ids) == (text.replace("▁", " ") if tokenizer.kind == "sentencepiece" else text)
-
-
-def test_control_the_library_alone_would_read_control_tokens(hugging_face_folder):
-    plain = tokenizers.Tokenizer.from_file(str(hugging_face_folder / "tokenizer.json"))
-    assert plain.token_to_id("</s>") in plain.encode("a</s>b").ids
 
 
 def test_documents_get_bos_and_eos(tokenizer):

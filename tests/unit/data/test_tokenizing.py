@@ -7,7 +7,6 @@ import signal
 import zipfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -226,17 +225,6 @@ def test_hub_subset_gives_its_files(tmp_path, write_parquet):
     assert files == ["sample/10BT/000.parquet", "sample/10BT/001.parquet"]
     with pytest.raises(UserError, match="no-such-subset"):
         find_hub_files(str(tmp_path), "no-such-subset")
-
-
-def test_the_manifest_says_what_was_done(shards, parquet_folder):
-    text = describe(shards)
-    whole = np.concatenate([np.load(shards.folder / shard.tokens_file) for shard in shards.shards["train"]])
-    assert len(whole) == shards.tokens("train") and np.sum(whole == 1) == shards.documents("train")
-    for expected in (str(parquet_folder), "(5 files)", "mistral-common", "0.2", f"{len(whole):,} tokens"):
-        assert expected in text
-    assert shards.documents("train") + shards.documents("validation") == 400
-    assert Manifest.read(shards.folder) == shards
-    assert shards.load_tokenizer().sha256 == shards.tokenizer.sha256
 
 
 def test_demo_is_made_once_and_continues_after_a_stop(tmp_path, monkeypatch):

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, LlamaTokenizer
+from transformers import AutoTokenizer
 
 from pc import UserError
 from pc.data.tokenizers import load_tokenizer
@@ -35,13 +35,6 @@ def test_saved_files_give_the_same_in_transformers_and_here(tmp_path):
     for text in tokenizers.PROBES:
         assert loaded.encode(text) == again.encode(text) == [1, *training.encode(text)] == [1, *TRAINING.encode(text)]
     assert (loaded.bos_token_id, loaded.eos_token_id, len(loaded)) == (1, 2, 32_000)
-
-
-def test_control_transformers_own_conversion_differs(tmp_path):
-    """The reason for our own conversion: transformers 5 splits runs of spaces and leading spaces differently."""
-    (tmp_path / "tokenizer.model").write_bytes(TRAINING.files["tokenizer.model"])
-    theirs = LlamaTokenizer.from_pretrained(tmp_path)
-    assert theirs.encode("a  b   c", add_special_tokens=False) != TRAINING.encode("a  b   c")
 
 
 def test_a_tiktoken_encoding_is_converted(tiny_encoding, tmp_path):

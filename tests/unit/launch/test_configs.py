@@ -1,12 +1,10 @@
 """Every TOML that is shipped loads and dry-runs; the main ones hold the paper's numbers."""
 
 import math
-import sys
 from pathlib import Path
 
 import pytest
 
-from pc.launch import local
 from pc.plan.dry_run import check
 from pc.settings import load_config
 from pc.settings.layout import accumulation_steps
@@ -146,14 +144,3 @@ def test_the_plans_gpu_hours(monkeypatch):
     text = plan_table.table([load("train_configs/sweeps/271m_main.toml")], 400.0, 8)
     *_, tokens, _, _, planned, _ = text.splitlines()[-3].split()
     assert tokens == "230,686.7" and float(planned) == pytest.approx(4 * hours, rel=1e-3)
-
-
-def test_help_shows_keys_descriptions_and_the_configs_values(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["local", str(ROOT / "train_configs" / "271m_muon_pc.toml"), "--help"])
-    monkeypatch.setenv("COLUMNS", "200")
-    with pytest.raises(SystemExit) as ending:
-        local.main()
-    assert ending.value.code == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "Peak learning rate. (default: 0.004243)" in shown
-    assert "--pc.level" in shown and "Strength: 1 to 4" in shown

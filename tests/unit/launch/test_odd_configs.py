@@ -49,21 +49,3 @@ def test_every_number_has_a_range_and_is_finite():
         for value in ("nan", "inf", "-inf", "-1e9", "1e12", "1" + "0" * 24):
             with pytest.raises(UserError, match=f"command line: {key} = "):
                 load_config(DEBUG, [f"--{key}={value}"])
-
-
-FILES = {
-    "syntax": b"[training\nsteps = 1",
-    "encoding": "[job]\ndescription = 'é'".encode("latin-1"),
-    "binary": bytes(range(256)),
-    "parent is a folder": b'parent = "."',
-}
-
-
-@pytest.mark.parametrize("kind", FILES)
-def test_files_that_are_no_configs(tmp_path, kind):
-    file = tmp_path / "it.toml"
-    file.write_bytes(FILES[kind])
-    with pytest.raises(UserError) as raised:
-        check(file, [], 1)
-    assert str(file) in str(raised.value) and str(raised.value).count("\n") <= 1
-    assert list(tmp_path.iterdir()) == [file]

@@ -80,20 +80,6 @@ def test_a_set_up_environment_is_used_at_once_and_from_anywhere(checkout, config
     assert done.stdout == f"{checkout}|-m pc.launch.local {checkout}/train_configs/debug.toml --training.steps 5\n"
 
 
-def test_the_tests_needs_are_installed_for_the_tests_alone(checkout):
-    environment = made_environment(checkout, "[all]")
-    for again in (False, True):
-        done = run(checkout, str(checkout / "run_tests.sh"), "-k", "nothing", VIRTUAL_ENV=str(environment))
-        assert done.returncode == 0, done.stderr
-        assert (
-            f"-m pip install --quiet --constraint {checkout}/constraints.txt --editable {checkout}[dev]\n"
-            in done.stdout
-        ) is not again
-        assert done.stdout.endswith(
-            f"{checkout}|-m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder -k nothing\n"
-        )
-
-
 def test_constraints_fit_the_requirements():
     """Every requirement but torch and triton has one pinned version, and it is in the range that pyproject.toml gives."""
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]

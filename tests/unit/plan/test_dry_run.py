@@ -20,25 +20,6 @@ from pc.titan.parallelize import SAVED_OPERATIONS
 CONFIG = ROOT / "train_configs" / "1b_adamw_pc.toml"
 
 
-@pytest.mark.parametrize(
-    "overrides, world_size, said",
-    [
-        ([], 3, "Nearest that fit: global_batch_size 312 or 324"),
-        (["--parallelism.tensor_parallel_degree=32"], 32, "should divide the 16 (key-value) heads"),
-        (["--training.steps=0"], 8, "training.steps = 0 should be"),
-        (["--lr_scheduler.warmup_steps=70000"], 8, "lr_scheduler.warmup_steps"),
-        (["--pc.blocks=o,ffm"], 8, "'ffm' is not a block"),
-        (["--checkpoint.last_save_in_hf"], 8, "checkpoint.last_save_in_hf"),
-    ],
-)
-def test_one_fault_is_one_error(overrides, world_size, said):
-    try:
-        errors = check(CONFIG, overrides, world_size, needs_data=False).errors
-    except UserError as error:  # a wrong value, not a wrong combination
-        errors = str(error).splitlines()
-    assert len(errors) == 1 and said in errors[0]
-
-
 def test_disk_space_is_of_all_checkpoints_that_are_kept():
     for keep, kept in ((2, 2 + 1), (0, 31)):
         words = ["--training.steps=600", "--checkpoint.interval=20", f"--checkpoint.keep_latest_k={keep}"]

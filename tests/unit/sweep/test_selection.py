@@ -8,7 +8,7 @@ import tomllib
 import pytest
 
 from helpers.made_runs import write_run
-from pc.common.run_folder import is_locked, lock, newest_step, read_log, state_of, time_left
+from pc.common.run_folder import is_locked, lock, read_log, state_of, time_left
 from pc.errors import UserError
 from pc.settings import load_config
 from pc.sweep.bars import read_results
@@ -156,13 +156,3 @@ def test_the_lock_outlives_its_launcher_in_the_trainer(tmp_path):
     assert is_locked(tmp_path)
     trainer.communicate(b"\n")
     assert not is_locked(tmp_path)
-
-
-def test_latest_checkpoint_counts_complete_ones(tmp_path):
-    for step, complete in ((5, True), (10, True), (15, False)):
-        folder = tmp_path / "checkpoint" / f"step-{step}"
-        folder.mkdir(parents=True)
-        if complete:
-            (folder / ".metadata").touch()
-    assert newest_step(tmp_path) == 10
-    assert newest_step(tmp_path / "none") == 0
