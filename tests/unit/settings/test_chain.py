@@ -274,3 +274,10 @@ def test_help_of_a_script_needs_no_torch(script):
 def test_a_mistake_is_not_queued_and_needs_no_torch():
     status, output = run_script("scripts/slurm/submit.py", "train_configs/271m_adamw_pc.toml", "--pc.blocks=ffm")
     assert status == 2 and "error: pc.blocks: 'ffm' is not a block" in output
+
+
+def test_a_line_break_in_an_override_cannot_leave_the_comment(write, tmp_path):
+    leaf, text = write("leaf.toml", ""), "x\n[training]\nsteps = 1"
+    write_config(load_config(leaf, ["--job.description", text]), tmp_path / "c.toml")
+    values = tomllib.loads((tmp_path / "c.toml").read_text())
+    assert values == {"job": {"description": text, "dump_folder": "outputs/leaf"}}
