@@ -44,15 +44,15 @@ def here(slurm, monkeypatch, tmp_path, tiny_shards):
     return write_small_config(tmp_path / "small.toml", tiny_shards, steps=40, interval=4)
 
 
-def process_of(folder: Path, module: str = "pc.launch.worker") -> int:
-    """Process id of a program that trains into `folder`: by default a rank."""
+def process_of(folder: Path) -> int:
+    """Process id of a rank that trains into `folder`."""
     for process in Path("/proc").iterdir():
         if process.name.isdecimal():
             try:
                 words = (process / "cmdline").read_text().split("\0")
             except OSError:
                 continue
-            if module in words and "torch.distributed.run" not in words:
+            if "pc.launch.worker" in words and "torch.distributed.run" not in words:  # that is the launcher
                 if any(str(folder) in word for word in words):
                     return int(process.name)
     raise AssertionError(f"nothing trains into {folder}")
