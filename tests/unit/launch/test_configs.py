@@ -71,29 +71,17 @@ def test_every_main_config_is_in_the_table():
     assert {path.stem for path in CONFIGS} == {*PAPER, "base", "debug"}
 
 
-@pytest.mark.parametrize("world_size", [8, 1])
-@pytest.mark.parametrize("path", [path for path in CONFIGS if path.stem != "base"], ids=lambda path: path.stem)
-def test_every_config_dry_runs_on_8_gpus_and_on_1(path, world_size, monkeypatch):
+@pytest.mark.parametrize(
+    "path, world_size, batch",
+    [(path, ranks, 16 if path.stem == "debug" else 320) for path in CONFIGS if path.stem != "base" for ranks in (8, 1)]
+    + [(path, 1, 64 if "regime" in path.stem else 32) for path in SMALL]  # one micro-batch, for one process
+    + [(path, 64, 1024) for path in LARGE],
+)
+def test_every_config_dry_runs(path, world_size, batch, monkeypatch):
     monkeypatch.chdir(ROOT)
     report = check(path, [], world_size, needs_data=False)
     assert report.errors == []
-    batch = dict(report.facts)["batch"]
-    assert batch.startswith("320 sequences" if path.stem != "debug" else "16 sequences")
-
-
-@pytest.mark.parametrize("path", SMALL, ids=lambda path: path.stem)
-def test_small_configs_dry_run_on_one_process(path, monkeypatch):
-    """Their one micro-batch of 32 sequences is for one process."""
-    monkeypatch.chdir(ROOT)
-    assert check(path, [], 1, needs_data=False).errors == []
-
-
-@pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
-def test_large_configs_dry_run_on_64_gpus(path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    report = check(path, [], 64, needs_data=False)
-    assert report.errors == []
-    assert dict(report.facts)["batch"].startswith("1024 sequences")
+    assert dict(report.facts)["batch"].startswith(f"{batch} sequences")
 
 
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
