@@ -6,10 +6,8 @@ import re
 
 import pytest
 import torch
-from torch import nn
 
 import pc
-from helpers.ranks import run_ranks
 from helpers.toy import Loop, same, toy_batch, toy_loss, toy_model
 from pc import PCConfig, UserError
 
@@ -58,13 +56,10 @@ def test_calls_in_a_wrong_order_are_said(follow, calls, said):
     "change",
     [
         lambda loop: (loop.backward(), torch.optim.SGD(loop.model.parameters(), lr=0.1).step()),
-        lambda loop: loop.model.load_state_dict(Loop(seed=1).model.state_dict()),
         lambda loop: [parameter.detach().mul_(0.999) for parameter in loop.model.parameters()],
-        lambda loop: nn.init.normal_(loop.model[1].feed_forward["w2"].weight),
     ],
-    ids=["another optimizer", "model loaded without the schedule", "averaged weights not swapped back",
-         "weights initialised late"],
-)  # fmt: skip
+    ids=["another optimizer", "averaged weights not swapped back"],
+)
 def test_a_change_of_pc_is_said(change):
     loop = Loop()
     change(loop)
@@ -210,20 +205,3 @@ def test_a_first_step_of_lr_0_is_a_step():
     u = loop.schedule.weights["0.attention.wo"].u.clone()
     loop.step()
     assert not torch.equal(loop.schedule.weights["0.attention.wo"].u, u)
-
-
-def _ddp(rank):
-    """What a step under DDP says on a rank whose weights were another's, if the schedule was made before DDP."""
-    model = pc.attach(toy_model(seed=rank), PCConfig())
-    made = pc.schedule(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    nn.parallel.DistributedDataParallel(model)  # copies rank 0's PC(W) over that of rank 1
-    toy_loss(model, toy_batch(0)).backward()
-    try:
-        made.pull_back()
-    except UserError as error:
-        return str(error)
-
-
-def test_ddp_after_the_schedule_is_said():
-    first, second = run_ranks(2, _ddp)
-    assert first is None and CHANGED in second
