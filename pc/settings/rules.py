@@ -47,8 +47,6 @@ def compiles_model(config: Config) -> bool:
 def _anywhere(config: Config) -> Iterator[str]:
     if config.pc.enable:
         yield from refusal_of(config.pc.to_pc_config)
-    if config.checkpoint.last_save_in_hf and not config.checkpoint.last_save_model_only:
-        yield "checkpoint.last_save_in_hf = true needs checkpoint.last_save_model_only = true"
     excluded = config.checkpoint.exclude_from_loading
     if config.pc.enable and ("model" in excluded) != ("pc" in excluded):
         yield (

@@ -15,6 +15,7 @@ from pc.settings.sections import METHOD, RESULT, Auto, Count, Fraction, Interval
 
 INSTEAD = {
     "checkpoint.folder": "job.dump_folder",
+    "checkpoint.last_save_in_hf": "scripts/export_hf.py",
     "model.tokenizer_path": "data.path, whose shards know their tokenizer",
     "parallelism.fsdp_reshard_after_forward": "parallelism.fsdp_sync",
     "training.dataset": "data.path",
@@ -113,7 +114,6 @@ class Checkpoint(Section):
     initial_load_model_only: bool = key(True, "Load only its weights.", RESULT)
     initial_load_in_hf: bool = key(False, "It is a Hugging Face folder (or model.hf_assets_path is).", RESULT)
     last_save_model_only: bool = key(True, "The last checkpoint holds only weights; it cannot be resumed.")
-    last_save_in_hf: bool = key(False, "The last checkpoint is a Hugging Face folder.")
     export_dtype: Literal["float16", "bfloat16", "float32"] = key("float32", "Precision of weights saved alone.")
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = key("disabled", "Save while training goes on.")
     keep_latest_k: Interval = key(10, "Newest checkpoints to keep, two or more; 0: all.")

@@ -36,13 +36,18 @@ def test_the_config_itself_has_no_error_but_missing_data(tmp_path, monkeypatch):
 
 
 def test_all_faults_come_at_once_and_each_once():
-    words = ["--pc.level=9", "--lr_scheduler.warmup_steps=70000", "--checkpoint.last_save_in_hf", "--data.path=none"]
+    words = [
+        "--pc.level=9",
+        "--lr_scheduler.warmup_steps=70000",
+        "--checkpoint.exclude_from_loading=pc",
+        "--data.path=none",
+    ]
     with pytest.raises(UserError) as raised:
         check(CONFIG, words, 3).require("here: ")
     for key in (
         "pc.level = ",
         "lr_scheduler.warmup_steps = ",
-        "checkpoint.last_save_in_hf = ",
+        "checkpoint.exclude_from_loading = ",
         "data.path: ",
         "3 GPUs",
     ):
