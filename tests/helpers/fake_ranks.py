@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from unittest import mock
 
 import torch
@@ -13,6 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pc.settings import Config
+from pc.settings.layout import Layout
 from pc.shards import shard_like
 from pc.step import StepSchedule
 from pc.titan import cpu
@@ -73,11 +74,7 @@ def _start_with_shapes(_, weight: Weight) -> None:
 
 def sharded(args: Llama2Args, config: Config, world_size: int) -> nn.Module:
     """The model as the trainer shards it, on the meta device, with a gradient on each weight."""
-    tensor, replicas = config.parallelism.tensor_parallel_degree, config.parallelism.data_parallel_replicate_degree
-    context = config.parallelism.context_parallel_degree
-    shards = world_size // tensor // replicas // context
-    degrees = {"dp_replicate": replicas, "dp_shard": shards, "cp": context, "tp": tensor}
-    dims = AlwaysSharded(**degrees, pp=1, ep=1, etp=1, world_size=world_size)
+    dims = AlwaysSharded(**asdict(Layout.of(config, world_size).dims), ep=1, etp=1)
     with torch.device("meta"):
         model = Llama2(args)
     parallelize(model, dims, config)

@@ -45,16 +45,8 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=10
 
 
 def missing_program() -> str | None:
-    """Install SLURM in CI; returns the name of the first program that is still missing."""
     path = os.pathsep.join([os.environ["PATH"], *FOLDERS])
-    missing = next((program for program in PROGRAMS if not shutil.which(program, path=path)), None)
-    if missing and os.environ.get("CI") == "true" and os.geteuid() == 0 and shutil.which("apt-get"):
-        for words in (["update"], ["install", "--yes", "--no-install-recommends", "slurm-wlm", "munge"]):
-            quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-            if subprocess.run(["apt-get", "--quiet", *words], env=quiet, capture_output=True, timeout=180).returncode:
-                return missing
-        missing = next((program for program in PROGRAMS if not shutil.which(program, path=path)), None)
-    return missing
+    return next((program for program in PROGRAMS if not shutil.which(program, path=path)), None)
 
 
 @contextlib.contextmanager
@@ -97,16 +89,9 @@ def cluster(nodes: int = 1) -> Iterator[dict[str, str]]:
         assert done.returncode == 0, f"{words}: {done.stderr}"
 
     try:
-        munge = {
-            "key": "key-file",
-            "munge.sock": "socket",
-            "munged.pid": "pid-file",
-            "munged.log": "log-file",
-        }
+        files = {"key-file": "key", "socket": "munge.sock", "pid-file": "munged.pid", "log-file": "munged.log"}
         start(
-            "munged",
-            *[f"--{option}={folder / name}" for name, option in munge.items()],
-            f"--seed-file={folder}/seed",
+            "munged", *[f"--{option}={folder / name}" for option, name in files.items()], f"--seed-file={folder}/seed"
         )
         start("slurmctld", "-i")
         for name in names:

@@ -70,7 +70,6 @@ def test_what_a_group_misses_is_listed():
     [
         (("ffm",), "'ffm' is not a block"),
         ((), "empty"),
-        (("o", "o"), "an earlier entry"),
         (("decoder.*",), "matches no weight"),
         (("ffn", "gate"), "an earlier entry"),
     ],
@@ -86,14 +85,11 @@ def test_wrong_blocks(blocks, message):
         ({"level": 7}, "level 7 does not exist"),
         ({"level": {"o": 4}}, "pc.level names"),
         ({"level": [4]}, "two or more numbers"),
-        ({"level": [1.5, "x"]}, "two or more numbers"),
         ({"level": [1.5, float("nan")]}, "two or more numbers"),
-        ({"level": [3.0, -1.0]}, r"g\(1\) = 2|g\(1\.\d+\) = 2\.0"),
         ({"level": {"o": 4, "ffn": [2.0, -3.0]}}, r"g\(1\.1\) = -1\.793"),
         ({"power_iterations": 0}, "power_iterations"),
         ({"heads": ["o"]}, "pc.heads: 'o' is not one of q, k, v"),
         ({"schedule": "steps"}, "must be one of forward, step"),
-        ({"compute_dtype": "fp8"}, "compute_dtype"),
         ({"compute_dtype": "tf32", "schedule": "forward"}, "tf32"),
     ],
 )

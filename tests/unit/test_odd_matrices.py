@@ -18,9 +18,9 @@ SCHEDULES = pytest.mark.parametrize("schedule", ["forward", "step"])
 CONFIG = PCConfig(level=4)
 
 
-def evaluate(schedule, weight, vectors=None, steps=10):
+def evaluate(schedule, weight, steps=10):
     """PC(W) and the gradient of W and gamma for a fixed gradient of PC(W), and the vectors, in float32."""
-    u, v = vectors or initial_vectors("x", weight.shape)
+    u, v = initial_vectors("x", weight.shape)
     gamma = torch.ones(1)
     gradient = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
     config = PCConfig(level=4, power_iterations=steps)
@@ -75,21 +75,6 @@ def test_beyond_float32_squares_the_readable_schedule_stays_finite(shape):
     # the Gram matrix of schedule "step" overflows; the trainer's message is tested below
     assert not evaluate("step", random(shape) * 1e30)[0].isfinite().all()
     assert evaluate("step", random(shape) * 1e-30)[0].isfinite().all()
-
-
-@SCHEDULES
-@SHAPES
-def test_vectors_orthogonal_to_the_leading_ones(schedule, shape):
-    """Finite at once; rounding turns the vectors until the estimate is that of the leading ones."""
-    left, sigma, right = torch.linalg.svd(random(shape), full_matrices=False)
-    vectors = left[:, 1], right[1]
-    for step in range(20):
-        result, d_weight, d_gamma, *vectors = evaluate(schedule, random(shape), tuple(vectors))
-        assert all(tensor.isfinite().all() for tensor in (result, d_weight, d_gamma)), step
-    assert vectors[0] @ random(shape) @ vectors[1] == pytest.approx(sigma[0].item(), rel=1e-4)
-    # control: they were orthogonal, and ten steps are not enough
-    start = evaluate(schedule, random(shape), (left[:, 1], right[1]), steps=1)
-    assert start[3] @ random(shape) @ start[4] == pytest.approx(sigma[1].item(), rel=1e-4)
 
 
 @pytest.fixture

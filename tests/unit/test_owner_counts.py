@@ -26,11 +26,11 @@ CP2 = ["--parallelism.context_parallel_degree", "2"]
 NOT_COUNTED = ["--compile.enable", "false", "--activation_checkpoint.mode", "none"]
 
 
-def play(rank, prepare, action, layout=()) -> tuple[Counts, int]:
-    """`action(prepare(model))` with the model sharded as on `rank` of 8: the counts, and FLOPs."""
+def play(rank, prepare, action, layout=(), world=WORLD) -> tuple[Counts, int]:
+    """`action(prepare(model))` with the model sharded as on `rank` of `world`: the counts, and FLOPs."""
     config = load_config(CONFIG, [*layout, *NOT_COUNTED])
-    with fake_rank(rank, WORLD) as counts:
-        prepared = prepare(sharded(model_args("1B"), config, WORLD))
+    with fake_rank(rank, world) as counts:
+        prepared = prepare(sharded(model_args("1B"), config, world))
         with FlopCounterMode(display=False) as flops, counts:
             action(prepared)
     return counts, flops.get_total_flops()
@@ -87,8 +87,8 @@ def test_collectives_bytes_and_operations(prepare, action, shapes, input_bytes, 
 
     operations = [operations for _, operations in ranks]
     assert max(operations) / sum(operations) < 0.15  # an eighth is 0.125
-    # nothing is computed twice: the total equals one rank's work on full matrices
-    assert sum(operations) == play(0, lambda model: _whole(prepare(model)), action)[1]
+    # nothing is computed twice: the total equals the work of one rank alone
+    assert sum(operations) == play(0, prepare, action, world=1)[1]
 
 
 def _buckets(sizes):
@@ -97,24 +97,6 @@ def _buckets(sizes):
     for size in sizes:
         filled, held = (filled, held + size) if held + size <= BUCKET_BYTES else (filled + 1, size)
     return filled
-
-
-def _whole(prepared):
-    """The same with unsharded tensors."""
-
-    def whole(tensor):
-        full = torch.nn.Parameter(torch.empty(tensor.shape, device="meta"))
-        full.grad = torch.empty_like(full)
-        return full
-
-    if isinstance(prepared, pc.Muon):
-        return pc.Muon([whole(p) for p in prepared.param_groups[0]["params"]], lr=1e-3)
-    for state in prepared.weights.values():
-        assert isinstance(state.raw, DTensor)
-        state.held = whole(state.parameter), whole(state.gamma)
-        state.gamma.grad = None
-        state.raw, state.u, state.v = (whole(t).detach() for t in (state.raw, state.u, state.v))
-    return prepared
 
 
 @pytest.mark.parametrize("model", ["271m", "1b", "7b", "13b", "70b"])

@@ -216,7 +216,6 @@ def run_script(script, *words) -> tuple[int, str]:
         (["--pc.levl", "3"], "did you mean pc.level?"),
         (["--training.steps=0"], "should be greater than or equal to 1"),
         (["--pc.level=7"], "PC level 7 does not exist"),
-        (["--checkpoint.exclude_from_loading=pc"], "should name both model and pc or neither"),
     ],
 )
 def test_help_and_mistakes_need_no_torch(words, said):
