@@ -126,18 +126,16 @@ def write_run(run: Path, lines: Sequence[dict], state: str = "finished", reason:
     return run
 
 
-def write_metrics(
-    run: Path, *, gain: float = 0.0, health: bool = True, estimates: bool = False, steps: int = 100
-) -> None:
-    """Write losses that fall logarithmically, `gain` times as fast, and health metrics every ten steps."""
+def write_metrics(run: Path, *, gain: float, estimates: bool) -> None:
+    """Write a hundred losses that fall logarithmically, `gain` times as fast, and health metrics every ten steps."""
     lines = []
-    for step in range(1, steps + 1):
+    for step in range(1, 101):
         about = {"step": step, "tokens": 1000 * step, "time": float(step)}
         loss = 8 - (1 + gain) * math.log(step + 1)
         lines.append({**about, "loss": loss})
         if step % 20 == 0:
             lines.append({**about, "validation_loss": loss + 0.1})
-        if health and step % 10 == 0:
+        if step % 10 == 0:
             parts = [("attention", layer) for layer in range(2)] + [("ffn", layer) for layer in range(2)]
             values = {f"signal/{part}/rms/{layer}": 0.1 * (layer + 1) + 0.001 * step for part, layer in parts}
             values |= {f"spectra/gmcn/{group}": 20 - gain * step for group in ("pc", "qkv", "all")}

@@ -33,27 +33,19 @@ def _passes(strict):
         assert {tensor.dtype for tensor in outputs} == {torch.float32}
 
 
-def _gradients(model):
+def _step(strict, sharded=False):
+    """Schedule "step" and Muon around an optimizer step."""
+    with torch.device("cuda"):
+        model = pc.attach(nn.Sequential(ToyBlock(7, 10), ToyBlock(7, 10)), PCConfig(compute_dtype="tf32"))
+    for module in model.modules() if sharded else ():
+        for name, parameter in module.named_parameters(recurse=False):
+            shard = distribute_tensor(parameter.detach(), _mesh, [Shard(0)], src_data_rank=None)
+            setattr(module, name, nn.Parameter(shard))
+    schedule = pc.schedule(model)  # draws u and v on the CPU, once
+    optimizer = Muon([weight.parameter for _, weight in pc.named_weights(model)], adjust_lr_fn="match_rms_adamw")
     for name, parameter in model.named_parameters():
         if not name.endswith("gamma"):  # pull_back sets those
             parameter.grad = torch.empty_like(parameter)
-
-
-def _toy():
-    with torch.device("cuda"):
-        return nn.Sequential(ToyBlock(7, 10), ToyBlock(7, 10))
-
-
-def _step(strict):
-    """Schedule "step" and Muon around an optimizer step, on full matrices."""
-    model = pc.attach(_toy(), PCConfig(compute_dtype="tf32", schedule="step"))
-    schedule = pc.schedule(model)  # draws u and v on the CPU, once
-    optimizer = Muon([weight.parameter for _, weight in pc.named_weights(model)], adjust_lr_fn="match_rms_adamw")
-    _one_step(strict, model, schedule, optimizer)
-
-
-def _one_step(strict, model, schedule, optimizer):
-    _gradients(model)
     with strict:
         schedule.materialise()
         schedule.pull_back()
@@ -63,15 +55,8 @@ def _one_step(strict, model, schedule, optimizer):
 
 
 def _exchange(strict):
-    """The same with each matrix sharded over eight ranks, including uneven and empty shards."""
-    model = pc.attach(_toy(), PCConfig(schedule="step"))
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            shard = distribute_tensor(parameter.detach(), _mesh, [Shard(0)], src_data_rank=None)
-            setattr(module, name, nn.Parameter(shard))
-    schedule = pc.schedule(model)
-    optimizer = Muon([weight.parameter for _, weight in pc.named_weights(model)])
-    _one_step(strict, model, schedule, optimizer)
+    """With each matrix sharded over eight ranks, including uneven and empty shards."""
+    _step(strict, sharded=True)
 
 
 def _model(strict):

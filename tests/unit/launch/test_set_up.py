@@ -23,12 +23,8 @@ def checkout(tmp_path):
     (root / "scripts").mkdir(parents=True)
     (root / "train_configs").mkdir()
     for name in (
-        "run_llama_train.sh",
-        "run_tests.sh",
-        "pyproject.toml",
-        "constraints.txt",
-        "scripts/set_up.sh",
-        "train_configs/debug.toml",
+        *("run_llama_train.sh", "run_tests.sh", "pyproject.toml", "constraints.txt"),
+        *("scripts/set_up.sh", "train_configs/debug.toml"),
     ):
         shutil.copy(ROOT / name, root / name)
     programs = tmp_path / "programs"
@@ -59,21 +55,15 @@ def test_python_too_old(checkout, script):
     assert done.stderr == "error: Python 3.11 or newer is needed; python3 here is Python 3.9.2\n"
 
 
-def made_environment(checkout: Path, extra: str) -> Path:
-    """An environment that says it is set up, whose python prints what it is asked to do."""
+@pytest.mark.parametrize("config", ["train_configs/debug.toml", None])
+def test_a_set_up_environment_is_used_at_once_and_from_anywhere(checkout, config):
+    """The active environment's python gets the config and the overrides; no pip runs."""
     environment = checkout.parent / "environment"
     (environment / "bin").mkdir(parents=True)
     program(environment / "bin", "python", 'case "$1" in -c) exit 0;; *) echo "$PWD|$*";; esac')
     needs = [(checkout / name).read_bytes() for name in ("pyproject.toml", "constraints.txt")]
     digest = hashlib.sha256(b"".join(needs)).hexdigest()
-    (environment / f".pc-layer-installed{extra}").write_text(f"{digest}  - {checkout}\n")
-    return environment
-
-
-@pytest.mark.parametrize("config", ["train_configs/debug.toml", None])
-def test_a_set_up_environment_is_used_at_once_and_from_anywhere(checkout, config):
-    """The active environment's python gets the config and the overrides; no pip runs."""
-    environment = made_environment(checkout, "[all]")
+    (environment / ".pc-layer-installed[all]").write_text(f"{digest}  - {checkout}\n")
     words = [str(checkout / "run_llama_train.sh"), *([config] if config else []), "--training.steps", "5"]
     done = run(checkout, *words, VIRTUAL_ENV=str(environment))
     assert done.returncode == 0, done.stderr
