@@ -32,7 +32,7 @@ FAST = (
     "tests/unit/settings/test_layout.py",
     "tests/unit/data/test_global_order.py::test_a_shuffle_has_every_item_once",
     "tests/unit/data/test_global_order.py::test_an_epoch_has_every_token_once_in_another_order",
-    "tests/unit/data/test_global_order.py::test_the_order_does_not_depend_on_ranks",
+    "tests/unit/data/test_global_order.py::test_resume_goes_on_with_the_next_sequence[0]",
     "tests/golden/test_golden_losses.py::test_first_losses[adamw_pc-1]",
 )
 

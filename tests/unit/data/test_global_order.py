@@ -76,12 +76,6 @@ def test_an_epoch_has_every_token_once_in_another_order(shards, order):
     assert first != second != every != first
 
 
-@pytest.mark.parametrize(("ranks", "local_batch_size"), [(1, 16), (4, 4), (8, 1), (4, 3)])
-def test_the_order_does_not_depend_on_ranks(ranks, local_batch_size, build, order):
-    micro_batches = len(order) // (ranks * local_batch_size)
-    assert served(build, ranks, local_batch_size, micro_batches) == order[: micro_batches * ranks * local_batch_size]
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_resume_goes_on_with_the_next_sequence(build, order, num_workers):
     """2 → 4 → 1 ranks, each stopped at a random batch, with another micro-batch; workers have read ahead."""

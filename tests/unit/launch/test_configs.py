@@ -46,12 +46,8 @@ def test_main_configs_hold_the_papers_numbers(name):
     assert (config.optimizer.name, config.optimizer.lr) == (optimizer, lr)
     assert (config.optimizer.beta1, config.optimizer.beta2, config.optimizer.eps) == (0.9, 0.95, 1e-8)
     assert config.optimizer.weight_decay == 0.1
-    assert (config.optimizer.muon_momentum, config.optimizer.muon_nesterov, config.optimizer.muon_steps) == (
-        0.95,
-        True,
-        5,
-    )
-    assert config.optimizer.muon_adjust_lr == "match_rms_adamw"
+    assert config.optimizer.muon_momentum == 0.95 and config.optimizer.muon_nesterov
+    assert (config.optimizer.muon_steps, config.optimizer.muon_adjust_lr) == (5, "match_rms_adamw")
     assert (training.seq_len, training.global_batch_size, training.local_batch_size) == (8192, 320, local)
     assert accumulation_steps(320, local, 8) == accumulation
     assert (training.steps, config.lr_scheduler.warmup_steps) == (steps, warmup)

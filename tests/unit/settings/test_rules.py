@@ -44,8 +44,6 @@ REFUSED_ANYWHERE = [
     ({**COMPILE, **ZERO_BUBBLE}, {"pp": 2}, "splits the backward pass"),
     ({**AC_OP, **ZERO_BUBBLE}, {"pp": 2}, 'activation_checkpoint.mode = "full"'),
     ({"training.global_batch_size": 12}, {"dp_shard": 2}, "training.global_batch_size = 12 is not a multiple"),
-    ({"training.global_batch_size": 0}, {}, "training.global_batch_size = 0 is not a multiple"),
-    ({"pc.level": 7}, {}, "pc.level"),
     ({"pc.level": 1.5}, {}, "pc.level = 1.5 should be 1 to 4, polar_express, coefficients"),
 ]  # fmt: skip
 
