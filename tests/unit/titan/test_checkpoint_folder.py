@@ -45,7 +45,6 @@ def _flip(file, other):
 
 DAMAGE = {
     "a bit": _flip,
-    "cut by half": lambda file, other: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
     "missing": lambda file, other: file.unlink(),
     "a byte more": lambda file, other: file.write_bytes(file.read_bytes() + b"x"),
     "another checkpoint's": lambda file, other: shutil.copy(other, file),
