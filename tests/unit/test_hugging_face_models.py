@@ -38,7 +38,7 @@ ROWS = {
     "Qwen3ForCausalLM": (SIZES | GROUPED, GATED),
     "Gemma2ForCausalLM": (SIZES | GROUPED, GATED),
     "Olmo2ForCausalLM": (SIZES, GATED),
-    "Phi3ForCausalLM": (SIZES, GATED),
+    "Phi3ForCausalLM": (SIZES | {"num_key_value_heads": 1}, GATED),
     "GPT2LMHeadModel": (GPT2, PLAIN),
     "GPTNeoXForCausalLM": (SIZES, PLAIN),
     "BertForMaskedLM": (SIZES, PLAIN),
@@ -48,6 +48,17 @@ ROWS = {
     # a dense layer, and one of four experts and a shared one; queries in two factors
     "DeepseekV3ForCausalLM": (SIZES | MIXTURE | LATENT, GATED | {"gate": 6, "up": 6, "down": 6, "q": 4}),
     "GptOssForCausalLM": (SIZES | GROUPED | {"num_local_experts": 4}, EXPERTS),
+}
+
+# Parts of weights of several matrices, as the forward pass of the class takes them from the weight or its product.
+PARTS = {
+    "Phi3ForCausalLM": {"qkv_proj": lambda w: w.split((16, 8, 8)), "gate_up_proj": lambda w: w.chunk(2)},
+    "GPT2LMHeadModel": {"c_attn": lambda w: w.mT.chunk(3)},
+    "GPTNeoXForCausalLM": {"query_key_value": lambda w: w.unflatten(0, (2, 3, 8)).unbind(1)},
+    "MixtralForCausalLM": {"gate_up_proj": lambda w: w.chunk(2, 1)},
+    "Qwen3MoeForCausalLM": {"gate_up_proj": lambda w: w.chunk(2, 1)},
+    "DeepseekV3ForCausalLM": {"kv_b_proj": lambda w: w.unflatten(0, (2, 12)).split((4, 8), 1)},
+    "GptOssForCausalLM": {"gate_up_proj": lambda w: (w[..., ::2].mT, w[..., 1::2].mT)},
 }
 
 
@@ -102,3 +113,14 @@ def test_a_model_of_transformers(name, tmp_path):
         assert logits.square().mean() < loss and (logits - plain).abs().max() > 1e-3
         pc.merge(model).save_pretrained(tmp_path)
         torch.testing.assert_close(outputs(type(model).from_pretrained(tmp_path).eval()), logits, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_are_those_of_the_forward_pass(name):
+    weights = dict(pc.named_weights(pc.attach(make(name), pc.PCConfig(blocks=("qk", "v", "o", "ffn")))))
+    for last, parts in PARTS[name].items():
+        weight = next(weight for path, weight in weights.items() if path.endswith(last))
+        stored = weight.parameter.detach()
+        ours = weight.form.cut("w", stored if weight.form.stack else stored[None])
+        for mine, theirs in zip(ours, parts(stored), strict=True):
+            assert torch.equal(mine.flatten(0, 1), theirs.reshape(-1, theirs.size(-1)))
