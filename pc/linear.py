@@ -5,9 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pc import polynomial
-from pc.config import Cut, PCConfig
-from pc.cuts import Form, form_of
-from pc.spectral import power_iteration, spectral_norm_estimate, without_autocast
+from pc.config import PCConfig
+from pc.spectral import initial_vectors, power_iteration, spectral_norm_estimate, without_autocast
 
 
 def effective_weight(weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor, config: PCConfig) -> Tensor:
@@ -39,30 +38,11 @@ def effective_weight(weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor,
     return result if scale is None else result * scale
 
 
-def evaluate(form: Form, weight: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-    """PC(W) of weights that are one matrix or several.
-
-    Args:
-        form: of each weight.
-        weight: W of a batch of weights, [B, ...] as stored.
-        rest: their gammas if learnable, u and v, with the shapes of `Form`.
-
-    Returns:
-        [B, ...] as stored.
-    """
-
-    def of_matrices(config: PCConfig, weight: Tensor, *rest: Tensor) -> tuple[Tensor]:
-        *gammas, u, v = rest
-        return (effective_weight(weight, gammas[0] if gammas else None, u, v, config),)
-
-    return form.apply(of_matrices, form.kinds, (weight, *rest), "w")
-
-
 class PCLinear(nn.Linear):
     """A linear layer that multiplies by PC(W), computed in every forward pass, inside the autograd graph.
 
     `weight` keeps its name and shape and holds W, so initialisation, sharding and conversion treat the layer as any
-    other. The layer adds the parameter `gamma` [matrices] (unless `learnable_gamma` is off) and the buffers `u`
+    other. The layer adds the parameter `gamma` [1] (unless `learnable_gamma` is off) and the buffers `u`
     [out_features] and `v` [in_features]. Between optimizer steps they are constant; `refresh` updates them after a step
     (`pc.schedule` calls it).
 
@@ -75,7 +55,7 @@ class PCLinear(nn.Linear):
     gamma: nn.Parameter | None
     u: Tensor
     v: Tensor
-    pc_form: Form
+    pc_config: PCConfig
     pc_name: str
 
     pc_is_initialised: bool
@@ -83,16 +63,16 @@ class PCLinear(nn.Linear):
 
     def __init__(self, in_features: int, out_features: int, config: PCConfig, name: str = "", **others) -> None:
         super().__init__(in_features, out_features, **others)
-        self.add_pc(name, form_of(name, self.weight.shape, Cut(), [config], [0]))
+        self.add_pc(name, config)
 
-    def add_pc(self, name: str, form: Form) -> None:
+    def add_pc(self, name: str, config: PCConfig) -> None:
         """Turn an `nn.Linear` that has its weight into a PC layer."""
         self.pc_plain_class, self.__class__ = type(self), PCLinear
-        self.pc_name, self.pc_form = name, form
-        gamma = nn.Parameter(self.weight.new_empty(form.shape_of("g"))) if "g" in form.kinds else None
-        self.register_parameter("gamma", gamma)
-        for kind in "uv":
-            self.register_buffer(kind, self.weight.detach().new_empty(form.shape_of(kind)))
+        self.pc_name, self.pc_config = name, config
+        weight = self.weight.detach()
+        self.register_parameter("gamma", nn.Parameter(weight.new_empty(1)) if config.learnable_gamma else None)
+        self.register_buffer("u", weight.new_empty(self.out_features))
+        self.register_buffer("v", weight.new_empty(self.in_features))
         self.pc_is_initialised = False
         if not self.weight.is_meta:
             self.reset_pc()
@@ -100,7 +80,7 @@ class PCLinear(nn.Linear):
     def remove_pc(self) -> None:
         """Turn the layer into what it was."""
         self.__class__ = self.pc_plain_class
-        for key in ("gamma", "u", "v", "pc_name", "pc_form", "pc_plain_class", "pc_is_initialised"):
+        for key in ("gamma", "u", "v", "pc_name", "pc_config", "pc_plain_class", "pc_is_initialised"):
             delattr(self, key)
 
     @torch.no_grad()
@@ -112,7 +92,7 @@ class PCLinear(nn.Linear):
                 self.gamma = nn.Parameter(self.gamma.new_empty(self.gamma.shape, device=self.weight.device))
         if self.gamma is not None:
             self.gamma.fill_(1.0)
-        for buffer, vector in zip((self.u, self.v), self.pc_form.initial_vectors(self.pc_name), strict=True):
+        for buffer, vector in zip((self.u, self.v), initial_vectors(self.pc_name, self.weight.shape), strict=True):
             buffer.copy_(vector)
         self.pc_is_initialised = True
 
@@ -124,21 +104,14 @@ class PCLinear(nn.Linear):
         weight = self.weight
         if hasattr(weight, "full_tensor"):  # a DTensor, a class that is slow to import
             weight = weight.full_tensor()  # on every rank: this schedule is the simple reference, not the fast one
-
-        def iterate(config: PCConfig, weight: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            return power_iteration(weight, u, v, config.power_iterations)
-
         with without_autocast(weight):
-            found = self.pc_form.apply(
-                iterate, "wuv", [t[None] for t in (weight.to(self.u.dtype), self.u, self.v)], "uv"
-            )
-        for buffer, vector in zip((self.u, self.v), found, strict=True):
-            buffer.copy_(vector[0])
+            u, v = power_iteration(weight.to(self.u.dtype), self.u, self.v, self.pc_config.power_iterations)
+        self.u.copy_(u)
+        self.v.copy_(v)
 
     def effective_weight(self) -> Tensor:
         """PC(W), [out_features, in_features]."""
-        gammas = [] if self.gamma is None else [self.gamma]
-        return evaluate(self.pc_form, *(t[None] for t in (self.weight, *gammas, self.u, self.v)))[0][0]
+        return effective_weight(self.weight, self.gamma, self.u, self.v, self.pc_config)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
@@ -152,5 +125,4 @@ class PCLinear(nn.Linear):
             self.refresh()
 
     def extra_repr(self) -> str:
-        config = self.pc_form.chosen[0].config
-        return f"{super().extra_repr()}, level={config.level}, schedule={config.schedule}"
+        return f"{super().extra_repr()}, level={self.pc_config.level}, schedule={self.pc_config.schedule}"

@@ -61,18 +61,15 @@ def vjp(
         `<g(N), H>` and `<dN, N>`, [...] each, where `N = A / divisor` and `dN` is the gradient of `<g(N), H>` with
         respect to `N`. Inner products have at least float32.
     """
-    composite = stages(map)
-    matrices = [matrix.reshape(-1, *matrix.shape[-2:])]
+    first, *others = stages(map)
+    batch, gradient = (x.reshape(-1, *x.shape[-2:]) for x in (matrix, gradient))
     one = torch.ones(1, 1, 1, device=matrix.device, dtype=torch.promote_types(matrix.dtype, torch.float32))
     divisor, scale = (one if x is None else x.reshape(-1, 1, 1) for x in (divisor, scale))
-    divisors, scales = ([x, *[one] * (len(composite) - 1)] for x in (divisor, scale))
-    for coefficients, by in zip(composite[:-1], divisors, strict=False):
-        matrices.append(apply(coefficients, matrices[-1], divisor=by))
-    result, products = gradient.reshape(matrices[0].shape), []
-    for stage in zip(composite[::-1], matrices[::-1], divisors[::-1], scales[::-1], strict=True):
-        result, *of_stage = _stage_vjp(*stage, gradient=result)
-        products.append(of_stage)
-    value_product, matrix_product = products[0][0], products[-1][1]  # of the last stage and of the first
+    values = []
+    if others:
+        gradient, *values = vjp(tuple(others), apply(first, batch, divisor=divisor), gradient)
+    result, *products = _stage_vjp(first, batch, divisor, scale, gradient)
+    value_product, matrix_product = (values or products)[0], products[1]
     leading = matrix.shape[:-2]
     return result.reshape(matrix.shape), value_product.reshape(leading), matrix_product.reshape(leading)
 

@@ -95,7 +95,7 @@ def attach(model: nn.Module, config: PCConfig) -> nn.Module:
     Raises:
         UserError: an entry of `blocks` matches nothing, or a weight without a cut, or misses a weight beside those that
             it finds; a weight is matched twice; the model has PC already, or is wrapped; in schedule "forward", a
-            weight that is not an `nn.Linear`'s.
+            weight that is not an `nn.Linear`'s, or is several matrices.
     """
     for module in model.modules():
         if hasattr(module, "pc_weights"):
@@ -118,12 +118,13 @@ def attach(model: nn.Module, config: PCConfig) -> nn.Module:
 def _mark(weight: Weight) -> None:
     module = weight.module
     if weight.config.schedule == "forward":
-        if type(module).forward is not nn.Linear.forward or weight.key != "weight":
+        is_plain = type(module).forward is nn.Linear.forward and weight.key == "weight"
+        if not is_plain or [part.count for part in weight.form.parts] != [1]:
             raise UserError(
-                f'pc.schedule = "forward" multiplies by PC(W) itself, which {weight.name}, a {type(module).__name__}, '
-                'does not allow; use "step"'
+                f'pc.schedule = "forward" multiplies by PC(W) of one matrix, which {weight.name}, a '
+                f'{type(module).__name__}, does not allow; use "step"'
             )
-        PCLinear.add_pc(module, weight.name, weight.form)
+        PCLinear.add_pc(module, weight.name, weight.config)
     elif weight.config.learnable_gamma:
         weight.add_gamma()
     if not hasattr(module, "pc_weights"):

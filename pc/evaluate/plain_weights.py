@@ -13,7 +13,7 @@ from torchtitan.models.llama3.model.model import Transformer
 from pc import attach, named_weights
 from pc.common.run_folder import step_of
 from pc.errors import UserError
-from pc.linear import evaluate
+from pc.linear import effective_weight
 from pc.settings import Config
 from pc.settings.chain import validated
 from pc.settings.schema import PC
@@ -132,6 +132,5 @@ def require_shapes(
 def _evaluate_pc(model: Transformer, tensors: dict[str, Tensor]) -> None:
     """Schedule "forward" saves the raw W as `weight`; replace it by PC(W)."""
     for name, weight in named_weights(model):
-        keys = [f"{name}.weight", *(f"pc.{name}.{key}" for key in ("gamma", "u", "v"))]
-        (effective,) = evaluate(weight.form, *(tensors[key][None] for key in keys if key in tensors))
-        tensors[keys[0]] = effective[0]
+        gamma, u, v = (tensors.get(f"pc.{name}.{key}") for key in ("gamma", "u", "v"))
+        tensors[f"{name}.weight"] = effective_weight(tensors[f"{name}.weight"], gamma, u, v, weight.config)

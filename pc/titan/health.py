@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pc.common.spectra import modified_condition_number, singular_values
 from pc.config import PCConfig, block_of, matches
 from pc.cuts import Form
-from pc.linear import evaluate
+from pc.linear import effective_weight
 from pc.owner import run_on_owners
 from pc.schedules import Schedule
 from pc.shards import local, sharding_dimensions
@@ -124,7 +124,7 @@ class HealthMetrics:
                     keys.append(None)
                 else:
                     inputs.append((state.raw, *state.gammas, state.u, state.v))
-                    keys.append(state.form)
+                    keys.append(state.config)
         metrics = {}
         conditions: dict[str, list[float]] = {"pc": [], "qkv": [], "all": []}
         for name, numbers in self._of_owners(_spectral, names, inputs, keys, len(SPECTRAL)).items():
@@ -185,14 +185,15 @@ def _by_name(mine: dict[Any, Any]) -> dict[Any, list]:
     return {name: [one[name] for one in everyone if name in one] for name in dict.fromkeys(chain(*everyone))}
 
 
-def _spectral(key: Form | None, weight: Tensor, *rest: Tensor) -> tuple[Tensor]:
+def _spectral(config: PCConfig | None, weight: Tensor, *rest: Tensor) -> tuple[Tensor]:
     """`SPECTRAL` of the effective weight, [B, metrics].
 
     Args:
-        key: None if `weight` [B, n, m] is effective; a Form if the tensors are W, perhaps gamma, u and v.
+        config: None if `weight` [B, n, m] is effective; otherwise the tensors are W, perhaps gamma, u and v.
     """
-    if key is not None:
-        (weight,) = evaluate(key, weight, *rest)
+    if config is not None:
+        *gammas, u, v = rest
+        weight = effective_weight(weight, gammas[0] if gammas else None, u, v, config)
     values = singular_values(weight)
     return (torch.stack([metric(values) for metric in SPECTRAL.values()], -1).to(weight.dtype),)
 

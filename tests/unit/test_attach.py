@@ -131,6 +131,11 @@ def _wrapped():
         (lambda: nn.Sequential(nn.Embedding(4, 4)), {}, "a weight of Embedding, which has no cut; give it one"),
         (lambda: nn.Sequential(nn.Linear(4, 4)), {"cuts": {"0.weight": Cut(("a", "b", "c"))}}, "does not fit 0.weight"),
         (lambda: nn.Sequential(Doubled(4, 4)), {"schedule": "forward"}, '0, a Doubled, does not allow; use "step"'),
+        (
+            lambda: nn.Sequential(nn.Linear(4, 4)),
+            {"schedule": "forward", "cuts": {"0.weight": Cut(("a", "b"))}},
+            "PC\\(W\\) of one matrix, which 0, a Linear",
+        ),
     ],
 )
 def test_what_cannot_be_attached_is_said(model, settings, message):
@@ -164,10 +169,8 @@ def test_merge_gives_the_plain_model_with_equal_output(schedule):
     plain[0].attention["wo"].register_forward_hook(lambda *_: calls.append(1))
     before = [vars(module).keys() for module in plain[0].modules()]
     model = copy.deepcopy(plain)
-    _ready(
-        model,
-        PCConfig(schedule=schedule, heads=("q",), blocks=("q", "o", "ffn"), cuts={"*.wq.*": Cut(("q",), head_dim=4)}),
-    )
+    heads = {"heads": ("q",), "cuts": {"*.wq.*": Cut(("q",), head_dim=4)}} if schedule == "step" else {}
+    _ready(model, PCConfig(schedule=schedule, blocks=("q", "o", "ffn"), **heads))
     x = torch.randn(3, 8, dtype=torch.float64)
     expected = model(x)
     merged = pc.merge(copy.deepcopy(model))
@@ -202,7 +205,7 @@ def test_a_pc_layer_of_ones_own():
 
 
 def test_schedule_forward_compiles_without_graph_break():
-    model = pc.attach(_model(1), _forward(heads=("q",), blocks=("q", "ffn"), cuts={"*.wq.*": Cut(("q",), head_dim=4)}))
+    model = pc.attach(_model(1), _forward(blocks=("q", "ffn")))
     pc.refresh(model)
     x = torch.randn(3, 8, dtype=torch.float64)
     model(x).sum().backward()
