@@ -65,7 +65,7 @@ def vjp(
     batch, gradient = (x.reshape(-1, *x.shape[-2:]) for x in (matrix, gradient))
     one = torch.ones(1, 1, 1, device=matrix.device, dtype=torch.promote_types(matrix.dtype, torch.float32))
     divisor, scale = (one if x is None else x.reshape(-1, 1, 1) for x in (divisor, scale))
-    values = []
+    values: list[Tensor] = []
     if others:
         gradient, *values = vjp(tuple(others), apply(first, batch, divisor=divisor), gradient)
     result, *products = _stage_vjp(first, batch, divisor, scale, gradient)
