@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import tomli_w
 import yaml
@@ -11,6 +12,7 @@ from pc.common import markdown
 from pc.common.plots import short_tokens
 from pc.common.run_folder import METRICS, read_log
 from pc.data import Manifest
+from pc.data.sources import HUB_DATASET
 from pc.evaluate.plain_weights import RunCheckpoint
 
 _USE = """
@@ -21,6 +23,10 @@ tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
 model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")
 ```
 
+```bash
+lm_eval run --model hf --model_args pretrained=path/to/this/folder --tasks hellaswag,arc_easy
+```
+
 It is a base model for research: neither tuned to follow instructions nor filtered for safety.
 """
 
@@ -28,8 +34,14 @@ It is a base model for research: neither tuned to follow instructions nor filter
 def model_card(run: RunCheckpoint, model: LlamaForCausalLM, dtype: str, scores: str | Path | None = None) -> str:
     """The card of `model`, made from `run`; scores: the table.md that scripts/score.py wrote, if there is one."""
     data = Manifest.read(run.data) if run.data.exists() else None
-    header = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["llama", "pc-layer"]}
+    header: dict[str, Any] = {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["llama", "pc-layer"],
+    }
     source = data.source.get("input", "") if data else ""
+    if HUB_DATASET.fullmatch(source) and not Path(source).exists():
+        header["datasets"] = [source]
     start = run.config.get("checkpoint", {}).get("initial_load_path")
     shape, parameters = model.config, f"{model.num_parameters():,} parameters ({dtype})"
     rows = [
@@ -38,7 +50,7 @@ def model_card(run: RunCheckpoint, model: LlamaForCausalLM, dtype: str, scores: 
         ("method", _method(run)),
         ("data", f"{source}, tokenizer {data.tokenizer.name}" if data else f"`{run.data}`"),
         *_logged(run),
-        ("trained with", "`./run_llama_train.sh config.toml` with the configuration below"),
+        ("trained with", f"`./run_llama_train.sh config.toml` with the configuration below{_where(run)}"),
         ("exported with", f"`python scripts/export_hf.py {run.path} FOLDER`"),
     ]
     table = f"\n## Scores\n\n{Path(scores).read_text()}" if scores else ""
@@ -68,3 +80,11 @@ def _logged(run: RunCheckpoint) -> list[tuple[str, str]]:
     keys = [key for key in last if key.endswith("loss") or key.startswith("evaluation/")]
     rows = [(key.replace("_", " "), f"{last[key]:.4f}") for key in keys if last[key] is not None]
     return [("trained on", f"{short_tokens(last['tokens'])} tokens"), *rows] if rows else []
+
+
+def _where(run: RunCheckpoint) -> str:
+    path = run.path.parent.parent / "environment.json"
+    if not path.is_file():
+        return ""
+    environment = json.loads(path.read_text())
+    return f" (world size {environment['world_size']}, commit {environment['commit']})"

@@ -6,9 +6,11 @@ import re
 
 import pytest
 import torch
+from torch import nn
 
 import pc
-from helpers.toy import Loop, same, toy_batch, toy_model
+from helpers.ranks import run_ranks
+from helpers.toy import Loop, same, toy_batch, toy_loss, toy_model
 from pc import PCConfig, UserError
 
 
@@ -56,10 +58,13 @@ def test_calls_in_a_wrong_order_are_said(follow, calls, said):
     "change",
     [
         lambda loop: (loop.backward(), torch.optim.SGD(loop.model.parameters(), lr=0.1).step()),
+        lambda loop: loop.model.load_state_dict(Loop(seed=1).model.state_dict()),
         lambda loop: [parameter.detach().mul_(0.999) for parameter in loop.model.parameters()],
+        lambda loop: nn.init.normal_(loop.model[1].feed_forward["w2"].weight),
     ],
-    ids=["another optimizer", "averaged weights not swapped back"],
-)
+    ids=["another optimizer", "model loaded without the schedule", "averaged weights not swapped back",
+         "weights initialised late"],
+)  # fmt: skip
 def test_a_change_of_pc_is_said(change):
     loop = Loop()
     change(loop)
@@ -68,6 +73,16 @@ def test_a_change_of_pc_is_said(change):
 
 def attached(**settings):
     return pc.attach(toy_model(), PCConfig(**settings))
+
+
+def one_of_two_optimizers_does_not_step():
+    model = attached()
+    one, other = (torch.optim.SGD([p for p in model.parameters() if p.ndim == n], lr=0.1) for n in (2, 1))
+    made = pc.schedule(model, one, other)
+    toy_loss(model, toy_batch(0)).backward()
+    made.pull_back()
+    one.step()
+    model(toy_batch(0))
 
 
 def a_loss_of_gamma():
@@ -98,11 +113,16 @@ MISTAKES = {
         lambda: attached()(toy_batch(0)),
         "cannot multiply by PC(W): it has no schedule; call pc.schedule(model, optimizer)",
     ),
+    "one of two optimizers does not step": (one_of_two_optimizers_does_not_step, "it holds W; step every optimizer"),
     "a loss of gamma": (a_loss_of_gamma, "a loss that contains a gamma itself"),
     "a closure": (lambda: Loop().optimizer.step(lambda: 0.0), "step(closure) computes gradients while the weights"),
     "optimizer before attach": (
         optimizer_before_attach,
         "no optimizer given to pc.schedule holds 0.attention.wo.gamma",
+    ),
+    "optimizer of another model": (
+        lambda: pc.schedule(attached(), torch.optim.AdamW(toy_model().parameters())),
+        "no optimizer given to pc.schedule holds 0.attention.wo.weight",
     ),
     "schedule without attach": (lambda: pc.schedule(toy_model()), "no weight with PC; call pc.attach"),
     "schedule on the meta device": (
@@ -124,6 +144,7 @@ MISTAKES = {
         lambda: pc.schedule(pc.attach(toy_model().bfloat16(), PCConfig(schedule="forward"))),
         "W needs float32",
     ),
+    "state of other weights": (lambda: Loop().schedule.load_state_dict({}), "of shape None, the model of ["),
     "state without gammas": (
         lambda: Loop().schedule.load_state_dict(Loop(learnable_gamma=False).schedule.state_dict()),
         ".gamma of shape None, the model of [1]",
@@ -189,3 +210,20 @@ def test_a_first_step_of_lr_0_is_a_step():
     u = loop.schedule.weights["0.attention.wo"].u.clone()
     loop.step()
     assert not torch.equal(loop.schedule.weights["0.attention.wo"].u, u)
+
+
+def _ddp(rank):
+    """What a step under DDP says on a rank whose weights were another's, if the schedule was made before DDP."""
+    model = pc.attach(toy_model(seed=rank), PCConfig())
+    made = pc.schedule(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    nn.parallel.DistributedDataParallel(model)  # copies rank 0's PC(W) over that of rank 1
+    toy_loss(model, toy_batch(0)).backward()
+    try:
+        made.pull_back()
+    except UserError as error:
+        return str(error)
+
+
+def test_ddp_after_the_schedule_is_said():
+    first, second = run_ranks(2, _ddp)
+    assert first is None and CHANGED in second

@@ -20,6 +20,8 @@ def run(tmp_path, data_folder):
         {"step": 8, "tokens": 8000, "loss": 1.0},  # after the exported checkpoint
     ]
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    environment = {"world_size": 8, "commit": "abc"}
+    (tmp_path / "run" / "environment.json").write_text(json.dumps(environment))
     return made.checkpoint
 
 
@@ -30,13 +32,22 @@ def test_the_card_of_a_run(run, tmp_path):
     assert header["library_name"] == "transformers" and "llama" in header["tags"]
     for expected in (
         "# run, step 7",
+        "none: pre-trained from scratch",
+        "4 layers, width 256",
         'blocks = ["o", "ffn"]',
+        "level = 4",
         "| trained on | 7 k tokens |",
+        "| loss | 4.2500 |",
         "| validation loss | 4.5000 |",
         "| evaluation/piqa/acc | 0.5000 |",
-        "`./run_llama_train.sh config.toml` with the configuration below",
+        "`./run_llama_train.sh config.toml` with the configuration below (world size 8, commit abc)",
         f"`python scripts/export_hf.py {run} FOLDER`",
         "## Scores\n\nthe table of score.py",
         'flavor = "debug"',
     ):
         assert expected in card
+
+
+def test_the_card_of_a_checkpoint_without_logs(plain_run, tmp_path):
+    card = (hugging_face.export(plain_run.checkpoint, tmp_path / "out") / "README.md").read_text()
+    assert "AdamW, without preconditioning" in card and "loss |" not in card
