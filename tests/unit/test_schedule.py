@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -148,6 +149,22 @@ def test_later_hooks_of_the_optimizer_find_pc():
     assert not torch.equal(seen[0]["0.attention.wo.weight"], loop.schedule.weights["0.attention.wo"].raw)  # control
 
 
+def test_a_compiled_model_has_one_graph_and_no_check_in_it():
+    loop, reference = Loop(), Loop()
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(loop.model, backend=counter, fullgraph=True)
+    for batch in range(3):
+        toy_loss(compiled, toy_batch(batch)).backward()
+        loop.schedule.pull_back()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        reference.step(batch)
+    assert counter.frame_count == 1
+    torch.testing.assert_close(compiled(toy_batch(0)), reference.model(toy_batch(0)), rtol=0, atol=1e-9)
+    assert not any(module._forward_pre_hooks for module in loop.model.modules())
+
+
 @SCHEDULES
 def test_autocast_does_not_lower_the_precision_of_pc(schedule):
     """A product in bfloat16 would change PC(W) by 1e-2; the weight is rounded to bfloat16 only for the layer's matmul."""
@@ -185,6 +202,18 @@ def test_a_step_may_be_skipped_after_pull_back(to_none):
             if batch != 5:
                 x.optimizer.step()
             x.optimizer.zero_grad(set_to_none=to_none)
+    assert same(loop.model.state_dict(), other.model.state_dict())
+
+
+def test_weights_swapped_out_and_in_are_unchanged():
+    loop, other = Loop(), Loop()
+    kept = copy.deepcopy(loop.model.state_dict())
+    with torch.no_grad():
+        for parameter in loop.model.state_dict().values():
+            parameter.mul_(0.9)
+    loop.model.load_state_dict(kept)
+    for x in (loop, other):
+        x.step()
     assert same(loop.model.state_dict(), other.model.state_dict())
 
 

@@ -120,10 +120,6 @@ MISTAKES = {
         optimizer_before_attach,
         "no optimizer given to pc.schedule holds 0.attention.wo.gamma",
     ),
-    "optimizer of another model": (
-        lambda: pc.schedule(attached(), torch.optim.AdamW(toy_model().parameters())),
-        "no optimizer given to pc.schedule holds 0.attention.wo.weight",
-    ),
     "schedule without attach": (lambda: pc.schedule(toy_model()), "no weight with PC; call pc.attach"),
     "schedule on the meta device": (
         lambda: pc.schedule(pc.attach(toy_model().to("meta"), PCConfig())),
@@ -144,7 +140,6 @@ MISTAKES = {
         lambda: pc.schedule(pc.attach(toy_model().bfloat16(), PCConfig(schedule="forward"))),
         "W needs float32",
     ),
-    "state of other weights": (lambda: Loop().schedule.load_state_dict({}), "of shape None, the model of ["),
     "state without gammas": (
         lambda: Loop().schedule.load_state_dict(Loop(learnable_gamma=False).schedule.state_dict()),
         ".gamma of shape None, the model of [1]",

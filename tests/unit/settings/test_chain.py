@@ -223,6 +223,12 @@ def test_help_and_mistakes_need_no_torch(words, said):
     assert said in output and status == (0 if "--help" in words else 2)
 
 
+def test_a_missing_parent_needs_no_torch(write):
+    leaf = write("leaf.toml", 'parent = "gone.toml"\n')
+    answer = f"error: {leaf.parent}/gone.toml (parent of {leaf}): No such file or directory\n"
+    assert launch(str(leaf)) == (2, answer)
+
+
 @pytest.mark.parametrize("script", sorted((ROOT / "scripts").rglob("*.py")), ids=lambda file: file.name)
 def test_help_of_a_script_needs_no_torch(script):
     status, output = run_script(script, "--help")
