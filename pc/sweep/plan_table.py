@@ -16,18 +16,18 @@ def table(sweeps: Sequence[Sweep], tflops: float, world_size: int) -> str:
     Args:
         tflops: TFLOP/s of one GPU.
     """
-    rows = []
+    rows, different, waiting = [], [], []
     for group in equal_runs.plan(sweeps, world_size):
         first = group.runs[0]
         said = group.state if group.folder == first.folder else f"{group.state} as {group.folder}"
         costs = _cost(first, tflops, world_size)
         for run in group.runs:
-            rows.append((str(run.folder), *costs, said))
-            said = f"equal to {first.folder}"
+            rows.append((str(run.folder), *costs, said if run is first else f"equal to {first.folder}"))
+            different.append(run is first)
+            waiting.append(run is first and group.state != "finished")
     runs = pd.DataFrame(rows, columns=["run", "tokens", "hours", "said"])
-    different = runs[~runs.said.str.startswith("equal to ")]
-    waiting = different[~different.said.str.startswith("finished")]
-    for what, some in (("in all", runs), ("not equal to an earlier one", different), ("to be trained", waiting)):
+    sums = {"in all": runs, "not equal to an earlier one": runs[different], "to be trained": runs[waiting]}
+    for what, some in sums.items():
         rows.append((f"{len(some)} runs {what}", some.tokens.sum(), some.hours.sum(), ""))
     return "\n".join(
         f"{run:<64} {tokens / 1e6:>12,.1f} M tokens {hours:>9,.2f} GPU-hours  {said}".rstrip()
