@@ -28,8 +28,6 @@ CPU = ["--gpus-per-node=0", "--sbatch=--time=15"]
 
 @pytest.fixture(scope="module")
 def slurm():
-    if program := slurm_cluster.missing_program():
-        pytest.skip(f"{program} is not installed; on Debian: apt-get install slurm-wlm munge")
     with slurm_cluster.cluster() as environment:
         yield environment
 
@@ -146,8 +144,6 @@ def test_sbatch_errors_reach_the_user(here, tmp_path):
 
 @pytest.mark.soak
 def test_two_nodes_train_one_run_and_a_job_behind_it_scores_it(tmp_path, monkeypatch):
-    if program := slurm_cluster.missing_program():
-        pytest.skip(f"{program} is not installed; on Debian: apt-get install slurm-wlm munge")
     shards = make_shards(tmp_path / "text")
     config = write_small_config(tmp_path / "small.toml", shards, steps=4, interval=2)
     evaluation = make_evaluation_data(tmp_path / "evals")

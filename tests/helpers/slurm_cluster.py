@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
 FOLDERS = ["/usr/sbin", "/usr/local/sbin"]  # Debian's folders of daemons, not on every user's PATH
 
@@ -44,18 +46,17 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=10
 """
 
 
-def missing_program() -> str | None:
-    path = os.pathsep.join([os.environ["PATH"], *FOLDERS])
-    return next((program for program in PROGRAMS if not shutil.which(program, path=path)), None)
-
-
 @contextlib.contextmanager
 def cluster(nodes: int = 1) -> Iterator[dict[str, str]]:
-    """Start SLURM; yields the environment for sbatch and similar commands. SLURM_CONF is in the folder of the logs.
+    """Start SLURM, or skip the test; yields the environment for sbatch and similar commands. SLURM_CONF is in the folder of the logs.
 
     Several nodes are several slurmd on this machine, each with its own port. SLURM's usual proctrack/cgroup sends signals
     only to the tasks; it works for root with cgroups of version 1. linuxproc sends them to all processes.
     """
+    path = os.pathsep.join([os.environ["PATH"], *FOLDERS])
+    for program in PROGRAMS:
+        if not shutil.which(program, path=path):
+            pytest.skip(f"{program} is not installed; on Debian: apt-get install slurm-wlm munge")
     proctrack = "cgroup" if os.access("/sys/fs/cgroup/freezer", os.W_OK) and os.geteuid() == 0 else "linuxproc"
     # Not pytest's folder, because munge needs its socket where every user can reach it.
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
@@ -81,7 +82,7 @@ def cluster(nodes: int = 1) -> Iterator[dict[str, str]]:
     environment = {
         **{key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_"))},
         "SLURM_CONF": str(folder / "slurm.conf"),
-        "PATH": os.pathsep.join([os.environ["PATH"], *FOLDERS]),
+        "PATH": path,
     }
 
     def start(*words: str) -> None:
