@@ -116,6 +116,8 @@ class PCConfig:
         for key, choices in (("schedule", SCHEDULES), ("compute_dtype", COMPUTE_DTYPES)):
             if getattr(self, key) not in choices:
                 raise UserError(f"pc.{key} must be one of {', '.join(choices)}, got {getattr(self, key)!r}")
+        if self.schedule == "forward" and self.heads:
+            raise UserError('pc.heads needs pc.schedule = "step"; with "forward" a layer is one matrix')
         if self.schedule == "forward" and self.compute_dtype == "tf32":
             # TF32 is a process-wide switch; a compiled graph cannot set it for some of its matmuls only.
             raise UserError('pc.compute_dtype = "tf32" needs pc.schedule = "step"; with "forward" use "float32"')

@@ -69,7 +69,7 @@ def vjp(
     if others:
         gradient, *values = vjp(tuple(others), apply(first, batch, divisor=divisor), gradient)
     result, *products = _stage_vjp(first, batch, divisor, scale, gradient)
-    value_product, matrix_product = (values or products)[0], products[1]
+    value_product, matrix_product = (values or products)[0], products[1]  # of the last stage and of the first
     leading = matrix.shape[:-2]
     return result.reshape(matrix.shape), value_product.reshape(leading), matrix_product.reshape(leading)
 

@@ -1,4 +1,5 @@
-"""`schedule` makes either schedule. Here is "step": compute PC(W) once per optimizer step, because the weights change only then.
+"""`schedule` makes either schedule. Schedule "step", here, computes PC(W) once per optimizer step, because the weights
+change only then.
 
 Between steps a weight *is* PC(W), so forward and backward passes are those of a plain model, for any number of
 micro-batches and any parallelism. `pull_back` is linear in the gradient, so one call on the accumulated gradient equals

@@ -91,6 +91,7 @@ def test_wrong_blocks(blocks, message):
         ({"heads": ["o"]}, "pc.heads: 'o' is not one of q, k, v"),
         ({"schedule": "steps"}, "must be one of forward, step"),
         ({"compute_dtype": "tf32", "schedule": "forward"}, "tf32"),
+        ({"heads": ["q"], "schedule": "forward"}, "pc.heads needs pc.schedule = "),
     ],
 )
 def test_wrong_config(values, message):
