@@ -38,6 +38,12 @@ def toy_batch(index: int, size: int = 4, d: int = 7) -> torch.Tensor:
     return torch.randn(size, d, generator=torch.Generator().manual_seed(1000 + index), dtype=torch.float64)
 
 
+def leading_vectors(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Those that power iteration converges to: u [..., n] and v [..., m] of [..., n, m]."""
+    left, _, right = torch.linalg.svd(weight, full_matrices=False)
+    return left[..., 0], right[..., 0, :]
+
+
 def toy_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return (model(batch) - 1.0).square().mean()
 
