@@ -18,8 +18,10 @@ SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 FAST = (
     "tests/unit/test_attach.py",
     "tests/unit/test_effective_weight.py",
+    "tests/unit/test_hugging_face_models.py",
     "tests/unit/test_owner.py",
     "tests/distributed/test_muon_ranks.py::test_alone_it_is_torch_muon_too",
+    "tests/distributed/test_owner_ranks.py",
     "tests/distributed/test_step_ranks.py::test_raw_weights_replace_gathered_ones",
     "tests/unit/test_passes.py",
     "tests/unit/test_polynomial.py",
