@@ -35,6 +35,8 @@ class Tokenizer(ABC):
     def __init__(self, name: str, vocab_size: int, bos_id: int | None, eos_id: int | None, files: dict[str, bytes]):
         if eos_id is None:
             raise UserError(f"tokenizer {name!r} has no end-of-text token to separate documents")
+        if bos_id == eos_id:  # GPT-2's: one of them separates documents
+            bos_id = None
         self.name = name
         self.vocab_size = vocab_size
         self.bos_id = bos_id

@@ -59,10 +59,11 @@ def test_wider_numbers_only_when_needed(size, dtype):
     assert smallest_dtype(size) == dtype
 
 
-def test_hash_tells_tokenizers_apart(hugging_face_folder, tmp_path):
+@pytest.mark.parametrize("bos", [None, "</s>"], ids=["none", "the EOS, as GPT-2's"])
+def test_without_a_bos_of_its_own(hugging_face_folder, tmp_path, bos):
     config = json.loads((hugging_face_folder / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer.json").write_bytes((hugging_face_folder / "tokenizer.json").read_bytes())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": None}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": bos}))
     with_bos, without = load_tokenizer(hugging_face_folder), load_tokenizer(tmp_path)
     assert with_bos.sha256 != without.sha256 and without.bos_id is None
     assert without.documents(["x"]).tolist() == [*without.encode("x"), without.eos_id]
