@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -60,12 +61,14 @@ class PCTrainer(torchtitan.train.Trainer):
         self._stop_requested = False
         self._has_stepped = False
         cpu.use_cpu_where_there_is_no_gpu()
-        torchtitan.train.CheckpointManager = Checkpoints  # which TorchTitan makes itself
-        # All pipeline stages know the loss here (`_loss_of_all_stages`); TorchTitan would warn that rank 0 does not.
-        torchtitan.train.ensure_pp_loss_visible = lambda *_: None
         # Before all that takes long: the launcher's children ignore the signal until they handle it.
         signal.signal(signal.SIGUSR2, lambda *_: setattr(self, "_stop_requested", True))
-        super().__init__(job_config)
+        with (
+            patch.object(torchtitan.train, "CheckpointManager", Checkpoints),  # which TorchTitan makes itself
+            # All pipeline stages know the loss (`_loss_of_all_stages`); TorchTitan would warn that rank 0 does not.
+            patch.object(torchtitan.train, "ensure_pp_loss_visible"),
+        ):
+            super().__init__(job_config)
         self.pc_schedule = self.optimizers.schedule
         self.metrics_processor.tokens = lambda: self.ntokens_seen * self._data_ranks
         self.metrics_processor.positions = self._positions
