@@ -27,16 +27,12 @@ def _collectives(rank, config, cases) -> list[Counter[str]]:
     """Collectives of the second step for each case (a list of overrides), as the first of 8 fake ranks."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from pc.settings import load_config
-    from pc.titan.trainer import PCTrainer
-
-    tiny.add_tiny_flavor()
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     dist.new_group = lambda **_: None  # a gloo group would wait for the others
     results = []
     for overrides in cases:
-        trainer = PCTrainer(load_config(config, [*QUIET, *overrides]))
+        trainer = tiny.make_trainer(config, [*QUIET, *overrides])
         trainer.metrics_processor.should_log = lambda step: False
         batches = trainer.batch_generator(trainer.dataloader)
         trainer.step = 1
@@ -90,7 +86,6 @@ def _held(rank, config, overrides) -> tuple[float, float]:
             self.held.append(gib())
             return super().forward_backward_step(**batch)
 
-    tiny.add_tiny_flavor()
     trainer = Measured(load_config(config, [*QUIET, *overrides]))
     trainer.metrics_processor.should_log = lambda step: False
     trainer.train_step(trainer.batch_generator(trainer.dataloader))

@@ -13,7 +13,6 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torchtitan.models.llama3.infra.parallelize import apply_tp
 
 import pc
-from helpers import tiny
 from helpers.health_model import inputs, job_config, one_rank, transformer
 from helpers.ranks import run_ranks
 from pc.settings import load_config
@@ -94,7 +93,6 @@ def _log_under_context_parallelism(rank: int, config) -> None:
     """One step whose ranks have losses of 3 and 5 nats per token of their half of each sequence."""
     from pc.titan import trainer
 
-    tiny.add_tiny_flavor()
     trainer.rules.require = lambda *_, **__: None  # attention needs a GPU
     off = ["--checkpoint.enable=false", "--validation.enable=false", "--pc.enable=false"]
     run = trainer.PCTrainer(load_config(config, [*off, "--parallelism.context_parallel_degree=2"]))

@@ -75,7 +75,6 @@ def _oracle(rank, config, levels) -> list[dict[str, torch.Tensor]]:
     from pc.settings import load_config
     from pc.titan.llama2 import Llama2, model_args
 
-    tiny.add_tiny_flavor()
     _in_float64()
     settings = load_config(config, [])
     loader = GlobalOrderLoader(
@@ -121,7 +120,6 @@ def _gradients(rank, config, cases) -> list[dict[str, torch.Tensor]]:
                 for name, p in model.named_parameters()
             }
 
-    tiny.add_tiny_flavor()
     _in_float64()
     results = []
     for overrides in cases:

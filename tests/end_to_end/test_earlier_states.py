@@ -40,12 +40,10 @@ def test_a_state_of_the_library(schedule, tmp_path):
 
 def _resumed(rank, config, overrides):
     """All tensors as loaded, and after one step."""
-    from pc.settings import load_config
     from pc.settings.models import FLAVORS, Flavor
-    from pc.titan.trainer import PCTrainer
 
     FLAVORS["tiny"] = Flavor(dim=8, n_layers=1, n_heads=2, multiple_of=8)
-    trainer = PCTrainer(load_config(config, overrides))
+    trainer = tiny.make_trainer(config, overrides)
     trainer.load()
     states = [tiny.state_of(trainer)]
     trainer.step += 1

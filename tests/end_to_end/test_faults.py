@@ -73,11 +73,7 @@ def test_a_long_run_does_not_grow(tiny_config, tmp_path):
 
 def _train_and_measure(rank, config, overrides):
     """Resident bytes, threads and open files after every hundredth step."""
-    from pc.launch.worker import Trainer
-    from pc.settings import load_config
-
-    tiny.add_tiny_flavor()
-    trainer = Trainer(load_config(config, overrides))
+    trainer = tiny.make_trainer(config, overrides)
     sizes, step = [], trainer.train_step
 
     def measured(data):

@@ -13,12 +13,7 @@ from pc.titan.nonfinite import Diverged
 
 def _train(rank, config, overrides, bad_steps, value):
     """Train; in `bad_steps` a gradient of rank 1 gets `value`. Returns the state after each step and the error."""
-    from pc.launch.worker import Trainer
-    from pc.settings import load_config
-
-    tiny.do_not_sleep()
-    tiny.add_tiny_flavor()
-    trainer = Trainer(load_config(config, overrides))
+    trainer = tiny.make_trainer(config, overrides)
     skips, seen = trainer.finite_steps.skips, [_state(trainer)]
 
     def spoilt(step, loss, positions):

@@ -103,11 +103,7 @@ RESHARDED = {
 
 def _load_and_go_on(rank, config, overrides):
     """All tensors as loaded, after which the run continues."""
-    from pc.settings import load_config
-    from pc.titan.trainer import PCTrainer
-
-    tiny.add_tiny_flavor()
-    trainer = PCTrainer(load_config(config, overrides))
+    trainer = tiny.make_trainer(config, overrides)
     trainer.load()
     states = trainer.optimizers.state_dict().items()
     optimizer = {f"optimizer.{key}": tiny.whole(value) for key, value in states if isinstance(value, torch.Tensor)}
@@ -136,12 +132,9 @@ def test_checkpoint_moves_between_kinds(module_config, one_process, tmp_path, be
 
 
 def _refused(rank, config, cases):
-    from pc.settings import load_config
     from pc.settings.rules import refusal_of
-    from pc.titan.trainer import PCTrainer
 
-    tiny.add_tiny_flavor()
-    return ["".join(refusal_of(PCTrainer, load_config(config, overrides))) for overrides in cases]
+    return ["".join(refusal_of(tiny.make_trainer, config, overrides)) for overrides in cases]
 
 
 def test_a_layout_that_cannot_be_is_refused_in_a_sentence(tiny_config):

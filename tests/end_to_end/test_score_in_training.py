@@ -36,11 +36,8 @@ def _scores(rank, config, overrides):
     from lm_eval.api.instance import Instance
 
     from pc.evaluate import in_training
-    from pc.settings import load_config
-    from pc.titan.trainer import PCTrainer
 
-    tiny.add_tiny_flavor()
-    trainer = PCTrainer(load_config(config, overrides))
+    trainer = tiny.make_trainer(config, overrides)
     scorer = in_training.InTrainingScorer(
         trainer.job_config,
         trainer.model_parts,

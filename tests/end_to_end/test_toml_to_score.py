@@ -23,7 +23,6 @@ STAND_STILL = ["--optimizer.lr", "0.0", "--training.steps", "1", "--checkpoint.i
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
-    tiny.add_tiny_flavor()
     return make_shards(tmp_path_factory.mktemp("text"))
 
 

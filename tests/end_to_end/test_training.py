@@ -117,7 +117,6 @@ def test_checkpoint_holds_a_plain_llama_and_the_raw_weights(trained):
 
     _, folder, state = trained
     saved = tiny.load_all(folder / "checkpoint" / "step-6")
-    tiny.add_tiny_flavor()
     plain = Transformer(model_args("tiny", vocab_size=tiny.VOCAB_SIZE, max_seq_len=16))
     wanted = plain.state_dict()
     dcp.load(wanted, checkpoint_id=str(folder / "checkpoint" / "step-6"), no_dist=True)
@@ -177,13 +176,10 @@ def test_a_torn_first_checkpoint_does_not_hide_the_start(tiny_config, plain):
 def _starts(rank, config, cases):
     """For each case what refuses the start, "" if nothing, and the steps that were recorded."""
     from pc.errors import UserError
-    from pc.launch.worker import Trainer
-    from pc.settings import load_config
 
-    tiny.add_tiny_flavor()
     said = []
     for overrides in cases:
-        trainer, recorded, message = Trainer(load_config(config, overrides)), [], ""
+        trainer, recorded, message = tiny.make_trainer(config, overrides), [], ""
         try:
             trainer.train(recorded.append)
         except UserError as error:

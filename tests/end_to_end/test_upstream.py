@@ -50,11 +50,7 @@ def _upstream_trainer(config):
 
 def _ten_steps(rank, config, kind) -> dict[str, torch.Tensor]:
     """Losses and gradient norms by step, and the weights after the last."""
-    from pc.settings import load_config
-    from pc.titan.trainer import PCTrainer
-
-    tiny.add_tiny_flavor()
-    trainer = PCTrainer(load_config(config, WORDS)) if kind == "ours" else _upstream_trainer(config)
+    trainer = tiny.make_trainer(config, WORDS) if kind == "ours" else _upstream_trainer(config)
     steps = []
     trainer.metrics_processor.log = lambda step, loss, largest, norm, *_, **__: steps.append((float(loss), float(norm)))
     batches = trainer.batch_generator(trainer.dataloader)

@@ -14,7 +14,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from helpers import tiny
 from pc import PCConfig, attach, effective_weight, named_weights
 from pc.common.run_folder import write_state
 from pc.config import BLOCK_SUFFIXES
@@ -104,7 +103,6 @@ def make_run(
 
 def save_checkpoint(run: Path, schedule: str | None, step: int = 7, level=4) -> Llama2:
     """A run of the tiny model, without PC if schedule is None; returns the plain model with the effective weights."""
-    tiny.add_tiny_flavor()
     pc_config = PCConfig(schedule=schedule, level=level) if schedule else None
     return make_run(run, None, pc_config, "tiny", vocab_size=64, step=step).model
 

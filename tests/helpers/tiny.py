@@ -15,8 +15,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
+from pc.settings import load_config
+from pc.settings import write_config as write_resolved
+from pc.settings.models import FLAVORS, Flavor
+
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB_SIZE = 200
+# 24 rows divide over three ranks, 64 do not; over four, no vector divides evenly.
+FLAVORS["tiny"] = Flavor(dim=24, n_layers=2, n_heads=2, multiple_of=8)
 
 CONFIG = """
 parent = "{base}"
@@ -104,31 +110,21 @@ def write_small_config(path: Path, shards: Path, steps: int, interval: int) -> P
     return path
 
 
-def add_tiny_flavor() -> None:
-    from pc.settings.models import FLAVORS, Flavor
-
-    # 24 rows divide over three ranks, 64 do not; over four, no vector divides evenly.
-    FLAVORS["tiny"] = Flavor(dim=24, n_layers=2, n_heads=2, multiple_of=8)
-
-
-def do_not_sleep() -> None:
-    """TorchTitan's trainer waits two seconds for other ranks at its end, most of such a run's time."""
+def make_trainer(config: Path, overrides: list[str]):
     import torchtitan.train
 
+    from pc.launch.worker import Trainer
+
+    # TorchTitan's trainer waits two seconds for other ranks at its end, most of such a run's time.
     torchtitan.train.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)
+    return Trainer(load_config(config, overrides))
 
 
 def train(rank: int, config: Path, overrides: list[str]) -> dict[str, torch.Tensor]:
     """Run the trainer on one rank; returns all parameters and PC's tensors whole, by checkpoint name."""
-    from pc.launch.worker import Trainer
-    from pc.settings import load_config, write_config
-
-    do_not_sleep()
-    add_tiny_flavor()
-    loaded = load_config(config, overrides)
+    trainer = make_trainer(config, overrides)
     if rank == 0:
-        write_config(loaded, Path(loaded.job.dump_folder) / "config.toml")
-    trainer = Trainer(loaded)
+        write_resolved(trainer.config, Path(trainer.config.job.dump_folder) / "config.toml")
     trainer.train()
     result = state_of(trainer)
     trainer.close()

@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.tiny import add_tiny_flavor
-
 ROOT = Path(__file__).parents[2]
 SHAPE = ["--flavor", "tiny", "--seq-len", "16", "--local-batch-size", "2", "--micro-batches", "3", "--rounds", "2"]
 
@@ -21,7 +19,6 @@ SHAPE = ["--flavor", "tiny", "--seq-len", "16", "--local-batch-size", "2", "--mi
 def step(monkeypatch):
     """The module benchmarks/step.py, with a tiny flavor."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    add_tiny_flavor()
     import step
 
     yield step

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import tomli_w
 
-from helpers import tiny
 from helpers.made_runs import make_run, make_shards
 from pc import PCConfig
 from pc.data import GlobalOrderLoader, Manifest
@@ -38,7 +37,6 @@ TOKENIZER = {
 def made(tmp_path_factory, tiny_shards):
     """Good inputs by kind: folders, read only."""
     folder = tmp_path_factory.mktemp("made")
-    tiny.add_tiny_flavor()
     run = make_run(folder / "run", make_shards(folder / "data"), PCConfig(level=4, schedule="step"), flavor="tiny")
     for kind in ("sweep", "tokenizer", "model"):
         (folder / kind).mkdir()
