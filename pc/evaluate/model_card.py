@@ -77,7 +77,7 @@ def _logged(run: RunCheckpoint) -> list[tuple[str, str]]:
     folder = run.path.parent.parent
     lines = read_log(folder).lines if (folder / METRICS).is_file() else []
     last = {key: value for line in lines if line["step"] <= run.step for key, value in line.items()}
-    keys = [key for key in last if key.endswith("loss") or key.startswith("evaluation/")]
+    keys = [key for key in last if key in ("loss", "validation_loss") or key.startswith("evaluation/")]
     rows = [(key.replace("_", " "), f"{last[key]:.4f}") for key in keys if last[key] is not None]
     return [("trained on", f"{short_tokens(last['tokens'])} tokens"), *rows] if rows else []
 

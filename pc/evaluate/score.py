@@ -33,7 +33,7 @@ def score(
     limit: int | None = None,
     batch_size: int = 16,
 ) -> list[Path]:
-    """Score every model on every task, then write the tables and the plot; returns the files of results.
+    """Score every model on every task, then write the tables and the plot; returns the files of results, and the table's.
 
     Args:
         models: `PATH` or `NAME=PATH` each.
@@ -54,8 +54,8 @@ def score(
         files[file] = name, path
     for file, (name, path) in files.items():
         _score_model(name, path, file, sets, data, limit, batch_size)
-    tables.write([json.loads(file.read_text()) for file in files], names, Path(output) / f"table{suffix}")
-    return list(files)
+    table, *_ = tables.write([json.loads(file.read_text()) for file in files], names, Path(output) / f"table{suffix}")
+    return [*files, table]
 
 
 def parse_model(text: str) -> tuple[str, Path]:
@@ -78,7 +78,8 @@ def _score_model(
     found = kept["tasks"] if all(kept.get(key) == value for key, value in identity.items()) else {}
     missing = [task for task in sets if found.get(task, {}).get("data") != sets[task]]
     results = {"name": name, "model": str(path)} | identity | {"tasks": found}
-    _say(f"{name}: {len(sets) - len(missing)} of {len(sets)} tasks are already scored")
+    if len(missing) < len(sets):
+        _say(f"{name}: {len(sets) - len(missing)} of {len(sets)} tasks are already scored")
     lm = _load(path, batch_size) if missing else None
     write_atomically(file, json.dumps(results, indent=2) + "\n")  # a folder that cannot be written shows now
     for number, task in enumerate(missing, start=1):

@@ -16,7 +16,7 @@ def run(tmp_path, data_folder):
     made = make_run(tmp_path / "run", data_folder, PCConfig(level=4, schedule="step"))
     lines = [
         {"step": 6, "tokens": 6000, "validation_loss": 4.5, "evaluation/piqa/acc": 0.5},
-        {"step": 7, "tokens": 7000, "loss": 4.25},
+        {"step": 7, "tokens": 7000, "loss": 4.25, "max_loss": 4.75},
         {"step": 8, "tokens": 8000, "loss": 1.0},  # after the exported checkpoint
     ]
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -46,6 +46,7 @@ def test_the_card_of_a_run(run, tmp_path):
         'flavor = "debug"',
     ):
         assert expected in card
+    assert "4.75" not in card
 
 
 def test_the_card_of_a_checkpoint_without_logs(plain_run, tmp_path):

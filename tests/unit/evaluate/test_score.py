@@ -60,11 +60,11 @@ def test_another_model_or_set_under_the_same_name_is_scored_anew(pc_export, plai
 
 
 def test_a_limit_is_kept_apart_and_marked(pc_export, evaluation_data, tmp_path):
-    (path,) = run([str(pc_export)], tmp_path, evaluation_data, limit=1, names=["piqa", "piqa"])
+    path, table = run([str(pc_export)], tmp_path, evaluation_data, limit=1, names=["piqa", "piqa"])
     assert path.name == "pc.limit-1.json"
     found = read(path)["tasks"]["piqa"]
     assert (found["items"], found["items_in_set"], found["acc_stderr"]) == (1, 3, None)
-    assert "PARTIAL" in (tmp_path / "table.limit-1.md").read_text()
+    assert table.name == "table.limit-1.md" and "PARTIAL" in table.read_text()
     assert not (tmp_path / "table.md").exists()
 
 
