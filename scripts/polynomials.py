@@ -25,7 +25,8 @@ def main() -> None:
     own: maps.Maps = {}
     if arguments.cutoff is not None:
         fitted = maps.fit(arguments.cutoff, arguments.degree, arguments.alpha)
-        print(f"level = {list(PCConfig(level=fitted).level)}")  # a line for [pc], or why PC refuses it
+        accepted = PCConfig(level=fitted).level  # or why PC refuses it
+        print(f"level = [{', '.join(f'{one:.6f}' for one in accepted)}]")  # a line for [pc]
         own = {"your own": (fitted, arguments.cutoff)}
     print(maps.table(own), end="")
     print(maps.plot(arguments.output, own))

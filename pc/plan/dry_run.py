@@ -93,7 +93,7 @@ def _check_batch(report: Report, config: Config, layout: Layout) -> int:
             f"ranks x {layout.micro_batches} micro-batches, {layout.tokens:,} tokens",
         ),
         ("steps", f"{training.steps:,}, warmup {config.lr_scheduler.warmup_steps:,}"),
-        ("tokens", f"{training.steps * layout.tokens / 1e9:,.4g} G"),
+        ("tokens", f"{training.steps * layout.tokens:,}"),
     ]
     return layout.tokens
 

@@ -29,8 +29,9 @@ def table(sweeps: Sequence[Sweep], tflops: float, world_size: int) -> str:
     sums = {"in all": runs, "not equal to an earlier one": runs[different], "to be trained": runs[waiting]}
     for what, some in sums.items():
         rows.append((f"{len(some)} runs {what}", some.tokens.sum(), some.hours.sum(), ""))
+    width = max(len(run) for run, *_ in rows)
     return "\n".join(
-        f"{run:<64} {tokens / 1e6:>12,.1f} M tokens {hours:>9,.2f} GPU-hours  {said}".rstrip()
+        f"{run:<{width}} {tokens / 1e6:>12,.1f} M tokens {hours:>9,.2f} GPU-hours  {said}".rstrip()
         for run, tokens, hours, said in rows
     )
 
