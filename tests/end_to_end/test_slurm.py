@@ -163,7 +163,7 @@ def test_two_nodes_train_one_run_and_a_job_behind_it_scores_it(tmp_path, monkeyp
         train = said.stdout.removeprefix("job ").partition(":")[0]
         after = [f"--dependency=afterok:{train}", "--parsable", f"--output={folder}/slurm/score-%j.log"]
         scoring = ["sbatch", *after, "scripts/slurm/score.sbatch", str(folder), "--data", str(evaluation)]
-        environment["PC_PYTHON"] = sys.executable
+        environment["VIRTUAL_ENV"] = sys.prefix
         done = subprocess.run([*scoring, "--tasks", "piqa"], env=environment, capture_output=True, text=True)
         score = done.stdout.strip()
         wait_for(lambda: job_field(score, "JobState") in ("COMPLETED", "FAILED"), tmp_path)
