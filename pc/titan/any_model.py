@@ -1,10 +1,13 @@
 """TorchTitan's trainer with PC for any of its models: `torchrun ... -m pc.titan.any_model` with the arguments and the
 TOML of `torchtitan.train` (`pc.titan.converter`). The recipe for Llama 2 is `pc.titan.trainer`."""
 
+from pathlib import Path
+
 import torchtitan.train
 from torch import Tensor
 
 from pc.common.errors import exit_on_user_error
+from pc.errors import UserError
 from pc.schedules import RAW
 from pc.step import schedule
 from pc.weights import named_weights
@@ -14,6 +17,9 @@ class Trainer(torchtitan.train.Trainer):
     """Calls the schedule where TorchTitan's trainer has no hook: after the last micro-batch, and in checkpoints."""
 
     def __init__(self, job_config) -> None:
+        assets = Path(job_config.model.hf_assets_path)
+        if not assets.is_dir():  # TorchTitan names another key
+            raise UserError(f"model.hf_assets_path: no folder {assets}; it should have the model's tokenizer.json")
         super().__init__(job_config)
         self.pc_schedule = None  # without PC, or in a pipeline stage without weights of PC
         if any(True for part in self.model_parts for _ in named_weights(part)):
