@@ -319,6 +319,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = _parser()
     chosen = parser.parse_args(arguments)
     if chosen.table:
+        if not chosen.table.is_dir():
+            parser.error(f"no folder {chosen.table}")
         print(table(chosen.table), end="")
         return
     if chosen.row not in ROWS:

@@ -67,6 +67,8 @@ def main() -> None:
         start = state.pop("step")
         for name, part in parts.items():
             part.load_state_dict(state[name])
+        if rank == 0:
+            print(f"step {start} loaded from {checkpoint}", flush=True)
 
     for step in range(start, arguments.steps):
         total = 0.0

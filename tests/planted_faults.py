@@ -247,6 +247,7 @@ def main() -> None:
         shutil.copytree(top, tree, ignore=lambda folder, _: left_out if folder == top else {"__pycache__"})
         _prepare(tree)
         modules = sorted({str(path.relative_to(tree)) for one in chosen.modules for path in tree.glob(one)})
+        print(time.strftime("%H:%M:%S"), "running the tests once, to see which lines each runs", flush=True)
         tests = tests_by_line(tree, modules, file)
         os.environ["PYTHONDONTWRITEBYTECODE"], sys.dont_write_bytecode = "1", True
         for module in map(Path, modules):
