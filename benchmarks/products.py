@@ -14,9 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pc import PCConfig
+from pc import PCConfig, owner
 from pc.common.files import write_atomically
-from pc.owner import run_on_owners
 from pc.passes import materialise, pull_back
 from pc.plan.cost import Plan
 from pc.spectral import initial_vectors, power_iteration
@@ -54,7 +53,8 @@ def measure(flavor: str, rounds: int) -> Iterator[dict]:
     for precision in PRECISIONS:
         config = PCConfig(compute_dtype=precision, schedule="step")
         for part, function in (("materialise", materialise), ("pull back", pull_back)):
-            call = partial(run_on_owners, function, inputs[part], results[part], [config] * len(items))
+            plan = owner.Plan(inputs[part], results[part], [config] * len(items))
+            call = partial(plan.run, function, inputs[part], results[part])
             call()  # warms up
             record["seconds"].setdefault(part, {})[precision] = [seconds(call) for _ in range(rounds)]
         record["errors"][precision] = {str(tuple(item[0].shape)): errors(config, item) for item in one_of_each}

@@ -34,7 +34,7 @@ class Hyperball(torch.optim.Optimizer):
                 buffer = state["momentum"].mul_(group["momentum"]).add_(weight.grad)
                 given.append((weight, weight.grad.add(buffer, alpha=group["momentum"]), state["radius"]))
             wanted = [(weight, radius) for weight, _, radius in given]
-            owner.run_on_owners(hyperball, given, wanted, keys=[group["lr"]] * len(given))
+            owner.Plan(given, wanted, [group["lr"]] * len(given)).run(hyperball, given, wanted)
 
 
 def hyperball(lr: float, weight: Tensor, update: Tensor, radius: Tensor) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,7 @@ class Shampoo(torch.optim.Optimizer):
             factors = [(self.state[weight]["left"], self.state[weight]["right"]) for weight in weights]
             given = [(weight.grad, *pair) for weight, pair in zip(weights, factors, strict=True)]
             wanted = [(torch.empty_like(weight), *pair) for weight, pair in zip(weights, factors, strict=True)]
-            owner.run_on_owners(shampoo, given, wanted, keys=[group["epsilon"]] * len(weights))
+            owner.Plan(given, wanted, [group["epsilon"]] * len(weights)).run(shampoo, given, wanted)
             for weight, (update, *_) in zip(weights, wanted, strict=True):
                 weight.add_(update, alpha=-group["lr"])
 

@@ -88,8 +88,7 @@ class Muon(torch.optim.Muon):
         keys = [(form, settings, tuple(f / max(of) for f in of)) for form, of in zip(forms, factors, strict=True)]
         name = (*map(id, parameters), *keys)
         if name not in self._plans:
-            stacked, costs = [bool(form.stack) for form in forms], [form.cost for form in forms]
-            self._plans[name] = Plan(items, items, keys, stacked=stacked, costs=costs)
+            self._plans[name] = Plan(items, items, keys, [form.cost for form in forms])
         self._plans[name].run(_orthogonalise, items, items)
         torch._foreach_mul_(shards, 1 - lr * group["weight_decay"])
         for shard, (update,), of_parts in zip(shards, items, factors, strict=True):

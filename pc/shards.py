@@ -18,15 +18,20 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def sharding_dimensions(tensor: Tensor) -> list[int]:
-    """The device mesh dimensions that shard a tensor; none for a plain tensor."""
+def splits(tensor: Tensor) -> dict[int, int | None]:
+    """Which dimension of a tensor each device mesh dimension splits that shards it; {} for a plain tensor."""
     if not isinstance(tensor, DTensor):
-        return []
-    mesh = tensor.device_mesh
-    return [d for d, p in enumerate(tensor.placements) if not isinstance(p, Replicate) and mesh.size(d) > 1]
+        return {}
+    sizes, placements = tensor.device_mesh.shape, enumerate(tensor.placements)
+    return {d: getattr(p, "dim", None) for d, p in placements if not isinstance(p, Replicate) and sizes[d] > 1}
 
 
-def shard_like(weight: Tensor, tensor: Tensor, stacked: bool = False) -> Tensor:
+def is_stack(weight: Tensor) -> bool:
+    """Whether a weight is [E, n, m], a stack of E independent ones."""
+    return weight.ndim == 3
+
+
+def shard_like(weight: Tensor, tensor: Tensor) -> Tensor:
     """State of a weight: a tensor that every rank has whole, split along its first dimension over the weight's ranks.
 
     That of a stack is split as the stack is, and whole where its rows are split. For a plain weight it stays plain.
@@ -35,21 +40,14 @@ def shard_like(weight: Tensor, tensor: Tensor, stacked: bool = False) -> Tensor:
         return tensor
     mesh = weight.device_mesh
     placements: list[Placement] = [Replicate()] * mesh.ndim
-    for d in sharding_dimensions(weight):
-        if not stacked or split_dim(weight.placements[d]) == 0:
-            placements[d] = weight.placements[d] if stacked else Shard(0)
+    for d, split in splits(weight).items():
+        if not is_stack(weight):
+            placements[d] = Shard(0)
+        elif split == 0:
+            placements[d] = weight.placements[d]
     # a copy: the tensor's storage is whole, which asynchronous checkpoints could not stage
     shard = own_block(tensor, mesh, placements).clone()
     return DTensor.from_local(shard, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
-
-
-def placements_of(tensor: Tensor) -> tuple[Placement, ...]:
-    return tensor.placements if isinstance(tensor, DTensor) else ()
-
-
-def split_dim(placement: Placement) -> int | None:
-    """The dimension of a tensor that a placement splits."""
-    return getattr(placement, "dim", None)
 
 
 def own_block(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
@@ -68,8 +66,8 @@ def block_of(shape: Ints, placements: tuple[Placement, ...], sizes: Ints, coordi
     plain = [d for d, placement in enumerate(placements) if type(placement) is Shard]
     strided = [d for d, placement in enumerate(placements) if d not in plain and not placement.is_replicate()]
     for d in (*plain, *strided):  # strided: FSDP shards of what tensor parallelism has already split
-        dim = split_dim(placements[d])
-        before = math.prod(sizes[e] for e in plain if e > d and split_dim(placements[e]) == dim)
+        dim = getattr(placements[d], "dim", None)
+        before = math.prod(sizes[e] for e in plain if e > d and getattr(placements[e], "dim", None) == dim)
         if dim is None or (d in strided and getattr(placements[d], "split_factor", None) != before):
             raise UserError(f"pc.owner needs shards that are blocks of their tensor, not {placements}")
         step = math.ceil((block[dim].stop - block[dim].start) / sizes[d])

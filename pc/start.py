@@ -14,7 +14,7 @@ from pc import polynomial
 from pc.config import PCConfig
 from pc.errors import UserError
 from pc.linear import PCLinear
-from pc.owner import run_on_owners
+from pc.owner import Plan
 from pc.weights import named_weights
 
 GRID = 10_001  # grid points on [0, 1] that bracket the roots
@@ -45,13 +45,10 @@ def preserve(models: nn.Module | Iterable[nn.Module]) -> None:
             weight.u, weight.v = weight.module.u, weight.module.v
         elif weight.u is None:
             weight.u, weight.v = (weight.parameter.new_empty(weight.form.shape_of(kind)) for kind in "uv")
-    run_on_owners(
-        lambda form, weight: form.apply(preserving, "w", (weight,), "wuv"),
-        inputs=[(weight.parameter,) for weight in weights],
-        outputs=[(weight.parameter, weight.u, weight.v) for weight in weights],
-        keys=[weight.form for weight in weights],
-        stacked=[bool(weight.form.stack) for weight in weights],
-    )
+    inputs = [(weight.parameter,) for weight in weights]
+    outputs = [(weight.parameter, weight.u, weight.v) for weight in weights]
+    plan = Plan(inputs, outputs, [weight.form for weight in weights])
+    plan.run(lambda form, weight: form.apply(preserving, "w", (weight,), "wuv"), inputs, outputs)
     for weight in weights:
         for gamma in weight.gammas:
             gamma.fill_(1.0)

@@ -124,7 +124,7 @@ class StepSchedule(Schedule):
             gamma.fill_(1.0)
         given = weight.form.initial_vectors(weight.name) if weight.u is None else (weight.u, weight.v)
         vectors = (vector.to(parameter.device, parameter.dtype) for vector in given)
-        weight.u, weight.v = (shard_like(parameter, vector, bool(weight.form.stack)) for vector in vectors)
+        weight.u, weight.v = (shard_like(parameter, vector) for vector in vectors)
         weight.raw = parameter.detach().clone()
 
     @torch.no_grad()
@@ -222,8 +222,7 @@ class StepSchedule(Schedule):
         key = (results, *(w.name for w in weights))
         if key not in self._plans:
             forms = [w.form for w in weights]
-            stacked, costs = [bool(form.stack) for form in forms], [form.cost for form in forms]
-            self._plans[key] = Plan(inputs, outputs, keys=forms, stacked=stacked, costs=costs)
+            self._plans[key] = Plan(inputs, outputs, keys=forms, costs=[form.cost for form in forms])
 
         def of_weights(form: Form, *tensors: Tensor) -> tuple[Tensor, ...]:
             return form.apply(function, first + form.kinds, tensors, results)

@@ -21,9 +21,9 @@ from pc.common.spectra import modified_condition_number, singular_values
 from pc.config import PCConfig, block_of, matches
 from pc.cuts import Form
 from pc.linear import effective_weight
-from pc.owner import run_on_owners
+from pc.owner import Plan
 from pc.schedules import Schedule
-from pc.shards import local, sharding_dimensions
+from pc.shards import local, splits
 from pc.spectral import spectral_norm_estimate
 from pc.titan.activations import COUNT, LARGEST, SUM_OF_SQUARES, OutputSizes
 from pc.weights import Weight, clean_name
@@ -95,7 +95,7 @@ class HealthMetrics:
         for model in self._model_parts:
             for name, parameter in model.named_parameters():
                 tensor = raws.get(clean_name(name), parameter)
-                shards = math.prod(tensor.device_mesh.size(d) for d in sharding_dimensions(tensor))
+                shards = math.prod(tensor.device_mesh.size(d) for d in splits(tensor))
                 norm = torch.linalg.vector_norm(local(tensor), dtype=torch.float64)  # float32 is 1e-4 off on a CPU
                 squares.append(norm.square() * shards / self._num_stage_ranks)
         gammas = {name: local(state.gamma).double() for name, state in states.items() if state.gamma is not None}
@@ -159,9 +159,10 @@ class HealthMetrics:
         self, function: Callable, names: list[str], inputs: list[tuple[Tensor, ...]], keys: list, count: int
     ) -> dict[str, list[float]]:
         """`function` of each matrix of all pipeline stages, {name: numbers}; it returns [B, count] on the owners."""
-        outputs = [torch.zeros(count, device=item[0].device, dtype=item[0].dtype) for item in inputs]
-        run_on_owners(function, inputs, [(output,) for output in outputs], keys)
-        return {name: found[0] for name, found in _by_name(dict(zip(names, _numbers(outputs), strict=True))).items()}
+        outputs = [(torch.zeros(count, device=item[0].device, dtype=item[0].dtype),) for item in inputs]
+        Plan(inputs, outputs, keys).run(function, inputs, outputs)
+        numbers = _numbers([output for (output,) in outputs])
+        return {name: found[0] for name, found in _by_name(dict(zip(names, numbers, strict=True))).items()}
 
     def _pc_weights(self) -> dict[str, Weight]:
         return {} if self._schedule is None else self._schedule.weights

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from helpers import tiny
-from pc import PCConfig
+from pc import PCConfig, owner
 from pc.data.tokenizing import tokenize
 from pc.data.train_tokenizer import train_tokenizer
-from pc.owner import run_on_owners
 from pc.passes import materialise, pull_back
 from pc.spectral import power_iteration
 
@@ -67,7 +66,7 @@ def test_float32_where_the_process_has_tf32_on():
         assert torch.equal(one, other)
 
 
-def test_batches_are_their_matrices():
+def test_batches_are_their_matrices(monkeypatch):
     config = PCConfig(schedule="step")
     generator = torch.Generator().manual_seed(3)
     items = [
@@ -75,8 +74,9 @@ def test_batches_are_their_matrices():
         for _ in range(4)
     ]
     outputs = [[tuple(torch.empty_like(x) for x in (w, u, v)) for w, _, u, v in items] for _ in range(2)]
-    for output, batch_bytes in zip(outputs, (0, 2**30), strict=True):
-        run_on_owners(materialise, items, output, [config] * 4, batch_bytes=batch_bytes)
+    for output, one_by_one in zip(outputs, ((DEVICE,), ()), strict=True):
+        monkeypatch.setattr(owner, "ONE_BY_ONE", one_by_one)
+        owner.Plan(items, output, [config] * 4).run(materialise, items, output)
     for one, other in zip(*outputs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 

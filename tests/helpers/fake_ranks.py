@@ -68,7 +68,7 @@ def fake_rank(rank: int, world_size: int) -> Iterator[Counts]:
 def _start_with_shapes(_, weight: Weight) -> None:
     vectors = (torch.empty(weight.form.shape_of(kind), device="meta") for kind in "uv")
     weight.held = weight.parameter, weight.gamma
-    weight.u, weight.v = (shard_like(weight.parameter, vector, bool(weight.form.stack)) for vector in vectors)
+    weight.u, weight.v = (shard_like(weight.parameter, vector) for vector in vectors)
     weight.raw = weight.parameter.detach().clone()
 
 

@@ -3,8 +3,8 @@ import weakref
 import pytest
 import torch
 
-from pc.errors import UserError
-from pc.owner import Plan, assign, run_on_owners
+from pc import UserError, owner
+from pc.owner import Plan, assign
 
 
 def test_the_most_expensive_is_assigned_first():
@@ -21,12 +21,13 @@ def test_alone_runs_on_views_without_copies():
         return (matrix * key,)
 
     originals = [m.clone() for m in matrices]
-    run_on_owners(double, [(m,) for m in matrices], [(m,) for m in matrices], keys=[2, 3])
+    items = [(m,) for m in matrices]
+    Plan(items, items, [2, 3]).run(double, items, items)
     assert sorted(pointers) == sorted(m.data_ptr() for m in matrices)
     assert torch.equal(matrices[0], originals[0] * 2) and torch.equal(matrices[1], originals[1] * 3)
 
 
-def test_alone_runs_alike_items_in_batches():
+def test_alone_runs_alike_items_in_batches(monkeypatch):
     matrices = [torch.full((2, 3), float(i)) for i in range(5)] + [torch.ones(4, 2)]
     keys = [1, 1, 1, 1, 10, 1]
     batches = []
@@ -37,13 +38,16 @@ def test_alone_runs_alike_items_in_batches():
 
     originals = [m.clone() for m in matrices]
     items = [(m,) for m in matrices]
-    run_on_owners(double, items, items, keys, batch_bytes=3 * matrices[0].nbytes)
+    Plan(items, items, keys).run(double, items, items)  # on a CPU one by one
+    assert [shape[0] for _, shape in batches] == [1] * 6
+    batches.clear()
+    monkeypatch.setattr(owner, "ONE_BY_ONE", ())
+    monkeypatch.setattr(owner, "BUCKET_BYTES", 3 * matrices[0].nbytes)
+    Plan(items, items, keys).run(double, items, items)
     # as many as fit, of one key and shape; a larger one goes alone
     assert sorted(batches) == [(1, (1, 2, 3)), (1, (1, 4, 2)), (1, (3, 2, 3)), (10, (1, 2, 3))]
     for matrix, original, key in zip(matrices, originals, keys, strict=True):
-        assert torch.equal(matrix, 2 * key * original)
-    run_on_owners(double, items, items, keys)  # on a CPU one by one
-    assert [shape[0] for _, shape in batches[4:]] == [1] * 6
+        assert torch.equal(matrix, (2 * key) ** 2 * original)
 
 
 def test_what_does_not_fit_is_refused():
@@ -55,12 +59,12 @@ def test_what_does_not_fit_is_refused():
         with pytest.raises(UserError, match="one dtype"):
             Plan(inputs, outputs)
     with pytest.raises(UserError, match=r"\[\(1, 3, 2\)\] instead of \[\(1, 2, 3\)\]"):
-        run_on_owners(lambda key, x: (x.mT,), items, items)
+        Plan(items, items).run(lambda key, x: (x.mT,), items, items)
     with pytest.raises(UserError, match="other shapes"):
         Plan(items, items).run(lambda key, x: (x,), others, others)
 
 
-def test_a_batch_and_its_results_are_gone_before_the_next():
+def test_a_batch_and_its_results_are_gone_before_the_next(monkeypatch):
     alive = []
 
     def function(key, *batch):
@@ -70,5 +74,8 @@ def test_a_batch_and_its_results_are_gone_before_the_next():
         return (result,)
 
     items = [(torch.ones(2, 2), torch.ones(2, 2)) for _ in range(4)]
-    run_on_owners(function, items, [(first,) for first, _ in items], batch_bytes=2 * 32)
+    outputs = [(first,) for first, _ in items]
+    monkeypatch.setattr(owner, "ONE_BY_ONE", ())
+    monkeypatch.setattr(owner, "BUCKET_BYTES", 2 * 32)
+    Plan(items, outputs).run(function, items, outputs)
     assert alive and all(torch.equal(first, torch.full((2, 2), 2.0)) for first, _ in items)
