@@ -120,7 +120,7 @@ def _layouts(items: Sequence[Item]) -> list[tuple]:
 
 def _spread(tensors: Sequence[Tensor]) -> Spread | None:
     """An item's mesh and the mesh dimensions of its exchange; None if this rank holds whole matrices."""
-    meshes = {tensor.device_mesh for tensor in tensors if splits(tensor)}
+    meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor) and splits(tensor)}
     if len(meshes) > 1:
         raise UserError("pc.owner needs the tensors of an item on one device mesh")
     dimensions = {d for tensor in tensors for d in splits(tensor)}
@@ -141,7 +141,9 @@ class _Group:
 
     def __init__(self, spread: Spread | None) -> None:
         self.process_group: dist.ProcessGroup | None = None
-        self.rank, self.sizes, self.places = 0, (), [()]
+        self.rank = 0
+        self.sizes: Ints = ()
+        self.places: list[Ints] = [()]
         if spread is not None:
             mesh, dimensions = spread
             self.sizes = mesh.shape
@@ -187,13 +189,13 @@ class _Matrix:
             where: Ints = ()
             block = block_of(shape, placements, group.sizes, place)
             if self.index is not None:
-                stack, *block = block
+                stack, block = block[0], block[1:]
                 if not stack.start <= self.index < stack.stop:
                     continue
                 where = (self.index - stack.start,)
             lengths = [rows.stop - rows.start for rows in block]
             if math.prod(lengths):
-                yield _Part(self.item, self.number, tensor, where, tuple(block), lengths)
+                yield _Part(self.item, self.number, tensor, where, block, lengths)
 
 
 class _Part(NamedTuple):
