@@ -230,9 +230,11 @@ def measure(row: Row, shape: dict[str, int | str], micro_batches: int, rounds: i
     register_specs()
     measured: dict[str, Measured] = {}
     with tempfile.TemporaryDirectory() as folder:
+        folders = [folder]
+        dist.broadcast_object_list(folders)  # ranks have to agree in all settings; nothing is written there
         for name, variant in row.variants.items():
             _say(f"building and warming up {name} ...")
-            measured[name] = Measured(variant, shape, micro_batches, folder)
+            measured[name] = Measured(variant, shape, micro_batches, folders[0])
         for index in range(rounds):
             for name, one in measured.items():
                 _say(f"round {index + 1}/{rounds}: {name} {one.measure():.3f} s")

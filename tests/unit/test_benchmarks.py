@@ -122,6 +122,15 @@ def test_all_rows_with_tiny_shapes(tmp_path):
 
 
 @pytest.mark.soak
+def test_a_row_on_two_ranks(tmp_path):
+    words = ["torchrun", "--nproc-per-node", "2", "benchmarks/step.py", "exchange", "--output", str(tmp_path), *SHAPE]
+    words[words.index("tiny")] = "debug"
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "exchange.json").read_text())["figures"]["time once / every micro-batch"]["n"] == 2
+
+
+@pytest.mark.soak
 def test_owners_against_gathering_and_dtensors():
     """Over two ranks an owner gets half of each matrix and returns half, as much as a gather of both halves."""
     words = "benchmarks/owner.py --processes 2 --width 32 --layers 2 --rounds 1".split()
