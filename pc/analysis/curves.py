@@ -85,14 +85,15 @@ def table(rows: pd.DataFrame) -> str:
 
 
 def plot(runs: Sequence[RunLog], rows: pd.DataFrame, output: Path) -> Path:
-    """Validation loss against tokens; a mark shows where a run reaches the reference's final loss."""
+    """Validation loss against tokens; a mark shows where another run reaches the reference's final loss."""
     figure, axes = subplots(width=5.0, height=3.4)
     final, shown = rows.final_loss[0], []
     for i, run in enumerate(runs):
         course = run.series(VALIDATION, "tokens")
         label = run.name if math.isnan(rows.speedup[i]) or i == 0 else f"{run.name}, {rows.speedup[i]:.2f}x"
         axes.plot(course.index, course, color=f"C{i}", marker=".", markersize=3, label=label)
-        axes.plot(rows.reached_at_tokens[i], final, "o", color=f"C{i}", markerfacecolor="white", zorder=3)
+        if i > 0:
+            axes.plot(rows.reached_at_tokens[i], final, "o", color=f"C{i}", markerfacecolor="white", zorder=3)
         shown += filter(math.isfinite, course[course.index >= rows.tokens.max() / 10])
     if shown and max(shown) > min(shown):  # the first tenth falls so far that the rest would be hard to see
         height = max(shown) - min(shown)
