@@ -29,7 +29,6 @@ from pc.shards import Ints, block_of, is_stack, local, splits
 from pc.shards import shard_like as shard_like  # public here
 
 Item = tuple[Tensor, ...]
-Spread = tuple[DeviceMesh, Ints]
 Layout = tuple[Ints, tuple[Placement, ...]]  # shape, and placements over all of the mesh
 INPUTS, OUTPUTS = 0, 1
 BUCKET_BYTES = 256 * 2**20  # of full inputs per rank; their shards, sent and received, and results take more
@@ -71,15 +70,14 @@ class Plan:
             raise UserError("pc.owner needs inputs of one dtype, and outputs of one dtype")
         keys = keys if keys is not None else [None] * len(inputs)
         costs = costs if costs is not None else [matrix_cost(item[0].shape) for item in inputs]
-        spreads: dict[Spread | None, list[tuple]] = defaultdict(list)
-        for item in zip(range(len(inputs)), inputs, outputs, keys, costs, strict=True):
-            spreads[_spread((*item[1], *item[2]))].append(item)
+        of_groups: dict[_Group, list[_Matrix]] = defaultdict(list)
+        for item, (given, wanted, key) in enumerate(zip(inputs, outputs, keys, strict=True)):
+            group = _group((*given, *wanted))
+            of_groups[group] += _matrices(group, item, given, wanted, key)
         self._buckets: list[_Bucket] = []
-        for spread, items in spreads.items():
-            group = _Group(spread)
-            matrices = [matrix for item in items for matrix in group.matrices(*item)]
+        for group, matrices in of_groups.items():
             owned: list[list[_Matrix]] = [[] for _ in group.places]
-            for matrix, owner in zip(matrices, assign([m.cost for m in matrices], len(owned)), strict=True):
+            for matrix, owner in zip(matrices, assign([costs[m.item] for m in matrices], len(owned)), strict=True):
                 owned[owner].append(matrix)
             one_by_one = inputs[0][0].device.type in ONE_BY_ONE
             limit = BUCKET_BYTES if group.process_group or not one_by_one else 0  # alone, one by one, on views
@@ -118,8 +116,17 @@ def _layouts(items: Sequence[Item]) -> list[tuple]:
     return [(t.shape, t.placements if isinstance(t, DTensor) else (), t.dtype) for item in items for t in item]
 
 
-def _spread(tensors: Sequence[Tensor]) -> Spread | None:
-    """An item's mesh and the mesh dimensions of its exchange; None if this rank holds whole matrices."""
+class _Group(NamedTuple):
+    """Ranks that exchange shards; by default this rank alone."""
+
+    process_group: dist.ProcessGroup | None = None
+    rank: int = 0
+    sizes: Ints = ()  # of their mesh
+    places: tuple[Ints, ...] = ((),)  # of each rank in the mesh
+
+
+def _group(tensors: Sequence[Tensor]) -> _Group:
+    """The ranks that exchange the tensors of an item; this rank alone if it holds whole matrices."""
     meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor) and splits(tensor)}
     if len(meshes) > 1:
         raise UserError("pc.owner needs the tensors of an item on one device mesh")
@@ -127,55 +134,44 @@ def _spread(tensors: Sequence[Tensor]) -> Spread | None:
     if is_stack(tensors[0]):  # without those that split the stack of every tensor alike
         alike = {frozenset(d for d, split in splits(tensor).items() if split == 0) for tensor in tensors}
         dimensions -= alike.pop() if len(alike) == 1 else set()
-    return (meshes.pop(), tuple(sorted(dimensions))) if dimensions else None
+    return _group_of(meshes.pop(), tuple(sorted(dimensions)), dist.group.WORLD) if dimensions else _Group()
 
 
 @lru_cache(maxsize=None)
-def _group_of(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.ProcessGroup:
-    # Only members of the group call this: a pipeline stage without matrices does not.
-    return world if len(ranks) == world.size() else dist.new_group(ranks, use_local_synchronization=True)
+def _group_of(mesh: DeviceMesh, dimensions: Ints, world: dist.ProcessGroup) -> _Group:
+    """All ranks of some mesh dimensions. Only they call this: a pipeline stage without matrices does not."""
+    axes = (range(n) if d in dimensions else [mesh.get_local_rank(d)] for d, n in enumerate(mesh.shape))
+    places = tuple(itertools.product(*axes))
+    if len(dimensions) == 1:
+        group = mesh.get_group(dimensions[0])
+    elif len(places) == world.size():
+        group = world
+    else:
+        group = dist.new_group([int(mesh.mesh[place]) for place in places], use_local_synchronization=True)
+    return _Group(group, dist.get_rank(group), mesh.shape, places)
 
 
-class _Group:
-    """All ranks of some mesh dimensions, and their places in the mesh; without a mesh, this rank alone."""
+def _matrices(group: _Group, item: int, given: Item, wanted: Item, key: Hashable) -> "list[_Matrix]":
+    """The matrices of an item that a group's ranks hold together."""
 
-    def __init__(self, spread: Spread | None) -> None:
-        self.process_group: dist.ProcessGroup | None = None
-        self.rank = 0
-        self.sizes: Ints = ()
-        self.places: list[Ints] = [()]
-        if spread is not None:
-            mesh, dimensions = spread
-            self.sizes = mesh.shape
-            axes = (range(n) if d in dimensions else [mesh.get_local_rank(d)] for d, n in enumerate(mesh.shape))
-            self.places = list(itertools.product(*axes))
-            if len(dimensions) == 1:
-                self.process_group = mesh.get_group(dimensions[0])
-            else:
-                ranks = mesh.mesh
-                self.process_group = _group_of(tuple(int(ranks[place]) for place in self.places), dist.group.WORLD)
-            self.rank = dist.get_rank(self.process_group)
-
-    def matrices(self, item: int, given: Item, wanted: Item, key: Hashable, cost: float) -> "list[_Matrix]":
-        """The matrices of an item that the ranks hold together."""
-        sides = [[self._layout(tensor) for tensor in side] for side in (given, wanted)]
-        indices: Sequence[int | None] = [None]
-        if is_stack(given[0]):
-            held = [block_of(*sides[INPUTS][0], self.sizes, place)[0] for place in self.places]
-            indices = range(min(rows.start for rows in held), max(rows.stop for rows in held))
-        return [_Matrix(item, index, key, cost, sides, given[0].element_size()) for index in indices]
-
-    def _layout(self, tensor: Tensor) -> Layout:
-        if self.sizes and splits(tensor):
+    def layout(tensor: Tensor) -> Layout:
+        if group.process_group and isinstance(tensor, DTensor) and splits(tensor):
             return tensor.shape, tensor.placements
-        return local(tensor).shape, (Replicate(),) * len(self.sizes)
+        return local(tensor).shape, (Replicate(),) * len(group.sizes)
+
+    sides = [[layout(tensor) for tensor in side] for side in (given, wanted)]
+    indices: Sequence[int | None] = [None]
+    if is_stack(given[0]):
+        held = [block_of(*sides[INPUTS][0], group.sizes, place)[0] for place in group.places]
+        indices = range(min(rows.start for rows in held), max(rows.stop for rows in held))
+    return [_Matrix(item, index, key, sides, given[0].element_size()) for index in indices]
 
 
 class _Matrix:
     """One matrix with all that belongs to it: item and index in its stack (None: single); sides: inputs, outputs."""
 
-    def __init__(self, item: int, index: int | None, key: Hashable, cost: float, sides: list[list[Layout]], size: int):
-        self.item, self.index, self.key, self.cost, self.sides = item, index, key, cost, sides
+    def __init__(self, item: int, index: int | None, key: Hashable, sides: list[list[Layout]], size: int):
+        self.item, self.index, self.key, self.sides = item, index, key, sides
         self.shapes = [tuple(shape if index is None else shape[1:] for shape, _ in side) for side in sides]
         self.bytes = sum(math.prod(shape) for shape in self.shapes[INPUTS]) * size
         self.number = 0  # among those of its owner in a bucket
@@ -259,8 +255,9 @@ class _Bucket:
             batches = [[shard[None] for shard in received]]  # not copied
         else:
             batches = [[like.new_empty(len(x), *shape) for shape in x[0].shapes[INPUTS]] for x in self.batches]
-            matrices = _one_by_one(batches)
-            _copy([part.of_matrix(matrices) for part in self.gather.receives], received)
+            matrices = _unbound(batches)
+            if received:
+                torch._foreach_copy_([part.of_matrix(matrices) for part in self.gather.receives], received)
         del received
         results = []
         for batch, tensors in zip(self.batches, batches, strict=True):
@@ -269,17 +266,13 @@ class _Bucket:
             wanted = [(len(batch), *shape) for shape in batch[0].shapes[OUTPUTS]]
             if shapes != wanted:
                 raise UserError(f"the function returned results of shapes {shapes} instead of {wanted}")
-        matrices = _one_by_one(results)
+        matrices = _unbound(results)
         received = self.scatter.move([part.of_matrix(matrices) for part in self.scatter.sends], local(outputs[0][0]))
-        _copy([part.of_shard(outputs) for part in self.scatter.receives], received)
+        if received:
+            torch._foreach_copy_([part.of_shard(outputs) for part in self.scatter.receives], received)
 
 
-def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    if targets:
-        torch._foreach_copy_(targets, sources)
-
-
-def _one_by_one(batches: Sequence[Sequence[Tensor]]) -> list[Item]:
+def _unbound(batches: Sequence[Sequence[Tensor]]) -> list[Item]:
     """The tensors of each matrix."""
     return [matrix for batch in batches for matrix in zip(*(tensor.unbind() for tensor in batch), strict=True)]
 
