@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torchtitan.models.llama3.infra.parallelize import apply_tp
 
+import helpers.tiny  # noqa: F401, ranks need the tiny size
 import pc
 from helpers.health_model import inputs, job_config, one_rank, transformer
 from helpers.ranks import run_ranks
