@@ -211,25 +211,6 @@ class _Part(NamedTuple):
         return matrices[self.number][self.tensor][self.block]
 
 
-class _Route:
-    """What this rank sends to each rank of its group, and receives from each."""
-
-    def __init__(self, group: _Group, sends: list[list[_Part]], receives: list[list[_Part]]) -> None:
-        self.group = group.process_group
-        self.sends, self.receives = (list(itertools.chain(*parts)) for parts in (sends, receives))
-        self.sizes = [[sum(math.prod(p.shape) for p in of_rank) for of_rank in x] for x in (receives, sends)]
-
-    def move(self, tensors: list[Tensor], like: Tensor) -> list[Tensor]:
-        """Send the tensors of the parts, and return those received, in the dtype of `like`."""
-        if self.group is None:
-            return tensors
-        send = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(like.dtype) if tensors else like.new_empty(0)
-        receive = send.new_empty(sum(self.sizes[0]))
-        dist.all_to_all_single(receive, send, self.sizes[0], self.sizes[1], group=self.group)
-        shards = receive.split([math.prod(part.shape) for part in self.receives])
-        return [shard.view(part.shape) for shard, part in zip(shards, self.receives, strict=True)]
-
-
 class _Bucket:
     """Matrices that are exchanged together: the two all-to-alls, and the batches of this rank between them."""
 
@@ -239,37 +220,55 @@ class _Bucket:
             return [part for matrix in owned[owner] for part in matrix.parts(side, group, holder, like)]
 
         alike: dict[Hashable, list[_Matrix]] = defaultdict(list)
-        me, ranks = group.rank, range(len(owned))
-        for matrix in owned[me]:
+        for matrix in owned[group.rank]:
             alike[matrix if one_by_one else (matrix.key, *matrix.shapes)].append(matrix)
         self.batches = list(alike.values())
         for number, matrix in enumerate(itertools.chain(*self.batches)):
             matrix.number = number
-        self.gather = _Route(group, [parts(INPUTS, r, me) for r in ranks], [parts(INPUTS, me, r) for r in ranks])
-        self.scatter = _Route(group, [parts(OUTPUTS, me, r) for r in ranks], [parts(OUTPUTS, r, me) for r in ranks])
+        self.group, ranks = group.process_group, range(len(owned))
+        # of inputs and outputs: what this rank holds, by owner, and what it owns, by holder
+        self.held = [[parts(side, owner, group.rank) for owner in ranks] for side in (INPUTS, OUTPUTS)]
+        self.owned = [[parts(side, group.rank, holder) for holder in ranks] for side in (INPUTS, OUTPUTS)]
 
     def run(self, function: Callable, inputs: Sequence[Item], outputs: Sequence[Item]) -> None:
+        shards = [part.of_shard(inputs) for part in itertools.chain(*self.held[INPUTS])]
         like = local(inputs[0][0])
-        received = self.gather.move([part.of_shard(inputs) for part in self.gather.sends], like)
-        if self.gather.group is None and len(self.batches[0]) == len(self.batches) == 1:
-            batches = [[shard[None] for shard in received]]  # not copied
-        else:
-            batches = [[like.new_empty(len(x), *shape) for shape in x[0].shapes[INPUTS]] for x in self.batches]
-            matrices = _unbound(batches)
-            if received:
-                torch._foreach_copy_([part.of_matrix(matrices) for part in self.gather.receives], received)
-        del received
+        batches = self._assemble(self._exchange(shards, self.held[INPUTS], self.owned[INPUTS], like), like)
         results = []
-        for batch, tensors in zip(self.batches, batches, strict=True):
-            results.append(function(batch[0].key, *tensors))
+        for batch in self.batches:
+            results.append(function(batch[0].key, *batches.pop(0)))
             shapes = [tuple(result.shape) for result in results[-1]]
             wanted = [(len(batch), *shape) for shape in batch[0].shapes[OUTPUTS]]
             if shapes != wanted:
                 raise UserError(f"the function returned results of shapes {shapes} instead of {wanted}")
         matrices = _unbound(results)
-        received = self.scatter.move([part.of_matrix(matrices) for part in self.scatter.sends], local(outputs[0][0]))
+        blocks = [part.of_matrix(matrices) for part in itertools.chain(*self.owned[OUTPUTS])]
+        received = self._exchange(blocks, self.owned[OUTPUTS], self.held[OUTPUTS], local(outputs[0][0]))
         if received:
-            torch._foreach_copy_([part.of_shard(outputs) for part in self.scatter.receives], received)
+            torch._foreach_copy_([p.of_shard(outputs) for p in itertools.chain(*self.held[OUTPUTS])], received)
+
+    def _assemble(self, received: list[Tensor], like: Tensor) -> list[list[Tensor]]:
+        """The batches, of the parts received."""
+        if self.group is None and len(self.batches[0]) == len(self.batches) == 1:
+            return [[shard[None] for shard in received]]  # not copied
+        batches = [[like.new_empty(len(x), *shape) for shape in x[0].shapes[INPUTS]] for x in self.batches]
+        matrices = _unbound(batches)
+        if received:
+            torch._foreach_copy_([p.of_matrix(matrices) for p in itertools.chain(*self.owned[INPUTS])], received)
+        return batches
+
+    def _exchange(
+        self, tensors: list[Tensor], sends: list[list[_Part]], receives: list[list[_Part]], like: Tensor
+    ) -> list[Tensor]:
+        """Send the tensors of the parts, and return those received, in the dtype of `like`; alone, those given."""
+        if self.group is None:
+            return tensors
+        sizes, send_sizes = ([sum(math.prod(p.shape) for p in parts) for parts in side] for side in (receives, sends))
+        send = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(like.dtype) if tensors else like.new_empty(0)
+        receive = send.new_empty(sum(sizes))
+        dist.all_to_all_single(receive, send, sizes, send_sizes, group=self.group)
+        shapes = [part.shape for part in itertools.chain(*receives)]
+        return [x.view(shape) for x, shape in zip(receive.split([*map(math.prod, shapes)]), shapes, strict=True)]
 
 
 def _unbound(batches: Sequence[Sequence[Tensor]]) -> list[Item]:
