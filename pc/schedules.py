@@ -68,16 +68,16 @@ class Schedule:
         for weight in weights.values():
             self.start(weight)
         self._optimizers: list[Optimizer] = []
-        self._to_step: set[int] = set()
-        """`id` of the weights and gammas that no optimizer has stepped since `pull_back`"""
+        """that hold a weight or gamma"""
+        self._stepped: set[Optimizer] = set()
+        """those that have stepped since the weights held PC(W)"""
         self._is_stepping = False
         self._has_started = False
         self._set_phase(RAW)
 
     def __setstate__(self, state: dict) -> None:
-        """Of a copy: its optimizers and weights have lost their hooks."""
+        """Of a copy: its optimizers have lost their hooks."""
         self.__dict__.update(state)
-        self._set_phase(self.phase)
         self._register(self._optimizers)
 
     def follow(self, *optimizers: Optimizer) -> None:
@@ -86,20 +86,27 @@ class Schedule:
         Raises:
             UserError: none of them holds some weight or gamma.
         """
-        unwrapped = []
+        parameters = {
+            id(parameter): (f"{name}.{kind}", parameter)
+            for name, weight in self.weights.items()
+            for kind, parameter in (("weight", weight.parameter), ("gamma", weight.gamma))
+            if parameter is not None
+        }
+        followed, held = [], set()
         for optimizer in optimizers:
             while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):  # accelerate's wrapper
                 optimizer = inner
-            unwrapped.append(optimizer)
-        held = {index for optimizer in unwrapped for index in _parameters(optimizer)}
-        for index, name in self._trained().items():
-            if index not in held:
+            own = {id(p) for group in optimizer.param_groups for p in group["params"]} & parameters.keys()
+            followed += [optimizer] if own else []
+            held |= own
+        for index, (name, parameter) in parameters.items():
+            if parameter.requires_grad and index not in held:
                 raise UserError(
                     f"no optimizer given to pc.schedule holds {name}; create optimizers after pc.attach and any "
                     "sharding, and give all that train the model"
                 )
-        self._optimizers += unwrapped
-        self._register(unwrapped)
+        self._optimizers += followed
+        self._register(followed)
 
     def _register(self, optimizers: list[Optimizer]) -> None:
         for optimizer in optimizers:
@@ -108,18 +115,17 @@ class Schedule:
 
     def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         has_closure = kwargs.get("closure", args[1] if len(args) > 1 else None) is not None  # args[0] is the optimizer
-        steps_pc = bool(_parameters(optimizer) & self._trained().keys()) and not _only_creates_state(optimizer)
-        self._is_stepping = steps_pc and self._begin(has_closure)
+        self._is_stepping = not _only_creates_state(optimizer) and self._begin(has_closure)
 
     def _after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         if not self._is_stepping:
             return
         self._is_stepping = False
-        self._to_step -= _parameters(optimizer)
-        if self._to_step:
-            self._set_phase(RAW)  # until the other optimizers have stepped too
-        else:
+        self._stepped.add(optimizer)
+        if self._stepped.issuperset(self._optimizers):
             self.materialise()
+        else:
+            self._set_phase(RAW)
 
     def _set_phase(self, phase: str) -> None:
         self.phase = phase
@@ -127,20 +133,11 @@ class Schedule:
             weight.require(NOT_READY if phase == RAW else "")
         if phase != RAW:
             self._has_started = True
-            self._to_step = set(self._trained())
+            self._stepped.clear()
 
     def _require(self, call: str) -> None:
         if (call, self.phase) in REFUSED:
             raise UserError(REFUSED[call, self.phase])
-
-    def _trained(self) -> dict[int, str]:
-        """`id` and name of each trainable weight and gamma."""
-        return {
-            id(parameter): f"{name}.{kind}"
-            for name, weight in self.weights.items()
-            for kind, parameter in (("weight", weight.parameter), ("gamma", weight.gamma))
-            if parameter is not None and parameter.requires_grad
-        }
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """W (schedule "step"), gamma, u and v of every weight by name. The model's state dict has the weights.
@@ -222,10 +219,6 @@ def require_real(weight: Weight) -> None:
             f"{weight.name} is {weight.parameter.dtype}, but W needs float32 to accumulate small updates; call "
             "model.float(), and use autocast or FSDP's mixed precision for fast matmuls"
         )
-
-
-def _parameters(optimizer: Optimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _only_creates_state(optimizer: Optimizer) -> bool:
