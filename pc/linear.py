@@ -54,12 +54,10 @@ class PCLinear(nn.Linear):
 
     gamma: nn.Parameter | None
     u: Tensor
+    """None, as `v`, while the weight is on the meta device, until `start_pc` or until a state is loaded"""
     v: Tensor
     pc_config: PCConfig
     pc_name: str
-
-    pc_is_initialised: bool
-    """False on the meta device and after `to_empty`, until `reset_pc` or until a state is loaded."""
 
     def __init__(self, in_features: int, out_features: int, config: PCConfig, name: str = "", **others) -> None:
         super().__init__(in_features, out_features, **others)
@@ -69,38 +67,35 @@ class PCLinear(nn.Linear):
         """Turn an `nn.Linear` that has its weight into a PC layer."""
         self.pc_plain_class, self.__class__ = type(self), PCLinear
         self.pc_name, self.pc_config = name, config
-        weight = self.weight.detach()
-        self.register_parameter("gamma", nn.Parameter(weight.new_empty(1)) if config.learnable_gamma else None)
-        self.register_buffer("u", weight.new_empty(self.out_features))
-        self.register_buffer("v", weight.new_empty(self.in_features))
-        self.pc_is_initialised = False
+        gamma = nn.Parameter(self.weight.detach().new_ones(1)) if config.learnable_gamma else None
+        self.register_parameter("gamma", gamma)
+        self.register_buffer("u", None)
+        self.register_buffer("v", None)
         if not self.weight.is_meta:
-            self.reset_pc()
+            self.start_pc()
 
     def remove_pc(self) -> None:
         """Turn the layer into what it was."""
         self.__class__ = self.pc_plain_class
-        for key in ("gamma", "u", "v", "pc_name", "pc_config", "pc_plain_class", "pc_is_initialised"):
+        for key in ("gamma", "u", "v", "pc_name", "pc_config", "pc_plain_class"):
             delattr(self, key)
 
     @torch.no_grad()
-    def reset_pc(self) -> None:
-        """Set gamma to 1, and `u`, `v` to random vectors seeded by the layer's name."""
-        if self.u.is_meta:  # plain weights were assigned to a layer on the meta device
-            self.u, self.v = (x.new_empty(x.shape, device=self.weight.device) for x in (self.u, self.v))
-            if self.gamma is not None:
-                self.gamma = nn.Parameter(self.gamma.new_empty(self.gamma.shape, device=self.weight.device))
+    def start_pc(self) -> None:
+        """In a new layer, set gamma to 1, and `u`, `v` to random vectors seeded by the layer's name."""
+        if self.u is not None:
+            return
+        weight = self.weight
+        self.u, self.v = (x.to(weight.device, weight.dtype) for x in initial_vectors(self.pc_name, weight.shape))
         if self.gamma is not None:
+            if self.gamma.is_meta:  # plain weights were assigned to a layer on the meta device
+                self.gamma = nn.Parameter(torch.empty_like(self.gamma, device=weight.device))
             self.gamma.fill_(1.0)
-        for buffer, vector in zip((self.u, self.v), initial_vectors(self.pc_name, self.weight.shape), strict=True):
-            buffer.copy_(vector)
-        self.pc_is_initialised = True
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Update `u` and `v` by `power_iterations` power iterations, from random ones in a new layer."""
-        if not self.pc_is_initialised:
-            self.reset_pc()
+        self.start_pc()
         weight = self.weight
         if hasattr(weight, "full_tensor"):  # a DTensor, a class that is slow to import
             weight = weight.full_tensor()  # on every rank: this schedule is the simple reference, not the fast one
@@ -118,11 +113,11 @@ class PCLinear(nn.Linear):
         return F.linear(x, self.effective_weight(), self.bias)
 
     def _load_from_state_dict(self, state_dict, prefix, *rest) -> None:
+        if self.u is None and prefix + "u" in state_dict:
+            self.u, self.v = (torch.empty_like(state_dict[prefix + k], device=self.weight.device) for k in "uv")
         super()._load_from_state_dict(state_dict, prefix, *rest)
-        if prefix + "u" in state_dict:
-            self.pc_is_initialised = True
-        elif prefix + "weight" in state_dict and not self.weight.is_meta:  # plain weights
-            self.refresh()
+        if prefix + "u" not in state_dict and prefix + "weight" in state_dict and not self.weight.is_meta:
+            self.refresh()  # plain weights
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, level={self.pc_config.level}, schedule={self.pc_config.schedule}"

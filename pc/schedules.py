@@ -183,8 +183,7 @@ class Schedule:
         """Set the tensors of a weight."""
         require_real(weight)
         layer = weight.module
-        if not layer.pc_is_initialised:  # it was on the meta device
-            layer.reset_pc()
+        layer.start_pc()
         weight.held = layer.weight, layer.gamma
         weight.raw, weight.u, weight.v = layer.weight, layer.u, layer.v
 

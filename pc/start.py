@@ -42,6 +42,7 @@ def preserve(models: nn.Module | Iterable[nn.Module]) -> None:
         if weight.parameter.is_meta:
             raise UserError(f"{weight.name} is on the meta device; call pc.preserve once the weights exist")
         if isinstance(weight.module, PCLinear):
+            weight.module.start_pc()
             weight.u, weight.v = weight.module.u, weight.module.v
         elif weight.u is None:
             weight.u, weight.v = (weight.parameter.new_empty(weight.form.shape_of(kind)) for kind in "uv")
