@@ -1,17 +1,8 @@
 """Schedules follow optimizers, and are copied, saved and loaded with them. Here is the simple one, "forward".
 
-A training loop is the same for both:
-
-    schedule = pc.schedule(model, optimizer)      # after attach and any sharding
-    for batches in data:
-        for batch in batches:
-            loss(model, batch).backward()
-        schedule.pull_back()                      # gradients of PC(W) become those of W and gamma; clip after this
-        optimizer.step()                          # restore_raw() before: weights hold W; materialise() after: PC(W)
-        optimizer.zero_grad()
-
-A loop without a `torch.optim` optimizer makes all calls itself: `pc.schedule(model)` and `materialise()` once; then in
-each step `pull_back()`, `restore_raw()`, the step, `materialise()`.
+A training loop is the same for both: `pull_back()` after the last backward pass of a step, before clipping; then the
+schedule's hooks call `restore_raw()` before the optimizers' step and `materialise()` after it, as a loop without
+`torch.optim` optimizers does itself (docs/library.md).
 """
 
 import torch
@@ -66,7 +57,9 @@ class Schedule:
     def __init__(self, models: list[nn.Module], weights: dict[str, Weight]) -> None:
         self.weights = weights
         for weight in weights.values():
+            require_real(weight)
             self.start(weight)
+            weight.held = weight.parameter, weight.gamma
         self._optimizers: list[Optimizer] = []
         """that hold a weight or gamma"""
         self._stepped: set[Optimizer] = set()
@@ -181,10 +174,8 @@ class Schedule:
 
     def start(self, weight: Weight) -> None:
         """Set the tensors of a weight."""
-        require_real(weight)
         layer = weight.module
         layer.start_pc()
-        weight.held = layer.weight, layer.gamma
         weight.raw, weight.u, weight.v = layer.weight, layer.u, layer.v
 
     def materialise(self) -> None:

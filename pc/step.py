@@ -22,7 +22,7 @@ from pc import passes
 from pc.cuts import Form
 from pc.errors import UserError
 from pc.owner import Item, Plan
-from pc.schedules import PC, PULLED, RAW, TWICE, Schedule, require_real
+from pc.schedules import PC, PULLED, RAW, TWICE, Schedule
 from pc.shards import local, shard_like
 from pc.spectral import without_autocast
 from pc.weights import NO_SCHEDULE, Weight, clean_name, named_weights
@@ -115,11 +115,9 @@ class StepSchedule(Schedule):
 
     @torch.no_grad()
     def start(self, weight: Weight) -> None:
-        require_real(weight)
         if weight.gamma is not None and weight.gamma.is_meta:  # plain weights were assigned to a model on meta
             weight.add_gamma()
         parameter = weight.parameter
-        weight.held = parameter, weight.gamma
         for gamma in weight.gammas:
             gamma.fill_(1.0)
         given = weight.form.initial_vectors(weight.name) if weight.u is None else (weight.u, weight.v)
@@ -136,19 +134,18 @@ class StepSchedule(Schedule):
         """
         self._require("materialise")
         weights = self.weights.values()
-        self._reshard()
         torch._foreach_copy_([local(w.raw) for w in weights], [local(w.parameter) for w in weights])
         self._write_pc(iterate=True)
         self._norms = self._measure()
 
     def _use_loaded(self) -> None:
         """Compute PC(W) anew, so that the order of loading model and schedule does not matter."""
-        self._reshard()
         self._write_pc(iterate=False)
         # the model's state, loaded after this one, may have other rounding errors; what was noted before is gone
         self._norms = self._answer = None
 
     def _write_pc(self, iterate: bool) -> None:
+        self._reshard()
         weights = list(self.weights.values())
         inputs = [(w.raw, *w.gammas, w.u, w.v) for w in weights]
         outputs: list[Item] = [(w.parameter, w.u, w.v) for w in weights]
