@@ -67,7 +67,7 @@ class PCLinear(nn.Linear):
         """Turn an `nn.Linear` that has its weight into a PC layer."""
         self.pc_plain_class, self.__class__ = type(self), PCLinear
         self.pc_name, self.pc_config = name, config
-        gamma = nn.Parameter(self.weight.detach().new_ones(1)) if config.learnable_gamma else None
+        gamma = nn.Parameter(self.weight.new_ones(1)) if config.learnable_gamma else None
         self.register_parameter("gamma", gamma)
         self.register_buffer("u", None)
         self.register_buffer("v", None)

@@ -125,6 +125,17 @@ def test_a_resume_goes_on_bitwise(schedule, order):
 
 
 @SCHEDULES
+def test_states_load_into_a_model_from_the_meta_device(schedule):
+    loop = Loop(schedule)
+    loop.step(0)
+    model = pc.attach(toy_model().to("meta"), PCConfig(schedule=schedule)).to_empty(device="cpu")
+    model.load_state_dict(loop.model.state_dict())
+    assert same(model.state_dict(), loop.model.state_dict())
+    pc.schedule(model).load_state_dict(loop.schedule.state_dict())
+    assert torch.equal(model(toy_batch(0)), loop.model(toy_batch(0)))
+
+
+@SCHEDULES
 def test_copies_go_on_as_the_originals_do(schedule):
     """Copied together they train equally, apart; a copy of the model alone can be evaluated."""
     loop = Loop(schedule)
