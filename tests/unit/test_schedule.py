@@ -129,9 +129,9 @@ def test_states_load_into_a_model_from_the_meta_device(schedule):
     loop = Loop(schedule)
     loop.step(0)
     model = pc.attach(toy_model().to("meta"), PCConfig(schedule=schedule)).to_empty(device="cpu")
+    pc.schedule(model).load_state_dict(loop.schedule.state_dict())
     model.load_state_dict(loop.model.state_dict())
     assert same(model.state_dict(), loop.model.state_dict())
-    pc.schedule(model).load_state_dict(loop.schedule.state_dict())
     assert torch.equal(model(toy_batch(0)), loop.model(toy_batch(0)))
 
 
