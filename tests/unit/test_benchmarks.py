@@ -123,9 +123,10 @@ def test_all_rows_with_tiny_shapes(tmp_path):
 
 @pytest.mark.soak
 def test_a_row_on_two_ranks(tmp_path):
-    words = ["torchrun", "--nproc-per-node", "2", "benchmarks/step.py", "exchange", "--output", str(tmp_path), *SHAPE]
+    words = ["benchmarks/step.py", "exchange", "--output", str(tmp_path), *SHAPE]
     words[words.index("tiny")] = "debug"
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = subprocess.run([*torchrun, *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "exchange.json").read_text())["figures"]["time once / every micro-batch"]["n"] == 2
 
