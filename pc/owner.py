@@ -42,7 +42,7 @@ def matrix_cost(shape: Sequence[int]) -> float:
 
 
 class Plan:
-    """Who computes which matrix, for tensors with the given shapes and shards. It holds process groups: do not pickle it.
+    """Who computes which matrix, for tensors of given shapes and shards. It holds process groups: do not pickle it.
 
     Every rank of the mesh makes it for the same items.
 
@@ -174,7 +174,6 @@ class _Matrix:
         self.item, self.index, self.key, self.sides = item, index, key, sides
         self.shapes = [tuple(shape if index is None else shape[1:] for shape, _ in side) for side in sides]
         self.bytes = sum(math.prod(shape) for shape in self.shapes[INPUTS]) * size
-        self.number = 0  # among those of its owner in a bucket
 
     def parts(self, side: int, group: _Group, holder: int, like: int) -> "Iterator[_Part]":
         """What a rank holds of the inputs or outputs; nothing of a tensor of which rank `like` has another copy."""
@@ -190,25 +189,25 @@ class _Matrix:
                     continue
                 where = (self.index - stack.start,)
             lengths = [rows.stop - rows.start for rows in block]
-            if math.prod(lengths):
-                yield _Part(self.item, self.number, tensor, where, block, lengths)
+            if numel := math.prod(lengths):
+                yield _Part(self, tensor, where, block, lengths, numel)
 
 
 class _Part(NamedTuple):
     """What one rank holds of one tensor of a matrix."""
 
-    item: int
-    number: int  # of the matrix among those of its owner
+    matrix: _Matrix
     tensor: int  # index in the item
     where: tuple[int, ...]  # index of the matrix in the rank's shard of a stack
     block: tuple[slice, ...]
     shape: list[int]
+    numel: int
 
     def of_shard(self, items: Sequence[Item]) -> Tensor:
-        return local(items[self.item][self.tensor])[self.where]
+        return local(items[self.matrix.item][self.tensor])[self.where]
 
-    def of_matrix(self, matrices: Sequence[Item]) -> Tensor:
-        return matrices[self.number][self.tensor][self.block]
+    def of_matrix(self, tensors: dict[_Matrix, Item]) -> Tensor:
+        return tensors[self.matrix][self.tensor][self.block]
 
 
 class _Bucket:
@@ -223,8 +222,6 @@ class _Bucket:
         for matrix in owned[group.rank]:
             alike[matrix if one_by_one else (matrix.key, *matrix.shapes)].append(matrix)
         self.batches = list(alike.values())
-        for number, matrix in enumerate(itertools.chain(*self.batches)):
-            matrix.number = number
         self.group, ranks = group.process_group, range(len(owned))
         # of inputs and outputs: what this rank holds, by owner, and what it owns, by holder
         self.held = [[parts(side, owner, group.rank) for owner in ranks] for side in (INPUTS, OUTPUTS)]
@@ -241,8 +238,8 @@ class _Bucket:
             wanted = [(len(batch), *shape) for shape in batch[0].shapes[OUTPUTS]]
             if shapes != wanted:
                 raise UserError(f"the function returned results of shapes {shapes} instead of {wanted}")
-        matrices = _unbound(results)
-        blocks = [part.of_matrix(matrices) for part in itertools.chain(*self.owned[OUTPUTS])]
+        tensors = self._by_matrix(results)
+        blocks = [part.of_matrix(tensors) for part in itertools.chain(*self.owned[OUTPUTS])]
         received = self._exchange(blocks, self.owned[OUTPUTS], self.held[OUTPUTS], local(outputs[0][0]))
         if received:
             torch._foreach_copy_([p.of_shard(outputs) for p in itertools.chain(*self.held[OUTPUTS])], received)
@@ -252,9 +249,9 @@ class _Bucket:
         if self.group is None and len(self.batches[0]) == len(self.batches) == 1:
             return [[shard[None] for shard in received]]  # not copied
         batches = [[like.new_empty(len(x), *shape) for shape in x[0].shapes[INPUTS]] for x in self.batches]
-        matrices = _unbound(batches)
+        tensors = self._by_matrix(batches)
         if received:
-            torch._foreach_copy_([p.of_matrix(matrices) for p in itertools.chain(*self.owned[INPUTS])], received)
+            torch._foreach_copy_([p.of_matrix(tensors) for p in itertools.chain(*self.owned[INPUTS])], received)
         return batches
 
     def _exchange(
@@ -263,17 +260,18 @@ class _Bucket:
         """Send the tensors of the parts, and return those received, in the dtype of `like`; alone, those given."""
         if self.group is None:
             return tensors
-        sizes, send_sizes = ([sum(math.prod(p.shape) for p in parts) for parts in side] for side in (receives, sends))
+        sizes, send_sizes = ([sum(part.numel for part in parts) for parts in side] for side in (receives, sends))
         send = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(like.dtype) if tensors else like.new_empty(0)
         receive = send.new_empty(sum(sizes))
         dist.all_to_all_single(receive, send, sizes, send_sizes, group=self.group)
-        shapes = [part.shape for part in itertools.chain(*receives)]
-        return [x.view(shape) for x, shape in zip(receive.split([*map(math.prod, shapes)]), shapes, strict=True)]
+        parts = [*itertools.chain(*receives)]
+        blocks = receive.split([part.numel for part in parts])
+        return [block.view(part.shape) for block, part in zip(blocks, parts, strict=True)]
 
-
-def _unbound(batches: Sequence[Sequence[Tensor]]) -> list[Item]:
-    """The tensors of each matrix."""
-    return [matrix for batch in batches for matrix in zip(*(tensor.unbind() for tensor in batch), strict=True)]
+    def _by_matrix(self, batches: Sequence[Sequence[Tensor]]) -> dict[_Matrix, Item]:
+        """The tensors of each matrix of all batches."""
+        tensors = (item for batch in batches for item in zip(*(tensor.unbind() for tensor in batch), strict=True))
+        return dict(zip(itertools.chain(*self.batches), tensors, strict=True))
 
 
 def _chunks(matrices: list[_Matrix], limit: int) -> list[list[_Matrix]]:

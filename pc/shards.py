@@ -63,11 +63,12 @@ def block_of(shape: Ints, placements: tuple[Placement, ...], sizes: Ints, coordi
     unevenly: for 7 rows over 2, then over 3 ranks, it names other rows than FSDP2 has put there.
     """
     block = [slice(0, size) for size in shape]
+    dims = [getattr(placement, "dim", None) for placement in placements]
     plain = [d for d, placement in enumerate(placements) if type(placement) is Shard]
     strided = [d for d, placement in enumerate(placements) if d not in plain and not placement.is_replicate()]
     for d in (*plain, *strided):  # strided: FSDP shards of what tensor parallelism has already split
-        dim = getattr(placements[d], "dim", None)
-        before = math.prod(sizes[e] for e in plain if e > d and getattr(placements[e], "dim", None) == dim)
+        dim = dims[d]
+        before = math.prod(sizes[e] for e in plain if e > d and dims[e] == dim)
         if dim is None or (d in strided and getattr(placements[d], "split_factor", None) != before):
             raise UserError(f"pc.owner needs shards that are blocks of their tensor, not {placements}")
         step = math.ceil((block[dim].stop - block[dim].start) / sizes[d])
