@@ -33,7 +33,7 @@ def score(
     limit: int | None = None,
     batch_size: int = 16,
 ) -> list[Path]:
-    """Score every model on every task, then write the tables and the plot; returns the files of results, and the table's.
+    """Score every model on every task, and write the tables and the plot; returns the files of results, and the table.
 
     Args:
         models: `PATH` or `NAME=PATH` each.

@@ -48,7 +48,9 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=10
 
 @contextlib.contextmanager
 def cluster(nodes: int = 1) -> Iterator[dict[str, str]]:
-    """Start SLURM, or skip the test; yields the environment for sbatch and similar commands. SLURM_CONF is in the folder of the logs.
+    """Start SLURM, or skip the test; yields the environment for sbatch and similar commands.
+
+    SLURM_CONF is in the folder of the logs.
 
     Several nodes are several slurmd on this machine, each with its own port. SLURM's usual proctrack/cgroup sends signals
     only to the tasks; it works for root with cgroups of version 1. linuxproc sends them to all processes.
