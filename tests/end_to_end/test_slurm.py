@@ -15,9 +15,8 @@ from helpers import slurm_cluster
 from helpers.made_runs import make_evaluation_data, make_shards
 from helpers.tiny import ROOT, write_small_config
 from pc.common.run_folder import newest_step, state_of
-from pc.errors import UserError
 from pc.launch.run import Run
-from pc.launch.slurm import Allocation
+from pc.launch.slurm import Allocation, gloo_interface
 from pc.sweep.select import select
 from pc.sweep.spec import load
 from pc.sweep.submit import submit as submit_sweeps
@@ -135,11 +134,9 @@ def test_a_users_mistake_is_not_requeued(here, tmp_path):
     assert last.startswith(f"error: {folder}/checkpoint/step-4")
 
 
-def test_sbatch_errors_reach_the_user(here, tmp_path):
-    sweep = tmp_path / "lr.toml"
-    sweep.write_text(f'configs = ["small.toml"]\nfolder = "{tmp_path}/out"\n[axes]\n"optimizer.lr" = [1e-3]\n')
-    with pytest.raises(UserError, match="nowhere"):
-        submit_sweeps([load(sweep)], 0, Allocation(1, 0, ["--partition=nowhere"]))
+def test_gloo_is_told_the_interface_that_reaches_the_other_node():
+    assert gloo_interface("127.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo"}
+    assert gloo_interface("node.invalid") == {}
 
 
 @pytest.mark.soak
@@ -153,11 +150,7 @@ def test_two_nodes_train_one_run_and_a_job_behind_it_scores_it(tmp_path, monkeyp
     with slurm_cluster.cluster(nodes=2) as environment:
         for key in ("SLURM_CONF", "PATH"):
             monkeypatch.setenv(key, environment[key])
-        words = [
-            "--nodes=2",
-            "--training.local_batch_size=1",
-            "--model.vocab_size=32000",
-        ]
+        words = ["--nodes=2", "--training.local_batch_size=1", "--model.vocab_size=32000"]
         said = submit(config, *words, f"--job.dump_folder={folder}")
         assert said.returncode == 0, said.stderr
         train = said.stdout.removeprefix("job ").partition(":")[0]
