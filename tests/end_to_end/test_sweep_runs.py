@@ -66,8 +66,3 @@ def test_a_killed_sweep_goes_on_when_repeated_and_selects(tiny_shards, tmp_path,
     assert evidence.collect([tmp_path / "out"], "study", tmp_path / "kept") == 2
     status, said, _ = command("sweep.py", "status", file)
     assert status == 0 and "failed" in said and "no-such-folder" in said
-
-
-def test_bad_input_is_one_line_and_status_2(command):
-    status, _, err = command("sweep.py", "plan", "no-such.toml")
-    assert status == 2 and err == "error: no-such.toml: No such file or directory\n"
