@@ -15,14 +15,12 @@ from helpers import slurm_cluster
 from helpers.made_runs import make_evaluation_data, make_shards
 from helpers.tiny import ROOT, write_small_config
 from pc.common.run_folder import newest_step, state_of
-from pc.launch.run import Run
 from pc.launch.slurm import Allocation, gloo_interface
 from pc.sweep.select import select
 from pc.sweep.spec import load
 from pc.sweep.submit import submit as submit_sweeps
 
 SECONDS = 600  # an idle machine needs a sixth of it
-CPU = ["--gpus-per-node=0", "--sbatch=--time=15"]
 
 
 @pytest.fixture(scope="module")
@@ -42,17 +40,9 @@ def here(slurm, monkeypatch, tmp_path, tiny_shards):
 
 
 def process_of(folder: Path) -> int:
-    """Process id of a rank that trains into `folder`."""
-    for process in Path("/proc").iterdir():
-        if process.name.isdecimal():
-            try:
-                words = (process / "cmdline").read_text().split("\0")
-            except OSError:
-                continue
-            if "pc.launch.worker" in words and "torch.distributed.run" not in words:  # that is the launcher
-                if any(str(folder) in word for word in words):
-                    return int(process.name)
-    raise AssertionError(f"nothing trains into {folder}")
+    """Process id of a rank that trains into `folder`: its launcher, which has the same words, is older."""
+    words = ["pgrep", "--newest", "--full", f"pc.launch.worker.*{folder}"]
+    return int(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
 
 
 def wait_for(condition, folder: Path) -> None:
@@ -68,9 +58,12 @@ def job_field(job: str, field: str) -> str:
     return next(word.partition("=")[2] for word in shown.split() if word.startswith(f"{field}="))
 
 
-def submit(config: Path, *words: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "scripts/slurm/submit.py", str(config), *CPU, *words]
-    return subprocess.run(command, capture_output=True, text=True)
+def submit(config: Path, *words: str) -> str:
+    """Submit a run as a user does; returns the job's id."""
+    command = [sys.executable, "scripts/slurm/submit.py", str(config), "--gpus-per-node=0", "--sbatch=--time=15"]
+    done = subprocess.run([*command, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.removeprefix("job ").partition(":")[0]
 
 
 @pytest.mark.soak
@@ -101,17 +94,14 @@ def test_a_sweep_survives_a_killed_task(here, tmp_path):
 def test_a_run_that_is_signalled_saves_and_goes_on_exactly(here, tmp_path):
     """USR2, as sent by SLURM before the time limit, at a step outside the checkpoint interval."""
     folder = tmp_path / "signalled"
-    said = submit(here, f"--job.dump_folder={folder}", "--checkpoint.interval=1000", "--training.steps=120")
-    assert said.returncode == 0, said.stderr
-    job = said.stdout.removeprefix("job ").partition(":")[0]
-    run = Run("signalled", str(here), (), folder)
+    job = submit(here, f"--job.dump_folder={folder}", "--checkpoint.interval=1000", "--training.steps=120")
     metrics = folder / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.read_text().count('"loss"') >= 2, tmp_path)
     subprocess.run(["scancel", "--signal=USR2", job], check=True)
     wait_for(lambda: newest_step(folder) > 0, tmp_path)
     stopped_at = newest_step(folder)
     assert 2 <= stopped_at < 120
-    wait_for(lambda: state_of(run.folder).state == "finished", tmp_path)
+    wait_for(lambda: state_of(folder).state == "finished", tmp_path)
     wait_for(lambda: job_field(job, "JobState") == "COMPLETED", tmp_path)
     assert job_field(job, "Restarts") == "1"
     lines = metrics.read_text().splitlines()
@@ -125,9 +115,7 @@ def test_a_users_mistake_is_not_requeued(here, tmp_path):
     folder = tmp_path / "damaged"
     (folder / "checkpoint" / "step-4").mkdir(parents=True)
     (folder / "checkpoint" / "step-4" / ".metadata").write_bytes(b"no index")
-    said = submit(here, f"--job.dump_folder={folder}")
-    assert said.returncode == 0, said.stderr
-    job = said.stdout.removeprefix("job ").partition(":")[0]
+    job = submit(here, f"--job.dump_folder={folder}")
     wait_for(lambda: job_field(job, "JobState") in ("FAILED", "COMPLETED"), tmp_path)
     assert [job_field(job, field) for field in ("JobState", "Restarts", "ExitCode")] == ["FAILED", "0", "2:0"]
     last = next(folder.glob("slurm/*.log")).read_text().splitlines()[-1]
@@ -140,30 +128,20 @@ def test_gloo_is_told_the_interface_that_reaches_the_other_node():
 
 
 @pytest.mark.soak
-def test_two_nodes_train_one_run_and_a_job_behind_it_scores_it(tmp_path, monkeypatch):
-    shards = make_shards(tmp_path / "text")
-    config = write_small_config(tmp_path / "small.toml", shards, steps=4, interval=2)
+def test_two_nodes_train_one_run_and_a_job_behind_it_scores_it(here, tmp_path):
+    folder, shards = tmp_path / "run", make_shards(tmp_path / "text")
     evaluation = make_evaluation_data(tmp_path / "evals")
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("NGPU", "1")
-    folder = tmp_path / "run"
-    with slurm_cluster.cluster(nodes=2) as environment:
-        for key in ("SLURM_CONF", "PATH"):
-            monkeypatch.setenv(key, environment[key])
-        words = ["--nodes=2", "--training.local_batch_size=1", "--model.vocab_size=32000"]
-        said = submit(config, *words, f"--job.dump_folder={folder}")
-        assert said.returncode == 0, said.stderr
-        train = said.stdout.removeprefix("job ").partition(":")[0]
-        after = [f"--dependency=afterok:{train}", "--parsable", f"--output={folder}/slurm/score-%j.log"]
-        scoring = ["sbatch", *after, "scripts/slurm/score.sbatch", str(folder), "--data", str(evaluation)]
-        environment["VIRTUAL_ENV"] = sys.prefix
-        done = subprocess.run([*scoring, "--tasks", "piqa"], env=environment, capture_output=True, text=True)
-        score = done.stdout.strip()
-        wait_for(lambda: job_field(score, "JobState") in ("COMPLETED", "FAILED"), tmp_path)
-        log = "".join(file.read_text() for file in folder.glob("slurm/score-*.log"))
-        assert job_field(score, "JobState") == "COMPLETED", log
-        assert job_field(train, "JobState") == "COMPLETED" and job_field(train, "NumNodes") == "2"
-    environment = json.loads((folder / "environment.json").read_text())
-    assert environment["world_size"] == 2 and environment["commit"]
+    words = [f"--job.dump_folder={folder}", f"--data.path={shards}", "--model.vocab_size=32000"]
+    train = submit(here, "--nodes=2", *words, "--training.steps=4", "--training.local_batch_size=1")
+    after = [f"--dependency=afterok:{train}", "--parsable", f"--output={folder}/slurm/score-%j.log"]
+    scoring = ["sbatch", *after, "scripts/slurm/score.sbatch", str(folder), "--data", str(evaluation), "--tasks=piqa"]
+    environment = {**os.environ, "VIRTUAL_ENV": sys.prefix}
+    score = subprocess.run(scoring, env=environment, capture_output=True, text=True).stdout.strip()
+    wait_for(lambda: job_field(score, "JobState") in ("COMPLETED", "FAILED"), tmp_path)
+    log = "".join(file.read_text() for file in folder.glob("slurm/score-*.log"))
+    assert job_field(score, "JobState") == "COMPLETED", log
+    assert job_field(train, "JobState") == "COMPLETED" and job_field(train, "NumNodes") == "2"
+    found = json.loads((folder / "environment.json").read_text())
+    assert found["world_size"] == 2 and found["commit"]
     assert (folder / "hugging_face" / "step-4" / "config.json").exists()
     assert "piqa" in log or list((folder / "scores").rglob("*.md"))

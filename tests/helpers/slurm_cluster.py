@@ -1,6 +1,7 @@
-"""A real SLURM on this machine during a test: munge, controller and nodes on loopback."""
+"""A real SLURM on this machine during a test: munge, a controller and two nodes on loopback."""
 
 import contextlib
+import getpass
 import os
 import shutil
 import signal
@@ -42,18 +43,19 @@ ReturnToService=2
 MinJobAge=3600
 KillWait=5
 MailProg=/bin/true
+{nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=10
 """
 
 
 @contextlib.contextmanager
-def cluster(nodes: int = 1) -> Iterator[dict[str, str]]:
+def cluster() -> Iterator[dict[str, str]]:
     """Start SLURM, or skip the test; yields the environment for sbatch and similar commands.
 
     SLURM_CONF is in the folder of the logs.
 
-    Several nodes are several slurmd on this machine, each with its own port. SLURM's usual proctrack/cgroup sends signals
-    only to the tasks; it works for root with cgroups of version 1. linuxproc sends them to all processes.
+    The nodes are two slurmd on this machine, each with its own port. SLURM's usual proctrack/cgroup sends signals only to
+    the tasks; it works for root with cgroups of version 1. linuxproc sends them to all processes.
     """
     path = os.pathsep.join([os.environ["PATH"], *FOLDERS])
     for program in PROGRAMS:
@@ -67,16 +69,16 @@ def cluster(nodes: int = 1) -> Iterator[dict[str, str]]:
     (folder / "key").write_bytes(os.urandom(128))
     (folder / "key").chmod(0o400)
     host, cores = socket.gethostname().split(".")[0], len(os.sched_getaffinity(0))
-    names = [host] if nodes == 1 else [f"{host}-{index}" for index in range(nodes)]
-    lines = [
+    names = [f"{host}-0", f"{host}-1"]
+    nodes = [
         f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={_free_port()} CPUs={cores} RealMemory=2000"
         for name in names
     ]
-    user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()
-    config = CONFIG.format(folder=folder, host=host, user=user, port=_free_port(), proctrack=proctrack).rsplit(
-        "PartitionName", 1
+    user = getpass.getuser()
+    config = CONFIG.format(
+        folder=folder, host=host, user=user, port=_free_port(), proctrack=proctrack, nodes="\n".join(nodes)
     )
-    (folder / "slurm.conf").write_text(config[0] + "\n".join(lines) + "\nPartitionName" + config[1])
+    (folder / "slurm.conf").write_text(config)
     # "disabled" is unknown to some versions
     (folder / "cgroup.conf").write_text(
         "CgroupPlugin=cgroup/v1\nCgroupAutomount=yes\nCgroupMountpoint=/sys/fs/cgroup\n"
@@ -99,7 +101,7 @@ def cluster(nodes: int = 1) -> Iterator[dict[str, str]]:
         start("slurmctld", "-i")
         for name in names:
             start("slurmd", "-N", name)
-        _wait_for(lambda: _output(environment, "sinfo", "-h", "-o", "%T %D") == f"idle {nodes}", 30)
+        _wait_for(lambda: _output(environment, "sinfo", "-h", "-o", "%T %D") == "idle 2", 30)
         yield environment
     finally:
         with contextlib.suppress(FileNotFoundError):

@@ -44,10 +44,6 @@ seq_len = 16
 local_batch_size = 2
 global_batch_size = 12
 steps = 6
-mixed_precision_param = "float32"
-[training.dataloader]
-num_workers = 0
-pin_memory = false
 [validation]
 freq = 3
 local_batch_size = 2
@@ -60,10 +56,6 @@ enable_tensorboard = false
 [health]
 freq = 0
 spectra_freq = 0
-[activation_checkpoint]
-mode = "none"
-[compile]
-enable = false
 [parallelism]
 pipeline_parallel_microbatch_size = 1
 """
@@ -92,7 +84,7 @@ def make_shards(folder: Path) -> Path:
 
 def write_config(path: Path, shards: Path, run_folder: Path) -> Path:
     """A config for the tiny model; `run_folder` is where the run writes."""
-    base = ROOT / "train_configs" / "base.toml"
+    base = ROOT / "train_configs" / "debug.toml"
     path.write_text(CONFIG.format(base=base, folder=run_folder, shards=shards, vocab_size=VOCAB_SIZE))
     return path
 
