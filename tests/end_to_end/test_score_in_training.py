@@ -35,16 +35,8 @@ def _scores(rank, config, overrides):
     """The metrics, and log-likelihoods [answers, 2] of all answers and of the first alone."""
     from lm_eval.api.instance import Instance
 
-    from pc.evaluate import in_training
-
     trainer = tiny.make_trainer(config, overrides)
-    scorer = in_training.InTrainingScorer(
-        trainer.job_config,
-        trainer.model_parts,
-        trainer.parallel_dims,
-        trainer.device,
-        trainer.maybe_enable_amp,
-    )
+    scorer = trainer.scorer
     assert [scorer.due(step) for step in (1, 2, 3, 4)] == [False, True, False, True]
     states = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
     metrics = scorer.score()
