@@ -1,6 +1,5 @@
 """One global order of sequences for any number of ranks, and resume with exactly the next sequence."""
 
-import logging
 import random
 from collections import Counter
 
@@ -124,15 +123,6 @@ def test_skipped_positions_are_left_out_and_all_else_stays(build, order, ranks, 
     assert rows(next(iter(resumed))) == order[13:17]
 
 
-def test_a_new_epoch_is_said_once(build, caplog):
-    for loader in [build(dp_rank=r, dp_world_size=2) for r in range(2)]:
-        iterator = iter(loader)
-        with caplog.at_level(logging.WARNING):
-            for _ in range(loader.sequences.length // 8 + 3):
-                next(iterator)
-    assert len([r for r in caplog.records if "Epoch 1 of the data is over" in r.message]) == 1
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_validation_has_the_same_sequences_on_any_number_of_ranks(ranks, build):
     # 21 sequences divide evenly by none of these; the rest is padded with ignored labels.
@@ -155,16 +145,3 @@ def test_each_validation_begins_anew_and_ignores_the_seed(build):
     next(iter(loader))  # an interrupted pass
     assert [rows(batch) for batch in loader] == first
     assert [rows(batch) for batch in build("validation", limit_sequences=8, seed=99)] == first
-
-
-def test_asking_for_more_than_there_is_uses_all(build, caplog):
-    with caplog.at_level(logging.WARNING):
-        loader = build("validation", limit_sequences=10**6)
-    assert "all are used instead of the 1000000" in caplog.text
-    assert sum(int((labels[:, 0] != IGNORED_LABEL).sum()) for _, labels in loader) == loader.sequences.length
-
-
-def test_torch_random_numbers_are_left_alone(build):
-    state = torch.get_rng_state()
-    next(iter(build()))
-    assert torch.equal(torch.get_rng_state(), state)

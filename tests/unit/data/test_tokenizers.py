@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from pc.data import load_tokenizer
-from pc.data.tokenizers import smallest_dtype
 from pc.data.train_tokenizer import train_tokenizer
 from pc.errors import UserError
 
@@ -52,11 +51,6 @@ def test_documents_get_bos_and_eos(tokenizer):
     expected = [[*lead, *tokenizer.encode(text), tokenizer.eos_id] for text in texts]
     assert tokens.dtype == np.uint16
     assert tokens.tolist() == sum(expected, [])
-
-
-@pytest.mark.parametrize(("size", "dtype"), [(65536, "uint16"), (65537, "uint32")])
-def test_wider_numbers_only_when_needed(size, dtype):
-    assert smallest_dtype(size) == dtype
 
 
 @pytest.mark.parametrize("bos", [None, "</s>"], ids=["none", "the EOS, as GPT-2's"])

@@ -135,13 +135,6 @@ def test_other_files_are_not_taken_for_finished(change, tmp_path, write_parquet)
         tokenize(str(source), source / "out")
 
 
-def test_finished_work_needs_its_input_no_more(tmp_path, write_parquet):
-    source = write_parquet(tmp_path / "a.parquet", ["one"])
-    manifest = tokenize(str(source), tmp_path / "out")
-    source.unlink()
-    assert tokenize(str(source), tmp_path / "out") == manifest
-
-
 def test_mistakes_in_parquet(tmp_path, write_parquet, make_texts):
     file = write_parquet(tmp_path / "in.parquet", make_texts(500, 1), column="content", compression="zstd")
     with pytest.raises(UserError, match=r"in.parquet: column 'text' should hold text; columns are id, content"):

@@ -47,8 +47,3 @@ def test_the_card_of_a_run(run, tmp_path):
     ):
         assert expected in card
     assert "4.75" not in card
-
-
-def test_the_card_of_a_checkpoint_without_logs(plain_run, tmp_path):
-    card = (hugging_face.export(plain_run.checkpoint, tmp_path / "out") / "README.md").read_text()
-    assert "AdamW, without preconditioning" in card and "loss |" not in card

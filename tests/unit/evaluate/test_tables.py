@@ -35,13 +35,6 @@ def test_four_models_in_pairs(tmp_path):
     assert r"| A\|PC | **0.4000**" in text
 
 
-def test_three_models_are_one_group_and_equal_ones_are_not_marked(tmp_path):
-    text, _ = written([result("A", 0.2), result("B", 0.4), result("C", 0.4)], ["piqa"], tmp_path)
-    assert "| A | 0.2" in text and "| B | **0.4" in text and "| C | **0.4" in text
-    text, _ = written([result("A", 0.4), result("B", 0.4)], ["piqa"], tmp_path)
-    assert "| **0.4" not in text
-
-
 def test_partial_results_say_so(tmp_path):
     text, rows = written([result("A", 1.0, error=None, limit=1)], ["piqa", "boolq"], tmp_path)
     assert "PARTIAL: only the first 1 items" in text
