@@ -58,12 +58,6 @@ def test_a_run_without_validation_is_named(tmp_path, lines):
         draw_curves([write_run(tmp_path, lines)], tmp_path)
 
 
-def test_a_run_that_diverged(tmp_path):
-    paths = [write_run(tmp_path / str(last), validations([5.0, last])) for last in (4.0, None)]
-    draw_curves(paths, tmp_path / "out")
-    assert "| None | 2 | 200 | nan | +nan | never | - |" in (tmp_path / "out" / "summary.md").read_text()
-
-
 def test_bars(tmp_path, monkeypatch):
     results = [
         {"config": "a.toml", "settings": {"pc.blocks": ["ffn", "o"]}, "validation_loss": 3.0, "spikes": 0},

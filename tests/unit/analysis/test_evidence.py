@@ -83,11 +83,6 @@ def test_rate_by_the_first_seed_and_judged_on_the_others(tmp_path):
     assert "better for pc off; pc on." in evidence_report.untuned(runs)
 
 
-def test_a_rate_inside_the_grid_is_tuned(tmp_path):
-    runs = _experiment(tmp_path, LOSSES | {(True, 5e-4): [3.9]}).runs
-    assert "better for pc off.\n" in evidence_report.untuned(runs)
-
-
 @pytest.mark.parametrize(
     "losses, line",
     [
@@ -113,12 +108,6 @@ def test_diverged_runs_are_shown_counted_and_never_the_best(tmp_path):
     assert "| pc on | **0.001** |" in arms and "| pc on | 0.002 | 1, 2 | 1 of 2 diverged |" in arms
     table = evidence_report.pair_table(experiment, margin=0.01)
     assert "| pc on | 0.002 | 0.002 | 1, 2 | 1 of 2 diverged | - | no test | - |" in table
-
-
-def test_the_course_of_an_arm_with_a_seed_that_stopped_early(tmp_path):
-    """The mean of the seeds that were validated, with their number."""
-    best = _pairs(tmp_path, stops_at={"True-0.001/seed-2": 3})[2]
-    assert "pc on | 0.001" in best and best.endswith("| -0.400 | -0.400 (1) |")
 
 
 # Final losses of paired seeds, PC minus baseline: mean -0.008, errors of 0.002828 / sqrt(6), 2.5706 of them to each side.
@@ -165,18 +154,6 @@ def test_no_verdict(differences, expected):
     assert evidence_report.interval_and_verdict(pair, margin=0.01) == expected
 
 
-def test_a_seeds_sweep_of_both_arms_joins_the_grids_of_each(tmp_path):
-    """Sweeps name what they vary; with PC on or off in the config or in the sweep, it is the same arm."""
-    grid = _sweep(tmp_path / "grid", {of: finals[:1] for of, finals in LOSSES.items() if not of[0]})
-    results = grid / "results.jsonl"
-    results.write_text(results.read_text().replace(', "pc.enable": false', ""))
-    evidence.collect([grid, _sweep(tmp_path / "both", LOSSES)], "study", tmp_path / "kept")
-    (experiment,) = evidence.read_experiments(tmp_path / "kept")
-    runs = experiment.runs
-    assert runs.arm.unique().tolist() == ["pc off", "pc on"]
-    assert runs.loss[(runs.arm == "pc off") & (runs.rate == 2e-3)].tolist() == [3.9, 4.2, 4.4]
-
-
 def test_studies_in_one_file(tmp_path):
     """Collecting a study again replaces it; sweeps of two configs are different arms; the report has all studies."""
     one = _sweep(tmp_path / "one", LOSSES)
@@ -203,14 +180,6 @@ def test_the_same_run_in_two_sweeps(tmp_path):
     evidence.collect(sweeps, "study", tmp_path / "kept")
     with pytest.raises(UserError, match="second run of pc on with the same learning rate and seed"):
         evidence.read_experiments(tmp_path / "kept")
-
-
-def test_runs_that_were_never_validated_are_no_evidence(tmp_path):
-    sweep = _sweep(tmp_path / "sweep", LOSSES)
-    for file in sweep.rglob("metrics.jsonl"):
-        file.write_text('{"step": 1, "tokens": 10, "loss": 5.0}\n')
-    with pytest.raises(UserError, match="no finished run with a validation_loss"):
-        evidence.collect([sweep], "study", tmp_path / "kept")
 
 
 def test_the_regime_of_an_experiment(tmp_path):

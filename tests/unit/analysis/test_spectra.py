@@ -3,7 +3,6 @@ import torch
 
 from helpers.made_runs import save_checkpoint
 from pc.analysis import spectra
-from pc.analysis.figures import draw_spectra
 from pc.config import BLOCK_SUFFIXES
 from pc.errors import UserError
 
@@ -22,19 +21,3 @@ def test_singular_values_are_those_of_the_weights(tmp_path, schedule, level):
         torch.testing.assert_close(sigma, torch.linalg.svdvals(weight.double()), rtol=1e-5, atol=1e-6)
     with pytest.raises(UserError, match="layers 1 to 2"):
         spectra.compute(checkpoint, [3])
-
-
-def test_each_checkpoint_has_its_own_legend(tmp_path, monkeypatch):
-    legends = []
-    keep = spectra.save
-
-    def save(figure, path):
-        legends.append([text.get_text() for legend in figure.legends for text in legend.get_texts()])
-        return keep(figure, path)
-
-    monkeypatch.setattr(spectra, "save", save)
-    for folder, step in (("a/run", 7), ("a/run", 8), ("b/run", 7)):
-        save_checkpoint(tmp_path / folder, None, step)
-    first, second = (tmp_path / "a/run/checkpoint" / f"step-{step}" for step in (7, 8))
-    draw_spectra([first, second, tmp_path / "b/run", first], tmp_path / "out", None)
-    assert legends == [["a/run/step-7", "a/run/step-8", "b/run"]]

@@ -46,15 +46,6 @@ def run(root: Path, *words: str, **environment: str) -> subprocess.CompletedProc
     return subprocess.run(words, cwd="/", env=clean, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("script", ["run_llama_train.sh", "run_tests.sh"])
-def test_python_too_old(checkout, script):
-    body = 'case "$1" in --version) echo Python 3.9.2;; *) exit 1;; esac'
-    program(checkout.parent / "programs", "python3", body)
-    done = run(checkout, str(checkout / script))
-    assert done.returncode == 2
-    assert done.stderr == "error: Python 3.11 or newer is needed; python3 here is Python 3.9.2\n"
-
-
 @pytest.mark.parametrize("config", ["train_configs/debug.toml", None])
 def test_a_set_up_environment_is_used_at_once_and_from_anywhere(checkout, config):
     """The active environment's python gets the config and the overrides; no pip runs."""

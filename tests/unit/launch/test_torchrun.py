@@ -74,16 +74,6 @@ def test_compilation_needs_a_compiler_and_headers(machine, monkeypatch, tmp_path
         torchrun.command(config, 1)
 
 
-@pytest.mark.parametrize("own", ["", "max_split_size_mb:64"])
-def test_memory_segments_grow_unless_the_user_said_otherwise(own, tmp_path, monkeypatch):
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    if own:
-        monkeypatch.setenv("PYTORCH_ALLOC_CONF", own)
-    for processes in (1, 2):
-        _, environment = torchrun.command(Config(job={"dump_folder": str(tmp_path)}), processes)
-        assert environment["PYTORCH_ALLOC_CONF"] == (own or "expandable_segments:True")
-
-
 def test_last_words_are_those_of_the_newest_attempt(tmp_path):
     def log(attempt, rank, text, age=0.0):
         file = tmp_path / "logs" / attempt / "attempt_0" / str(rank) / "stderr.log"

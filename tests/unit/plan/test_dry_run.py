@@ -20,21 +20,6 @@ from pc.titan.parallelize import SAVED_OPERATIONS
 CONFIG = ROOT / "train_configs" / "1b_adamw_pc.toml"
 
 
-def test_disk_space_is_of_all_checkpoints_that_are_kept():
-    for keep, kept in ((2, 2 + 1), (0, 31)):
-        words = ["--training.steps=600", "--checkpoint.interval=20", f"--checkpoint.keep_latest_k={keep}"]
-        facts = dict(check(ROOT / "train_configs" / "debug.toml", words, 1, needs_data=False).facts)
-        assert f": {kept} checkpoints of " in facts["checkpoint disk"]
-
-
-def test_the_config_itself_has_no_error_but_missing_data(tmp_path, monkeypatch):
-    report = check(CONFIG, [f"--data.path={tmp_path}/none"], 8, needs_data=False)
-    assert report.errors == [] and any("does not exist" in warning for warning in report.warnings)
-    monkeypatch.chdir(tmp_path)
-    report = check(ROOT / "train_configs" / "debug.toml", [], 1)
-    assert any("python -m pc.data.demo" in error for error in report.errors)
-
-
 def test_all_faults_come_at_once_and_each_once():
     words = [
         "--pc.level=9",

@@ -129,13 +129,6 @@ def test_bad_overrides_are_named(write, words, said):
     assert said in str(raised.value)
 
 
-def test_cycle_of_parents(write):
-    first = write("first.toml", 'parent = "second.toml"')
-    write("second.toml", 'parent = "first.toml"')
-    with pytest.raises(UserError, match="parents form a cycle: first.toml -> second.toml -> first.toml"):
-        resolve(first, [])
-
-
 def test_written_file_resolves_to_itself_and_names_its_ancestors(write, tmp_path):
     base = write("base.toml", "[optimizer]\nlr = 1e-3\n")
     leaf = write("leaf.toml", 'parent = "base.toml"\n[job]\ndescription = "tab\\t quote\\" del\\u007f ü"\n')
@@ -150,11 +143,6 @@ def test_written_file_resolves_to_itself_and_names_its_ancestors(write, tmp_path
     again = tmp_path / "again.toml"
     write_config(load_config(written), again)  # as the trainer's processes do
     assert again.read_bytes() == written.read_bytes()
-
-
-def test_the_folder_is_named_after_the_config(write):
-    assert load_config(write("tiny.toml", "")).job.dump_folder == "outputs/tiny"
-    assert load_config(write("own.toml", '[job]\ndump_folder = "a/b"')).job.dump_folder == "a/b"
 
 
 def test_every_faulty_key_is_named_once(write):
@@ -221,12 +209,6 @@ def run_script(script, *words) -> tuple[int, str]:
 def test_help_and_mistakes_need_no_torch(words, said):
     status, output = launch("train_configs/271m_adamw_pc.toml", *words)
     assert said in output and status == (0 if "--help" in words else 2)
-
-
-def test_a_missing_parent_needs_no_torch(write):
-    leaf = write("leaf.toml", 'parent = "gone.toml"\n')
-    answer = f"error: {leaf.parent}/gone.toml (parent of {leaf}): No such file or directory\n"
-    assert launch(str(leaf)) == (2, answer)
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "scripts").rglob("*.py")), ids=lambda file: file.name)

@@ -1,6 +1,5 @@
 """Equal runs are recognised by what affects their result, trained once, and reused."""
 
-import itertools
 import json
 import subprocess
 import tomllib
@@ -17,7 +16,7 @@ from pc.plan.dry_run import Report
 from pc.settings import load_config, write_config
 from pc.settings.identity import differing, result
 from pc.sweep import equal_runs, plan_table
-from pc.sweep.results import collect, status_text
+from pc.sweep.results import status_text
 from pc.sweep.run import run_all
 from pc.sweep.spec import load
 from pc.sweep.submit import submit
@@ -96,13 +95,6 @@ def test_another_run(folder, word):
     assert identity(word) != identity()
 
 
-def test_what_loads_the_start_is_part_of_the_result(folder):
-    start = "--checkpoint.enable=true", "--checkpoint.initial_load_path=here"
-    different = identity(), identity(*start), identity(*start, "--checkpoint.exclude_from_loading=optimizer")
-    assert all(one != other for one, other in itertools.combinations(different, 2))
-    assert identity(*start, "--checkpoint.enable=false") == identity() == identity(start[0])
-
-
 def test_the_batch_of_one_micro_batch_per_rank_depends_on_the_ranks(folder):
     config = load_config("pc.toml", ["--training.global_batch_size=-1"])
     one, two, unknown = result(config, 1), result(config, 2), result(config)
@@ -122,18 +114,6 @@ def test_other_content_of_the_data_is_another_run(folder):
         if content == "a":
             write_environment("outputs/by-hand", config, 1)
         assert differing(equal_runs.trained_as(Path("outputs/by-hand")), result(config)) == expected
-
-
-def test_baselines_do_not_differ_in_what_pc_would_do(folder):
-    assert identity("--pc.enable=false", "--pc.level=2") == identity("--pc.enable=false", "--pc.blocks=o")
-
-
-def test_an_equal_run_that_diverged_is_a_result_of_both_sweeps(folder):
-    finish("pc.toml", ["--pc.level=3"], folder / "outputs" / "by-hand", "diverged")
-    sweep = load("level.toml")
-    assert "diverged as outputs/by-hand" in plan_table.table([sweep], 400.0, 1)
-    equal_runs.take_over([sweep])
-    assert [(result["state"], result["validation_loss"]) for result in collect(sweep)] == [("diverged", None)]
 
 
 def test_equal_runs_of_two_sweeps_and_of_a_config_are_trained_once(folder, trained, capsys):
@@ -190,15 +170,6 @@ def test_a_run_of_changed_settings_is_not_an_equal_run(folder, trained):
         equal_runs.require_unchanged(load("level.toml"))
     run_folder.keep_earlier_config(in_sweep, now, 0)  # from the start again
     assert not (in_sweep / "config.1.toml").exists()
-
-
-def test_a_link_whose_run_is_gone_is_trained_again(folder, trained):
-    sweeps = [load("level.toml"), load("blocks.toml")]
-    run_all(sweeps)
-    (folder / "outputs/sweeps/level/level-4").rename(folder / "gone")
-    equal_runs.take_over(sweeps)
-    run_all(sweeps[1:])
-    assert trained[-1] == "outputs/sweeps/blocks/blocks-ffn+o"
 
 
 def test_a_run_that_is_trained_elsewhere_is_passed_over(folder, trained, capsys):

@@ -8,9 +8,8 @@ import tomllib
 import pytest
 
 from helpers.made_runs import write_run
-from pc.common.run_folder import is_locked, lock, read_log, state_of, time_left
+from pc.common.run_folder import is_locked, lock, read_log, state_of
 from pc.errors import UserError
-from pc.settings import load_config
 from pc.sweep.bars import read_results
 from pc.sweep.results import status_text
 from pc.sweep.select import select
@@ -66,17 +65,6 @@ def test_more_spikes_may_be_allowed(sweep, tmp_path):
     assert "optimizer.lr = 0.008" in said and "an end of its grid" in said
 
 
-def test_the_choice_is_a_parent_also_from_behind_a_link(sweep, tmp_path):
-    """The sweep's folder may be a link to another disk, from where `..` does not lead back."""
-    (tmp_path / "disk" / "a" / "b").mkdir(parents=True)
-    (tmp_path / "out").symlink_to(tmp_path / "disk" / "a" / "b")
-    end_all(sweep, 4.0, 5.0, 6.0, 7.0)
-    select(sweep)
-    (tmp_path / "pc.toml").write_text('parent = "out/selected-tiny.toml"\n[pc]\nenable = true\n')
-    config = load_config("pc.toml")
-    assert (config.training.steps, config.optimizer.lr, config.pc.enable) == (40, 0.001, True)
-
-
 def test_only_runs_that_finished_with_a_loss_are_counted(sweep):
     end(sweep.runs[0], 4.5)
     end(sweep.runs[1], 1.0, state="failed", reason="disk full")
@@ -103,18 +91,6 @@ def test_a_run_that_diverged_is_a_result_without_a_loss(sweep, tmp_path):
     assert (result["name"], result["state"], result["validation_loss"]) == ("lr-0.008", "diverged", None)
 
 
-def test_nothing_stable_selects_nothing(sweep, tmp_path):
-    for run in sweep.runs:
-        end(run, 4.0, losses=SPIKY)
-    assert "nothing selected" in select(sweep)
-    assert not (tmp_path / "out" / "selected-tiny.toml").exists()
-
-
-def test_no_finished_run(sweep):
-    with pytest.raises(UserError, match="no finished run has"):
-        select(sweep)
-
-
 def test_seeds_are_averaged_and_must_all_finish(sweep, tmp_path):
     (tmp_path / "sweep.toml").write_text(
         'configs = ["tiny.toml"]\nfolder = "out"\nseeds = [0, 1]\n[axes]\n"pc.level" = [1, 2, 3]\n'
@@ -131,12 +107,6 @@ def test_the_last_line_of_a_step_wins_and_half_a_line_is_none(tmp_path):
     with open(write_run(tmp_path, lines) / "metrics.jsonl", "a") as file:
         file.write('{"step": 3, "lo')  # a crash
     assert read_log(tmp_path).series("loss").values == pytest.approx([math.nan, 3.0], nan_ok=True)
-
-
-def test_time_left_is_by_the_recent_pace():
-    assert time_left([10, 20], [100.0, 160.0], 120) == "about 0:10:00 left"
-    assert time_left([10, 20], [100.0, 160.0], 20) == "about 0:00:00 left"
-    assert time_left([20], [160.0], 120) == time_left([20, 20], [160.0, 161.0], 120) == ""
 
 
 def test_a_dead_run_that_said_running_is_interrupted(tmp_path):
