@@ -15,15 +15,7 @@ from pc import Cut, PCConfig
 from pc.cuts import form_of
 from pc.muon import Muon
 
-SHAPES = [
-    (7, 5),
-    (7, 5),
-    (5, 7),
-    (1, 4),
-    (6, 6),
-    (3, 8),
-    (2, 9),
-]  # with three ranks (1, 4) and (2, 9) leave ranks empty
+SHAPES = [(7, 5), (7, 5), (5, 7), (1, 4), (6, 6), (3, 8), (2, 9)]  # of three ranks (1, 4) and (2, 9) leave some empty
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
 
 

@@ -155,13 +155,6 @@ def test_a_layer_used_twice_is_one_weight():
         assert model[0] is model[2] and type(model[0]) is nn.Linear
 
 
-def test_a_layer_keeps_its_class_and_product_in_schedule_step():
-    model, x = nn.Sequential(Doubled(6, 4)), torch.randn(3, 6)
-    _ready(model, PCConfig(blocks=("0*",)))
-    assert type(model[0]) is Doubled
-    torch.testing.assert_close(model(x), 2 * nn.functional.linear(x, model[0].weight, model[0].bias))
-
-
 @pytest.mark.parametrize("schedule", ["forward", "step"])
 def test_merge_gives_the_plain_model_with_equal_output(schedule):
     """With classes, hooks, frozen weights and eval mode as before."""

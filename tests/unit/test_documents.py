@@ -50,11 +50,6 @@ def test_links(document):
             assert file.exists() and (not anchor or anchor in anchors(file)), target
 
 
-def test_pages_that_code_names():
-    text = "".join(file.read_text() for file in (ROOT / "pc").rglob("*.py"))
-    assert [page for page in re.findall(r"docs/[\w-]+\.md", text) if not (ROOT / page).is_file()] == []
-
-
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_paths_and_tests(document):
     for paragraph, past in paragraphs(document):

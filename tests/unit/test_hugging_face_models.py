@@ -10,15 +10,9 @@ import pc
 from pc import polynomial
 
 SIZES = {
-    "vocab_size": 50,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 GROUPED = {"num_key_value_heads": 1, "head_dim": 8}
 MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 12}
 LATENT = {

@@ -1,7 +1,5 @@
 """On a fake GPU: every tensor of a step is on it, and nothing waits for it."""
 
-from unittest import mock
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -59,21 +57,6 @@ def _exchange(strict):
     _step(strict, sharded=True)
 
 
-def _model(strict):
-    """Forward pass and loss. A backward pass needs more of a device than this one has."""
-    from torchtitan.components.loss import cross_entropy_loss
-
-    from pc.titan.llama2 import Llama2, Llama2Args
-
-    args = Llama2Args(dim=32, n_layers=2, n_heads=2, multiple_of=16, vocab_size=96, max_seq_len=64)
-    # this device draws no random numbers
-    with torch.device("cuda"), mock.patch("pc.titan.llama2.draw_parameter"):
-        model = Llama2(args)
-    tokens = torch.empty(2, 64, dtype=torch.long, device="cuda")
-    with strict:
-        cross_entropy_loss(model(tokens), tokens)
-
-
 def _trace(rank) -> dict[str, str]:
     """What is wrong with each function, and with two faults."""
     global _mesh
@@ -82,7 +65,7 @@ def _trace(rank) -> dict[str, str]:
     _mesh = DeviceMesh("cuda", list(range(RANKS)))
     found = {}
     with pretended_cuda.pretended_cuda() as strict:
-        for function in (_passes, _step, _exchange, _model, _on_the_cpu, _waits):
+        for function in (_passes, _step, _exchange, _on_the_cpu, _waits):
             found[function.__name__] = ""
             try:
                 function(strict)

@@ -136,10 +136,6 @@ MISTAKES = {
         lambda: pc.schedule(pc.attach(toy_model().bfloat16(), PCConfig())),
         "W needs float32",
     ),
-    "weights in half precision, in schedule forward": (
-        lambda: pc.schedule(pc.attach(toy_model().bfloat16(), PCConfig(schedule="forward"))),
-        "W needs float32",
-    ),
     "state without gammas": (
         lambda: Loop().schedule.load_state_dict(Loop(learnable_gamma=False).schedule.state_dict()),
         ".gamma of shape None, the model of [1]",

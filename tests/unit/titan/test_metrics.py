@@ -40,16 +40,6 @@ def test_loss_spikes():
     assert counts[99:105] == [0, 1, 1, 1, 1, 1] and counts[-1] == 2
 
 
-def test_the_window_is_of_steps():
-    """After a gap of 60 steps the window starts again, and nothing is compared until it has five losses."""
-    spikes = LossSpikes()
-    for step in range(1, 50):
-        spikes.update(step, 3.0 + 0.01 * (step % 2))
-    assert spikes.update(110, 3.0) == 0
-    assert [spikes.update(step, 4.0) for step in range(111, 115)][-1] == 0
-    assert spikes.update(115, math.nan) == 1  # one that is not finite always counts
-
-
 def _processor(folder):
     use_cpu_where_there_is_no_gpu()
     config = Config()
