@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from helpers.made_runs import save_checkpoint, validations, write_metrics, write_run
+from helpers.made_runs import save_checkpoint, write_metrics
 
 CONFIGS = Path(__file__).parents[2] / "train_configs"
 
@@ -22,12 +22,6 @@ def test_spectra_and_curves_of_a_pair(command, tmp_path):
     assert command("curves.py", *pair, "--output", tmp_path / "curves")[0] == 0
     assert _figures(tmp_path / "curves") == {"validation_loss", "activation_rms", "estimator_error"}
     assert "| pc |" in (tmp_path / "curves" / "summary.md").read_text()
-
-
-def test_a_run_without_health_still_gives_its_curve(command, tmp_path):
-    status, said, _ = command("curves.py", write_run(tmp_path / "bare", validations([3.0, 2.0])), "--output", tmp_path)
-    assert status == 0 and _figures(tmp_path) == {"validation_loss"}
-    assert "no figure of activation sizes" in said and "no figure of estimator error" in said
 
 
 def test_commands_without_a_run(command, tmp_path):

@@ -83,22 +83,6 @@ def test_rate_by_the_first_seed_and_judged_on_the_others(tmp_path):
     assert "better for pc off; pc on." in evidence_report.untuned(runs)
 
 
-@pytest.mark.parametrize(
-    "losses, line",
-    [
-        (
-            {(False, 1e-3): [4.0], (True, 1e-3): [3.7]},
-            "| 0.001 | 0.001 | 0 | -0.3000 | - | no test |",
-        ),  # one rate: no choice
-        ({of: finals[:1] for of, finals in LOSSES.items()}, "| 0 (chose a rate) | -0.2000 | - | no test |"),
-        # PC at its best against every rate of the baseline that has other seeds, so that no figure is made by hand
-        (LOSSES | {(False, 1e-3): [4.0, 4.2, 4.4]}, "| pc on | 0.001 | 0.001 | 1, 2 | -0.4000 ± 0.0000 |"),
-    ],
-)
-def test_what_is_compared(tmp_path, losses, line):
-    assert line in "\n".join(_pairs(tmp_path, losses))
-
-
 def test_diverged_runs_are_shown_counted_and_never_the_best(tmp_path):
     """No NaN in the file, which JSON does not know."""
     losses = LOSSES | {(True, 2e-3): [None, None, 4.0]}

@@ -85,11 +85,3 @@ def test_folder_without_bos_and_eos_settings_is_refused(hugging_face_folder, tmp
         (tmp_path / "tokenizer_config.json").write_text(settings)
     with pytest.raises(UserError, match=message):
         load_tokenizer(tmp_path)
-
-
-def test_the_same_text_trains_the_same_tokenizer(source, hugging_face_folder, tmp_path):
-    train_tokenizer(source, tmp_path, 300, 1)
-    one, other = load_tokenizer(hugging_face_folder), load_tokenizer(tmp_path)
-    assert one.sha256 == other.sha256
-    assert (one.bos_id, one.eos_id, one.vocab_size) == (0, 1, 300)
-    assert len(one.encode("the mill")) < len("the mill")

@@ -67,14 +67,6 @@ def test_an_unpermuted_head_or_raw_weights_would_be_seen(pc_run, pc_export, toke
     assert distance_in_roundings(pc_run, tokens) > 1000 * ROUNDINGS
 
 
-def test_folder_is_an_ordinary_llama(pc_export):
-    """For any tool: no code of its own, and the class that transformers knows."""
-    config = json.loads((pc_export / "config.json").read_text())
-    assert config["architectures"] == ["LlamaForCausalLM"] and "auto_map" not in config
-    assert (config["dtype"], config["bos_token_id"], config["eos_token_id"]) == ("float32", 1, 2)
-    assert {path.suffix for path in pc_export.iterdir()} == {".json", ".md", ".safetensors"}
-
-
 def test_a_model_may_have_more_rows_than_its_tokenizer_has_entries(tmp_path, data_folder):
     """Rows padded to a round number are kept."""
     run = make_run(tmp_path / "more", data_folder, None, vocab_size=32_064)

@@ -68,16 +68,6 @@ def test_a_limit_is_kept_apart_and_marked(pc_export, evaluation_data, tmp_path):
     assert not (tmp_path / "table.md").exists()
 
 
-def test_paths_may_contain_equals_signs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    path = Path("level-o=4+ffn=2/checkpoint/step-16")
-    path.mkdir(parents=True)
-    for text, name in [(f"{path}", "level-o=4+ffn=2 step-16"), (f"mine={path}", "mine")]:
-        assert score.parse_model(text) == (name, path)
-    with pytest.raises(UserError, match=r"^level-o=4\+ffn=2/checkpoint/step-17: no such model"):
-        score.parse_model("level-o=4+ffn=2/checkpoint/step-17")
-
-
 def test_mistakes(pc_export, evaluation_data, tmp_path):
     for models, settings, message in [
         (["nowhere"], {}, "nowhere: no such model"),

@@ -1,11 +1,10 @@
-"""The set-up scripts' own errors, with commands of the system replaced by ones that answer badly, and what they install."""
+"""What the set-up script runs, and what it installs."""
 
 import hashlib
 import os
 import shutil
 import subprocess
 import tomllib
-from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -13,52 +12,28 @@ from packaging.utils import canonicalize_name
 
 from helpers.tiny import ROOT
 
-SYSTEM = ("bash", "dirname", "basename", "awk", "cat", "sha256sum", "env", "grep")
+DEBUG = "train_configs/debug.toml"
 
 
-@pytest.fixture
-def checkout(tmp_path):
-    """A copy of the scripts without an environment, and a PATH with only what a test puts there."""
-    root = tmp_path / "checkout"
-    (root / "scripts").mkdir(parents=True)
-    (root / "train_configs").mkdir()
-    for name in (
-        *("run_llama_train.sh", "run_tests.sh", "pyproject.toml", "constraints.txt"),
-        *("scripts/set_up.sh", "train_configs/debug.toml"),
-    ):
-        shutil.copy(ROOT / name, root / name)
-    programs = tmp_path / "programs"
-    programs.mkdir()
-    for name in SYSTEM:
-        (programs / name).symlink_to(shutil.which(name))
-    program(programs, "df", "echo Filesystem; echo / 0 0 999999999 0 /")
-    return root
-
-
-def program(folder: Path, name: str, body: str) -> None:
-    (folder / name).write_text(f"#!{shutil.which('bash')}\n{body}\n")
-    (folder / name).chmod(0o755)
-
-
-def run(root: Path, *words: str, **environment: str) -> subprocess.CompletedProcess:
-    programs = root.parent / "programs"
-    clean = {"PATH": str(programs), "HOME": os.environ.get("HOME", "/"), **environment}
-    return subprocess.run(words, cwd="/", env=clean, capture_output=True, text=True)
-
-
-@pytest.mark.parametrize("config", ["train_configs/debug.toml", None])
-def test_a_set_up_environment_is_used_at_once_and_from_anywhere(checkout, config):
+@pytest.mark.parametrize("config", [DEBUG, None])
+def test_a_set_up_environment_is_used_at_once_and_from_anywhere(tmp_path, config):
     """The active environment's python gets the config and the overrides; no pip runs."""
-    environment = checkout.parent / "environment"
-    (environment / "bin").mkdir(parents=True)
-    program(environment / "bin", "python", 'case "$1" in -c) exit 0;; *) echo "$PWD|$*";; esac')
+    checkout, environment = tmp_path / "checkout", tmp_path / "environment"
+    for name in ("run_llama_train.sh", "pyproject.toml", "constraints.txt", "scripts/set_up.sh", DEBUG):
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, checkout / name)
+    python = environment / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\ncase "$1" in -c) exit 0;; *) echo "$PWD|$*";; esac\n')
+    python.chmod(0o755)
     needs = [(checkout / name).read_bytes() for name in ("pyproject.toml", "constraints.txt")]
     digest = hashlib.sha256(b"".join(needs)).hexdigest()
     (environment / ".pc-layer-installed[all]").write_text(f"{digest}  - {checkout}\n")
-    words = [str(checkout / "run_llama_train.sh"), *([config] if config else []), "--training.steps", "5"]
-    done = run(checkout, *words, VIRTUAL_ENV=str(environment))
+    words = [checkout / "run_llama_train.sh", *([config] if config else []), "--training.steps", "5"]
+    outside = {"PATH": os.environ["PATH"], "VIRTUAL_ENV": str(environment)}
+    done = subprocess.run(words, cwd="/", env=outside, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{checkout}|-m pc.launch.local {checkout}/train_configs/debug.toml --training.steps 5\n"
+    assert done.stdout == f"{checkout}|-m pc.launch.local {checkout}/{DEBUG} --training.steps 5\n"
 
 
 def test_constraints_fit_the_requirements():

@@ -9,7 +9,7 @@ from pc.common.run_folder import lock
 from pc.errors import UserError
 from pc.launch import slurm
 from pc.launch.run import Run
-from pc.launch.slurm import Allocation, after, run_of
+from pc.launch.slurm import Allocation, after
 
 
 @pytest.fixture
@@ -102,18 +102,6 @@ def test_what_ranks_said_decides_whether_another_try_helps(run, requeued, capsys
     log.write_text("Traceback (most recent call last):\nUserError: x\nerror: x.y = 1 is wrong\nerror: z too\n")
     assert after(run, 1) == 2 and len(requeued) == 1  # a mistake comes back at every try
     assert capsys.readouterr().out.endswith("\nerror: x.y = 1 is wrong\nerror: z too\n")
-
-
-def test_run_of_a_list_and_of_a_config(tmp_path, monkeypatch):
-    config = tmp_path / "tiny.toml"
-    config.write_text("")
-    listed = {"name": "b", "config": str(config), "overrides": [f"--job.dump_folder={tmp_path}/b"]}
-    (tmp_path / "runs.json").write_text(json.dumps({"runs": [{**listed, "name": "a"}, listed]}))
-    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
-    run = run_of([str(tmp_path / "runs.json")])
-    assert (run.name, run.folder) == ("b", tmp_path / "b")
-    run = run_of([str(config), "--training.steps=3"])
-    assert (run.name, str(run.folder), run.overrides) == ("tiny", "outputs/tiny", ("--training.steps=3",))
 
 
 def test_no_sbatch_is_a_clear_error(tmp_path, monkeypatch, capsys):

@@ -1,8 +1,6 @@
 """The command that trains: how many processes, what it needs of the machine, what becomes of signals and last words."""
 
 import contextlib
-import errno
-import fcntl
 import os
 import signal
 import sys
@@ -10,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from pc.common.run_folder import is_locked, lock
+from pc.common.run_folder import lock
 from pc.errors import UserError
 from pc.launch import torchrun
 from pc.settings import Config
@@ -90,16 +88,6 @@ def test_last_words_are_those_of_the_newest_attempt(tmp_path):
     assert torchrun.last_words(tmp_path).startswith("rank 1 ended with 'RuntimeError: no more'; its log is ")
     log("b", 2, "Traceback (most recent call last):\nUserError: x\nerror: x.y = 1 is wrong\nerror: z too\n")
     assert torchrun.last_words(tmp_path) == "error: x.y = 1 is wrong\nerror: z too"
-
-
-def test_a_file_system_without_locks_is_no_other_trainer(tmp_path, monkeypatch):
-    def flock(*_):
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.warns(UserWarning, match="cannot be locked"):
-        lock(tmp_path).close()
-    assert not is_locked(tmp_path)
 
 
 WAITS = "import signal, sys, time; signal.signal(signal.SIGUSR2, lambda *_: sys.exit(7)); print('ready', flush=True)"

@@ -11,7 +11,6 @@ from pc.errors import UserError
 from pc.plan import memory
 from pc.plan.dry_run import check
 from pc.settings import Config
-from pc.settings.layout import Degrees
 from pc.settings.schema import ActivationCheckpoint
 from pc.titan.job_config import JobConfig
 from pc.titan.llama2 import Llama2, model_args
@@ -49,69 +48,6 @@ def test_data_are_checked_against_the_model(tiny_shards):
     assert any("model.vocab_size is 10" in error for error in report.errors)
     report = check(ROOT / "train_configs" / "debug.toml", [*words, "--training.seq_len=1000000"], 1)
     assert any("too few for one sequence" in error for error in report.errors)
-
-
-# Two blocks of one matrix each, an embedding and a head: small enough to add up by hand.
-SIZES = memory.Sizes(
-    total=1000, hidden_matrices=600, preconditioned=400, largest_block=300, outside_blocks=400,
-    dim=10, ffn_dim=30, layers=2, vocabulary=50, pc_in_graph=80,
-)  # fmt: skip
-
-
-def settings(changes) -> Config:
-    config, plain = Config(), {
-        "training.local_batch_size": 7, "training.seq_len": 1, "training.global_batch_size": 28, "pc.enable": True,
-        "activation_checkpoint.mode": "none", "parallelism.fsdp_sync": "micro_batch",
-        "compile.enable": True, "compile.components": ["model"],
-    }  # fmt: skip
-    for key, value in (plain | changes).items():
-        section, name = key.split(".")
-        setattr(getattr(config, section), name, value)
-    return config
-
-
-def estimate(dp_shard=1, tp=1, **changes):
-    """Bytes by part."""
-    dims = Degrees(dp_replicate=1, dp_shard=dp_shard, cp=1, tp=tp, pp=1, world_size=dp_shard * tp)
-    parts = memory.of_run(settings({key.replace("__", "."): v for key, v in changes.items()}), dims, SIZES)
-    return {part: round(size * memory.GIB) for part, size in parts.items()}
-
-
-def test_memory_by_hand():
-    assert estimate() == {
-        "weights": 4000,
-        "gradients": 4000,
-        "optimizer": 8000,
-        "raw W": 1600,
-        "gathered": 2 * (3 * 300 + 400),
-        "activations": 2 * 7 * 2 * (8 * 10 + 4 * 30),
-        "logits": 7 * 50 * 12,
-    }
-
-
-def test_memory_follows_the_settings():
-    assert estimate(dp_shard=4)["optimizer"] == 2000
-    assert estimate(optimizer__name="Muon")["optimizer"] == 4 * (600 + 2 * 400)
-    forward = {"pc__schedule": "forward"}
-    assert estimate(**forward)["raw W"] == estimate(pc__enable=False)["raw W"] == 0
-    assert estimate(**forward)["PC in the graph"] == 2 * 80
-    assert estimate(**forward, activation_checkpoint__mode="full")["PC in the graph"] == 80  # of one block of two
-    whole = 8 * 10 + 4 * 30
-    for mode, option, kept in (
-        ("full", "op", 10),
-        ("selective", "op", 5 * 10 + 30),
-        ("selective", "2", (whole + 10) / 2),
-    ):
-        checkpointing = {"activation_checkpoint__mode": mode, "activation_checkpoint__selective_ac_option": option}
-        assert estimate(**checkpointing)["activations"] == 7 * 2 * (2 * kept + whole)
-    assert memory.checkpoint_bytes(settings({}), SIZES) == 4 * (1000 + 2000 + 400)
-
-
-def test_memory_of_the_loss():
-    compiled = {"compile__components": ["model", "loss"]}
-    assert estimate(**compiled)["logits"] == 7 * 50 * 4
-    # with tensor parallelism the sharded logits' loss is not compiled
-    assert estimate(tp=2, **compiled)["logits"] == 7 * 50 * 12 / 2
 
 
 @pytest.mark.parametrize("mode, option", [("none", "op"), ("selective", "op"), ("selective", "2"), ("full", "op")])

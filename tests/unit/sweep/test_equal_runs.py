@@ -95,14 +95,6 @@ def test_another_run(folder, word):
     assert identity(word) != identity()
 
 
-def test_the_batch_of_one_micro_batch_per_rank_depends_on_the_ranks(folder):
-    config = load_config("pc.toml", ["--training.global_batch_size=-1"])
-    one, two, unknown = result(config, 1), result(config, 2), result(config)
-    assert differing(one, two) == ["training.global_batch_size"]
-    assert two == identity()  # 2 ranks of 2 sequences, and 4 sequences
-    assert not differing(unknown, one) and not differing(unknown, two)
-
-
 def test_other_content_of_the_data_is_another_run(folder):
     """It is recorded with the run; that of an older version's run, and of missing data, is unknown."""
     finish("pc.toml", ["--data.path=shards"], folder / "outputs" / "by-hand")

@@ -36,14 +36,6 @@ def test_product_of_configs_axes_and_seeds(sweep, tmp_path):
     assert values["job"]["dump_folder"] == str(run.folder) == "outputs/sweeps/sweep/" + run.name
 
 
-def test_a_variant_may_leave_out_what_others_set(sweep):
-    """Its runs then have the config's own value, which tables and selection show."""
-    runs = sweep('[variants.one]\n"training.steps" = 300\n[variants.two]\n"optimizer.lr" = 1e-3\n').runs
-    assert [run.name for run in runs] == ["one", "two"]
-    one, two = {"training.steps": 300, "optimizer.lr": 8e-4}, {"training.steps": 5, "optimizer.lr": 1e-3}
-    assert [run.settings for run in runs] == [one, two]
-
-
 @pytest.mark.parametrize(
     "value, name, shown",
     [
