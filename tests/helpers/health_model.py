@@ -9,14 +9,14 @@ from torchtitan.models.llama3.model.args import RoPEScalingArgs
 from pc.settings.schema import Health
 
 
-def transformer(layers: int = 2, seed: int = 0) -> Transformer:
-    """Width 48, vocabulary 64; weights large enough that layers and inputs differ visibly."""
+def transformer() -> Transformer:
+    """Two layers, width 48, vocabulary 64; weights large enough that layers and inputs differ visibly."""
     args = TransformerModelArgs(
-        dim=48, n_layers=layers, n_heads=4, vocab_size=64, multiple_of=16, max_seq_len=32,
+        dim=48, n_layers=2, n_heads=4, vocab_size=64, multiple_of=16, max_seq_len=32,
         rope_scaling_args=RoPEScalingArgs(scaling_factor=1.0),
     )  # fmt: skip
     model = Transformer(args)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" not in name:
@@ -26,9 +26,9 @@ def transformer(layers: int = 2, seed: int = 0) -> Transformer:
     return model
 
 
-def inputs(index: int, size: int = 2) -> torch.Tensor:
-    """Token ids [size, 16], the same for the same index."""
-    return torch.randint(0, 64, (size, 16), generator=torch.Generator().manual_seed(index))
+def inputs(index: int) -> torch.Tensor:
+    """Token ids [2, 16], the same for the same index."""
+    return torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(index))
 
 
 def job_config(freq: int, spectra_freq: int) -> SimpleNamespace:

@@ -30,29 +30,17 @@ def _sizes_by_hand(model, batches):
     }
 
 
-def _wrapped(compile, checkpointing):
-    model = transformer()
-    for name, block in model.layers.named_children():
-        if checkpointing:
-            block = checkpoint_wrapper(block, preserve_rng_state=False)
-        if compile:
-            block = torch.compile(block, backend=compile, fullgraph=True)
-        model.layers.register_module(name, block)
-    return model
-
-
-@pytest.mark.parametrize(
-    "compile, checkpointing",
-    [
-        (None, False),
-        (None, True),
-        ("aot_eager_decomp_partition", True),
-    ],
-)
-def test_output_sizes_equal_a_hand_written_hook(compile, checkpointing):
+@pytest.mark.parametrize("compile", [False, True])
+def test_output_sizes_equal_a_hand_written_hook(compile):
+    """With activation checkpointing."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model = _wrapped(compile, checkpointing)
+    model = transformer()
+    for name, block in model.layers.named_children():
+        block = checkpoint_wrapper(block, preserve_rng_state=False)
+        if compile:
+            block = torch.compile(block, backend="aot_eager_decomp_partition", fullgraph=True)
+        model.layers.register_module(name, block)
     health = HealthMetrics(job_config(freq=3, spectra_freq=0), [model], None, one_rank())
     collected = {}
     for step in range(1, 7):
@@ -131,6 +119,9 @@ def test_weights_that_are_not_finite_do_not_end_the_run():
 
 def test_gamma_and_norm():
     model = pc.attach(transformer(), pc.PCConfig(schedule="step"))
+    # on a CPU torch's float32 norm of millions of numbers is 1e-4 too small
+    model.tok_embeddings = torch.nn.Embedding(100_000, 48)
+    model.tok_embeddings.weight.data *= 0.01  # so that the other weights count
     schedule = pc.schedule(model)
     with torch.no_grad():
         for i, layer in enumerate(schedule.weights.values()):
