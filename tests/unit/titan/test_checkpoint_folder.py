@@ -84,10 +84,10 @@ def test_values_are_not_executed(tmp_path):
     assert not (tmp_path / "executed").exists()
 
 
-def _manager(folder, mode="disabled"):
+def _manager(folder):
     """Of no trainer."""
     config = Config()
-    config.job.dump_folder, config.checkpoint.enable, config.checkpoint.async_mode = str(folder), True, mode
+    config.job.dump_folder, config.checkpoint.enable = str(folder), True
     return Checkpoints(
         dataloader=None, model_parts=[], optimizers=None, lr_schedulers=None, states={}, sd_adapter=None,
         checkpoint_config=JobConfig(config).checkpoint, base_folder=folder,
