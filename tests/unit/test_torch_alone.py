@@ -1,7 +1,10 @@
 """The library in a process that can import only torch and the standard library; importing it patches nothing."""
 
+import shutil
 import subprocess
 import sys
+
+import pytest
 
 from helpers.tiny import ROOT
 
@@ -76,3 +79,16 @@ def test_torch_alone_trains_saves_and_loads():
 
 def test_nothing_is_patched_on_import():
     run(UNPATCHED)
+
+
+@pytest.mark.soak
+def test_the_installed_core_passes_its_tests(tmp_path):
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "pc", tmp_path / "pc")
+    install = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", tmp_path / "site", tmp_path]
+    subprocess.run(install, check=True)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path / "site"} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    subprocess.run([ROOT / "tests" / "core_from_wheel.sh", python], check=True)
