@@ -30,6 +30,14 @@ def losses(output):
     return [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
 
 
+def test_loop_with_a_cuda_build_and_no_gpu(run, tmp_path, monkeypatch):
+    """Linux's torch of `pip install torch` names CUDA as its accelerator, also on a machine without one."""
+    named = torch.device("cuda")
+    found = torch.accelerator, "current_accelerator", lambda check_available=False: None if check_available else named
+    monkeypatch.setattr(*found)
+    run("loop.py", "--steps", 1, "--folder", tmp_path)
+
+
 def test_loop(run, tmp_path):
     run("loop.py", "--steps", 3, "--folder", tmp_path / "stopped")
     resumed = run("loop.py", "--steps", 5, "--folder", tmp_path / "stopped")
