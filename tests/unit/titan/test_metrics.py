@@ -71,12 +71,7 @@ def test_processor_logs_lines_and_counts_spikes_across_a_resume(tmp_path, caplog
     processor.log_validation(2.5, 18)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss_spikes"] for line in lines if "loss" in line] == [0] * 14 + [1] * 6 + [2]
-    places = [
-        (line["step"], line["spike/first_position"], line["spike/last_position"])
-        for line in lines
-        if "spike/first_position" in line
-    ]
-    assert places[0] == (15, 56, 59)
+    assert (lines[14]["spike/first_position"], lines[14]["spike/last_position"]) == (56, 59)
     assert lines[0]["memory_active_gib_of_all_ranks"] == pytest.approx(lines[0]["memory_active_gib"], rel=0.1)
     assert lines[0]["grad_norm"] == 0.5 and lines[0]["lr"] == 0.1 and lines[0]["max_loss"] == 3.5
     assert [line for line in lines if "norm/weight" in line][0]["step"] == 20
