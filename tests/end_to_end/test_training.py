@@ -132,6 +132,17 @@ def test_checkpoint_holds_a_plain_llama_and_the_raw_weights(trained):
         assert (saved[f"{name}.weight"] - raw).abs().max() > 1e-3  # control
 
 
+def test_the_size_of_a_checkpoint_is_the_estimate(trained):
+    """Weights, raw W and optimizer states; the estimate leaves out gammas, and vectors beside matrices."""
+    from pc.plan import memory
+    from pc.settings import load_config
+
+    config = load_config(trained[0])
+    saved = tiny.load_all(trained[1] / "checkpoint" / "step-6")
+    elements = sum(tensor.numel() for name, tensor in saved.items() if not name.endswith((".u", ".v")))
+    assert memory.checkpoint_bytes(config, memory.sizes_of_run(config)) == pytest.approx(4 * elements, rel=0.005)
+
+
 def test_baseline_and_pc_start_from_the_same_raw_weights(tiny_config, tmp_path):
     config, _ = tiny_config
     with_pc = _run(2, config, NOTHING_LEARNT)
