@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from pc.common.run_folder import lock
+from pc.common.run_folder import is_locked, lock
 from pc.errors import UserError
 from pc.launch import torchrun
 from pc.settings import Config
@@ -97,11 +97,15 @@ WAITS = "import signal, sys, time; signal.signal(signal.SIGUSR2, lambda *_: sys.
     "sent, term_saves, status", [(signal.SIGUSR2, False, 7), (signal.SIGTERM, True, 7), (signal.SIGTERM, False, None)]
 )
 def test_signals_reach_the_command_and_end_what_started_it(tmp_path, monkeypatch, sent, term_saves, status):
-    """After SIGTERM a sweep does not start its next run; before a preemption SLURM's task saves."""
+    """After SIGTERM a sweep does not start its next run; before a preemption SLURM's task saves. The lock is the
+    command's too: a launcher that is killed alone leaves a trainer in the folder."""
     monkeypatch.setattr(torchrun, "SECONDS_BETWEEN_PROGRESS_LINES", 0.1)
     said, before = tmp_path / "said", signal.getsignal(signal.SIGTERM)
+    held = lock(tmp_path)
 
     def meanwhile() -> None:
+        held.close()
+        assert is_locked(tmp_path)
         if said.read_text() == "ready\n":
             os.kill(os.getpid(), sent)
 
@@ -109,5 +113,5 @@ def test_signals_reach_the_command_and_end_what_started_it(tmp_path, monkeypatch
     with open(said, "w") as output, contextlib.ExitStack() as stack:
         if status is None:
             stack.enter_context(pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)))
-        assert torchrun.run(words, dict(os.environ), (), output, meanwhile, term_saves=term_saves) == status
-    assert signal.getsignal(signal.SIGTERM) == before
+        assert torchrun.run(words, dict(os.environ), [held], output, meanwhile, term_saves=term_saves) == status
+    assert signal.getsignal(signal.SIGTERM) == before and not is_locked(tmp_path)

@@ -78,6 +78,7 @@ def identity(*words: str):
         ["--pc.blocks=up,gate,down,o"],
         ["--pc.level=3.625,-9.261,14.097,-10.351,2.89"],
         ["--training.local_batch_size=4", "--parallelism.tensor_parallel_degree=2"],
+        ["--checkpoint.initial_load_path=here"],  # of a section that is off
         # a default that is written out: so a key that is added later makes no finished run a stranger
         ["--model.init_std=0.02", "--pc.schedule=step", "--optimizer.beta1=0.9"],
     ],
@@ -93,6 +94,12 @@ def test_the_same_run(folder, words):
 )
 def test_another_run(folder, word):
     assert identity(word) != identity()
+
+
+def test_the_batch_of_one_micro_batch_per_rank_depends_on_the_ranks(folder):
+    config = load_config("pc.toml", ["--training.global_batch_size=-1"])
+    assert differing(result(config, 1), result(config, 2)) == ["training.global_batch_size"]
+    assert result(config, 2) == identity()  # 2 ranks of 2 sequences, and 4 sequences
 
 
 def test_other_content_of_the_data_is_another_run(folder):

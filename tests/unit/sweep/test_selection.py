@@ -81,6 +81,13 @@ def test_a_run_that_diverged_is_a_result_without_a_loss(sweep, tmp_path):
     assert (result["name"], result["state"], result["validation_loss"]) == ("lr-0.008", "diverged", None)
 
 
+def test_nothing_stable_selects_nothing(sweep, tmp_path):
+    for run in sweep.runs:
+        end(run, 4.0, losses=SPIKY)
+    assert "nothing selected" in select(sweep)
+    assert not (tmp_path / "out" / "selected-tiny.toml").exists()
+
+
 def test_seeds_are_averaged_and_must_all_finish(sweep, tmp_path):
     (tmp_path / "sweep.toml").write_text(
         'configs = ["tiny.toml"]\nfolder = "out"\nseeds = [0, 1]\n[axes]\n"pc.level" = [1, 2, 3]\n'
