@@ -137,3 +137,11 @@ def test_validation_has_the_same_sequences_on_any_number_of_ranks(ranks, build):
     expected = [row[1:] for row in served(build, 1, 1, 21, split="validation")]
     assert len(batches) == 1, "every rank must get as many batches, or collectives would wait for ever"
     assert sorted(valid) == sorted(expected)
+
+
+def test_each_validation_begins_anew_and_ignores_the_seed(build):
+    loader = build("validation", limit_sequences=8)
+    first = [rows(batch) for batch in loader]
+    next(iter(loader))  # an interrupted pass
+    assert [rows(batch) for batch in loader] == first
+    assert [rows(batch) for batch in build("validation", limit_sequences=8, seed=99)] == first

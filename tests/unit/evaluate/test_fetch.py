@@ -21,6 +21,8 @@ def test_the_real_wheel(tmp_path):
     # no line breaks: not lm-eval's text, which is noted next to its score
     assert tasks.variant_of("lambada_openai", tmp_path) == "text without line breaks"
     assert tasks.variant_of("lambada_openai", None) == tasks.variant_of("piqa", tmp_path) == ""
+    (tmp_path / "lambada_openai.jsonl").write_text(json.dumps({"text": "He sailed\n\nthe ship"}))
+    assert tasks.variant_of("lambada_openai", tmp_path) == ""
     easy, science = rows["arc_easy"][0], rows["openbookqa"][0]
     assert easy["question"].startswith("Which statement best explains why photosynthesis") and easy["answerKey"] == "A"
     assert (science["choices"]["text"][1], science["answerKey"]) == ("quit eating lunch out", "B")

@@ -97,13 +97,19 @@ class Attack:
 
 
 @pytest.mark.parametrize(
-    "call, message", [((exec, "1"), "builtins.exec"), ((getattr, Path, "unlink"), "getattr of <class 'pathlib.Path'>")]
+    "call, message",
+    [
+        ((exec, "open('executed', 'w')"), "builtins.exec"),
+        ((getattr, Path, "unlink"), "getattr of <class 'pathlib.Path'>"),
+    ],
 )
-def test_index_is_not_executed(copied, call, message):
+def test_index_is_not_executed(copied, call, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (copied / CHECKSUMS).unlink()
     (copied / ".metadata").write_bytes(pickle.dumps(Attack(*call)))
     with pytest.raises(UserError, match=f"{message} does not belong"):
         plain_weights.load(copied)
+    assert not (tmp_path / "executed").exists()
 
 
 def test_an_index_written_by_python_3_11_2_is_read(copied):
