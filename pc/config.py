@@ -142,6 +142,11 @@ def block_of(name: str) -> str | None:
     return None
 
 
+def block_factor(factors: Mapping[str, float], layer: str) -> float:
+    """The factor of a layer in {block or group: factor}; 1 if no entry matches, the first one that does."""
+    return next((factor for entry, factor in factors.items() if matches(entry, layer)), 1.0)
+
+
 def matches(entry: str, name: str, block: str | None = None) -> bool:
     """Whether an entry of `PCConfig.blocks` (block, group or pattern) matches the layer or parameter `name`.
 

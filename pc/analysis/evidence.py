@@ -35,14 +35,16 @@ CONDITION = ("spectra/gmcn/pc", "spectra/gmcn/qkv", "spectra/gmcn/all")
 def collect(sweeps: Sequence[Path], study: str, output: Path) -> int:
     """Write the finished and diverged runs of `sweeps` into `output`/runs.jsonl as `study`; returns their number.
 
-    Earlier lines of that study are replaced. Of a run's log it keeps validation losses and condition numbers.
+    A run that was collected before, by its folder, is replaced; others stay, so that several machines can share a study.
+    Of a run's log it keeps validation losses and condition numbers.
     """
     file = output / "runs.jsonl"
-    others = [line for line in _read(file) if line["study"] != study] if file.exists() else []
     lines = [line for sweep in sweeps for result in read_results(sweep) if (line := _line(study, sweep, result))]
     if not lines:
         raise UserError(f"{', '.join(map(str, sweeps))}: no finished run with a {VALIDATION}")
-    write_atomically(file, "".join(json.dumps(line, allow_nan=False) + "\n" for line in others + lines))
+    earlier = _read(file) if file.exists() else []
+    kept = {(line["study"], line["resolved"]["job"]["dump_folder"]): line for line in earlier + lines}.values()
+    write_atomically(file, "".join(json.dumps(line, allow_nan=False) + "\n" for line in kept))
     return len(lines)
 
 

@@ -19,9 +19,10 @@ class Flavor:
 
 
 # The paper's sizes (table 5), smaller ones, and Llama 2's own (70B with grouped-query attention). The FFN's widths are
-# 96, 384, 704, 1024, 1408, 2048, 2816, 5632, 11008, 13824, 28672.
+# 96, 384, 384, 704, 1024, 1408, 2048, 2816, 5632, 11008, 13824, 28672.
 FLAVORS: dict[str, Flavor] = {
     "regime": Flavor(dim=32, n_layers=12, n_heads=2, multiple_of=32),
+    "conditioning": Flavor(dim=128, n_layers=2, n_heads=4, multiple_of=128),
     "nano": Flavor(dim=128, n_layers=5, n_heads=4, multiple_of=64),
     "debug": Flavor(dim=256, n_layers=4, n_heads=4, multiple_of=64),
     "35M": Flavor(dim=384, n_layers=6, n_heads=6, multiple_of=128),

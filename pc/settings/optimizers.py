@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from pc.settings.sections import RESULT, RUN, Beta, Count, Factor, Fraction, Section, entry_of, key
+from pc.settings.sections import RESULT, RUN, Beta, BlockFactors, Count, Factor, Fraction, Section, entry_of, key
 
 if TYPE_CHECKING:
     import torch
@@ -68,6 +68,10 @@ class Optimizer(Section):
     beta2: Beta = key(0.95, "AdamW's decay of the squared gradient's mean.")
     eps: Fraction = key(1e-8, "AdamW's epsilon.")
     weight_decay: Factor = key(0.1, "Decoupled weight decay, times the learning rate.")
+    independent_decay: bool = key(
+        False, "weight_decay is the share that a step at the peak takes off a weight, whatever the learning rate."
+    )
+    lr_factors: BlockFactors = key({}, "Factors of the learning rate of some blocks, such as {o = 1.6, ffn = 1.8}.")
     implementation: Literal["for-loop", "foreach", "fused"] = key("fused", "Of torch's AdamW.", RUN)
     muon_momentum: Beta = key(0.95, "Muon's momentum.")
     muon_nesterov: bool = key(True, "Nesterov momentum in Muon.")

@@ -11,7 +11,20 @@ from pydantic import StringConstraints, ValidationError, WrapValidator
 from pc.config import PCConfig
 from pc.settings.models import FLAVORS, FlavorName
 from pc.settings.optimizers import Optimizer
-from pc.settings.sections import METHOD, RESULT, Auto, Count, Fraction, Interval, Positive, Section, Seed, Text, key
+from pc.settings.sections import (
+    METHOD,
+    RESULT,
+    Auto,
+    BlockFactors,
+    Count,
+    Fraction,
+    Interval,
+    Positive,
+    Section,
+    Seed,
+    Text,
+    key,
+)
 
 INSTEAD = {
     "checkpoint.folder": "job.dump_folder",
@@ -53,6 +66,7 @@ class Model(Section):
     flavor: FlavorName = key("debug", f"Model size: {', '.join(FLAVORS)}.")
     vocab_size: Count = key(32_000, "Rows of embedding and head; at least the tokenizer's vocabulary size.")
     init_std: Positive = key(0.02, "Deviation of the blocks' initial weights; of wo, w2 and w3 it falls with depth.")
+    init_factors: BlockFactors = key({}, "Factors of the initial weights of some blocks, such as {o = 1.6, ffn = 1.8}.")
     hf_assets_path: Text = key("./tests/assets/tokenizer", "Hugging Face folder of checkpoint.initial_load_in_hf.")
     converters: list[Literal["quantize.linear.float8"]] = key([], "TorchTitan's converters of linear layers.")
 

@@ -5,6 +5,8 @@ from typing import Annotated, Any, ClassVar, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, field_validator
 
+from pc.config import BLOCK_GROUPS, BLOCK_SUFFIXES
+
 METHOD = "method"
 """the key is part of the definition of the weights in a checkpoint, which a resume must match"""
 RESULT = "result"
@@ -67,3 +69,4 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Factor = Annotated[float, Field(ge=0, le=1e6)]
 Positive = Annotated[float, Field(ge=1e-9, le=1e9)]
+BlockFactors = dict[entry_of(BLOCK_SUFFIXES | BLOCK_GROUPS), Positive]

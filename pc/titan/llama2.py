@@ -13,6 +13,7 @@ from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
 from torchtitan.models.llama3.model.model import Transformer
 
+from pc.config import block_factor
 from pc.settings import Config
 from pc.settings.models import FLAVORS
 from pc.shards import local, own_block
@@ -33,11 +34,15 @@ class Llama2Args(TransformerModelArgs):
     init_std: float = 0.02
     """Standard deviation of a block's initial weights, before the factor for depth; `model.init_std`."""
 
+    init_factors: dict[str, float] = field(default_factory=dict)
+    """{block or group: factor of its initial weights}; `model.init_factors`."""
+
     def update_from_config(self, job_config, **kwargs) -> None:
         super().update_from_config(job_config, **kwargs)
         self.vocab_size = job_config.model.vocab_size
         self.init_seed = job_config.debug.seed or 0
         self.init_std = job_config.model.init_std
+        self.init_factors = job_config.model.init_factors
 
 
 def model_args(flavor: str, **changes: Any) -> Llama2Args:
@@ -103,14 +108,15 @@ def draw_parameter(name: str, parameter: Tensor, args: Llama2Args) -> None:
 
 def initial_std(name: str, args: Llama2Args) -> float:
     """Initial standard deviation of a matrix: embedding 1; wq, wk, wv, w1 `init_std`; wo, w2, w3 decreasing with depth;
-    head d^-0.5. Raises ValueError for any other parameter."""
+    both times the block's factor; head d^-0.5. Raises ValueError for any other parameter."""
     if name == "tok_embeddings.weight":
         return 1.0
     if name == "output.weight":
         return args.dim**-0.5
     _, layer, _, matrix, _ = name.split(".")
+    std = args.init_std * block_factor(args.init_factors, name.removesuffix(".weight"))
     if matrix in ("wq", "wk", "wv", "w1"):
-        return args.init_std
+        return std
     if matrix in ("wo", "w2", "w3"):
-        return args.init_std / math.sqrt(2 * (int(layer) + 1))
+        return std / math.sqrt(2 * (int(layer) + 1))
     raise ValueError(f"no initialisation for {name}")

@@ -15,7 +15,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
-from pc.config import Cut, block_of
+from pc.config import Cut, block_factor, block_of
 from pc.schedules import Schedule
 from pc.settings.optimizers import KINDS, Optimizer
 from pc.step import schedule
@@ -117,24 +117,28 @@ def build_schedulers(optimizers: Optimizers, config, training_steps: int) -> LRS
 
 def _build(model: nn.Module, config: Optimizer) -> dict[str, torch.optim.Optimizer]:
     """{kind: optimizer}: the config's optimizer for the hidden matrices, AdamW for the rest."""
-    members: dict[str, list[nn.Parameter]] = {config.name: [], "AdamW": []}
-    heads: list[nn.Parameter] = []
-    """of Muon: weights that are one matrix for each attention head"""
+    members: dict[str, dict[tuple[float, bool], list[nn.Parameter]]] = {config.name: {}, "AdamW": {}}
+    """{kind: {(factor of the learning rate, whether a weight is one matrix for each attention head): parameters}}"""
     for name, parameter in model.named_parameters():
         name = clean_name(name)
-        if not is_hidden_matrix(name):
-            members["AdamW"].append(parameter)
-        elif config.name == "Muon" and block_of(name.removesuffix(".weight")) in config.muon_heads:
-            heads.append(parameter)
-        else:
-            members[config.name].append(parameter)
+        kind, factor, heads = "AdamW", 1.0, False
+        if is_hidden_matrix(name):
+            layer = name.removesuffix(".weight")
+            kind, factor = config.name, block_factor(config.lr_factors, layer)
+            heads = kind == "Muon" and block_of(layer) in config.muon_heads
+        members[kind].setdefault((factor, heads), []).append(parameter)
     made = {}
-    for kind, some in members.items():
-        count = sum(p.numel() for p in (*some, *(heads if kind == "Muon" else ())))
+    for kind, by_setting in members.items():
+        count = sum(parameter.numel() for some in by_setting.values() for parameter in some)
         logger.info(f"{kind} trains {count:,} parameters")
-        if heads and kind == "Muon":
-            cut = Cut(head_dim=model.model_args.dim // model.model_args.n_heads)
-            some = [{"params": some}, {"params": heads, "cut": cut}]
-        if some:
-            made[kind.lower()] = KINDS[kind].build(some, config)
+        groups = [_group(model, config, *setting, some) for setting, some in sorted(by_setting.items())]
+        if groups:
+            made[kind.lower()] = KINDS[kind].build(groups, config)
     return made
+
+
+def _group(model: nn.Module, config: Optimizer, factor: float, heads: bool, some: list[nn.Parameter]) -> dict[str, Any]:
+    """A parameter group, with its own learning rate and decay."""
+    lr = config.lr * factor
+    group = {"params": some, "lr": lr, "weight_decay": config.weight_decay / (lr if config.independent_decay else 1)}
+    return group | ({"cut": Cut(head_dim=model.model_args.dim // model.model_args.n_heads)} if heads else {})

@@ -20,6 +20,7 @@ LOSSES = {
 COUNT = sum(map(len, LOSSES.values()))
 
 CONFIG = """
+job = {{ dump_folder = "{folder}" }}
 model = {{ flavor = "{flavor}", vocab_size = 512 }}
 training = {{ steps = 100, seq_len = 16, global_batch_size = 8 }}
 lr_scheduler = {{ warmup_steps = 10, min_lr_factor = 0.1 }}
@@ -45,7 +46,7 @@ def _sweep(folder, losses, config="c.toml", stops_at=None, flavor="nano", tokens
                 {"step": 1, "loss": 9.0}
             ]
             write_run(folder / name, [line | {"tokens": tokens * line["step"]} for line in kept])
-            toml = CONFIG.format(on=str(on).lower(), rate=rate, seed=seed, flavor=flavor)
+            toml = CONFIG.format(on=str(on).lower(), rate=rate, seed=seed, flavor=flavor, folder=folder / name)
             (folder / name / "config.toml").write_text(toml)
             (folder / name / "environment.json").write_text("{}")
             state = "diverged" if final is None else "finished"
@@ -139,7 +140,7 @@ def test_no_verdict(differences, expected):
 
 
 def test_studies_in_one_file(tmp_path):
-    """Collecting a study again replaces it; sweeps of two configs are different arms; the report has all studies."""
+    """Collecting runs again replaces them; sweeps of two configs are different arms; the report has all studies."""
     one = _sweep(tmp_path / "one", LOSSES)
     other = _sweep(tmp_path / "other", LOSSES, config="small/muon.toml")
     kept = tmp_path / "kept"

@@ -26,3 +26,9 @@ def test_the_head_is_truncated_at_three_deviations():
     head = _drawn("output.weight", (1000, 500)) * model_args("nano").dim ** 0.5
     assert 2.99 < head.abs().max() <= 3.001
     assert head.var().item() == pytest.approx(0.9733, abs=0.006)  # of a normal distribution that is cut at 3
+
+
+def test_a_block_may_start_larger():
+    plain = _drawn("layers.1.feed_forward.w2.weight", (64, 64))
+    larger = _drawn("layers.1.feed_forward.w2.weight", (64, 64), init_factors={"o": 1.6, "ffn": 1.8})
+    torch.testing.assert_close(larger, 1.8 * plain)
