@@ -21,7 +21,7 @@ def main() -> None:
     reporting = actions.add_parser("report", help="tables.md and a figure for each study, from runs.jsonl")
     reporting.add_argument("folder", type=Path, help="the experiment's folder")
     reporting.add_argument(
-        "--margin", type=float, default=0.008, help='nats within which there is "no difference" (default: %(default)s)'
+        "--margin", type=float, help='nats within which there is "no difference" (default: plan.toml\'s, else 0.008)'
     )
     arguments = parser.parse_args()
     from pc.analysis.evidence import collect

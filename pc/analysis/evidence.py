@@ -1,9 +1,10 @@
 """Runs of sweeps as evidence: arms, each at its own best learning rate, and their differences by seed.
 
-An *arm* is one combination of a sweep's settings without the learning rate; the first arm is the reference. An arm's
-rate is the one with the lowest final validation loss on the first seed. If other seeds were run at that rate, only they
-are used, so that no figure is one by which the rate was chosen. An *experiment* is the arms of one model size, number of
-steps and optimizer; a *study* is one or several experiments that are reported together.
+An *arm* is a sweep's variant, or one combination of its settings, whatever the learning rate; the first arm is the
+reference. An arm's rate is the one with the lowest final validation loss on the tuning seeds: those that the plan names,
+else the first. If other seeds were run at that rate, only they are used, so that no figure is one by which the rate was
+chosen. An *experiment* is the arms of one model size, number of steps and optimizer; a *study* is one or several
+experiments that are reported together.
 
 An experiment's folder has `runs.jsonl`, one line per run with its config, environment and log, and what
 `pc.analysis.evidence_report` makes from it: `tables.md` and a figure for each study.
@@ -20,6 +21,7 @@ from pathlib import Path
 import pandas as pd
 import torch
 
+from pc.analysis.planned_test import read_plan
 from pc.common.files import write_atomically
 from pc.common.run_folder import read_log, unique_names
 from pc.errors import UserError
@@ -64,7 +66,7 @@ def _line(study: str, sweep: Path, result: dict) -> dict | None:
     log = log.filter(regex=f"^(step|tokens|{VALIDATION}|spectra/gmcn/.*)$").dropna(thresh=3)
     return {
         "study": study,
-        **{key: result.get(key) for key in ("name", "config", "settings", "spikes")},
+        **{key: result.get(key) for key in ("name", "config", "settings", "variant", "spikes")},
         "state": "diverged" if diverged else "finished",
         "resolved": tomllib.loads((folder / "config.toml").read_text()),
         "environment": json.loads((folder / "environment.json").read_text()),
@@ -158,6 +160,7 @@ def read_experiments(folder: Path) -> list[Experiment]:
         kind = config.model.flavor, config.optimizer.name, config.training.steps
         groups.setdefault((line["study"], *kind), []).append((line, config))
     studies = [study for study, *_ in groups]
+    tuning_seeds = read_plan(folder).tuning_seeds
     experiments = []
     for (study, flavor, optimizer, steps), group in groups.items():
         name = study if studies.count(study) == 1 else f"{study}: {flavor}, {optimizer}, {steps:,} steps"
@@ -169,7 +172,7 @@ def read_experiments(folder: Path) -> list[Experiment]:
                 f"{file}: a second run of {unlike.iloc[0]} with the same learning rate and seed has a different "
                 "validation loss; collect them as two studies"
             )
-        arms = [_chosen(rows) for _, rows in same.head(1).groupby("arm", sort=False)]
+        arms = [_chosen(rows, tuning_seeds) for _, rows in same.head(1).groupby("arm", sort=False)]
         experiments.append(Experiment(study, name, group[0][1], pd.concat(arms, ignore_index=True)))
     return experiments
 
@@ -181,7 +184,10 @@ def _run(line: dict, config: Config, arm: str) -> dict:
 
 
 def _arms(runs: Sequence[tuple[dict, Config]]) -> list[str]:
-    """The arm of each run: PC on or off and the settings in which the runs differ, after the config if there are several."""
+    """The arm of each run: its variant, or PC on or off and the settings in which the runs differ, after the config if
+    there are several."""
+    if all(line.get("variant") for line, _ in runs):
+        return [line["variant"] for line, _ in runs]
     files = list(dict.fromkeys(line["config"] for line, _ in runs))
     names = dict(zip(files, unique_names([Path(name).with_suffix("") for name in files]), strict=True))
     settings = [{"pc.enable": config.pc.enable} | line["settings"] for line, config in runs]
@@ -191,9 +197,11 @@ def _arms(runs: Sequence[tuple[dict, Config]]) -> list[str]:
     return labels if len(files) == 1 else [f"{names[line['config']]}, {of}" for (line, _), of in zip(runs, labels)]
 
 
-def _chosen(arm: pd.DataFrame) -> pd.DataFrame:
-    """The arm's runs by rate, with `best` and `chose`: the first seed that ran at the most rates chooses."""
+def _chosen(arm: pd.DataFrame, tuning_seeds: Sequence[int]) -> pd.DataFrame:
+    """The arm's runs by rate, with `best` and `chose`: the mean over the tuning seeds chooses; if none ran, the first seed
+    that ran at the most rates."""
     losses = arm.pivot(index="rate", columns="seed", values="loss")
-    first = losses.count().idxmax()
-    arm = arm.assign(best=arm.rate == losses[first].idxmin(), chose=(arm.seed == first) & (len(losses) > 1))
+    seeds = [seed for seed in tuning_seeds if seed in losses] or [losses.count().idxmax()]
+    best = losses[seeds].mean(axis=1, skipna=False).idxmin()
+    arm = arm.assign(best=arm.rate == best, chose=arm.seed.isin(seeds) & (len(losses) > 1))
     return arm.sort_values(["rate", "chose", "seed"], ascending=[True, False, True])

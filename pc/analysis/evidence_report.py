@@ -10,6 +10,7 @@ from scipy import stats
 
 from pc.analysis import curves
 from pc.analysis.evidence import CONDITION, Experiment, at_best, course, judged, read_experiments
+from pc.analysis.planned_test import contrast_table, read_plan
 from pc.common import markdown
 from pc.common.files import write_atomically
 from pc.common.plots import save, short_tokens, subplots
@@ -20,8 +21,7 @@ NOTES = """
 Losses in nats per token. ± is the standard error of the mean over seeds; differences and times fewer tokens are computed
 per seed. The learning rate of an arm, in bold, was chosen on its first seed; the results are those of the other seeds,
 if there are any. Interval: 95 %, of the mean difference, by Student's t. Verdict: *better* or *worse* if it does not
-contain 0; *no difference* if it does and reaches less than {margin} to each side of the mean; else *undecided*. "After"
-n tokens are the differences then, with the number of seeds in brackets if not all were validated. A run whose final loss
+contain 0; *no difference* if it lies inside ±{margin}; else *undecided*. "After" n tokens are the differences then, with the number of seeds in brackets if not all were validated. A run whose final loss
 is not a number diverged: it counts as infinite, and the plots leave it out.
 """
 
@@ -49,7 +49,7 @@ def interval_and_verdict(pair: pd.DataFrame, margin: float) -> tuple[str, str]:
     text = f"{mean - half:+.4f} to {mean + half:+.4f}"
     if abs(mean) > half:
         return text, "better" if mean < 0 else "worse"
-    return text, "no difference" if half < margin else "undecided"
+    return text, "no difference" if abs(mean) + half < margin else "undecided"
 
 
 def regime_table(experiments: Sequence[Experiment]) -> str:
@@ -61,7 +61,7 @@ def regime_table(experiments: Sequence[Experiment]) -> str:
         steps, warm_up = config.training.steps, config.lr_scheduler.warmup_steps / config.training.steps
         # the rate rises linearly in the warm-up and then falls along a curve that is symmetric about its middle
         mean = warm_up / 2 + (1 - warm_up) * (1 + config.lr_scheduler.min_lr_factor) / 2
-        decay = run.rate * config.optimizer.weight_decay * mean * steps
+        decay = config.optimizer.weight_decay * (1 if config.optimizer.independent_decay else run.rate) * mean * steps
         std = config.model.init_std * math.sqrt(FLAVORS[config.model.flavor].dim)
         condition = course(run.log, CONDITION[0])
         ends = "-" if condition.empty else f"{condition.iloc[0]:.1f} to {condition.iloc[-1]:.1f}"
@@ -198,15 +198,18 @@ def _late(values: pd.Series, experiment: Experiment) -> pd.Series:
     return over[over.index > experiment.tokens_per_parameter / 10]
 
 
-def report(folder: Path, margin: float) -> list[Path]:
-    """Write tables.md and a figure for each study, from `folder`/runs.jsonl."""
+def report(folder: Path, margin: float | None = None) -> list[Path]:
+    """Write tables.md and a figure for each study, from `folder`/runs.jsonl and its plan, whose margin is the default."""
+    plan = read_plan(folder)
+    margin = margin or plan.margin
     studies: dict[str, list[Experiment]] = {}
     for experiment in read_experiments(folder):
         studies.setdefault(experiment.study, []).append(experiment)
     text = regime_table([one for experiments in studies.values() for one in experiments])
     for experiments in studies.values():
         for one in experiments:
-            tables = [arm_table(one.runs), untuned(one.runs), pair_table(one, margin)]
+            planned = contrast_table(one.runs, plan)
+            tables = [planned, arm_table(one.runs), untuned(one.runs), pair_table(one, margin)]
             text += "\n".join([f"\n## {one.name}\n", *filter(None, tables)])
         text += "\n" + size_table(experiments)
     write_atomically(folder / "tables.md", text + NOTES.format(margin=margin))

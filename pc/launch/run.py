@@ -22,6 +22,9 @@ class Run:
     settings: dict[str, Any] = field(default_factory=dict)
     """{"section.key": value} of the keys that differ between the runs of a sweep"""
 
+    variant: str = ""
+    """name of the sweep's variant"""
+
     @cached_property
     def resolved(self) -> Config:
         return load_config(self.config, self.overrides)

@@ -44,6 +44,7 @@ def result_of(run: Run) -> dict | None:
         "state": state.state,
         "config": run.config,
         "settings": run.settings,
+        "variant": run.variant,
         "seed": run.seed,
         "steps": state.steps,
         "tokens": max((line["tokens"] for line in log.lines), default=None),

@@ -79,14 +79,15 @@ def _sweep(path: Path, config: SweepConfig) -> Sweep:
     runs = []
     for name in config.configs:
         file = _shortest(path.parent / name)
-        for parts, settings in _combinations(config):
+        for variant, parts, settings in _combinations(config):
             stem = [Path(name).stem] if len(config.configs) > 1 or not parts else []
             setting = "/".join([*stem, *(["_".join(parts)] if parts else [])])
             for seed in config.seeds or [None]:
                 run_name = setting if seed is None else f"{setting}/seed-{seed}"
                 words = [f"--{key}={_toml(value)}" for key, value in settings.items()]
                 words += [] if seed is None else [f"--debug.seed={seed}", f"--data.seed={seed}"]
-                run = Run(run_name, file, (*words, f"--job.dump_folder={folder / run_name}"), folder / run_name, seed)
+                words.append(f"--job.dump_folder={folder / run_name}")
+                run = Run(run_name, file, tuple(words), folder / run_name, seed, variant=variant)
                 resolved = everything(run.resolved)  # refuses what is wrong
                 run.settings.update({key: resolved[key] for key in varied})
                 runs.append(run)
@@ -95,14 +96,14 @@ def _sweep(path: Path, config: SweepConfig) -> Sweep:
     return Sweep(path, folder, runs, config.spikes_allowed)
 
 
-def _combinations(config: SweepConfig) -> Iterator[tuple[list[str], dict[str, Any]]]:
-    """(parts of a run's name, {key: value}) of each variant at each point of the axes."""
+def _combinations(config: SweepConfig) -> Iterator[tuple[str, list[str], dict[str, Any]]]:
+    """(variant, parts of a run's name, {key: value}) of each variant at each point of the axes."""
     for variant, values in (config.variants or {"": {}}).items():
         for point in itertools.product(*config.axes.values()):
             chosen = dict(zip(config.axes, point, strict=True))
             parts = [variant] if variant else []
             parts += [f"{_key(key).rpartition('.')[2]}-{_name(value)}" for key, value in chosen.items()]
-            yield parts, {_key(key): value for key, value in (values | chosen).items()}
+            yield variant, parts, {_key(key): value for key, value in (values | chosen).items()}
 
 
 def label(settings: dict[str, Any]) -> str:

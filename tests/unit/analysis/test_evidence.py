@@ -5,6 +5,7 @@ import math
 
 import pandas as pd
 import pytest
+from scipy import stats
 
 from helpers.made_runs import write_run
 from pc.analysis import evidence, evidence_report
@@ -100,14 +101,15 @@ DIFFERENCES = (-0.010, -0.006, -0.012, -0.004, -0.008, -0.008)
 
 
 @pytest.mark.parametrize(
-    "shift, interval, verdict",
+    "shift, interval, margin, verdict",
     [
-        (0.0, "-0.0110 to -0.0050", "better"),
-        (0.016, "+0.0050 to +0.0110", "worse"),
-        (0.007, "-0.0040 to +0.0020", "no difference"),
+        (0.0, "-0.0110 to -0.0050", 0.005, "better"),
+        (0.016, "+0.0050 to +0.0110", 0.005, "worse"),
+        (0.007, "-0.0040 to +0.0020", 0.005, "no difference"),
+        (0.0105, "-0.0005 to +0.0055", 0.005, "undecided"),  # narrow enough, but not inside the margin
     ],
 )
-def test_the_verdict_of_paired_seeds(tmp_path, shift, interval, verdict):
+def test_the_verdict_of_paired_seeds(tmp_path, shift, interval, margin, verdict):
     """From sweeps to the report, as the experiment in the paper's regime was written down: each arm's rate by seed 0,
     the test by six other seeds of both. A seventh of the baseline, whose other half still runs, does not count."""
     baselines = [1.41, 1.43, 1.40, 1.42, 1.44, 1.41, 1.39]
@@ -119,7 +121,7 @@ def test_the_verdict_of_paired_seeds(tmp_path, shift, interval, verdict):
         "pc_seeds": {(True, 1.6e-2): pc},
     }
     evidence.collect([_sweep(tmp_path / name, runs) for name, runs in sweeps.items()], "adamw", tmp_path / "kept")
-    tables, _ = evidence_report.report(tmp_path / "kept", margin=0.008)
+    tables, _ = evidence_report.report(tmp_path / "kept", margin)
     mean = f"{-0.008 + shift:.4f} ± 0.0012"
     line = f"| pc on | 0.016 | 0.016 | 1, 2, 3, 4, 5, 6 | {mean} | {interval} | {verdict} |"
     assert line in tables.read_text()
@@ -137,6 +139,55 @@ def test_the_verdict_of_paired_seeds(tmp_path, shift, interval, verdict):
 def test_no_verdict(differences, expected):
     pair = pd.DataFrame({"difference": differences, "chose": False})
     assert evidence_report.interval_and_verdict(pair, margin=0.01) == expected
+
+
+PLAN = """
+margin = 0.01
+tuning_seeds = [0, 1]
+
+[[questions]]
+name = "cause"
+contrasts = [["full", "part"], ["full", "plain"], ["full", "absent"]]
+
+[[questions]]
+name = "parts"
+contrasts = [["part", "plain"], ["full", "plain"]]
+holm = true
+"""
+
+
+def test_the_planned_test(tmp_path):
+    """Arms by variant, rates by the mean of two tuning seeds, contrasts of any two arms on the others, Holm by question.
+
+    Seed 0 alone would choose 1e-3 for `plain`, which is worse on seed 1.
+    """
+    finals = {
+        ("plain", 1e-3): [3.9, 4.5],
+        ("plain", 2e-3): [4.0, 4.1, 4.00, 4.10, 4.20, 4.30],
+        ("part", 2e-3): [4.0, 4.1, 4.01, 4.09, 4.20, 4.31],
+        ("part", 4e-3): [4.2, 4.2],
+        ("full", 2e-3): [9.0, 9.0, 3.90, 4.00, 4.11, 4.21],
+        ("full", 4e-3): [9.1, 9.0],
+    }
+    for (variant, rate), losses in finals.items():
+        folder = _sweep(tmp_path / f"{variant}-{rate}", {(False, rate): losses})
+        lines = [
+            json.loads(line) | {"variant": variant} for line in (folder / "results.jsonl").read_text().splitlines()
+        ]
+        (folder / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        evidence.collect([folder], "study", tmp_path / "kept")
+    (tmp_path / "kept" / "plan.toml").write_text(PLAN)
+    tables, _ = evidence_report.report(tmp_path / "kept")
+    text = tables.read_text()
+    assert "| plain | **0.002** | 0, 1 |" in text and "no difference* if it lies inside ±0.01" in text
+    # differences of the four other seeds; t and p by scipy's own formula for one sample, Holm's factors by hand
+    by_hand = stats.ttest_rel([3.90, 4.00, 4.11, 4.21], [4.00, 4.10, 4.20, 4.30]).pvalue
+    cause = next(line for line in text.splitlines() if line.startswith("| cause | full - plain | 4 | -0.0950 |"))
+    assert f"| {by_hand:.2g} | - | lower |" in cause
+    assert f"| {by_hand:.2g} | {2 * by_hand:.2g} | lower |" in text  # the smaller of two
+    part = next(line for line in text.splitlines() if line.startswith("| parts | part - plain | 4 | +0.0025 |"))
+    assert part.endswith("| 0.64 | 0.64 | undecided |")  # -0.0126 to +0.0176; the larger p is not multiplied
+    assert "absent" not in text
 
 
 def test_studies_in_one_file(tmp_path):
