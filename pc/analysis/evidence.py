@@ -184,10 +184,11 @@ def _run(line: dict, config: Config, arm: str) -> dict:
 
 
 def _arms(runs: Sequence[tuple[dict, Config]]) -> list[str]:
-    """The arm of each run: its variant, or PC on or off and the settings in which the runs differ, after the config if
-    there are several."""
-    if all(line.get("variant") for line, _ in runs):
-        return [line["variant"] for line, _ in runs]
+    """The arm of each run: its variant if there are several, or PC on or off and the settings in which the runs differ,
+    after the config if there are several."""
+    variants = [line.get("variant") for line, _ in runs]
+    if all(variants) and len(set(variants)) > 1:
+        return variants
     files = list(dict.fromkeys(line["config"] for line, _ in runs))
     names = dict(zip(files, unique_names([Path(name).with_suffix("") for name in files]), strict=True))
     settings = [{"pc.enable": config.pc.enable} | line["settings"] for line, config in runs]
