@@ -1,6 +1,6 @@
 """Train the runs of a sweep's TOML, and choose the best.
 
-python scripts/sweep.py plan   SWEEP.toml... [--tflops 400]
+python scripts/sweep.py plan   SWEEP.toml... [--tflops 300]
 python scripts/sweep.py run    SWEEP.toml...
 python scripts/sweep.py submit SWEEP.toml... [--gpus-per-node 8] [--nodes 1] [--at-a-time 2] [--sbatch="--time=8:00:00"]
 python scripts/sweep.py status SWEEP.toml...
@@ -35,7 +35,9 @@ def main() -> None:
             "sweeps", nargs="+", metavar="SWEEP", help="TOML files of sweeps; equal runs are trained once"
         )
     commands["plan"].add_argument(
-        "--tflops", type=float, default=400.0, help="TFLOP/s of one GPU (default 400: an H100 at 40 %% MFU)"
+        "--tflops",
+        type=float,
+        help="TFLOP/s of one GPU (default: 0.27 times the model's width, at most 400; an assumption)",
     )
     Allocation.add_options(commands["submit"])
     commands["submit"].add_argument("--at-a-time", type=int, default=0, help="runs at once (default: all)")

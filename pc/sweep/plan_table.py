@@ -8,13 +8,14 @@ from pc.launch.run import Run
 from pc.plan import cost
 from pc.sweep import equal_runs
 from pc.sweep.spec import Sweep
+from pc.titan.llama2 import model_args_of
 
 
-def table(sweeps: Sequence[Sweep], tflops: float, world_size: int) -> str:
+def table(sweeps: Sequence[Sweep], tflops: float | None, world_size: int) -> str:
     """A line for each run, then sums.
 
     Args:
-        tflops: TFLOP/s of one GPU.
+        tflops: TFLOP/s of one GPU; None: by the model's width (`assumed_tflops`).
     """
     rows, different, waiting = [], [], []
     for group in equal_runs.plan(sweeps, world_size):
@@ -36,9 +37,15 @@ def table(sweeps: Sequence[Sweep], tflops: float, world_size: int) -> str:
     )
 
 
-def _cost(run: Run, tflops: float, world_size: int) -> tuple[int, float]:
+def assumed_tflops(width: int) -> float:
+    """TFLOP/s of an H100: 40 % of its peak for wide models, less where matrices are too narrow. Not measured."""
+    return min(400.0, 0.27 * width)
+
+
+def _cost(run: Run, tflops: float | None, world_size: int) -> tuple[int, float]:
     """Tokens of a run, and hours of one GPU."""
     plan = cost.Plan(run.config, run.overrides, world_size)
     step, steps = plan.step_cost(), plan.config.training.steps
     operations = step.model + (step.pc_step if plan.config.pc.enable else 0)
-    return steps * step.tokens, steps * operations / (3600e12 * tflops)
+    rate = tflops or assumed_tflops(model_args_of(plan.config).dim)
+    return steps * step.tokens, steps * operations / (3600e12 * rate)
