@@ -21,7 +21,7 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from pc.analysis.planned_test import read_plan
+from pc.analysis.contrasts import read_plan
 from pc.common.files import write_atomically
 from pc.common.run_folder import read_log, unique_names
 from pc.errors import UserError

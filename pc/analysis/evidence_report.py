@@ -9,8 +9,8 @@ import pandas as pd
 from scipy import stats
 
 from pc.analysis import curves
+from pc.analysis.contrasts import contrast_table, read_plan
 from pc.analysis.evidence import CONDITION, Experiment, at_best, course, judged, read_experiments
-from pc.analysis.planned_test import contrast_table, read_plan
 from pc.common import markdown
 from pc.common.files import write_atomically
 from pc.common.plots import save, short_tokens, subplots
@@ -167,11 +167,12 @@ def size_table(experiments: Sequence[Experiment]) -> str:
 
 
 def plot(experiments: Sequence[Experiment], path: Path) -> Path:
-    """A row for each experiment: loss, difference and condition number of every seed over tokens per parameter."""
-    figure, rows = subplots(len(experiments), 3, width=3.6, height=2.8, squeeze=False)
-    names = ("validation loss (nats)", "difference (nats)", "condition number")
+    """A row for each experiment. Over tokens per parameter, of every seed: loss, difference and condition number. Then the
+    final loss of each arm: against the rate, and at its best rate with the 95 % interval of the difference."""
+    figure, rows = subplots(len(experiments), 5, width=3.2, height=2.8, squeeze=False)
+    names = ("validation loss (nats)", "difference (nats)", "condition number", "final loss (nats)", "final difference")
     for panels, one in zip(rows, experiments, strict=True):
-        losses, differences, conditions = panels
+        losses, differences, conditions, rates, finals = panels
         colors = {name: f"C{i}" for i, name in enumerate(one.runs.arm.unique())}
         for name, arm in one.runs[one.runs.best].groupby("arm", sort=False):
             style = {"color": colors[name], "linewidth": 1, "label": f"{name}, {value_label(arm.rate.iloc[0])}"}
@@ -183,13 +184,41 @@ def plot(experiments: Sequence[Experiment], path: Path) -> Path:
             for _, over in _differences(pair).items():
                 line, color = "-" if at_best(pair) else ":", colors[pair.arm.iloc[0]]
                 differences.plot(_late(over.dropna(), one), line, linewidth=1, color=color)
-        differences.axhline(0, color="black", linewidth=0.5)
+        _draw_rates(rates, one, colors)
+        _draw_finals(finals, one, colors)
+        for axes in (differences, finals):
+            axes.axhline(0, color="black", linewidth=0.5)
         for axes, name in zip(panels, names, strict=True):
-            axes.set_xlabel("tokens per parameter")
+            axes.set_xlabel("learning rate" if axes is rates else "" if axes is finals else "tokens per parameter")
             axes.set_ylabel(name)
         losses.set_title(one.name, fontsize=8, loc="left")
-        conditions.legend(fontsize=6, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        finals.legend(*conditions.get_legend_handles_labels(), fontsize=6, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return save(figure, path)
+
+
+def _draw_rates(axes, one: Experiment, colors: dict[str, str]) -> None:
+    """Mean final loss of each arm against the rate, over the seeds that ran at most rates; its best rate as a ring."""
+    axes.set_xscale("log")
+    for name, arm in one.runs[np.isfinite(one.runs.loss)].groupby("arm", sort=False):
+        counts = arm.seed.value_counts()
+        tuning = arm[arm.seed.isin(counts[counts == counts.max()].index)]
+        means = tuning.groupby("rate").loss.mean()
+        axes.plot(means.index, means, "o-", color=colors[name], markersize=3, linewidth=1)
+        best = tuning.rate[tuning.best].unique()
+        axes.plot(best, means.reindex(best), "o", color=colors[name], markersize=8, fillstyle="none")
+
+
+def _draw_finals(axes, one: Experiment, colors: dict[str, str]) -> None:
+    """Final difference of each arm to the reference, each at its best rate: every seed, and the mean with its interval."""
+    pairs = [pair for pair in one.pairs() if at_best(pair) and np.isfinite(pair.difference).all()]
+    for place, pair in enumerate(pairs):
+        color, values = colors[pair.arm.iloc[0]], pair.difference
+        axes.plot([place] * len(values), values, ".", color=color, alpha=0.5, markersize=4)
+        if len(values) > 1:
+            half = half_width(values.sem(), len(values) - 1)
+            axes.errorbar(place + 0.2, values.mean(), half, fmt="o", color=color, capsize=3, markersize=4)
+    axes.set_xticks(range(len(pairs)), [pair.arm.iloc[0] for pair in pairs], rotation=35, ha="right", fontsize=7)
+    axes.set_xlim(-0.6, max(len(pairs), 1) - 0.2)
 
 
 def _late(values: pd.Series, experiment: Experiment) -> pd.Series:
