@@ -5,8 +5,9 @@ from itertools import islice
 
 import numpy as np
 
+from pc.data.checks import verify
 from pc.data.manifest import SPLITS, Manifest
-from pc.data.shards import open_tokens, verify
+from pc.data.shards import read_tokens
 
 SHOWN_CHARACTERS = 300  # of each document
 
@@ -33,7 +34,7 @@ def describe(manifest: Manifest) -> str:
 def read_documents(manifest: Manifest, split: str) -> Iterator[np.ndarray]:
     """Tokens of each document, including BOS and EOS [tokens]."""
     for shard in manifest.shards[split]:
-        tokens = open_tokens(manifest.folder, shard)
+        tokens = read_tokens(manifest, shard)
         yield from np.split(tokens, np.flatnonzero(tokens == manifest.tokenizer.eos_id) + 1)[:-1]
 
 

@@ -9,6 +9,7 @@ next sequence.
 
 import json
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import DataLoader, Dataset
 
+from pc.data.checks import check_sample
 from pc.data.manifest import Manifest
 from pc.data.order import shuffled
 from pc.data.shards import TokenStream
@@ -112,6 +114,8 @@ class GlobalOrderLoader(Stateful):
                 f"{path} was tokenised with {manifest.tokenizer.name!r} of {manifest.vocab_size} entries, "
                 f"but model.vocab_size is {vocab_size}"
             )
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # the others of this machine would find the same
+            logger.info(check_sample(manifest, split))
         self.sequences = Sequences(manifest, split, seq_len, seed, limit_sequences)
         if limit_sequences and self.sequences.length < limit_sequences and dp_rank == 0:
             logger.warning(

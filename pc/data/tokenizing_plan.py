@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pc.common.files import write_atomically
+from pc.data.checks import require_file
 from pc.data.manifest import FORMAT, SPLITS, TOKENIZER_FOLDER, Manifest, Shard, TokenizerRecord
-from pc.data.shards import require_file
 from pc.data.sources import Unit, find_files, find_local_files, measure, plan_units, size_of
 from pc.data.tokenizers import Tokenizer, smallest_dtype
 from pc.errors import UserError

@@ -1,11 +1,12 @@
 """A damaged or unsuitable data folder is refused by name, at the start or when the damage is read."""
 
+import os
 import shutil
 
 import pytest
 
-from pc.data import GlobalOrderLoader, Manifest
-from pc.data.shards import verify
+from pc.data import GlobalOrderLoader, Manifest, checks
+from pc.data.checks import verify
 from pc.data.tokenizing import tokenize
 from pc.errors import UserError
 
@@ -43,7 +44,8 @@ def test_a_truncated_shard_is_named_and_made_again(folder, parquet_folder):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_flipped_bit_is_met_in_reading_or_by_its_checksum(folder, num_workers):
+def test_a_flipped_bit_is_met_in_reading_or_by_its_checksum(folder, num_workers, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")  # the first rank of a machine would find it at the start
     flip(folder / "train" / "00003.tokens.npy", 151)  # the high byte of a token: an id above the vocabulary
     with pytest.raises(UserError, match="^[^\n]*00003.tokens.npy holds token [^\n]*$"):  # one line, no traceback
         use(folder, num_workers=num_workers)
@@ -69,3 +71,48 @@ def test_folder_without_a_usable_manifest(make, message, folder):
     make(folder)
     with pytest.raises(UserError, match=message):
         use(folder)
+
+
+def test_a_shard_that_is_cut_under_a_run_is_named(folder):
+    loader = GlobalOrderLoader(folder, seq_len=16, local_batch_size=4, dp_rank=0, dp_world_size=1, vocab_size=32000)
+    os.truncate(folder / "train" / "00001.tokens.npy", 200)
+    iterator = iter(loader)
+    with pytest.raises(UserError, match="00001.tokens.npy ends before its"):
+        for _ in range(loader.sequences.length // 4):
+            next(iterator)
+
+
+def fill_with_zeros(path, begin=0):
+    content = path.read_bytes()
+    path.write_bytes(content[:begin] + bytes(len(content) - begin))
+
+
+def test_a_start_finds_shards_of_zeros(folder, monkeypatch, caplog):
+    """As a file system leaves after a crash: the size is right, token 0 is valid. 1 byte: the sample has no checksum."""
+    monkeypatch.setattr(checks, "SAMPLE_BYTES", 1)
+    monkeypatch.setattr(checks.random.SystemRandom, "sample", lambda self, shards, count: shards)  # 00000 is drawn
+    with caplog.at_level("INFO"):
+        use(folder)
+    assert "of 5 train shards, all sizes, a block of each and 1 checksums are right" in caplog.text
+    fill_with_zeros(folder / "train" / "00004.tokens.npy", begin=128)  # the header is whole
+    with pytest.raises(UserError, match="00004.tokens.npy does not have the checksum"):
+        use(folder)
+
+
+def test_verification_continues_where_it_stopped(folder, monkeypatch):
+    manifest, read = Manifest.read(folder), []
+    real = checks.sha256_of
+    monkeypatch.setattr(checks, "sha256_of", lambda path: read.append(path.name) or real(path))
+    monkeypatch.setattr(checks.os, "sched_getaffinity", lambda process: {0})
+    damaged = manifest.shards["train"][3]
+    whole = (folder / damaged.tokens_file).read_bytes()
+    flip(folder / damaged.tokens_file, 150)
+    with pytest.raises(UserError, match="00003"):
+        verify(manifest)
+    read.clear()
+    (folder / damaged.tokens_file).write_bytes(whole)
+    verify(manifest)
+    assert set(read) >= {"00003.tokens.npy", "00004.tokens.npy"} and read.count("00001.tokens.npy") == 1  # validation's
+    read.clear()
+    verify(manifest)  # a finished one begins anew
+    assert len(read) == 10 and not list(folder.glob(".*"))

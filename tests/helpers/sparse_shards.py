@@ -1,0 +1,38 @@
+"""Token shards of any size on a small disk: sparse files of zeros, as the manifest says."""
+
+import hashlib
+import io
+from pathlib import Path
+
+import numpy as np
+
+from pc.data import Manifest, load_tokenizer
+from pc.data.manifest import TOKENIZER_FOLDER, Shard, TokenizerRecord
+
+
+def make_sparse(folder: Path, *, train: int, validation: int, tokens: int) -> Manifest:
+    """A folder of so many shards of `tokens` tokens each; all are 0, and the checksums are right."""
+    tokenizer = load_tokenizer("mistral-common")
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "<u2", "fortran_order": False, "shape": (tokens,)})
+    size = len(header.getvalue()) + 2 * tokens
+    digest = hashlib.sha256(header.getvalue())
+    for begin in range(0, 2 * tokens, 2**24):
+        digest.update(bytes(min(2**24, 2 * tokens - begin)))
+    shards = {
+        split: [Shard(f"{split}/{i:05d}.tokens.npy", tokens, 1, size, digest.hexdigest()) for i in range(count)]
+        for split, count in (("train", train), ("validation", validation))
+    }
+    for split, some in shards.items():
+        (folder / split).mkdir(parents=True)
+        for shard in some:
+            with open(folder / shard.tokens_file, "wb") as file:
+                file.write(header.getvalue())
+                file.truncate(size)
+    (folder / TOKENIZER_FOLDER).mkdir()
+    for name, content in tokenizer.files.items():
+        (folder / TOKENIZER_FOLDER / name).write_bytes(content)
+    source = {"input": "sparse", "subset": None, "files": []}
+    manifest = Manifest(folder, "uint16", source, "none", "sparse", TokenizerRecord.of(tokenizer), shards)
+    manifest.write()
+    return manifest
