@@ -4,15 +4,18 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import time
 import tomllib
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from pc.common import json_lines
 from pc.common.files import write_atomically
 from pc.errors import UserError
 
@@ -184,26 +187,32 @@ class RunLog:
         return pd.Series([line[key] for line in lines], [line[over] for line in lines], dtype=float)
 
 
-def read_log(path: str | Path) -> RunLog:
-    """Read the metrics of a run folder, or a `metrics.jsonl` file. Skips a last line that a crash cut short."""
+def read_log(path: str | Path, newest: int | None = None) -> RunLog:
+    """Read the metrics of a run folder, or a `metrics.jsonl` file: all lines or the `newest`, without damaged ones."""
     path = Path(path)
     file = path / METRICS if path.is_dir() else path
     if not file.is_file():
         raise UserError(f"{file}: no such file; give a run's folder, which holds {METRICS}")
-    with open(file) as texts:
-        lines = [json.loads(text) for text in texts if text.endswith("\n")]
+    if newest is None:
+        lines = json_lines.read(file)
+    else:
+        lines = [line for _, line in islice(json_lines.read_back(file), newest)][::-1]
     return RunLog(name=file.resolve().parent.name, file=file, lines=lines)
 
 
 def set_aside_metrics(run: Path, step: int) -> None:
     """Move the lines of metrics.jsonl after `step` to metrics.abandoned.jsonl: training continues from there."""
     file = run / METRICS
-    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-    steps = {line: json.loads(line)["step"] for line in lines}
-    if abandoned := [line for line in lines if steps[line] > step]:
-        with open(file.with_suffix(".abandoned.jsonl"), "a") as other:
-            other.writelines(abandoned)
-        write_atomically(file, "".join(line for line in lines if steps[line] <= step))
+    kept = size = file.stat().st_size if file.exists() else 0
+    for begin, line in json_lines.read_back(file) if size else ():
+        if line["step"] <= step:
+            break
+        kept = begin
+    if kept < size:
+        with open(file, "rb") as metrics, open(file.with_suffix(".abandoned.jsonl"), "ab") as abandoned:
+            metrics.seek(kept)
+            shutil.copyfileobj(metrics, abandoned)
+        os.truncate(file, kept)
 
 
 def read_logs(paths: Sequence[str | Path]) -> list[RunLog]:

@@ -3,12 +3,13 @@
 The trainer of `pc.titan` plus what needs `pc.evaluate`: scores during training and starts from Hugging Face folders.
 """
 
+import logging
 import os
 import sys
 from pathlib import Path
 
 import torch.distributed as dist
-from torchtitan.tools.logging import init_logger
+from torchtitan.tools.logging import init_logger, logger
 
 from pc.common.errors import WriteFailed
 from pc.common.run_folder import keep_earlier_config, write_failure
@@ -37,9 +38,15 @@ class Trainer(PCTrainer):
         require_start_folder(folder, self.model_args)
 
 
-def main() -> None:
+def start_logging(rank: int) -> None:
+    """Rank 0 logs every step; the others would log the same, so they log warnings alone."""
     init_logger()
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+
+
+def main() -> None:
     rank = int(os.environ.get("RANK", "0"))
+    start_logging(rank)
     path, *overrides = sys.argv[1:]
     trainer: Trainer | None = None
     config: Config | None = None

@@ -78,7 +78,7 @@ def train(run: Run, held: TextIO, processes: int, label: str) -> None:
 def _say_progress(run: Run, label: str) -> None:
     """Print the newest logged step, its loss and the time left."""
     try:
-        log = read_log(run.folder)
+        log = read_log(run.folder, newest=3 * RECENT)  # up to three lines per step
     except UserError:
         return  # nothing logged yet
     losses, recent = log.series("loss"), log.series("time").tail(RECENT)

@@ -1,8 +1,6 @@
 """Logging of a run: TorchTitan's console lines and TensorBoard, and `metrics.jsonl`."""
 
-import json
 import math
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +12,14 @@ from torch import Tensor
 from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor, _get_metrics_rank
 from torchtitan.tools.logging import logger
 
+from pc.common import json_lines
 from pc.common.loss_spikes import LossSpikes
 from pc.common.run_folder import METRICS, read_log, time_left
 from pc.settings.layout import Layout
 
 SECONDS_BETWEEN_PROGRESS_LINES = 20.0
+LINES_FOR_SPIKES = 3000
+"""of metrics.jsonl, which has up to three per step; whether a loss is in a spike depends on the 50 steps before it"""
 
 
 class JsonLinesLogger(BaseLogger):
@@ -44,7 +45,7 @@ class JsonLinesLogger(BaseLogger):
         self._file, self._tokens = file, tokens
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.exists():
-            os.truncate(file, file.read_bytes().rfind(b"\n") + 1)
+            json_lines.cut_torn_end(file)
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         line: dict[str, Any] = {"step": step, "tokens": self._tokens(), "time": time.time()}
@@ -55,9 +56,7 @@ class JsonLinesLogger(BaseLogger):
                 line[self.NAMES.get(name, name)] = (
                     None if isinstance(value, float) and not math.isfinite(value) else value
                 )
-        # One unbuffered write per line in append mode, so that lines are never interleaved.
-        with open(self._file, "ab", buffering=0) as file:
-            file.write((json.dumps(line) + "\n").encode())
+        json_lines.append(self._file, line)
 
 
 class PCMetricsProcessor(MetricsProcessor):
@@ -74,7 +73,7 @@ class PCMetricsProcessor(MetricsProcessor):
         self._layout = Layout(parallel_dims, job_config.training)
         self._first_logged: tuple[int, float] | None = None  # step, time
         self._progress_logged_at = 0.0
-        rank = dist.get_rank() if dist.is_initialized() else 0
+        self._rank = rank = dist.get_rank() if dist.is_initialized() else 0
         if rank != _get_metrics_rank(parallel_dims, job_config):
             return
         self._json_lines = JsonLinesLogger(Path(job_config.job.dump_folder, METRICS), lambda: self.tokens())
@@ -106,7 +105,7 @@ class PCMetricsProcessor(MetricsProcessor):
         if self._json_lines is not None:
             more |= self._count_spikes(step, global_avg_loss)
         super().log(step, global_avg_loss, global_max_loss, grad_norm, (extra_metrics or {}) | more)
-        if self._json_lines is not None:
+        if self._rank == 0:
             self._log_progress(step)
 
     def _log_progress(self, step: int) -> None:
@@ -120,10 +119,7 @@ class PCMetricsProcessor(MetricsProcessor):
     def _count_spikes(self, step: int, loss: float) -> dict[str, int]:
         """The number of spikes so far and, where one begins, its data positions, which are also logged."""
         if self._spikes is None:  # a resumed run continues the count
-            self._spikes = LossSpikes()
-            if (file := Path(self.job_config.job.dump_folder, METRICS)).exists():
-                for earlier in read_log(file).series("loss").items():
-                    self._spikes.update(*earlier)
+            self._spikes = _spikes_so_far(Path(self.job_config.job.dump_folder, METRICS))
         before, count = self._spikes.count, self._spikes.update(step, loss)
         if count == before:
             return {"loss_spikes": count}
@@ -138,6 +134,17 @@ class PCMetricsProcessor(MetricsProcessor):
         """Log the metrics from `HealthMetrics.collect`, if any."""
         if metrics:
             self.logger.log(metrics, step)
+
+
+def _spikes_so_far(file: Path) -> LossSpikes:
+    """The state after the losses in a file, from its newest lines and the number of spikes that they say."""
+    spikes = LossSpikes()
+    if file.exists():
+        log = read_log(file, newest=LINES_FOR_SPIKES)
+        for step, loss in log.series("loss").items():
+            spikes.update(step, loss)
+        spikes.count = int(max(log.series("loss_spikes"), default=spikes.count))
+    return spikes
 
 
 def build_metrics_processor(job_config, parallel_dims, model_args=None, tag: str | None = None) -> PCMetricsProcessor:

@@ -1,16 +1,19 @@
 import json
 import math
+import resource
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torchtitan.tools.logging import logger as torchtitan_logger
 
+from pc.common.errors import WriteFailed
 from pc.common.loss_spikes import LossSpikes
+from pc.common.run_folder import METRICS
 from pc.settings import Config
 from pc.titan.cpu import use_cpu_where_there_is_no_gpu
 from pc.titan.job_config import JobConfig
-from pc.titan.metrics import JsonLinesLogger, build_metrics_processor
+from pc.titan.metrics import JsonLinesLogger, _spikes_so_far, build_metrics_processor
 
 
 def test_json_lines_survive_a_cut_and_keep_json(tmp_path):
@@ -29,6 +32,22 @@ def test_json_lines_survive_a_cut_and_keep_json(tmp_path):
     assert third["validation_loss"] == 2.25 and third["tokens"] == 300
 
 
+def test_a_line_that_does_not_fit_on_the_disk_leaves_no_half(tmp_path):
+    """The operating system writes a part of the line and refuses the rest, as on a full disk; later there is space."""
+    file = tmp_path / "metrics.jsonl"
+    logger = JsonLinesLogger(file, lambda: 100)
+    logger.log({"grad_norm": 1.0}, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 20, hard))
+    try:
+        with pytest.raises(WriteFailed, match="could not write .*metrics.jsonl: File too large"):
+            logger.log({"grad_norm": 2.0}, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    logger.log({"grad_norm": 3.0}, 3)
+    assert [line["step"] for line in map(json.loads, file.read_text().splitlines())] == [1, 3]
+
+
 def test_loss_spikes():
     spikes = LossSpikes()
     spiky = [8 * math.exp(-0.05 * i) + 3 + 0.01 * math.sin(7 * i) for i in range(200)]
@@ -36,6 +55,18 @@ def test_loss_spikes():
     spiky[150] = math.nan
     counts = [spikes.update(step, loss) for step, loss in enumerate(spiky, start=1)]
     assert counts[99:105] == [0, 1, 1, 1, 1, 1] and counts[-1] == 2
+
+
+def test_spikes_of_a_long_run_are_known_from_the_end_of_its_file(tmp_path):
+    losses = [3.0 + 0.01 * math.sin(7 * step) + (step == 100) + 2 * (9970 < step) for step in range(10_000)]
+    whole, lines = LossSpikes(), []
+    for step, loss in enumerate(losses):
+        lines.append(json.dumps({"step": step, "loss": loss, "loss_spikes": whole.update(step, loss)}))
+    (tmp_path / METRICS).write_text("\n".join([*lines, ""]))
+    restored = _spikes_so_far(tmp_path / METRICS)
+    assert restored.count == whole.count == 2
+    assert restored.update(10_000, 5.0) == 2  # still the same spike
+    assert restored.update(10_001, 3.0) == 2 and restored.update(10_002, 5.0) == 3
 
 
 def _processor(folder):
