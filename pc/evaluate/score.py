@@ -19,6 +19,7 @@ from pc.common.files import sha256_of, write_atomically
 from pc.errors import UserError
 from pc.evaluate import hugging_face, tables, tasks
 from pc.evaluate.log_likelihoods import LogLikelihoods
+from pc.titan.checkpoint_folder import CHECKSUMS
 from pc.titan.environment import commit
 
 _VERSIONED = ("lm_eval", "transformers", "tokenizers", "datasets", "torch")
@@ -107,8 +108,8 @@ def _load(path: Path, batch_size: int) -> LogLikelihoods:
 
 
 def _sha256_of_model(path: Path) -> str:
-    """One hash over everything that affects a model's scores."""
-    wanted = ("*.safetensors", "*.json", ".metadata", "*.distcp")
+    """One hash over everything that affects a model's scores; of a checkpoint, over its checksums if it has any."""
+    wanted = [CHECKSUMS] if (path / CHECKSUMS).exists() else ["*.safetensors", "*.json", ".metadata", "*.distcp"]
     parts = sorted({file for pattern in wanted for file in path.glob(pattern)})
     return hashlib.sha256("".join(f"{file.name} {sha256_of(file)}\n" for file in parts).encode()).hexdigest()
 

@@ -7,6 +7,7 @@ import pytest
 
 from pc import UserError
 from pc.evaluate import hugging_face, score, tasks
+from pc.titan.checkpoint_folder import CHECKSUMS
 
 NAMES = ["piqa", "arc_easy"]
 
@@ -57,6 +58,16 @@ def test_another_model_or_set_under_the_same_name_is_scored_anew(pc_export, plai
     (tmp_path / "shorter" / "piqa.jsonl").write_text("".join(lines[:2]))
     run([f"x={plain_run.checkpoint}"], tmp_path, tmp_path / "shorter", names=["piqa"])
     assert read(tmp_path / "x.json")["tasks"]["piqa"]["items"] == 2
+
+
+def test_a_checkpoint_is_known_by_its_checksums(plain_run, evaluation_data, tmp_path, monkeypatch):
+    """Its files, optimizer included, may be 14 GiB, and loading verifies them anyway."""
+    hashed = []
+    real = score.sha256_of
+    monkeypatch.setattr(score, "sha256_of", lambda path: hashed.append(Path(path).name) or real(path))
+    run([f"x={plain_run.checkpoint}"], tmp_path, evaluation_data, names=["piqa"])
+    assert hashed == ["piqa.jsonl", CHECKSUMS]
+    assert any(plain_run.checkpoint.glob("*.distcp"))
 
 
 def test_a_limit_is_kept_apart_and_marked(pc_export, evaluation_data, tmp_path):
