@@ -40,8 +40,8 @@ class Row:
     processes: int = 1
     """minimum number of processes, under torchrun"""
     goals: tuple[Goal, ...] = ()
-    shape: dict[str, int | str] = field(default_factory=dict)
-    """flavor, seq_len, local_batch_size that differ from the config's"""
+    shape: dict[str, int | str] = field(default_factory=lambda: {"local_batch_size": 4})
+    """local_batch_size, and flavor and seq_len where they differ from the config's"""
 
 
 ADAMW, PC = "1b_adamw_baseline.toml", "1b_adamw_pc.toml"
@@ -111,7 +111,7 @@ ROWS: dict[str, Row] = {
         rounds=4,
     ),
     "checkpointing": Row(
-        "1B, AdamW, baseline: activation checkpointing by operation, as in the configs, and of whole blocks, over none",
+        "1B, AdamW, baseline: activation checkpointing by operation, as in the other rows, and of whole blocks, over none",
         {"none": Variant(ADAMW, KEEP_ALL), "by operation": Variant(ADAMW, BY_OPERATION), "full": Variant(ADAMW, FULL)},
         rounds=4,
     ),
@@ -124,6 +124,7 @@ ROWS: dict[str, Row] = {
         "271M, AdamW: PC level 4 over baseline",
         {"baseline": Variant("271m_adamw_baseline.toml"), "pc": Variant("271m_adamw_pc.toml", TF32)},
         micro_batches=5,
+        shape={"local_batch_size": 8},
     ),
     "exchange": Row(
         "1B, AdamW, baseline, on all GPUs of a machine: weights gathered and gradients reduced once per step over once per "
@@ -135,11 +136,12 @@ ROWS: dict[str, Row] = {
     "stock-cpu": Row(
         "debug model at the default run's shapes, float32, for a CPU: this project's baseline over TorchTitan's own step",
         {
-            "stock": Variant(DEBUG, BASELINE, stock=True),
-            "baseline": Variant(DEBUG, BASELINE),
+            "stock": Variant(DEBUG, BASELINE + KEEP_ALL, stock=True),
+            "baseline": Variant(DEBUG, BASELINE + KEEP_ALL),
         },
         micro_batches=8,
         rounds=15,
+        shape={"local_batch_size": 2},
         goals=(Goal("time baseline / stock", "<=", 1.03),),
     ),
     "schedules": Row(

@@ -55,7 +55,7 @@ from pc.settings import load_config
 from pc.titan import cpu
 from pc.titan.job_config import JobConfig
 from pc.titan.trainer import TRAIN_SPEC, PCTrainer
-from rows import ROWS, Row, Variant, overrides_of, table
+from rows import BY_OPERATION, ROWS, Row, Variant, overrides_of, table
 from timing import ON_GPU, hardware
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -105,6 +105,7 @@ def build(variant: Variant, shape: dict[str, int | str], micro_batches: int, fol
         f"--job.dump_folder={folder}",
         f"--training.steps={10**6}",
         f"--metrics.log_freq={10**9}",
+        *BY_OPERATION,  # the trainers of a row share one GPU
     ]
     overrides += ["--lr_scheduler.warmup_steps=1", *overrides_of(shape), *variant.overrides]
     if "quantize.linear.float8" in variant.overrides and not ON_GPU:

@@ -116,7 +116,7 @@ def task(run: Run) -> int:
         host, port = os.environ["SLURM_LAUNCH_NODE_IPADDR"], 20000 + int(os.environ["SLURM_JOB_ID"]) % 10000
         rendezvous = [f"--nnodes={nodes}", f"--node-rank={node}", f"--master-addr={host}", f"--master-port={port}"]
         network_here = gloo_interface(host if node else _last_host())
-    words, environment = torchrun.command(run.resolved, processes, rendezvous, prints=node == 0)
+    words, environment = torchrun.command(run.resolved, processes, rendezvous, nodes=nodes, prints=node == 0)
     return torchrun.run(words, network_here | environment, held, term_saves=True)
 
 

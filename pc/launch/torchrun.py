@@ -108,9 +108,9 @@ def run(
 
 
 def command(
-    config: Config, processes: int, rendezvous: Sequence[str] = (), *, prints: bool = True
+    config: Config, processes: int, rendezvous: Sequence[str] = (), *, nodes: int = 1, prints: bool = True
 ) -> tuple[list[str], dict[str, str]]:
-    """Command and environment that train a config with `processes` on this machine.
+    """Command and environment that train a config with `processes` on this machine and on each of the other nodes.
 
     Writes what the processes read, starting.toml, which becomes the folder's config.toml once nothing refuses the start.
     Every rank writes to <run folder>/logs, the first one here also to the console if `prints`. A single process needs
@@ -120,11 +120,14 @@ def command(
         rendezvous: torchrun's options, of one node or several; none: this machine alone.
 
     Raises:
-        UserError: this machine cannot compile.
+        UserError: this machine cannot compile, or no micro-batch fits its GPUs.
     """
+    from pc.plan import micro_batch  # takes seconds
+
     if config.compile.enable:
         _require_compiler()
     folder = Path(config.job.dump_folder)
+    config = micro_batch.choose(config, processes * nodes).config
     write_config(config, folder / "starting.toml")
     trainer = ["-m", TRAINER, str(folder / "starting.toml")]
     if processes == 1 and not rendezvous:

@@ -20,6 +20,7 @@ from pc.common import markdown
 from pc.config import PCConfig
 from pc.owner import assign
 from pc.passes import materialise, pull_back
+from pc.plan import micro_batch
 from pc.settings import load_config
 from pc.settings.layout import Layout
 from pc.spectral import power_iteration
@@ -102,7 +103,7 @@ class Plan:
     """
 
     def __init__(self, path: str | Path, overrides: Sequence[str], world_size: int) -> None:
-        self.config = load_config(path, overrides)
+        self.config = micro_batch.choose(load_config(path, overrides), world_size).config
         self.layout = Layout.of(self.config, world_size)
         self.tokens = self.layout.tokens
         self.args = model_args_of(self.config)

@@ -8,7 +8,7 @@ from pathlib import Path
 from pc.data import GlobalOrderLoader, Manifest, require_same_tokenizer
 from pc.data.demo import FOLDER as DEMO
 from pc.errors import UserError
-from pc.plan import memory
+from pc.plan import memory, micro_batch
 from pc.settings import Config, load_config, rules
 from pc.settings.layout import Layout
 from pc.settings.schema import PC
@@ -40,23 +40,37 @@ class Report:
         return "\n".join(lines)
 
 
-def check(path: str | Path, overrides: Sequence[str], world_size: int, *, needs_data: bool = True) -> Report:
+def check(
+    path: str | Path,
+    overrides: Sequence[str],
+    world_size: int,
+    *,
+    needs_data: bool = True,
+    gpu_gib: float | None = None,
+) -> Report:
     """Check a run on `world_size` GPUs.
 
     Args:
+        gpu_gib: as in `pc.plan.micro_batch.choose`.
         needs_data: report missing data as an error; otherwise as a warning with the command that creates them.
 
     Raises:
         UserError: the config files cannot be read or merged, so nothing else can be checked.
     """
-    return check_config(load_config(path, overrides), world_size, needs_data=needs_data)
+    return check_config(load_config(path, overrides), world_size, needs_data=needs_data, gpu_gib=gpu_gib)
 
 
-def check_config(config: Config, world_size: int, *, needs_data: bool = True) -> Report:
+def check_config(
+    config: Config, world_size: int, *, needs_data: bool = True, gpu_gib: float | None = None
+) -> Report:
     """`check` of a config that has been read."""
     report = Report(errors=list(rules.findings(config)))
     is_valid = not report.errors
-    layout = _tried(report, Layout.of, config, world_size)
+    choice = _tried(report, micro_batch.choose, config, world_size, gpu_gib) if is_valid else None
+    if choice and choice.estimates:
+        report.facts.append(("micro-batch", choice.text()))
+    config = choice.config if choice else config
+    layout = _tried(report, Layout.of, config, world_size) if choice or not is_valid else None
     tokens = 0
     if layout:
         tokens = config.training.steps * _check_batch(report, config, layout)

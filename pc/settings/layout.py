@@ -74,6 +74,24 @@ class Layout:
         """Micro-batches per optimizer step and data-parallel rank; raises UserError if the batch does not divide."""
         return accumulation_steps(self.training.global_batch_size, self.training.local_batch_size, self.data_ranks)
 
+    def micro_batch_sizes(self) -> list[int]:
+        """Sequences per micro-batch that divide the global batch, in ascending order.
+
+        Raises:
+            UserError: there is no global batch, the ranks do not divide it, or a pipeline decides as well.
+        """
+        batch, ranks = self.training.global_batch_size, self.data_ranks
+        if batch == -1 or self.dims.pp > 1:
+            why = "divides training.global_batch_size, which is -1" if batch == -1 else "is not for pipelines"
+            raise UserError(f"training.local_batch_size = -1 {why}; give a number")
+        if batch % ranks:
+            tp = next(tp for tp in range(2, ranks + 1) if ranks % tp == 0 and batch % (ranks // tp) == 0)
+            raise UserError(
+                f"training.global_batch_size = {batch} is not a multiple of {ranks} data-parallel ranks; "
+                f"parallelism.tensor_parallel_degree = {tp * self.dims.tp} leaves {ranks // tp} of them"
+            )
+        return [size for size in range(1, batch // ranks + 1) if batch // ranks % size == 0]
+
     @property
     def sequences(self) -> int:
         """Sequences per optimizer step over all ranks."""
@@ -93,6 +111,8 @@ def accumulation_steps(global_batch_size: int, local_batch_size: int, data_paral
         local_batch_size: sequences per micro-batch and rank.
         data_parallel_size: ranks that read different data (GPUs / (tensor x context x pipeline)).
     """
+    if local_batch_size == -1:
+        raise UserError("training.local_batch_size = -1 is chosen by ./run_llama_train.sh; give a number here")
     per_pass = local_batch_size * data_parallel_size
     if global_batch_size == -1:
         return 1

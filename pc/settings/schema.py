@@ -88,7 +88,9 @@ class DataLoader(Section):
 
 class Training(Section):
     decides = RESULT
-    local_batch_size: Count = key(8, "Sequences per micro-batch and rank.", "run")
+    local_batch_size: Auto = key(
+        8, "Sequences per micro-batch and rank; -1: the most that divide global_batch_size and fit the GPU.", "run"
+    )
     global_batch_size: Auto = key(-1, "Sequences per optimizer step over all ranks; -1: a micro-batch per rank.")
     seq_len: Count = key(2048, "Tokens per sequence.")
     max_norm: Positive = key(1.0, "Gradients are clipped to this norm.")
@@ -175,7 +177,7 @@ class Validation(Section):
     decides = RESULT
     enable: bool = key(False, "Validate, also after the last step.")
     freq: Count = key(10, "Steps between validations.")
-    local_batch_size: Count = key(8, "Sequences per batch and rank.", "run")
+    local_batch_size: Auto = key(8, "Sequences per batch and rank; -1: as training.local_batch_size.", "run")
 
 
 class Debug(Section):

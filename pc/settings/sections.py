@@ -60,10 +60,16 @@ def entry_of(table: dict[str, Any]) -> Any:
     return Annotated[str, AfterValidator(require)]
 
 
+def _not_zero(number: int) -> int:
+    if number == 0:
+        raise ValueError("should be -1, or at least 1")
+    return number
+
+
 Text = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$")]  # no NUL, which file names may not have
 Count = Annotated[int, Field(ge=1, le=MANY)]
 Interval = Annotated[int, Field(ge=0, le=MANY)]
-Auto = Annotated[int, Field(ge=-1, le=MANY)]  # -1: a number that follows from others
+Auto = Annotated[int, Field(ge=-1, le=MANY), AfterValidator(_not_zero)]  # -1: a number that follows from others
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]

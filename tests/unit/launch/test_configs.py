@@ -7,7 +7,6 @@ import pytest
 
 from pc.plan.dry_run import check
 from pc.settings import load_config
-from pc.settings.layout import accumulation_steps
 from pc.sweep import equal_runs
 from pc.sweep.spec import load
 
@@ -17,23 +16,23 @@ LARGE = sorted(path for size in ("7b", "13b", "70b") for path in (ROOT / "train_
 CONFIGS = sorted(set((ROOT / "train_configs").glob("*.toml")) - set(LARGE))
 SMALL = sorted((ROOT / "train_configs" / "small").glob("*.toml"))
 
-# flavor, optimizer, PC level or None, peak LR, steps, warmup, micro-batch, accumulation on 8 GPUs, tokens (G)
+# flavor, optimizer, PC level or None, peak LR, steps, warmup, tokens (G)
 PAPER = {
-    "271m_adamw_baseline": ("271M", "AdamW", None, 8.486e-4, 22_000, 220, 8, 5, 57),
-    "271m_adamw_pc": ("271M", "AdamW", 4, 8.486e-4, 22_000, 220, 8, 5, 57),
-    "271m_muon_baseline": ("271M", "Muon", None, 4.243e-3, 22_000, 220, 8, 5, 57),
-    "271m_muon_pc": ("271M", "Muon", 2, 4.243e-3, 22_000, 220, 8, 5, 57),
-    "1b_adamw_baseline": ("1B", "AdamW", None, 3e-4, 61_100, 611, 4, 10, 160),
-    "1b_adamw_pc": ("1B", "AdamW", 4, 3e-4, 61_100, 611, 4, 10, 160),
-    "1b_muon_baseline": ("1B", "Muon", None, 1.5e-3, 61_100, 611, 4, 10, 160),
-    "1b_muon_pc": ("1B", "Muon", 2, 1.5e-3, 61_100, 611, 4, 10, 160),
+    "271m_adamw_baseline": ("271M", "AdamW", None, 8.486e-4, 22_000, 220, 57),
+    "271m_adamw_pc": ("271M", "AdamW", 4, 8.486e-4, 22_000, 220, 57),
+    "271m_muon_baseline": ("271M", "Muon", None, 4.243e-3, 22_000, 220, 57),
+    "271m_muon_pc": ("271M", "Muon", 2, 4.243e-3, 22_000, 220, 57),
+    "1b_adamw_baseline": ("1B", "AdamW", None, 3e-4, 61_100, 611, 160),
+    "1b_adamw_pc": ("1B", "AdamW", 4, 3e-4, 61_100, 611, 160),
+    "1b_muon_baseline": ("1B", "Muon", None, 1.5e-3, 61_100, 611, 160),
+    "1b_muon_pc": ("1B", "Muon", 2, 1.5e-3, 61_100, 611, 160),
 }
 PARAMETERS = {"271M": 271_090_688, "1B": 1_055_991_808}
 
 
 @pytest.mark.parametrize("name", PAPER)
 def test_main_configs_hold_the_papers_numbers(name):
-    flavor, optimizer, level, lr, steps, warmup, local, accumulation, giga_tokens = PAPER[name]
+    flavor, optimizer, level, lr, steps, warmup, giga_tokens = PAPER[name]
     path = ROOT / "train_configs" / f"{name}.toml"
     config = load_config(path)
     training = config.training
@@ -48,8 +47,7 @@ def test_main_configs_hold_the_papers_numbers(name):
     assert config.optimizer.weight_decay == 0.1
     assert config.optimizer.muon_momentum == 0.95 and config.optimizer.muon_nesterov
     assert (config.optimizer.muon_steps, config.optimizer.muon_adjust_lr) == (5, "match_rms_adamw")
-    assert (training.seq_len, training.global_batch_size, training.local_batch_size) == (8192, 320, local)
-    assert accumulation_steps(320, local, 8) == accumulation
+    assert (training.seq_len, training.global_batch_size) == (8192, 320)
     assert (training.steps, config.lr_scheduler.warmup_steps) == (steps, warmup)
     assert math.floor(training.steps * 320 * 8192 / 1e9) == giga_tokens
     assert (config.lr_scheduler.decay_type, config.lr_scheduler.min_lr_factor) == ("cosine", 0.1)
@@ -74,6 +72,24 @@ def test_every_config_dry_runs(path, world_size, batch, monkeypatch):
     report = check(path, [], world_size, needs_data=False)
     assert report.errors == []
     assert dict(report.facts)["batch"].startswith(f"{batch} sequences")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16, 32, 64, 128])
+@pytest.mark.parametrize("name", ["271m_adamw_pc", "271m_muon_baseline", "1b_adamw_pc", "1b_muon_baseline"])
+def test_main_configs_keep_their_batch_and_fit_80_gb_on_1_to_128_gpus(name, ranks):
+    """320 sequences have no 128 equal parts, so on 128 GPUs two share each; without that, a line says so."""
+    path, words = ROOT / "train_configs" / f"{name}.toml", []
+    if ranks == 128:
+        assert check(path, words, ranks, needs_data=False).errors == [
+            "training.global_batch_size = 320 is not a multiple of 128 data-parallel ranks; "
+            "parallelism.tensor_parallel_degree = 2 leaves 64 of them"
+        ]
+        words = ["--parallelism.tensor_parallel_degree=2"]
+    report = check(path, words, ranks, needs_data=False)
+    facts = dict(report.facts)
+    assert report.errors == [] and facts["batch"].startswith("320 sequences")
+    assert float(facts["memory per GPU"].split()[0]) <= 0.85 * 79
+    assert load_config(path).activation_checkpoint.mode == "none"
 
 
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)

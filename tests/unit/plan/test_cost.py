@@ -10,7 +10,7 @@ CONFIGS = Path(__file__).parents[3] / "train_configs"
 
 
 def test_figures_of_the_paper():
-    plan = Plan(CONFIGS / "1b_adamw_pc.toml", [], 8)
+    plan = Plan(CONFIGS / "1b_adamw_pc.toml", ["--training.local_batch_size=4"], 8)
     cost = plan.step_cost()
     assert cost.tokens == 2_621_440 and plan.layout.micro_batches == 10
     assert cost.model / cost.tokens == pytest.approx(7.75e9, rel=1e-3)
