@@ -1,0 +1,74 @@
+"""examples/one_file.py computes what the library computes."""
+
+import importlib.util
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import pc
+from helpers.tiny import ROOT
+from pc.spectral import initial_vectors
+
+FILE = ROOT / "examples" / "one_file.py"
+
+
+@pytest.fixture(scope="module")
+def one_file():
+    spec = importlib.util.spec_from_file_location("one_file", FILE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _model():
+    torch.manual_seed(0)
+    layers = {"wide": nn.Linear(12, 7, bias=False), "tall": nn.Linear(7, 12, bias=False), "head": nn.Linear(12, 3)}
+    return nn.Sequential(*layers.values()).double()
+
+
+def _losses(model, optimizer, pull_back, materialise=lambda: None):
+    """Of five steps of two micro-batches."""
+    generator, losses = torch.Generator().manual_seed(1), []
+    for _ in range(5):
+        for _ in range(2):
+            loss = model(torch.randn(9, 12, generator=generator, dtype=torch.float64)).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        pull_back()
+        optimizer.step()
+        optimizer.zero_grad()
+        materialise()
+    return losses
+
+
+def _losses_of_the_library(level):
+    model = pc.attach(_model(), pc.PCConfig(level=level, blocks=("[01].*",)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
+    return _losses(model, optimizer, pc.schedule(model, optimizer).pull_back)
+
+
+def test_it_trains_as_the_library_does(one_file):
+    """Losses depend on weights and gammas of all earlier steps. float64 has 16 digits."""
+    model = _model()
+    weights = [model[0].weight, model[1].weight]
+    given = [weight.detach().clone() for weight in weights]
+    preconditioner = one_file.PC(weights)
+    for i, weight in enumerate(weights):  # the library's own first u and v
+        weight.data.copy_(given[i])
+        u, v = initial_vectors(str(i), weight.shape)
+        preconditioner.u[i], preconditioner.v[i] = u.double(), v.double()
+    preconditioner.materialise()
+    optimizer = torch.optim.AdamW([*model.parameters(), *preconditioner.gammas], lr=3e-2)
+    losses = _losses(model, optimizer, preconditioner.pull_back, preconditioner.materialise)
+    assert losses == pytest.approx(_losses_of_the_library(4), rel=1e-12)
+    assert losses != pytest.approx(_losses_of_the_library(3), rel=1e-3)  # control
+
+
+def test_it_needs_torch_alone_and_learns(one_file, command):
+    assert not re.search(r"^(import|from) pc\b", FILE.read_text(), re.MULTILINE)
+    assert len(FILE.read_text().splitlines()) <= 150
+    status, text, errors = command(str(FILE), str(ROOT / "README.md"), "--steps", 20)
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", text)]
+    assert status == 0 and losses[-1] < losses[0] - 1, errors
