@@ -34,7 +34,7 @@ class Choice:
         chosen, sizes = self.config.training.local_batch_size, list(self.estimates)
         place = sizes.index(chosen)
         near = ", ".join(f"{size}: {self.estimates[size]:.1f} GiB" for size in sizes[max(0, place - 1) : place + 2])
-        gpu = f"{self.gpu_gib:.0f} GiB ({'found here' if self.found else 'assumed'})"
+        gpu = f"{self.gpu_gib:.3g} GiB ({'found here' if self.found else 'assumed'})"
         return f"{chosen} of {near}; a GPU of {gpu}, of which {USABLE * self.gpu_gib:.1f} are used"
 
 
@@ -57,7 +57,7 @@ def choose(config: Config, world_size: int, gpu_gib: float | None = None) -> Cho
         if not fitting:
             raise UserError(
                 f"training.local_batch_size = -1: one sequence needs {estimates[1]:.1f} GiB by the estimate, and "
-                f"{USABLE * gpu_gib:.1f} of a GPU's {gpu_gib:.0f} GiB are used; more GPUs, activation_checkpoint.mode = "
+                f"{USABLE * gpu_gib:.1f} of a GPU's {gpu_gib:.3g} GiB are used; more GPUs, activation_checkpoint.mode = "
                 '"full" or parallelism.fsdp_sync = "micro_batch" take less, 1 tries it anyway'
             )
         config.training.local_batch_size = fitting[-1]

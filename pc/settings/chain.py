@@ -1,7 +1,8 @@
 """Reads a chain of TOML files: `parent = "base.toml"` at the top of a file names the file that it overrides.
 
 Precedence: command line > the file > its parent > the parent's parent > the schema's defaults. Sections merge key by
-key; a value replaces its parent's. Lists and tables such as `pc.level` are values.
+key; a value replaces its parent's. Lists and tables such as `pc.level` are values. `--overlay FILE` on the command line
+is what that file and its parents set, in its place among the words: later ones override it.
 """
 
 import contextlib
@@ -24,6 +25,7 @@ from pc.errors import UserError
 from pc.settings.schema import INSTEAD, Config, Job
 from pc.settings.sections import Section, keys_of
 
+OVERLAY = "overlay"
 RESOLVED = "# Resolved configuration. Sources, highest precedence first:\n"
 Schema = TypeVar("Schema", bound=Section)
 
@@ -33,7 +35,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Args:
         path: the TOML file of the run.
-        overrides: words of a command line, `--section.key value` or `--section.key=value`.
+        overrides: words of a command line, `--section.key value`, `--section.key=value` or `--overlay FILE`.
 
     Raises:
         UserError: a line for each key of the first faulty file, or for the first faulty word.
@@ -52,8 +54,7 @@ def write_config(config: Config, destination: str | Path) -> None:
 
 def resolve(path: str | Path, overrides: Sequence[str], schema: type[Schema]) -> Schema:
     """An instance of any schema from a file, its ancestors and `overrides`; `model_fields_set` says what was set."""
-    files = [validated(values, schema, str(file)) for file, _, values in _chain(Path(path))]
-    return reduce(_overlaid, [*reversed(files), *_words(overrides, schema)], schema())
+    return reduce(_overlaid, [*_files(Path(path), schema), *_words(overrides, schema)], schema())
 
 
 def validated(
@@ -65,6 +66,11 @@ def validated(
     except ValidationError as error:
         lines = [f"{where}: {_said(finding, schema)}" for finding in error.errors(include_url=False)]
         raise UserError("\nerror: ".join(lines)) from None
+
+
+def _files(path: Path, schema: type[Schema]) -> list[Schema]:
+    """What a file and its ancestors set, the file's own last."""
+    return [validated(values, schema, str(file)) for file, _, values in _chain(path)][::-1]
 
 
 def _chain(path: Path) -> Iterator[tuple[Path, bytes, dict[str, Any]]]:
@@ -90,6 +96,15 @@ def _chain(path: Path) -> Iterator[tuple[Path, bytes, dict[str, Any]]]:
 
 def _words(words: Sequence[str], schema: type[Schema]) -> Iterator[Schema]:
     """What each override of a command line sets. `--a.b` alone means true."""
+    for name, text in _pairs(words):
+        if name == OVERLAY:
+            yield from _files(Path(text or ""), schema)
+        else:
+            yield _set(name.replace("-", "_").split("."), text, schema)
+
+
+def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """(name, value) of each override; None: without a value."""
     words = list(words)
     while words:
         word = words.pop(0)
@@ -98,7 +113,7 @@ def _words(words: Sequence[str], schema: type[Schema]) -> Iterator[Schema]:
         name, has_value, text = word[2:].partition("=")
         if not has_value:
             text = None if not words or words[0].startswith("--") else words.pop(0)
-        yield _set(name.replace("-", "_").split("."), text, schema)
+        yield name, text
 
 
 def _set(keys: Sequence[str], text: str | None, schema: type[Schema]) -> Schema:
@@ -143,6 +158,8 @@ def _origin(path: Path, overrides: Sequence[str]) -> str:
     # a line break in a word would end the comment
     words = " ".join(overrides).replace("\n", " ").replace("\r", " ")
     lines = [f"#   command line: {words}\n"] if overrides else []
+    for overlay in [Path(text or "") for name, text in _pairs(overrides) if name == OVERLAY]:
+        files = [*_chain(overlay), *files]
     return RESOLVED + "".join(lines + [f"#   {f}  sha256 {hashlib.sha256(text).hexdigest()}\n" for f, text, _ in files])
 
 

@@ -92,6 +92,25 @@ def test_main_configs_keep_their_batch_and_fit_80_gb_on_1_to_128_gpus(name, rank
     assert load_config(path).activation_checkpoint.mode == "none"
 
 
+@pytest.mark.parametrize(
+    "overlay, name, ranks, gpu_gib",
+    [
+        (None, "271m_adamw_pc", 1, 23.5),
+        (None, "1b_adamw_pc", 1, 39.4),
+        ("24gb", "271m_adamw_pc", 1, 23.5),
+        ("24gb", "1b_muon_pc", 1, 23.5),
+        ("24gb", "1b_adamw_pc", 2, 23.5),
+        *(("8_nodes", name, 64, 79) for name in PAPER),
+    ],
+)
+def test_overlays_fit_the_machine_of_their_name(overlay, name, ranks, gpu_gib):
+    path, words = ROOT / "train_configs" / f"{name}.toml", []
+    if overlay:
+        words = ["--overlay", str(ROOT / "train_configs" / "overlays" / f"{overlay}.toml")]
+    report = check(path, words, ranks, needs_data=False, gpu_gib=gpu_gib)
+    assert report.errors == [] and dict(report.facts)["batch"].startswith("320 sequences")
+
+
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
 def test_every_sweep_loads_and_each_first_run_dry_runs(path, monkeypatch):
     monkeypatch.chdir(ROOT)

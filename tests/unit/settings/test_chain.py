@@ -145,6 +145,24 @@ def test_written_file_resolves_to_itself_and_names_its_ancestors(write, tmp_path
     assert again.read_bytes() == written.read_bytes()
 
 
+def test_an_overlay_stands_between_the_words_of_the_command_line(write, tmp_path):
+    leaf = write("leaf.toml", "[optimizer]\nlr = 1.0\neps = 0.5\n[training]\nsteps = 1\nmax_norm = 3")
+    below = write("below.toml", "[training]\nmax_norm = 7.0")
+    overlay = write("overlay.toml", 'parent = "below.toml"\n[optimizer]\nlr = 2.0\n[training]\nsteps = 2')
+    words = ["--optimizer.lr=9", "--training.steps", "9", f"--overlay={overlay}", "--training.steps", "3"]
+    assert resolve(leaf, words) == {
+        "optimizer": {"lr": 2.0, "eps": 0.5},
+        "training": {"steps": 3, "max_norm": 7.0},
+    }
+    write_config(load_config(leaf, words), tmp_path / "config.toml")
+    comments = [line.split()[-1] for line in (tmp_path / "config.toml").read_text().splitlines() if "sha256" in line]
+    assert comments == list(map(sha256_of, (overlay, below, leaf)))
+    for wrong, said in ((write("wrong.toml", "[training]\nstep = 2"), "training.step;"), ("none.toml", "No such file")):
+        with pytest.raises(UserError, match=said) as raised:
+            load_config(leaf, ["--overlay", str(wrong)])
+        assert str(wrong) in str(raised.value)
+
+
 def test_every_faulty_key_is_named_once(write):
     file = write("faulty.toml", "[training]\nsteps = 0\n[pc]\nlevel = true\nblock = 1\n")
     with pytest.raises(UserError) as raised:

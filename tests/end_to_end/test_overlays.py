@@ -1,0 +1,31 @@
+"""The shipped overlays on a small run: what they set holds, and the checkpoint is written behind the training."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from helpers.tiny import ROOT, metrics, write_small_config
+from pc.common.run_folder import checkpoints, state_of
+from pc.settings import load_config
+
+OVERLAYS = ROOT / "train_configs" / "overlays"
+
+
+@pytest.mark.soak
+def test_both_overlays_on_four_processes(tmp_path, tiny_shards):
+    config = write_small_config(tmp_path / "run.toml", tiny_shards, steps=4, interval=2)
+    words = ["--training.global_batch_size=8"]
+    words += [f"--overlay={OVERLAYS / '8_nodes.toml'}", f"--overlay={OVERLAYS / '24gb.toml'}"]
+    words += ["--parallelism.data_parallel_replicate_degree=2", "--checkpoint.async_mode=async"]  # 4 CPUs, no GPU
+    command = [sys.executable, "-m", "pc.launch.local", str(config), *words]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"NGPU": "4"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    run = tmp_path / "run"
+    resolved = load_config(run / "config.toml")
+    assert resolved.training.local_batch_size == resolved.validation.local_batch_size == 2  # 8 on 4 ranks
+    assert resolved.activation_checkpoint.mode == "full" and resolved.parallelism.fsdp_sync == "micro_batch"
+    assert resolved.comm.init_timeout_seconds == 1800
+    assert state_of(run).state == "finished" and len(metrics(run)) == 4
+    assert list(checkpoints(run / "checkpoint")) == [2, 4]
