@@ -117,7 +117,6 @@ class Parallelism(Section):
     pipeline_parallel_schedule: Text = key("1F1B", "Name of one of torch's pipeline schedules.")
     pipeline_parallel_microbatch_size: Count = key(1, "Sequences that pass through the pipeline together.")
     context_parallel_degree: Count = key(1, "Ranks that share each sequence.")
-    context_parallel_rotate_method: Literal["allgather", "alltoall"] = key("allgather", "How they exchange keys.")
 
 
 State = Literal["model", "optimizer", "lr_scheduler", "dataloader", "train_state", "method", "pc"]

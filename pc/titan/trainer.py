@@ -127,7 +127,8 @@ class PCTrainer(torchtitan.train.Trainer):
             write_state(folder, "running", self.step, self.config.training.steps)
             set_aside_metrics(folder, self.step)
             record(self.step)
-        super().train()
+        with patch.object(torchtitan.train.dist_utils, "set_pg_timeouts"):  # `_set_timeouts` does it
+            super().train()
         if dist.get_rank() == 0:
             state, reason = ("stopped", "asked to stop") if self.stopped else ("finished", "")
             write_state(folder, state, self.step, self.config.training.steps, reason)
@@ -190,13 +191,15 @@ class PCTrainer(torchtitan.train.Trainer):
     def _set_timeouts(self) -> None:
         """After the first step, set `comm.train_timeout_seconds` for all process groups that it has created.
 
-        TorchTitan does so only after step 1, which a resumed run does not have, and not for the groups of `pc.owner`.
+        TorchTitan does so only after step 1, which a resumed run does not have, not for the groups of `pc.owner`, and by
+        a private function of torch, which has a public one in its place from 2.15 on.
         """
         dist.barrier(group=self.checkpointer.group)  # a rank's first step may take longer than the timeout
         timeout = timedelta(seconds=self.config.comm.train_timeout_seconds)
+        set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
         for group in distributed_c10d._world.pg_map:
             if dist.get_backend(group) != "fake":  # TorchTitan's fake groups of mesh dimensions with one rank
-                distributed_c10d._set_pg_timeout(timeout, group)
+                set_timeout(timeout, group)
 
     def _starts_from_given_weights(self) -> bool:
         """Whether a new run has loaded weights and `pc.start` is "preserve"."""
