@@ -14,7 +14,7 @@ import json
 import math
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
@@ -25,10 +25,11 @@ from pc.analysis.contrasts import read_plan
 from pc.common.files import write_atomically
 from pc.common.run_folder import read_log, unique_names
 from pc.errors import UserError
+from pc.settings.models import Flavor, shape_of
 from pc.settings.schema import Config
 from pc.sweep.bars import read_results
 from pc.sweep.spec import VALIDATION, label
-from pc.titan.llama2 import Llama2, model_args
+from pc.titan.llama2 import Llama2, Llama2Args
 
 RATE = "optimizer.lr"
 CONDITION = ("spectra/gmcn/pc", "spectra/gmcn/qkv", "spectra/gmcn/all")
@@ -92,7 +93,7 @@ class Experiment:
 
     @property
     def parameters(self) -> int:
-        return parameters(self.config.model.flavor, self.config.model.vocab_size)
+        return parameters(shape_of(self.config.model), self.config.model.vocab_size)
 
     @property
     def tokens_per_parameter(self) -> float:
@@ -141,10 +142,11 @@ def course(log: pd.DataFrame, key: str) -> pd.Series:
 
 
 @cache
-def parameters(flavor: str, vocab_size: int) -> int:
+def parameters(shape: Flavor, vocab_size: int) -> int:
     """Of the whole model, without gammas."""
     with torch.device("meta"):
-        return sum(p.numel() for p in Llama2(model_args(flavor, vocab_size=vocab_size, max_seq_len=2)).parameters())
+        model = Llama2(Llama2Args(**asdict(shape) | {"vocab_size": vocab_size, "max_seq_len": 2}))
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def read_experiments(folder: Path) -> list[Experiment]:
@@ -157,12 +159,13 @@ def read_experiments(folder: Path) -> list[Experiment]:
     groups: dict[tuple, list[tuple[dict, Config]]] = {}
     for line in _read(file):
         config = Config.model_validate(line["resolved"], extra="ignore")  # written by any version
-        kind = config.model.flavor, config.optimizer.name, config.training.steps
+        kind = shape_of(config.model), config.optimizer.name, config.training.steps
         groups.setdefault((line["study"], *kind), []).append((line, config))
     studies = [study for study, *_ in groups]
     tuning_seeds = read_plan(folder).tuning_seeds
     experiments = []
-    for (study, flavor, optimizer, steps), group in groups.items():
+    for (study, _, optimizer, steps), group in groups.items():
+        flavor = group[0][1].model.flavor
         name = study if studies.count(study) == 1 else f"{study}: {flavor}, {optimizer}, {steps:,} steps"
         runs = pd.DataFrame(map(_run, *zip(*group, strict=True), _arms(group)))
         same = runs.groupby(["arm", "rate", "seed"], sort=False)

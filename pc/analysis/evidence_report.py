@@ -14,7 +14,7 @@ from pc.analysis.evidence import CONDITION, Experiment, at_best, course, judged,
 from pc.common import markdown
 from pc.common.files import write_atomically
 from pc.common.plots import save, short_tokens, subplots
-from pc.settings.models import FLAVORS
+from pc.settings.models import shape_of
 from pc.sweep.spec import VALIDATION, value_label
 
 NOTES = """
@@ -62,7 +62,7 @@ def regime_table(experiments: Sequence[Experiment]) -> str:
         # the rate rises linearly in the warm-up and then falls along a curve that is symmetric about its middle
         mean = warm_up / 2 + (1 - warm_up) * (1 + config.lr_scheduler.min_lr_factor) / 2
         decay = config.optimizer.weight_decay * (1 if config.optimizer.independent_decay else run.rate) * mean * steps
-        std = config.model.init_std * math.sqrt(FLAVORS[config.model.flavor].dim)
+        std = config.model.init_std * math.sqrt(shape_of(config.model).dim)
         condition = course(run.log, CONDITION[0])
         ends = "-" if condition.empty else f"{condition.iloc[0]:.1f} to {condition.iloc[-1]:.1f}"
         sizes = [f"{one.parameters:,}", f"{one.tokens_per_parameter:.3g}", f"{steps:,}"]

@@ -139,6 +139,7 @@ class Plan:
 def table(plan: Plan) -> str:
     """The plan's costs as a Markdown table."""
     cost, config, ranks = plan.step_cost(), plan.config, plan.layout.dims.world_size
+    parameters = sum(parameter.numel() for parameter in plan.model.parameters())
     note = "" if config.pc.enable else " (this config has PC off; the figures assume it is on)"
     operations = [
         ("model, attention counted causally", cost.model, "100 %"),
@@ -153,7 +154,7 @@ def table(plan: Plan) -> str:
     ]
     rows = [(what, f"{flops / 1e15:.4g}", share) for what, flops, share in operations]
     return (
-        f"{config.model.flavor}, {ranks} GPUs, {cost.tokens:,} tokens per step in {plan.layout.micro_batches} "
+        f"{parameters / 1e6:,.1f} M parameters, {ranks} GPUs, {cost.tokens:,} tokens per step in {plan.layout.micro_batches} "
         f"micro-batches of {config.training.local_batch_size} x {config.training.seq_len} per rank, PC level "
         f"{config.pc.level}{note}\n\n"
         + markdown.table(

@@ -1,8 +1,13 @@
-"""The sizes of Llama 2 that `model.flavor` can choose. To add one, add an entry to `FLAVORS`."""
+"""The sizes of Llama 2 that `model.flavor` can choose, and other keys of `[model]` change. To add one, add an entry to
+`FLAVORS`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from pc.settings.sections import entry_of
+
+if TYPE_CHECKING:
+    from pc.settings.schema import Model
 
 
 @dataclass(frozen=True)
@@ -16,6 +21,7 @@ class Flavor:
     """8/3 dim, times `ffn_dim_multiplier`, is rounded up to a multiple of it: the width of the FFN"""
     n_kv_heads: int | None = None
     ffn_dim_multiplier: float | None = None
+    rope_theta: float = 10_000.0
 
 
 # The paper's sizes (table 5), smaller ones, and Llama 2's own (70B with grouped-query attention). The FFN's widths are
@@ -36,3 +42,13 @@ FLAVORS: dict[str, Flavor] = {
 }
 
 FlavorName = entry_of(FLAVORS)
+
+
+def shape_of(model: "Model") -> Flavor:
+    """The flavor of a config with the sizes that it sets itself."""
+    given = {name: getattr(model, name) for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "rope_theta")}
+    shape = replace(FLAVORS[model.flavor], **{name: size for name, size in given.items() if size is not None})
+    if model.ffn_dim is None:
+        return shape
+    # TorchTitan's 8/3 dim becomes 1, and is rounded up to a multiple of the width that is wanted.
+    return replace(shape, ffn_dim_multiplier=0.5 / shape.dim, multiple_of=model.ffn_dim)

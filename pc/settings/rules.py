@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 from pc.errors import UserError
 from pc.settings.layout import Degrees, Layout
-from pc.settings.models import FLAVORS
+from pc.settings.models import shape_of
 from pc.settings.schema import Config
 
 FLOAT8 = "quantize.linear.float8"
@@ -47,6 +47,11 @@ def compiles_model(config: Config) -> bool:
 def _anywhere(config: Config) -> Iterator[str]:
     if config.pc.enable:
         yield from refusal_of(config.pc.to_pc_config)
+    shape = shape_of(config.model)
+    if shape.dim % (2 * shape.n_heads):
+        yield f"model.dim = {shape.dim} should be an even multiple of the {shape.n_heads} heads"
+    if shape.n_kv_heads and shape.n_heads % shape.n_kv_heads:
+        yield f"model.n_kv_heads = {shape.n_kv_heads} should divide the {shape.n_heads} heads"
     excluded = config.checkpoint.exclude_from_loading
     if config.pc.enable and ("model" in excluded) != ("pc" in excluded):
         yield (
@@ -66,8 +71,8 @@ def _on_ranks(config: Config, dims: Degrees) -> Iterator[str]:
         )
     if config.pc.enable and config.pc.schedule == "forward" and dims.tp > 1:
         yield 'pc.schedule = "forward" needs full weights, which tensor parallelism shards; use "step"'
-    flavor = FLAVORS[config.model.flavor]
-    heads = flavor.n_kv_heads or flavor.n_heads
+    shape = shape_of(config.model)
+    heads = shape.n_kv_heads or shape.n_heads
     if heads % dims.tp:
         yield f"parallelism.tensor_parallel_degree = {dims.tp} should divide the {heads} (key-value) heads"
     if config.evaluation.interval and (dims.pp > 1 or dims.cp > 1):

@@ -63,7 +63,13 @@ class Metrics(Section):
 class Model(Section):
     decides = RESULT
     name: Literal["pc_llama2"] = key("pc_llama2", "TorchTitan's train spec.")
-    flavor: FlavorName = key("debug", f"Model size: {', '.join(FLAVORS)}.")
+    flavor: FlavorName = key("debug", f"Model size: {', '.join(FLAVORS)}. Each size below replaces one of it.")
+    dim: Count | None = key(None, "Width of the residual stream.")
+    n_layers: Count | None = key(None, "Transformer blocks.")
+    n_heads: Count | None = key(None, "Attention heads.")
+    n_kv_heads: Count | None = key(None, "Heads of keys and values, which attention heads share in equal groups.")
+    ffn_dim: Count | None = key(None, "Width of the feed-forward layers; unset: 8/3 dim, rounded up as in the flavor.")
+    rope_theta: Positive | None = key(None, "Base of the rotary positions; unset: 10000.")
     vocab_size: Count = key(32_000, "Rows of embedding and head; at least the tokenizer's vocabulary size.")
     init_std: Positive = key(0.02, "Deviation of the blocks' initial weights; of wo, w2 and w3 it falls with depth.")
     init_factors: BlockFactors = key({}, "Factors of the initial weights of some blocks, such as {o = 1.6, ffn = 1.8}.")

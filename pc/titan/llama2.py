@@ -15,7 +15,7 @@ from torchtitan.models.llama3.model.model import Transformer
 
 from pc.config import block_factor
 from pc.settings import Config
-from pc.settings.models import FLAVORS
+from pc.settings.models import FLAVORS, shape_of
 from pc.shards import local, own_block
 from pc.weights import clean_name
 
@@ -39,6 +39,7 @@ class Llama2Args(TransformerModelArgs):
 
     def update_from_config(self, job_config, **kwargs) -> None:
         super().update_from_config(job_config, **kwargs)
+        vars(self).update(asdict(shape_of(job_config.model)))
         self.vocab_size = job_config.model.vocab_size
         self.init_seed = job_config.debug.seed or 0
         self.init_std = job_config.model.init_std
@@ -52,7 +53,8 @@ def model_args(flavor: str, **changes: Any) -> Llama2Args:
 
 def model_args_of(config: Config) -> Llama2Args:
     """The arguments of a run's model."""
-    return model_args(config.model.flavor, vocab_size=config.model.vocab_size, max_seq_len=config.training.seq_len)
+    sizes = {"vocab_size": config.model.vocab_size, "max_seq_len": config.training.seq_len}
+    return Llama2Args(**asdict(shape_of(config.model)) | sizes)
 
 
 class Flavors(dict):

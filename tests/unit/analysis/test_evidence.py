@@ -10,6 +10,7 @@ from scipy import stats
 from helpers.made_runs import write_run
 from pc.analysis import evidence, evidence_report
 from pc.errors import UserError
+from pc.settings.models import FLAVORS
 
 # {(pc on, learning rate): final losses of seeds 0, 1, 2}; None: diverged
 LOSSES = {
@@ -236,7 +237,7 @@ def test_a_ladder_of_sizes(tmp_path):
     """A difference that grows by 0.02 when parameters double, and best rates that fall with their square root."""
     sweeps = []
     for flavor in ("nano", "debug", "60M"):
-        size = evidence.parameters(flavor, 512)
+        size = evidence.parameters(FLAVORS[flavor], 512)
         best = float(f"{0.1 / size**0.5:.6g}")
         difference = 0.02 * math.log2(size) - 0.5
         losses = {(False, best / 2): [4.1], (False, best): [4.0] * 3, (False, best * 2): [4.2]}
