@@ -21,9 +21,7 @@ def main() -> None:
     config = load_config(arguments.config, overrides)
     from pc.plan.dry_run import check_config  # takes seconds
 
-    report = check_config(
-        config, arguments.world_size, needs_data=not arguments.no_data, gpu_gib=arguments.gpu_gib
-    )
+    report = check_config(config, arguments.world_size, needs_data=not arguments.no_data, gpu_gib=arguments.gpu_gib)
     print(report.text())
     sys.exit(2 if report.errors else 0)
 

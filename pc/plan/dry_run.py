@@ -60,9 +60,7 @@ def check(
     return check_config(load_config(path, overrides), world_size, needs_data=needs_data, gpu_gib=gpu_gib)
 
 
-def check_config(
-    config: Config, world_size: int, *, needs_data: bool = True, gpu_gib: float | None = None
-) -> Report:
+def check_config(config: Config, world_size: int, *, needs_data: bool = True, gpu_gib: float | None = None) -> Report:
     """`check` of a config that has been read."""
     report = Report(errors=list(rules.findings(config)))
     is_valid = not report.errors

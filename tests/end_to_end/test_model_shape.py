@@ -5,8 +5,10 @@ import torch
 
 from helpers.ranks import run_ranks
 from helpers.tiny import ROOT, VOCAB_SIZE, load_all, make_trainer, write_config
+from pc.config import Cut
 from pc.plan import memory
-from pc.settings import load_config, write_config as write_resolved
+from pc.settings import load_config
+from pc.settings import write_config as write_resolved
 
 SHAPE = {"dim": 32, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 40, "rope_theta": 500.0}
 WORDS = [f"--model.{name}={size}" for name, size in SHAPE.items()]
@@ -20,14 +22,14 @@ def _train(rank, config):
     trainer.train()
     write_resolved(trainer.config, f"{trainer.config.job.dump_folder}/config.toml")
     groups = [group for optimizer in trainer.optimizers.optimizers for group in optimizer.param_groups]
-    cuts = [group["cut"].head_dim for group in groups if "cut" in group]
+    cuts = [Cut(*group["cut"]).head_dim for group in groups if "cut" in group]
     with torch.no_grad():
         logits = trainer.model_parts[0](torch.arange(32).view(2, 16))
     return logits, cuts
 
 
 def test_every_size_is_trained_exported_and_estimated(tmp_path, tiny_shards):
-    from pc.evaluate import hugging_face
+    from pc.evaluate import hugging_face, plain_weights
 
     config = write_config(tmp_path / "run.toml", tiny_shards, tmp_path / "run")
     [(logits, cuts)] = run_ranks(1, _train, config)
@@ -40,7 +42,8 @@ def test_every_size_is_trained_exported_and_estimated(tmp_path, tiny_shards):
     sizes = memory.sizes_of_run(load_config(config, [*WORDS, "--pc.enable=false"]))
     assert sizes.hidden_matrices == matrices
     assert sizes.total == matrices + 7 * 32 + 2 * VOCAB_SIZE * 32
-    llama, _ = hugging_face.load(checkpoint)
+    saved = plain_weights.load(checkpoint)
+    llama = hugging_face.to_llama(saved.weights, saved.model_args)
     with torch.no_grad():
         exported = llama(torch.arange(32).view(2, 16)).logits
         llama.config.rope_parameters["rope_theta"] = 10_000.0
@@ -52,5 +55,7 @@ def test_every_size_is_trained_exported_and_estimated(tmp_path, tiny_shards):
 
 @pytest.mark.parametrize("ffn_dim", [1, 7, 64, 683, 4096])
 def test_the_ffn_has_the_width_that_is_given(ffn_dim):
-    config = load_config(ROOT / "train_configs/debug.toml", [f"--model.ffn_dim={ffn_dim}", "--model.dim=200", "--model.n_heads=2"])
+    config = load_config(
+        ROOT / "train_configs/debug.toml", [f"--model.ffn_dim={ffn_dim}", "--model.dim=200", "--model.n_heads=2"]
+    )
     assert memory.sizes_of_run(config).ffn_dim == ffn_dim
