@@ -42,7 +42,8 @@ def make_plan(output: Path, source: str, tokenizer: Tokenizer, requested: dict) 
     requested: the command's settings by name.
 
     Raises:
-        UserError: a setting or the source's files are not those of the folder's plan.
+        UserError: a setting or the source's files are not those of the folder's plan, or no model that is trained with
+            the tokenizer could be exported.
     """
     requested = {"format": FORMAT, "source": source, "tokenizer": tokenizer.sha256} | requested
     path = output / "plan.json"
@@ -57,6 +58,9 @@ def make_plan(output: Path, source: str, tokenizer: Tokenizer, requested: dict) 
                 )
         _require_same_files(source, settings, output)
     else:
+        from pc.data.hf_tokenizer import to_hugging_face  # takes seconds
+
+        to_hugging_face(tokenizer)  # or else the training would have been for nothing
         settings, units = _new(source, requested)
         for name, content in tokenizer.files.items():
             write_atomically(output / TOKENIZER_FOLDER / name, content)

@@ -24,9 +24,10 @@ from transformers import (
 )
 
 from pc.common.files import write_atomically
+from pc.data import hf_tokenizer
 from pc.data.tokenizers import load_tokenizer
 from pc.errors import UserError
-from pc.evaluate import hf_tokenizer, plain_weights
+from pc.evaluate import plain_weights
 from pc.evaluate.model_card import model_card
 from pc.evaluate.plain_weights import RunCheckpoint
 

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torchtitan.distributed import ParallelDims
 
-from pc.evaluate import hf_tokenizer, tasks
+from pc.data import hf_tokenizer
+from pc.evaluate import tasks
 from pc.evaluate.log_likelihoods import LogLikelihoods
 from pc.settings import Config
 

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import sentencepiece
 import tomli_w
 import torch
 import torch.distributed.checkpoint as dcp
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch.distributed.tensor import DTensor
 
 from pc.settings import load_config
@@ -69,15 +69,16 @@ def make_shards(folder: Path) -> Path:
     words = ["".join(draw.choices("abcdefgh", k=draw.randint(2, 6))) for _ in range(60)]
     texts = [" ".join(draw.choices(words, k=40)) for _ in range(300)]
     pq.write_table(pa.table({"text": texts}), folder / "text.parquet")
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(texts),
-        model_prefix=str(folder / "tiny"),
-        vocab_size=VOCAB_SIZE,
-        hard_vocab_limit=False,
-        minloglevel=2,
-    )
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    (folder / "tokenizer").mkdir()
+    tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
+    names = json.dumps({"bos_token": "<s>", "eos_token": "</s>"})
+    (folder / "tokenizer" / "tokenizer_config.json").write_text(names)
     tokenize(
-        str(folder / "text.parquet"), folder / "shards", tokenizer=str(folder / "tiny.model"), validation_fraction=0.2
+        str(folder / "text.parquet"), folder / "shards", tokenizer=str(folder / "tokenizer"), validation_fraction=0.2
     )
     return folder / "shards"
 

