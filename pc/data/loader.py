@@ -23,6 +23,7 @@ from pc.data.checks import check_sample
 from pc.data.manifest import Manifest
 from pc.data.order import shuffled
 from pc.data.shards import TokenStream
+from pc.data.skip import Skip
 from pc.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ class GlobalOrderLoader(Stateful):
     path: folder with manifest.json. split: "train" or "validation". seq_len: tokens. local_batch_size: sequences per rank
     and micro-batch. vocab_size: the model's. seed: of the training order. num_workers: processes that read ahead,
     prefetch_factor micro-batches each. limit_sequences: of a validation pass over all ranks. skip: training positions to
-    skip (`parse_skip`), counted without skipping, so `skip` may change on resume.
+    skip (`Skip`), counted without skipping, so `skip` may change on resume.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class GlobalOrderLoader(Stateful):
         self.position = 0
         """sequences used by all ranks so far"""
         self.local_batch_size, self.dp_rank, self.dp_world_size = local_batch_size, dp_rank, dp_world_size
-        self._skip = parse_skip(skip)
+        self._skip = Skip(skip)
         self._identity: dict[str, str | int] = {
             "data.path (its content)": manifest.configuration_sha256,
             "split": split,
@@ -171,33 +172,15 @@ class GlobalOrderLoader(Stateful):
         """This rank's positions in each micro-batch; all ranks together use `step` of them."""
         position, limit = self.position, self.sequences.limit
         while limit is None or position < limit:
-            first = advance(position, self.dp_rank * self.local_batch_size, self._skip)
-            yield [advance(first, row + 1, self._skip) - 1 for row in range(self.local_batch_size)]
-            position = advance(position, step, self._skip)
+            first = self._skip.advance(position, self.dp_rank * self.local_batch_size)
+            yield [self._skip.advance(first, row + 1) - 1 for row in range(self.local_batch_size)]
+            position = self._skip.advance(position, step)
 
     def _advance(self, step: int) -> None:
         epoch = self.position // self.sequences.length
-        self.position = advance(self.position, step, self._skip)
+        self.position = self._skip.advance(self.position, step)
         if self.sequences.limit is None and self.position // self.sequences.length > epoch and self.dp_rank == 0:
             logger.warning(
                 f"Epoch {epoch + 1} of the data is over after {self.sequences.length:,} sequences; "
                 "the next epoch uses the same documents in another order."
             )
-
-
-def advance(position: int, count: int, skip: Sequence[int]) -> int:
-    """The position after the next `count` positions that are not in `skip` (`parse_skip`)."""
-    end = position + count
-    for skipped in skip:
-        if position <= skipped < end:
-            end += 1
-    return end
-
-
-def parse_skip(words: Sequence[str]) -> list[int]:
-    """`data.skip` as sorted positions: "7" is one position, "7-9" three; the schema has checked the words."""
-    positions: set[int] = set()
-    for word in words:
-        numbers = [int(number) for number in word.split("-")]
-        positions |= set(range(min(numbers), max(numbers) + 1))
-    return sorted(positions)
