@@ -29,7 +29,7 @@ from pc.settings import load_config
 
 TRAIN_SCRIPT = Path(__file__).parents[2] / "scripts" / "slurm" / "train.sbatch"
 
-CRASHES_ALLOWED_WITHOUT_PROGRESS = 2
+REQUEUES_WITHOUT_PROGRESS = 2
 MISTAKE = 2
 """exit status after a `UserError`"""
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR
@@ -144,42 +144,46 @@ def gloo_interface(peer: str) -> dict[str, str]:
 def after(run: Run, returncode: int) -> int:
     """Requeue the job if it should continue; returns the exit status of the batch script.
 
-    A run that stopped by itself (time limit) continues. A crashed run is retried at most
-    `CRASHES_ALLOWED_WITHOUT_PROGRESS` times since its last new checkpoint: a lost node is worth another try, a repeated
-    error is not. A user's mistake is not retried.
+    A job that stopped by itself (time limit) or crashed is requeued at most `REQUEUES_WITHOUT_PROGRESS` times without a
+    new checkpoint: a lost node is worth another try, a repeated error or a limit shorter than the start is not. A user's
+    mistake is not retried. status.json may be of an earlier attempt, so "finished" needs this one's status 0.
     """
     state = state_of(run.folder)
-    if state.state == "finished":
+    if state.state == "finished" and returncode == 0:
         print(f"{run.name}: finished", flush=True)
         return 0
-    if state.state == "stopped" and returncode != MISTAKE:
-        return _requeue(f"{run.name}: stopped at step {state.step}")
     if returncode == MISTAKE and is_locked(run.folder):
         print(f"{run.name}: another process trains it; its state is left as it is", flush=True)
         return MISTAKE
-    said = torchrun.last_words(run.folder) or ""
-    is_mistake = returncode == MISTAKE or said.startswith("error: ")  # torchrun ends with 1 whatever its ranks' status
-    crashes = _count_crash(run)
-    if not is_mistake and crashes <= CRASHES_ALLOWED_WITHOUT_PROGRESS:
-        return _requeue(f"{run.name}: ended with status {returncode}, crash {crashes} since the last checkpoint")
-    if state.state != "failed":
-        reason = f"the trainer ended {crashes} times with status {returncode}; its last words are in the job's log"
+    last = torchrun.last_words(run.folder) or ""
+    is_mistake = returncode == MISTAKE or last.startswith("error: ")  # torchrun ends with 1 whatever its ranks' status
+    attempts = _count_attempt(run)
+    ended = f"stopped at step {state.step}" if state.state == "stopped" else f"ended with status {returncode}"
+    if not is_mistake and attempts <= REQUEUES_WITHOUT_PROGRESS:
+        return _requeue(f"{run.name}: {ended}, attempt {attempts} since the last checkpoint")
+    if state.state == "stopped" and not is_mistake:
+        remedy = "a longer time limit, or checkpoints more often, would let it get further"
+        write_failure(run.folder, f"{attempts} attempts stopped without a new checkpoint; {remedy}")
+    elif state.state != "failed":
+        reason = f"the trainer ended {attempts} times with status {returncode}; its last words are in the job's log"
         write_failure(run.folder, reason)
-    why = "another try would fail too" if is_mistake else f"{crashes} crashes since the last checkpoint"
-    print(f"{run.name}: {state_of(run.folder).state}, {why}", flush=True)
-    if said:
-        print(said, flush=True)  # repeated below the reports of torchrun and srun
+    why = "another try would fail too" if is_mistake else f"{attempts} attempts since the last checkpoint"
+    print(f"{run.name}: {'diverged' if state.state == 'diverged' else 'failed'}, {why}", flush=True)
+    if last:
+        print(last, flush=True)  # repeated below the reports of torchrun and srun
     return MISTAKE if is_mistake else 1
 
 
-def _count_crash(run: Run) -> int:
-    """Crashes since the newest checkpoint, including this one."""
-    file = run.folder / "crashes.json"
+def _count_attempt(run: Run) -> int:
+    """Attempts since the newest checkpoint, including this one."""
+    file = run.folder / "attempts.json"
     step = newest_step(run.folder)
-    before = json.loads(file.read_text()) if file.exists() else {"step": -1, "crashes": 0}
-    crashes = before["crashes"] + 1 if before["step"] == step else 1
-    write_atomically(file, json.dumps({"step": step, "crashes": crashes}) + "\n")
-    return crashes
+    attempts = 1
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # no such file, or a damaged one
+        before = json.loads(file.read_text())
+        attempts += before["attempts"] if before["step"] == step else 0
+    write_atomically(file, json.dumps({"step": step, "attempts": attempts}) + "\n")
+    return attempts
 
 
 def _requeue(why: str) -> int:

@@ -42,7 +42,6 @@ def state_and_reason(run) -> tuple[str, str]:
     return status["state"], status["reason"]
 
 
-GOES_ON = [0] * 5
 THRICE = [0, 0, 1]
 
 
@@ -50,7 +49,8 @@ THRICE = [0, 0, 1]
     "state, status, answers, ends_as",
     [
         ("finished", 0, [0], "finished"),
-        ("stopped", 0, GOES_ON, "stopped"),  # however often
+        *(("finished", status, answers, "finished") for status, answers in ((slurm.MISTAKE, [2]), (137, THRICE))),
+        ("stopped", 0, THRICE, "failed"),  # no checkpoint in three attempts: a fourth would change nothing
         *((state, slurm.MISTAKE, [2], "failed") for state in ("stopped", "running", "failed")),
         ("diverged", slurm.MISTAKE, [2], "diverged"),
         *((state, 137, THRICE, "failed") for state in ("running", "failed", None)),  # a crash is tried twice more
@@ -60,18 +60,24 @@ def test_what_becomes_of_a_job(run, requeued, capfd, state, status, answers, end
     if state:
         say(run, state)
     assert [after(run, status) for _ in answers] == answers
-    assert requeued == [["scontrol", "requeue", "17"]] * (answers.count(0) if state != "finished" else 0)
+    requeues = 0 if (state, status) == ("finished", 0) else answers.count(0)
+    assert requeued == [["scontrol", "requeue", "17"]] * requeues
     assert state_and_reason(run)[0] == ends_as and state_and_reason(run)[1]
-    assert ("diverged, another try would fail too" in capfd.readouterr().out) == (state == "diverged")
+    text = capfd.readouterr().out
+    assert ("diverged, another try would fail too" in text) == (state == "diverged")
+    assert ("finished" in text) == ((state, status) == ("finished", 0))  # an earlier attempt's end is not this one's
 
 
-def test_a_new_checkpoint_gives_new_tries(run, requeued):
-    say(run, "running")
-    assert [after(run, 1) for _ in range(2)] == [0, 0]
+@pytest.mark.parametrize("state, status", [("running", 1), ("stopped", 0)])
+def test_a_new_checkpoint_gives_new_tries(run, requeued, state, status):
+    say(run, state)
+    assert [after(run, status) for _ in range(2)] == [0, 0]
+    (run.folder / "attempts.json").write_text("{")  # cut short on a full disk: as if there were none
     checkpoint = run.folder / "checkpoint" / "step-5"
     checkpoint.mkdir(parents=True)
     (checkpoint / ".metadata").touch()
-    assert [after(run, 1) for _ in range(3)] == THRICE
+    say(run, state)
+    assert [after(run, status) for _ in range(3)] == THRICE
 
 
 def test_a_second_job_leaves_the_state_of_the_run_that_another_trains(run, requeued):
@@ -81,7 +87,7 @@ def test_a_second_job_leaves_the_state_of_the_run_that_another_trains(run, reque
             slurm.task(run)
         assert after(run, 2) == 2 and requeued == []
         assert state_and_reason(run) == ("running", "why")
-    assert not (run.folder / "crashes.json").exists()
+    assert not (run.folder / "attempts.json").exists()
 
 
 def test_an_array_task_requeues_itself_alone(run, requeued, monkeypatch):
