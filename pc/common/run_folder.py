@@ -1,5 +1,6 @@
 """Reads and writes a run's folder: state, lock, checkpoints, metrics."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -27,6 +28,8 @@ METRICS = "metrics.jsonl"
 INDEX = ".metadata"
 """written last, so a checkpoint that has it is complete"""
 _STATUS = "status.json"
+_LOCKS = ("lock", "lock.ranks")
+"""of the launcher, alone, and of its ranks, together"""
 _STEP = re.compile(r"step-(\d+)")
 
 
@@ -91,41 +94,64 @@ def keep_earlier_config(run: Path, resolved: dict, step: int) -> None:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process that called `lock` is alive."""
+    """Whether a process that called `lock` or `join_lock` is alive; also if only the folder's owner can know."""
+    return any(_is_held(folder / name) for name in _LOCKS)
+
+
+def _is_held(file: Path) -> bool:
     try:
-        with open(folder / "lock") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # NFS locks a file open for reading only as shared
-    except BlockingIOError:
+        with _open_lock(file, create=False) as opened:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
         return True
     except OSError:  # no such file, or a file system without locks
         return False
     return False
 
 
+def _open_lock(file: Path, *, create: bool) -> TextIO:
+    """Only its owner can open it: a reader who locks a file that he may read would keep its owner from training."""
+    return os.fdopen(os.open(file, os.O_RDWR | os.O_APPEND | (os.O_CREAT if create else 0), 0o600), "a")
+
+
 def lock(folder: Path) -> TextIO:
     """Keep other processes from training in the same folder. Pass the open file on to the trainer's process.
 
-    The lock lasts while any process holds the file open, so it stays when the launcher is killed and the trainer
-    still runs. The file's modification time is the start of the newest attempt.
+    The lock lasts while any process holds the file open, or a rank that called `join_lock` lives. So it stays when the
+    launcher is killed and ranks still train. The file's modification time is the start of the newest attempt.
 
     Raises:
         UserError: another process trains there.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    file = open(folder / "lock", "a")  # stays open during the run
+    launcher, ranks = (folder / name for name in _LOCKS)
+    try:
+        file = _open_lock(launcher, create=True)  # stays open during the run
+    except PermissionError:
+        raise UserError(f"{launcher} belongs to another user, who alone may train in this folder") from None
     for tries_left in reversed(range(10)):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
+            if not _is_held(ranks):
+                break
         except BlockingIOError:
-            if not tries_left:
-                file.close()
-                raise UserError(f"{folder}: another process is training here") from None
-            time.sleep(0.1)  # `is_locked` may hold it for a moment
+            pass
         except OSError as error:
             warnings.warn(f"{folder} cannot be locked ({error.strerror}): start no second trainer there", stacklevel=2)
             break
+        if not tries_left:
+            file.close()
+            raise UserError(f"{folder}: another process is training here")
+        time.sleep(0.1)  # `is_locked` may hold it for a moment
     os.utime(file.fileno())
+    return file
+
+
+def join_lock(folder: Path) -> TextIO:
+    """Keep the lock while this rank lives: torchrun's ranks do not inherit its launcher's file."""
+    file = _open_lock(folder / _LOCKS[1], create=True)
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(file, fcntl.LOCK_SH)
     return file
 
 

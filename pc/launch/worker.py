@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torchtitan.tools.logging import init_logger, logger
 
 from pc.common.errors import WriteFailed
-from pc.common.run_folder import keep_earlier_config, write_failure
+from pc.common.run_folder import join_lock, keep_earlier_config, write_failure
 from pc.errors import UserError
 from pc.settings import Config, load_config, write_config
 from pc.titan.environment import write_environment
@@ -52,8 +52,9 @@ def main() -> None:
     config: Config | None = None
     try:
         config = load_config(path, overrides)
-        trainer = Trainer(config)
         folder = Path(config.job.dump_folder)
+        held = join_lock(folder)  # noqa: F841
+        trainer = Trainer(config)
 
         def record(step: int) -> None:
             keep_earlier_config(folder, config.model_dump(exclude_unset=True), step)

@@ -3,6 +3,8 @@
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -11,6 +13,8 @@ import pytest
 
 from helpers import tiny
 from helpers.ranks import run_ranks
+from pc.common.run_folder import is_locked, lock
+from pc.errors import UserError
 
 pytestmark = pytest.mark.soak
 
@@ -87,3 +91,31 @@ def _train_and_measure(rank, config, overrides):
     trainer.train()
     trainer.close()
     return sizes
+
+
+def test_ranks_keep_their_folder_when_launcher_and_agent_are_killed(tiny_config, tmp_path):
+    config, folder = Path(tiny_config[0]), tmp_path / "run"
+    config.write_text(config.read_text().replace('"tiny"', '"nano"'))  # a size that other processes know
+    words = [sys.executable, "-m", "pc.launch.local", str(config), f"--job.dump_folder={folder}"]
+    launcher = subprocess.Popen([*words, "--training.steps=100000"], env=os.environ | {"NGPU": "2"}, cwd=tiny.ROOT)
+    while not (folder / "metrics.jsonl").exists():
+        assert launcher.poll() is None
+        time.sleep(0.5)
+    (agent,) = _children(launcher.pid)
+    ranks = _children(agent)
+    for process in (launcher.pid, agent):
+        os.kill(process, signal.SIGKILL)
+    launcher.wait()
+    try:
+        assert len(ranks) == 2 and is_locked(folder)
+        with pytest.raises(UserError, match="another process is training here"):
+            lock(folder)
+    finally:
+        for rank in ranks:
+            os.kill(rank, signal.SIGKILL)
+    while is_locked(folder):
+        time.sleep(0.1)
+
+
+def _children(process: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]

@@ -6,7 +6,7 @@ import tomllib
 import pytest
 
 from helpers.made_runs import write_run
-from pc.common.run_folder import lock, read_log, state_of
+from pc.common.run_folder import join_lock, lock, read_log, state_of
 from pc.errors import UserError
 from pc.sweep.bars import read_results
 from pc.sweep.results import status_text
@@ -115,3 +115,10 @@ def test_a_dead_run_that_said_running_is_interrupted(tmp_path):
         with pytest.raises(UserError, match="another process is training here"):
             lock(tmp_path)
     assert state_of(tmp_path).state == "interrupted"
+    with join_lock(tmp_path), join_lock(tmp_path):  # two ranks whose launcher was killed
+        assert state_of(tmp_path).state == "running"
+        with pytest.raises(UserError, match="another process is training here"):
+            lock(tmp_path)
+    with lock(tmp_path), join_lock(tmp_path):  # a launcher and its rank
+        assert state_of(tmp_path).state == "running"
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.glob("lock*")} == {0o600}  # no reader can hold them
