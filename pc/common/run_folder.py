@@ -49,11 +49,14 @@ class State:
 
 
 def state_of(folder: Path) -> State:
-    """The state in status.json; "interrupted" if it says "running" but no process holds the lock."""
+    """The state in status.json; "interrupted" if it says "running" but no process holds the lock, or is damaged."""
     file, locked = folder / _STATUS, is_locked(folder)
     if not file.exists():
         return State("running" if locked else "waiting", 0, 0, "")
-    state = State(**json.loads(file.read_text()))
+    try:
+        state = State(**json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError):
+        state = State("running", 0, 0, f"{file} cannot be read")
     return replace(state, state="interrupted") if state.state == "running" and not locked else state
 
 
@@ -86,8 +89,16 @@ def keep_earlier_config(run: Path, resolved: dict, step: int) -> None:
     if step == 0:
         for file in earlier:
             file.unlink()
-    elif current.exists() and tomllib.loads(current.read_text()) != resolved:
+    elif current.exists() and _read_toml(current) != resolved:
         current.rename(run / f"config.{len(earlier) + 1}.toml")
+
+
+def _read_toml(file: Path) -> dict | None:
+    """None if it is damaged."""
+    try:
+        return tomllib.loads(file.read_text())
+    except ValueError:
+        return None
 
 
 # --- lock -------------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ def sbatch(folder: Path, options: list[str], arguments: Sequence[str]) -> str:
     logs = folder / "slurm"
     logs.mkdir(parents=True, exist_ok=True)  # without the folder SLURM drops the output
     is_array = any(option.startswith("--array") for option in options)
-    output = f"--output={logs}/%x-{'%A_%a' if is_array else '%j'}.log"
+    output = f"--output={str(logs).replace('%', '%%')}/%x-{'%A_%a' if is_array else '%j'}.log"
     # the job uses the interpreter that submitted it
     environment = {**os.environ, "PC_PYTHON": sys.executable}
     words = ["sbatch", "--parsable", output, *options, str(TRAIN_SCRIPT), *arguments]

@@ -5,7 +5,10 @@ A result holds only values that differ from the defaults, so that a key that is 
 """
 
 import contextlib
+import hashlib
 import json
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +56,15 @@ def result(config: Config, world_size: int | None = None, data: dict[str, str] |
     if config.training.global_batch_size == -1 and world_size is not None:
         found[BATCH] = Layout.of(config, world_size).sequences
     return json.loads(json.dumps(found | (contents(config) if data is None else data)))
+
+
+@cache
+def code() -> dict[str, str]:
+    """What computes a result: versions of torch and TorchTitan, and a checksum of this package's files."""
+    package, digest = Path(__file__).parents[1], hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        digest.update(f"{file.relative_to(package)} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    return {"torch": version("torch"), "torchtitan": version("torchtitan"), "files": digest.hexdigest()}
 
 
 def contents(config: Config) -> dict[str, str]:

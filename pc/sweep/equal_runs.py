@@ -1,8 +1,9 @@
 """Equal runs are trained once: which runs are equal, which runs of several sweeps remain, and reuse of finished ones.
 
 Two runs are equal if everything that affects the result agrees (`pc.settings.identity`). Folders, checkpoints, logging
-and health metrics do not, nor does the number of GPUs where the global batch does not depend on it. A reused run is a
-link to the folder of the trained one.
+and health metrics do not, nor does the number of GPUs where the global batch does not depend on it. A run of another
+folder is reused only if the same code trained it: a result from before a mended bug must not come back. A reused run is
+a link to the folder of the trained one.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from pc.errors import UserError
 from pc.launch.run import Run
 from pc.settings import Config
 from pc.settings.chain import validated
-from pc.settings.identity import differing, result
+from pc.settings.identity import code, differing, result
 from pc.sweep.spec import Sweep
 
 OUTPUTS = Path("outputs")
@@ -66,6 +67,8 @@ class Group(NamedTuple):
     """of the equal run that is nearest to its end, one of these or another below `outputs/`"""
     folder: Path
     """of that run"""
+    of_other_code: list[Path]
+    """folders of equal runs that other code or another torch finished, which are not reused"""
 
 
 def plan(sweeps: Sequence[Sweep], world_size: int | None = None) -> list[Group]:
@@ -85,10 +88,21 @@ def plan(sweeps: Sequence[Sweep], world_size: int | None = None) -> list[Group]:
     trained = _started([OUTPUTS, *[sweep.folder for sweep in sweeps]])
     groups = []
     for mine, runs in found:
-        folders = [*(run.folder for run in runs), *(f for f, theirs in trained.items() if not differing(mine, theirs))]
-        states = [(run_folder.state_of(folder).state, folder) for folder in folders]
-        groups.append(Group(runs, *min(states, key=lambda state: ORDER.index(state[0]))))
+        own = [run.folder for run in runs]
+        others = [folder for folder, theirs in trained.items() if folder not in own and not differing(mine, theirs)]
+        usable = [folder for folder in others if _code_of(folder) == code()]
+        states = {folder: run_folder.state_of(folder).state for folder in [*own, *others]}
+        best = min([*own, *usable], key=lambda folder: ORDER.index(states[folder]))
+        stale = [folder for folder in others if folder not in usable and states[folder] == "finished"]
+        groups.append(Group(runs, states[best], best, stale))
     return groups
+
+
+def _code_of(folder: Path) -> dict[str, str] | None:
+    try:
+        return json.loads((folder / "environment.json").read_text()).get("code")
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def _started(roots: Sequence[Path]) -> dict[Path, dict[str, Any]]:

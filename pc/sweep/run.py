@@ -38,6 +38,12 @@ def run_all(sweeps: Sequence[Sweep]) -> None:
         if equal.state == "running" and equal.folder != run.folder:
             print(f"{label}: another process is training an equal run in {equal.folder}", flush=True)
             continue
+        for other in equal.of_other_code[:1]:
+            print(
+                f"{label}: {other} is an equal run, but of other code or another torch, so this one is trained; to use that "
+                f"one: ln -s {other.resolve()} {run.folder}",
+                flush=True,
+            )
         fetch_demo_data(run.resolved)
         try:
             held = lock(run.folder)

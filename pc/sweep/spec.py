@@ -76,6 +76,8 @@ def _sweep(path: Path, config: SweepConfig) -> Sweep:
     for key in ("job.dump_folder", *(("debug.seed", "data.seed") if config.seeds else ())):
         if key in varied:
             raise UserError(f"{key} is set by the sweep itself, for folder and seeds; remove one of them")
+    if unfit := [name for name in config.variants if not re.fullmatch(r"\w[\w.+=-]*", name)]:
+        raise UserError(f"variants.{unfit[0]!r} names a folder: use letters, digits and . + = - _")
     runs = []
     for name in config.configs:
         file = _shortest(path.parent / name)

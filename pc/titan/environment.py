@@ -15,7 +15,7 @@ import torch.distributed as dist
 from pc.common.files import write_atomically
 from pc.errors import UserError
 from pc.settings import Config
-from pc.settings.identity import contents, everything
+from pc.settings.identity import code, contents, everything
 
 PACKAGES = ("torch", "torchtitan", "datasets", "lm-eval", "transformers", "numpy", "pc-layer")
 DIFFERENCES_SHOWN = 4
@@ -27,6 +27,7 @@ def write_environment(folder: str | Path, config: Config, world_size: int) -> No
     content = {
         "versions": versions(),
         "commit": commit(),
+        "code": code(),
         "data": contents(config),
         "gpus": gpus,
         "cpu_cores": len(os.sched_getaffinity(0)),

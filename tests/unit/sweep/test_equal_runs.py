@@ -14,7 +14,7 @@ from pc.errors import UserError
 from pc.launch.slurm import Allocation
 from pc.plan.dry_run import Report
 from pc.settings import load_config, write_config
-from pc.settings.identity import differing, result
+from pc.settings.identity import code, differing, result
 from pc.sweep import equal_runs, plan_table
 from pc.sweep.results import status_text
 from pc.sweep.run import run_all
@@ -62,6 +62,7 @@ def trained(monkeypatch):
 
 def finish(config, overrides, folder: Path, state="finished"):
     write_config(load_config(config, overrides), folder / "config.toml")
+    (folder / "environment.json").write_text(json.dumps({"code": code()}))
     write_run(folder, [{"step": 5, "tokens": 640, "loss": 3.0, "validation_loss": 3.0}], state)
 
 
@@ -197,3 +198,17 @@ def test_equal_runs_are_queued_once(folder, monkeypatch):
     said = submit(sweeps, 2, Allocation(1, 8, []))
     assert queued == [("--array=0-0%2", ["level-4"]), ("--array=0-0%2", ["blocks-ffn"])]
     assert "blocks-ffn+o: equal to outputs/sweeps/level/level-4" in said
+
+
+@pytest.mark.parametrize("what", ["torch", "files", None])
+def test_a_run_of_other_code_is_not_reused(folder, trained, capsys, what):
+    """After a mended bug the old result would come back in silence. The control is a run of the same code."""
+    finish("pc.toml", ["--pc.level=3"], folder / "outputs" / "by-hand")
+    record = json.dumps({"code": code() | ({what: "other"} if what else {})})
+    (folder / "outputs" / "by-hand" / "environment.json").write_text(record)
+    sweep = load("level.toml")
+    equal_runs.take_over([sweep])
+    run_all([sweep])
+    expected = ["outputs/sweeps/level/level-3", "outputs/sweeps/level/level-4"]
+    assert trained == (expected if what else expected[1:])
+    assert ("outputs/by-hand is an equal run, but of other code" in capsys.readouterr().out) == bool(what)

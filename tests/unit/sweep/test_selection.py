@@ -6,7 +6,7 @@ import tomllib
 import pytest
 
 from helpers.made_runs import write_run
-from pc.common.run_folder import join_lock, lock, read_log, state_of
+from pc.common.run_folder import join_lock, keep_earlier_config, lock, read_log, state_of
 from pc.errors import UserError
 from pc.sweep.bars import read_results
 from pc.sweep.results import status_text
@@ -122,3 +122,17 @@ def test_a_dead_run_that_said_running_is_interrupted(tmp_path):
     with lock(tmp_path), join_lock(tmp_path):  # a launcher and its rank
         assert state_of(tmp_path).state == "running"
     assert {path.stat().st_mode & 0o777 for path in tmp_path.glob("lock*")} == {0o600}  # no reader can hold them
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"state": "finished"}', "\xff"])
+def test_a_damaged_status_is_that_of_an_interrupted_run(tmp_path, text):
+    """In one run below outputs/ it ended every sweep's plan and status in a traceback."""
+    (tmp_path / "status.json").write_text(text, encoding="latin-1")
+    state = state_of(tmp_path)
+    assert (state.state, state.step) == ("interrupted", 0) and "status.json cannot be read" in state.reason
+
+
+def test_a_damaged_config_of_an_earlier_part_is_kept_aside(tmp_path):
+    (tmp_path / "config.toml").write_text("[job")
+    keep_earlier_config(tmp_path, {}, step=3)
+    assert (tmp_path / "config.1.toml").read_text() == "[job"

@@ -63,6 +63,7 @@ def test_values_of_any_type_reach_the_run(sweep, value, name, shown):
         ('seeds = [0]\n[axes]\n"data.seed" = [3, 4]', "data.seed is set by the sweep itself"),
         ('[axes]\n"job.dump-folder" = ["a", "b"]', "job.dump_folder is set by"),
         ("sedes = [1]", "did you mean seeds"),
+        ('[variants."../../x"]\n"optimizer.lr" = 1.0', "variants.'../../x' names a folder"),
     ],
 )
 def test_bad_sweeps_say_what_is_wrong(sweep, text, said):
