@@ -10,7 +10,7 @@ next sequence.
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import DataLoader, Dataset
 
 from pc.data.checks import check_sample
-from pc.data.manifest import Manifest
+from pc.data.manifest import Manifest, require_same_tokenizer
+from pc.data.mixture import CYCLE, Mixture
 from pc.data.order import shuffled
 from pc.data.shards import TokenStream
 from pc.data.skip import Skip
@@ -34,29 +35,67 @@ VALIDATION_SEED = 0  # the validation order does not depend on the run's seed
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
-class Sequences(Dataset):
-    """Sequences of a split by position.
+class Folder:
+    """Sequences of one folder's split by position. length: sequences per epoch."""
 
-    length: sequences per epoch. limit: number of positions, at most `limit_sequences`; None, in training: endless.
-    """
-
-    def __init__(self, manifest: Manifest, split: str, seq_len: int, seed: int, limit_sequences: int | None):
+    def __init__(self, manifest: Manifest, split: str, seq_len: int, seed: int):
         self.stream = TokenStream(manifest, split)
-        self.seq_len = seq_len
-        self.seed = seed if split == "train" else VALIDATION_SEED
+        self.seq_len, self.seed = seq_len, seed
         self.length = (len(self.stream) - 1) // seq_len
         if self.length < 1:
             raise UserError(
                 f"the {split} split of {manifest.folder} has {len(self.stream)} tokens, too few for one sequence of "
                 f"seq_len + 1 = {seq_len + 1}"
             )
-        self.limit = None if split == "train" else min(limit_sequences or self.length, self.length)
 
     def tokens(self, position: int) -> np.ndarray:
         """The tokens at a position [seq_len + 1]: inputs, and labels shifted by one."""
         epoch, place = divmod(position, self.length)
         start = shuffled(place, self.length, self.seed, epoch) * self.seq_len
         return self.stream.read(start, start + self.seq_len + 1)
+
+
+class Sequences(Dataset):
+    """Sequences of one folder, or of several by `Mixture`, by position.
+
+    limit: number of positions, at most `limit_sequences`; None, in training: endless. content: which data in which shares.
+    """
+
+    def __init__(
+        self,
+        manifests: Sequence[Manifest],
+        weights: Sequence[float],
+        split: str,
+        seq_len: int,
+        seed: int,
+        limit_sequences: int | None,
+    ):
+        # in the order of their content, so that folders may be moved and a table may be written anew
+        parts = sorted(zip(manifests, weights, strict=True), key=lambda part: part[0].configuration_sha256)
+        self.seq_len = seq_len
+        self.folders = [Folder(manifest, split, seq_len, seed) for manifest, _ in parts]
+        self.limit = None if split == "train" else min(limit_sequences or self.length, self.length)
+        self.mixture, self.content = None, parts[0][0].configuration_sha256
+        if len(parts) > 1:
+            self.mixture = Mixture({str(manifest.folder): weight for manifest, weight in parts}, seed)
+            shares = zip(self.mixture.counts, parts, strict=True)
+            self.content = ", ".join(
+                f"{n / CYCLE} of {manifest.configuration_sha256[:12]}" for n, (manifest, _) in shares
+            )
+
+    @property
+    def length(self) -> int:
+        """Sequences of all folders."""
+        return sum(folder.length for folder in self.folders)
+
+    def tokens(self, position: int) -> np.ndarray:
+        """The tokens at a position [seq_len + 1]."""
+        folder, place = self.mixture.locate(position) if self.mixture else (0, position)
+        return self.folders[folder].tokens(place)
+
+    def used(self, position: int) -> list[int]:
+        """Sequences of each folder before a position."""
+        return self.mixture.used(position).tolist() if self.mixture else [position]
 
     def __getitem__(self, positions: Sequence[int]) -> Batch | UserError:
         """({"input": int64 [B, seq_len]}, labels int64 [B, seq_len]); beyond `limit`, labels are `IGNORED_LABEL`.
@@ -86,7 +125,7 @@ class GlobalOrderLoader(Stateful):
     again, with the same order in every run (ignored labels fill the last micro-batch, so that all ranks have the same
     number).
 
-    path: folder with manifest.json. split: "train" or "validation". seq_len: tokens. local_batch_size: sequences per rank
+    path: folder with manifest.json; in training also {folder: weight}, a mixture. split: "train" or "validation". seq_len: tokens. local_batch_size: sequences per rank
     and micro-batch. vocab_size: the model's. seed: of the training order. num_workers: processes that read ahead,
     prefetch_factor micro-batches each. limit_sequences: of a validation pass over all ranks. skip: training positions to
     skip (`Skip`), counted without skipping, so `skip` may change on resume.
@@ -94,7 +133,7 @@ class GlobalOrderLoader(Stateful):
 
     def __init__(
         self,
-        path: str | Path,
+        path: str | Path | Mapping[str, float],
         split: str = "train",
         *,
         seq_len: int,
@@ -109,18 +148,16 @@ class GlobalOrderLoader(Stateful):
         limit_sequences: int | None = None,
         skip: Sequence[str] = (),
     ) -> None:
-        manifest = Manifest.read(path)
-        if manifest.vocab_size > vocab_size:
-            raise UserError(
-                f"{path} was tokenised with {manifest.tokenizer.name!r} of {manifest.vocab_size} entries, "
-                f"but model.vocab_size is {vocab_size}"
-            )
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # the others of this machine would find the same
-            logger.info(check_sample(manifest, split))
-        self.sequences = Sequences(manifest, split, seq_len, seed, limit_sequences)
-        if limit_sequences and self.sequences.length < limit_sequences and dp_rank == 0:
+        weights = path if isinstance(path, Mapping) else {str(path): 1.0}
+        manifests = [Manifest.read(folder) for folder in weights]
+        for manifest in manifests:
+            self._require_usable(manifest, manifests[0], split, vocab_size)
+        seed = seed if split == "train" else VALIDATION_SEED
+        self.sequences = Sequences(manifests, list(weights.values()), split, seq_len, seed, limit_sequences)
+        limit = self.sequences.limit
+        if limit is not None and limit_sequences and limit < limit_sequences and dp_rank == 0:
             logger.warning(
-                f"The {split} split of {path} has {self.sequences.length} sequences of {seq_len} tokens; "
+                f"The {split} split of {path} has {limit} sequences of {seq_len} tokens; "
                 f"all are used instead of the {limit_sequences} requested."
             )
         self.position = 0
@@ -128,10 +165,10 @@ class GlobalOrderLoader(Stateful):
         self.local_batch_size, self.dp_rank, self.dp_world_size = local_batch_size, dp_rank, dp_world_size
         self._skip = Skip(skip)
         self._identity: dict[str, str | int] = {
-            "data.path (its content)": manifest.configuration_sha256,
+            "data.path (its content)": self.sequences.content,
             "split": split,
             "training.seq_len": seq_len,
-            "data.seed": self.sequences.seed,
+            "data.seed": seed,
         }
         self._workers: dict[str, Any] = {
             "num_workers": num_workers,
@@ -140,6 +177,24 @@ class GlobalOrderLoader(Stateful):
             # torch draws a seed per iterator, which must not advance the global generator
             "generator": torch.Generator(),
         }
+
+    @staticmethod
+    def _require_usable(manifest: Manifest, first: Manifest, split: str, vocab_size: int) -> None:
+        """Check a folder against the model and the first folder, and a part of its bytes."""
+        require_same_tokenizer(first, manifest)
+        if manifest.vocab_size > vocab_size:
+            raise UserError(
+                f"{manifest.folder} was tokenised with {manifest.tokenizer.name!r} of {manifest.vocab_size} entries, "
+                f"but model.vocab_size is {vocab_size}"
+            )
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # the others of this machine would find the same
+            logger.info(check_sample(manifest, split))
+
+    def shares(self) -> dict[str, float]:
+        """{folder: its share of the sequences so far}"""
+        used = self.sequences.used(self.position)
+        names = [str(folder.stream.manifest.folder) for folder in self.sequences.folders]
+        return {name: count / max(1, sum(used)) for name, count in zip(names, used, strict=True)}
 
     def state_dict(self) -> dict[str, int | str]:
         return {"position": self.position, "identity": json.dumps(self._identity, sort_keys=True)}
@@ -177,10 +232,14 @@ class GlobalOrderLoader(Stateful):
             position = self._skip.advance(position, step)
 
     def _advance(self, step: int) -> None:
-        epoch = self.position // self.sequences.length
+        before = self.sequences.used(self.position)
         self.position = self._skip.advance(self.position, step)
-        if self.sequences.limit is None and self.position // self.sequences.length > epoch and self.dp_rank == 0:
-            logger.warning(
-                f"Epoch {epoch + 1} of the data is over after {self.sequences.length:,} sequences; "
-                "the next epoch uses the same documents in another order."
-            )
+        if self.sequences.limit is not None or self.dp_rank > 0:
+            return
+        for folder, old, new in zip(self.sequences.folders, before, self.sequences.used(self.position), strict=True):
+            epoch = old // folder.length
+            if new // folder.length > epoch:
+                logger.warning(
+                    f"Epoch {epoch + 1} of {folder.stream.manifest.folder} is over after {folder.length:,} sequences; "
+                    "the next epoch uses the same documents in another order."
+                )

@@ -50,8 +50,8 @@ class RunCheckpoint:
 
     @property
     def data(self) -> Path:
-        """The run's folder of token shards."""
-        return Path(self.settings.data.path)
+        """The run's folder of token shards, or the first of several, which have one tokenizer."""
+        return Path(next(iter(self.settings.data.folders)))
 
 
 def load(path: str | Path) -> RunCheckpoint:

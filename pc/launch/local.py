@@ -57,7 +57,7 @@ def print_help(config: str) -> None:
 
 def fetch_demo_data(config: Config) -> None:
     """Create the demo data if the config reads it."""
-    if config.data.path != Data().path:
+    if Data().path not in config.data.folders:
         return
     if subprocess.run([sys.executable, "-m", "pc.data.demo"]).returncode:
         raise UserError("the demo data could not be created (see above); to use other data: --data.path FOLDER")

@@ -169,25 +169,42 @@ def _check_memory(report: Report, config: Config, sizes: memory.Sizes, layout: L
 
 def _check_data(report: Report, config: Config, needs_data: bool, wanted: int) -> None:
     """Check the data for a run over `wanted` tokens."""
-    train = _manifest(report, "data.path", config.data.path, needs_data)
+    section = config.data
+    train = {folder: _manifest(report, "data.path", folder, needs_data) for folder in section.folders}
     validation = train
-    if config.data.validation_path:
-        validation = _manifest(report, "data.validation_path", config.data.validation_path, needs_data)
-    if train and validation:
-        _tried(report, require_same_tokenizer, train, validation)
-    if train:
-        tokens = train.tokens("train")
-        report.facts.append(("training data", f"{train.folder}: {tokens:,} tokens, tokenizer {train.tokenizer.name}"))
-        is_usable = _sequences(report, config, train, "train") > 0
-        if is_usable and tokens < wanted:
-            report.warnings.append(f"the run repeats its {tokens:,} training tokens {wanted / tokens:.1f} times")
-    if validation and config.validation.enable:
-        sequences, requested = _sequences(report, config, validation, "validation"), config.data.validation_sequences
-        report.facts.append(("validation data", f"{min(sequences, requested)} sequences of {config.training.seq_len}"))
-        if sequences < requested:
-            report.warnings.append(
-                f"{validation.folder} has {sequences} validation sequences, data.validation_sequences is {requested}"
-            )
+    if section.validation_path:
+        key = "data.validation_path"
+        validation = {section.validation_path: _manifest(report, key, section.validation_path, needs_data)}
+    found = [manifest for manifest in (train | validation).values() if manifest]
+    for other in found[1:]:
+        _tried(report, require_same_tokenizer, found[0], other)
+    for folder, manifest in train.items():
+        if manifest:
+            _check_training(report, config, manifest, section.folders[folder] / sum(section.folders.values()), wanted)
+    for manifest in validation.values() if config.validation.enable else ():
+        if manifest:
+            _check_validation(report, config, manifest)
+
+
+def _check_training(report: Report, config: Config, manifest: Manifest, share: float, wanted: int) -> None:
+    tokens = manifest.tokens("train")
+    whole = "" if share == 1 else f"{share:.1%} of the sequences, "
+    fact = f"{manifest.folder}: {whole}{tokens:,} tokens, tokenizer {manifest.tokenizer.name}"
+    report.facts.append(("training data", fact))
+    if _sequences(report, config, manifest, "train") > 0 and tokens < wanted * share:
+        which = "its" if share == 1 else f"{manifest.folder}:"
+        report.warnings.append(
+            f"the run repeats {which} {tokens:,} training tokens {wanted * share / tokens:.1f} times"
+        )
+
+
+def _check_validation(report: Report, config: Config, manifest: Manifest) -> None:
+    sequences, requested = _sequences(report, config, manifest, "validation"), config.data.validation_sequences
+    report.facts.append(("validation data", f"{min(sequences, requested)} sequences of {config.training.seq_len}"))
+    if sequences < requested:
+        report.warnings.append(
+            f"{manifest.folder} has {sequences} validation sequences, data.validation_sequences is {requested}"
+        )
 
 
 def _sequences(report: Report, config: Config, manifest: Manifest, split: str) -> int:

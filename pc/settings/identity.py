@@ -70,10 +70,10 @@ def code() -> dict[str, str]:
 def contents(config: Config) -> dict[str, str]:
     """{key: checksum of the settings that made the data}, for the folders that can be read."""
     found = {}
-    for key in ("path", "validation_path"):
-        manifest = Path(getattr(config.data, key) or config.data.path, "manifest.json")
+    for key, folders in (("path", config.data.folders), ("validation_path", config.data.validation_folders)):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # reported when the data are opened
-            found[f"content of data.{key}"] = json.loads(manifest.read_text())["configuration_sha256"]
+            manifests = [json.loads(Path(folder, "manifest.json").read_text()) for folder in folders]
+            found[f"content of data.{key}"] = ", ".join(manifest["configuration_sha256"] for manifest in manifests)
     return found
 
 

@@ -6,7 +6,7 @@ Sections and keys have TorchTitan's names. Keys of TorchTitan that this trainer 
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import StringConstraints, ValidationError, WrapValidator
+from pydantic import Field, StringConstraints, ValidationError, WrapValidator
 
 from pc.config import PCConfig
 from pc.settings.models import FLAVORS, FlavorName
@@ -194,12 +194,16 @@ class Debug(Section):
 Level = int | str | list[float]
 
 
-def _one_mistake(value: Any, validate: Callable[[Any], Any]) -> Any:
-    """Pydantic's own words name each type of the union."""
-    try:
-        return validate(value)
-    except ValidationError:
-        raise ValueError("should be 1 to 4, polar_express, coefficients, or a table of these") from None
+def _should(be: str) -> WrapValidator:
+    """Say what a value should be; pydantic's own words name each type of a union."""
+
+    def one_mistake(value: Any, validate: Callable[[Any], Any]) -> Any:
+        try:
+            return validate(value)
+        except ValidationError:
+            raise ValueError(f"should be {be}") from None
+
+    return WrapValidator(one_mistake)
 
 
 class PC(Section):
@@ -207,10 +211,12 @@ class PC(Section):
 
     decides = METHOD
     enable: bool = key(False, "Precondition weights; false: a plain Llama 2, the baseline.")
-    level: Annotated[Level | dict[str, Level], WrapValidator(_one_mistake)] = key(
-        4,
-        "Strength: 1 to 4, or polar_express; or your own coefficients, such as [2.083, -1.643, 0.560]; or a table with "
-        "one of these for each entry of blocks.",
+    level: Annotated[Level | dict[str, Level], _should("1 to 4, polar_express, coefficients, or a table of these")] = (
+        key(
+            4,
+            "Strength: 1 to 4, or polar_express; or your own coefficients, such as [2.083, -1.643, 0.560]; or a table with "
+            "one of these for each entry of blocks.",
+        )
     )
     blocks: list[str] = key(
         ["o", "ffn"], "Layers to precondition: q, k, v, o, gate, up, down, and the groups qk and ffn."
@@ -238,13 +244,26 @@ class Data(Section):
     """Where tokens come from (docs/data.md)."""
 
     decides = RESULT
-    path: Text = key("data/demo", "Folder of token shards with a manifest.")
+    path: Annotated[
+        Text | Annotated[dict[Text, Positive], Field(min_length=1)],
+        _should("a folder or a table of folders with weights"),
+    ] = key("data/demo", "Folder of token shards with a manifest; or a mixture, a table of folders with their weights.")
     validation_path: Text = key("", "Folder of the validation split; empty: the same as path.")
     validation_sequences: Count = key(64, "Sequences per validation over all ranks, the same ones every time.")
     seed: Seed = key(0, "Seed of the order of training sequences.")
     skip: list[Annotated[str, StringConstraints(pattern=r"^[0-9]{1,18}(-[0-9]{1,18})?$")]] = key(
         [], 'Training sequences to skip, by the positions shown in the log: "1200-1263".'
     )
+
+    @property
+    def folders(self) -> dict[str, float]:
+        """{folder: weight} of the training data."""
+        return self.path if isinstance(self.path, dict) else {self.path: 1.0}
+
+    @property
+    def validation_folders(self) -> dict[str, float]:
+        """{folder: weight of its loss} of the validation data."""
+        return {self.validation_path: 1.0} if self.validation_path else self.folders
 
 
 class Health(Section):

@@ -255,7 +255,7 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer, job_config: Co
     """For TorchTitan's TrainSpec: shards in global order."""
     loader = job_config.training.dataloader
     return data.GlobalOrderLoader(
-        job_config.data.path,
+        job_config.data.folders,
         "train",
         seed=job_config.data.seed,
         skip=job_config.data.skip,
