@@ -131,6 +131,7 @@ State = Literal["model", "optimizer", "lr_scheduler", "dataloader", "train_state
 class Checkpoint(Section):
     enable: bool = key(False, "Save checkpoints, and continue from the newest one.")
     interval: Count = key(500, "Steps between checkpoints.")
+    minutes: Interval = key(0, "Minutes after a checkpoint when the next is due before its step; 0: never.")
     initial_load_path: Text | None = key(None, "Checkpoint or Hugging Face folder that a new run starts from.", RESULT)
     initial_load_model_only: bool = key(True, "Load only its weights.", RESULT)
     initial_load_in_hf: bool = key(False, "It is a Hugging Face folder (or model.hf_assets_path is).", RESULT)

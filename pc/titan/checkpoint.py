@@ -1,6 +1,7 @@
 """TorchTitan's checkpoint manager with checksums: finds damage before a load, and a failed save harms no checkpoint."""
 
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +31,9 @@ class Checkpoints(CheckpointManager):
         """all ranks, on the CPU, so that GPUs do not wait for each other"""
         self.may_save: Callable[[], bool] = lambda: True
         """whether the weights are known to be finite: not in a step that is left out, whose cause may be in W itself"""
+        self.is_due = False
+        """whether all ranks have agreed to save the current step, whatever the interval says"""
+        self._seconds, self._saved_at = 60 * arguments["checkpoint_config"].minutes, time.monotonic()
         super().__init__(**arguments)
 
     # --- saving -------------------------------------------------------------------------------------
@@ -39,6 +43,7 @@ class Checkpoints(CheckpointManager):
     ):  # TorchTitan's signature
         if to_hf:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
+        self._saved_at = time.monotonic()
         self._saving, writer = checkpoint_id, ChecksummedWriter(checkpoint_id)
         if async_mode == AsyncMode.DISABLED:
             try:
@@ -65,6 +70,13 @@ class Checkpoints(CheckpointManager):
     def save(self, curr_step: int, last_step: bool = False) -> None:
         if last_step or self.may_save():
             super().save(curr_step, last_step)
+
+    def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
+        return super()._should_save(curr_step, last_step) or (self.enable and self.is_due)
+
+    def minutes_are_over(self) -> bool:
+        """Whether the newest checkpoint is older than `checkpoint.minutes` by this rank's clock."""
+        return bool(self._seconds) and time.monotonic() - self._saved_at >= self._seconds
 
     def save_and_stop(self, step: int) -> None:
         """Save this step unless it is saved: a kill while writing the same again would destroy it."""

@@ -180,9 +180,9 @@ class PCTrainer(torchtitan.train.Trainer):
     def should_continue_training(self) -> bool:
         if not super().should_continue_training():
             return False
-        requested = torch.tensor(int(self._stop_requested))
-        dist.all_reduce(requested, dist.ReduceOp.MAX, group=self.checkpointer.group)
-        self.stopped = bool(requested)
+        wishes = torch.tensor([self._stop_requested, self.checkpointer.minutes_are_over()], dtype=torch.int)
+        dist.all_reduce(wishes, dist.ReduceOp.MAX, group=self.checkpointer.group)
+        self.stopped, self.checkpointer.is_due = map(bool, wishes.tolist())
         if self.stopped:
             logger.info(f"Asked to stop: saving step {self.step}")
             self.checkpointer.save_and_stop(self.step)
