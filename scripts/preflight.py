@@ -1,0 +1,31 @@
+"""Measure the machines of a run before it starts, and name the rank that is slower than the others.
+
+In an allocation:    srun --ntasks-per-node=8 .venv/bin/python scripts/preflight.py outputs
+on one machine:      torchrun --nproc-per-node=8 scripts/preflight.py outputs
+"""
+
+import argparse
+from pathlib import Path
+
+from pc.common.errors import exit_on_user_error
+
+
+@exit_on_user_error
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="folder on the file system that the run writes to")
+    arguments = parser.parse_args()
+    import torch.distributed as dist
+
+    from pc.launch import preflight
+
+    device = preflight.start()
+    ranks = preflight.measure(arguments.folder, device, preflight.ON_GPU if device.type == "cuda" else preflight.ON_CPU)
+    if dist.get_rank() == 0:
+        found = preflight.findings(ranks) or [f"all {len(ranks)} ranks agree"]
+        print("\n".join([preflight.table(ranks), *found]), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
