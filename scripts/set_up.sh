@@ -63,6 +63,8 @@ sys.exit(not (2, 11) <= tuple(map(int, version("torch").split(".")[:2])) < (2, 1
     fi
     [[ "$(free_gib)" -ge 2 ]] || fail "2 GiB of free disk are needed to install; $ROOT has $(free_gib) GiB"
     echo "Installing the project and its dependencies into $ENVIRONMENT"
+    [[ "$ENVIRONMENT" == "$ROOT/.venv" ]] ||
+        echo "It was active: packages in it change to the versions of constraints.txt. Deactivate it to have $ROOT/.venv instead"
     "$PYTHON" -m pip install --quiet --constraint "$ROOT/constraints.txt" --editable "$ROOT$EXTRA" || fail "the project could not be installed; see above"
     echo "$wanted" >"$stamp$EXTRA"
 }

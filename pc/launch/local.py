@@ -1,4 +1,5 @@
-"""Train one config on this machine: `python -m pc.launch.local CONFIG --section.key value ...`."""
+"""Train one config on this machine, or as one of several (`pc.launch.nodes`): `python -m pc.launch.local CONFIG
+--section.key value ...`."""
 
 import os
 import subprocess
@@ -9,6 +10,7 @@ from pc.common.errors import exit_on_user_error
 from pc.common.run_folder import lock, state_of
 from pc.errors import UserError
 from pc.launch import torchrun
+from pc.launch.nodes import Nodes, gloo_interface
 from pc.settings import Config, load_config, rules
 from pc.settings.schema import Data
 
@@ -25,16 +27,20 @@ def main() -> None:
     rules.require(config)  # before the import below, which takes seconds
     from pc.plan import dry_run
 
-    folder = Path(config.job.dump_folder)
+    folder, nodes = Path(config.job.dump_folder), Nodes.of_environment()
     processes = torchrun.processes_here()
     fetch_demo_data(config)
     # Report mistakes here, one line each, because torchrun's report of a failed process would bury them.
-    dry_run.check_config(config, processes).require()
-    held = lock(folder)
-    status = torchrun.run(*torchrun.command(config, processes), [held])
-    if status == 0:
+    dry_run.check_config(config, processes * nodes.count).require()
+    held = [lock(folder)] if nodes.number == 0 else []
+    words, environment = torchrun.command(
+        config, processes, nodes.rendezvous(), nodes=nodes.count, prints=nodes.number == 0
+    )
+    network_here = gloo_interface(nodes.host) if nodes.count > 1 else {}
+    status = torchrun.run(words, network_here | environment, held)
+    if status == 0 and nodes.number == 0:
         print(closing_words(folder))
-    elif processes > 1 and (reason := torchrun.last_words(folder)):
+    elif status and processes > 1 and (reason := torchrun.last_words(folder)):
         print(reason, file=sys.stderr)  # repeated below torchrun's report
         if reason.startswith("error: "):
             sys.exit(2)

@@ -97,7 +97,9 @@ def findings(ranks: list[Rank]) -> list[str]:
         where = f"rank {number} (on {rank.host})"
         for name, share in BEHIND.items():
             if name in medians and (below := 1 - rank.rates[name] / medians[name]) > share:
-                found.append(f"{where}: {name} {rank.rates[name]:.3g}, {below:.0%} below the median {medians[name]:.3g}")
+                found.append(
+                    f"{where}: {name} {rank.rates[name]:.3g}, {below:.0%} below the median {medians[name]:.3g}"
+                )
         if abs(late := rank.clock - ranks[0].clock) > SECONDS_OF_CLOCK:
             found.append(f"{where}: its clock is {late:+.1f} s off rank 0's")
         for name, version in rank.versions.items():
@@ -114,7 +116,9 @@ def table(ranks: list[Rank]) -> str:
         slowest = values.index(min(values))
         rows.append((name, f"{statistics.median_high(values):.3g}", f"{min(values):.3g}", slowest))
     clocks = [rank.clock for rank in ranks]
-    return markdown.table(("", "median", "slowest", "rank"), rows) + f"\nclocks: {max(clocks) - min(clocks):.3f} s apart\n"
+    return (
+        markdown.table(("", "median", "slowest", "rank"), rows) + f"\nclocks: {max(clocks) - min(clocks):.3f} s apart\n"
+    )
 
 
 def _seconds(action: Callable[[], object], device: torch.device) -> float:
@@ -181,6 +185,8 @@ def _files(folder: Path, size: int) -> dict[str, float]:
             os.posix_fadvise(source.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     try:
-        return {f"{name} GB/s": 1e-9 * size / _seconds(action, cpu) for name, action in (("write", write), ("read", read))}
+        return {
+            f"{name} GB/s": 1e-9 * size / _seconds(action, cpu) for name, action in (("write", write), ("read", read))
+        }
     finally:
         file.unlink(missing_ok=True)

@@ -7,12 +7,9 @@ finished or cannot continue. No slurmdbd or sacct is needed: the state of a run 
 
 import argparse
 import contextlib
-import fcntl
 import json
 import os
 import shlex
-import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -24,6 +21,7 @@ from pc.common.files import write_atomically
 from pc.common.run_folder import is_locked, lock, newest_step, state_of, write_failure
 from pc.errors import UserError
 from pc.launch import torchrun
+from pc.launch.nodes import Nodes, gloo_interface
 from pc.launch.run import Run
 from pc.settings import load_config
 
@@ -32,7 +30,6 @@ TRAIN_SCRIPT = Path(__file__).parents[2] / "scripts" / "slurm" / "train.sbatch"
 REQUEUES_WITHOUT_PROGRESS = 2
 MISTAKE = 2
 """exit status after a `UserError`"""
-_ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR
 
 
 @dataclass(frozen=True)
@@ -114,7 +111,7 @@ def task(run: Run) -> int:
     if nodes > 1:
         # The first node, where the batch script runs, has rank 0. Jobs that share a node have different ports.
         host, port = os.environ["SLURM_LAUNCH_NODE_IPADDR"], 20000 + int(os.environ["SLURM_JOB_ID"]) % 10000
-        rendezvous = [f"--nnodes={nodes}", f"--node-rank={node}", f"--master-addr={host}", f"--master-port={port}"]
+        rendezvous = Nodes(nodes, node, host, port).rendezvous()
         network_here = gloo_interface(host if node else _last_host())
     words, environment = torchrun.command(run.resolved, processes, rendezvous, nodes=nodes, prints=node == 0)
     return torchrun.run(words, network_here | environment, held, term_saves=True)
@@ -123,22 +120,6 @@ def task(run: Run) -> int:
 def _last_host() -> str:
     words = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
     return subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()[-1]
-
-
-def gloo_interface(peer: str) -> dict[str, str]:
-    """`GLOO_SOCKET_IFNAME`: the interface through which this node reaches another; {} if that cannot be found.
-
-    Without it gloo binds to what this node's own name resolves to, which on many systems is loopback.
-    """
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((peer, 9))  # chooses a route, sends nothing
-        mine = probe.getsockname()[0]
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # an interface without an address
-                found = fcntl.ioctl(probe, _ADDRESS_OF_INTERFACE, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(found[20:24]) == mine:
-                    return {"GLOO_SOCKET_IFNAME": name}
-    return {}
 
 
 def after(run: Run, returncode: int) -> int:

@@ -8,10 +8,12 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from pc.common.files import write_atomically
 from pc.errors import UserError
 from pc.settings import Config, write_config
 
@@ -141,11 +143,25 @@ def command(
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-        return [sys.executable, *trainer], environment(1) | alone
+        return [sys.executable, *trainer], _wandb(config) | environment(1) | alone
     console = ["--tee=3", "--local-ranks-filter=0"] if prints else ["--redirects=3"]
     options = [*(rendezvous or ["--standalone"]), f"--nproc-per-node={processes}", "--role=rank", *console]
     logs = f"--log-dir={folder / 'logs'}"
-    return [sys.executable, "-m", "torch.distributed.run", *options, logs, *trainer], environment(processes)
+    return [sys.executable, "-m", "torch.distributed.run", *options, logs, *trainer], _wandb(config) | environment(
+        processes
+    )
+
+
+def _wandb(config: Config) -> dict[str, str]:
+    """What Weights & Biases reads: every attempt of a run continues its one page there."""
+    if not config.metrics.enable_wandb:
+        return {}
+    folder = Path(config.job.dump_folder)
+    known = folder / "wandb_id"
+    if not known.exists():
+        write_atomically(known, uuid.uuid4().hex)
+    names = {"WANDB_PROJECT": "pc-layer", "WANDB_RUN_NAME": folder.name}
+    return names | {"WANDB_RUN_ID": known.read_text(), "WANDB_RESUME": "allow"}
 
 
 def _require_compiler() -> None:

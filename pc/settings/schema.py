@@ -57,7 +57,7 @@ class Profiling(Section):
 class Metrics(Section):
     log_freq: Count = key(10, "Steps between lines of the log and of metrics.jsonl.")
     enable_tensorboard: bool = key(False, "Write TensorBoard logs.")
-    enable_wandb: bool = key(False, "Log to Weights & Biases.")
+    enable_wandb: bool = key(False, "Log to Weights & Biases; WANDB_PROJECT and WANDB_RUN_NAME name the page.")
 
 
 class Model(Section):

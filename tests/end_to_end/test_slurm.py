@@ -15,7 +15,8 @@ from helpers import slurm_cluster
 from helpers.made_runs import make_evaluation_data, make_shards
 from helpers.tiny import ROOT, write_small_config
 from pc.common.run_folder import newest_step, state_of
-from pc.launch.slurm import Allocation, gloo_interface
+from pc.launch.nodes import gloo_interface
+from pc.launch.slurm import Allocation
 from pc.sweep.select import select
 from pc.sweep.spec import load
 from pc.sweep.submit import submit as submit_sweeps

@@ -36,6 +36,21 @@ def test_a_set_up_environment_is_used_at_once_and_from_anywhere(tmp_path, config
     assert done.stdout == f"{checkout}|-m pc.launch.local {checkout}/{DEBUG} --training.steps 5\n"
 
 
+def test_what_is_installed_into_an_active_environment_is_said(tmp_path):
+    checkout, environment = tmp_path / "checkout", tmp_path / "environment"
+    for name in ("run_llama_train.sh", "pyproject.toml", "constraints.txt", "scripts/set_up.sh", DEBUG):
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, checkout / name)
+    python = environment / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\nexit 0\n")
+    python.chmod(0o755)
+    outside = {"PATH": os.environ["PATH"], "VIRTUAL_ENV": str(environment)}
+    done = subprocess.run([checkout / "run_llama_train.sh"], env=outside, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"into {environment}\nIt was active: packages in it change to the versions of constraints.txt" in done.stdout
+
+
 def test_constraints_fit_the_requirements():
     """Every requirement but torch and triton has one pinned version, and it is in the range that pyproject.toml gives."""
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]

@@ -90,6 +90,19 @@ def test_last_words_are_those_of_the_newest_attempt(tmp_path):
     assert torchrun.last_words(tmp_path) == "error: x.y = 1 is wrong\nerror: z too"
 
 
+def test_every_attempt_continues_one_page_of_weights_and_biases(tmp_path, monkeypatch):
+    def places(run: str) -> dict[str, str]:
+        config = Config(job={"dump_folder": str(tmp_path / run)}, metrics={"enable_wandb": True})
+        _, environment = torchrun.command(config, 2)
+        return {name: value for name, value in environment.items() if name.startswith("WANDB")}
+
+    first = places("one")
+    assert first == places("one") and first["WANDB_RESUME"] == "allow" and first["WANDB_RUN_NAME"] == "one"
+    assert places("two")["WANDB_RUN_ID"] != first["WANDB_RUN_ID"]
+    monkeypatch.setenv("WANDB_PROJECT", "ours")
+    assert places("one") == first | {"WANDB_PROJECT": "ours"}
+
+
 WAITS = "import signal, sys, time; signal.signal(signal.SIGUSR2, lambda *_: sys.exit(7)); print('ready', flush=True)"
 
 

@@ -1,0 +1,54 @@
+"""Two machines without SLURM: the same command on each, through the launcher."""
+
+import os
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from helpers.tiny import ROOT, metrics, write_small_config
+from pc.common.run_folder import state_of
+from pc.errors import UserError
+from pc.launch.nodes import Nodes
+
+
+@pytest.mark.soak
+def test_the_same_command_on_each_node(tmp_path, tiny_shards):
+    config = write_small_config(tmp_path / "run.toml", tiny_shards, steps=4, interval=4)
+    words = [sys.executable, "-m", "pc.launch.local", str(config), "--training.local_batch_size=-1"]
+    place = {"NGPU": "1", "NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
+    nodes = [
+        subprocess.Popen(
+            words,
+            cwd=ROOT,
+            env=os.environ | place | {"NODE_RANK": str(node)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for node in (0, 1)
+    ]
+    said = [node.communicate(timeout=300)[0].decode() for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    run = tmp_path / "run"
+    assert state_of(run).state == "finished" and len(metrics(run)) == 4
+    assert tomllib.loads((run / "config.toml").read_text())["training"]["local_batch_size"] == 1  # 2 on 2 nodes
+    assert "Checkpoints, metrics.jsonl" in said[0] and "Checkpoints, metrics.jsonl" not in said[1]
+
+
+@pytest.mark.parametrize(
+    "given, complaint",
+    [
+        ({"NNODES": "2"}, "NNODES=2 needs NODE_RANK, from 0 on, and MASTER_ADDR"),
+        ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, "NODE_RANK below NNODES"),
+        ({"NNODES": "two"}, "should be numbers"),
+    ],
+)
+def test_incomplete_places_are_one_line(monkeypatch, given, complaint):
+    for name in ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert Nodes.of_environment() == Nodes()
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=complaint):
+        Nodes.of_environment()
