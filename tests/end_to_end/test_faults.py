@@ -1,5 +1,6 @@
 """Kills and long runs: nothing is lost, nothing grows."""
 
+import gc
 import os
 import random
 import signal
@@ -13,7 +14,7 @@ import pytest
 
 from helpers import tiny
 from helpers.ranks import run_ranks
-from pc.common.run_folder import is_locked, lock
+from pc.common.run_folder import METRICS, is_locked, lock
 from pc.errors import UserError
 
 pytestmark = pytest.mark.soak
@@ -75,17 +76,49 @@ def test_a_long_run_does_not_grow(tiny_config, tmp_path):
     assert tiny.metrics(tmp_path / "restarted") == tiny.metrics(tmp_path / "straight")
 
 
+STEPS = 3_000  # in six minutes on two busy cores
+
+
+def test_the_number_of_steps_of_a_run_changes_nothing(tiny_config, tmp_path):
+    """Memory, descriptors, objects, time per step and size of records; figures in docs/faults.md."""
+    config, _ = tiny_config
+    words = [f"--job.dump_folder={tmp_path}/run", f"--training.steps={STEPS}", "--training.global_batch_size=2"]
+    words += ["--validation.freq=5000", "--checkpoint.interval=5000", "--checkpoint.keep_latest_k=2"]
+    (sizes,) = run_ranks(1, _train_and_measure, config, words, timeout=3600)
+    for at in (4, len(sizes) // 2, -1):
+        print(100 * (at % len(sizes) + 1), sizes[at])
+    settled, last = sizes[4], sizes[-1]
+    assert (last["threads"], last["files"]) == (settled["threads"], settled["files"])
+    # what logging and the allocator keep; a tensor per step would be 2,500 objects
+    assert last["bytes"] < settled["bytes"] + 16 * 2**20 and last["objects"] < settled["objects"] + 2000
+    middle = [sorted(size["seconds"] for size in part)[len(part) // 2] for part in (sizes[4:14], sizes[-10:])]
+    assert middle[1] < 1.5 * middle[0]  # medians; other work on the machine comes and goes
+    assert last["metrics"] / STEPS < 1.1 * settled["metrics"] / 500
+
+
 def _train_and_measure(rank, config, overrides):
-    """Resident bytes, threads and open files after every hundredth step."""
+    """After every hundredth step: resident bytes, threads, open files, objects, bytes of metrics, seconds per step."""
     trainer = tiny.make_trainer(config, overrides)
-    sizes, step = [], trainer.train_step
+    sizes, step, metrics = [], trainer.train_step, Path(trainer.config.job.dump_folder, METRICS)
+    last = time.perf_counter()
 
     def measured(data):
+        nonlocal last
         step(data)
         if trainer.step % 100 == 0:
             resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-            files = len(os.listdir("/proc/self/fd"))
-            sizes.append({"bytes": resident, "threads": len(os.listdir("/proc/self/task")), "files": files})
+            gc.collect()
+            sizes.append(
+                {
+                    "bytes": resident,
+                    "threads": len(os.listdir("/proc/self/task")),
+                    "files": len(os.listdir("/proc/self/fd")),
+                    "objects": len(gc.get_objects()),
+                    "metrics": metrics.stat().st_size,
+                    "seconds": (time.perf_counter() - last) / 100,
+                }
+            )
+            last = time.perf_counter()
 
     trainer.train_step = measured
     trainer.train()

@@ -1,6 +1,6 @@
 """160 B tokens in 2,700 shards, as sparse files, under a limit of 1,024 descriptors; figures in docs/data.md.
 
-    pytest --soak -s tests/end_to_end/test_paper_scale.py
+pytest --soak -s tests/end_to_end/test_paper_scale.py
 """
 
 import os
