@@ -1,5 +1,6 @@
 """Finds errors in a config in seconds, without a GPU."""
 
+import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from pc.errors import UserError
 from pc.plan import memory, micro_batch
 from pc.settings import Config, load_config, rules
 from pc.settings.layout import Layout
-from pc.settings.schema import PC
+from pc.settings.schema import PC, Checkpoint
 from pc.start import require_possible
 
 
@@ -149,14 +150,12 @@ def _check_memory(report: Report, config: Config, sizes: memory.Sizes, layout: L
     if not config.checkpoint.enable:
         return
     size = memory.checkpoint_bytes(config, sizes)
-    section, steps = config.checkpoint, config.training.steps
-    # one more than the newest, while it is being written
-    kept = section.keep_latest_k + 1 if section.keep_latest_k else steps // section.interval + 1
+    kept = _checkpoints_kept(config.checkpoint, config.training.steps)
     needed = size * kept
     report.facts.append(
         (
             "checkpoint disk",
-            f"{needed / memory.GIB:.1f} GiB: {kept} checkpoints of {size / memory.GIB:.2f} GiB in {folder}",
+            f"{needed / memory.GIB:.1f} GiB at the end: {kept} checkpoints of {size / memory.GIB:.2f} GiB in {folder}",
         )
     )
     existing = next(parent for parent in [folder, *folder.absolute().parents] if parent.exists())
@@ -165,6 +164,15 @@ def _check_memory(report: Report, config: Config, sizes: memory.Sizes, layout: L
         report.warnings.append(
             f"{existing} has {free / memory.GIB:.1f} GiB free, the checkpoints need {needed / memory.GIB:.1f} GiB"
         )
+
+
+def _checkpoints_kept(section: Checkpoint, steps: int) -> int:
+    """Checkpoints of a whole run that are on the disk at its end, one more of the newest being written."""
+    milestones = steps // section.keep_every if section.keep_every else 0
+    if section.keep_latest_k:
+        return milestones + section.keep_latest_k + 1
+    both = steps // math.lcm(section.interval, section.keep_every) if section.keep_every else 0
+    return milestones + steps // section.interval - both + 1
 
 
 def _check_data(report: Report, config: Config, needs_data: bool, wanted: int) -> None:

@@ -139,6 +139,7 @@ class Checkpoint(Section):
     export_dtype: Literal["float16", "bfloat16", "float32"] = key("float32", "Precision of weights saved alone.")
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = key("disabled", "Save while training goes on.")
     keep_latest_k: Interval = key(10, "Newest checkpoints to keep, two or more; 0: all.")
+    keep_every: Interval = key(0, "Steps between checkpoints that are also saved, and kept for good; 0: none.")
     exclude_from_loading: list[State] = key([], "Parts of a checkpoint that are not loaded.", RESULT)
 
 

@@ -34,6 +34,7 @@ class Checkpoints(CheckpointManager):
         self.is_due = False
         """whether all ranks have agreed to save the current step, whatever the interval says"""
         self._seconds, self._saved_at = 60 * arguments["checkpoint_config"].minutes, time.monotonic()
+        self._keep_every = arguments["checkpoint_config"].keep_every
         super().__init__(**arguments)
 
     # --- saving -------------------------------------------------------------------------------------
@@ -72,7 +73,8 @@ class Checkpoints(CheckpointManager):
             super().save(curr_step, last_step)
 
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
-        return super()._should_save(curr_step, last_step) or (self.enable and self.is_due)
+        is_milestone = self._keep_every and curr_step % self._keep_every == 0
+        return super()._should_save(curr_step, last_step) or (self.enable and bool(self.is_due or is_milestone))
 
     def minutes_are_over(self) -> bool:
         """Whether the newest checkpoint is older than `checkpoint.minutes` by this rank's clock."""

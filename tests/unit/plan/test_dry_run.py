@@ -39,6 +39,22 @@ def test_all_faults_come_at_once_and_each_once():
     assert str(raised.value).count("error: ") == 4  # and the first without the word
 
 
+@pytest.mark.parametrize(
+    "words, kept",
+    [
+        ([], 4),  # three, and one that is being written
+        (["--checkpoint.keep_every=10000"], 4 + 6),
+        (["--checkpoint.keep_latest_k=0"], 122 + 1),
+        (["--checkpoint.keep_latest_k=0", "--checkpoint.keep_every=750"], 122 + 81 - 40 + 1),  # every 1500 by both
+    ],
+)
+def test_the_disk_of_a_whole_run(words, kept):
+    facts = dict(check(CONFIG, words, 8, needs_data=False).facts)
+    size = 4 * (4 * 1_055_991_808 - 1_055_991_808 + 698_351_616) / 2**30  # weights, two moments and raw W; no gammas
+    needed, found, each = (float(facts["checkpoint disk"].split()[place]) for place in (0, 5, 8))
+    assert found == kept and each == pytest.approx(size, rel=1e-3) and needed == pytest.approx(kept * size, rel=1e-2)
+
+
 def test_data_are_checked_against_the_model(tiny_shards):
     words = [f"--data.path={tiny_shards}", "--training.seq_len=16", "--data.validation_sequences=100000"]
     report = check(ROOT / "train_configs" / "debug.toml", words, 1)
