@@ -76,6 +76,15 @@ class Checkpoints(CheckpointManager):
         is_milestone = self._keep_every and curr_step % self._keep_every == 0
         return super()._should_save(curr_step, last_step) or (self.enable and bool(self.is_due or is_milestone))
 
+    def _purge_stale_checkpoints(self) -> None:
+        """Remove all but the newest and the milestones. Whole names count: what a user has renamed stays."""
+        if not self.keep_latest_k or dist.get_rank(self.group):
+            return
+        found = checkpoints(self.folder)
+        for step in list(found)[: -self.keep_latest_k]:
+            if not (self._keep_every and step % self._keep_every == 0):
+                self.purge_queue.put(str(found[step]))
+
     def minutes_are_over(self) -> bool:
         """Whether the newest checkpoint is older than `checkpoint.minutes` by this rank's clock."""
         return bool(self._seconds) and time.monotonic() - self._saved_at >= self._seconds

@@ -1,0 +1,39 @@
+"""When a checkpoint is due, on all ranks in the same step, and which of them stay."""
+
+import time
+
+from helpers.ranks import run_ranks
+from helpers.tiny import make_trainer, train, write_config
+from pc.common.run_folder import checkpoints
+
+WORDS = "--checkpoint.interval=7 --checkpoint.minutes=1 --training.steps=16 --validation.enable=false".split()
+
+
+def _train(rank, config):
+    """A step takes 25 seconds by the clock of rank 1, none by that of rank 0."""
+    trainer = make_trainer(config, WORDS)
+    time.monotonic = lambda: 25.0 * rank * trainer.step
+    trainer.checkpointer._saved_at = 0.0
+    trainer.train()
+
+
+def test_the_earlier_of_minutes_and_steps(tmp_path, tiny_shards):
+    config = write_config(tmp_path / "run.toml", tiny_shards, tmp_path / "run")
+    run_ranks(2, _train, config)
+    # due after three steps, known before the next, and saved after it; 7 and 14 by the interval; 16 is the last
+    assert list(checkpoints(tmp_path / "run" / "checkpoint")) == [4, 7, 11, 14, 16]
+
+
+def test_the_newest_and_the_milestones_stay(tmp_path, tiny_shards):
+    """And what a user has renamed."""
+    config, folder = write_config(tmp_path / "run.toml", tiny_shards, tmp_path / "run"), tmp_path / "run" / "checkpoint"
+    words = "--checkpoint.interval=2 --checkpoint.keep_every=3 --checkpoint.keep_latest_k=2 --validation.enable=false"
+    run_ranks(1, train, config, [*words.split(), "--training.steps=4"])
+    (folder / "step-2").rename(folder / "step-2.kept")
+    run_ranks(1, train, config, [*words.split(), "--training.steps=11"])
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "step-10",
+        "step-11",
+        "step-2.kept",
+        *map("step-{}".format, (3, 6, 9)),
+    ]
