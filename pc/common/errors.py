@@ -12,6 +12,10 @@ class WriteFailed(UserError):
     """The file system refused to write, perhaps because the disk is full: the same command may succeed later."""
 
 
+class ReadFailed(UserError):
+    """The file system refused to read, again and again: the same command may succeed later."""
+
+
 class MissingExtra(UserError, ImportError):
     """The imported subpackage needs a dependency that is not installed."""
 

@@ -30,7 +30,8 @@ INDEX = ".metadata"
 _STATUS = "status.json"
 _LOCKS = ("lock", "lock.ranks")
 """of the launcher, alone, and of its ranks, together"""
-_STEP = re.compile(r"step-(\d+)")
+_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
+"""the whole name of a checkpoint's folder: nothing with another name is used as one, or deleted"""
 
 
 # --- state ------------------------------------------------------------------------------------------
@@ -177,8 +178,9 @@ def step_of(checkpoint: str | Path) -> int:
 
 def checkpoints(folder: str | Path) -> dict[int, Path]:
     """{step: folder} of all checkpoints in RUN/checkpoint, complete or not, sorted by step."""
-    found = {step_of(path): path for path in Path(folder).glob("step-*")}
-    return {step: found[step] for step in sorted(found) if step >= 0}
+    matches = {path: _STEP.fullmatch(path.name) for path in Path(folder).glob("step-*")}
+    found = {int(match[1]): path for path, match in matches.items() if match}
+    return dict(sorted(found.items()))
 
 
 def newest_checkpoint(run: Path) -> Path | None:

@@ -3,6 +3,7 @@
 The trainer of `pc.titan` plus what needs `pc.evaluate`: scores during training and starts from Hugging Face folders.
 """
 
+import contextlib
 import logging
 import os
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torchtitan.tools.logging import init_logger, logger
 
-from pc.common.errors import WriteFailed
+from pc.common.errors import ReadFailed, WriteFailed
 from pc.common.run_folder import join_lock, keep_earlier_config, write_failure
 from pc.errors import UserError
 from pc.settings import Config, load_config, write_config
@@ -64,12 +65,15 @@ def main() -> None:
 
         trainer.train(record)
     except BaseException as error:
+        if trainer is not None:
+            trainer.checkpointer.end_save()
         if config is not None and (rank == 0 or isinstance(error, UserError)):
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             state = "diverged" if isinstance(error, Diverged) else "failed"
-            write_failure(config.job.dump_folder, reason, trainer.step if trainer else 0, state)
+            with contextlib.suppress(WriteFailed):  # the error itself matters more
+                write_failure(config.job.dump_folder, reason, trainer.step if trainer else 0, state)
         if isinstance(error, UserError):
-            word, status = ("failed", 1) if isinstance(error, WriteFailed) else ("error", 2)
+            word, status = ("failed", 1) if isinstance(error, (ReadFailed, WriteFailed)) else ("error", 2)
             print(f"{word}: {error}", file=sys.stderr, flush=True)  # torchrun shows rank 0 and logs the others
             os._exit(status)  # other ranks may wait in a collective
         raise

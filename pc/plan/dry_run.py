@@ -167,12 +167,12 @@ def _check_memory(report: Report, config: Config, sizes: memory.Sizes, layout: L
 
 
 def _checkpoints_kept(section: Checkpoint, steps: int) -> int:
-    """Checkpoints of a whole run that are on the disk at its end, one more of the newest being written."""
+    """Checkpoints of a whole run that are on the disk at its end, one more being written and one damaged, set aside."""
     milestones = steps // section.keep_every if section.keep_every else 0
     if section.keep_latest_k:
-        return milestones + section.keep_latest_k + 1
+        return milestones + section.keep_latest_k + 2
     both = steps // math.lcm(section.interval, section.keep_every) if section.keep_every else 0
-    return milestones + steps // section.interval - both + 1
+    return milestones + steps // section.interval - both + 2
 
 
 def _check_data(report: Report, config: Config, needs_data: bool, wanted: int) -> None:

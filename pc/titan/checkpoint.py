@@ -1,11 +1,14 @@
 """TorchTitan's checkpoint manager with checksums: finds damage before a load, and a failed save harms no checkpoint."""
 
+import contextlib
 import shutil
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
@@ -16,11 +19,18 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 
 from pc.common.errors import WriteFailed
-from pc.common.run_folder import INDEX, checkpoints, step_of
+from pc.common.run_folder import INDEX, checkpoints
 from pc.errors import UserError
 from pc.titan.checkpoint_folder import CheckpointFolder, ChecksummedWriter, Damaged, LoadPlanner, Reader
 
 T = TypeVar("T")
+SECONDS_TO_END_A_SAVE = 60.0
+"""after a failure: other ranks, without which it cannot end, may be gone"""
+
+
+def expired(steps: Sequence[int], keep_latest: int, keep_every: int) -> list[int]:
+    """The steps whose checkpoints are deleted, of all `steps` with a complete one: neither newest nor milestones."""
+    return [step for step in sorted(steps)[:-keep_latest] if not keep_every or step % keep_every]
 
 
 class Checkpoints(CheckpointManager):
@@ -35,6 +45,8 @@ class Checkpoints(CheckpointManager):
         """whether all ranks have agreed to save the current step, whatever the interval says"""
         self._seconds, self._saved_at = 60 * arguments["checkpoint_config"].minutes, time.monotonic()
         self._keep_every = arguments["checkpoint_config"].keep_every
+        self._saving: str | None = None
+        """folder of the newest save"""
         super().__init__(**arguments)
 
     # --- saving -------------------------------------------------------------------------------------
@@ -76,26 +88,39 @@ class Checkpoints(CheckpointManager):
         is_milestone = self._keep_every and curr_step % self._keep_every == 0
         return super()._should_save(curr_step, last_step) or (self.enable and bool(self.is_due or is_milestone))
 
-    def _purge_stale_checkpoints(self) -> None:
-        """Remove all but the newest and the milestones. Whole names count: what a user has renamed stays."""
-        if not self.keep_latest_k or dist.get_rank(self.group):
-            return
-        found = checkpoints(self.folder)
-        for step in list(found)[: -self.keep_latest_k]:
-            if not (self._keep_every and step % self._keep_every == 0):
-                self.purge_queue.put(str(found[step]))
-
     def minutes_are_over(self) -> bool:
         """Whether the newest checkpoint is older than `checkpoint.minutes` by this rank's clock."""
         return bool(self._seconds) and time.monotonic() - self._saved_at >= self._seconds
 
+    @torch.no_grad()
     def save_and_stop(self, step: int) -> None:
-        """Save this step unless it is saved: a kill while writing the same again would destroy it."""
+        """Save this step whole, unless it is saved: a kill while writing the same again would destroy it.
+
+        TorchTitan's save of a last step may have weights alone, with which no run continues.
+        """
         if not self.enable:
             return
         self._async_wait()
-        if step and not self._from_rank_0(lambda: self._is_complete(step)):
-            self.save(step, last_step=True)
+        path = Path(self._create_checkpoint_id(step))
+        if step and not self._from_rank_0(lambda: (path / INDEX).exists()):
+            self.dcp_save(self._flattened_model_states_sd(), str(path), AsyncMode.DISABLED)
+
+    def end_save(self) -> None:
+        """After a failure: let an asynchronous save end, and remove what is not complete, since it may fill the disk."""
+        if self._saving is None:
+            return
+        if self.save_future is not None:
+            with contextlib.suppress(Exception, CheckpointException):  # the failure before it is reported
+                self.save_future.result(timeout=SECONDS_TO_END_A_SAVE)
+        if dist.get_rank() == 0 and not Path(self._saving, INDEX).exists():
+            shutil.rmtree(self._saving, ignore_errors=True)
+
+    def _purge_stale_checkpoints(self) -> None:
+        """Instead of TorchTitan's, which deletes everything that has "step-N" in its name."""
+        if self.keep_latest_k and dist.get_rank() == 0:
+            complete = {step: path for step, path in checkpoints(self.folder).items() if (path / INDEX).exists()}
+            for step in expired(list(complete), self.keep_latest_k, self._keep_every):
+                self.purge_queue.put(str(complete[step]))
 
     def _async_wait(self) -> None:
         try:
@@ -108,53 +133,45 @@ class Checkpoints(CheckpointManager):
         """Raise a failed save's reason as `WriteFailed` if the file system refused. All ranks call it, or none."""
         for rank, (cause, _) in sorted(error.failures.items()):
             if isinstance(cause, OSError):
-                if dist.get_rank() == 0:
-                    shutil.rmtree(self._saving, ignore_errors=True)  # incomplete, and it may fill the disk
+                self.end_save()
                 raise WriteFailed(
                     f"{self._saving} could not be written (rank {rank}: {cause.strerror}); earlier checkpoints are "
                     "unchanged, and the same command resumes from the newest"
                 ) from error
         raise error
 
-    def _is_complete(self, step: int) -> bool:
-        return Path(self._create_checkpoint_id(step), INDEX).exists()
-
     # --- loading ------------------------------------------------------------------------------------
 
     def newest_valid(self) -> CheckpointFolder | None:
-        """The verified checkpoint that this run continues from.
-
-        Moves newer ones aside, and all files if no checkpoint is complete: TorchTitan would resume because the
-        folder exists, and ignore the initial checkpoint that the config names.
+        """The verified checkpoint that this run continues from. Damaged and incomplete ones move aside.
 
         Raises:
             Damaged: all complete checkpoints are.
+            ReadFailed: whether one is damaged cannot be known.
+            UserError: the folder cannot be written, so no checkpoint could be saved.
         """
-        complaints: dict[str, str] = {}
+        complaints: dict[Path, str] = {}
         found, damage = None, None
-        for path, complete in self._from_rank_0(
-            lambda: [(path, self._is_complete(step)) for step, path in checkpoints(self.folder).items()][::-1]
-        ):
+        for path, complete in self._from_rank_0(self._list):
             if not complete:
-                complaints[path.name] = "incomplete (killed during the save)"
-                continue
-            try:
-                found = self.verified(path)
-                break
-            except Damaged as error:
-                complaints[path.name] = str(error)
-                damage = damage or error
+                complaints[path] = f"incomplete, without {INDEX}, which is written last"
+            elif found is None:
+                try:
+                    found = self.verified(path)
+                except Damaged as error:
+                    complaints[path] = str(error)
+                    damage = damage or error
         if found is None and damage is not None:
             raise Damaged(f"{damage}; no other checkpoint in {self.folder} is complete and undamaged")
-        dist.barrier(group=self.group)  # all ranks have read the folder
-        if dist.get_rank() == 0 and Path(self.folder).is_dir():
-            for path in sorted(Path(self.folder).iterdir()):
-                if found is None or path.name in complaints:
-                    self._set_aside(path, complaints.get(path.name, "not a checkpoint of this trainer"))
-            if found is None:
-                Path(self.folder).rmdir()
-        dist.barrier(group=self.group)
+        self._from_rank_0(lambda: self._set_aside(complaints))
         return found
+
+    def _list(self) -> list[tuple[Path, bool]]:
+        """(folder, whether it is complete) of all checkpoints, the newest first, from a folder that can be written."""
+        Path(self.folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=self.folder):
+            pass
+        return [(path, (path / INDEX).exists()) for path in checkpoints(self.folder).values()][::-1]
 
     def verified(self, checkpoint: str | Path) -> CheckpointFolder:
         """A checkpoint whose checksums were compared, each rank a share of the files. All ranks call it; all raise or
@@ -162,7 +179,7 @@ class Checkpoints(CheckpointManager):
 
         Raises:
             UserError: there is no checkpoint.
-            Damaged: names a file.
+            Damaged, ReadFailed: names a file.
         """
         folder = error = None
         try:
@@ -180,9 +197,12 @@ class Checkpoints(CheckpointManager):
         """Nothing, for TorchTitan's loop: `PCTrainer.load` has loaded what there is."""
         return False
 
-    def load_from(self, found: CheckpointFolder | None) -> None:
-        """Load a checkpoint of this run, or what the config starts from."""
-        super().load(-1 if found is None else step_of(found.path))
+    @torch.no_grad()
+    def read(self, path: str | Path, *, model_only: bool = False, from_hf: bool = False) -> None:
+        """Load a checkpoint into the states of this run, or a Hugging Face folder into the model."""
+        logger.info(f"Loading the checkpoint from {path}.")
+        self.dcp_load(self._states_to_load(model_only), str(path), from_hf, from_quantized=False)
+        GarbageCollection.collect("GC collection for checkpoint loading.")
 
     def dcp_load(self, state_dict, checkpoint_id, from_hf, from_quantized) -> None:
         if from_hf:
@@ -191,19 +211,33 @@ class Checkpoints(CheckpointManager):
         dcp.load(state_dict, storage_reader=Reader(checkpoint_id), planner=LoadPlanner())
         self.states["model"].load_state_dict(state_dict)
 
-    def _from_rank_0(self, read: Callable[[], T]) -> T:
-        """What rank 0 reads. A network file system may show other nodes an older state, and ranks must decide equally."""
-        answer = [read() if dist.get_rank(self.group) == 0 else None]
-        dist.broadcast_object_list(answer, group=self.group)
-        return answer[0]
+    def _from_rank_0(self, act: Callable[[], T]) -> T:
+        """What `act` returns on rank 0; other ranks do not call it. All ranks wait for it.
 
-    def _set_aside(self, path: Path, complaint: str) -> None:
-        """Move to `<run>/checkpoint.damaged`."""
+        A network file system may show other nodes an older state, and ranks must decide equally.
+
+        Raises:
+            UserError: the file system refused, on all ranks.
+        """
+        answer, refusal = None, ""
+        if dist.get_rank(self.group) == 0:
+            try:
+                answer = act()
+            except OSError as error:
+                refusal = f"{self.folder} must be readable and writable ({error.filename}: {error.strerror})"
+        both = [answer, refusal]
+        dist.broadcast_object_list(both, group=self.group)
+        answer, refusal = both
+        if refusal:
+            raise UserError(refusal)
+        return answer
+
+    def _set_aside(self, complaints: dict[Path, str]) -> None:
+        """Move checkpoints, the newest first, to `<run>/checkpoint.damaged`, which keeps the newest of them alone."""
         where = Path(f"{self.folder}.damaged")
-        where.mkdir(exist_ok=True)
-        target, number = where / path.name, 0
-        while target.exists():
-            number += 1
-            target = where / f"{path.name}.{number}"
-        path.rename(target)
-        logger.warning(f"{path} is not used: {complaint}; moved to {target}")
+        for path, complaint in reversed(complaints.items()):
+            where.mkdir(exist_ok=True)
+            for earlier in checkpoints(where).values():
+                shutil.rmtree(earlier, ignore_errors=True)
+            path.rename(where / path.name)
+            logger.warning(f"{path} is not used: {complaint}; moved to {where}, in place of what was there")

@@ -13,12 +13,13 @@ import hashlib
 import io
 import os
 import pickle
+import time
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -34,11 +35,16 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torchtitan.tools.logging import logger
 
+from pc.common.errors import ReadFailed
 from pc.common.files import write_atomically
 from pc.common.run_folder import INDEX, newest_checkpoint
 from pc.errors import UserError
 
 CHECKSUMS = "XXH128SUMS"
+PAUSES = (2.0, 10.0)
+"""seconds before a file is read again: an error of a network file system may be transient"""
+
+T = TypeVar("T")
 
 _ALLOWED = {
     "torch": {"Size", *(name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype))},
@@ -136,6 +142,7 @@ class CheckpointFolder:
     Raises:
         UserError: there is no checkpoint at `path`.
         Damaged: the index differs from what was written.
+        ReadFailed: the file system refuses to read.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -145,8 +152,10 @@ class CheckpointFolder:
             raise UserError(f"{self.path}: {_found_instead(self.path)}")
         has_checksums = self._compare([INDEX])
         try:
-            self._index = Reader(self.path).read_metadata()
+            self._index = _read(Reader(self.path).read_metadata, self.path / INDEX)
             self._files = sorted({info.relative_path for info in self._index.storage_data.values()})
+        except UserError:
+            raise
         except Exception as error:  # a damaged index can make the unpickler raise anything
             raise Damaged(f"{self.path / INDEX}: not the index of a checkpoint ({error})") from None
         if not has_checksums and CHECKSUMS in (getattr(self._index.storage_meta, "modules", None) or []):
@@ -157,6 +166,7 @@ class CheckpointFolder:
 
         Raises:
             Damaged: names a file.
+            ReadFailed: the file system refuses to read.
         """
         if not self._compare(self._files[part::parts]):
             logger.warning(f"{self.path} has no checksums; its files were not checked")
@@ -188,15 +198,13 @@ class CheckpointFolder:
 
     def _compare(self, names: Sequence[str]) -> bool:
         """Compare files with their checksums, in parallel; False if there is no file of checksums."""
-        try:
-            lines = (self.path / CHECKSUMS).read_text(errors="replace").splitlines()
-        except FileNotFoundError:
+        file = self.path / CHECKSUMS
+        if not file.exists():
             return False
-        except IsADirectoryError:
-            raise Damaged(f"{self.path / CHECKSUMS}: a folder, not a list of checksums") from None
+        lines = _read(lambda: file.read_text(errors="replace"), file).splitlines()
         sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
         if "" in sums:  # a line without a name
-            raise Damaged(f"{self.path / CHECKSUMS}: damaged, not a list of checksums")
+            raise Damaged(f"{file}: damaged, not a list of checksums")
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
             for name, digest in zip(names, pool.map(_digest, (self.path / name for name in names)), strict=True):
                 if digest != sums.get(name):
@@ -242,11 +250,30 @@ def _member(enum: type, name: str) -> Any:
 
 
 def _digest(path: Path) -> str:
-    try:
+    def digest() -> str:
         with open(path, "rb", buffering=0) as file:
             return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
-    except OSError as error:
-        raise Damaged(f"{path}: {error.strerror}") from None
+
+    return _read(digest, path)
+
+
+def _read(read: Callable[[], T], path: Path) -> T:
+    """What `read` returns of a file, called again after `PAUSES` if the file system refuses.
+
+    Raises:
+        Damaged: there is no such file.
+        ReadFailed: every call was refused, which says nothing of the file: its disk may be gone, or its user another.
+    """
+    for pause in (*PAUSES, None):
+        try:
+            return read()
+        except (FileNotFoundError, IsADirectoryError) as error:
+            raise Damaged(f"{path}: {error.strerror}") from None
+        except OSError as error:
+            if pause is None:
+                raise ReadFailed(f"{path}: could not be read ({error.strerror}); nothing was changed") from None
+            time.sleep(pause)
+    raise AssertionError
 
 
 def _found_instead(path: Path) -> str:

@@ -27,6 +27,7 @@ from torchtitan.tools.logging import logger
 
 from pc import data
 from pc.common.run_folder import set_aside_metrics, write_state
+from pc.errors import UserError
 from pc.schedules import RAW
 from pc.settings import Config, rules
 from pc.settings.layout import Layout
@@ -93,7 +94,8 @@ class PCTrainer(torchtitan.train.Trainer):
         """Load what this run continues or starts from, if there is anything. Nothing changes before all is checked.
 
         Raises:
-            UserError: a checkpoint of another method, model or optimizer, or initial weights that are not plain.
+            UserError: a checkpoint of another method, model or optimizer, or of a step after the last; or initial
+                weights that are not plain.
         """
         checkpointer, wanted = self.checkpointer, self.config.checkpoint
         if not wanted.enable:
@@ -101,13 +103,22 @@ class PCTrainer(torchtitan.train.Trainer):
         found, start = checkpointer.newest_valid(), wanted.initial_load_path
         if found is not None:
             self._require_same_run(found)
+            checkpointer.read(found.path)
         elif wanted.initial_load_in_hf:
-            self.require_start_folder(start or self.config.model.hf_assets_path)
+            start = start or self.config.model.hf_assets_path
+            self.require_start_folder(start)
+            checkpointer.read(start, model_only=True, from_hf=True)
         elif start and wanted.initial_load_model_only:
             fingerprint.require_plain_weights(checkpointer.verified(start))
+            checkpointer.read(start, model_only=True)
         elif start:
             self._require_same_run(checkpointer.verified(start))
-        checkpointer.load_from(found)
+            checkpointer.read(start)
+        if self.step > (last := self.config.training.steps):
+            raise UserError(
+                f"training.steps = {last} is below step {self.step} of {found.path if found else start}, which this run "
+                "continues; raise it, or go back by moving newer checkpoints out of the folder"
+            )
 
     def _require_same_run(self, checkpoint: CheckpointFolder) -> None:
         shapes = {name: tensor.shape for name, tensor in self.checkpointer.states["model"].state_dict().items()}

@@ -194,6 +194,7 @@ REFUSED = {
     "optimizer is adamw in the checkpoint, adamw and muon in the config": MUON,
     "[200, 24]) in the checkpoint, torch.Size([200, 256]": ["--model.flavor", "debug"],
     "data.seed": ["--data.seed", "5"],
+    "training.steps = 5 is below step 6": ["--training.steps", "5"],
 }
 
 
@@ -201,7 +202,7 @@ def test_a_refused_start_touches_nothing(copied):
     """A method that is only said otherwise is accepted."""
     config, folder = copied
     before = (folder / "status.json").read_text()
-    found = run_ranks(1, _starts, config, [[*words, "--training.steps", "8"] for words in REFUSED.values()])[0]
+    found = run_ranks(1, _starts, config, [["--training.steps", "8", *words] for words in REFUSED.values()])[0]
     for (message, recorded), expected in zip(found, REFUSED, strict=True):
         assert expected in message and not recorded
     assert (folder / "status.json").read_text() == before and _steps(folder) == ["step-3", "step-6"]
@@ -253,7 +254,9 @@ def _train_with_signal(rank, config, overrides):
 def test_a_signal_to_one_rank_stops_all_and_the_run_continues(tiny_config, trained):
     config, folder = tiny_config
     # It stops after a validation, which gathers weights; the checkpoint must have the sharded ones.
-    run_ranks(2, _train_with_signal, config, ["--validation.freq", "2"])
+    # Its checkpoint is whole, since it is not the run's last.
+    stop = ["--validation.freq", "2", "--checkpoint.last_save_model_only", "true"]
+    run_ranks(2, _train_with_signal, config, stop)
     assert json.loads((folder / "status.json").read_text()) == {
         "state": "stopped", "step": 2, "steps": 6, "reason": "asked to stop"
     }  # fmt: skip

@@ -103,14 +103,18 @@ def write_small_config(path: Path, shards: Path, steps: int, interval: int) -> P
     return path
 
 
-def make_trainer(config: Path, overrides: list[str]):
+def trainer_class():
     import torchtitan.train
 
     from pc.launch.worker import Trainer
 
     # TorchTitan's trainer waits two seconds for other ranks at its end, most of such a run's time.
     torchtitan.train.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)
-    return Trainer(load_config(config, overrides))
+    return Trainer
+
+
+def make_trainer(config: Path, overrides: list[str]):
+    return trainer_class()(load_config(config, overrides))
 
 
 def train(rank: int, config: Path, overrides: list[str]) -> dict[str, torch.Tensor]:

@@ -42,10 +42,10 @@ def test_all_faults_come_at_once_and_each_once():
 @pytest.mark.parametrize(
     "words, kept",
     [
-        ([], 4),  # three, and one that is being written
-        (["--checkpoint.keep_every=10000"], 4 + 6),
-        (["--checkpoint.keep_latest_k=0"], 122 + 1),
-        (["--checkpoint.keep_latest_k=0", "--checkpoint.keep_every=750"], 122 + 81 - 40 + 1),  # every 1500 by both
+        ([], 5),  # three, one that is being written, and one that was damaged and set aside
+        (["--checkpoint.keep_every=10000"], 5 + 6),
+        (["--checkpoint.keep_latest_k=0"], 122 + 2),
+        (["--checkpoint.keep_latest_k=0", "--checkpoint.keep_every=750"], 122 + 81 - 40 + 2),  # every 1500 by both
     ],
 )
 def test_the_disk_of_a_whole_run(words, kept):

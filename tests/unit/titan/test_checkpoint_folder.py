@@ -1,6 +1,13 @@
 """Every kind of damage to every file of a checkpoint is found before anything is used."""
 
+import errno
+import hashlib
+import os
+import re
 import shutil
+import tempfile
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +19,7 @@ from helpers.made_runs import save_checkpoint
 from helpers.ranks import run_ranks
 from pc.errors import UserError
 from pc.settings import Config
-from pc.titan import checkpoint
+from pc.titan import checkpoint, checkpoint_folder
 from pc.titan.checkpoint import Checkpoints
 from pc.titan.checkpoint_folder import CHECKSUMS, CheckpointFolder, ChecksummedWriter, Damaged, LoadPlanner, Reader
 from pc.titan.fingerprint import require_plain_weights
@@ -103,6 +110,95 @@ def _chooses(rank, folder):
 
 def test_ranks_load_the_checkpoint_that_rank_0_sees(saved):
     assert run_ranks(2, _chooses, saved) == ["step-20"] * 2
+
+
+def _newest(rank, folder, failures=()):
+    """The newest valid checkpoint's name, or what is said instead; the first reads of data files fail."""
+    failures, digest = list(failures), hashlib.file_digest
+
+    def fails_first(file, kind):
+        if failures and str(file.name).endswith(".distcp"):
+            raise OSError(failures.pop(0), "made by the test")
+        return digest(file, kind)
+
+    manager = _manager(folder)
+    with (
+        patch.object(hashlib, "file_digest", fails_first),
+        patch.object(checkpoint_folder, "PAUSES", (0.0, 0.0)),
+    ):
+        try:
+            return manager.newest_valid().path.name
+        except UserError as error:
+            return f"{type(error).__name__}: {error}"
+
+
+@pytest.fixture
+def copied(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "failures, answer",
+    [
+        ([errno.EIO], "step-20"),
+        ([errno.EIO] * 20, "ReadFailed: .*step-20/__[01]_0.distcp: could not be read .*"),
+        ([errno.EACCES] * 20, "ReadFailed: .*step-20/__[01]_0.distcp: could not be read .*"),
+    ],
+    ids=["once", "always", "of another user"],
+)
+def test_a_file_that_cannot_be_read_is_not_damaged(copied, failures, answer):
+    assert re.fullmatch(answer, run_ranks(1, _newest, copied, failures)[0])
+    assert len(list(copied.glob("checkpoint/step-*"))) == 2 and not (copied / "checkpoint.damaged").exists()
+
+
+def _names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_newest_of_what_is_not_used_is_kept(copied):
+    where, damaged = copied / "checkpoint", copied / "checkpoint.damaged"
+    for folder in (where / "step-5", where / "step-30", where / "step-40", damaged / "step-30.mine"):
+        folder.mkdir(parents=True)
+    assert run_ranks(1, _newest, copied) == ["step-20"]
+    assert _names(damaged) == ["step-30.mine", "step-40"] and _names(where) == ["step-10", "step-20"]
+    _flip(where / "step-20" / "__0_0.distcp", None)
+    assert run_ranks(1, _newest, copied) == ["step-10"]
+    assert _names(damaged) == ["step-20", "step-30.mine"] and _names(where) == ["step-10"]
+
+
+def _newest_without_rights(rank, folder):
+    manager = _manager(folder)
+    is_root = os.geteuid() == 0
+    if is_root:  # which may write everywhere
+        os.seteuid(65534)
+    try:
+        return str(manager.newest_valid())
+    except UserError as error:
+        return str(error)
+    finally:
+        if is_root:
+            os.seteuid(0)
+
+
+@pytest.mark.parametrize("kind", ["none", "whole", "damaged"])
+def test_a_folder_that_is_not_writable_is_noticed_at_the_start(saved, kind):
+    with tempfile.TemporaryDirectory() as place:  # pytest's folders are closed to other users
+        folder = Path(place, "run")
+        folder.mkdir()
+        if kind != "none":
+            shutil.copytree(saved / "checkpoint", folder / "checkpoint")
+        if kind == "damaged":
+            _flip(folder / "checkpoint" / "step-20" / "__0_0.distcp", None)
+        for path in (folder.parent, folder, *folder.glob("**/*")):
+            path.chmod(0o555 if path.is_dir() else 0o444)
+        try:
+            answers = run_ranks(2, _newest_without_rights, folder)
+        finally:
+            for path in (folder.parent, folder, *folder.glob("**/")):
+                path.chmod(0o755)
+        for answer in answers:
+            assert answer.startswith(f"{folder}/checkpoint") and "Permission denied" in answer and "\n" not in answer
+        assert not (folder / "checkpoint.damaged").exists()
 
 
 def test_raw_weights_of_schedule_forward_are_no_start(tmp_path):

@@ -1,0 +1,32 @@
+"""Which checkpoint the batch script scores, without SLURM and without a score."""
+
+import os
+import subprocess
+import sys
+
+from helpers.tiny import ROOT
+
+
+def _score(run, tmp_path):
+    """The script's result; of Python only the search runs, and other commands are listed."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/bash\n[[ $1 == -* ]] && exec {sys.executable} "$@"\necho "$@"\n')
+    python.chmod(0o755)
+    words = ["bash", "scripts/slurm/score.sbatch", str(run)]
+    environment = {**os.environ, "PC_PYTHON": str(python)}
+    return subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_the_newest_complete_step_n_is_scored(tmp_path):
+    checkpoints = tmp_path / "run" / "checkpoint"
+    for name in ("step-9", "step-10", "step-40.bad", "best-step-50", "step-60"):
+        (checkpoints / name).mkdir(parents=True)
+        if name != "step-60":
+            (checkpoints / name / ".metadata").touch()
+    done = _score(tmp_path / "run", tmp_path)
+    assert done.returncode == 0 and f"export_hf.py {checkpoints}/step-10 " in done.stdout, done
+
+
+def test_a_run_without_a_checkpoint_is_said_in_a_line(tmp_path):
+    done = _score(tmp_path, tmp_path)
+    assert done.returncode and not done.stdout and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
