@@ -37,12 +37,15 @@ _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 # --- state ------------------------------------------------------------------------------------------
 
 
+STATES = ("waiting", "running", "interrupted", "stopped", "finished", "failed", "diverged")
+
+
 @dataclass(frozen=True)
 class State:
     """Progress of a run."""
 
     state: str
-    """waiting, running, interrupted, stopped, finished, failed or diverged"""
+    """one of `STATES`"""
     step: int
     steps: int
     reason: str = ""
@@ -56,7 +59,9 @@ def state_of(folder: Path) -> State:
         return State("running" if locked else "waiting", 0, 0, "")
     try:
         state = State(**json.loads(file.read_text()))
-    except (OSError, ValueError, TypeError):
+        if state.state not in STATES:
+            raise ValueError(state.state)
+    except (OSError, ValueError, TypeError, RecursionError):
         state = State("running", 0, 0, f"{file} cannot be read")
     return replace(state, state="interrupted") if state.state == "running" and not locked else state
 
@@ -98,7 +103,7 @@ def _read_toml(file: Path) -> dict | None:
     """None if it is damaged."""
     try:
         return tomllib.loads(file.read_text())
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
@@ -112,7 +117,7 @@ def is_locked(folder: Path) -> bool:
 
 def _is_held(file: Path) -> bool:
     try:
-        with _open_lock(file, create=False) as opened:
+        with _open_lock(file, os.O_RDWR) as opened:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         return True
@@ -121,9 +126,17 @@ def _is_held(file: Path) -> bool:
     return False
 
 
-def _open_lock(file: Path, *, create: bool) -> TextIO:
+def _open_lock(file: Path, flags: int = os.O_RDWR | os.O_CREAT) -> TextIO:
     """Only its owner can open it: a reader who locks a file that he may read would keep its owner from training."""
-    return os.fdopen(os.open(file, os.O_RDWR | os.O_APPEND | (os.O_CREAT if create else 0), 0o600), "a")
+    return os.fdopen(os.open(file, flags | os.O_APPEND, 0o600), "a")
+
+
+def _create_lock(file: Path) -> TextIO:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        return _open_lock(file)
+    except PermissionError:
+        raise UserError(f"{file} belongs to another user, who alone may train in this folder") from None
 
 
 def lock(folder: Path) -> TextIO:
@@ -135,12 +148,8 @@ def lock(folder: Path) -> TextIO:
     Raises:
         UserError: another process trains there.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     launcher, ranks = (folder / name for name in _LOCKS)
-    try:
-        file = _open_lock(launcher, create=True)  # stays open during the run
-    except PermissionError:
-        raise UserError(f"{launcher} belongs to another user, who alone may train in this folder") from None
+    file = _create_lock(launcher)  # stays open during the run
     for tries_left in reversed(range(10)):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -161,7 +170,7 @@ def lock(folder: Path) -> TextIO:
 
 def join_lock(folder: Path) -> TextIO:
     """Keep the lock while this rank lives: torchrun's ranks do not inherit its launcher's file."""
-    file = _open_lock(folder / _LOCKS[1], create=True)
+    file = _create_lock(folder / _LOCKS[1])
     with contextlib.suppress(OSError):  # a file system without locks
         fcntl.flock(file, fcntl.LOCK_SH)
     return file

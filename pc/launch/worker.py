@@ -4,6 +4,7 @@ The trainer of `pc.titan` plus what needs `pc.evaluate`: scores during training 
 """
 
 import contextlib
+import errno
 import logging
 import os
 import sys
@@ -45,6 +46,28 @@ def start_logging(rank: int) -> None:
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
 
 
+DISK_REFUSES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
+"""a full disk, no quota left, a limit of a file's size, a file system that has become read-only"""
+
+
+def report(error: BaseException, folder: str | None, step: int, rank: int) -> None:
+    """Write to status.json why the run ends, and end it with one line if that is the user's matter, not a bug.
+
+    Args:
+        folder: of the run; None if its config cannot be read.
+    """
+    if isinstance(error, OSError) and error.errno in DISK_REFUSES:  # under any file: TensorBoard's, a compiler's
+        error = WriteFailed(f"could not write {error.filename or folder}: {error.strerror}")
+    if folder and (rank == 0 or isinstance(error, UserError)):
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        with contextlib.suppress(WriteFailed):  # the status then says "running" of a dead run: "interrupted"
+            write_failure(folder, reason, step, "diverged" if isinstance(error, Diverged) else "failed")
+    if isinstance(error, UserError):
+        word, status = ("failed", 1) if isinstance(error, (ReadFailed, WriteFailed)) else ("error", 2)
+        print(f"{word}: {error}", file=sys.stderr, flush=True)  # torchrun shows rank 0 and logs the others
+        os._exit(status)  # other ranks may wait in a collective
+
+
 def main() -> None:
     rank = int(os.environ.get("RANK", "0"))
     start_logging(rank)
@@ -67,15 +90,7 @@ def main() -> None:
     except BaseException as error:
         if trainer is not None:
             trainer.checkpointer.end_save()
-        if config is not None and (rank == 0 or isinstance(error, UserError)):
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            state = "diverged" if isinstance(error, Diverged) else "failed"
-            with contextlib.suppress(WriteFailed):  # the error itself matters more
-                write_failure(config.job.dump_folder, reason, trainer.step if trainer else 0, state)
-        if isinstance(error, UserError):
-            word, status = ("failed", 1) if isinstance(error, (ReadFailed, WriteFailed)) else ("error", 2)
-            print(f"{word}: {error}", file=sys.stderr, flush=True)  # torchrun shows rank 0 and logs the others
-            os._exit(status)  # other ranks may wait in a collective
+        report(error, config and config.job.dump_folder, trainer.step if trainer else 0, rank)
         raise
     finally:
         if trainer is not None:

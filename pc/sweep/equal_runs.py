@@ -37,7 +37,7 @@ def trained_as(folder: Path) -> dict[str, Any] | None:
         about = environment.get("world_size"), environment.get("data")
         configs = [tomllib.loads(file.read_text()) for file in run_folder.configs(folder)]
         first, *others = [result(validated(config, Config, "", extra="ignore"), *about) for config in configs]
-    except (OSError, ValueError):  # a UserError is a ValueError
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError):  # a UserError is a ValueError
         return None
     return None if any(other != first for other in others) else first
 
@@ -101,7 +101,7 @@ def plan(sweeps: Sequence[Sweep], world_size: int | None = None) -> list[Group]:
 def _code_of(folder: Path) -> dict[str, str] | None:
     try:
         return json.loads((folder / "environment.json").read_text()).get("code")
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return None
 
 

@@ -212,3 +212,11 @@ def test_a_run_of_other_code_is_not_reused(folder, trained, capsys, what):
     expected = ["outputs/sweeps/level/level-3", "outputs/sweeps/level/level-4"]
     assert trained == (expected if what else expected[1:])
     assert ("outputs/by-hand is an equal run, but of other code" in capsys.readouterr().out) == bool(what)
+
+
+@pytest.mark.parametrize("name", ["config.toml", "environment.json"])
+@pytest.mark.parametrize("text", ["[1]", "[" * 100_000, "\xff"], ids=range(3))
+def test_a_damaged_record_below_outputs_ends_no_plan(folder, name, text):
+    finish("pc.toml", ["--pc.level=3"], folder / "outputs" / "by-hand")
+    (folder / "outputs" / "by-hand" / name).write_text(text, encoding="latin-1")
+    assert [group.state for group in equal_runs.plan([load("level.toml")])] == ["waiting", "waiting"]

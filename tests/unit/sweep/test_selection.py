@@ -124,7 +124,11 @@ def test_a_dead_run_that_said_running_is_interrupted(tmp_path):
     assert {path.stat().st_mode & 0o777 for path in tmp_path.glob("lock*")} == {0o600}  # no reader can hold them
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", '{"state": "finished"}', "\xff"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[1]", '{"state": "finished"}', "\xff", "[" * 100_000, '{"state": "done", "step": 1, "steps": 2}'],
+    ids=range(7),
+)
 def test_a_damaged_status_is_that_of_an_interrupted_run(tmp_path, text):
     """In one run below outputs/ it ended every sweep's plan and status in a traceback."""
     (tmp_path / "status.json").write_text(text, encoding="latin-1")
