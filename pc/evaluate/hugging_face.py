@@ -113,7 +113,7 @@ def export(
 
     scores: the table.md of scripts/score.py, for the model card.
     """
-    out = Path(out)
+    out = Path(out).resolve()  # a folder cannot be renamed to a symbolic link
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: exists already; give a new folder")
     run = plain_weights.load(source)

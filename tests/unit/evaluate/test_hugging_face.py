@@ -87,6 +87,16 @@ def test_data_that_moved_away(tmp_path):
     assert torch.equal(llama.lm_head.weight, run.model.output.weight.bfloat16())
 
 
+@pytest.mark.parametrize("exists", [True, False])
+def test_an_export_to_a_link_is_written_where_it_leads(tmp_path, pc_run, exists):
+    link, target = tmp_path / "link", tmp_path / "big_disk" / "export"
+    if exists:
+        target.mkdir(parents=True)
+    link.symlink_to(target)
+    hugging_face.export(pc_run.checkpoint, link)
+    assert link.is_symlink() and (target / "config.json").is_file()
+
+
 def test_an_export_is_written_whole_or_not_at_all(tmp_path, pc_run, monkeypatch):
     (tmp_path / "thesis.txt").write_text("dear to me")
     with pytest.raises(UserError, match="exists already"):
