@@ -3,6 +3,7 @@ import json
 import os
 import resource
 import sys
+from types import SimpleNamespace
 
 import pytest
 from torchtitan.tools.logging import logger
@@ -32,8 +33,13 @@ def ends(tmp_path, monkeypatch, capsys):
     (tmp_path / "run.toml").write_text("")
 
     def start(train) -> tuple[int, str, str]:
-        trainer = type("Training", (), {"step": 3, "train": lambda self, record: train(), "close": lambda self: None})
-        monkeypatch.setattr(worker, "Trainer", lambda config: trainer())
+        trainer = SimpleNamespace(
+            step=3,
+            train=lambda record: train(),
+            close=lambda: None,
+            checkpointer=SimpleNamespace(end_save=lambda: None),
+        )
+        monkeypatch.setattr(worker, "Trainer", lambda config: trainer)
         monkeypatch.setattr(sys, "argv", ["worker", "run.toml"])
         monkeypatch.setattr(os, "_exit", sys.exit)
         with pytest.raises(SystemExit) as ended:
