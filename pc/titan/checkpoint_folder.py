@@ -158,6 +158,9 @@ class CheckpointFolder:
             raise
         except Exception as error:  # a damaged index can make the unpickler raise anything
             raise Damaged(f"{self.path / INDEX}: not the index of a checkpoint ({error})") from None
+        for name in self._files:  # reading a device or a pipe would never end
+            if Path(name).name != name or not (self.path / name).is_file():
+                raise Damaged(f"{self.path / INDEX}: names {name!r}, which is no file of this checkpoint")
         if not has_checksums and CHECKSUMS in (getattr(self._index.storage_meta, "modules", None) or []):
             raise Damaged(f"{self.path / CHECKSUMS}: missing, so the checkpoint cannot be verified")
 
@@ -194,7 +197,7 @@ class CheckpointFolder:
         info = self._index.storage_data[MetadataIndex(key)]
         with open(self.path / info.relative_path, "rb") as file:
             file.seek(info.offset)
-            return torch.load(io.BytesIO(file.read(info.length)), weights_only=True)
+            return _load_value(io.BytesIO(file.read(info.length)), f"{file.name}: {key}")
 
     def _compare(self, names: Sequence[str]) -> bool:
         """Compare files with their checksums, in parallel; False if there is no file of checksums."""
@@ -228,9 +231,16 @@ class LoadPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         plain = io.BytesIO()
         # Torch's planner unpickles without restrictions, so give it only what was read safely here.
-        torch.save(torch.load(value, weights_only=True), plain)
+        torch.save(_load_value(value, read_item.dest_index.fqn), plain)
         plain.seek(0)
         super().load_bytes(read_item, plain)
+
+
+def _load_value(data: io.BytesIO, name: str) -> Any:
+    try:
+        return torch.load(data, weights_only=True)
+    except Exception as error:  # torch's own words advise to load it without restrictions
+        raise Damaged(f"{name} is no plain value ({type(error).__name__})") from None
 
 
 class _IndexUnpickler(pickle.Unpickler):
