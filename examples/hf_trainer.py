@@ -1,60 +1,24 @@
-"""Hugging Face's Trainer with PC in schedule "step": accumulation, clipping, checkpoints and resume.
+"""Hugging Face's Trainer with PC: accumulation, clipping, evaluation before training, checkpoints and resume.
 
     python examples/hf_trainer.py --steps 20 --folder outputs/hf_trainer
+    torchrun --nproc-per-node 2 examples/hf_trainer.py --steps 20 --folder outputs/hf_trainer
 
-Repeat the command to continue from the newest checkpoint. Needs the extra "evaluate", which has transformers and
-accelerate. For schedule "forward", use the plain `Trainer` with a model after `pc.attach`.
+Repeat the command to continue from the newest checkpoint. Needs the extra "integrations".
 """
 
 import argparse
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 import pc
-from pc.schedules import Schedule
+from pc.integrations.hugging_face import PCTrainerMixin
 
 
-class PCState(TrainerCallback):
-    """Saves the schedule's state with every checkpoint, and loads it on resume."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
-
-    def _file(self, args, state) -> Path:
-        return Path(args.output_dir) / f"checkpoint-{state.global_step}" / "pc.pt"
-
-    def on_save(self, args, state, control, **kwargs) -> None:
-        if state.is_world_process_zero:
-            torch.save(self.schedule.state_dict(), self._file(args, state))
-
-    def on_train_begin(self, args, state, control, **kwargs) -> None:
-        if state.global_step:  # the model's weights are already loaded
-            self.schedule.load_state_dict(torch.load(self._file(args, state), map_location="cpu", weights_only=True))
-        else:
-            self.schedule.materialise()
-
-
-class PCTrainer(Trainer):
-    """Trainer for a model with PC in schedule "step"."""
-
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, **kwargs)  # which moves the model to its device
-        self.pc_schedule = pc.schedule(self.model)
-        self.add_callback(PCState(self.pc_schedule))
-
-    def create_optimizer(self, *args, **kwargs) -> torch.optim.Optimizer:
-        optimizer = super().create_optimizer(*args, **kwargs)
-        self.pc_schedule.follow(optimizer)
-        return optimizer
-
-    def training_step(self, *args, **kwargs) -> torch.Tensor:
-        loss = super().training_step(*args, **kwargs)
-        if self.accelerator.sync_gradients:  # the last micro-batch of a step; clipping comes next
-            self.pc_schedule.pull_back()
-        return loss
+class PCTrainer(PCTrainerMixin, Trainer):
+    """Trainer for a model with PC."""
 
 
 def counting(items: int, vocabulary: int) -> list[dict[str, torch.Tensor]]:
@@ -86,10 +50,14 @@ def main() -> None:
         report_to="none",
         disable_tqdm=True,
     )
-    trainer = PCTrainer(model=model, args=settings, train_dataset=counting(512, 64))
+    data = counting(512, 64)
+    trainer = PCTrainer(model=model, args=settings, train_dataset=data, eval_dataset=data[:32])
+    print(f"before: loss {trainer.evaluate()['eval_loss']:.4f}")
     newest = get_last_checkpoint(str(arguments.folder)) if arguments.folder.exists() else None
     trainer.train(resume_from_checkpoint=newest)
-    pc.merge(model).save_pretrained(arguments.folder / "plain")  # an ordinary Llama
+    pc.merge(model)
+    if trainer.is_world_process_zero():
+        model.save_pretrained(arguments.folder / "plain")  # an ordinary Llama
 
 
 if __name__ == "__main__":

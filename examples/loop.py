@@ -58,7 +58,7 @@ def main() -> None:
     pc.attach(model, pc.PCConfig(level=4, blocks=("*.up", "*.down"), schedule="step"))
     trained = DistributedDataParallel(model) if world > 1 else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    schedule = pc.schedule(model, optimizer)
+    schedule = pc.schedule(trained, optimizer)
 
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
     checkpoint, start = arguments.folder / "last.pt", 0

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pc.muon import Muon
     from pc.start import preserve
     from pc.step import schedule
-    from pc.weights import attach, describe, merge, named_weights, refresh
+    from pc.weights import attach, describe, detach, merge, named_weights, refresh
 
 __version__ = "0.1.0"
 
@@ -36,7 +36,7 @@ _NAMES = {
     "muon": ["Muon"],
     "start": ["preserve"],
     "step": ["schedule"],
-    "weights": ["attach", "describe", "merge", "named_weights", "refresh"],
+    "weights": ["attach", "describe", "detach", "merge", "named_weights", "refresh"],
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 _MODULES = ("owner", "polynomial", "spectral")

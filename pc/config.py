@@ -88,8 +88,9 @@ class PCConfig:
     """Precision of the polynomial's matmuls: "float32" (the weight's own), "tf32", "bfloat16"."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "blocks", tuple(self.blocks))
-        object.__setattr__(self, "heads", tuple(self.heads))
+        for key in ("blocks", "heads"):
+            names = getattr(self, key)
+            object.__setattr__(self, key, (names,) if isinstance(names, str) else tuple(names))
         if not self.blocks:
             raise UserError("pc.blocks is empty; name at least one, for example o or ffn")
         for name in self.blocks:

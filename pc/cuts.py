@@ -63,6 +63,15 @@ class Form:
         """Relative FLOPs of one weight of the stack."""
         return sum(part.count * matrix_cost((part.rows, self.columns)) for part in self.chosen)
 
+    def __str__(self) -> str:
+        """What defines PC(W): the shapes, levels and norms of the matrices."""
+        matrices = [
+            f"{part.count} of [{part.rows}, {self.columns}], level {part.config.level}"
+            + ("" if part.config.norm_recovery else ", norm 1")
+            for part in self.chosen
+        ]
+        return (f"{self.stack[0]} times " if self.stack else "") + "; ".join(matrices)
+
     @property
     def kinds(self) -> str:
         """of the tensors that make PC(W): W, its gammas if learnable, u and v"""

@@ -53,6 +53,7 @@ class Plan:
         outputs: the tensors of each item to write results into, all of one dtype; they may also be inputs.
         keys: settings of each item for the function; None for all by default.
         costs: of a matrix of each item; the default is `matrix_cost`.
+        replicas: ranks that share the work on items without shards; by default each computes all of them.
 
     Raises:
         UserError: tensors of several dtypes, an item on several meshes, or shards that are not blocks of their tensor.
@@ -64,6 +65,7 @@ class Plan:
         outputs: Sequence[Item],
         keys: Sequence[Hashable] | None = None,
         costs: Sequence[float] | None = None,
+        replicas: dist.ProcessGroup | None = None,
     ) -> None:
         self._layouts = _layouts(inputs), _layouts(outputs)
         if any(len({dtype for *_, dtype in side}) > 1 for side in self._layouts):
@@ -72,7 +74,7 @@ class Plan:
         costs = costs if costs is not None else [matrix_cost(item[0].shape) for item in inputs]
         of_groups: dict[_Group, list[_Matrix]] = defaultdict(list)
         for item, (given, wanted, key) in enumerate(zip(inputs, outputs, keys, strict=True)):
-            group = _group((*given, *wanted))
+            group = _group((*given, *wanted), replicas)
             of_groups[group] += _matrices(group, item, given, wanted, key)
         self._buckets: list[_Bucket] = []
         for group, matrices in of_groups.items():
@@ -125,8 +127,8 @@ class _Group(NamedTuple):
     places: tuple[Ints, ...] = ((),)  # of each rank in the mesh
 
 
-def _group(tensors: Sequence[Tensor]) -> _Group:
-    """The ranks that exchange the tensors of an item; this rank alone if it holds whole matrices."""
+def _group(tensors: Sequence[Tensor], replicas: dist.ProcessGroup | None) -> _Group:
+    """The ranks that exchange the tensors of an item; this rank alone if it holds whole matrices, without replicas."""
     meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor) and splits(tensor)}
     if len(meshes) > 1:
         raise UserError("pc.owner needs the tensors of an item on one device mesh")
@@ -134,7 +136,11 @@ def _group(tensors: Sequence[Tensor]) -> _Group:
     if is_stack(tensors[0]):  # without those that split the stack of every tensor alike
         alike = {frozenset(d for d, split in splits(tensor).items() if split == 0) for tensor in tensors}
         dimensions -= alike.pop() if len(alike) == 1 else set()
-    return _group_of(meshes.pop(), tuple(sorted(dimensions)), dist.group.WORLD) if dimensions else _Group()
+    if dimensions:
+        return _group_of(meshes.pop(), tuple(sorted(dimensions)), dist.group.WORLD)
+    if replicas and replicas.size() > 1 and not any(isinstance(tensor, DTensor) for tensor in tensors):
+        return _Group(replicas, replicas.rank(), (replicas.size(),), tuple((rank,) for rank in range(replicas.size())))
+    return _Group()
 
 
 @lru_cache(maxsize=None)
@@ -223,6 +229,8 @@ class _Bucket:
             alike[matrix if one_by_one else (matrix.key, *matrix.shapes)].append(matrix)
         self.batches = list(alike.values())
         self.group, ranks = group.process_group, range(len(owned))
+        # nothing is sent to an owner that has the same
+        self.is_sharded = any(not p.is_replicate() for of in owned for m in of for _, ps in m.sides[INPUTS] for p in ps)
         # of inputs and outputs: what this rank holds, by owner, and what it owns, by holder
         self.held = [[parts(side, owner, group.rank) for owner in ranks] for side in (INPUTS, OUTPUTS)]
         self.owned = [[parts(side, group.rank, holder) for holder in ranks] for side in (INPUTS, OUTPUTS)]
@@ -230,7 +238,9 @@ class _Bucket:
     def run(self, function: Callable, inputs: Sequence[Item], outputs: Sequence[Item]) -> None:
         shards = [part.of_shard(inputs) for part in itertools.chain(*self.held[INPUTS])]
         like = local(inputs[0][0])
-        batches = self._assemble(self._exchange(shards, self.held[INPUTS], self.owned[INPUTS], like), like)
+        if self.is_sharded:
+            shards = self._exchange(shards, self.held[INPUTS], self.owned[INPUTS], like)
+        batches = self._assemble(shards, like)
         results = []
         for batch in self.batches:
             results.append(function(batch[0].key, *batches.pop(0)))
@@ -246,8 +256,10 @@ class _Bucket:
 
     def _assemble(self, received: list[Tensor], like: Tensor) -> list[list[Tensor]]:
         """The batches, of the parts received."""
-        if self.group is None and len(self.batches[0]) == len(self.batches) == 1:
-            return [[shard[None] for shard in received]]  # not copied
+        if not self.is_sharded and all(len(batch) == 1 for batch in self.batches):  # not copied
+            counts = [len(batch[0].shapes[INPUTS]) for batch in self.batches]
+            views = iter([shard[None] for shard in received])
+            return [list(itertools.islice(views, count)) for count in counts]
         batches = [[like.new_empty(len(x), *shape) for shape in x[0].shapes[INPUTS]] for x in self.batches]
         tensors = self._by_matrix(batches)
         if received:

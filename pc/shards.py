@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -48,6 +49,36 @@ def shard_like(weight: Tensor, tensor: Tensor) -> Tensor:
     # a copy: the tensor's storage is whole, which asynchronous checkpoints could not stage
     shard = own_block(tensor, mesh, placements).clone()
     return DTensor.from_local(shard, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def shard_gammas(weight: Tensor, gammas: Tensor) -> Tensor:
+    """Gammas of a weight [P], or of a stack [E, P], as state of one dimension: so nothing takes them for a matrix.
+
+    A stack's are sharded as the stack is, or whole where shards of E times P would not end between matrices.
+    """
+    if not isinstance(weight, DTensor):
+        return gammas.flatten()
+    sharded, mesh = shard_like(weight, gammas), weight.device_mesh
+    shares = math.prod(mesh.size(d) for d, split in splits(weight).items() if split == 0)
+    if is_stack(weight) and gammas.size(1) > 1 and gammas.size(0) % shares:
+        sharded = DTensor.from_local(gammas, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return viewed(sharded, (gammas.numel(),))
+
+
+def viewed(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """A view of another shape, sharded over the same ranks along its first dimension."""
+    if not isinstance(tensor, DTensor):
+        return tensor.view(*shape)
+    part = local(tensor).view(-1, *shape[1:])
+    mesh, stride = tensor.device_mesh, torch.empty(*shape, device="meta").stride()
+    return DTensor.from_local(part, mesh, tensor.placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def copy_into(tensor: Tensor, given: Tensor) -> None:
+    """Copy a tensor, or from a whole one this rank's shard."""
+    if isinstance(tensor, DTensor) and not isinstance(given, DTensor):
+        given = own_block(given, tensor.device_mesh, tensor.placements)
+    local(tensor).copy_(local(given))
 
 
 def own_block(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:

@@ -19,7 +19,7 @@ def initial_vectors(name: str, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
     """
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
     generator = torch.Generator().manual_seed(seed)
-    u, v = (torch.randn(*shape[:-2], size, generator=generator) for size in shape[-2:])
+    u, v = (torch.randn(*shape[:-2], size, generator=generator, device="cpu") for size in shape[-2:])
     return u / u.norm(dim=-1, keepdim=True), v / v.norm(dim=-1, keepdim=True)
 
 

@@ -41,18 +41,22 @@ def preserve(models: nn.Module | Iterable[nn.Module]) -> None:
             require_possible(part.config)
         if weight.parameter.is_meta:
             raise UserError(f"{weight.name} is on the meta device; call pc.preserve once the weights exist")
+        if weight.schedule is not None and weight.schedule.has_started:
+            raise UserError(f"{weight.name} holds PC(W) already; call pc.preserve before pc.schedule(model, optimizer)")
+    for weight in weights:
         if isinstance(weight.module, PCLinear):
             weight.module.start_pc()
             weight.u, weight.v = weight.module.u, weight.module.v
         elif weight.u is None:
             weight.u, weight.v = (weight.parameter.new_empty(weight.form.shape_of(kind)) for kind in "uv")
+        weight.is_loaded_pc = False
     inputs = [(weight.parameter,) for weight in weights]
     outputs = [(weight.parameter, weight.u, weight.v) for weight in weights]
     plan = Plan(inputs, outputs, [weight.form for weight in weights])
     plan.run(lambda form, weight: form.apply(preserving, "w", (weight,), "wuv"), inputs, outputs)
     for weight in weights:
-        for gamma in weight.gammas:
-            gamma.fill_(1.0)
+        if weight.gamma is not None:
+            weight.gamma.fill_(1.0)
 
 
 def require_possible(config: PCConfig) -> None:

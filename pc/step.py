@@ -14,50 +14,78 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from pc import passes
 from pc.cuts import Form
 from pc.errors import UserError
 from pc.owner import Item, Plan
-from pc.schedules import PC, PULLED, RAW, TWICE, Schedule
-from pc.shards import local, shard_like
+from pc.schedules import IS_PC, Schedule, require_real, require_trained, unwrapped
+from pc.shards import local, shard_gammas, shard_like, viewed
 from pc.spectral import without_autocast
 from pc.weights import NO_SCHEDULE, Weight, clean_name, named_weights
 
 # How far the norm of a shard may be from that of the PC(W) that was written, relative to it: rounding.
 UNCHANGED = 1e-6
 
+PULLED_RAW = (
+    "pull_back() while the weights hold W: a compiled forward pass saw them, because an optimizer did not step; call "
+    "schedule.materialise() before it"
+)
+TWICE = (
+    "pull_back() on gradients that are already those of W; call it once per step, after the last micro-batch, and "
+    'optimizer.zero_grad() before the next backward(); a loss that contains a gamma itself needs schedule="forward"'
+)
+NOT_PULLED_BACK = (
+    "a step on gradients of PC(W), without schedule.pull_back() since the last backward(); it makes them those of W: call "
+    "it once per step, before clipping"
+)
 
-def schedule(models: nn.Module | Iterable[nn.Module], *optimizers: Optimizer) -> Schedule:
+
+@torch.inference_mode(False)
+def schedule(
+    models: nn.Module | Iterable[nn.Module],
+    *optimizers: Optimizer | Iterable[Optimizer],
+    process_group: dist.ProcessGroup | None = None,
+) -> Schedule:
     """The schedule that `PCConfig.schedule` names, for models after `pc.attach`.
 
     Args:
         models: the model, or a list of its parts on this rank under pipeline parallelism; after sharding, with weights
-            off the meta device.
+            off the meta device. Ranks of `DistributedDataParallel`, if that is what you give, share the work.
         optimizers: all that train the model. The schedule follows them from now on (`follow`), and the model is ready.
-            Without optimizers, call `materialise` before the first forward pass, once the weights are initialised or
-            loaded, unless a state is loaded; and `follow` later, or `restore_raw` and `materialise` around each step.
+            Without optimizers, call `follow` later, or `restore_raw` and `materialise` around each step.
+        process_group: ranks that have equal weights and gradients, to share the work without DDP.
 
     A copy of the model alone can be evaluated, but not trained. To train a copy, copy all three together:
     `copy.deepcopy((model, optimizer, schedule))`.
 
     Raises:
         UserError: no weight is marked, or one is on the meta device, is below float32, is shared, or has a schedule
-            already; those of `follow`.
+            already; the model is in FSDP1; those of `follow`. Model and optimizers are then as before.
     """
     models = [models] if isinstance(models, nn.Module) else list(models)
     weights = [weight for model in models for _, weight in named_weights(model)]
     if not weights:
         raise UserError("pc.schedule found no weight with PC; call pc.attach(model, pc.PCConfig(...)) first")
     _require_usable(models, weights)
-    kind = StepSchedule if weights[0].config.schedule == "step" else Schedule
-    made = kind(models, {weight.name: weight for weight in weights})
+    if optimizers:
+        require_trained(weights, unwrapped(optimizers))
+    by_name = {weight.name: weight for weight in weights}
+    if weights[0].config.schedule == "step":
+        replicas = [
+            m.process_group for model in models for m in model.modules() if isinstance(m, DistributedDataParallel)
+        ]
+        made: Schedule = StepSchedule(models, by_name, process_group or next(iter(replicas), None))
+    else:
+        made = Schedule(models, by_name)
     if optimizers:
         made.follow(*optimizers)
-        made.materialise()
+        if not any(weight.is_loaded_pc for weight in weights):
+            made.materialise(share=True)
     return made
 
 
@@ -65,17 +93,24 @@ def _require_usable(models: list[nn.Module], weights: list[Weight]) -> None:
     holders: dict[int, list[str]] = {}
     for model in models:
         for name, module in model.named_modules():
+            if isinstance(module, FullyShardedDataParallel):
+                raise UserError("FSDP1 makes weights parts of one flat parameter; shard with fully_shard (FSDP2)")
             for parameter in module.parameters(recurse=False):
                 holders.setdefault(id(parameter), []).append(clean_name(name))
     for weight in weights:
+        require_real(weight)
         if len(sharing := holders[id(weight.parameter)]) > 1:
             raise UserError(f"{weight.name} shares its weight: {', '.join(sharing)}; PC needs a separate weight")
         if [other.name for other in weights].count(weight.name) > 1:
-            raise UserError(f"two models have a weight {weight.name} with PC; give each model its own pc.schedule")
-        if weight.missing != NO_SCHEDULE:
+            raise UserError(
+                f"two modules have PC of the name {weight.name}: give each model its own pc.schedule, and call pc.attach "
+                "after what copies modules, as peft does (modules_to_save)"
+            )
+        if weight.schedule is not None or weight.missing != NO_SCHEDULE:
             raise UserError(
                 f"{weight.name} has a schedule already, which holds its W; use that one. To copy a model: "
-                "copy.deepcopy((model, optimizer, schedule)). To start again from PC(W): pc.merge, then pc.attach"
+                "copy.deepcopy((model, optimizer, schedule)). To start again: pc.merge (from PC(W)) or pc.detach (from "
+                "W), then pc.attach"
             )
 
 
@@ -84,11 +119,15 @@ class StepSchedule(Schedule):
 
     saved = ("raw", "gamma", "u", "v")
 
-    def __init__(self, models: list[nn.Module], weights: dict[str, Weight]) -> None:
+    def __init__(
+        self, models: list[nn.Module], weights: dict[str, Weight], replicas: dist.ProcessGroup | None = None
+    ) -> None:
         self._fsdp_modules = [m for model in models for m in model.modules() if isinstance(m, FSDPModule)]
         # Parameters are read once, here, and must be the sharded ones. After a forward pass without gradients FSDP may
         # still hold unsharded ones.
         self._reshard()
+        self._replicas = replicas
+        """ranks that have the same, and share the work"""
         self._plans: dict[tuple, Plan] = {}
         self._norms: Tensor | None = None
         """of the local shards when PC(W) was written, [weights]; None: not to be compared"""
@@ -98,7 +137,8 @@ class StepSchedule(Schedule):
         self._observe()
 
     def __getstate__(self) -> dict:
-        return self.__dict__ | {"_plans": {}, "_answer": None}  # they hold process groups and events
+        # without process groups, events and hooks
+        return super().__getstate__() | {"_plans": {}, "_answer": None, "_replicas": None, "_backward_hooks": []}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
@@ -106,51 +146,59 @@ class StepSchedule(Schedule):
 
     def _observe(self) -> None:
         def note_backward(_: Tensor) -> None:
-            if self.phase == PULLED:
-                self.phase = PC
+            self.is_pulled_back = False
 
-        for weight in self.weights.values():
-            if weight.parameter.requires_grad:
-                weight.parameter.register_post_accumulate_grad_hook(note_backward)
+        trained = [w.parameter for w in self.weights.values() if w.parameter.requires_grad]
+        self._backward_hooks = [p.register_post_accumulate_grad_hook(note_backward) for p in trained]
+
+    def leave(self) -> None:
+        super().leave()
+        for hook in self._backward_hooks:
+            hook.remove()
 
     @torch.no_grad()
     def start(self, weight: Weight) -> None:
-        if weight.gamma is not None and weight.gamma.is_meta:  # plain weights were assigned to a model on meta
-            weight.add_gamma()
         parameter = weight.parameter
-        for gamma in weight.gammas:
-            gamma.fill_(1.0)
+        if weight.config.learnable_gamma:
+            ones = torch.ones(weight.form.shape_of("g"), device=parameter.device, dtype=parameter.dtype)
+            # DDP, if it wraps the model later, waits for all that require gradients, and only `pull_back` makes these;
+            # torch's distributed checkpoints save optimizer state of those alone
+            gamma = nn.Parameter(shard_gammas(parameter, ones), requires_grad=isinstance(parameter, DTensor))
+            weight.module.register_parameter(weight.gamma_key, gamma)
         given = weight.form.initial_vectors(weight.name) if weight.u is None else (weight.u, weight.v)
         vectors = (vector.to(parameter.device, parameter.dtype) for vector in given)
         weight.u, weight.v = (shard_like(parameter, vector) for vector in vectors)
         weight.raw = parameter.detach().clone()
 
     @torch.no_grad()
-    def materialise(self) -> None:
-        """Save W from the weights, advance `u` and `v`, and write PC(W) into the weights.
+    def materialise(self, share: bool = False) -> None:
+        """Unless the weights hold PC(W): save W from them, advance `u` and `v`, and write PC(W) into them.
 
         Raises:
-            UserError: the weights already hold PC(W).
+            UserError: the weights were loaded and are PC(W) of a run, whose W is not known.
         """
-        self._require("materialise")
+        if self.holds_pc:
+            return
         weights = self.weights.values()
+        if not self.has_started and any(weight.is_loaded_pc for weight in weights):
+            raise UserError(IS_PC)
         torch._foreach_copy_([local(w.raw) for w in weights], [local(w.parameter) for w in weights])
-        self._write_pc(iterate=True)
-        self._norms = self._measure()
+        self._write_pc(iterate=True, share=share)
+        self._norms, self.is_pulled_back = self._measure(), False
 
     def _use_loaded(self) -> None:
         """Compute PC(W) anew, so that the order of loading model and schedule does not matter."""
-        self._write_pc(iterate=False)
+        self._write_pc(iterate=False, share=False)
         # the model's state, loaded after this one, may have other rounding errors; what was noted before is gone
         self._norms = self._answer = None
 
-    def _write_pc(self, iterate: bool) -> None:
+    def _write_pc(self, iterate: bool, share: bool) -> None:
         self._reshard()
         weights = list(self.weights.values())
         inputs = [(w.raw, *w.gammas, w.u, w.v) for w in weights]
         outputs: list[Item] = [(w.parameter, w.u, w.v) for w in weights]
-        self._run(partial(passes.materialise, iterate=iterate), "", "wuv", weights, inputs, outputs)
-        self._set_phase(PC)
+        self._run(partial(passes.materialise, iterate=iterate), "", "wuv", weights, inputs, outputs, share)
+        self._set_holds_pc(True)
 
     @torch.no_grad()
     def pull_back(self) -> None:
@@ -161,65 +209,96 @@ class StepSchedule(Schedule):
         Raises:
             UserError: the weights hold W or were changed, there are no gradients, or they are already pulled back.
         """
-        self._require("pull_back")
-        self._require_unchanged()
+        if not self.holds_pc:
+            raise UserError(PULLED_RAW)
+        if self.is_pulled_back:
+            raise UserError(TWICE)
+        self.require_unchanged()
         used = [w for w in self.weights.values() if w.parameter.grad is not None]
         if not used:
             raise UserError("pull_back() found no gradient of a weight with PC; call it after backward()")
         # Only `pull_back` gives gammas a gradient, and zero_grad() takes it away or makes it zero.
-        earlier = [local(gamma.grad).flatten() for w in used for gamma in w.gammas if gamma.grad is not None]
+        trained = [w.gamma for w in used if w.gamma is not None]
+        earlier = [local(gamma.grad) for gamma in trained if gamma.grad is not None]
         if earlier and torch.cat(earlier).any():
             raise UserError(TWICE)
         gradients: list[Any] = [(w.parameter.grad, *(torch.zeros_like(gamma) for gamma in w.gammas)) for w in used]
         inputs = [(w.raw, g, *w.gammas, w.u, w.v) for w, (g, *_) in zip(used, gradients, strict=True)]
         self._run(passes.pull_back, "w", "wg", used, inputs, gradients)
-        for weight, given in zip(used, gradients, strict=True):
-            for parameter, gradient in zip((weight.parameter, *weight.gammas), given, strict=True):
-                parameter.grad = gradient if parameter.requires_grad else None
-        self.phase = PULLED
+        for weight, (_, *of_gamma) in zip(used, gradients, strict=True):
+            if weight.gamma is not None:
+                weight.gamma.grad = viewed(of_gamma[0], weight.gamma.shape) if weight.form.stack else of_gamma[0]
+        self.is_pulled_back = True
 
-    def _begin(self, has_closure: bool) -> bool:
-        if has_closure:
+    def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
+        if closure is None:
+            return super()._before_step(optimizer, args, kwargs)
+        self.materialise()  # for compiled models
+        with torch.enable_grad():
+            loss = closure()
+        if self.has_gradients() and not self.is_pulled_back:
+            self.pull_back()
+        super()._before_step(optimizer, args, kwargs)
+        losses = iter([loss])
+
+        def first_loss() -> Any:
+            for found in losses:
+                return found
             raise UserError(
-                'step(closure) computes gradients while the weights hold W; in schedule "step" call backward() and '
-                'schedule.pull_back() before optimizer.step(), or use schedule="forward"'
+                f"{type(optimizer).__name__} calls its closure again within a step, when the weights hold W; "
+                'use schedule="forward"'
             )
-        if self.phase == PC and not self._has_gradients():
+
+        return args[:1], {**kwargs, "closure": first_loss}
+
+    def _begin(self) -> bool:
+        if self.holds_pc and not self.is_pulled_back and not self.has_gradients():
             return False  # no weight with PC changes
-        if self.phase != RAW:
-            self.restore_raw()
+        self.restore_raw()
         return True
 
-    @torch.no_grad()
     def restore_raw(self) -> None:
-        """Write W into the weights, so that the optimizer steps and decays W.
+        """Write W into the weights, unless they hold it, so that the optimizer steps and decays W.
 
         Raises:
-            UserError: the weights already hold W or were changed, or there are gradients of PC(W).
+            UserError: the weights were changed, or there are gradients of PC(W).
         """
-        if self.phase == RAW or self._has_gradients():
-            self._require("restore_raw")
-        self._require_unchanged()
+        if not self.is_pulled_back and self.has_gradients():
+            raise UserError(NOT_PULLED_BACK)
+        if self.holds_pc:
+            self.require_unchanged()
+        self.write_raw()
+
+    @torch.no_grad()
+    def write_raw(self) -> None:
+        if not self.holds_pc:
+            return
         self._reshard()
         weights = self.weights.values()
         torch._foreach_copy_([local(w.parameter) for w in weights], [local(w.raw) for w in weights])
-        self._set_phase(RAW)
-
-    def _has_gradients(self) -> bool:
-        return any(w.parameter.grad is not None for w in self.weights.values())
+        self._set_holds_pc(False)
 
     def _run(
-        self, function: Callable, first: str, results: str, weights: list[Weight], inputs: list, outputs: list
+        self,
+        function: Callable,
+        first: str,
+        results: str,
+        weights: list[Weight],
+        inputs: list,
+        outputs: list,
+        share: bool = True,
     ) -> None:
         """A function of `pc.passes` on the owners.
 
         Args:
             first, results: kinds (`Form.shape_of`) of the inputs before those that make PC(W), and of the results.
         """
-        key = (results, *(w.name for w in weights))
+        replicas = self._replicas if share else None
+        key = (results, replicas, *(w.name for w in weights))
         if key not in self._plans:
             forms = [w.form for w in weights]
-            self._plans[key] = Plan(inputs, outputs, keys=forms, costs=[form.cost for form in forms])
+            self._plans[key] = Plan(inputs, outputs, forms, [form.cost for form in forms], replicas)
 
         def of_weights(form: Form, *tensors: Tensor) -> tuple[Tensor, ...]:
             return form.apply(function, first + form.kinds, tensors, results)
@@ -231,16 +310,18 @@ class StepSchedule(Schedule):
         """Norms of the local shards, [weights]."""
         return torch.stack(torch._foreach_norm([local(w.parameter) for w in self.weights.values()]))
 
-    def _require_unchanged(self) -> None:
+    def require_unchanged(self, alone: bool = False) -> None:
         """Raise on all ranks if on any a weight is not the PC(W) that was written into it: its gradients are not those of
         PC(W), and the change would be lost."""
-        if self._norms is None or self._norms.is_meta:
+        if not self.holds_pc or self._norms is None or self._norms.is_meta:
             return
-        same = torch.isclose(self._measure(), self._norms, rtol=UNCHANGED, atol=0.0, equal_nan=True)
+        found = self._measure()
+        same = torch.isclose(found, self._norms.to(found.device), rtol=UNCHANGED, atol=0.0, equal_nan=True)
         changed = (~same).any().float()
         meshes = [w.parameter.device_mesh for w in self.weights.values() if isinstance(w.parameter, DTensor)]
-        for dimension in range(meshes[0].ndim if meshes else 0):
-            dist.all_reduce(changed, dist.ReduceOp.MAX, group=meshes[0].get_group(dimension))
+        groups = meshes[0].get_all_groups() if meshes else [self._replicas] if self._replicas else []
+        for group in [] if alone else groups:
+            dist.all_reduce(changed, dist.ReduceOp.MAX, group=group)
         if self._is_true(changed):
             self._answer = None
             raise UserError(

@@ -9,19 +9,21 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from pc.config import BLOCK_GROUPS, BLOCK_SUFFIXES, Cut, PCConfig, block_of, matches
 from pc.cuts import Form, form_of, known_cuts
 from pc.errors import UserError
 from pc.linear import PCLinear
+from pc.shards import viewed
 
 # What torch.compile and activation checkpointing insert into module names.
 _WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 _HEAD_DIMS = ("head_dim", "head_size", "attention_head_size")
 
-NO_SCHEDULE = "it has no schedule; call pc.schedule(model, optimizer) after pc.attach, and after FSDP if used"
+NO_SCHEDULE = "it has no schedule; call pc.schedule(model, optimizer) after pc.attach, and after FSDP or DDP if used"
+# In the metadata of a state dict: its weights are PC(W), of which only the schedule's state has the W.
+MARKER = "pc"
 
 
 @dataclass(eq=False)
@@ -37,9 +39,18 @@ class Weight:
     form: Form
     is_hidden: bool
     """whether the model's state dict leaves out what PC adds, because the schedule's state has it"""
-    missing: str = ""
-    """what to call before the module can be used; empty while the weight is, or will be multiplied as, PC(W)"""
-    handles: list[RemovableHandle] = field(default_factory=list)
+    missing: str = NO_SCHEDULE
+    """why the weight is not, or will not be multiplied as, PC(W); empty if it is"""
+    schedule: Any = None
+    """which computes PC(W); a copy of the model alone has none"""
+    is_loaded_pc: bool = False
+    """whether the model's last state dict had PC(W) here"""
+    entries: list[nn.Module] = field(default_factory=list)
+    """modules whose forward pass first needs PC(W): the weight's own, and those of one weight also the whole model"""
+    hooks: list[RemovableHandle] = field(default_factory=list)
+    """of the module, as long as it has PC"""
+    forward_hooks: list[RemovableHandle] = field(default_factory=list)
+    """of the entries, while something is missing"""
     held: tuple[nn.Parameter, nn.Parameter | None] | None = None
     """the sharded parameter and gamma, from the schedule: for a while FSDP puts gathered ones into the module"""
     raw: Any = None
@@ -48,6 +59,9 @@ class Weight:
     v: Any = None
     """None: random, seeded by the name, when there is a schedule"""
 
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"schedule": None}  # a copy of the schedule sets it again
+
     @property
     def parameter(self) -> nn.Parameter:
         """W, or PC(W) in schedule "step" between optimizer steps."""
@@ -55,11 +69,8 @@ class Weight:
 
     @property
     def gamma(self) -> nn.Parameter | None:
+        """[matrices], also of a stack. Schedule "step" adds it; nothing before it sees it."""
         return self.held[1] if self.held else getattr(self.module, self.gamma_key, None)
-
-    def add_gamma(self) -> None:
-        ones = torch.ones(self.form.shape_of("g"), device=self.parameter.device, dtype=self.parameter.dtype)
-        self.module.register_parameter(self.gamma_key, nn.Parameter(ones))
 
     @property
     def config(self) -> PCConfig:
@@ -72,69 +83,110 @@ class Weight:
 
     @property
     def gammas(self) -> tuple[Tensor, ...]:
-        return () if self.gamma is None else (self.gamma,)
+        """As the form's tensor of kind "g"."""
+        if self.gamma is None:
+            return ()
+        return (viewed(self.gamma.detach(), self.form.shape_of("g")) if self.form.stack else self.gamma,)
 
-    def require(self, call: str) -> None:
-        """Refuse forward passes until `call` is made; "": allow them, without any check in the way."""
-        if call and not self.missing:
-            self.handles.append(self.module.register_forward_pre_hook(_refuse))
-        elif self.missing and not call:
-            self.handles.pop().remove()
-        self.missing = call
+    def set_missing(self, reason: str) -> None:
+        """Before forward passes, see to what is missing; "": allow them, without any check in the way."""
+        if reason and not self.forward_hooks:
+            # before FSDP's own, which gathers the weights
+            self.forward_hooks = [m.register_forward_pre_hook(_before_forward, prepend=True) for m in self.entries]
+        elif not reason:
+            while self.forward_hooks:
+                self.forward_hooks.pop().remove()
+        self.missing = reason
+
+    def require_pc(self) -> None:
+        """Compute PC(W) if the weight does not hold it.
+
+        Raises:
+            UserError: there is no schedule.
+        """
+        if self.missing and self.schedule is None:
+            raise UserError(f"there is no PC(W) of {self.name}: {self.missing}")
+        if self.missing:
+            self.schedule.materialise()
+
+    def remove(self) -> None:
+        """Leave a plain module, whose parameter stays as it is."""
+        self.set_missing("")
+        while self.hooks:
+            self.hooks.pop().remove()
+        if isinstance(self.module, PCLinear):
+            self.module.remove_pc()
+        elif self.gamma is not None:
+            delattr(self.module, self.gamma_key)
+        self.module.__dict__.pop("pc_weights", None)
 
 
 def attach(model: nn.Module, config: PCConfig) -> nn.Module:
     """Mark the weights that `config.blocks` matches, in place; returns the model.
 
-    In schedule "step" a layer keeps its class and gets a parameter gamma beside its weight. In schedule "forward" an
-    `nn.Linear` becomes a `pc.PCLinear`. Forward passes are refused until `pc.schedule` is called. Call `attach` before
-    wrapping with DDP, FSDP or torch.compile, and before creating the optimizer, which must hold the gammas.
+    In schedule "step" nothing else changes. In schedule "forward" an `nn.Linear` becomes a `pc.PCLinear`. Forward passes
+    are refused until `pc.schedule` is called. Call `attach` before wrapping with DDP or FSDP.
 
     The current weight becomes W. For trained weights call `pc.preserve` next: it makes the current weight PC(W).
 
     Raises:
         UserError: an entry of `blocks` matches nothing, or a weight without a cut, or misses a weight beside those that
             it finds; a weight is matched twice; the model has PC already, or is wrapped; in schedule "forward", a
-            weight that is not an `nn.Linear`'s, or is several matrices.
+            weight that is not an `nn.Linear`'s, or is several matrices, or whose layer is not called. The model is then
+            as before.
     """
     for module in model.modules():
         if hasattr(module, "pc_weights"):
-            raise UserError("the model already has PC; call pc.attach only once")
+            raise UserError("the model already has PC; call pc.attach only once, or pc.detach first")
         if hasattr(module, "no_sync") or hasattr(module, "unshard"):
             raise UserError("the model is already wrapped in DDP or FSDP; call pc.attach first")
     weights, others = find(model, config)
     _require_complete(config, weights, others)
-    for weight in weights.values():
+    if config.schedule == "forward":
+        readers = [m for m in model.modules() if isinstance(m, (nn.MultiheadAttention, nn.TransformerEncoderLayer))]
+        not_called = {module for reader in readers for module in reader.modules()}
+        for weight in weights.values():
+            _require_called(weight, not_called)
+    for index, weight in enumerate(weights.values()):
+        weight.entries = [weight.module, *([model] if index == 0 else [])]
         _mark(weight)
-    if config.schedule == "step":
-        # The forward pass does not use gammas, so DDP would wait for their gradients forever: `pull_back` sets them.
-        gammas = {id(weight.gamma) for weight in weights.values()}
-        ignored = [name for name, parameter in model.named_parameters() if id(parameter) in gammas]
-        ignored += getattr(model, "_ddp_params_and_buffers_to_ignore", [])
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     return model
+
+
+def _require_called(weight: Weight, not_called: set[nn.Module]) -> None:
+    module = weight.module
+    is_plain = type(module).forward is nn.Linear.forward and weight.key == "weight" and module not in not_called
+    if not is_plain or [part.count for part in weight.form.parts] != [1]:
+        raise UserError(
+            f'pc.schedule = "forward" multiplies by PC(W) of one matrix, in the call of its layer, which {weight.name}, '
+            f'a {type(module).__name__}, does not allow; use "step"'
+        )
 
 
 def _mark(weight: Weight) -> None:
     module = weight.module
     if weight.config.schedule == "forward":
-        is_plain = type(module).forward is nn.Linear.forward and weight.key == "weight"
-        if not is_plain or [part.count for part in weight.form.parts] != [1]:
-            raise UserError(
-                f'pc.schedule = "forward" multiplies by PC(W) of one matrix, which {weight.name}, a '
-                f'{type(module).__name__}, does not allow; use "step"'
-            )
         PCLinear.add_pc(module, weight.name, weight.config)
-    elif weight.config.learnable_gamma:
-        weight.add_gamma()
     if not hasattr(module, "pc_weights"):
         module.pc_weights = {}
-        weight.handles += [
+        weight.hooks += [
+            module.register_state_dict_pre_hook(_before_state_dict),
             module.register_state_dict_post_hook(_leave_out),
             module.register_load_state_dict_pre_hook(_expect_none),
         ]
     module.pc_weights[weight.key] = weight
-    weight.require(NO_SCHEDULE)
+    weight.set_missing(NO_SCHEDULE)
+
+
+def _before_forward(module: nn.Module, _) -> None:
+    for _, weight in named_weights(module):
+        weight.require_pc()
+
+
+def _before_state_dict(module: Any, *_) -> None:
+    for weight in module.pc_weights.values():
+        if weight.schedule is not None and weight.schedule.has_started:
+            weight.require_pc()
 
 
 def _hidden(module: Any) -> Iterator[str]:
@@ -145,20 +197,19 @@ def _hidden(module: Any) -> Iterator[str]:
             yield from (key for key in keys if getattr(module, key, None) is not None)
 
 
-def _leave_out(module: nn.Module, state_dict: dict, prefix: str, _) -> None:
+def _leave_out(module: Any, state_dict: dict, prefix: str, metadata: dict) -> None:
     for key in _hidden(module):
         state_dict.pop(prefix + key, None)
+    if any(weight.raw is not weight.parameter and not weight.missing for weight in module.pc_weights.values()):
+        metadata[MARKER] = True
 
 
-def _expect_none(module: nn.Module, state_dict: dict, prefix: str, *_) -> None:
+def _expect_none(module: Any, state_dict: dict, prefix: str, metadata: dict, *_) -> None:
     for key in _hidden(module):
         state_dict.setdefault(prefix + key, getattr(module, key))
-
-
-def _refuse(module: Any, _) -> None:
-    for weight in module.pc_weights.values():
-        if weight.missing:
-            raise UserError(f"{weight.name} cannot multiply by PC(W): {weight.missing}")
+    for key, weight in module.pc_weights.items():
+        if prefix + key in state_dict:
+            weight.is_loaded_pc = MARKER in metadata
 
 
 class Other(NamedTuple):
@@ -267,9 +318,7 @@ def describe(model: nn.Module, config: PCConfig) -> str:
     weights, others = find(model, config)
     lines = []
     for full, weight in weights.items():
-        chosen = [f"{p.count} of [{p.rows}, {weight.form.columns}], level {p.config.level}" for p in weight.form.chosen]
-        stack = f"{weight.form.stack[0]} times " if weight.form.stack else ""
-        lines.append(f"{_all_layers(full)} {[*weight.parameter.shape]}: {stack}{'; '.join(chosen)}")
+        lines.append(f"{_all_layers(full)} {[*weight.parameter.shape]}: {weight.form}")
     for full, other in others.items():
         lines.append(f"left out: {_all_layers(full)} {other.shape}{'' if other.is_known else ', no known cut'}")
     return "\n".join(f"{count} x {line}" for line, count in Counter(lines).items())
@@ -279,28 +328,41 @@ def describe(model: nn.Module, config: PCConfig) -> str:
 def merge(model: nn.Module) -> nn.Module:
     """Make every weight the plain parameter PC(W) of a layer as it was before `attach`, in place; returns the model.
 
-    The result has no overhead and does not need this package (paper, remark 1).
+    The result has no overhead and does not need this package (paper, remark 1). The schedule leaves the optimizers.
 
     Raises:
-        UserError: PC(W) is not computed yet, the weights hold W because an optimizer is stepping, or weights of
-            schedule "forward" are sharded.
+        UserError: there is no schedule, a weight was changed while it held PC(W), or weights of schedule "forward" are
+            sharded. The model is then as before.
     """
-    for name, weight in list(named_weights(model)):
-        if weight.missing:
-            raise UserError(f"pc.merge cannot get PC(W) of {name}: {weight.missing}")
-        module = weight.module
-        if isinstance(module, PCLinear):
-            if hasattr(module.weight, "full_tensor"):
-                raise UserError(f'pc.merge cannot get PC(W) of {name}: its weight is sharded; use schedule="step"')
-            effective = module.effective_weight()
-            module.remove_pc()
-            module.weight = nn.Parameter(effective, requires_grad=module.weight.requires_grad)
-        elif weight.gamma is not None:
-            delattr(module, weight.gamma_key)
-        for handle in weight.handles:
-            handle.remove()
-        module.__dict__.pop("pc_weights", None)
+    weights = [weight for _, weight in named_weights(model)]
+    for weight in weights:
+        weight.require_pc()
+        if isinstance(weight.module, PCLinear) and hasattr(weight.module.weight, "full_tensor"):
+            raise UserError(f'pc.merge cannot get PC(W) of {weight.name}: its weight is sharded; use schedule="step"')
+    for schedule in {weight.schedule for weight in weights if weight.schedule is not None}:
+        schedule.require_unchanged(alone=True)  # as one rank may merge
+    for weight in weights:
+        if isinstance(weight.module, PCLinear):
+            effective = weight.module.effective_weight()
+            weight.module.weight = nn.Parameter(effective, requires_grad=weight.module.weight.requires_grad)
+    _remove(weights)
     return model
+
+
+def detach(model: nn.Module) -> nn.Module:
+    """Undo `attach` and `pc.schedule`: plain layers that hold W, in place; returns the model."""
+    weights = [weight for _, weight in named_weights(model)]
+    for schedule in {weight.schedule for weight in weights if weight.schedule is not None}:
+        schedule.write_raw()
+    _remove(weights)
+    return model
+
+
+def _remove(weights: list[Weight]) -> None:
+    for schedule in {weight.schedule for weight in weights if weight.schedule is not None}:
+        schedule.leave()
+    for weight in weights:
+        weight.remove()
 
 
 def refresh(model: nn.Module) -> None:
@@ -312,7 +374,7 @@ def refresh(model: nn.Module) -> None:
     for _, weight in named_weights(model):
         if isinstance(weight.module, PCLinear):
             weight.module.refresh()
-            weight.require("")
+            weight.set_missing("")
 
 
 def clean_name(name: str) -> str:

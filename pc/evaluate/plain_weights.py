@@ -22,7 +22,7 @@ from pc.titan.checkpoint_folder import CheckpointFolder
 from pc.titan.llama2 import Llama2Args, model_args_of
 
 # Entries of a resumable checkpoint besides the model.
-_OTHER_STATES = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.", "method.")
+_OTHER_STATES = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.", "method.", "pc.config.")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ a step        trainer (read it first), fsdp_sync, optimizers, nonfinite, validat
 checkpoints   checkpoint (which and when), checkpoint_folder (writing and reading), fingerprint (of which method)
 metrics       metrics, health, activations
 a run         job_config, environment, cpu
-other models  any_model (the trainer), converter
 """
 
 from pc.common.errors import require_extra

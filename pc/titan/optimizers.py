@@ -41,14 +41,15 @@ class Optimizers(OptimizersContainer):
 
     def __init__(self, model_parts: list[nn.Module], config: Optimizer) -> None:
         self.model_parts = model_parts
-        self.by_part = [_build(model, config) for model in model_parts]
-        self.optimizers = [optimizer for by_kind in self.by_part for optimizer in by_kind.values()]
-        parameters = [p for model in model_parts for p in model.parameters()]
-        self._post_init(parameters, {"lr": config.lr})
         self.schedule: Schedule | None = None
         """PC's"""
         if any(True for model in model_parts for _ in named_weights(model)):
             self.schedule = schedule(model_parts)  # the first train step materialises, after any checkpoint is loaded
+        self.by_part = [_build(model, config) for model in model_parts]
+        self.optimizers = [optimizer for by_kind in self.by_part for optimizer in by_kind.values()]
+        parameters = [p for model in model_parts for p in model.parameters()]
+        self._post_init(parameters, {"lr": config.lr})
+        if self.schedule is not None:
             self.schedule.follow(self)
         self.skips_step = False
         """whether the next step changes nothing"""

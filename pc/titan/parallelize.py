@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import Replicate, distribute_tensor
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
@@ -45,8 +44,7 @@ class AlwaysSharded(ParallelDims):
 def parallelize(model: nn.Module, parallel_dims: AlwaysSharded, job_config: Config) -> nn.Module:
     """Apply tensor and context parallelism, PC, activation checkpointing, compilation per block, FSDP, in this order.
 
-    PC comes after tensor parallelism, which would shard gamma with the weight, and before the wrappers that hide
-    linear layers. The model, or one pipeline stage of it, is on the meta device.
+    PC comes before the wrappers that hide linear layers. The model, or one pipeline stage of it, is on the meta device.
     """
     if parallel_dims.tp_enabled:
         apply_tp(
@@ -95,10 +93,6 @@ def _attach_pc(model: nn.Module, parallel_dims: AlwaysSharded, config: PCConfig)
     attach(model, config)
     for _, weight in named_weights(model):
         weight.is_hidden = True  # the checkpoint stores gamma, u and v apart from the model
-        if parallel_dims.tp_enabled and weight.gamma is not None:
-            # on the weights' mesh, because clipping sums norms over one mesh
-            gamma = distribute_tensor(weight.gamma, parallel_dims.get_mesh("tp"), [Replicate()])
-            setattr(weight.module, weight.gamma_key, nn.Parameter(gamma))
 
 
 def _apply_fsdp(model: nn.Module, parallel_dims: AlwaysSharded, job_config: Config) -> None:

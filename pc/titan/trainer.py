@@ -28,7 +28,6 @@ from torchtitan.tools.logging import logger
 from pc import data
 from pc.common.run_folder import set_aside_metrics, write_state
 from pc.errors import UserError
-from pc.schedules import RAW
 from pc.settings import Config, rules
 from pc.settings.layout import Layout
 from pc.shards import local
@@ -147,7 +146,7 @@ class PCTrainer(torchtitan.train.Trainer):
     def train_step(self, data_iterator) -> None:
         if self.step == 1 and self._starts_from_given_weights():
             preserve(self.model_parts)
-        if self.pc_schedule is not None and self.pc_schedule.phase == RAW:
+        if self.pc_schedule is not None and not self.pc_schedule.holds_pc:
             self.pc_schedule.materialise()  # the first step of a new run; any checkpoint is loaded by now
         self._micro_batches_done, self._loss = 0, 0.0
         self._first_position = self.dataloader.position

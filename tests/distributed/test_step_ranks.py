@@ -90,8 +90,8 @@ def _restored_while_gathered(rank):
     with torch.no_grad():
         toy_loss(model, toy_batch(0))
     schedule.restore_raw()
-    state = model.state_dict()
-    return [torch.equal(_full(state[f"{name}.weight"]), _full(w.raw)) for name, w in schedule.weights.items()]
+    parameters = dict(model.named_parameters())
+    return [torch.equal(_full(parameters[f"{name}.weight"]), _full(w.raw)) for name, w in schedule.weights.items()]
 
 
 def test_raw_weights_replace_gathered_ones():

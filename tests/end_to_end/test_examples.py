@@ -50,11 +50,34 @@ def test_loop(run, tmp_path):
 
 
 @pytest.mark.soak
-def test_loop_on_two_ranks(tmp_path):
+@pytest.mark.parametrize(
+    "example, option, lengths",
+    [("loop", "--steps", (3, 5)), ("hf_trainer", "--steps", (5, 7)), ("lightning_trainer", "--epochs", (1, 2))],
+)
+def test_on_two_ranks(example, option, lengths, tmp_path):
+    """Trained in one go, and resumed."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    for steps, expected in (("3", 3), ("5", 2)):
-        words = [*torchrun, EXAMPLES / "loop.py", "--steps", steps, "--folder", tmp_path]
-        assert len(losses(subprocess.run(words, check=True, capture_output=True, text=True).stdout)) == expected
+    for folder, runs in (("stopped", lengths), ("straight", lengths[1:])):
+        for length in runs:
+            words = [*torchrun, EXAMPLES / f"{example}.py", option, str(length), "--folder", tmp_path / folder]
+            subprocess.run(words, check=True, capture_output=True, text=True)
+    one, other = (plain_weights(tmp_path / folder) for folder in ("stopped", "straight"))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in other)
+
+
+def plain_weights(folder):
+    if (folder / "plain.pt").exists():
+        return torch.load(folder / "plain.pt", weights_only=True)
+    return load_file(folder / "plain" / "model.safetensors")
+
+
+def test_lightning_trainer(run, tmp_path):
+    for epochs in (1, 2):
+        run("lightning_trainer.py", "--epochs", epochs, "--folder", tmp_path / "stopped")
+    before, after = losses(run("lightning_trainer.py", "--epochs", 2, "--folder", tmp_path / "straight"))
+    one, other = (plain_weights(tmp_path / name) for name in ("stopped", "straight"))
+    assert after < before - 1 and not any("gamma" in name for name in one)
+    assert all(torch.equal(one[name], other[name]) for name in other)
 
 
 def test_hugging_face_trainer(run, tmp_path):

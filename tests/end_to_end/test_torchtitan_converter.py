@@ -73,7 +73,7 @@ def train(words):
     from torchtitan.config import ConfigManager
     from torchtitan.protocols.train_spec import get_train_spec
 
-    from pc.titan.any_model import Trainer
+    from pc.integrations.torchtitan_train import Trainer
 
     losses, histc = {}, torch.histc
 

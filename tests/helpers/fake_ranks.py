@@ -58,7 +58,7 @@ def fake_rank(rank: int, world_size: int) -> Iterator[Counts]:
         # PC rejects weights on the meta device, because the initial vectors need data. Here shapes are enough.
         with (
             mock.patch.object(dist, "all_to_all_single", counts.all_to_all),
-            mock.patch("pc.schedules.require_real"),
+            mock.patch("pc.step.require_real"),
             mock.patch.object(StepSchedule, "start", _start_with_shapes),
         ):
             yield counts
@@ -70,6 +70,8 @@ def _start_with_shapes(_, weight: Weight) -> None:
     vectors = (torch.empty(weight.form.shape_of(kind), device="meta") for kind in "uv")
     weight.u, weight.v = (shard_like(weight.parameter, vector) for vector in vectors)
     weight.raw = weight.parameter.detach().clone()
+    gamma = nn.Parameter(shard_like(weight.parameter, torch.empty(weight.form.shape_of("g"), device="meta")))
+    weight.module.register_parameter("gamma", gamma)
 
 
 def sharded(args: Llama2Args, config: Config, world_size: int) -> nn.Module:

@@ -135,7 +135,8 @@ def state_of(trainer) -> dict[str, torch.Tensor]:
     tensors = {clean_name(n): p for model in trainer.model_parts for n, p in model.named_parameters()}
     if "pc" in trainer.checkpointer.states:
         for name, state in trainer.checkpointer.states["pc"].state_dict().items():
-            tensors |= {f"pc.{name}.{key}": tensor for key, tensor in state.items()}
+            if name != "config":
+                tensors |= {f"pc.{name}.{key}": tensor for key, tensor in state.items()}
     return {name: whole(tensor) for name, tensor in tensors.items()}
 
 

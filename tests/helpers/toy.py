@@ -53,8 +53,12 @@ class Loop:
 
     def __init__(self, schedule="step", follow=True, make=lambda p: torch.optim.AdamW(p, lr=1e-2), seed=0, **settings):
         self.model = pc.attach(toy_model(seed=seed), pc.PCConfig(schedule=schedule, **settings))
-        self.optimizer = make(self.model.parameters())
-        self.schedule = pc.schedule(self.model, *([self.optimizer] if follow else []))
+        if follow:
+            self.optimizer = make(self.model.parameters())
+            self.schedule = pc.schedule(self.model, self.optimizer)
+        else:
+            self.schedule = pc.schedule(self.model)
+            self.optimizer = make(self.model.parameters())
 
     @property
     def parts(self):
@@ -82,4 +86,6 @@ class Loop:
 
 def same(one, other):
     leaves = [torch.utils._pytree.tree_leaves(tree) for tree in (one, other)]
-    return len(leaves[0]) == len(leaves[1]) and all(torch.equal(*pair) for pair in zip(*leaves, strict=True))
+    return len(leaves[0]) == len(leaves[1]) and all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(*leaves, strict=True)
+    )

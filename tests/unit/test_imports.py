@@ -13,7 +13,7 @@ FLOORS = [
     ["settings"],
     ["data"],
     ["titan"],
-    ["evaluate", "plan"],
+    ["evaluate", "plan", "integrations"],
     ["launch"],
     ["sweep"],
     ["analysis"],

@@ -12,7 +12,6 @@ import pc
 from helpers.fake_ranks import Counts, fake_rank, sharded
 from pc.owner import BUCKET_BYTES, assign, matrix_cost
 from pc.plan.cost import Plan
-from pc.schedules import PC
 from pc.settings import load_config
 from pc.step import StepSchedule
 from pc.titan.llama2 import model_args
@@ -42,7 +41,7 @@ def _after_optimizer(model):
 
 def _after_backward(model):
     schedule = _after_optimizer(model)
-    schedule.phase = PC
+    schedule.holds_pc = True
     return schedule
 
 

@@ -1,7 +1,7 @@
-"""PC for any of TorchTitan's models, as a model converter for the trainer `pc.titan.any_model`. In its TOML:
+"""PC for any of TorchTitan's models, as a model converter for the trainer `pc.integrations.torchtitan_train`. In its TOML:
 
 [job]
-custom_config_module = "pc.titan.converter"  # allows [pc], and registers the converter
+custom_config_module = "pc.integrations.torchtitan"  # allows [pc], and registers the converter
 [model]
 converters = ["pc"]
 [pc]

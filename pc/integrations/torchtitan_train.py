@@ -1,5 +1,5 @@
-"""TorchTitan's trainer with PC for any of its models: `torchrun ... -m pc.titan.any_model` with the arguments and the
-TOML of `torchtitan.train` (`pc.titan.converter`). The recipe for Llama 2 is `pc.titan.trainer`."""
+"""TorchTitan's trainer with PC for any of its models: `torchrun ... -m pc.integrations.torchtitan_train` with the arguments and the
+TOML of `torchtitan.train` (`pc.integrations.torchtitan`). The recipe for Llama 2 is `pc.titan.trainer`."""
 
 from pathlib import Path
 
@@ -8,7 +8,6 @@ from torch import Tensor
 
 from pc.common.errors import exit_on_user_error
 from pc.errors import UserError
-from pc.schedules import RAW
 from pc.step import schedule
 from pc.weights import named_weights
 
@@ -24,11 +23,14 @@ class Trainer(torchtitan.train.Trainer):
         self.pc_schedule = None  # without PC, or in a pipeline stage without weights of PC
         if any(True for part in self.model_parts for _ in named_weights(part)):
             self.pc_schedule = schedule(self.model_parts)
-            self.pc_schedule.follow(self.optimizers)
+            self.pc_schedule.follow(self.optimizers.optimizers)
+            for weight in self.pc_schedule.weights.values():
+                if weight.gamma is not None:
+                    weight.gamma.requires_grad_()  # TorchTitan saves optimizer states of such parameters alone
             self.checkpointer.states["pc"] = self.pc_schedule
 
     def train_step(self, data_iterator) -> None:
-        if self.pc_schedule and self.pc_schedule.phase == RAW:
+        if self.pc_schedule and not self.pc_schedule.holds_pc:
             self.pc_schedule.materialise()  # the first step of a new run; any checkpoint is loaded by now
         self._micro_batches = 0
         super().train_step(data_iterator)

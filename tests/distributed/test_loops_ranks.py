@@ -1,0 +1,247 @@
+"""The loops of docs/loops.md on several ranks: equal on all of them, and to one process, in float64 on gloo."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import pc
+from helpers.ranks import run_ranks
+from helpers.toy import ToyBlock, toy_batch, toy_loss, toy_model
+from pc import PCConfig, passes
+
+CONFIG = PCConfig(blocks=("*attention.wo", "*feed_forward.*"))
+
+
+class Wrapped(nn.Module):
+    """As a LightningModule has its network."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = toy_model()
+
+    def forward(self, x):
+        return self.net(x)
+
+
+def full(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def train(model, schedule_of, rank=0, world=1, make=torch.optim.SGD, steps=3):
+    """W, gamma and PC(W) after some steps; each rank has its share of four micro-batches."""
+    optimizer = make(model.parameters(), lr=0.05)
+    schedule = schedule_of(optimizer)
+    for step in range(steps):
+        for i in range(rank, 4, world):
+            (toy_loss(model, toy_batch(100 * step + i)) * world / 4).backward()
+        schedule.pull_back()
+        optimizer.step()
+        optimizer.zero_grad()
+    return schedule, results(schedule)
+
+
+def results(schedule):
+    return {
+        name.removeprefix("net."): [full(t) for t in (w.raw, w.gamma, w.parameter)]
+        for name, w in schedule.weights.items()
+    }
+
+
+def alone(make=torch.optim.SGD, steps=3):
+    model = pc.attach(toy_model(), CONFIG)
+    return train(model, lambda optimizer: pc.schedule(model, optimizer), make=make, steps=steps)[1]
+
+
+def require_equal(found, expected, tolerance=1e-12):
+    assert found.keys() == expected.keys()
+    for name, tensors in expected.items():
+        for tensor, other in zip(found[name], tensors, strict=True):
+            torch.testing.assert_close(tensor, other, rtol=0, atol=tolerance, msg=name)
+
+
+def _order(rank, order):
+    model = Wrapped() if order == "submodule" else toy_model()
+    inner = pc.attach(model.net if order == "submodule" else model, CONFIG)
+    if order == "schedule, DDP":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        schedule = pc.schedule(model, optimizer)
+        model = DDP(model)
+        return train_by(model, optimizer, schedule, rank)
+    if order == "checkpointing, DDP":
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, ToyBlock))
+    if order == "compile, DDP":
+        model = torch.compile(model, backend="eager")
+    model = DDP(model)
+    if order == "DDP, compile":
+        model = torch.compile(model, backend="eager")
+    return train(model, lambda o: pc.schedule(inner if order == "submodule" else model, o), rank, 2)[1]
+
+
+def train_by(model, optimizer, schedule, rank):
+    for step in range(3):
+        for i in range(rank, 4, 2):
+            (toy_loss(model, toy_batch(100 * step + i)) / 2).backward()
+        schedule.pull_back()
+        optimizer.step()
+        optimizer.zero_grad()
+    return results(schedule)
+
+
+@pytest.mark.parametrize("order", ["compile, DDP", "DDP, compile", "submodule", "checkpointing, DDP", "schedule, DDP"])
+def test_ddp_in_any_order(order):
+    one, other = run_ranks(2, _order, order)
+    assert all(torch.equal(a, b) for name in one for a, b in zip(one[name], other[name], strict=True))
+    require_equal(one, alone())
+
+
+def _from_meta(rank, how):
+    """A start from full plain weights, training, and a resume from states of torch's distributed checkpoints."""
+    given = toy_model().state_dict()
+    mesh = init_device_mesh("cpu", (2,))
+
+    def make():
+        with torch.device("meta"):
+            model = toy_model_on_meta()
+        pc.attach(model, CONFIG)
+        for block in model:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        if how == "broadcast":
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            set_model_state_dict(model, dict(given) if rank == 0 else {}, options=options)
+        else:
+            sharded = {
+                name: torch.distributed.tensor.distribute_tensor(given[name], mesh, p.placements)
+                for name, p in model.named_parameters()
+            }
+            model.load_state_dict(sharded, assign=True)
+        return model
+
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    schedule = pc.schedule(model, optimizer)
+    train_fsdp(model, optimizer, schedule, rank, 0)
+    whole = StateDictOptions(full_state_dict=True)
+    saved = [
+        get_model_state_dict(model, options=whole),
+        get_optimizer_state_dict(model, optimizer, options=whole),
+        {
+            name: {k: full(v) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+            for name, values in schedule.state_dict().items()
+        },
+    ]
+    saved, found = copy.deepcopy(saved), results(schedule)
+    assert saved[0].keys() == given.keys()
+    train_fsdp(model, optimizer, schedule, rank, 1)
+    straight = results(schedule)
+
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    schedule = pc.schedule(model, optimizer)
+    saved = [None if rank and how == "broadcast" else state for state in saved[:2]] + saved[2:]
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=how == "broadcast")
+    set_model_state_dict(model, saved[0] or {}, options=options)
+    set_optimizer_state_dict(model, optimizer, saved[1] or {}, options=options)
+    schedule.load_state_dict(saved[2])
+    train_fsdp(model, optimizer, schedule, rank, 1)
+    return found, straight, results(schedule)
+
+
+def toy_model_on_meta():
+    return nn.Sequential(*(ToyBlock(7, 10) for _ in range(2))).double()
+
+
+def train_fsdp(model, optimizer, schedule, rank, step):
+    for i in range(rank, 4, 2):
+        (toy_loss(model, toy_batch(100 * step + i)) / 2).backward()
+    schedule.pull_back()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("how", ["broadcast", "assign"])
+def test_fsdp2_from_meta(how):
+    """Its standard start; resumed with the moments of gammas too."""
+    expected = alone(torch.optim.AdamW, steps=1)
+    for found, straight, resumed in run_ranks(2, _from_meta, how):
+        require_equal(found, expected, 1e-9)  # AdamW divides by root mean squares near zero
+        require_equal(resumed, straight, 0.0)
+    assert (straight["0.attention.wo"][1] - found["0.attention.wo"][1]).abs() > 1e-3  # control: gamma moves
+
+
+def _share(rank, given):
+    """Weights computed by this rank in a step, and the results; `given`: what pc.schedule gets."""
+    model = pc.attach(toy_model(), CONFIG)
+    trained = DDP(model)
+    computed = {"materialise": 0, "pull_back": 0}
+    for name in computed:
+
+        def counted(config, raw, *rest, function=getattr(passes, name), name=name, **options):
+            computed[name] += len(raw)
+            return function(config, raw, *rest, **options)
+
+        setattr(passes, name, counted)
+    group = dist.group.WORLD if given == "group" else None
+    schedule, found = train(
+        trained,
+        lambda o: pc.schedule(trained if given == "DDP" else model, o, process_group=group),
+        rank,
+        dist.get_world_size(),
+    )
+    # one rank alone may read the state where an optimizer has yet to step
+    schedule.restore_raw()
+    if rank == 0:
+        model.state_dict()
+    trained(toy_batch(0))
+    if rank == 0:
+        pc.merge(model)
+    return computed, found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_of_ddp_share_the_work(ranks):
+    """Each of eight matrices, in each step and at the start, on one rank; without a group on all."""
+    expected = alone()
+    for given in ("DDP", "group", "model"):
+        found = run_ranks(ranks, _share, given)
+        extra = 8  # the last materialise, of each rank alone
+        pulled = [computed["pull_back"] for computed, _ in found]
+        written = [computed["materialise"] - extra for computed, _ in found]
+        if given == "model":
+            assert pulled == [3 * 8] * ranks and written == [4 * 8] * ranks
+        else:
+            assert sum(pulled) == 3 * 8 and max(pulled) == 3 * 8 // ranks
+            assert sum(written) == 4 * 8 and max(written) == 4 * 8 // ranks
+        for _, result in found:
+            require_equal(result, expected)
+            assert all(torch.equal(a, b) for n in result for a, b in zip(result[n], found[0][1][n], strict=True))
+
+
+def _unequal(rank):
+    model = pc.attach(toy_model(), CONFIG)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    schedule = pc.schedule(model, optimizer, process_group=dist.group.WORLD)
+    toy_loss(model, toy_batch(0)).backward()
+    if rank:
+        model[0].attention["wo"].weight.data.mul_(1.01)
+    with pytest.raises(pc.UserError, match="was changed while it held PC"):
+        schedule.pull_back()
+
+
+def test_a_change_on_one_replica_is_said_on_all():
+    run_ranks(2, _unequal)
