@@ -119,7 +119,7 @@ def straight_and_resumed(rank, words):
     losses, trainer = train(words)
     resumed = train([*words, "--checkpoint.load_step", "2", "--checkpoint.interval", "9"])[0]
     model = trainer.model_parts[0]
-    rows = [(s.parameter, s.form, s.raw, s.gamma, s.u, s.v) for s in trainer.pc_schedule.weights.values()]
+    rows = [(s.parameter, s.form, s.raw, s.gammas[0], s.u, s.v) for s in trainer.pc_schedule.weights.values()]
     for row in rows:
         require_pc(*row)
     gammas = torch.cat([row[3].detach().flatten() for row in rows])

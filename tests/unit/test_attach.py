@@ -136,7 +136,7 @@ def _wrapped():
         (
             lambda: nn.Sequential(nn.Linear(4, 4)),
             {"schedule": "forward", "cuts": {"0.weight": Cut(("a", "b"))}},
-            "PC\\(W\\) of one matrix, which 0, a Linear",
+            "of one matrix, in the call of its layer, which 0, a Linear",
         ),
     ],
 )
