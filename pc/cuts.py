@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from pc.config import Cut, PCConfig
 from pc.errors import UserError
+from pc.levels import described
 from pc.owner import matrix_cost
 from pc.spectral import initial_vectors
 
@@ -66,7 +67,7 @@ class Form:
     def __str__(self) -> str:
         """What defines PC(W): the shapes, levels and norms of the matrices."""
         matrices = [
-            f"{part.count} of [{part.rows}, {self.columns}], level {part.config.level}"
+            f"{part.count} of [{part.rows}, {self.columns}], {described(part.config.map)}"
             + ("" if part.config.norm_recovery else ", norm 1")
             for part in self.chosen
         ]

@@ -84,6 +84,12 @@ def _require_usable(coefficients: Coefficients) -> None:
         )
 
 
+def described(map: Map) -> str:
+    """The published level of a map, or its coefficients."""
+    published = {"polar_express": POLAR_EXPRESS, **COEFFICIENTS}
+    return next((f"level {name}" for name, one in published.items() if one == map), f"coefficients {map}")
+
+
 def evaluate(map: Map, sigma):
     """`g(sigma)` of a number or, elementwise, of a tensor, by Horner's rule."""
     for coefficients in stages(map):
