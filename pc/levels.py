@@ -86,8 +86,8 @@ def _require_usable(coefficients: Coefficients) -> None:
 
 def described(map: Map) -> str:
     """The published level of a map, or its coefficients."""
-    published = {"polar_express": POLAR_EXPRESS, **COEFFICIENTS}
-    return next((f"level {name}" for name, one in published.items() if one == map), f"coefficients {map}")
+    published: list[tuple[int | str, Map]] = [("polar_express", POLAR_EXPRESS), *COEFFICIENTS.items()]
+    return next((f"level {name}" for name, one in published if one == map), f"coefficients {map}")
 
 
 def evaluate(map: Map, sigma):
