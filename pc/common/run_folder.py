@@ -139,18 +139,21 @@ def _create_lock(file: Path) -> TextIO:
         raise UserError(f"{file} belongs to another user, who alone may train in this folder") from None
 
 
-def lock(folder: Path) -> TextIO:
+def lock(folder: Path, seconds: float = 1) -> TextIO:
     """Keep other processes from training in the same folder. Pass the open file on to the trainer's process.
 
     The lock lasts while any process holds the file open, or a rank that called `join_lock` lives. So it stays when the
     launcher is killed and ranks still train. The file's modification time is the start of the newest attempt.
+
+    Args:
+        seconds: to wait for another process; a moment by default, because `is_locked` may hold it.
 
     Raises:
         UserError: another process trains there.
     """
     launcher, ranks = (folder / name for name in _LOCKS)
     file = _create_lock(launcher)  # stays open during the run
-    for tries_left in reversed(range(10)):
+    for tries_left in reversed(range(round(10 * seconds))):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not _is_held(ranks):
@@ -163,7 +166,7 @@ def lock(folder: Path) -> TextIO:
         if not tries_left:
             file.close()
             raise UserError(f"{folder}: another process is training here")
-        time.sleep(0.1)  # `is_locked` may hold it for a moment
+        time.sleep(0.1)
     os.utime(file.fileno())
     return file
 

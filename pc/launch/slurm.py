@@ -28,6 +28,7 @@ from pc.settings import load_config
 TRAIN_SCRIPT = Path(__file__).parents[2] / "scripts" / "slurm" / "train.sbatch"
 
 REQUEUES_WITHOUT_PROGRESS = 2
+SECONDS_FOR_LOCKS_OF_A_LOST_NODE = 150
 MISTAKE = 2
 """exit status after a `UserError`"""
 
@@ -105,7 +106,9 @@ def run_of(arguments: Sequence[str]) -> Run:
 def task(run: Run) -> int:
     """Run torchrun on this node of the allocation; returns its exit status."""
     nodes, node = int(os.environ.get("SLURM_NNODES", "1")), int(os.environ.get("SLURM_NODEID", "0"))
-    held = [lock(run.folder)] if node == 0 else []
+    # A network file system keeps the locks of a lost node for a while, often 90 seconds.
+    patience = SECONDS_FOR_LOCKS_OF_A_LOST_NODE if int(os.environ.get("SLURM_RESTART_COUNT", "0")) else 1
+    held = [lock(run.folder, patience)] if node == 0 else []
     processes = torchrun.processes_here()
     rendezvous, network_here = ["--standalone"], {}
     if nodes > 1:

@@ -1,11 +1,13 @@
 """When a SLURM job goes on and when it ends, without SLURM."""
 
 import json
+import sys
+import threading
 
 import pytest
 
 from pc.common.errors import exit_on_user_error
-from pc.common.run_folder import lock
+from pc.common.run_folder import join_lock, lock
 from pc.errors import UserError
 from pc.launch import slurm
 from pc.launch.run import Run
@@ -88,6 +90,20 @@ def test_a_second_job_leaves_the_state_of_the_run_that_another_trains(run, reque
         assert after(run, 2) == 2 and requeued == []
         assert state_and_reason(run) == ("running", "why")
     assert not (run.folder / "attempts.json").exists()
+
+
+def test_a_requeued_job_waits_for_the_locks_of_a_lost_node(run, monkeypatch):
+    """A network file system lets go of them later."""
+    monkeypatch.setattr(slurm.torchrun, "processes_here", lambda: "the lock is had")
+    monkeypatch.setattr(slurm.torchrun, "command", lambda config, processes, *_, **__: sys.exit(processes))
+    config = type("Config", (), {"resolved": None, "folder": run.folder})
+    for restarts, answer in (("0", UserError), ("1", SystemExit)):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+        lost = join_lock(run.folder)
+        threading.Timer(2, lost.close).start()
+        with pytest.raises(answer, match="another process" if answer is UserError else "the lock is had"):
+            slurm.task(config)
+        lost.close()
 
 
 def test_an_array_task_requeues_itself_alone(run, requeued, monkeypatch):
