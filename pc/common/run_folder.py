@@ -103,7 +103,7 @@ def _read_toml(file: Path) -> dict | None:
     """None if it is damaged."""
     try:
         return tomllib.loads(file.read_text())
-    except (ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 

@@ -131,3 +131,11 @@ def test_no_sbatch_is_a_clear_error(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         exit_on_user_error(slurm.sbatch)(tmp_path, Allocation(1, 8, []).words(), [])
     assert capsys.readouterr().err == "error: sbatch: No such file or directory\n"
+
+
+def test_a_percent_sign_in_a_folder_is_no_pattern_of_slurm(tmp_path, monkeypatch):
+    words = []
+    done = type("Done", (), {"returncode": 0, "stdout": "17"})
+    monkeypatch.setattr(slurm.subprocess, "run", lambda given, **_: words.extend(given) or done)
+    slurm.sbatch(tmp_path / "100%j", Allocation(1, 8, []).words(), [])
+    assert f"--output={tmp_path}/100%%j/slurm/%x-%j.log" in words
