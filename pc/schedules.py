@@ -137,6 +137,9 @@ class Schedule:
         """
         if self.has_started and not self.holds_pc:
             self.materialise()
+        return self._contents()
+
+    def _contents(self) -> dict[str, dict[str, Any]]:
         return {"config": {name: str(weight.form) for name, weight in self.weights.items()}, **self._tensors()}
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
@@ -152,17 +155,13 @@ class Schedule:
         Raises:
             UserError: weights or tensors are missing or unknown, or have another shape, or another PC(W).
         """
-        own: dict[str, dict[str, Any]] = {
-            "config": {name: str(weight.form) for name, weight in self.weights.items()},
-            **self._tensors(),
-        }
         contents, given = (
             {
                 f"{name}.{key}": f"shape {[*value.shape]}" if isinstance(value, Tensor) else value
                 for name, values in state.items()
                 for key, value in values.items()
             }
-            for state in (own, state_dict)
+            for state in (self._contents(), state_dict)
         )
         for key in sorted(contents.keys() | given.keys()):
             if contents.get(key) != given.get(key):
