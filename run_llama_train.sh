@@ -22,4 +22,4 @@ fi
 
 source "$here/scripts/set_up.sh"
 cd "$here"
-exec "$PYTHON" -m pc.launch.local "$config" "$@"
+exec "$PYTHON" -m pc_recipe.runs.local "$config" "$@"

@@ -26,9 +26,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a fresh clone need not be installed
 # ruff: noqa: E402
 
-from pc.common import markdown
-from pc.common.errors import exit_on_user_error
-from pc.common.files import write_atomically
+from pc.errors import exit_on_user_error
+from pc_recipe.files import markdown
+from pc_recipe.files.atomic import write_atomically
 from rows import table
 
 STEP = str(ROOT / "benchmarks" / "step.py")

@@ -18,7 +18,7 @@ from torch.multiprocessing import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import pc
-from pc.common import markdown
+from pc_recipe.files import markdown
 
 
 def on_rank(rank: int, processes: int, width: int, layers: int, rounds: int, folder: str) -> None:

@@ -24,7 +24,7 @@ from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS,
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pc
-from pc.common import markdown
+from pc_recipe.files import markdown
 
 OPTIONS = {"lr": 1e-3, "weight_decay": 0.1, "momentum": 0.95}
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from pc import PCConfig, owner
-from pc.common.files import write_atomically
 from pc.passes import materialise, pull_back
-from pc.plan.cost import Plan
 from pc.spectral import initial_vectors, power_iteration
+from pc_recipe.files.atomic import write_atomically
+from pc_recipe.runs.cost import Plan
 from timing import DEVICE, hardware, seconds
 
 CONFIG = Path(__file__).resolve().parents[1] / "train_configs" / "1b_adamw_pc.toml"

@@ -27,10 +27,10 @@ import torch
 from torch import nn
 
 import pc
-from pc.common.errors import exit_on_user_error
-from pc.common.files import write_atomically
-from pc.data.demo import make_demo
+from pc.errors import exit_on_user_error
 from pc.spectral import initial_vectors
+from pc_recipe.data.demo import make_demo
+from pc_recipe.files.atomic import write_atomically
 from timing import interleaved
 
 STEPS, VOCABULARY, SEQ_LEN, BATCH, MICRO_BATCHES = 40, 32_000, 32, 2, 2
@@ -64,8 +64,8 @@ def ours(folder: Path, optimizer: str, changes: tuple[str, ...]) -> list[float]:
     in_float64(29511)
     from torchtitan.config import TORCH_DTYPE_MAP
 
-    from pc.settings import load_config
-    from pc.titan.trainer import PCTrainer
+    from pc_recipe.config import load_config
+    from pc_recipe.train.trainer import PCTrainer
 
     dtypes, batches, losses = (torch.float32, torch.bfloat16), [], []
     TORCH_DTYPE_MAP["float32"] = torch.float32 = torch.float64  # FSDP's

@@ -48,13 +48,13 @@ from torchtitan.models.llama3.model.model import Transformer
 from torchtitan.protocols.train_spec import register_train_spec
 from torchtitan.train import Trainer
 
-from pc.common.errors import exit_on_user_error
-from pc.common.files import write_atomically
-from pc.launch.torchrun import STEPS_ALONE
-from pc.settings import load_config
-from pc.titan import cpu
-from pc.titan.job_config import JobConfig
-from pc.titan.trainer import TRAIN_SPEC, PCTrainer
+from pc.errors import exit_on_user_error
+from pc_recipe.config import load_config
+from pc_recipe.files.atomic import write_atomically
+from pc_recipe.runs.torchrun import STEPS_ALONE
+from pc_recipe.train import cpu
+from pc_recipe.train.job_config import JobConfig
+from pc_recipe.train.trainer import TRAIN_SPEC, PCTrainer
 from rows import BY_OPERATION, ROWS, Row, Variant, overrides_of, table
 from timing import ON_GPU, hardware
 

@@ -8,9 +8,8 @@ The modules at this level need only torch and work in any training loop:
     schedule = pc.schedule(model, optimizer)  # train as before, with schedule.pull_back() before clipping
     model = pc.merge(model)
 
-The subpackages are the training recipe and need the project's extras: `pc.titan` trains with PC on TorchTitan,
-`pc.data` writes token shards, `pc.plan` estimates the cost of a config, `pc.launch` and `pc.sweep` start runs,
-`pc.evaluate` and `pc.analysis` evaluate and plot them, `pc.common` holds shared helpers.
+`pc.integrations` puts PC into the trainers of Hugging Face, Lightning and TorchTitan. The training recipe is the package
+`pc_recipe` beside this one.
 """
 
 from importlib import import_module

@@ -1,5 +1,40 @@
-"""The error that the user can fix."""
+"""Errors that the user can fix, and what commands say of them: one or two lines, without a traceback."""
+
+import functools
+import sys
+from collections.abc import Callable
 
 
 class UserError(ValueError):
     """The message is one line that names the key or file and says what would be valid."""
+
+
+class WriteFailed(UserError):
+    """The file system refused to write, perhaps because the disk is full: the same command may succeed later."""
+
+
+class ReadFailed(UserError):
+    """The file system refused to read, again and again: the same command may succeed later."""
+
+
+def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
+    """Decorate a command's `main`: a `UserError` prints `error: ...` on stderr and exits with status 2.
+
+    So does an `OSError` about a named file or folder: none there, no permission, a full disk. Any other exception is a
+    bug in this project and keeps its traceback.
+    """
+
+    @functools.wraps(main)
+    def guarded(*args, **kwargs) -> None:
+        try:
+            main(*args, **kwargs)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
+        except OSError as error:
+            if error.filename is None:
+                raise
+            print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+            sys.exit(2)
+
+    return guarded

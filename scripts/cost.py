@@ -6,7 +6,7 @@ Usage: python scripts/cost.py CONFIG [--world-size N] [--measure] [--output DIR]
 import argparse
 from pathlib import Path
 
-from pc.common.errors import exit_on_user_error
+from pc.errors import exit_on_user_error
 
 
 @exit_on_user_error
@@ -17,7 +17,7 @@ def main() -> None:
     parser.add_argument("--measure", action="store_true", help="train a few steps here, on NGPU processes")
     parser.add_argument("--output", type=Path, help="folder for cost.md (default: print only)")
     arguments, overrides = parser.parse_known_args()
-    from pc.analysis.cost_report import report
+    from pc_recipe.report.cost_report import report
 
     report(arguments.config, overrides, arguments.world_size, arguments.measure, arguments.output)
 

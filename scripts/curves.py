@@ -7,7 +7,7 @@ Usage: python scripts/curves.py RUN... [--output DIR]
 import argparse
 from pathlib import Path
 
-from pc.common.errors import exit_on_user_error
+from pc.errors import exit_on_user_error
 
 
 @exit_on_user_error
@@ -21,7 +21,7 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--output", type=Path, default=Path("outputs/curves"), help="folder for figures and tables")
     arguments = parser.parse_args()
-    from pc.analysis.figures import draw_curves, draw_sweeps
+    from pc_recipe.report.figures import draw_curves, draw_sweeps
 
     if not arguments.runs and not arguments.sweep:
         parser.error("give at least one RUN or --sweep FOLDER")

@@ -6,8 +6,8 @@ python scripts/dry_run.py CONFIG.toml [--world-size 8] [--gpu-gib 80] [--no-data
 import argparse
 import sys
 
-from pc.common.errors import exit_on_user_error
-from pc.settings import load_config
+from pc.errors import exit_on_user_error
+from pc_recipe.config import load_config
 
 
 @exit_on_user_error
@@ -19,7 +19,7 @@ def main() -> None:
     parser.add_argument("--no-data", action="store_true", help="missing data is a warning, not an error")
     arguments, overrides = parser.parse_known_args()
     config = load_config(arguments.config, overrides)
-    from pc.plan.dry_run import check_config  # takes seconds
+    from pc_recipe.runs.check import check_config  # takes seconds
 
     report = check_config(config, arguments.world_size, needs_data=not arguments.no_data, gpu_gib=arguments.gpu_gib)
     print(report.text())

@@ -7,7 +7,7 @@ python scripts/evidence.py report results/DATE-name
 import argparse
 from pathlib import Path
 
-from pc.common.errors import exit_on_user_error
+from pc.errors import exit_on_user_error
 
 
 @exit_on_user_error
@@ -24,8 +24,8 @@ def main() -> None:
         "--margin", type=float, help='nats within which there is "no difference" (default: plan.toml\'s, else 0.008)'
     )
     arguments = parser.parse_args()
-    from pc.analysis.evidence import collect
-    from pc.analysis.evidence_report import report
+    from pc_recipe.report.evidence import collect
+    from pc_recipe.report.evidence_report import report
 
     if arguments.action == "collect":
         study = arguments.study or arguments.sweeps[0].resolve().name

@@ -5,7 +5,7 @@ Usage: python scripts/export_hf.py RUN/checkpoint/step-N OUT [--dtype bfloat16] 
 
 import argparse
 
-from pc.common.errors import exit_on_user_error
+from pc.errors import exit_on_user_error
 
 
 @exit_on_user_error
@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", help="as for tokenising; default: that of the run's data folder")
     parser.add_argument("--scores", metavar="TABLE", help="the table.md of score.py, for the model card")
     arguments = parser.parse_args()
-    from pc.evaluate.hugging_face import export
+    from pc_recipe.evaluate.hugging_face import export
 
     print(export(**vars(arguments)))
 

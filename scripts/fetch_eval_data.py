@@ -5,7 +5,7 @@ Usage: python scripts/fetch_eval_data.py OUT
 
 import argparse
 
-from pc.common.errors import exit_on_user_error
+from pc.errors import exit_on_user_error
 
 
 @exit_on_user_error
@@ -13,7 +13,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", help="folder for the files <task>.jsonl")
     arguments = parser.parse_args()
-    from pc.evaluate.fetch import fetch
+    from pc_recipe.evaluate.fetch import fetch
 
     for path in fetch(arguments.out):
         print(path)

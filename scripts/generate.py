@@ -5,7 +5,7 @@ Usage: python scripts/generate.py MODEL "prompt" [--max-new-tokens N] [--tempera
 
 import argparse
 
-from pc.common.errors import exit_on_user_error
+from pc.errors import exit_on_user_error
 
 
 @exit_on_user_error
@@ -21,7 +21,7 @@ def main() -> None:
     import torch
     from transformers import pipeline
 
-    from pc.evaluate import hugging_face
+    from pc_recipe.evaluate import hugging_face
 
     llama, tokenizer = hugging_face.load(arguments.model)
     sampling = {"do_sample": False}

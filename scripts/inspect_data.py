@@ -5,7 +5,7 @@ Usage: python scripts/inspect_data.py FOLDER [--documents N]
 
 import argparse
 
-from pc.common.errors import exit_on_user_error
+from pc.errors import exit_on_user_error
 
 
 @exit_on_user_error
@@ -14,7 +14,7 @@ def main() -> None:
     parser.add_argument("folder")
     parser.add_argument("--documents", type=int, default=3, help="how many to show (default: %(default)s)")
     arguments = parser.parse_args()
-    from pc.data.inspection import inspect
+    from pc_recipe.data.inspection import inspect
 
     inspect(**vars(arguments))
 

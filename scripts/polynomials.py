@@ -6,7 +6,7 @@ Usage: python scripts/polynomials.py [--output DIR] [--cutoff B --degree K [--al
 import argparse
 from pathlib import Path
 
-from pc.common.errors import exit_on_user_error
+from pc.errors import exit_on_user_error
 
 
 @exit_on_user_error
@@ -18,7 +18,7 @@ def main() -> None:
     parser.add_argument("--alpha", type=float, default=4.0, help="the fit's weight is sigma^ALPHA (default: 4)")
     arguments = parser.parse_args()
     from pc import PCConfig
-    from pc.analysis import maps
+    from pc_recipe.report import maps
 
     if arguments.cutoff is None and (arguments.degree, arguments.alpha) != (4, 4.0):
         parser.error("--degree and --alpha need --cutoff")

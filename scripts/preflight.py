@@ -7,7 +7,7 @@ on one machine:      torchrun --nproc-per-node=8 scripts/preflight.py outputs
 import argparse
 from pathlib import Path
 
-from pc.common.errors import exit_on_user_error
+from pc.errors import exit_on_user_error
 
 
 @exit_on_user_error
@@ -17,7 +17,7 @@ def main() -> None:
     arguments = parser.parse_args()
     import torch.distributed as dist
 
-    from pc.launch import preflight
+    from pc_recipe.runs import preflight
 
     device = preflight.start()
     ranks = preflight.measure(arguments.folder, device, preflight.ON_GPU if device.type == "cuda" else preflight.ON_CPU)

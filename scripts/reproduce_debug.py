@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from pc.common.errors import exit_on_user_error
+from pc.errors import exit_on_user_error
 
 ROOT = Path(__file__).parents[1]
 OUT = "outputs/reproduce"
@@ -39,7 +39,7 @@ def rows(evals: str) -> dict[str, list[list[str]]]:
     """{row of the table in docs/reproduce.md: its commands, as arguments of `python`}."""
     models = [f"{name}={folder}/{LAST}" for name, folder in MAIN.items()]
     return {
-        "data": [["-m", "pc.data.demo"], ["scripts/inspect_data.py", "data/demo"]],
+        "data": [["-m", "pc_recipe.data.demo"], ["scripts/inspect_data.py", "data/demo"]],
         "runs": [
             ["scripts/sweep.py", "plan", *sweeps(*SWEEPS)],
             ["scripts/sweep.py", "run", *sweeps(*SWEEPS)],

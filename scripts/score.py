@@ -9,8 +9,8 @@ models: the better of each pair is marked. A repeated command scores only what i
 import argparse
 from typing import get_args
 
-from pc.common.errors import exit_on_user_error
-from pc.settings.schema import Task
+from pc.errors import exit_on_user_error
+from pc_recipe.config.schema import Task
 
 
 @exit_on_user_error
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--tasks", help="comma-separated; default: all nine", default=",".join(get_args(Task)))
     parser.add_argument("--batch-size", type=int, default=16, help="requests per forward pass (default: 16)")
     arguments = vars(parser.parse_args())
-    from pc.evaluate.score import score
+    from pc_recipe.evaluate.score import score
 
     arguments["limit"] = arguments["limit"] or None
     names = [name.strip() for name in arguments.pop("tasks").split(",") if name.strip()]

@@ -1,6 +1,6 @@
 # Sourced by run_llama_train.sh and run_tests.sh: sets PYTHON to an interpreter with the project installed.
 # Uses the active environment, or creates .venv at the repository root. Quick if everything is installed:
-# a stamp in the environment holds the checksum of what was installed. EXTRA is "[all]", the default, or
+# a stamp in the environment holds the checksum of what was installed. EXTRA is "[recipe]", the default, or
 # "[dev]", which also has the dependencies of the tests.
 
 fail() {
@@ -69,7 +69,7 @@ sys.exit(not (2, 11) <= tuple(map(int, version("torch").split(".")[:2])) < (2, 1
     echo "$wanted" >"$stamp$EXTRA"
 }
 
-EXTRA=${EXTRA:-[all]}
+EXTRA=${EXTRA:-[recipe]}
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 choose_environment
 install_project

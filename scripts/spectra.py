@@ -6,7 +6,7 @@ Usage: python scripts/spectra.py RUN_OR_CHECKPOINT... [--output DIR] [--layers L
 import argparse
 from pathlib import Path
 
-from pc.common.errors import exit_on_user_error
+from pc.errors import exit_on_user_error
 
 
 @exit_on_user_error
@@ -19,7 +19,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("outputs/spectra"), help="folder for figures")
     parser.add_argument("--layers", nargs="+", type=int, help="layers of the histograms, from 1 (default: the paper's)")
     arguments = parser.parse_args()
-    from pc.analysis.figures import draw_spectra
+    from pc_recipe.report.figures import draw_spectra
 
     draw_spectra(arguments.sources, arguments.output, arguments.layers)
 

@@ -9,13 +9,13 @@ python scripts/sweep.py select SWEEP.toml...
 
 import argparse
 
-from pc.common.errors import exit_on_user_error
-from pc.launch import torchrun
-from pc.launch.slurm import Allocation
-from pc.sweep import equal_runs
-from pc.sweep.results import collect, status_text
-from pc.sweep.run import run_all
-from pc.sweep.spec import load
+from pc.errors import exit_on_user_error
+from pc_recipe.runs import torchrun
+from pc_recipe.runs.slurm import Allocation
+from pc_recipe.runs.sweep import equal_runs
+from pc_recipe.runs.sweep.results import collect, status_text
+from pc_recipe.runs.sweep.run import run_all
+from pc_recipe.runs.sweep.spec import load
 
 
 @exit_on_user_error
@@ -47,7 +47,7 @@ def main() -> None:
     if len({sweep.folder.resolve() for sweep in sweeps}) < len(sweeps):
         parser.error("two sweeps have the same folder; is one named twice?")
     if arguments.action == "plan":
-        from pc.sweep import plan_table  # takes seconds
+        from pc_recipe.runs.sweep import plan_table  # takes seconds
 
         print(plan_table.table(sweeps, arguments.tflops, torchrun.processes_here()))
         return
@@ -57,7 +57,7 @@ def main() -> None:
     if arguments.action == "run":
         run_all(sweeps)
     elif arguments.action == "submit":
-        from pc.sweep.submit import submit  # takes seconds
+        from pc_recipe.runs.sweep.submit import submit  # takes seconds
 
         print(submit(sweeps, arguments.at_a_time, Allocation.of(arguments)))
     elif arguments.action == "status":
@@ -65,7 +65,7 @@ def main() -> None:
             collect(sweep)
             print(status_text(sweep))
     else:
-        from pc.sweep.select import select  # draws
+        from pc_recipe.runs.sweep.select import select  # draws
 
         for sweep in sweeps:
             print(select(sweep))

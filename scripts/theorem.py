@@ -5,7 +5,7 @@ Usage: python scripts/theorem.py [--steps N] [--seed S]
 
 import argparse
 
-from pc.common.errors import exit_on_user_error
+from pc.errors import exit_on_user_error
 
 
 @exit_on_user_error
@@ -14,7 +14,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1500, help="gradient descent steps (default: 1500)")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    from pc.analysis import theorem
+    from pc_recipe.report import theorem
 
     problem = theorem.make_problem(seed=arguments.seed)
     losses, inside = theorem.descend(problem, problem.beta, arguments.steps)

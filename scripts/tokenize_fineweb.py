@@ -18,7 +18,7 @@ import re
 import sys
 import time
 
-from pc.common.errors import exit_on_user_error
+from pc.errors import exit_on_user_error
 
 
 @exit_on_user_error
@@ -63,8 +63,8 @@ def main() -> None:
     options = parser.parse_args()
     if not 0 <= options.validation_fraction < 1:
         parser.error(f"--validation-fraction {options.validation_fraction} is a share of the documents, below 1")
-    from pc.data.manifest import SPLITS
-    from pc.data.tokenizing import tokenize
+    from pc_recipe.data.manifest import SPLITS
+    from pc_recipe.data.tokenizing import tokenize
 
     start = time.perf_counter()
     try:

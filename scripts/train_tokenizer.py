@@ -5,7 +5,7 @@ python scripts/train_tokenizer.py --input text/ --vocab-size 4096 --output token
 
 import argparse
 
-from pc.common.errors import exit_on_user_error
+from pc.errors import exit_on_user_error
 
 
 @exit_on_user_error
@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=50, help="text to train on (default: %(default)s)")
     parser.add_argument("--text-column", default="text", help="(default: %(default)s)")
     options = parser.parse_args()
-    from pc.data.train_tokenizer import train_tokenizer
+    from pc_recipe.data.train_tokenizer import train_tokenizer
 
     entries = train_tokenizer(options.input, options.output, options.vocab_size, options.megabytes, options.text_column)
     print(f"{options.output}: {entries:,} entries. Next: scripts/tokenize_fineweb.py --tokenizer {options.output}")

@@ -29,9 +29,9 @@ FAST = (
     "tests/unit/test_start.py",
     "tests/unit/test_schedule.py",
     "tests/unit/test_schedule_mistakes.py",
-    "tests/unit/settings/test_rules.py",
-    "tests/unit/settings/test_chain.py",
-    "tests/unit/settings/test_layout.py",
+    "tests/unit/config/test_rules.py",
+    "tests/unit/config/test_inheritance.py",
+    "tests/unit/config/test_layout.py",
     "tests/unit/data/test_global_order.py::test_a_shuffle_has_every_item_once",
     "tests/unit/data/test_global_order.py::test_an_epoch_has_every_token_once_in_another_order",
     "tests/unit/data/test_global_order.py::test_resume_goes_on_with_the_next_sequence[0]",
@@ -77,8 +77,8 @@ def _is_for_gpu(item) -> bool:
 @pytest.fixture(scope="session")
 def demo_data():
     """The demo shards of ./run_llama_train.sh, created if missing."""
-    from pc.data.demo import make_demo
     from pc.errors import UserError
+    from pc_recipe.data.demo import make_demo
 
     try:
         return make_demo(Path(__file__).resolve().parents[1] / "data" / "demo").folder

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import pytest
 
-MODULES = ("pc/*.py", *(f"pc/titan/{name}.py" for name in ("trainer", "optimizers", "nonfinite", "fsdp_sync")))
+MODULES = ("pc/*.py", *(f"pc_recipe/train/{name}.py" for name in ("trainer", "optimizers", "nonfinite", "fsdp_sync")))
 """the core and the training step; a pattern without files is passed over"""
 SWAPS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,

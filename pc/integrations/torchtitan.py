@@ -8,7 +8,8 @@ converters = ["pc"]
 level = 4
 """
 
-from dataclasses import dataclass, field
+import difflib
+from dataclasses import dataclass, field, fields
 
 from torch import nn
 from torchtitan.config import JobConfig as TitanConfig
@@ -16,11 +17,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.tools.logging import logger
 
-from pc.common.errors import exit_on_user_error
-from pc.errors import UserError
-from pc.settings.chain import validated
-from pc.settings.schema import PC
-from pc.titan.cpu import use_cpu_where_there_is_no_gpu
+from pc.config import PCConfig
+from pc.errors import UserError, exit_on_user_error
 from pc.weights import attach, describe
 
 NAME = "pc"
@@ -38,17 +36,23 @@ class Converter:
 
     @exit_on_user_error
     def __init__(self, job_config: TitanConfig, parallel_dims: ParallelDims) -> None:
-        settings = validated({"enable": True, "start": "raw", **getattr(job_config, "pc", {})}, PC, "[pc]")
-        if (settings.schedule, settings.start) != ("step", "raw"):
-            raise UserError('[pc]: here schedule is "step" and start is "raw"')
+        values = {**job_config.pc}
+        is_enabled = values.pop("enable", True)
+        known = [key.name for key in fields(PCConfig)]
+        for key in values.keys() - known:
+            nearest = difflib.get_close_matches(key, known, n=1) or known
+            raise UserError(f"[pc]: unknown key {key}; did you mean {' or '.join(nearest)}?")
+        config = PCConfig(**values)
+        if config.schedule != "step":
+            raise UserError('[pc]: here schedule is "step"')
         if job_config.model.converters[-1] != NAME:
             raise UserError(f'model.converters: "{NAME}" must be the last; one after it could replace PC\'s layers')
-        if settings.enable and parallel_dims.tp_enabled:
+        if is_enabled and parallel_dims.tp_enabled:
             raise UserError(
                 "parallelism.tensor_parallel_degree: TorchTitan shards layers after converting them, with all that PC "
                 "has added; use data parallelism"
             )
-        self._config = settings.to_pc_config() if settings.enable else None
+        self._config = config if is_enabled else None
 
     @exit_on_user_error
     def convert(self, model: nn.Module) -> None:
@@ -61,5 +65,4 @@ class Converter:
         """Nothing: the schedule follows the optimizers."""
 
 
-exit_on_user_error(use_cpu_where_there_is_no_gpu)()
 register_model_converter(Converter, NAME)

@@ -1,13 +1,12 @@
 """TorchTitan's trainer with PC for any of its models: `torchrun ... -m pc.integrations.torchtitan_train` with the arguments and the
-TOML of `torchtitan.train` (`pc.integrations.torchtitan`). The recipe for Llama 2 is `pc.titan.trainer`."""
+TOML of `torchtitan.train` (`pc.integrations.torchtitan`). The recipe for Llama 2 is `pc_recipe.train.trainer`."""
 
 from pathlib import Path
 
 import torchtitan.train
 from torch import Tensor
 
-from pc.common.errors import exit_on_user_error
-from pc.errors import UserError
+from pc.errors import UserError, exit_on_user_error
 from pc.step import schedule
 from pc.weights import named_weights
 

@@ -6,9 +6,9 @@ python scripts/slurm/submit.py CONFIG.toml [--gpus-per-node 8] [--nodes 1]
 
 import argparse
 
-from pc.common.errors import exit_on_user_error
-from pc.launch.slurm import Allocation, submit_run
-from pc.settings import load_config, rules
+from pc.errors import exit_on_user_error
+from pc_recipe.config import load_config, rules
+from pc_recipe.runs.slurm import Allocation, submit_run
 
 
 @exit_on_user_error

@@ -3,13 +3,13 @@
 import os
 
 from helpers.ranks import run_ranks
-from pc.settings import Config
-from pc.settings.rules import refusal_of
+from pc_recipe.config import Config
+from pc_recipe.config.rules import refusal_of
 
 
 def _compare(rank, differs):
     """What is said to this rank; with `differs`, rank 1 has other steps, another commit and other versions."""
-    from pc.titan import environment
+    from pc_recipe.train import environment
 
     config = Config()
     if differs and rank == 1:

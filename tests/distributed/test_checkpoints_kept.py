@@ -4,7 +4,7 @@ import time
 
 from helpers.ranks import run_ranks
 from helpers.tiny import make_trainer, train, write_config
-from pc.common.run_folder import checkpoints
+from pc_recipe.files.run_folder import checkpoints
 
 WORDS = "--checkpoint.interval=7 --checkpoint.minutes=1 --training.steps=16 --validation.enable=false".split()
 

@@ -68,10 +68,10 @@ def _held(rank, config, overrides) -> tuple[float, float]:
     """Additional GiB of a step between two micro-batches, and the estimate."""
     import gc
 
-    from pc.plan import memory
-    from pc.settings import load_config
     from pc.shards import local
-    from pc.titan.trainer import PCTrainer
+    from pc_recipe.config import load_config
+    from pc_recipe.runs import memory
+    from pc_recipe.train.trainer import PCTrainer
 
     def gib() -> float:
         gc.collect()

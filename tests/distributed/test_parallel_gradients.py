@@ -49,7 +49,7 @@ def _in_float64() -> None:
     import torchtitan.models.llama3.model.model as llama
     from torchtitan.config import TORCH_DTYPE_MAP
 
-    import pc.titan.loss
+    import pc_recipe.train.loss
 
     def rotate(queries, keys, freqs_cis, positions=None):
         rotated = []
@@ -65,15 +65,15 @@ def _in_float64() -> None:
 
     TORCH_DTYPE_MAP["float32"] = torch.float64
     llama.apply_rotary_emb = rotate
-    loss.cross_entropy_loss = pc.titan.loss.cross_entropy_loss = cross_entropy
+    loss.cross_entropy_loss = pc_recipe.train.loss.cross_entropy_loss = cross_entropy
 
 
 def _oracle(rank, config, levels) -> list[dict[str, torch.Tensor]]:
     """Gradients of one batch for each level of PC (None: the baseline), and their norm. No trainer, no sharding."""
     import pc
-    from pc.data import GlobalOrderLoader
-    from pc.settings import load_config
-    from pc.titan.llama2 import Llama2, model_args
+    from pc_recipe.config import load_config
+    from pc_recipe.data import GlobalOrderLoader
+    from pc_recipe.train.llama2 import Llama2, model_args
 
     _in_float64()
     settings = load_config(config, [])
@@ -107,9 +107,9 @@ def _oracle(rank, config, levels) -> list[dict[str, torch.Tensor]]:
 
 def _gradients(rank, config, cases) -> list[dict[str, torch.Tensor]]:
     """For each case, a list of overrides: this rank's gradients as the trainer clips them, whole, and their norm."""
-    from pc.settings import load_config
-    from pc.titan.trainer import PCTrainer
     from pc.weights import clean_name
+    from pc_recipe.config import load_config
+    from pc_recipe.train.trainer import PCTrainer
 
     class Recorded(PCTrainer):
         def _finish_gradients(self, global_valid_tokens):

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from helpers.ranks import run_ranks
-from pc.launch import preflight
+from pc_recipe.runs import preflight
 
 SMALL = preflight.Sizes(matrix=64, exchange=2**16, file=2**16)
 

@@ -22,7 +22,7 @@ QUICK = [
 HEALTH = ["--health.freq", "2"]
 
 # Name, what is added, graphs. All blocks share one, but - with every second block checkpointed there is one graph for
-# each kind; - with outputs measured on some steps, those steps have another graph (pc.titan.activations).
+# each kind; - with outputs measured on some steps, those steps have another graph (pc_recipe.train.activations).
 CASES = {
     1: [
         ("full AC", FULL, 1),

@@ -4,8 +4,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pc.data import Manifest
-from pc.data.tokenizing import tokenize
+from pc_recipe.data import Manifest
+from pc_recipe.data.tokenizing import tokenize
 
 
 def test_array_tasks_share_the_work_which_is_inspected(tmp_path, monkeypatch, command):

@@ -14,8 +14,9 @@ import pytest
 
 from helpers import tiny
 from helpers.ranks import run_ranks
-from pc.common.run_folder import METRICS, is_locked, lock
 from pc.errors import UserError
+from pc_recipe.files.lock import is_locked, lock
+from pc_recipe.files.run_log import METRICS
 
 pytestmark = pytest.mark.soak
 
@@ -129,7 +130,7 @@ def _train_and_measure(rank, config, overrides):
 def test_ranks_keep_their_folder_when_launcher_and_agent_are_killed(tiny_config, tmp_path):
     config, folder = Path(tiny_config[0]), tmp_path / "run"
     config.write_text(config.read_text().replace('"tiny"', '"nano"'))  # a size that other processes know
-    words = [sys.executable, "-m", "pc.launch.local", str(config), f"--job.dump_folder={folder}"]
+    words = [sys.executable, "-m", "pc_recipe.runs.local", str(config), f"--job.dump_folder={folder}"]
     launcher = subprocess.Popen([*words, "--training.steps=100000"], env=os.environ | {"NGPU": "2"}, cwd=tiny.ROOT)
     while not (folder / "metrics.jsonl").exists():
         assert launcher.poll() is None

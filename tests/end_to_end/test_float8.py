@@ -6,7 +6,7 @@ import torch
 import pc
 from helpers import tiny
 from helpers.ranks import run_ranks
-from pc.settings.rules import FLOAT8
+from pc_recipe.config.rules import FLOAT8
 
 QUICK = [
     *("--model.flavor", "tiny32", "--model.vocab_size", "208", "--training.local_batch_size", "3"),
@@ -28,7 +28,7 @@ CASES = {
 
 
 def _train_all(rank, config, cases) -> list[dict[str, torch.Tensor]]:
-    from pc.settings.models import FLAVORS, Flavor
+    from pc_recipe.config.model_sizes import FLAVORS, Flavor
 
     FLAVORS["tiny32"] = Flavor(dim=32, n_layers=2, n_heads=2, multiple_of=16)  # torchao converts multiples of 16
     return [tiny.train(rank, config, overrides) for overrides in cases]

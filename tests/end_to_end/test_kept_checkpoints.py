@@ -28,7 +28,7 @@ def test_retention_deletes_only_step_n(tiny_config):
 
 def _worker(rank, words, full_after_step=None):
     """The worker's command on a disk that is full after a step; returns its status and stderr."""
-    from pc.launch import worker
+    from pc_recipe.runs import worker
 
     class Trainer(tiny.trainer_class()):
         def train_step(self, data):

@@ -6,7 +6,7 @@ import pytest
 
 from helpers import tiny
 from helpers.ranks import run_ranks
-from pc.data.tokenizing import tokenize
+from pc_recipe.data.tokenizing import tokenize
 
 
 def test_a_mixture_resumed_on_other_ranks(tiny_config, tiny_shards, tmp_path):

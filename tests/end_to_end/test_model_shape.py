@@ -6,9 +6,9 @@ import torch
 from helpers.ranks import run_ranks
 from helpers.tiny import ROOT, VOCAB_SIZE, load_all, make_trainer, write_config
 from pc.config import Cut
-from pc.plan import memory
-from pc.settings import load_config
-from pc.settings import write_config as write_resolved
+from pc_recipe.config import load_config
+from pc_recipe.config import write_config as write_resolved
+from pc_recipe.runs import memory
 
 SHAPE = {"dim": 32, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 40, "rope_theta": 500.0}
 WORDS = [f"--model.{name}={size}" for name, size in SHAPE.items()]
@@ -29,7 +29,7 @@ def _train(rank, config):
 
 
 def test_every_size_is_trained_exported_and_estimated(tmp_path, tiny_shards):
-    from pc.evaluate import hugging_face, plain_weights
+    from pc_recipe.evaluate import hugging_face, plain_weights
 
     config = write_config(tmp_path / "run.toml", tiny_shards, tmp_path / "run")
     [(logits, cuts)] = run_ranks(1, _train, config)

@@ -8,7 +8,7 @@ import torch
 
 from helpers import tiny
 from helpers.ranks import run_ranks
-from pc.titan.nonfinite import Diverged
+from pc_recipe.train.nonfinite import Diverged
 
 
 def _train(rank, config, overrides, bad_steps, value):

@@ -37,7 +37,7 @@ def copy(tmp_path_factory):
 
 
 def test_the_diffs_apply(copy):
-    assert "160M" in copy("-c", "print(open('pc/settings/models.py').read())")
+    assert "160M" in copy("-c", "print(open('pc_recipe/config/model_sizes.py').read())")
 
 
 @pytest.mark.soak
@@ -45,7 +45,7 @@ def test_entries_are_all_that_a_run_needs(copy, tiny_shards, tmp_path):
     """All but the size are trained with, which would take long: its dry run counts the optimizer's one state."""
     config = write_small_config(tmp_path / "small.toml", tiny_shards, steps=2, interval=2)
     words = ["--optimizer.name=SGD", "--optimizer.sgd_momentum=0.8", "--pc.level=5", "--health.spectra_freq=1"]
-    copy("-m", "pc.launch.local", config, *words)
+    copy("-m", "pc_recipe.runs.local", config, *words)
     measured: dict = {}
     for line in (tmp_path / "small" / "metrics.jsonl").read_text().splitlines():
         measured |= json.loads(line)
@@ -57,6 +57,6 @@ def test_entries_are_all_that_a_run_needs(copy, tiny_shards, tmp_path):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("tests", ["--fast", "tests/unit/titan/test_health.py"])
+@pytest.mark.parametrize("tests", ["--fast", "tests/unit/train/test_diagnostics.py"])
 def test_the_tests_pass_with_the_entries(copy, tests):
     assert "passed" in copy("-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", tests)

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from helpers.tiny import ROOT, metrics, write_small_config
-from pc.common.run_folder import checkpoints, state_of
-from pc.settings import load_config
+from pc_recipe.config import load_config
+from pc_recipe.files.run_folder import checkpoints, state_of
 
 OVERLAYS = ROOT / "train_configs" / "overlays"
 
@@ -19,7 +19,7 @@ def test_both_overlays_on_four_processes(tmp_path, tiny_shards):
     words = ["--training.global_batch_size=8"]
     words += [f"--overlay={OVERLAYS / '8_nodes.toml'}", f"--overlay={OVERLAYS / '24gb.toml'}"]
     words += ["--parallelism.data_parallel_replicate_degree=2", "--checkpoint.async_mode=async"]  # 4 CPUs, no GPU
-    command = [sys.executable, "-m", "pc.launch.local", str(config), *words]
+    command = [sys.executable, "-m", "pc_recipe.runs.local", str(config), *words]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"NGPU": "4"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     run = tmp_path / "run"

@@ -5,8 +5,8 @@ import torch
 
 from helpers import tiny
 from helpers.ranks import run_ranks
-from pc.common.run_folder import read_log
-from pc.settings.rules import refusal_of
+from pc_recipe.config.rules import refusal_of
+from pc_recipe.files.run_log import read_log
 
 MUON = ["--optimizer.name", "Muon"]
 METHODS = {"AdamW PC": [], "AdamW baseline": ["--pc.enable", "false"], "Muon PC": MUON}

@@ -14,12 +14,12 @@ import pytest
 from helpers import slurm_cluster
 from helpers.made_runs import make_evaluation_data, make_shards
 from helpers.tiny import ROOT, write_small_config
-from pc.common.run_folder import newest_step, state_of
-from pc.launch.nodes import gloo_interface
-from pc.launch.slurm import Allocation
-from pc.sweep.select import select
-from pc.sweep.spec import load
-from pc.sweep.submit import submit as submit_sweeps
+from pc_recipe.files.run_folder import newest_step, state_of
+from pc_recipe.runs.nodes import gloo_interface
+from pc_recipe.runs.slurm import Allocation
+from pc_recipe.runs.sweep.select import select
+from pc_recipe.runs.sweep.spec import load
+from pc_recipe.runs.sweep.submit import submit as submit_sweeps
 
 SECONDS = 600  # an idle machine needs a sixth of it
 
@@ -42,7 +42,7 @@ def here(slurm, monkeypatch, tmp_path, tiny_shards):
 
 def process_of(folder: Path) -> int:
     """Process id of a rank that trains into `folder`: its launcher, which has the same words, is older."""
-    words = ["pgrep", "--newest", "--full", f"pc.launch.worker.*{folder}"]
+    words = ["pgrep", "--newest", "--full", f"pc_recipe.runs.worker.*{folder}"]
     return int(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
 
 

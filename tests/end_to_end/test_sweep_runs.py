@@ -9,10 +9,11 @@ import time
 
 from helpers.slurm_cluster import descendants
 from helpers.tiny import ROOT, write_small_config
-from pc.analysis import evidence
-from pc.common.run_folder import is_locked, newest_step, state_of
-from pc.sweep.bars import read_results
-from pc.sweep.spec import load
+from pc_recipe.files.lock import is_locked
+from pc_recipe.files.run_folder import newest_step, state_of
+from pc_recipe.report import evidence
+from pc_recipe.runs.sweep.bars import read_results
+from pc_recipe.runs.sweep.spec import load
 
 SWEEP = """
 configs = ["small.toml"]

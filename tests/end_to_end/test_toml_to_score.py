@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from helpers import tiny
 from helpers.made_runs import make_evaluation_data, make_shards
 from helpers.ranks import run_ranks
-from pc.data import GlobalOrderLoader
-from pc.evaluate import hugging_face, plain_weights
-from pc.titan.checkpoint_folder import CheckpointFolder
+from pc_recipe.data import GlobalOrderLoader
+from pc_recipe.evaluate import hugging_face, plain_weights
+from pc_recipe.train.checkpoint_folder import CheckpointFolder
 
 SETTINGS = ["--model.vocab_size", "32000", "--training.seq_len", "64", "--training.steps", "3"]
 FORWARD = ["--pc.schedule", "forward", "--pc.level", "2.616097,-3.550208,2.730920,-0.796809"]

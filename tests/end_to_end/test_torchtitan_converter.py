@@ -74,7 +74,9 @@ def train(words):
     from torchtitan.protocols.train_spec import get_train_spec
 
     from pc.integrations.torchtitan_train import Trainer
+    from pc_recipe.train.cpu import use_cpu_where_there_is_no_gpu
 
+    use_cpu_where_there_is_no_gpu()
     losses, histc = {}, torch.histc
 
     def note(self, step, loss, *others, **named):

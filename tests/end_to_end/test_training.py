@@ -113,7 +113,7 @@ def test_checkpoint_holds_a_plain_llama_and_the_raw_weights(trained):
     from torchtitan.models.llama3.model.model import Transformer
 
     import pc
-    from pc.titan.llama2 import model_args
+    from pc_recipe.train.llama2 import model_args
 
     _, folder, state = trained
     saved = tiny.load_all(folder / "checkpoint" / "step-6")
@@ -134,8 +134,8 @@ def test_checkpoint_holds_a_plain_llama_and_the_raw_weights(trained):
 
 def test_the_size_of_a_checkpoint_is_the_estimate(trained):
     """Weights, raw W and optimizer states; the estimate leaves out gammas, and vectors beside matrices."""
-    from pc.plan import memory
-    from pc.settings import load_config
+    from pc_recipe.config import load_config
+    from pc_recipe.runs import memory
 
     config = load_config(trained[0])
     saved = tiny.load_all(trained[1] / "checkpoint" / "step-6")

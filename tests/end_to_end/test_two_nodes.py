@@ -8,15 +8,15 @@ import tomllib
 import pytest
 
 from helpers.tiny import ROOT, metrics, write_small_config
-from pc.common.run_folder import state_of
 from pc.errors import UserError
-from pc.launch.nodes import Nodes
+from pc_recipe.files.run_folder import state_of
+from pc_recipe.runs.nodes import Nodes
 
 
 @pytest.mark.soak
 def test_the_same_command_on_each_node(tmp_path, tiny_shards):
     config = write_small_config(tmp_path / "run.toml", tiny_shards, steps=4, interval=4)
-    words = [sys.executable, "-m", "pc.launch.local", str(config), "--training.local_batch_size=-1"]
+    words = [sys.executable, "-m", "pc_recipe.runs.local", str(config), "--training.local_batch_size=-1"]
     place = {"NGPU": "1", "NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
     nodes = [
         subprocess.Popen(

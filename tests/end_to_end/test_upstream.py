@@ -25,10 +25,10 @@ def _upstream_trainer(config):
     from torchtitan.models.llama3.infra.parallelize import parallelize_llama
     from torchtitan.protocols.train_spec import register_train_spec
 
-    from pc.settings import load_config
-    from pc.titan import cpu
-    from pc.titan.job_config import JobConfig
-    from pc.titan.trainer import TRAIN_SPEC
+    from pc_recipe.config import load_config
+    from pc_recipe.train import cpu
+    from pc_recipe.train.job_config import JobConfig
+    from pc_recipe.train.trainer import TRAIN_SPEC
 
     def parallelize(model, *args):
         model = parallelize_llama(model, *args)

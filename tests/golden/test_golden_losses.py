@@ -11,7 +11,7 @@ import pytest
 
 from helpers import tiny
 from helpers.ranks import run_ranks
-from pc.common.files import write_atomically
+from pc_recipe.files.atomic import write_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).with_name("losses.json")

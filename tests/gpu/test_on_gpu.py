@@ -110,7 +110,7 @@ def runs(tiny_shards, tmp_path_factory):
         config.write_text(config.read_text().replace('flavor = "tiny"', 'flavor = "nano"'))  # other processes know it
         shape = ["--training.seq_len", "64", "--lr_scheduler.total_steps", "6"]
         for overrides in parts:
-            _run(["-m", "pc.launch.local", str(config), *shape, *overrides], device)
+            _run(["-m", "pc_recipe.runs.local", str(config), *shape, *overrides], device)
     return {kind: folder / kind for kind in kinds}
 
 

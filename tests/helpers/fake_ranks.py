@@ -12,14 +12,14 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pc.settings import Config
-from pc.settings.layout import Layout
 from pc.shards import shard_like
 from pc.step import StepSchedule
-from pc.titan import cpu
-from pc.titan.llama2 import Llama2, Llama2Args
-from pc.titan.parallelize import AlwaysSharded, parallelize
 from pc.weights import Weight
+from pc_recipe.config import Config
+from pc_recipe.config.layout import Layout
+from pc_recipe.train import cpu
+from pc_recipe.train.llama2 import Llama2, Llama2Args
+from pc_recipe.train.parallelize import AlwaysSharded, parallelize
 
 
 @dataclass(eq=False)

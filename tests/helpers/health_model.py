@@ -6,7 +6,7 @@ import torch
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
 
-from pc.settings.schema import Health
+from pc_recipe.config.schema import Health
 
 
 def transformer() -> Transformer:

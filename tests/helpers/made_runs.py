@@ -15,12 +15,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from pc import PCConfig, attach, effective_weight, named_weights
-from pc.common.run_folder import write_state
 from pc.config import BLOCK_SUFFIXES
-from pc.data.tokenizing import tokenize
 from pc.spectral import power_iteration
-from pc.titan.checkpoint_folder import ChecksummedWriter
-from pc.titan.llama2 import Llama2, model_args
+from pc_recipe.data.tokenizing import tokenize
+from pc_recipe.files.run_folder import write_state
+from pc_recipe.train.checkpoint_folder import ChecksummedWriter
+from pc_recipe.train.llama2 import Llama2, model_args
 
 # Long enough for the prompts of the tests; RoPE angles stay as large as in short training runs.
 SEQ_LEN = 256

@@ -15,7 +15,7 @@ import torch.distributed as dist
 # One server process imports torch and TorchTitan once; every rank is forked from it in milliseconds.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "pc.launch.worker", "helpers.tiny"]
+    ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "pc_recipe.runs.worker", "helpers.tiny"]
 )
 
 

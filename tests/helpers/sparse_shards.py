@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from pc.data import Manifest, load_tokenizer
-from pc.data.manifest import TOKENIZER_FOLDER, Shard, TokenizerRecord
+from pc_recipe.data import Manifest, load_tokenizer
+from pc_recipe.data.manifest import TOKENIZER_FOLDER, Shard, TokenizerRecord
 
 
 def make_sparse(folder: Path, *, train: int, validation: int, tokens: int) -> Manifest:

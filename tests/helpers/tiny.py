@@ -15,9 +15,9 @@ import torch.distributed.checkpoint as dcp
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch.distributed.tensor import DTensor
 
-from pc.settings import load_config
-from pc.settings import write_config as write_resolved
-from pc.settings.models import FLAVORS, Flavor
+from pc_recipe.config import load_config
+from pc_recipe.config import write_config as write_resolved
+from pc_recipe.config.model_sizes import FLAVORS, Flavor
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB_SIZE = 200
@@ -63,7 +63,7 @@ pipeline_parallel_microbatch_size = 1
 
 def make_shards(folder: Path) -> Path:
     """Token shards of synthetic sentences with their own tokenizer; returns their folder."""
-    from pc.data.tokenizing import tokenize
+    from pc_recipe.data.tokenizing import tokenize
 
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefgh", k=draw.randint(2, 6))) for _ in range(60)]
@@ -106,7 +106,7 @@ def write_small_config(path: Path, shards: Path, steps: int, interval: int) -> P
 def trainer_class():
     import torchtitan.train
 
-    from pc.launch.worker import Trainer
+    from pc_recipe.runs.worker import Trainer
 
     # TorchTitan's trainer waits two seconds for other ranks at its end, most of such a run's time.
     torchtitan.train.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)

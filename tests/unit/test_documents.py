@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from helpers.tiny import ROOT
-from pc.settings.identity import everything
-from pc.settings.schema import Config
+from pc_recipe.config.run_key import everything
+from pc_recipe.config.schema import Config
 
 PLACES = ("*.md", "docs/*.md", "benchmarks/*.md", "results/*/README.md")
 DOCUMENTS = sorted(str(file.relative_to(ROOT)) for place in PLACES for file in ROOT.glob(place))

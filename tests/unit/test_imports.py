@@ -9,24 +9,27 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FLOORS = [
     ["pc"],
-    ["common"],
-    ["settings"],
-    ["data"],
-    ["titan"],
-    ["evaluate", "plan", "integrations"],
-    ["launch"],
-    ["sweep"],
-    ["analysis"],
+    ["pc.integrations"],
+    ["pc_recipe"],
+    ["pc_recipe.files"],
+    ["pc_recipe.config"],
+    ["pc_recipe.data"],
+    ["pc_recipe.train"],
+    ["pc_recipe.evaluate"],
+    ["pc_recipe.runs"],
+    ["pc_recipe.runs.sweep"],
+    ["pc_recipe.report"],
 ]
-"""from bottom to top; "pc" is the top-level modules, the method"""
+"""from bottom to top; "pc" is the method"""
 FLOOR_OF = {package: floor for floor, packages in enumerate(FLOORS) for package in packages}
-FILES = sorted((ROOT / "pc").rglob("*.py"))
+FILES = sorted(file for package in ("pc", "pc_recipe") for file in (ROOT / package).rglob("*.py"))
 
 
 def package_of(module: str) -> str:
-    """ "titan" of pc.titan.loss; "pc" of pc.linear."""
-    parts = module.split(".")
-    return parts[1] if len(parts) > 1 and parts[1] in FLOOR_OF else "pc"
+    """ "pc_recipe.train" of pc_recipe.train.loss; "pc" of pc.linear."""
+    while module not in FLOOR_OF:
+        module = module.rpartition(".")[0]
+    return module
 
 
 def imports_of(file: Path) -> set[str]:
@@ -37,15 +40,19 @@ def imports_of(file: Path) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: relative import"
-            found |= {f"{node.module}.{alias.name}" if node.module == "pc" else node.module for alias in node.names}
+            found |= {f"{node.module}.{alias.name}" if is_package(node.module) else node.module for alias in node.names}
     return found
+
+
+def is_package(module: str) -> bool:
+    return (ROOT / module.replace(".", "/")).is_dir()
 
 
 def wrong_imports(file: Path, module: str) -> list[str]:
     mine = package_of(module)
     wrong = []
     for name in imports_of(file):
-        if name.split(".")[0] == "pc":
+        if name.split(".")[0] in ("pc", "pc_recipe"):
             theirs = package_of(name)
             if theirs != mine and FLOOR_OF[theirs] >= FLOOR_OF[mine]:
                 wrong.append(name)
@@ -62,7 +69,11 @@ def test_imports_run_one_way(file):
 
 @pytest.mark.parametrize(
     ("text", "module"),
-    [("from pc.titan import config", "pc.linear"), ("import numpy", "pc.muon"), ("import pc.launch", "pc.plan.cost")],
+    [
+        ("from pc_recipe.train import loss", "pc.linear"),
+        ("import numpy", "pc.muon"),
+        ("import pc_recipe.runs.local", "pc_recipe.train.loss"),
+    ],
 )
 def test_a_wrong_import_is_found(tmp_path, text, module):
     (tmp_path / "planted.py").write_text(f"def f():\n    {text}\n")

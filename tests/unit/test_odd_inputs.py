@@ -15,12 +15,12 @@ import tomli_w
 
 from helpers.made_runs import make_run, make_shards
 from pc import PCConfig
-from pc.data import GlobalOrderLoader, Manifest
-from pc.data.checks import RECORD, verify
-from pc.data.tokenizers import load_tokenizer
 from pc.errors import UserError
-from pc.evaluate import hugging_face, plain_weights
-from pc.sweep.spec import load as load_sweep
+from pc_recipe.data import GlobalOrderLoader, Manifest
+from pc_recipe.data.checks import RECORD, verify
+from pc_recipe.data.tokenizers import load_tokenizer
+from pc_recipe.evaluate import hugging_face, plain_weights
+from pc_recipe.runs.sweep.spec import load as load_sweep
 
 SWEEP = {
     "description": "x", "configs": ["tiny.toml"], "seeds": [0, 1], "folder": "out",

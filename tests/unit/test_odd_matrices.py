@@ -11,7 +11,7 @@ from helpers.toy import toy_model
 from pc import PCConfig, effective_weight, passes
 from pc.shards import local
 from pc.spectral import initial_vectors, power_iteration
-from pc.titan.nonfinite import FiniteSteps
+from pc_recipe.train.nonfinite import FiniteSteps
 
 SHAPES = pytest.mark.parametrize("shape", [(12, 20), (20, 12)])
 SCHEDULES = pytest.mark.parametrize("schedule", ["forward", "step"])

@@ -11,10 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import pc
 from helpers.fake_ranks import Counts, fake_rank, sharded
 from pc.owner import BUCKET_BYTES, assign, matrix_cost
-from pc.plan.cost import Plan
-from pc.settings import load_config
 from pc.step import StepSchedule
-from pc.titan.llama2 import model_args
+from pc_recipe.config import load_config
+from pc_recipe.runs.cost import Plan
+from pc_recipe.train.llama2 import model_args
 
 CONFIG = Path(__file__).parents[2] / "train_configs" / "1b_adamw_pc.toml"
 WORLD, LAYERS, D, F = 8, 18, 2048, 5632

@@ -19,7 +19,7 @@ class TorchAlone:
     @staticmethod
     def find_spec(name, path=None, target=None):
         top = name.partition(".")[0]
-        known = top in sys.stdlib_module_names | torch_brings | {"pc"} or top.startswith("_sysconfigdata")
+        known = top in sys.stdlib_module_names | torch_brings | {"pc", "pc_recipe"} or top.startswith("_sysconfigdata")
         return PathFinder.find_spec(name, path, target) if known else None
 
 sys.meta_path[:] = [TorchAlone if finder is PathFinder else finder for finder in sys.meta_path]
@@ -49,13 +49,12 @@ for schedule in ("forward", "step"):
     schedule.load_state_dict(torch.load(file, weights_only=True))
     outputs = model(x)
     torch.testing.assert_close(pc.merge(model)(x), outputs)
-for package in ("titan", "data", "plan", "evaluate", "launch", "sweep", "common.plots", "analysis"):
-    try:
-        __import__(f"pc.{package}")
-    except ImportError as error:
-        assert isinstance(error, pc.UserError) and f"pc-layer[" in str(error), error
-    else:
-        raise AssertionError(package)
+try:
+    import pc_recipe
+except ImportError as error:
+    assert ".[recipe]" in str(error), error
+else:
+    raise AssertionError("pc_recipe")
 """
 
 UNPATCHED = """
@@ -63,7 +62,7 @@ import torchtitan.tools.utils as utils, torchtitan.train, torchtitan.components.
 names = [(utils, "device_type"), (utils, "device_module"), (utils, "get_peak_flops"), (metrics, "device_type"),
          (torchtitan.train, "ensure_pp_loss_visible")]
 before = [getattr(module, name) for module, name in names]
-import pc.launch.worker
+import pc_recipe.runs.worker
 assert [getattr(module, name) for module, name in names] == before
 """
 

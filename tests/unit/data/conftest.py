@@ -7,8 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pc.data.manifest import Manifest
-from pc.data.tokenizing import tokenize
+from pc_recipe.data.manifest import Manifest
+from pc_recipe.data.tokenizing import tokenize
 
 WORDS = "the of polynomial weight spectrum layer gradient singular value norm is grows 3.14 – naïve 字 \n".split(" ")
 

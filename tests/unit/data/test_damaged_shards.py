@@ -5,10 +5,10 @@ import shutil
 
 import pytest
 
-from pc.data import GlobalOrderLoader, Manifest, checks
-from pc.data.checks import verify
-from pc.data.tokenizing import tokenize
 from pc.errors import UserError
+from pc_recipe.data import GlobalOrderLoader, Manifest, checks
+from pc_recipe.data.checks import verify
+from pc_recipe.data.tokenizing import tokenize
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pc.data import GlobalOrderLoader
-from pc.data.loader import IGNORED_LABEL
-from pc.data.order import shuffled
-from pc.data.shards import TokenStream
 from pc.errors import UserError
+from pc_recipe.data import GlobalOrderLoader
+from pc_recipe.data.loader import IGNORED_LABEL
+from pc_recipe.data.order import shuffled
+from pc_recipe.data.shards import TokenStream
 
 SEQ_LEN = 24
 

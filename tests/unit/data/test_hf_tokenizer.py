@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from pc import UserError
-from pc.data import hf_tokenizer as tokenizers
-from pc.data.tokenizers import load_tokenizer
+from pc_recipe.data import hf_tokenizer as tokenizers
+from pc_recipe.data.tokenizers import load_tokenizer
 
 TRAINING = load_tokenizer("mistral-common")
 CONVERTED = tokenizers.to_hugging_face(TRAINING)

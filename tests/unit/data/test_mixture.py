@@ -5,10 +5,10 @@ from collections import Counter
 
 import pytest
 
-from pc.data import GlobalOrderLoader
-from pc.data.mixture import CYCLE, Mixture
-from pc.data.tokenizing import tokenize
 from pc.errors import UserError
+from pc_recipe.data import GlobalOrderLoader
+from pc_recipe.data.mixture import CYCLE, Mixture
+from pc_recipe.data.tokenizing import tokenize
 
 SETTINGS = dict(seq_len=24, local_batch_size=1, dp_rank=0, dp_world_size=1, seed=3, vocab_size=32000)
 

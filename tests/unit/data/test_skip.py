@@ -5,7 +5,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pc.data.skip import Skip
+from pc_recipe.data.skip import Skip
 
 RANGES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda r: f"{r[0]}-{r[0] + r[1]}"), max_size=8)
 

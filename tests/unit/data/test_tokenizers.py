@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from pc.data import load_tokenizer
-from pc.data.train_tokenizer import train_tokenizer
 from pc.errors import UserError
+from pc_recipe.data import load_tokenizer
+from pc_recipe.data.train_tokenizer import train_tokenizer
 
 TEXTS = ["The weight ground corn past the mill. " * 20, "Größe, naïve, 東京", None]
 ODD_TEXTS = [

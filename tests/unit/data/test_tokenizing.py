@@ -13,13 +13,13 @@ import sentencepiece
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pc.common import wheel
-from pc.data import Manifest, demo, hf_tokenizer, load_tokenizer, require_same_tokenizer, tokenizing
-from pc.data.inspection import describe, read_documents
-from pc.data.manifest import SPLITS
-from pc.data.sources import find_files, find_hub_files, measure, plan_units, read_texts
-from pc.data.tokenizing import split_by_hash, tokenize
 from pc.errors import UserError
+from pc_recipe.data import Manifest, demo, hf_tokenizer, load_tokenizer, require_same_tokenizer, tokenizing
+from pc_recipe.data.inspection import describe, read_documents
+from pc_recipe.data.manifest import SPLITS
+from pc_recipe.data.sources import find_files, find_hub_files, measure, plan_units, read_texts
+from pc_recipe.data.tokenizing import split_by_hash, tokenize
+from pc_recipe.files import wheel
 
 any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=80)
 control_texts = st.lists(st.sampled_from(["<s>", "</s>", "<unk>", " ", "x", "<0x00>"]), max_size=8).map("".join)

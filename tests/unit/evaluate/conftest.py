@@ -6,7 +6,7 @@ import pytest
 
 from helpers.made_runs import MadeRun, make_evaluation_data, make_run, make_shards
 from pc import PCConfig
-from pc.evaluate.hugging_face import export
+from pc_recipe.evaluate.hugging_face import export
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from helpers.made_runs import EVALUATION_ITEMS
-from pc.evaluate import fetch, tasks
+from pc_recipe.evaluate import fetch, tasks
 
 
 @pytest.mark.soak

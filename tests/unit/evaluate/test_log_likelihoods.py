@@ -6,8 +6,8 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
-from pc.evaluate import fetch, tasks
-from pc.evaluate.log_likelihoods import LogLikelihoods
+from pc_recipe.evaluate import fetch, tasks
+from pc_recipe.evaluate.log_likelihoods import LogLikelihoods
 
 # Logits agree to 32 float32 roundings (test_hugging_face); a log-likelihood sums the errors of its tokens,
 # which have both signs, and its terms are of the logits' size. Measured: 2.4e-7.

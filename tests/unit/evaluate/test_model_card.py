@@ -7,7 +7,7 @@ import yaml
 
 from helpers.made_runs import make_run
 from pc import PCConfig
-from pc.evaluate import hugging_face
+from pc_recipe.evaluate import hugging_face
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from helpers.made_runs import make_run
 from pc import PCConfig, UserError
-from pc.evaluate import plain_weights
-from pc.titan.checkpoint_folder import CHECKSUMS, CheckpointFolder
+from pc_recipe.evaluate import plain_weights
+from pc_recipe.train.checkpoint_folder import CHECKSUMS, CheckpointFolder
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from pc import UserError
-from pc.evaluate import hugging_face, score, tasks
-from pc.titan.checkpoint_folder import CHECKSUMS
+from pc_recipe.evaluate import hugging_face, score, tasks
+from pc_recipe.train.checkpoint_folder import CHECKSUMS
 
 NAMES = ["piqa", "arc_easy"]
 

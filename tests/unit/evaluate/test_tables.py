@@ -2,8 +2,8 @@
 
 import csv
 
-from pc.evaluate import tables
-from pc.evaluate.tasks import METRICS
+from pc_recipe.evaluate import tables
+from pc_recipe.evaluate.tasks import METRICS
 
 
 def result(name, value, error=0.03, limit=None):

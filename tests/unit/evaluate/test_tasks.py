@@ -6,8 +6,8 @@ from typing import get_args
 import pytest
 
 from pc import UserError
-from pc.evaluate import tasks
-from pc.settings.schema import Task
+from pc_recipe.config.schema import Task
+from pc_recipe.evaluate import tasks
 
 
 def test_nine_zero_shot_tasks_on_local_documents(evaluation_data, monkeypatch):

@@ -1,0 +1,18 @@
+"""The training recipe on TorchTitan: it runs from the checkout, on top of the library `pc`.
+
+files/      atomic writes, a run's folder, tables, the style of plots
+config/     every key, the chain of TOML files, rules; without torch
+data/       text to tokens to batches
+train/      the TorchTitan plug-in: model, trainer, checkpoints, diagnostics
+evaluate/   export, scores, generation
+runs/       check, memory and cost of a run; start it here or under SLURM; many runs from one TOML
+report/     curves, spectra, selection, evidence, figures
+
+Each imports only those above it, and `pc`.
+"""
+
+from importlib.util import find_spec
+
+for _module in ("pydantic", "torchtitan", "pyarrow", "lm_eval", "matplotlib"):
+    if find_spec(_module) is None:
+        raise ImportError(f"{_module} is not installed; in the checkout: pip install --editable '.[recipe]'")

@@ -1,0 +1,181 @@
+"""Reads a chain of TOML files: `parent = "base.toml"` at the top of a file names the file that it overrides.
+
+Precedence: command line > the file > its parent > the parent's parent > the schema's defaults. Sections merge key by
+key; a value replaces its parent's. Lists and tables such as `pc.level` are values. `--overlay FILE` on the command line
+is what that file and its parents set, in its place among the words: later ones override it.
+"""
+
+import contextlib
+import difflib
+import hashlib
+import os
+import re
+import reprlib
+import tomllib
+from collections.abc import Iterator, Sequence
+from functools import reduce
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tomli_w
+from pydantic import ValidationError
+
+from pc.errors import UserError
+from pc_recipe.config.schema import INSTEAD, Config, Job
+from pc_recipe.config.sections import Section, keys_of
+from pc_recipe.files.atomic import write_atomically
+
+OVERLAY = "overlay"
+RESOLVED = "# Resolved configuration. Sources, highest precedence first:\n"
+Schema = TypeVar("Schema", bound=Section)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of a run, with `job.dump_folder` filled in: outputs/<name of the file> if nothing sets it.
+
+    Args:
+        path: the TOML file of the run.
+        overrides: words of a command line, `--section.key value`, `--section.key=value` or `--overlay FILE`.
+
+    Raises:
+        UserError: a line for each key of the first faulty file, or for the first faulty word.
+    """
+    config = resolve(path, overrides, Config)
+    folder = config.job.dump_folder or str(Path("outputs") / Path(path).stem)
+    config = _overlaid(config, Config(job=Job(dump_folder=folder)))
+    config._origin = _origin(Path(path), overrides)
+    return config
+
+
+def write_config(config: Config, destination: str | Path) -> None:
+    """Write what is set as one TOML that resolves to `config`, with its origin in comments."""
+    write_atomically(destination, f"{config._origin}\n{tomli_w.dumps(config.model_dump(exclude_unset=True))}")
+
+
+def resolve(path: str | Path, overrides: Sequence[str], schema: type[Schema]) -> Schema:
+    """An instance of any schema from a file, its ancestors and `overrides`; `model_fields_set` says what was set."""
+    return reduce(_overlaid, [*_files(Path(path), schema), *_words(overrides, schema)], schema())
+
+
+def validated(
+    values: dict[str, Any], schema: type[Schema], where: str, *, strict: bool = True, extra: str = "forbid"
+) -> Schema:
+    """Raises a `UserError` with a line for each wrong key; `extra="ignore"` leaves out keys of another version."""
+    try:
+        return schema.model_validate(values, strict=strict, extra=extra)
+    except ValidationError as error:
+        lines = [f"{where}: {_said(finding, schema)}" for finding in error.errors(include_url=False)]
+        raise UserError("\nerror: ".join(lines)) from None
+
+
+def _files(path: Path, schema: type[Schema]) -> list[Schema]:
+    """What a file and its ancestors set, the file's own last."""
+    return [validated(values, schema, str(file)) for file, _, values in _chain(path)][::-1]
+
+
+def _chain(path: Path) -> Iterator[tuple[Path, bytes, dict[str, Any]]]:
+    """(file, content, values) of a file and its ancestors."""
+    seen: list[str] = []
+    child = ""
+    while True:
+        seen.append(os.path.abspath(path))
+        if seen.count(seen[-1]) > 1:
+            raise UserError(f"{path}{child}: parents form a cycle: {' -> '.join(map(os.path.basename, seen))}")
+        try:
+            content = path.read_bytes()
+            values = tomllib.loads(content.decode())
+        except (OSError, ValueError, RecursionError) as error:  # wrong syntax, encoding, too many digits or levels
+            reason = getattr(error, "strerror", None) or f"not valid TOML: {error}"
+            raise UserError(f"{path}{child}: {reason}") from None
+        parent = values.pop("parent", None)
+        yield path, content, values
+        if parent is None:
+            return
+        child, path = f" (parent of {path})", path.parent / str(parent)
+
+
+def _words(words: Sequence[str], schema: type[Schema]) -> Iterator[Schema]:
+    """What each override of a command line sets. `--a.b` alone means true."""
+    for name, text in _pairs(words):
+        if name == OVERLAY:
+            yield from _files(Path(text or ""), schema)
+        else:
+            yield _set(name.replace("-", "_").split("."), text, schema)
+
+
+def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """(name, value) of each override; None: without a value."""
+    words = list(words)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--"):
+            raise UserError(f"command line: {word!r} is not an override; write --section.key value")
+        name, has_value, text = word[2:].partition("=")
+        if not has_value:
+            text = None if not words or words[0].startswith("--") else words.pop(0)
+        yield name, text
+
+
+def _set(keys: Sequence[str], text: str | None, schema: type[Schema]) -> Schema:
+    """An instance in which a key has a value of the command line: as TOML, or else as it stands, such as `x,y`."""
+
+    def read(value: Any, strict: bool = True) -> Schema:
+        nested = reduce(lambda inner, key: {key: inner}, reversed(keys), value)
+        return validated(nested, schema, "command line", strict=strict)
+
+    if text is None:
+        return read(True)
+    # an item of a TOML file, a list without its brackets, or a word
+    for written in (text, f"[{text}]") if "," in text else (text,):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = tomllib.loads(f"value = {written}")["value"]
+            break
+    else:
+        return read(text, strict=False)
+    try:
+        return read(value)
+    except UserError:
+        if not isinstance(value, list | dict):
+            with contextlib.suppress(UserError):
+                return read(text, strict=False)
+        raise
+
+
+def _overlaid(below: Schema, above: Schema) -> Schema:
+    """`below`, with what is set in `above`."""
+    for name in above.model_fields_set:
+        value = getattr(above, name)
+        setattr(below, name, _overlaid(getattr(below, name), value) if isinstance(value, Section) else value)
+    return below
+
+
+def _origin(path: Path, overrides: Sequence[str]) -> str:
+    """Comments for `write_config`; a file that it wrote keeps its own."""
+    files = list(_chain(path))
+    text = files[0][1].decode()
+    if text.startswith(RESOLVED) and not overrides:
+        return re.match(r"(#.*\n)*", text)[0]
+    # a line break in a word would end the comment
+    words = " ".join(overrides).replace("\n", " ").replace("\r", " ")
+    lines = [f"#   command line: {words}\n"] if overrides else []
+    for overlay in [Path(text or "") for name, text in _pairs(overrides) if name == OVERLAY]:
+        files = [*_chain(overlay), *files]
+    return RESOLVED + "".join(lines + [f"#   {f}  sha256 {hashlib.sha256(text).hexdigest()}\n" for f, text, _ in files])
+
+
+def _said(finding: dict[str, Any], schema: type[Section]) -> str:
+    name = ".".join(map(str, finding["loc"]))
+    if finding["type"] == "extra_forbidden":
+        return _unknown(name, schema)
+    said = re.sub(r"^(Input|String|List|Value error,) should | or instance of .*", "", finding["msg"])
+    return f"{name} = {reprlib.repr(finding['input'])} should {said}"
+
+
+def _unknown(name: str, schema: type[Section]) -> str:
+    if name in INSTEAD:
+        return f"{name} is not supported by this trainer; see {INSTEAD[name]}"
+    known = [key for key, *_ in keys_of(schema())]
+    elsewhere = [key for key in known if key.rpartition(".")[2] == name.rpartition(".")[2]]
+    names = [*known, *(key.rpartition(".")[0] for key in known)]
+    candidates = elsewhere or difflib.get_close_matches(name, names, n=1) or ["one that --help shows"]
+    return f"unknown key {name}; did you mean {' or '.join(candidates[:3])}?"

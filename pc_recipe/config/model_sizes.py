@@ -1,0 +1,54 @@
+"""The sizes of Llama 2 that `model.flavor` can choose, and other keys of `[model]` change. To add one, add an entry to
+`FLAVORS`."""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from pc_recipe.config.sections import entry_of
+
+if TYPE_CHECKING:
+    from pc_recipe.config.schema import Model
+
+
+@dataclass(frozen=True)
+class Flavor:
+    """The shape of a model, in TorchTitan's terms (`pc_recipe.train.llama2` builds it)."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    multiple_of: int
+    """8/3 dim, times `ffn_dim_multiplier`, is rounded up to a multiple of it: the width of the FFN"""
+    n_kv_heads: int | None = None
+    ffn_dim_multiplier: float | None = None
+    rope_theta: float = 10_000.0
+
+
+# The paper's sizes (table 5), smaller ones, and Llama 2's own (70B with grouped-query attention). The FFN's widths are
+# 96, 384, 384, 704, 1024, 1408, 2048, 2816, 5632, 11008, 13824, 28672.
+FLAVORS: dict[str, Flavor] = {
+    "regime": Flavor(dim=32, n_layers=12, n_heads=2, multiple_of=32),
+    "conditioning": Flavor(dim=128, n_layers=2, n_heads=4, multiple_of=128),
+    "nano": Flavor(dim=128, n_layers=5, n_heads=4, multiple_of=64),
+    "debug": Flavor(dim=256, n_layers=4, n_heads=4, multiple_of=64),
+    "35M": Flavor(dim=384, n_layers=6, n_heads=6, multiple_of=128),
+    "60M": Flavor(dim=512, n_layers=8, n_heads=8, multiple_of=128),
+    "134M": Flavor(dim=768, n_layers=12, n_heads=12, multiple_of=256),
+    "271M": Flavor(dim=1024, n_layers=16, n_heads=16, multiple_of=256),
+    "1B": Flavor(dim=2048, n_layers=18, n_heads=16, multiple_of=256),
+    "7B": Flavor(dim=4096, n_layers=32, n_heads=32, multiple_of=256),
+    "13B": Flavor(dim=5120, n_layers=40, n_heads=40, multiple_of=256),
+    "70B": Flavor(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_dim_multiplier=1.3, multiple_of=4096),
+}
+
+FlavorName = entry_of(FLAVORS)
+
+
+def shape_of(model: "Model") -> Flavor:
+    """The flavor of a config with the sizes that it sets itself."""
+    given = {name: getattr(model, name) for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "rope_theta")}
+    shape = replace(FLAVORS[model.flavor], **{name: size for name, size in given.items() if size is not None})
+    if model.ffn_dim is None:
+        return shape
+    # TorchTitan's 8/3 dim becomes 1, and is rounded up to a multiple of the width that is wanted.
+    return replace(shape, ffn_dim_multiplier=0.5 / shape.dim, multiple_of=model.ffn_dim)

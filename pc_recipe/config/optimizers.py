@@ -1,0 +1,82 @@
+"""The optimizers that `optimizer.name` can choose for the hidden matrices. To add one, add an entry to `KINDS`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from pc_recipe.config.sections import RESULT, RUN, Beta, BlockFactors, Count, Factor, Fraction, Section, entry_of, key
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the trainer needs to know about an optimizer. Its own keys begin with its name: "muon_" for "Muon"."""
+
+    build: "Callable[[list[nn.Parameter] | list[dict], Optimizer], torch.optim.Optimizer]"
+    """from parameters or parameter groups; imports torch when it is called"""
+    states: int
+    """state tensors per parameter and of its size, for the memory estimate"""
+
+
+def _adamw(parameters: "list[nn.Parameter]", config: "Optimizer") -> "torch.optim.Optimizer":
+    import torch
+
+    return torch.optim.AdamW(
+        parameters,
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=config.implementation == "fused",
+        foreach=config.implementation == "foreach",
+    )
+
+
+def _muon(parameters: "list[nn.Parameter]", config: "Optimizer") -> "torch.optim.Optimizer":
+    from pc.muon import Muon
+
+    return Muon(
+        parameters,
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        momentum=config.muon_momentum,
+        nesterov=config.muon_nesterov,
+        ns_steps=config.muon_steps,
+        adjust_lr_fn=config.muon_adjust_lr,
+    )
+
+
+KINDS: dict[str, Kind] = {
+    "AdamW": Kind(_adamw, states=2),
+    "Muon": Kind(_muon, states=1),
+}
+"""{optimizer.name: Kind}; the lower-case names are those of the optimizer states in a checkpoint."""
+
+
+class Optimizer(Section):
+    """AdamW's keys also apply to the parameters that Muon does not train."""
+
+    decides = RESULT
+    name: entry_of(KINDS) = key(
+        "AdamW", f"Optimizer of the hidden matrices: {', '.join(KINDS)}. AdamW trains all other parameters."
+    )
+    lr: Factor = key(8e-4, "Peak learning rate.")
+    beta1: Beta = key(0.9, "AdamW's decay of the gradient's mean.")
+    beta2: Beta = key(0.95, "AdamW's decay of the squared gradient's mean.")
+    eps: Fraction = key(1e-8, "AdamW's epsilon.")
+    weight_decay: Factor = key(0.1, "Decoupled weight decay, times the learning rate.")
+    independent_decay: bool = key(
+        False, "weight_decay is the share that a step at the peak takes off a weight, whatever the learning rate."
+    )
+    lr_factors: BlockFactors = key({}, "Factors of the learning rate of some blocks, such as {o = 1.6, ffn = 1.8}.")
+    implementation: Literal["for-loop", "foreach", "fused"] = key("fused", "Of torch's AdamW.", RUN)
+    muon_momentum: Beta = key(0.95, "Muon's momentum.")
+    muon_nesterov: bool = key(True, "Nesterov momentum in Muon.")
+    muon_steps: Count = key(5, "Newton-Schulz steps.")
+    muon_adjust_lr: Literal["match_rms_adamw", "original"] = key(
+        "match_rms_adamw", "How Muon scales the learning rate with the matrix shape."
+    )
+    muon_heads: list[Literal["q", "k", "v"]] = key([], "Blocks of which Muon takes each attention head as a matrix.")

@@ -1,0 +1,118 @@
+"""Rules between keys: settings that would train the wrong thing, or fail later in a way that nobody can read."""
+
+from collections.abc import Callable, Iterator
+
+from pc.errors import UserError
+from pc_recipe.config.layout import Degrees, Layout
+from pc_recipe.config.model_sizes import shape_of
+from pc_recipe.config.schema import Config
+
+FLOAT8 = "quantize.linear.float8"
+_SPLIT_BACKWARD = ("interleavedzerobubble", "zbvzerobubble", "dualpipev")
+
+
+def require(config: Config, dims: Degrees | None = None, on_cpu: bool = False) -> None:
+    """Raise a `UserError` with a line for each of the `findings`."""
+    if found := list(findings(config, dims, on_cpu)):
+        raise UserError("\nerror: ".join(found))
+
+
+def findings(config: Config, dims: Degrees | None = None, on_cpu: bool = False) -> Iterator[str]:
+    """A sentence for each broken rule.
+
+    Args:
+        dims: the ranks of the run; None: only what is wrong on any number of ranks.
+        on_cpu: whether they train on CPUs, which support fewer features.
+    """
+    yield from _anywhere(config)
+    if dims is not None:
+        yield from _on_ranks(config, dims)
+        yield from _in_pipelines(config) if dims.pp > 1 else ()
+        yield from _on_cpus(config, dims) if on_cpu else ()
+
+
+def refusal_of(function: Callable, *arguments) -> Iterator[str]:
+    """What a function's `UserError` says, if it raises one."""
+    try:
+        function(*arguments)
+    except UserError as error:
+        yield str(error)
+
+
+def compiles_model(config: Config) -> bool:
+    """Whether transformer blocks are compiled (not only the loss)."""
+    return config.compile.enable and "model" in config.compile.components
+
+
+def _anywhere(config: Config) -> Iterator[str]:
+    if config.pc.enable:
+        yield from refusal_of(config.pc.to_pc_config)
+    shape = shape_of(config.model)
+    if shape.dim % (2 * shape.n_heads):
+        yield f"model.dim = {shape.dim} should be an even multiple of the {shape.n_heads} heads"
+    if shape.n_kv_heads and shape.n_heads % shape.n_kv_heads:
+        yield f"model.n_kv_heads = {shape.n_kv_heads} should divide the {shape.n_heads} heads"
+    excluded = config.checkpoint.exclude_from_loading
+    if config.pc.enable and ("model" in excluded) != ("pc" in excluded):
+        yield (
+            f"checkpoint.exclude_from_loading = {excluded} should name both model and pc or neither, because the saved "
+            "weights are PC(W) and W is in pc"
+        )
+    if config.checkpoint.keep_latest_k == 1:
+        yield "checkpoint.keep_latest_k = 1 should be 2 or more, because the newest may be damaged, or 0 to keep all"
+    if config.model.converters:
+        if config.pc.enable and config.pc.schedule == "forward":
+            yield 'pc.schedule = "forward" would replace the matmuls of float8 layers; use "step"'
+
+
+def _on_ranks(config: Config, dims: Degrees) -> Iterator[str]:
+    if dims.dp_replicate > 1 and dims.dp_shard == 1 and dims.cp == 1:
+        yield (
+            "parallelism.data_parallel_replicate_degree without sharding averages gradients twice in TorchTitan 0.2.2; "
+            "use data_parallel_shard_degree, alone or with it"
+        )
+    if config.pc.enable and config.pc.schedule == "forward" and dims.tp > 1:
+        yield 'pc.schedule = "forward" needs full weights, which tensor parallelism shards; use "step"'
+    shape = shape_of(config.model)
+    heads = shape.n_kv_heads or shape.n_heads
+    if heads % dims.tp:
+        yield f"parallelism.tensor_parallel_degree = {dims.tp} should divide the {heads} (key-value) heads"
+    if config.evaluation.interval and (dims.pp > 1 or dims.cp > 1):
+        yield (
+            "evaluation.interval works without pipeline and context parallelism; set it to 0 and score checkpoints with "
+            "scripts/score.py"
+        )
+    if config.training.seq_len % (divisor := dims.tp * 2 * dims.cp):
+        yield (
+            f"training.seq_len = {config.training.seq_len} should be a multiple of {divisor} "
+            "(tensor parallel degree x 2 x context parallel degree)"
+        )
+    yield from refusal_of(lambda: Layout(dims, config.training).micro_batches)
+
+
+def _in_pipelines(config: Config) -> Iterator[str]:
+    batch, validated = config.training.local_batch_size, config.validation.local_batch_size
+    if config.validation.enable and validated != batch:
+        yield (
+            f"validation.local_batch_size = {validated} should be training.local_batch_size = {batch}, because pipeline "
+            "stages exchange tensors of a fixed shape"
+        )
+    schedule, checkpointing = config.parallelism.pipeline_parallel_schedule, config.activation_checkpoint
+    saves_operations = (checkpointing.mode, checkpointing.selective_ac_option) == ("selective", "op")
+    if schedule.lower() in _SPLIT_BACKWARD and (compiles_model(config) or saves_operations):
+        yield (
+            f'parallelism.pipeline_parallel_schedule = "{schedule}" splits the backward pass; it needs '
+            'compile.enable = false and activation_checkpoint.mode = "full"'
+        )
+
+
+def _on_cpus(config: Config, dims: Degrees) -> Iterator[str]:
+    needs_gpu = {
+        "profiling.enable_profiling": config.profiling.enable_profiling,
+        "profiling.enable_memory_snapshot": config.profiling.enable_memory_snapshot,
+        'checkpoint.async_mode = "async_with_pinned_mem"': config.checkpoint.async_mode == "async_with_pinned_mem",
+        "parallelism.context_parallel_degree": dims.cp > 1,  # no sharding rule for CPU attention
+    }
+    for key in needs_gpu:
+        if needs_gpu[key]:
+            yield f"{key} needs a GPU, and this machine has none"

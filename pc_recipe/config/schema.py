@@ -1,0 +1,319 @@
+"""Every key of a run's configuration: its type, its range, its default, what it says and what it decides.
+
+Sections and keys have TorchTitan's names. Keys of TorchTitan that this trainer does not read do not exist.
+"""
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StringConstraints, ValidationError, WrapValidator
+
+from pc.config import PCConfig
+from pc_recipe.config.model_sizes import FLAVORS, FlavorName
+from pc_recipe.config.optimizers import Optimizer
+from pc_recipe.config.sections import (
+    METHOD,
+    RESULT,
+    Auto,
+    BlockFactors,
+    Count,
+    Fraction,
+    Interval,
+    Positive,
+    Section,
+    Seed,
+    Text,
+    key,
+)
+
+INSTEAD = {
+    "checkpoint.folder": "job.dump_folder",
+    "checkpoint.last_save_in_hf": "scripts/export_hf.py",
+    "model.tokenizer_path": "data.path, whose shards know their tokenizer",
+    "parallelism.fsdp_reshard_after_forward": "parallelism.fsdp_sync",
+    "training.dataset": "data.path",
+    "training.dataset_path": "data.path",
+    "training.dtype": "training.mixed_precision_param; raw weights are float32",
+    "validation.dataset": "data.validation_path",
+    "validation.dataset_path": "data.validation_path",
+    "validation.steps": "data.validation_sequences",
+}
+"""{key of TorchTitan that this trainer does not read: what to set instead}"""
+
+
+class Job(Section):
+    dump_folder: Text = key("", "Folder of the run; empty: outputs/<name of the config's file>.")
+    description: Text = key("default job", "One line of description.")
+
+
+class Profiling(Section):
+    enable_profiling: bool = key(False, "Write traces of torch's profiler.")
+    profile_freq: Count = key(10, "Steps between traces.")
+    profiler_active: Count = key(1, "Steps in a trace.")
+    profiler_warmup: Interval = key(3, "Steps before a trace in which the profiler warms up.")
+    enable_memory_snapshot: bool = key(False, "Write snapshots of the GPU's memory.")
+
+
+class Metrics(Section):
+    log_freq: Count = key(10, "Steps between lines of the log and of metrics.jsonl.")
+    enable_tensorboard: bool = key(False, "Write TensorBoard logs.")
+    enable_wandb: bool = key(False, "Log to Weights & Biases; WANDB_PROJECT and WANDB_RUN_NAME name the page.")
+
+
+class Model(Section):
+    decides = RESULT
+    name: Literal["pc_llama2"] = key("pc_llama2", "TorchTitan's train spec.")
+    flavor: FlavorName = key("debug", f"Model size: {', '.join(FLAVORS)}. Each size below replaces one of it.")
+    dim: Count | None = key(None, "Width of the residual stream.")
+    n_layers: Count | None = key(None, "Transformer blocks.")
+    n_heads: Count | None = key(None, "Attention heads.")
+    n_kv_heads: Count | None = key(None, "Heads of keys and values, which attention heads share in equal groups.")
+    ffn_dim: Count | None = key(None, "Width of the feed-forward layers; unset: 8/3 dim, rounded up as in the flavor.")
+    rope_theta: Positive | None = key(None, "Base of the rotary positions; unset: 10000.")
+    vocab_size: Count = key(32_000, "Rows of embedding and head; at least the tokenizer's vocabulary size.")
+    init_std: Positive = key(0.02, "Deviation of the blocks' initial weights; of wo, w2 and w3 it falls with depth.")
+    init_factors: BlockFactors = key({}, "Factors of the initial weights of some blocks, such as {o = 1.6, ffn = 1.8}.")
+    hf_assets_path: Text = key("./tests/assets/tokenizer", "Hugging Face folder of checkpoint.initial_load_in_hf.")
+    converters: list[Literal["quantize.linear.float8"]] = key([], "TorchTitan's converters of linear layers.")
+
+
+class LRScheduler(Section):
+    decides = RESULT
+    warmup_steps: Interval = key(200, "Steps of linear warmup.")
+    total_steps: Count | None = key(None, "Steps of the whole schedule; unset: training.steps.")
+    decay_ratio: Fraction | None = key(None, "Share of the steps that decay, at the end; unset: all after the warmup.")
+    decay_type: Literal["linear", "sqrt", "cosine"] = key("linear", "Shape of the decay.")
+    min_lr_factor: Fraction = key(0.0, "The last learning rate as a share of the peak.")
+
+
+class DataLoader(Section):
+    num_workers: Interval = key(0, "Processes that read ahead, per rank.")
+    pin_memory: bool = key(False, "Copy batches to pinned memory first.")
+    prefetch_factor: Count | None = key(None, "Batches that each process reads ahead.")
+
+
+class Training(Section):
+    decides = RESULT
+    local_batch_size: Auto = key(
+        8, "Sequences per micro-batch and rank; -1: the most that divide global_batch_size and fit the GPU.", "run"
+    )
+    global_batch_size: Auto = key(-1, "Sequences per optimizer step over all ranks; -1: a micro-batch per rank.")
+    seq_len: Count = key(2048, "Tokens per sequence.")
+    max_norm: Positive = key(1.0, "Gradients are clipped to this norm.")
+    steps: Count = key(10_000, "Optimizer steps.")
+    mixed_precision_param: Literal["bfloat16", "float32"] = key("bfloat16", "Precision of the model's matmuls.")
+    gc_freq: Count = key(50, "Steps between Python's garbage collections.", "run")
+    dataloader: DataLoader = DataLoader()
+    max_nonfinite_steps: Count = key(
+        3, "A step with a non-finite loss or gradient norm changes no weight; stop after so many in a row.", "run"
+    )
+
+
+class Parallelism(Section):
+    data_parallel_replicate_degree: Count = key(1, "Replicas of the sharded weights (HSDP).")
+    data_parallel_shard_degree: Auto = key(-1, "Ranks that shard the weights (FSDP); -1: all that remain.")
+    fsdp_sync: Literal["step", "micro_batch"] = key(
+        "step", "Gather weights and reduce gradients once per step, or for every micro-batch, which takes less memory."
+    )
+    tensor_parallel_degree: Count = key(1, "Ranks that share each matrix.")
+    pipeline_parallel_degree: Count = key(1, "Stages of the pipeline.")
+    pipeline_parallel_first_stage_less_layers: Interval = key(1, "Layers that the embedding counts for.")
+    pipeline_parallel_last_stage_less_layers: Interval = key(1, "Layers that the head counts for.")
+    pipeline_parallel_layers_per_stage: Count | None = key(None, "Layers per stage; unset: by the schedule.")
+    pipeline_parallel_schedule: Text = key("1F1B", "Name of one of torch's pipeline schedules.")
+    pipeline_parallel_microbatch_size: Count = key(1, "Sequences that pass through the pipeline together.")
+    context_parallel_degree: Count = key(1, "Ranks that share each sequence.")
+
+
+State = Literal["model", "optimizer", "lr_scheduler", "dataloader", "train_state", "method", "pc"]
+
+
+class Checkpoint(Section):
+    enable: bool = key(False, "Save checkpoints, and continue from the newest one.")
+    interval: Count = key(500, "Steps between checkpoints.")
+    minutes: Interval = key(0, "Minutes after a checkpoint when the next is due before its step; 0: never.")
+    initial_load_path: Text | None = key(None, "Checkpoint or Hugging Face folder that a new run starts from.", RESULT)
+    initial_load_model_only: bool = key(True, "Load only its weights.", RESULT)
+    initial_load_in_hf: bool = key(False, "It is a Hugging Face folder (or model.hf_assets_path is).", RESULT)
+    last_save_model_only: bool = key(True, "The last checkpoint holds only weights; it cannot be resumed.")
+    export_dtype: Literal["float16", "bfloat16", "float32"] = key("float32", "Precision of weights saved alone.")
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = key("disabled", "Save while training goes on.")
+    keep_latest_k: Interval = key(10, "Newest checkpoints to keep, two or more; 0: all.")
+    keep_every: Interval = key(0, "Steps between checkpoints that are also saved, and kept for good; 0: none.")
+    exclude_from_loading: list[State] = key([], "Parts of a checkpoint that are not loaded.", RESULT)
+
+
+class ActivationCheckpoint(Section):
+    mode: Literal["selective", "full", "memory_budget", "none"] = key("selective", "What the backward pass recomputes.")
+    selective_ac_option: Annotated[str, StringConstraints(pattern=r"^(op|[0-9]{1,9})$")] = key(
+        "2", "Of selective: op recomputes all but costly operations, a number n every n-th block."
+    )
+    memory_budget: Fraction = key(0.5, "Of memory_budget: 0 recomputes most, 1 nothing.")
+
+
+class Compile(Section):
+    enable: bool = key(False, "Compile with torch.compile.")
+    components: list[Literal["model", "loss"]] = key(["model", "loss"], "What is compiled; model: each block.")
+    backend: Literal["inductor", "aot_eager", "eager", "cudagraphs"] = key("inductor", "Backend of torch.compile.")
+
+
+class Float8(Section):
+    decides = RESULT
+    enable_fsdp_float8_all_gather: bool = key(False, "Gather weights in float8.")
+    precompute_float8_dynamic_scale_for_fsdp: bool = key(False, "Compute all scales at once after a step.")
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = key(None, "torchao's recipe.")
+    filter_fqns: list[str] = key([], "Parts of the names of layers that stay as they are.")
+    emulate: bool = key(False, "Emulate float8 where there is none; slow.")
+
+
+class QuantizedLinear(Section):
+    float8: Float8 = Float8()
+
+
+class Quantize(Section):
+    linear: QuantizedLinear = QuantizedLinear()
+
+
+class Comm(Section):
+    init_timeout_seconds: Count = key(300, "Longest wait for other ranks until the first step is done.")
+    train_timeout_seconds: Count = key(100, "Longest wait for other ranks later; longer than writing a checkpoint.")
+    trace_buf_size: Interval = key(20_000, "Events that the flight recorder keeps; 0: off.")
+
+
+class Validation(Section):
+    decides = RESULT
+    enable: bool = key(False, "Validate, also after the last step.")
+    freq: Count = key(10, "Steps between validations.")
+    local_batch_size: Auto = key(8, "Sequences per batch and rank; -1: as training.local_batch_size.", "run")
+
+
+class Debug(Section):
+    decides = RESULT
+    seed: Seed | None = key(None, "Seed of the initial weights; unset: 0.")
+    deterministic: bool = key(False, "Only operations that give the same bits again.", "run")
+
+
+Level = int | str | list[float]
+
+
+def _should(be: str) -> WrapValidator:
+    """Say what a value should be; pydantic's own words name each type of a union."""
+
+    def one_mistake(value: Any, validate: Callable[[Any], Any]) -> Any:
+        try:
+            return validate(value)
+        except ValidationError:
+            raise ValueError(f"should be {be}") from None
+
+    return WrapValidator(one_mistake)
+
+
+class PC(Section):
+    """Polynomial weight preconditioning (`pc.PCConfig`)."""
+
+    decides = METHOD
+    enable: bool = key(False, "Precondition weights; false: a plain Llama 2, the baseline.")
+    level: Annotated[Level | dict[str, Level], _should("1 to 4, polar_express, coefficients, or a table of these")] = (
+        key(
+            4,
+            "Strength: 1 to 4, or polar_express; or your own coefficients, such as [2.083, -1.643, 0.560]; or a table with "
+            "one of these for each entry of blocks.",
+        )
+    )
+    blocks: list[str] = key(
+        ["o", "ffn"], "Layers to precondition: q, k, v, o, gate, up, down, and the groups qk and ffn."
+    )
+    heads: list[Literal["q", "k", "v"]] = key([], "Blocks whose weights are one matrix for each attention head.")
+    power_iterations: Count = key(10, "Power iterations per step for the estimate of the spectral norm.", RESULT)
+    norm_recovery: bool = key(True, "Multiply by the estimated spectral norm after the polynomial.")
+    learnable_gamma: bool = key(True, "Multiply by one learnable scalar per matrix.")
+    schedule: Literal["step", "forward"] = key(
+        "step", "Compute PC(W) once per optimizer step, or in every forward pass inside the autograd graph."
+    )
+    compute_dtype: Literal["float32", "tf32", "bfloat16"] = key(
+        "float32", "Precision of the polynomial's matmuls; in schedule step all else of PC is float32.", RESULT
+    )
+    start: Literal["preserve", "raw"] = key(
+        "preserve", "Use given initial weights as PC(W), so that the model is the same, or as W.", RESULT
+    )
+
+    def to_pc_config(self) -> PCConfig:
+        """The validated `PCConfig`; raises UserError."""
+        return PCConfig(**self.model_dump(exclude={"enable", "start"}))
+
+
+class Data(Section):
+    """Where tokens come from (docs/data.md)."""
+
+    decides = RESULT
+    path: Annotated[
+        Text | Annotated[dict[Text, Positive], Field(min_length=1)],
+        _should("a folder or a table of folders with weights"),
+    ] = key("data/demo", "Folder of token shards with a manifest; or a mixture, a table of folders with their weights.")
+    validation_path: Text = key("", "Folder of the validation split; empty: the same as path.")
+    validation_sequences: Count = key(64, "Sequences per validation over all ranks, the same ones every time.")
+    seed: Seed = key(0, "Seed of the order of training sequences.")
+    skip: list[Annotated[str, StringConstraints(pattern=r"^[0-9]{1,18}(-[0-9]{1,18})?$")]] = key(
+        [], 'Training sequences to skip, by the positions shown in the log: "1200-1263".'
+    )
+
+    @property
+    def folders(self) -> dict[str, float]:
+        """{folder: weight} of the training data."""
+        return self.path if isinstance(self.path, dict) else {self.path: 1.0}
+
+    @property
+    def validation_folders(self) -> dict[str, float]:
+        """{folder: weight of its loss} of the validation data."""
+        return {self.validation_path: 1.0} if self.validation_path else self.folders
+
+
+class Health(Section):
+    freq: Interval = key(10, "Steps between measurements of output sizes, gamma and the weight norm; 0: never.")
+    spectra_freq: Interval = key(
+        500,
+        "Steps between measurements of every matrix's condition number and the error of PC's norm estimate; 0: never.",
+    )
+
+
+Task = Literal[
+    "lambada_openai", "hellaswag", "winogrande", "piqa", "boolq", "arc_easy", "arc_challenge", "commonsense_qa",
+    "openbookqa",
+]  # fmt: skip
+
+
+class Evaluation(Section):
+    """Zero-shot scores during training (docs/evaluation.md)."""
+
+    decides = RESULT
+    interval: Interval = key(0, "Steps between evaluations; 0: never.")
+    tasks: list[Task] = key(["lambada_openai", "piqa", "arc_easy"], "Tasks to score, out of the nine.")
+    limit: Interval = key(200, "Items per task; 0: all.")
+    data: Text = key("", "Folder of the tasks as JSON lines; empty: download from the Hub.")
+
+
+class Config(Section):
+    """All sections."""
+
+    job: Job = Job()
+    profiling: Profiling = Profiling()
+    metrics: Metrics = Metrics()
+    model: Model = Model()
+    optimizer: Optimizer = Optimizer()
+    lr_scheduler: LRScheduler = LRScheduler()
+    training: Training = Training()
+    parallelism: Parallelism = Parallelism()
+    checkpoint: Checkpoint = Checkpoint()
+    activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
+    compile: Compile = Compile()
+    quantize: Quantize = Quantize()
+    comm: Comm = Comm()
+    validation: Validation = Validation()
+    debug: Debug = Debug()
+    pc: PC = PC()
+    data: Data = Data()
+    health: Health = Health()
+    evaluation: Evaluation = Evaluation()
+    _origin: str = (
+        ""  # comments that name the files and the words that it was read from (`pc_recipe.config.inheritance`)
+    )

@@ -1,0 +1,51 @@
+"""Shows what a folder of token shards contains."""
+
+from collections.abc import Iterator
+from itertools import islice
+
+import numpy as np
+
+from pc_recipe.data.checks import verify
+from pc_recipe.data.manifest import SPLITS, Manifest
+from pc_recipe.data.shards import read_tokens
+
+SHOWN_CHARACTERS = 300  # of each document
+
+
+def describe(manifest: Manifest) -> str:
+    """Source, tokenizer, split rule and size of each split, in lines."""
+    tokenizer, source = manifest.tokenizer, manifest.source
+    subset = f", subset {source['subset']}" if source["subset"] else ""
+    first = f", its first {source['max_documents']:,} documents" if source.get("max_documents") else ""
+    lines = [
+        f"source       {source['input']}{subset} ({len(source['files'])} files){first}",
+        f"tokenizer    {tokenizer.name} ({tokenizer.kind}, {tokenizer.vocab_size:,} entries, "
+        f"BOS {tokenizer.bos_id}, EOS {tokenizer.eos_id}, sha256 {tokenizer.sha256[:12]}…)",
+        f"split        {manifest.split_rule}",
+    ]
+    for split in SPLITS:
+        lines.append(
+            f"{split:12} {len(manifest.shards[split])} shards, {manifest.documents(split):,} documents, "
+            f"{manifest.tokens(split):,} tokens ({manifest.dtype})"
+        )
+    return "\n".join(lines)
+
+
+def read_documents(manifest: Manifest, split: str) -> Iterator[np.ndarray]:
+    """Tokens of each document, including BOS and EOS [tokens]."""
+    for shard in manifest.shards[split]:
+        tokens = read_tokens(manifest, shard)
+        yield from np.split(tokens, np.flatnonzero(tokens == manifest.tokenizer.eos_id) + 1)[:-1]
+
+
+def inspect(folder: str, documents: int) -> None:
+    """Print what a folder of shards contains and its first documents, and verify its checksums."""
+    manifest = Manifest.read(folder)
+    print(describe(manifest))
+    verify(manifest)
+    print("checksums    correct")
+    tokenizer = manifest.load_tokenizer()
+    for tokens in islice(read_documents(manifest, "train"), documents):
+        text = tokenizer.decode(tokens[int(tokenizer.bos_id is not None) : -1].tolist())
+        shown = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + " …"
+        print(f"\n--- document of {len(tokens):,} tokens ---\n{shown}")

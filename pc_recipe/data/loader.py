@@ -1,0 +1,245 @@
+"""Batches of token sequences in one global order; the only state is a position.
+
+The documents of a split are concatenated and cut into sequences of `seq_len` tokens (plus one token, the last label).
+An epoch visits every sequence once, in a seeded shuffle. `position` counts the sequences of all ranks since the start
+of training: micro-batch m of B sequences on each of W ranks takes positions m·B·W … (m+1)·B·W - 1, and rank r takes
+the r-th B of them. So the order does not depend on B or W, and a run that resumes with other values continues with the
+next sequence.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.utils.data import DataLoader, Dataset
+
+from pc.errors import UserError
+from pc_recipe.data.checks import check_sample
+from pc_recipe.data.manifest import Manifest, require_same_tokenizer
+from pc_recipe.data.mixture import CYCLE, Mixture
+from pc_recipe.data.order import shuffled
+from pc_recipe.data.shards import TokenStream
+from pc_recipe.data.skip import Skip
+
+logger = logging.getLogger(__name__)
+
+IGNORED_LABEL = -100  # torch's cross entropy skips it
+VALIDATION_SEED = 0  # the validation order does not depend on the run's seed
+
+Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+
+class Folder:
+    """Sequences of one folder's split by position. length: sequences per epoch."""
+
+    def __init__(self, manifest: Manifest, split: str, seq_len: int, seed: int):
+        self.stream = TokenStream(manifest, split)
+        self.seq_len, self.seed = seq_len, seed
+        self.length = (len(self.stream) - 1) // seq_len
+        if self.length < 1:
+            raise UserError(
+                f"the {split} split of {manifest.folder} has {len(self.stream)} tokens, too few for one sequence of "
+                f"seq_len + 1 = {seq_len + 1}"
+            )
+
+    def tokens(self, position: int) -> np.ndarray:
+        """The tokens at a position [seq_len + 1]: inputs, and labels shifted by one."""
+        epoch, place = divmod(position, self.length)
+        start = shuffled(place, self.length, self.seed, epoch) * self.seq_len
+        return self.stream.read(start, start + self.seq_len + 1)
+
+
+class Sequences(Dataset):
+    """Sequences of one folder, or of several by `Mixture`, by position.
+
+    limit: number of positions, at most `limit_sequences`; None, in training: endless. content: which data in which shares.
+    """
+
+    def __init__(
+        self,
+        manifests: Sequence[Manifest],
+        weights: Sequence[float],
+        split: str,
+        seq_len: int,
+        seed: int,
+        limit_sequences: int | None,
+    ):
+        # in the order of their content, so that folders may be moved and a table may be written anew
+        parts = sorted(zip(manifests, weights, strict=True), key=lambda part: part[0].configuration_sha256)
+        self.seq_len = seq_len
+        self.folders = [Folder(manifest, split, seq_len, seed) for manifest, _ in parts]
+        self.limit = None if split == "train" else min(limit_sequences or self.length, self.length)
+        self.mixture, self.content = None, parts[0][0].configuration_sha256
+        if len(parts) > 1:
+            self.mixture = Mixture({str(manifest.folder): weight for manifest, weight in parts}, seed)
+            shares = zip(self.mixture.counts, parts, strict=True)
+            self.content = ", ".join(
+                f"{n / CYCLE} of {manifest.configuration_sha256[:12]}" for n, (manifest, _) in shares
+            )
+
+    @property
+    def length(self) -> int:
+        """Sequences of all folders."""
+        return sum(folder.length for folder in self.folders)
+
+    def tokens(self, position: int) -> np.ndarray:
+        """The tokens at a position [seq_len + 1]."""
+        folder, place = self.mixture.locate(position) if self.mixture else (0, position)
+        return self.folders[folder].tokens(place)
+
+    def used(self, position: int) -> list[int]:
+        """Sequences of each folder before a position."""
+        return self.mixture.used(position).tolist() if self.mixture else [position]
+
+    def __getitem__(self, positions: Sequence[int]) -> Batch | UserError:
+        """({"input": int64 [B, seq_len]}, labels int64 [B, seq_len]); beyond `limit`, labels are `IGNORED_LABEL`.
+
+        Returns a `UserError` instead of raising it, because torch would wrap it in a worker's traceback.
+        """
+        shape = len(positions), self.seq_len
+        inputs, labels = (np.empty(shape, dtype=np.int64) for _ in range(2))
+        try:
+            for row, position in enumerate(positions):
+                if self.limit is None or position < self.limit:
+                    tokens = self.tokens(position)
+                    inputs[row] = tokens[:-1]
+                    labels[row] = tokens[1:]
+                else:
+                    inputs[row], labels[row] = 0, IGNORED_LABEL
+        except UserError as error:
+            return error
+        return {"input": torch.from_numpy(inputs)}, torch.from_numpy(labels)
+
+
+class GlobalOrderLoader(Stateful):
+    """Iterates over batches of a folder of token shards; its state is `position` and the settings under which it means
+    the same sequence.
+
+    Every `iter()` of the training split continues from `position`, epoch after epoch; of the validation split it starts
+    again, with the same order in every run (ignored labels fill the last micro-batch, so that all ranks have the same
+    number).
+
+    path: folder with manifest.json; in training also {folder: weight}, a mixture. split: "train" or "validation". seq_len: tokens. local_batch_size: sequences per rank
+    and micro-batch. vocab_size: the model's. seed: of the training order. num_workers: processes that read ahead,
+    prefetch_factor micro-batches each. limit_sequences: of a validation pass over all ranks. skip: training positions to
+    skip (`Skip`), counted without skipping, so `skip` may change on resume.
+    """
+
+    def __init__(
+        self,
+        path: str | Path | Mapping[str, float],
+        split: str = "train",
+        *,
+        seq_len: int,
+        local_batch_size: int,
+        dp_rank: int,
+        dp_world_size: int,
+        vocab_size: int,
+        seed: int = 0,
+        num_workers: int = 0,
+        prefetch_factor: int | None = None,
+        pin_memory: bool = False,
+        limit_sequences: int | None = None,
+        skip: Sequence[str] = (),
+    ) -> None:
+        weights = path if isinstance(path, Mapping) else {str(path): 1.0}
+        manifests = [Manifest.read(folder) for folder in weights]
+        for manifest in manifests:
+            self._require_usable(manifest, manifests[0], split, vocab_size)
+        seed = seed if split == "train" else VALIDATION_SEED
+        self.sequences = Sequences(manifests, list(weights.values()), split, seq_len, seed, limit_sequences)
+        limit = self.sequences.limit
+        if limit is not None and limit_sequences and limit < limit_sequences and dp_rank == 0:
+            logger.warning(
+                f"The {split} split of {path} has {limit} sequences of {seq_len} tokens; "
+                f"all are used instead of the {limit_sequences} requested."
+            )
+        self.position = 0
+        """sequences used by all ranks so far"""
+        self.local_batch_size, self.dp_rank, self.dp_world_size = local_batch_size, dp_rank, dp_world_size
+        self._skip = Skip(skip)
+        self._identity: dict[str, str | int] = {
+            "data.path (its content)": self.sequences.content,
+            "split": split,
+            "training.seq_len": seq_len,
+            "data.seed": seed,
+        }
+        self._workers: dict[str, Any] = {
+            "num_workers": num_workers,
+            "prefetch_factor": prefetch_factor if num_workers else None,
+            "pin_memory": pin_memory and torch.accelerator.is_available(),
+            # torch draws a seed per iterator, which must not advance the global generator
+            "generator": torch.Generator(),
+        }
+
+    @staticmethod
+    def _require_usable(manifest: Manifest, first: Manifest, split: str, vocab_size: int) -> None:
+        """Check a folder against the model and the first folder, and a part of its bytes."""
+        require_same_tokenizer(first, manifest)
+        if manifest.vocab_size > vocab_size:
+            raise UserError(
+                f"{manifest.folder} was tokenised with {manifest.tokenizer.name!r} of {manifest.vocab_size} entries, "
+                f"but model.vocab_size is {vocab_size}"
+            )
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # the others of this machine would find the same
+            logger.info(check_sample(manifest, split))
+
+    def shares(self) -> dict[str, float]:
+        """{folder: its share of the sequences so far}"""
+        used = self.sequences.used(self.position)
+        names = [str(folder.stream.manifest.folder) for folder in self.sequences.folders]
+        return {name: count / max(1, sum(used)) for name, count in zip(names, used, strict=True)}
+
+    def state_dict(self) -> dict[str, int | str]:
+        return {"position": self.position, "identity": json.dumps(self._identity, sort_keys=True)}
+
+    def load_state_dict(self, state_dict: dict[str, int | str]) -> None:
+        """Raises UserError if a setting differs; {} leaves the loader at its start."""
+        if not state_dict:
+            return
+        saved = json.loads(state_dict["identity"])
+        for key, here in self._identity.items():
+            if saved.get(key) != here:
+                raise UserError(
+                    f"the checkpoint was made with {key} = {saved.get(key)}, this run has {here}: it "
+                    "cannot continue with the next sequence; restore the setting or start a new run"
+                )
+        self.position = state_dict["position"]
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self.sequences.limit is not None:
+            self.position = 0
+        step = self.local_batch_size * self.dp_world_size
+        positions = self._positions(step)
+        for batch in DataLoader(self.sequences, batch_size=None, sampler=positions, **self._workers):
+            if isinstance(batch, UserError):
+                raise batch
+            self._advance(step)
+            yield batch
+
+    def _positions(self, step: int) -> Iterator[list[int]]:
+        """This rank's positions in each micro-batch; all ranks together use `step` of them."""
+        position, limit = self.position, self.sequences.limit
+        while limit is None or position < limit:
+            first = self._skip.advance(position, self.dp_rank * self.local_batch_size)
+            yield [self._skip.advance(first, row + 1) - 1 for row in range(self.local_batch_size)]
+            position = self._skip.advance(position, step)
+
+    def _advance(self, step: int) -> None:
+        before = self.sequences.used(self.position)
+        self.position = self._skip.advance(self.position, step)
+        if self.sequences.limit is not None or self.dp_rank > 0:
+            return
+        for folder, old, new in zip(self.sequences.folders, before, self.sequences.used(self.position), strict=True):
+            epoch = old // folder.length
+            if new // folder.length > epoch:
+                logger.warning(
+                    f"Epoch {epoch + 1} of {folder.stream.manifest.folder} is over after {folder.length:,} sequences; "
+                    "the next epoch uses the same documents in another order."
+                )

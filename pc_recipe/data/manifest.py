@@ -1,0 +1,126 @@
+"""`manifest.json`: describes a folder of token shards.
+
+It is written last, so a folder with a manifest is complete.
+"""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+from pydantic import NonNegativeInt, TypeAdapter
+
+from pc.errors import UserError
+from pc_recipe.data.tokenizers import Tokenizer, load_tokenizer
+from pc_recipe.files.atomic import write_atomically
+
+FORMAT = 1
+SPLITS = ("train", "validation")
+TOKENIZER_FOLDER = "tokenizer"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file of tokens; tokens_file: relative to the data folder. tokens_bytes: file size."""
+
+    tokens_file: str
+    tokens: NonNegativeInt
+    documents: NonNegativeInt
+    tokens_bytes: int
+    tokens_sha256: str
+
+
+@dataclass(frozen=True)
+class TokenizerRecord:
+    """The tokenizer that made the shards; its files are in `tokenizer/` in the data folder."""
+
+    name: str
+    kind: str
+    sha256: str
+    vocab_size: int
+    bos_id: int | None
+    eos_id: int
+
+    @staticmethod
+    def of(tokenizer: Tokenizer) -> "TokenizerRecord":
+        return TokenizerRecord(**{field.name: getattr(tokenizer, field.name) for field in fields(TokenizerRecord)})
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """folder: where it was read from. dtype: "uint16" or "uint32", little-endian.
+
+    source: the input, and its files with sizes and rows. split_rule: how documents were split.
+    configuration_sha256: of all settings that determine the shards' bytes. shards: split name → its shards in order.
+    """
+
+    folder: Path
+    dtype: Literal["uint16", "uint32"]
+    source: dict
+    split_rule: str
+    configuration_sha256: str
+    tokenizer: TokenizerRecord
+    shards: dict[str, list[Shard]]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.tokenizer.vocab_size
+
+    def tokens(self, split: str) -> int:
+        return sum(shard.tokens for shard in self.shards[split])
+
+    def documents(self, split: str) -> int:
+        return sum(shard.documents for shard in self.shards[split])
+
+    def load_tokenizer(self) -> Tokenizer:
+        """The tokenizer that made these shards, verified by its SHA-256."""
+        tokenizer = load_tokenizer(self.folder / TOKENIZER_FOLDER)
+        if tokenizer.sha256 != self.tokenizer.sha256:
+            raise UserError(f"the tokenizer in {self.folder / TOKENIZER_FOLDER} is not the one that made the shards")
+        return tokenizer
+
+    def write(self) -> None:
+        content = {"format": FORMAT} | {k: v for k, v in asdict(self).items() if k not in ("folder", "shards")}
+        content["splits"] = {
+            split: {
+                "documents": self.documents(split),
+                "tokens": self.tokens(split),
+                "shards": [asdict(shard) for shard in shards],
+            }
+            for split, shards in self.shards.items()
+        }
+        write_atomically(self.folder / "manifest.json", json.dumps(content, indent=1) + "\n")
+
+    @staticmethod
+    def read(folder: str | Path) -> "Manifest":
+        folder = Path(folder)
+        path = folder / "manifest.json"
+        if not path.is_file():
+            raise UserError(_why_no_manifest(folder))
+        try:
+            content = json.loads(path.read_bytes())
+            if content["format"] != FORMAT:
+                raise ValueError(f"format {content['format']}; this version reads format {FORMAT}")
+            content |= {"folder": folder, "shards": {split: content["splits"][split]["shards"] for split in SPLITS}}
+            manifest = TypeAdapter(Manifest).validate_python(content)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(f"{path} is damaged ({reason}); repeat the tokenising command to rewrite it") from error
+        return manifest
+
+
+def require_same_tokenizer(one: Manifest, other: Manifest) -> None:
+    """Raise if two data folders (such as training and validation) were made with different tokenizers."""
+    if one.tokenizer.sha256 != other.tokenizer.sha256:
+        raise UserError(
+            f"{one.folder} was tokenised with {one.tokenizer.name!r} and {other.folder} with "
+            f"{other.tokenizer.name!r}; one run needs one tokenizer"
+        )
+
+
+def _why_no_manifest(folder: Path) -> str:
+    if not folder.is_dir():
+        return f"data folder {folder} does not exist; make it with scripts/tokenize_fineweb.py"
+    if (folder / "plan.json").is_file():
+        return f"{folder} is not finished; repeat the tokenising command, which continues where it stopped"
+    return f"{folder} has no manifest.json, so it is not a folder of token shards"

@@ -1,0 +1,80 @@
+"""Token shards on disk: atomic writes, and reads that leave no file open.
+
+A shard is a NumPy file `NNNNN.tokens.npy`, uint16 or uint32 [tokens]: documents one after another, each ending with the
+only EOS in it.
+"""
+
+import hashlib
+import io
+from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+
+from pc.errors import UserError
+from pc_recipe.data.manifest import Manifest, Shard
+from pc_recipe.files.atomic import write_atomically
+
+
+def write_shard(folder: Path, split: str, number: int, tokens: np.ndarray, documents: int) -> Shard:
+    """Write tokens [total] of so many documents. The file is renamed into place when complete."""
+    name = f"{split}/{number:05d}.tokens.npy"
+    path, buffer = folder / name, io.BytesIO()
+    np.save(buffer, tokens.astype(tokens.dtype.newbyteorder("<"), copy=False), allow_pickle=False)
+    content = buffer.getvalue()
+    for leftover in path.parent.glob(f".{path.name}.*"):  # of a process that was killed while writing
+        leftover.unlink(missing_ok=True)
+    write_atomically(path, content)
+    return Shard(name, len(tokens), documents, len(content), hashlib.sha256(content).hexdigest())
+
+
+def read_tokens(manifest: Manifest, shard: Shard, first: int = 0, count: int | None = None) -> np.ndarray:
+    """Tokens `first` … `first + count - 1` of a shard, by default all [count].
+
+    The file is open only meanwhile: 160 B tokens are 2,700 files, more than a process may usually hold open or mapped.
+
+    Raises:
+        UserError: names a file that is gone, cannot be read or ends too early.
+    """
+    path, dtype = manifest.folder / shard.tokens_file, np.dtype(manifest.dtype)
+    count = shard.tokens - first if count is None else count
+    begin = shard.tokens_bytes - (shard.tokens - first) * dtype.itemsize  # NumPy's header comes first
+    try:
+        tokens = np.fromfile(path, dtype, count, offset=begin)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+    if len(tokens) < count:
+        raise UserError(f"{path} ends before its {shard.tokens:,} tokens; repeat the tokenising command to recreate it")
+    return tokens
+
+
+class TokenStream:
+    """All tokens of one split as a single long array. Checks on every read that all ids are below `vocab_size`."""
+
+    def __init__(self, manifest: Manifest, split: str):
+        self.manifest = manifest
+        self.shards = manifest.shards[split]
+        self.ends = list(accumulate(shard.tokens for shard in self.shards))  # [shards]
+
+    def __len__(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens start … stop - 1, possibly from several shards [stop - start]."""
+        pieces = list(self._pieces(start, stop))
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def _pieces(self, start: int, stop: int) -> Iterator[np.ndarray]:
+        number = bisect_right(self.ends, start)
+        while start < stop:
+            shard, end = self.shards[number], self.ends[number]
+            piece = read_tokens(self.manifest, shard, start - (end - shard.tokens), min(stop, end) - start)
+            if int(piece.max()) >= self.manifest.vocab_size:
+                raise UserError(
+                    f"{self.manifest.folder / shard.tokens_file} holds token {int(piece.max())}, but its tokenizer has "
+                    f"{self.manifest.vocab_size}: the file is damaged; delete it and repeat the tokenising command"
+                )
+            yield piece
+            start, number = end, number + 1

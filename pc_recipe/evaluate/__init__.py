@@ -1,0 +1,1 @@
+"""Export to Hugging Face, the nine zero-shot tasks, tables of scores."""

@@ -1,0 +1,185 @@
+"""Convert a run's weights to an ordinary `LlamaForCausalLM`, in memory or as a folder; check such folders."""
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torchtitan.models.llama3.model.args import TransformerModelArgs
+from torchtitan.models.llama3.model.model import Transformer
+from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+from pc.errors import UserError
+from pc_recipe.data import hf_tokenizer
+from pc_recipe.data.tokenizers import load_tokenizer
+from pc_recipe.evaluate import plain_weights
+from pc_recipe.evaluate.model_card import model_card
+from pc_recipe.evaluate.plain_weights import RunCheckpoint
+from pc_recipe.files.atomic import write_atomically
+
+# Settings that determine a Llama's function of its weights.
+_ARCHITECTURE = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "rope_parameters", "tie_word_embeddings",
+    "attention_bias", "mlp_bias",
+)  # fmt: skip
+
+
+def llama_config(model_args: TransformerModelArgs, ffn_dim: int) -> LlamaConfig:
+    """Hugging Face's config of TorchTitan's model."""
+    return LlamaConfig(
+        vocab_size=model_args.vocab_size,
+        hidden_size=model_args.dim,
+        intermediate_size=ffn_dim,
+        num_hidden_layers=model_args.n_layers,
+        num_attention_heads=model_args.n_heads,
+        num_key_value_heads=model_args.n_kv_heads or model_args.n_heads,
+        max_position_embeddings=model_args.max_seq_len,
+        rms_norm_eps=model_args.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": float(model_args.rope_theta)},
+        tie_word_embeddings=False,
+    )
+
+
+def to_llama(weights: dict[str, Tensor], model_args: TransformerModelArgs) -> LlamaForCausalLM:
+    """A Llama with `weights` (TorchTitan's names, effective weights); they are copied at most once."""
+    config = llama_config(model_args, ffn_dim=weights["layers.0.feed_forward.w1.weight"].shape[0])
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    converted = Llama3StateDictAdapter(model_args, hf_assets_path=None).to_hf(weights)
+    # contiguous, because the adapter's permutation of wq and wk may give views, which safetensors refuses
+    model.load_state_dict({k: v.contiguous() for k, v in converted.items()}, strict=True, assign=True)
+    # `inv_freq` is not in the state dict and still on the meta device
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
+    return model.eval()
+
+
+def from_checkpoint(
+    run: RunCheckpoint, tokenizer: str | None = None
+) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """Model and tokenizer of a run's checkpoint, in memory. The default tokenizer is that of the run's data."""
+    if tokenizer is not None:
+        converted = hf_tokenizer.to_hugging_face(load_tokenizer(tokenizer))
+    elif run.data.exists():
+        converted = hf_tokenizer.of_data(run.data)
+    else:
+        raise UserError(
+            f"{run.data}: the run's data folder, which has its tokenizer, is missing; restore it, or export the "
+            "checkpoint with scripts/export_hf.py --tokenizer TOKENIZER and use the export"
+        )
+    _require_vocabulary(converted, run.model_args.vocab_size, run.path)
+    model = to_llama(run.weights, run.model_args)
+    ids = {"bos_token_id": converted.bos_token_id, "eos_token_id": converted.eos_token_id}
+    model.config.update(ids)
+    model.generation_config = GenerationConfig(**ids, do_sample=True)
+    return model, converted
+
+
+def _require_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, path: Path) -> None:
+    """A model may have more rows than its tokenizer has entries, such as rows up to a round number."""
+    if len(tokenizer) > vocab_size:
+        raise UserError(f"{path}: the model has {vocab_size} tokens, its tokenizer {len(tokenizer)}")
+
+
+def load(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model and tokenizer of a run's checkpoint or of any Hugging Face folder, for scoring and sampling."""
+    if os.path.isfile(os.path.join(path, "config.json")):
+        return _load_folder(Path(path))
+    return from_checkpoint(plain_weights.load(path))
+
+
+def export(
+    source: str | Path,
+    out: str | Path,
+    dtype: str = "float32",
+    tokenizer: str | None = None,
+    scores: str | Path | None = None,
+) -> Path:
+    """Write a checkpoint of a run as a Hugging Face folder; returns it. `out` must not exist or be empty.
+
+    scores: the table.md of scripts/score.py, for the model card.
+    """
+    out = Path(out).resolve()  # a folder cannot be renamed to a symbolic link
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out}: exists already; give a new folder")
+    run = plain_weights.load(source)
+    model, converted = from_checkpoint(run, tokenizer)
+    model = model.to(getattr(torch, dtype))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # Renamed when complete, so that an interrupted export does not look complete.
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as temporary:
+        folder = Path(temporary) / out.name
+        model.save_pretrained(folder)
+        hf_tokenizer.save(converted, folder)
+        write_atomically(folder / "README.md", model_card(run, model, dtype, scores))
+        for file in folder.iterdir():  # safetensors makes files that only the owner can read
+            shutil.copymode(folder / "README.md", file)
+        os.replace(folder, out)
+    return out
+
+
+def require_start_folder(path: str | Path, model_args: TransformerModelArgs) -> None:
+    """Check that a run can start from a Hugging Face folder, before any weight is loaded.
+
+    TorchTitan's own loader silently accepts an extra tensor, another RoPE base or tied embeddings, which change the
+    model.
+
+    Raises:
+        UserError: naming the setting or tensor that differs.
+    """
+    path = Path(path)
+    file = path / "config.json"
+    settings = json.loads(file.read_text()) if file.is_file() else {}
+    if settings.get("model_type") != "llama":
+        raise UserError(f'{file}: model_type {settings.get("model_type")!r}, a run starts from "llama"')
+    with torch.device("meta"):
+        ffn_dim = Transformer(model_args).layers["0"].feed_forward.w1.out_features
+        expected = llama_config(model_args, ffn_dim)
+        model = LlamaForCausalLM(expected)
+    found = LlamaConfig(**settings)
+    for key in _ARCHITECTURE:
+        if getattr(found, key) != getattr(expected, key):
+            raise UserError(
+                f"{path}: config.json has {key} {getattr(found, key)}, the run's model {getattr(expected, key)}"
+            )
+    shapes = {}
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            shapes |= {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}  # noqa: SIM118
+    plain_weights.require_shapes({key: tensor.shape for key, tensor in model.state_dict().items()}, shapes, path)
+
+
+def _load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that they are reported by name
+        )
+    except Exception as error:  # with a damaged folder transformers may raise anything
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{path}: not a Llama that transformers can read ({reason})") from None
+    # transformers fills missing tensors with random numbers and drops extra ones
+    for kind in ("mismatched", "missing", "unexpected"):
+        for wrong in sorted(report[f"{kind}_keys"]):  # a mismatched one with its shapes, in the file and by config.json
+            raise UserError(f"{path}: tensor {wrong} is {kind}")
+    _require_vocabulary(tokenizer, model.config.vocab_size, path)
+    return model.eval(), tokenizer

@@ -1,0 +1,90 @@
+"""The README.md of an export: what the model is, how it was trained, what came out, and the commands."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+import yaml
+from transformers import LlamaForCausalLM
+
+from pc_recipe.data import Manifest
+from pc_recipe.data.sources import HUB_DATASET
+from pc_recipe.evaluate.plain_weights import RunCheckpoint
+from pc_recipe.files import markdown
+from pc_recipe.files.plots import short_tokens
+from pc_recipe.files.run_log import METRICS, read_log
+
+_USE = """
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
+model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")
+```
+
+```bash
+lm_eval run --model hf --model_args pretrained=path/to/this/folder --tasks hellaswag,arc_easy
+```
+
+It is a base model for research: neither tuned to follow instructions nor filtered for safety.
+"""
+
+
+def model_card(run: RunCheckpoint, model: LlamaForCausalLM, dtype: str, scores: str | Path | None = None) -> str:
+    """The card of `model`, made from `run`; scores: the table.md that scripts/score.py wrote, if there is one."""
+    data = Manifest.read(run.data) if run.data.exists() else None
+    header: dict[str, Any] = {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["llama", "pc-layer"],
+    }
+    source = data.source.get("input", "") if data else ""
+    if HUB_DATASET.fullmatch(source) and not Path(source).exists():
+        header["datasets"] = [source]
+    start = run.config.get("checkpoint", {}).get("initial_load_path")
+    shape, parameters = model.config, f"{model.num_parameters():,} parameters ({dtype})"
+    rows = [
+        ("base", f"trained on from `{start}`" if start else "none: pre-trained from scratch"),
+        ("size", f"{parameters}, {shape.num_hidden_layers} layers, width {shape.hidden_size}"),
+        ("method", _method(run)),
+        ("data", f"{source}, tokenizer {data.tokenizer.name}" if data else f"`{run.data}`"),
+        *_logged(run),
+        ("trained with", f"`./run_llama_train.sh config.toml` with the configuration below{_where(run)}"),
+        ("exported with", f"`python scripts/export_hf.py {run.path} FOLDER`"),
+    ]
+    table = f"\n## Scores\n\n{Path(scores).read_text()}" if scores else ""
+    return (
+        f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n"
+        f"# {run.path.parent.parent.name}, step {run.step}\n\n{markdown.table(('', ''), rows)}{_USE}{table}"
+        f"\n## Training configuration\n\n```toml\n{tomli_w.dumps(run.config)}```\n"
+    )
+
+
+def _method(run: RunCheckpoint) -> str:
+    optimizer = run.config.get("optimizer", {}).get("name", "AdamW")
+    if not run.method.enable:
+        return f"{optimizer}, without preconditioning"
+    settings = ", ".join(f"{key} = {json.dumps(value)}" for key, value in run.method if key != "enable")
+    return (
+        f"{optimizer} with PC layers (polynomial weight preconditioning: {settings}); the weights here are the "
+        "preconditioned ones, PC(W), so this is an ordinary Llama"
+    )
+
+
+def _logged(run: RunCheckpoint) -> list[tuple[str, str]]:
+    """Tokens, losses and scores that the run had logged last at this step; none without a log."""
+    folder = run.path.parent.parent
+    lines = read_log(folder).lines if (folder / METRICS).is_file() else []
+    last = {key: value for line in lines if line["step"] <= run.step for key, value in line.items()}
+    keys = [key for key in last if key in ("loss", "validation_loss") or key.startswith("evaluation/")]
+    rows = [(key.replace("_", " "), f"{last[key]:.4f}") for key in keys if last[key] is not None]
+    return [("trained on", f"{short_tokens(last['tokens'])} tokens"), *rows] if rows else []
+
+
+def _where(run: RunCheckpoint) -> str:
+    path = run.path.parent.parent / "environment.json"
+    if not path.is_file():
+        return ""
+    environment = json.loads(path.read_text())
+    return f" (world size {environment['world_size']}, commit {environment['commit']})"

@@ -1,0 +1,136 @@
+"""A checkpoint of a run as the weights of a plain Llama: PC evaluated, every tensor accounted for."""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchtitan.models.llama3.model.model import Transformer
+
+from pc import attach, named_weights
+from pc.errors import UserError
+from pc.linear import effective_weight
+from pc_recipe.config import Config
+from pc_recipe.config.inheritance import validated
+from pc_recipe.config.schema import PC
+from pc_recipe.files.run_folder import step_of
+from pc_recipe.train import fingerprint
+from pc_recipe.train.checkpoint_folder import CheckpointFolder
+from pc_recipe.train.llama2 import Llama2Args, model_args_of
+
+# Entries of a resumable checkpoint besides the model.
+_OTHER_STATES = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.", "method.", "pc.config.")
+
+
+@dataclass(frozen=True)
+class RunCheckpoint:
+    """One step of a run, ready to be used without PC."""
+
+    folder: CheckpointFolder
+    config: dict[str, Any]
+    """The run's resolved config.toml."""
+    settings: Config
+    """What it says of model and method, the sequence length and the folder of data."""
+    method: PC
+    """The checkpoint's fingerprint: enable, level, blocks, schedule, ..."""
+    model_args: Llama2Args
+    weights: dict[str, Tensor]
+    """{TorchTitan's name: effective weight}, on the CPU, in the saved dtype."""
+
+    @property
+    def path(self) -> Path:
+        return self.folder.path
+
+    @property
+    def step(self) -> int:
+        return step_of(self.path)
+
+    @property
+    def data(self) -> Path:
+        """The run's folder of token shards, or the first of several, which have one tokenizer."""
+        return Path(next(iter(self.settings.data.folders)))
+
+
+def load(path: str | Path) -> RunCheckpoint:
+    """Read RUN/checkpoint/step-N with its config, RUN/config.toml.
+
+    Raises:
+        UserError: no checkpoint, an incomplete one, or any extra, missing or misshapen tensor.
+    """
+    folder = CheckpointFolder(path)
+    config, settings = _run_config(folder.path)
+    args = model_args_of(settings)
+    with torch.device("meta"):
+        model = Transformer(args)
+    plain = {key: tensor.shape for key, tensor in model.state_dict().items()}
+    shapes = folder.shapes()
+    saved = fingerprint.pc_of(folder)
+    if saved is None and settings.pc.enable and settings.pc.schedule == "forward":
+        raise UserError(f"{path}: holds raw weights without gamma, u and v; use a checkpoint that can be resumed")
+    method = saved or PC()
+    forward = method.enable and method.schedule == "forward"
+    if method.enable:
+        attach(model, method.to_pc_config())
+    pc_shapes = _pc_shapes(model)
+    found = {key: shape for key, shape in shapes.items() if not key.startswith(_OTHER_STATES)}
+    require_shapes(plain | pc_shapes, found, folder.path, " of config.toml")
+    wanted = [*plain, *(key for key in pc_shapes if forward)]
+    tensors = folder.read_tensors(wanted)
+    if forward:
+        _evaluate_pc(model, tensors)
+    weights = {key: tensors[key] for key in plain}
+    return RunCheckpoint(folder, config, settings, method, args, weights)
+
+
+def _run_config(checkpoint: Path) -> tuple[dict[str, Any], Config]:
+    """config.toml, and those of its keys that say what the weights are; others may be of an older version."""
+    path = checkpoint.parent.parent / "config.toml"
+    try:
+        config = tomllib.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not the configuration of a run ({str(error).splitlines()[0]})") from None
+    read = {name: config[name] for name in ("model", "training", "data", "pc") if name in config}
+    for section, wanted in (("training", "seq_len"), ("data", "path")):
+        if isinstance(read.get(section), dict):  # other keys, possibly of an older version, are not checked
+            read[section] = {key: value for key, value in read[section].items() if key == wanted}
+    return config, validated(read, Config, str(path), extra="ignore")
+
+
+def _pc_shapes(model: Transformer) -> dict[str, torch.Size]:
+    """Shapes of the entries `pc.*` that belong to the PC layers of `model`."""
+    shapes = {}
+    for name, weight in named_weights(model):
+        kinds = {"gamma" if kind == "g" else kind: kind for kind in weight.form.kinds if kind != "w"}
+        shapes |= {f"pc.{name}.{key}": torch.Size(weight.form.shape_of(kind)) for key, kind in kinds.items()}
+        if weight.config.schedule == "step":
+            shapes[f"pc.{name}.raw"] = weight.parameter.shape
+    return shapes
+
+
+def require_shapes(
+    expected: dict[str, torch.Size], found: Mapping[str, Sequence[int] | None], path: Path, whose: str = ""
+) -> None:
+    """Raise `UserError` if an entry of `path` is extra, missing, misshapen or (shape None) not a tensor.
+
+    Args:
+        whose: words after "the model" in the error.
+    """
+    for key in sorted(expected.keys() | found.keys()):
+        shapes = [None if of.get(key) is None else list(of[key]) for of in (found, expected)]
+        said = f"has shape {shapes[0]}, the model{whose} {shapes[1]}" if shapes[0] != shapes[1] else ""
+        if key not in found:
+            said = "is missing"
+        elif key not in expected:
+            said = f"does not belong to the model{whose}"
+        if said:
+            raise UserError(f"{path}: tensor {key} {said}")
+
+
+def _evaluate_pc(model: Transformer, tensors: dict[str, Tensor]) -> None:
+    """Schedule "forward" saves the raw W as `weight`; replace it by PC(W)."""
+    for name, weight in named_weights(model):
+        gamma, u, v = (tensors.get(f"pc.{name}.{key}") for key in ("gamma", "u", "v"))
+        tensors[f"{name}.weight"] = effective_weight(tensors[f"{name}.weight"], gamma, u, v, weight.config)

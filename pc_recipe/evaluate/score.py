@@ -1,0 +1,118 @@
+"""Score models on the nine tasks and save the results, one JSON file per model.
+
+A task is scored once: a repeated command, after a crash or with one more model, reads finished tasks from the file if
+model, data, limit and versions are the same.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from pc.errors import UserError
+from pc_recipe.evaluate import hugging_face, tables, tasks
+from pc_recipe.evaluate.log_likelihoods import LogLikelihoods
+from pc_recipe.files.atomic import sha256_of, write_atomically
+from pc_recipe.train.checkpoint_folder import CHECKSUMS
+from pc_recipe.train.environment import commit
+
+_VERSIONED = ("lm_eval", "transformers", "tokenizers", "datasets", "torch")
+
+
+def score(
+    models: Sequence[str],
+    *,
+    output: str | Path,
+    names: Sequence[str] = tuple(tasks.METRICS),
+    data: str | Path | None = None,
+    limit: int | None = None,
+    batch_size: int = 16,
+) -> list[Path]:
+    """Score every model on every task, and write the tables and the plot; returns the files of results, and the table.
+
+    Args:
+        models: `PATH` or `NAME=PATH` each.
+        data: folder of JSON lines; None loads the sets from the Hub.
+        limit: score only this many items of each task, marked as partial.
+        batch_size: sequences per forward pass.
+    """
+    names = list(dict.fromkeys(names))
+    tasks.require_known(names)
+    sets = {task: sha256_of(tasks.data_file(task, data)) if data else "hub" for task in names}
+    suffix = f".limit-{limit}" if limit else ""
+    files = {}
+    for name, path in map(parse_model, models):
+        slug = re.sub(r"[^\w.+-]+", "-", name).strip("-")
+        file = Path(output) / f"{slug}{suffix}.json"
+        if file in files:
+            raise UserError(f"two models are called {slug!r}; give names: NAME=PATH")
+        files[file] = name, path
+    for file, (name, path) in files.items():
+        _score_model(name, path, file, sets, data, limit, batch_size)
+    table, *_ = tables.write([json.loads(file.read_text()) for file in files], names, Path(output) / f"table{suffix}")
+    return [*files, table]
+
+
+def parse_model(text: str) -> tuple[str, Path]:
+    """Name and path of `PATH` or `NAME=PATH`; a path may contain "=", a name may not."""
+    name, path = ("", text) if os.path.exists(text) else text.partition("=")[::2]
+    if not os.path.exists(path):
+        raise UserError(f"{text}: no such model; expected a checkpoint (RUN/checkpoint/step-N) or an export")
+    whole = Path(path).resolve()
+    is_step = whole.parent.name == "checkpoint"
+    return name or (f"{whole.parent.parent.name} {whole.name}" if is_step else whole.name), Path(path)
+
+
+def _score_model(
+    name: str, path: Path, file: Path, sets: dict[str, str], data: str | Path | None, limit: int | None, batch_size: int
+) -> None:
+    """Score the tasks that `file` does not have yet; sets: {task: hash of its data}."""
+    versions = {package: importlib.metadata.version(package) for package in _VERSIONED}
+    identity = {"model_sha256": _sha256_of_model(path), "limit": limit, "versions": versions}
+    kept = json.loads(file.read_text()) if file.is_file() else {}
+    found = kept["tasks"] if all(kept.get(key) == value for key, value in identity.items()) else {}
+    missing = [task for task in sets if found.get(task, {}).get("data") != sets[task]]
+    results = {"name": name, "model": str(path)} | identity | {"tasks": found}
+    if len(missing) < len(sets):
+        _say(f"{name}: {len(sets) - len(missing)} of {len(sets)} tasks are already scored")
+    lm = _load(path, batch_size) if missing else None
+    write_atomically(file, json.dumps(results, indent=2) + "\n")  # a folder that cannot be written shows now
+    for number, task in enumerate(missing, start=1):
+        _say(f"{name}: {task} ({number} of {len(missing)})")
+        found[task] = tasks.score(lm, tasks.load([task], data), limit)[task] | {
+            "data": sets[task],
+            "variant": tasks.variant_of(task, data),
+            "commit": commit(),
+            "batch_size": batch_size,
+        }
+        write_atomically(file, json.dumps(results, indent=2) + "\n")
+
+
+def _load(path: Path, batch_size: int) -> LogLikelihoods:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    llama, tokenizer = hugging_face.load(path)
+    llama = llama.to(device)
+    return LogLikelihoods(
+        lambda tokens: llama(tokens).logits,
+        tokenizer,
+        max_length=llama.config.max_position_embeddings,
+        batch_size=batch_size,
+        device=device,
+    )
+
+
+def _sha256_of_model(path: Path) -> str:
+    """One hash over everything that affects a model's scores; of a checkpoint, over its checksums if it has any."""
+    wanted = [CHECKSUMS] if (path / CHECKSUMS).exists() else ["*.safetensors", "*.json", ".metadata", "*.distcp"]
+    parts = sorted({file for pattern in wanted for file in path.glob(pattern)})
+    return hashlib.sha256("".join(f"{file.name} {sha256_of(file)}\n" for file in parts).encode()).hexdigest()
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

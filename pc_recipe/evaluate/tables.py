@@ -1,0 +1,85 @@
+"""Scores of several models as a Markdown table, a CSV and a bar plot."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from pc_recipe.evaluate.tasks import METRICS, SHORT_NAMES
+from pc_recipe.files import markdown, plots
+from pc_recipe.files.atomic import write_atomically
+
+AVERAGE = "average"
+
+
+def write(results: list[dict[str, Any]], names: list[str], stem: Path) -> list[Path]:
+    """Write `stem`.md, .csv and .png of one result per model, as `pc_recipe.evaluate.score` keeps them, and of these tasks."""
+    rows = scores(results, names)
+    models = [result["name"] for result in results]
+    values, errors = (
+        rows.pivot(index="task", columns="model", values=key).reindex(names, columns=models).astype(float)
+        for key in ("value", "standard_error")
+    )
+    values.loc[AVERAGE] = values.mean()
+    # the items of different tasks are independent
+    errors.loc[AVERAGE] = np.sqrt(errors.pow(2).sum(skipna=False)) / len(names)
+    limit = results[0]["limit"]
+    partial = f"PARTIAL: only the first {limit} items of each task" if limit else ""
+    titles = [_title(name, results) for name in names]
+    table, comma_separated = stem.with_name(f"{stem.name}.md"), stem.with_name(f"{stem.name}.csv")
+    write_atomically(table, _markdown(values, errors, titles, partial))
+    write_atomically(comma_separated, rows.to_csv(index=False))
+    return [table, comma_separated, plots.save(_plot(values, errors, titles, partial), stem)]
+
+
+def scores(results: list[dict[str, Any]], names: list[str]) -> pd.DataFrame:
+    """A row per model and task, by the paper's metric."""
+    rows = []
+    for result in results:
+        for name in names:
+            one, metric = result["tasks"][name], METRICS[name]
+            row = {"model": result["name"], "task": name, "metric": metric, "value": one[metric]}
+            row |= {"standard_error": one[f"{metric}_stderr"], "items": one["items"], "limit": result["limit"]}
+            rows.append(row | {"variant": one.get("variant")})
+    return pd.DataFrame(rows, dtype=object)
+
+
+def _title(name: str, results: list[dict[str, Any]]) -> str:
+    """The task's short name, and the text variant if it is not lm-eval's."""
+    variants = {result["tasks"][name].get("variant", "") for result in results} - {""}
+    return f"{SHORT_NAMES[name]}, {' or '.join(variants)}" if variants else SHORT_NAMES[name]
+
+
+def _markdown(values: pd.DataFrame, errors: pd.DataFrame, titles: list[str], partial: str) -> str:
+    """A row per model. Bold is the better of models 1 and 2, of 3 and 4, ...; an odd number of models is one group."""
+    names, size = values.index[:-1], 2 if values.shape[1] % 2 == 0 else values.shape[1]
+    lines = []
+    for i, model in enumerate(values):
+        rivals = values.iloc[:, i - i % size : i - i % size + size]
+        is_best = (values[model] == rivals.max(axis=1)) & (rivals.max(axis=1) > rivals.min(axis=1))
+        lines.append([model])
+        for value, error, bold in zip(values[model], errors[model], is_best, strict=True):
+            cell = f"**{value:.4f}**" if bold else f"{value:.4f}"
+            lines[-1].append(cell if math.isnan(error) else f"{cell} ± {error:.4f}")
+    notes = ["Zero-shot, value ± standard error; bold is the best of each pair of models."]
+    if missing := [name for name in METRICS if name not in names]:
+        notes.append(f"**Not the paper's average**: without {', '.join(missing)}.")
+    if partial:
+        notes.insert(0, f"**{partial}.**")
+    header = [f"{title} ({METRICS[name]})" for title, name in zip(titles, names, strict=True)]
+    return "\n".join([*notes, "", markdown.table(["model", *header, f"Average of {len(names)}"], lines)])
+
+
+def _plot(values: pd.DataFrame, errors: pd.DataFrame, titles: list[str], partial: str):
+    figure, axes = plots.subplots(width=max(5.0, 1.1 * len(values)), height=3.2)
+    style = {"elinewidth": 0.8, "capsize": 1.5}
+    values.plot.bar(ax=axes, width=0.8, yerr=errors.fillna(0.0), error_kw=style, xlabel="")
+    axes.set_xticklabels([*titles, AVERAGE], rotation=20, ha="right")
+    axes.grid(axis="x", visible=False)
+    axes.set_axisbelow(True)
+    axes.set_ylabel("accuracy (fraction of items)")
+    figure.suptitle("\n".join(["Zero-shot scores, ± standard error", partial]).strip())  # may be wider than the axes
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return figure

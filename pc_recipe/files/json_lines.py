@@ -1,0 +1,78 @@
+"""Files with one JSON object per line: a line is written whole or not at all, and a damaged one is left out."""
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pc.errors import WriteFailed
+
+logger = logging.getLogger(__name__)
+
+BLOCK = 2**20  # bytes read at once from the end
+
+
+def append(path: str | Path, record: dict[str, Any]) -> None:
+    """Append a line. Lines of several processes are never interleaved.
+
+    Raises:
+        WriteFailed: the file system refuses; what it has taken of the line is removed.
+    """
+    data = (json.dumps(record) + "\n").encode()
+    try:
+        with open(path, "ab", buffering=0) as file:
+            end, written = file.seek(0, os.SEEK_END), 0
+            try:
+                while written < len(data):  # a disk that becomes full takes a part
+                    written += file.write(data[written:])
+            except OSError:
+                file.truncate(end)
+                raise
+    except OSError as error:
+        raise WriteFailed(f"could not write {path}: {error.strerror or error}") from error
+
+
+def read(path: str | Path) -> list[dict[str, Any]]:
+    """All lines. A last one without its end is not counted as damaged: it is being written, or a crash cut it short."""
+    with open(path, "rb") as file:
+        records = [_parse(text) for text in file if text.endswith(b"\n")]
+    if damaged := records.count(None):
+        logger.warning(f"{path}: skipped {damaged} damaged lines")
+    return [record for record in records if record is not None]
+
+
+def read_back(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(offset of its first byte, line) from the last line to the first; reads no more of the file than it is asked for."""
+    with open(path, "rb") as file:
+        begin = size = file.seek(0, os.SEEK_END)
+        first = b""  # a line that begins in an earlier block
+        while begin > 0:
+            end = begin + len(first)
+            begin = max(0, begin - BLOCK)
+            file.seek(begin)
+            first, *whole = (file.read(end - len(first) - begin) + first).split(b"\n")
+            for text in reversed(whole):
+                if end < size and (record := _parse(text)) is not None:  # the last line has no end
+                    yield end - len(text), record
+                end -= len(text) + 1
+        if len(first) < size and (record := _parse(first)) is not None:
+            yield 0, record
+
+
+def cut_torn_end(path: str | Path) -> None:
+    """Remove a last line that a crash cut short."""
+    with open(path, "rb+") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - BLOCK))
+        end = file.read()
+        file.truncate(size - len(end) + end.rfind(b"\n") + 1)
+
+
+def _parse(text: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None

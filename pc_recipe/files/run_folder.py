@@ -1,0 +1,105 @@
+"""A run's folder: its state, its configuration, its checkpoints."""
+
+import json
+import re
+import tomllib
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from pc_recipe.files.atomic import write_atomically
+from pc_recipe.files.lock import is_locked
+
+INDEX = ".metadata"
+"""written last, so a checkpoint that has it is complete"""
+_STATUS = "status.json"
+_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
+"""the whole name of a checkpoint's folder: nothing with another name is used as one, or deleted"""
+STATES = ("waiting", "running", "interrupted", "stopped", "finished", "failed", "diverged")
+
+
+@dataclass(frozen=True)
+class State:
+    """Progress of a run."""
+
+    state: str
+    """one of `STATES`"""
+    step: int
+    steps: int
+    reason: str = ""
+    """why it stopped or failed, in one line"""
+
+
+def state_of(folder: Path) -> State:
+    """The state in status.json; "interrupted" if it says "running" but no process holds the lock, or is damaged."""
+    file, locked = folder / _STATUS, is_locked(folder)
+    if not file.exists():
+        return State("running" if locked else "waiting", 0, 0, "")
+    try:
+        state = State(**json.loads(file.read_text()))
+        if state.state not in STATES:
+            raise ValueError(state.state)
+    except (OSError, ValueError, TypeError, RecursionError):
+        state = State("running", 0, 0, f"{file} cannot be read")
+    return replace(state, state="interrupted") if state.state == "running" and not locked else state
+
+
+def write_state(folder: str | Path, state: str, step: int, steps: int, reason: str = "") -> None:
+    """`state` is running, stopped, finished, failed or diverged."""
+    write_atomically(Path(folder) / _STATUS, json.dumps(asdict(State(state, step, steps, reason))) + "\n")
+
+
+def write_failure(folder: str | Path, reason: str, step: int = 0, state: str = "failed") -> None:
+    """Mark the run as `state`, "failed" or "diverged", unless it finished or diverged before.
+
+    A later attempt in its folder, or another rank, may fail in another way. step: if it is after that in status.json.
+    """
+    known = state_of(Path(folder))
+    if known.state not in ("finished", "diverged"):
+        write_state(folder, state, max(step, known.step), known.steps, reason)
+
+
+def configs(run: Path) -> list[Path]:
+    """config.toml, and the different ones, config.1.toml and so on, with which earlier parts of a run were trained."""
+    return [run / "config.toml", *sorted(run.glob("config.[0-9]*.toml"))]
+
+
+def keep_earlier_config(run: Path, resolved: dict, step: int) -> None:
+    """Before config.toml is replaced by `resolved`: keep it if it differs and the run continues from its `step` > 0."""
+    current, *earlier = configs(run)
+    if step == 0:
+        for file in earlier:
+            file.unlink()
+    elif current.exists() and _read_toml(current) != resolved:
+        current.rename(run / f"config.{len(earlier) + 1}.toml")
+
+
+def _read_toml(file: Path) -> dict | None:
+    """None if it is damaged."""
+    try:
+        return tomllib.loads(file.read_text())
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def step_of(checkpoint: str | Path) -> int:
+    """N of a folder step-N; -1 for any other name."""
+    match = _STEP.fullmatch(Path(checkpoint).resolve().name)
+    return int(match[1]) if match else -1
+
+
+def checkpoints(folder: str | Path) -> dict[int, Path]:
+    """{step: folder} of all checkpoints in RUN/checkpoint, complete or not, sorted by step."""
+    matches = {path: _STEP.fullmatch(path.name) for path in Path(folder).glob("step-*")}
+    found = {int(match[1]): path for path, match in matches.items() if match}
+    return dict(sorted(found.items()))
+
+
+def newest_checkpoint(run: Path) -> Path | None:
+    """The newest complete checkpoint in a run's folder, without verifying its checksums."""
+    complete = [path for path in checkpoints(run / "checkpoint").values() if (path / INDEX).exists()]
+    return complete[-1] if complete else None
+
+
+def newest_step(run: Path) -> int:
+    """Step of `newest_checkpoint`; 0 if there is none."""
+    return max(0, step_of(newest_checkpoint(run) or ""))

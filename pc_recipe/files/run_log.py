@@ -1,0 +1,103 @@
+"""The log of a run, metrics.jsonl: one JSON object per logged step."""
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pc.errors import UserError
+from pc_recipe.files import json_lines
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+METRICS = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class RunLog:
+    """A run's name and the lines of its metrics.jsonl, in file order."""
+
+    name: str
+    file: Path
+    lines: list[dict]
+
+    def keys(self) -> list[str]:
+        """All quantities logged at least once, sorted."""
+        return sorted({key for line in self.lines for key in line})
+
+    def series(self, key: str, over: str = "step", remedy: str = "") -> "pd.Series":
+        """The values logged under `key`, by step or `over` "tokens"; empty if there are none. JSON's null becomes NaN.
+
+        A resumed run logs the steps after its checkpoint again; the last line of a step wins.
+
+        Raises:
+            UserError: with the `remedy`, if one is given, where nothing was logged.
+        """
+        import pandas as pd  # here, because launchers answer mistakes before this takes a second
+
+        by_step = {line["step"]: line for line in self.lines if key in line}
+        if remedy and not by_step:
+            raise UserError(f"{self.file}: no {key!r} was logged; {remedy}")
+        lines = [by_step[step] for step in sorted(by_step)]
+        return pd.Series([line[key] for line in lines], [line[over] for line in lines], dtype=float)
+
+
+def read_log(path: str | Path, newest: int | None = None) -> RunLog:
+    """Read the metrics of a run folder, or a `metrics.jsonl` file: all lines or the `newest`, without damaged ones."""
+    path = Path(path)
+    file = path / METRICS if path.is_dir() else path
+    if not file.is_file():
+        raise UserError(f"{file}: no such file; give a run's folder, which holds {METRICS}")
+    if newest is None:
+        lines = json_lines.read(file)
+    else:
+        lines = [line for _, line in islice(json_lines.read_back(file), newest)][::-1]
+    return RunLog(name=file.resolve().parent.name, file=file, lines=lines)
+
+
+def set_aside_metrics(run: Path, step: int) -> None:
+    """Move the lines of metrics.jsonl after `step` to metrics.abandoned.jsonl: training continues from there."""
+    file = run / METRICS
+    kept = size = file.stat().st_size if file.exists() else 0
+    for begin, line in json_lines.read_back(file) if size else ():
+        if line["step"] <= step:
+            break
+        kept = begin
+    if kept < size:
+        with open(file, "rb") as metrics, open(file.with_suffix(".abandoned.jsonl"), "ab") as abandoned:
+            metrics.seek(kept)
+            shutil.copyfileobj(metrics, abandoned)
+        os.truncate(file, kept)
+
+
+def read_logs(paths: Sequence[str | Path]) -> list[RunLog]:
+    """Several runs with unique names: as much of each folder's path as is needed. One given twice is read once."""
+    logs = {log.file.resolve().parent: log for log in map(read_log, paths)}
+    return [replace(log, name=name) for log, name in zip(logs.values(), unique_names(list(logs)), strict=True)]
+
+
+def unique_names(folders: Sequence[Path]) -> list[str]:
+    """The last part of each path, or as many of its last parts as are needed to tell them apart."""
+    depth = 1
+    while True:
+        names = ["/".join(folder.parts[-depth:]) for folder in folders]
+        if len(set(names)) == len(set(folders)):  # one may be given twice
+            return names
+        depth += 1
+
+
+def time_left(steps: Sequence[int], times: Sequence[float], last: int) -> str:
+    """The estimated time to the step `last`, such as "about 0:12:30 left"; "" with fewer than two different steps.
+
+    Args:
+        steps: steps completed at `times`, in seconds.
+    """
+    if len(steps) < 2 or steps[-1] <= steps[0]:
+        return ""
+    seconds = (times[-1] - times[0]) / (steps[-1] - steps[0]) * max(0, last - steps[-1])
+    return f"about {timedelta(seconds=round(seconds))} left"

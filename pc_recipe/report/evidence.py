@@ -1,0 +1,211 @@
+"""Runs of sweeps as evidence: arms, each at its own best learning rate, and their differences by seed.
+
+An *arm* is a sweep's variant, or one combination of its settings, whatever the learning rate; the first arm is the
+reference. An arm's rate is the one with the lowest final validation loss on the tuning seeds: those that the plan names,
+else the first. If other seeds were run at that rate, only they are used, so that no figure is one by which the rate was
+chosen. An *experiment* is the arms of one model size, number of steps and optimizer; a *study* is one or several
+experiments that are reported together.
+
+An experiment's folder has `runs.jsonl`, one line per run with its config, environment and log, and what
+`pc_recipe.report.evidence_report` makes from it: `tables.md` and a figure for each study.
+"""
+
+import json
+import math
+import tomllib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+import pandas as pd
+import torch
+
+from pc.errors import UserError
+from pc_recipe.config.model_sizes import Flavor, shape_of
+from pc_recipe.config.schema import Config
+from pc_recipe.files.atomic import write_atomically
+from pc_recipe.files.run_log import read_log, unique_names
+from pc_recipe.report.contrasts import read_plan
+from pc_recipe.runs.sweep.bars import read_results
+from pc_recipe.runs.sweep.spec import VALIDATION, label
+from pc_recipe.train.llama2 import Llama2, Llama2Args
+
+RATE = "optimizer.lr"
+CONDITION = ("spectra/gmcn/pc", "spectra/gmcn/qkv", "spectra/gmcn/all")
+
+
+def collect(sweeps: Sequence[Path], study: str, output: Path) -> int:
+    """Write the finished and diverged runs of `sweeps` into `output`/runs.jsonl as `study`; returns their number.
+
+    A run that was collected before, by its folder, is replaced; others stay, so that several machines can share a study.
+    Of a run's log it keeps validation losses and condition numbers.
+    """
+    file = output / "runs.jsonl"
+    lines = [line for sweep in sweeps for result in read_results(sweep) if (line := _line(study, sweep, result))]
+    if not lines:
+        raise UserError(f"{', '.join(map(str, sweeps))}: no finished run with a {VALIDATION}")
+    earlier = _read(file) if file.exists() else []
+    kept = {(line["study"], line["resolved"]["job"]["dump_folder"]): line for line in earlier + lines}.values()
+    write_atomically(file, "".join(json.dumps(line, allow_nan=False) + "\n" for line in kept))
+    return len(lines)
+
+
+def _read(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def _line(study: str, sweep: Path, result: dict) -> dict | None:
+    """A run's line; None if it was never validated and did not diverge."""
+    folder = sweep / result["name"] if (sweep / result["name"]).is_dir() else Path(result["folder"])
+    run = read_log(folder)
+    last = run.series(VALIDATION).tail(1)
+    diverged = result.get("state") == "diverged" or last.isna().any()
+    if last.empty and not diverged:
+        return None
+    log = pd.DataFrame(run.lines).groupby("step", as_index=False).last()  # the last value of each quantity in a step
+    log = log.filter(regex=f"^(step|tokens|{VALIDATION}|spectra/gmcn/.*)$").dropna(thresh=3)
+    return {
+        "study": study,
+        **{key: result.get(key) for key in ("name", "config", "settings", "variant", "spikes")},
+        "state": "diverged" if diverged else "finished",
+        "resolved": tomllib.loads((folder / "config.toml").read_text()),
+        "environment": json.loads((folder / "environment.json").read_text()),
+        "log": json.loads(log.to_json(orient="records")),  # NaN becomes null
+    }
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Runs of one model size, number of steps and optimizer.
+
+    `runs` has a row for each: arm; rate; seed; loss, the final one in nats per token, infinite if the run diverged; log
+    [tokens, quantity]; best, whether its rate is the best of its arm; chose, whether its seed chose that rate from
+    several. Arms are in the order of their first runs, so the reference comes first.
+    """
+
+    study: str
+    name: str
+    """the study's, with what differs from its other experiments"""
+    config: Config
+    """of the reference, whatever its learning rate"""
+    runs: pd.DataFrame
+
+    @property
+    def parameters(self) -> int:
+        return parameters(shape_of(self.config.model), self.config.model.vocab_size)
+
+    @property
+    def tokens_per_parameter(self) -> float:
+        """Of a whole run; the tokens of a step are those of the longest log."""
+        log = max(self.runs.log, key=len)
+        return self.config.training.steps * log.index[-1] / log.step.iloc[-1] / self.parameters
+
+    @property
+    def reference(self) -> pd.DataFrame:
+        """Runs of the first arm."""
+        return self.runs[self.runs.arm == self.runs.arm[0]]
+
+    def pairs(self) -> list[pd.DataFrame]:
+        """An arm at one rate beside the reference at one rate: a row for each seed that ran in both.
+
+        Columns are those of `runs`, the reference's with the suffix "_reference"; `difference` of the final losses, which
+        is infinite or NaN if one diverged; `chose`, whether the seed chose one of the rates.
+
+        Both at their best come first, then the reference at its best with the arm at the same rate, then the arm at its
+        best with the reference at other rates, if there are several seeds.
+        """
+        others = self.runs[self.runs.arm != self.runs.arm[0]]
+        both = others.merge(self.reference, on="seed", suffixes=("", "_reference"))
+        both = both.assign(difference=both.loss - both.loss_reference, chose=both.chose | both.chose_reference)
+        found = []
+        for _, rows in both.groupby(["arm", "rate", "rate_reference"], sort=False):
+            pair, one = judged(rows), rows.iloc[0]
+            if one.best_reference and (one.best or one.rate == one.rate_reference) or one.best and len(pair) > 1:
+                found.append(pair)
+        return sorted(found, key=lambda pair: (not at_best(pair), not pair.best_reference.all()))
+
+
+def at_best(pair: pd.DataFrame) -> bool:
+    """Whether a pair is at the best rates of both."""
+    return pair.best.all() and pair.best_reference.all()
+
+
+def judged(runs: pd.DataFrame) -> pd.DataFrame:
+    """Without those whose seed chose a rate, if any are left."""
+    return runs if runs.chose.all() else runs[~runs.chose]
+
+
+def course(log: pd.DataFrame, key: str) -> pd.Series:
+    """What a run logged under `key`, by tokens."""
+    return log[key].dropna() if key in log else pd.Series(dtype=float)
+
+
+@cache
+def parameters(shape: Flavor, vocab_size: int) -> int:
+    """Of the whole model, without gammas."""
+    with torch.device("meta"):
+        model = Llama2(Llama2Args(**asdict(shape) | {"vocab_size": vocab_size, "max_seq_len": 2}))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def read_experiments(folder: Path) -> list[Experiment]:
+    """The experiments of `folder`/runs.jsonl.
+
+    Raises:
+        UserError: two runs of one arm, rate and seed have different validation losses.
+    """
+    file = folder / "runs.jsonl"
+    groups: dict[tuple, list[tuple[dict, Config]]] = {}
+    for line in _read(file):
+        config = Config.model_validate(line["resolved"], extra="ignore")  # written by any version
+        kind = shape_of(config.model), config.optimizer.name, config.training.steps
+        groups.setdefault((line["study"], *kind), []).append((line, config))
+    studies = [study for study, *_ in groups]
+    tuning_seeds = read_plan(folder).tuning_seeds
+    experiments = []
+    for (study, _, optimizer, steps), group in groups.items():
+        flavor = group[0][1].model.flavor
+        name = study if studies.count(study) == 1 else f"{study}: {flavor}, {optimizer}, {steps:,} steps"
+        runs = pd.DataFrame(map(_run, *zip(*group, strict=True), _arms(group)))
+        same = runs.groupby(["arm", "rate", "seed"], sort=False)
+        unlike = runs.arm[same.loss.transform("nunique") > 1]
+        if len(unlike):
+            raise UserError(
+                f"{file}: a second run of {unlike.iloc[0]} with the same learning rate and seed has a different "
+                "validation loss; collect them as two studies"
+            )
+        arms = [_chosen(rows, tuning_seeds) for _, rows in same.head(1).groupby("arm", sort=False)]
+        experiments.append(Experiment(study, name, group[0][1], pd.concat(arms, ignore_index=True)))
+    return experiments
+
+
+def _run(line: dict, config: Config, arm: str) -> dict:
+    log = pd.DataFrame(line["log"] or {"tokens": []}).set_index("tokens")  # empty: diverged before a validation
+    loss = math.inf if line["state"] == "diverged" else course(log, VALIDATION).iloc[-1]
+    return {"arm": arm, "rate": config.optimizer.lr, "seed": config.debug.seed or 0, "loss": loss, "log": log}
+
+
+def _arms(runs: Sequence[tuple[dict, Config]]) -> list[str]:
+    """The arm of each run: its variant if there are several, or PC on or off and the settings in which the runs differ,
+    after the config if there are several."""
+    variants = [line.get("variant") for line, _ in runs]
+    if all(variants) and len(set(variants)) > 1:
+        return variants
+    files = list(dict.fromkeys(line["config"] for line, _ in runs))
+    names = dict(zip(files, unique_names([Path(name).with_suffix("") for name in files]), strict=True))
+    settings = [{"pc.enable": config.pc.enable} | line["settings"] for line, config in runs]
+    keys = {key for one in settings for key in one} - {RATE}
+    varied = {key for key in keys if any(one.get(key) != settings[0].get(key) for one in settings)} | {"pc.enable"}
+    labels = [label({key: value for key, value in one.items() if key in varied}) for one in settings]
+    return labels if len(files) == 1 else [f"{names[line['config']]}, {of}" for (line, _), of in zip(runs, labels)]
+
+
+def _chosen(arm: pd.DataFrame, tuning_seeds: Sequence[int]) -> pd.DataFrame:
+    """The arm's runs by rate, with `best` and `chose`: the mean over the tuning seeds chooses; if none ran, the first seed
+    that ran at the most rates."""
+    losses = arm.pivot(index="rate", columns="seed", values="loss")
+    seeds = [seed for seed in tuning_seeds if seed in losses] or [losses.count().idxmax()]
+    best = losses[seeds].mean(axis=1, skipna=False).idxmin()
+    arm = arm.assign(best=arm.rate == best, chose=arm.seed.isin(seeds) & (len(losses) > 1))
+    return arm.sort_values(["rate", "chose", "seed"], ascending=[True, False, True])

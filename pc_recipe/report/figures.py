@@ -1,0 +1,116 @@
+"""The plotting commands: read, draw everything for which there is data, and report what is missing.
+
+Drawn here: what a run has logged of its health, which is the estimator's error, activation sizes, condition numbers.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.ticker import MaxNLocator
+
+from pc.errors import UserError
+from pc_recipe.files.atomic import write_atomically
+from pc_recipe.files.plots import label_tokens, save, subplots
+from pc_recipe.files.run_log import RunLog, read_log, read_logs, unique_names
+from pc_recipe.report import curves, spectra
+from pc_recipe.report.spectra import BLOCK_TITLES
+from pc_recipe.runs.sweep import bars
+
+_ERROR = "spectra/estimate_error/"
+_GMCN = {"pc": "PC blocks", "qkv": r"$W_\mathrm{Q}, W_\mathrm{K}, W_\mathrm{V}$", "all": "all"}
+
+
+def draw_curves(paths: Sequence[Path], output: Path) -> None:
+    """Validation curves with a summary table; activation sizes and estimator error if they were logged."""
+    runs = read_logs(paths)
+    rows = curves.compare(runs)
+    table = curves.table(rows)
+    print(table)
+    write_atomically(output / "summary.md", table)
+    print(curves.plot(runs, rows, output))
+    _print_or_explain("activation sizes", lambda: plot_activation_rms(runs, output))
+    _print_or_explain("estimator error", lambda: plot_estimator_error(runs, output))
+
+
+def draw_sweeps(folders: Sequence[Path], baselines: Sequence[Path], output: Path) -> None:
+    """A bar plot for each sweep, named after its folder, or as much of its path as is needed."""
+    baseline_runs = [read_log(path) for path in baselines]
+    names = unique_names([folder.resolve() if folder.is_dir() else folder.resolve().parent for folder in folders])
+    for folder, name in zip(folders, names, strict=True):
+        file = output / f"bars_{name.replace('/', '-')}"
+        print(bars.plot(bars.read_results(folder), file, baseline_runs))
+
+
+def draw_spectra(sources: Sequence[Path], output: Path, layers: Sequence[int] | None) -> None:
+    """Histograms of singular values of the checkpoints; condition numbers of their runs against tokens."""
+    found: dict[str, spectra.Spectra] = {}
+    checkpoints = spectra.checkpoints_of(sources)
+    for name, checkpoint in checkpoints.items():
+        found[name] = spectra.compute(checkpoint, layers)
+        layers = layers or sorted({layer for layer, _ in found[name]})  # the first one's, for all
+    print(spectra.plot(found, output))
+    runs = [spectra.run_of(checkpoint) for checkpoint in checkpoints.values()]
+    _print_or_explain("GMCN against tokens", lambda: plot_gmcn(read_logs(runs), output))
+
+
+def _print_or_explain(what: str, plot: Callable[[], Path]) -> None:
+    """Draw, or print why not, because other figures can still be drawn."""
+    try:
+        print(plot())
+    except UserError as error:
+        print(f"no figure of {what}: {error}")
+
+
+def plot_estimator_error(runs: Sequence[RunLog], output: Path) -> Path:
+    """Relative error of the spectral-norm estimate against steps: per matrix type, median and maximum."""
+    logged = {key.split("/")[2] for run in runs for key in run.keys() if key.startswith(_ERROR)}
+    blocks = [block for block in BLOCK_TITLES if block in logged]
+    if not blocks:
+        raise UserError("no run logged it: it needs [pc] enable = true and [health] spectra_freq above 0")
+    figure, panels = subplots(1, len(blocks), width=3.2, height=2.9, sharey=True, squeeze=False)
+    for axes, block in zip(panels[0], blocks, strict=True):
+        for i, run in enumerate(runs):
+            for statistic, style in (("median", "-"), ("max", "--")):
+                series = run.series(f"{_ERROR}{block}/{statistic}")
+                # An estimate can be exact to the last bit, but the logarithmic axis has no zero.
+                values, label = series.clip(lower=1e-9), f"{run.name}, {statistic}" if len(series) else None
+                axes.plot(series.index, values, style, marker=".", color=f"C{i}", label=label)
+        axes.set_yscale("log")
+        axes.set_title(BLOCK_TITLES[block])
+        axes.set_xlabel("step")
+    panels[0, 0].set_ylabel(r"$|s(W) - \|W\|_2| \,/\, \|W\|_2$")
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
+    return save(figure, output / "estimator_error")
+
+
+def plot_activation_rms(runs: Sequence[RunLog], output: Path) -> Path:
+    """RMS of attention and FFN outputs before the residual addition, averaged over layers, against steps."""
+    figure, panels = subplots(1, 2, width=4.0)
+    for axes, part, title in zip(panels, ("attention", "ffn"), ("Attention", "FFN"), strict=True):
+        for i, run in enumerate(runs):
+            layers = [run.series(key) for key in run.keys() if key.startswith(f"signal/{part}/rms/")]
+            if not layers:
+                raise UserError(f"{run.file}: none were logged; set [health] freq above 0")
+            mean = pd.DataFrame(layers).mean()
+            axes.plot(mean.index, mean, color=f"C{i}", label=run.name)
+        axes.set_title(f"{title} output, mean over layers")
+        axes.set_xlabel("step")
+        axes.set_ylabel("RMS")
+    panels[0].legend()
+    return save(figure, output / "activation_rms")
+
+
+def plot_gmcn(runs: Sequence[RunLog], output: Path) -> Path:
+    """Global modified condition number against tokens, for the PC blocks, QKV and all matrices."""
+    figure, panels = subplots(1, 3, width=3.2)
+    for axes, (group, title) in zip(panels, _GMCN.items(), strict=True):
+        for i, run in enumerate(runs):
+            course = run.series(f"spectra/gmcn/{group}", "tokens", "set [health] spectra_freq above 0")
+            axes.plot(course.index, course, marker=".", color=f"C{i}", label=run.name)
+        axes.set_title(title)
+        label_tokens(axes)
+        axes.xaxis.set_major_locator(MaxNLocator(4))
+        axes.set_ylabel(r"$\tilde\kappa$")
+    panels[0].legend()
+    return save(figure, output / "gmcn")

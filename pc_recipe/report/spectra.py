@@ -1,0 +1,91 @@
+"""Histograms of the exact singular values of checkpoints."""
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from pc.config import BLOCK_SUFFIXES
+from pc.errors import UserError
+from pc.spectral import singular_values
+from pc_recipe.evaluate import plain_weights
+from pc_recipe.files.plots import save, subplots
+from pc_recipe.files.run_folder import newest_checkpoint, step_of
+from pc_recipe.files.run_log import unique_names
+
+BLOCK_TITLES = {block.lower(): rf"$W_\mathrm{{{block}}}$" for block in ("Q", "K", "V", "O", "gate", "up", "down")}
+BLOCKS = ("o", "gate", "up", "down")
+BINS = 40
+
+Spectra = dict[tuple[int, str], Tensor]
+"""{(layer counted from 1, block): singular values of the effective weight, descending [min(n, m)] in float64}"""
+
+
+def checkpoints_of(sources: Sequence[Path]) -> dict[str, Path]:
+    """{unique name: checkpoint} of run folders (their last checkpoints) or checkpoint folders.
+
+    One that is given twice is there once. A name is as much of the run's path as is needed, and the step where a run is
+    given with several.
+    """
+    checkpoints = list(dict.fromkeys(map(_checkpoint_of, sources)))
+    runs = list(map(run_of, checkpoints))
+    names = zip(unique_names(runs), runs, checkpoints, strict=True)
+    return {name if runs.count(run) == 1 else f"{name}/{path.name}": path for name, run, path in names}
+
+
+def run_of(checkpoint: Path) -> Path:
+    """The run's folder of RUN/checkpoint/step-N."""
+    return checkpoint.parent.parent
+
+
+def _checkpoint_of(source: Path) -> Path:
+    source = source.resolve()
+    found = source if step_of(source) >= 0 else newest_checkpoint(source)
+    if found is None:
+        raise UserError(f"{source}: no run with a complete checkpoint (its config needs [checkpoint] enable = true)")
+    return found
+
+
+def compute(checkpoint: Path, layers: Sequence[int] | None = None) -> Spectra:
+    """Singular values of `BLOCKS`, on the GPU if there is one; shows progress.
+
+    Args:
+        layers: counted from 1; None takes a shallow, a middle and a deep one: the paper's 2, 10 and 18 of 18.
+    """
+    run = plain_weights.load(checkpoint)
+    last = run.model_args.n_layers
+    layers = layers or sorted({min(2, last), last // 2 + 1, last})
+    if not all(1 <= layer <= last for layer in layers):
+        raise UserError(f"--layers {' '.join(map(str, layers))}: the model has layers 1 to {last}")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = {}
+    for layer, block in tqdm(list(itertools.product(layers, BLOCKS)), desc=str(checkpoint), unit="matrix", leave=False):
+        weight = run.weights[f"layers.{layer - 1}.{BLOCK_SUFFIXES[block][0]}.weight"]
+        found[layer, block] = singular_values(weight.to(device)).flip(-1).cpu()
+    return found
+
+
+def plot(spectra: dict[str, Spectra], output: Path) -> Path:
+    """Singular values over the largest one of their matrix: a row per layer, a column per block.
+
+    Args:
+        spectra: {name: of the same layers}, drawn in the same axes.
+    """
+    layers = sorted({layer for found in spectra.values() for layer, _ in found})
+    figure, panels = subplots(len(layers), len(BLOCKS), width=2.5, height=1.9, sharex=True, squeeze=False)
+    edges = np.linspace(0, 1, BINS + 1)
+    for row, layer in zip(panels, layers, strict=True):
+        for axes, block in zip(row, BLOCKS, strict=True):
+            for i, (name, found) in enumerate(spectra.items()):
+                sigma = found[layer, block]
+                axes.hist(sigma / sigma[0], edges, color=f"C{i}", alpha=0.55, label=name)
+            axes.set_title(f"layer {layer}: {BLOCK_TITLES[block]}", fontsize=8)
+        row[0].set_ylabel("count per bin")
+    for axes in panels[-1]:
+        axes.set_xlabel(r"$\sigma / \sigma_\mathrm{max}$")
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
+    return save(figure, output / "histograms")

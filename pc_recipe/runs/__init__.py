@@ -1,0 +1,1 @@
+"""Check a run and its cost, start it on this machine or under SLURM, and start many."""

@@ -1,0 +1,171 @@
+"""The cost of a step: FLOPs of the model and of PC.
+
+Torch's counter counts PC on the meta device: a matmul of [a, b] and [b, c] is 2abc FLOPs, elementwise operations none,
+as in the paper's appendix.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+from torchtitan.models.llama3.model.model import Transformer
+
+from pc import attach, effective_weight, named_weights, polynomial
+from pc.config import PCConfig
+from pc.owner import assign
+from pc.passes import materialise, pull_back
+from pc.spectral import power_iteration
+from pc_recipe.config import load_config
+from pc_recipe.config.layout import Layout
+from pc_recipe.files import markdown
+from pc_recipe.runs import micro_batch
+from pc_recipe.train.llama2 import model_args_of
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A preconditioned weight of shape [n, m] with its settings."""
+
+    n: int
+    m: int
+    config: PCConfig
+
+    def _weight(self) -> Tensor:
+        """[1, n, m]"""
+        return torch.empty(1, self.n, self.m, device="meta", requires_grad=True)
+
+    def _vectors(self) -> list[Tensor]:
+        """gamma [1, 1], u [1, n], v [1, m]"""
+        return [torch.empty(1, size, device="meta", requires_grad=size == 1) for size in (1, self.n, self.m)]
+
+    @cache
+    def step_flops(self) -> int:
+        """Schedule "step", once per optimizer step: both passes."""
+        weight, vectors = self._weight(), self._vectors()
+        return _counted(lambda: materialise(self.config, weight, *vectors)) + _counted(
+            lambda: pull_back(self.config, weight, weight, *vectors)
+        )
+
+    @cache
+    def in_graph_flops(self, recomputed: bool) -> int:
+        """Schedule "forward", per micro-batch and rank; activation checkpointing repeats the forward pass."""
+        weight, vectors = self._weight(), self._vectors()
+        forward = partial(effective_weight, weight, *vectors, self.config)
+        return _counted(lambda: forward().sum().backward()) + (_counted(forward) if recomputed else 0)
+
+    @cache
+    def power_iteration_flops(self) -> int:
+        """Schedule "forward", once per optimizer step and rank."""
+        _, u, v = self._vectors()
+        return _counted(lambda: power_iteration(self._weight(), u, v, self.config.power_iterations))
+
+    def paper_bound(self, tokens: int) -> float:
+        """The paper's bound ((k + 1) s + 2 q + 1) / B on PC's FLOPs relative to the matrix's own 6nmB, B = `tokens`."""
+        terms = sum(map(len, polynomial.stages(self.config.map)))
+        return (terms * min(self.n, self.m) + 2 * self.config.power_iterations + 1) / tokens
+
+
+def _counted(function: Callable[[], object]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        function()
+    return counter.get_total_flops()
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """FLOPs of one optimizer step of the whole job, unless said otherwise."""
+
+    tokens: int
+    model: float
+    """attention counted causally, as a kernel that skips the upper triangle computes it; without recomputation"""
+    model_full_square: float
+    """attention counted fully, as TorchTitan does for its MFU"""
+    pc_step: int
+    """PC in schedule "step" """
+    pc_step_busiest: int
+    """PC in schedule "step", on the rank with the most"""
+    pc_forward: int
+    """PC in schedule "forward" """
+    paper_bound: float
+    """largest over matrices, B = tokens of the global batch"""
+
+
+class Plan:
+    """A config on `world_size` GPUs.
+
+    Raises:
+        UserError: the config does not resolve, or does not fit the number of GPUs.
+    """
+
+    def __init__(self, path: str | Path, overrides: Sequence[str], world_size: int) -> None:
+        self.config = micro_batch.choose(load_config(path, overrides), world_size).config
+        self.layout = Layout.of(self.config, world_size)
+        self.tokens = self.layout.tokens
+        self.args = model_args_of(self.config)
+        with torch.device("meta"):
+            self.model = attach(Transformer(self.args), self.config.pc.to_pc_config())
+        self.forms = [weight.form for _, weight in named_weights(self.model)]
+        self.matrices = [Matrix(*matrix) for form in self.forms for matrix in form.matrices]
+
+    @cache
+    def step_cost(self) -> StepCost:
+        """FLOPs of one step; counts PC even if the config has it off."""
+        dims, seq_len = self.layout.dims, self.config.training.seq_len
+        per_weight = [sum(Matrix(*matrix).step_flops() for matrix in form.matrices) for form in self.forms]
+        load = [0] * (self.layout.shards * dims.tp)
+        for flops, owner in zip(per_weight, assign([form.cost for form in self.forms], len(load)), strict=True):
+            load[owner] += flops
+        recomputed = self.config.activation_checkpoint.mode == "full"
+        in_graph = sum(matrix.in_graph_flops(recomputed) for matrix in self.matrices)
+        power = sum(matrix.power_iteration_flops() for matrix in self.matrices)
+        _, per_token = self.args.get_nparams_and_flops(self.model, seq_len)
+        upper_triangle = 6 * self.args.n_layers * self.args.dim * seq_len  # of scores and their matmul with values
+        return StepCost(
+            tokens=self.tokens,
+            model=self.tokens * (per_token - upper_triangle),
+            model_full_square=self.tokens * per_token,
+            pc_step=sum(per_weight) * dims.dp_replicate,  # every replica repeats the work
+            pc_step_busiest=math.ceil(max(load) / dims.pp),  # a pipeline stage evaluates only its own matrices
+            pc_forward=dims.world_size // dims.pp * (self.layout.micro_batches * in_graph + power),
+            paper_bound=max(matrix.paper_bound(self.tokens) for matrix in self.matrices),
+        )
+
+
+def table(plan: Plan) -> str:
+    """The plan's costs as a Markdown table."""
+    cost, config, ranks = plan.step_cost(), plan.config, plan.layout.dims.world_size
+    parameters = sum(parameter.numel() for parameter in plan.model.parameters())
+    note = "" if config.pc.enable else " (this config has PC off; the figures assume it is on)"
+    operations = [
+        ("model, attention counted causally", cost.model, "100 %"),
+        ("model, attention counted fully", cost.model_full_square, ""),
+        ('PC, schedule "step", whole job', cost.pc_step, _percent(cost.pc_step / cost.model)),
+        (
+            'PC, schedule "step", on the busiest rank',
+            cost.pc_step_busiest,
+            f"{_percent(cost.pc_step_busiest * ranks / cost.model)} of that rank's",
+        ),
+        ('PC, schedule "forward", whole job', cost.pc_forward, _percent(cost.pc_forward / cost.model)),
+    ]
+    rows = [(what, f"{flops / 1e15:.4g}", share) for what, flops, share in operations]
+    return (
+        f"{parameters / 1e6:,.1f} M parameters, {ranks} GPUs, {cost.tokens:,} tokens per step in {plan.layout.micro_batches} "
+        f"micro-batches of {config.training.local_batch_size} x {config.training.seq_len} per rank, PC level "
+        f"{config.pc.level}{note}\n\n"
+        + markdown.table(
+            ("operations per step", "PFLOP", "of the model's"),
+            [*rows, ("paper's bound", "", _percent(cost.paper_bound))],
+        )
+        + "\nThe paper's bound counts one forward and one backward evaluation of PC per step in the whole job, "
+        "relative to the preconditioned matrices' own matmuls.\n"
+        "FLOPs are not time: PC's matmuls run in pc.compute_dtype, the model's in bfloat16.\n"
+    )
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.3g} %"

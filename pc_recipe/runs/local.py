@@ -1,0 +1,85 @@
+"""Train one config on this machine, or as one of several (`pc_recipe.runs.nodes`): `python -m pc_recipe.runs.local CONFIG
+--section.key value ...`."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from pc.errors import UserError, exit_on_user_error
+from pc_recipe.config import Config, load_config, rules
+from pc_recipe.config.schema import Data
+from pc_recipe.files.lock import lock
+from pc_recipe.files.run_folder import state_of
+from pc_recipe.runs import torchrun
+from pc_recipe.runs.nodes import Nodes, gloo_interface
+
+
+@exit_on_user_error
+def main() -> None:
+    if len(sys.argv) < 2:
+        sys.exit("usage: python -m pc_recipe.runs.local CONFIG --section.key value ...")
+    path, *overrides = sys.argv[1:]
+    if {"-h", "--help"} & set(overrides):
+        print_help(path)
+        return
+    config = load_config(path, overrides)
+    rules.require(config)  # before the import below, which takes seconds
+    from pc_recipe.runs import check
+
+    folder, nodes = Path(config.job.dump_folder), Nodes.of_environment()
+    processes = torchrun.processes_here()
+    fetch_demo_data(config)
+    # Report mistakes here, one line each, because torchrun's report of a failed process would bury them.
+    check.check_config(config, processes * nodes.count).require()
+    held = [lock(folder)] if nodes.number == 0 else []
+    words, environment = torchrun.command(
+        config, processes, nodes.rendezvous(), nodes=nodes.count, prints=nodes.number == 0
+    )
+    network_here = gloo_interface(nodes.host) if nodes.count > 1 else {}
+    status = torchrun.run(words, network_here | environment, held)
+    if status == 0 and nodes.number == 0:
+        print(closing_words(folder))
+    elif status and processes > 1 and (reason := torchrun.last_words(folder)):
+        print(reason, file=sys.stderr)  # repeated below torchrun's report
+        if reason.startswith("error: "):
+            sys.exit(2)
+    sys.exit(status)
+
+
+def print_help(config: str) -> None:
+    """Print every key with its description and its value in `config`."""
+    import tyro
+
+    tyro.cli(
+        Config,
+        prog="./run_llama_train.sh [CONFIG.toml]",
+        description=f"Train a config. Values shown are those of {os.path.relpath(config)}; the command line overrides them. "
+        "NGPU sets the number of processes (default: one per GPU, or 1).",
+        default=load_config(config),
+        args=["--help"],
+    )
+
+
+def fetch_demo_data(config: Config) -> None:
+    """Create the demo data if the config reads it."""
+    if Data().path not in config.data.folders:
+        return
+    if subprocess.run([sys.executable, "-m", "pc_recipe.data.demo"]).returncode:
+        raise UserError("the demo data could not be created (see above); to use other data: --data.path FOLDER")
+
+
+def closing_words(folder: Path) -> str:
+    """Where the run's results are and what to try next."""
+    run = state_of(folder)
+    if run.state == "stopped":
+        return f"Stopped at step {run.step}; the same command continues from {folder}/checkpoint."
+    command = os.path.relpath(Path(sys.executable).with_name("tensorboard"))  # works without an active environment
+    return (
+        f"Checkpoints, metrics.jsonl and TensorBoard logs are in {folder}. Next: "
+        f"{command} --logdir {folder}/tb, or another config of train_configs/."
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Estimates a run's memory without a GPU."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torchtitan.models.llama3.model.model import Transformer
+
+from pc.config import PCConfig
+from pc.linear import effective_weight
+from pc.weights import attach, named_weights
+from pc_recipe.config import Config
+from pc_recipe.config.layout import Degrees, Layout
+from pc_recipe.config.optimizers import KINDS
+from pc_recipe.config.schema import ActivationCheckpoint
+from pc_recipe.train.fsdp_sync import once_per_step
+from pc_recipe.train.llama2 import model_args_of
+from pc_recipe.train.loss import compiles_loss
+
+GIB = 2**30
+FLOAT32, BFLOAT16 = 4, 2  # bytes
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Parameter counts of the whole model."""
+
+    total: int
+    hidden_matrices: int
+    """weights of the linear layers in transformer blocks, which `optimizer.name` trains"""
+    preconditioned: int
+    """weights that PC applies to"""
+    largest_block: int
+    outside_blocks: int
+    """embedding, final norm and head"""
+    dim: int
+    ffn_dim: int
+    layers: int
+    vocabulary: int
+    pc_in_graph: int
+    """elements that autograd keeps of PC in schedule "forward" """
+
+
+def sizes_of(model: nn.Module) -> Sizes:
+    """Counts of a TorchTitan Llama, which may be on the meta device; with PC, after `pc.attach`."""
+    blocks = list(model.layers.values())
+    per_block = [sum(p.numel() for p in block.parameters()) for block in blocks]
+    total = sum(p.numel() for p in model.parameters())
+    weights = [weight for _, weight in named_weights(model)]
+    linears = [module for block in blocks for module in block.modules() if isinstance(module, nn.Linear)]
+    return Sizes(
+        total=total,
+        hidden_matrices=sum(linear.weight.numel() for linear in linears),
+        preconditioned=sum(weight.parameter.numel() for weight in weights),
+        largest_block=max(per_block),
+        outside_blocks=total - sum(per_block),
+        dim=model.tok_embeddings.embedding_dim,
+        ffn_dim=blocks[0].feed_forward.w1.out_features,
+        layers=len(blocks),
+        vocabulary=model.tok_embeddings.num_embeddings,
+        pc_in_graph=sum(_kept_in_graph(*matrix) for weight in weights for matrix in weight.form.matrices),
+    )
+
+
+@cache
+def _kept_in_graph(n: int, m: int, config: PCConfig) -> int:
+    """Elements that autograd keeps between a forward and its backward pass of a weight [n, m]."""
+    with torch.device("meta"):
+        weight, gamma = torch.empty(1, n, m, requires_grad=True), torch.empty(1, 1, requires_grad=True)
+        u, v, inputs = torch.empty(1, n), torch.empty(1, m), torch.empty(m, 1, requires_grad=True)
+    kept = {}
+    given = {StorageWeakRef(tensor.untyped_storage()) for tensor in (weight, gamma, u, v)}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[StorageWeakRef(tensor.untyped_storage())] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        effective_weight(weight, gamma, u, v, config) @ inputs  # which keeps PC(W) for the gradient of its inputs
+    return sum(tensor.numel() for storage, tensor in kept.items() if storage not in given)
+
+
+def sizes_of_run(config: Config) -> Sizes:
+    """Sizes of the whole model, not only this process's part."""
+    with torch.device("meta"):
+        model = Transformer(model_args_of(config))
+    if config.pc.enable:
+        attach(model, config.pc.to_pc_config())
+    return sizes_of(model)
+
+
+def of_run(config: Config, dims: Degrees, sizes: Sizes | None = None) -> dict[str, float]:
+    """GiB per GPU at the peak, by part. The peak is at the start of the last micro-batch's backward pass.
+
+    Args:
+        dims: the parallel degrees.
+        sizes: of the model, if known.
+
+    Not included: fragmentation, the CUDA context and NCCL's buffers (1 to 4 GiB), and the workspace of schedule "step",
+    which is used between steps when activations are already freed.
+    """
+    training, layout = config.training, Layout(dims, config.training)
+    sizes = sizes or sizes_of_run(config)
+    once = once_per_step(config)
+    itemsize = BFLOAT16 if training.mixed_precision_param == "bfloat16" else FLOAT32
+    tokens = training.local_batch_size * training.seq_len // dims.cp
+    model_split = dims.tp * dims.pp
+    split = model_split * layout.shards
+    largest_block = sizes.largest_block / dims.tp
+    if once:
+        # All weights of this rank's model part, and the current block's gradient before it is accumulated.
+        gathered = sizes.total / model_split + largest_block
+    else:
+        # The current and the next block, gathered; the block's gradient before the reduce-scatter; and
+        # embedding and head, which stay gathered through the forward pass.
+        gathered = 3 * largest_block + sizes.outside_blocks / model_split
+    whole, kept = _whole_block(sizes), kept_per_block(sizes, config.activation_checkpoint)
+    recomputed = whole if kept < whole else 0  # of the current block
+    states = state_elements(config, sizes)
+    # itself and its gradient; or in float32 the log-softmax, its gradient, and the logit's gradient
+    per_logit = 2 * itemsize if compiles_loss(config, dims.tp) else 3 * FLOAT32
+    parts = {
+        "weights": FLOAT32 * sizes.total / split,
+        "gradients": FLOAT32 * sizes.total / (model_split if once and layout.micro_batches > 1 else split),
+        "optimizer": FLOAT32 * states["optimizer"] / split,
+        "raw W": FLOAT32 * states["raw W"] / split,
+        "gathered": itemsize * gathered,
+        "activations": itemsize * tokens * (sizes.layers * kept + recomputed) / model_split,
+        "logits": per_logit * tokens * sizes.vocabulary / dims.tp,
+    }
+    if config.pc.enable and config.pc.schedule == "forward":
+        blocks = 1 if config.activation_checkpoint.mode == "full" else sizes.layers / dims.pp
+        parts["PC in the graph"] = itemsize * sizes.pc_in_graph / sizes.layers * blocks
+    return {part: size / GIB for part, size in parts.items()}
+
+
+def state_elements(config: Config, sizes: Sizes) -> dict[str, int]:
+    """What is stored besides the weights. Schedule "step" stores raw W in addition to the effective weight; "forward"
+    stores only raw W, as the weight."""
+    others = sizes.total - sizes.hidden_matrices
+    has_raw = config.pc.enable and config.pc.schedule == "step"
+    return {
+        "optimizer": KINDS[config.optimizer.name].states * sizes.hidden_matrices + KINDS["AdamW"].states * others,
+        "raw W": sizes.preconditioned if has_raw else 0,
+    }
+
+
+def checkpoint_bytes(config: Config, sizes: Sizes) -> int:
+    """Bytes of one resumable checkpoint."""
+    return FLOAT32 * (sizes.total + sum(state_elements(config, sizes).values()))
+
+
+def _whole_block(sizes: Sizes) -> int:
+    """Elements per token that a block keeps without activation checkpointing.
+
+    8 vectors of `dim`: the block's input, both norms' outputs, q, k, v, the attention output and the residual after it.
+    4 vectors of `ffn_dim`: gate, its activation, up and their product.
+    """
+    return 8 * sizes.dim + 4 * sizes.ffn_dim
+
+
+def kept_per_block(sizes: Sizes, checkpointing: ActivationCheckpoint) -> float:
+    """Elements per token that a block keeps from its forward to its backward pass, averaged over blocks.
+
+    "full" keeps a block's input. "selective" with "op" keeps that, the attention output and every second
+    matmul: q, v, gate and down. "selective" with a number n recomputes every n-th block and keeps its input only; other
+    blocks keep everything. For "memory_budget" this returns an upper bound: everything.
+    """
+    whole = _whole_block(sizes)
+    if checkpointing.mode == "full":
+        return sizes.dim
+    if checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op":
+        return 5 * sizes.dim + sizes.ffn_dim
+    if checkpointing.mode == "selective":
+        every = max(int(checkpointing.selective_ac_option), 1)
+        return ((every - 1) * whole + sizes.dim) / every
+    return whole

@@ -1,0 +1,187 @@
+"""SLURM: submit a run, be one task of a run or a sweep, and decide afterwards whether to requeue.
+
+One batch script, scripts/slurm/train.sbatch, is used for single runs and arrays, on one node or many. Inside the
+allocation it calls this module twice: `task` runs torchrun on every node; `after` requeues the job unless the run is
+finished or cannot continue. No slurmdbd or sacct is needed: the state of a run is read from its own folder.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pc.errors import UserError, exit_on_user_error
+from pc_recipe.config import load_config
+from pc_recipe.files.atomic import write_atomically
+from pc_recipe.files.lock import is_locked, lock
+from pc_recipe.files.run_folder import newest_step, state_of, write_failure
+from pc_recipe.runs import torchrun
+from pc_recipe.runs.nodes import Nodes, gloo_interface
+from pc_recipe.runs.run import Run
+
+TRAIN_SCRIPT = Path(__file__).parents[2] / "scripts" / "slurm" / "train.sbatch"
+
+REQUEUES_WITHOUT_PROGRESS = 2
+SECONDS_FOR_LOCKS_OF_A_LOST_NODE = 150
+MISTAKE = 2
+"""exit status after a `UserError`"""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What a job asks for."""
+
+    nodes: int
+    gpus_per_node: int
+    """0: train on CPUs"""
+    options: list[str]
+    """more options for sbatch"""
+
+    @staticmethod
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--nodes", type=int, default=1, help="machines per run (default 1)")
+        parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs per machine (default 8; 0: CPU)")
+        parser.add_argument(
+            "--sbatch", default="", help='more options for sbatch: --sbatch="--partition=main --time=8:00:00"'
+        )
+
+    @staticmethod
+    def of(arguments: argparse.Namespace) -> "Allocation":
+        return Allocation(arguments.nodes, arguments.gpus_per_node, shlex.split(arguments.sbatch))
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * max(1, self.gpus_per_node)
+
+    def words(self) -> list[str]:
+        gpus = [f"--gpus-per-node={self.gpus_per_node}"] if self.gpus_per_node else []
+        return [f"--nodes={self.nodes}", *gpus, *self.options]
+
+
+def submit_run(config: str, overrides: Sequence[str], allocation: Allocation) -> str:
+    """Check one run and queue it."""
+    from pc_recipe.runs.check import check  # takes seconds
+
+    check(config, overrides, allocation.world_size).require(f"{config}: ")
+    folder = Path(load_config(config, overrides).job.dump_folder)
+    job = sbatch(folder, [f"--job-name={folder.name}", *allocation.words()], [config, *overrides])
+    return f"job {job}: {config}, logs in {folder}/slurm"
+
+
+def sbatch(folder: Path, options: list[str], arguments: Sequence[str]) -> str:
+    """Submit train.sbatch with sbatch; returns the job's id."""
+    logs = folder / "slurm"
+    logs.mkdir(parents=True, exist_ok=True)  # without the folder SLURM drops the output
+    is_array = any(option.startswith("--array") for option in options)
+    output = f"--output={str(logs).replace('%', '%%')}/%x-{'%A_%a' if is_array else '%j'}.log"
+    # the job uses the interpreter that submitted it
+    environment = {**os.environ, "PC_PYTHON": sys.executable}
+    words = ["sbatch", "--parsable", output, *options, str(TRAIN_SCRIPT), *arguments]
+    answer = subprocess.run(words, capture_output=True, text=True, env=environment)
+    if answer.returncode:
+        raise UserError(" ".join(answer.stderr.split()))
+    return answer.stdout.strip().split(";")[0]
+
+
+# --- inside a job -----------------------------------------------------------------------------------
+
+
+def run_of(arguments: Sequence[str]) -> Run:
+    """The run of a job's arguments: CONFIG and overrides, or a run list and the array index."""
+    config, *overrides = arguments
+    name = None
+    if Path(config).suffix == ".json":
+        listed = json.loads(Path(config).read_text())["runs"][int(os.environ["SLURM_ARRAY_TASK_ID"])]
+        name, config, overrides = listed["name"], listed["config"], listed["overrides"]
+    folder = Path(load_config(config, overrides).job.dump_folder)
+    return Run(name or folder.name, config, tuple(overrides), folder)
+
+
+def task(run: Run) -> int:
+    """Run torchrun on this node of the allocation; returns its exit status."""
+    nodes, node = int(os.environ.get("SLURM_NNODES", "1")), int(os.environ.get("SLURM_NODEID", "0"))
+    # A network file system keeps the locks of a lost node for a while, often 90 seconds.
+    patience = SECONDS_FOR_LOCKS_OF_A_LOST_NODE if int(os.environ.get("SLURM_RESTART_COUNT", "0")) else 1
+    held = [lock(run.folder, patience)] if node == 0 else []
+    processes = torchrun.processes_here()
+    rendezvous, network_here = ["--standalone"], {}
+    if nodes > 1:
+        # The first node, where the batch script runs, has rank 0. Jobs that share a node have different ports.
+        host, port = os.environ["SLURM_LAUNCH_NODE_IPADDR"], 20000 + int(os.environ["SLURM_JOB_ID"]) % 10000
+        rendezvous = Nodes(nodes, node, host, port).rendezvous()
+        network_here = gloo_interface(host if node else _last_host())
+    words, environment = torchrun.command(run.resolved, processes, rendezvous, nodes=nodes, prints=node == 0)
+    return torchrun.run(words, network_here | environment, held, term_saves=True)
+
+
+def _last_host() -> str:
+    words = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()[-1]
+
+
+def after(run: Run, returncode: int) -> int:
+    """Requeue the job if it should continue; returns the exit status of the batch script.
+
+    A job that stopped by itself (time limit) or crashed is requeued at most `REQUEUES_WITHOUT_PROGRESS` times without a
+    new checkpoint: a lost node is worth another try, a repeated error or a limit shorter than the start is not. A user's
+    mistake is not retried. status.json may be of an earlier attempt, so "finished" needs this one's status 0.
+    """
+    state = state_of(run.folder)
+    if state.state == "finished" and returncode == 0:
+        print(f"{run.name}: finished", flush=True)
+        return 0
+    if returncode == MISTAKE and is_locked(run.folder):
+        print(f"{run.name}: another process trains it; its state is left as it is", flush=True)
+        return MISTAKE
+    last = torchrun.last_words(run.folder) or ""
+    is_mistake = returncode == MISTAKE or last.startswith("error: ")  # torchrun ends with 1 whatever its ranks' status
+    attempts = _count_attempt(run)
+    ended = f"stopped at step {state.step}" if state.state == "stopped" else f"ended with status {returncode}"
+    if not is_mistake and attempts <= REQUEUES_WITHOUT_PROGRESS:
+        return _requeue(f"{run.name}: {ended}, attempt {attempts} since the last checkpoint")
+    if state.state == "stopped" and not is_mistake:
+        remedy = "a longer time limit, or checkpoints more often, would let it get further"
+        write_failure(run.folder, f"{attempts} attempts stopped without a new checkpoint; {remedy}")
+    elif state.state != "failed":
+        reason = f"the trainer ended {attempts} times with status {returncode}; its last words are in the job's log"
+        write_failure(run.folder, reason)
+    why = "another try would fail too" if is_mistake else f"{attempts} attempts since the last checkpoint"
+    print(f"{run.name}: {'diverged' if state.state == 'diverged' else 'failed'}, {why}", flush=True)
+    if last:
+        print(last, flush=True)  # repeated below the reports of torchrun and srun
+    return MISTAKE if is_mistake else 1
+
+
+def _count_attempt(run: Run) -> int:
+    """Attempts since the newest checkpoint, including this one."""
+    file = run.folder / "attempts.json"
+    step = newest_step(run.folder)
+    attempts = 1
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # no such file, or a damaged one
+        before = json.loads(file.read_text())
+        attempts += before["attempts"] if before["step"] == step else 0
+    write_atomically(file, json.dumps({"step": step, "attempts": attempts}) + "\n")
+    return attempts
+
+
+def _requeue(why: str) -> int:
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ["SLURM_JOB_ID"]
+    print(f"{why}; requeueing job {job}", flush=True)
+    return subprocess.run(["scontrol", "requeue", job]).returncode
+
+
+@exit_on_user_error
+def main() -> None:
+    action, *arguments = sys.argv[1:]
+    sys.exit(task(run_of(arguments)) if action == "task" else after(run_of(arguments[1:]), int(arguments[0])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Bars of final validation losses: learning-rate grids and ablations, from a sweep's results."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from pc.errors import UserError
+from pc_recipe.files.plots import save, subplots
+from pc_recipe.files.run_log import RunLog
+from pc_recipe.runs.sweep.spec import VALIDATION, label
+
+
+def read_results(source: Path) -> list[dict]:
+    """Lines of `results.jsonl` (a sweep's folder or the file itself), one per finished or diverged run.
+
+    The loss is null or absent if the run diverged or was not validated.
+    """
+    file = source / "results.jsonl" if source.is_dir() else source
+    if not file.is_file():
+        raise UserError(f"{file}: no such file; scripts/sweep.py select writes it into the sweep's folder")
+    return [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
+
+
+def plot(results: Sequence[dict], path: Path, baselines: Sequence[RunLog] = ()) -> Path:
+    """A panel per config, a bar per setting: mean over seeds with the range; hatched if losses spiked.
+
+    The mean is that of the runs with a final loss; the number of those without is written at the bottom.
+
+    Args:
+        results: lines of results.jsonl.
+        baselines: one run per config, in the order of their first results, to draw as a dashed line; or none.
+    """
+    every = [result["settings"] for result in results]
+    varied = [
+        key
+        for key in dict.fromkeys(key for one in every for key in one)
+        if len({str(one[key]) for one in every if key in one}) > 1
+    ]
+    names = [label({key: one[key] for key in varied if key in one}) or "as it is" for one in every]
+    runs = pd.DataFrame(results).reindex(columns=["config", VALIDATION, "spikes"]).assign(bar=names)
+    configs = runs.config.unique()
+    if baselines and len(baselines) != len(configs):
+        stems = ", ".join(Path(config).stem for config in configs)
+        raise UserError(f"--baseline: {len(baselines)} given, {len(configs)} needed, one for each of {stems}")
+    figure, panels = subplots(1, len(configs), width=4.6, height=3.4, squeeze=False)
+    for i, (axes, (config, group)) in enumerate(zip(panels[0], runs.groupby("config", sort=False), strict=True)):
+        bars = group.groupby("bar", sort=False)
+        for place, (_, one) in enumerate(bars):
+            _draw(axes, place, one[VALIDATION].astype(float), spiked=one.spikes.any())
+        shown = group[VALIDATION].dropna().tolist()
+        if baselines:
+            final = baselines[i].series(VALIDATION, remedy="the baseline has no validation").iloc[-1]
+            axes.axhline(final, color="C3", linestyle="--", label=f"{baselines[i].name}: {final:.4f}")
+            axes.legend(loc="upper right")
+            shown += [final] if math.isfinite(final) else []
+        if shown:  # the axis does not start at 0, because differences are small
+            margin = 0.25 * (max(shown) - min(shown)) or 0.01 * max(shown)
+            axes.set_ylim(min(shown) - margin, max(shown) + margin * (2 if baselines else 1))  # room for the legend
+        axes.set_xlim(-0.6, len(bars) - 0.4)  # also where the last has no bar
+        axes.set_xticks(range(len(bars)), [name for name, _ in bars], rotation=35, ha="right", fontsize=7)
+        axes.set_title(Path(config).stem)
+        axes.set_ylabel("final validation loss (nats per token)")
+    return save(figure, path)
+
+
+def _draw(axes, place: int, losses: pd.Series, spiked: bool) -> None:
+    if losses.isna().any():
+        words = f"{losses.isna().sum()} of {len(losses)}\nwithout a loss"
+        axes.annotate(words, (place, 0.01), xycoords=("data", "axes fraction"), ha="center", fontsize=7)
+    if losses.notna().any():
+        axes.bar(place, losses.mean(), color="C0", alpha=0.8, hatch="//" if spiked else None, edgecolor="white")
+        axes.vlines(place, losses.min(), losses.max(), color="k")
+        axes.annotate(f"{losses.mean():.4f}", (place, losses.max()), ha="center", va="bottom", fontsize=7)

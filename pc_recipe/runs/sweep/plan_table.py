@@ -1,0 +1,51 @@
+"""The runs of sweeps before they are trained: tokens, GPU-hours and what remains."""
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from pc_recipe.runs import cost
+from pc_recipe.runs.run import Run
+from pc_recipe.runs.sweep import equal_runs
+from pc_recipe.runs.sweep.spec import Sweep
+from pc_recipe.train.llama2 import model_args_of
+
+
+def table(sweeps: Sequence[Sweep], tflops: float | None, world_size: int) -> str:
+    """A line for each run, then sums.
+
+    Args:
+        tflops: TFLOP/s of one GPU; None: by the model's width (`assumed_tflops`).
+    """
+    rows, different, waiting = [], [], []
+    for group in equal_runs.plan(sweeps, world_size):
+        first = group.runs[0]
+        said = group.state if group.folder == first.folder else f"{group.state} as {group.folder}"
+        costs = _cost(first, tflops, world_size)
+        for run in group.runs:
+            rows.append((str(run.folder), *costs, said if run is first else f"equal to {first.folder}"))
+            different.append(run is first)
+            waiting.append(run is first and group.state != "finished")
+    runs = pd.DataFrame(rows, columns=["run", "tokens", "hours", "said"])
+    sums = {"in all": runs, "not equal to an earlier one": runs[different], "to be trained": runs[waiting]}
+    for what, some in sums.items():
+        rows.append((f"{len(some)} runs {what}", some.tokens.sum(), some.hours.sum(), ""))
+    width = max(len(run) for run, *_ in rows)
+    return "\n".join(
+        f"{run:<{width}} {tokens / 1e6:>12,.1f} M tokens {hours:>9,.2f} GPU-hours  {said}".rstrip()
+        for run, tokens, hours, said in rows
+    )
+
+
+def assumed_tflops(width: int) -> float:
+    """TFLOP/s of an H100: 40 % of its peak for wide models, less where matrices are too narrow. Not measured."""
+    return min(400.0, 0.27 * width)
+
+
+def _cost(run: Run, tflops: float | None, world_size: int) -> tuple[int, float]:
+    """Tokens of a run, and hours of one GPU."""
+    plan = cost.Plan(run.config, run.overrides, world_size)
+    step, steps = plan.step_cost(), plan.config.training.steps
+    operations = step.model + (step.pc_step if plan.config.pc.enable else 0)
+    rate = tflops or assumed_tflops(model_args_of(plan.config).dim)
+    return steps * step.tokens, steps * operations / (3600e12 * rate)

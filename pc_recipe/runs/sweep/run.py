@@ -1,0 +1,96 @@
+"""Run a sweep on this machine, one training run after another."""
+
+import functools
+from collections.abc import Sequence
+from typing import TextIO
+
+from pc.errors import UserError
+from pc_recipe.files.lock import lock
+from pc_recipe.files.run_folder import newest_step, state_of, write_failure
+from pc_recipe.files.run_log import read_log, time_left
+from pc_recipe.runs import torchrun
+from pc_recipe.runs.local import fetch_demo_data
+from pc_recipe.runs.run import Run
+from pc_recipe.runs.sweep import equal_runs
+from pc_recipe.runs.sweep.results import collect, status_text
+from pc_recipe.runs.sweep.spec import Sweep
+
+RECENT = 20
+"""logged lines from whose speed the time left is estimated"""
+
+
+def run_all(sweeps: Sequence[Sweep]) -> None:
+    """Train all unfinished runs; an interrupted run continues from its checkpoint.
+
+    A failed run is reported and the next one starts; repeating the command retries it. Several such commands can work
+    on the same sweeps: each skips runs that another one is training. Of equal runs one is trained, and the others reuse
+    it.
+    """
+    processes = torchrun.processes_here()
+    order = [(sweep, run) for sweep in sweeps for run in sweep.runs]
+    for number, (sweep, run) in enumerate(order, start=1):
+        label = f"[{number}/{len(order)}] {run.name}"
+        if state_of(run.folder).state == "finished":
+            print(f"{label}: finished before", flush=True)
+            continue
+        equal = next(group for group in equal_runs.plan(sweeps, processes) if run in group.runs)
+        if equal.runs[0] != run:
+            print(f"{label}: equal to {equal.runs[0].folder}", flush=True)
+            continue
+        if equal.state == "running" and equal.folder != run.folder:
+            print(f"{label}: another process is training an equal run in {equal.folder}", flush=True)
+            continue
+        for other in equal.of_other_code[:1]:
+            print(
+                f"{label}: {other} is an equal run, but of other code or another torch, so this one is trained; to use that "
+                f"one: ln -s {other.resolve()} {run.folder}",
+                flush=True,
+            )
+        fetch_demo_data(run.resolved)
+        try:
+            held = lock(run.folder)
+        except UserError:
+            print(f"{label}: another process is training it", flush=True)
+            continue
+        train(run, held, processes, label)
+        equal_runs.take_over(sweeps, processes)
+        collect(sweep)
+    for sweep in sweeps:
+        collect(sweep)
+        print(status_text(sweep))
+        print(f"Results: {sweep.folder / 'results.jsonl'}. Next: python scripts/sweep.py select {sweep.path}")
+    failed = [run.name for _, run in order if state_of(run.folder).state not in ("finished", "running")]
+    if failed:
+        raise UserError(f"{len(failed)} of {len(order)} runs did not finish: {', '.join(failed)}")
+
+
+def train(run: Run, held: TextIO, processes: int, label: str) -> None:
+    """Train one run to its end, with its output in <run folder>/train.log and its progress on the console.
+
+    Args:
+        held: the folder's lock (`run_folder.lock`), released at the end.
+    """
+    with held:
+        log = run.folder / "train.log"
+        print(f"{label}: from step {newest_step(run.folder)}, log in {log}", flush=True)
+        command = torchrun.command(run.resolved, processes)
+        with open(log, "a") as output:
+            status = torchrun.run(*command, [held], output, functools.partial(_say_progress, run, label))
+    if status != 0 and state_of(run.folder).state != "failed":
+        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        write_failure(run.folder, f"status {status}: {(lines or ['no output'])[-1][:300]}")
+    state = state_of(run.folder)
+    print(f"{label}: {state.state} at step {state.step} {state.reason}".rstrip(), flush=True)
+
+
+def _say_progress(run: Run, label: str) -> None:
+    """Print the newest logged step, its loss and the time left."""
+    try:
+        log = read_log(run.folder, newest=3 * RECENT)  # up to three lines per step
+    except UserError:
+        return  # nothing logged yet
+    losses, recent = log.series("loss"), log.series("time").tail(RECENT)
+    if len(losses):
+        steps = state_of(run.folder).steps
+        left = time_left(list(recent.index), list(recent), steps)
+        print(f"{label}: step {losses.index[-1]}/{steps}  loss {losses.iloc[-1]:.4f}  {left}".rstrip(), flush=True)

@@ -1,0 +1,97 @@
+"""Choose the stable run with the lowest final validation loss; write a table, a plot, and the choice as an overlay."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import tomli_w
+
+from pc.errors import UserError
+from pc_recipe.files import markdown
+from pc_recipe.files.atomic import write_atomically
+from pc_recipe.runs.sweep import bars
+from pc_recipe.runs.sweep.results import collect
+from pc_recipe.runs.sweep.spec import VALIDATION, Sweep
+
+
+def select(sweep: Sweep) -> str:
+    """Write table.md, the plot and selected-<config>.toml next to the results; returns what to print."""
+    results = collect(sweep)
+    if all(result[VALIDATION] is None for result in results):
+        raise UserError(f"{sweep.path}: no finished run has a finite {VALIDATION!r}; see `scripts/sweep.py status`")
+    table = _settings(sweep, results)
+    said = [_write_table(sweep, table)]
+    said += [_choose(sweep, config, rows) for config, rows in table.groupby("config", sort=False)]
+    bars.plot(results, sweep.folder / "plot")
+    return "\n".join([*said, f"Table and plot: {sweep.folder}/table.md, {sweep.folder}/plot.png"])
+
+
+def _settings(sweep: Sweep, results: list[dict]) -> pd.DataFrame:
+    """A row for each setting, which is all its seeds, in the sweep's order: config, settings, loss (mean, NaN if no run
+    has one), runs (with a loss), waiting (the others), spikes (of the worst seed) and stable."""
+    runs = pd.DataFrame(
+        [(run.setting_name, run.config, run.settings) for run in sweep.runs],
+        columns=["setting", "config", "settings"],
+        index=[run.name for run in sweep.runs],
+    )
+    runs = runs.join(pd.DataFrame(results).set_index("name")[[VALIDATION, "spikes"]].astype(float))
+    table = runs.groupby("setting", sort=False).agg(
+        config=("config", "first"),
+        settings=("settings", "first"),
+        loss=(VALIDATION, "mean"),
+        runs=(VALIDATION, "count"),
+        waiting=(VALIDATION, lambda losses: losses.isna().sum()),
+        spikes=("spikes", "max"),
+    )
+    return table.assign(stable=table.spikes <= sweep.spikes_allowed)
+
+
+def _choose(sweep: Sweep, config: str, rows: pd.DataFrame) -> str:
+    """Write the overlay of the best setting of one config; returns a line about it."""
+    name = Path(config).stem
+    eligible = rows[rows.stable & (rows.waiting == 0)]
+    if eligible.empty:
+        return f"{name}: nothing selected, because no setting is both finished for every seed and stable"
+    best = eligible.loc[eligible.loss.idxmin()]
+    destination = sweep.folder / f"selected-{name}.toml"
+    overlay: dict[str, Any] = {"parent": _relative(Path(config), sweep.folder)}
+    for key, value in best.settings.items():
+        *sections, last = key.split(".")
+        section = overlay
+        for part in sections:
+            section = section.setdefault(part, {})
+        section[last] = value
+    comment = f"# Chosen by scripts/sweep.py select from {sweep.path.name}: {VALIDATION} {best.loss:.4f}\n"
+    write_atomically(destination, comment + tomli_w.dumps(overlay))
+    chosen = ", ".join(f"{key} = {json.dumps(value)}" for key, value in best.settings.items())
+    said = f"{name}: {chosen or 'its own values'}, {VALIDATION} {best.loss:.4f} -> {destination}"
+    if waiting := rows.waiting.sum():
+        said += f"\n  provisional: {waiting} runs of {name} have no loss; see `scripts/sweep.py status`"
+    for key, value in best.settings.items():
+        values = [settings[key] for settings in rows.settings]
+        is_numeric = all(type(one) in (int, float) for one in values)
+        if is_numeric and min(values) < max(values) and value in (min(values), max(values)):
+            said += f"\n  note: {key} = {value} is at an end of its grid; the optimum may be outside"
+    return said
+
+
+def _relative(file: Path, folder: Path) -> str:
+    """`file` as seen from `folder`, without links among the folders: behind one, `..` is not the folder above."""
+    return os.path.relpath(file.parent.resolve() / file.name, folder.resolve())
+
+
+def _write_table(sweep: Sweep, table: pd.DataFrame) -> str:
+    keys = list(sweep.runs[0].settings)
+    rows = []
+    for row in table[table.runs > 0].itertuples():
+        values = [json.dumps(row.settings[key]) for key in keys]
+        stable = "yes" if row.stable else "no"
+        rows.append([Path(row.config).stem, *values, f"{row.loss:.4f}", row.runs, int(row.spikes), stable])
+    text = markdown.table(["config", *keys, VALIDATION, "runs", "spikes", "stable"], rows) + (
+        f"\nStable: at most {sweep.spikes_allowed} spikes of the training loss in any seed (docs/analysis.md says what "
+        "counts as one).\n"
+    )
+    write_atomically(sweep.folder / "table.md", text)
+    return text

@@ -1,0 +1,39 @@
+"""Queue the runs of sweeps on a SLURM cluster, one array per sweep."""
+
+import json
+import secrets
+from collections.abc import Sequence
+
+from pc_recipe.files.atomic import write_atomically
+from pc_recipe.runs import slurm
+from pc_recipe.runs.check import check
+from pc_recipe.runs.sweep import equal_runs
+from pc_recipe.runs.sweep.spec import Sweep
+
+
+def submit(sweeps: Sequence[Sweep], at_a_time: int, allocation: slurm.Allocation) -> str:
+    """Check the sweeps' runs and queue unfinished ones, one array per sweep, `at_a_time` at once (0: all).
+
+    Of equal runs only the first is queued.
+    """
+    groups = equal_runs.plan(sweeps, allocation.world_size)
+    for group in groups:
+        first = group.runs[0]
+        check(first.config, first.overrides, allocation.world_size).require(f"{first.name}: ")
+    said = []
+    for sweep in sweeps:
+        remaining = [group for group in groups if group.state not in ("finished", "running")]
+        waiting = [group.runs[0] for group in remaining if group.runs[0] in sweep.runs]
+        equal = [(run, group.runs[0]) for group in remaining for run in group.runs[1:] if run in sweep.runs]
+        line = f"{sweep.path.stem}: nothing to queue"
+        if waiting:
+            # a list for each array, so that its tasks keep their runs when the sweep's file changes
+            run_list = sweep.folder / "slurm" / f"runs-{secrets.token_hex(4)}.json"
+            listed = [{"name": run.name, "config": run.config, "overrides": run.overrides} for run in waiting]
+            write_atomically(run_list, json.dumps({"runs": listed}, indent=1) + "\n")
+            array = f"--array=0-{len(waiting) - 1}" + (f"%{at_a_time}" if at_a_time else "")
+            options = [array, f"--job-name={sweep.path.stem}", *allocation.words()]
+            job = slurm.sbatch(sweep.folder, options, [str(run_list)])
+            line = f"job {job}: {len(waiting)} runs, logs in {sweep.folder}/slurm"
+        said += [line] + [f"  {run.name}: equal to {first.folder}" for run, first in equal]
+    return "\n".join(said)

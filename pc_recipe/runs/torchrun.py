@@ -1,0 +1,213 @@
+"""The command that trains one config: `pc_recipe.runs.worker`, under torchrun if there are several processes."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TextIO
+
+from pc.errors import UserError
+from pc_recipe.config import Config, write_config
+from pc_recipe.files.atomic import write_atomically
+
+TRAINER = "pc_recipe.runs.worker"
+SECONDS_BETWEEN_PROGRESS_LINES = 20
+
+GLIBC_KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
+"""Otherwise the C library returns every freed large tensor to the kernel, which clears the pages of the next one: some
+15 % of CPU time, and more through cache misses (docs/performance.md)."""
+
+STEPS_ALONE = (
+    "--validation.enable=false --checkpoint.enable=false --metrics.enable_tensorboard=false "
+    "--health.freq=0 --health.spectra_freq=0"
+).split()
+"""Overrides of a run whose steps are measured: nothing but training."""
+
+
+def processes_here() -> int:
+    """Processes per machine: NGPU, or one per GPU, or 1 without GPUs.
+
+    Raises:
+        UserError: NGPU is wrong, or torch cannot use the GPUs.
+        SystemExit: with status 1, because another node may not have this fault: SLURM gave more GPUs than there are.
+    """
+    import torch  # here, because scripts that import this module answer mistakes before this takes seconds
+
+    from pc_recipe.train.cpu import promised_gpus
+
+    promised, gpus = promised_gpus(), torch.cuda.device_count()
+    wish = os.environ.get("NGPU") or str(max(1, promised, gpus))
+    processes = int(wish) if wish.isdecimal() else 0
+    if gpus < processes <= promised:
+        sys.exit(f"{socket.gethostname()} shows {gpus} of the {promised} GPUs of this job")
+    if not 0 < processes <= (gpus or processes):
+        raise UserError(f"NGPU={wish} should be a number of processes, and this machine has {gpus} GPUs")
+    return processes
+
+
+def run(
+    words: Sequence[str],
+    environment: dict[str, str],
+    held: Sequence[TextIO] = (),
+    output: TextIO | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
+    *,
+    term_saves: bool = False,
+) -> int:
+    """Run a training command to its end and return its exit status.
+
+    SIGTERM is handed on to it, and SIGUSR2 to its ranks: SLURM may signal only this process (`proctrack/cgroup`).
+
+    Args:
+        held: open files that the command keeps open if this process is killed.
+        output: in place of the console.
+        meanwhile: called from time to time.
+        term_saves: SIGTERM, which SLURM sends some time before it takes the nodes away, is like SIGUSR2.
+
+    Raises:
+        SystemExit: after SIGTERM or Ctrl-C, when the command has ended.
+    """
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # inherited by torchrun, which a USR2 to all processes would end
+    errors = None if output is None else subprocess.STDOUT
+    command = subprocess.Popen(
+        words, env=environment, pass_fds=[file.fileno() for file in held], stdout=output, stderr=errors
+    )
+    children = Path(f"/proc/{command.pid}/task/{command.pid}/children")
+    under_torchrun = "torch.distributed.run" in words
+    asked_to_end = 0
+
+    def end(number: int, _) -> None:
+        nonlocal asked_to_end
+        asked_to_end = number
+        if number == signal.SIGTERM:  # Ctrl-C reaches the command too, which shares the terminal
+            command.terminate()
+
+    def ask_to_stop(*_) -> None:
+        with contextlib.suppress(OSError):  # it has just ended
+            for rank in children.read_text().split() if under_torchrun else [command.pid]:
+                os.kill(int(rank), signal.SIGUSR2)
+
+    handlers = {signal.SIGUSR2: ask_to_stop, signal.SIGTERM: ask_to_stop if term_saves else end, signal.SIGINT: end}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    status = None
+    while status is None:
+        try:
+            status = command.wait(timeout=SECONDS_BETWEEN_PROGRESS_LINES)
+        except subprocess.TimeoutExpired:
+            meanwhile()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    if asked_to_end:
+        sys.exit(128 + asked_to_end)
+    return status if status >= 0 else 128 - status
+
+
+def command(
+    config: Config, processes: int, rendezvous: Sequence[str] = (), *, nodes: int = 1, prints: bool = True
+) -> tuple[list[str], dict[str, str]]:
+    """Command and environment that train a config with `processes` on this machine and on each of the other nodes.
+
+    Writes what the processes read, starting.toml, which becomes the folder's config.toml once nothing refuses the start.
+    Every rank writes to <run folder>/logs, the first one here also to the console if `prints`. A single process needs
+    no torchrun, which takes seconds.
+
+    Args:
+        rendezvous: torchrun's options, of one node or several; none: this machine alone.
+
+    Raises:
+        UserError: this machine cannot compile, or no micro-batch fits its GPUs.
+    """
+    from pc_recipe.runs import micro_batch  # takes seconds
+
+    if config.compile.enable:
+        _require_compiler()
+    folder = Path(config.job.dump_folder)
+    config = micro_batch.choose(config, processes * nodes).config
+    write_config(config, folder / "starting.toml")
+    trainer = ["-m", TRAINER, str(folder / "starting.toml")]
+    if processes == 1 and not rendezvous:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        alone = {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        return [sys.executable, *trainer], _wandb(config) | environment(1) | alone
+    console = ["--tee=3", "--local-ranks-filter=0"] if prints else ["--redirects=3"]
+    options = [*(rendezvous or ["--standalone"]), f"--nproc-per-node={processes}", "--role=rank", *console]
+    logs = f"--log-dir={folder / 'logs'}"
+    return [sys.executable, "-m", "torch.distributed.run", *options, logs, *trainer], _wandb(config) | environment(
+        processes
+    )
+
+
+def _wandb(config: Config) -> dict[str, str]:
+    """What Weights & Biases reads: every attempt of a run continues its one page there."""
+    if not config.metrics.enable_wandb:
+        return {}
+    folder = Path(config.job.dump_folder)
+    known = folder / "wandb_id"
+    if not known.exists():
+        write_atomically(known, uuid.uuid4().hex)
+    names = {"WANDB_PROJECT": "pc-layer", "WANDB_RUN_NAME": folder.name}
+    return names | {"WANDB_RUN_ID": known.read_text(), "WANDB_RESUME": "allow"}
+
+
+def _require_compiler() -> None:
+    """Triton builds its driver with a C compiler; on a CPU, inductor builds its kernels with a C++ compiler."""
+    import torch
+
+    names = [os.environ.get("CC", "gcc"), "clang"] if torch.cuda.is_available() else [os.environ.get("CXX", "g++")]
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not any(shutil.which(name.split()[0]) for name in names) or not header.exists():
+        raise UserError(
+            f"compile.enable = true needs {' or '.join(names)} on the PATH and {header}; install them (Debian: apt-get "
+            "install g++ python3-dev), or use false"
+        )
+
+
+def last_words(run_folder: Path) -> str | None:
+    """Why the newest attempt (since the run's `lock` was touched) failed, from a rank's log; None if no rank says.
+
+    Lines that begin with "error: " are mistakes; "failed: " may succeed later. For a crash: the last line and the log.
+    """
+    begin = (run_folder / "lock").stat().st_mtime if (run_folder / "lock").exists() else 0.0
+    logs = [log for log in (run_folder / "logs").rglob("stderr.log") if log.stat().st_mtime >= begin]
+    crash = None
+    for log in sorted(logs, key=lambda log: log.stat().st_mtime):
+        lines = [line.rstrip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        said = [line for line in lines if line.startswith(("error: ", "failed: "))]
+        if said:
+            return "\n".join(said)
+        if crash is None and any(line.startswith("Traceback (most recent call last)") for line in lines):
+            crash = f"rank {log.parent.name} ended with {lines[-1]!r}; its log is {log}"
+    return crash
+
+
+def environment(processes: int) -> dict[str, str]:
+    """This process's environment, with the CPU's cores divided among the processes.
+
+    GPU memory uses expandable segments, as in TorchTitan's launcher, so that changing shapes (PC's batches between
+    steps) do not fragment it. CPU memory is kept between steps.
+    """
+    import torch
+
+    threads = max(1, len(os.sched_getaffinity(0)) // processes)
+    keeps_memory = {} if torch.cuda.device_count() else GLIBC_KEEPS_MEMORY
+    defaults = {
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONUNBUFFERED": "1",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    }
+    return {**defaults, **keeps_memory, **os.environ}

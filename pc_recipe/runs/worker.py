@@ -1,0 +1,102 @@
+"""One process of a run: `torchrun ... -m pc_recipe.runs.worker CONFIG.toml --section.key value ...`.
+
+The trainer of `pc_recipe.train` plus what needs `pc_recipe.evaluate`: scores during training and starts from Hugging Face folders.
+"""
+
+import contextlib
+import errno
+import logging
+import os
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+from torchtitan.tools.logging import init_logger, logger
+
+from pc.errors import ReadFailed, UserError, WriteFailed
+from pc_recipe.config import Config, load_config, write_config
+from pc_recipe.files.lock import join_lock
+from pc_recipe.files.run_folder import keep_earlier_config, write_failure
+from pc_recipe.train.environment import write_environment
+from pc_recipe.train.nonfinite import Diverged
+from pc_recipe.train.trainer import PCTrainer
+
+
+class Trainer(PCTrainer):
+    """Adds `[evaluation]` and `checkpoint.initial_load_in_hf`. Their imports take seconds and happen only if needed."""
+
+    def build_scorer(self):
+        if not self.job_config.evaluation.interval:
+            return None
+        from pc_recipe.evaluate.in_training import InTrainingScorer
+
+        return InTrainingScorer(
+            self.job_config, self.model_parts, self.parallel_dims, self.device, self.maybe_enable_amp
+        )
+
+    def require_start_folder(self, folder: str) -> None:
+        from pc_recipe.evaluate.hugging_face import require_start_folder
+
+        require_start_folder(folder, self.model_args)
+
+
+def start_logging(rank: int) -> None:
+    """Rank 0 logs every step; the others would log the same, so they log warnings alone."""
+    init_logger()
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+
+
+DISK_REFUSES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
+"""a full disk, no quota left, a limit of a file's size, a file system that has become read-only"""
+
+
+def report(error: BaseException, folder: str | None, step: int, rank: int) -> None:
+    """Write to status.json why the run ends, and end it with one line if that is the user's matter, not a bug.
+
+    Args:
+        folder: of the run; None if its config cannot be read.
+    """
+    if isinstance(error, OSError) and error.errno in DISK_REFUSES:  # under any file: TensorBoard's, a compiler's
+        error = WriteFailed(f"could not write {error.filename or folder}: {error.strerror}")
+    if folder and (rank == 0 or isinstance(error, UserError)):
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        with contextlib.suppress(WriteFailed):  # the status then says "running" of a dead run: "interrupted"
+            write_failure(folder, reason, step, "diverged" if isinstance(error, Diverged) else "failed")
+    if isinstance(error, UserError):
+        word, status = ("failed", 1) if isinstance(error, (ReadFailed, WriteFailed)) else ("error", 2)
+        print(f"{word}: {error}", file=sys.stderr, flush=True)  # torchrun shows rank 0 and logs the others
+        os._exit(status)  # other ranks may wait in a collective
+
+
+def main() -> None:
+    rank = int(os.environ.get("RANK", "0"))
+    start_logging(rank)
+    path, *overrides = sys.argv[1:]
+    trainer: Trainer | None = None
+    config: Config | None = None
+    try:
+        config = load_config(path, overrides)
+        folder = Path(config.job.dump_folder)
+        held = join_lock(folder)  # noqa: F841
+        trainer = Trainer(config)
+
+        def record(step: int) -> None:
+            keep_earlier_config(folder, config.model_dump(exclude_unset=True), step)
+            write_config(config, folder / "config.toml")
+            write_environment(folder, config, dist.get_world_size())
+            (folder / "starting.toml").unlink(missing_ok=True)
+
+        trainer.train(record)
+    except BaseException as error:
+        if trainer is not None:
+            trainer.checkpointer.end_save()
+        report(error, config and config.job.dump_folder, trainer.step if trainer else 0, rank)
+        raise
+    finally:
+        if trainer is not None:
+            trainer.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,8 @@
+"""The TorchTitan plug-in: Llama 2 with PC as a train spec, and a trainer that extends TorchTitan's.
+
+model         llama2, loss, parallelize
+a step        trainer (read it first), fsdp_sync, optimizers, nonfinite, validate
+checkpoints   checkpoint (which and when), checkpoint_folder (writing and reading), fingerprint (of which method)
+metrics       metrics, diagnostics, activations
+a run         job_config, environment, cpu
+"""

@@ -1,0 +1,242 @@
+"""TorchTitan's checkpoint manager with checksums: finds damage before a load, and a failed save harms no checkpoint."""
+
+import contextlib
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torchtitan.components.checkpoint import AsyncMode, CheckpointManager
+from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import GarbageCollection
+
+from pc.errors import UserError, WriteFailed
+from pc_recipe.files.run_folder import INDEX, checkpoints
+from pc_recipe.train.checkpoint_folder import CheckpointFolder, ChecksummedWriter, Damaged, LoadPlanner, Reader
+
+T = TypeVar("T")
+SECONDS_TO_END_A_SAVE = 60.0
+"""after a failure: other ranks, without which it cannot end, may be gone"""
+
+
+def expired(steps: Sequence[int], keep_latest: int, keep_every: int) -> list[int]:
+    """The steps whose checkpoints are deleted, of all `steps` with a complete one: neither newest nor milestones."""
+    return [step for step in sorted(steps)[:-keep_latest] if not keep_every or step % keep_every]
+
+
+class Checkpoints(CheckpointManager):
+    """TorchTitan's manager of a run's checkpoints."""
+
+    def __init__(self, **arguments) -> None:
+        self.group = dist.new_group(backend="gloo")
+        """all ranks, on the CPU, so that GPUs do not wait for each other"""
+        self.may_save: Callable[[], bool] = lambda: True
+        """whether the weights are known to be finite: not in a step that is left out, whose cause may be in W itself"""
+        self.is_due = False
+        """whether all ranks have agreed to save the current step, whatever the interval says"""
+        self._seconds, self._saved_at = 60 * arguments["checkpoint_config"].minutes, time.monotonic()
+        self._keep_every = arguments["checkpoint_config"].keep_every
+        self._saving: str | None = None
+        """folder of the newest save"""
+        super().__init__(**arguments)
+
+    # --- saving -------------------------------------------------------------------------------------
+
+    def dcp_save(
+        self, state_dict, checkpoint_id, async_mode, enable_garbage_collection=False, to_hf=False
+    ):  # TorchTitan's signature
+        if to_hf:
+            return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
+        self._saved_at = time.monotonic()
+        self._saving, writer = checkpoint_id, ChecksummedWriter(checkpoint_id)
+        if async_mode == AsyncMode.DISABLED:
+            try:
+                dcp.save(state_dict, storage_writer=writer)
+            except CheckpointException as error:
+                self._give_up(error)
+            GarbageCollection.collect("GC collection invoked by checkpointer.")
+            return None
+        writer.per_thread_copy_ahead = 0  # The state is in CPU memory; copying ahead would use GPU 0 on every rank.
+        arguments: dict[str, Any] = {"storage_writer": writer, "process_group": self.pg}
+        if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
+            return dcp.async_save(
+                state_dict,
+                async_stager=self.stager,
+                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+                **arguments,
+            )
+        # torch's default stager without a writer; with a writer, torch would use the writer's older staging
+        stager = DefaultStager(StagingOptions(False, False, False, False))
+        result = dcp.async_save(state_dict, async_stager=stager, **arguments)
+        result.add_done_callback(lambda _: stager.close())
+        return result
+
+    def save(self, curr_step: int, last_step: bool = False) -> None:
+        if last_step or self.may_save():
+            super().save(curr_step, last_step)
+
+    def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
+        is_milestone = self._keep_every and curr_step % self._keep_every == 0
+        return super()._should_save(curr_step, last_step) or (self.enable and bool(self.is_due or is_milestone))
+
+    def minutes_are_over(self) -> bool:
+        """Whether the newest checkpoint is older than `checkpoint.minutes` by this rank's clock."""
+        return bool(self._seconds) and time.monotonic() - self._saved_at >= self._seconds
+
+    @torch.no_grad()
+    def save_and_stop(self, step: int) -> None:
+        """Save this step whole, unless it is saved: a kill while writing the same again would destroy it.
+
+        TorchTitan's save of a last step may have weights alone, with which no run continues.
+        """
+        if not self.enable:
+            return
+        self._async_wait()
+        path = Path(self._create_checkpoint_id(step))
+        if step and not self._from_rank_0(lambda: (path / INDEX).exists()):
+            self.dcp_save(self._flattened_model_states_sd(), str(path), AsyncMode.DISABLED)
+
+    def end_save(self) -> None:
+        """After a failure: let an asynchronous save end, and remove what is not complete, since it may fill the disk."""
+        if self._saving is None:
+            return
+        if self.save_future is not None:
+            with contextlib.suppress(Exception, CheckpointException):  # the failure before it is reported
+                self.save_future.result(timeout=SECONDS_TO_END_A_SAVE)
+        if dist.get_rank() == 0 and not Path(self._saving, INDEX).exists():
+            shutil.rmtree(self._saving, ignore_errors=True)
+
+    def _purge_stale_checkpoints(self) -> None:
+        """Instead of TorchTitan's, which deletes everything that has "step-N" in its name."""
+        if self.keep_latest_k and dist.get_rank() == 0:
+            complete = {step: path for step, path in checkpoints(self.folder).items() if (path / INDEX).exists()}
+            for step in expired(list(complete), self.keep_latest_k, self._keep_every):
+                self.purge_queue.put(str(complete[step]))
+
+    def _async_wait(self) -> None:
+        try:
+            super()._async_wait()
+        except CheckpointException as error:
+            self.save_future = None
+            self._give_up(error)
+
+    def _give_up(self, error: CheckpointException) -> None:
+        """Raise a failed save's reason as `WriteFailed` if the file system refused. All ranks call it, or none."""
+        for rank, (cause, _) in sorted(error.failures.items()):
+            if isinstance(cause, OSError):
+                self.end_save()
+                raise WriteFailed(
+                    f"{self._saving} could not be written (rank {rank}: {cause.strerror}); earlier checkpoints are "
+                    "unchanged, and the same command resumes from the newest"
+                ) from error
+        raise error
+
+    # --- loading ------------------------------------------------------------------------------------
+
+    def newest_valid(self) -> CheckpointFolder | None:
+        """The verified checkpoint that this run continues from. Damaged and incomplete ones move aside.
+
+        Raises:
+            Damaged: all complete checkpoints are.
+            ReadFailed: whether one is damaged cannot be known.
+            UserError: the folder cannot be written, so no checkpoint could be saved.
+        """
+        complaints: dict[Path, str] = {}
+        found, damage = None, None
+        for path, complete in self._from_rank_0(self._list):
+            if not complete:
+                complaints[path] = f"incomplete, without {INDEX}, which is written last"
+            elif found is None:
+                try:
+                    found = self.verified(path)
+                except Damaged as error:
+                    complaints[path] = str(error)
+                    damage = damage or error
+        if found is None and damage is not None:
+            raise Damaged(f"{damage}; no other checkpoint in {self.folder} is complete and undamaged")
+        self._from_rank_0(lambda: self._set_aside(complaints))
+        return found
+
+    def _list(self) -> list[tuple[Path, bool]]:
+        """(folder, whether it is complete) of all checkpoints, the newest first, from a folder that can be written."""
+        Path(self.folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=self.folder):
+            pass
+        return [(path, (path / INDEX).exists()) for path in checkpoints(self.folder).values()][::-1]
+
+    def verified(self, checkpoint: str | Path) -> CheckpointFolder:
+        """A checkpoint whose checksums were compared, each rank a share of the files. All ranks call it; all raise or
+        none.
+
+        Raises:
+            UserError: there is no checkpoint.
+            Damaged, ReadFailed: names a file.
+        """
+        folder = error = None
+        try:
+            folder = CheckpointFolder(checkpoint)
+            folder.verify(dist.get_rank(self.group), dist.get_world_size(self.group))
+        except UserError as found:
+            error = found
+        errors: list[UserError | None] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(errors, error, group=self.group)
+        for error in filter(None, errors):
+            raise error
+        return folder
+
+    def load(self, step: int = -1) -> bool:
+        """Nothing, for TorchTitan's loop: `PCTrainer.load` has loaded what there is."""
+        return False
+
+    @torch.no_grad()
+    def read(self, path: str | Path, *, model_only: bool = False, from_hf: bool = False) -> None:
+        """Load a checkpoint into the states of this run, or a Hugging Face folder into the model."""
+        logger.info(f"Loading the checkpoint from {path}.")
+        self.dcp_load(self._states_to_load(model_only), str(path), from_hf, from_quantized=False)
+        GarbageCollection.collect("GC collection for checkpoint loading.")
+
+    def dcp_load(self, state_dict, checkpoint_id, from_hf, from_quantized) -> None:
+        if from_hf:
+            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+            return
+        dcp.load(state_dict, storage_reader=Reader(checkpoint_id), planner=LoadPlanner())
+        self.states["model"].load_state_dict(state_dict)
+
+    def _from_rank_0(self, act: Callable[[], T]) -> T:
+        """What `act` returns on rank 0; other ranks do not call it. All ranks wait for it.
+
+        A network file system may show other nodes an older state, and ranks must decide equally.
+
+        Raises:
+            UserError: the file system refused, on all ranks.
+        """
+        answer, refusal = None, ""
+        if dist.get_rank(self.group) == 0:
+            try:
+                answer = act()
+            except OSError as error:
+                refusal = f"{self.folder} must be readable and writable ({error.filename}: {error.strerror})"
+        both = [answer, refusal]
+        dist.broadcast_object_list(both, group=self.group)
+        answer, refusal = both
+        if refusal:
+            raise UserError(refusal)
+        return answer
+
+    def _set_aside(self, complaints: dict[Path, str]) -> None:
+        """Move checkpoints, the newest first, to `<run>/checkpoint.damaged`, which keeps the newest of them alone."""
+        where = Path(f"{self.folder}.damaged")
+        for path, complaint in reversed(complaints.items()):
+            where.mkdir(exist_ok=True)
+            for earlier in checkpoints(where).values():
+                shutil.rmtree(earlier, ignore_errors=True)
+            path.rename(where / path.name)
+            logger.warning(f"{path} is not used: {complaint}; moved to {where}, in place of what was there")

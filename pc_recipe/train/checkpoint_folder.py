@@ -1,0 +1,295 @@
+"""A checkpoint's folder: written with checksums, read without executing anything in it.
+
+A folder of torch.distributed.checkpoint holds `*.distcp` files with the tensors, by any number of ranks, and a pickled
+index, `.metadata`, which is written last. Here it gets one more file, `XXH128SUMS`, in the format of the command
+`xxh128sum`, with a line for each other file; the index records that there is one. XXH3 detects damage at memory speed;
+it does not protect against forgery.
+
+Torch unpickles the index without restrictions. This module allows only the few classes that an index needs, and reads
+tensors and values with `weights_only`.
+"""
+
+import hashlib
+import io
+import os
+import pickle
+import time
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed.checkpoint as dcp
+import xxhash
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import metadata as index_types
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+from torchtitan.tools.logging import logger
+
+from pc.errors import ReadFailed, UserError
+from pc_recipe.files.atomic import write_atomically
+from pc_recipe.files.run_folder import INDEX, newest_checkpoint
+
+CHECKSUMS = "XXH128SUMS"
+PAUSES = (2.0, 10.0)
+"""seconds before a file is read again: an error of a network file system may be transient"""
+
+T = TypeVar("T")
+
+_ALLOWED = {
+    "torch": {"Size", *(name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype))},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties",
+        "ChunkStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {_StorageInfo.__name__},
+    "pathlib": {"Path", "PosixPath"},
+    "pathlib._local": {"Path", "PosixPath"},  # where Python 3.13 and later define them
+}  # fmt: skip
+
+
+class Damaged(UserError):
+    """A checkpoint file is missing or differs from what was written."""
+
+
+# --- writing ----------------------------------------------------------------------------------------
+
+
+class ChecksummedWriter(FileSystemWriter):
+    """Torch's checkpoint writer plus `XXH128SUMS`. Each rank hashes the files that it writes, while it writes them."""
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        super().__init__(path)
+        self.fs = _HashingFileSystem()
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        if is_coordinator:  # the folder is incomplete as soon as the first file is overwritten
+            Path(self.path, INDEX).unlink(missing_ok=True)
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Future[list[WriteResult]]:
+        # Send the checksums to the coordinator as extra write results, which `finish` removes again.
+        written = super().write_data(*args, **kwargs).wait()
+        sums = [WriteResult(MetadataIndex(name), 0, digest) for name, digest in self.fs.sums.items()]
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(written + sums)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        everything = [result for of_rank in results for result in of_rank]
+        self.fs.sums = {r.index.fqn: r.storage_data for r in everything if isinstance(r.storage_data, str)}
+        super().finish(metadata, [[r for r in everything if not isinstance(r.storage_data, str)]])
+
+    def storage_meta(self) -> StorageMeta:
+        meta = super().storage_meta()
+        meta.modules = [CHECKSUMS]
+        return meta
+
+
+class _HashingFileSystem(FileSystem):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums: dict[str, str] = {}
+        """{file name: hexadecimal checksum}"""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[io.FileIO, None, None]:
+        with _HashedFile(path, mode) as stream:
+            yield stream
+        self.sums[Path(path).name] = stream.digest.hexdigest()
+
+    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
+        # The writer's only rename gives the index its final name, at the very end. Write the checksums before it.
+        self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
+        lines = [f"{digest}  {name}\n" for name, digest in sorted(self.sums.items())]
+        write_atomically(Path(new_path).with_name(CHECKSUMS), "".join(lines))
+        super().rename(path, new_path)
+
+
+class _HashedFile(io.FileIO):
+    """Unbuffered, so that torch's fsync covers everything written."""
+
+    def __init__(self, path: str | os.PathLike, mode: str) -> None:
+        super().__init__(path, mode)
+        self.digest = xxhash.xxh3_128()
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self.digest.update(view)
+        done = 0
+        while done < len(view):  # one call writes at most 2 GiB
+            done += super().write(view[done:])
+        return done
+
+
+# --- reading ----------------------------------------------------------------------------------------
+
+
+class CheckpointFolder:
+    """One complete checkpoint, open for reading. The first read verifies its checksums.
+
+    Raises:
+        UserError: there is no checkpoint at `path`.
+        Damaged: the index differs from what was written.
+        ReadFailed: the file system refuses to read.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._verified = False
+        if not (self.path / INDEX).is_file():
+            raise UserError(f"{self.path}: {_found_instead(self.path)}")
+        has_checksums = self._compare([INDEX])
+        try:
+            self._index = _read(Reader(self.path).read_metadata, self.path / INDEX)
+            self._files = sorted({info.relative_path for info in self._index.storage_data.values()})
+        except UserError:
+            raise
+        except Exception as error:  # a damaged index can make the unpickler raise anything
+            raise Damaged(f"{self.path / INDEX}: not the index of a checkpoint ({error})") from None
+        for name in self._files:  # reading a device or a pipe would never end
+            if Path(name).name != name or not (self.path / name).is_file():
+                raise Damaged(f"{self.path / INDEX}: names {name!r}, which is no file of this checkpoint")
+        if not has_checksums and CHECKSUMS in (getattr(self._index.storage_meta, "modules", None) or []):
+            raise Damaged(f"{self.path / CHECKSUMS}: missing, so the checkpoint cannot be verified")
+
+    def verify(self, part: int = 0, parts: int = 1) -> None:
+        """Verify every `parts`-th file, starting with number `part`; the other ranks verify the rest.
+
+        Raises:
+            Damaged: names a file.
+            ReadFailed: the file system refuses to read.
+        """
+        if not self._compare(self._files[part::parts]):
+            logger.warning(f"{self.path} has no checksums; its files were not checked")
+        self._verified = True
+
+    def shapes(self) -> dict[str, torch.Size | None]:
+        """Shape of every entry; None if it is not a tensor."""
+        return {key: getattr(entry, "size", None) for key, entry in self._index.state_dict_metadata.items()}
+
+    def read_tensors(self, keys: list[str]) -> dict[str, Tensor]:
+        """Full tensors on the CPU, in the dtype they were saved in."""
+        if not self._verified:
+            self.verify()
+        entries = self._index.state_dict_metadata
+        tensors = {key: torch.empty(entries[key].size, dtype=entries[key].properties.dtype) for key in keys}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # no_dist is intended
+            dcp.load(tensors, storage_reader=Reader(self.path), no_dist=True)
+        return tensors
+
+    def read_value(self, key: str) -> Any:
+        """An entry that is not a tensor, such as a string."""
+        if not self._verified:
+            self.verify()
+        info = self._index.storage_data[MetadataIndex(key)]
+        with open(self.path / info.relative_path, "rb") as file:
+            file.seek(info.offset)
+            return _load_value(io.BytesIO(file.read(info.length)), f"{file.name}: {key}")
+
+    def _compare(self, names: Sequence[str]) -> bool:
+        """Compare files with their checksums, in parallel; False if there is no file of checksums."""
+        file = self.path / CHECKSUMS
+        if not file.exists():
+            return False
+        lines = _read(lambda: file.read_text(errors="replace"), file).splitlines()
+        sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+        if "" in sums:  # a line without a name
+            raise Damaged(f"{file}: damaged, not a list of checksums")
+        with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+            for name, digest in zip(names, pool.map(_digest, (self.path / name for name in names)), strict=True):
+                if digest != sums.get(name):
+                    raise Damaged(f"{self.path / name}: damaged, its checksum differs from the one in {CHECKSUMS}")
+        return True
+
+
+class Reader(FileSystemReader):
+    """Torch's reader with the restricted unpickler, for any number of ranks."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with open(Path(self.path) / INDEX, "rb") as file:
+            index = _IndexUnpickler(file).load()
+        index.storage_meta = index.storage_meta or StorageMeta()
+        return index
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Torch's planner, which also reads values other than tensors with `weights_only`."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        plain = io.BytesIO()
+        # Torch's planner unpickles without restrictions, so give it only what was read safely here.
+        torch.save(_load_value(value, read_item.dest_index.fqn), plain)
+        plain.seek(0)
+        super().load_bytes(read_item, plain)
+
+
+def _load_value(data: io.BytesIO, name: str) -> Any:
+    try:
+        return torch.load(data, weights_only=True)
+    except Exception as error:  # torch's own words advise to load it without restrictions
+        raise Damaged(f"{name} is no plain value ({type(error).__name__})") from None
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
+        if name not in _ALLOWED.get(module, ()):
+            raise pickle.UnpicklingError(f"{module}.{name} does not belong in a checkpoint's index")
+        return super().find_class(module, name)
+
+
+def _member(enum: type, name: str) -> Any:
+    """In place of `getattr`, by which Python 3.11.0 to 3.11.3 pickle the member of an enum."""
+    if enum is not index_types._MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError(f"getattr of {enum!r} does not belong in a checkpoint's index")
+    return enum[name]
+
+
+def _digest(path: Path) -> str:
+    def digest() -> str:
+        with open(path, "rb", buffering=0) as file:
+            return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+
+    return _read(digest, path)
+
+
+def _read(read: Callable[[], T], path: Path) -> T:
+    """What `read` returns of a file, called again after `PAUSES` if the file system refuses.
+
+    Raises:
+        Damaged: there is no such file.
+        ReadFailed: every call was refused, which says nothing of the file: its disk may be gone, or its user another.
+    """
+    for pause in (*PAUSES, None):
+        try:
+            return read()
+        except (FileNotFoundError, IsADirectoryError) as error:
+            raise Damaged(f"{path}: {error.strerror}") from None
+        except OSError as error:
+            if pause is None:
+                raise ReadFailed(f"{path}: could not be read ({error.strerror}); nothing was changed") from None
+            time.sleep(pause)
+    raise AssertionError
+
+
+def _found_instead(path: Path) -> str:
+    """What is at a path that holds no index."""
+    if any(path.glob("*.distcp")):
+        return "incomplete checkpoint (no .metadata, which is written last); use an earlier step"
+    newest = newest_checkpoint(path) or newest_checkpoint(path.parent)  # of a run, or of its folder of checkpoints
+    if newest and newest.is_relative_to(path):
+        return f"not a checkpoint itself; the newest one in it is {newest}"
+    return "not a checkpoint (no .metadata in it)" if path.exists() else "no such checkpoint"

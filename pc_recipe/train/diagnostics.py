@@ -1,0 +1,210 @@
+"""Health metrics during training: output sizes, gamma, norms, condition numbers, error of the norm estimate.
+
+health = HealthMetrics(job_config, model_parts, step_schedule, parallel_dims)   # before the first forward
+for step in ...:
+    health.start_step(step)
+    ...                                  # forward and backward passes, optimizer, materialise
+    metrics_processor.log_health(step, health.collect(step))   # on every rank, because it uses collectives
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pc.config import PCConfig, block_of, matches
+from pc.cuts import Form
+from pc.linear import effective_weight
+from pc.owner import Plan
+from pc.schedules import Schedule
+from pc.shards import local, splits
+from pc.spectral import modified_condition_number, singular_values, spectral_norm_estimate
+from pc.weights import Weight, clean_name
+from pc_recipe.train.activations import COUNT, LARGEST, SUM_OF_SQUARES, OutputSizes
+
+SPECTRAL: dict[str, Callable[[Tensor], Tensor]] = {
+    "condition": modified_condition_number,
+}
+"""{NAME: function from the ascending singular values [B, min(n, m)] of B effective weights to B numbers [B]}.
+Logged as spectra/NAME/LAYER every `health.spectra_freq` steps. To add a metric, add a line here."""
+
+
+class HealthMetrics:
+    """Collects the metrics over all ranks.
+
+    Args:
+        job_config: with the section `health` (`pc_recipe.config.schema.Health`) and with `pc.blocks`, which also defines
+            the PC matrices of a baseline run.
+        model_parts: this rank's transformers, sharded, compiled, off the meta device.
+        schedule: None without PC.
+        parallel_dims: TorchTitan's ParallelDims.
+    """
+
+    def __init__(self, job_config, model_parts: list[nn.Module], schedule: Schedule | None, parallel_dims) -> None:
+        self._health = job_config.health
+        self._pc_entries: Sequence[str] = job_config.pc.blocks
+        self._model_parts = model_parts
+        self._schedule = schedule
+        self._num_stage_ranks: int = parallel_dims.world_size // parallel_dims.pp
+        self._outputs = OutputSizes(model_parts) if self._health.freq else None
+        self._measuring = False
+
+    def start_step(self, step: int, measure_outputs: bool = True) -> None:
+        """Call in every step before the first forward pass. `measure_outputs=False` skips the output sizes."""
+        self._measuring = self._outputs is not None and measure_outputs and _is_due(step, self._health.freq)
+        if self._measuring:
+            self._outputs.start()
+
+    @torch.no_grad()
+    def collect(self, step: int) -> dict[str, float]:
+        """The metrics due at `step`, the same on all ranks; {} if none. All ranks call it after the optimizer step.
+
+        Weights are those after the step, outputs those during the step.
+        """
+        metrics: dict[str, float] = {}
+        if self._measuring:
+            metrics |= self._output_metrics()
+        if _is_due(step, self._health.freq):
+            metrics |= self._weight_metrics()
+        if _is_due(step, self._health.spectra_freq):
+            metrics |= self._spectra_metrics() | self._estimate_metrics()
+        return metrics
+
+    def _output_metrics(self) -> dict[str, float]:
+        measured = self._outputs.stop()
+        mine = dict(zip(measured, _numbers(list(measured.values())), strict=True))
+        metrics = {}
+        for (layer, part), sizes in _by_name(mine).items():
+            of_ranks = torch.tensor(sizes, dtype=torch.float64)
+            total, count = of_ranks[:, SUM_OF_SQUARES].sum(), of_ranks[:, COUNT].sum()
+            metrics[f"signal/{part}/rms/{layer}"] = (total / count).sqrt().item()
+            metrics[f"signal/{part}/absmax/{layer}"] = of_ranks[:, LARGEST].max().item()
+        return metrics
+
+    def _weight_metrics(self) -> dict[str, float]:
+        """gamma of every weight, and the norm of all trained parameters (W where PC applies)."""
+        states = self._pc_weights()
+        raws = {f"{name}.weight": state.raw for name, state in states.items()}
+        squares = []
+        for model in self._model_parts:
+            for name, parameter in model.named_parameters():
+                tensor = raws.get(clean_name(name), parameter)
+                shards = math.prod(tensor.device_mesh.size(d) for d in splits(tensor))
+                norm = torch.linalg.vector_norm(local(tensor), dtype=torch.float64)  # float32 is 1e-4 off on a CPU
+                squares.append(norm.square() * shards / self._num_stage_ranks)
+        gammas = {name: local(state.gamma).double() for name, state in states.items() if state.gamma is not None}
+        sums = _numbers([sum(squares), *(gamma.sum() for gamma in gammas.values())])
+        counts = [1, *(gamma.numel() for gamma in gammas.values())]
+        mine = dict(zip(["", *gammas], zip(sums, counts, strict=True), strict=True))
+        by_name = {name: [sum(column) for column in zip(*pairs, strict=True)] for name, pairs in _by_name(mine).items()}
+        metrics = {"norm/weight": math.sqrt(by_name.pop("")[0])}
+        return metrics | {f"pc/gamma/{name}": total / count for name, (total, count) in by_name.items()}
+
+    def _spectra_metrics(self) -> dict[str, float]:
+        """`SPECTRAL` of effective weights, and geometric means of condition numbers.
+
+        Owner ranks compute exact singular values of full matrices.
+        """
+        names, inputs, keys = [], [], []
+        for model in self._model_parts:
+            for name, linear in model.named_modules():
+                name = clean_name(name)
+                if not isinstance(linear, nn.Linear) or block_of(name) is None:
+                    continue
+                names.append(name)
+                state = self._pc_weights().get(name)
+                if state is None or state.config.schedule == "step":
+                    inputs.append((linear.weight if state is None else state.parameter,))
+                    keys.append(None)
+                else:
+                    inputs.append((state.raw, *state.gammas, state.u, state.v))
+                    keys.append(state.config)
+        metrics = {}
+        conditions: dict[str, list[float]] = {"pc": [], "qkv": [], "all": []}
+        for name, numbers in self._of_owners(_spectral, names, inputs, keys, len(SPECTRAL)).items():
+            measured = dict(zip(SPECTRAL, numbers, strict=True))
+            metrics |= {f"spectra/{metric}/{name}": number for metric, number in measured.items()}
+            conditions["all"].append(measured["condition"])
+            if block_of(name) in ("q", "k", "v"):
+                conditions["qkv"].append(measured["condition"])
+            if any(matches(entry, name) for entry in self._pc_entries):
+                conditions["pc"].append(measured["condition"])
+        for group, values in conditions.items():
+            if values:
+                metrics[f"spectra/gmcn/{group}"] = statistics.geometric_mean(values)
+        return metrics
+
+    def _estimate_metrics(self) -> dict[str, float]:
+        """Relative error of s as an estimate of W's spectral norm, per block with PC; {} without PC."""
+        states = self._pc_weights()
+        inputs = [(state.raw, state.u, state.v) for state in states.values()]
+        forms = [state.form for state in states.values()]
+        errors: dict[str, list[float]] = {}
+        for name, (error,) in self._of_owners(_largest_estimate_error, list(states), inputs, forms, 1).items():
+            if not math.isnan(error):
+                errors.setdefault(block_of(name), []).append(error)
+        metrics = {}
+        for block, values in errors.items():
+            metrics[f"spectra/estimate_error/{block}/median"] = statistics.median(values)
+            metrics[f"spectra/estimate_error/{block}/max"] = max(values)
+        return metrics
+
+    def _of_owners(
+        self, function: Callable, names: list[str], inputs: list[tuple[Tensor, ...]], keys: list, count: int
+    ) -> dict[str, list[float]]:
+        """`function` of each matrix of all pipeline stages, {name: numbers}; it returns [B, count] on the owners."""
+        outputs = [(torch.zeros(count, device=item[0].device, dtype=item[0].dtype),) for item in inputs]
+        Plan(inputs, outputs, keys).run(function, inputs, outputs)
+        numbers = _numbers([output for (output,) in outputs])
+        return {name: found[0] for name, found in _by_name(dict(zip(names, numbers, strict=True))).items()}
+
+    def _pc_weights(self) -> dict[str, Weight]:
+        return {} if self._schedule is None else self._schedule.weights
+
+
+def _is_due(step: int, freq: int) -> bool:
+    return freq > 0 and (step == 1 or step % freq == 0)
+
+
+def _numbers(tensors: list[Tensor]) -> list:
+    """Tensors of one shape as numbers, with one synchronisation of the device."""
+    return torch.stack(tensors).tolist() if tensors else []
+
+
+def _by_name(mine: dict[Any, Any]) -> dict[Any, list]:
+    """The values of all ranks that have the name; ranks of other pipeline stages have other names."""
+    everyone = [mine]
+    if dist.is_initialized():
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+    return {name: [one[name] for one in everyone if name in one] for name in dict.fromkeys(chain(*everyone))}
+
+
+def _spectral(config: PCConfig | None, weight: Tensor, *rest: Tensor) -> tuple[Tensor]:
+    """`SPECTRAL` of the effective weight, [B, metrics].
+
+    Args:
+        config: None if `weight` [B, n, m] is effective; otherwise the tensors are W, perhaps gamma, u and v.
+    """
+    if config is not None:
+        *gammas, u, v = rest
+        weight = effective_weight(weight, gammas[0] if gammas else None, u, v, config)
+    values = singular_values(weight)
+    return (torch.stack([metric(values) for metric in SPECTRAL.values()], -1).to(weight.dtype),)
+
+
+def _largest_estimate_error(form: Form, *tensors: Tensor) -> tuple[Tensor]:
+    """The largest of a weight's matrices, [B, 1]."""
+    return (form.apply(_estimate_error, "wuv", tensors, "g")[0].amax(-1, keepdim=True),)
+
+
+def _estimate_error(_: PCConfig, weight: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor]:
+    """Relative error of s = u^T W v, [B, 1], for W [B, n, m]."""
+    norm = singular_values(weight)[..., -1]
+    error = (spectral_norm_estimate(weight, u, v).double() - norm).abs() / norm
+    return (error.unsqueeze(-1).to(weight.dtype),)

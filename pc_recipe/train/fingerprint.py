@@ -1,0 +1,62 @@
+"""What a checkpoint must be to continue a run: of the same method (its fingerprint), model and optimizer."""
+
+import torch
+
+from pc.errors import UserError
+from pc_recipe.config.run_key import differing, method
+from pc_recipe.config.schema import PC
+from pc_recipe.train.checkpoint_folder import CheckpointFolder
+
+
+def fingerprint(pc: PC) -> dict[str, str]:
+    """PC's settings, as the state "method" of every checkpoint, also a baseline's.
+
+    Without it, a baseline config could resume a PC checkpoint, and silently train PC(W) with the optimizer state of W.
+    """
+    return {"fingerprint": pc.model_dump_json()}
+
+
+def pc_of(folder: CheckpointFolder) -> PC | None:
+    """The settings in a checkpoint's fingerprint; those that it leaves out are the defaults. None if it has none."""
+    key = "method.fingerprint"
+    values = folder.read_value(key) if key in folder.shapes() else None
+    return values and PC.model_validate_json(values, extra="ignore")
+
+
+def require_same_run(checkpoint: CheckpointFolder, pc: PC, shapes: dict[str, torch.Size], optimizers: set[str]) -> None:
+    """Check that a checkpoint is of the same method, model and optimizer before a resume.
+
+    Args:
+        shapes: of the tensors that the model expects.
+        optimizers: kinds in use, "adamw" and "muon".
+
+    Raises:
+        UserError: names the setting, the tensor or the optimizers that differ.
+    """
+    saved = pc_of(checkpoint)
+    if saved is None:
+        raise UserError(
+            f"{checkpoint.path} has no method fingerprint, so this trainer did not write it "
+            "(to start from plain weights: --checkpoint.initial_load_path)"
+        )
+    there = checkpoint.shapes()
+    kinds = {key.split(".")[1] for key in there if key.startswith("lr_scheduler.")}
+    compared: dict[str, tuple] = {"optimizer": (" and ".join(sorted(kinds)), " and ".join(sorted(optimizers)))}
+    compared |= {name: (there.get(name), shape) for name, shape in shapes.items()}
+    different = {f"pc.{key}": (getattr(saved, key), getattr(pc, key)) for key in differing(method(saved), method(pc))}
+    different |= {what: pair for what, pair in compared.items() if pair[0] != pair[1]}
+    for what, (in_checkpoint, in_config) in different.items():
+        raise UserError(
+            f"cannot resume {checkpoint.path}: {what} is {in_checkpoint} in the checkpoint, {in_config} in the config; "
+            "use the checkpoint's settings, or another job.dump_folder to start a new run"
+        )
+
+
+def require_plain_weights(checkpoint: CheckpointFolder) -> None:
+    """Raise a `UserError` for a checkpoint of schedule "forward", whose `weight` is the raw W, not PC(W)."""
+    saved = pc_of(checkpoint)
+    if saved is not None and saved.enable and saved.schedule == "forward":
+        raise UserError(
+            f'checkpoint.initial_load_path = {checkpoint.path} holds raw weights, not PC(W) (schedule "forward"); '
+            "export it with scripts/export_hf.py and start from the export with checkpoint.initial_load_in_hf = true"
+        )

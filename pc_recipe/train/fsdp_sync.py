@@ -1,0 +1,44 @@
+"""When FSDP all-gathers weights and reduce-scatters gradients: for every micro-batch, or once per optimizer step.
+
+Weights change once per step and gradients accumulate over it, so one all-gather and one reduce-scatter are enough.
+Between them a rank holds the unsharded weights and float32 gradients of its model part. `parallelism.fsdp_sync`:
+
+"step"          both once per step
+"micro_batch"   both for every micro-batch, as TorchTitan does: less memory
+
+Replicas (HSDP) reduce once per step in both, which needs no extra memory. With one process there is no communication,
+and "step" saves copies. In a pipeline, torch's schedules decide.
+"""
+
+from collections.abc import Iterable
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from pc_recipe.config import Config
+
+
+def once_per_step(config: Config) -> bool:
+    """Whether both happen once per step."""
+    return config.parallelism.fsdp_sync == "step" and config.parallelism.pipeline_parallel_degree == 1
+
+
+def start_micro_batch(model_parts: Iterable[nn.Module], once_per_step: bool, is_last: bool) -> None:
+    """Set what the next backward pass does. Call it before each micro-batch, but not in a pipeline, which does so itself.
+
+    Args:
+        is_last: whether it is the step's last micro-batch, after which gradients are complete and weights sharded.
+    """
+    for model in model_parts:
+        model.set_requires_all_reduce(is_last)  # among replicas
+        if once_per_step:
+            model.set_requires_gradient_sync(is_last)
+            model.set_reshard_after_backward(is_last)
+
+
+def reshard(model_parts: Iterable[nn.Module]) -> None:
+    """Free the gathered weights that a forward pass without gradients leaves behind."""
+    for model in model_parts:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()

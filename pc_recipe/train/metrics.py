@@ -1,0 +1,152 @@
+"""Logging of a run: TorchTitan's console lines and TensorBoard, and `metrics.jsonl`."""
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor, _get_metrics_rank
+from torchtitan.tools.logging import logger
+
+from pc_recipe.config.layout import Layout
+from pc_recipe.files import json_lines
+from pc_recipe.files.run_log import METRICS, read_log, time_left
+from pc_recipe.train.loss_spikes import LossSpikes
+
+SECONDS_BETWEEN_PROGRESS_LINES = 20.0
+LINES_FOR_SPIKES = 3000
+"""of metrics.jsonl, which has up to three per step; whether a loss is in a spike depends on the 50 steps before it"""
+
+
+class JsonLinesLogger(BaseLogger):
+    """Appends the metrics that TorchTitan logs to `metrics.jsonl`, under short names, one JSON object per line.
+
+    Args:
+        file: created with its folders; an incomplete last line, left by a crash, is removed.
+        tokens: returns the training tokens so far.
+    """
+
+    NAMES = {
+        "loss_metrics/global_avg_loss": "loss",
+        "loss_metrics/global_max_loss": "max_loss",
+        "mfu(%)": "mfu",
+        "time_metrics/data_loading(s)": "data_loading_seconds",
+        "memory/max_active(GiB)": "memory_active_gib",
+        "memory/max_reserved(GiB)": "memory_reserved_gib",
+        "validation_metrics/loss": "validation_loss",
+    }
+    """{TorchTitan's name: ours}. Its other names with "(" (a unit) are not logged."""
+
+    def __init__(self, file: Path, tokens: Callable[[], int]) -> None:
+        self._file, self._tokens = file, tokens
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.exists():
+            json_lines.cut_torn_end(file)
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        line: dict[str, Any] = {"step": step, "tokens": self._tokens(), "time": time.time()}
+        for name, value in metrics.items():
+            if name in self.NAMES or "(" not in name:
+                value = value.item() if isinstance(value, Tensor) else value
+                # JSON has no NaN or infinity.
+                line[self.NAMES.get(name, name)] = (
+                    None if isinstance(value, float) and not math.isfinite(value) else value
+                )
+        json_lines.append(self._file, line)
+
+
+class PCMetricsProcessor(MetricsProcessor):
+    """TorchTitan's metrics processor plus `metrics.jsonl`, loss spikes and health metrics."""
+
+    def __init__(self, job_config, parallel_dims, tag: str | None = None) -> None:
+        super().__init__(job_config, parallel_dims, tag)
+        self.tokens: Callable[[], int] = lambda: 0
+        """of all ranks since the start of training"""
+        self.positions: Callable[[], range] = lambda: range(0)
+        """of the current step's sequences in the data order"""
+        self._json_lines: JsonLinesLogger | None = None
+        self._spikes: LossSpikes | None = None
+        self._layout = Layout(parallel_dims, job_config.training)
+        self._first_logged: tuple[int, float] | None = None  # step, time
+        self._progress_logged_at = 0.0
+        self._rank = rank = dist.get_rank() if dist.is_initialized() else 0
+        if rank != _get_metrics_rank(parallel_dims, job_config):
+            return
+        self._json_lines = JsonLinesLogger(Path(job_config.job.dump_folder, METRICS), lambda: self.tokens())
+        loggers = LoggerContainer()
+        loggers.add_logger(self._json_lines)
+        loggers.add_logger(self.logger)
+        self.logger = loggers
+
+    def log(
+        self,
+        step: int,
+        global_avg_loss: float,
+        global_max_loss: float,
+        grad_norm: float,
+        extra_metrics: dict[str, Any] | None = None,
+    ) -> None:
+        global_max_loss *= self.parallel_dims.cp  # TorchTitan divides by each rank's count of whole sequences
+        per_second = self.ntokens_since_last_log * self._layout.data_ranks / (time.perf_counter() - self.time_last_log)
+        # before TorchTitan resets the peak; on all ranks, because of the all-reduce
+        monitor = self.device_memory_monitor
+        peak = torch.tensor(monitor.get_peak_stats().max_active_gib, device=monitor.device.type)
+        if dist.is_initialized():
+            dist.all_reduce(peak, dist.ReduceOp.MAX)
+        more: dict[str, Any] = {
+            "tokens_per_second": per_second,
+            "step_seconds": self._layout.tokens / per_second,
+            "memory_active_gib_of_all_ranks": peak.item(),
+        }
+        if self._json_lines is not None:
+            more |= self._count_spikes(step, global_avg_loss)
+        super().log(step, global_avg_loss, global_max_loss, grad_norm, (extra_metrics or {}) | more)
+        if self._rank == 0:
+            self._log_progress(step)
+
+    def _log_progress(self, step: int) -> None:
+        """Log the time left, at most every `SECONDS_BETWEEN_PROGRESS_LINES`."""
+        now, last = time.time(), self.job_config.training.steps
+        first_step, begin = self._first_logged = self._first_logged or (step, now)
+        if step > first_step and now - self._progress_logged_at >= SECONDS_BETWEEN_PROGRESS_LINES:
+            self._progress_logged_at = now
+            logger.info(f"Step {step} of {last}, {time_left([first_step, step], [begin, now], last)}")
+
+    def _count_spikes(self, step: int, loss: float) -> dict[str, int]:
+        """The number of spikes so far and, where one begins, its data positions, which are also logged."""
+        if self._spikes is None:  # a resumed run continues the count
+            self._spikes = _spikes_so_far(Path(self.job_config.job.dump_folder, METRICS))
+        before, count = self._spikes.count, self._spikes.update(step, loss)
+        if count == before:
+            return {"loss_spikes": count}
+        first, last = self.positions().start, self.positions().stop - 1
+        logger.warning(
+            f"Loss spike {count} begins at step {step} with {loss:.4g}; data positions {first}-{last} "
+            f"(to rerun without them: --data.skip {first}-{last})"
+        )
+        return {"loss_spikes": count, "spike/first_position": first, "spike/last_position": last}
+
+    def log_health(self, step: int, metrics: dict[str, float]) -> None:
+        """Log the metrics from `HealthMetrics.collect`, if any."""
+        if metrics:
+            self.logger.log(metrics, step)
+
+
+def _spikes_so_far(file: Path) -> LossSpikes:
+    """The state after the losses in a file, from its newest lines and the number of spikes that they say."""
+    spikes = LossSpikes()
+    if file.exists():
+        log = read_log(file, newest=LINES_FOR_SPIKES)
+        for step, loss in log.series("loss").items():
+            spikes.update(step, loss)
+        spikes.count = int(max(log.series("loss_spikes"), default=spikes.count))
+    return spikes
+
+
+def build_metrics_processor(job_config, parallel_dims, model_args=None, tag: str | None = None) -> PCMetricsProcessor:
+    """For TorchTitan's TrainSpec."""
+    return PCMetricsProcessor(job_config, parallel_dims, tag)

@@ -1,0 +1,145 @@
+"""AdamW, or Muon with AdamW: parameter groups by name, checkpoints of all optimizer states, and PC around the step."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torchtitan.components.lr_scheduler import LRSchedulersContainer, build_lr_schedulers
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.distributed import ParallelDims
+from torchtitan.tools.logging import logger
+
+from pc.config import Cut, block_factor, block_of
+from pc.schedules import Schedule
+from pc.step import schedule
+from pc.weights import clean_name, named_weights
+from pc_recipe.config.optimizers import KINDS, Optimizer
+
+
+def is_hidden_matrix(name: str) -> bool:
+    """Whether `optimizer.name` trains a parameter; AdamW trains embedding, head, norms and gammas. Raises ValueError for
+    an unknown name instead of guessing an optimizer."""
+    layer, _, kind = name.rpartition(".")
+    if block_of(layer) and kind in ("weight", "gamma"):
+        return kind == "weight"
+    if name in ("tok_embeddings.weight", "output.weight") or name.endswith("norm.weight"):
+        return False
+    raise ValueError(f"no optimizer for parameter {name}")
+
+
+class Optimizers(OptimizersContainer):
+    """AdamW, or Muon and AdamW, for each model part; with PC in schedule "step", on the raw weights.
+
+    TorchTitan's container saves only one optimizer per model part; this one saves all.
+    """
+
+    def __init__(self, model_parts: list[nn.Module], config: Optimizer) -> None:
+        self.model_parts = model_parts
+        self.schedule: Schedule | None = None
+        """PC's"""
+        if any(True for model in model_parts for _ in named_weights(model)):
+            self.schedule = schedule(model_parts)  # the first train step materialises, after any checkpoint is loaded
+        self.by_part = [_build(model, config) for model in model_parts]
+        self.optimizers = [optimizer for by_kind in self.by_part for optimizer in by_kind.values()]
+        parameters = [p for model in model_parts for p in model.parameters()]
+        self._post_init(parameters, {"lr": config.lr})
+        if self.schedule is not None:
+            self.schedule.follow(self)
+        self.skips_step = False
+        """whether the next step changes nothing"""
+
+    def step(self, *arguments, **options) -> None:
+        for optimizer in [] if self.skips_step else self.optimizers:
+            optimizer.step(*arguments, **options)
+
+    def named(self) -> Iterator[tuple[str, torch.optim.Optimizer]]:
+        """Each optimizer with its kind."""
+        for by_kind in self.by_part:
+            yield from by_kind.items()
+
+    def state_dict(self) -> dict[str, Any]:
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        state: dict[str, Any] = {}
+        for model, by_kind in zip(self.model_parts, self.by_part, strict=True):
+            state |= get_optimizer_state_dict(model, list(by_kind.values()), options=options)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the optimizers' tensors; learning rate, weight decay and so on stay those of the config."""
+        settings = [{key: value for key, value in group.items() if key != "params"} for group in self._groups()]
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        for model, by_kind in zip(self.model_parts, self.by_part, strict=True):
+            set_optimizer_state_dict(model, list(by_kind.values()), optim_state_dict=state_dict, options=options)
+        for group, of_config in zip(self._groups(), settings, strict=True):  # torch has made new groups
+            group.update(of_config)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+
+class LRSchedulers(LRSchedulersContainer):
+    """TorchTitan's schedulers. A checkpoint has the step of each kind of optimizer; the learning rates follow from the
+    config, which may have changed."""
+
+    def __init__(self, optimizers: Optimizers, upstream: LRSchedulersContainer) -> None:
+        self.schedulers = upstream.schedulers
+        self._kinds = [kind for kind, _ in optimizers.named()]
+
+    def state_dict(self) -> dict[str, Any]:
+        # Optimizers of one kind have the same schedule in all pipeline stages.
+        return {kind: {"last_epoch": s.last_epoch} for kind, s in zip(self._kinds, self.schedulers, strict=True)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for kind, scheduler in zip(self._kinds, self.schedulers, strict=True):
+            scheduler.last_epoch = state_dict[kind]["last_epoch"]
+            scheduler._last_lr = [  # which TorchTitan logs
+                lr * factor(scheduler.last_epoch)
+                for lr, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+            ]
+            for group, lr in zip(scheduler.optimizer.param_groups, scheduler._last_lr, strict=True):
+                group["lr"] = lr
+
+
+def build_optimizers(model_parts: list[nn.Module], config: Optimizer, parallel_dims: ParallelDims) -> Optimizers:
+    """For TorchTitan's TrainSpec."""
+    return Optimizers(model_parts, config)
+
+
+def build_schedulers(optimizers: Optimizers, config, training_steps: int) -> LRSchedulers:
+    """For TorchTitan's TrainSpec: TorchTitan's warmup, plateau and decay for every optimizer."""
+    return LRSchedulers(optimizers, build_lr_schedulers(optimizers, config, training_steps))
+
+
+def _build(model: nn.Module, config: Optimizer) -> dict[str, torch.optim.Optimizer]:
+    """{kind: optimizer}: the config's optimizer for the hidden matrices, AdamW for the rest."""
+    members: dict[str, dict[tuple[float, bool], list[nn.Parameter]]] = {config.name: {}, "AdamW": {}}
+    """{kind: {(factor of the learning rate, whether a weight is one matrix for each attention head): parameters}}"""
+    for name, parameter in model.named_parameters():
+        name = clean_name(name)
+        kind, factor, heads = "AdamW", 1.0, False
+        if is_hidden_matrix(name):
+            layer = name.removesuffix(".weight")
+            kind, factor = config.name, block_factor(config.lr_factors, layer)
+            heads = kind == "Muon" and block_of(layer) in config.muon_heads
+        members[kind].setdefault((factor, heads), []).append(parameter)
+    made = {}
+    for kind, by_setting in members.items():
+        count = sum(parameter.numel() for some in by_setting.values() for parameter in some)
+        logger.info(f"{kind} trains {count:,} parameters")
+        groups = [_group(model, config, *setting, some) for setting, some in sorted(by_setting.items())]
+        if groups:
+            made[kind.lower()] = KINDS[kind].build(groups, config)
+    return made
+
+
+def _group(model: nn.Module, config: Optimizer, factor: float, heads: bool, some: list[nn.Parameter]) -> dict[str, Any]:
+    """A parameter group, with its own learning rate and decay."""
+    lr = config.lr * factor
+    group = {"params": some, "lr": lr, "weight_decay": config.weight_decay / (lr if config.independent_decay else 1)}
+    return group | ({"cut": Cut(head_dim=model.model_args.dim // model.model_args.n_heads)} if heads else {})

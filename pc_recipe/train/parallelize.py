@@ -1,0 +1,126 @@
+"""Applies PC and TorchTitan's parallelisms to one model, in an order that works."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import apply_ac
+from torchtitan.distributed.context_parallel import apply_cp_to_attention_module
+from torchtitan.distributed.pipeline_parallel import pipeline_llm
+from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list, apply_compile, apply_fsdp, apply_tp
+
+from pc.config import PCConfig, matches
+from pc.errors import UserError
+from pc.weights import attach, clean_name, named_weights
+from pc_recipe.config import Config
+from pc_recipe.config.rules import compiles_model
+
+# The operations whose outputs selective checkpointing keeps. TorchTitan's list names only GPU attention kernels. Torch
+# 2.13 fails to recompute CPU attention in a compiled block with tensor parallelism.
+SAVED_OPERATIONS = _op_sac_save_list | {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default}
+
+
+@dataclass
+class AlwaysSharded(ParallelDims):
+    """TorchTitan's ParallelDims with FSDP also on one rank.
+
+    TorchTitan trains a single rank without FSDP, under autocast, with numerics that differ from those of many ranks.
+    """
+
+    once_per_step: bool = False
+    """whether weights stay gathered from a step's first forward pass to its last backward pass (`pc_recipe.train.fsdp_sync`)"""
+
+    @property
+    def fsdp_enabled(self) -> bool:
+        return True
+
+    def _mesh_exist(self, name: str, degree: int) -> bool:
+        return name == "fsdp" or super()._mesh_exist(name, degree)
+
+
+def parallelize(model: nn.Module, parallel_dims: AlwaysSharded, job_config: Config) -> nn.Module:
+    """Apply tensor and context parallelism, PC, activation checkpointing, compilation per block, FSDP, in this order.
+
+    PC comes before the wrappers that hide linear layers. The model, or one pipeline stage of it, is on the meta device.
+    """
+    if parallel_dims.tp_enabled:
+        apply_tp(
+            model,
+            parallel_dims.get_mesh("tp"),
+            loss_parallel=True,
+            enable_float8_tensorwise_tp=False,
+            cp_enabled=parallel_dims.cp_enabled,
+        )
+    if parallel_dims.cp_enabled:
+        apply_cp_to_attention_module(
+            [block.attention.inner_attention for block in model.layers.values()],
+            parallel_dims.get_mesh("cp"),
+            model.model_args.attn_type,
+        )
+    if job_config.pc.enable:
+        _attach_pc(model, parallel_dims, job_config.pc.to_pc_config())
+    compile_model = compiles_model(job_config)
+    if job_config.activation_checkpoint.mode != "none":
+        apply_ac(
+            model,
+            job_config.activation_checkpoint,
+            model_compile_enabled=compile_model,
+            op_sac_save_list=SAVED_OPERATIONS,
+            base_folder=job_config.job.dump_folder,
+        )
+    if compile_model:
+        if parallel_dims.tp_enabled and model.tok_embeddings is not None:
+            # Its output is an in-flight async collective. Torch 2.13 loses the gradient of such an input of a compiled
+            # block, silently with FSDP, and the embedding would not train. Any operation, such as clone, waits for it.
+            model.tok_embeddings.register_forward_hook(lambda module, inputs, output: output.clone())
+        apply_compile(model, job_config.compile)
+    _apply_fsdp(model, parallel_dims, job_config)
+    return model
+
+
+def _attach_pc(model: nn.Module, parallel_dims: AlwaysSharded, config: PCConfig) -> None:
+    """Attach PC to the configured blocks that are on this pipeline stage."""
+    if parallel_dims.pp_enabled:
+        names = [clean_name(name) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        blocks = tuple(entry for entry in config.blocks if any(matches(entry, name) for name in names))
+        if not blocks:
+            return
+        level = {entry: config.level[entry] for entry in blocks} if isinstance(config.level, dict) else config.level
+        config = replace(config, blocks=blocks, level=level)
+    attach(model, config)
+    for _, weight in named_weights(model):
+        weight.is_hidden = True  # the checkpoint stores gamma, u and v apart from the model
+
+
+def _apply_fsdp(model: nn.Module, parallel_dims: AlwaysSharded, job_config: Config) -> None:
+    """TorchTitan's FSDP2 or HSDP, with sums as reductions."""
+    names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
+    apply_fsdp(
+        model,
+        parallel_dims.get_mesh(names),
+        param_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
+        reduce_dtype=TORCH_DTYPE_MAP["float32"],
+        pp_enabled=parallel_dims.pp_enabled,
+        reshard_after_forward_policy="never" if parallel_dims.once_per_step else "default",
+    )
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # The loss is divided by the tokens of all ranks, so gradients must be summed. TorchTitan requests a sum
+            # scaled by 1, which gloo does not support, for which NCCL needs extra copies, and which on one rank copies
+            # every gradient.
+            module.set_force_sum_reduction_for_comms(True)
+            if parallel_dims.dp_replicate * parallel_dims.dp_shard * parallel_dims.cp == 1:
+                module.set_gradient_divide_factor(None)
+
+
+def pipeline(*args, **kwargs):
+    """TorchTitan's `pipeline_llm`, for a TrainSpec; raises UserError for a schedule that does not fit."""
+    try:
+        return pipeline_llm(*args, **kwargs)
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"parallelism (pipeline): {' '.join(str(error).split())}") from error

@@ -1,0 +1,298 @@
+"""TorchTitan's trainer with PC around its optimizer step (`pc_recipe.runs.worker` is the command). One training step:
+
+each micro-batch        forward and backward with PC(W)                         TorchTitan, `pc_recipe.train.fsdp_sync`
+after the last one      gradients of PC(W) become gradients of W and gamma;     `forward_backward_step`
+                        a step that is not finite is left out                   `pc_recipe.train.nonfinite`
+clipping                                                                        TorchTitan
+optimizers.step()       restore W; step; save W and write PC(W)                 `pc.schedules`
+"""
+
+import signal
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torchtitan.train
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
+from torchtitan.distributed.utils import init_distributed
+from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
+from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
+from torchtitan.tools.logging import logger
+
+from pc.errors import UserError
+from pc.shards import local
+from pc.start import preserve
+from pc_recipe import data
+from pc_recipe.config import Config, rules
+from pc_recipe.config.layout import Layout
+from pc_recipe.files.run_folder import write_state
+from pc_recipe.files.run_log import set_aside_metrics
+from pc_recipe.train import cpu, fingerprint, fsdp_sync
+from pc_recipe.train.checkpoint import Checkpoints
+from pc_recipe.train.checkpoint_folder import CheckpointFolder
+from pc_recipe.train.diagnostics import HealthMetrics
+from pc_recipe.train.environment import require_agreement
+from pc_recipe.train.job_config import JobConfig
+from pc_recipe.train.llama2 import Flavors, Llama2
+from pc_recipe.train.loss import build_loss
+from pc_recipe.train.metrics import build_metrics_processor
+from pc_recipe.train.nonfinite import FiniteSteps
+from pc_recipe.train.optimizers import build_optimizers, build_schedulers
+from pc_recipe.train.parallelize import AlwaysSharded, parallelize, pipeline
+from pc_recipe.train.validate import FixedValidator
+
+
+class PCTrainer(torchtitan.train.Trainer):
+    """TorchTitan's trainer with PC, a stop signal, and a status file.
+
+    On SIGUSR2 to any rank, all ranks save a checkpoint after the current step and exit normally.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        job_config = JobConfig(config)
+        self.stopped = False
+        self._micro_batches_done = 0
+        self._stop_requested = False
+        self._has_stepped = False
+        cpu.use_cpu_where_there_is_no_gpu()
+        # Before all that takes long: the launcher's children ignore the signal until they handle it.
+        signal.signal(signal.SIGUSR2, lambda *_: setattr(self, "_stop_requested", True))
+        with (
+            patch.object(torchtitan.train, "CheckpointManager", Checkpoints),  # which TorchTitan makes itself
+            # All pipeline stages know the loss (`_loss_of_all_stages`); TorchTitan would warn that rank 0 does not.
+            patch.object(torchtitan.train, "ensure_pp_loss_visible"),
+        ):
+            super().__init__(job_config)
+        self.pc_schedule = self.optimizers.schedule
+        self.metrics_processor.tokens = lambda: self.ntokens_seen * self._data_ranks
+        self.metrics_processor.positions = self._positions
+        self.health = HealthMetrics(job_config, self.model_parts, self.pc_schedule, self.parallel_dims)
+        self.scorer = self.build_scorer()
+        self.finite_steps = FiniteSteps(self.model_parts, self.pc_schedule, config.training.max_nonfinite_steps)
+        self.checkpointer.may_save = lambda: not self.optimizers.skips_step
+        states = self.checkpointer.states
+        states["method"] = fingerprint.fingerprint(config.pc)
+        if self.pc_schedule is not None:
+            states["pc"] = self.pc_schedule
+
+    def init_distributed(self) -> AlwaysSharded:
+        """TorchTitan's, with FSDP on any number of ranks, after all ranks have agreed on what they train."""
+        world_size = init_distributed(self.job_config.comm, base_folder=self.config.job.dump_folder)
+        require_agreement(self.config)
+        dims = Layout.of(self.config, world_size).dims
+        rules.require(self.config, dims, on_cpu=cpu.is_cpu())
+        return AlwaysSharded(**asdict(dims), ep=1, etp=1, once_per_step=fsdp_sync.once_per_step(self.config))
+
+    def load(self) -> None:
+        """Load what this run continues or starts from, if there is anything. Nothing changes before all is checked.
+
+        Raises:
+            UserError: a checkpoint of another method, model or optimizer, or of a step after the last; or initial
+                weights that are not plain.
+        """
+        checkpointer, wanted = self.checkpointer, self.config.checkpoint
+        if not wanted.enable:
+            return
+        found, start = checkpointer.newest_valid(), wanted.initial_load_path
+        if found is not None:
+            self._require_same_run(found)
+            checkpointer.read(found.path)
+        elif wanted.initial_load_in_hf:
+            start = start or self.config.model.hf_assets_path
+            self.require_start_folder(start)
+            checkpointer.read(start, model_only=True, from_hf=True)
+        elif start and wanted.initial_load_model_only:
+            fingerprint.require_plain_weights(checkpointer.verified(start))
+            checkpointer.read(start, model_only=True)
+        elif start:
+            self._require_same_run(checkpointer.verified(start))
+            checkpointer.read(start)
+        if self.step > (last := self.config.training.steps):
+            raise UserError(
+                f"training.steps = {last} is below step {self.step} of {found.path if found else start}, which this run "
+                "continues; raise it, or go back by moving newer checkpoints out of the folder"
+            )
+
+    def _require_same_run(self, checkpoint: CheckpointFolder) -> None:
+        shapes = {name: tensor.shape for name, tensor in self.checkpointer.states["model"].state_dict().items()}
+        kinds = {"adamw", self.config.optimizer.name.lower()}
+        fingerprint.require_same_run(checkpoint, self.config.pc, shapes, kinds)
+
+    def train(self, record: Callable[[int], None] = lambda step: None) -> None:
+        """Load, and train to the end or to a request to stop.
+
+        Args:
+            record: called on rank 0 with the step that training starts from, once nothing can refuse this start: the
+                record of the run in the folder must not change before.
+        """
+        self.load()
+        folder = Path(self.config.job.dump_folder)
+        if dist.get_rank() == 0:
+            write_state(folder, "running", self.step, self.config.training.steps)
+            set_aside_metrics(folder, self.step)
+            record(self.step)
+        with patch.object(torchtitan.train.dist_utils, "set_pg_timeouts"):  # `_set_timeouts` does it
+            super().train()
+        if dist.get_rank() == 0:
+            state, reason = ("stopped", "asked to stop") if self.stopped else ("finished", "")
+            write_state(folder, state, self.step, self.config.training.steps, reason)
+
+    def train_step(self, data_iterator) -> None:
+        if self.step == 1 and self._starts_from_given_weights():
+            preserve(self.model_parts)
+        if self.pc_schedule is not None and not self.pc_schedule.holds_pc:
+            self.pc_schedule.materialise()  # the first step of a new run; any checkpoint is loaded by now
+        self._micro_batches_done, self._loss = 0, 0.0
+        self._first_position = self.dataloader.position
+        self.health.start_step(self.step, measure_outputs=not self._pipeline_finds_shapes())
+        super().train_step(data_iterator)
+        self.metrics_processor.log_health(self.step, self.health.collect(self.step))
+        if self.scorer is not None and self.scorer.due(self.step):
+            self.metrics_processor.log_health(self.step, self.scorer.score())
+            fsdp_sync.reshard(self.model_parts)
+        # Before the checkpoint of this step, not after it as upstream: a kill in between would lose the validation.
+        if self.config.validation.enable and self.validator.is_due(self.step):
+            self.validator.validate(self)
+        if not self._has_stepped:
+            self._set_timeouts()
+        self._has_stepped = True
+
+    def forward_backward_step(self, *, input_dict, labels, global_valid_tokens) -> Tensor:
+        self._micro_batches_done += 1
+        is_last = self._micro_batches_done == self.gradient_accumulation_steps
+        if not self.parallel_dims.pp_enabled:
+            fsdp_sync.start_micro_batch(self.model_parts, self.parallel_dims.once_per_step, is_last)
+        loss = super().forward_backward_step(
+            input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
+        )
+        self._loss = self._loss + local(loss.detach())
+        if is_last:
+            self._finish_gradients(global_valid_tokens)
+            self.optimizers.skips_step = self.finite_steps.skips(self.step, self._loss, self._positions())
+            if self.optimizers.skips_step:
+                self.metrics_processor.log_health(self.step, {"steps_left_out": self.finite_steps.count})
+        return self._loss_of_all_stages(loss)
+
+    def state_dict(self) -> dict:
+        """TorchTitan's, with the tokens of all ranks, so that a resume on another number of ranks counts correctly."""
+        return super().state_dict() | {"ntokens_seen": self.ntokens_seen * self._data_ranks}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        super().load_state_dict(state_dict)
+        self.ntokens_seen = state_dict["ntokens_seen"] // self._data_ranks
+
+    def should_continue_training(self) -> bool:
+        if not super().should_continue_training():
+            return False
+        wishes = torch.tensor([self._stop_requested, self.checkpointer.minutes_are_over()], dtype=torch.int)
+        dist.all_reduce(wishes, dist.ReduceOp.MAX, group=self.checkpointer.group)
+        self.stopped, self.checkpointer.is_due = map(bool, wishes.tolist())
+        if self.stopped:
+            logger.info(f"Asked to stop: saving step {self.step}")
+            self.checkpointer.save_and_stop(self.step)
+        return not self.stopped
+
+    def _set_timeouts(self) -> None:
+        """After the first step, set `comm.train_timeout_seconds` for all process groups that it has created.
+
+        TorchTitan does so only after step 1, which a resumed run does not have, not for the groups of `pc.owner`, and by
+        a private function of torch, which has a public one in its place from 2.15 on.
+        """
+        dist.barrier(group=self.checkpointer.group)  # a rank's first step may take longer than the timeout
+        timeout = timedelta(seconds=self.config.comm.train_timeout_seconds)
+        set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+        for group in distributed_c10d._world.pg_map:
+            if dist.get_backend(group) != "fake":  # TorchTitan's fake groups of mesh dimensions with one rank
+                set_timeout(timeout, group)
+
+    def _starts_from_given_weights(self) -> bool:
+        """Whether a new run has loaded weights and `pc.start` is "preserve"."""
+        pc, checkpoint = self.config.pc, self.config.checkpoint
+        if not (pc.enable and pc.start == "preserve" and checkpoint.enable and checkpoint.initial_load_model_only):
+            return False
+        return bool(checkpoint.initial_load_path or checkpoint.initial_load_in_hf)
+
+    def _loss_of_all_stages(self, loss: Tensor) -> Tensor:
+        """The last pipeline stage's loss, on all stages; TorchTitan 0.2.2 returns and logs -1 on the others."""
+        if not self.parallel_dims.pp_enabled:
+            return loss
+        loss = loss.detach().float() if self.pp_has_last_stage else torch.zeros((), device=self.device)
+        loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
+        dist.all_reduce(loss, group=self.parallel_dims.get_mesh("pp").get_group())
+        return loss
+
+    def _finish_gradients(self, global_valid_tokens) -> None:
+        """Convert a step's complete gradients to those of the mean loss, then to those of W and gamma."""
+        if self.parallel_dims.pp_enabled:
+            # With pipeline parallelism, TorchTitan 0.2.2 does not divide by the token count.
+            for model in self.model_parts:
+                for parameter in model.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.div_(global_valid_tokens)
+        if self.pc_schedule is not None:
+            self.pc_schedule.pull_back()
+
+    def _pipeline_finds_shapes(self) -> bool:
+        """Whether the pipeline will first infer shapes with uninitialised inputs: at the start and after validation."""
+        if not self.parallel_dims.pp_enabled:
+            return False
+        validated = self.config.validation.enable and self.validator.is_due(self.step - 1)
+        return not self._has_stepped or validated
+
+    def build_scorer(self):
+        """None, or an object with `due(step)` and a collective `score()` that scores the model during training."""
+        return None
+
+    def require_start_folder(self, folder: str) -> None:
+        """Raise if a Hugging Face folder does not fit this run's model; TorchTitan silently accepts mismatches."""
+
+    def _positions(self) -> range:
+        """Of the current step's sequences in the order of the data."""
+        return range(self._first_position, self.dataloader.position)
+
+    @property
+    def _data_ranks(self) -> int:
+        return self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
+
+
+def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer, job_config: Config):
+    """For TorchTitan's TrainSpec: shards in global order."""
+    loader = job_config.training.dataloader
+    return data.GlobalOrderLoader(
+        job_config.data.folders,
+        "train",
+        seed=job_config.data.seed,
+        skip=job_config.data.skip,
+        seq_len=job_config.training.seq_len,
+        local_batch_size=job_config.training.local_batch_size,
+        dp_rank=dp_rank,
+        dp_world_size=dp_world_size,
+        vocab_size=job_config.model.vocab_size,
+        num_workers=loader.num_workers,
+        prefetch_factor=loader.prefetch_factor,
+        pin_memory=loader.pin_memory,
+    )
+
+
+TRAIN_SPEC = TrainSpec(
+    model_cls=Llama2,
+    model_args=Flavors(),
+    parallelize_fn=parallelize,
+    pipelining_fn=pipeline,
+    build_optimizers_fn=build_optimizers,
+    build_lr_schedulers_fn=build_schedulers,
+    build_dataloader_fn=build_dataloader,
+    build_tokenizer_fn=None,
+    build_loss_fn=build_loss,
+    build_validator_fn=FixedValidator,
+    build_metrics_processor_fn=build_metrics_processor,
+    state_dict_adapter=Llama3StateDictAdapter,
+)
+register_train_spec("pc_llama2", TRAIN_SPEC)

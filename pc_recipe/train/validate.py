@@ -1,0 +1,104 @@
+"""Validation on a fixed set: the same sequences each time, and the mean loss over all tokens of all ranks."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.train import Trainer
+
+from pc_recipe.config import Config
+from pc_recipe.data import GlobalOrderLoader, Manifest, require_same_tokenizer
+from pc_recipe.files.run_log import unique_names
+from pc_recipe.train.fsdp_sync import reshard
+
+
+class FixedValidator:
+    """TorchTitan's validator continues through its data, so each validation uses other batches; this one restarts.
+
+    Args:
+        others: what TorchTitan takes from the trainer here; `validate` does so itself.
+    """
+
+    def __init__(self, job_config: Config, dp_world_size: int, dp_rank: int, **others) -> None:
+        self._freq, self._last = job_config.validation.freq, job_config.training.steps
+        section = job_config.data
+        folders = section.validation_folders
+        require_same_tokenizer(Manifest.read(next(iter(section.folders))), Manifest.read(next(iter(folders))))
+        self._names = unique_names([Path(folder) for folder in folders])
+        self._weights = torch.tensor(list(folders.values()), dtype=torch.float64)
+        self._dataloaders = [
+            GlobalOrderLoader(
+                folder,
+                "validation",
+                seq_len=job_config.training.seq_len,
+                local_batch_size=job_config.validation.local_batch_size,
+                dp_rank=dp_rank,
+                dp_world_size=dp_world_size,
+                vocab_size=job_config.model.vocab_size,
+                limit_sequences=section.validation_sequences,
+            )
+            for folder in folders
+        ]
+
+    def is_due(self, step: int) -> bool:
+        """Whether to validate after this step."""
+        return step in (1, self._last) or step % self._freq == 0
+
+    def should_validate(self, step: int) -> bool:
+        """Never, for TorchTitan's loop, which validates after it saves; `PCTrainer.train_step` validates before."""
+        return False
+
+    @torch.no_grad()
+    def validate(self, trainer: Trainer) -> None:
+        """Log the loss; of several folders the mean by weight, and each one's loss and share. All ranks call it."""
+        for model in trainer.model_parts:
+            model.eval()
+        totals = torch.stack([_totals(trainer, loader) for loader in self._dataloaders])
+        for name in ("pp", "loss"):
+            mesh = trainer.parallel_dims.get_optional_mesh(name)
+            if mesh is not None:
+                torch.distributed.all_reduce(totals, group=mesh.get_group())
+        losses = (totals[:, 0] / totals[:, 1]).cpu()
+        loss = (losses @ self._weights / self._weights.sum()).item()
+        trainer.metrics_processor.log_validation(loss, trainer.step, self._by_folder(trainer, losses.tolist()))
+        for model in trainer.model_parts:
+            model.train()
+        reshard(trainer.model_parts)
+
+    def _by_folder(self, trainer: Trainer, losses: list[float]) -> dict[str, float]:
+        """What is logged of each folder, where there are several."""
+        shares = trainer.dataloader.shares()
+        of_each = {f"validation_loss/{name}": loss for name, loss in zip(self._names, losses, strict=True)}
+        of_each |= dict(zip((f"share/{name}" for name in unique_names(list(map(Path, shares)))), shares.values()))
+        return of_each if len(shares) > 1 else {}
+
+
+def _totals(trainer: Trainer, dataloader: GlobalOrderLoader) -> Tensor:
+    """Sum of losses and number of tokens on this rank [2]; zero on ranks without the last pipeline stage."""
+    totals = torch.zeros(2, dtype=torch.float64, device=trainer.device)
+    for input_dict, labels in dataloader:
+        input_dict = {key: value.to(trainer.device) for key, value in input_dict.items()}
+        trainer.metrics_processor.ntokens_since_last_log += labels.numel()
+        inputs, labels, _, more = trainer.post_dataloading_process(input_dict, labels.to(trainer.device))
+        loss = _loss_sum(trainer, inputs, labels, more)
+        if loss is not None:
+            totals += torch.stack([loss.double(), (labels != IGNORE_INDEX).sum().double()])
+    return totals
+
+
+def _loss_sum(trainer: Trainer, inputs: Tensor, labels: Tensor, more: dict) -> Tensor | None:
+    """Sum of a batch's losses; None on a rank without the last pipeline stage."""
+    if not trainer.parallel_dims.pp_enabled:
+        with trainer.train_context(), trainer.maybe_enable_amp:
+            return _full(trainer.loss_fn(trainer.model_parts[0](inputs, **more), labels))
+    losses, target = ([], labels) if trainer.pp_has_last_stage else (None, None)
+    arguments = (inputs,) if trainer.pp_has_first_stage else ()
+    with trainer.train_context():
+        trainer.pp_schedule.eval(*arguments, **more, target=target, losses=losses)
+    return _full(torch.stack(losses).sum()).to(trainer.device) if losses is not None else None
+
+
+def _full(loss: Tensor) -> Tensor:
+    return loss.full_tensor() if isinstance(loss, DTensor) else loss

@@ -1,0 +1,248 @@
+"""The chain of TOML files and the command line give one checked configuration."""
+
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from helpers.tiny import ROOT
+from pc.errors import UserError
+from pc_recipe.config import Config, load_config, write_config
+from pc_recipe.config import inheritance
+from pc_recipe.config.run_key import everything
+from pc_recipe.files.atomic import sha256_of
+
+
+def resolve(path, words=()) -> dict:
+    """What is set."""
+    return inheritance.resolve(path, words, Config).model_dump(exclude_unset=True)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(name: str, text: str):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_precedence_is_command_line_then_file_then_parents(write):
+    write("base.toml", "[compile]\nenable = true\n[optimizer]\nlr = 1.0\n[training]\nsteps = 1\nmax_norm = 3")
+    write("sub/middle.toml", 'parent = "../base.toml"\n[optimizer]\nlr = 2.0\n[training]\nsteps = 2')
+    leaf = write("sub/leaf.toml", 'parent = "middle.toml"\n[training]\nsteps = 3')
+    assert resolve(leaf) == {
+        "compile": {"enable": True},
+        "optimizer": {"lr": 2.0},
+        "training": {"steps": 3, "max_norm": 3},
+    }
+    assert resolve(leaf, ["--training.steps", "4"])["training"]["steps"] == 4
+
+
+def test_sections_merge_and_values_replace(write):
+    write("base.toml", '[training.dataloader]\nnum_workers = 2\n[pc]\nblocks = ["q", "k"]\nlevel = {o = 4, ffn = 2}')
+    leaf = write(
+        "leaf.toml",
+        'parent = "base.toml"\n[training.dataloader]\nprefetch_factor = 3\n[pc]\nblocks = ["v"]\nlevel = {ffn = 3}',
+    )
+    assert resolve(leaf) == {
+        "training": {"dataloader": {"num_workers": 2, "prefetch_factor": 3}},
+        "pc": {"blocks": ["v"], "level": {"ffn": 3}},
+    }
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        (["--training.steps", "5"], {"training": {"steps": 5}}),
+        (["--training.dataloader.num_workers=2"], {"training": {"dataloader": {"num_workers": 2}}}),
+        (["--training.max-norm", "2"], {"training": {"max_norm": 2.0}}),
+        (["--optimizer.lr", "3"], {"optimizer": {"lr": 3.0}}),
+        (["--optimizer.lr=.5"], {"optimizer": {"lr": 0.5}}),
+        (["--compile.enable"], {"compile": {"enable": True}}),
+        (["--pc.level", "2"], {"pc": {"level": 2}}),
+        (["--pc.level", "polar_express"], {"pc": {"level": "polar_express"}}),
+        (
+            ["--pc.level", '{o = 4, ffn = "polar_express"}'],
+            {"pc": {"level": {"o": 4, "ffn": "polar_express"}}},
+        ),
+        (["--pc.level", "2.5,-1.5"], {"pc": {"level": [2.5, -1.5]}}),
+        (["--pc.level", "{o = [1.5, -0.5], ffn = 2}"], {"pc": {"level": {"o": [1.5, -0.5], "ffn": 2}}}),
+        (["--pc.blocks", "o,ffn"], {"pc": {"blocks": ["o", "ffn"]}}),
+        (["--pc.blocks", '["o", "ffn"]'], {"pc": {"blocks": ["o", "ffn"]}}),
+        (["--job.description", "1.5"], {"job": {"description": "1.5"}}),
+        (["--pc.level=2", "--pc.level.o=3"], {"pc": {"level": {"o": 3}}}),
+    ],
+)
+def test_command_line_words_take_the_declared_type(write, words, expected):
+    parsed = resolve(write("empty.toml", ""), words)
+    assert parsed == expected
+    # 3 == 3.0 in Python; the types must be right too
+    assert repr(parsed) == repr(expected)
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("[optimizer]\nlearning_rate = 1", "unknown key optimizer.learning_rate"),
+        ("[optimiser]\nlr = 1", "unknown key optimiser; did you mean optimizer?"),
+        ("[training]\nstep = 1", "did you mean training.steps?"),
+        ("lr = 1", "unknown key lr; did you mean optimizer.lr?"),
+        ("training = 3", "training = 3 should be a valid dictionary"),
+        ("[training]\nsteps = 0", "training.steps = 0 should be greater than or equal to 1"),
+        ("[optimizer]\nlr = nan", "optimizer.lr = nan should be a finite number"),
+        ('[job]\ndescription = "\\u0000"', "job.description"),
+        ("[training]\nsteps = true", "training.steps = True should be a valid integer"),
+        ("[compile]\nenable = 1", "compile.enable = 1 should be a valid boolean"),
+        ("steps = = 1", "not valid TOML"),
+        ("parent = 3", "No such file"),
+        ('parent = "gone.toml"', "gone.toml (parent of "),
+    ],
+)
+def test_bad_files_are_named_with_the_key(write, text, said):
+    # The fault is in the parent: the message must name that file, not the child.
+    parent = write("faulty.toml", text)
+    leaf = write("leaf.toml", 'parent = "faulty.toml"\n')
+    with pytest.raises(UserError) as raised:
+        resolve(leaf)
+    assert said in str(raised.value)
+    assert str(parent) in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--training.step", "5"], "did you mean training.steps?"),
+        (["--training.steps", "5.5"], "should be a valid integer"),
+        (["--pc.blocks", '["o", 1]'], "pc.blocks.1 = 1 should be a valid string"),
+        (["--optimizer.lr", "fast"], "should be a valid number"),
+    ],
+)
+def test_bad_overrides_are_named(write, words, said):
+    empty = write("empty.toml", "")
+    with pytest.raises(UserError, match="command line: ") as raised:
+        resolve(empty, words)
+    assert said in str(raised.value)
+
+
+def test_written_file_resolves_to_itself_and_names_its_ancestors(write, tmp_path):
+    base = write("base.toml", "[optimizer]\nlr = 1e-3\n")
+    leaf = write("leaf.toml", 'parent = "base.toml"\n[job]\ndescription = "tab\\t quote\\" del\\u007f ü"\n')
+    overrides = ["--training.steps", "3", "--pc.level={o = 4, ffn = [1.5, -0.5]}"]
+    config, written = load_config(leaf, overrides), tmp_path / "run" / "config.toml"
+    write_config(config, written)
+    assert load_config(written) == config
+    assert tomllib.loads(written.read_text()) == config.model_dump(exclude_unset=True)
+    comments = [line for line in written.read_text().splitlines() if line.startswith("#")]
+    assert "--training.steps 3" in comments[1]
+    assert [line.split()[-1] for line in comments[2:]] == [sha256_of(leaf), sha256_of(base)]
+    again = tmp_path / "again.toml"
+    write_config(load_config(written), again)  # as the trainer's processes do
+    assert again.read_bytes() == written.read_bytes()
+
+
+def test_an_overlay_stands_between_the_words_of_the_command_line(write, tmp_path):
+    leaf = write("leaf.toml", "[optimizer]\nlr = 1.0\neps = 0.5\n[training]\nsteps = 1\nmax_norm = 3")
+    below = write("below.toml", "[training]\nmax_norm = 7.0")
+    overlay = write("overlay.toml", 'parent = "below.toml"\n[optimizer]\nlr = 2.0\n[training]\nsteps = 2')
+    words = ["--optimizer.lr=9", "--training.steps", "9", f"--overlay={overlay}", "--training.steps", "3"]
+    assert resolve(leaf, words) == {
+        "optimizer": {"lr": 2.0, "eps": 0.5},
+        "training": {"steps": 3, "max_norm": 7.0},
+    }
+    write_config(load_config(leaf, words), tmp_path / "config.toml")
+    comments = [line.split()[-1] for line in (tmp_path / "config.toml").read_text().splitlines() if "sha256" in line]
+    assert comments == list(map(sha256_of, (overlay, below, leaf)))
+    for wrong, said in ((write("wrong.toml", "[training]\nstep = 2"), "training.step;"), ("none.toml", "No such file")):
+        with pytest.raises(UserError, match=said) as raised:
+            load_config(leaf, ["--overlay", str(wrong)])
+        assert str(wrong) in str(raised.value)
+
+
+def test_every_faulty_key_is_named_once(write):
+    file = write("faulty.toml", "[training]\nsteps = 0\n[pc]\nlevel = true\nblock = 1\n")
+    with pytest.raises(UserError) as raised:
+        load_config(file)
+    lines = str(raised.value).splitlines()
+    assert len(lines) == 3 and all(str(file) in line for line in lines)
+
+
+def test_a_key_of_torchtitan_that_is_not_read_names_its_replacement(write):
+    file = write("theirs.toml", "[training]\ndataset_path = 'x'")
+    with pytest.raises(UserError, match="training.dataset_path is not supported by this trainer; see data.path"):
+        load_config(file)
+
+
+def test_every_key_is_read():
+    """By TorchTitan, under its name, or by this project; none that exists has a replacement."""
+    from functools import reduce
+
+    from torchtitan.config import JobConfig
+
+    code = "".join(file.read_text() for package in ("pc", "pc_recipe") for file in (ROOT / package).rglob("*.py"))
+
+    def is_theirs(name: str) -> bool:
+        try:
+            reduce(getattr, name.split("."), JobConfig())
+        except AttributeError:
+            return False
+        return True
+
+    keys = list(everything(Config()))
+    assert not [k for k in keys if not is_theirs(k) and not re.search(rf"\.{k.rpartition('.')[2]}\b", code)]
+    assert not is_theirs("training.step") and is_theirs("training.steps")  # controls
+    assert not set(keys) & set(inheritance.INSTEAD)
+
+
+def run_without_torch(code: str) -> tuple[int, str]:
+    """(status, output) of a command in a process of its own; neither torch nor TorchTitan was imported there."""
+    code = f"import runpy, sys\n{code}\nfinally: print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    *said, modules = done.stdout.splitlines()
+    assert "pc.errors" in modules.split() and not {"torch", "torchtitan"} & set(modules.split())
+    return done.returncode, "\n".join(said) + done.stderr
+
+
+def launch(*words) -> tuple[int, str]:
+    return run_without_torch(f"from pc_recipe.runs import local; sys.argv[1:] = {list(words)!r}\ntry: local.main()")
+
+
+def run_script(script, *words) -> tuple[int, str]:
+    return run_without_torch(f"sys.argv = {['x', *words]!r}\ntry: runpy.run_path({str(script)!r}, run_name='__main__')")
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--help"], "0.0008486)"),  # the value of this config
+        (["--pc.levl", "3"], "did you mean pc.level?"),
+        (["--training.steps=0"], "should be greater than or equal to 1"),
+        (["--pc.level=7"], "PC level 7 does not exist"),
+    ],
+)
+def test_help_and_mistakes_need_no_torch(words, said):
+    status, output = launch("train_configs/271m_adamw_pc.toml", *words)
+    assert said in output and status == (0 if "--help" in words else 2)
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "scripts").rglob("*.py")), ids=lambda file: file.name)
+def test_help_of_a_script_needs_no_torch(script):
+    status, output = run_script(script, "--help")
+    assert status == 0 and output.startswith("usage: ")
+
+
+def test_a_mistake_is_not_queued_and_needs_no_torch():
+    status, output = run_script("scripts/slurm/submit.py", "train_configs/271m_adamw_pc.toml", "--pc.blocks=ffm")
+    assert status == 2 and "error: pc.blocks: 'ffm' is not a block" in output
+
+
+def test_a_line_break_in_an_override_cannot_leave_the_comment(write, tmp_path):
+    leaf, text = write("leaf.toml", ""), "x\n[training]\nsteps = 1"
+    write_config(load_config(leaf, ["--job.description", text]), tmp_path / "c.toml")
+    values = tomllib.loads((tmp_path / "c.toml").read_text())
+    assert values == {"job": {"description": text, "dump_folder": "outputs/leaf"}}

@@ -1,0 +1,96 @@
+"""Combinations that cannot work are refused with a sentence that names the key; others are accepted."""
+
+import math
+
+import pytest
+
+from pc.errors import UserError
+from pc_recipe.config import Config, rules
+from pc_recipe.config.inheritance import validated
+from pc_recipe.config.layout import Degrees
+
+ONE = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1}
+
+
+def _check(settings: dict, degrees: dict, on_cpu: bool = False) -> None:
+    values: dict = {}
+    for key, value in ({"training.seq_len": 64, "pc.enable": True} | settings).items():
+        *sections, name = key.split(".")
+        section = values
+        for part in sections:
+            section = section.setdefault(part, {})
+        section[name] = value
+    degrees = ONE | degrees
+    dims = Degrees(**degrees, world_size=math.prod(degrees.values()))
+    rules.require(validated(values, Config, "here"), dims, on_cpu)
+
+
+COMPILE = {"compile.enable": True, "compile.components": ["model"], "activation_checkpoint.mode": "none"}
+AC_OP = {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"}
+FLOAT8 = {"model.converters": ["quantize.linear.float8"]}
+EMULATED_FLOAT8 = {**FLOAT8, "quantize.linear.float8.emulate": True}
+ZERO_BUBBLE = {"parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}
+
+REFUSED_ANYWHERE = [
+    ({}, {"dp_replicate": 2}, "data_parallel_replicate_degree without sharding averages gradients twice"),
+    ({"pc.schedule": "forward"}, {"tp": 2}, 'pc.schedule = "forward" needs full weights'),
+    ({"evaluation.interval": 5}, {"pp": 2}, "without pipeline and context parallelism"),
+    ({"checkpoint.exclude_from_loading": ["pc"]}, {}, "should name both model and pc or neither"),
+    ({"checkpoint.exclude_from_loading": ["model"]}, {}, "should name both model and pc or neither"),
+    ({"checkpoint.keep_latest_k": 1}, {}, "checkpoint.keep_latest_k = 1 should be 2 or more"),
+    ({**EMULATED_FLOAT8, "pc.schedule": "forward"}, {}, "would replace the matmuls of float8 layers"),
+    ({"model.n_kv_heads": 2}, {"tp": 4}, "tensor_parallel_degree = 4 should divide the 2 (key-value) heads"),
+    ({"model.dim": 66}, {}, "model.dim = 66 should be an even multiple of the 4 heads"),
+    ({"model.n_kv_heads": 3}, {}, "model.n_kv_heads = 3 should divide the 4 heads"),
+    ({"training.seq_len": 60}, {"tp": 3}, "tensor_parallel_degree = 3 should divide the 4 (key-value) heads"),
+    ({"training.seq_len": 63}, {"tp": 2}, "training.seq_len = 63 should be a multiple of 4"),
+    ({"validation.enable": True, "validation.local_batch_size": 4}, {"pp": 2}, "should be training.local_batch_size = 8"),
+    ({**COMPILE, **ZERO_BUBBLE}, {"pp": 2}, "splits the backward pass"),
+    ({**AC_OP, **ZERO_BUBBLE}, {"pp": 2}, 'activation_checkpoint.mode = "full"'),
+    ({"training.global_batch_size": 12}, {"dp_shard": 2}, "training.global_batch_size = 12 is not a multiple"),
+    ({"pc.level": 1.5}, {}, "pc.level = 1.5 should be 1 to 4, polar_express, coefficients"),
+]  # fmt: skip
+
+REFUSED_ON_CPU = [
+    ({"profiling.enable_profiling": True}, {}, "profiling.enable_profiling needs a GPU"),
+    ({"checkpoint.async_mode": "async_with_pinned_mem"}, {}, "async_with_pinned_mem"),
+    ({}, {"cp": 2}, "context_parallel_degree needs a GPU"),
+]  # fmt: skip
+
+ACCEPTED = [
+    ({}, {}),
+    ({}, {"dp_shard": 8}),
+    ({}, {"dp_replicate": 2, "dp_shard": 2}),
+    ({}, {"dp_shard": 2, "tp": 2, "pp": 2}),
+    (EMULATED_FLOAT8, {"dp_shard": 2, "tp": 2}),
+    ({**EMULATED_FLOAT8, "pc.enable": False}, {}),
+    ({"pc.schedule": "forward"}, {"dp_shard": 2, "pp": 2}),
+    ({"checkpoint.exclude_from_loading": ["model"], "pc.enable": False}, {}),
+    ({**COMPILE, "parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}, {"pp": 2}),
+    ({**ZERO_BUBBLE, "activation_checkpoint.mode": "full"}, {"pp": 2}),
+    (COMPILE, {"tp": 2}),
+    ({**COMPILE, **AC_OP}, {"tp": 2}),
+    ({**COMPILE, **AC_OP}, {"dp_shard": 2, "pp": 2}),
+]
+
+
+@pytest.mark.parametrize("cpu", [True, False], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("settings, degrees, sentence", REFUSED_ANYWHERE, ids=lambda value: str(value)[:40])
+def test_refused_anywhere(cpu, settings, degrees, sentence):
+    with pytest.raises(UserError) as error:
+        _check(settings, degrees, on_cpu=cpu)
+    assert sentence in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("settings, degrees, sentence", REFUSED_ON_CPU, ids=lambda value: str(value)[:40])
+def test_refused_on_a_cpu_alone(settings, degrees, sentence):
+    _check(settings, degrees)
+    with pytest.raises(UserError) as error:
+        _check(settings, degrees, on_cpu=True)
+    assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize("settings, degrees", ACCEPTED, ids=str)
+def test_accepted(settings, degrees):
+    _check(settings, degrees, on_cpu=True)

@@ -1,0 +1,252 @@
+"""Tables of evidence: the chosen rate, the seeds used, differences and errors."""
+
+import json
+import math
+
+import pandas as pd
+import pytest
+from scipy import stats
+
+from helpers.made_runs import write_run
+from pc.errors import UserError
+from pc_recipe.config.model_sizes import FLAVORS
+from pc_recipe.report import evidence, evidence_report
+
+# {(pc on, learning rate): final losses of seeds 0, 1, 2}; None: diverged
+LOSSES = {
+    (False, 1e-3): [4.0],
+    (False, 2e-3): [3.9, 4.2, 4.4],
+    (True, 1e-3): [3.7, 3.8, 4.0],
+    (True, 2e-3): [3.8, 3.9, 4.0],
+}
+COUNT = sum(map(len, LOSSES.values()))
+
+CONFIG = """
+job = {{ dump_folder = "{folder}" }}
+model = {{ flavor = "{flavor}", vocab_size = 512 }}
+training = {{ steps = 100, seq_len = 16, global_batch_size = 8 }}
+lr_scheduler = {{ warmup_steps = 10, min_lr_factor = 0.1 }}
+optimizer = {{ name = "AdamW", lr = {rate}, weight_decay = 10.0 }}
+pc = {{ enable = {on} }}
+debug = {{ seed = {seed} }}
+"""
+
+
+def _sweep(folder, losses, config="c.toml", stops_at=None, flavor="nano", tokens=10):
+    """A finished sweep's folder with runs of `tokens` per step, validated at 1, 3 and 5; `stops_at`: {name: last step}."""
+    results = []
+    for (on, rate), finals in losses.items():
+        for seed, final in enumerate(finals):
+            name = f"{on}-{rate}/seed-{seed}"
+            lines = [
+                {"step": 1, "validation_loss": 5.0, "loss": 5.0},
+                {"step": 3, "validation_loss": (final or 9.0) + 0.5},
+                {"step": 5, "spectra/gmcn/pc": 7.0},
+                {"step": 5, "validation_loss": final},
+            ]
+            kept = [line for line in lines if line["step"] <= (stops_at or {}).get(name, 5)] or [
+                {"step": 1, "loss": 9.0}
+            ]
+            write_run(folder / name, [line | {"tokens": tokens * line["step"]} for line in kept])
+            toml = CONFIG.format(on=str(on).lower(), rate=rate, seed=seed, flavor=flavor, folder=folder / name)
+            (folder / name / "config.toml").write_text(toml)
+            (folder / name / "environment.json").write_text("{}")
+            state = "diverged" if final is None else "finished"
+            settings = {"optimizer.lr": rate, "pc.enable": on}
+            results.append({"name": name, "config": config, "settings": settings, "spikes": 0, "state": state})
+    (folder / "results.jsonl").write_text("".join(json.dumps(result) + "\n" for result in results))
+    return folder
+
+
+def _experiment(tmp_path, losses=LOSSES, **options):
+    evidence.collect([_sweep(tmp_path / "sweep", losses, **options)], "study", tmp_path / "kept")
+    (experiment,) = evidence.read_experiments(tmp_path / "kept")
+    return experiment
+
+
+def _pairs(tmp_path, losses=LOSSES, **options) -> list[str]:
+    """Lines of the table of differences."""
+    return evidence_report.pair_table(_experiment(tmp_path, losses, **options), margin=0.01).splitlines()
+
+
+def test_rate_by_the_first_seed_and_judged_on_the_others(tmp_path):
+    """PC's best rate by seed 0 is 1e-3; only seeds 1 and 2 enter the figures, paired with the baseline's."""
+    header, _, best, at_the_references = _pairs(tmp_path)  # the baseline's other rate has only the choosing seed
+    assert header.endswith("| seeds | difference | interval | verdict | times fewer tokens | after 30 | after 50 |")
+    # 3.8 - 4.2 and 4.0 - 4.4 are equal; unpaired errors would be 0.14
+    assert best.startswith("| pc on | 0.001 | 0.002 | 1, 2 | -0.4000 ± 0.0000 |") and best.endswith(
+        "| -0.400 | -0.400 |"
+    )
+    assert at_the_references.startswith("| pc on | 0.002 | 0.002 | 1, 2 | -0.3500 ± 0.0500 |")
+    runs = _experiment(tmp_path / "again").runs
+    table = evidence_report.arm_table(runs)
+    assert "| pc on | **0.001** | 0 | 3.7000 | 7.0 | - | - |" in table
+    assert "| pc on | **0.001** | 1, 2 | 3.9000 ± 0.1000 | 7.0 | - | - |" in table
+    assert "| pc off | 0.001 | 0 | 4.0000 |" in table
+    assert "better for pc off; pc on." in evidence_report.untuned(runs)
+
+
+def test_diverged_runs_are_shown_counted_and_never_the_best(tmp_path):
+    """No NaN in the file, which JSON does not know."""
+    losses = LOSSES | {(True, 2e-3): [None, None, 4.0]}
+    experiment = _experiment(tmp_path, losses, stops_at={"True-0.002/seed-1": 0})
+    assert "NaN" not in (tmp_path / "kept" / "runs.jsonl").read_text()
+    arms = evidence_report.arm_table(experiment.runs)
+    assert "| pc on | **0.001** |" in arms and "| pc on | 0.002 | 1, 2 | 1 of 2 diverged |" in arms
+    table = evidence_report.pair_table(experiment, margin=0.01)
+    assert "| pc on | 0.002 | 0.002 | 1, 2 | 1 of 2 diverged | - | no test | - |" in table
+
+
+# Final losses of paired seeds, PC minus baseline: mean -0.008, errors of 0.002828 / sqrt(6), 2.5706 of them to each side.
+DIFFERENCES = (-0.010, -0.006, -0.012, -0.004, -0.008, -0.008)
+
+
+@pytest.mark.parametrize(
+    "shift, interval, margin, verdict",
+    [
+        (0.0, "-0.0110 to -0.0050", 0.005, "better"),
+        (0.016, "+0.0050 to +0.0110", 0.005, "worse"),
+        (0.007, "-0.0040 to +0.0020", 0.005, "no difference"),
+        (0.0105, "-0.0005 to +0.0055", 0.005, "undecided"),  # narrow enough, but not inside the margin
+    ],
+)
+def test_the_verdict_of_paired_seeds(tmp_path, shift, interval, margin, verdict):
+    """From sweeps to the report, as the experiment in the paper's regime was written down: each arm's rate by seed 0,
+    the test by six other seeds of both. A seventh of the baseline, whose other half still runs, does not count."""
+    baselines = [1.41, 1.43, 1.40, 1.42, 1.44, 1.41, 1.39]
+    pc = [1.5, *(loss + difference + shift for loss, difference in zip(baselines[1:], DIFFERENCES, strict=True))]
+    sweeps = {
+        "lr": {(False, 1.1e-2): [1.42], (False, 1.6e-2): [1.41], (False, 2.3e-2): [1.43]},
+        "pc_lr": {(True, 8e-3): [1.53], (True, 1.1e-2): [1.52], (True, 1.6e-2): [1.5]},
+        "seeds": {(False, 1.6e-2): [*baselines, 9.0]},
+        "pc_seeds": {(True, 1.6e-2): pc},
+    }
+    evidence.collect([_sweep(tmp_path / name, runs) for name, runs in sweeps.items()], "adamw", tmp_path / "kept")
+    tables, _ = evidence_report.report(tmp_path / "kept", margin)
+    mean = f"{-0.008 + shift:.4f} ± 0.0012"
+    line = f"| pc on | 0.016 | 0.016 | 1, 2, 3, 4, 5, 6 | {mean} | {interval} | {verdict} |"
+    assert line in tables.read_text()
+
+
+@pytest.mark.parametrize(
+    "differences, expected",
+    [
+        # by hand: standard error 0.1 / sqrt(3), t = 4.303 for two degrees of freedom
+        ([-0.1, -0.2, -0.3], ("-0.4484 to +0.0484", "undecided")),
+        ([-0.2], ("-", "no test")),
+        ([math.inf, -0.2], ("-", "no test")),
+    ],
+)
+def test_no_verdict(differences, expected):
+    pair = pd.DataFrame({"difference": differences, "chose": False})
+    assert evidence_report.interval_and_verdict(pair, margin=0.01) == expected
+
+
+PLAN = """
+margin = 0.01
+tuning_seeds = [0, 1]
+
+[[questions]]
+name = "cause"
+contrasts = [["full", "part"], ["full", "plain"], ["full", "absent"]]
+
+[[questions]]
+name = "parts"
+contrasts = [["part", "plain"], ["full", "plain"]]
+holm = true
+"""
+
+
+def test_the_planned_test(tmp_path):
+    """Arms by variant, rates by the mean of two tuning seeds, contrasts of any two arms on the others, Holm by question.
+
+    Seed 0 alone would choose 1e-3 for `plain`, which is worse on seed 1.
+    """
+    finals = {
+        ("plain", 1e-3): [3.9, 4.5],
+        ("plain", 2e-3): [4.0, 4.1, 4.00, 4.10, 4.20, 4.30],
+        ("part", 2e-3): [4.0, 4.1, 4.01, 4.09, 4.20, 4.31],
+        ("part", 4e-3): [4.2, 4.2],
+        ("full", 2e-3): [9.0, 9.0, 3.90, 4.00, 4.11, 4.21],
+        ("full", 4e-3): [9.1, 9.0],
+    }
+    for (variant, rate), losses in finals.items():
+        folder = _sweep(tmp_path / f"{variant}-{rate}", {(False, rate): losses})
+        lines = [
+            json.loads(line) | {"variant": variant} for line in (folder / "results.jsonl").read_text().splitlines()
+        ]
+        (folder / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        evidence.collect([folder], "study", tmp_path / "kept")
+    (tmp_path / "kept" / "plan.toml").write_text(PLAN)
+    tables, _ = evidence_report.report(tmp_path / "kept")
+    text = tables.read_text()
+    assert "| plain | **0.002** | 0, 1 |" in text and "no difference* if it lies inside ±0.01" in text
+    # differences of the four other seeds; t and p by scipy's own formula for one sample, Holm's factors by hand
+    by_hand = stats.ttest_rel([3.90, 4.00, 4.11, 4.21], [4.00, 4.10, 4.20, 4.30]).pvalue
+    cause = next(line for line in text.splitlines() if line.startswith("| cause | full - plain | 4 | -0.0950 |"))
+    assert f"| {by_hand:.2g} | - | lower |" in cause
+    assert f"| {by_hand:.2g} | {2 * by_hand:.2g} | lower |" in text  # the smaller of two
+    part = next(line for line in text.splitlines() if line.startswith("| parts | part - plain | 4 | +0.0025 |"))
+    assert part.endswith("| 0.64 | 0.64 | undecided |")  # -0.0126 to +0.0176; the larger p is not multiplied
+    assert "absent" not in text
+
+
+def test_studies_in_one_file(tmp_path):
+    """Collecting runs again replaces them; sweeps of two configs are different arms; the report has all studies."""
+    one = _sweep(tmp_path / "one", LOSSES)
+    other = _sweep(tmp_path / "other", LOSSES, config="small/muon.toml")
+    kept = tmp_path / "kept"
+    for _ in range(2):
+        assert evidence.collect([one, other], "both", kept) == 2 * COUNT
+    evidence.collect([one], "alone", kept)
+    both, _ = evidence.read_experiments(kept)
+    assert both.runs.arm.unique().tolist() == ["c, pc off", "c, pc on", "muon, pc off", "muon, pc on"]
+    written = evidence_report.report(kept, margin=0.01)
+    assert [path.name for path in written] == ["tables.md", "both.png", "alone.png"]
+    assert all(path.stat().st_size > 300 for path in written)
+
+
+def test_the_same_run_in_two_sweeps(tmp_path):
+    """Equal results count once; different ones are refused, because one would hide the other."""
+    sweeps = [_sweep(tmp_path / name, LOSSES) for name in ("one", "other")]
+    evidence.collect(sweeps, "study", tmp_path / "kept")
+    (experiment,) = evidence.read_experiments(tmp_path / "kept")
+    assert len(experiment.runs) == COUNT
+    file = sweeps[1] / "True-0.002" / "seed-1" / "metrics.jsonl"
+    file.write_text(file.read_text().replace("3.9", "3.5"))
+    evidence.collect(sweeps, "study", tmp_path / "kept")
+    with pytest.raises(UserError, match="second run of pc on with the same learning rate and seed"):
+        evidence.read_experiments(tmp_path / "kept")
+
+
+def test_the_regime_of_an_experiment(tmp_path):
+    experiment = _experiment(tmp_path)
+    # embedding and head; q, k, v, o and the three FFN matrices of five layers; norms
+    assert experiment.parameters == 2 * 512 * 128 + 5 * (4 * 128**2 + 3 * 128 * 384) + 11 * 128
+    assert experiment.tokens_per_parameter == pytest.approx(100 * 10 / experiment.parameters)
+    rates = [min(1, (step + 1) / 10) for step in range(10)]
+    rates += [0.1 + 0.9 * (1 + math.cos(math.pi * step / 90)) / 2 for step in range(90)]
+    *_, warm_up, rate_times_decay, std, condition, _ = evidence_report.regime_table([experiment]).split("|")
+    # the sum of a rule: half a step's difference at both ends of 100 steps
+    assert float(rate_times_decay) == pytest.approx(2e-3 * 10 * sum(rates), rel=0.03)
+    assert (warm_up, condition) == (" 10.0% ", " 7.0 to 7.0 ")
+    assert float(std) == pytest.approx(0.02 * 128**0.5, abs=0.005)
+
+
+def test_a_ladder_of_sizes(tmp_path):
+    """A difference that grows by 0.02 when parameters double, and best rates that fall with their square root."""
+    sweeps = []
+    for flavor in ("nano", "debug", "60M"):
+        size = evidence.parameters(FLAVORS[flavor], 512)
+        best = float(f"{0.1 / size**0.5:.6g}")
+        difference = 0.02 * math.log2(size) - 0.5
+        losses = {(False, best / 2): [4.1], (False, best): [4.0] * 3, (False, best * 2): [4.2]}
+        losses |= {(True, best): [4.0 + difference] * 3}
+        sweeps.append(_sweep(tmp_path / flavor, losses, flavor=flavor, tokens=size / 125))
+    evidence.collect(sweeps, "ladder", tmp_path / "kept")
+    experiments = evidence.read_experiments(tmp_path / "kept")
+    assert [one.name for one in experiments] == [f"ladder: {f}, AdamW, 100 steps" for f in ("nano", "debug", "60M")]
+    evidence_report.report(tmp_path / "kept", margin=0.01)
+    text = (tmp_path / "kept" / "tables.md").read_text()
+    assert "| AdamW | 0.8 | pc on | 3 | +0.0200 to +0.0200 |" in text
+    assert "best rates carried up: 1.953e-05 (N / 26,223,104)^-0.50." in text

@@ -1,0 +1,30 @@
+import pytest
+import torch
+
+from pc import polynomial
+from pc_recipe.report import maps
+
+
+def _error(line):
+    """With weight sigma^4."""
+    return float(line.split("|")[-2])
+
+
+@pytest.mark.parametrize("level", [1, 2, 3, 4])
+def test_a_fit_reproduces_the_papers_map(level):
+    # 5e-3 in sup norm: the paper sampled at random, and rounds its coefficients to three digits.
+    sigma = torch.linspace(0, 1.1, 4001, dtype=torch.float64)
+    published = polynomial.evaluate(polynomial.COEFFICIENTS[level], sigma)
+    fitted = maps.fit(maps.CUTOFFS[level], level)
+    assert (polynomial.evaluate(fitted, sigma) - published).abs().max() < 5e-3
+    assert sum(fitted) == pytest.approx(1.0, abs=1e-12)
+    # control: another exponent of the weight is a different map
+    other = polynomial.evaluate(maps.fit(maps.CUTOFFS[level], level, alpha=0.0), sigma)
+    assert (other - published).abs().max() > 5e-3
+
+
+def test_own_fit_beats_the_papers_rounded_map_in_its_own_measure():
+    *_, papers, _, ours = maps.table({"own": (maps.fit(0.3, 4), 0.3)}).splitlines()
+    *_, fewer_terms = maps.table({"own": (maps.fit(0.3, 2), 0.3)}).splitlines()
+    assert _error(ours) <= _error(papers) < 1.1 * _error(ours)
+    assert _error(fewer_terms) > 1.5 * _error(ours)

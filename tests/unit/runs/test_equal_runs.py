@@ -1,0 +1,222 @@
+"""Equal runs are recognised by what affects their result, trained once, and reused."""
+
+import json
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from helpers.made_runs import write_run
+from pc.errors import UserError
+from pc_recipe.config import load_config, write_config
+from pc_recipe.config.run_key import code, differing, result
+from pc_recipe.files import run_folder
+from pc_recipe.files.lock import lock
+from pc_recipe.runs.check import Report
+from pc_recipe.runs.slurm import Allocation
+from pc_recipe.runs.sweep import equal_runs, plan_table
+from pc_recipe.runs.sweep.results import status_text
+from pc_recipe.runs.sweep.run import run_all
+from pc_recipe.runs.sweep.spec import load
+from pc_recipe.runs.sweep.submit import submit
+from pc_recipe.train.environment import write_environment
+
+CONFIG = """
+[training]
+seq_len = 32
+local_batch_size = 2
+global_batch_size = 4
+steps = 5
+[optimizer]
+lr = 1e-3
+[data]
+path = "no demo data"
+[pc]
+enable = true
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pc.toml").write_text(CONFIG)
+    (tmp_path / "level.toml").write_text('configs = ["pc.toml"]\n[axes]\n"pc.level" = [3, 4]\n')
+    (tmp_path / "blocks.toml").write_text('configs = ["pc.toml"]\n[axes]\n"pc.blocks" = [["ffn", "o"], ["ffn"]]\n')
+    return tmp_path
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """In place of training: names of the runs that were trained, whose folders look as the trainer leaves them."""
+    names = []
+
+    def train(run, held, processes, label):
+        with held:
+            names.append(str(run.folder))
+            finish(run.config, run.overrides, run.folder)
+
+    monkeypatch.setattr("pc_recipe.runs.sweep.run.train", train)
+    return names
+
+
+def finish(config, overrides, folder: Path, state="finished"):
+    write_config(load_config(config, overrides), folder / "config.toml")
+    (folder / "environment.json").write_text(json.dumps({"code": code()}))
+    write_run(folder, [{"step": 5, "tokens": 640, "loss": 3.0, "validation_loss": 3.0}], state)
+
+
+def identity(*words: str):
+    return result(load_config("pc.toml", words), world_size=1)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--job.dump_folder=elsewhere", "--job.description=other", "--metrics.log_freq=7", "--health.freq=0"],
+        ["--checkpoint.interval=3", "--compile.enable", "--profiling.enable_profiling"],
+        ["--pc.blocks=ffn,o"],
+        ["--pc.blocks=up,gate,down,o"],
+        ["--pc.level=3.625,-9.261,14.097,-10.351,2.89"],
+        ["--training.local_batch_size=4", "--parallelism.tensor_parallel_degree=2"],
+        ["--checkpoint.initial_load_path=here"],  # of a section that is off
+        # a default that is written out: so a key that is added later makes no finished run a stranger
+        ["--model.init_std=0.02", "--pc.schedule=step", "--optimizer.beta1=0.9"],
+    ],
+)
+def test_the_same_run(folder, words):
+    assert identity(*words) == identity()
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["--pc.level=3", "--optimizer.lr=2e-3", "--data.seed=1", "--data.path=other", "--pc.enable=false", "--pc.blocks=o"]
+    + ["--training.steps=6", "--validation.enable", "--optimizer.name=Muon"],
+)
+def test_another_run(folder, word):
+    assert identity(word) != identity()
+
+
+def test_the_batch_of_one_micro_batch_per_rank_depends_on_the_ranks(folder):
+    config = load_config("pc.toml", ["--training.global_batch_size=-1"])
+    assert differing(result(config, 1), result(config, 2)) == ["training.global_batch_size"]
+    assert result(config, 2) == identity()  # 2 ranks of 2 sequences, and 4 sequences
+
+
+def test_other_content_of_the_data_is_another_run(folder):
+    """It is recorded with the run; that of an older version's run, and of missing data, is unknown."""
+    finish("pc.toml", ["--data.path=shards"], folder / "outputs" / "by-hand")
+    config, before = load_config("pc.toml", ["--data.path=shards"]), equal_runs.trained_as(Path("outputs/by-hand"))
+    assert not differing(before, result(config))
+    Path("shards").mkdir()
+    for content, expected in (("a", []), ("b", ["content of data.path", "content of data.validation_path"])):
+        Path("shards/manifest.json").write_text(json.dumps({"configuration_sha256": content}))
+        if content == "a":
+            write_environment("outputs/by-hand", config, 1)
+        assert differing(equal_runs.trained_as(Path("outputs/by-hand")), result(config)) == expected
+
+
+def test_equal_runs_of_two_sweeps_and_of_a_config_are_trained_once(folder, trained, capsys):
+    finish("pc.toml", ["--pc.level=3"], folder / "outputs" / "by-hand")
+    with open(folder / "outputs" / "by-hand" / "config.toml", "a") as config:
+        config.write("[of_the_past]\nkey = 1\n")  # by another version
+    sweeps = [load("level.toml"), load("blocks.toml")]
+    text = plan_table.table(sweeps, 400.0, 1)
+    assert "level/level-3 " in text and "finished as outputs/by-hand" in text
+    assert "equal to outputs/sweeps/level/level-4" in text
+    assert [line.split()[0] for line in text.splitlines()[-3:]] == ["4", "3", "2"]
+    equal_runs.take_over(sweeps)
+    run_all(sweeps)
+    assert trained == ["outputs/sweeps/level/level-4", "outputs/sweeps/blocks/blocks-ffn"]
+    said = capsys.readouterr().out
+    assert "level-3: reused from outputs/by-hand" in said
+    assert "blocks-ffn+o: reused from outputs/sweeps/level/level-4" in said
+    assert "reused from ../level/level-4" in status_text(sweeps[1])
+    results = [json.loads(line) for line in Path("outputs/sweeps/blocks/results.jsonl").read_text().splitlines()]
+    assert [result["validation_loss"] for result in results] == [3.0, 3.0]
+    run_all(sweeps)
+    assert len(trained) == 2
+
+
+def test_a_sweep_goes_on_when_it_grows_and_refuses_what_was_trained_otherwise(folder, trained):
+    run_all([load("level.toml")])
+    (folder / "level.toml").write_text('configs = ["pc.toml"]\n[axes]\n"pc.level" = [1, 3, 4]\n')
+    (folder / "pc.toml").write_text(CONFIG + "[metrics]\nlog_freq = 3\n")  # decides no result
+    equal_runs.require_unchanged(load("level.toml"))
+    run_all([load("level.toml")])
+    assert [Path(name).name for name in trained] == ["level-3", "level-4", "level-1"]
+    (folder / "pc.toml").write_text(CONFIG.replace("1e-3", "2e-3"))
+    with pytest.raises(UserError, match=r"level-1 was trained with optimizer.lr = 0.001 \(now 0.002\)"):
+        equal_runs.require_unchanged(load("level.toml"))
+
+
+def test_a_run_of_changed_settings_is_not_an_equal_run(folder, trained):
+    """Its config.toml is that of its last part only."""
+    by_hand = folder / "outputs" / "by-hand"
+    finish("pc.toml", ["--pc.level=3"], by_hand)
+    changed = load_config("pc.toml", ["--pc.level=3", "--optimizer.lr=2e-3"])
+    now = tomllib.loads((by_hand / "config.toml").read_text())
+    run_folder.keep_earlier_config(by_hand, now, 3)
+    assert equal_runs.trained_as(by_hand)  # nothing changed
+    run_folder.keep_earlier_config(by_hand, changed.model_dump(exclude_unset=True), 3)
+    write_config(changed, by_hand / "config.toml")
+    assert (by_hand / "config.1.toml").exists() and equal_runs.trained_as(by_hand) is None
+    run_all([load("level.toml")])
+    assert "outputs/sweeps/level/level-3" in trained
+    in_sweep = folder / "outputs/sweeps/level/level-3"
+    (by_hand / "config.1.toml").rename(in_sweep / "config.1.toml")
+    write_config(load_config("pc.toml", ["--optimizer.lr=2e-3"]), in_sweep / "config.toml")
+    with pytest.raises(UserError, match="level-3 was trained with several configurations"):
+        equal_runs.require_unchanged(load("level.toml"))
+    run_folder.keep_earlier_config(in_sweep, now, 0)  # from the start again
+    assert not (in_sweep / "config.1.toml").exists()
+
+
+def test_a_run_that_is_trained_elsewhere_is_passed_over(folder, trained, capsys):
+    finish("pc.toml", [], folder / "outputs" / "by-hand", state="running")
+    with lock(folder / "outputs" / "by-hand"), lock(folder / "outputs/sweeps/level/level-3"):
+        with pytest.raises(UserError, match="1 of 2 runs did not finish: level-4"):
+            run_all([load("level.toml")])
+    said = capsys.readouterr().out
+    assert "level-3: another process is training it" in said
+    assert "level-4: another process is training an equal run in outputs/by-hand" in said and trained == []
+
+
+def test_equal_runs_are_queued_once(folder, monkeypatch):
+    monkeypatch.setattr("pc_recipe.runs.sweep.submit.check", lambda *_: Report())
+    queued = []
+
+    def sbatch(words, **_):
+        listed = json.loads(Path(words[-1]).read_text())["runs"]
+        queued.append((next(word for word in words if word.startswith("--array")), [run["name"] for run in listed]))
+        return subprocess.CompletedProcess(words, 0, "77", "")
+
+    monkeypatch.setattr(subprocess, "run", sbatch)
+    finish("pc.toml", ["--pc.level=3"], folder / "outputs" / "by-hand")
+    sweeps = [load("level.toml"), load("blocks.toml")]
+    equal_runs.take_over(sweeps)
+    said = submit(sweeps, 2, Allocation(1, 8, []))
+    assert queued == [("--array=0-0%2", ["level-4"]), ("--array=0-0%2", ["blocks-ffn"])]
+    assert "blocks-ffn+o: equal to outputs/sweeps/level/level-4" in said
+
+
+@pytest.mark.parametrize("what", ["torch", "files", None])
+def test_a_run_of_other_code_is_not_reused(folder, trained, capsys, what):
+    """After a mended bug the old result would come back in silence. The control is a run of the same code."""
+    finish("pc.toml", ["--pc.level=3"], folder / "outputs" / "by-hand")
+    record = json.dumps({"code": code() | ({what: "other"} if what else {})})
+    (folder / "outputs" / "by-hand" / "environment.json").write_text(record)
+    sweep = load("level.toml")
+    equal_runs.take_over([sweep])
+    run_all([sweep])
+    expected = ["outputs/sweeps/level/level-3", "outputs/sweeps/level/level-4"]
+    assert trained == (expected if what else expected[1:])
+    assert ("outputs/by-hand is an equal run, but of other code" in capsys.readouterr().out) == bool(what)
+
+
+@pytest.mark.parametrize("name", ["config.toml", "environment.json"])
+@pytest.mark.parametrize("text", ["[1]", "[" * 100_000, "\xff"], ids=range(3))
+def test_a_damaged_record_below_outputs_ends_no_plan(folder, name, text):
+    finish("pc.toml", ["--pc.level=3"], folder / "outputs" / "by-hand")
+    (folder / "outputs" / "by-hand" / name).write_text(text, encoding="latin-1")
+    assert [group.state for group in equal_runs.plan([load("level.toml")])] == ["waiting", "waiting"]

@@ -1,0 +1,53 @@
+"""The micro-batch that is chosen divides, fits, and is the largest; it is what a run records."""
+
+import tomllib
+
+import pytest
+
+from helpers.tiny import ROOT
+from pc.errors import UserError
+from pc_recipe.config import load_config
+from pc_recipe.config.layout import Layout
+from pc_recipe.runs import memory, micro_batch, torchrun
+
+CONFIG = ROOT / "train_configs" / "271m_adamw_pc.toml"
+
+
+@pytest.mark.parametrize("gpu_gib", [24, 40, 79, 1000])
+@pytest.mark.parametrize("ranks", [1, 8, 64])
+def test_it_is_the_largest_that_divides_and_fits(ranks, gpu_gib):
+    def needs(size: int) -> float:
+        config = load_config(CONFIG, [f"--training.local_batch_size={size}"])
+        return sum(memory.of_run(config, Layout.of(config, ranks).dims).values())
+
+    choice = micro_batch.choose(load_config(CONFIG), ranks, gpu_gib)
+    chosen, share = choice.config.training.local_batch_size, 320 // ranks
+    larger = [size for size in range(chosen + 1, share + 1) if share % size == 0]
+    assert share % chosen == 0 and needs(chosen) <= 0.85 * gpu_gib
+    assert all(needs(size) > 0.85 * gpu_gib for size in larger)
+    assert choice.config.validation.local_batch_size == chosen
+    near = {size: f"{size}: {needs(size):.1f} GiB" for size in larger[:1]}
+    assert all(text in choice.text() for text in near.values())
+
+
+@pytest.mark.parametrize(
+    "words, ranks, gpu_gib, complaint",
+    [
+        ([], 8, 4, "one sequence needs .* GiB by the estimate, and 3.4 of a GPU's 4 GiB are used"),
+        (["--training.global_batch_size=-1"], 8, 79, "global_batch_size, which is -1; give a number"),
+        (["--parallelism.pipeline_parallel_degree=2"], 8, 79, "is not for pipelines; give a number"),
+        ([], 3, 79, "320 is not a multiple of 3 data-parallel ranks; parallelism.tensor_parallel_degree = 3 leaves 1"),
+    ],
+)
+def test_what_cannot_be_chosen_is_one_line(words, ranks, gpu_gib, complaint):
+    with pytest.raises(UserError, match=complaint) as raised:
+        micro_batch.choose(load_config(CONFIG, words), ranks, gpu_gib)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_run_records_the_number(tmp_path):
+    """All its processes read the file that the launcher writes."""
+    words = [f"--job.dump_folder={tmp_path}", "--training.local_batch_size=-1", "--validation.local_batch_size=-1"]
+    torchrun.command(load_config(ROOT / "train_configs" / "debug.toml", words), 2, nodes=2)
+    written = tomllib.loads((tmp_path / "starting.toml").read_text())
+    assert written["training"]["local_batch_size"] == written["validation"]["local_batch_size"] == 4  # 16 on 4 ranks

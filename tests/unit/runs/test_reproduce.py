@@ -1,0 +1,51 @@
+"""docs/reproduce.md and scripts/reproduce_debug.py name the same rows, and files that are there."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+
+import pytest
+
+from helpers.tiny import ROOT
+from pc_recipe.runs.check import check
+from pc_recipe.runs.sweep import equal_runs
+from pc_recipe.runs.sweep.spec import load
+
+_spec = importlib.util.spec_from_file_location("reproduce_debug", ROOT / "scripts" / "reproduce_debug.py")
+reproduce = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(reproduce)
+
+
+def test_every_row_of_the_document_is_run_and_the_other_way_round():
+    text = (ROOT / "docs" / "reproduce.md").read_text()
+    table = [line.split("|") for line in text.splitlines() if line.startswith("| ") and line.count("|") == 7]
+    named = {row for cells in table for row in re.findall(r"`([a-z-]+)`", cells[2])}
+    assert named == reproduce.rows("evals").keys() - {"data"}
+    scripts = {word for cells in table for word in re.findall(r"scripts/\w+\.py", cells[3])}
+    run = {word for row in reproduce.rows("").values() for words in row for word in words if word.endswith(".py")}
+    assert scripts <= run and all((ROOT / script).is_file() for script in run)
+
+
+def test_the_sweeps_at_debug_size_are_the_papers(monkeypatch):
+    """The same axes, one level of equal runs shared, and a config that trains here."""
+    monkeypatch.chdir(ROOT)
+    sweeps = [load(path) for path in reproduce.sweeps(*reproduce.SWEEPS)]
+    by_name = dict(zip(reproduce.SWEEPS, sweeps, strict=True))
+    for name in ("pc_level", "pc_blocks", "recovery_gamma", "polar_express"):
+        papers = load(f"train_configs/sweeps/{name}.toml")
+        assert [run.settings for run in by_name[name].runs] == [run.settings for run in papers.runs]
+    groups = equal_runs.plan(sweeps)
+    assert sum(len(group.runs) for group in groups) == 41 and len(groups) == 33
+    report = check(sweeps[0].runs[1].config, [], 1, needs_data=False)
+    assert report.errors == []
+
+
+@pytest.mark.soak
+def test_every_row_at_debug_size():
+    """From commands to pictures; a quarter of an hour on two free cores, half an hour at most."""
+    done = subprocess.run([sys.executable, "scripts/reproduce_debug.py"], cwd=ROOT, timeout=1800)
+    assert done.returncode == 0
+    figures = ROOT / reproduce.OUT / "figures"
+    assert len(list(figures.rglob("*.png"))) >= 20
+    assert (figures / "scores" / "table.limit-2.md").is_file() and (figures / "cost" / "cost.md").is_file()

@@ -1,0 +1,144 @@
+"""What run folders say, and which run is chosen, on run folders written by hand."""
+
+import math
+import tomllib
+
+import pytest
+
+from helpers.made_runs import write_run
+from pc.errors import UserError
+from pc_recipe.files.lock import join_lock, lock
+from pc_recipe.files.run_folder import keep_earlier_config, state_of
+from pc_recipe.files.run_log import read_log
+from pc_recipe.runs.sweep.bars import read_results
+from pc_recipe.runs.sweep.results import status_text
+from pc_recipe.runs.sweep.select import select
+from pc_recipe.runs.sweep.spec import load
+
+LOSSES = [6.0 - 0.005 * step for step in range(40)]
+SPIKY = LOSSES[:30] + [8.0] + LOSSES[31:]
+
+
+@pytest.fixture
+def sweep(tmp_path, monkeypatch):
+    """Four learning rates; the working directory is the sweep's folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.toml").write_text("[training]\nsteps = 40\n")
+    (tmp_path / "sweep.toml").write_text(
+        'configs = ["tiny.toml"]\nfolder = "out"\n[axes]\n"optimizer.lr" = [1e-3, 2e-3, 4e-3, 8e-3]\n'
+    )
+    return load("sweep.toml")
+
+
+def end(run, final: float | None, losses=LOSSES, state="finished", reason="") -> None:
+    """Let a run end with a validation loss, or with none after the first."""
+    lines = [{"step": i + 1, "tokens": 100 * (i + 1), "loss": loss} for i, loss in enumerate(losses)]
+    lines.append({"step": 1, "tokens": 100, "validation_loss": 9.0})
+    lines += [] if final is None else [{"step": 40, "tokens": 4000, "validation_loss": final}]
+    write_run(run.folder, lines, state, reason)
+
+
+def end_all(sweep, *finals: float) -> None:
+    for run, final in zip(sweep.runs, finals, strict=False):
+        end(run, final)
+
+
+def test_the_lowest_stable_run_is_chosen(sweep, tmp_path):
+    end_all(sweep, 4.5, 4.0, 4.2)
+    end(sweep.runs[3], 3.0, losses=SPIKY)  # lowest of all, yet unstable
+    said = select(sweep)
+    assert "optimizer.lr = 0.002, validation_loss 4.0000" in said
+    chosen = tmp_path / "out" / "selected-tiny.toml"
+    assert tomllib.loads(chosen.read_text()) == {"parent": "../tiny.toml", "optimizer": {"lr": 0.002}}
+    results = read_results(tmp_path / "out")
+    assert [result["validation_loss"] for result in results] == [4.5, 4.0, 4.2, 3.0]
+    assert [result["spikes"] for result in results] == [0, 0, 0, 1]
+    assert "| 0.008 | 3.0000 | 1 | 1 | no |" in (tmp_path / "out" / "table.md").read_text()
+    assert (tmp_path / "out" / "plot.png").stat().st_size > 1000
+
+
+def test_only_runs_that_finished_with_a_loss_are_counted(sweep):
+    end(sweep.runs[0], 4.5)
+    end(sweep.runs[1], 1.0, state="failed", reason="disk full")
+    end(sweep.runs[2], math.nan)
+    said = select(sweep)
+    assert "optimizer.lr = 0.001" in said and "provisional: 3 runs of tiny have no loss" in said
+    assert [line.split() for line in status_text(sweep).splitlines()] == [
+        ["lr-0.001", "finished", "40/40"],
+        ["lr-0.002", "failed", "40/40", "disk", "full"],
+        ["lr-0.004", "finished", "40/40"],
+        ["lr-0.008", "waiting"],
+        ["2", "finished,", "1", "failed,", "1", "waiting"],
+    ]
+
+
+def test_a_run_that_diverged_is_a_result_without_a_loss(sweep, tmp_path):
+    end_all(sweep, 4.5, 4.5)
+    end(sweep.runs[2], 1.0, losses=[*LOSSES[:-1], None])  # the trainer writes NaN as null; one is a spike
+    end(sweep.runs[3], 1.0, state="diverged", reason="not finite in 3 steps in a row")  # 1.0: before it diverged
+    said = select(sweep)
+    assert "| 0.004 | 1.0000 | 1 | 1 | no |" in said
+    assert "optimizer.lr = 0.001" in said and "| 0.008 |" not in said
+    result = read_results(tmp_path / "out")[3]
+    assert (result["name"], result["state"], result["validation_loss"]) == ("lr-0.008", "diverged", None)
+
+
+def test_nothing_stable_selects_nothing(sweep, tmp_path):
+    for run in sweep.runs:
+        end(run, 4.0, losses=SPIKY)
+    assert "nothing selected" in select(sweep)
+    assert not (tmp_path / "out" / "selected-tiny.toml").exists()
+
+
+def test_seeds_are_averaged_and_must_all_finish(sweep, tmp_path):
+    (tmp_path / "sweep.toml").write_text(
+        'configs = ["tiny.toml"]\nfolder = "out"\nseeds = [0, 1]\n[axes]\n"pc.level" = [1, 2, 3]\n'
+    )
+    sweep = load("sweep.toml")
+    end_all(sweep, 4.0, 5.0, 4.1, 4.3, 1.0)
+    assert "pc.level = 2, validation_loss 4.2000" in select(sweep)  # level 3 has one seed only
+    chosen = tomllib.loads((tmp_path / "out" / "selected-tiny.toml").read_text())
+    assert chosen == {"parent": "../tiny.toml", "pc": {"level": 2}}
+
+
+def test_the_last_line_of_a_step_wins_and_half_a_line_is_none(tmp_path):
+    lines = [{"step": 1, "tokens": 1, "loss": None}] + [{"step": 2, "tokens": 2, "loss": x} for x in (4.0, 3.0)]
+    with open(write_run(tmp_path, lines) / "metrics.jsonl", "a") as file:
+        file.write('{"step": 3, "lo')  # a crash
+    assert read_log(tmp_path).series("loss").values == pytest.approx([math.nan, 3.0], nan_ok=True)
+
+
+def test_a_dead_run_that_said_running_is_interrupted(tmp_path):
+    assert state_of(tmp_path).state == "waiting"
+    write_run(tmp_path, [], "running")
+    assert state_of(tmp_path).state == "interrupted"
+    with lock(tmp_path):
+        assert state_of(tmp_path).state == "running"
+        with pytest.raises(UserError, match="another process is training here"):
+            lock(tmp_path)
+    assert state_of(tmp_path).state == "interrupted"
+    with join_lock(tmp_path), join_lock(tmp_path):  # two ranks whose launcher was killed
+        assert state_of(tmp_path).state == "running"
+        with pytest.raises(UserError, match="another process is training here"):
+            lock(tmp_path)
+    with lock(tmp_path), join_lock(tmp_path):  # a launcher and its rank
+        assert state_of(tmp_path).state == "running"
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.glob("lock*")} == {0o600}  # no reader can hold them
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[1]", '{"state": "finished"}', "\xff", "[" * 100_000, '{"state": "done", "step": 1, "steps": 2}'],
+    ids=range(7),
+)
+def test_a_damaged_status_is_that_of_an_interrupted_run(tmp_path, text):
+    """In one run below outputs/ it ended every sweep's plan and status in a traceback."""
+    (tmp_path / "status.json").write_text(text, encoding="latin-1")
+    state = state_of(tmp_path)
+    assert (state.state, state.step) == ("interrupted", 0) and "status.json cannot be read" in state.reason
+
+
+def test_a_damaged_config_of_an_earlier_part_is_kept_aside(tmp_path):
+    (tmp_path / "config.toml").write_text("[job")
+    keep_earlier_config(tmp_path, {}, step=3)
+    assert (tmp_path / "config.1.toml").read_text() == "[job"

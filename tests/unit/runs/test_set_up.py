@@ -1,0 +1,67 @@
+"""What the set-up script runs, and what it installs."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tomllib
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from helpers.tiny import ROOT
+
+DEBUG = "train_configs/debug.toml"
+
+
+@pytest.mark.parametrize("config", [DEBUG, None])
+def test_a_set_up_environment_is_used_at_once_and_from_anywhere(tmp_path, config):
+    """The active environment's python gets the config and the overrides; no pip runs."""
+    checkout, environment = tmp_path / "checkout", tmp_path / "environment"
+    for name in ("run_llama_train.sh", "pyproject.toml", "constraints.txt", "scripts/set_up.sh", DEBUG):
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, checkout / name)
+    python = environment / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\ncase "$1" in -c) exit 0;; *) echo "$PWD|$*";; esac\n')
+    python.chmod(0o755)
+    needs = [(checkout / name).read_bytes() for name in ("pyproject.toml", "constraints.txt")]
+    digest = hashlib.sha256(b"".join(needs)).hexdigest()
+    (environment / ".pc-layer-installed[recipe]").write_text(f"{digest}  - {checkout}\n")
+    words = [checkout / "run_llama_train.sh", *([config] if config else []), "--training.steps", "5"]
+    outside = {"PATH": os.environ["PATH"], "VIRTUAL_ENV": str(environment)}
+    done = subprocess.run(words, cwd="/", env=outside, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{checkout}|-m pc_recipe.runs.local {checkout}/{DEBUG} --training.steps 5\n"
+
+
+def test_what_is_installed_into_an_active_environment_is_said(tmp_path):
+    checkout, environment = tmp_path / "checkout", tmp_path / "environment"
+    for name in ("run_llama_train.sh", "pyproject.toml", "constraints.txt", "scripts/set_up.sh", DEBUG):
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, checkout / name)
+    python = environment / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\nexit 0\n")
+    python.chmod(0o755)
+    outside = {"PATH": os.environ["PATH"], "VIRTUAL_ENV": str(environment)}
+    done = subprocess.run([checkout / "run_llama_train.sh"], env=outside, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"into {environment}\nIt was active: packages in it change to the versions of constraints.txt" in done.stdout
+
+
+def test_constraints_fit_the_requirements():
+    """Every requirement but torch and triton has one pinned version, and it is in the range that pyproject.toml gives."""
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    pinned = {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
+    assert len(pinned) == len(lines)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [Requirement(text) for name, texts in extras.items() if name != "wandb" for text in texts]
+    wanted += [Requirement(text) for text in project["dependencies"]]
+    names = {canonicalize_name(requirement.name) for requirement in wanted} - {"pc-layer"}
+    assert names - set(pinned) == {"torch", "triton"}
+    for requirement in wanted:
+        version = pinned.get(canonicalize_name(requirement.name))
+        assert version is None or version in requirement.specifier, requirement

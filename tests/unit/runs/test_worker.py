@@ -1,0 +1,81 @@
+import errno
+import json
+import os
+import resource
+import sys
+from types import SimpleNamespace
+
+import pytest
+from torchtitan.tools.logging import logger
+
+from pc_recipe.files.run_folder import write_state
+from pc_recipe.runs import worker
+from pc_recipe.runs.worker import start_logging
+
+
+def test_only_rank_0_logs_more_than_warnings(capsys, monkeypatch):
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "level", logger.level)
+    for rank in (0, 1, 63):
+        start_logging(rank)
+        logger.info(f"a step of {rank}")
+        logger.warning(f"a warning of {rank}")
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.rpartition(" - ")[2] for line in printed] == [
+        "a step of 0", "a warning of 0", "a warning of 1", "a warning of 63"
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def ends(tmp_path, monkeypatch, capsys):
+    """Starts the worker with a training that ends in an error; answers its status, its words and status.json's state."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text("")
+
+    def start(train) -> tuple[int, str, str]:
+        trainer = SimpleNamespace(
+            step=3,
+            train=lambda record: train(),
+            close=lambda: None,
+            checkpointer=SimpleNamespace(end_save=lambda: None),
+        )
+        monkeypatch.setattr(worker, "Trainer", lambda config: trainer)
+        monkeypatch.setattr(sys, "argv", ["worker", "run.toml"])
+        monkeypatch.setattr(os, "_exit", sys.exit)
+        with pytest.raises(SystemExit) as ended:
+            worker.main()
+        return (
+            ended.value.code,
+            capsys.readouterr().err,
+            json.loads((tmp_path / "outputs" / "run" / "status.json").read_text())["state"],
+        )
+
+    return start
+
+
+def test_a_full_disk_under_any_file_is_one_line(ends, tmp_path):
+    """The writer of TensorBoard's files raises an OSError that names no file."""
+    file = tmp_path / "outputs" / "run" / "status.json"
+
+    def train():
+        write_state(file.parent, "running", 1, 9)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    assert ends(train) == (1, "failed: could not write outputs/run: No space left on device\n", "failed")
+    assert json.loads(file.read_text())["reason"] == "could not write outputs/run: No space left on device"
+
+
+def test_a_disk_that_takes_no_status_either_hides_no_reason(ends, tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def train():
+        write_state("outputs/run", "running", 1, 9)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+        write_state("outputs/run", "running", 3, 9)
+
+    try:
+        status, text, state = ends(train)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (status, state) == (1, "running")  # which reads as "interrupted" once the lock is gone
+    assert text == "failed: could not write outputs/run/status.json: File too large\n"

@@ -1,0 +1,235 @@
+"""Every kind of damage to every file of a checkpoint is found before anything is used."""
+
+import errno
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from helpers.made_runs import save_checkpoint
+from helpers.ranks import run_ranks
+from pc.errors import UserError
+from pc_recipe.config import Config
+from pc_recipe.train import checkpoint, checkpoint_folder
+from pc_recipe.train.checkpoint import Checkpoints
+from pc_recipe.train.checkpoint_folder import (
+    CHECKSUMS,
+    CheckpointFolder,
+    ChecksummedWriter,
+    Damaged,
+    LoadPlanner,
+    Reader,
+)
+from pc_recipe.train.fingerprint import require_plain_weights
+from pc_recipe.train.job_config import JobConfig
+
+
+def _save(rank, folder, seed):
+    torch.manual_seed(seed)
+    mesh = init_device_mesh("cpu", (2,))
+    state = {f"w{i}": distribute_tensor(torch.randn(50, 30), mesh, [Shard(0)]) for i in range(3)}
+    dcp.save(state | {"method": {"fingerprint": "{}"}}, storage_writer=ChecksummedWriter(folder))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Two complete checkpoints of two ranks each."""
+    folder = tmp_path_factory.mktemp("saved")
+    for step in (10, 20):
+        run_ranks(2, _save, folder / "checkpoint" / f"step-{step}", step)
+    return folder
+
+
+def _flip(file, other):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGE = {
+    "a bit": _flip,
+    "missing": lambda file, other: file.unlink(),
+    "a byte more": lambda file, other: file.write_bytes(file.read_bytes() + b"x"),
+    "another checkpoint's": lambda file, other: shutil.copy(other, file),
+}
+FILES = (".metadata", CHECKSUMS, "__0_0.distcp", "__1_0.distcp")
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_found(saved, tmp_path, file, kind):
+    shutil.copytree(saved / "checkpoint", tmp_path / "checkpoint")
+    folder = tmp_path / "checkpoint" / "step-20"
+    CheckpointFolder(folder).verify()  # control
+    DAMAGE[kind](folder / file, tmp_path / "checkpoint" / "step-10" / file)
+    # without the index there is no checkpoint, which another test covers
+    with pytest.raises(UserError if (file, kind) == (".metadata", "missing") else Damaged) as raised:
+        CheckpointFolder(folder).read_tensors(["w0"])
+    assert str(folder) in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_checkpoint_without_checksums_is_read(tmp_path):
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "step-1", no_dist=True)
+    assert torch.equal(CheckpointFolder(tmp_path / "step-1").read_tensors(["w"])["w"], torch.ones(3))
+
+
+@pytest.mark.parametrize("kind", ["device", "pipe", "elsewhere"])
+def test_an_index_that_names_no_file_of_the_checkpoint_is_refused(tmp_path, kind):
+    """Reading a device or a pipe would never end."""
+    folder = tmp_path / "step-1"
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=folder, no_dist=True)
+    data = folder / "__0_0.distcp"
+    data.unlink()
+    if kind == "device":
+        data.symlink_to("/dev/zero")
+    elif kind == "pipe":
+        os.mkfifo(data)
+    else:
+        index = folder / ".metadata"
+        index.write_bytes(index.read_bytes().replace(b"__0_0.distcp", b"../../../abc"))
+    with pytest.raises(Damaged, match="which is no file of this checkpoint"):
+        CheckpointFolder(folder)
+
+
+def test_values_are_not_executed(tmp_path):
+    class Attack:
+        def __reduce__(self):
+            return (tmp_path / "executed").touch, ()
+
+    dcp.save({"method": {"value": Attack()}}, checkpoint_id=tmp_path / "step-1", no_dist=True)
+    with pytest.raises(BaseException, match="method.value is no plain value"):
+        dcp.load(
+            {"method": {"value": 0}},
+            storage_reader=Reader(tmp_path / "step-1"),
+            planner=LoadPlanner(),
+            no_dist=True,
+        )
+    assert not (tmp_path / "executed").exists()
+
+
+def _manager(folder):
+    """Of no trainer."""
+    config = Config()
+    config.job.dump_folder, config.checkpoint.enable = str(folder), True
+    return Checkpoints(
+        dataloader=None, model_parts=[], optimizers=None, lr_schedulers=None, states={}, sd_adapter=None,
+        checkpoint_config=JobConfig(config).checkpoint, base_folder=folder,
+    )  # fmt: skip
+
+
+def _chooses(rank, folder):
+    manager = _manager(folder)
+    if rank == 1:
+        checkpoint.checkpoints = lambda folder: {10: folder / "step-10"}  # what this node still sees
+    return manager.newest_valid().path.name
+
+
+def test_ranks_load_the_checkpoint_that_rank_0_sees(saved):
+    assert run_ranks(2, _chooses, saved) == ["step-20"] * 2
+
+
+def _newest(rank, folder, failures=()):
+    """The newest valid checkpoint's name, or what is said instead; the first reads of data files fail."""
+    failures, digest = list(failures), hashlib.file_digest
+
+    def fails_first(file, kind):
+        if failures and str(file.name).endswith(".distcp"):
+            raise OSError(failures.pop(0), "made by the test")
+        return digest(file, kind)
+
+    manager = _manager(folder)
+    with (
+        patch.object(hashlib, "file_digest", fails_first),
+        patch.object(checkpoint_folder, "PAUSES", (0.0, 0.0)),
+    ):
+        try:
+            return manager.newest_valid().path.name
+        except UserError as error:
+            return f"{type(error).__name__}: {error}"
+
+
+@pytest.fixture
+def copied(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "failures, answer",
+    [
+        ([errno.EIO], "step-20"),
+        ([errno.EIO] * 20, "ReadFailed: .*step-20/__[01]_0.distcp: could not be read .*"),
+        ([errno.EACCES] * 20, "ReadFailed: .*step-20/__[01]_0.distcp: could not be read .*"),
+    ],
+    ids=["once", "always", "of another user"],
+)
+def test_a_file_that_cannot_be_read_is_not_damaged(copied, failures, answer):
+    assert re.fullmatch(answer, run_ranks(1, _newest, copied, failures)[0])
+    assert len(list(copied.glob("checkpoint/step-*"))) == 2 and not (copied / "checkpoint.damaged").exists()
+
+
+def _names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_newest_of_what_is_not_used_is_kept(copied):
+    where, damaged = copied / "checkpoint", copied / "checkpoint.damaged"
+    for folder in (where / "step-5", where / "step-30", where / "step-40", damaged / "step-30.mine"):
+        folder.mkdir(parents=True)
+    assert run_ranks(1, _newest, copied) == ["step-20"]
+    assert _names(damaged) == ["step-30.mine", "step-40"] and _names(where) == ["step-10", "step-20"]
+    _flip(where / "step-20" / "__0_0.distcp", None)
+    assert run_ranks(1, _newest, copied) == ["step-10"]
+    assert _names(damaged) == ["step-20", "step-30.mine"] and _names(where) == ["step-10"]
+
+
+def _newest_without_rights(rank, folder):
+    manager = _manager(folder)
+    is_root = os.geteuid() == 0
+    if is_root:  # which may write everywhere
+        os.seteuid(65534)
+    try:
+        return str(manager.newest_valid())
+    except UserError as error:
+        return str(error)
+    finally:
+        if is_root:
+            os.seteuid(0)
+
+
+@pytest.mark.parametrize("kind", ["none", "whole", "damaged"])
+def test_a_folder_that_is_not_writable_is_noticed_at_the_start(saved, kind):
+    with tempfile.TemporaryDirectory() as place:  # pytest's folders are closed to other users
+        folder = Path(place, "run")
+        folder.mkdir()
+        if kind != "none":
+            shutil.copytree(saved / "checkpoint", folder / "checkpoint")
+        if kind == "damaged":
+            _flip(folder / "checkpoint" / "step-20" / "__0_0.distcp", None)
+        for path in (folder.parent, folder, *folder.glob("**/*")):
+            path.chmod(0o555 if path.is_dir() else 0o444)
+        try:
+            answers = run_ranks(2, _newest_without_rights, folder)
+        finally:
+            for path in (folder.parent, folder, *folder.glob("**/")):
+                path.chmod(0o755)
+        for answer in answers:
+            assert answer.startswith(f"{folder}/checkpoint") and "Permission denied" in answer and "\n" not in answer
+        assert not (folder / "checkpoint.damaged").exists()
+
+
+def test_raw_weights_of_schedule_forward_are_no_start(tmp_path):
+    for schedule in ("step", None):
+        save_checkpoint(tmp_path / f"{schedule}", schedule)
+        require_plain_weights(CheckpointFolder(tmp_path / f"{schedule}" / "checkpoint" / "step-7"))
+    save_checkpoint(tmp_path / "forward", "forward")
+    with pytest.raises(UserError, match="holds raw weights"):
+        require_plain_weights(CheckpointFolder(tmp_path / "forward" / "checkpoint" / "step-7"))

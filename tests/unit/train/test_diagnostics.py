@@ -1,0 +1,139 @@
+import math
+
+import pytest
+import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import pc
+from helpers.health_model import inputs, job_config, one_rank, transformer
+from pc_recipe.train.activations import COUNT
+from pc_recipe.train.diagnostics import HealthMetrics
+
+# Sums of a few thousand float32 squares in a different order.
+FLOAT32 = 1e-5
+
+
+def _sizes_by_hand(model, batches):
+    """RMS and largest magnitude of the measured outputs of a plain model, by the test's own hook."""
+    seen = {}
+    for layer, block in model.layers.items():
+        for part, module in (("attention", block.attention), ("ffn", block.feed_forward)):
+            outputs = seen.setdefault((layer, part), [])
+            module.register_forward_hook(
+                lambda _, __, output, outputs=outputs: outputs.append(output.detach().double())
+            )
+    for batch in batches:
+        model(batch)
+    return {
+        key: (torch.stack(outputs).square().mean().sqrt().item(), torch.stack(outputs).abs().max().item())
+        for key, outputs in seen.items()
+    }
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_output_sizes_equal_a_hand_written_hook(compile):
+    """With activation checkpointing."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = transformer()
+    for name, block in model.layers.named_children():
+        block = checkpoint_wrapper(block, preserve_rng_state=False)
+        if compile:
+            block = torch.compile(block, backend="aot_eager_decomp_partition", fullgraph=True)
+        model.layers.register_module(name, block)
+    health = HealthMetrics(job_config(freq=3, spectra_freq=0), [model], None, one_rank())
+    collected = {}
+    for step in range(1, 7):
+        health.start_step(step)
+        for micro_batch in range(2):
+            model(inputs(10 * step + micro_batch)).square().mean().backward()
+        if step in (1, 3, 6):  # counted once, although activation checkpointing ran every forward pass twice
+            sizes = model.get_buffer(next(name for name, _ in model.named_buffers() if "output_sizes" in name))
+            assert sizes[COUNT] == 2 * inputs(0).numel() * 48
+        with torch.no_grad():  # like a validation between collect and the next step
+            collected[step] = health.collect(step)
+            model(inputs(999))
+    assert [step for step, metrics in collected.items() if metrics] == [1, 3, 6]
+    for step in (1, 3, 6):
+        expected = _sizes_by_hand(transformer(), [inputs(10 * step), inputs(10 * step + 1)])
+        for (layer, part), (rms, largest) in expected.items():
+            assert collected[step][f"signal/{part}/rms/{layer}"] == pytest.approx(rms, rel=FLOAT32)
+            assert collected[step][f"signal/{part}/absmax/{layer}"] == pytest.approx(largest, rel=FLOAT32)
+    # control: other micro-batches give sizes far outside the tolerance
+    other = _sizes_by_hand(transformer(), [inputs(10)])
+    assert abs(collected[1]["signal/ffn/rms/0"] / other["0", "ffn"][0] - 1) > 100 * FLOAT32
+    if compile:
+        # measuring or not, with gradients or not: every block shares these graphs
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
+        assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.parametrize("method_schedule", ["step", "forward", None])
+def test_spectra_equal_a_float64_svd(method_schedule):
+    config = job_config(freq=0, spectra_freq=5)
+    model = transformer()
+    schedule = None
+    if method_schedule:
+        model = pc.attach(model, pc.PCConfig(schedule=method_schedule, power_iterations=3))
+        schedule = pc.schedule(model)
+        raw = {name: state.raw.clone() for name, state in schedule.weights.items()}
+        schedule.materialise()
+    metrics = HealthMetrics(config, [model], schedule, one_rank()).collect(5)
+
+    plain = pc.merge(model) if method_schedule == "forward" else model
+    conditions = {}
+    for name, module in plain.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "output":
+            sigma = torch.linalg.svdvals(module.weight.detach().double())
+            tenth = math.ceil(len(sigma) / 10)
+            conditions[name] = (sigma[0] / sigma[-tenth:].mean()).item()
+            # Float32 results; the Gram matrix in float64 loses nothing at these condition numbers.
+            assert metrics[f"spectra/condition/{name}"] == pytest.approx(conditions[name], rel=1e-5)
+    product = math.prod(conditions.values())
+    assert metrics["spectra/gmcn/all"] == pytest.approx(product ** (1 / len(conditions)), rel=1e-5)
+    pc_blocks = [k for n, k in conditions.items() if n.endswith(("wo", "w1", "w2", "w3"))]
+    assert metrics["spectra/gmcn/pc"] == pytest.approx(math.prod(pc_blocks) ** (1 / len(pc_blocks)), rel=1e-5)
+
+    if method_schedule is None:
+        assert not any("estimate_error" in key for key in metrics)
+    if method_schedule == "step":
+        errors = []
+        for name, weight in raw.items():
+            if name.endswith("wo"):
+                state = schedule.weights[name]
+                norm = torch.linalg.matrix_norm(weight.double(), 2)
+                errors.append(((state.u.double() @ weight.double() @ state.v.double() - norm).abs() / norm).item())
+        # s itself is rounded to float32 and includes an epsilon of 1e-7
+        assert metrics["spectra/estimate_error/o/max"] == pytest.approx(max(errors), abs=2e-6)
+        assert max(errors) > 1e-3  # three steps from a random start: an error there is to see
+
+
+def test_weights_that_are_not_finite_do_not_end_the_run():
+    model = transformer()
+    with torch.no_grad():
+        model.layers["1"].attention.wo.weight[0, 0] = math.inf
+    metrics = HealthMetrics(job_config(freq=0, spectra_freq=1), [model], None, one_rank()).collect(1)
+    assert math.isnan(metrics["spectra/condition/layers.1.attention.wo"])
+    assert math.isfinite(metrics["spectra/condition/layers.0.attention.wo"])
+
+
+def test_gamma_and_norm():
+    model = pc.attach(transformer(), pc.PCConfig(schedule="step"))
+    # on a CPU torch's float32 norm of millions of numbers is 1e-4 too small
+    model.tok_embeddings = torch.nn.Embedding(100_000, 48)
+    model.tok_embeddings.weight.data *= 0.01  # so that the other weights count
+    schedule = pc.schedule(model)
+    with torch.no_grad():
+        for i, layer in enumerate(schedule.weights.values()):
+            layer.gamma.fill_(1 + 0.25 * i)
+    raw_norm = math.sqrt(sum(p.double().square().sum().item() for p in model.parameters()))
+    schedule.materialise()
+    health = HealthMetrics(job_config(freq=1, spectra_freq=0), [model], schedule, one_rank())
+    health.start_step(1)
+    model(inputs(0))
+    metrics = health.collect(1)
+    assert metrics["norm/weight"] == pytest.approx(raw_norm, rel=FLOAT32)
+    effective_norm = math.sqrt(sum(p.double().square().sum().item() for p in model.parameters()))
+    assert abs(effective_norm / raw_norm - 1) > 1e-2  # control: PC(W) in place of W would be seen
+    assert [v for k, v in sorted(metrics.items()) if k.startswith("pc/gamma/")][:3] == [1.0, 1.25, 1.5]
+    assert len([k for k in metrics if k.startswith("pc/gamma/")]) == 8

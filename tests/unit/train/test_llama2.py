@@ -1,0 +1,34 @@
+"""Initial weights; that they do not depend on the layout is tested with whole runs (end_to_end/test_training.py)."""
+
+import pytest
+import torch
+
+from pc_recipe.train.llama2 import draw_parameter, model_args
+
+
+def _drawn(name, shape, **changes):
+    parameter = torch.empty(shape)
+    draw_parameter(name, parameter, model_args("nano", **changes))
+    return parameter
+
+
+def test_a_parameter_is_drawn_by_its_name_and_the_seed():
+    name, shape = "layers.2.feed_forward.w2.weight", (400, 700)
+    weight = _drawn(name, shape)
+    assert torch.equal(weight, _drawn(name, shape))
+    others = [_drawn(name.replace("2", "3", 1), shape), _drawn(name, shape, init_seed=1)]
+    for other in others:  # five standard errors of a correlation
+        assert abs((weight * other).mean() / (weight.std() * other.std())) < 5 / weight.numel() ** 0.5
+    assert weight.std().item() == pytest.approx(0.02 / 6**0.5, rel=0.01)
+
+
+def test_the_head_is_truncated_at_three_deviations():
+    head = _drawn("output.weight", (1000, 500)) * model_args("nano").dim ** 0.5
+    assert 2.99 < head.abs().max() <= 3.001
+    assert head.var().item() == pytest.approx(0.9733, abs=0.006)  # of a normal distribution that is cut at 3
+
+
+def test_a_block_may_start_larger():
+    plain = _drawn("layers.1.feed_forward.w2.weight", (64, 64))
+    larger = _drawn("layers.1.feed_forward.w2.weight", (64, 64), init_factors={"o": 1.6, "ffn": 1.8})
+    torch.testing.assert_close(larger, 1.8 * plain)

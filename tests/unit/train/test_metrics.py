@@ -1,0 +1,111 @@
+import json
+import math
+import resource
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torchtitan.tools.logging import logger as torchtitan_logger
+
+from pc.errors import WriteFailed
+from pc_recipe.config import Config
+from pc_recipe.files.run_log import METRICS
+from pc_recipe.train.cpu import use_cpu_where_there_is_no_gpu
+from pc_recipe.train.job_config import JobConfig
+from pc_recipe.train.loss_spikes import LossSpikes
+from pc_recipe.train.metrics import JsonLinesLogger, _spikes_so_far, build_metrics_processor
+
+
+def test_json_lines_survive_a_cut_and_keep_json(tmp_path):
+    file = tmp_path / "run" / "metrics.jsonl"
+    logger = JsonLinesLogger(file, lambda: 100)
+    logger.log({"loss_metrics/global_avg_loss": 2.5, "throughput(tps)": 10.0, "memory/max_active(%)": 1.0}, 1)
+    logger.log({"loss_metrics/global_avg_loss": math.nan, "grad_norm": torch.tensor(0.5)}, 2)
+    with open(file, "a") as broken:
+        broken.write('{"step": 3, "lo')  # a crash in the middle of a line
+    resumed = JsonLinesLogger(file, lambda: 300)
+    resumed.log({"validation_metrics/loss": 2.25}, 3)
+    first, second, third = (json.loads(line, parse_constant=pytest.fail) for line in file.read_text().splitlines())
+    assert (first["loss"], first["tokens"]) == (2.5, 100)
+    assert not any("memory" in key or "throughput" in key for key in first)
+    assert second["loss"] is None and second["grad_norm"] == 0.5
+    assert third["validation_loss"] == 2.25 and third["tokens"] == 300
+
+
+def test_a_line_that_does_not_fit_on_the_disk_leaves_no_half(tmp_path):
+    """The operating system writes a part of the line and refuses the rest, as on a full disk; later there is space."""
+    file = tmp_path / "metrics.jsonl"
+    logger = JsonLinesLogger(file, lambda: 100)
+    logger.log({"grad_norm": 1.0}, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 20, hard))
+    try:
+        with pytest.raises(WriteFailed, match="could not write .*metrics.jsonl: File too large"):
+            logger.log({"grad_norm": 2.0}, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    logger.log({"grad_norm": 3.0}, 3)
+    assert [line["step"] for line in map(json.loads, file.read_text().splitlines())] == [1, 3]
+
+
+def test_loss_spikes():
+    spikes = LossSpikes()
+    spiky = [8 * math.exp(-0.05 * i) + 3 + 0.01 * math.sin(7 * i) for i in range(200)]
+    spiky[100:104] = [5.0, 6.0, 5.5, 4.5]  # one excursion of four losses
+    spiky[150] = math.nan
+    counts = [spikes.update(step, loss) for step, loss in enumerate(spiky, start=1)]
+    assert counts[99:105] == [0, 1, 1, 1, 1, 1] and counts[-1] == 2
+
+
+def test_spikes_of_a_long_run_are_known_from_the_end_of_its_file(tmp_path):
+    losses = [3.0 + 0.01 * math.sin(7 * step) + (step == 100) + 2 * (9970 < step) for step in range(10_000)]
+    whole, lines = LossSpikes(), []
+    for step, loss in enumerate(losses):
+        lines.append(json.dumps({"step": step, "loss": loss, "loss_spikes": whole.update(step, loss)}))
+    (tmp_path / METRICS).write_text("\n".join([*lines, ""]))
+    restored = _spikes_so_far(tmp_path / METRICS)
+    assert restored.count == whole.count == 2
+    assert restored.update(10_000, 5.0) == 2  # still the same spike
+    assert restored.update(10_001, 3.0) == 2 and restored.update(10_002, 5.0) == 3
+
+
+def _processor(folder):
+    use_cpu_where_there_is_no_gpu()
+    config = Config()
+    config.job.dump_folder = str(folder)
+    config.training.seq_len, config.training.local_batch_size, config.training.global_batch_size = 8, 2, 4
+    dims = SimpleNamespace(
+        world_size=1, pp=1, pp_enabled=False, dp_replicate=1, dp_shard=1, cp=1, non_data_parallel_size=1
+    )  # fmt: skip
+    processor = build_metrics_processor(JobConfig(config), dims)
+    processor.num_flops_per_token = 1
+    return processor
+
+
+def test_processor_logs_lines_and_counts_spikes_across_a_resume(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(torchtitan_logger, "propagate", True)
+    processor = _processor(tmp_path)
+    for step in range(1, 21):
+        processor.data_loading_times, processor.ntokens_since_last_log = [0.1], 32
+        processor.positions = lambda step=step: range(4 * (step - 1), 4 * step)
+        processor.log(step, 9.0 if step == 15 else 3.0, 3.5, 0.5, {"lr": 0.1})
+    (said,) = [record.message for record in caplog.records if "spike" in record.message]
+    assert said.startswith("Loss spike 1 begins at step 15 with 9; data positions 56-59 (")
+    assert said.endswith("--data.skip 56-59)")
+    processor.log_health(20, {"norm/weight": 2.0})
+    processor.log_health(21, {})
+    processor = _processor(tmp_path)  # resumed from a checkpoint of step 16
+    # it logged step 16 two seconds ago; every second step is logged
+    processor.data_loading_times, processor.ntokens_since_last_log = [0.1], 64
+    processor.time_last_log -= 2.0
+    processor.log(18, 9.0, 9.5, 0.5)
+    processor.log_validation(2.5, 18)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss_spikes"] for line in lines if "loss" in line] == [0] * 14 + [1] * 6 + [2]
+    assert (lines[14]["spike/first_position"], lines[14]["spike/last_position"]) == (56, 59)
+    assert lines[0]["memory_active_gib_of_all_ranks"] == pytest.approx(lines[0]["memory_active_gib"], rel=0.1)
+    assert lines[0]["grad_norm"] == 0.5 and lines[0]["lr"] == 0.1 and lines[0]["max_loss"] == 3.5
+    assert [line for line in lines if "norm/weight" in line][0]["step"] == 20
+    assert lines[-1]["validation_loss"] == 2.5 and len(lines) == 23
+    assert lines[-2]["step_seconds"] == pytest.approx(1.0, abs=0.1)
+    assert lines[-2]["tokens_per_second"] == pytest.approx(32, rel=0.1)

@@ -1,0 +1,59 @@
+"""Each parameter is trained by one optimizer, as its block asks for; a loaded state leaves the config's settings."""
+
+import torch
+
+from pc_recipe.config import Config
+from pc_recipe.train.llama2 import Llama2, model_args
+from pc_recipe.train.optimizers import Optimizers
+
+
+def _made(**settings):
+    config = Config(optimizer={"name": "Muon", "muon_heads": ["q", "k"], **settings}).optimizer
+    torch.manual_seed(0)
+    model = Llama2(model_args("nano", vocab_size=64))
+    model.init_weights()
+    return model, Optimizers([model], config)
+
+
+def test_each_parameter_has_one_optimizer_and_heads_are_matrices_of_their_own():
+    model, made = _made()
+    muon, adamw = made.optimizers
+    matrices, heads = muon.param_groups
+    assert heads["cut"] and not matrices.get("cut")
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    trained = [[names[id(p)] for p in group["params"]] for group in (matrices, heads, *adamw.param_groups)]
+    assert sorted(sum(trained, [])) == sorted(names.values())
+    assert all(name.endswith(("wq.weight", "wk.weight")) for name in trained[1]) and len(trained[1]) == 2 * len(
+        model.layers
+    )
+    assert not any("layers." in name and "norm" not in name for name in trained[2])
+
+
+def test_a_loaded_state_leaves_the_settings_of_the_config():
+    model, made = _made(lr=1e-2)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    made.step()
+    saved = {key: torch.as_tensor(value).clone() for key, value in made.state_dict().items() if torch.is_tensor(value)}
+    _, other = _made(lr=2e-2)
+    other.load_state_dict(made.state_dict())
+    loaded = other.state_dict()
+    assert saved and all(torch.equal(loaded[key], tensor) for key, tensor in saved.items() if key.startswith("state."))
+    assert {group["lr"] for optimizer in other.optimizers for group in optimizer.param_groups} == {2e-2}
+
+
+def test_a_block_has_its_own_rate_and_an_independent_decay_is_the_same_for_all():
+    """With both, weights that start c times as large stay c times as large; the control is decay times the rate."""
+    settings = {"lr": 1e-2, "weight_decay": 1e-3, "independent_decay": True, "lr_factors": {"ffn": 1.8}}
+    for options, share in ((settings, 1e-3), (settings | {"independent_decay": False}, 1.8e-2 * 1e-3)):
+        model, made = _made(name="AdamW", **options)
+        weight = model.layers["0"].feed_forward.w1.weight
+        before = weight.detach().clone()
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 3e-5)
+        made.step()
+        moved = before * (1 - share) - 1.8e-2 * 3e-5 / (3e-5 + 1e-8)
+        torch.testing.assert_close(weight.detach(), moved, rtol=0, atol=1e-6)  # float32 near 0.05
+    other = model.layers["0"].attention.wo.weight
+    assert {group["lr"] for optimizer in made.optimizers for group in optimizer.param_groups} == {1e-2, 1e-2 * 1.8}
+    assert any(other is p for group in made.optimizers[0].param_groups if group["lr"] == 1e-2 for p in group["params"])
