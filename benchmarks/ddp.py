@@ -2,7 +2,7 @@
 
     python benchmarks/ddp.py [--processes 2 4] [--width 256] [--layers 3] [--rounds 5]
 
-Matrices of Llama layers. Figures are of the rank with most: median CPU time of `pull_back` and `materialise` in
+Matrices of Llama layers. Figures are of the rank with most: median CPU time of `pull_back` and `write_pc` in
 interleaved rounds.
 """
 
@@ -26,25 +26,25 @@ def on_rank(rank: int, processes: int, width: int, layers: int, rounds: int, fol
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=processes)
     hidden = 32 * round(width * 8 / 3 / 32)
     shapes = [(width, width), (width, hidden), (hidden, width), (width, hidden)] * layers
-    schedules, seconds = {}, {"each": [], "shared": []}
+    preconditioners, seconds = {}, {"each": [], "shared": []}
     for way in seconds:
         torch.manual_seed(0)
         model = pc.attach(
             nn.Sequential(*(nn.Linear(*shape, bias=False) for shape in shapes)), pc.PCConfig(blocks=("*",))
         )
-        schedules[way] = pc.schedule(DistributedDataParallel(model) if way == "shared" else model)
-        schedules[way].materialise()
-    gradients = [torch.randn(*weight.raw.shape) for weight in schedules["each"].weights.values()]
+        preconditioners[way] = pc.precondition(DistributedDataParallel(model) if way == "shared" else model)
+        preconditioners[way].write_pc()
+    gradients = [torch.randn(*weight.raw.shape) for weight in preconditioners["each"].weights.values()]
     for _ in range(rounds + 1):  # the first is a warm-up
-        for way, schedule in schedules.items():
-            for weight, gradient in zip(schedule.weights.values(), gradients, strict=True):
+        for way, preconditioner in preconditioners.items():
+            for weight, gradient in zip(preconditioner.weights.values(), gradients, strict=True):
                 weight.parameter.grad = gradient.clone()
                 weight.gamma.grad = None
             dist.barrier()
             start = time.process_time()
-            schedule.pull_back()
-            schedule.restore_raw()
-            schedule.materialise(share=True)
+            preconditioner.pull_back()
+            preconditioner.restore_raw()
+            preconditioner.write_pc(share=True)
             seconds[way].append(time.process_time() - start)
     found = [None] * processes
     dist.all_gather_object(found, {way: statistics.median(times[1:]) for way, times in seconds.items()})

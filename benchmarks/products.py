@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pc import PCConfig, owner
-from pc.passes import materialise, pull_back
+from pc.methods import method_of
 from pc.spectral import initial_vectors, power_iteration
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.runs.cost import Plan
@@ -42,19 +42,20 @@ def items_of(flavor: str) -> list[Item]:
 def measure(flavor: str, rounds: int) -> Iterator[dict]:
     """Yields the record so far after every precision."""
     items = items_of(flavor)
-    inputs = {"materialise": [(w, *rest) for w, _, *rest in items], "pull back": items}
+    inputs = {"write PC(W)": [(w, *rest) for w, _, *rest in items], "pull back": items}
     results = {
-        "materialise": [tuple(torch.empty_like(x) for x in (w, u, v)) for w, _, _, u, v in items],
+        "write PC(W)": [tuple(torch.empty_like(x) for x in (w, u, v)) for w, _, _, u, v in items],
         "pull back": [tuple(torch.empty_like(x) for x in (w, gamma)) for w, _, gamma, *_ in items],
     }
     one_of_each = {item[0].shape: item for item in items}.values()
     record = {"torch": torch.__version__, "hardware": hardware(), "flavor": flavor, "matrices": len(items)}
     record |= {"rounds": rounds, "seconds": {}, "errors": {}}
     for precision in PRECISIONS:
-        config = PCConfig(compute_dtype=precision, schedule="step")
-        for part, function in (("materialise", materialise), ("pull back", pull_back)):
+        config = PCConfig(compute_dtype=precision, mode="step")
+        method = method_of(config)
+        for part, function in (("write PC(W)", method.write), ("pull back", method.pull_back)):
             plan = owner.Plan(inputs[part], results[part], [config] * len(items))
-            call = partial(plan.run, function, inputs[part], results[part])
+            call = partial(plan.run, lambda _, *tensors, of=function: of(*tensors), inputs[part], results[part])
             call()  # warms up
             record["seconds"].setdefault(part, {})[precision] = [seconds(call) for _ in range(rounds)]
         record["errors"][precision] = {str(tuple(item[0].shape)): errors(config, item) for item in one_of_each}
@@ -63,15 +64,15 @@ def measure(flavor: str, rounds: int) -> Iterator[dict]:
 
 def errors(config: PCConfig, item: Item) -> list[float]:
     """Relative errors of PC(W) and of the gradient of W against float64."""
-    exact = both_passes(PCConfig(schedule="step"), [tensor.double() for tensor in item])
+    exact = both_passes(PCConfig(mode="step"), [tensor.double() for tensor in item])
     return [((a - b).norm() / b.norm()).item() for a, b in zip(both_passes(config, item), exact, strict=True)]
 
 
 def both_passes(config: PCConfig, item: Item) -> tuple[Tensor, Tensor]:
     """PC(W) and the gradient of W, in float64."""
     weight, gradient, gamma, u, v = (tensor[None] for tensor in item)
-    effective, *_ = materialise(config, weight, gamma, u, v)
-    return effective.double(), pull_back(config, weight, gradient, gamma, u, v)[0].double()
+    effective, *_ = method_of(config).write(weight, gamma, u, v)
+    return effective.double(), method_of(config).pull_back(weight, gradient, gamma, u, v)[0].double()
 
 
 def main() -> None:

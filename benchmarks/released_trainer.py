@@ -178,8 +178,8 @@ def time_layers(clone: Path) -> dict[str, list[float]]:
     theirs = released_layer(nn.Linear(1024, 2816, bias=False), settings, 0)
     theirs.sn_u, theirs.sn_v = initial_vectors("w1", (2816, 1024))
     model = nn.ModuleDict({"w1": nn.Linear(1024, 2816, bias=False)})
-    pc.attach(model, pc.PCConfig(level=4, blocks=("*w1",), schedule="step"))
-    schedule, batches = pc.schedule(model), torch.randn(10, 16, 1024)
+    pc.attach(model, pc.PCConfig(level=4, blocks=("*w1",), mode="step"))
+    preconditioner, batches = pc.precondition(model), torch.randn(10, 16, 1024)
 
     def passes(layer: nn.Module) -> None:
         layer.zero_grad()
@@ -188,7 +188,12 @@ def time_layers(clone: Path) -> dict[str, list[float]]:
 
     steps = {
         "released": lambda: (theirs.update_sn_state(), passes(theirs)),
-        "ours": lambda: (schedule.materialise(), passes(model["w1"]), schedule.pull_back(), schedule.restore_raw()),
+        "ours": lambda: (
+            preconditioner.write_pc(),
+            passes(model["w1"]),
+            preconditioner.pull_back(),
+            preconditioner.restore_raw(),
+        ),
     }
     return interleaved(steps, rounds=3, on_gpu=False)
 

@@ -47,7 +47,7 @@ class Row:
 ADAMW, PC = "1b_adamw_baseline.toml", "1b_adamw_pc.toml"
 DEBUG = "debug.toml"
 TF32 = ("--pc.compute_dtype", "tf32")
-IN_GRAPH = ("--pc.schedule", "forward", "--pc.compute_dtype", "float32")
+IN_GRAPH = ("--pc.mode", "forward", "--pc.compute_dtype", "float32")
 EAGER = ("--compile.enable", "false")
 FLOAT32 = ("--training.mixed_precision_param", "float32")
 FLOAT8 = ("--model.converters", "quantize.linear.float8", "--quantize.linear.float8.filter_fqns", "output")
@@ -144,7 +144,7 @@ ROWS: dict[str, Row] = {
         shape={"local_batch_size": 2},
         goals=(Goal("time baseline / stock", "<=", 1.03),),
     ),
-    "schedules": Row(
+    "modes": Row(
         "60M, AdamW, float32, not compiled, short sequences, for a CPU: PC once per step over PC in every forward pass",
         {
             "baseline": Variant(PC, BASELINE + EAGER + FLOAT32 + KEEP_ALL),

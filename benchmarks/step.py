@@ -10,7 +10,7 @@ ratios are computed per round. On a GPU, time is measured by events in its strea
 process, because wall clock depends on other users of the machine; with several processes, which wait for each other, it
 is wall clock. Peak memory is measured on GPUs only.
 
-The calls of PC's schedule are timed in the same steps, which needs no synchronisation. For the rest of a step use a
+The calls of PC's preconditioner are timed in the same steps, which needs no synchronisation. For the rest of a step use a
 profiler ([profiling] in the TOML).
 
 Each row's JSON file is written after every round, so a crash or a time limit loses at most one round. `--table` prints
@@ -145,7 +145,7 @@ class Clock:
 
 
 def timed_step(trainer: Trainer, clock: Clock, step: Callable[[], None]) -> dict[str, float]:
-    """Take one step: seconds of it, "step", and of the calls of PC's schedule in it."""
+    """Take one step: seconds of it, "step", and of the calls of PC's preconditioner in it."""
     spans: list[tuple[str, object, object]] = []
 
     def timed(name: str, function: Callable) -> Callable:
@@ -157,10 +157,10 @@ def timed_step(trainer: Trainer, clock: Clock, step: Callable[[], None]) -> dict
 
         return call
 
-    schedule = getattr(trainer, "pc_schedule", None)
+    preconditioner = getattr(trainer, "preconditioner", None)
     with contextlib.ExitStack() as undo:
-        for name in ("pull_back", "restore_raw", "materialise") if schedule is not None else ():
-            undo.enter_context(mock.patch.object(schedule, name, timed(name, getattr(schedule, name))))
+        for name in ("pull_back", "restore_raw", "write_pc") if preconditioner is not None else ():
+            undo.enter_context(mock.patch.object(preconditioner, name, timed(name, getattr(preconditioner, name))))
         timed("step", step)()
     parts: dict[str, float] = defaultdict(float)
     for name, start, end in spans:

@@ -1,4 +1,4 @@
-"""A plain training loop with PC in schedule "step": accumulation, clipping, autocast, checkpoint and resume.
+"""A plain training loop with PC in mode "step": accumulation, clipping, autocast, checkpoint and resume.
 
     python examples/loop.py --steps 20 --folder outputs/loop
     torchrun --nproc-per-node 2 examples/loop.py --steps 20 --folder outputs/loop
@@ -55,12 +55,12 @@ def main() -> None:
     model = nn.Sequential(
         nn.Embedding(VOCABULARY, WIDTH), Block(), Block(), nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
     ).to(device)
-    pc.attach(model, pc.PCConfig(level=4, blocks=("*.up", "*.down"), schedule="step"))
+    pc.attach(model, pc.PCConfig(level=4, blocks=("*.up", "*.down"), mode="step"))
     trained = DistributedDataParallel(model) if world > 1 else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    schedule = pc.schedule(trained, optimizer)
+    preconditioner = pc.precondition(trained, optimizer)
 
-    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    parts = {"model": model, "optimizer": optimizer, "preconditioner": preconditioner}
     checkpoint, start = arguments.folder / "last.pt", 0
     if checkpoint.exists():
         state = torch.load(checkpoint, map_location=device, weights_only=True)
@@ -81,7 +81,7 @@ def main() -> None:
                 loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) / MICRO_BATCHES
             loss.backward()
             total += loss.item()
-        schedule.pull_back()  # the one call that PC adds to a loop, before clipping
+        preconditioner.pull_back()  # the one call that PC adds to a loop, before clipping
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

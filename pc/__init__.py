@@ -5,7 +5,8 @@ The modules at this level need only torch and work in any training loop:
 
     model = pc.attach(model, pc.PCConfig(level=4))
     optimizer = torch.optim.AdamW(model.parameters())
-    schedule = pc.schedule(model, optimizer)  # train as before, with schedule.pull_back() before clipping
+    preconditioner = pc.precondition(model, optimizer)
+    ...                                    # train as before, with preconditioner.pull_back() before clipping
     model = pc.merge(model)
 
 `pc.integrations` puts PC into the trainers of Hugging Face, Lightning and TorchTitan. The training recipe is the package
@@ -17,25 +18,27 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pc import owner, polynomial, spectral
-    from pc.config import Cut, PCConfig
+    from pc.config import MatrixSplit, PCConfig
     from pc.errors import UserError
-    from pc.linear import PCLinear, effective_weight
+    from pc.factory import precondition
+    from pc.layer import PCLinear, effective_weight
+    from pc.marking import attach, detach, merge, preserve, refresh
     from pc.muon import Muon
-    from pc.start import preserve
-    from pc.step import schedule
-    from pc.weights import attach, describe, detach, merge, named_weights, refresh
+    from pc.targets import describe
+    from pc.weight import named_weights
 
 __version__ = "0.1.0"
 
-# Imported when first used: the packages of the recipe that read settings need no torch.
+# Imported when first used: the packages of the recipe that read configs need no torch.
 _NAMES = {
-    "config": ["Cut", "PCConfig"],
+    "marking": ["attach", "detach", "merge", "preserve", "refresh"],
+    "config": ["MatrixSplit", "PCConfig"],
     "errors": ["UserError"],
-    "linear": ["PCLinear", "effective_weight"],
+    "layer": ["PCLinear", "effective_weight"],
     "muon": ["Muon"],
-    "start": ["preserve"],
-    "step": ["schedule"],
-    "weights": ["attach", "describe", "detach", "merge", "named_weights", "refresh"],
+    "factory": ["precondition"],
+    "targets": ["describe"],
+    "weight": ["named_weights"],
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 _MODULES = ("owner", "polynomial", "spectral")
@@ -48,3 +51,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'pc' has no attribute {name!r}")
     return getattr(import_module(f"pc.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
-from pc.config import Cut, PCConfig
-from pc.cuts import Form, form_of
+from pc.config import MatrixSplit, PCConfig
 from pc.owner import Plan
 from pc.shards import local
+from pc.splits import WeightSplit, split_of
 
 # Torch's options and their defaults.
 _OPTIONS = {name: p.default for name, p in signature(torch.optim.Muon).parameters.items() if name != "params"}
@@ -21,20 +21,20 @@ class Muon(torch.optim.Muon):
     """`torch.optim.Muon` for `DTensor` shards and for weights of several matrices; on single matrices with the same
     options bitwise the same results.
 
-        pc.Muon([{"params": matrices}, {"params": experts, "cut": pc.Cut(("gate", "up"))}], lr=1e-3)
+        pc.Muon([{"params": matrices}, {"params": experts, "split": pc.MatrixSplit(("gate", "up"))}], lr=1e-3)
 
     Momentum and weight updates are elementwise and run on the shards. One owner rank (`pc.owner`) orthogonalises each
     matrix with torch's own function. Matrices travel in bfloat16, the precision of that function. They are
     orthogonalised one by one: batched matmuls round differently in about one of fifty small matrices, and at the
-    sizes of language models one matmul fills a GPU. A parameter group with a "cut" is cut into matrices as a weight of
-    PC is; the factor of the learning rate follows from the shape of a matrix.
+    sizes of language models one matmul fills a GPU. A parameter group with a "split" is split into matrices as a weight
+    of PC is; the factor of the learning rate follows from the shape of a matrix.
 
     The momentum is torch's running mean, `buf = mu buf + (1 - mu) g`. The paper writes `buf = mu buf + g`.
     Orthogonalisation cancels the constant factor between the two, up to its epsilon of 1e-7 against the update's norm.
 
     Raises:
-        ValueError: a parameter that is no matrix, in a group without a "cut".
-        UserError: a cut does not fit.
+        ValueError: a parameter that is no matrix, in a group without a "split".
+        UserError: a split does not fit.
     """
 
     def __init__(self, params, **options) -> None:
@@ -43,12 +43,14 @@ class Muon(torch.optim.Muon):
         self._plans: dict[tuple, Plan] = {}
         Optimizer.__init__(self, params, _OPTIONS | options)  # torch's own would refuse weights of three dimensions
         for group in self.param_groups:
-            if isinstance(group.get("cut"), Cut):
-                group["cut"] = astuple(group["cut"])  # which a checkpoint can hold
+            if isinstance(group.get("split"), MatrixSplit):
+                group["split"] = astuple(group["split"])  # which a checkpoint can hold
             for parameter in group["params"]:
-                if parameter.ndim != 2 and "cut" not in group:
-                    raise ValueError(f"Muon needs matrices, not {[*parameter.shape]}, or a cut in the parameter group")
-                _form(parameter, group)
+                if parameter.ndim != 2 and "split" not in group:
+                    raise ValueError(
+                        f"Muon needs matrices, not {[*parameter.shape]}, or a split in the parameter group"
+                    )
+                _split(parameter, group)
 
     def __setstate__(self, state: dict) -> None:  # of a copy, which has no plans: they hold process groups
         super().__setstate__(state)
@@ -79,16 +81,16 @@ class Muon(torch.optim.Muon):
         # bfloat16 copies, sharded as the parameters are; the plan writes its results into them
         items = [(torch.empty_like(parameter, dtype=torch.bfloat16),) for parameter in parameters]
         torch._foreach_copy_([local(update) for (update,) in items], updates)
-        forms = [_form(parameter, group) for parameter in parameters]
+        splits = [_split(parameter, group) for parameter in parameters]
         settings = (group["ns_coefficients"], group["ns_steps"], group["eps"])
         factors = [
-            [_adjust_lr(1.0, group["adjust_lr_fn"], torch.Size((p.rows, form.columns))) for p in form.parts]
-            for form in forms
+            [_adjust_lr(1.0, group["adjust_lr_fn"], torch.Size((p.rows, split.columns))) for p in split.parts]
+            for split in splits
         ]
-        keys = [(form, settings, tuple(f / max(of) for f in of)) for form, of in zip(forms, factors, strict=True)]
+        keys = [(split, settings, tuple(f / max(of) for f in of)) for split, of in zip(splits, factors, strict=True)]
         name = (*map(id, parameters), *keys)
         if name not in self._plans:
-            self._plans[name] = Plan(items, items, keys, [form.cost for form in forms])
+            self._plans[name] = Plan(items, items, keys, [split.cost for split in splits])
         self._plans[name].run(_orthogonalise, items, items)
         torch._foreach_mul_(shards, 1 - lr * group["weight_decay"])
         for shard, (update,), of_parts in zip(shards, items, factors, strict=True):
@@ -98,19 +100,18 @@ class Muon(torch.optim.Muon):
 _EVERY_PART = PCConfig()
 
 
-def _form(parameter: Tensor, group: dict) -> Form:
-    cut = Cut(*group.get("cut", ()))
-    return form_of(
-        "a parameter", parameter.shape, cut, [_EVERY_PART] * len(cut.blocks), [cut.head_dim] * len(cut.blocks)
-    )
+def _split(parameter: Tensor, group: dict) -> WeightSplit:
+    given = MatrixSplit(*group.get("split", ()))
+    number = len(given.blocks)
+    return split_of("a parameter", parameter.shape, given, [_EVERY_PART] * number, [given.head_dim] * number)
 
 
 def _orthogonalise(key: tuple, updates: Tensor) -> tuple[Tensor]:
     """Of every matrix, times the part's relative factor of the learning rate."""
-    form, settings, scales = key
+    split, settings, scales = key
     parts = [
         torch.stack([_zeropower_via_newtonschulz(matrix, *settings) for matrix in matrices])
-        for matrices in form.cut("w", updates)
+        for matrices in split.split_weight(updates)
     ]
     scaled = [part if scale == 1 else part * scale for part, scale in zip(parts, scales, strict=True)]
-    return (form.join("w", scaled, updates),)
+    return (split.join_weight(scaled, updates),)

@@ -1,9 +1,12 @@
 """Run functions of full matrices on sharded matrices: one rank, the owner, computes each matrix (docs/owner.md).
 
 Matrices are assigned to ranks by cost. One all-to-all sends every shard to its owner, a second one returns the results.
+With three ranks, A [3, m], B [3, m] and the smaller C [2, m] (its last shard is empty), each owned by one of them:
 
-        rank 0            rank 1                     rank 0            rank 1
-    A[:2] B[:2]       A[2:] B[2:]   all_to_all  ->   A                 B         -> function -> all_to_all
+    rank  holds            sends                                   owns  computes  gets back
+    0     A[0] B[0] C[0]   B[0] to 1, C[0] to 2                    A     f(A)      f(A)[0] f(B)[0] f(C)[0]
+    1     A[1] B[1] C[1]   A[1] to 0, C[1] to 2                    B     f(B)      f(A)[1] f(B)[1] f(C)[1]
+    2     A[2] B[2]        A[2] to 0, B[2] to 1                    C     f(C)      f(A)[2] f(B)[2]
 
 Under FSDP, tensor parallelism, or both, a shard is one rectangular block of its matrix. The ranks of all mesh
 dimensions that shard an item form one flat group. HSDP replicas repeat the work (docs/not-measured.md). A rank that
@@ -25,11 +28,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from pc.errors import UserError
-from pc.shards import Ints, block_of, is_stack, local, splits
+from pc.shards import Ints, held_slices, is_stack, local, sharded_dims
 from pc.shards import shard_like as shard_like  # public here
 
 Item = tuple[Tensor, ...]
-Layout = tuple[Ints, tuple[Placement, ...]]  # shape, and placements over all of the mesh
+Sharding = tuple[Ints, tuple[Placement, ...]]  # shape, and placements over all of the mesh
 INPUTS, OUTPUTS = 0, 1
 BUCKET_BYTES = 256 * 2**20  # of full inputs per rank; their shards, sent and received, and results take more
 ONE_BY_ONE = ("cpu",)  # devices on which a batch is slower than its matrices; on a GPU it saves kernel launches
@@ -67,8 +70,8 @@ class Plan:
         costs: Sequence[float] | None = None,
         replicas: dist.ProcessGroup | None = None,
     ) -> None:
-        self._layouts = _layouts(inputs), _layouts(outputs)
-        if any(len({dtype for *_, dtype in side}) > 1 for side in self._layouts):
+        self._shardings = _shardings(inputs), _shardings(outputs)
+        if any(len({dtype for *_, dtype in side}) > 1 for side in self._shardings):
             raise UserError("pc.owner needs inputs of one dtype, and outputs of one dtype")
         keys = keys if keys is not None else [None] * len(inputs)
         costs = costs if costs is not None else [matrix_cost(item[0].shape) for item in inputs]
@@ -97,7 +100,7 @@ class Plan:
                 with the same key and shapes; returns a tuple of batched results, one for each tensor of an output item.
             inputs, outputs: tensors with the shapes, shards and dtypes of those that this plan was made for.
         """
-        if (_layouts(inputs), _layouts(outputs)) != self._layouts:
+        if (_shardings(inputs), _shardings(outputs)) != self._shardings:
             raise UserError("this plan was made for tensors of other shapes, shards or dtypes; make a new one")
         for bucket in self._buckets:
             bucket.run(function, inputs, outputs)
@@ -113,7 +116,7 @@ def assign(costs: Sequence[float], num_owners: int) -> list[int]:
     return owners
 
 
-def _layouts(items: Sequence[Item]) -> list[tuple]:
+def _shardings(items: Sequence[Item]) -> list[tuple]:
     """What a plan depends on."""
     return [(t.shape, t.placements if isinstance(t, DTensor) else (), t.dtype) for item in items for t in item]
 
@@ -129,12 +132,12 @@ class _Group(NamedTuple):
 
 def _group(tensors: Sequence[Tensor], replicas: dist.ProcessGroup | None) -> _Group:
     """The ranks that exchange the tensors of an item; this rank alone if it holds whole matrices, without replicas."""
-    meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor) and splits(tensor)}
+    meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor) and sharded_dims(tensor)}
     if len(meshes) > 1:
         raise UserError("pc.owner needs the tensors of an item on one device mesh")
-    dimensions = {d for tensor in tensors for d in splits(tensor)}
+    dimensions = {d for tensor in tensors for d in sharded_dims(tensor)}
     if is_stack(tensors[0]):  # without those that split the stack of every tensor alike
-        alike = {frozenset(d for d, split in splits(tensor).items() if split == 0) for tensor in tensors}
+        alike = {frozenset(d for d, split in sharded_dims(tensor).items() if split == 0) for tensor in tensors}
         dimensions -= alike.pop() if len(alike) == 1 else set()
     if dimensions:
         return _group_of(meshes.pop(), tuple(sorted(dimensions)), dist.group.WORLD)
@@ -160,15 +163,15 @@ def _group_of(mesh: DeviceMesh, dimensions: Ints, world: dist.ProcessGroup) -> _
 def _matrices(group: _Group, item: int, given: Item, wanted: Item, key: Hashable) -> "list[_Matrix]":
     """The matrices of an item that a group's ranks hold together."""
 
-    def layout(tensor: Tensor) -> Layout:
-        if group.process_group and isinstance(tensor, DTensor) and splits(tensor):
+    def sharding(tensor: Tensor) -> Sharding:
+        if group.process_group and isinstance(tensor, DTensor) and sharded_dims(tensor):
             return tensor.shape, tensor.placements
         return local(tensor).shape, (Replicate(),) * len(group.sizes)
 
-    sides = [[layout(tensor) for tensor in side] for side in (given, wanted)]
+    sides = [[sharding(tensor) for tensor in side] for side in (given, wanted)]
     indices: Sequence[int | None] = [None]
     if is_stack(given[0]):
-        held = [block_of(*sides[INPUTS][0], group.sizes, place)[0] for place in group.places]
+        held = [held_slices(*sides[INPUTS][0], group.sizes, place)[0] for place in group.places]
         indices = range(min(rows.start for rows in held), max(rows.stop for rows in held))
     return [_Matrix(item, index, key, sides, given[0].element_size()) for index in indices]
 
@@ -176,19 +179,24 @@ def _matrices(group: _Group, item: int, given: Item, wanted: Item, key: Hashable
 class _Matrix:
     """One matrix with all that belongs to it: item and index in its stack (None: single); sides: inputs, outputs."""
 
-    def __init__(self, item: int, index: int | None, key: Hashable, sides: list[list[Layout]], size: int):
+    def __init__(self, item: int, index: int | None, key: Hashable, sides: list[list[Sharding]], size: int):
         self.item, self.index, self.key, self.sides = item, index, key, sides
         self.shapes = [tuple(shape if index is None else shape[1:] for shape, _ in side) for side in sides]
         self.bytes = sum(math.prod(shape) for shape in self.shapes[INPUTS]) * size
 
-    def parts(self, side: int, group: _Group, holder: int, like: int) -> "Iterator[_Part]":
-        """What a rank holds of the inputs or outputs; nothing of a tensor of which rank `like` has another copy."""
+    def pieces(self, side: int, group: _Group, holder: int, like: int) -> "Iterator[_Piece]":
+        """What the rank `holder` has to send of the inputs, or to receive of the outputs.
+
+        Ranks that replicate a tensor hold the same piece of it, but only one of them sends it: that which stands, in the
+        replicated mesh dimensions, where the owner stands. So nothing is given unless `holder` and `like` agree there:
+        `like` is the owner for inputs. Results go to all replicas: for outputs `like` is the holder itself.
+        """
         place, other = group.places[holder], group.places[like]
         for tensor, (shape, placements) in enumerate(self.sides[side]):
             if any(a != b for a, b, p in zip(place, other, placements, strict=True) if p.is_replicate()):
                 continue
             where: Ints = ()
-            block = block_of(shape, placements, group.sizes, place)
+            block = held_slices(shape, placements, group.sizes, place)
             if self.index is not None:
                 stack, block = block[0], block[1:]
                 if not stack.start <= self.index < stack.stop:
@@ -196,10 +204,10 @@ class _Matrix:
                 where = (self.index - stack.start,)
             lengths = [rows.stop - rows.start for rows in block]
             if numel := math.prod(lengths):
-                yield _Part(self, tensor, where, block, lengths, numel)
+                yield _Piece(self, tensor, where, block, lengths, numel)
 
 
-class _Part(NamedTuple):
+class _Piece(NamedTuple):
     """What one rank holds of one tensor of a matrix."""
 
     matrix: _Matrix
@@ -220,9 +228,9 @@ class _Bucket:
     """Matrices that are exchanged together: the two all-to-alls, and the batches of this rank between them."""
 
     def __init__(self, group: _Group, owned: Sequence[list[_Matrix]], one_by_one: bool) -> None:
-        def parts(side: int, owner: int, holder: int) -> list[_Part]:
+        def pieces(side: int, owner: int, holder: int) -> list[_Piece]:
             like = owner if side == INPUTS else holder  # an owner gets one copy, results go to all
-            return [part for matrix in owned[owner] for part in matrix.parts(side, group, holder, like)]
+            return [piece for matrix in owned[owner] for piece in matrix.pieces(side, group, holder, like)]
 
         alike: dict[Hashable, list[_Matrix]] = defaultdict(list)
         for matrix in owned[group.rank]:
@@ -232,11 +240,11 @@ class _Bucket:
         # nothing is sent to an owner that has the same
         self.is_sharded = any(not p.is_replicate() for of in owned for m in of for _, ps in m.sides[INPUTS] for p in ps)
         # of inputs and outputs: what this rank holds, by owner, and what it owns, by holder
-        self.held = [[parts(side, owner, group.rank) for owner in ranks] for side in (INPUTS, OUTPUTS)]
-        self.owned = [[parts(side, group.rank, holder) for holder in ranks] for side in (INPUTS, OUTPUTS)]
+        self.held = [[pieces(side, owner, group.rank) for owner in ranks] for side in (INPUTS, OUTPUTS)]
+        self.owned = [[pieces(side, group.rank, holder) for holder in ranks] for side in (INPUTS, OUTPUTS)]
 
     def run(self, function: Callable, inputs: Sequence[Item], outputs: Sequence[Item]) -> None:
-        shards = [part.of_shard(inputs) for part in itertools.chain(*self.held[INPUTS])]
+        shards = [piece.of_shard(inputs) for piece in itertools.chain(*self.held[INPUTS])]
         like = local(inputs[0][0])
         if self.is_sharded:
             shards = self._exchange(shards, self.held[INPUTS], self.owned[INPUTS], like)
@@ -249,13 +257,13 @@ class _Bucket:
             if shapes != wanted:
                 raise UserError(f"the function returned results of shapes {shapes} instead of {wanted}")
         tensors = self._by_matrix(results)
-        blocks = [part.of_matrix(tensors) for part in itertools.chain(*self.owned[OUTPUTS])]
+        blocks = [piece.of_matrix(tensors) for piece in itertools.chain(*self.owned[OUTPUTS])]
         received = self._exchange(blocks, self.owned[OUTPUTS], self.held[OUTPUTS], local(outputs[0][0]))
         if received:
             torch._foreach_copy_([p.of_shard(outputs) for p in itertools.chain(*self.held[OUTPUTS])], received)
 
     def _assemble(self, received: list[Tensor], like: Tensor) -> list[list[Tensor]]:
-        """The batches, of the parts received."""
+        """The batches, of the pieces received."""
         if not self.is_sharded and all(len(batch) == 1 for batch in self.batches):  # not copied
             counts = [len(batch[0].shapes[INPUTS]) for batch in self.batches]
             views = iter([shard[None] for shard in received])
@@ -267,18 +275,18 @@ class _Bucket:
         return batches
 
     def _exchange(
-        self, tensors: list[Tensor], sends: list[list[_Part]], receives: list[list[_Part]], like: Tensor
+        self, tensors: list[Tensor], sends: list[list[_Piece]], receives: list[list[_Piece]], like: Tensor
     ) -> list[Tensor]:
-        """Send the tensors of the parts, and return those received, in the dtype of `like`; alone, those given."""
+        """Send the tensors of the pieces, and return those received, in the dtype of `like`; alone, those given."""
         if self.group is None:
             return tensors
-        sizes, send_sizes = ([sum(part.numel for part in parts) for parts in side] for side in (receives, sends))
+        sizes, send_sizes = ([sum(piece.numel for piece in pieces) for pieces in side] for side in (receives, sends))
         send = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(like.dtype) if tensors else like.new_empty(0)
         receive = send.new_empty(sum(sizes))
         dist.all_to_all_single(receive, send, sizes, send_sizes, group=self.group)
-        parts = [*itertools.chain(*receives)]
-        blocks = receive.split([part.numel for part in parts])
-        return [block.view(part.shape) for block, part in zip(blocks, parts, strict=True)]
+        pieces = [*itertools.chain(*receives)]
+        blocks = receive.split([piece.numel for piece in pieces])
+        return [block.view(piece.shape) for block, piece in zip(blocks, pieces, strict=True)]
 
     def _by_matrix(self, batches: Sequence[Sequence[Tensor]]) -> dict[_Matrix, Item]:
         """The tensors of each matrix of all batches."""

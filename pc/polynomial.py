@@ -1,4 +1,4 @@
-"""The polynomial maps that PC applies to singular values (`pc.levels`), evaluated on scalars and matrices.
+"""The polynomial maps that PC applies to singular values (`pc.maps`), evaluated on scalars and matrices.
 
 On a matrix `A = U diag(sigma) V^T` the map needs only one Gram matrix: `g(A) = p(A A^T) A = A p(A^T A)`
 equals `U diag(g(sigma)) V^T` (paper, proposition 1).
@@ -7,7 +7,7 @@ equals `U diag(g(sigma)) V^T` (paper, proposition 1).
 import torch
 from torch import Tensor
 
-from pc.levels import COEFFICIENTS, POLAR_EXPRESS, Coefficients, Map, evaluate, resolve, stages  # noqa: F401
+from pc.maps import COEFFICIENTS, POLAR_EXPRESS, Coefficients, Map, evaluate, resolve, stages  # noqa: F401
 
 
 def gram_matrix(matrix: Tensor) -> Tensor:

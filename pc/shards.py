@@ -19,8 +19,8 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def splits(tensor: Tensor) -> dict[int, int | None]:
-    """Which dimension of a tensor each device mesh dimension splits that shards it; {} for a plain tensor."""
+def sharded_dims(tensor: Tensor) -> dict[int, int | None]:
+    """Which dimension of a tensor each device mesh dimension sharded_dims that shards it; {} for a plain tensor."""
     if not isinstance(tensor, DTensor):
         return {}
     sizes, placements = tensor.device_mesh.shape, enumerate(tensor.placements)
@@ -41,7 +41,7 @@ def shard_like(weight: Tensor, tensor: Tensor) -> Tensor:
         return tensor
     mesh = weight.device_mesh
     placements: list[Placement] = [Replicate()] * mesh.ndim
-    for d, split in splits(weight).items():
+    for d, split in sharded_dims(weight).items():
         if not is_stack(weight):
             placements[d] = Shard(0)
         elif split == 0:
@@ -59,7 +59,7 @@ def shard_gammas(weight: Tensor, gammas: Tensor) -> Tensor:
     if not isinstance(weight, DTensor):
         return gammas.flatten()
     sharded, mesh = shard_like(weight, gammas), weight.device_mesh
-    shares = math.prod(mesh.size(d) for d, split in splits(weight).items() if split == 0)
+    shares = math.prod(mesh.size(d) for d, split in sharded_dims(weight).items() if split == 0)
     if is_stack(weight) and gammas.size(1) > 1 and gammas.size(0) % shares:
         sharded = DTensor.from_local(gammas, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return viewed(sharded, (gammas.numel(),))
@@ -83,11 +83,11 @@ def copy_into(tensor: Tensor, given: Tensor) -> None:
 
 def own_block(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
     """The view of a whole tensor that this rank holds of a `DTensor` with these placements."""
-    return tensor[block_of(tensor.shape, tuple(placements), mesh.shape, tuple(mesh.get_coordinate() or ()))]
+    return tensor[held_slices(tensor.shape, tuple(placements), mesh.shape, tuple(mesh.get_coordinate() or ()))]
 
 
 @lru_cache(maxsize=None)
-def block_of(shape: Ints, placements: tuple[Placement, ...], sizes: Ints, coordinate: Ints) -> tuple[slice, ...]:
+def held_slices(shape: Ints, placements: tuple[Placement, ...], sizes: Ints, coordinate: Ints) -> tuple[slice, ...]:
     """What the rank at `coordinate` of a mesh of `sizes` holds of a tensor.
 
     Torch's own `compute_local_shape_and_global_offset` is wrong where tensor parallelism and then FSDP split a dimension

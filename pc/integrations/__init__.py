@@ -4,14 +4,14 @@ from typing import Any
 
 from torch import Tensor
 
-from pc.schedules import Schedule
+from pc.preconditioner import Preconditioner
 
 
-def whole_state(schedule: Schedule) -> dict[str, dict[str, Any]]:
-    """The schedule's state with whole tensors, which loads on any number of ranks. All ranks call it."""
+def whole_state(preconditioner: Preconditioner) -> dict[str, dict[str, Any]]:
+    """The preconditioner's state with whole tensors, which loads on any number of ranks. All ranks call it."""
 
     def whole(value: Any) -> Any:
         return value.full_tensor() if isinstance(value, Tensor) and hasattr(value, "full_tensor") else value
 
-    state = schedule.state_dict()
+    state = preconditioner.state_dict()
     return {name: {key: whole(value) for key, value in values.items()} for name, values in state.items()}

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from pc.errors import UserError
+from pc.factory import precondition
 from pc.integrations import whole_state
-from pc.schedules import Schedule
-from pc.step import schedule
+from pc.preconditioner import Preconditioner
 
-FILE = "pc.pt"  # the schedule's state, in the folder of a checkpoint
+FILE = "pc.pt"  # the preconditioner's state, in the folder of a checkpoint
 
 
 class _Saved(TrainerCallback):
@@ -27,7 +27,7 @@ class _Saved(TrainerCallback):
         self.trainer = trainer
 
     def on_save(self, args, state, control, **kwargs) -> None:
-        found = whole_state(self.trainer.pc_schedule)  # of all ranks
+        found = whole_state(self.trainer.preconditioner)  # of all ranks
         if state.is_world_process_zero:
             torch.save(found, Path(args.output_dir) / f"checkpoint-{state.global_step}" / FILE)
 
@@ -39,18 +39,18 @@ class _Saved(TrainerCallback):
 class PCTrainerMixin:
     """Comes before `transformers.Trainer` among the bases of a trainer, whose model has been given to `pc.attach`."""
 
-    pc_schedule: Any = None
-    """a Schedule, once the model is evaluated or trained"""
+    preconditioner: Any = None
+    """a Preconditioner, once the model is evaluated or trained"""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.add_callback(_Saved(self))
 
-    def _started(self) -> Schedule:
-        if self.pc_schedule is None:
+    def _started(self) -> Preconditioner:
+        if self.preconditioner is None:
             is_replica = dist.is_initialized() and not self.is_fsdp_enabled
-            self.pc_schedule = schedule(self.model, process_group=dist.group.WORLD if is_replica else None)
-        return self.pc_schedule
+            self.preconditioner = precondition(self.model, process_group=dist.group.WORLD if is_replica else None)
+        return self.preconditioner
 
     def create_scheduler(self, num_training_steps: int, optimizer=None):
         """Called once model and optimizer are wrapped, before a checkpoint's optimizer state is loaded."""
@@ -60,7 +60,7 @@ class PCTrainerMixin:
     def training_step(self, *args, **kwargs) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)
         if self.accelerator.sync_gradients:  # the last micro-batch of a step; clipping comes next
-            self.pc_schedule.pull_back()
+            self.preconditioner.pull_back()
         return loss
 
     def evaluation_loop(self, *args, **kwargs):
@@ -76,4 +76,4 @@ class PCTrainerMixin:
             raise UserError(
                 f"{checkpoint / FILE} is missing: the model there holds PC(W), and only that file has its W"
             )
-        self.pc_schedule.load_state_dict(torch.load(checkpoint / FILE, map_location="cpu", weights_only=True))
+        self.preconditioner.load_state_dict(torch.load(checkpoint / FILE, map_location="cpu", weights_only=True))

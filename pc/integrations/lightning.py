@@ -9,25 +9,25 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 
+from pc.factory import precondition
 from pc.integrations import whole_state
-from pc.schedules import Schedule
-from pc.step import schedule
+from pc.preconditioner import Preconditioner
 
 
 class PCCallback(Callback):
-    """Makes PC's schedule, follows the module's optimizers, and is saved and loaded with Lightning's checkpoints."""
+    """Makes PC's preconditioner, follows the module's optimizers, and is saved and loaded with Lightning's checkpoints."""
 
     def __init__(self) -> None:
-        self.schedule: Schedule | None = None
+        self.preconditioner: Preconditioner | None = None
         self._loaded: dict[str, Any] | None = None
 
-    def _start(self, trainer) -> Schedule:
-        if self.schedule is None:
-            self.schedule = schedule(trainer.model)
+    def _start(self, trainer) -> Preconditioner:
+        if self.preconditioner is None:
+            self.preconditioner = precondition(trainer.model)
         if self._loaded is not None:
-            self.schedule.load_state_dict(self._loaded)
+            self.preconditioner.load_state_dict(self._loaded)
             self._loaded = None
-        return self.schedule
+        return self.preconditioner
 
     def on_fit_start(self, trainer, pl_module) -> None:
         self._start(trainer).follow(*trainer.optimizers)
@@ -42,11 +42,15 @@ class PCCallback(Callback):
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer: torch.optim.Optimizer) -> None:
         """After the last backward pass of a step, before clipping."""
-        if self.schedule is not None and self.schedule.has_gradients() and not self.schedule.is_pulled_back:
-            self.schedule.pull_back()
+        if (
+            self.preconditioner is not None
+            and self.preconditioner.has_gradients()
+            and not self.preconditioner.is_pulled_back
+        ):
+            self.preconditioner.pull_back()
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.schedule is None else whole_state(self.schedule)
+        return {} if self.preconditioner is None else whole_state(self.preconditioner)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._loaded = state_dict or None  # for the schedule, which may not be there yet
+        self._loaded = state_dict or None  # for the preconditioner, which may not be there yet

@@ -19,7 +19,8 @@ from torchtitan.tools.logging import logger
 
 from pc.config import PCConfig
 from pc.errors import UserError, exit_on_user_error
-from pc.weights import attach, describe
+from pc.marking import attach
+from pc.targets import describe
 
 NAME = "pc"
 
@@ -43,8 +44,8 @@ class Converter:
             nearest = difflib.get_close_matches(key, known, n=1) or known
             raise UserError(f"[pc]: unknown key {key}; did you mean {' or '.join(nearest)}?")
         config = PCConfig(**values)
-        if config.schedule != "step":
-            raise UserError('[pc]: here schedule is "step"')
+        if config.mode != "step":
+            raise UserError('[pc]: here mode is "step"')
         if job_config.model.converters[-1] != NAME:
             raise UserError(f'model.converters: "{NAME}" must be the last; one after it could replace PC\'s layers')
         if is_enabled and parallel_dims.tp_enabled:
@@ -62,7 +63,7 @@ class Converter:
             attach(model, self._config)
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """Nothing: the schedule follows the optimizers."""
+        """Nothing: the preconditioner follows the optimizers."""
 
 
 register_model_converter(Converter, NAME)

@@ -7,38 +7,38 @@ import torchtitan.train
 from torch import Tensor
 
 from pc.errors import UserError, exit_on_user_error
-from pc.step import schedule
-from pc.weights import named_weights
+from pc.factory import precondition
+from pc.weight import named_weights
 
 
 class Trainer(torchtitan.train.Trainer):
-    """Calls the schedule where TorchTitan's trainer has no hook: after the last micro-batch, and in checkpoints."""
+    """Calls the preconditioner where TorchTitan's trainer has no hook: after the last micro-batch, and in checkpoints."""
 
     def __init__(self, job_config) -> None:
         assets = Path(job_config.model.hf_assets_path)
         if not assets.is_dir():  # TorchTitan names another key
             raise UserError(f"model.hf_assets_path: no folder {assets}; it should have the model's tokenizer.json")
         super().__init__(job_config)
-        self.pc_schedule = None  # without PC, or in a pipeline stage without weights of PC
+        self.preconditioner = None  # without PC, or in a pipeline stage without weights of PC
         if any(True for part in self.model_parts for _ in named_weights(part)):
-            self.pc_schedule = schedule(self.model_parts)
-            self.pc_schedule.follow(self.optimizers.optimizers)
-            for weight in self.pc_schedule.weights.values():
+            self.preconditioner = precondition(self.model_parts)
+            self.preconditioner.follow(self.optimizers.optimizers)
+            for weight in self.preconditioner.weights.values():
                 if weight.gamma is not None:
                     weight.gamma.requires_grad_()  # TorchTitan saves optimizer states of such parameters alone
-            self.checkpointer.states["pc"] = self.pc_schedule
+            self.checkpointer.states["pc"] = self.preconditioner
 
     def train_step(self, data_iterator) -> None:
-        if self.pc_schedule and not self.pc_schedule.holds_pc:
-            self.pc_schedule.materialise()  # the first step of a new run; any checkpoint is loaded by now
+        if self.preconditioner and not self.preconditioner.holds_pc:
+            self.preconditioner.write_pc()  # the first step of a new run; any checkpoint is loaded by now
         self._micro_batches = 0
         super().train_step(data_iterator)
 
     def forward_backward_step(self, **batch) -> Tensor:
         loss = super().forward_backward_step(**batch)
         self._micro_batches += 1
-        if self.pc_schedule and self._micro_batches == self.gradient_accumulation_steps:
-            self.pc_schedule.pull_back()
+        if self.preconditioner and self._micro_batches == self.gradient_accumulation_steps:
+            self.preconditioner.pull_back()
         return loss
 
 

@@ -61,8 +61,8 @@ def _anywhere(config: Config) -> Iterator[str]:
     if config.checkpoint.keep_latest_k == 1:
         yield "checkpoint.keep_latest_k = 1 should be 2 or more, because the newest may be damaged, or 0 to keep all"
     if config.model.converters:
-        if config.pc.enable and config.pc.schedule == "forward":
-            yield 'pc.schedule = "forward" would replace the matmuls of float8 layers; use "step"'
+        if config.pc.enable and config.pc.mode == "forward":
+            yield 'pc.mode = "forward" would replace the matmuls of float8 layers; use "step"'
 
 
 def _on_ranks(config: Config, dims: Degrees) -> Iterator[str]:
@@ -71,8 +71,8 @@ def _on_ranks(config: Config, dims: Degrees) -> Iterator[str]:
             "parallelism.data_parallel_replicate_degree without sharding averages gradients twice in TorchTitan 0.2.2; "
             "use data_parallel_shard_degree, alone or with it"
         )
-    if config.pc.enable and config.pc.schedule == "forward" and dims.tp > 1:
-        yield 'pc.schedule = "forward" needs full weights, which tensor parallelism shards; use "step"'
+    if config.pc.enable and config.pc.mode == "forward" and dims.tp > 1:
+        yield 'pc.mode = "forward" needs full weights, which tensor parallelism shards; use "step"'
     shape = shape_of(config.model)
     heads = shape.n_kv_heads or shape.n_heads
     if heads % dims.tp:

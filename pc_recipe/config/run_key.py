@@ -12,8 +12,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from pc.config import BLOCK_GROUPS
-from pc.levels import resolve
+from pc.blocks import BLOCK_GROUPS
+from pc.maps import resolve
 from pc_recipe.config.layout import Layout
 from pc_recipe.config.schema import PC, Config
 from pc_recipe.config.sections import METHOD, RESULT, keys_of

@@ -227,11 +227,11 @@ class PC(Section):
     power_iterations: Count = key(10, "Power iterations per step for the estimate of the spectral norm.", RESULT)
     norm_recovery: bool = key(True, "Multiply by the estimated spectral norm after the polynomial.")
     learnable_gamma: bool = key(True, "Multiply by one learnable scalar per matrix.")
-    schedule: Literal["step", "forward"] = key(
+    mode: Literal["step", "forward"] = key(
         "step", "Compute PC(W) once per optimizer step, or in every forward pass inside the autograd graph."
     )
     compute_dtype: Literal["float32", "tf32", "bfloat16"] = key(
-        "float32", "Precision of the polynomial's matmuls; in schedule step all else of PC is float32.", RESULT
+        "float32", "Precision of the polynomial's matmuls; in mode step all else of PC is float32.", RESULT
     )
     start: Literal["preserve", "raw"] = key(
         "preserve", "Use given initial weights as PC(W), so that the model is the same, or as W.", RESULT

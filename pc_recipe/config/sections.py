@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, field_validator
 
-from pc.config import BLOCK_GROUPS, BLOCK_SUFFIXES
+from pc.blocks import BLOCK_GROUPS, BLOCK_SUFFIXES
 
 METHOD = "method"
 """the key is part of the definition of the weights in a checkpoint, which a resume must match"""

@@ -12,7 +12,7 @@ from torchtitan.models.llama3.model.model import Transformer
 
 from pc import attach, named_weights
 from pc.errors import UserError
-from pc.linear import effective_weight
+from pc.layer import effective_weight
 from pc_recipe.config import Config
 from pc_recipe.config.inheritance import validated
 from pc_recipe.config.schema import PC
@@ -35,7 +35,7 @@ class RunCheckpoint:
     settings: Config
     """What it says of model and method, the sequence length and the folder of data."""
     method: PC
-    """The checkpoint's fingerprint: enable, level, blocks, schedule, ..."""
+    """The checkpoint's fingerprint: enable, level, blocks, mode, ..."""
     model_args: Llama2Args
     weights: dict[str, Tensor]
     """{TorchTitan's name: effective weight}, on the CPU, in the saved dtype."""
@@ -68,10 +68,10 @@ def load(path: str | Path) -> RunCheckpoint:
     plain = {key: tensor.shape for key, tensor in model.state_dict().items()}
     shapes = folder.shapes()
     saved = fingerprint.pc_of(folder)
-    if saved is None and settings.pc.enable and settings.pc.schedule == "forward":
+    if saved is None and settings.pc.enable and settings.pc.mode == "forward":
         raise UserError(f"{path}: holds raw weights without gamma, u and v; use a checkpoint that can be resumed")
     method = saved or PC()
-    forward = method.enable and method.schedule == "forward"
+    forward = method.enable and method.mode == "forward"
     if method.enable:
         attach(model, method.to_pc_config())
     pc_shapes = _pc_shapes(model)
@@ -103,9 +103,12 @@ def _pc_shapes(model: Transformer) -> dict[str, torch.Size]:
     """Shapes of the entries `pc.*` that belong to the PC layers of `model`."""
     shapes = {}
     for name, weight in named_weights(model):
-        kinds = {"gamma" if kind == "g" else kind: kind for kind in weight.form.kinds if kind != "w"}
-        shapes |= {f"pc.{name}.{key}": torch.Size(weight.form.shape_of(kind)) for key, kind in kinds.items()}
-        if weight.config.schedule == "step":
+        split = weight.split
+        added = {"gamma": split.gamma_shape, "u": split.left_shape, "v": split.right_shape}
+        if not weight.config.learnable_gamma:
+            del added["gamma"]
+        shapes |= {f"pc.{name}.{key}": torch.Size(shape) for key, shape in added.items()}
+        if weight.config.mode == "step":
             shapes[f"pc.{name}.raw"] = weight.parameter.shape
     return shapes
 
@@ -130,7 +133,7 @@ def require_shapes(
 
 
 def _evaluate_pc(model: Transformer, tensors: dict[str, Tensor]) -> None:
-    """Schedule "forward" saves the raw W as `weight`; replace it by PC(W)."""
+    """Mode "forward" saves the raw W as `weight`; replace it by PC(W)."""
     for name, weight in named_weights(model):
         gamma, u, v = (tensors.get(f"pc.{name}.{key}") for key in ("gamma", "u", "v"))
         tensors[f"{name}.weight"] = effective_weight(tensors[f"{name}.weight"], gamma, u, v, weight.config)

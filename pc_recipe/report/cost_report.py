@@ -16,8 +16,8 @@ from pc_recipe.runs import cost, torchrun
 WARMUP_STEPS, MEASURED_STEPS = 3, 5
 VARIANTS = {
     "plain": ["--pc.enable", "false"],
-    "step": ["--pc.enable", "true", "--pc.schedule", "step"],
-    "forward": ["--pc.enable", "true", "--pc.schedule", "forward", "--pc.compute_dtype", "float32"],
+    "step": ["--pc.enable", "true", "--pc.mode", "step"],
+    "forward": ["--pc.enable", "true", "--pc.mode", "forward", "--pc.compute_dtype", "float32"],
 }
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from pc.config import BLOCK_SUFFIXES
+from pc.blocks import BLOCK_SUFFIXES
 from pc.errors import UserError
 from pc.spectral import singular_values
 from pc_recipe.evaluate import plain_weights

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pc.errors import UserError
-from pc.start import require_possible
+from pc.methods import method_of
 from pc_recipe.config import Config, load_config, rules
 from pc_recipe.config.layout import Layout
 from pc_recipe.config.schema import PC, Checkpoint
@@ -130,7 +130,9 @@ def _check_model(report: Report, config: Config) -> memory.Sizes:
     )
     loads = config.checkpoint.enable and (config.checkpoint.initial_load_path or config.checkpoint.initial_load_in_hf)
     if config.pc.enable and loads and config.pc.start == "preserve":
-        _tried(report, require_possible, config.pc.to_pc_config())
+        pc_config = config.pc.to_pc_config()
+        for block in pc_config.blocks:
+            _tried(report, method_of(pc_config.for_block(block)).require_invertible)
     if config.pc.enable:
         share = sizes.preconditioned / parameters
         report.facts.append(

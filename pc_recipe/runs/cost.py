@@ -17,8 +17,8 @@ from torchtitan.models.llama3.model.model import Transformer
 
 from pc import attach, effective_weight, named_weights, polynomial
 from pc.config import PCConfig
+from pc.methods import method_of
 from pc.owner import assign
-from pc.passes import materialise, pull_back
 from pc.spectral import power_iteration
 from pc_recipe.config import load_config
 from pc_recipe.config.layout import Layout
@@ -45,22 +45,22 @@ class Matrix:
 
     @cache
     def step_flops(self) -> int:
-        """Schedule "step", once per optimizer step: both passes."""
-        weight, vectors = self._weight(), self._vectors()
-        return _counted(lambda: materialise(self.config, weight, *vectors)) + _counted(
-            lambda: pull_back(self.config, weight, weight, *vectors)
+        """Mode "step", once per optimizer step: both passes."""
+        weight, vectors, method = self._weight(), self._vectors(), method_of(self.config)
+        return _counted(lambda: method.write(weight, *vectors)) + _counted(
+            lambda: method.pull_back(weight, weight, *vectors)
         )
 
     @cache
     def in_graph_flops(self, recomputed: bool) -> int:
-        """Schedule "forward", per micro-batch and rank; activation checkpointing repeats the forward pass."""
+        """Mode "forward", per micro-batch and rank; activation checkpointing repeats the forward pass."""
         weight, vectors = self._weight(), self._vectors()
         forward = partial(effective_weight, weight, *vectors, self.config)
         return _counted(lambda: forward().sum().backward()) + (_counted(forward) if recomputed else 0)
 
     @cache
     def power_iteration_flops(self) -> int:
-        """Schedule "forward", once per optimizer step and rank."""
+        """Mode "forward", once per optimizer step and rank."""
         _, u, v = self._vectors()
         return _counted(lambda: power_iteration(self._weight(), u, v, self.config.power_iterations))
 
@@ -86,11 +86,11 @@ class StepCost:
     model_full_square: float
     """attention counted fully, as TorchTitan does for its MFU"""
     pc_step: int
-    """PC in schedule "step" """
+    """PC in mode "step" """
     pc_step_busiest: int
-    """PC in schedule "step", on the rank with the most"""
+    """PC in mode "step", on the rank with the most"""
     pc_forward: int
-    """PC in schedule "forward" """
+    """PC in mode "forward" """
     paper_bound: float
     """largest over matrices, B = tokens of the global batch"""
 
@@ -109,16 +109,16 @@ class Plan:
         self.args = model_args_of(self.config)
         with torch.device("meta"):
             self.model = attach(Transformer(self.args), self.config.pc.to_pc_config())
-        self.forms = [weight.form for _, weight in named_weights(self.model)]
-        self.matrices = [Matrix(*matrix) for form in self.forms for matrix in form.matrices]
+        self.splits = [weight.split for _, weight in named_weights(self.model)]
+        self.matrices = [Matrix(*matrix) for split in self.splits for matrix in split.matrices]
 
     @cache
     def step_cost(self) -> StepCost:
         """FLOPs of one step; counts PC even if the config has it off."""
         dims, seq_len = self.layout.dims, self.config.training.seq_len
-        per_weight = [sum(Matrix(*matrix).step_flops() for matrix in form.matrices) for form in self.forms]
+        per_weight = [sum(Matrix(*matrix).step_flops() for matrix in split.matrices) for split in self.splits]
         load = [0] * (self.layout.shards * dims.tp)
-        for flops, owner in zip(per_weight, assign([form.cost for form in self.forms], len(load)), strict=True):
+        for flops, owner in zip(per_weight, assign([split.cost for split in self.splits], len(load)), strict=True):
             load[owner] += flops
         recomputed = self.config.activation_checkpoint.mode == "full"
         in_graph = sum(matrix.in_graph_flops(recomputed) for matrix in self.matrices)
@@ -144,13 +144,13 @@ def table(plan: Plan) -> str:
     operations = [
         ("model, attention counted causally", cost.model, "100 %"),
         ("model, attention counted fully", cost.model_full_square, ""),
-        ('PC, schedule "step", whole job', cost.pc_step, _percent(cost.pc_step / cost.model)),
+        ('PC, mode "step", whole job', cost.pc_step, _percent(cost.pc_step / cost.model)),
         (
-            'PC, schedule "step", on the busiest rank',
+            'PC, mode "step", on the busiest rank',
             cost.pc_step_busiest,
             f"{_percent(cost.pc_step_busiest * ranks / cost.model)} of that rank's",
         ),
-        ('PC, schedule "forward", whole job', cost.pc_forward, _percent(cost.pc_forward / cost.model)),
+        ('PC, mode "forward", whole job', cost.pc_forward, _percent(cost.pc_forward / cost.model)),
     ]
     rows = [(what, f"{flops / 1e15:.4g}", share) for what, flops, share in operations]
     return (

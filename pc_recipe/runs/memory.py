@@ -9,8 +9,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torchtitan.models.llama3.model.model import Transformer
 
 from pc.config import PCConfig
-from pc.linear import effective_weight
-from pc.weights import attach, named_weights
+from pc.layer import effective_weight
+from pc.marking import attach
+from pc.weight import named_weights
 from pc_recipe.config import Config
 from pc_recipe.config.layout import Degrees, Layout
 from pc_recipe.config.optimizers import KINDS
@@ -40,7 +41,7 @@ class Sizes:
     layers: int
     vocabulary: int
     pc_in_graph: int
-    """elements that autograd keeps of PC in schedule "forward" """
+    """elements that autograd keeps of PC in mode "forward" """
 
 
 def sizes_of(model: nn.Module) -> Sizes:
@@ -60,7 +61,7 @@ def sizes_of(model: nn.Module) -> Sizes:
         ffn_dim=blocks[0].feed_forward.w1.out_features,
         layers=len(blocks),
         vocabulary=model.tok_embeddings.num_embeddings,
-        pc_in_graph=sum(_kept_in_graph(*matrix) for weight in weights for matrix in weight.form.matrices),
+        pc_in_graph=sum(_kept_in_graph(*matrix) for weight in weights for matrix in weight.split.matrices),
     )
 
 
@@ -98,7 +99,7 @@ def of_run(config: Config, dims: Degrees, sizes: Sizes | None = None) -> dict[st
         dims: the parallel degrees.
         sizes: of the model, if known.
 
-    Not included: fragmentation, the CUDA context and NCCL's buffers (1 to 4 GiB), and the workspace of schedule "step",
+    Not included: fragmentation, the CUDA context and NCCL's buffers (1 to 4 GiB), and the workspace of mode "step",
     which is used between steps when activations are already freed.
     """
     training, layout = config.training, Layout(dims, config.training)
@@ -130,17 +131,17 @@ def of_run(config: Config, dims: Degrees, sizes: Sizes | None = None) -> dict[st
         "activations": itemsize * tokens * (sizes.layers * kept + recomputed) / model_split,
         "logits": per_logit * tokens * sizes.vocabulary / dims.tp,
     }
-    if config.pc.enable and config.pc.schedule == "forward":
+    if config.pc.enable and config.pc.mode == "forward":
         blocks = 1 if config.activation_checkpoint.mode == "full" else sizes.layers / dims.pp
         parts["PC in the graph"] = itemsize * sizes.pc_in_graph / sizes.layers * blocks
     return {part: size / GIB for part, size in parts.items()}
 
 
 def state_elements(config: Config, sizes: Sizes) -> dict[str, int]:
-    """What is stored besides the weights. Schedule "step" stores raw W in addition to the effective weight; "forward"
+    """What is stored besides the weights. Mode "step" stores raw W in addition to the effective weight; "forward"
     stores only raw W, as the weight."""
     others = sizes.total - sizes.hidden_matrices
-    has_raw = config.pc.enable and config.pc.schedule == "step"
+    has_raw = config.pc.enable and config.pc.mode == "step"
     return {
         "optimizer": KINDS[config.optimizer.name].states * sizes.hidden_matrices + KINDS["AdamW"].states * others,
         "raw W": sizes.preconditioned if has_raw else 0,

@@ -9,7 +9,7 @@ graph with it.
 import torch
 from torch import Tensor, nn
 
-from pc.weights import clean_name
+from pc.targets import clean_name
 
 # Measured children of a TorchTitan block: their names in metrics.
 PARTS = {"attention": "attention", "feed_forward": "ffn"}

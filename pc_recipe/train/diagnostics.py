@@ -1,9 +1,9 @@
 """Health metrics during training: output sizes, gamma, norms, condition numbers, error of the norm estimate.
 
-health = HealthMetrics(job_config, model_parts, step_schedule, parallel_dims)   # before the first forward
+health = HealthMetrics(job_config, model_parts, step_preconditioner, parallel_dims)   # before the first forward
 for step in ...:
     health.start_step(step)
-    ...                                  # forward and backward passes, optimizer, materialise
+    ...                                  # forward and backward passes, optimizer, PC(W) written
     metrics_processor.log_health(step, health.collect(step))   # on every rank, because it uses collectives
 """
 
@@ -17,14 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pc.config import PCConfig, block_of, matches
-from pc.cuts import Form
-from pc.linear import effective_weight
+from pc.blocks import block_of, matches
+from pc.config import PCConfig
+from pc.layer import effective_weight
 from pc.owner import Plan
-from pc.schedules import Schedule
-from pc.shards import local, splits
+from pc.preconditioner import Preconditioner
+from pc.shards import local, sharded_dims
 from pc.spectral import modified_condition_number, singular_values, spectral_norm_estimate
-from pc.weights import Weight, clean_name
+from pc.splits import WeightSplit
+from pc.targets import clean_name
+from pc.weight import Weight
 from pc_recipe.train.activations import COUNT, LARGEST, SUM_OF_SQUARES, OutputSizes
 
 SPECTRAL: dict[str, Callable[[Tensor], Tensor]] = {
@@ -41,15 +43,17 @@ class HealthMetrics:
         job_config: with the section `health` (`pc_recipe.config.schema.Health`) and with `pc.blocks`, which also defines
             the PC matrices of a baseline run.
         model_parts: this rank's transformers, sharded, compiled, off the meta device.
-        schedule: None without PC.
+        preconditioner: None without PC.
         parallel_dims: TorchTitan's ParallelDims.
     """
 
-    def __init__(self, job_config, model_parts: list[nn.Module], schedule: Schedule | None, parallel_dims) -> None:
+    def __init__(
+        self, job_config, model_parts: list[nn.Module], preconditioner: Preconditioner | None, parallel_dims
+    ) -> None:
         self._health = job_config.health
         self._pc_entries: Sequence[str] = job_config.pc.blocks
         self._model_parts = model_parts
-        self._schedule = schedule
+        self._preconditioner = preconditioner
         self._num_stage_ranks: int = parallel_dims.world_size // parallel_dims.pp
         self._outputs = OutputSizes(model_parts) if self._health.freq else None
         self._measuring = False
@@ -94,7 +98,7 @@ class HealthMetrics:
         for model in self._model_parts:
             for name, parameter in model.named_parameters():
                 tensor = raws.get(clean_name(name), parameter)
-                shards = math.prod(tensor.device_mesh.size(d) for d in splits(tensor))
+                shards = math.prod(tensor.device_mesh.size(d) for d in sharded_dims(tensor))
                 norm = torch.linalg.vector_norm(local(tensor), dtype=torch.float64)  # float32 is 1e-4 off on a CPU
                 squares.append(norm.square() * shards / self._num_stage_ranks)
         gammas = {name: local(state.gamma).double() for name, state in states.items() if state.gamma is not None}
@@ -118,7 +122,7 @@ class HealthMetrics:
                     continue
                 names.append(name)
                 state = self._pc_weights().get(name)
-                if state is None or state.config.schedule == "step":
+                if state is None or state.config.mode == "step":
                     inputs.append((linear.weight if state is None else state.parameter,))
                     keys.append(None)
                 else:
@@ -143,9 +147,9 @@ class HealthMetrics:
         """Relative error of s as an estimate of W's spectral norm, per block with PC; {} without PC."""
         states = self._pc_weights()
         inputs = [(state.raw, state.u, state.v) for state in states.values()]
-        forms = [state.form for state in states.values()]
+        splits = [state.split for state in states.values()]
         errors: dict[str, list[float]] = {}
-        for name, (error,) in self._of_owners(_largest_estimate_error, list(states), inputs, forms, 1).items():
+        for name, (error,) in self._of_owners(_largest_estimate_error, list(states), inputs, splits, 1).items():
             if not math.isnan(error):
                 errors.setdefault(block_of(name), []).append(error)
         metrics = {}
@@ -164,7 +168,7 @@ class HealthMetrics:
         return {name: found[0] for name, found in _by_name(dict(zip(names, numbers, strict=True))).items()}
 
     def _pc_weights(self) -> dict[str, Weight]:
-        return {} if self._schedule is None else self._schedule.weights
+        return {} if self._preconditioner is None else self._preconditioner.weights
 
 
 def _is_due(step: int, freq: int) -> bool:
@@ -198,13 +202,14 @@ def _spectral(config: PCConfig | None, weight: Tensor, *rest: Tensor) -> tuple[T
     return (torch.stack([metric(values) for metric in SPECTRAL.values()], -1).to(weight.dtype),)
 
 
-def _largest_estimate_error(form: Form, *tensors: Tensor) -> tuple[Tensor]:
+def _largest_estimate_error(split: WeightSplit, weight: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor]:
     """The largest of a weight's matrices, [B, 1]."""
-    return (form.apply(_estimate_error, "wuv", tensors, "g")[0].amax(-1, keepdim=True),)
+    matrices = zip(split.split_weight(weight), split.split_left(u), split.split_right(v), strict=True)
+    return (split.join_gamma([_estimate_error(*matrix) for matrix in matrices]).amax(-1, keepdim=True),)
 
 
-def _estimate_error(_: PCConfig, weight: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor]:
+def _estimate_error(weight: Tensor, u: Tensor, v: Tensor) -> Tensor:
     """Relative error of s = u^T W v, [B, 1], for W [B, n, m]."""
     norm = singular_values(weight)[..., -1]
     error = (spectral_norm_estimate(weight, u, v).double() - norm).abs() / norm
-    return (error.unsqueeze(-1).to(weight.dtype),)
+    return error.unsqueeze(-1).to(weight.dtype)

@@ -53,10 +53,10 @@ def require_same_run(checkpoint: CheckpointFolder, pc: PC, shapes: dict[str, tor
 
 
 def require_plain_weights(checkpoint: CheckpointFolder) -> None:
-    """Raise a `UserError` for a checkpoint of schedule "forward", whose `weight` is the raw W, not PC(W)."""
+    """Raise a `UserError` for a checkpoint of mode "forward", whose `weight` is the raw W, not PC(W)."""
     saved = pc_of(checkpoint)
-    if saved is not None and saved.enable and saved.schedule == "forward":
+    if saved is not None and saved.enable and saved.mode == "forward":
         raise UserError(
-            f'checkpoint.initial_load_path = {checkpoint.path} holds raw weights, not PC(W) (schedule "forward"); '
+            f'checkpoint.initial_load_path = {checkpoint.path} holds raw weights, not PC(W) (mode "forward"); '
             "export it with scripts/export_hf.py and start from the export with checkpoint.initial_load_in_hf = true"
         )

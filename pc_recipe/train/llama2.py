@@ -13,9 +13,9 @@ from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
 from torchtitan.models.llama3.model.model import Transformer
 
-from pc.config import block_factor
+from pc.blocks import block_factor
 from pc.shards import local, own_block
-from pc.weights import clean_name
+from pc.targets import clean_name
 from pc_recipe.config import Config
 from pc_recipe.config.model_sizes import FLAVORS, shape_of
 
@@ -80,7 +80,7 @@ class Llama2(Transformer):
                 module.sdpa_backends = [*module.sdpa_backends[:-1], SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
-        """Initialise all parameters and buffers but PC's, which its schedule initialises."""
+        """Initialise all parameters and buffers but PC's, which its preconditioner initialises."""
         with torch.device(buffer_device or self.freqs_cis.device):
             self.freqs_cis = self._precompute_freqs_cis()
         with torch.no_grad():

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torchtitan.tools.logging import logger
 
 from pc.errors import UserError
-from pc.schedules import Schedule
+from pc.preconditioner import Preconditioner
 from pc.shards import local
-from pc.weights import clean_name
+from pc.targets import clean_name
 
 NAMES_SHOWN = 4
 
@@ -25,12 +25,12 @@ class FiniteSteps:
 
     Args:
         model_parts: this rank's sharded model parts.
-        schedule: PC's.
+        preconditioner: PC's.
         limit: stop the run after this many skipped steps in a row.
     """
 
-    def __init__(self, model_parts: list[nn.Module], schedule: Schedule | None, limit: int) -> None:
-        self._model_parts, self._schedule, self._limit = model_parts, schedule, limit
+    def __init__(self, model_parts: list[nn.Module], preconditioner: Preconditioner | None, limit: int) -> None:
+        self._model_parts, self._preconditioner, self._limit = model_parts, preconditioner, limit
         self.count = 0
         """of skipped steps so far"""
         self._in_a_row = 0
@@ -83,7 +83,11 @@ class FiniteSteps:
     def _not_finite(self) -> Iterator[str]:
         """Names of this rank's: W first, then PC(W) of a finite W and other parameters, then gradients."""
         parameters = [(clean_name(name), p) for model in self._model_parts for name, p in model.named_parameters()]
-        raws = {} if self._schedule is None else {f"{n}.weight": s.raw for n, s in self._schedule.weights.items()}
+        raws = (
+            {}
+            if self._preconditioner is None
+            else {f"{n}.weight": s.raw for n, s in self._preconditioner.weights.items()}
+        )
         bad = [name for name, raw in raws.items() if _bad(raw)]
         yield from bad
         for name, parameter in parameters:

@@ -15,10 +15,12 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
-from pc.config import Cut, block_factor, block_of
-from pc.schedules import Schedule
-from pc.step import schedule
-from pc.weights import clean_name, named_weights
+from pc.blocks import block_factor, block_of
+from pc.config import MatrixSplit
+from pc.factory import precondition
+from pc.preconditioner import Preconditioner
+from pc.targets import clean_name
+from pc.weight import named_weights
 from pc_recipe.config.optimizers import KINDS, Optimizer
 
 
@@ -34,23 +36,25 @@ def is_hidden_matrix(name: str) -> bool:
 
 
 class Optimizers(OptimizersContainer):
-    """AdamW, or Muon and AdamW, for each model part; with PC in schedule "step", on the raw weights.
+    """AdamW, or Muon and AdamW, for each model part; with PC in mode "step", on the raw weights.
 
     TorchTitan's container saves only one optimizer per model part; this one saves all.
     """
 
     def __init__(self, model_parts: list[nn.Module], config: Optimizer) -> None:
         self.model_parts = model_parts
-        self.schedule: Schedule | None = None
+        self.preconditioner: Preconditioner | None = None
         """PC's"""
         if any(True for model in model_parts for _ in named_weights(model)):
-            self.schedule = schedule(model_parts)  # the first train step materialises, after any checkpoint is loaded
+            self.preconditioner = precondition(
+                model_parts
+            )  # the first train step writes PC(W), after any checkpoint is loaded
         self.by_part = [_build(model, config) for model in model_parts]
         self.optimizers = [optimizer for by_kind in self.by_part for optimizer in by_kind.values()]
         parameters = [p for model in model_parts for p in model.parameters()]
         self._post_init(parameters, {"lr": config.lr})
-        if self.schedule is not None:
-            self.schedule.follow(self)
+        if self.preconditioner is not None:
+            self.preconditioner.follow(self)
         self.skips_step = False
         """whether the next step changes nothing"""
 
@@ -142,4 +146,4 @@ def _group(model: nn.Module, config: Optimizer, factor: float, heads: bool, some
     """A parameter group, with its own learning rate and decay."""
     lr = config.lr * factor
     group = {"params": some, "lr": lr, "weight_decay": config.weight_decay / (lr if config.independent_decay else 1)}
-    return group | ({"cut": Cut(head_dim=model.model_args.dim // model.model_args.n_heads)} if heads else {})
+    return group | ({"split": MatrixSplit(head_dim=model.model_args.dim // model.model_args.n_heads)} if heads else {})

@@ -12,9 +12,12 @@ from torchtitan.distributed.context_parallel import apply_cp_to_attention_module
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list, apply_compile, apply_fsdp, apply_tp
 
-from pc.config import PCConfig, matches
+from pc.blocks import matches
+from pc.config import PCConfig
 from pc.errors import UserError
-from pc.weights import attach, clean_name, named_weights
+from pc.marking import attach
+from pc.targets import clean_name
+from pc.weight import named_weights
 from pc_recipe.config import Config
 from pc_recipe.config.rules import compiles_model
 

@@ -4,7 +4,7 @@ each micro-batch        forward and backward with PC(W)                         
 after the last one      gradients of PC(W) become gradients of W and gamma;     `forward_backward_step`
                         a step that is not finite is left out                   `pc_recipe.train.nonfinite`
 clipping                                                                        TorchTitan
-optimizers.step()       restore W; step; save W and write PC(W)                 `pc.schedules`
+optimizers.step()       restore W; step; save W and write PC(W)                 `pc.preconditioner`
 """
 
 import signal
@@ -26,8 +26,8 @@ from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 from torchtitan.tools.logging import logger
 
 from pc.errors import UserError
+from pc.marking import preserve
 from pc.shards import local
-from pc.start import preserve
 from pc_recipe import data
 from pc_recipe.config import Config, rules
 from pc_recipe.config.layout import Layout
@@ -70,17 +70,17 @@ class PCTrainer(torchtitan.train.Trainer):
             patch.object(torchtitan.train, "ensure_pp_loss_visible"),
         ):
             super().__init__(job_config)
-        self.pc_schedule = self.optimizers.schedule
+        self.preconditioner = self.optimizers.preconditioner
         self.metrics_processor.tokens = lambda: self.ntokens_seen * self._data_ranks
         self.metrics_processor.positions = self._positions
-        self.health = HealthMetrics(job_config, self.model_parts, self.pc_schedule, self.parallel_dims)
+        self.health = HealthMetrics(job_config, self.model_parts, self.preconditioner, self.parallel_dims)
         self.scorer = self.build_scorer()
-        self.finite_steps = FiniteSteps(self.model_parts, self.pc_schedule, config.training.max_nonfinite_steps)
+        self.finite_steps = FiniteSteps(self.model_parts, self.preconditioner, config.training.max_nonfinite_steps)
         self.checkpointer.may_save = lambda: not self.optimizers.skips_step
         states = self.checkpointer.states
         states["method"] = fingerprint.fingerprint(config.pc)
-        if self.pc_schedule is not None:
-            states["pc"] = self.pc_schedule
+        if self.preconditioner is not None:
+            states["pc"] = self.preconditioner
 
     def init_distributed(self) -> AlwaysSharded:
         """TorchTitan's, with FSDP on any number of ranks, after all ranks have agreed on what they train."""
@@ -147,8 +147,8 @@ class PCTrainer(torchtitan.train.Trainer):
     def train_step(self, data_iterator) -> None:
         if self.step == 1 and self._starts_from_given_weights():
             preserve(self.model_parts)
-        if self.pc_schedule is not None and not self.pc_schedule.holds_pc:
-            self.pc_schedule.materialise()  # the first step of a new run; any checkpoint is loaded by now
+        if self.preconditioner is not None and not self.preconditioner.holds_pc:
+            self.preconditioner.write_pc()  # the first step of a new run; any checkpoint is loaded by now
         self._micro_batches_done, self._loss = 0, 0.0
         self._first_position = self.dataloader.position
         self.health.start_step(self.step, measure_outputs=not self._pipeline_finds_shapes())
@@ -236,8 +236,8 @@ class PCTrainer(torchtitan.train.Trainer):
                 for parameter in model.parameters():
                     if parameter.grad is not None:
                         parameter.grad.div_(global_valid_tokens)
-        if self.pc_schedule is not None:
-            self.pc_schedule.pull_back()
+        if self.preconditioner is not None:
+            self.preconditioner.pull_back()
 
     def _pipeline_finds_shapes(self) -> bool:
         """Whether the pipeline will first infer shapes with uninitialised inputs: at the start and after validation."""

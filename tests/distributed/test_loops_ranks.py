@@ -42,29 +42,29 @@ def full(tensor):
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def train(model, schedule_of, rank=0, world=1, make=torch.optim.SGD, steps=3):
+def train(model, precondition_with, rank=0, world=1, make=torch.optim.SGD, steps=3):
     """W, gamma and PC(W) after some steps; each rank has its share of four micro-batches."""
     optimizer = make(model.parameters(), lr=0.05)
-    schedule = schedule_of(optimizer)
+    preconditioner = precondition_with(optimizer)
     for step in range(steps):
         for i in range(rank, 4, world):
             (toy_loss(model, toy_batch(100 * step + i)) * world / 4).backward()
-        schedule.pull_back()
+        preconditioner.pull_back()
         optimizer.step()
         optimizer.zero_grad()
-    return schedule, results(schedule)
+    return preconditioner, results(preconditioner)
 
 
-def results(schedule):
+def results(preconditioner):
     return {
         name.removeprefix("net."): [full(t) for t in (w.raw, w.gamma, w.parameter)]
-        for name, w in schedule.weights.items()
+        for name, w in preconditioner.weights.items()
     }
 
 
 def alone(make=torch.optim.SGD, steps=3):
     model = pc.attach(toy_model(), CONFIG)
-    return train(model, lambda optimizer: pc.schedule(model, optimizer), make=make, steps=steps)[1]
+    return train(model, lambda optimizer: pc.precondition(model, optimizer), make=make, steps=steps)[1]
 
 
 def require_equal(found, expected, tolerance=1e-12):
@@ -77,11 +77,11 @@ def require_equal(found, expected, tolerance=1e-12):
 def _order(rank, order):
     model = Wrapped() if order == "submodule" else toy_model()
     inner = pc.attach(model.net if order == "submodule" else model, CONFIG)
-    if order == "schedule, DDP":
+    if order == "preconditioner, DDP":
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        schedule = pc.schedule(model, optimizer)
+        preconditioner = pc.precondition(model, optimizer)
         model = DDP(model)
-        return train_by(model, optimizer, schedule, rank)
+        return train_by(model, optimizer, preconditioner, rank)
     if order == "checkpointing, DDP":
         apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, ToyBlock))
     if order == "compile, DDP":
@@ -89,20 +89,22 @@ def _order(rank, order):
     model = DDP(model)
     if order == "DDP, compile":
         model = torch.compile(model, backend="eager")
-    return train(model, lambda o: pc.schedule(inner if order == "submodule" else model, o), rank, 2)[1]
+    return train(model, lambda o: pc.precondition(inner if order == "submodule" else model, o), rank, 2)[1]
 
 
-def train_by(model, optimizer, schedule, rank):
+def train_by(model, optimizer, preconditioner, rank):
     for step in range(3):
         for i in range(rank, 4, 2):
             (toy_loss(model, toy_batch(100 * step + i)) / 2).backward()
-        schedule.pull_back()
+        preconditioner.pull_back()
         optimizer.step()
         optimizer.zero_grad()
-    return results(schedule)
+    return results(preconditioner)
 
 
-@pytest.mark.parametrize("order", ["compile, DDP", "DDP, compile", "submodule", "checkpointing, DDP", "schedule, DDP"])
+@pytest.mark.parametrize(
+    "order", ["compile, DDP", "DDP, compile", "submodule", "checkpointing, DDP", "preconditioner, DDP"]
+)
 def test_ddp_in_any_order(order):
     one, other = run_ranks(2, _order, order)
     assert all(torch.equal(a, b) for name in one for a, b in zip(one[name], other[name], strict=True))
@@ -134,42 +136,42 @@ def _from_meta(rank, how):
 
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    schedule = pc.schedule(model, optimizer)
-    train_fsdp(model, optimizer, schedule, rank, 0)
+    preconditioner = pc.precondition(model, optimizer)
+    train_fsdp(model, optimizer, preconditioner, rank, 0)
     whole = StateDictOptions(full_state_dict=True)
     saved = [
         get_model_state_dict(model, options=whole),
         get_optimizer_state_dict(model, optimizer, options=whole),
         {
             name: {k: full(v) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
-            for name, values in schedule.state_dict().items()
+            for name, values in preconditioner.state_dict().items()
         },
     ]
-    saved, found = copy.deepcopy(saved), results(schedule)
+    saved, found = copy.deepcopy(saved), results(preconditioner)
     assert saved[0].keys() == given.keys()
-    train_fsdp(model, optimizer, schedule, rank, 1)
-    straight = results(schedule)
+    train_fsdp(model, optimizer, preconditioner, rank, 1)
+    straight = results(preconditioner)
 
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    schedule = pc.schedule(model, optimizer)
+    preconditioner = pc.precondition(model, optimizer)
     saved = [None if rank and how == "broadcast" else state for state in saved[:2]] + saved[2:]
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=how == "broadcast")
     set_model_state_dict(model, saved[0] or {}, options=options)
     set_optimizer_state_dict(model, optimizer, saved[1] or {}, options=options)
-    schedule.load_state_dict(saved[2])
-    train_fsdp(model, optimizer, schedule, rank, 1)
-    return found, straight, results(schedule)
+    preconditioner.load_state_dict(saved[2])
+    train_fsdp(model, optimizer, preconditioner, rank, 1)
+    return found, straight, results(preconditioner)
 
 
 def toy_model_on_meta():
     return nn.Sequential(*(ToyBlock(7, 10) for _ in range(2))).double()
 
 
-def train_fsdp(model, optimizer, schedule, rank, step):
+def train_fsdp(model, optimizer, preconditioner, rank, step):
     for i in range(rank, 4, 2):
         (toy_loss(model, toy_batch(100 * step + i)) / 2).backward()
-    schedule.pull_back()
+    preconditioner.pull_back()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -185,26 +187,26 @@ def test_fsdp2_from_meta(how):
 
 
 def _share(rank, given):
-    """Weights computed by this rank in a step, and the results; `given`: what pc.schedule gets."""
+    """Weights computed by this rank in a step, and the results; `given`: what pc.precondition gets."""
     model = pc.attach(toy_model(), CONFIG)
     trained = DDP(model)
-    computed = {"materialise": 0, "pull_back": 0}
+    computed = {"write": 0, "pull_back": 0}
     for name in computed:
 
-        def counted(config, raw, *rest, function=getattr(passes, name), name=name, **options):
+        def counted(split, raw, *rest, function=getattr(passes, name), name=name, **options):
             computed[name] += len(raw)
-            return function(config, raw, *rest, **options)
+            return function(split, raw, *rest, **options)
 
         setattr(passes, name, counted)
     group = dist.group.WORLD if given == "group" else None
-    schedule, found = train(
+    preconditioner, found = train(
         trained,
-        lambda o: pc.schedule(trained if given == "DDP" else model, o, process_group=group),
+        lambda o: pc.precondition(trained if given == "DDP" else model, o, process_group=group),
         rank,
         dist.get_world_size(),
     )
     # one rank alone may read the state where an optimizer has yet to step
-    schedule.restore_raw()
+    preconditioner.restore_raw()
     if rank == 0:
         model.state_dict()
     trained(toy_batch(0))
@@ -219,9 +221,9 @@ def test_ranks_of_ddp_share_the_work(ranks):
     expected = alone()
     for given in ("DDP", "group", "model"):
         found = run_ranks(ranks, _share, given)
-        extra = 8  # the last materialise, of each rank alone
+        extra = 8  # the last write_pc, of each rank alone
         pulled = [computed["pull_back"] for computed, _ in found]
-        written = [computed["materialise"] - extra for computed, _ in found]
+        written = [computed["write"] - extra for computed, _ in found]
         if given == "model":
             assert pulled == [3 * 8] * ranks and written == [4 * 8] * ranks
         else:
@@ -235,12 +237,12 @@ def test_ranks_of_ddp_share_the_work(ranks):
 def _unequal(rank):
     model = pc.attach(toy_model(), CONFIG)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    schedule = pc.schedule(model, optimizer, process_group=dist.group.WORLD)
+    preconditioner = pc.precondition(model, optimizer, process_group=dist.group.WORLD)
     toy_loss(model, toy_batch(0)).backward()
     if rank:
         model[0].attention["wo"].weight.data.mul_(1.01)
     with pytest.raises(pc.UserError, match="was changed while it held PC"):
-        schedule.pull_back()
+        preconditioner.pull_back()
 
 
 def test_a_change_on_one_replica_is_said_on_all():

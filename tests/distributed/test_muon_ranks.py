@@ -10,19 +10,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from helpers.ranks import run_ranks
-from pc import Cut, PCConfig
-from pc.cuts import form_of
+from pc import MatrixSplit, PCConfig
 from pc.muon import Muon
+from pc.splits import split_of
 
 # With three ranks (1, 4) and (2, 9) leave ranks empty.
 MATRICES = [(7, 5), (7, 5), (5, 7), (1, 4), (6, 6), (3, 8), (2, 9)]
-CUTS = [
-    ((20, 7), Cut(("q", "k", "v"), sizes=(3, 1, 1), head_dim=4)),
-    ((5, 12, 6), Cut(("gate", "up"), sizes=(2, 1))),
-    ((5, 6, 12), Cut(transposed=True)),
-    ((18, 5), Cut(("q", "k", "v"), repeats=3)),
+SPLITS = [
+    ((20, 7), MatrixSplit(("q", "k", "v"), sizes=(3, 1, 1), head_dim=4)),
+    ((5, 12, 6), MatrixSplit(("gate", "up"), sizes=(2, 1))),
+    ((5, 6, 12), MatrixSplit(transposed=True)),
+    ((18, 5), MatrixSplit(("q", "k", "v"), repeats=3)),
 ]
-WEIGHTS = [*((shape, None) for shape in MATRICES), *CUTS]
+WEIGHTS = [*((shape, None) for shape in MATRICES), *SPLITS]
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
 ORIGINAL = {"nesterov": False, "adjust_lr_fn": "original"}
 STEPS = 10
@@ -36,12 +36,12 @@ def _draw(step):
 def _separate(tensors):
     """The matrices of every weight."""
     separate = []
-    for tensor, (shape, cut) in zip(tensors, WEIGHTS, strict=True):
-        if cut is None:
+    for tensor, (shape, given) in zip(tensors, WEIGHTS, strict=True):
+        if given is None:
             separate.append([tensor])
         else:
-            form = form_of("", shape, cut, [PCConfig()] * len(cut.blocks), [cut.head_dim] * len(cut.blocks))
-            parts = form.cut("w", tensor if form.stack else tensor[None])
+            split = split_of("", shape, given, [PCConfig()] * len(given.blocks), [given.head_dim] * len(given.blocks))
+            parts = split.split_weight(tensor if split.stack else tensor[None])
             separate.append([matrix for part in parts for matrix in part])
     return separate
 
@@ -66,8 +66,8 @@ def _train(rank, shape, options):
         return distribute_tensor(tensor, mesh, [Shard(0), Shard(1)][: len(shape)], src_data_rank=None)
 
     weights = [nn.Parameter(shard(weight) if shape else weight) for weight in _draw(99)]
-    cuts = zip(weights[len(MATRICES) :], CUTS, strict=True)
-    groups = [{"params": [weight], "cut": cut} for weight, (_, cut) in cuts]
+    splits = zip(weights[len(MATRICES) :], SPLITS, strict=True)
+    groups = [{"params": [weight], "split": split} for weight, (_, split) in splits]
     optimizer = Muon([{"params": weights[: len(MATRICES)]}, *groups], **OPTIONS | options)
     for step in range(STEPS):
         if step == 5 and not shape:  # a copy trains on as the original would
@@ -80,8 +80,8 @@ def _train(rank, shape, options):
 
 def _require_equal(weights, expected):
     """Bit for bit, except where parts of several shapes share a weight: their factors are rounded to bfloat16."""
-    for found, matrices, (_, cut) in zip(_separate(weights), expected, WEIGHTS, strict=True):
-        tolerance = 2e-3 if cut and cut.sizes and not cut.head_dim else 0  # ten steps of 0.2 x 0.02 by 2^-9 each
+    for found, matrices, (_, split) in zip(_separate(weights), expected, WEIGHTS, strict=True):
+        tolerance = 2e-3 if split and split.sizes and not split.head_dim else 0  # ten steps of 0.2 x 0.02 by 2^-9 each
         for matrix, other in zip(found, matrices, strict=True):
             torch.testing.assert_close(matrix, other.detach(), rtol=0, atol=tolerance)
 
@@ -97,5 +97,5 @@ def test_alone_it_is_torch_muon_too():
     _require_equal(found := _train(0, (), {}), _reference())
     with pytest.raises(AssertionError):  # control
         _require_equal(found, _reference(lr=0.021))
-    with pytest.raises(ValueError, match="a cut in the parameter group"):
+    with pytest.raises(ValueError, match="a split in the parameter group"):
         Muon([nn.Parameter(torch.zeros(2, 3, 4))])

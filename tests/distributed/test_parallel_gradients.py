@@ -96,7 +96,7 @@ def _oracle(rank, config, levels) -> list[dict[str, torch.Tensor]]:
         model.init_weights()
         model.double()
         if level is not None:
-            pc.refresh(pc.attach(model, pc.PCConfig(level=level, schedule="forward")))
+            pc.refresh(pc.attach(model, pc.PCConfig(level=level, mode="forward")))
         logits = model(inputs["input"])
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
         gradients = {name: p.grad for name, p in model.named_parameters()}
@@ -107,7 +107,7 @@ def _oracle(rank, config, levels) -> list[dict[str, torch.Tensor]]:
 
 def _gradients(rank, config, cases) -> list[dict[str, torch.Tensor]]:
     """For each case, a list of overrides: this rank's gradients as the trainer clips them, whole, and their norm."""
-    from pc.weights import clean_name
+    from pc.targets import clean_name
     from pc_recipe.config import load_config
     from pc_recipe.train.trainer import PCTrainer
 

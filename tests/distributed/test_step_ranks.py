@@ -22,8 +22,8 @@ CASES = {
 }
 
 
-def _model(schedule="step", **sizes):
-    return pc.attach(toy_model(**sizes), PCConfig(level={"o": 2, "ffn": 4}, schedule=schedule))
+def _model(mode="step", **sizes):
+    return pc.attach(toy_model(**sizes), PCConfig(level={"o": 2, "ffn": 4}, mode=mode))
 
 
 def _full(tensor):
@@ -48,32 +48,32 @@ def _shard(model, mesh):
 def _train(model, make, rank=0, world=1, parts=BATCHES, trained=None):
     """The model's state and W after three steps on this rank's micro-batches."""
     optimizer = make(model.parameters(), lr=0.05)
-    schedule = pc.schedule(model, optimizer)
+    preconditioner = pc.precondition(model, optimizer)
     for step in range(3):
         for i in range(rank, BATCHES, world):
             (toy_loss(trained or model, toy_batch(100 * step + i)) / parts).backward()
-        schedule.pull_back()
+        preconditioner.pull_back()
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():  # leaves unsharded parameters, which must not affect the next steps
             model(toy_batch(0))
-    state = model.state_dict() | {f"{name} raw": weight.raw for name, weight in schedule.weights.items()}
+    state = model.state_dict() | {f"{name} raw": weight.raw for name, weight in preconditioner.weights.items()}
     return {name: _full(tensor) for name, tensor in state.items()}
 
 
-def _train_wrapped(rank, schedule, wrapper, make):
-    model = _model(schedule)
+def _train_wrapped(rank, mode, wrapper, make):
+    model = _model(mode)
     if wrapper == "ddp":  # averages over its two ranks; the shards are summed
         return _train(model, make, rank, 2, BATCHES / 2, DistributedDataParallel(model))
     return _train(_shard(model, _mesh()), make, rank, 2)
 
 
-@pytest.mark.parametrize("schedule, wrapper, make", CASES.values(), ids=CASES)
-def test_wrapped_models_are_followed(schedule, wrapper, make):
-    expected = _train(_model(schedule), make)
+@pytest.mark.parametrize("mode, wrapper, make", CASES.values(), ids=CASES)
+def test_wrapped_models_are_followed(mode, wrapper, make):
+    expected = _train(_model(mode), make)
     # AdamW divides by root mean squares near zero, which amplifies rounding
     tolerance = 1e-8 if make is torch.optim.AdamW else 1e-12
-    for state in run_ranks(2, _train_wrapped, schedule, wrapper, make):
+    for state in run_ranks(2, _train_wrapped, mode, wrapper, make):
         assert state.keys() == expected.keys()
         for name, tensor in expected.items():
             torch.testing.assert_close(state[name], tensor, rtol=0, atol=tolerance, msg=name)
@@ -83,15 +83,17 @@ def test_wrapped_models_are_followed(schedule, wrapper, make):
 def _restored_while_gathered(rank):
     """Whether each layer has its W back, where a forward pass left FSDP holding gathered weights."""
     model = fully_shard(_model(), mesh=_mesh(), reshard_after_forward=False)
-    schedule = pc.schedule(model)
-    schedule.materialise()
+    preconditioner = pc.precondition(model)
+    preconditioner.write_pc()
     toy_loss(model, toy_batch(0)).backward()
-    schedule.pull_back()
+    preconditioner.pull_back()
     with torch.no_grad():
         toy_loss(model, toy_batch(0))
-    schedule.restore_raw()
+    preconditioner.restore_raw()
     parameters = dict(model.named_parameters())
-    return [torch.equal(_full(parameters[f"{name}.weight"]), _full(w.raw)) for name, w in schedule.weights.items()]
+    return [
+        torch.equal(_full(parameters[f"{name}.weight"]), _full(w.raw)) for name, w in preconditioner.weights.items()
+    ]
 
 
 def test_raw_weights_replace_gathered_ones():
@@ -101,10 +103,10 @@ def test_raw_weights_replace_gathered_ones():
 
 def _more_ranks_than_rows(rank):
     model = _shard(_model(d=2, f=3), _mesh(4))
-    schedule = pc.schedule(model)
-    schedule.materialise()
+    preconditioner = pc.precondition(model)
+    preconditioner.write_pc()
     toy_loss(model, toy_batch(0, d=2)).backward()
-    schedule.pull_back()
+    preconditioner.pull_back()
     return {name: _full(p.grad) / 4 for name, p in model.named_parameters()}
 
 

@@ -5,7 +5,7 @@ import torch
 
 from helpers.ranks import run_ranks
 from helpers.tiny import ROOT, VOCAB_SIZE, load_all, make_trainer, write_config
-from pc.config import Cut
+from pc.config import MatrixSplit
 from pc_recipe.config import load_config
 from pc_recipe.config import write_config as write_resolved
 from pc_recipe.runs import memory
@@ -22,7 +22,7 @@ def _train(rank, config):
     trainer.train()
     write_resolved(trainer.config, f"{trainer.config.job.dump_folder}/config.toml")
     groups = [group for optimizer in trainer.optimizers.optimizers for group in optimizer.param_groups]
-    cuts = [Cut(*group["cut"]).head_dim for group in groups if "cut" in group]
+    cuts = [MatrixSplit(*group["split"]).head_dim for group in groups if "split" in group]
     with torch.no_grad():
         logits = trainer.model_parts[0](torch.arange(32).view(2, 16))
     return logits, cuts

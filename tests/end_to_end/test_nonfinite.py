@@ -54,7 +54,7 @@ FUSED = ["--optimizer.implementation", "fused"]
 
 @pytest.mark.parametrize(
     "overrides, value",
-    [([], math.inf), ([*MUON, *FUSED, "--pc.schedule", "forward"], "loss"), ([*MUON, *FUSED], 1e30)],
+    [([], math.inf), ([*MUON, *FUSED, "--pc.mode", "forward"], "loss"), ([*MUON, *FUSED], 1e30)],
     ids=["foreach-inf", "muon-forward-loss", "muon-overflow"],
 )
 def test_a_bad_step_is_left_out(tiny_config, overrides, value):

@@ -17,7 +17,7 @@ from pc_recipe.evaluate import hugging_face, plain_weights
 from pc_recipe.train.checkpoint_folder import CheckpointFolder
 
 SETTINGS = ["--model.vocab_size", "32000", "--training.seq_len", "64", "--training.steps", "3"]
-FORWARD = ["--pc.schedule", "forward", "--pc.level", "2.616097,-3.550208,2.730920,-0.796809"]
+FORWARD = ["--pc.mode", "forward", "--pc.level", "2.616097,-3.550208,2.730920,-0.796809"]
 STAND_STILL = ["--optimizer.lr", "0.0", "--training.steps", "1", "--checkpoint.interval", "1"]
 
 

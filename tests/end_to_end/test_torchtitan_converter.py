@@ -102,11 +102,12 @@ def only_losses(rank, runs):
     return [train(words)[0] for words in runs]
 
 
-def require_pc(weight, form, raw, gamma, u, v):
+def require_pc(weight, split, raw, gamma, u, v):
     """weight = PC(raw) by a float64 singular value decomposition of each matrix, with s = u^T raw v."""
-    batched = [t.detach().double() if form.stack else t.detach().double()[None] for t in (weight, raw, gamma, u, v)]
-    cuts = [form.cut(kind, tensor) for kind, tensor in zip("wwguv", batched, strict=True)]
-    for after, before, scale, left, right in zip(*cuts, strict=True):
+    batched = [t.detach().double() if split.stack else t.detach().double()[None] for t in (weight, raw, gamma, u, v)]
+    functions = (split.split_weight, split.split_weight, split.split_gamma, split.split_left, split.split_right)
+    matrices = [function(tensor) for function, tensor in zip(functions, batched, strict=True)]
+    for after, before, scale, left, right in zip(*matrices, strict=True):
         s = torch.einsum("bn,bnm,bm->b", left, before, right)[:, None]
         x, sigma, yh = torch.linalg.svd(before, full_matrices=False)
         assert (s < 1.0001 * sigma[:, :1]).all() and (s > 0.85 * sigma[:, :1]).all()  # ten power iterations per step
@@ -121,7 +122,7 @@ def straight_and_resumed(rank, words):
     losses, trainer = train(words)
     resumed = train([*words, "--checkpoint.load_step", "2", "--checkpoint.interval", "9"])[0]
     model = trainer.model_parts[0]
-    rows = [(s.parameter, s.form, s.raw, s.gammas[0], s.u, s.v) for s in trainer.pc_schedule.weights.values()]
+    rows = [(s.parameter, s.split, s.raw, s.gammas[0], s.u, s.v) for s in trainer.preconditioner.weights.values()]
     for row in rows:
         require_pc(*row)
     gammas = torch.cat([row[3].detach().flatten() for row in rows])
@@ -162,7 +163,7 @@ def test_mistakes_are_one_line(write):
     mistakes = {
         "unknown key levl; did you mean level?": {"levl": 2},
         "'layers.*.ffn.w1' matches no weight of the model": {"blocks": ["layers.*.ffn.w1"]},
-        'here schedule is "step"': {"schedule": "forward"},
+        'here mode is "step"': {"mode": "forward"},
     }
     lines = run_ranks(1, refused, [write("llama3", f"{i}", pc=wrong) for i, wrong in enumerate(mistakes.values())])[0]
     for line, wrong in zip(lines, mistakes, strict=True):

@@ -16,7 +16,7 @@ BASELINE = ["--pc.enable", "false"]
 MUON = ["--optimizer.name", "Muon"]
 # of `python scripts/polynomials.py --cutoff 0.5 --degree 3`
 OWN_MAP = ["--pc.level", "2.616097,-3.550208,2.730920,-0.796809"]
-FORWARD = ["--pc.schedule", "forward"]
+FORWARD = ["--pc.mode", "forward"]
 HEADS = [*MUON, "--pc.blocks", "qk,v,o,ffn", "--pc.heads", "q,k,v", "--optimizer.muon_heads", "q,k,v"]
 ASYNC = ["--checkpoint.async_mode", "async"]
 NOTHING_LEARNT = ["--training.steps", "1", "--optimizer.lr", "0.0"]

@@ -1,4 +1,4 @@
-"""One rank: schedule "step" on matrices sharded over all ranks against one CPU in float64, Muon against torch's own.
+"""One rank: mode "step" on matrices sharded over all ranks against one CPU in float64, Muon against torch's own.
 
 Ends with an error where they differ. `torchrun --nproc-per-node N tests/gpu/exchange.py DEVICE`
 """
@@ -23,18 +23,18 @@ STEPS = 2
 def train(model: nn.Module, change) -> dict[str, torch.Tensor]:
     """Steps on synthetic gradients; `change` converts a full float64 CPU tensor to the model's layout."""
     generator = torch.Generator().manual_seed(1)
-    schedule = pc.schedule(model)
+    preconditioner = pc.precondition(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(STEPS):
-        schedule.materialise()
+        preconditioner.write_pc()
         optimizer.zero_grad()
         for name, parameter in model.named_parameters():
             if not name.endswith("gamma"):  # pull_back sets those
                 parameter.grad = change(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-        schedule.pull_back()
-        schedule.restore_raw()
+        preconditioner.pull_back()
+        preconditioner.restore_raw()
         optimizer.step()
-    schedule.materialise()
+    preconditioner.write_pc()
     return dict(model.named_parameters())
 
 
@@ -49,7 +49,7 @@ def main() -> None:
     def cut(tensor):
         return distribute_tensor(tensor.to(device, torch.float32), mesh, [Shard(0)], src_data_rank=None)
 
-    model = pc.attach(toy_model(), pc.PCConfig(schedule="step"))
+    model = pc.attach(toy_model(), pc.PCConfig(mode="step"))
     exact = train(deepcopy(model), lambda tensor: tensor)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):

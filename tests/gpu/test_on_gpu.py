@@ -13,7 +13,7 @@ import torch
 
 from helpers import tiny
 from pc import PCConfig, owner
-from pc.passes import materialise, pull_back
+from pc.methods import method_of
 from pc.spectral import power_iteration
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,11 +30,12 @@ def _passes(precision, device, dtype, shape=(256, 700), size=3):
     weight, gradient = (torch.randn(size, *shape, generator=generator, dtype=torch.float64) for _ in range(2))
     u, v = (torch.randn(size, n, generator=generator, dtype=torch.float64) for n in shape)
     u, v = power_iteration(weight, u / u.norm(dim=1, keepdim=True), v / v.norm(dim=1, keepdim=True), 200)
-    config = PCConfig(compute_dtype=precision, schedule="step")
+    config = PCConfig(compute_dtype=precision, mode="step")
     weight, gradient, u, v = (tensor.to(device, dtype) for tensor in (weight, gradient, u, v))
     gamma = torch.full((size, 1), 0.9, device=device, dtype=dtype)
-    effective, *_ = materialise(config, weight, gamma, u, v)
-    return [tensor.double().cpu() for tensor in (effective, *pull_back(config, weight, gradient, gamma, u, v))]
+    effective, *_ = method_of(config).write(weight, gamma, u, v)
+    pulled = method_of(config).pull_back(weight, gradient, gamma, u, v)
+    return [tensor.double().cpu() for tensor in (effective, *pulled)]
 
 
 def test_passes_in_each_precision():
@@ -65,7 +66,7 @@ def test_float32_where_the_process_has_tf32_on():
 
 
 def test_batches_are_their_matrices(monkeypatch):
-    config = PCConfig(schedule="step")
+    config = PCConfig(mode="step")
     generator = torch.Generator().manual_seed(3)
     items = [
         tuple(torch.randn(shape, generator=generator).to(DEVICE) for shape in ((96, 160), (1,), (96,), (160,)))
@@ -74,7 +75,7 @@ def test_batches_are_their_matrices(monkeypatch):
     outputs = [[tuple(torch.empty_like(x) for x in (w, u, v)) for w, _, u, v in items] for _ in range(2)]
     for output, one_by_one in zip(outputs, ((DEVICE,), ()), strict=True):
         monkeypatch.setattr(owner, "ONE_BY_ONE", one_by_one)
-        owner.Plan(items, output, [config] * 4).run(materialise, items, output)
+        owner.Plan(items, output, [config] * 4).run(lambda key, *item: method_of(key).write(*item), items, output)
     for one, other in zip(*outputs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 

@@ -12,9 +12,9 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pc.per_step import PerStep
 from pc.shards import shard_like
-from pc.step import StepSchedule
-from pc.weights import Weight
+from pc.weight import Weight
 from pc_recipe.config import Config
 from pc_recipe.config.layout import Layout
 from pc_recipe.train import cpu
@@ -58,8 +58,8 @@ def fake_rank(rank: int, world_size: int) -> Iterator[Counts]:
         # PC rejects weights on the meta device, because the initial vectors need data. Here shapes are enough.
         with (
             mock.patch.object(dist, "all_to_all_single", counts.all_to_all),
-            mock.patch("pc.step.require_real"),
-            mock.patch.object(StepSchedule, "start", _start_with_shapes),
+            mock.patch("pc.factory._require_real"),
+            mock.patch.object(PerStep, "_add_tensors", _start_with_shapes),
         ):
             yield counts
     finally:
@@ -67,10 +67,10 @@ def fake_rank(rank: int, world_size: int) -> Iterator[Counts]:
 
 
 def _start_with_shapes(_, weight: Weight) -> None:
-    vectors = (torch.empty(weight.form.shape_of(kind), device="meta") for kind in "uv")
+    vectors = (torch.empty(shape, device="meta") for shape in (weight.split.left_shape, weight.split.right_shape))
     weight.u, weight.v = (shard_like(weight.parameter, vector) for vector in vectors)
     weight.raw = weight.parameter.detach().clone()
-    gamma = nn.Parameter(shard_like(weight.parameter, torch.empty(weight.form.shape_of("g"), device="meta")))
+    gamma = nn.Parameter(shard_like(weight.parameter, torch.empty(weight.split.gamma_shape, device="meta")))
     weight.module.register_parameter("gamma", gamma)
 
 

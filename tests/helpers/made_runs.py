@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from pc import PCConfig, attach, effective_weight, named_weights
-from pc.config import BLOCK_SUFFIXES
+from pc.blocks import BLOCK_SUFFIXES
 from pc.spectral import power_iteration
 from pc_recipe.data.tokenizing import tokenize
 from pc_recipe.files.run_folder import write_state
@@ -64,7 +64,7 @@ def make_run(
     effective = dict(entries)
     method = {"enable": pc_config is not None}
     if pc_config is not None:
-        names = ("level", "blocks", "schedule", "norm_recovery", "learnable_gamma")
+        names = ("level", "blocks", "mode", "norm_recovery", "learnable_gamma")
         method |= {name: getattr(pc_config, name) for name in names}
         with torch.device("meta"):
             layers = attach(Llama2(args), pc_config)
@@ -77,7 +77,7 @@ def make_run(
             entries |= {f"pc.{name}.u": u, f"pc.{name}.v": v}
             if gamma is not None:
                 entries[f"pc.{name}.gamma"] = gamma
-            if pc_config.schedule == "step":
+            if pc_config.mode == "step":
                 entries[f"pc.{name}.raw"] = weight
                 entries[f"{name}.weight"] = effective[f"{name}.weight"]
     states = entries | {
@@ -101,9 +101,9 @@ def make_run(
     return MadeRun(checkpoint, raw.eval())
 
 
-def save_checkpoint(run: Path, schedule: str | None, step: int = 7, level=4) -> Llama2:
-    """A run of the tiny model, without PC if schedule is None; returns the plain model with the effective weights."""
-    pc_config = PCConfig(schedule=schedule, level=level) if schedule else None
+def save_checkpoint(run: Path, mode: str | None, step: int = 7, level=4) -> Llama2:
+    """A run of the tiny model, without PC if mode is None; returns the plain model with the effective weights."""
+    pc_config = PCConfig(mode=mode, level=level) if mode else None
     return make_run(run, None, pc_config, "tiny", vocab_size=64, step=step).model
 
 

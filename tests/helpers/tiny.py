@@ -130,7 +130,7 @@ def train(rank: int, config: Path, overrides: list[str]) -> dict[str, torch.Tens
 
 def state_of(trainer) -> dict[str, torch.Tensor]:
     """Parameters of this rank's model parts under checkpoint names, and `pc.<layer>.<key>`, as whole tensors."""
-    from pc.weights import clean_name
+    from pc.targets import clean_name
 
     tensors = {clean_name(n): p for model in trainer.model_parts for n, p in model.named_parameters()}
     if "pc" in trainer.checkpointer.states:

@@ -51,37 +51,39 @@ def toy_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 class Loop:
     """A training loop on the toy model; a test leaves something out."""
 
-    def __init__(self, schedule="step", follow=True, make=lambda p: torch.optim.AdamW(p, lr=1e-2), seed=0, **settings):
-        self.model = pc.attach(toy_model(seed=seed), pc.PCConfig(schedule=schedule, **settings))
+    def __init__(self, mode="step", follow=True, make=lambda p: torch.optim.AdamW(p, lr=1e-2), seed=0, **settings):
+        self.model = pc.attach(toy_model(seed=seed), pc.PCConfig(mode=mode, **settings))
         if follow:
             self.optimizer = make(self.model.parameters())
-            self.schedule = pc.schedule(self.model, self.optimizer)
+            self.preconditioner = pc.precondition(self.model, self.optimizer)
         else:
-            self.schedule = pc.schedule(self.model)
+            self.preconditioner = pc.precondition(self.model)
             self.optimizer = make(self.model.parameters())
 
     @property
     def parts(self):
-        return self.model, self.optimizer, self.schedule
+        return self.model, self.optimizer, self.preconditioner
 
     def backward(self, batch=0):
         toy_loss(self.model, toy_batch(batch)).backward()
 
     def step(self, batch=0):
         self.backward(batch)
-        self.schedule.pull_back()
+        self.preconditioner.pull_back()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def call(self, *names):
         for name in names:
-            {"backward": self.backward, "step": self.optimizer.step}.get(name, getattr(self.schedule, name, None))()
+            {"backward": self.backward, "step": self.optimizer.step}.get(
+                name, getattr(self.preconditioner, name, None)
+            )()
         return self
 
     def raw(self):
         """W and gamma of every weight."""
         return {name: (state.raw.detach().clone(), state.gamma.detach().clone()) for name, state in
-                self.schedule.weights.items()}  # fmt: skip
+                self.preconditioner.weights.items()}  # fmt: skip
 
 
 def same(one, other):

@@ -6,7 +6,7 @@ from torch import nn
 
 import pc
 from helpers.toy import ToyBlock
-from pc import Cut, PCConfig, PCLinear, UserError
+from pc import MatrixSplit, PCConfig, PCLinear, UserError
 
 
 def _model(layers=2, seed=0):
@@ -15,7 +15,7 @@ def _model(layers=2, seed=0):
 
 
 def _forward(blocks=("o", "ffn"), **settings):
-    return PCConfig(blocks=blocks, schedule="forward", **settings)
+    return PCConfig(blocks=blocks, mode="forward", **settings)
 
 
 def _names(model):
@@ -23,7 +23,7 @@ def _names(model):
 
 
 def _ready(model, config):
-    pc.schedule(pc.attach(model, config)).materialise()
+    pc.precondition(pc.attach(model, config)).write_pc()
     return model
 
 
@@ -53,11 +53,11 @@ def test_what_a_group_misses_is_listed():
         UserError, match=r"'ffn' does not know layers\.\*\.mlp\.experts beside the weights that it finds"
     ):
         pc.attach(Mixture(), PCConfig(blocks=("ffn",)))
-    assert _names(pc.attach(Mixture(), PCConfig(blocks=("ffn",), cuts={"*.experts": None}))) == {
+    assert _names(pc.attach(Mixture(), PCConfig(blocks=("ffn",), splits={"*.experts": None}))) == {
         "layers.0.mlp.gate_proj",
         "layers.1.mlp.gate_proj",
     }
-    config = PCConfig(blocks=("ffn",), cuts={"*.experts": Cut(("down",))})
+    config = PCConfig(blocks=("ffn",), splits={"*.experts": MatrixSplit(("down",))})
     lines = pc.describe(Mixture(), config).splitlines()
     assert "2 x layers.*.mlp.experts [3, 6, 4]: 3 times 1 of [6, 4], level 4" in lines
     assert (
@@ -89,9 +89,9 @@ def test_wrong_blocks(blocks, message):
         ({"level": {"o": 4, "ffn": [2.0, -3.0]}}, r"g\(1\.1\) = -1\.793"),
         ({"power_iterations": 0}, "power_iterations"),
         ({"heads": ["o"]}, "pc.heads: 'o' is not one of q, k, v"),
-        ({"schedule": "steps"}, "must be one of forward, step"),
-        ({"compute_dtype": "tf32", "schedule": "forward"}, "tf32"),
-        ({"heads": ["q"], "schedule": "forward"}, "pc.heads needs pc.schedule = "),
+        ({"mode": "steps"}, "must be one of step, forward"),
+        ({"compute_dtype": "tf32", "mode": "forward"}, "tf32"),
+        ({"heads": ["q"], "mode": "forward"}, "pc.heads needs pc.mode = "),
     ],
 )
 def test_wrong_config(values, message):
@@ -130,12 +130,19 @@ def _wrapped():
     [
         (lambda: pc.attach(nn.Sequential(nn.Linear(4, 4)), PCConfig(blocks=("0*",))), {}, "already has PC"),
         (_wrapped, {"blocks": ("*.0*",)}, "call pc.attach first"),
-        (lambda: nn.Sequential(nn.Embedding(4, 4)), {}, "a weight of Embedding, which has no cut; give it one"),
-        (lambda: nn.Sequential(nn.Linear(4, 4)), {"cuts": {"0.weight": Cut(("a", "b", "c"))}}, "does not fit 0.weight"),
-        (lambda: nn.Sequential(Doubled(4, 4)), {"schedule": "forward"}, '0, a Doubled, does not allow; use "step"'),
+        (lambda: nn.Sequential(nn.Embedding(4, 4)), {}, "a weight of Embedding, which is not known to be one"),
         (
             lambda: nn.Sequential(nn.Linear(4, 4)),
-            {"schedule": "forward", "cuts": {"0.weight": Cut(("a", "b"))}},
+            {"splits": {"0.weight": MatrixSplit(("a", "b", "c"))}},
+            "does not fit 0.weight",
+        ),
+        # a pattern may name the module
+        (lambda: nn.Sequential(nn.Linear(4, 4)), {"splits": {"0": MatrixSplit(("a", "b", "c"))}}, "does not fit 0.wei"),
+        (lambda: nn.Sequential(nn.Linear(4, 4)), {"splits": {"1": MatrixSplit()}}, "pc.splits: '1' matches no weight"),
+        (lambda: nn.Sequential(Doubled(4, 4)), {"mode": "forward"}, '0, a Doubled, does not allow; use "step"'),
+        (
+            lambda: nn.Sequential(nn.Linear(4, 4)),
+            {"mode": "forward", "splits": {"0.weight": MatrixSplit(("a", "b"))}},
             "of one matrix, in the call of its layer, which 0, a Linear",
         ),
     ],
@@ -148,15 +155,15 @@ def test_what_cannot_be_attached_is_said(model, settings, message):
 def test_a_layer_used_twice_is_one_weight():
     torch.manual_seed(0)
     linear, x = nn.Linear(4, 4), torch.randn(3, 4)
-    for schedule in ("forward", "step"):
+    for mode in ("forward", "step"):
         model = copy.deepcopy(nn.Sequential(linear, nn.Tanh(), linear))
-        expected = _ready(model, PCConfig(blocks=("0*",), schedule=schedule))(x)
+        expected = _ready(model, PCConfig(blocks=("0*",), mode=mode))(x)
         assert len(_names(model)) == 1 and torch.equal(pc.merge(model)(x), expected)
         assert model[0] is model[2] and type(model[0]) is nn.Linear
 
 
-@pytest.mark.parametrize("schedule", ["forward", "step"])
-def test_merge_gives_the_plain_model_with_equal_output(schedule):
+@pytest.mark.parametrize("mode", ["forward", "step"])
+def test_merge_gives_the_plain_model_with_equal_output(mode):
     """With classes, hooks, frozen weights and eval mode as before."""
     plain = _model().eval()
     plain[0].attention["wo"].weight.requires_grad_(False)
@@ -164,8 +171,8 @@ def test_merge_gives_the_plain_model_with_equal_output(schedule):
     plain[0].attention["wo"].register_forward_hook(lambda *_: calls.append(1))
     before = [vars(module).keys() for module in plain[0].modules()]
     model = copy.deepcopy(plain)
-    heads = {"heads": ("q",), "cuts": {"*.wq.*": Cut(("q",), head_dim=4)}} if schedule == "step" else {}
-    _ready(model, PCConfig(schedule=schedule, blocks=("q", "o", "ffn"), **heads))
+    heads = {"heads": ("q",), "splits": {"*.wq.*": MatrixSplit(("q",), head_dim=4)}} if mode == "step" else {}
+    _ready(model, PCConfig(mode=mode, blocks=("q", "o", "ffn"), **heads))
     x = torch.randn(3, 8, dtype=torch.float64)
     expected = model(x)
     merged = pc.merge(copy.deepcopy(model))
@@ -192,7 +199,7 @@ def test_schedule_forward_shares_the_weight_and_saves_everything():
 
 
 def test_a_pc_layer_of_ones_own():
-    layer = PCLinear(6, 4, PCConfig(schedule="forward"), name="mine").double()
+    layer = PCLinear(6, 4, PCConfig(mode="forward"), name="mine").double()
     layer.refresh()
     x = torch.randn(3, 6, dtype=torch.float64)
     effective = pc.effective_weight(layer.weight, layer.gamma, layer.u, layer.v, PCConfig())

@@ -42,7 +42,7 @@ def test_a_row_from_command_to_table(step, monkeypatch, tmp_path, capsys):
 
     plain, in_step, in_graph = (record["variants"][name] for name in variants)
     assert plain["tokens_per_step"] == 2 * 16 * 3 and not plain["parts"]
-    assert {"pull_back", "restore_raw", "materialise"} == set(in_step["parts"])
+    assert {"pull_back", "restore_raw", "write_pc"} == set(in_step["parts"])
     for index, seconds in enumerate(in_step["seconds"]):
         assert 0 < sum(values[index] for values in in_step["parts"].values()) < seconds
     times = list(zip(*(of["seconds"] for of in (plain, in_step, in_graph)), strict=True))

@@ -73,7 +73,7 @@ def outputs(model):
 
 
 def count(model, blocks):
-    return sum(len(mark.form.matrices) for _, mark in pc.named_weights(pc.attach(model, pc.PCConfig(blocks=blocks))))
+    return sum(len(mark.split.matrices) for _, mark in pc.named_weights(pc.attach(model, pc.PCConfig(blocks=blocks))))
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -85,22 +85,22 @@ def test_a_model_of_transformers(name, tmp_path):
     model = make(name)
     plain = outputs(model)
     config = pc.PCConfig(blocks=("qk", "v", "o", "ffn"), power_iterations=400)
-    schedule = pc.schedule(pc.attach(model, config))
-    schedule.materialise()
-    assert sum(len(state.form.matrices) for state in schedule.weights.values()) == sum(expected.values())
-    for state in schedule.weights.values():
-        raw, weight = (t if state.form.stack else t[None] for t in (state.raw, state.parameter.detach()))
-        for before, after in zip(state.form.cut("w", raw), state.form.cut("w", weight), strict=True):
+    preconditioner = pc.precondition(pc.attach(model, config))
+    preconditioner.write_pc()
+    assert sum(len(state.split.matrices) for state in preconditioner.weights.values()) == sum(expected.values())
+    for state in preconditioner.weights.values():
+        raw, weight = (t if state.split.stack else t[None] for t in (state.raw, state.parameter.detach()))
+        for before, after in zip(state.split.split_weight(raw), state.split.split_weight(weight), strict=True):
             u, sigma, vh = torch.linalg.svd(before.double(), full_matrices=False)
             top = sigma[:, :1]
             wanted = u * (top * polynomial.evaluate(polynomial.resolve(4), sigma / top))[:, None] @ vh
             assert (after - wanted).norm() < 1e-5 * wanted.norm() * math.sqrt(len(wanted))
     # the next step, and back to the untouched class
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    schedule.follow(optimizer)
+    preconditioner.follow(optimizer)
     loss = outputs(model).square().mean()
     loss.backward()
-    schedule.pull_back()
+    preconditioner.pull_back()
     optimizer.step()
     with torch.no_grad():
         logits = outputs(model)
@@ -115,6 +115,6 @@ def test_parts_are_those_of_the_forward_pass(name):
     for last, parts in PARTS[name].items():
         weight = next(weight for path, weight in weights.items() if path.endswith(last))
         stored = weight.parameter.detach()
-        ours = weight.form.cut("w", stored if weight.form.stack else stored[None])
+        ours = weight.split.split_weight(stored if weight.split.stack else stored[None])
         for mine, theirs in zip(ours, parts(stored), strict=True):
             assert torch.equal(mine.flatten(0, 1), theirs.reshape(-1, theirs.size(-1)))

@@ -26,7 +26,7 @@ FILES = sorted(file for package in ("pc", "pc_recipe") for file in (ROOT / packa
 
 
 def package_of(module: str) -> str:
-    """ "pc_recipe.train" of pc_recipe.train.loss; "pc" of pc.linear."""
+    """ "pc_recipe.train" of pc_recipe.train.loss; "pc" of pc.layer."""
     while module not in FLOOR_OF:
         module = module.rpartition(".")[0]
     return module
@@ -70,7 +70,7 @@ def test_imports_run_one_way(file):
 @pytest.mark.parametrize(
     ("text", "module"),
     [
-        ("from pc_recipe.train import loss", "pc.linear"),
+        ("from pc_recipe.train import loss", "pc.layer"),
         ("import numpy", "pc.muon"),
         ("import pc_recipe.runs.local", "pc_recipe.train.loss"),
     ],

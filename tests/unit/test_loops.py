@@ -9,7 +9,7 @@ from torch import nn
 
 import pc
 from helpers.toy import Loop, ToyBlock, same, toy_batch, toy_loss, toy_model
-from pc import Cut, PCConfig, UserError
+from pc import MatrixSplit, PCConfig, UserError
 
 
 def attached(**settings):
@@ -25,15 +25,16 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-def expected_pc(schedule):
-    """PC(W) of the schedule's W, gamma, u and v, by the reference."""
+def expected_pc(preconditioner):
+    """PC(W) of the preconditioner's W, gamma, u and v, by the reference."""
     return {
-        name: pc.effective_weight(w.raw, w.gamma, w.u, w.v, w.config).detach() for name, w in schedule.weights.items()
+        name: pc.effective_weight(w.raw, w.gamma, w.u, w.v, w.config).detach()
+        for name, w in preconditioner.weights.items()
     }
 
 
-def require_holds_pc(model, schedule, tolerance=1e-12):
-    for name, weight in expected_pc(schedule).items():
+def require_holds_pc(model, preconditioner, tolerance=1e-12):
+    for name, weight in expected_pc(preconditioner).items():
         found = model.get_submodule(name).weight.detach()
         torch.testing.assert_close(found, weight, rtol=0, atol=tolerance)
 
@@ -46,13 +47,13 @@ def test_a_gamma_is_trained_as_other_vectors_are():
     model = nn.Sequential(ToyBlock(7, 10), nn.LayerNorm(7)).double()
     matrices, vectors = ([p for p in model.parameters() if p.ndim == n] for n in (2, 1))
     optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}])
-    schedule = pc.schedule(pc.attach(model, PCConfig()), optimizer)
-    gammas = [w.gamma for w in schedule.weights.values()]
+    preconditioner = pc.precondition(pc.attach(model, PCConfig()), optimizer)
+    gammas = [w.gamma for w in preconditioner.weights.values()]
     assert [id(p) for p in optimizer.param_groups[1]["params"][2:]] == [id(gamma) for gamma in gammas]
     alone = torch.optim.AdamW([p for p in toy_model().parameters()])
     assert len(alone.param_groups) == 1
     toy_loss(model, toy_batch(0)).backward()
-    schedule.pull_back()
+    preconditioner.pull_back()
     optimizer.step()
     assert all((gamma - 1).abs() > 1e-4 for gamma in gammas)  # AdamW's first step is the learning rate, 1e-3
 
@@ -66,23 +67,23 @@ class Experts(nn.Module):
         return torch.einsum("eoi,bi->beo", self.gate_up, x)
 
 
-EXPERTS = PCConfig(blocks=("ffn",), cuts={"gate_up": Cut(("gate", "up"))})
+EXPERTS = PCConfig(blocks=("ffn",), splits={"gate_up": MatrixSplit(("gate", "up"))})
 
 
 def test_gammas_of_a_stack_are_no_matrix():
     """So that Muon and weight decay, which people choose by `ndim`, leave them alone."""
     model = pc.attach(Experts(), EXPERTS)
-    schedule = pc.schedule(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    preconditioner = pc.precondition(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert [[*p.shape] for name, p in model.named_parameters() if "gamma" in name] == [[6]]
     model(torch.randn(5, 6)).square().mean().backward()
-    schedule.pull_back()
-    assert schedule.weights["gate_up"].gamma.grad.shape == (6,)
+    preconditioner.pull_back()
+    assert preconditioner.weights["gate_up"].gamma.grad.shape == (6,)
 
 
 def test_muon_alone_cannot_train_gammas():
     model = pc.attach(Experts(), EXPERTS)
     with pytest.raises(UserError, match="Muon trains matrices alone; give one for vectors too"):
-        pc.schedule(model, pc.Muon([{"params": model.parameters(), "cut": Cut(("gate", "up"))}], lr=0.1))
+        pc.precondition(model, pc.Muon([{"params": model.parameters(), "split": MatrixSplit(("gate", "up"))}], lr=0.1))
 
 
 # what the weights hold
@@ -92,53 +93,53 @@ def test_a_skipped_optimizer_is_not_waited_for():
     """As a gradient scaler skips the one whose gradients overflowed: the next forward pass sees PC(W)."""
     model = attached()
     one, other = halves(model, sgd)
-    schedule = pc.schedule(model, one, other)
+    preconditioner = pc.precondition(model, one, other)
     for optimizers in ([one], [other], [one, other]):
         toy_loss(model, toy_batch(0)).backward()
-        schedule.pull_back()
+        preconditioner.pull_back()
         for optimizer in optimizers:
             optimizer.step()
         model.zero_grad()
         model(toy_batch(1))
-        require_holds_pc(model, schedule)
+        require_holds_pc(model, preconditioner)
     plain = toy_model().state_dict()  # control
-    assert not any(torch.equal(w.raw, plain[f"{name}.weight"]) for name, w in schedule.weights.items())
+    assert not any(torch.equal(w.raw, plain[f"{name}.weight"]) for name, w in preconditioner.weights.items())
 
 
 def test_a_gradient_scaler_that_skips_one_of_two_optimizers():
     model = pc.attach(toy_model().float(), PCConfig())
     one, other = halves(model, sgd)
-    schedule, scaler = pc.schedule(model, one, other), torch.amp.GradScaler("cpu", init_scale=4.0)
-    start = copy.deepcopy(schedule.state_dict())
+    preconditioner, scaler = pc.precondition(model, one, other), torch.amp.GradScaler("cpu", init_scale=4.0)
+    start = copy.deepcopy(preconditioner.state_dict())
     for step in range(2):
         scaler.scale(toy_loss(model, toy_batch(step).float())).backward()
         if step == 0:
             model[1].attention["wq"].weight.grad.fill_(float("inf"))
-        schedule.pull_back()
+        preconditioner.pull_back()
         for optimizer in (one, other):
             scaler.step(optimizer)
         scaler.update()
         model.zero_grad()
-    moved = {name: not torch.equal(start[name]["raw"], w.raw) for name, w in schedule.weights.items()}
+    moved = {name: not torch.equal(start[name]["raw"], w.raw) for name, w in preconditioner.weights.items()}
     assert all(moved.values()) and scaler.get_scale() == 2.0
-    require_holds_pc(model, schedule, 1e-5)  # float32
+    require_holds_pc(model, preconditioner, 1e-5)  # float32
 
 
 @pytest.mark.parametrize("read", [lambda m: m.state_dict(), pc.merge, copy.deepcopy], ids=["state", "merge", "copy"])
 def test_while_an_optimizer_has_yet_to_step_what_is_read_is_pc(read):
     model = attached()
     one, other = halves(model, sgd)
-    schedule = pc.schedule(model, one, other)
+    preconditioner = pc.precondition(model, one, other)
     toy_loss(model, toy_batch(0)).backward()
-    schedule.pull_back()
+    preconditioner.pull_back()
     one.step()
     result = read(model)
     if read is copy.deepcopy:
-        with pytest.raises(UserError, match="it holds W; .* use the model that has the schedule"):
+        with pytest.raises(UserError, match="it holds W; .* use the model that has the preconditioner"):
             result(toy_batch(0))
         return
     state = result if isinstance(result, dict) else result.state_dict()
-    for name, weight in expected_pc(schedule).items():
+    for name, weight in expected_pc(preconditioner).items():
         torch.testing.assert_close(state[f"{name}.weight"], weight, rtol=1e-12, atol=1e-12)
 
 
@@ -147,34 +148,34 @@ def test_an_optimizer_can_be_replaced():
     loop = Loop(make=sgd)
     loop.step()
     earlier, loop.optimizer = loop.optimizer, torch.optim.AdamW(loop.model.parameters(), lr=1e-2)
-    loop.schedule.follow(loop.optimizer)
+    loop.preconditioner.follow(loop.optimizer)
     loop.step(1)
-    assert loop.schedule.holds_pc and not earlier._optimizer_step_pre_hooks
-    require_holds_pc(loop.model, loop.schedule)
+    assert loop.preconditioner.holds_pc and not earlier._optimizer_step_pre_hooks
+    require_holds_pc(loop.model, loop.preconditioner)
 
 
 def test_a_compiled_pass_that_saw_w_is_not_trained():
     """Its graph has no check; the step is refused, and goes on after the call that the message names."""
     model = attached()
     optimizers = halves(model, sgd)
-    schedule = pc.schedule(model, *optimizers)
+    preconditioner = pc.precondition(model, *optimizers)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for batch in (0, 1):
         toy_loss(compiled, toy_batch(batch)).backward()
         if batch == 0:
-            schedule.pull_back()
+            preconditioner.pull_back()
             optimizers[0].step()  # the other one does not
             model.zero_grad()
-    with pytest.raises(UserError, match="call schedule.materialise"):
-        schedule.pull_back()
+    with pytest.raises(UserError, match="call preconditioner.write_pc"):
+        preconditioner.pull_back()
     model.zero_grad()
-    schedule.materialise()
+    preconditioner.write_pc()
     toy_loss(compiled, toy_batch(1)).backward()
-    schedule.pull_back()
+    preconditioner.pull_back()
     for optimizer in optimizers:
         optimizer.step()
-    assert schedule.holds_pc  # right after the step
-    require_holds_pc(model, schedule)
+    assert preconditioner.holds_pc  # right after the step
+    require_holds_pc(model, preconditioner)
 
 
 # closures
@@ -203,7 +204,7 @@ def test_clipping_in_a_closure_is_of_gradients_of_w():
 
         def closure():
             loop.backward()
-            loop.schedule.pull_back()
+            loop.preconditioner.pull_back()
             torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 0.01)
 
         loop.optimizer.step(closure) if step_by_closure else (closure(), loop.optimizer.step())
@@ -221,7 +222,7 @@ def test_an_optimizer_that_calls_its_closure_again_is_refused():
         loss.backward()
         return loss
 
-    with pytest.raises(UserError, match='LBFGS calls its closure again .* use schedule="forward"'):
+    with pytest.raises(UserError, match='LBFGS calls its closure again .* use mode="forward"'):
         loop.optimizer.step(closure)
     forward = Loop("forward", make=lambda p: torch.optim.LBFGS(p, max_iter=3))
     loop, losses = forward, [toy_loss(forward.model, toy_batch(0)).item()]
@@ -245,35 +246,37 @@ def test_a_model_resumed_without_its_schedule_is_noticed():
     def resume(state):
         model = attached()
         model.load_state_dict(state)
-        return model, pc.schedule(model, sgd(model.parameters()))
+        return model, pc.precondition(model, sgd(model.parameters()))
 
     model, _ = resume(saved)
-    with pytest.raises(UserError, match="PC\\(W\\) of a training run: load its schedule's state too, or call pc.pres"):
+    with pytest.raises(
+        UserError, match="PC\\(W\\) of a training run: load its preconditioner's state too, or call pc.pres"
+    ):
         model(toy_batch(0))
-    model, schedule = resume(saved)
-    schedule.load_state_dict(loop.schedule.state_dict())
+    model, preconditioner = resume(saved)
+    preconditioner.load_state_dict(loop.preconditioner.state_dict())
     assert torch.equal(model(toy_batch(0)), loop.model(toy_batch(0)))
-    model, schedule = resume(dict(saved))  # as W, on purpose
-    assert torch.equal(schedule.weights["0.attention.wo"].raw, saved["0.attention.wo.weight"])
+    model, preconditioner = resume(dict(saved))  # as W, on purpose
+    assert torch.equal(preconditioner.weights["0.attention.wo"].raw, saved["0.attention.wo.weight"])
     merged = pc.merge(copy.deepcopy(loop.model)).state_dict()
     resume(merged)[0](toy_batch(0))  # plain weights of a finished run start another
 
 
-@pytest.mark.parametrize("settings", [{"level": 1}, {"norm_recovery": False}, {"cuts": {"*.wo.*": None}}])
+@pytest.mark.parametrize("settings", [{"level": 1}, {"norm_recovery": False}, {"splits": {"*.wo.*": None}}])
 def test_a_state_of_another_pc_is_refused(settings):
     loop = Loop(blocks=("o", "ffn"))
-    other = Loop(**{"blocks": ("o", "ffn")} | settings) if "cuts" not in settings else Loop(blocks=("ffn",))
-    before = copy.deepcopy(other.schedule.state_dict())
+    other = Loop(**{"blocks": ("o", "ffn")} | settings) if "splits" not in settings else Loop(blocks=("ffn",))
+    before = copy.deepcopy(other.preconditioner.state_dict())
     with pytest.raises(UserError, match="the PC state has .*, the model of"):
-        other.schedule.load_state_dict(loop.schedule.state_dict())
-    assert same(before, other.schedule.state_dict())
+        other.preconditioner.load_state_dict(loop.preconditioner.state_dict())
+    assert same(before, other.preconditioner.state_dict())
 
 
 # all or nothing
 
 
 def names_and_hooks(model, optimizer=None):
-    """What attach, schedule and merge may change."""
+    """What attach, preconditioner and merge may change."""
     modules = [(type(m), sorted(vars(m)), len(m._forward_pre_hooks), len(m._state_dict_hooks)) for m in model.modules()]
     hooks = optimizer and [len(optimizer._optimizer_step_pre_hooks), [len(g["params"]) for g in optimizer.param_groups]]
     return modules, [name for name, _ in model.named_parameters()], hooks
@@ -283,7 +286,7 @@ def test_a_refused_attach_changes_nothing():
     model = nn.Sequential(nn.Linear(4, 4), nn.TransformerEncoderLayer(4, 1, 8))
     before = names_and_hooks(model)
     with pytest.raises(UserError, match='1.linear1, a Linear, does not allow; use "step"'):
-        pc.attach(model, PCConfig(blocks=("0*", "1.linear*"), schedule="forward"))
+        pc.attach(model, PCConfig(blocks=("0*", "1.linear*"), mode="forward"))
     assert names_and_hooks(model) == before
     pc.attach(model, PCConfig(blocks=("0*", "1.linear*")))
 
@@ -292,20 +295,20 @@ def test_a_refused_schedule_changes_nothing():
     model = attached()
     optimizer = sgd(model[0].parameters())
     before = names_and_hooks(model, optimizer)
-    with pytest.raises(UserError, match="no optimizer given to pc.schedule holds 1.attention.wo.weight"):
-        pc.schedule(model, optimizer)
+    with pytest.raises(UserError, match="no optimizer given to pc.precondition holds 1.attention.wo.weight"):
+        pc.precondition(model, optimizer)
     with pytest.raises(UserError, match="takes optimizers, not a int"):
-        pc.schedule(model, 3)
+        pc.precondition(model, 3)
     assert names_and_hooks(model, optimizer) == before
-    pc.schedule(model, [optimizer, sgd(model[1].parameters())])
+    pc.precondition(model, [optimizer, sgd(model[1].parameters())])
     model(toy_batch(0))
 
 
-@pytest.mark.parametrize("schedule", ["forward", "step"])
+@pytest.mark.parametrize("mode", ["forward", "step"])
 @pytest.mark.parametrize("leave", [pc.merge, pc.detach])
-def test_merge_and_detach_leave_a_plain_loop(schedule, leave):
+def test_merge_and_detach_leave_a_plain_loop(mode, leave):
     """The optimizer goes on without PC; merge leaves PC(W), detach W, which can be attached again."""
-    loop = Loop(schedule)
+    loop = Loop(mode)
     loop.step()
     output, raw = loop.model(toy_batch(0)).detach(), loop.raw()["0.attention.wo"][0]
     leave(loop.model)
@@ -319,9 +322,9 @@ def test_merge_and_detach_leave_a_plain_loop(schedule, leave):
     weight = loop.model[0].attention["wo"].weight.detach().clone()
     toy_loss(loop.model, toy_batch(0)).backward()
     loop.optimizer.step()
-    assert not torch.equal(loop.model[0].attention["wo"].weight, weight) or schedule == "forward" and leave is pc.merge
+    assert not torch.equal(loop.model[0].attention["wo"].weight, weight) or mode == "forward" and leave is pc.merge
     assert not loop.optimizer._optimizer_step_pre_hooks
-    pc.schedule(pc.attach(loop.model, PCConfig()), torch.optim.AdamW(loop.model.parameters()))
+    pc.precondition(pc.attach(loop.model, PCConfig()), torch.optim.AdamW(loop.model.parameters()))
     loop.model(toy_batch(0))
 
 
@@ -329,7 +332,7 @@ def test_merge_and_detach_leave_a_plain_loop(schedule, leave):
 
 
 class ScheduleFree(torch.optim.SGD):
-    """Keeps the average of W beside W; `eval` and `train` exchange them in place, as in schedule-free optimizers."""
+    """Keeps the average of W beside W; `eval` and `train` exchange them in place, as in preconditioner-free optimizers."""
 
     def eval(self):
         for group in self.param_groups:
@@ -349,14 +352,16 @@ def test_a_schedule_free_optimizer():
     with pytest.raises(UserError, match="was changed while it held PC"):
         pc.merge(wrong[0])
     before = loop.raw()
-    loop.schedule.restore_raw()
+    loop.preconditioner.restore_raw()
     loop.optimizer.eval()
     loop.model(toy_batch(0))
-    require_holds_pc(loop.model, loop.schedule)
+    require_holds_pc(loop.model, loop.preconditioner)
     name = "0.attention.wo"
-    torch.testing.assert_close(loop.schedule.weights[name].raw, toy_model()[0].attention["wo"].weight, atol=0.1, rtol=1)
+    torch.testing.assert_close(
+        loop.preconditioner.weights[name].raw, toy_model()[0].attention["wo"].weight, atol=0.1, rtol=1
+    )
     assert not same(before[name][0], loop.raw()[name][0])
-    loop.schedule.restore_raw()
+    loop.preconditioner.restore_raw()
     loop.optimizer.train()
     loop.model(toy_batch(0))
     assert same(before, loop.raw())
@@ -364,7 +369,7 @@ def test_a_schedule_free_optimizer():
 
 def test_preserve_after_the_schedule_is_refused():
     loop = Loop()
-    with pytest.raises(UserError, match="call pc.preserve before pc.schedule"):
+    with pytest.raises(UserError, match="call pc.preserve before pc.precondition"):
         pc.preserve(loop.model)
 
 
@@ -374,9 +379,9 @@ def test_modules_that_read_weights_of_layers_they_do_not_call():
     config = PCConfig(blocks=("*.out_proj", "*.linear1"))
     model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True))
     x = torch.randn(2, 3, 8)
-    with pytest.raises(UserError, match="it has no schedule"):
+    with pytest.raises(UserError, match="it has no preconditioner"):
         pc.attach(model, config)(x)
-    pc.schedule(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    pc.precondition(model, torch.optim.SGD(model.parameters(), lr=0.1))
     training = model(x)
     with torch.inference_mode():
         torch.testing.assert_close(model.eval()(x), training, rtol=1e-5, atol=1e-5)
@@ -384,7 +389,7 @@ def test_modules_that_read_weights_of_layers_they_do_not_call():
     with torch.inference_mode():
         assert (plain(x) - training).abs().max() > 1e-3  # control: W gives another result
     with pytest.raises(UserError, match='does not allow; use "step"'):
-        pc.attach(nn.Sequential(nn.MultiheadAttention(8, 2)), PCConfig(blocks=("*.out_proj",), schedule="forward"))
+        pc.attach(nn.Sequential(nn.MultiheadAttention(8, 2)), PCConfig(blocks=("*.out_proj",), mode="forward"))
 
 
 def test_an_average_of_the_weights():
@@ -406,7 +411,7 @@ def test_a_compiled_optimizer_step():
     step = torch.compile(loop.optimizer.step, backend="eager")
     for batch in range(3):
         loop.backward(batch)
-        loop.schedule.pull_back()
+        loop.preconditioner.pull_back()
         step()
         loop.optimizer.zero_grad()
         reference.step(batch)

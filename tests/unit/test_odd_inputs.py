@@ -37,7 +37,7 @@ TOKENIZER = {
 def made(tmp_path_factory, tiny_shards):
     """Good inputs by kind: folders, read only."""
     folder = tmp_path_factory.mktemp("made")
-    run = make_run(folder / "run", make_shards(folder / "data"), PCConfig(level=4, schedule="step"), flavor="tiny")
+    run = make_run(folder / "run", make_shards(folder / "data"), PCConfig(level=4, mode="step"), flavor="tiny")
     for kind in ("sweep", "tokenizer", "model"):
         (folder / kind).mkdir()
     (folder / "sweep" / "tiny.toml").write_text("[training]\nsteps = 5\n")
@@ -101,7 +101,7 @@ def damaged_files(folder: Path) -> Iterator[tuple[str, Path]]:
         file.mkdir()
         yield f"{name} is a folder", file
         file.rmdir()
-        contents = {"empty": b"", "cut": whole[:-5], "binary": bytes(range(256)) * 4, "no keys": b"[]"}
+        contents = {"empty": b"", "split": whole[:-5], "binary": bytes(range(256)) * 4, "no keys": b"[]"}
         for kind, content in contents.items():
             file.write_bytes(content)
             yield f"{name}: {kind}", file

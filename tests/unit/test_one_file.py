@@ -46,7 +46,7 @@ def _losses(model, optimizer, pull_back, materialise=lambda: None):
 def _losses_of_the_library(level):
     model = pc.attach(_model(), pc.PCConfig(level=level, blocks=("[01].*",)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
-    return _losses(model, optimizer, pc.schedule(model, optimizer).pull_back)
+    return _losses(model, optimizer, pc.precondition(model, optimizer).pull_back)
 
 
 def test_it_trains_as_the_library_does(one_file):

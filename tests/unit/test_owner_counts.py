@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import pc
 from helpers.fake_ranks import Counts, fake_rank, sharded
 from pc.owner import BUCKET_BYTES, assign, matrix_cost
-from pc.step import StepSchedule
+from pc.per_step import PerStep
 from pc_recipe.config import load_config
 from pc_recipe.runs.cost import Plan
 from pc_recipe.train.llama2 import model_args
@@ -34,15 +34,15 @@ def play(rank, prepare, action, layout=(), world=WORLD) -> tuple[Counts, int]:
 
 
 def _after_optimizer(model):
-    schedule = pc.schedule(model)
-    assert {name.rpartition(".")[2] for name in schedule.weights} == {"wo", "w1", "w2", "w3"}
-    return schedule
+    preconditioner = pc.precondition(model)
+    assert {name.rpartition(".")[2] for name in preconditioner.weights} == {"wo", "w1", "w2", "w3"}
+    return preconditioner
 
 
 def _after_backward(model):
-    schedule = _after_optimizer(model)
-    schedule.holds_pc = True
-    return schedule
+    preconditioner = _after_optimizer(model)
+    preconditioner.holds_pc = True
+    return preconditioner
 
 
 def _muon(model):
@@ -55,13 +55,13 @@ def _muon(model):
     "prepare, action, shapes, input_bytes, output_bytes, layout",
     [
         # W and the gradient of PC(W) go to the owner, that of W comes back
-        (_after_backward, StepSchedule.pull_back, [(D, D), *FFN] * LAYERS, 8, 4, []),
+        (_after_backward, PerStep.pull_back, [(D, D), *FFN] * LAYERS, 8, 4, []),
         # context parallelism shards weights too
-        (_after_optimizer, StepSchedule.materialise, [(D, D), *FFN] * LAYERS, 4, 4, CP2),
+        (_after_optimizer, PerStep.write_pc, [(D, D), *FFN] * LAYERS, 4, 4, CP2),
         # updates are sent in bfloat16
         (_muon, pc.Muon.step, [*[(D, D)] * 4, *FFN] * LAYERS, 2, 2, []),
     ],
-    ids=["pull back", "materialise, CP2 x FSDP4", "Muon"],
+    ids=["pull back", "write_pc, CP2 x FSDP4", "Muon"],
 )
 def test_collectives_bytes_and_operations(prepare, action, shapes, input_bytes, output_bytes, layout):
     elements = [math.prod(shape) for shape in shapes]
@@ -102,7 +102,7 @@ def test_the_busiest_owner_has_little_more_than_an_equal_share(model):
     path = CONFIG.with_name(f"{model}_adamw_pc.toml")
     plan = Plan(path, ["--training.global_batch_size", "1024", "--training.local_batch_size", "1"], 64)
     costs = [matrix.step_flops() for matrix in plan.matrices]
-    relative = [weight.form.cost for _, weight in pc.named_weights(plan.model)]
+    relative = [weight.split.cost for _, weight in pc.named_weights(plan.model)]
     for owners in (2, 8, 16, 32, 64):
         load = [0] * owners
         for cost, owner in zip(costs, assign(relative, owners), strict=True):

@@ -1,11 +1,12 @@
-"""Both passes of schedule "step" against their readable definitions: power iteration, `effective_weight`, autograd."""
+"""Both passes of mode "step" against their readable definitions: power iteration, `effective_weight`, autograd."""
 
 import pytest
 import torch
 
 from helpers.toy import leading_vectors
 from pc import PCConfig, effective_weight
-from pc.passes import materialise, pull_back
+from pc.methods import method_of
+from pc.methods.base import Method
 from pc.spectral import power_iteration, spectral_norm_estimate
 
 LEVELS = [1, 2, 3, 4, "polar_express"]
@@ -33,19 +34,20 @@ def _batch(shape, size=3, converged=True):
 @pytest.mark.parametrize("level", LEVELS)
 @OPTIONS
 @SHAPES
-def test_materialise_equals_its_definition(level, recovery, with_gamma, shape):
+def test_write_equals_its_definition(level, recovery, with_gamma, shape):
     # Polar Express diverges above one, where an unconverged estimate leaves singular values.
     weight, gamma, u, v, _ = _batch(shape, converged=level == "polar_express")
     config = _config(level, norm_recovery=recovery, power_iterations=3, learnable_gamma=with_gamma)
     expected_u, expected_v = power_iteration(weight, u, v, 3)
     gamma = gamma if with_gamma else None
     expected = effective_weight(weight, gamma, expected_u, expected_v, config)
-    actual, *vectors = materialise(config, weight, *([gamma] if with_gamma else []), u, v)
+    actual, *vectors = method_of(config).write(weight, gamma, u, v)
     for mine, reference in zip(vectors, (expected_u, expected_v), strict=True):
         torch.testing.assert_close(mine, reference, rtol=0, atol=1e-13)
     # float64 rounding; the composite's slope of 2e3 at zero amplifies it
     torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
-    two_steps = materialise(_config(level, norm_recovery=recovery, power_iterations=2), weight, torch.ones(3, 1), u, v)
+    fewer = _config(level, norm_recovery=recovery, power_iterations=2)
+    two_steps = method_of(fewer).write(weight, torch.ones(3, 1), u, v)
     if level != "polar_express":
         assert (two_steps[1] - expected_u).abs().max() > 1e-3  # control: another number of steps
 
@@ -57,13 +59,15 @@ def test_materialise_equals_its_definition(level, recovery, with_gamma, shape):
 def test_pull_back_equals_autograd(level, recovery, with_gamma, shape, converged):
     config = _config(level, norm_recovery=recovery, learnable_gamma=with_gamma)
     weight, gamma, u, v, gradient = _batch(shape, converged=converged or level == "polar_express")
-    gammas = [gamma.requires_grad_()] if with_gamma else []
-    effective = effective_weight(weight.requires_grad_(), gamma if with_gamma else None, u, v, config)
-    expected = torch.autograd.grad(effective, [weight, *gammas], gradient)
-    actual = pull_back(config, weight, gradient, *gammas, u, v)
-    wrong = pull_back(config, weight, gradient, *gammas, u, 1.01 * v)
+    gamma = gamma.requires_grad_() if with_gamma else None
+    effective = effective_weight(weight.requires_grad_(), gamma, u, v, config)
+    expected = torch.autograd.grad(effective, [x for x in (weight, gamma) if x is not None], gradient)
+    actual = method_of(config).pull_back(weight, gradient, gamma, u, v)
+    by_default = Method.pull_back(method_of(config), weight, gradient, gamma, u, v)
+    wrong = method_of(config).pull_back(weight, gradient, gamma, u, 1.01 * v)
     assert len(actual) == len(expected)
-    for mine, reference in zip(actual, expected, strict=True):
+    for mine, default, reference in zip(actual, by_default, expected, strict=True):
+        assert torch.equal(default, reference)  # which is autograd's
         assert mine.shape == reference.shape
         assert (mine - reference).abs().max() < 1e-11 * reference.abs().max()
     assert (wrong[0] - expected[0]).abs().max() > 1e-3  # control
@@ -75,7 +79,7 @@ def test_bfloat16_stays_close(shape):
     near, exact = (_config(compute_dtype=dtype) for dtype in ("bfloat16", "float32"))
     for i in range(3):
         one = [x[i : i + 1] for x in (weight, gamma, u, v, gradient)]
-        found, wanted = (materialise(config, *one[:4]) for config in (near, exact))
+        found, wanted = (method_of(config).write(*one[:4]) for config in (near, exact))
         in_graph = effective_weight(*one[:2], *found[1:], near)
         assert 1e-4 < (in_graph - wanted[0]).norm() / wanted[0].norm() < 3e-2
         # a few roundings of 2^-9 each, times coefficients up to 14 that partly cancel
@@ -83,6 +87,6 @@ def test_bfloat16_stays_close(shape):
         # the norm is close to full precision, because the last two products use W itself
         norms = [spectral_norm_estimate(one[0], *vectors) for _, *vectors in (found, wanted)]
         torch.testing.assert_close(*norms, rtol=1e-5, atol=0)
-        found, wanted = (pull_back(config, one[0], one[4], *one[1:4]) for config in (near, exact))
+        found, wanted = (method_of(config).pull_back(one[0], one[4], *one[1:4]) for config in (near, exact))
         assert 1e-4 < (found[0] - wanted[0]).norm() / wanted[0].norm() < 3e-2
         assert (found[1] - wanted[1]).abs() < 1e-2 * one[4].norm() * one[0].norm() / 8

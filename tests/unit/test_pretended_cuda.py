@@ -12,8 +12,8 @@ from helpers import pretended_cuda
 from helpers.ranks import run_ranks
 from helpers.toy import ToyBlock
 from pc import PCConfig
+from pc.methods import method_of
 from pc.muon import Muon
-from pc.passes import materialise, pull_back
 
 RANKS = 8
 _mesh: DeviceMesh | None = None
@@ -25,31 +25,32 @@ def _passes(strict):
     for level, compute_dtype, (n, m) in cases:
         weight, gradient = (torch.empty(3, n, m, device="cuda") for _ in range(2))
         gamma, u, v = (torch.empty(3, size, device="cuda") for size in (1, n, m))
-        config = PCConfig(level=level, compute_dtype=compute_dtype, schedule="step")
+        config = PCConfig(level=level, compute_dtype=compute_dtype, mode="step")
         with strict:
-            outputs = *materialise(config, weight, gamma, u, v), *pull_back(config, weight, gradient, gamma, u, v)
+            method = method_of(config)
+            outputs = *method.write(weight, gamma, u, v), *method.pull_back(weight, gradient, gamma, u, v)
         assert {tensor.dtype for tensor in outputs} == {torch.float32}
 
 
 def _step(strict, sharded=False):
-    """Schedule "step" and Muon around an optimizer step."""
+    """Mode "step" and Muon around an optimizer step."""
     with torch.device("cuda"):
         model = pc.attach(nn.Sequential(ToyBlock(7, 10), ToyBlock(7, 10)), PCConfig(compute_dtype="tf32"))
     for module in model.modules() if sharded else ():
         for name, parameter in module.named_parameters(recurse=False):
             shard = distribute_tensor(parameter.detach(), _mesh, [Shard(0)], src_data_rank=None)
             setattr(module, name, nn.Parameter(shard))
-    schedule = pc.schedule(model)  # draws u and v on the CPU, once
+    preconditioner = pc.precondition(model)  # draws u and v on the CPU, once
     optimizer = Muon([weight.parameter for _, weight in pc.named_weights(model)], adjust_lr_fn="match_rms_adamw")
     for name, parameter in model.named_parameters():
         if not name.endswith("gamma"):  # pull_back sets those
             parameter.grad = torch.empty_like(parameter)
     with strict:
-        schedule.materialise()
-        schedule.pull_back()
-        schedule.restore_raw()
+        preconditioner.write_pc()
+        preconditioner.pull_back()
+        preconditioner.restore_raw()
         optimizer.step()
-        schedule.materialise()
+        preconditioner.write_pc()
 
 
 def _exchange(strict):

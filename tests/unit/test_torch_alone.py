@@ -33,20 +33,20 @@ assert not [name for name in new if name.startswith(heavy)], new
 assert not [name for name in new if name.startswith("torch")], new
 
 torch.manual_seed(0)
-for schedule in ("forward", "step"):
+for mode in ("forward", "step"):
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
-    model = pc.attach(model, pc.PCConfig(blocks=("0*", "2*"), schedule=schedule))
+    model = pc.attach(model, pc.PCConfig(blocks=("0*", "2*"), mode=mode))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    schedule, x = pc.schedule(model, optimizer), torch.randn(5, 6)
+    preconditioner, x = pc.precondition(model, optimizer), torch.randn(5, 6)
     before = model(x)
     before.square().mean().backward()
-    schedule.pull_back()
+    preconditioner.pull_back()
     optimizer.step()
     assert model(x).square().mean() < before.square().mean()
     file = io.BytesIO()
-    torch.save(schedule.state_dict(), file)
+    torch.save(preconditioner.state_dict(), file)
     file.seek(0)
-    schedule.load_state_dict(torch.load(file, weights_only=True))
+    preconditioner.load_state_dict(torch.load(file, weights_only=True))
     outputs = model(x)
     torch.testing.assert_close(pc.merge(model)(x), outputs)
 try:

@@ -9,8 +9,7 @@ import pytest
 
 from helpers.tiny import ROOT
 from pc.errors import UserError
-from pc_recipe.config import Config, load_config, write_config
-from pc_recipe.config import inheritance
+from pc_recipe.config import Config, inheritance, load_config, write_config
 from pc_recipe.config.run_key import everything
 from pc_recipe.files.atomic import sha256_of
 

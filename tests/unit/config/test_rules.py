@@ -33,12 +33,12 @@ ZERO_BUBBLE = {"parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}
 
 REFUSED_ANYWHERE = [
     ({}, {"dp_replicate": 2}, "data_parallel_replicate_degree without sharding averages gradients twice"),
-    ({"pc.schedule": "forward"}, {"tp": 2}, 'pc.schedule = "forward" needs full weights'),
+    ({"pc.mode": "forward"}, {"tp": 2}, 'pc.mode = "forward" needs full weights'),
     ({"evaluation.interval": 5}, {"pp": 2}, "without pipeline and context parallelism"),
     ({"checkpoint.exclude_from_loading": ["pc"]}, {}, "should name both model and pc or neither"),
     ({"checkpoint.exclude_from_loading": ["model"]}, {}, "should name both model and pc or neither"),
     ({"checkpoint.keep_latest_k": 1}, {}, "checkpoint.keep_latest_k = 1 should be 2 or more"),
-    ({**EMULATED_FLOAT8, "pc.schedule": "forward"}, {}, "would replace the matmuls of float8 layers"),
+    ({**EMULATED_FLOAT8, "pc.mode": "forward"}, {}, "would replace the matmuls of float8 layers"),
     ({"model.n_kv_heads": 2}, {"tp": 4}, "tensor_parallel_degree = 4 should divide the 2 (key-value) heads"),
     ({"model.dim": 66}, {}, "model.dim = 66 should be an even multiple of the 4 heads"),
     ({"model.n_kv_heads": 3}, {}, "model.n_kv_heads = 3 should divide the 4 heads"),
@@ -64,7 +64,7 @@ ACCEPTED = [
     ({}, {"dp_shard": 2, "tp": 2, "pp": 2}),
     (EMULATED_FLOAT8, {"dp_shard": 2, "tp": 2}),
     ({**EMULATED_FLOAT8, "pc.enable": False}, {}),
-    ({"pc.schedule": "forward"}, {"dp_shard": 2, "pp": 2}),
+    ({"pc.mode": "forward"}, {"dp_shard": 2, "pp": 2}),
     ({"checkpoint.exclude_from_loading": ["model"], "pc.enable": False}, {}),
     ({**COMPILE, "parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}, {"pp": 2}),
     ({**ZERO_BUBBLE, "activation_checkpoint.mode": "full"}, {"pp": 2}),

@@ -18,7 +18,7 @@ from pc_recipe.train.llama2 import model_args
 # (measured); 32 leaves room for other kernels. Unpermuted heads are off by 10^5 times as much.
 ROUNDINGS = 32
 
-FORWARD = PCConfig(level={"o": 2, "ffn": 4}, learnable_gamma=False, norm_recovery=False, schedule="forward")
+FORWARD = PCConfig(level={"o": 2, "ffn": 4}, learnable_gamma=False, norm_recovery=False, mode="forward")
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def distance_in_roundings(run, tokens):
     ("flavor", "config"),
     [
         ("debug", None), ("debug", FORWARD),
-        *(pytest.param("60M", config, marks=pytest.mark.soak) for config in (None, PCConfig(schedule="step"))),
+        *(pytest.param("60M", config, marks=pytest.mark.soak) for config in (None, PCConfig(mode="step"))),
     ],
 )  # fmt: skip
 def test_logits_equal_the_trainers(tmp_path, data_folder, tokens, flavor, config):

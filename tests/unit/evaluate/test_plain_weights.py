@@ -41,7 +41,7 @@ def test_weights_are_the_trainers(pc_run, tmp_path, data_folder):
     run = plain_weights.load(pc_run.checkpoint)
     assert same(run.weights, pc_run.model)
     assert (run.step, run.method.level, run.model_args.max_seq_len) == (7, 4, 256)
-    forward = make_run(tmp_path / "run", data_folder, PCConfig(level=2, schedule="forward"))
+    forward = make_run(tmp_path / "run", data_folder, PCConfig(level=2, mode="forward"))
     assert same(plain_weights.load(forward.checkpoint).weights, forward.model)
 
 
@@ -62,7 +62,7 @@ def test_every_tensor_is_accounted_for(copied, change, message):
 
 
 def test_a_checkpoint_of_the_model_alone(copied, pc_run):
-    """Schedule "step" saves PC(W) as the weight; "forward" W, which is no model without gamma, u and v."""
+    """Mode "step" saves PC(W) as the weight; "forward" W, which is no model without gamma, u and v."""
 
     def only_the_model(entries):
         for key in [key for key in entries if key.startswith(("pc.", "method", "optimizer.", "train_state."))]:
@@ -71,7 +71,7 @@ def test_a_checkpoint_of_the_model_alone(copied, pc_run):
     rewritten(copied, only_the_model)
     assert same(plain_weights.load(copied).weights, pc_run.model)
     config = copied.parent.parent / "config.toml"
-    config.write_text(config.read_text() + 'schedule = "forward"\n')
+    config.write_text(config.read_text() + 'mode = "forward"\n')
     with pytest.raises(UserError, match="raw weights"):
         plain_weights.load(copied)
 

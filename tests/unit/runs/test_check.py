@@ -100,7 +100,7 @@ def test_the_papers_1b_run_is_in_range():
     """65.9 GiB measured by the paper for the baseline; the estimate leaves out what it says it does. Not compiled,
     since the paper's code cannot compile PC, which it compares with this. PC in the graph made it 72.2."""
     settings = ["--training.local_batch_size=4", "--compile.enable=false"]
-    settings += ["--pc.schedule=forward", "--pc.compute_dtype=float32"]
+    settings += ["--pc.mode=forward", "--pc.compute_dtype=float32"]
     facts = [
         dict(check(ROOT / "train_configs" / f"1b_adamw_{method}.toml", settings, 8, needs_data=False).facts)
         for method in ("baseline", "pc")

@@ -19,7 +19,7 @@ def test_figures_of_the_paper():
     assert Plan(CONFIGS / "1b_muon_pc.toml", [], 8).step_cost().paper_bound == pytest.approx(2.35e-3, rel=5e-3)
     # 80 evaluations per step, each a tenth of its micro-batch (11 % by Horner's rule)
     assert cost.pc_forward / cost.model == pytest.approx(0.0968, rel=0.01)
-    # the paper's claim holds in schedule "step", by a count by hand: per stage of degree 4 and matrix [l, s] both passes
+    # the paper's claim holds in mode "step", by a count by hand: per stage of degree 4 and matrix [l, s] both passes
     # take 12 l s^2 + 14 s^3, without products with vectors
     by_hand = sum(12 * max(m.n, m.m) * min(m.n, m.m) ** 2 + 14 * min(m.n, m.m) ** 3 for m in plan.matrices)
     assert cost.pc_step == pytest.approx(by_hand, rel=0.01) and cost.pc_step < cost.paper_bound * cost.model

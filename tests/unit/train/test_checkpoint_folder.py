@@ -227,9 +227,9 @@ def test_a_folder_that_is_not_writable_is_noticed_at_the_start(saved, kind):
 
 
 def test_raw_weights_of_schedule_forward_are_no_start(tmp_path):
-    for schedule in ("step", None):
-        save_checkpoint(tmp_path / f"{schedule}", schedule)
-        require_plain_weights(CheckpointFolder(tmp_path / f"{schedule}" / "checkpoint" / "step-7"))
+    for mode in ("step", None):
+        save_checkpoint(tmp_path / f"{mode}", mode)
+        require_plain_weights(CheckpointFolder(tmp_path / f"{mode}" / "checkpoint" / "step-7"))
     save_checkpoint(tmp_path / "forward", "forward")
     with pytest.raises(UserError, match="holds raw weights"):
         require_plain_weights(CheckpointFolder(tmp_path / "forward" / "checkpoint" / "step-7"))

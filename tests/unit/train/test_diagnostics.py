@@ -68,19 +68,19 @@ def test_output_sizes_equal_a_hand_written_hook(compile):
         assert not torch._dynamo.utils.counters["graph_break"]
 
 
-@pytest.mark.parametrize("method_schedule", ["step", "forward", None])
-def test_spectra_equal_a_float64_svd(method_schedule):
+@pytest.mark.parametrize("mode", ["step", "forward", None])
+def test_spectra_equal_a_float64_svd(mode):
     config = job_config(freq=0, spectra_freq=5)
     model = transformer()
-    schedule = None
-    if method_schedule:
-        model = pc.attach(model, pc.PCConfig(schedule=method_schedule, power_iterations=3))
-        schedule = pc.schedule(model)
-        raw = {name: state.raw.clone() for name, state in schedule.weights.items()}
-        schedule.materialise()
-    metrics = HealthMetrics(config, [model], schedule, one_rank()).collect(5)
+    preconditioner = None
+    if mode:
+        model = pc.attach(model, pc.PCConfig(mode=mode, power_iterations=3))
+        preconditioner = pc.precondition(model)
+        raw = {name: state.raw.clone() for name, state in preconditioner.weights.items()}
+        preconditioner.write_pc()
+    metrics = HealthMetrics(config, [model], preconditioner, one_rank()).collect(5)
 
-    plain = pc.merge(model) if method_schedule == "forward" else model
+    plain = pc.merge(model) if mode == "forward" else model
     conditions = {}
     for name, module in plain.named_modules():
         if isinstance(module, torch.nn.Linear) and name != "output":
@@ -94,13 +94,13 @@ def test_spectra_equal_a_float64_svd(method_schedule):
     pc_blocks = [k for n, k in conditions.items() if n.endswith(("wo", "w1", "w2", "w3"))]
     assert metrics["spectra/gmcn/pc"] == pytest.approx(math.prod(pc_blocks) ** (1 / len(pc_blocks)), rel=1e-5)
 
-    if method_schedule is None:
+    if mode is None:
         assert not any("estimate_error" in key for key in metrics)
-    if method_schedule == "step":
+    if mode == "step":
         errors = []
         for name, weight in raw.items():
             if name.endswith("wo"):
-                state = schedule.weights[name]
+                state = preconditioner.weights[name]
                 norm = torch.linalg.matrix_norm(weight.double(), 2)
                 errors.append(((state.u.double() @ weight.double() @ state.v.double() - norm).abs() / norm).item())
         # s itself is rounded to float32 and includes an epsilon of 1e-7
@@ -118,17 +118,17 @@ def test_weights_that_are_not_finite_do_not_end_the_run():
 
 
 def test_gamma_and_norm():
-    model = pc.attach(transformer(), pc.PCConfig(schedule="step"))
+    model = pc.attach(transformer(), pc.PCConfig(mode="step"))
     # on a CPU torch's float32 norm of millions of numbers is 1e-4 too small
     model.tok_embeddings = torch.nn.Embedding(100_000, 48)
     model.tok_embeddings.weight.data *= 0.01  # so that the other weights count
-    schedule = pc.schedule(model)
+    preconditioner = pc.precondition(model)
     with torch.no_grad():
-        for i, layer in enumerate(schedule.weights.values()):
+        for i, layer in enumerate(preconditioner.weights.values()):
             layer.gamma.fill_(1 + 0.25 * i)
     raw_norm = math.sqrt(sum(p.double().square().sum().item() for p in model.parameters()))
-    schedule.materialise()
-    health = HealthMetrics(job_config(freq=1, spectra_freq=0), [model], schedule, one_rank())
+    preconditioner.write_pc()
+    health = HealthMetrics(job_config(freq=1, spectra_freq=0), [model], preconditioner, one_rank())
     health.start_step(1)
     model(inputs(0))
     metrics = health.collect(1)

@@ -19,7 +19,7 @@ def test_each_parameter_has_one_optimizer_and_heads_are_matrices_of_their_own():
     model, made = _made()
     muon, adamw = made.optimizers
     matrices, heads = muon.param_groups
-    assert heads["cut"] and not matrices.get("cut")
+    assert heads["split"] and not matrices.get("split")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     trained = [[names[id(p)] for p in group["params"]] for group in (matrices, heads, *adamw.param_groups)]
     assert sorted(sum(trained, [])) == sorted(names.values())

@@ -1,4 +1,4 @@
-"""Both schedules in a training loop: the paper's results, copies, resumes, and what a loop may do."""
+"""Both modes in a training loop: the paper's results, copies, resumes, and what a loop may do."""
 
 import copy
 import pickle
@@ -15,16 +15,16 @@ from helpers.toy import Loop, same, toy_batch, toy_loss, toy_model
 from pc import PCConfig
 
 MATMUL = torch.backends.cuda.matmul
-SCHEDULES = pytest.mark.parametrize("schedule", ["forward", "step"])
+MODES = pytest.mark.parametrize("mode", ["forward", "step"])
 
 
 def _train_by_the_paper(make, steps):
-    """Algorithms 1 and 3 of the paper, literally, in a loop without this project's schedules."""
+    """Algorithms 1 and 3 of the paper, literally, in a loop without this project's preconditioner."""
     model, state = toy_model(), {}
     for name, mark in pc.named_weights(pc.attach(toy_model(), PCConfig())):
         weight = model.get_submodule(name).weight
         gamma = torch.ones(1, dtype=torch.float64, requires_grad=True)
-        state[name] = [weight, gamma, *(x.double() for x in mark.form.initial_vectors(name))]
+        state[name] = [weight, gamma, *(x.double() for x in mark.split.initial_vectors(name))]
 
     def iterate():
         for entry in state.values():
@@ -66,18 +66,18 @@ def _train_by_the_paper(make, steps):
     ids=["SGD", "AdamW"],
 )
 @pytest.mark.parametrize("how", ["one optimizer", "two optimizers", "by hand"])
-@SCHEDULES
-def test_a_loop_equals_the_paper(schedule, how, make, tolerance):
+@MODES
+def test_a_loop_equals_the_paper(mode, how, make, tolerance):
     expected = _train_by_the_paper(make, 6)
-    model = pc.attach(toy_model(), PCConfig(schedule=schedule))
+    model = pc.attach(toy_model(), PCConfig(mode=mode))
     groups = [[*model.parameters()][i::2] for i in (0, 1)]
     by_hand = how == "by hand"
     if by_hand:
-        made = pc.schedule(model)
-        made.materialise()
+        made = pc.precondition(model)
+        made.write_pc()
     optimizers = [make(group) for group in groups] if how == "two optimizers" else [make(model.parameters())]
     if not by_hand:
-        made = pc.schedule(model, *optimizers)
+        made = pc.precondition(model, *optimizers)
     for step in range(6):
         for i in range(2):
             (toy_loss(model, toy_batch(100 * step + i)) / 2).backward()
@@ -88,7 +88,7 @@ def test_a_loop_equals_the_paper(schedule, how, make, tolerance):
             optimizer.step()
             optimizer.zero_grad()
         if by_hand:
-            made.materialise()
+            made.write_pc()
     for name, (weight, gamma) in expected.items():
         torch.testing.assert_close(made.weights[name].raw.detach(), weight.detach(), rtol=0, atol=tolerance)
         torch.testing.assert_close(made.weights[name].gamma.detach(), gamma.detach(), rtol=0, atol=tolerance)
@@ -98,7 +98,7 @@ def test_a_loop_equals_the_paper(schedule, how, make, tolerance):
 def test_the_weight_is_pc_and_the_state_dict_is_plain():
     loop = Loop()
     assert set(loop.model.state_dict()) == set(toy_model().state_dict())
-    for name, state in loop.schedule.weights.items():
+    for name, state in loop.preconditioner.weights.items():
         layer = loop.model.get_submodule(name)
         assert type(layer) is nn.Linear
         expected = pc.effective_weight(state.raw, layer.gamma, state.u, state.v, state.config)
@@ -110,10 +110,10 @@ def test_the_weight_is_pc_and_the_state_dict_is_plain():
     assert torch.equal(plain(toy_batch(0)), loop.model(toy_batch(0)))
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)], ids=["model first", "schedule first"])
-@SCHEDULES
-def test_a_resume_goes_on_bitwise(schedule, order):
-    straight, resumed = Loop(schedule), Loop(schedule, seed=1)
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)], ids=["model first", "preconditioner first"])
+@MODES
+def test_a_resume_goes_on_bitwise(mode, order):
+    straight, resumed = Loop(mode), Loop(mode, seed=1)
     for step in range(3):
         straight.step(step)
     saved = copy.deepcopy([part.state_dict() for part in straight.parts])
@@ -123,29 +123,29 @@ def test_a_resume_goes_on_bitwise(schedule, order):
         for step in (3, 4):
             loop.step(step)
     assert same(straight.model.state_dict(), resumed.model.state_dict())
-    assert same(straight.schedule.state_dict(), resumed.schedule.state_dict())
+    assert same(straight.preconditioner.state_dict(), resumed.preconditioner.state_dict())
 
 
-@SCHEDULES
-def test_states_load_into_a_model_from_the_meta_device(schedule):
-    loop = Loop(schedule)
+@MODES
+def test_states_load_into_a_model_from_the_meta_device(mode):
+    loop = Loop(mode)
     loop.step(0)
-    model = pc.attach(toy_model().to("meta"), PCConfig(schedule=schedule)).to_empty(device="cpu")
-    pc.schedule(model).load_state_dict(loop.schedule.state_dict())
+    model = pc.attach(toy_model().to("meta"), PCConfig(mode=mode)).to_empty(device="cpu")
+    pc.precondition(model).load_state_dict(loop.preconditioner.state_dict())
     model.load_state_dict(loop.model.state_dict())
     assert same(model.state_dict(), loop.model.state_dict())
     assert torch.equal(model(toy_batch(0)), loop.model(toy_batch(0)))
 
 
-@SCHEDULES
-def test_copies_go_on_as_the_originals_do(schedule):
+@MODES
+def test_copies_go_on_as_the_originals_do(mode):
     """Copied together they train equally, apart; a copy of the model alone can be evaluated."""
-    loop = Loop(schedule)
+    loop = Loop(mode)
     loop.step(0)
     alone = pickle.loads(pickle.dumps(copy.deepcopy(loop.model)))
     assert torch.equal(alone(toy_batch(0)), loop.model(toy_batch(0)))
     twin = Loop.__new__(Loop)
-    twin.model, twin.optimizer, twin.schedule = copy.deepcopy(loop.parts)
+    twin.model, twin.optimizer, twin.preconditioner = copy.deepcopy(loop.parts)
     for x in (loop, twin):
         for batch in (1, 2):
             x.step(batch)
@@ -159,7 +159,9 @@ def test_later_hooks_of_the_optimizer_find_pc():
     loop.optimizer.register_step_post_hook(lambda *_: seen.append(copy.deepcopy(loop.model.state_dict())))
     loop.step()
     assert same(seen[0], loop.model.state_dict())
-    assert not torch.equal(seen[0]["0.attention.wo.weight"], loop.schedule.weights["0.attention.wo"].raw)  # control
+    assert not torch.equal(
+        seen[0]["0.attention.wo.weight"], loop.preconditioner.weights["0.attention.wo"].raw
+    )  # control
 
 
 def test_a_compiled_model_has_one_graph_and_no_check_in_it():
@@ -169,7 +171,7 @@ def test_a_compiled_model_has_one_graph_and_no_check_in_it():
     compiled = torch.compile(loop.model, backend=counter, fullgraph=True)
     for batch in range(3):
         toy_loss(compiled, toy_batch(batch)).backward()
-        loop.schedule.pull_back()
+        loop.preconditioner.pull_back()
         loop.optimizer.step()
         loop.optimizer.zero_grad()
         reference.step(batch)
@@ -178,27 +180,27 @@ def test_a_compiled_model_has_one_graph_and_no_check_in_it():
     assert not any(module._forward_pre_hooks for module in loop.model.modules())
 
 
-@SCHEDULES
-def test_autocast_does_not_lower_the_precision_of_pc(schedule):
+@MODES
+def test_autocast_does_not_lower_the_precision_of_pc(mode):
     """A product in bfloat16 would change PC(W) by 1e-2; the weight is rounded to bfloat16 only for the layer's matmul."""
-    plain, lowered = (pc.attach(toy_model().float(), PCConfig(schedule=schedule)) for _ in range(2))
+    plain, lowered = (pc.attach(toy_model().float(), PCConfig(mode=mode)) for _ in range(2))
     states = []
     for model, enabled in ((plain, False), (lowered, True)):  # autocast leaves float64 as it is
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            made = pc.schedule(model)
-            made.materialise()
+            made = pc.precondition(model)
+            made.write_pc()
             states.append([made.state_dict(), pc.merge(model).state_dict()])
     assert same(*states)
 
 
 @pytest.mark.parametrize("make", [lambda p: torch.optim.AdamW(p, lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1)])
-@SCHEDULES
-def test_the_step_that_creates_optimizer_state_moves_nothing(schedule, make):
+@MODES
+def test_the_step_that_creates_optimizer_state_moves_nothing(mode, make):
     """torch.distributed.checkpoint makes such a step, with zero gradients and lr 0, before the first real one."""
-    loop = Loop(schedule, make=make)
-    before = copy.deepcopy([loop.model.state_dict(), loop.schedule.state_dict()])
+    loop = Loop(mode, make=make)
+    before = copy.deepcopy([loop.model.state_dict(), loop.preconditioner.state_dict()])
     get_optimizer_state_dict(loop.model, loop.optimizer)
-    assert same(before, [loop.model.state_dict(), loop.schedule.state_dict()])
+    assert same(before, [loop.model.state_dict(), loop.preconditioner.state_dict()])
     loop.step()
     assert not same(before[0], loop.model.state_dict())
 
@@ -211,7 +213,7 @@ def test_a_step_may_be_skipped_after_pull_back(to_none):
     for x, batches in ((loop, (1, 5, 2)), (other, (1, 2))):
         for batch in batches:
             x.backward(batch)
-            x.schedule.pull_back()
+            x.preconditioner.pull_back()
             if batch != 5:
                 x.optimizer.step()
             x.optimizer.zero_grad(set_to_none=to_none)
@@ -250,7 +252,7 @@ def test_frozen_weights_and_unused_layers_stay():
     loop.model[0].attention["wo"].requires_grad_(False)
     before = loop.raw()
     loop.model[1](loop.model[0](toy_batch(0)).detach()).square().mean().backward()  # of the second block alone
-    loop.schedule.pull_back()
+    loop.preconditioner.pull_back()
     loop.optimizer.step()
     after = loop.raw()
     assert all(same(before[name], after[name]) for name in after if name.startswith("0."))
@@ -258,20 +260,20 @@ def test_frozen_weights_and_unused_layers_stay():
     assert not same(before["1.attention.wo"][0], after["1.attention.wo"][0])
 
 
-@SCHEDULES
-def test_plain_weights_loaded_after_attach(schedule):
+@MODES
+def test_plain_weights_loaded_after_attach(mode):
     """Into a real model or one on the meta device, copied or assigned."""
-    reference, plain = Loop(schedule, seed=3, power_iterations=300), toy_model(seed=3).state_dict()
+    reference, plain = Loop(mode, seed=3, power_iterations=300), toy_model(seed=3).state_dict()
     for start, assign in (("cpu", False), ("meta", False), ("meta", True)):
-        model = pc.attach(toy_model().to(start), PCConfig(schedule=schedule, power_iterations=300))
+        model = pc.attach(toy_model().to(start), PCConfig(mode=mode, power_iterations=300))
         if start == "meta" and not assign:
             model.to_empty(device="cpu")
         model.load_state_dict(copy.deepcopy(plain), strict=False, assign=assign)
-        pc.schedule(model).materialise()
+        pc.precondition(model).write_pc()
         torch.testing.assert_close(model(toy_batch(0)), reference.model(toy_batch(0)), rtol=1e-9, atol=1e-9)
         assert model[0].attention["wo"].gamma == 1
-    if schedule == "forward":  # vectors follow weights that are loaded later
-        later = Loop(schedule, power_iterations=300).model
+    if mode == "forward":  # vectors follow weights that are loaded later
+        later = Loop(mode, power_iterations=300).model
         later.load_state_dict(plain, strict=False)
         torch.testing.assert_close(later(toy_batch(0)), reference.model(toy_batch(0)), rtol=1e-9, atol=1e-9)
 
@@ -300,7 +302,7 @@ def test_precision_of_products_whatever_the_process_has_chosen(process, compute_
             MATMUL.fp32_precision = process
         chosen, precisions.seen = MATMUL.fp32_precision, {}
         with precisions:
-            loop.call("pull_back", "restore_raw", "materialise")
+            loop.call("pull_back", "restore_raw", "write_pc")
         assert MATMUL.fp32_precision == chosen
     finally:
         if process == "high":

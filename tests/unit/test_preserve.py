@@ -6,8 +6,9 @@ import torch
 import pc
 from helpers.toy import toy_batch, toy_loss, toy_model
 from pc import PCConfig, UserError
+from pc.methods import method_of
+from pc.methods.normalised_polynomial import smallest_root
 from pc.polynomial import evaluate, resolve
-from pc.start import preserving, smallest_root
 
 OWN = (2.616, -3.550, 2.731, -0.797)  # as fitted with a cutoff of 0.5; g(1) = 1
 
@@ -28,7 +29,7 @@ def test_the_weight_comes_back_in_float32_at_the_60m_shapes(level, shape):
     config = PCConfig(level=level, blocks=("o",))
     generator = torch.Generator().manual_seed(0)
     weight = 0.02 * torch.randn(1, *shape, generator=generator)
-    raw, u, v = preserving(config, weight)
+    raw, u, v = method_of(config).invert(weight)
     effective = pc.effective_weight(raw, torch.ones(1, 1), u, v, config)
     largest = weight.abs().max()
     assert (effective - weight).abs().max() < 3e-6 * largest  # some roundings of float32
@@ -38,14 +39,14 @@ def test_the_weight_comes_back_in_float32_at_the_60m_shapes(level, shape):
     assert (pc.effective_weight(weight, torch.ones(1, 1), u, v, config) - weight).abs().max() > 1e-2 * largest
 
 
-@pytest.mark.parametrize("schedule", ["forward", "step"])
+@pytest.mark.parametrize("mode", ["forward", "step"])
 @pytest.mark.parametrize("level", [1, {"o": OWN, "ffn": 4}], ids=["1", "own and 4"])
-def test_an_attached_model_computes_what_it_did(schedule, level):
+def test_an_attached_model_computes_what_it_did(mode, level):
     x, model = toy_batch(0), toy_model()
     expected = model(x)
-    pc.preserve(pc.attach(model, PCConfig(level=level, schedule=schedule)))
+    pc.preserve(pc.attach(model, PCConfig(level=level, mode=mode)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    made = pc.schedule(model, optimizer)
+    made = pc.precondition(model, optimizer)
     # an epsilon of 1e-7 beside norms near 1
     torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-6)
     toy_loss(model, x).backward()
@@ -53,7 +54,7 @@ def test_an_attached_model_computes_what_it_did(schedule, level):
     optimizer.step()
     assert (model(x) - expected).abs().max() > 1e-3
     raw = pc.attach(toy_model(), PCConfig(level=level))
-    pc.schedule(raw).materialise()
+    pc.precondition(raw).write_pc()
     assert (raw(x) - expected).abs().max() > 1e-2  # control: otherwise the given weights are W
 
 

@@ -21,7 +21,7 @@ def require_refused(said, action):
 
 
 CHANGED = "was changed while it held PC(W)"
-NOT_PULLED_BACK = "without schedule.pull_back() since the last backward()"
+NOT_PULLED_BACK = "without preconditioner.pull_back() since the last backward()"
 
 CALLS = {
     "no pull_back": ("backward step", NOT_PULLED_BACK),
@@ -31,7 +31,7 @@ CALLS = {
     "pull_back before backward": ("pull_back", "found no gradient of a weight with PC; call it after backward()"),
 }
 CALLS_BY_HAND = {
-    "no pull_back by hand": ("materialise backward restore_raw", NOT_PULLED_BACK),
+    "no pull_back by hand": ("write_pc backward restore_raw", NOT_PULLED_BACK),
     "pull_back while raw": ("pull_back", "pull_back() while the weights hold W"),
 }
 
@@ -55,7 +55,7 @@ def test_calls_in_a_wrong_order_are_said(follow, calls, said):
         lambda loop: [parameter.detach().mul_(0.999) for parameter in loop.model.parameters()],
         lambda loop: nn.init.normal_(loop.model[1].feed_forward["w2"].weight),
     ],
-    ids=["another optimizer", "model loaded without the schedule", "averaged weights not swapped back",
+    ids=["another optimizer", "model loaded without the preconditioner", "averaged weights not swapped back",
          "weights initialised late"],
 )  # fmt: skip
 def test_a_change_of_pc_is_said(change):
@@ -70,43 +70,43 @@ def attached(**settings):
 
 def second_schedule():
     loop = Loop()
-    pc.schedule(loop.model, loop.optimizer)
+    pc.precondition(loop.model, loop.optimizer)
 
 
 def weights_tied_after_attach():
     model = attached()
     model[1].attention["wo"].weight = model[0].attention["wo"].weight
-    pc.schedule(model)
+    pc.precondition(model)
 
 
 MISTAKES = {
-    "no schedule": (
+    "no preconditioner": (
         lambda: attached()(toy_batch(0)),
-        "there is no PC(W) of 0.attention.wo: it has no schedule; call pc.schedule(model, optimizer)",
+        "there is no PC(W) of 0.attention.wo: it has no preconditioner; call pc.precondition(model, optimizer)",
     ),
-    "schedule without attach": (lambda: pc.schedule(toy_model()), "no weight with PC; call pc.attach"),
-    "schedule on the meta device": (
-        lambda: pc.schedule(pc.attach(toy_model().to("meta"), PCConfig())),
-        "on the meta device; call pc.schedule once the weights exist",
+    "preconditioner without attach": (lambda: pc.precondition(toy_model()), "no weight with PC; call pc.attach"),
+    "preconditioner on the meta device": (
+        lambda: pc.precondition(pc.attach(toy_model().to("meta"), PCConfig())),
+        "on the meta device; call pc.precondition once the weights exist",
     ),
-    "second schedule": (second_schedule, "has a schedule already"),
-    "schedule of a copy": (
-        lambda: pc.schedule(copy.deepcopy(Loop().model)),
-        "copy.deepcopy((model, optimizer, schedule))",
+    "second preconditioner": (second_schedule, "has a preconditioner already"),
+    "preconditioner of a copy": (
+        lambda: pc.precondition(copy.deepcopy(Loop().model)),
+        "copy.deepcopy((model, optimizer, preconditioner))",
     ),
-    "two models": (lambda: pc.schedule([attached(), attached()]), "two modules have PC of the name 0.attention.wo"),
+    "two models": (lambda: pc.precondition([attached(), attached()]), "two modules have PC of the name 0.attention.wo"),
     "weights tied after attach": (weights_tied_after_attach, "shares its weight: 0.attention.wo, 1.attention.wo"),
     "weights in half precision": (
-        lambda: pc.schedule(pc.attach(toy_model().bfloat16(), PCConfig())),
+        lambda: pc.precondition(pc.attach(toy_model().bfloat16(), PCConfig())),
         "W needs float32",
     ),
     "state without gammas": (
-        lambda: Loop().schedule.load_state_dict(Loop(learnable_gamma=False).schedule.state_dict()),
+        lambda: Loop().preconditioner.load_state_dict(Loop(learnable_gamma=False).preconditioner.state_dict()),
         ".gamma of None, the model of shape [1]",
     ),
-    "merge without a schedule": (
+    "merge without a preconditioner": (
         lambda: pc.merge(attached()),
-        "there is no PC(W) of 0.attention.wo: it has no schedule",
+        "there is no PC(W) of 0.attention.wo: it has no preconditioner",
     ),
 }
 
@@ -121,17 +121,17 @@ def test_no_subset_of_calls_trains_a_plain_model(follow):
     """Three rounds of a loop without any subset of its calls raise an error, give the result of the complete loop, or
     leave W unchanged."""
     whole = (
-        ("backward", "pull_back", "step") if follow else ("backward", "pull_back", "restore_raw", "step", "materialise")
+        ("backward", "pull_back", "step") if follow else ("backward", "pull_back", "restore_raw", "step", "write_pc")
     )
 
     def train(first, calls):
         loop = Loop(follow=follow, make=lambda p: torch.optim.SGD(p, lr=0.1))
         if first and not follow:
-            loop.schedule.materialise()
+            loop.preconditioner.write_pc()
         for _ in range(3):
             loop.call(*calls)
             loop.optimizer.zero_grad()
-        loop.schedule.state_dict()
+        loop.preconditioner.state_dict()
         return loop.raw()
 
     expected, start = train(True, whole), Loop(follow=False).raw()
@@ -155,17 +155,17 @@ def test_a_first_step_of_lr_0_is_a_step():
     """As in a warm-up from zero: weights stay, vectors advance, and a forgotten pull-back is reported."""
     loop = Loop(make=lambda p: torch.optim.AdamW(p, lr=0.0))
     loop.backward()
-    require_refused("without schedule.pull_back()", loop.optimizer.step)
+    require_refused("without preconditioner.pull_back()", loop.optimizer.step)
     loop.optimizer.zero_grad()
-    u = loop.schedule.weights["0.attention.wo"].u.clone()
+    u = loop.preconditioner.weights["0.attention.wo"].u.clone()
     loop.step()
-    assert not torch.equal(loop.schedule.weights["0.attention.wo"].u, u)
+    assert not torch.equal(loop.preconditioner.weights["0.attention.wo"].u, u)
 
 
 def _ddp(rank):
-    """What a step under DDP says on a rank whose weights were another's, if the schedule was made before DDP."""
+    """What a step under DDP says on a rank whose weights were another's, if the preconditioner was made before DDP."""
     model = pc.attach(toy_model(seed=rank), PCConfig())
-    made = pc.schedule(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    made = pc.precondition(model, torch.optim.SGD(model.parameters(), lr=0.1))
     nn.parallel.DistributedDataParallel(model)  # copies rank 0's PC(W) over that of rank 1
     toy_loss(model, toy_batch(0)).backward()
     try:

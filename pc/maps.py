@@ -84,7 +84,7 @@ def _require_usable(coefficients: Coefficients) -> None:
         )
 
 
-def described(map: Map) -> str:
+def describe(map: Map) -> str:
     """The published level of a map, or its coefficients."""
     published: list[tuple[int | str, Map]] = [("polar_express", POLAR_EXPRESS), *COEFFICIENTS.items()]
     return next((f"level {name}" for name, one in published if one == map), f"coefficients {map}")

@@ -1,120 +1,60 @@
-"""`schedule` makes either schedule. Schedule "step", here, computes PC(W) once per optimizer step, because the weights
-change only then.
+"""Mode "step": PC(W) is computed once per optimizer step, because the weights change only then.
 
 Between steps a weight *is* PC(W), so forward and backward passes are those of a plain model, for any number of
-micro-batches and any parallelism. `pull_back` is linear in the gradient, so one call on the accumulated gradient equals
-the sum of the backward passes of schedule "forward". Both passes need full matrices; `pc.owner` gathers each on one
-rank.
+micro-batches and any parallelism:
+
+    weights hold   forward, backward   gradients of   what happens
+    PC(W)          each micro-batch    PC(W)
+    PC(W)                              W              pull_back(), after the last one: a vector-Jacobian product
+    W                                  W              restore_raw(), before the optimizer's step; clipping comes before it
+    W + update                                        the optimizer's step, with its decay
+    PC(W)                                             write_pc(), after it: save W, advance u and v, compute PC(W)
+
+`pull_back` is linear in the gradient, so one call on the accumulated gradient equals the sum of the backward passes of
+mode "forward". Both passes need full matrices; `pc.owner` gathers each on one rank.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from pc import passes
-from pc.cuts import Form
 from pc.errors import UserError
 from pc.owner import Item, Plan
-from pc.schedules import IS_PC, Schedule, require_real, require_trained, unwrapped
+from pc.preconditioner import Preconditioner
 from pc.shards import local, shard_gammas, shard_like, viewed
 from pc.spectral import without_autocast
-from pc.weights import NO_SCHEDULE, Weight, clean_name, named_weights
+from pc.weight import Weight
 
 # How far the norm of a shard may be from that of the PC(W) that was written, relative to it: rounding.
 UNCHANGED = 1e-6
 
 PULLED_RAW = (
     "pull_back() while the weights hold W: a compiled forward pass saw them, because an optimizer did not step; call "
-    "schedule.materialise() before it"
+    "preconditioner.write_pc() before it"
 )
 TWICE = (
     "pull_back() on gradients that are already those of W; call it once per step, after the last micro-batch, and "
-    'optimizer.zero_grad() before the next backward(); a loss that contains a gamma itself needs schedule="forward"'
+    'optimizer.zero_grad() before the next backward(); a loss that contains a gamma itself needs mode="forward"'
 )
 NOT_PULLED_BACK = (
-    "a step on gradients of PC(W), without schedule.pull_back() since the last backward(); it makes them those of W: call "
+    "a step on gradients of PC(W), without preconditioner.pull_back() since the last backward(); it makes them those of W: call "
     "it once per step, before clipping"
+)
+IS_PC = (
+    "the weights that were loaded are PC(W) of a training run: load its preconditioner's state too, or call pc.preserve(model), "
+    "or load dict(state) to use them as W"
 )
 
 
-@torch.inference_mode(False)
-def schedule(
-    models: nn.Module | Iterable[nn.Module],
-    *optimizers: Optimizer | Iterable[Optimizer],
-    process_group: dist.ProcessGroup | None = None,
-) -> Schedule:
-    """The schedule that `PCConfig.schedule` names, for models after `pc.attach`.
-
-    Args:
-        models: the model, or a list of its parts on this rank under pipeline parallelism; after sharding, with weights
-            off the meta device. Ranks of `DistributedDataParallel`, if that is what you give, share the work.
-        optimizers: all that train the model. The schedule follows them from now on (`follow`), and the model is ready.
-            Without optimizers, call `follow` later, or `restore_raw` and `materialise` around each step.
-        process_group: ranks that have equal weights and gradients, to share the work without DDP.
-
-    A copy of the model alone can be evaluated, but not trained. To train a copy, copy all three together:
-    `copy.deepcopy((model, optimizer, schedule))`.
-
-    Raises:
-        UserError: no weight is marked, or one is on the meta device, is below float32, is shared, or has a schedule
-            already; the model is in FSDP1; those of `follow`. Model and optimizers are then as before.
-    """
-    models = [models] if isinstance(models, nn.Module) else list(models)
-    weights = [weight for model in models for _, weight in named_weights(model)]
-    if not weights:
-        raise UserError("pc.schedule found no weight with PC; call pc.attach(model, pc.PCConfig(...)) first")
-    _require_usable(models, weights)
-    if optimizers:
-        require_trained(weights, unwrapped(optimizers))
-    by_name = {weight.name: weight for weight in weights}
-    if weights[0].config.schedule == "step":
-        replicas = [
-            m.process_group for model in models for m in model.modules() if isinstance(m, DistributedDataParallel)
-        ]
-        made: Schedule = StepSchedule(models, by_name, process_group or next(iter(replicas), None))
-    else:
-        made = Schedule(models, by_name)
-    if optimizers:
-        made.follow(*optimizers)
-        if not any(weight.is_loaded_pc for weight in weights):
-            made.materialise(share=True)
-    return made
-
-
-def _require_usable(models: list[nn.Module], weights: list[Weight]) -> None:
-    holders: dict[int, list[str]] = {}
-    for model in models:
-        for name, module in model.named_modules():
-            if isinstance(module, FullyShardedDataParallel):
-                raise UserError("FSDP1 makes weights parts of one flat parameter; shard with fully_shard (FSDP2)")
-            for parameter in module.parameters(recurse=False):
-                holders.setdefault(id(parameter), []).append(clean_name(name))
-    for weight in weights:
-        require_real(weight)
-        if len(sharing := holders[id(weight.parameter)]) > 1:
-            raise UserError(f"{weight.name} shares its weight: {', '.join(sharing)}; PC needs a separate weight")
-        if [other.name for other in weights].count(weight.name) > 1:
-            raise UserError(
-                f"two modules have PC of the name {weight.name}: give each model its own pc.schedule, and call pc.attach "
-                "after what copies modules, as peft does (modules_to_save)"
-            )
-        if weight.schedule is not None or weight.missing != NO_SCHEDULE:
-            raise UserError(
-                f"{weight.name} has a schedule already, which holds its W; use that one. To copy a model: "
-                "copy.deepcopy((model, optimizer, schedule)). To start again: pc.merge (from PC(W)) or pc.detach (from "
-                "W), then pc.attach"
-            )
-
-
-class StepSchedule(Schedule):
+class PerStep(Preconditioner):
     """Stores W and switches the weights between W and PC(W)."""
 
     saved = ("raw", "gamma", "u", "v")
@@ -157,21 +97,21 @@ class StepSchedule(Schedule):
             hook.remove()
 
     @torch.no_grad()
-    def start(self, weight: Weight) -> None:
+    def _add_tensors(self, weight: Weight) -> None:
         parameter = weight.parameter
         if weight.config.learnable_gamma:
-            ones = torch.ones(weight.form.shape_of("g"), device=parameter.device, dtype=parameter.dtype)
+            ones = torch.ones(weight.split.gamma_shape, device=parameter.device, dtype=parameter.dtype)
             # DDP, if it wraps the model later, waits for all that require gradients, and only `pull_back` makes these;
             # torch's distributed checkpoints save optimizer state of those alone
             gamma = nn.Parameter(shard_gammas(parameter, ones), requires_grad=isinstance(parameter, DTensor))
             weight.module.register_parameter(weight.gamma_key, gamma)
-        given = weight.form.initial_vectors(weight.name) if weight.u is None else (weight.u, weight.v)
+        given = weight.split.initial_vectors(weight.name) if weight.u is None else (weight.u, weight.v)
         vectors = (vector.to(parameter.device, parameter.dtype) for vector in given)
         weight.u, weight.v = (shard_like(parameter, vector) for vector in vectors)
         weight.raw = parameter.detach().clone()
 
     @torch.no_grad()
-    def materialise(self, share: bool = False) -> None:
+    def write_pc(self, share: bool = False) -> None:
         """Unless the weights hold PC(W): save W from them, advance `u` and `v`, and write PC(W) into them.
 
         Raises:
@@ -183,21 +123,21 @@ class StepSchedule(Schedule):
         if not self.has_started and any(weight.is_loaded_pc for weight in weights):
             raise UserError(IS_PC)
         torch._foreach_copy_([local(w.raw) for w in weights], [local(w.parameter) for w in weights])
-        self._write_pc(iterate=True, share=share)
+        self._write_pc(advance=True, share=share)
         self._norms, self.is_pulled_back = self._measure(), False
 
     def _use_loaded(self) -> None:
-        """Compute PC(W) anew, so that the order of loading model and schedule does not matter."""
-        self._write_pc(iterate=False, share=False)
+        """Compute PC(W) anew, so that the order of loading model and preconditioner does not matter."""
+        self._write_pc(advance=False, share=False)
         # the model's state, loaded after this one, may have other rounding errors; what was noted before is gone
         self._norms = self._answer = None
 
-    def _write_pc(self, iterate: bool, share: bool) -> None:
+    def _write_pc(self, advance: bool, share: bool) -> None:
         self._reshard()
         weights = list(self.weights.values())
         inputs = [(w.raw, *w.gammas, w.u, w.v) for w in weights]
         outputs: list[Item] = [(w.parameter, w.u, w.v) for w in weights]
-        self._run(partial(passes.materialise, iterate=iterate), "", "wuv", weights, inputs, outputs, share)
+        self._run(partial(passes.write, advance=advance), weights, inputs, outputs, share)
         self._set_holds_pc(True)
 
     @torch.no_grad()
@@ -224,17 +164,17 @@ class StepSchedule(Schedule):
             raise UserError(TWICE)
         gradients: list[Any] = [(w.parameter.grad, *(torch.zeros_like(gamma) for gamma in w.gammas)) for w in used]
         inputs = [(w.raw, g, *w.gammas, w.u, w.v) for w, (g, *_) in zip(used, gradients, strict=True)]
-        self._run(passes.pull_back, "w", "wg", used, inputs, gradients)
+        self._run(passes.pull_back, used, inputs, gradients)
         for weight, (_, *of_gamma) in zip(used, gradients, strict=True):
             if weight.gamma is not None:
-                weight.gamma.grad = viewed(of_gamma[0], weight.gamma.shape) if weight.form.stack else of_gamma[0]
+                weight.gamma.grad = viewed(of_gamma[0], weight.gamma.shape) if weight.split.stack else of_gamma[0]
         self.is_pulled_back = True
 
     def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
         if closure is None:
             return super()._before_step(optimizer, args, kwargs)
-        self.materialise()  # for compiled models
+        self.write_pc()  # for compiled models
         with torch.enable_grad():
             loss = closure()
         if self.has_gradients() and not self.is_pulled_back:
@@ -247,12 +187,12 @@ class StepSchedule(Schedule):
                 return found
             raise UserError(
                 f"{type(optimizer).__name__} calls its closure again within a step, when the weights hold W; "
-                'use schedule="forward"'
+                'use mode="forward"'
             )
 
         return args[:1], {**kwargs, "closure": first_loss}
 
-    def _begin(self) -> bool:
+    def _prepare_step(self) -> bool:
         if self.holds_pc and not self.is_pulled_back and not self.has_gradients():
             return False  # no weight with PC changes
         self.restore_raw()
@@ -279,32 +219,15 @@ class StepSchedule(Schedule):
         torch._foreach_copy_([local(w.parameter) for w in weights], [local(w.raw) for w in weights])
         self._set_holds_pc(False)
 
-    def _run(
-        self,
-        function: Callable,
-        first: str,
-        results: str,
-        weights: list[Weight],
-        inputs: list,
-        outputs: list,
-        share: bool = True,
-    ) -> None:
-        """A function of `pc.passes` on the owners.
-
-        Args:
-            first, results: kinds (`Form.shape_of`) of the inputs before those that make PC(W), and of the results.
-        """
+    def _run(self, function: Callable, weights: list[Weight], inputs: list, outputs: list, share: bool = True) -> None:
+        """A function of `pc.passes`, of every weight on its owner."""
         replicas = self._replicas if share else None
-        key = (results, replicas, *(w.name for w in weights))
+        key = (len(outputs[0]), replicas, *(w.name for w in weights))
         if key not in self._plans:
-            forms = [w.form for w in weights]
-            self._plans[key] = Plan(inputs, outputs, forms, [form.cost for form in forms], replicas)
-
-        def of_weights(form: Form, *tensors: Tensor) -> tuple[Tensor, ...]:
-            return form.apply(function, first + form.kinds, tensors, results)
-
+            splits = [w.split for w in weights]
+            self._plans[key] = Plan(inputs, outputs, splits, [split.cost for split in splits], replicas)
         with without_autocast(weights[0].raw):
-            self._plans[key].run(of_weights, inputs, outputs)
+            self._plans[key].run(function, inputs, outputs)
 
     def _measure(self) -> Tensor:
         """Norms of the local shards, [weights]."""
@@ -322,16 +245,17 @@ class StepSchedule(Schedule):
         groups = meshes[0].get_all_groups() if meshes else [self._replicas] if self._replicas else []
         for group in [] if alone else groups:
             dist.all_reduce(changed, dist.ReduceOp.MAX, group=group)
-        if self._is_true(changed):
+        if self._is_set(changed):
             self._answer = None
             raise UserError(
-                "a weight was changed while it held PC(W), and the optimizer steps W: load the schedule's state with "
-                "the model's, swap averaged weights back, create pc.schedule after initialisation and DDP, give it all "
-                "optimizers, and change weights between restore_raw() and materialise()"
+                "a weight was changed while it held PC(W), and the optimizer steps W: load the preconditioner's state with "
+                "the model's, swap averaged weights back, call pc.precondition after initialisation and DDP, give it all "
+                "optimizers, and change weights between restore_raw() and write_pc()"
             )
 
-    def _is_true(self, flag: Tensor) -> bool:
-        """An accelerator's flag is read one call later, when it has long arrived, so that the host can run ahead."""
+    def _is_set(self, flag: Tensor) -> bool:
+        """Whether a flag is true. On an accelerator: whether that of the call before was, which has long arrived, so that
+        the host can run ahead; the last flag of a run is never read."""
         if flag.device.type == "cpu":
             return bool(flag)
         last, self._answer = self._answer, (flag.to("cpu", non_blocking=True), torch.Event(flag.device))

@@ -1,4 +1,4 @@
-"""Schedule "step" on sharded stacks, fused weights and heads against the same on one rank, in float64."""
+"""Mode "step" on sharded stacks, fused weights and heads against the same on one rank, in float64."""
 
 import math
 
@@ -12,21 +12,21 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 import pc
 from helpers.ranks import run_ranks
-from pc import Cut, PCConfig, owner
+from pc import MatrixSplit, PCConfig, owner
 
-# Parameter: (shape, cut). No boundary of two or three shards is one of parts, heads or experts.
+# Parameter: (shape, split). No boundary of two or three shards is one of parts, heads or experts.
 WEIGHTS = {
-    "qkv": ((20, 7), Cut(("q", "k", "v"), sizes=(3, 1, 1), head_dim=4)),
-    "interleaved": ((18, 5), Cut(("q", "k", "v"), repeats=3)),
-    "transposed": ((7, 10), Cut(("up",), transposed=True)),
-    "gate_up": ((5, 12, 6), Cut(("gate", "up"), sizes=(2, 1))),
-    "down": ((5, 6, 12), Cut(("down",), transposed=True)),
-    "single": ((7, 5), Cut(("o",))),
+    "qkv": ((20, 7), MatrixSplit(("q", "k", "v"), sizes=(3, 1, 1), head_dim=4)),
+    "interleaved": ((18, 5), MatrixSplit(("q", "k", "v"), repeats=3)),
+    "transposed": ((7, 10), MatrixSplit(("up",), transposed=True)),
+    "gate_up": ((5, 12, 6), MatrixSplit(("gate", "up"), sizes=(2, 1))),
+    "down": ((5, 6, 12), MatrixSplit(("down",), transposed=True)),
+    "single": ((7, 5), MatrixSplit(("o",))),
 }
 CONFIG = PCConfig(
     level={"q": 2, "v": 4, "o": 4, "ffn": 1},
     blocks=("q", "v", "o", "ffn"),  # k stays as it is
-    cuts={f"*.{name}": cut for name, (_, cut) in WEIGHTS.items()},
+    splits={f"*.{name}": split for name, (_, split) in WEIGHTS.items()},
 )
 
 
@@ -43,21 +43,21 @@ def plain():
 
 def train(part, change):
     """All parameters after two steps on drawn gradients from a preserving start, and after each pull-back the gradients."""
-    optimizer, schedule = torch.optim.SGD(part.parameters(), lr=0.1), pc.schedule(part)
+    optimizer, preconditioner = torch.optim.SGD(part.parameters(), lr=0.1), pc.precondition(part)
     pc.preserve(part)
-    schedule.materialise()
-    schedule.follow(optimizer)
+    preconditioner.write_pc()
+    preconditioner.follow(optimizer)
     results = {}
     for step in range(2):
-        for name, weight in schedule.weights.items():
+        for name, weight in preconditioner.weights.items():
             index = list(WEIGHTS).index(name.partition(".")[2])
             weight.parameter.grad = change(draw(100 * step + index, weight.parameter.shape), weight.parameter)
-        schedule.pull_back()
-        for name, weight in schedule.weights.items():
+        preconditioner.pull_back()
+        for name, weight in preconditioner.weights.items():
             results |= {f"{name} gradient {step}": weight.parameter.grad, f"{name} gamma {step}": weight.gamma.grad}
         optimizer.step()
         optimizer.zero_grad()
-    for name, weight in schedule.weights.items():
+    for name, weight in preconditioner.weights.items():
         results |= {f"{name} {key}": getattr(weight, key).detach() for key in ("parameter", "raw", "gamma", "u", "v")}
     return results
 
@@ -116,25 +116,25 @@ def _on_ranks(rank, degrees, tensor_parallel, fsdp_dim):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_sharded_cuts_equal_whole_ones(layout):
+def test_sharded_splits_equal_whole_ones(layout):
     degrees, *_ = layout
     for count, (name, difference) in run_ranks(math.prod(degrees.values()), _on_ranks, *layout):
         assert difference < 1e-12, name
         assert count == 9 * len(WEIGHTS) // degrees.get("pp", 1)
 
 
-def test_cut_weights_are_preserved_and_merged():
+def test_split_weights_are_preserved_and_merged():
     """PC(W) is the given weight, rows without PC are untouched, and the merged model is the plain one."""
     model = pc.attach(plain(), CONFIG)
     pc.preserve(model)
-    schedule = pc.schedule(model)
-    schedule.materialise()
-    for name, weight in schedule.weights.items():
+    preconditioner = pc.precondition(model)
+    preconditioner.write_pc()
+    for name, weight in preconditioner.weights.items():
         given = plain().get_parameter(name)
         torch.testing.assert_close(weight.parameter, given, rtol=0, atol=1e-5)  # an epsilon of 1e-7 beside norms near 1
         assert (weight.raw - given).abs().max() > 1e-2, name  # control: W is another weight
     k = model["0"]["qkv"][12:16]
     assert torch.equal(k, plain()["0"]["qkv"][12:16])
-    effective = {name: weight.parameter for name, weight in schedule.weights.items()}
+    effective = {name: weight.parameter for name, weight in preconditioner.weights.items()}
     merged = pc.merge(model).state_dict()
     assert [*merged] == [*plain().state_dict()] and all(torch.equal(merged[name], effective[name]) for name in merged)

@@ -1,19 +1,20 @@
-"""PC(W), and the linear layer that multiplies by it."""
+"""PC(W), and the linear layer of mode "forward" that multiplies by it."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pc import polynomial
 from pc.config import PCConfig
-from pc.spectral import initial_vectors, power_iteration, spectral_norm_estimate, without_autocast
+from pc.methods import method_of
+from pc.methods.base import Method
+from pc.spectral import initial_vectors, without_autocast
 
 
 def effective_weight(weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor, config: PCConfig) -> Tensor:
-    """PC(W) = gamma * [s] * g(W / s) with s = u^T W v + epsilon (paper, algorithm 1, line 6).
+    """PC(W) by the method that the config names (paper, algorithm 1, line 6: `pc.methods.normalised_polynomial`).
 
     This is the reference that faster code is tested against. The backward pass treats `u` and `v` as constants;
-    gradient flows through the divisor `s`, but not through the recovery factor `[s]`.
+    for the paper's method gradient flows through the divisor `s`, but not through the recovery factor `[s]`.
 
     Args:
         weight: W, [..., n, m]; leading dimensions are independent matrices.
@@ -25,17 +26,12 @@ def effective_weight(weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor,
     Returns:
         [..., n, m] in the dtype of `weight`.
     """
+    return _evaluate(method_of(config), weight, gamma, u, v)
+
+
+def _evaluate(method: Method, weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor) -> Tensor:
     with without_autocast(weight):
-        s = spectral_norm_estimate(weight, u.detach().to(weight.dtype), v.detach().to(weight.dtype))[..., None, None]
-        normalised = weight / s
-        if config.compute_dtype == "bfloat16":
-            normalised = normalised.bfloat16()
-        result = polynomial.apply(config.map, normalised).to(weight.dtype)
-    scale = s.detach() if config.norm_recovery else None
-    if gamma is not None:
-        gamma = gamma.to(weight.dtype)[..., None]
-        scale = gamma if scale is None else scale * gamma
-    return result if scale is None else result * scale
+        return method.apply(weight, gamma, u.detach().to(weight.dtype), v.detach().to(weight.dtype))
 
 
 class PCLinear(nn.Linear):
@@ -44,7 +40,7 @@ class PCLinear(nn.Linear):
     `weight` keeps its name and shape and holds W, so initialisation, sharding and conversion treat the layer as any
     other. The layer adds the parameter `gamma` [1] (unless `learnable_gamma` is off) and the buffers `u`
     [out_features] and `v` [in_features]. Between optimizer steps they are constant; `refresh` updates them after a step
-    (`pc.schedule` calls it).
+    (the preconditioner calls it).
 
     Args:
         config: with one level.
@@ -56,7 +52,7 @@ class PCLinear(nn.Linear):
     u: Tensor
     """None, as `v`, while the weight is on the meta device, until `start_pc` or until a state is loaded"""
     v: Tensor
-    pc_config: PCConfig
+    pc_method: Method
     pc_name: str
 
     def __init__(self, in_features: int, out_features: int, config: PCConfig, name: str = "", **others) -> None:
@@ -66,7 +62,7 @@ class PCLinear(nn.Linear):
     def add_pc(self, name: str, config: PCConfig) -> None:
         """Turn an `nn.Linear` that has its weight into a PC layer."""
         self.pc_plain_class, self.__class__ = type(self), PCLinear
-        self.pc_name, self.pc_config = name, config
+        self.pc_name, self.pc_method = name, method_of(config)
         gamma = nn.Parameter(self.weight.new_ones(1)) if config.learnable_gamma else None
         self.register_parameter("gamma", gamma)
         self.register_buffer("u", None)
@@ -77,7 +73,7 @@ class PCLinear(nn.Linear):
     def remove_pc(self) -> None:
         """Turn the layer into what it was."""
         self.__class__ = self.pc_plain_class
-        for key in ("gamma", "u", "v", "pc_name", "pc_config", "pc_plain_class"):
+        for key in ("gamma", "u", "v", "pc_name", "pc_method", "pc_plain_class"):
             delattr(self, key)
 
     @torch.no_grad()
@@ -98,15 +94,15 @@ class PCLinear(nn.Linear):
         self.start_pc()
         weight = self.weight
         if hasattr(weight, "full_tensor"):  # a DTensor, a class that is slow to import
-            weight = weight.full_tensor()  # on every rank: this schedule is the simple reference, not the fast one
+            weight = weight.full_tensor()  # on every rank: this mode is the simple reference, not the fast one
         with without_autocast(weight):
-            u, v = power_iteration(weight.to(self.u.dtype), self.u, self.v, self.pc_config.power_iterations)
+            u, v = self.pc_method.advance(weight.to(self.u.dtype), self.u, self.v)
         self.u.copy_(u)
         self.v.copy_(v)
 
     def effective_weight(self) -> Tensor:
         """PC(W), [out_features, in_features]."""
-        return effective_weight(self.weight, self.gamma, self.u, self.v, self.pc_config)
+        return _evaluate(self.pc_method, self.weight, self.gamma, self.u, self.v)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
@@ -120,4 +116,4 @@ class PCLinear(nn.Linear):
             self.refresh()  # plain weights
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, level={self.pc_config.level}, schedule={self.pc_config.schedule}"
+        return f"{super().extra_repr()}, PC({self.pc_method.describe()})"

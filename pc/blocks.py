@@ -1,0 +1,40 @@
+"""The paper's names for the linear layers of a Llama block. Needs no torch."""
+
+import fnmatch
+from collections.abc import Mapping
+
+# Suffixes of module names: TorchTitan's first, then Hugging Face's.
+BLOCK_SUFFIXES: dict[str, tuple[str, ...]] = {
+    "q": ("attention.wq", "self_attn.q_proj"),
+    "k": ("attention.wk", "self_attn.k_proj"),
+    "v": ("attention.wv", "self_attn.v_proj"),
+    "o": ("attention.wo", "self_attn.o_proj"),
+    "gate": ("feed_forward.w1", "mlp.gate_proj"),
+    "down": ("feed_forward.w2", "mlp.down_proj"),
+    "up": ("feed_forward.w3", "mlp.up_proj"),
+}
+BLOCK_GROUPS: dict[str, tuple[str, ...]] = {"qk": ("q", "k"), "ffn": ("gate", "up", "down")}
+
+
+def block_of(name: str) -> str | None:
+    """The short name (q, k, v, o, gate, up, down) of a Llama linear layer; None for any other."""
+    for block, suffixes in BLOCK_SUFFIXES.items():
+        if name.endswith(suffixes):
+            return block
+    return None
+
+
+def block_factor(factors: Mapping[str, float], layer: str) -> float:
+    """The factor of a layer in {block or group: factor}; 1 if no entry matches, the first one that does."""
+    return next((factor for entry, factor in factors.items() if matches(entry, layer)), 1.0)
+
+
+def matches(entry: str, name: str, block: str | None = None) -> bool:
+    """Whether an entry of `PCConfig.blocks` (block, group or pattern) matches the layer or parameter `name`.
+
+    Args:
+        block: its short name, if it does not follow from the name.
+    """
+    if entry in BLOCK_GROUPS or entry in BLOCK_SUFFIXES:
+        return (block or block_of(name)) in BLOCK_GROUPS.get(entry, (entry,))
+    return fnmatch.fnmatchcase(name, entry)

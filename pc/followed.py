@@ -1,0 +1,69 @@
+"""What a preconditioner needs to know of the optimizers that it follows: which of them train what."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from pc.errors import UserError
+from pc.shards import local
+from pc.weight import Weight
+
+
+def unwrapped(optimizers: Iterable[Any]) -> list[Optimizer]:
+    """Optimizers alone, of lists and of accelerate's wrappers."""
+    found: list[Optimizer] = []
+    for optimizer in optimizers:
+        while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+            optimizer = inner
+        if isinstance(optimizer, Optimizer):
+            found.append(optimizer)
+        elif isinstance(optimizer, Iterable):
+            found += unwrapped(optimizer)
+        else:
+            raise UserError(f"pc.precondition takes optimizers, not a {type(optimizer).__name__}")
+    return found
+
+
+def require_trained(weights: Iterable[Weight], optimizers: list[Optimizer]) -> None:
+    """Raise a `UserError` for a weight that no optimizer holds, or a gamma that none can train."""
+    held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    groups = gamma_groups(optimizers)
+    for weight in weights:
+        if not weight.parameter.requires_grad:
+            continue
+        if id(weight.parameter) not in held:
+            raise UserError(
+                f"no optimizer given to pc.precondition holds {weight.name}.weight; create optimizers after any sharding, and "
+                "give all that train the model"
+            )
+        if weight.config.learnable_gamma and id(weight.gamma) not in held and group_for_gamma(weight, groups) is None:
+            raise UserError(
+                f"no optimizer given to pc.precondition can train the gamma of {weight.name}, because Muon trains matrices "
+                "alone; give one for vectors too, or set learnable_gamma=False"
+            )
+
+
+def gamma_groups(optimizers: list[Optimizer]) -> list[dict[str, Any]]:
+    """Parameter groups, those first that have vectors."""
+    groups = [
+        g for optimizer in optimizers if not isinstance(optimizer, torch.optim.Muon) for g in optimizer.param_groups
+    ]
+    return sorted(groups, key=lambda group: not any(p.ndim == 1 for p in group["params"]))
+
+
+def group_for_gamma(weight: Weight, groups: list[dict[str, Any]]) -> Any:
+    """Of `gamma_groups`; None if there is none."""
+    if groups and any(p.ndim == 1 for p in groups[0]["params"]):
+        return groups[0]
+    return next((group for group in groups if any(p is weight.parameter for p in group["params"])), None)
+
+
+def only_creates_state(optimizer: Optimizer) -> bool:
+    """Whether this is the step with zero gradients and lr 0 that torch.distributed.checkpoint runs to create
+    optimizer state. It does not train."""
+    if optimizer.state or any(float(group.get("lr", 0.0)) for group in optimizer.param_groups):
+        return False
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return not any(local(gradient).any() for gradient in gradients)

@@ -1,0 +1,74 @@
+"""The interface of a method, with defaults that are right for any of them and fast for none."""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from pc.config import PCConfig
+from pc.errors import UserError
+from pc.spectral import power_iteration
+
+
+class Method(ABC):
+    """PC(W) as a function of one matrix W, of a learnable scalar gamma, and of the vectors u and v.
+
+    u and v follow the leading singular vectors of W: `advance` moves them once per optimizer step. They are constants
+    for the gradient. All tensors are batches of independent matrices: W [B, n, m], gamma [B, 1] or None for 1,
+    u [B, n], v [B, m]. Each matrix's owner calls `write` and `pull_back` once per step (`pc.per_step`); a `PCLinear`
+    calls `apply` in every forward pass.
+
+    Args:
+        config: with one level.
+    """
+
+    def __init__(self, config: PCConfig) -> None:
+        self.config = config
+
+    @abstractmethod
+    def apply(self, weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor) -> Tensor:
+        """PC(W), [..., n, m], by operations that autograd can follow: the definition of the method."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """What defines PC(W), in a few words. A saved state has them, and another method refuses it."""
+
+    def advance(self, weight: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """u and v after one more optimizer step."""
+        return power_iteration(weight, u, v, self.config.power_iterations)
+
+    @torch.no_grad()
+    def write(
+        self, weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor, advance: bool = True
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """PC(W) and the u and v that it was computed with, which have advanced first unless `advance` is false."""
+        if advance:
+            u, v = self.advance(weight, u, v)
+        return self.apply(weight, gamma, u, v), u, v
+
+    def pull_back(
+        self, weight: Tensor, gradient: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The gradients of a loss with respect to W and gamma, given that with respect to PC(W): a vector-Jacobian
+        product. By default autograd computes it from `apply`.
+
+        Returns:
+            [B, n, m] and, if there is a gamma, [B, 1].
+        """
+        inputs = [x.detach().requires_grad_() for x in (weight, gamma) if x is not None]
+        with torch.enable_grad():
+            result = self.apply(inputs[0], inputs[1] if gamma is not None else None, u, v)
+        return torch.autograd.grad(result, inputs, gradient)
+
+    def invert(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """W, u and v with PC(W) = `weight` for gamma = 1.
+
+        Raises:
+            UserError: no such W exists, or nobody has written how to find it (the default).
+        """
+        self.require_invertible()
+        raise NotImplementedError
+
+    def require_invertible(self) -> None:
+        """Raise a `UserError` with the reason if `invert` cannot work."""
+        raise UserError(f'pc.method = "{self.config.method}" cannot start from PC(W); set pc.start = "raw"')

@@ -1,0 +1,155 @@
+"""The paper's method: an odd polynomial g of the spectrally normalised weight.
+
+    s = u^T W v + epsilon              estimate of the largest singular value
+    PC(W) = gamma [s] g(W / s)         (algorithm 1, line 6)
+
+[s] is the recovery factor: a number for the gradient, while the divisor s is a function of W.
+
+`apply` is the reference. `write` and `pull_back` give the same results faster: the power iteration reuses the Gram
+matrix, the gradient takes fewer matmuls (`polynomial.vjp`), and scale factors multiply the small square matrices instead
+of [n, m] ones, which saves passes over memory.
+"""
+
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from pc import maps, polynomial
+from pc.errors import UserError
+from pc.methods.base import Method
+from pc.spectral import power_iteration_by_gram, spectral_norm_estimate
+
+GRID = 10_001  # grid points on [0, 1] that bracket the roots
+TOLERANCE = 1e-6  # of g(1) = 1; an error there is a relative error of the largest singular value
+
+
+@contextmanager
+def matmul_precision(precision: str):
+    """Run a GPU's float32 matmuls as "ieee" (plain float32) or "tf32", whatever the process-wide setting is.
+
+    CPU matmuls stay float32. This changes the CUDA setting only: torch's older switch,
+    `set_float32_matmul_precision`, raises an error if the user has set the new one.
+    """
+    setting = torch.backends.cuda.matmul
+    before = setting.fp32_precision
+    setting.fp32_precision = precision
+    try:
+        yield
+    finally:
+        setting.fp32_precision = before
+
+
+class NormalisedPolynomial(Method):
+    """gamma [s] g(W / s), with the map g of `PCConfig.level`."""
+
+    def describe(self) -> str:
+        return maps.describe(self.config.map) + ("" if self.config.norm_recovery else ", norm 1")
+
+    def apply(self, weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor) -> Tensor:
+        s = spectral_norm_estimate(weight, u, v)[..., None, None]
+        normalised = weight / s
+        if self.config.compute_dtype == "bfloat16":
+            normalised = normalised.bfloat16()
+        result = polynomial.apply(self.config.map, normalised).to(weight.dtype)
+        scale = s.detach() if self.config.norm_recovery else None
+        if gamma is not None:
+            gamma = gamma.to(weight.dtype)[..., None]
+            scale = gamma if scale is None else scale * gamma
+        return result if scale is None else result * scale
+
+    @torch.no_grad()
+    @matmul_precision("ieee")
+    def write(
+        self, weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor, advance: bool = True
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        matrix = weight.to(self._dtype(weight))
+        with self._polynomial_precision():
+            gram = polynomial.gram_matrix(matrix)
+        if advance:
+            u, v = power_iteration_by_gram(weight, gram.to(weight.dtype), u, v, self.config.power_iterations)
+        s = spectral_norm_estimate(weight, u, v)
+        with self._polynomial_precision():
+            scale = self._scale(s, gamma)[:, None, None]
+            result = polynomial.apply(self.config.map, matrix, gram=gram, divisor=s[:, None, None], scale=scale)
+        return result.to(weight.dtype), u, v
+
+    @torch.no_grad()
+    @matmul_precision("ieee")
+    def pull_back(
+        self, weight: Tensor, gradient: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor
+    ) -> tuple[Tensor, ...]:
+        """With N = W / s, and H the gradient with respect to PC(W), `polynomial.vjp` gives the gradient with constant s,
+        <g(N), H> for gamma, and <dN, N>, from which the part through the divisor follows:
+
+            dW = gamma [s] / s (dN - <dN, N> u v^T)        as ds = u^T dW v
+        """
+        dtype = self._dtype(weight)
+        s = spectral_norm_estimate(weight, u, v)
+        scale = self._scale(s, gamma)
+        with self._polynomial_precision():
+            d_weight, value_product, matrix_product = polynomial.vjp(
+                self.config.map,
+                weight.to(dtype),
+                gradient.to(dtype),
+                divisor=s[:, None, None],
+                scale=scale[:, None, None],
+            )
+        along_s = (scale / s * matrix_product)[:, None, None]
+        d_weight = d_weight.to(weight.dtype).addcmul_(along_s * u[:, :, None], v[:, None, :], value=-1.0)
+        if gamma is None:
+            return (d_weight,)
+        return d_weight, ((s if self.config.norm_recovery else 1.0) * value_product)[:, None].to(weight.dtype)
+
+    @torch.no_grad()
+    def invert(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """W = sigma_1 U diag(x) V^T for a weight with singular values t sigma_1: x is the smallest root of g(x) = t, and
+        1 for the largest. Then u^T W v = sigma_1, so PC(W) is the weight up to rounding."""
+        # float64, because a decomposition in float32 has an error of 5e-6 at 512 x 1408, and this runs only once
+        left, singular_values, right = torch.linalg.svd(weight.double(), full_matrices=False)
+        largest = singular_values[:, :1]
+        relative = singular_values / largest.clamp(min=torch.finfo(largest.dtype).tiny)
+        roots = smallest_root(self.config.map, relative)
+        roots[:, 0] = 1.0
+        raw = left * (largest * roots)[:, None, :] @ right
+        return raw.to(weight.dtype), left[:, :, 0].to(weight.dtype), right[:, 0].to(weight.dtype)
+
+    def require_invertible(self) -> None:
+        at_one = maps.evaluate(self.config.map, 1.0)
+        if abs(at_one - 1.0) > TOLERANCE:
+            raise UserError(
+                f'pc.start = "preserve" needs g(1) = 1, but level {self.config.level} has {at_one:.6g}; set '
+                'pc.start = "raw" to use the given weights as W'
+            )
+        if not self.config.norm_recovery:
+            raise UserError(
+                'pc.start = "preserve" needs pc.norm_recovery = true, because PC(W) has norm 1 without it; or set '
+                'pc.start = "raw" to use the given weights as W'
+            )
+
+    def _polynomial_precision(self):
+        """Matmul precision of the polynomial; everything else runs in float32."""
+        return matmul_precision("tf32" if self.config.compute_dtype == "tf32" else "ieee")
+
+    def _dtype(self, weight: Tensor) -> torch.dtype:
+        return torch.bfloat16 if self.config.compute_dtype == "bfloat16" else weight.dtype
+
+    def _scale(self, s: Tensor, gamma: Tensor | None) -> Tensor:
+        """The factor of g(W / s), [B]: gamma times the recovered norm."""
+        scale = s if self.config.norm_recovery else torch.ones_like(s)
+        return scale if gamma is None else scale * gamma[:, 0]
+
+
+def smallest_root(map: maps.Map, values: Tensor) -> Tensor:
+    """The smallest x in [0, 1] with g(x) = value, for each of `values` in [0, 1] (float64, any shape).
+
+    A grid brackets the first crossing; bisection refines it."""
+    grid = torch.linspace(0.0, 1.0, GRID, dtype=torch.float64, device=values.device)
+    reached = maps.evaluate(map, grid).cummax(0).values
+    above = torch.searchsorted(reached, values.contiguous()).clamp(1, GRID - 1)
+    low, high = grid[above - 1], grid[above]
+    for _ in range(50):
+        middle = (low + high) / 2
+        is_below = maps.evaluate(map, middle) < values
+        low, high = torch.where(is_below, middle, low), torch.where(is_below, high, middle)
+    return torch.where(values > 0, (low + high) / 2, torch.zeros_like(values))

@@ -1,0 +1,212 @@
+"""The object that `pc.precondition` makes: it follows optimizers, and is copied, saved and loaded with them.
+
+Two facts are kept apart: what the weights hold, PC(W) or W, and of what the gradients are. A step of any followed
+optimizer needs W in the weights; PC(W) is written into them again after all have stepped, or else before the next forward
+pass or state dict. So an optimizer may be skipped or replaced.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from pc.errors import UserError
+from pc.followed import gamma_groups, group_for_gamma, only_creates_state, require_trained, unwrapped
+from pc.shards import copy_into
+from pc.weight import Weight
+
+HOLDS_W = "it holds W; call preconditioner.write_pc(), or use the model that has the preconditioner"
+
+
+class Preconditioner(ABC):
+    """Decides when PC(W) is computed. `pc.per_step` and `pc.per_forward` are its two modes.
+
+    Attributes:
+        weights: by name.
+        holds_pc: whether forward passes may use the weights: they hold PC(W), or (mode "forward") W whose vectors
+            are up to date.
+        has_started: whether they ever did.
+        is_pulled_back: whether gradients are those of W and gamma, since the last `pull_back`.
+    """
+
+    saved: tuple[str, ...] = ("gamma", "u", "v")
+    """the tensors of a weight in the state"""
+
+    def __init__(self, models: list[nn.Module], weights: dict[str, Weight]) -> None:
+        self.weights = weights
+        first = next(iter(weights.values()))
+        first.guard("")
+        parts = [module for model in models for module in model.modules() if isinstance(module, FSDPModule)]
+        first.guarded = [first.module, *dict.fromkeys((*models, *parts))]
+        for weight in weights.values():
+            self._add_tensors(weight)
+            weight.sharded = weight.parameter, weight.gamma
+            weight.preconditioner = self
+        self._hooks: dict[Optimizer, list[RemovableHandle]] = {}
+        """of the followed optimizers"""
+        self._stepped: set[Optimizer] = set()
+        """those that have stepped since the weights held PC(W)"""
+        self._is_stepping = self.has_started = self.is_pulled_back = False
+        self._set_holds_pc(False)
+
+    @abstractmethod
+    def _add_tensors(self, weight: Weight) -> None:
+        """Set gamma, raw, u and v of a weight."""
+
+    @abstractmethod
+    def write_pc(self, share: bool = False) -> None:
+        """Compute PC(W) of the current weights, unless they hold it. Called when all optimizers have stepped.
+
+        Args:
+            share: whether all ranks call this, and each may compute a part of weights that all of them have whole.
+        """
+
+    @abstractmethod
+    def pull_back(self) -> None:
+        """Make gradients of PC(W) those of W and gamma: once per step, after the last backward pass, before clipping."""
+
+    @abstractmethod
+    def restore_raw(self) -> None:
+        """Write W into the weights, unless they hold it, so that the optimizer steps and decays W."""
+
+    @abstractmethod
+    def write_raw(self) -> None:
+        """The same whatever the gradients are."""
+
+    @abstractmethod
+    def require_unchanged(self, alone: bool = False) -> None:
+        """Raise a `UserError` if a weight was changed while it held PC(W), on all ranks, or on this one `alone`."""
+
+    @abstractmethod
+    def _use_loaded(self) -> None:
+        """After a state was loaded, whose `u` and `v` are those that PC(W) was computed with."""
+
+    def _prepare_step(self) -> bool:
+        """Before an optimizer's step; whether the step changes weights."""
+        return True
+
+    # --- optimizers
+
+    def follow(self, *optimizers: Optimizer | Iterable[Optimizer]) -> None:
+        """From now on restore W before a step of these optimizers, and write PC(W) after all of them have stepped.
+
+        They take the place of earlier ones of the same weights. A gamma that none of them has joins the parameters of one
+        dimension (norms, biases), or without such its weight: learning rate and weight decay are theirs.
+
+        Raises:
+            UserError: none of them holds some weight, or can train gammas.
+        """
+        given = unwrapped(optimizers)
+        require_trained(self.weights.values(), given)
+        groups = gamma_groups(given)
+        trained = {id(p) for optimizer in given for group in optimizer.param_groups for p in group["params"]}
+        for weight in self.weights.values():
+            if weight.gamma is not None and weight.parameter.requires_grad and id(weight.gamma) not in trained:
+                group_for_gamma(weight, groups)["params"].append(weight.gamma)
+        own = {id(p) for weight in self.weights.values() for p in (weight.parameter, weight.gamma)}
+        for earlier in [*self._hooks]:
+            if own & {id(p) for group in earlier.param_groups for p in group["params"]} <= trained:
+                self._leave(earlier)
+        self._register(o for o in given if own & {id(p) for group in o.param_groups for p in group["params"]})
+
+    def _register(self, optimizers: Iterable[Optimizer]) -> None:
+        for optimizer in optimizers:
+            before, after = self._before_step, self._after_step
+            self._hooks[optimizer] = [
+                optimizer.register_step_pre_hook(before),
+                optimizer.register_step_post_hook(after),
+            ]
+
+    def _leave(self, optimizer: Optimizer) -> None:
+        for hook in self._hooks.pop(optimizer):
+            hook.remove()
+
+    def leave(self) -> None:
+        """Take all hooks away; `pc.merge` and `pc.detach` call it."""
+        for optimizer in [*self._hooks]:
+            self._leave(optimizer)
+
+    def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        self._is_stepping = not only_creates_state(optimizer) and self._prepare_step()
+        return None
+
+    def _after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        if not self._is_stepping:
+            return
+        self._is_stepping = False
+        self._stepped.add(optimizer)
+        self._set_holds_pc(False)
+        if self._stepped.issuperset(self._hooks):
+            self.write_pc(share=True)
+
+    def _set_holds_pc(self, holds_pc: bool) -> None:
+        self.holds_pc = holds_pc
+        for weight in self.weights.values():
+            weight.guard("" if holds_pc else HOLDS_W)
+        if holds_pc:
+            self.has_started = True
+            self._stepped.clear()
+
+    def has_gradients(self) -> bool:
+        """Whether any weight has one."""
+        return any(weight.parameter.grad is not None for weight in self.weights.values())
+
+    # --- copies and states
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"_hooks": {}, "_optimizers": list(self._hooks)}
+
+    def __setstate__(self, state: dict) -> None:
+        """Of a copy: its optimizers have lost their hooks."""
+        optimizers = state.pop("_optimizers")
+        self.__dict__.update(state)
+        for weight in self.weights.values():
+            weight.preconditioner = self
+        self._register(optimizers)
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """W (mode "step"), gamma, u and v of every weight by name, and under "config" what defines its PC(W), as text.
+        The model's state dict has the weights.
+
+        Before PC(W) is first written it is only a target to load a state into, not a state to save.
+        """
+        if self.has_started and not self.holds_pc:
+            self.write_pc()
+        return self._contents()
+
+    def _contents(self) -> dict[str, dict[str, Any]]:
+        return {"config": {name: str(weight.split) for name, weight in self.weights.items()}, **self._tensors()}
+
+    def _tensors(self) -> dict[str, dict[str, Tensor]]:
+        return {
+            name: {key: getattr(weight, key).detach() for key in self.saved if getattr(weight, key) is not None}
+            for name, weight in self.weights.items()
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, dict[str, Any]]) -> None:
+        """Load a state, before or after the model's state dict of the same step. Whole tensors are sharded.
+
+        Raises:
+            UserError: weights or tensors are missing or unknown, or have another shape, or another PC(W).
+        """
+        contents, given = (
+            {
+                f"{name}.{key}": f"shape {[*value.shape]}" if isinstance(value, Tensor) else value
+                for name, values in state.items()
+                for key, value in values.items()
+            }
+            for state in (self._contents(), state_dict)
+        )
+        for key in sorted(contents.keys() | given.keys()):
+            if contents.get(key) != given.get(key):
+                raise UserError(f"the PC state has {key} of {given.get(key)}, the model of {contents.get(key)}")
+        for name, tensors in self._tensors().items():
+            for key, tensor in tensors.items():
+                copy_into(tensor, state_dict[name][key])
+        self._use_loaded()

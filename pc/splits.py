@@ -1,0 +1,198 @@
+"""A stored weight as the matrices that PC or Muon works on, and back.
+
+A weight is stored as [N, m], or [E, N, m] for a stack of E independent ones, or transposed: [m, N], [E, m, N]. Its N rows
+(outputs) belong to parts, such as q, k and v of a fused projection. Each part is one matrix, or one for each head.
+
+    stored [N, m]            matrices of one batch
+    q of head 0      ->      q [rows, m]    with gamma, u [rows], v [m] of its own
+    k of head 0      ->      k [rows, m]                ...
+    v of head 0              not preconditioned: its rows are handed on as they are
+    q of head 1 ...
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pc.config import MatrixSplit, PCConfig
+from pc.errors import UserError
+from pc.methods import method_of
+from pc.methods.base import Method
+from pc.owner import matrix_cost
+from pc.spectral import initial_vectors
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of a weight that are `count` matrices [rows, columns]."""
+
+    config: PCConfig | None
+    """with one level; None: not preconditioned"""
+    size: int
+    """rows in each repeat"""
+    rows: int
+    count: int
+
+    @property
+    def method(self) -> Method:
+        assert self.config is not None
+        return method_of(self.config)
+
+
+@dataclass(frozen=True)
+class WeightSplit:
+    """A `MatrixSplit` of a weight of known shape.
+
+    Functions take batches of B such weights [B, ...] and of their tensors: gammas [B, P] for P matrices, the left vectors
+    u of all matrices in a row [B, ...], and the right vectors v, [B, m] for P = 1, otherwise [B, P, m].
+    """
+
+    parts: tuple[Part, ...]
+    columns: int
+    repeats: int
+    transposed: bool
+    stack: tuple[int, ...]
+    """leading dimensions of the weight: () or (E,)"""
+
+    @property
+    def chosen(self) -> list[Part]:
+        """The parts that are preconditioned."""
+        return [part for part in self.parts if part.config is not None]
+
+    @property
+    def config(self) -> PCConfig:
+        """Of the first of them. All share all settings but `level`."""
+        config = self.chosen[0].config
+        assert config is not None
+        return config
+
+    @property
+    def matrices(self) -> list[tuple[int, int, PCConfig]]:
+        """(rows, columns, config) of every preconditioned matrix."""
+        alike = [
+            (part.rows, self.columns, part.config) for part in self.parts if part.config for _ in range(part.count)
+        ]
+        return alike * math.prod(self.stack)
+
+    @property
+    def cost(self) -> float:
+        """Relative FLOPs of one weight of the stack."""
+        return sum(part.count * matrix_cost((part.rows, self.columns)) for part in self.chosen)
+
+    def __str__(self) -> str:
+        """What defines PC(W): the shapes and the methods of the matrices."""
+        matrices = [f"{part.count} of [{part.rows}, {self.columns}], {part.method.describe()}" for part in self.chosen]
+        return (f"{self.stack[0]} times " if self.stack else "") + "; ".join(matrices)
+
+    @property
+    def gamma_shape(self) -> tuple[int, ...]:
+        return *self.stack, self._count
+
+    @property
+    def left_shape(self) -> tuple[int, ...]:
+        return *self.stack, sum(part.count * part.rows for part in self.chosen)
+
+    @property
+    def right_shape(self) -> tuple[int, ...]:
+        return *self.stack, *((self._count, self.columns) if self._count > 1 else (self.columns,))
+
+    @property
+    def _count(self) -> int:
+        return sum(part.count for part in self.chosen)
+
+    def initial_vectors(self, name: str) -> tuple[Tensor, Tensor]:
+        """Random unit vectors u and v (float32, CPU), which depend only on the weight's name."""
+        batch = math.prod(self.stack)
+        drawn = [
+            initial_vectors(f"{name}.{index}" if index else name, (batch * part.count, part.rows, self.columns))
+            for index, part in enumerate(self.chosen)
+        ]
+        left, right = ([pair[i].reshape(batch, -1) for pair in drawn] for i in (0, 1))
+        return torch.cat(left, 1).reshape(self.left_shape), torch.cat(right, 1).reshape(self.right_shape)
+
+    # Each of these gives the tensors of each chosen part, with B' = B times the part's matrices.
+
+    def split_weight(self, weight: Tensor) -> list[Tensor]:
+        """[B', rows, columns]"""
+        rows = zip(self.parts, self._rows(weight), strict=True)
+        return [x.reshape(-1, part.rows, self.columns) for part, x in rows if part.config is not None]
+
+    def split_gamma(self, gamma: Tensor) -> list[Tensor]:
+        """[B', 1]"""
+        return self._split(gamma, [1 for _ in self.chosen])
+
+    def split_left(self, u: Tensor) -> list[Tensor]:
+        """[B', rows]"""
+        return self._split(u, [part.rows for part in self.chosen])
+
+    def split_right(self, v: Tensor) -> list[Tensor]:
+        """[B', columns]"""
+        return self._split(v, [self.columns for _ in self.chosen])
+
+    # And these are their inverses.
+
+    def join_weight(self, matrices: Sequence[Tensor], base: Tensor) -> Tensor:
+        """The stored weights; rows that are not chosen are those of `base`, weights as stored."""
+        chosen = iter(matrices)
+        rows = [
+            other if part.config is None else next(chosen).reshape(-1, self.repeats, part.size, self.columns)
+            for part, other in zip(self.parts, self._rows(base), strict=True)
+        ]
+        whole = (rows[0] if len(rows) == 1 else torch.cat(rows, -2)).flatten(1, 2)
+        return whole.mT if self.transposed else whole
+
+    def join_gamma(self, gammas: Sequence[Tensor]) -> Tensor:
+        return self._join(gammas, self.gamma_shape)
+
+    def join_left(self, u: Sequence[Tensor]) -> Tensor:
+        return self._join(u, self.left_shape)
+
+    def join_right(self, v: Sequence[Tensor]) -> Tensor:
+        return self._join(v, self.right_shape)
+
+    def _rows(self, weight: Tensor) -> Sequence[Tensor]:
+        """Views [B, repeats, size, m] of each part's rows."""
+        weight = weight.mT if self.transposed else weight
+        return weight.unflatten(-2, (self.repeats, -1)).split([part.size for part in self.parts], dim=-2)
+
+    def _split(self, tensor: Tensor, widths: list[int]) -> list[Tensor]:
+        lengths = [part.count * width for part, width in zip(self.chosen, widths, strict=True)]
+        pieces = zip(widths, tensor.flatten(1).split(lengths, dim=1), strict=True)
+        return [x.reshape(-1, width) for width, x in pieces]
+
+    def _join(self, pieces: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
+        flat = [x.reshape(len(x) // part.count, -1) for part, x in zip(self.chosen, pieces, strict=True)]
+        joined = flat[0] if len(flat) == 1 else torch.cat(flat, 1)
+        return joined.reshape(len(joined), *shape[len(self.stack) :])
+
+
+def split_of(
+    name: str, shape: Sequence[int], given: MatrixSplit, configs: Sequence[PCConfig | None], head_dims: Sequence[int]
+) -> WeightSplit:
+    """The `WeightSplit` of a weight.
+
+    Args:
+        name, shape: of the parameter, as stored.
+        configs: of each part; None: not preconditioned.
+        head_dims: of each part; 0: not split into heads.
+
+    Raises:
+        UserError: the split does not fit the shape.
+    """
+    *stack, rows, columns = shape
+    if given.transposed:
+        rows, columns = columns, rows
+    sizes = given.sizes or (1,) * len(given.blocks)
+    unit, rest = divmod(rows, given.repeats * sum(sizes))
+    parts = []
+    for config, size, head_dim in zip(configs, sizes, head_dims, strict=True):
+        total = given.repeats * size * unit
+        height = head_dim or total
+        parts.append(Part(config, size * unit, height, total // height))
+        rest += total % height
+    if rest or len(stack) > 1:
+        raise UserError(f"pc.splits: {given} does not fit {name} of shape {[*shape]}")
+    return WeightSplit(tuple(parts), columns, given.repeats, given.transposed, tuple(stack))

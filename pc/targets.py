@@ -1,0 +1,242 @@
+"""Which weights of a model get PC: those that `PCConfig.blocks` names, and how those of known classes are split."""
+
+import fnmatch
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from pc.blocks import BLOCK_GROUPS, BLOCK_SUFFIXES, block_of, matches
+from pc.config import MatrixSplit, PCConfig
+from pc.errors import UserError
+from pc.splits import WeightSplit, split_of
+
+# What torch.compile and activation checkpointing insert into module names.
+_WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
+_HEAD_DIMS = ("head_dim", "head_size", "attention_head_size")
+
+
+def clean_name(name: str) -> str:
+    """A module or parameter name without the parts that torch.compile and activation checkpointing insert."""
+    for part in _WRAPPER_NAMES:
+        name = name.replace(part, "")
+    return name
+
+
+class Target(NamedTuple):
+    """A weight that gets PC."""
+
+    name: str
+    """full name of the module, or of the parameter if it is not called "weight\""""
+    module: nn.Module
+    key: str
+    """of the parameter in its module"""
+    split: WeightSplit
+
+
+class Other(NamedTuple):
+    """A weight of two dimensions or more without PC."""
+
+    shape: list[int]
+    is_known: bool
+    """whether it is known how it is split, or that it is none of the blocks"""
+
+
+def find(model: nn.Module, config: PCConfig) -> tuple[dict[str, Target], dict[str, Other]]:
+    """The weights that `config` names, and all others, by their parameters' full names.
+
+    Raises:
+        UserError: a weight is matched twice, or it is not known how it is split, or the split does not fit.
+    """
+    targets: dict[str, Target] = {}
+    others: dict[str, Other] = {}
+    modules = {clean_name(name): module for name, module in model.named_modules()}
+    splits = {
+        _join(name, key): split for name, module in modules.items() for key, split in known_splits(module).items()
+    }
+    for name, module in modules.items():
+        for key, parameter in module.named_parameters(recurse=False):
+            full = _join(name, key)
+            if parameter.ndim < 2:
+                continue
+            if given := [split for pattern, split in (config.splits or {}).items() if _is_named(pattern, full)]:
+                splits[full] = given[0]
+            is_known, split = full in splits, splits.get(full)
+            if not is_known and isinstance(module, nn.Linear) and key == "weight":
+                block = block_of(name)
+                is_known, split = block is not None, MatrixSplit((block or "",))
+            entries = [_entry_of(config, block, name, full) for block in (split.blocks if split else ("",))]
+            if not any(entries):
+                others[full] = Other([*parameter.shape], is_known)
+                continue
+            if split is None:
+                raise UserError(
+                    f"pc.blocks: {entries[0]!r} matches {full}, a weight of {type(module).__name__}, which is not known "
+                    "to be one matrix; say in PCConfig.splits how it is split (pc.MatrixSplit)"
+                )
+            head_dims = [split.head_dim or _head_dim(config, block, name, modules) for block in split.blocks]
+            configs = [config.for_block(entry) if entry else None for entry in entries]
+            short = name if key == "weight" and name else full
+            targets[full] = Target(short, module, key, split_of(full, parameter.shape, split, configs, head_dims))
+    return targets, others
+
+
+def require_complete(config: PCConfig, targets: dict[str, Target], others: dict[str, Other]) -> None:
+    """Raise a `UserError` if an entry of `blocks` or `splits` finds nothing, or an entry of `blocks` may miss an unknown
+    weight beside its own."""
+    for pattern in config.splits or {}:
+        if not any(_is_named(pattern, full) for full in [*targets, *others]):
+            raise UserError(f"pc.splits: {pattern!r} matches no weight of the model")
+    for entry in config.blocks:
+        found = [
+            full
+            for full, target in targets.items()
+            if any(part.config.blocks == (entry,) for part in target.split.parts if part.config)
+        ]
+        if not found:
+            raise UserError(
+                f"pc.blocks: {entry!r} matches no weight of the model; see print(pc.describe(model, config))"
+            )
+        modules = {full.removesuffix(f".{targets[full].key}") for full in found}
+        beside = tuple(f"{_all_layers(name.rpartition('.')[0])}." for name in modules if "." in name)
+        unknown = {_all_layers(full) for full, other in others.items() if not other.is_known}
+        missed = sorted(name for name in unknown if name.startswith(beside))
+        if missed and (entry in BLOCK_SUFFIXES or entry in BLOCK_GROUPS):
+            raise UserError(
+                f"pc.blocks: {entry!r} does not know {', '.join(missed)} beside the weights that it finds; say in "
+                "PCConfig.splits how it is split (pc.MatrixSplit), or None to leave it out"
+            )
+
+
+def _is_named(pattern: str, parameter: str) -> bool:
+    """Whether a pattern matches the full name of a parameter; that of its module does for "weight"."""
+    return any(fnmatch.fnmatchcase(name, pattern) for name in (parameter, parameter.removesuffix(".weight")))
+
+
+def _entry_of(config: PCConfig, block: str, name: str, full: str) -> str | None:
+    """The entry of `blocks` that matches a part."""
+    entries = [entry for entry in config.blocks if matches(entry, name, block) or matches(entry, full, block)]
+    if len(entries) > 1:
+        raise UserError(f"pc.blocks: {entries[1]!r} matches {name}, which an earlier entry matches too")
+    return entries[0] if entries else None
+
+
+def _head_dim(config: PCConfig, block: str, name: str, modules: dict[str, nn.Module]) -> int:
+    """Rows of one head, from the attention module around the layer; 0 if the block is not split into heads."""
+    if block not in config.heads:
+        return 0
+    path = name
+    while path:
+        for key in _HEAD_DIMS:
+            if isinstance(value := getattr(modules[path], key, None), int):
+                return value
+        path = path.rpartition(".")[0]
+    raise UserError(f"pc.heads: no module around {name} has a head_dim; give its split in PCConfig.splits")
+
+
+def _join(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key
+
+
+def _all_layers(name: str) -> str:
+    """A name with all layers made one: "layers.0.mlp" to "layers.*.mlp"."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", name)
+
+
+def describe(model: nn.Module, config: PCConfig) -> str:
+    """Which weights get PC, as which matrices, and which are left out; one line for each kind, to print.
+
+    Args:
+        model: before `attach`.
+    """
+    targets, others = find(model, config)
+    lines = []
+    for full, target in targets.items():
+        shape = [*getattr(target.module, target.key).shape]
+        lines.append(f"{_all_layers(full)} {shape}: {target.split}")
+    for full, other in others.items():
+        lines.append(f"left out: {_all_layers(full)} {other.shape}{'' if other.is_known else ', not known'}")
+    return "\n".join(f"{count} x {line}" for line, count in Counter(lines).items())
+
+
+def _query_key_value(attention: Any) -> MatrixSplit:
+    heads, groups = attention.config.num_attention_heads, attention.config.num_key_value_heads
+    return MatrixSplit(("q", "k", "v"), sizes=(heads, groups, groups))
+
+
+_EXPERTS = {"gate_up_proj": MatrixSplit(("gate", "up")), "down_proj": MatrixSplit(("down",))}
+_NUMBERED = {"w1": "gate", "w2": "down", "w3": "up"}
+
+# Weights of transformers' and TorchTitan's model classes that are not plain linear layers of the usual names:
+# parameters by the class of the module that they belong to. A function gives the split of a module. None: known, and not
+# one of the blocks.
+KNOWN: dict[str, dict[str, MatrixSplit | Callable[[Any], MatrixSplit] | None]] = {
+    "Phi3Attention": {"qkv_proj.weight": _query_key_value},
+    "Phi3MLP": {"gate_up_proj.weight": MatrixSplit(("gate", "up"))},
+    "GPT2Attention": {
+        "c_attn.weight": MatrixSplit(("q", "k", "v"), transposed=True),
+        "c_proj.weight": MatrixSplit(("o",), transposed=True),
+    },
+    "GPT2MLP": {
+        "c_fc.weight": MatrixSplit(("up",), transposed=True),
+        "c_proj.weight": MatrixSplit(("down",), transposed=True),
+    },
+    "GPTNeoXAttention": {
+        "query_key_value.weight": lambda module: MatrixSplit(
+            ("q", "k", "v"), repeats=module.config.num_attention_heads
+        ),
+        "dense.weight": MatrixSplit(("o",)),
+    },
+    "GPTNeoXMLP": {"dense_h_to_4h.weight": MatrixSplit(("up",)), "dense_4h_to_h.weight": MatrixSplit(("down",))},
+    "BertSelfAttention": {f"{name}.weight": MatrixSplit((name[0],)) for name in ("query", "key", "value")},
+    "BertSelfOutput": {"dense.weight": MatrixSplit(("o",))},
+    "BertIntermediate": {"dense.weight": MatrixSplit(("up",))},
+    "BertOutput": {"dense.weight": MatrixSplit(("down",))},
+    "ViTAttention": {f"{block}_proj.weight": MatrixSplit((block,)) for block in "qkvo"},
+    "ViTMLP": {"fc1.weight": MatrixSplit(("up",)), "fc2.weight": MatrixSplit(("down",))},
+    "MixtralExperts": {**_EXPERTS},
+    "MixtralTopKRouter": {"weight": None},
+    "Qwen3MoeExperts": {**_EXPERTS},
+    "Qwen3MoeTopKRouter": {"weight": None},
+    "DeepseekV3Experts": {**_EXPERTS},
+    "DeepseekV3MLP": {f"{block}_proj.weight": MatrixSplit((block,)) for block in ("gate", "up", "down")},
+    "DeepseekV3TopkRouter": {"weight": None},
+    "DeepseekV3Attention": {
+        "q_a_proj.weight": MatrixSplit(("q",)),
+        "q_b_proj.weight": MatrixSplit(("q",)),
+        "kv_a_proj_with_mqa.weight": None,  # keys and values have it in common
+        "kv_b_proj.weight": lambda module: MatrixSplit(
+            ("k", "v"), sizes=(module.qk_nope_head_dim, module.v_head_dim), repeats=module.num_heads
+        ),
+    },
+    "GptOssExperts": {  # gate and up alternate
+        "gate_up_proj": lambda module: MatrixSplit(
+            ("gate", "up"), repeats=module.gate_up_proj.size(-1) // 2, transposed=True
+        ),
+        "down_proj": MatrixSplit(("down",), transposed=True),
+        "gate_up_proj_bias": None,
+        "down_proj_bias": None,
+    },
+    "GptOssTopKRouter": {"weight": None},
+    # TorchTitan's; other classes of these names have other parameters
+    "Attention": {
+        "wq_a.weight": MatrixSplit(("q",)),
+        "wq_b.weight": MatrixSplit(("q",)),
+        "wkv_a.weight": None,
+        "wkv_b.weight": lambda module: MatrixSplit(
+            ("k", "v"), sizes=(module.qk_nope_head_dim, module.v_head_dim), repeats=module.n_heads
+        ),
+    },
+    "FeedForward": {f"{key}.weight": MatrixSplit((block,)) for key, block in _NUMBERED.items()},
+    "GroupedExperts": {key: MatrixSplit((block,)) for key, block in _NUMBERED.items()},
+    "TokenChoiceTopKRouter": {"gate.weight": None},
+}
+
+
+def known_splits(module: nn.Module) -> dict[str, MatrixSplit | None]:
+    """Splits of the parameters of a known class, by their names in the module."""
+    known = KNOWN.get(type(module).__name__, {}).items()
+    present = {key: split for key, split in known if hasattr(module, key.partition(".")[0])}
+    return {key: split(module) if callable(split) else split for key, split in present.items()}

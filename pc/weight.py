@@ -1,0 +1,186 @@
+"""A weight that `pc.attach` has marked: what belongs to it, and what keeps a forward pass from using W for PC(W)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from pc.config import PCConfig
+from pc.errors import UserError
+from pc.layer import PCLinear
+from pc.shards import viewed
+from pc.splits import WeightSplit
+from pc.targets import Target
+
+if TYPE_CHECKING:
+    from pc.preconditioner import Preconditioner
+
+NO_PRECONDITIONER = (
+    "it has no preconditioner; call pc.precondition(model, optimizer) after pc.attach, and after FSDP or DDP if used"
+)
+# In the metadata of a state dict: its weights are PC(W), of which only the preconditioner's state has the W.
+MARKER = "pc"
+
+
+@dataclass(eq=False)
+class Weight:
+    """A marked weight: a parameter of a module, how it is split into matrices, and its tensors, all sharded alike.
+
+    `pc.attach` sets the first group of fields. The others change: the guard whenever PC(W) comes or goes, and the tensors
+    when `pc.precondition` takes over.
+    """
+
+    name: str
+    """as in `Target`"""
+    module: Any
+    """an nn.Module"""
+    key: str
+    """of the parameter in its module"""
+    split: WeightSplit
+    state_is_apart: bool = True
+    """whether the model's state dict leaves out what PC adds, because the preconditioner's state has it"""
+    guarded: list[nn.Module] = field(default_factory=list)
+    """modules whose forward pass first needs PC(W): the weight's own, and those of one weight also the whole model"""
+    hooks: list[RemovableHandle] = field(default_factory=list)
+    """of the module, as long as it has PC"""
+
+    needs: str = NO_PRECONDITIONER
+    """the guard: what must happen before a forward pass may use the weight; empty: nothing"""
+    forward_hooks: list[RemovableHandle] = field(default_factory=list)
+    """of the guarded modules, while something must happen"""
+
+    preconditioner: "Preconditioner | None" = None
+    """which computes PC(W); a copy of the model alone has none"""
+    is_loaded_pc: bool = False
+    """whether the model's last state dict had PC(W) here"""
+    sharded: tuple[nn.Parameter, nn.Parameter | None] | None = None
+    """the parameter and gamma, from the preconditioner: for a while FSDP puts gathered ones into the module"""
+    raw: Any = None
+    """W, from the preconditioner"""
+    u: Any = None
+    v: Any = None
+    """None: random, seeded by the name, when there is a preconditioner"""
+
+    @classmethod
+    def mark(cls, target: Target, guarded: list[nn.Module]) -> "Weight":
+        """Put a new one into `pc_weights` of its module; from now on forward passes are refused."""
+        weight = cls(*target, guarded=guarded)
+        module = weight.module
+        if weight.config.mode == "forward":
+            PCLinear.add_pc(module, weight.name, weight.config)
+            weight.state_is_apart = False
+        if not hasattr(module, "pc_weights"):
+            module.pc_weights = {}
+            weight.hooks += [
+                module.register_state_dict_pre_hook(_before_state_dict),
+                module.register_state_dict_post_hook(_leave_out),
+                module.register_load_state_dict_pre_hook(_expect_none),
+            ]
+        module.pc_weights[weight.key] = weight
+        weight.guard(NO_PRECONDITIONER)
+        return weight
+
+    def remove(self) -> None:
+        """Leave a plain module, whose parameter stays as it is."""
+        self.guard("")
+        while self.hooks:
+            self.hooks.pop().remove()
+        if isinstance(self.module, PCLinear):
+            self.module.remove_pc()
+        elif self.gamma is not None:
+            delattr(self.module, self.gamma_key)
+        self.module.__dict__.pop("pc_weights", None)
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"preconditioner": None}  # a copy of the preconditioner sets it again
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """W, or PC(W) in mode "step" between optimizer steps."""
+        return self.sharded[0] if self.sharded else getattr(self.module, self.key)
+
+    @property
+    def gamma(self) -> nn.Parameter | None:
+        """[matrices], also of a stack. Mode "step" adds it; nothing before it sees it."""
+        return self.sharded[1] if self.sharded else getattr(self.module, self.gamma_key, None)
+
+    @property
+    def config(self) -> PCConfig:
+        """With one level, that of the first part; all other settings are those of all parts."""
+        return self.split.config
+
+    @property
+    def gamma_key(self) -> str:
+        return "gamma" if self.key == "weight" else f"{self.key}_gamma"
+
+    @property
+    def gammas(self) -> tuple[Tensor, ...]:
+        """One tensor in the shape that the split takes, or none."""
+        if self.gamma is None:
+            return ()
+        return (viewed(self.gamma.detach(), self.split.gamma_shape) if self.split.stack else self.gamma,)
+
+    def guard(self, needs: str) -> None:
+        """Before forward passes, see to what they need; "": allow them, without any check in the way."""
+        if needs and not self.forward_hooks:
+            # before FSDP's own, which gathers the weights
+            self.forward_hooks = [m.register_forward_pre_hook(_before_forward, prepend=True) for m in self.guarded]
+        elif not needs:
+            while self.forward_hooks:
+                self.forward_hooks.pop().remove()
+        self.needs = needs
+
+    def require_pc(self) -> None:
+        """Write PC(W) if the weight does not hold it.
+
+        Raises:
+            UserError: there is no preconditioner.
+        """
+        if not self.needs:
+            return
+        if self.preconditioner is None:
+            raise UserError(f"there is no PC(W) of {self.name}: {self.needs}")
+        self.preconditioner.write_pc()
+
+
+def named_weights(model: nn.Module) -> Iterator[tuple[str, Weight]]:
+    """Every marked weight with its name, in the model's order."""
+    for module in model.modules():
+        for weight in getattr(module, "pc_weights", {}).values():
+            yield weight.name, weight
+
+
+def _before_forward(module: nn.Module, _) -> None:
+    for _, weight in named_weights(module):
+        weight.require_pc()
+
+
+def _before_state_dict(module: Any, *_) -> None:
+    for weight in module.pc_weights.values():
+        if weight.preconditioner is not None and weight.preconditioner.has_started:
+            weight.require_pc()
+
+
+def _apart(module: Any) -> Iterator[str]:
+    """What the model's state dict leaves out of a module."""
+    for weight in module.pc_weights.values():
+        if weight.state_is_apart:
+            keys = (weight.gamma_key, "u", "v") if isinstance(module, PCLinear) else (weight.gamma_key,)
+            yield from (key for key in keys if getattr(module, key, None) is not None)
+
+
+def _leave_out(module: Any, state_dict: dict, prefix: str, metadata: dict) -> None:
+    for key in _apart(module):
+        state_dict.pop(prefix + key, None)
+    if any(weight.raw is not weight.parameter and not weight.needs for weight in module.pc_weights.values()):
+        metadata[MARKER] = True
+
+
+def _expect_none(module: Any, state_dict: dict, prefix: str, metadata: dict, *_) -> None:
+    for key in _apart(module):
+        state_dict.setdefault(prefix + key, getattr(module, key))
+    for key, weight in module.pc_weights.items():
+        if prefix + key in state_dict:
+            weight.is_loaded_pc = MARKER in metadata
