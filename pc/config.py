@@ -8,7 +8,9 @@ from typing import Any
 from pc.blocks import BLOCK_GROUPS, BLOCK_SUFFIXES
 from pc.errors import UserError
 from pc.maps import Coefficients, Map, resolve
-from pc.methods import METHODS
+
+METHODS = {"polynomial": "pc.methods.normalised_polynomial.NormalisedPolynomial"}
+"""What PC(W) can be: {name: class}. A class is imported when its name is used."""
 
 MODES = ("step", "forward")
 COMPUTE_DTYPES = ("float32", "tf32", "bfloat16")
@@ -69,7 +71,7 @@ class PCConfig:
     """Multiply by one learnable scalar per matrix, initialised to 1."""
 
     method: str = "polynomial"
-    """What PC(W) is, by its name in `pc.methods.METHODS`."""
+    """What PC(W) is, by its name in `METHODS`."""
 
     mode: str = "step"
     """"step": compute PC(W) once per optimizer step; forward passes are those of the plain model. "forward": compute it

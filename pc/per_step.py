@@ -26,15 +26,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from pc import passes
+from pc.change_check import ChangeCheck
 from pc.errors import UserError
 from pc.owner import Item, Plan
 from pc.preconditioner import Preconditioner
 from pc.shards import local, shard_gammas, shard_like, viewed
 from pc.spectral import without_autocast
 from pc.weight import Weight
-
-# How far the norm of a shard may be from that of the PC(W) that was written, relative to it: rounding.
-UNCHANGED = 1e-6
 
 PULLED_RAW = (
     "pull_back() while the weights hold W: a compiled forward pass saw them, because an optimizer did not step; call "
@@ -69,16 +67,13 @@ class PerStep(Preconditioner):
         self._replicas = replicas
         """ranks that have the same, and share the work"""
         self._plans: dict[tuple, Plan] = {}
-        self._norms: Tensor | None = None
-        """of the local shards when PC(W) was written, [weights]; None: not to be compared"""
-        self._answer: tuple[Tensor, torch.Event] | None = None
-        """an accelerator's last one, and its arrival; None: there is none to read"""
         super().__init__(models, weights)
+        self._changes = ChangeCheck(list(weights.values()), replicas)
         self._observe()
 
     def __getstate__(self) -> dict:
-        # without process groups, events and hooks
-        return super().__getstate__() | {"_plans": {}, "_answer": None, "_replicas": None, "_backward_hooks": []}
+        # without process groups and hooks
+        return super().__getstate__() | {"_plans": {}, "_replicas": None, "_backward_hooks": []}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
@@ -124,13 +119,13 @@ class PerStep(Preconditioner):
             raise UserError(IS_PC)
         torch._foreach_copy_([local(w.raw) for w in weights], [local(w.parameter) for w in weights])
         self._write_pc(advance=True, share=share)
-        self._norms, self.is_pulled_back = self._measure(), False
+        self._changes.note()
+        self.is_pulled_back = False
 
     def _use_loaded(self) -> None:
         """Compute PC(W) anew, so that the order of loading model and preconditioner does not matter."""
         self._write_pc(advance=False, share=False)
-        # the model's state, loaded after this one, may have other rounding errors; what was noted before is gone
-        self._norms = self._answer = None
+        self._changes.forget()  # the model's state, loaded after this one, may have other rounding errors
 
     def _write_pc(self, advance: bool, share: bool) -> None:
         self._reshard()
@@ -206,8 +201,7 @@ class PerStep(Preconditioner):
         """
         if not self.is_pulled_back and self.has_gradients():
             raise UserError(NOT_PULLED_BACK)
-        if self.holds_pc:
-            self.require_unchanged()
+        self.require_unchanged()
         self.write_raw()
 
     @torch.no_grad()
@@ -219,52 +213,19 @@ class PerStep(Preconditioner):
         torch._foreach_copy_([local(w.parameter) for w in weights], [local(w.raw) for w in weights])
         self._set_holds_pc(False)
 
+    def require_unchanged(self, alone: bool = False) -> None:
+        if self.holds_pc:
+            self._changes.require_none(alone)
+
     def _run(self, function: Callable, weights: list[Weight], inputs: list, outputs: list, share: bool = True) -> None:
         """A function of `pc.passes`, of every weight on its owner."""
         replicas = self._replicas if share else None
-        key = (len(outputs[0]), replicas, *(w.name for w in weights))
+        key = (len(outputs[0]), replicas, *(w.name for w in weights))  # both passes have their own number of outputs
         if key not in self._plans:
             splits = [w.split for w in weights]
             self._plans[key] = Plan(inputs, outputs, splits, [split.cost for split in splits], replicas)
         with without_autocast(weights[0].raw):
             self._plans[key].run(function, inputs, outputs)
-
-    def _measure(self) -> Tensor:
-        """Norms of the local shards, [weights]."""
-        return torch.stack(torch._foreach_norm([local(w.parameter) for w in self.weights.values()]))
-
-    def require_unchanged(self, alone: bool = False) -> None:
-        """Raise on all ranks if on any a weight is not the PC(W) that was written into it: its gradients are not those of
-        PC(W), and the change would be lost."""
-        if not self.holds_pc or self._norms is None or self._norms.is_meta:
-            return
-        found = self._measure()
-        same = torch.isclose(found, self._norms.to(found.device), rtol=UNCHANGED, atol=0.0, equal_nan=True)
-        changed = (~same).any().float()
-        meshes = [w.parameter.device_mesh for w in self.weights.values() if isinstance(w.parameter, DTensor)]
-        groups = meshes[0].get_all_groups() if meshes else [self._replicas] if self._replicas else []
-        for group in [] if alone else groups:
-            dist.all_reduce(changed, dist.ReduceOp.MAX, group=group)
-        if self._is_set(changed):
-            self._answer = None
-            raise UserError(
-                "a weight was changed while it held PC(W), and the optimizer steps W: load the preconditioner's state with "
-                "the model's, swap averaged weights back, call pc.precondition after initialisation and DDP, give it all "
-                "optimizers, and change weights between restore_raw() and write_pc()"
-            )
-
-    def _is_set(self, flag: Tensor) -> bool:
-        """Whether a flag is true. On an accelerator: whether that of the call before was, which has long arrived, so that
-        the host can run ahead; the last flag of a run is never read."""
-        if flag.device.type == "cpu":
-            return bool(flag)
-        last, self._answer = self._answer, (flag.to("cpu", non_blocking=True), torch.Event(flag.device))
-        self._answer[1].record()
-        if last is None:
-            return False
-        answer, arrival = last
-        arrival.synchronize()
-        return bool(answer)
 
     def _reshard(self) -> None:
         # While FSDP holds the unsharded parameter, a write to the shard has no effect.

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -13,9 +13,6 @@ from pc.layer import PCLinear
 from pc.shards import viewed
 from pc.splits import WeightSplit
 from pc.targets import Target
-
-if TYPE_CHECKING:
-    from pc.preconditioner import Preconditioner
 
 NO_PRECONDITIONER = (
     "it has no preconditioner; call pc.precondition(model, optimizer) after pc.attach, and after FSDP or DDP if used"
@@ -51,8 +48,8 @@ class Weight:
     forward_hooks: list[RemovableHandle] = field(default_factory=list)
     """of the guarded modules, while something must happen"""
 
-    preconditioner: "Preconditioner | None" = None
-    """which computes PC(W); a copy of the model alone has none"""
+    preconditioner: Any = None
+    """a `Preconditioner`, which computes PC(W); a copy of the model alone has none"""
     is_loaded_pc: bool = False
     """whether the model's last state dict had PC(W) here"""
     sharded: tuple[nn.Parameter, nn.Parameter | None] | None = None
