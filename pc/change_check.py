@@ -57,6 +57,7 @@ class ChangeCheck:
                 "optimizers, and change weights between restore_raw() and write_pc()"
             )
 
+    @torch.no_grad()
     def _measure(self) -> Tensor:
         return torch.stack(torch._foreach_norm([local(w.parameter) for w in self._weights]))
 

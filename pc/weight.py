@@ -145,7 +145,8 @@ class Weight:
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Weight]]:
     """Every marked weight with its name, in the model's order."""
     for module in model.modules():
-        for weight in getattr(module, "pc_weights", {}).values():
+        # of the module itself: a wrapper such as peft's hands attributes of the wrapped module on
+        for weight in vars(module).get("pc_weights", {}).values():
             yield weight.name, weight
 
 

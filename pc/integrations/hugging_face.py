@@ -8,11 +8,9 @@ pc.merge(model).save_pretrained(folder)
 """
 
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import TrainerCallback
 
 from pc.errors import UserError
 from pc.factory import precondition
@@ -22,29 +20,10 @@ from pc.preconditioner import Preconditioner
 FILE = "pc.pt"  # the preconditioner's state, in the folder of a checkpoint
 
 
-class _Saved(TrainerCallback):
-    def __init__(self, trainer: "PCTrainerMixin") -> None:
-        self.trainer = trainer
-
-    def on_save(self, args, state, control, **kwargs) -> None:
-        found = whole_state(self.trainer.preconditioner)  # of all ranks
-        if state.is_world_process_zero:
-            torch.save(found, Path(args.output_dir) / f"checkpoint-{state.global_step}" / FILE)
-
-    def on_train_begin(self, args, state, control, **kwargs) -> None:
-        if state.global_step:  # resumed: the model's weights are loaded
-            self.trainer.load_pc(Path(args.output_dir) / f"checkpoint-{state.global_step}")
-
-
 class PCTrainerMixin:
     """Comes before `transformers.Trainer` among the bases of a trainer, whose model has been given to `pc.attach`."""
 
-    preconditioner: Any = None
-    """a Preconditioner, once the model is evaluated or trained"""
-
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
-        self.add_callback(_Saved(self))
+    preconditioner: Preconditioner | None = None  # there is one once the model is evaluated or trained
 
     def _started(self) -> Preconditioner:
         if self.preconditioner is None:
@@ -67,13 +46,23 @@ class PCTrainerMixin:
         self._started()
         return super().evaluation_loop(*args, **kwargs)
 
+    def _save_checkpoint(self, model, trial) -> None:
+        super()._save_checkpoint(model, trial)
+        found = whole_state(self.preconditioner)  # of all ranks
+        if self.is_world_process_zero():
+            torch.save(found, Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}" / FILE)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str) -> None:
+        """Called once a checkpoint's model is loaded."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        self.load_pc(Path(checkpoint))
+
     def _load_best_model(self) -> None:
         super()._load_best_model()
         self.load_pc(Path(self.state.best_model_checkpoint))
 
     def load_pc(self, checkpoint: Path) -> None:
-        if not (checkpoint / FILE).exists():
-            raise UserError(
-                f"{checkpoint / FILE} is missing: the model there holds PC(W), and only that file has its W"
-            )
-        self.preconditioner.load_state_dict(torch.load(checkpoint / FILE, map_location="cpu", weights_only=True))
+        file = checkpoint / FILE
+        if not file.exists():
+            raise UserError(f"{file} is missing: the model there holds PC(W), and only that file has its W")
+        self.preconditioner.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -184,6 +184,18 @@ def test_fsdp2_from_meta(how):
         require_equal(found, expected, 1e-9)  # AdamW divides by root mean squares near zero
         require_equal(resumed, straight, 0.0)
     assert (straight["0.attention.wo"][1] - found["0.attention.wo"][1]).abs() > 1e-3  # control: gamma moves
+
+
+def _fsdp1(rank):
+    model = FullyShardedDataParallel(
+        pc.attach(toy_model(), CONFIG), use_orig_params=True, device_id=torch.device("cpu")
+    )
+    with pytest.raises(pc.UserError, match="FSDP1 makes weights parts of one flat parameter; shard with fully_shard"):
+        pc.precondition(model, torch.optim.SGD(model.parameters(), lr=0.05))
+
+
+def test_fsdp1_is_refused():
+    run_ranks(1, _fsdp1)
 
 
 def _share(rank, given):

@@ -43,7 +43,8 @@ def plain():
 
 def train(part, change):
     """All parameters after two steps on drawn gradients from a preserving start, and after each pull-back the gradients."""
-    optimizer, preconditioner = torch.optim.SGD(part.parameters(), lr=0.1), pc.precondition(part)
+    optimizer = torch.optim.SGD(part.parameters(), lr=0.1)
+    preconditioner = pc.precondition([*part.values()] if isinstance(part, nn.ModuleDict) else [part])
     pc.preserve(part)
     preconditioner.write_pc()
     preconditioner.follow(optimizer)

@@ -73,8 +73,9 @@ def plain_weights(folder):
 
 def test_lightning_trainer(run, tmp_path):
     for epochs in (1, 2):
-        run("lightning_trainer.py", "--epochs", epochs, "--folder", tmp_path / "stopped")
+        resumed = run("lightning_trainer.py", "--epochs", epochs, "--folder", tmp_path / "stopped")
     before, after = losses(run("lightning_trainer.py", "--epochs", 2, "--folder", tmp_path / "straight"))
+    assert losses(resumed)[1] == after
     one, other = (plain_weights(tmp_path / name) for name in ("stopped", "straight"))
     assert after < before - 1 and not any("gamma" in name for name in one)
     assert all(torch.equal(one[name], other[name]) for name in other)

@@ -18,6 +18,7 @@ DOCUMENTS = sorted(str(file.relative_to(ROOT)) for place in PLACES for file in R
 FOLDERS = "pc|scripts|tests|benchmarks|docs|examples|train_configs|results"
 COMMIT = re.compile(r"\b(?=[0-9a-f]*\d)[0-9a-f]{7}\b")
 KEYS = {"section.key", *everything(Config())}
+TESTS = "".join(file.read_text() for file in ROOT.glob("tests/**/*.py"))
 SECTIONS = "|".join(Config.model_fields.keys() - {"pc"})
 
 
@@ -58,6 +59,8 @@ def test_paths_and_tests(document):
             names = [begin + choice + choices[-1] for choice in choices[:-1]] or [name]
             there = all(any(ROOT.glob(one)) or (ROOT / one).exists() for one in names)
             assert there or past or "DATE" in name, f"{name} in: {paragraph}"
+        for name in re.findall(r"`(test_\w+)`", paragraph):
+            assert past or f"def {name}(" in TESTS, name
         for file, word in re.findall(r"(tests/[\w/]+\.py)[^`\n]*? -k (\w+)", paragraph):
             assert re.search(rf"def test_\w*{word}", (ROOT / file).read_text()), f"{file} -k {word}"
 

@@ -164,20 +164,24 @@ def test_later_hooks_of_the_optimizer_find_pc():
     )  # control
 
 
-def test_a_compiled_model_has_one_graph_and_no_check_in_it():
-    loop, reference = Loop(), Loop()
+@pytest.mark.parametrize("compile_first", [True, False])
+def test_a_compiled_model_has_one_graph_and_no_check_in_it(compile_first):
+    model, reference = toy_model(), Loop()
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(loop.model, backend=counter, fullgraph=True)
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    given = pc.attach(compiled if compile_first else model, PCConfig())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    preconditioner = pc.precondition(given, optimizer)
     for batch in range(3):
         toy_loss(compiled, toy_batch(batch)).backward()
-        loop.preconditioner.pull_back()
-        loop.optimizer.step()
-        loop.optimizer.zero_grad()
+        preconditioner.pull_back()
+        optimizer.step()
+        optimizer.zero_grad()
         reference.step(batch)
     assert counter.frame_count == 1
     torch.testing.assert_close(compiled(toy_batch(0)), reference.model(toy_batch(0)), rtol=0, atol=1e-9)
-    assert not any(module._forward_pre_hooks for module in loop.model.modules())
+    assert not any(module._forward_pre_hooks for module in given.modules())
 
 
 @MODES

@@ -1,0 +1,130 @@
+"""PC with accelerate, peft and Hugging Face's Trainer themselves, in one process; longer runs are in test_examples.py."""
+
+import copy
+
+import peft
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import pc
+from helpers.toy import Loop, same, toy_batch, toy_loss, toy_model
+from pc import PCConfig, UserError
+from pc.integrations.hugging_face import FILE, PCTrainerMixin
+
+
+def train(model, optimizer, preconditioner, steps=3):
+    for step in range(steps):
+        toy_loss(model, toy_batch(step)).backward()
+        preconditioner.pull_back()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_accelerate():
+    """Its own accumulation and clipping give what a plain loop gives."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = pc.attach(toy_model(), PCConfig())
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    preconditioner = pc.precondition(model, optimizer)
+    plain = Loop()
+    for step in range(3):
+        for i in range(2):
+            with accelerator.accumulate(model):
+                accelerator.backward(toy_loss(model, toy_batch(2 * step + i)))
+                if accelerator.sync_gradients:
+                    preconditioner.pull_back()
+                    accelerator.clip_grad_norm_(model.parameters(), 0.01)
+                optimizer.step()
+                optimizer.zero_grad()
+            (toy_loss(plain.model, toy_batch(2 * step + i)) / 2).backward()
+        plain.preconditioner.pull_back()
+        torch.nn.utils.clip_grad_norm_(plain.model.parameters(), 0.01)
+        plain.optimizer.step()
+        plain.optimizer.zero_grad()
+    assert same(preconditioner.state_dict(), plain.preconditioner.state_dict())
+
+
+def test_lora_on_a_merged_model():
+    loop = Loop()
+    loop.step()
+    base = pc.merge(loop.model)
+    before = copy.deepcopy(base.state_dict())
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["wo"]))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for step in range(2):
+        toy_loss(model, toy_batch(step)).backward()
+        optimizer.step()
+    after = model.merge_and_unload().state_dict()
+    assert {name.split(".")[2] for name in before if not torch.equal(before[name], after[name])} == {"wo"}
+
+
+def test_layers_that_peft_trains_whole():
+    """`modules_to_save` are copies beside the layers, so PC comes after peft."""
+    settings = peft.LoraConfig(r=2, target_modules=["wq"], modules_to_save=["w2"])
+    config = PCConfig(blocks=("*.w2.modules_to_save.default",))
+    early = peft.get_peft_model(pc.attach(toy_model(), PCConfig(blocks=("*.w2",))), settings)
+    with pytest.raises(UserError, match="call pc.attach after what copies modules, as peft does"):
+        pc.precondition(early)
+    model = pc.attach(peft.get_peft_model(toy_model(), settings), config)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    preconditioner = pc.precondition(model, optimizer)
+    train(model, optimizer, preconditioner)
+    assert len(preconditioner.weights) == 2 and all(w.gamma != 1 for w in preconditioner.weights.values())
+    for w in preconditioner.weights.values():
+        expected = pc.effective_weight(w.raw, w.gamma, w.u, w.v, w.config).detach()
+        torch.testing.assert_close(w.parameter.detach(), expected, rtol=0, atol=1e-12)  # float64 sums
+    output = model(toy_batch(0))
+    plain = pc.merge(model).merge_and_unload()
+    assert plain.state_dict().keys() == toy_model().state_dict().keys()
+    torch.testing.assert_close(plain(toy_batch(0)), output, rtol=1e-12, atol=1e-12)
+
+
+class PCTrainer(PCTrainerMixin, Trainer):
+    """Trainer for a model with PC."""
+
+
+def make_trainer(folder, steps=4, **settings):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = pc.attach(LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)), PCConfig())
+    tokens = (torch.arange(16)[:, None] + torch.arange(8)) % 32
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+    fixed = {
+        "output_dir": str(folder), "max_steps": steps, "save_steps": 2, "logging_steps": 1, "learning_rate": 1e-2,
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 0.1, "use_cpu": True,
+        "report_to": "none", "disable_tqdm": True,
+    }  # fmt: skip
+    return PCTrainer(model=model, args=TrainingArguments(**fixed | settings), train_dataset=data, eval_dataset=data)
+
+
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_a_resumed_trainer_equals_a_straight_one(tmp_path):
+    straight, resumed = make_trainer(tmp_path), make_trainer(tmp_path / "other")
+    straight.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert losses(resumed) == losses(straight) and len(losses(straight)) == 4
+    assert losses(straight)[3] < losses(straight)[0]
+    assert same(resumed.preconditioner.state_dict(), straight.preconditioner.state_dict())
+    (tmp_path / "checkpoint-4" / FILE).unlink()
+    with pytest.raises(UserError, match="pc.pt is missing"):
+        make_trainer(tmp_path, 5).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+
+
+def test_a_trainer_goes_back_to_its_best_model_and_on_from_there(tmp_path):
+    """The first of two checkpoints, because here the highest loss is called best."""
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2, "greater_is_better": True}
+    trainer = make_trainer(tmp_path, metric_for_best_model="loss", **best)
+    trainer.train()
+    states = [torch.load(tmp_path / f"checkpoint-{step}" / FILE, weights_only=True) for step in (2, 4)]
+    assert same(trainer.preconditioner.state_dict(), states[0]) and not same(*states)
+    stored = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
+    for name, tensor in trainer.model.state_dict().items():
+        torch.testing.assert_close(tensor, stored[name], rtol=1e-6, atol=1e-7)  # PC(W) is computed anew, in float32
+    trainer.train()
+    assert not same(trainer.preconditioner.state_dict(), states[0])
