@@ -23,7 +23,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from pc.errors import UserError
+from pc.errors import UserError, WriteFailed
 from pc_recipe.data import hf_tokenizer
 from pc_recipe.data.tokenizers import load_tokenizer
 from pc_recipe.evaluate import plain_weights
@@ -112,6 +112,9 @@ def export(
     """Write a checkpoint of a run as a Hugging Face folder; returns it. `out` must not exist or be empty.
 
     scores: the table.md of scripts/score.py, for the model card.
+
+    Raises:
+        WriteFailed: the file system refuses, and nothing is left of the export.
     """
     out = Path(out).resolve()  # a folder cannot be renamed to a symbolic link
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -119,17 +122,27 @@ def export(
     run = plain_weights.load(source)
     model, converted = from_checkpoint(run, tokenizer)
     model = model.to(getattr(torch, dtype))
+    card = model_card(run, model, dtype, scores)
+    try:
+        _write(model, converted, card, out)
+    except Exception as error:  # of the system, which safetensors and tokenizers raise as exceptions of their own
+        if not isinstance(error, OSError) and "(os error " not in str(error):
+            raise
+        raise WriteFailed(f"could not write {out}: {getattr(error, 'strerror', None) or error}") from error
+    return out
+
+
+def _write(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, card: str, out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     # Renamed when complete, so that an interrupted export does not look complete.
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as temporary:
         folder = Path(temporary) / out.name
         model.save_pretrained(folder)
-        hf_tokenizer.save(converted, folder)
-        write_atomically(folder / "README.md", model_card(run, model, dtype, scores))
+        hf_tokenizer.save(tokenizer, folder)
+        write_atomically(folder / "README.md", card)
         for file in folder.iterdir():  # safetensors makes files that only the owner can read
             shutil.copymode(folder / "README.md", file)
         os.replace(folder, out)
-    return out
 
 
 def require_start_folder(path: str | Path, model_args: TransformerModelArgs) -> None:

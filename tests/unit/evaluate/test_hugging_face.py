@@ -1,6 +1,7 @@
 """Export: the same function as the trainer's model, in a self-contained folder."""
 
 import json
+import resource
 import shutil
 
 import pytest
@@ -109,6 +110,21 @@ def test_an_export_is_written_whole_or_not_at_all(tmp_path, pc_run, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         hugging_face.export(pc_run.checkpoint, tmp_path / "new" / "out")
     assert list((tmp_path / "new").iterdir()) == []
+
+
+@pytest.mark.parametrize("file, most", [("config.json", 100), ("model.safetensors", 9999), ("tokenizer.json", 9999)])
+def test_a_full_disk_is_said_in_a_line(tmp_path, pc_run, command, monkeypatch, file, most):
+    if file == "tokenizer.json":  # which is the shorter one
+        monkeypatch.setattr(hugging_face.LlamaForCausalLM, "save_pretrained", lambda _, folder: folder.mkdir())
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    try:
+        status, _, said = command("export_hf.py", pc_run.checkpoint, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    last = said.splitlines()[-1]  # below the progress bar
+    assert last.startswith(f"error: could not write {tmp_path}/out: ") and "File too large" in last
+    assert status == 2 and "Traceback" not in said and list(tmp_path.iterdir()) == []
 
 
 def tampered(pc_export, folder, change_tensors=lambda tensors: None, **config):
