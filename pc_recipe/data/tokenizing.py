@@ -21,11 +21,13 @@ from tqdm import tqdm
 from pc.errors import UserError
 from pc_recipe.data.manifest import SPLITS, TOKENIZER_FOLDER, Manifest, Shard
 from pc_recipe.data.shards import write_shard
-from pc_recipe.data.sources import Unit, read_texts
+from pc_recipe.data.sources import BATCH, Unit, read_texts
 from pc_recipe.data.tokenizers import DEFAULT_TOKENIZER, load_tokenizer
 from pc_recipe.data.tokenizing_plan import TokenizingPlan, finish, finished, make_plan, record_unit
 
-BATCH = 1000  # documents encoded together
+MOST_UNFOLDED = 4
+"""A unit of work may hold so many times the text that its size in the file, or --shard-megabytes, suggests: the memory
+of a process is made for that."""
 
 
 def tokenize(
@@ -92,12 +94,23 @@ def _run_in_pool(plan: TokenizingPlan, unfinished: list[Unit], processes: int) -
 
 
 def tokenize_unit(plan: TokenizingPlan, unit: Unit) -> None:
-    """Write the unit's shards and its record."""
+    """Write the unit's shards and its record.
+
+    Raises:
+        UserError: the unit's texts are much longer than their place in the file.
+    """
     tokenizer = load_tokenizer(plan.output / TOKENIZER_FOLDER)
     encoded: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
     documents = dict.fromkeys(SPLITS, 0)
+    size, most = 0, MOST_UNFOLDED * max(unit.text_bytes, plan.settings["shard_megabytes"] * 10**6)
     texts = islice(read_texts(unit, plan.settings["text_column"]), plan.settings["max_documents"])
     while batch := list(islice(texts, BATCH)):
+        size += sum(map(len, batch))
+        if size > most:
+            raise UserError(
+                f"{unit.file}: {unit.text_bytes / 1e6:.1f} MB of it unfold to more than {most / 1e6:.0f} MB of text; if they "
+                "are meant to, write it without dictionary encoding (use_dictionary=False in pyarrow)"
+            )
         for split, some in split_by_hash(batch, plan.settings["validation_fraction"]).items():
             encoded[split].append(tokenizer.documents(some))
             documents[split] += len(some)

@@ -8,13 +8,15 @@ import zipfile
 from pathlib import Path
 from unittest.mock import patch
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import sentencepiece
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pc.errors import UserError
-from pc_recipe.data import Manifest, demo, hf_tokenizer, load_tokenizer, require_same_tokenizer, tokenizing
+from pc_recipe.data import Manifest, demo, hf_tokenizer, load_tokenizer, require_same_tokenizer, sources, tokenizing
 from pc_recipe.data.inspection import describe, read_documents
 from pc_recipe.data.manifest import SPLITS
 from pc_recipe.data.sources import find_files, find_hub_files, measure, plan_units, read_texts
@@ -152,6 +154,29 @@ def test_mistakes_in_parquet(tmp_path, write_parquet, make_texts):
     file.write_bytes(b"nothing of the kind")
     with pytest.raises(UserError, match="in.parquet cannot be read"):
         tokenize(str(file), tmp_path / "other")
+
+
+def test_a_small_file_of_much_text_does_not_take_the_memory(tmp_path, monkeypatch):
+    """A dictionary of one long text, a thousand times."""
+    text, file = "a long text " * 5_000, tmp_path / "bomb.parquet"  # 60 KB
+    pq.write_table(pa.table({"text": pa.array([text] * 1000).dictionary_encode()}), file, store_schema=False)
+
+    def peak(name):
+        before, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
+        pa.set_memory_pool(pool)
+        try:
+            with pytest.raises(
+                UserError, match=r"bomb.parquet: 0.1 MB of it unfold to more than 4 MB of text.*use_dictionary"
+            ):
+                tokenize(str(file), tmp_path / name, text_column="text", shard_megabytes=1)
+        finally:
+            pa.set_memory_pool(before)
+        return pool.max_memory()
+
+    assert file.stat().st_size < 20_000
+    assert peak("out") < 20 * len(text)
+    monkeypatch.setattr(sources, "BATCH", 1000)  # control
+    assert peak("control") > 1000 * len(text)
 
 
 @pytest.mark.parametrize("words", [["nowhere/at/all"], ["*.parquet"], ["."], ["a.jsonl"], [".", "sample-10BT"]])
