@@ -38,9 +38,12 @@ def _open_lock(file: Path, flags: int = os.O_RDWR | os.O_CREAT) -> TextIO:
 def _create_lock(file: Path) -> TextIO:
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
-        return _open_lock(file)
+        opened = _open_lock(file)
     except PermissionError:
         raise UserError(f"{file} belongs to another user, who alone may train in this folder") from None
+    with contextlib.suppress(OSError):  # a file system without modes
+        os.fchmod(opened.fileno(), 0o600)  # older versions made it for all to read
+    return opened
 
 
 def lock(folder: Path, seconds: float = 1) -> TextIO:
