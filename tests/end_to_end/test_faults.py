@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from helpers import tiny
 from helpers.ranks import run_ranks
 from pc.errors import UserError
 from pc_recipe.files.lock import is_locked, lock
+from pc_recipe.files.run_folder import state_of
 from pc_recipe.files.run_log import METRICS
 
 pytestmark = pytest.mark.soak
@@ -127,16 +129,80 @@ def _train_and_measure(rank, config, overrides):
     return sizes
 
 
-def test_ranks_keep_their_folder_when_launcher_and_agent_are_killed(tiny_config, tmp_path):
-    config, folder = Path(tiny_config[0]), tmp_path / "run"
-    config.write_text(config.read_text().replace('"tiny"', '"nano"'))  # a size that other processes know
-    words = [sys.executable, "-m", "pc_recipe.runs.local", str(config), f"--job.dump_folder={folder}"]
-    launcher = subprocess.Popen([*words, "--training.steps=100000"], env=os.environ | {"NGPU": "2"}, cwd=tiny.ROOT)
-    while not (folder / "metrics.jsonl").exists():
+# Relative. float32 sums in another order: 1e-7 each, of which the 32 steps below make 1.3e-6 where measured.
+TOLERANCE = 1e-5
+
+
+def test_eight_ranks_one_killed_one_frozen_and_resumes_on_fewer(tiny_config, tmp_path, launch):
+    """One folder, through the launcher: losses equal an undisturbed run's, and no rank stays."""
+    config, folder = _for_other_processes(tiny_config), tmp_path / "run"
+    words = ["--training.global_batch_size=16", "--training.local_batch_size=1", "--lr_scheduler.total_steps=32"]
+    words += ["--checkpoint.interval=4", "--validation.enable=false", f"--job.dump_folder={folder}"]
+
+    launcher = launch(8, config, *words, "--training.steps=32")
+    ranks = _ranks_at(launcher, folder, step=6)
+    os.kill(ranks[5], signal.SIGKILL)
+    killed = time.monotonic()
+    assert launcher.wait() == 1 and time.monotonic() - killed < 20  # others do not wait for a collective's timeout
+    assert state_of(folder).state == "interrupted" and not _alive(ranks)
+
+    launcher = launch(8, config, *words, "--training.steps=32", "--comm.train_timeout_seconds=10")
+    ranks = _ranks_at(launcher, folder, step=14)
+    os.kill(ranks[3], signal.SIGSTOP)
+    assert launcher.wait() == 1
+    assert state_of(folder).state == "failed" and not _alive(ranks), state_of(folder)
+
+    for ranks, steps in ((4, 24), (2, 32)):
+        assert launch(ranks, config, *words, f"--training.steps={steps}").wait() == 0
+        assert state_of(folder).state == "finished"
+    run_ranks(2, tiny.train, config, [*words, "--training.steps=32", f"--job.dump_folder={tmp_path}/undisturbed"])
+    expected = tiny.metrics(tmp_path / "undisturbed")
+    assert tiny.metrics(folder) == pytest.approx(expected, rel=TOLERANCE)
+    # control: a step that is left out, or trained twice
+    assert min(abs(a - b) / b for a, b in pairwise(expected)) > 10 * TOLERANCE
+
+
+def _for_other_processes(tiny_config) -> Path:
+    """The config, with a size that they know."""
+    config = Path(tiny_config[0])
+    config.write_text(config.read_text().replace('"tiny"', '"nano"'))
+    return config
+
+
+@pytest.fixture
+def launch():
+    """launch(ranks, config, *words): the launcher, which the end of the test ends."""
+    launchers = []
+
+    def start(ranks: int, config: Path, *words: str) -> subprocess.Popen:
+        command = [sys.executable, "-m", "pc_recipe.runs.local", str(config), *words]
+        launchers.append(subprocess.Popen(command, env=os.environ | {"NGPU": str(ranks)}, cwd=tiny.ROOT))
+        return launchers[-1]
+
+    yield start
+    for launcher in launchers:
+        launcher.terminate()
+        launcher.wait()
+
+
+def _ranks_at(launcher: subprocess.Popen, folder: Path, step: int) -> list[int]:
+    """The ranks' processes, once `step` is logged."""
+    while not (folder / METRICS).exists() or len(tiny.metrics(folder)) < step:
         assert launcher.poll() is None
-        time.sleep(0.5)
+        time.sleep(0.2)
     (agent,) = _children(launcher.pid)
-    ranks = _children(agent)
+    return _children(agent)
+
+
+def _alive(processes: list[int]) -> list[int]:
+    return [process for process in processes if Path(f"/proc/{process}").exists()]
+
+
+def test_ranks_keep_their_folder_when_launcher_and_agent_are_killed(tiny_config, tmp_path, launch):
+    config, folder = _for_other_processes(tiny_config), tmp_path / "run"
+    launcher = launch(2, config, f"--job.dump_folder={folder}", "--training.steps=100000")
+    ranks = _ranks_at(launcher, folder, step=1)
+    (agent,) = _children(launcher.pid)
     for process in (launcher.pid, agent):
         os.kill(process, signal.SIGKILL)
     launcher.wait()
