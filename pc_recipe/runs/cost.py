@@ -12,7 +12,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
+from torch._subclasses import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
+from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.llama3.model.model import Transformer
 
 from pc import attach, effective_weight, named_weights, polynomial
@@ -24,7 +26,9 @@ from pc_recipe.config import load_config
 from pc_recipe.config.layout import Layout
 from pc_recipe.files import markdown
 from pc_recipe.runs import micro_batch
+from pc_recipe.train.job_config import JobConfig
 from pc_recipe.train.llama2 import model_args_of
+from pc_recipe.train.parallelize import SAVED_OPERATIONS
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,10 @@ class Matrix:
 
 
 def _counted(function: Callable[[], object]) -> int:
-    with FlopCounterMode(display=False) as counter:
+    """A forward pass of causal attention counts half. Torch has no formula for the CPU's kernel, forward or backward."""
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    causal = {attention: lambda *shapes, **_: sdpa_flop(*shapes[:3]) // 2}
+    with FlopCounterMode(display=False, custom_mapping=causal) as counter:
         function()
     return counter.get_total_flops()
 
@@ -85,6 +92,8 @@ class StepCost:
     """attention counted causally, as a kernel that skips the upper triangle computes it; without recomputation"""
     model_full_square: float
     """attention counted fully, as TorchTitan does for its MFU"""
+    recomputed: int
+    """what activation checkpointing repeats of `model`, uncompiled"""
     pc_step: int
     """PC in mode "step" """
     pc_step_busiest: int
@@ -129,11 +138,24 @@ class Plan:
             tokens=self.tokens,
             model=self.tokens * (per_token - upper_triangle),
             model_full_square=self.tokens * per_token,
+            recomputed=self._recomputed_flops(),
             pc_step=sum(per_weight) * dims.dp_replicate,  # every replica repeats the work
             pc_step_busiest=math.ceil(max(load) / dims.pp),  # a pipeline stage evaluates only its own matrices
             pc_forward=dims.world_size // dims.pp * (self.layout.micro_batches * in_graph + power),
             paper_bound=max(matrix.paper_bound(self.tokens) for matrix in self.matrices),
         )
+
+    def _recomputed_flops(self) -> int:
+        """Of all sequences of a step, on the whole model without memory for it."""
+        config, training = JobConfig(self.config), self.config.training
+        if config.activation_checkpoint.mode not in ("selective", "full"):
+            return 0
+        with FakeTensorMode():
+            model = Transformer(self.args)
+            tokens = torch.zeros(1, training.seq_len, dtype=torch.long)
+            kept = _counted(lambda: model(tokens).sum().backward())
+            apply_ac(model, config.activation_checkpoint, op_sac_save_list=SAVED_OPERATIONS)
+            return training.global_batch_size * (_counted(lambda: model(tokens).sum().backward()) - kept)
 
 
 def table(plan: Plan) -> str:
@@ -144,6 +166,7 @@ def table(plan: Plan) -> str:
     operations = [
         ("model, attention counted causally", cost.model, "100 %"),
         ("model, attention counted fully", cost.model_full_square, ""),
+        ("repeated by activation checkpointing", cost.recomputed, _percent(cost.recomputed / cost.model)),
         ('PC, mode "step", whole job', cost.pc_step, _percent(cost.pc_step / cost.model)),
         (
             'PC, mode "step", on the busiest rank',
