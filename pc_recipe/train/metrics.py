@@ -15,6 +15,7 @@ from torchtitan.tools.logging import logger
 from pc_recipe.config.layout import Layout
 from pc_recipe.files import json_lines
 from pc_recipe.files.run_log import METRICS, read_log, time_left
+from pc_recipe.train import slow_ranks
 from pc_recipe.train.loss_spikes import LossSpikes
 
 SECONDS_BETWEEN_PROGRESS_LINES = 20.0
@@ -68,11 +69,14 @@ class PCMetricsProcessor(MetricsProcessor):
         """of all ranks since the start of training"""
         self.positions: Callable[[], range] = lambda: range(0)
         """of the current step's sequences in the data order"""
+        self.output_seconds: Callable[[], float] = lambda: 0.0
+        """of this rank since the last call (`pc_recipe.train.slow_ranks`)"""
         self._json_lines: JsonLinesLogger | None = None
         self._spikes: LossSpikes | None = None
         self._layout = Layout(parallel_dims, job_config.training)
         self._first_logged: tuple[int, float] | None = None  # step, time
         self._progress_logged_at = 0.0
+        self._own_seconds: Any = 0.0  # [ranks, 2]: loading data, output layer; since the last progress line
         self._rank = rank = dist.get_rank() if dist.is_initialized() else 0
         if rank != _get_metrics_rank(parallel_dims, job_config):
             return
@@ -92,28 +96,42 @@ class PCMetricsProcessor(MetricsProcessor):
     ) -> None:
         global_max_loss *= self.parallel_dims.cp  # TorchTitan divides by each rank's count of whole sequences
         per_second = self.ntokens_since_last_log * self._layout.data_ranks / (time.perf_counter() - self.time_last_log)
-        # before TorchTitan resets the peak; on all ranks, because of the all-reduce
-        monitor = self.device_memory_monitor
-        peak = torch.tensor(monitor.get_peak_stats().max_active_gib, device=monitor.device.type)
-        if dist.is_initialized():
-            dist.all_reduce(peak, dist.ReduceOp.MAX)
+        of_ranks = self._gather()
         more: dict[str, Any] = {
             "tokens_per_second": per_second,
             "step_seconds": self._layout.tokens / per_second,
-            "memory_active_gib_of_all_ranks": peak.item(),
+            "memory_active_gib_of_all_ranks": of_ranks[:, 0].max().item(),
         }
         if self._json_lines is not None:
             more |= self._count_spikes(step, global_avg_loss)
         super().log(step, global_avg_loss, global_max_loss, grad_norm, (extra_metrics or {}) | more)
         if self._rank == 0:
+            self._own_seconds = self._own_seconds + of_ranks[:, 1:]
             self._log_progress(step)
 
+    def _gather(self) -> Tensor:
+        """Of every rank, since the last log: peak memory in GiB, seconds of loading data and of the output layer;
+        [ranks, 3]. Before TorchTitan resets the first two."""
+        monitor = self.device_memory_monitor
+        numbers = [monitor.get_peak_stats().max_active_gib, sum(self.data_loading_times), self.output_seconds()]
+        own = torch.tensor([numbers], device=monitor.device.type)
+        if not dist.is_initialized():
+            return own
+        of_ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(of_ranks, own)
+        return torch.cat(of_ranks).cpu()
+
     def _log_progress(self, step: int) -> None:
-        """Log the time left, at most every `SECONDS_BETWEEN_PROGRESS_LINES`."""
+        """Log the time left, and a rank that is slow, at most every `SECONDS_BETWEEN_PROGRESS_LINES`."""
         now, last = time.time(), self.job_config.training.steps
-        first_step, begin = self._first_logged = self._first_logged or (step, now)
-        if step > first_step and now - self._progress_logged_at >= SECONDS_BETWEEN_PROGRESS_LINES:
-            self._progress_logged_at = now
+        if self._first_logged is None:  # its step includes compilation
+            self._first_logged, self._progress_logged_at, self._own_seconds = (step, now), now, 0.0
+            return
+        first_step, begin = self._first_logged
+        if now - self._progress_logged_at >= SECONDS_BETWEEN_PROGRESS_LINES:
+            for line in slow_ranks.reports(*self._own_seconds.T, now - self._progress_logged_at):
+                logger.warning(line)
+            self._progress_logged_at, self._own_seconds = now, 0.0
             logger.info(f"Step {step} of {last}, {time_left([first_step, step], [begin, now], last)}")
 
     def _count_spikes(self, step: int, loss: float) -> dict[str, int]:

@@ -45,6 +45,7 @@ from pc_recipe.train.metrics import build_metrics_processor
 from pc_recipe.train.nonfinite import FiniteSteps
 from pc_recipe.train.optimizers import build_optimizers, build_schedulers
 from pc_recipe.train.parallelize import AlwaysSharded, parallelize, pipeline
+from pc_recipe.train.slow_ranks import OutputTimes
 from pc_recipe.train.validate import FixedValidator
 
 
@@ -73,6 +74,7 @@ class PCTrainer(torchtitan.train.Trainer):
         self.preconditioner = self.optimizers.preconditioner
         self.metrics_processor.tokens = lambda: self.ntokens_seen * self._data_ranks
         self.metrics_processor.positions = self._positions
+        self.metrics_processor.output_seconds = OutputTimes(self.model_parts).take
         self.health = HealthMetrics(job_config, self.model_parts, self.preconditioner, self.parallel_dims)
         self.scorer = self.build_scorer()
         self.finite_steps = FiniteSteps(self.model_parts, self.preconditioner, config.training.max_nonfinite_steps)

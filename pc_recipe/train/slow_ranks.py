@@ -1,0 +1,75 @@
+"""Which rank is slow, from times that no collective hides.
+
+In a step every rank waits for the slowest, so steps take equally long on all. Two parts of it hold no exchange between
+data-parallel ranks: loading data on the host, and from the output layer's input through the loss to the gradient of that
+input, on the device. Ranks of one tensor-parallel group wait for each other there and count as one.
+"""
+
+import time
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+ALLOWED = 0.1
+"""how far a rank may be behind the median"""
+
+
+class OutputTimes:
+    """Adds up a rank's own time in the output layer and the loss, forward and backward, in training.
+
+    Args:
+        model_parts: TorchTitan transformers, sharded; in a pipeline only the last stage has an output layer.
+    """
+
+    def __init__(self, model_parts: Iterable[nn.Module]) -> None:
+        self._spans: list[tuple] = []
+        for model in model_parts:
+            if model.output is not None:
+                model.output.register_forward_pre_hook(self._start)
+
+    def take(self) -> float:
+        """Seconds since the last call. The device has finished this work, or the host waits for it."""
+        spans, self._spans = self._spans, []
+        return sum(_seconds(*span) for span in spans)
+
+    def _start(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        hidden = inputs[0]
+        if hidden.requires_grad:
+            begin = _now()
+            hidden.register_hook(lambda _: self._spans.append((begin, _now())))
+
+
+def reports(loading: Tensor, output: Tensor, passed: float) -> list[str]:
+    """One line for each kind of work in which the slowest rank is behind.
+
+    Args:
+        loading, output: seconds of each rank, [ranks]; 0 in `output` for a rank without an output layer.
+        passed: seconds in which this work was done.
+    """
+    median = output[output > 0].median()
+    lines = []
+    for work, seconds, usual, whole in (
+        ("loading data", loading, loading.median(), passed),
+        ("the output layer and the loss", output, median, median),
+    ):
+        slowest = seconds.argmax()
+        if seconds[slowest] - usual > ALLOWED * whole:
+            lines.append(
+                f"Rank {slowest} is slow: in {passed:.3g} s it spent {seconds[slowest]:.3g} s on {work}, "
+                f"the median of the ranks {usual:.3g} s"
+            )
+    return lines
+
+
+def _now():
+    """A time on the device, which does not wait, or of the host where that computes."""
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(begin, end) -> float:
+    return begin.elapsed_time(end) / 1000 if isinstance(begin, torch.cuda.Event) else end - begin
