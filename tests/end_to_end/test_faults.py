@@ -79,7 +79,7 @@ def test_a_long_run_does_not_grow(tiny_config, tmp_path):
     assert tiny.metrics(tmp_path / "restarted") == tiny.metrics(tmp_path / "straight")
 
 
-STEPS = 3_000  # in six minutes on two busy cores
+STEPS = int(os.environ.get("STEPS", 3_000))  # in six minutes on two busy cores
 
 
 def test_the_number_of_steps_of_a_run_changes_nothing(tiny_config, tmp_path):
@@ -95,15 +95,15 @@ def test_the_number_of_steps_of_a_run_changes_nothing(tiny_config, tmp_path):
     # what logging and the allocator keep; a tensor per step would be 2,500 objects
     assert last["bytes"] < settled["bytes"] + 16 * 2**20 and last["objects"] < settled["objects"] + 2000
     middle = [sorted(size["seconds"] for size in part)[len(part) // 2] for part in (sizes[4:14], sizes[-10:])]
-    assert middle[1] < 1.5 * middle[0]  # medians; other work on the machine comes and goes
+    assert middle[1] < 1.5 * middle[0]  # medians, of CPU time because other work on the machine comes and goes
     assert last["metrics"] / STEPS < 1.1 * settled["metrics"] / 500
 
 
 def _train_and_measure(rank, config, overrides):
-    """After every hundredth step: resident bytes, threads, open files, objects, bytes of metrics, seconds per step."""
+    """After every hundredth step: resident bytes, threads, open files, objects, bytes of metrics, CPU seconds per step."""
     trainer = tiny.make_trainer(config, overrides)
     sizes, step, metrics = [], trainer.train_step, Path(trainer.config.job.dump_folder, METRICS)
-    last = time.perf_counter()
+    last = time.process_time()
 
     def measured(data):
         nonlocal last
@@ -118,10 +118,10 @@ def _train_and_measure(rank, config, overrides):
                     "files": len(os.listdir("/proc/self/fd")),
                     "objects": len(gc.get_objects()),
                     "metrics": metrics.stat().st_size,
-                    "seconds": (time.perf_counter() - last) / 100,
+                    "seconds": (time.process_time() - last) / 100,
                 }
             )
-            last = time.perf_counter()
+            last = time.process_time()
 
     trainer.train_step = measured
     trainer.train()
