@@ -9,8 +9,8 @@ The modules at this level need only torch and work in any training loop:
     ...                                    # train as before, with preconditioner.pull_back() before clipping
     model = pc.merge(model)
 
-`pc.integrations` puts PC into the trainers of Hugging Face, Lightning and TorchTitan. The training recipe is the package
-`pc_recipe` beside this one.
+`pc.integrations` puts PC into the trainers of Hugging Face, Lightning and TorchTitan. The training recipe is the
+package `pc_recipe` beside this one.
 """
 
 from importlib import import_module

@@ -19,7 +19,7 @@ BLOCK_GROUPS: dict[str, tuple[str, ...]] = {"qk": ("q", "k"), "ffn": ("gate", "u
 def block_of(name: str) -> str | None:
     """The short name (q, k, v, o, gate, up, down) of a Llama linear layer; None for any other."""
     for block, suffixes in BLOCK_SUFFIXES.items():
-        if name.endswith(suffixes):
+        if any(name == suffix or name.endswith(f".{suffix}") for suffix in suffixes):
             return block
     return None
 

@@ -1,4 +1,5 @@
-"""`PCConfig` and `MatrixSplit`: which weights PC applies to, and how. Training, scoring and plots share it. Needs no torch."""
+"""`PCConfig` and `MatrixSplit`: which weights PC applies to, and how. Training, scoring and plots share it. Needs no
+torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ class MatrixSplit:
     """How a stored weight is split into matrices: its parts, in the order of their rows."""
 
     blocks: tuple[str, ...] = ("",)
-    """Name of each part: q, k, v, o, gate, up, down, or one of your own that `PCConfig.blocks` does not name."""
+    """Name of each part: q, k, v, o, gate, up, down, or any other word for rows that get no PC."""
 
     sizes: tuple[int, ...] = ()
     """Relative number of rows of each part; empty: all equal."""
@@ -97,7 +98,7 @@ class PCConfig:
         )
         if set(levels) != set(self.blocks):
             raise UserError(
-                f"pc.level names {sorted(levels)} but pc.blocks names {sorted(self.blocks)}; give one level for each block"
+                f"pc.level names {sorted(levels)} but pc.blocks names {sorted(self.blocks)}; give one level for each"
             )
         try:
             maps = {block: resolve(level) for block, level in levels.items()}

@@ -15,10 +15,10 @@ from pc.per_forward import PerForward
 from pc.per_step import PerStep
 from pc.preconditioner import Preconditioner
 from pc.targets import clean_name
-from pc.weight import NO_PRECONDITIONER, Weight, named_weights
+from pc.weight import Weight, named_weights
 
 
-@torch.inference_mode(False)
+@torch.inference_mode(False)  # in which Lightning evaluates: tensors made there cannot be trained
 def precondition(
     models: nn.Module | Iterable[nn.Module],
     *optimizers: Optimizer | Iterable[Optimizer],
@@ -29,7 +29,8 @@ def precondition(
     Args:
         models: the model, or a list of its parts on this rank under pipeline parallelism; after sharding, with weights
             off the meta device. Ranks of `DistributedDataParallel`, if that is what you give, share the work.
-        optimizers: all that train the model. The preconditioner follows them from now on (`follow`), and the model is ready.
+        optimizers: all that train the model. The preconditioner follows them from now on (`follow`), and the model is
+            ready.
             Without optimizers, call `follow` later, or `restore_raw` and `write_pc` around each step.
         process_group: ranks that have equal weights and gradients, to share the work without DDP.
 
@@ -37,8 +38,8 @@ def precondition(
     `copy.deepcopy((model, optimizer, preconditioner))`.
 
     Raises:
-        UserError: no weight is marked, or one is on the meta device, is below float32, is shared, or has a preconditioner
-            already; the model is in FSDP1; those of `follow`. Model and optimizers are then as before.
+        UserError: no weight is marked, or one is on the meta device, is below float32, is shared, or has a
+            preconditioner already; the model is in FSDP1; those of `follow`. Model and optimizers are then as before.
     """
     models = [models] if isinstance(models, nn.Module) else list(models)
     weights = [weight for model in models for _, weight in named_weights(model)]
@@ -57,7 +58,7 @@ def precondition(
         made = PerForward(models, by_name)
     if optimizers:
         made.follow(*optimizers)
-        if not any(weight.is_loaded_pc for weight in weights):
+        if not any(weight.is_loaded_pc for weight in weights):  # of loaded PC(W) the state, still to come, has the W
             made.write_pc(share=True)
     return made
 
@@ -73,17 +74,20 @@ def _require_usable(models: list[nn.Module], weights: list[Weight]) -> None:
     for weight in weights:
         _require_real(weight)
         if len(sharing := holders[id(weight.parameter)]) > 1:
-            raise UserError(f"{weight.name} shares its weight: {', '.join(sharing)}; PC needs a separate weight")
+            raise UserError(
+                f"{weight.name} shares its weight: {', '.join(sharing)}; PC needs a separate one: untie it, or leave it "
+                "out of blocks"
+            )
         if [other.name for other in weights].count(weight.name) > 1:
             raise UserError(
-                f"two modules have PC of the name {weight.name}: give each model its own pc.precondition, and call pc.attach "
-                "after what copies modules, as peft does (modules_to_save)"
+                f"two modules have PC of the name {weight.name}: give each model its own pc.precondition, and call "
+                "pc.attach after what copies modules, as peft does (modules_to_save)"
             )
-        if weight.preconditioner is not None or weight.needs != NO_PRECONDITIONER:
+        if weight.raw is not None:  # also in a copy that was made without its preconditioner
             raise UserError(
                 f"{weight.name} has a preconditioner already, which holds its W; use that one. To copy a model: "
-                "copy.deepcopy((model, optimizer, preconditioner)). To start again: pc.merge (from PC(W)) or pc.detach (from "
-                "W), then pc.attach"
+                "copy.deepcopy((model, optimizer, preconditioner)). To start again: pc.merge (from PC(W)) or pc.detach "
+                "(from W), then pc.attach"
             )
 
 

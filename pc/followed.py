@@ -26,22 +26,26 @@ def unwrapped(optimizers: Iterable[Any]) -> list[Optimizer]:
     return found
 
 
+def ids_of_parameters(*optimizers: Optimizer) -> set[int]:
+    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+
+
 def require_trained(weights: Iterable[Weight], optimizers: list[Optimizer]) -> None:
     """Raise a `UserError` for a weight that no optimizer holds, or a gamma that none can train."""
-    held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    held = ids_of_parameters(*optimizers)
     groups = gamma_groups(optimizers)
     for weight in weights:
         if not weight.parameter.requires_grad:
             continue
         if id(weight.parameter) not in held:
             raise UserError(
-                f"no optimizer given to pc.precondition holds {weight.name}.weight; create optimizers after any sharding, and "
-                "give all that train the model"
+                f"no optimizer given to pc.precondition holds the weight of {weight.name}; create optimizers after any "
+                "sharding, and give all that train the model"
             )
         if weight.config.learnable_gamma and id(weight.gamma) not in held and group_for_gamma(weight, groups) is None:
             raise UserError(
-                f"no optimizer given to pc.precondition can train the gamma of {weight.name}, because Muon trains matrices "
-                "alone; give one for vectors too, or set learnable_gamma=False"
+                f"no optimizer given to pc.precondition can train the gamma of {weight.name}, because Muon trains "
+                "matrices alone; give one for vectors too, or set learnable_gamma=False"
             )
 
 
@@ -54,7 +58,7 @@ def gamma_groups(optimizers: list[Optimizer]) -> list[dict[str, Any]]:
 
 
 def group_for_gamma(weight: Weight, groups: list[dict[str, Any]]) -> Any:
-    """Of `gamma_groups`; None if there is none."""
+    """The group that a new gamma joins, out of `gamma_groups`; None if there is none."""
     if groups and any(p.ndim == 1 for p in groups[0]["params"]):
         return groups[0]
     return next((group for group in groups if any(p is weight.parameter for p in group["params"])), None)

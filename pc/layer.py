@@ -1,5 +1,7 @@
 """PC(W), and the linear layer of mode "forward" that multiplies by it."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -39,8 +41,9 @@ class PCLinear(nn.Linear):
 
     `weight` keeps its name and shape and holds W, so initialisation, sharding and conversion treat the layer as any
     other. The layer adds the parameter `gamma` [1] (unless `learnable_gamma` is off) and the buffers `u`
-    [out_features] and `v` [in_features]. Between optimizer steps they are constant; `refresh` updates them after a step
-    (the preconditioner calls it).
+    [out_features] and `v` [in_features]. Between optimizer steps these are constant; after a step `refresh` updates
+    them.
+    The preconditioner of an attached model calls it; in a loop of your own with layers made by hand, call it yourself.
 
     Args:
         config: with one level.
@@ -49,9 +52,9 @@ class PCLinear(nn.Linear):
     """
 
     gamma: nn.Parameter | None
-    u: Tensor
-    """None, as `v`, while the weight is on the meta device, until `start_pc` or until a state is loaded"""
-    v: Tensor
+    u: Any
+    v: Any
+    """Tensors; None while the weight is on the meta device, until `start_pc` or until a state is loaded"""
     pc_method: Method
     pc_name: str
 
@@ -61,7 +64,8 @@ class PCLinear(nn.Linear):
 
     def add_pc(self, name: str, config: PCConfig) -> None:
         """Turn an `nn.Linear` that has its weight into a PC layer."""
-        self.pc_plain_class, self.__class__ = type(self), PCLinear
+        self.pc_plain_class = type(self)
+        self.__class__ = PCLinear
         self.pc_name, self.pc_method = name, method_of(config)
         gamma = nn.Parameter(self.weight.new_ones(1)) if config.learnable_gamma else None
         self.register_parameter("gamma", gamma)

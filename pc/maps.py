@@ -9,6 +9,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from functools import cache
+from numbers import Real
 
 Coefficients = tuple[float, ...]
 Map = Coefficients | tuple[Coefficients, ...]
@@ -46,7 +47,8 @@ def resolve(level: int | str | Sequence[float]) -> Map:
         ValueError: no such level, or coefficients that are not usable.
     """
     if isinstance(level, Sequence) and not isinstance(level, str):
-        own = tuple(float(a) if type(a) is int else a for a in level)
+        is_number = [isinstance(a, Real) and not isinstance(a, bool) for a in level]
+        own = tuple(float(a) if number else a for a, number in zip(level, is_number, strict=True))  # others are refused
         _require_usable(own)
         return own
     if level == "polar_express":

@@ -1,10 +1,11 @@
-"""`attach` marks the weights of any model that get PC, `preserve` makes the current weights PC(W), `merge` makes the model a
-plain one with PC(W), `detach` a plain one with W."""
+"""`attach` marks the weights of any model that get PC, `preserve` makes the current weights PC(W), `merge` makes the
+model a plain one with PC(W), `detach` a plain one with W."""
 
 from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from pc import passes
 from pc.config import PCConfig
@@ -24,10 +25,10 @@ def attach(model: nn.Module, config: PCConfig) -> nn.Module:
     The current weight becomes W. For trained weights call `pc.preserve` next: it makes the current weight PC(W).
 
     Raises:
-        UserError: an entry of `blocks` matches nothing, or a weight that is not known to be one matrix, or misses a weight beside those that
-            it finds; a weight is matched twice; the model has PC already, or is wrapped; in mode "forward", a
-            weight that is not an `nn.Linear`'s, or is several matrices, or whose layer is not called. The model is then
-            as before.
+        UserError: an entry of `blocks` matches nothing, a weight twice, or one that is not known to be matrices; there
+            is an unknown weight beside those that a block finds, which it may miss; the model has PC already, or is
+            wrapped; in mode "forward", a weight is not an `nn.Linear`'s, or is several matrices, or its layer is not
+            called. The model is then as before.
     """
     for module in model.modules():
         if hasattr(module, "pc_weights"):
@@ -63,11 +64,13 @@ def preserve(models: nn.Module | Iterable[nn.Module]) -> None:
     Runs one singular value decomposition per matrix, on its owner rank.
 
     Args:
-        models: the model or its parts, with the given weights, before PC(W) is first written; if sharded, after
-            `pc.precondition`.
+        models: the model or its parts, with the given weights, before PC(W) is first written: before
+            `pc.precondition(model, optimizer)`; if sharded, after `pc.precondition(model)` and before
+            `follow(optimizer)`.
 
     Raises:
-        UserError: no W exists for this map or these settings, or weights are on the meta device.
+        UserError: no W exists for this method or these settings, or weights are on the meta device, or sharded and
+            without a preconditioner. Weights are then as before.
     """
     models = [models] if isinstance(models, nn.Module) else list(models)
     weights = [weight for model in models for _, weight in named_weights(model)]
@@ -80,13 +83,15 @@ def preserve(models: nn.Module | Iterable[nn.Module]) -> None:
             raise UserError(
                 f"{weight.name} holds PC(W) already; call pc.preserve before pc.precondition(model, optimizer)"
             )
+        if weight.preconditioner is None and isinstance(weight.parameter, DTensor):
+            raise UserError(f"{weight.name} is sharded; call pc.precondition(model) before pc.preserve")
     for weight in weights:
         if isinstance(weight.module, PCLinear):
             weight.module.start_pc()
             weight.u, weight.v = weight.module.u, weight.module.v
         elif weight.u is None:
-            weight.u = weight.parameter.new_empty(weight.split.left_shape)
-            weight.v = weight.parameter.new_empty(weight.split.right_shape)
+            weight.u = weight.parameter.new_empty(weight.split.u_shape)
+            weight.v = weight.parameter.new_empty(weight.split.v_shape)
         weight.is_loaded_pc = False
     inputs = [(weight.parameter,) for weight in weights]
     outputs = [(weight.parameter, weight.u, weight.v) for weight in weights]
@@ -100,16 +105,17 @@ def preserve(models: nn.Module | Iterable[nn.Module]) -> None:
 def merge(model: nn.Module) -> nn.Module:
     """Make every weight the plain parameter PC(W) of a layer as it was before `attach`, in place; returns the model.
 
-    The result has no overhead and does not need this package (paper, remark 1). The preconditioner leaves the optimizers.
+    The result has no overhead and does not need this package (paper, remark 1). The preconditioner leaves the
+    optimizers.
 
     Raises:
-        UserError: there is no preconditioner, a weight was changed while it held PC(W), or weights of mode "forward" are
-            sharded. The model is then as before.
+        UserError: there is no preconditioner, a weight was changed while it held PC(W), or weights of mode "forward"
+            are sharded. The model is then as before.
     """
     weights = [weight for _, weight in named_weights(model)]
     for weight in weights:
         weight.require_pc()
-        if isinstance(weight.module, PCLinear) and hasattr(weight.module.weight, "full_tensor"):
+        if isinstance(weight.module, PCLinear) and isinstance(weight.module.weight, DTensor):
             raise UserError(f'pc.merge cannot get PC(W) of {weight.name}: its weight is sharded; use mode="step"')
     for preconditioner in {weight.preconditioner for weight in weights if weight.preconditioner is not None}:
         preconditioner.require_unchanged(alone=True)  # as one rank may merge
@@ -140,8 +146,8 @@ def _remove(weights: list[Weight]) -> None:
 def refresh(model: nn.Module) -> None:
     """Update `u` and `v` of every PC layer of mode "forward" by `power_iterations` power iterations.
 
-    The preconditioner does this after every optimizer step, and a layer when plain weights are loaded into it. Call it after
-    changing weights in another way, or to evaluate a model without one.
+    The preconditioner does this after every optimizer step, and a layer when plain weights are loaded into it. Call it
+    after changing weights in another way, or to evaluate a model without one.
     """
     for _, weight in named_weights(model):
         if isinstance(weight.module, PCLinear):

@@ -41,6 +41,7 @@ class Muon(torch.optim.Muon):
         if unknown := options.keys() - _OPTIONS.keys():
             raise TypeError(f"Muon has no option {min(unknown)}")
         self._plans: dict[tuple, Plan] = {}
+        torch.optim.Muon([torch.empty(1, 1)], **options)  # checks the options
         Optimizer.__init__(self, params, _OPTIONS | options)  # torch's own would refuse weights of three dimensions
         for group in self.param_groups:
             if isinstance(group.get("split"), MatrixSplit):
@@ -97,7 +98,7 @@ class Muon(torch.optim.Muon):
             shard.add_(local(update), alpha=-lr * max(of_parts))
 
 
-_EVERY_PART = PCConfig()
+_EVERY_PART = PCConfig()  # Muon takes every part, and reads no setting of PC
 
 
 def _split(parameter: Tensor, group: dict) -> WeightSplit:

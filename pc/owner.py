@@ -79,13 +79,14 @@ class Plan:
         for item, (given, wanted, key) in enumerate(zip(inputs, outputs, keys, strict=True)):
             group = _group((*given, *wanted), replicas)
             of_groups[group] += _matrices(group, item, given, wanted, key)
+        one_by_one = bool(inputs) and inputs[0][0].device.type in ONE_BY_ONE
         self._buckets: list[_Bucket] = []
         for group, matrices in of_groups.items():
             owned: list[list[_Matrix]] = [[] for _ in group.places]
             for matrix, owner in zip(matrices, assign([costs[m.item] for m in matrices], len(owned)), strict=True):
                 owned[owner].append(matrix)
-            one_by_one = inputs[0][0].device.type in ONE_BY_ONE
-            limit = BUCKET_BYTES if group.process_group or not one_by_one else 0  # alone, one by one, on views
+            # Alone, each matrix is a bucket of its own: the function gets views of the stored tensors, without a copy.
+            limit = 0 if one_by_one and not group.process_group else BUCKET_BYTES
             buckets = itertools.zip_longest(*(_chunks(of_owner, limit) for of_owner in owned), fillvalue=[])
             self._buckets += [_Bucket(group, of_owners, one_by_one) for of_owners in buckets]  # all owners work on each
 
@@ -98,6 +99,7 @@ class Plan:
         Args:
             function: called as `function(key, *batch)`, where each tensor has a leading batch dimension over matrices
                 with the same key and shapes; returns a tuple of batched results, one for each tensor of an output item.
+                It must not write to its inputs, which may be views of the stored tensors.
             inputs, outputs: tensors with the shapes, shards and dtypes of those that this plan was made for.
         """
         if (_shardings(inputs), _shardings(outputs)) != self._shardings:
@@ -118,11 +120,13 @@ def assign(costs: Sequence[float], num_owners: int) -> list[int]:
 
 def _shardings(items: Sequence[Item]) -> list[tuple]:
     """What a plan depends on."""
-    return [(t.shape, t.placements if isinstance(t, DTensor) else (), t.dtype) for item in items for t in item]
+    tensors = [tensor for item in items for tensor in item]
+    meshes = [(t.device_mesh, t.placements) if isinstance(t, DTensor) else () for t in tensors]
+    return [(tensor.shape, mesh, tensor.dtype) for tensor, mesh in zip(tensors, meshes, strict=True)]
 
 
 class _Group(NamedTuple):
-    """Ranks that exchange shards; by default this rank alone."""
+    """Ranks that exchange shards; by default this rank alone, in a mesh without dimensions."""
 
     process_group: dist.ProcessGroup | None = None
     rank: int = 0
@@ -164,6 +168,7 @@ def _matrices(group: _Group, item: int, given: Item, wanted: Item, key: Hashable
     """The matrices of an item that a group's ranks hold together."""
 
     def sharding(tensor: Tensor) -> Sharding:
+        """As the group sees it: for a rank alone its shard is the whole tensor, and indices of a stack are local."""
         if group.process_group and isinstance(tensor, DTensor) and sharded_dims(tensor):
             return tensor.shape, tensor.placements
         return local(tensor).shape, (Replicate(),) * len(group.sizes)
@@ -184,14 +189,14 @@ class _Matrix:
         self.shapes = [tuple(shape if index is None else shape[1:] for shape, _ in side) for side in sides]
         self.bytes = sum(math.prod(shape) for shape in self.shapes[INPUTS]) * size
 
-    def pieces(self, side: int, group: _Group, holder: int, like: int) -> "Iterator[_Piece]":
-        """What the rank `holder` has to send of the inputs, or to receive of the outputs.
+    def pieces(self, side: int, group: _Group, holder: int, replica_of: int) -> "Iterator[_Piece]":
+        """What the rank `holder` sends of the inputs, or receives of the outputs.
 
-        Ranks that replicate a tensor hold the same piece of it, but only one of them sends it: that which stands, in the
-        replicated mesh dimensions, where the owner stands. So nothing is given unless `holder` and `like` agree there:
-        `like` is the owner for inputs. Results go to all replicas: for outputs `like` is the holder itself.
+        Where a tensor is replicated over a mesh dimension, only the rank at the coordinate of `replica_of` in that
+        dimension counts. For inputs that is the owner: it gets each piece once, from the nearest replica. For outputs
+        it is the holder itself: every replica receives.
         """
-        place, other = group.places[holder], group.places[like]
+        place, other = group.places[holder], group.places[replica_of]
         for tensor, (shape, placements) in enumerate(self.sides[side]):
             if any(a != b for a, b, p in zip(place, other, placements, strict=True) if p.is_replicate()):
                 continue
@@ -229,15 +234,15 @@ class _Bucket:
 
     def __init__(self, group: _Group, owned: Sequence[list[_Matrix]], one_by_one: bool) -> None:
         def pieces(side: int, owner: int, holder: int) -> list[_Piece]:
-            like = owner if side == INPUTS else holder  # an owner gets one copy, results go to all
-            return [piece for matrix in owned[owner] for piece in matrix.pieces(side, group, holder, like)]
+            replica_of = owner if side == INPUTS else holder
+            return [piece for matrix in owned[owner] for piece in matrix.pieces(side, group, holder, replica_of)]
 
         alike: dict[Hashable, list[_Matrix]] = defaultdict(list)
         for matrix in owned[group.rank]:
             alike[matrix if one_by_one else (matrix.key, *matrix.shapes)].append(matrix)
         self.batches = list(alike.values())
         self.group, ranks = group.process_group, range(len(owned))
-        # nothing is sent to an owner that has the same
+        # False: every owner holds its inputs whole, and only results are exchanged
         self.is_sharded = any(not p.is_replicate() for of in owned for m in of for _, ps in m.sides[INPUTS] for p in ps)
         # of inputs and outputs: what this rank holds, by owner, and what it owns, by holder
         self.held = [[pieces(side, owner, group.rank) for owner in ranks] for side in (INPUTS, OUTPUTS)]
@@ -251,7 +256,7 @@ class _Bucket:
         batches = self._assemble(shards, like)
         results = []
         for batch in self.batches:
-            results.append(function(batch[0].key, *batches.pop(0)))
+            results.append(function(batch[0].key, *batches.pop(0)))  # pop frees the memory of a batch
             shapes = [tuple(result.shape) for result in results[-1]]
             wanted = [(len(batch), *shape) for shape in batch[0].shapes[OUTPUTS]]
             if shapes != wanted:

@@ -1,4 +1,4 @@
-"""What the owner of a stored weight computes, once per optimizer step: the method of each of its matrices.
+"""What the owner of a stored weight computes, once per optimizer step: it applies `pc.methods` to each matrix.
 
 `pc.owner` calls these with a batch of B weights that are split alike, and with their tensors:
 
@@ -19,7 +19,7 @@ def write(split: WeightSplit, raw: Tensor, *gamma_u_v: Tensor, advance: bool = T
         )
     ]
     weights, u, v = zip(*results, strict=True)
-    return split.join_weight(weights, base=raw), split.join_left(u), split.join_right(v)
+    return split.join_weight(weights, base=raw), split.join_u(u), split.join_v(v)
 
 
 def pull_back(split: WeightSplit, raw: Tensor, gradient: Tensor, *gamma_u_v: Tensor) -> tuple[Tensor, ...]:
@@ -42,11 +42,11 @@ def invert(split: WeightSplit, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """W as stored, u and v, so that PC(W) is the given weight."""
     matrices = zip(split.chosen, split.split_weight(weight), strict=True)
     raw, u, v = zip(*(part.method.invert(matrix) for part, matrix in matrices), strict=True)
-    return split.join_weight(raw, base=weight), split.join_left(u), split.join_right(v)
+    return split.join_weight(raw, base=weight), split.join_u(u), split.join_v(v)
 
 
 def _vectors(split: WeightSplit, gamma_u_v: tuple[Tensor, ...]) -> tuple[list, list[Tensor], list[Tensor]]:
     """gamma or None, u and v of each part."""
     *gamma, u, v = gamma_u_v
     gammas = split.split_gamma(gamma[0]) if gamma else [None] * len(split.chosen)
-    return gammas, split.split_left(u), split.split_right(v)
+    return gammas, split.split_u(u), split.split_v(v)

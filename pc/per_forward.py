@@ -1,7 +1,7 @@
 """Mode "forward": PC(W) is computed in every forward pass, inside the autograd graph (`pc.PCLinear`).
 
-The readable reference. Gradients are those of W and gamma already, the weights always hold W, and `u` and `v` change only
-when the weights do, once per optimizer step (paper, algorithm 3).
+The readable reference. Gradients are those of W and gamma already, the weights always hold W, and `u` and `v` change
+only when the weights do, once per optimizer step (paper, algorithm 3).
 """
 
 from pc.preconditioner import Preconditioner
@@ -17,6 +17,8 @@ class PerForward(Preconditioner):
         weight.raw, weight.u, weight.v = layer.weight, layer.u, layer.v
 
     def write_pc(self, share: bool = False) -> None:
+        if self.holds_pc:
+            return
         for weight in self.weights.values():
             weight.module.refresh()
             weight.u, weight.v = weight.module.u, weight.module.v

@@ -6,7 +6,7 @@ micro-batches and any parallelism:
     weights hold   forward, backward   gradients of   what happens
     PC(W)          each micro-batch    PC(W)
     PC(W)                              W              pull_back(), after the last one: a vector-Jacobian product
-    W                                  W              restore_raw(), before the optimizer's step; clipping comes before it
+    W                                  W              restore_raw(), after clipping, before the optimizer's step
     W + update                                        the optimizer's step, with its decay
     PC(W)                                             write_pc(), after it: save W, advance u and v, compute PC(W)
 
@@ -35,20 +35,20 @@ from pc.spectral import without_autocast
 from pc.weight import Weight
 
 PULLED_RAW = (
-    "pull_back() while the weights hold W: a compiled forward pass saw them, because an optimizer did not step; call "
-    "preconditioner.write_pc() before it"
+    "pull_back() while the weights hold W: an optimizer did not step, and a compiled forward pass does not write PC(W) "
+    "by itself; call preconditioner.write_pc() before the forward pass"
 )
 TWICE = (
     "pull_back() on gradients that are already those of W; call it once per step, after the last micro-batch, and "
     'optimizer.zero_grad() before the next backward(); a loss that contains a gamma itself needs mode="forward"'
 )
 NOT_PULLED_BACK = (
-    "a step on gradients of PC(W), without preconditioner.pull_back() since the last backward(); it makes them those of W: call "
-    "it once per step, before clipping"
+    "a step on gradients of PC(W), without preconditioner.pull_back() since the last backward(); it makes them those "
+    "of W: call it once per step, before clipping"
 )
 IS_PC = (
-    "the weights that were loaded are PC(W) of a training run: load its preconditioner's state too, or call pc.preserve(model), "
-    "or load dict(state) to use them as W"
+    "the weights that were loaded are PC(W) of a training run: load its preconditioner's state too, or call "
+    "pc.preserve(model), or load dict(state) to use them as W"
 )
 
 
@@ -96,8 +96,9 @@ class PerStep(Preconditioner):
         parameter = weight.parameter
         if weight.config.learnable_gamma:
             ones = torch.ones(weight.split.gamma_shape, device=parameter.device, dtype=parameter.dtype)
-            # DDP, if it wraps the model later, waits for all that require gradients, and only `pull_back` makes these;
-            # torch's distributed checkpoints save optimizer state of those alone
+            # Plain: no, because a DDP that wraps the model later would wait for gamma's gradient, which only
+            # `pull_back` # sets. Sharded: yes, because distributed checkpoints save optimizer states of such parameters
+            # alone.
             gamma = nn.Parameter(shard_gammas(parameter, ones), requires_grad=isinstance(parameter, DTensor))
             weight.module.register_parameter(weight.gamma_key, gamma)
         given = weight.split.initial_vectors(weight.name) if weight.u is None else (weight.u, weight.v)
@@ -132,7 +133,7 @@ class PerStep(Preconditioner):
         weights = list(self.weights.values())
         inputs = [(w.raw, *w.gammas, w.u, w.v) for w in weights]
         outputs: list[Item] = [(w.parameter, w.u, w.v) for w in weights]
-        self._run(partial(passes.write, advance=advance), weights, inputs, outputs, share)
+        self._run("write", partial(passes.write, advance=advance), weights, inputs, outputs, share)
         self._set_holds_pc(True)
 
     @torch.no_grad()
@@ -159,7 +160,7 @@ class PerStep(Preconditioner):
             raise UserError(TWICE)
         gradients: list[Any] = [(w.parameter.grad, *(torch.zeros_like(gamma) for gamma in w.gammas)) for w in used]
         inputs = [(w.raw, g, *w.gammas, w.u, w.v) for w, (g, *_) in zip(used, gradients, strict=True)]
-        self._run(passes.pull_back, used, inputs, gradients)
+        self._run("pull back", passes.pull_back, used, inputs, gradients)
         for weight, (_, *of_gamma) in zip(used, gradients, strict=True):
             if weight.gamma is not None:
                 weight.gamma.grad = viewed(of_gamma[0], weight.gamma.shape) if weight.split.stack else of_gamma[0]
@@ -175,17 +176,19 @@ class PerStep(Preconditioner):
         if self.has_gradients() and not self.is_pulled_back:
             self.pull_back()
         super()._before_step(optimizer, args, kwargs)
-        losses = iter([loss])
+        was_called = False
 
-        def first_loss() -> Any:
-            for found in losses:
-                return found
-            raise UserError(
-                f"{type(optimizer).__name__} calls its closure again within a step, when the weights hold W; "
-                'use mode="forward"'
-            )
+        def loss_once() -> Any:
+            nonlocal was_called
+            if was_called:
+                raise UserError(
+                    f"{type(optimizer).__name__} calls its closure again within a step, when the weights hold W; "
+                    'use mode="forward"'
+                )
+            was_called = True
+            return loss
 
-        return args[:1], {**kwargs, "closure": first_loss}
+        return args[:1], {**kwargs, "closure": loss_once}
 
     def _prepare_step(self) -> bool:
         if self.holds_pc and not self.is_pulled_back and not self.has_gradients():
@@ -217,10 +220,12 @@ class PerStep(Preconditioner):
         if self.holds_pc:
             self._changes.require_none(alone)
 
-    def _run(self, function: Callable, weights: list[Weight], inputs: list, outputs: list, share: bool = True) -> None:
-        """A function of `pc.passes`, of every weight on its owner."""
+    def _run(
+        self, name: str, function: Callable, weights: list[Weight], inputs: list, outputs: list, share: bool = True
+    ) -> None:
+        """A function of `pc.passes`, of every weight on its owner. Its plan is made once for these weights."""
         replicas = self._replicas if share else None
-        key = (len(outputs[0]), replicas, *(w.name for w in weights))  # both passes have their own number of outputs
+        key = (name, replicas, *(w.name for w in weights))
         if key not in self._plans:
             splits = [w.split for w in weights]
             self._plans[key] = Plan(inputs, outputs, splits, [split.cost for split in splits], replicas)

@@ -1,4 +1,4 @@
-"""The polynomial maps that PC applies to singular values (`pc.maps`), evaluated on scalars and matrices.
+"""The polynomial maps that PC applies to singular values (`pc.maps`), evaluated on matrices.
 
 On a matrix `A = U diag(sigma) V^T` the map needs only one Gram matrix: `g(A) = p(A A^T) A = A p(A^T A)`
 equals `U diag(g(sigma)) V^T` (paper, proposition 1).
@@ -20,8 +20,9 @@ def apply(
 ) -> Tensor:
     """`scale * g(A / divisor)` for matrices `A` of shape [..., n, m], batched over leading dimensions; same shape out.
 
-    One matmul computes the smaller Gram matrix `G` [s, s], ceil(k / 2) (none for k = 1) compute `p(G)` of degree k, and one
-    multiplies it by `A`. Divisor and scale are applied to the square matrices, so neither costs another pass over `A`.
+    One matmul computes the smaller Gram matrix `G` [s, s], ceil(k / 2) (none for k = 1) compute `p(G)` of degree k, and
+    one multiplies it by `A`. Divisor and scale are applied to the square matrices, so neither costs another pass over
+    `A`.
 
     Args:
         gram: `gram_matrix(A)` if already computed.
@@ -38,7 +39,7 @@ def apply(
             factor = scale.reshape(-1, 1, 1) if factor is None else factor * scale.reshape(-1, 1, 1)
         polynomial = sums[0] if factor is None else _scaled(sums[0], factor)
         batch = batch @ polynomial if batch.size(-2) > batch.size(-1) else polynomial @ batch
-        gram = factor = None
+        gram = factor = None  # those of the first stage
     return batch.reshape(matrix.shape)
 
 
@@ -47,29 +48,32 @@ def vjp(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Vector-Jacobian product of `apply`: the gradient with respect to `A`, given that of `scale * g(A / divisor)`.
 
-    Autograd computes the same. At level 4 it takes 6 matmuls of [s, s] by [s, l] and 6 of [s, s]; this takes 4
+    Autograd computes the same. At level 4 autograd takes 6 matmuls of [s, s] by [s, l] and 6 of [s, s]; this takes 4
     and 5, because every factor is symmetric and `g` itself is not needed.
+
+    The returned gradient treats divisor and scale as constants; two inner products give a caller the gradients of
+    these.
 
     Args:
         matrix: `A` [..., n, m].
         gradient: `H`, with respect to the result [..., n, m].
-        divisor: [..., 1, 1], treated as constant; None for 1.
-        scale: [..., 1, 1], treated as constant; None for 1.
+        divisor: [..., 1, 1]; None for 1.
+        scale: [..., 1, 1]; None for 1.
 
     Returns:
-        The gradient with respect to `A` [..., n, m], and two inner products for the gradients of scale and divisor:
-        `<g(N), H>` and `<dN, N>`, [...] each, where `N = A / divisor` and `dN` is the gradient of `<g(N), H>` with
-        respect to `N`. Inner products have at least float32.
+        The gradient with respect to `A` [..., n, m], and the inner products `<g(N), H>` and `<dN, N>`, [...] each,
+        where `N = A / divisor` and `dN` is the gradient of `<g(N), H>` with respect to `N`. Inner products have at
+        least float32.
     """
     first, *others = stages(map)
     batch, gradient = (x.reshape(-1, *x.shape[-2:]) for x in (matrix, gradient))
     one = torch.ones(1, 1, 1, device=matrix.device, dtype=torch.promote_types(matrix.dtype, torch.float32))
     divisor, scale = (one if x is None else x.reshape(-1, 1, 1) for x in (divisor, scale))
-    values: list[Tensor] = []
-    if others:
-        gradient, *values = vjp(tuple(others), apply(first, batch, divisor=divisor), gradient)
-    result, *products = _stage_vjp(first, batch, divisor, scale, gradient)
-    value_product, matrix_product = (values or products)[0], products[1]  # of the last stage and of the first
+    if others:  # the value is that of the last stage, the gradient goes back through the first
+        gradient, value_product, _ = vjp(tuple(others), apply(first, batch, divisor=divisor), gradient)
+        result, _, matrix_product = _stage_vjp(first, batch, divisor, scale, gradient)
+    else:
+        result, value_product, matrix_product = _stage_vjp(first, batch, divisor, scale, gradient)
     leading = matrix.shape[:-2]
     return result.reshape(matrix.shape), value_product.reshape(leading), matrix_product.reshape(leading)
 
@@ -102,11 +106,11 @@ def _stage_vjp(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`vjp` of one stage, for [B, n, m]; divisor and scale are [B, 1, 1] or [1, 1, 1] in at least float32.
 
-    `A` is wide (of a tall one all is transposed), `N = A / divisor`, `G = N N^T`, `X = G^2`, and `dx` is the gradient of
-    `<p(G) N, H> = <p(G), H N^T>` with respect to `x`. Back through the sums `V_j` of `_sums`:
+    `A` is wide (of a tall one all is transposed), `N = A / divisor`, `G = N N^T`, `X = G^2`, and `dx` is the gradient
+    of `<p(G) N, H> = <p(G), H N^T>` with respect to `x`. Back through the sums `V_j` of `_sums`:
 
         dV_0 = H N^T    dV_{j+1} = dV_j X    dG = sum_j a_{2j+1} dV_j    dX = sum_j V_{j+1} dV_j
-        X = G G      adds dX G + G dX to dG. Below its transpose may stand for it, so add G (dX + dX^T).
+        X = G G      adds dX G + G dX to dG. Only dG + dG^T is used, so dX G may be its transpose: add G (dX + dX^T).
         G = N N^T    M = dG + dG^T    dN = p(G) H + M N    <dN, N> = <p(G), H N^T> + <M, G>
     """
     if matrix.size(-2) > matrix.size(-1):

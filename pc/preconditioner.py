@@ -1,8 +1,8 @@
 """The object that `pc.precondition` makes: it follows optimizers, and is copied, saved and loaded with them.
 
-Two facts are kept apart: what the weights hold, PC(W) or W, and of what the gradients are. A step of any followed
-optimizer needs W in the weights; PC(W) is written into them again after all have stepped, or else before the next forward
-pass or state dict. So an optimizer may be skipped or replaced.
+Two facts are kept apart: which of the two the weights hold, PC(W) or W, and which the gradients belong to. A step of
+any followed optimizer needs W in the weights; PC(W) is written into them again after all have stepped, or else before
+the next forward pass or state dict. So an optimizer may be skipped or replaced.
 """
 
 from abc import ABC, abstractmethod
@@ -16,7 +16,14 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from pc.errors import UserError
-from pc.followed import gamma_groups, group_for_gamma, only_creates_state, require_trained, unwrapped
+from pc.followed import (
+    gamma_groups,
+    group_for_gamma,
+    ids_of_parameters,
+    only_creates_state,
+    require_trained,
+    unwrapped,
+)
 from pc.shards import copy_into
 from pc.weight import Weight
 
@@ -42,10 +49,11 @@ class Preconditioner(ABC):
         first = next(iter(weights.values()))
         first.guard("")
         parts = [module for model in models for module in model.modules() if isinstance(module, FSDPModule)]
+        # one hook on each of these is enough, and FSDP's modules need it before they gather
         first.guarded = [first.module, *dict.fromkeys((*models, *parts))]
         for weight in weights.values():
             self._add_tensors(weight)
-            weight.sharded = weight.parameter, weight.gamma
+            weight.kept = weight.parameter, weight.gamma
             weight.preconditioner = self
         self._hooks: dict[Optimizer, list[RemovableHandle]] = {}
         """of the followed optimizers"""
@@ -63,12 +71,13 @@ class Preconditioner(ABC):
         """Compute PC(W) of the current weights, unless they hold it. Called when all optimizers have stepped.
 
         Args:
-            share: whether all ranks call this, and each may compute a part of weights that all of them have whole.
+            share: all ranks call this now, so those with equal whole weights may divide the matrices among them.
         """
 
     @abstractmethod
     def pull_back(self) -> None:
-        """Make gradients of PC(W) those of W and gamma: once per step, after the last backward pass, before clipping."""
+        """Make gradients of PC(W) those of W and gamma: once per step, after the last backward pass, before
+        clipping."""
 
     @abstractmethod
     def restore_raw(self) -> None:
@@ -76,7 +85,7 @@ class Preconditioner(ABC):
 
     @abstractmethod
     def write_raw(self) -> None:
-        """The same whatever the gradients are."""
+        """The same without a check of gradients and of changes; `pc.detach` calls it."""
 
     @abstractmethod
     def require_unchanged(self, alone: bool = False) -> None:
@@ -95,24 +104,23 @@ class Preconditioner(ABC):
     def follow(self, *optimizers: Optimizer | Iterable[Optimizer]) -> None:
         """From now on restore W before a step of these optimizers, and write PC(W) after all of them have stepped.
 
-        They take the place of earlier ones of the same weights. A gamma that none of them has joins the parameters of one
-        dimension (norms, biases), or without such its weight: learning rate and weight decay are theirs.
+        They take the place of earlier ones of the same weights. A gamma that none of them has joins the parameters of
+        one dimension (norms, biases), or without such its weight: learning rate and weight decay are theirs.
 
         Raises:
             UserError: none of them holds some weight, or can train gammas.
         """
         given = unwrapped(optimizers)
         require_trained(self.weights.values(), given)
-        groups = gamma_groups(given)
-        trained = {id(p) for optimizer in given for group in optimizer.param_groups for p in group["params"]}
+        groups, trained = gamma_groups(given), ids_of_parameters(*given)
         for weight in self.weights.values():
             if weight.gamma is not None and weight.parameter.requires_grad and id(weight.gamma) not in trained:
                 group_for_gamma(weight, groups)["params"].append(weight.gamma)
         own = {id(p) for weight in self.weights.values() for p in (weight.parameter, weight.gamma)}
         for earlier in [*self._hooks]:
-            if own & {id(p) for group in earlier.param_groups for p in group["params"]} <= trained:
+            if (own & ids_of_parameters(earlier)) <= trained:  # the new ones train all of ours that it does
                 self._leave(earlier)
-        self._register(o for o in given if own & {id(p) for group in o.param_groups for p in group["params"]})
+        self._register(optimizer for optimizer in given if own & ids_of_parameters(optimizer))
 
     def _register(self, optimizers: Iterable[Optimizer]) -> None:
         for optimizer in optimizers:
@@ -180,7 +188,7 @@ class Preconditioner(ABC):
         return self._contents()
 
     def _contents(self) -> dict[str, dict[str, Any]]:
-        return {"config": {name: str(weight.split) for name, weight in self.weights.items()}, **self._tensors()}
+        return {"config": {name: weight.split.describe() for name, weight in self.weights.items()}, **self._tensors()}
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
         return {
@@ -195,18 +203,20 @@ class Preconditioner(ABC):
         Raises:
             UserError: weights or tensors are missing or unknown, or have another shape, or another PC(W).
         """
-        contents, given = (
-            {
-                f"{name}.{key}": f"shape {[*value.shape]}" if isinstance(value, Tensor) else value
-                for name, values in state.items()
-                for key, value in values.items()
-            }
-            for state in (self._contents(), state_dict)
-        )
-        for key in sorted(contents.keys() | given.keys()):
-            if contents.get(key) != given.get(key):
-                raise UserError(f"the PC state has {key} of {given.get(key)}, the model of {contents.get(key)}")
+        there, here = _summary(state_dict), _summary(self._contents())
+        for key in sorted(there.keys() | here.keys()):
+            if there.get(key) != here.get(key):
+                raise UserError(
+                    f"PC's state has {key}: {there.get(key, 'nothing')}; the model has {here.get(key, 'nothing')}: "
+                    "make it with the PCConfig of the run that saved the state"
+                )
         for name, tensors in self._tensors().items():
             for key, tensor in tensors.items():
                 copy_into(tensor, state_dict[name][key])
         self._use_loaded()
+
+
+def _summary(state: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """{"weight.tensor": its shape, "config.weight": what defines its PC(W)}"""
+    flat = {f"{name}.{key}": value for name, values in state.items() for key, value in values.items()}
+    return {key: f"shape {[*x.shape]}" if isinstance(x, Tensor) else str(x) for key, x in flat.items()}

@@ -20,7 +20,10 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def sharded_dims(tensor: Tensor) -> dict[int, int | None]:
-    """Which dimension of a tensor each device mesh dimension sharded_dims that shards it; {} for a plain tensor."""
+    """{mesh dimension: the tensor's dimension that it shards, None for partial sums}; {} for a plain tensor.
+
+    Mesh dimensions of one rank are left out.
+    """
     if not isinstance(tensor, DTensor):
         return {}
     sizes, placements = tensor.device_mesh.shape, enumerate(tensor.placements)
@@ -33,18 +36,19 @@ def is_stack(weight: Tensor) -> bool:
 
 
 def shard_like(weight: Tensor, tensor: Tensor) -> Tensor:
-    """State of a weight: a tensor that every rank has whole, split along its first dimension over the weight's ranks.
+    """Shard a tensor that every rank has whole, as state of `weight`, along its first dimension.
 
-    That of a stack is split as the stack is, and whole where its rows are split. For a plain weight it stays plain.
+    Over the mesh dimensions that shard the weight; for a stack only over those that shard its first dimension, while
+    those that shard rows or columns replicate it. For a plain weight the tensor stays plain.
     """
     if not isinstance(weight, DTensor):
         return tensor
     mesh = weight.device_mesh
     placements: list[Placement] = [Replicate()] * mesh.ndim
-    for d, split in sharded_dims(weight).items():
+    for d, dim in sharded_dims(weight).items():
         if not is_stack(weight):
             placements[d] = Shard(0)
-        elif split == 0:
+        elif dim == 0:
             placements[d] = weight.placements[d]
     # a copy: the tensor's storage is whole, which asynchronous checkpoints could not stage
     shard = own_block(tensor, mesh, placements).clone()
@@ -52,14 +56,15 @@ def shard_like(weight: Tensor, tensor: Tensor) -> Tensor:
 
 
 def shard_gammas(weight: Tensor, gammas: Tensor) -> Tensor:
-    """Gammas of a weight [P], or of a stack [E, P], as state of one dimension: so nothing takes them for a matrix.
+    """Gammas [P] of a weight, or [E, P] of a stack, as state of one dimension [E P]: Muon takes two for a matrix.
 
-    A stack's are sharded as the stack is, or whole where shards of E times P would not end between matrices.
+    A stack's are sharded as the stack is. For P > 1 and an E that the ranks do not divide they are replicated, because
+    DTensor would divide [E P] elsewhere than the stack.
     """
     if not isinstance(weight, DTensor):
         return gammas.flatten()
     sharded, mesh = shard_like(weight, gammas), weight.device_mesh
-    shares = math.prod(mesh.size(d) for d, split in sharded_dims(weight).items() if split == 0)
+    shares = math.prod(mesh.size(d) for d, dim in sharded_dims(weight).items() if dim == 0)
     if is_stack(weight) and gammas.size(1) > 1 and gammas.size(0) % shares:
         sharded = DTensor.from_local(gammas, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return viewed(sharded, (gammas.numel(),))
@@ -90,18 +95,21 @@ def own_block(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement])
 def held_slices(shape: Ints, placements: tuple[Placement, ...], sizes: Ints, coordinate: Ints) -> tuple[slice, ...]:
     """What the rank at `coordinate` of a mesh of `sizes` holds of a tensor.
 
-    Torch's own `compute_local_shape_and_global_offset` is wrong where tensor parallelism and then FSDP split a dimension
-    unevenly: for 7 rows over 2, then over 3 ranks, it names other rows than FSDP2 has put there.
+    Torch's own `compute_local_shape_and_global_offset` is wrong where tensor parallelism and then FSDP split a
+    dimension unevenly: for 7 rows over 2, then over 3 ranks, it names other rows than FSDP2 has put there.
     """
     block = [slice(0, size) for size in shape]
     dims = [getattr(placement, "dim", None) for placement in placements]
     plain = [d for d, placement in enumerate(placements) if type(placement) is Shard]
     strided = [d for d, placement in enumerate(placements) if d not in plain and not placement.is_replicate()]
-    for d in (*plain, *strided):  # strided: FSDP shards of what tensor parallelism has already split
+    not_a_block = UserError(f"pc.owner needs shards that are blocks of their tensor, not {placements}")
+    for d in (*plain, *strided):
         dim = dims[d]
+        if dim is None:  # partial sums
+            raise not_a_block
         before = math.prod(sizes[e] for e in plain if e > d and dims[e] == dim)
-        if dim is None or (d in strided and getattr(placements[d], "split_factor", None) != before):
-            raise UserError(f"pc.owner needs shards that are blocks of their tensor, not {placements}")
+        if d in strided and getattr(placements[d], "split_factor", None) != before:
+            raise not_a_block  # FSDP's shards should be of what tensor parallelism has sharded before
         step = math.ceil((block[dim].stop - block[dim].start) / sizes[d])
         start = min(block[dim].stop, block[dim].start + step * coordinate[d])
         block[dim] = slice(start, min(block[dim].stop, start + step))

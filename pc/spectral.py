@@ -8,16 +8,19 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from pc.polynomial import gram_matrix
+
 # Added to the estimated spectral norm to avoid dividing by zero for a zero matrix (the value in the released code).
 EPSILON = 1e-7
 
 
 def initial_vectors(name: str, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Random unit vectors `u` [..., n] and `v` [..., m] (float32, CPU) to start power iteration for weights [..., n, m].
+    """Random unit vectors to start power iteration for weights [..., n, m]: `u` [..., n] and `v` [..., m], float32,
+    CPU.
 
-    They depend only on the weight's name, so they are the same for any number of ranks and pipeline stages.
+    They depend only on the weight's name and shape, so they are the same for any number of ranks and pipeline stages.
     """
-    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1  # 63 bits, which a seed may have
     generator = torch.Generator().manual_seed(seed)
     u, v = (torch.randn(*shape[:-2], size, generator=generator, device="cpu") for size in shape[-2:])
     return u / u.norm(dim=-1, keepdim=True), v / v.norm(dim=-1, keepdim=True)
@@ -62,13 +65,13 @@ def power_iteration_by_gram(weight: Tensor, gram: Tensor, u: Tensor, v: Tensor, 
     """
     with torch.no_grad():
         if weight.size(-2) > weight.size(-1):
-            v = _of_size_one(_product(weight.mT, u), v)
+            v = _of_largest_entry_one(_product(weight.mT, u), v)
             for _ in range(steps - 1):
-                v = _of_size_one(_product(gram, v), v)
+                v = _of_largest_entry_one(_product(gram, v), v)
             v = v / v.norm(dim=-1, keepdim=True)
         else:
             for _ in range(steps - 1):
-                u = _of_size_one(_product(gram, u), u)
+                u = _of_largest_entry_one(_product(gram, u), u)
             v = _unit(_product(weight.mT, u), v)
         return _unit(_product(weight, v), u), v
 
@@ -90,14 +93,14 @@ def _product(matrix: Tensor, vector: Tensor) -> Tensor:
     return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
 
 
-def _of_size_one(vector: Tensor, previous: Tensor) -> Tensor:
+def _of_largest_entry_one(vector: Tensor, previous: Tensor) -> Tensor:
     """The vector over its largest entry, as squares above 1e38 overflow; the previous vector if it is zero."""
     size = torch.linalg.vector_norm(vector, math.inf, dim=-1, keepdim=True)
     return torch.where(size > 0, vector / size, previous)
 
 
 def _unit(vector: Tensor, previous: Tensor) -> Tensor:
-    vector = _of_size_one(vector, previous)
+    vector = _of_largest_entry_one(vector, previous)
     return vector / vector.norm(dim=-1, keepdim=True)
 
 
@@ -111,8 +114,7 @@ def singular_values(matrix: Tensor) -> Tensor:
     finite = matrix.isfinite().all(-1).all(-1)
     # A decomposition of NaN raises an error and would end a training run that could show what went wrong.
     matrix = torch.where(finite[..., None, None], matrix, 0.0).double()
-    gram = matrix.mT @ matrix if matrix.size(-2) > matrix.size(-1) else matrix @ matrix.mT
-    sigma = torch.linalg.eigvalsh(gram).clamp(min=0.0).sqrt()
+    sigma = torch.linalg.eigvalsh(gram_matrix(matrix)).clamp(min=0.0).sqrt()
     return torch.where(finite[..., None], sigma, math.nan)
 
 

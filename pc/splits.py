@@ -1,9 +1,9 @@
 """A stored weight as the matrices that PC or Muon works on, and back.
 
-A weight is stored as [N, m], or [E, N, m] for a stack of E independent ones, or transposed: [m, N], [E, m, N]. Its N rows
-(outputs) belong to parts, such as q, k and v of a fused projection. Each part is one matrix, or one for each head.
+A weight is stored as [N, m], or [E, N, m] for a stack of E independent ones, or transposed: [m, N], [E, m, N]. Its N
+rows (outputs) belong to parts, such as q, k and v of a fused projection. Each part is one matrix, or one for each head.
 
-    stored [N, m]            matrices of one batch
+    stored [N, m]            one batch of matrices for each part
     q of head 0      ->      q [rows, m]    with gamma, u [rows], v [m] of its own
     k of head 0      ->      k [rows, m]                ...
     v of head 0              not preconditioned: its rows are handed on as they are
@@ -46,8 +46,8 @@ class Part:
 class WeightSplit:
     """A `MatrixSplit` of a weight of known shape.
 
-    Functions take batches of B such weights [B, ...] and of their tensors: gammas [B, P] for P matrices, the left vectors
-    u of all matrices in a row [B, ...], and the right vectors v, [B, m] for P = 1, otherwise [B, P, m].
+    Functions take batches of B such weights [B, ...] and of their tensors: gammas [B, P] for P matrices; u, those of
+    all matrices concatenated, [B, sum of rows]; and v, [B, P, m], or [B, m] for P = 1, as in a `PCLinear`.
     """
 
     parts: tuple[Part, ...]
@@ -82,8 +82,9 @@ class WeightSplit:
         """Relative FLOPs of one weight of the stack."""
         return sum(part.count * matrix_cost((part.rows, self.columns)) for part in self.chosen)
 
-    def __str__(self) -> str:
-        """What defines PC(W): the shapes and the methods of the matrices."""
+    def describe(self) -> str:
+        """What defines PC(W): the shapes and the methods of the matrices. A saved state has these words, and is refused
+        by a model that has others."""
         matrices = [f"{part.count} of [{part.rows}, {self.columns}], {part.method.describe()}" for part in self.chosen]
         return (f"{self.stack[0]} times " if self.stack else "") + "; ".join(matrices)
 
@@ -92,11 +93,11 @@ class WeightSplit:
         return *self.stack, self._count
 
     @property
-    def left_shape(self) -> tuple[int, ...]:
+    def u_shape(self) -> tuple[int, ...]:
         return *self.stack, sum(part.count * part.rows for part in self.chosen)
 
     @property
-    def right_shape(self) -> tuple[int, ...]:
+    def v_shape(self) -> tuple[int, ...]:
         return *self.stack, *((self._count, self.columns) if self._count > 1 else (self.columns,))
 
     @property
@@ -104,14 +105,14 @@ class WeightSplit:
         return sum(part.count for part in self.chosen)
 
     def initial_vectors(self, name: str) -> tuple[Tensor, Tensor]:
-        """Random unit vectors u and v (float32, CPU), which depend only on the weight's name."""
+        """Random unit vectors u and v (float32, CPU), which depend only on the weight's name and shape."""
         batch = math.prod(self.stack)
         drawn = [
             initial_vectors(f"{name}.{index}" if index else name, (batch * part.count, part.rows, self.columns))
             for index, part in enumerate(self.chosen)
         ]
-        left, right = ([pair[i].reshape(batch, -1) for pair in drawn] for i in (0, 1))
-        return torch.cat(left, 1).reshape(self.left_shape), torch.cat(right, 1).reshape(self.right_shape)
+        of_u, of_v = ([pair[i].reshape(batch, -1) for pair in drawn] for i in (0, 1))
+        return torch.cat(of_u, 1).reshape(self.u_shape), torch.cat(of_v, 1).reshape(self.v_shape)
 
     # Each of these gives the tensors of each chosen part, with B' = B times the part's matrices.
 
@@ -124,11 +125,11 @@ class WeightSplit:
         """[B', 1]"""
         return self._split(gamma, [1 for _ in self.chosen])
 
-    def split_left(self, u: Tensor) -> list[Tensor]:
+    def split_u(self, u: Tensor) -> list[Tensor]:
         """[B', rows]"""
         return self._split(u, [part.rows for part in self.chosen])
 
-    def split_right(self, v: Tensor) -> list[Tensor]:
+    def split_v(self, v: Tensor) -> list[Tensor]:
         """[B', columns]"""
         return self._split(v, [self.columns for _ in self.chosen])
 
@@ -147,11 +148,11 @@ class WeightSplit:
     def join_gamma(self, gammas: Sequence[Tensor]) -> Tensor:
         return self._join(gammas, self.gamma_shape)
 
-    def join_left(self, u: Sequence[Tensor]) -> Tensor:
-        return self._join(u, self.left_shape)
+    def join_u(self, u: Sequence[Tensor]) -> Tensor:
+        return self._join(u, self.u_shape)
 
-    def join_right(self, v: Sequence[Tensor]) -> Tensor:
-        return self._join(v, self.right_shape)
+    def join_v(self, v: Sequence[Tensor]) -> Tensor:
+        return self._join(v, self.v_shape)
 
     def _rows(self, weight: Tensor) -> Sequence[Tensor]:
         """Views [B, repeats, size, m] of each part's rows."""

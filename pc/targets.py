@@ -29,11 +29,16 @@ class Target(NamedTuple):
     """A weight that gets PC."""
 
     name: str
-    """full name of the module, or of the parameter if it is not called "weight\""""
+    """full name of the module; or of the parameter, if that is not "weight" """
     module: nn.Module
     key: str
     """of the parameter in its module"""
     split: WeightSplit
+
+    @property
+    def entries(self) -> set[str]:
+        """The entries of `PCConfig.blocks` that name its matrices."""
+        return {part.config.blocks[0] for part in self.split.parts if part.config}
 
 
 class Other(NamedTuple):
@@ -53,28 +58,23 @@ def find(model: nn.Module, config: PCConfig) -> tuple[dict[str, Target], dict[st
     targets: dict[str, Target] = {}
     others: dict[str, Other] = {}
     modules = {clean_name(name): module for name, module in model.named_modules()}
-    splits = {
-        _join(name, key): split for name, module in modules.items() for key, split in known_splits(module).items()
-    }
+    splits = _known_splits(config, modules)
     for name, module in modules.items():
         for key, parameter in module.named_parameters(recurse=False):
-            full = _join(name, key)
             if parameter.ndim < 2:
                 continue
-            if given := [split for pattern, split in (config.splits or {}).items() if _is_named(pattern, full)]:
-                splits[full] = given[0]
-            is_known, split = full in splits, splits.get(full)
-            if not is_known and isinstance(module, nn.Linear) and key == "weight":
-                block = block_of(name)
-                is_known, split = block is not None, MatrixSplit((block or "",))
+            full = _join(name, key)
+            split = splits.get(full)
+            if full not in splits and isinstance(module, nn.Linear) and key == "weight":
+                split = MatrixSplit()  # a pattern may name any of these
             entries = [_entry_of(config, block, name, full) for block in (split.blocks if split else ("",))]
             if not any(entries):
-                others[full] = Other([*parameter.shape], is_known)
+                others[full] = Other([*parameter.shape], is_known=full in splits)
                 continue
             if split is None:
                 raise UserError(
-                    f"pc.blocks: {entries[0]!r} matches {full}, a weight of {type(module).__name__}, which is not known "
-                    "to be one matrix; say in PCConfig.splits how it is split (pc.MatrixSplit)"
+                    f"pc.blocks: {entries[0]!r} matches {full} of {type(module).__name__}, which is not known to be "
+                    "matrices; say in PCConfig.splits how it is split (pc.MatrixSplit)"
                 )
             head_dims = [split.head_dim or _head_dim(config, block, name, modules) for block in split.blocks]
             configs = [config.for_block(entry) if entry else None for entry in entries]
@@ -83,27 +83,40 @@ def find(model: nn.Module, config: PCConfig) -> tuple[dict[str, Target], dict[st
     return targets, others
 
 
+def _known_splits(config: PCConfig, modules: dict[str, nn.Module]) -> dict[str, MatrixSplit | None]:
+    """How weights are split, by full names: as the config says, else by the class of the module, else as a plain linear
+    layer of a known name. None: known, and none of the blocks; a weight that is not known has no entry."""
+    splits: dict[str, MatrixSplit | None] = {}
+    for name, module in modules.items():
+        if isinstance(module, nn.Linear) and (block := block_of(name)):
+            splits[_join(name, "weight")] = MatrixSplit((block,))
+    for name, module in modules.items():
+        splits |= {_join(name, key): split for key, split in known_splits(module).items()}
+    parameters = [_join(name, key) for name, m in modules.items() for key, _ in m.named_parameters(recurse=False)]
+    for pattern, split in reversed([*(config.splits or {}).items()]):  # the first that matches counts
+        splits |= {parameter: split for parameter in parameters if _is_named(pattern, parameter)}
+    return splits
+
+
 def require_complete(config: PCConfig, targets: dict[str, Target], others: dict[str, Other]) -> None:
-    """Raise a `UserError` if an entry of `blocks` or `splits` finds nothing, or an entry of `blocks` may miss an unknown
-    weight beside its own."""
+    """Raise a `UserError` if an entry of `blocks` or `splits` finds nothing, or an entry of `blocks` may miss an
+    unknown weight beside its own."""
     for pattern in config.splits or {}:
         if not any(_is_named(pattern, full) for full in [*targets, *others]):
             raise UserError(f"pc.splits: {pattern!r} matches no weight of the model")
     for entry in config.blocks:
-        found = [
-            full
-            for full, target in targets.items()
-            if any(part.config.blocks == (entry,) for part in target.split.parts if part.config)
-        ]
+        found = [full for full, target in targets.items() if entry in target.entries]
         if not found:
             raise UserError(
                 f"pc.blocks: {entry!r} matches no weight of the model; see print(pc.describe(model, config))"
             )
+        if entry not in BLOCK_SUFFIXES and entry not in BLOCK_GROUPS:
+            continue  # a pattern finds what it says
         modules = {full.removesuffix(f".{targets[full].key}") for full in found}
         beside = tuple(f"{_all_layers(name.rpartition('.')[0])}." for name in modules if "." in name)
         unknown = {_all_layers(full) for full, other in others.items() if not other.is_known}
         missed = sorted(name for name in unknown if name.startswith(beside))
-        if missed and (entry in BLOCK_SUFFIXES or entry in BLOCK_GROUPS):
+        if missed:
             raise UserError(
                 f"pc.blocks: {entry!r} does not know {', '.join(missed)} beside the weights that it finds; say in "
                 "PCConfig.splits how it is split (pc.MatrixSplit), or None to leave it out"
@@ -155,7 +168,7 @@ def describe(model: nn.Module, config: PCConfig) -> str:
     lines = []
     for full, target in targets.items():
         shape = [*getattr(target.module, target.key).shape]
-        lines.append(f"{_all_layers(full)} {shape}: {target.split}")
+        lines.append(f"{_all_layers(full)} {shape}: {target.split.describe()}")
     for full, other in others.items():
         lines.append(f"left out: {_all_layers(full)} {other.shape}{'' if other.is_known else ', not known'}")
     return "\n".join(f"{count} x {line}" for line, count in Counter(lines).items())
@@ -166,13 +179,15 @@ def _query_key_value(attention: Any) -> MatrixSplit:
     return MatrixSplit(("q", "k", "v"), sizes=(heads, groups, groups))
 
 
-_EXPERTS = {"gate_up_proj": MatrixSplit(("gate", "up")), "down_proj": MatrixSplit(("down",))}
+_Splits = dict[str, MatrixSplit | Callable[[Any], MatrixSplit] | None]
+
+_EXPERTS: _Splits = {"gate_up_proj": MatrixSplit(("gate", "up")), "down_proj": MatrixSplit(("down",))}
 _NUMBERED = {"w1": "gate", "w2": "down", "w3": "up"}
 
 # Weights of transformers' and TorchTitan's model classes that are not plain linear layers of the usual names:
-# parameters by the class of the module that they belong to. A function gives the split of a module. None: known, and not
-# one of the blocks.
-KNOWN: dict[str, dict[str, MatrixSplit | Callable[[Any], MatrixSplit] | None]] = {
+# parameters by the class of the module that they belong to. A function gives the split of a module. None: known, and
+# not one of the blocks.
+KNOWN: dict[str, _Splits] = {
     "Phi3Attention": {"qkv_proj.weight": _query_key_value},
     "Phi3MLP": {"gate_up_proj.weight": MatrixSplit(("gate", "up"))},
     "GPT2Attention": {
@@ -196,11 +211,11 @@ KNOWN: dict[str, dict[str, MatrixSplit | Callable[[Any], MatrixSplit] | None]] =
     "BertOutput": {"dense.weight": MatrixSplit(("down",))},
     "ViTAttention": {f"{block}_proj.weight": MatrixSplit((block,)) for block in "qkvo"},
     "ViTMLP": {"fc1.weight": MatrixSplit(("up",)), "fc2.weight": MatrixSplit(("down",))},
-    "MixtralExperts": {**_EXPERTS},
+    "MixtralExperts": _EXPERTS,
     "MixtralTopKRouter": {"weight": None},
-    "Qwen3MoeExperts": {**_EXPERTS},
+    "Qwen3MoeExperts": _EXPERTS,
     "Qwen3MoeTopKRouter": {"weight": None},
-    "DeepseekV3Experts": {**_EXPERTS},
+    "DeepseekV3Experts": _EXPERTS,
     "DeepseekV3MLP": {f"{block}_proj.weight": MatrixSplit((block,)) for block in ("gate", "up", "down")},
     "DeepseekV3TopkRouter": {"weight": None},
     "DeepseekV3Attention": {

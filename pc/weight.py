@@ -25,12 +25,12 @@ MARKER = "pc"
 class Weight:
     """A marked weight: a parameter of a module, how it is split into matrices, and its tensors, all sharded alike.
 
-    `pc.attach` sets the first group of fields. The others change: the guard whenever PC(W) comes or goes, and the tensors
-    when `pc.precondition` takes over.
+    `pc.attach` sets the first group of fields. The others change: the guard whenever PC(W) comes or goes, and the
+    tensors when `pc.precondition` takes over.
     """
 
     name: str
-    """as in `Target`"""
+    """full name of the module; or of the parameter, if that is not "weight" """
     module: Any
     """an nn.Module"""
     key: str
@@ -39,7 +39,7 @@ class Weight:
     state_is_apart: bool = True
     """whether the model's state dict leaves out what PC adds, because the preconditioner's state has it"""
     guarded: list[nn.Module] = field(default_factory=list)
-    """modules whose forward pass first needs PC(W): the weight's own, and those of one weight also the whole model"""
+    """modules whose forward pass first needs PC(W): its own module, and for one of the weights also the whole model"""
     hooks: list[RemovableHandle] = field(default_factory=list)
     """of the module, as long as it has PC"""
 
@@ -51,19 +51,19 @@ class Weight:
     preconditioner: Any = None
     """a `Preconditioner`, which computes PC(W); a copy of the model alone has none"""
     is_loaded_pc: bool = False
-    """whether the model's last state dict had PC(W) here"""
-    sharded: tuple[nn.Parameter, nn.Parameter | None] | None = None
-    """the parameter and gamma, from the preconditioner: for a while FSDP puts gathered ones into the module"""
+    """whether the last state dict that was loaded into the model had PC(W) here"""
+    kept: tuple[nn.Parameter, nn.Parameter | None] | None = None
+    """the parameter and gamma, from `pc.precondition` on: for a while FSDP puts gathered ones into the module"""
     raw: Any = None
-    """W, from the preconditioner"""
+    """W, from `pc.precondition` on"""
     u: Any = None
     v: Any = None
-    """None: random, seeded by the name, when there is a preconditioner"""
+    """None until `pc.preserve` computes them or `pc.precondition` draws them, seeded by the name"""
 
     @classmethod
     def mark(cls, target: Target, guarded: list[nn.Module]) -> "Weight":
         """Put a new one into `pc_weights` of its module; from now on forward passes are refused."""
-        weight = cls(*target, guarded=guarded)
+        weight = cls(target.name, target.module, target.key, target.split, guarded=guarded)
         module = weight.module
         if weight.config.mode == "forward":
             PCLinear.add_pc(module, weight.name, weight.config)
@@ -73,7 +73,7 @@ class Weight:
             weight.hooks += [
                 module.register_state_dict_pre_hook(_before_state_dict),
                 module.register_state_dict_post_hook(_leave_out),
-                module.register_load_state_dict_pre_hook(_expect_none),
+                module.register_load_state_dict_pre_hook(_put_back),
             ]
         module.pc_weights[weight.key] = weight
         weight.guard(NO_PRECONDITIONER)
@@ -96,12 +96,13 @@ class Weight:
     @property
     def parameter(self) -> nn.Parameter:
         """W, or PC(W) in mode "step" between optimizer steps."""
-        return self.sharded[0] if self.sharded else getattr(self.module, self.key)
+        return self.kept[0] if self.kept else getattr(self.module, self.key)
 
     @property
     def gamma(self) -> nn.Parameter | None:
-        """[matrices], also of a stack. Mode "step" adds it; nothing before it sees it."""
-        return self.sharded[1] if self.sharded else getattr(self.module, self.gamma_key, None)
+        """[P] for P matrices, [E P] for a stack. In mode "step" `pc.precondition` adds it, so that no wrapper sees
+        it."""
+        return self.kept[1] if self.kept else getattr(self.module, self.gamma_key, None)
 
     @property
     def config(self) -> PCConfig:
@@ -114,7 +115,7 @@ class Weight:
 
     @property
     def gammas(self) -> tuple[Tensor, ...]:
-        """One tensor in the shape that the split takes, or none."""
+        """Gamma in the shape that the split takes, [P] or [E, P], or nothing."""
         if self.gamma is None:
             return ()
         return (viewed(self.gamma.detach(), self.split.gamma_shape) if self.split.stack else self.gamma,)
@@ -161,7 +162,7 @@ def _before_state_dict(module: Any, *_) -> None:
             weight.require_pc()
 
 
-def _apart(module: Any) -> Iterator[str]:
+def _left_out(module: Any) -> Iterator[str]:
     """What the model's state dict leaves out of a module."""
     for weight in module.pc_weights.values():
         if weight.state_is_apart:
@@ -170,14 +171,15 @@ def _apart(module: Any) -> Iterator[str]:
 
 
 def _leave_out(module: Any, state_dict: dict, prefix: str, metadata: dict) -> None:
-    for key in _apart(module):
+    for key in _left_out(module):
         state_dict.pop(prefix + key, None)
-    if any(weight.raw is not weight.parameter and not weight.needs for weight in module.pc_weights.values()):
-        metadata[MARKER] = True
+    if any(weight.config.mode == "step" and not weight.needs for weight in module.pc_weights.values()):
+        metadata[MARKER] = True  # these weights are PC(W)
 
 
-def _expect_none(module: Any, state_dict: dict, prefix: str, metadata: dict, *_) -> None:
-    for key in _apart(module):
+def _put_back(module: Any, state_dict: dict, prefix: str, metadata: dict, *_) -> None:
+    """Add what `_leave_out` took away, so that a strict load misses nothing."""
+    for key in _left_out(module):
         state_dict.setdefault(prefix + key, getattr(module, key))
     for key, weight in module.pc_weights.items():
         if prefix + key in state_dict:

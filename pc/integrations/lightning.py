@@ -15,7 +15,8 @@ from pc.preconditioner import Preconditioner
 
 
 class PCCallback(Callback):
-    """Makes PC's preconditioner, follows the module's optimizers, and is saved and loaded with Lightning's checkpoints."""
+    """Makes PC's preconditioner, follows the module's optimizers, and is saved and loaded with Lightning's
+    checkpoints."""
 
     def __init__(self) -> None:
         self.preconditioner: Preconditioner | None = None

@@ -1,4 +1,5 @@
-"""PC for any of TorchTitan's models, as a model converter for the trainer `pc.integrations.torchtitan_train`. In its TOML:
+"""PC for any of TorchTitan's models, as a model converter for the trainer `pc.integrations.torchtitan_train`. In its
+TOML:
 
 [job]
 custom_config_module = "pc.integrations.torchtitan"  # allows [pc], and registers the converter

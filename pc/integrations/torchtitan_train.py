@@ -1,5 +1,6 @@
-"""TorchTitan's trainer with PC for any of its models: `torchrun ... -m pc.integrations.torchtitan_train` with the arguments and the
-TOML of `torchtitan.train` (`pc.integrations.torchtitan`). The recipe for Llama 2 is `pc_recipe.train.trainer`."""
+"""TorchTitan's trainer with PC for any of its models: `torchrun ... -m pc.integrations.torchtitan_train` with the
+arguments and the TOML of `torchtitan.train` (`pc.integrations.torchtitan`). The recipe for Llama 2 is
+`pc_recipe.train.trainer`."""
 
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from pc.weight import named_weights
 
 
 class Trainer(torchtitan.train.Trainer):
-    """Calls the preconditioner where TorchTitan's trainer has no hook: after the last micro-batch, and in checkpoints."""
+    """Calls the preconditioner where TorchTitan's trainer has no hook: after the last micro-batch, and in
+    checkpoints."""
 
     def __init__(self, job_config) -> None:
         assets = Path(job_config.model.hf_assets_path)

@@ -9,14 +9,16 @@ from pc.config import PCConfig
 from pc.errors import UserError
 from pc.spectral import power_iteration
 
+USE_AS_W = 'use them as W: without pc.preserve, or in a config with pc.start = "raw"'
+
 
 class Method(ABC):
     """PC(W) as a function of one matrix W, of a learnable scalar gamma, and of the vectors u and v.
 
     u and v follow the leading singular vectors of W: `advance` moves them once per optimizer step. They are constants
-    for the gradient. All tensors are batches of independent matrices: W [B, n, m], gamma [B, 1] or None for 1,
-    u [B, n], v [B, m]. Each matrix's owner calls `write` and `pull_back` once per step (`pc.per_step`); a `PCLinear`
-    calls `apply` in every forward pass.
+    for the gradient. Each matrix's owner calls `write` and `pull_back` once per step (`pc.per_step`), with batches of
+    independent matrices: W [B, n, m], gamma [B, 1] or None for 1, u [B, n], v [B, m]. A `PCLinear` calls `apply` in
+    every forward pass, and `advance`, on one matrix without B.
 
     Args:
         config: with one level.
@@ -71,4 +73,4 @@ class Method(ABC):
 
     def require_invertible(self) -> None:
         """Raise a `UserError` with the reason if `invert` cannot work."""
-        raise UserError(f'pc.method = "{self.config.method}" cannot start from PC(W); set pc.start = "raw"')
+        raise UserError(f'method "{self.config.method}" cannot preserve given weights; {USE_AS_W}')

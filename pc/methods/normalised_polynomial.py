@@ -6,8 +6,8 @@
 [s] is the recovery factor: a number for the gradient, while the divisor s is a function of W.
 
 `apply` is the reference. `write` and `pull_back` give the same results faster: the power iteration reuses the Gram
-matrix, the gradient takes fewer matmuls (`polynomial.vjp`), and scale factors multiply the small square matrices instead
-of [n, m] ones, which saves passes over memory.
+matrix, the gradient takes fewer matmuls (`polynomial.vjp`), and scale factors multiply the small square matrices
+instead of [n, m] ones, which saves passes over memory.
 """
 
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pc import maps, polynomial
 from pc.errors import UserError
-from pc.methods.base import Method
+from pc.methods.base import USE_AS_W, Method
 from pc.spectral import power_iteration_by_gram, spectral_norm_estimate
 
 GRID = 10_001  # grid points on [0, 1] that bracket the roots
@@ -79,10 +79,10 @@ class NormalisedPolynomial(Method):
     def pull_back(
         self, weight: Tensor, gradient: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor
     ) -> tuple[Tensor, ...]:
-        """With N = W / s, and H the gradient with respect to PC(W), `polynomial.vjp` gives the gradient with constant s,
-        <g(N), H> for gamma, and <dN, N>, from which the part through the divisor follows:
+        """dW = gamma [s] / s (dN - <dN, N> u v^T), and dgamma = [s] <g(N), H>.
 
-            dW = gamma [s] / s (dN - <dN, N> u v^T)        as ds = u^T dW v
+        N = W / s, H is the gradient with respect to PC(W), and dN that of <g(N), H> with respect to N. The second term
+        is the part through the divisor s, whose gradient is u v^T. `polynomial.vjp` gives dN and both inner products.
         """
         dtype = self._dtype(weight)
         s = spectral_norm_estimate(weight, u, v)
@@ -103,8 +103,8 @@ class NormalisedPolynomial(Method):
 
     @torch.no_grad()
     def invert(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """W = sigma_1 U diag(x) V^T for a weight with singular values t sigma_1: x is the smallest root of g(x) = t, and
-        1 for the largest. Then u^T W v = sigma_1, so PC(W) is the weight up to rounding."""
+        """W = sigma_1 U diag(x) V^T for a weight with singular values t sigma_1: x is the smallest root of g(x) = t,
+        and 1 for the largest. Then u^T W v = sigma_1, so PC(W) is the weight up to rounding."""
         # float64, because a decomposition in float32 has an error of 5e-6 at 512 x 1408, and this runs only once
         left, singular_values, right = torch.linalg.svd(weight.double(), full_matrices=False)
         largest = singular_values[:, :1]
@@ -118,13 +118,12 @@ class NormalisedPolynomial(Method):
         at_one = maps.evaluate(self.config.map, 1.0)
         if abs(at_one - 1.0) > TOLERANCE:
             raise UserError(
-                f'pc.start = "preserve" needs g(1) = 1, but level {self.config.level} has {at_one:.6g}; set '
-                'pc.start = "raw" to use the given weights as W'
+                f"given weights can be preserved where g(1) = 1, but level {self.config.level} has {at_one:.6g}; "
+                + USE_AS_W
             )
         if not self.config.norm_recovery:
             raise UserError(
-                'pc.start = "preserve" needs pc.norm_recovery = true, because PC(W) has norm 1 without it; or set '
-                'pc.start = "raw" to use the given weights as W'
+                f"given weights can be preserved with norm_recovery, without which PC(W) has norm 1; or {USE_AS_W}"
             )
 
     def _polynomial_precision(self):

@@ -104,7 +104,7 @@ def _pc_shapes(model: Transformer) -> dict[str, torch.Size]:
     shapes = {}
     for name, weight in named_weights(model):
         split = weight.split
-        added = {"gamma": split.gamma_shape, "u": split.left_shape, "v": split.right_shape}
+        added = {"gamma": split.gamma_shape, "u": split.u_shape, "v": split.v_shape}
         if not weight.config.learnable_gamma:
             del added["gamma"]
         shapes |= {f"pc.{name}.{key}": torch.Size(shape) for key, shape in added.items()}

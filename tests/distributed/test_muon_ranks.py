@@ -97,5 +97,8 @@ def test_alone_it_is_torch_muon_too():
     _require_equal(found := _train(0, (), {}), _reference())
     with pytest.raises(AssertionError):  # control
         _require_equal(found, _reference(lr=0.021))
+    for wrong in ({"lr": -1.0}, {"adjust_lr_fn": "match_rms"}):
+        with pytest.raises(ValueError):
+            Muon([nn.Parameter(torch.ones(2, 2))], **wrong)
     with pytest.raises(ValueError, match="a split in the parameter group"):
         Muon([nn.Parameter(torch.zeros(2, 3, 4))])

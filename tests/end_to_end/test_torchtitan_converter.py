@@ -105,7 +105,7 @@ def only_losses(rank, runs):
 def require_pc(weight, split, raw, gamma, u, v):
     """weight = PC(raw) by a float64 singular value decomposition of each matrix, with s = u^T raw v."""
     batched = [t.detach().double() if split.stack else t.detach().double()[None] for t in (weight, raw, gamma, u, v)]
-    functions = (split.split_weight, split.split_weight, split.split_gamma, split.split_left, split.split_right)
+    functions = (split.split_weight, split.split_weight, split.split_gamma, split.split_u, split.split_v)
     matrices = [function(tensor) for function, tensor in zip(functions, batched, strict=True)]
     for after, before, scale, left, right in zip(*matrices, strict=True):
         s = torch.einsum("bn,bnm,bm->b", left, before, right)[:, None]

@@ -67,7 +67,7 @@ def fake_rank(rank: int, world_size: int) -> Iterator[Counts]:
 
 
 def _start_with_shapes(_, weight: Weight) -> None:
-    vectors = (torch.empty(shape, device="meta") for shape in (weight.split.left_shape, weight.split.right_shape))
+    vectors = (torch.empty(shape, device="meta") for shape in (weight.split.u_shape, weight.split.v_shape))
     weight.u, weight.v = (shard_like(weight.parameter, vector) for vector in vectors)
     weight.raw = weight.parameter.detach().clone()
     gamma = nn.Parameter(shard_like(weight.parameter, torch.empty(weight.split.gamma_shape, device="meta")))

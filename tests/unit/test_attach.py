@@ -5,8 +5,10 @@ import torch
 from torch import nn
 
 import pc
-from helpers.toy import ToyBlock
+from helpers.toy import ToyBlock, toy_batch, toy_model
 from pc import MatrixSplit, PCConfig, PCLinear, UserError
+from pc.blocks import block_of
+from pc.weight import MARKER
 
 
 def _model(layers=2, seed=0):
@@ -130,7 +132,7 @@ def _wrapped():
     [
         (lambda: pc.attach(nn.Sequential(nn.Linear(4, 4)), PCConfig(blocks=("0*",))), {}, "already has PC"),
         (_wrapped, {"blocks": ("*.0*",)}, "call pc.attach first"),
-        (lambda: nn.Sequential(nn.Embedding(4, 4)), {}, "a weight of Embedding, which is not known to be one"),
+        (lambda: nn.Sequential(nn.Embedding(4, 4)), {}, "0.weight of Embedding, which is not known to be matrices"),
         (
             lambda: nn.Sequential(nn.Linear(4, 4)),
             {"splits": {"0.weight": MatrixSplit(("a", "b", "c"))}},
@@ -217,3 +219,17 @@ def test_schedule_forward_compiles_without_graph_break():
     torch.compile(model, backend="aot_eager", fullgraph=True)(x).sum().backward()
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-12)
+
+
+def test_a_model_evaluated_before_it_is_trained():
+    """`refresh` alone makes mode "forward" ready; its weights stay W, and training may begin."""
+    model = pc.attach(toy_model(), PCConfig(mode="forward"))
+    pc.refresh(model)
+    model(toy_batch(0))
+    assert MARKER not in model.state_dict()._metadata["0.attention.wo"]
+    pc.precondition(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_name_is_known_as_a_whole():
+    assert block_of("layers.0.attention.wq") == block_of("attention.wq") == "q"
+    assert block_of("layers.0.cross_attention.wq") is None

@@ -233,7 +233,7 @@ def test_an_optimizer_that_calls_its_closure_again_is_refused():
 # states
 
 
-def test_a_model_resumed_without_its_schedule_is_noticed():
+def test_a_model_resumed_without_its_preconditioner_is_noticed():
     """By a mark in the state's metadata, which files of torch.save keep; the state itself is plain."""
     loop = Loop()
     loop.step()
@@ -267,7 +267,7 @@ def test_a_state_of_another_pc_is_refused(settings):
     loop = Loop(blocks=("o", "ffn"))
     other = Loop(**{"blocks": ("o", "ffn")} | settings) if "splits" not in settings else Loop(blocks=("ffn",))
     before = copy.deepcopy(other.preconditioner.state_dict())
-    with pytest.raises(UserError, match="the PC state has .*, the model of"):
+    with pytest.raises(UserError, match="PC's state has .*; the model has .*: make it with the PCConfig"):
         other.preconditioner.load_state_dict(loop.preconditioner.state_dict())
     assert same(before, other.preconditioner.state_dict())
 
@@ -291,11 +291,11 @@ def test_a_refused_attach_changes_nothing():
     pc.attach(model, PCConfig(blocks=("0*", "1.linear*")))
 
 
-def test_a_refused_schedule_changes_nothing():
+def test_a_refused_precondition_changes_nothing():
     model = attached()
     optimizer = sgd(model[0].parameters())
     before = names_and_hooks(model, optimizer)
-    with pytest.raises(UserError, match="no optimizer given to pc.precondition holds 1.attention.wo.weight"):
+    with pytest.raises(UserError, match="no optimizer given to pc.precondition holds the weight of 1.attention.wo"):
         pc.precondition(model, optimizer)
     with pytest.raises(UserError, match="takes optimizers, not a int"):
         pc.precondition(model, 3)
@@ -367,7 +367,7 @@ def test_a_schedule_free_optimizer():
     assert same(before, loop.raw())
 
 
-def test_preserve_after_the_schedule_is_refused():
+def test_preserve_after_precondition_is_refused():
     loop = Loop()
     with pytest.raises(UserError, match="call pc.preserve before pc.precondition"):
         pc.preserve(loop.model)

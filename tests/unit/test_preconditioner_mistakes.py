@@ -68,7 +68,7 @@ def attached(**settings):
     return pc.attach(toy_model(), PCConfig(**settings))
 
 
-def second_schedule():
+def second_preconditioner():
     loop = Loop()
     pc.precondition(loop.model, loop.optimizer)
 
@@ -89,7 +89,7 @@ MISTAKES = {
         lambda: pc.precondition(pc.attach(toy_model().to("meta"), PCConfig())),
         "on the meta device; call pc.precondition once the weights exist",
     ),
-    "second preconditioner": (second_schedule, "has a preconditioner already"),
+    "second preconditioner": (second_preconditioner, "has a preconditioner already"),
     "preconditioner of a copy": (
         lambda: pc.precondition(copy.deepcopy(Loop().model)),
         "copy.deepcopy((model, optimizer, preconditioner))",
@@ -102,7 +102,7 @@ MISTAKES = {
     ),
     "state without gammas": (
         lambda: Loop().preconditioner.load_state_dict(Loop(learnable_gamma=False).preconditioner.state_dict()),
-        ".gamma of None, the model of shape [1]",
+        "gamma: nothing; the model has shape [1]: make it with the PCConfig",
     ),
     "merge without a preconditioner": (
         lambda: pc.merge(attached()),
@@ -174,6 +174,6 @@ def _ddp(rank):
         return str(error)
 
 
-def test_ddp_after_the_schedule_is_said():
+def test_ddp_after_the_preconditioner_is_said():
     first, second = run_ranks(2, _ddp)
     assert first is None and CHANGED in second
