@@ -9,8 +9,21 @@ The modules at this level need only torch and work in any training loop:
     ...                                    # train as before, with preconditioner.pull_back() before clipping
     model = pc.merge(model)
 
-`pc.integrations` puts PC into the trainers of Hugging Face, Lightning and TorchTitan. The training recipe is the
-package `pc_recipe` beside this one.
+The modules, in the order of their imports:
+
+    errors, maps, blocks, config      what a user names: levels and their maps, layers, `PCConfig`; without torch
+    polynomial, spectral              polynomials of matrices, power iteration, singular values
+    methods/                          what PC(W) is for one matrix, as an object; the paper's is the first
+    shards, owner                     functions of whole matrices on sharded weights, each on one rank
+    splits, passes                    a stored weight as matrices, and what its owner computes once per step
+    layer, targets, weight, marking   PC(W) in a layer; which weights get PC; what attach, preserve, merge, detach do
+    followed, preconditioner          what follows optimizers and is saved with them
+    change_check, per_step            its mode "step"
+    per_forward, factory              its mode "forward"; `precondition` makes either
+    muon                              Muon by the same means
+    integrations/                     PC in the trainers of Hugging Face, Lightning and TorchTitan
+
+The training recipe is the package `pc_recipe` beside this one.
 """
 
 from importlib import import_module
