@@ -95,7 +95,7 @@ def _attach_pc(model: nn.Module, parallel_dims: AlwaysSharded, config: PCConfig)
         config = replace(config, blocks=blocks, level=level)
     attach(model, config)
     for _, weight in named_weights(model):
-        weight.is_hidden = True  # the checkpoint stores gamma, u and v apart from the model
+        weight.state_is_apart = True  # the checkpoint stores gamma, u and v apart from the model
 
 
 def _apply_fsdp(model: nn.Module, parallel_dims: AlwaysSharded, job_config: Config) -> None:

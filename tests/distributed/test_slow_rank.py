@@ -9,7 +9,8 @@ from helpers.ranks import run_ranks
 from helpers.tiny import make_trainer
 
 WORDS = "--training.steps=5 --training.global_batch_size=4 --metrics.log_freq=5 --validation.enable=false"
-OUTPUT, SLOWER = 0.2, 0.1  # seconds; 10 % of five of the first are more than what a busy machine adds
+OUTPUT, SLOWER = 0.2, 0.1  # seconds in the output layer; 10 % of five of the first are more than a busy machine adds
+LOADING = 0.5  # of the time since the batch before, however busy the machine is
 
 
 def _warnings(rank, config, folder, slow):
@@ -23,8 +24,10 @@ def _warnings(rank, config, folder, slow):
     batches = trainer.dataloader.__iter__
 
     def loaded():
+        before = time.monotonic()
         for batch in batches():
-            time.sleep(late.get("loading", 0.0))
+            time.sleep(LOADING * (time.monotonic() - before) if "loading" in late and rank == 1 else 0.0)
+            before = time.monotonic()
             yield batch
 
     type(trainer.dataloader).__iter__ = lambda _: loaded()

@@ -18,7 +18,10 @@ def test_a_mixture_resumed_on_other_ranks(tiny_config, tiny_shards, tmp_path):
         validation_fraction=0.3,
     ).folder  # fmt: skip
     mixture = f'--data.path={{"{tiny_shards}" = 0.75, "{books}" = 0.25}}'
-    words = [mixture, "--model.vocab_size=200", "--lr_scheduler.total_steps=6"]
+    # A step adds two micro-batches of one sequence, in one rank or over two, which is the same sum; nothing is clipped, as
+    # a norm is summed over shards. So losses are equal to the last digit.
+    batch = ["--training.local_batch_size=1", "--training.global_batch_size=2", "--training.max_norm=1e6"]
+    words = [mixture, "--model.vocab_size=200", "--lr_scheduler.total_steps=6", *batch]
     straight, resumed = ([*words, f"--job.dump_folder={tmp_path}/{name}"] for name in ("straight", "resumed"))
     (expected,) = run_ranks(1, _sequences_of_steps, config, straight)
     first = run_ranks(2, _sequences_of_steps, config, [*resumed, "--training.steps=3"])
@@ -26,16 +29,13 @@ def test_a_mixture_resumed_on_other_ranks(tiny_config, tiny_shards, tmp_path):
     of_both = [a + b for a, b in zip(*first, strict=True)]  # micro-batches of both ranks, in another sequence
     assert list(map(sorted, of_both + rest)) == list(map(sorted, expected)) and len(rest) == 3
     for key in ("loss", "validation_loss", "validation_loss/shards", "validation_loss/books"):
-        # float32 sums in another order: 3e-7 here; another batch changes the loss by some 1e-2
-        assert tiny.metrics(tmp_path / "resumed", key) == pytest.approx(
-            tiny.metrics(tmp_path / "straight", key), rel=1e-5
-        )
+        assert tiny.metrics(tmp_path / "resumed", key) == tiny.metrics(tmp_path / "straight", key)
     whole, web, of_books = (
         tiny.metrics(tmp_path / "straight", f"validation_loss{name}") for name in ("", "/shards", "/books")
     )
     assert whole == pytest.approx([0.75 * a + 0.25 * b for a, b in zip(web, of_books, strict=True)], rel=1e-12)
     shares = tiny.metrics(tmp_path / "straight", "share/books")
-    assert len(shares) == 3 and abs(shares[-1] - 0.25) < 0.15  # 72 sequences: three standard deviations
+    assert len(shares) == 3 and abs(shares[-1] - 0.25) < 0.38  # 12 sequences: three standard deviations
     with pytest.raises(AssertionError, match=r"was made with data.path \(its content\) = 0.[27]5 of"):
         other = mixture.replace("0.75", "0.6")
         run_ranks(1, tiny.train, config, [other, *resumed[1:], "--training.steps=9"])

@@ -17,7 +17,7 @@ from helpers.tiny import ROOT, write_small_config
 def copy(tmp_path_factory):
     """run(*words of Python) -> its output, in a copy of this project with the four entries."""
     folder = tmp_path_factory.mktemp("contributed")
-    for name in ("pc", "scripts", "tests", "train_configs", "docs", "examples", "results"):
+    for name in ("pc", "pc_recipe", "scripts", "tests", "train_configs", "docs", "examples", "results"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for file in filter(Path.is_file, ROOT.glob("*")):
         shutil.copy(file, folder)
