@@ -1,4 +1,3 @@
-# ruff: noqa: F401, the names below TYPE_CHECKING are exports
 """Polynomial weight preconditioning: models that multiply by PC(W) instead of W.
 
 The modules at this level need only torch and work in any training loop:
@@ -25,6 +24,8 @@ The modules, in the order of their imports:
 
 The training recipe is the package `pc_recipe` beside this one.
 """
+
+# ruff: noqa: F401, the names below TYPE_CHECKING are exports
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
