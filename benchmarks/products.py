@@ -18,7 +18,7 @@ from pc import PCConfig, owner
 from pc.methods import method_of
 from pc.spectral import initial_vectors, power_iteration
 from pc_recipe.files.atomic import write_atomically
-from pc_recipe.runs.cost import Plan
+from pc_recipe.runs.cost import RunCost
 from timing import DEVICE, hardware, seconds
 
 CONFIG = Path(__file__).resolve().parents[1] / "train_configs" / "1b_adamw_pc.toml"
@@ -29,10 +29,10 @@ Item = tuple[Tensor, ...]
 
 def items_of(flavor: str) -> list[Item]:
     """Random weights and gradients of the shapes of each PC matrix, with settled u and v."""
-    plan = Plan(CONFIG, ["--model.flavor", flavor, "--training.global_batch_size", "4"], 1)
+    run_cost = RunCost(CONFIG, ["--model.flavor", flavor, "--training.global_batch_size", "4"], 1)
     generator = torch.Generator(DEVICE).manual_seed(0)
     items = []
-    for index, matrix in enumerate(plan.matrices):
+    for index, matrix in enumerate(run_cost.matrices):
         weight, gradient = torch.randn(2, matrix.n, matrix.m, generator=generator, device=DEVICE)
         u, v = (vector.to(DEVICE) for vector in initial_vectors(str(index), weight.shape))
         items.append((weight, gradient, torch.ones(1, device=DEVICE), *power_iteration(weight, u, v, 30)))

@@ -47,9 +47,9 @@ def main() -> None:
     if len({sweep.folder.resolve() for sweep in sweeps}) < len(sweeps):
         parser.error("two sweeps have the same folder; is one named twice?")
     if arguments.action == "plan":
-        from pc_recipe.runs.sweep import plan_table  # takes seconds
+        from pc_recipe.runs.sweep import budget  # takes seconds
 
-        print(plan_table.table(sweeps, arguments.tflops, torchrun.processes_here()))
+        print(budget.table(sweeps, arguments.tflops, torchrun.processes_here()))
         return
     for sweep in sweeps:
         equal_runs.require_unchanged(sweep)

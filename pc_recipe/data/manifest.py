@@ -121,6 +121,6 @@ def require_same_tokenizer(one: Manifest, other: Manifest) -> None:
 def _why_no_manifest(folder: Path) -> str:
     if not folder.is_dir():
         return f"data folder {folder} does not exist; make it with scripts/tokenize_fineweb.py"
-    if (folder / "plan.json").is_file():
+    if (folder / "tokenizing.json").is_file():
         return f"{folder} is not finished; repeat the tokenising command, which continues where it stopped"
     return f"{folder} has no manifest.json, so it is not a folder of token shards"

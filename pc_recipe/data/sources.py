@@ -114,7 +114,7 @@ def open_parquet(file: str) -> Iterator[pq.ParquetFile]:
         raise UserError(f"{file} cannot be read: {error}") from error
 
 
-def plan_units(files: list[SourceFile], unit_bytes: float) -> list[Unit]:
+def divide_into_units(files: list[SourceFile], unit_bytes: float) -> list[Unit]:
     """Divide the files into units of about `unit_bytes` of text, at least one row group each."""
     units: list[Unit] = []
     for file in files:

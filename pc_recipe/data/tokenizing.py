@@ -23,7 +23,7 @@ from pc_recipe.data.manifest import SPLITS, TOKENIZER_FOLDER, Manifest, Shard
 from pc_recipe.data.shards import write_shard
 from pc_recipe.data.sources import BATCH, Unit, read_texts
 from pc_recipe.data.tokenizers import DEFAULT_TOKENIZER, load_tokenizer
-from pc_recipe.data.tokenizing_plan import TokenizingPlan, finish, finished, make_plan, record_unit
+from pc_recipe.data.tokenizing_job import TokenizingJob, finish, finished, open_job, record_unit
 
 MOST_UNFOLDED = 4
 """A unit of work may hold so many times the text that its size in the file, or --shard-megabytes, suggests: the memory
@@ -56,18 +56,18 @@ def tokenize(
         "shard_megabytes": shard_megabytes,
         "max_documents": max_documents,
     }
-    plan = make_plan(Path(output), source, load_tokenizer(tokenizer), settings)
+    job = open_job(Path(output), source, load_tokenizer(tokenizer), settings)
     k, n = part
-    unfinished = [unit for unit in plan.units[k::n] if finished(plan, unit) is None]
+    unfinished = [unit for unit in job.units[k::n] if finished(job, unit) is None]
     if processes == 1 or len(unfinished) < 2:
         for unit in tqdm(unfinished, desc="tokenising", unit="shard", disable=None):
-            tokenize_unit(plan, unit)
+            tokenize_unit(job, unit)
     else:
-        _run_in_pool(plan, unfinished, min(processes, len(unfinished)))
-    return finish(plan)
+        _run_in_pool(job, unfinished, min(processes, len(unfinished)))
+    return finish(job)
 
 
-def _run_in_pool(plan: TokenizingPlan, unfinished: list[Unit], processes: int) -> None:
+def _run_in_pool(job: TokenizingJob, unfinished: list[Unit], processes: int) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # import once, not in every process
     bar = tqdm(
@@ -79,7 +79,7 @@ def _run_in_pool(plan: TokenizingPlan, unfinished: list[Unit], processes: int) -
     )
     no_traceback = (signal.SIGINT, signal.SIG_DFL)  # on Ctrl-C
     with bar, ProcessPoolExecutor(processes, context, signal.signal, no_traceback) as pool:
-        units = {pool.submit(tokenize_unit, plan, unit): unit for unit in unfinished}
+        units = {pool.submit(tokenize_unit, job, unit): unit for unit in unfinished}
         try:
             for future in as_completed(units):
                 future.result()
@@ -93,17 +93,17 @@ def _run_in_pool(plan: TokenizingPlan, unfinished: list[Unit], processes: int) -
             pool.shutdown(wait=True, cancel_futures=True)  # the first failure cancels units that have not started
 
 
-def tokenize_unit(plan: TokenizingPlan, unit: Unit) -> None:
+def tokenize_unit(job: TokenizingJob, unit: Unit) -> None:
     """Write the unit's shards and its record.
 
     Raises:
         UserError: the unit's texts are much longer than their place in the file.
     """
-    tokenizer = load_tokenizer(plan.output / TOKENIZER_FOLDER)
+    tokenizer = load_tokenizer(job.output / TOKENIZER_FOLDER)
     encoded: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
     documents = dict.fromkeys(SPLITS, 0)
-    size, most = 0, MOST_UNFOLDED * max(unit.text_bytes, plan.settings["shard_megabytes"] * 10**6)
-    texts = islice(read_texts(unit, plan.settings["text_column"]), plan.settings["max_documents"])
+    size, most = 0, MOST_UNFOLDED * max(unit.text_bytes, job.settings["shard_megabytes"] * 10**6)
+    texts = islice(read_texts(unit, job.settings["text_column"]), job.settings["max_documents"])
     while batch := list(islice(texts, BATCH)):
         size += sum(map(len, batch))
         if size > most:
@@ -111,15 +111,15 @@ def tokenize_unit(plan: TokenizingPlan, unit: Unit) -> None:
                 f"{unit.file}: {unit.text_bytes / 1e6:.1f} MB of it unfold to more than {most / 1e6:.0f} MB of text; if they "
                 "are meant to, write it without dictionary encoding (use_dictionary=False in pyarrow)"
             )
-        for split, some in split_by_hash(batch, plan.settings["validation_fraction"]).items():
+        for split, some in split_by_hash(batch, job.settings["validation_fraction"]).items():
             encoded[split].append(tokenizer.documents(some))
             documents[split] += len(some)
     shards: dict[str, list[Shard]] = {split: [] for split in SPLITS}
     for split, count in documents.items():
         if count:
             tokens = np.concatenate(encoded[split])
-            shards[split].append(write_shard(plan.output, split, unit.number, tokens, count))
-    record_unit(plan, unit, shards)
+            shards[split].append(write_shard(job.output, split, unit.number, tokens, count))
+    record_unit(job, unit, shards)
 
 
 def split_by_hash(texts: Sequence[bytes], validation_fraction: float) -> dict[str, list[str]]:

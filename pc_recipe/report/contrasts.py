@@ -23,7 +23,7 @@ class Question(Section):
     holm: bool = key(False, "Correct for the number of rows (Holm); not for a claim that needs all of them.")
 
 
-class Plan(Section):
+class Preregistration(Section):
     """The keys of plan.toml."""
 
     margin: Positive = key(0.008, 'Nats: an interval inside +- margin says "no difference".')
@@ -31,13 +31,13 @@ class Plan(Section):
     questions: list[Question] = key([], "What is tested.")
 
 
-def read_plan(folder: Path) -> Plan:
+def read_preregistration(folder: Path) -> Preregistration:
     """`folder`/plan.toml; the defaults without one."""
     file = folder / "plan.toml"
-    return resolve(file, [], Plan) if file.is_file() else Plan()
+    return resolve(file, [], Preregistration) if file.is_file() else Preregistration()
 
 
-def contrast_table(runs: pd.DataFrame, plan: Plan) -> str:
+def contrast_table(runs: pd.DataFrame, preregistration: Preregistration) -> str:
     """A row for each planned contrast whose arms both ran on two seeds or more that chose no rate; "" without one.
 
     Args:
@@ -45,7 +45,7 @@ def contrast_table(runs: pd.DataFrame, plan: Plan) -> str:
     """
     judged = runs[runs.best & ~runs.chose].pivot(index="seed", columns="arm", values="loss")
     rows = []
-    for question in plan.questions:
+    for question in preregistration.questions:
         names = [pair for pair in question.contrasts if set(pair) <= set(judged)]
         differences = [(judged[arm] - judged[reference]).dropna() for arm, reference in names]
         tests = [(pair, some) for pair, some in zip(names, differences) if len(some) > 1 and np.isfinite(some).all()]
@@ -56,7 +56,7 @@ def contrast_table(runs: pd.DataFrame, plan: Plan) -> str:
             verdict = "undecided"
             if decides < 0.05:
                 verdict = "lower" if some.mean() < 0 else "higher"
-            elif max(-low, high) < plan.margin:
+            elif max(-low, high) < preregistration.margin:
                 verdict = "no difference"
             interval = f"{low:+.4f} to {high:+.4f}"
             cells = [f"{some.mean():+.4f}", interval, f"{p:.2g}", f"{corrected:.2g}" if question.holm else "-"]

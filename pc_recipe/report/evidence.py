@@ -26,7 +26,7 @@ from pc_recipe.config.model_sizes import Flavor, shape_of
 from pc_recipe.config.schema import Config
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.run_log import read_log, unique_names
-from pc_recipe.report.contrasts import read_plan
+from pc_recipe.report.contrasts import read_preregistration
 from pc_recipe.runs.sweep.bars import read_results
 from pc_recipe.runs.sweep.spec import VALIDATION, label
 from pc_recipe.train.llama2 import Llama2, Llama2Args
@@ -162,7 +162,7 @@ def read_experiments(folder: Path) -> list[Experiment]:
         kind = shape_of(config.model), config.optimizer.name, config.training.steps
         groups.setdefault((line["study"], *kind), []).append((line, config))
     studies = [study for study, *_ in groups]
-    tuning_seeds = read_plan(folder).tuning_seeds
+    tuning_seeds = read_preregistration(folder).tuning_seeds
     experiments = []
     for (study, _, optimizer, steps), group in groups.items():
         flavor = group[0][1].model.flavor

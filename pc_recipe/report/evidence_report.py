@@ -13,7 +13,7 @@ from pc_recipe.files import markdown
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.plots import save, short_tokens, subplots
 from pc_recipe.report import curves
-from pc_recipe.report.contrasts import contrast_table, read_plan
+from pc_recipe.report.contrasts import contrast_table, read_preregistration
 from pc_recipe.report.evidence import CONDITION, Experiment, at_best, course, judged, read_experiments
 from pc_recipe.runs.sweep.spec import VALIDATION, value_label
 
@@ -230,15 +230,15 @@ def _late(values: pd.Series, experiment: Experiment) -> pd.Series:
 
 def report(folder: Path, margin: float | None = None) -> list[Path]:
     """Write tables.md and a figure for each study, from `folder`/runs.jsonl and its plan, whose margin is the default."""
-    plan = read_plan(folder)
-    margin = margin or plan.margin
+    preregistration = read_preregistration(folder)
+    margin = margin or preregistration.margin
     studies: dict[str, list[Experiment]] = {}
     for experiment in read_experiments(folder):
         studies.setdefault(experiment.study, []).append(experiment)
     text = regime_table([one for experiments in studies.values() for one in experiments])
     for experiments in studies.values():
         for one in experiments:
-            planned = contrast_table(one.runs, plan)
+            planned = contrast_table(one.runs, preregistration)
             tables = [planned, arm_table(one.runs), untuned(one.runs), pair_table(one, margin)]
             text += "\n".join([f"\n## {one.name}\n", *filter(None, tables)])
         text += "\n" + size_table(experiments)

@@ -104,7 +104,7 @@ class StepCost:
     """largest over matrices, B = tokens of the global batch"""
 
 
-class Plan:
+class RunCost:
     """A config on `world_size` GPUs.
 
     Raises:
@@ -158,10 +158,10 @@ class Plan:
             return training.global_batch_size * (_counted(lambda: model(tokens).sum().backward()) - kept)
 
 
-def table(plan: Plan) -> str:
-    """The plan's costs as a Markdown table."""
-    cost, config, ranks = plan.step_cost(), plan.config, plan.layout.dims.world_size
-    parameters = sum(parameter.numel() for parameter in plan.model.parameters())
+def table(run_cost: RunCost) -> str:
+    """The costs of a step as a Markdown table."""
+    cost, config, ranks = run_cost.step_cost(), run_cost.config, run_cost.layout.dims.world_size
+    parameters = sum(parameter.numel() for parameter in run_cost.model.parameters())
     note = "" if config.pc.enable else " (this config has PC off; the figures assume it is on)"
     operations = [
         ("model, attention counted causally", cost.model, "100 %"),
@@ -177,7 +177,7 @@ def table(plan: Plan) -> str:
     ]
     rows = [(what, f"{flops / 1e15:.4g}", share) for what, flops, share in operations]
     return (
-        f"{parameters / 1e6:,.1f} M parameters, {ranks} GPUs, {cost.tokens:,} tokens per step in {plan.layout.micro_batches} "
+        f"{parameters / 1e6:,.1f} M parameters, {ranks} GPUs, {cost.tokens:,} tokens per step in {run_cost.layout.micro_batches} "
         f"micro-batches of {config.training.local_batch_size} x {config.training.seq_len} per rank, PC level "
         f"{config.pc.level}{note}\n\n"
         + markdown.table(

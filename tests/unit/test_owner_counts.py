@@ -13,7 +13,7 @@ from helpers.fake_ranks import Counts, fake_rank, sharded
 from pc.owner import BUCKET_BYTES, assign, matrix_cost
 from pc.per_step import PerStep
 from pc_recipe.config import load_config
-from pc_recipe.runs.cost import Plan
+from pc_recipe.runs.cost import RunCost
 from pc_recipe.train.llama2 import model_args
 
 CONFIG = Path(__file__).parents[2] / "train_configs" / "1b_adamw_pc.toml"
@@ -100,9 +100,9 @@ def _buckets(sizes):
 def test_the_busiest_owner_has_little_more_than_an_equal_share(model):
     """Up to as many owners as there are matrices, by PC's FLOPs as counted: at most 1.151 times, for 13B on 64."""
     path = CONFIG.with_name(f"{model}_adamw_pc.toml")
-    plan = Plan(path, ["--training.global_batch_size", "1024", "--training.local_batch_size", "1"], 64)
-    costs = [matrix.step_flops() for matrix in plan.matrices]
-    relative = [weight.split.cost for _, weight in pc.named_weights(plan.model)]
+    run_cost = RunCost(path, ["--training.global_batch_size", "1024", "--training.local_batch_size", "1"], 64)
+    costs = [matrix.step_flops() for matrix in run_cost.matrices]
+    relative = [weight.split.cost for _, weight in pc.named_weights(run_cost.model)]
     for owners in (2, 8, 16, 32, 64):
         load = [0] * owners
         for cost, owner in zip(costs, assign(relative, owners), strict=True):

@@ -59,7 +59,7 @@ def require_unchanged(sweep: Sweep) -> None:
             raise UserError(f"{sweep.path}: {run.folder} was trained with {said}")
 
 
-class Group(NamedTuple):
+class EqualRuns(NamedTuple):
     """Equal runs of one or several sweeps: only the first is trained."""
 
     runs: list[Run]
@@ -71,8 +71,8 @@ class Group(NamedTuple):
     """folders of equal runs that other code or another torch finished, which are not reused"""
 
 
-def plan(sweeps: Sequence[Sweep], world_size: int | None = None) -> list[Group]:
-    """The runs of the sweeps, in the order of the first of each group.
+def group_runs(sweeps: Sequence[Sweep], world_size: int | None = None) -> list[EqualRuns]:
+    """EqualRuns equal runs of the sweeps; the groups are in the order of their first runs.
 
     Args:
         world_size: processes that would train a run, which decide its batch if the config does not.
@@ -94,7 +94,7 @@ def plan(sweeps: Sequence[Sweep], world_size: int | None = None) -> list[Group]:
         states = {folder: run_folder.state_of(folder).state for folder in [*own, *others]}
         best = min([*own, *usable], key=lambda folder: ORDER.index(states[folder]))
         stale = [folder for folder in others if folder not in usable and states[folder] == "finished"]
-        groups.append(Group(runs, states[best], best, stale))
+        groups.append(EqualRuns(runs, states[best], best, stale))
     return groups
 
 
@@ -119,7 +119,7 @@ def _started(roots: Sequence[Path]) -> dict[Path, dict[str, Any]]:
 
 def take_over(sweeps: Sequence[Sweep], world_size: int | None = None) -> None:
     """Make each run that has not started a link to the folder of an equal run that finished or diverged."""
-    for group in plan(sweeps, world_size):
+    for group in group_runs(sweeps, world_size):
         for run in group.runs:
             if run.folder.is_symlink() and not run.folder.exists():
                 run.folder.unlink()  # its target was deleted or moved

@@ -33,7 +33,7 @@ def run_all(sweeps: Sequence[Sweep]) -> None:
         if state_of(run.folder).state == "finished":
             print(f"{label}: finished before", flush=True)
             continue
-        equal = next(group for group in equal_runs.plan(sweeps, processes) if run in group.runs)
+        equal = next(group for group in equal_runs.group_runs(sweeps, processes) if run in group.runs)
         if equal.runs[0] != run:
             print(f"{label}: equal to {equal.runs[0].folder}", flush=True)
             continue

@@ -16,7 +16,7 @@ def submit(sweeps: Sequence[Sweep], at_a_time: int, allocation: slurm.Allocation
 
     Of equal runs only the first is queued.
     """
-    groups = equal_runs.plan(sweeps, allocation.world_size)
+    groups = equal_runs.group_runs(sweeps, allocation.world_size)
     for group in groups:
         first = group.runs[0]
         check(first.config, first.overrides, allocation.world_size).require(f"{first.name}: ")

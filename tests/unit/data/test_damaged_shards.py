@@ -63,7 +63,7 @@ def test_an_exchanged_tokenizer(folder):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda folder: [(folder / f"{n}.json").unlink() for n in ("manifest", "plan")], "not a folder of token"),
+        (lambda folder: [(folder / f"{n}.json").unlink() for n in ("manifest", "tokenizing")], "not a folder of token"),
         (lambda folder: (folder / "manifest.json").write_text('{"format": 9}'), "format 9"),
     ],
 )

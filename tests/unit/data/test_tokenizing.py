@@ -19,7 +19,7 @@ from pc.errors import UserError
 from pc_recipe.data import Manifest, demo, hf_tokenizer, load_tokenizer, require_same_tokenizer, sources, tokenizing
 from pc_recipe.data.inspection import describe, read_documents
 from pc_recipe.data.manifest import SPLITS
-from pc_recipe.data.sources import find_files, find_hub_files, measure, plan_units, read_texts
+from pc_recipe.data.sources import divide_into_units, find_files, find_hub_files, measure, read_texts
 from pc_recipe.data.tokenizing import split_by_hash, tokenize
 from pc_recipe.files import wheel
 
@@ -70,7 +70,7 @@ def test_however_files_are_divided_each_text_is_read_once(tmp_path, make_texts, 
     measured = measure([*find_files(str(file)), f"file://{file}"], "text")  # an address is read like a path
     assert measured[0].groups == measured[1].groups and len(measured[0].groups) == 6
     for unit_bytes in (1, 1500, 10**9):
-        units = plan_units(measured, unit_bytes)
+        units = divide_into_units(measured, unit_bytes)
         assert (len(units) > 3) == (unit_bytes < 10**9)
         assert [text.decode() for unit in units for text in read_texts(unit, "text")] == 2 * [t or "" for t in texts]
 
@@ -79,7 +79,7 @@ def test_the_first_documents_only(tmp_path, make_texts, write_parquet):
     texts = make_texts(50, seed=1)
     write_parquet(tmp_path / "a.parquet", texts, row_group_size=9)
     write_parquet(tmp_path / "b.parquet", ["never"])
-    for _ in range(2):  # repeated, it finds the same plan
+    for _ in range(2):  # repeated, it finds the same job
         manifest = tokenize(str(tmp_path), tmp_path / "out", validation_fraction=0, max_documents=20, processes=2)
         tokenizer = load_tokenizer("mistral-common")
         assert [tokenizer.decode(ids[1:-1]) for ids in stored_documents(manifest)["train"]] == [
@@ -191,7 +191,7 @@ def test_mistakes_in_the_command(words, tmp_path, monkeypatch):
 def test_disk_full_in_the_middle(parquet_folder, tmp_path, monkeypatch):
     real, (soft, hard) = tokenizing.tokenize_unit, resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def limited(*arguments):  # the operating system refuses the write, as on a full disk; the plan is still written
+    def limited(*arguments):  # the operating system refuses the write, as on a full disk; the job is still written
         resource.setrlimit(resource.RLIMIT_FSIZE, (4000, hard))
         try:
             real(*arguments)
@@ -207,7 +207,7 @@ def test_disk_full_in_the_middle(parquet_folder, tmp_path, monkeypatch):
     assert tokenize(str(parquet_folder), tmp_path).tokens("train") > 0  # with free space the repeat completes
 
 
-def _kill_myself(plan, unit) -> None:
+def _kill_myself(job, unit) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 

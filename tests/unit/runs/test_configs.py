@@ -141,7 +141,7 @@ def test_lr_grids_are_the_papers(name, lrs):
 def test_all_271m_experiments_train_43_runs_of_50(monkeypatch):
     monkeypatch.chdir(ROOT)
     names = ["271m_main", "271m_adamw_lr", "271m_muon_lr", "pc_level", "pc_blocks", "recovery_gamma", "polar_express"]
-    groups = equal_runs.plan([load(f"train_configs/sweeps/{name}.toml") for name in names])
+    groups = equal_runs.group_runs([load(f"train_configs/sweeps/{name}.toml") for name in names])
     assert sum(len(group.runs) for group in groups) == 50 and len(groups) == 43
     shared = [run.name for group in groups if group.runs[0].name == "271m_adamw_pc" for run in group.runs[1:]]
     assert shared == [

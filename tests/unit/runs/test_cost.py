@@ -4,24 +4,24 @@ from pathlib import Path
 
 import pytest
 
-from pc_recipe.runs.cost import Plan
+from pc_recipe.runs.cost import RunCost
 
 CONFIGS = Path(__file__).parents[3] / "train_configs"
 
 
 def test_figures_of_the_paper():
-    plan = Plan(CONFIGS / "1b_adamw_pc.toml", ["--training.local_batch_size=4"], 8)
-    cost = plan.step_cost()
-    assert cost.tokens == 2_621_440 and plan.layout.micro_batches == 10
+    run_cost = RunCost(CONFIGS / "1b_adamw_pc.toml", ["--training.local_batch_size=4"], 8)
+    cost = run_cost.step_cost()
+    assert cost.tokens == 2_621_440 and run_cost.layout.micro_batches == 10
     assert cost.model / cost.tokens == pytest.approx(7.75e9, rel=1e-3)
     assert cost.model_full_square / cost.tokens == pytest.approx(9.57e9, rel=1e-3)
     assert cost.paper_bound == pytest.approx(3.92e-3, rel=5e-3)
-    assert Plan(CONFIGS / "1b_muon_pc.toml", [], 8).step_cost().paper_bound == pytest.approx(2.35e-3, rel=5e-3)
+    assert RunCost(CONFIGS / "1b_muon_pc.toml", [], 8).step_cost().paper_bound == pytest.approx(2.35e-3, rel=5e-3)
     # 80 evaluations per step, each a tenth of its micro-batch (11 % by Horner's rule)
     assert cost.pc_forward / cost.model == pytest.approx(0.0968, rel=0.01)
     # the paper's claim holds in mode "step", by a count by hand: per stage of degree 4 and matrix [l, s] both passes
     # take 12 l s^2 + 14 s^3, without products with vectors
-    by_hand = sum(12 * max(m.n, m.m) * min(m.n, m.m) ** 2 + 14 * min(m.n, m.m) ** 3 for m in plan.matrices)
+    by_hand = sum(12 * max(m.n, m.m) * min(m.n, m.m) ** 2 + 14 * min(m.n, m.m) ** 3 for m in run_cost.matrices)
     assert cost.pc_step == pytest.approx(by_hand, rel=0.01) and cost.pc_step < cost.paper_bound * cost.model
     assert cost.pc_step / 8 <= cost.pc_step_busiest < 1.1 * cost.pc_step / 8
 

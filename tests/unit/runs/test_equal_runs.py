@@ -15,7 +15,7 @@ from pc_recipe.files import run_folder
 from pc_recipe.files.lock import lock
 from pc_recipe.runs.check import Report
 from pc_recipe.runs.slurm import Allocation
-from pc_recipe.runs.sweep import equal_runs, plan_table
+from pc_recipe.runs.sweep import budget, equal_runs
 from pc_recipe.runs.sweep.results import status_text
 from pc_recipe.runs.sweep.run import run_all
 from pc_recipe.runs.sweep.spec import load
@@ -121,7 +121,7 @@ def test_equal_runs_of_two_sweeps_and_of_a_config_are_trained_once(folder, train
     with open(folder / "outputs" / "by-hand" / "config.toml", "a") as config:
         config.write("[of_the_past]\nkey = 1\n")  # by another version
     sweeps = [load("level.toml"), load("blocks.toml")]
-    text = plan_table.table(sweeps, 400.0, 1)
+    text = budget.table(sweeps, 400.0, 1)
     assert "level/level-3 " in text and "finished as outputs/by-hand" in text
     assert "equal to outputs/sweeps/level/level-4" in text
     assert [line.split()[0] for line in text.splitlines()[-3:]] == ["4", "3", "2"]
@@ -219,4 +219,4 @@ def test_a_run_of_other_code_is_not_reused(folder, trained, capsys, what):
 def test_a_damaged_record_below_outputs_ends_no_plan(folder, name, text):
     finish("pc.toml", ["--pc.level=3"], folder / "outputs" / "by-hand")
     (folder / "outputs" / "by-hand" / name).write_text(text, encoding="latin-1")
-    assert [group.state for group in equal_runs.plan([load("level.toml")])] == ["waiting", "waiting"]
+    assert [group.state for group in equal_runs.group_runs([load("level.toml")])] == ["waiting", "waiting"]

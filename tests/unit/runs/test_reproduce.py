@@ -35,7 +35,7 @@ def test_the_sweeps_at_debug_size_are_the_papers(monkeypatch):
     for name in ("pc_level", "pc_blocks", "recovery_gamma", "polar_express"):
         papers = load(f"train_configs/sweeps/{name}.toml")
         assert [run.settings for run in by_name[name].runs] == [run.settings for run in papers.runs]
-    groups = equal_runs.plan(sweeps)
+    groups = equal_runs.group_runs(sweeps)
     assert sum(len(group.runs) for group in groups) == 41 and len(groups) == 33
     report = check(sweeps[0].runs[1].config, [], 1, needs_data=False)
     assert report.errors == []

@@ -1,4 +1,4 @@
-"""The plan of a tokenising run: its settings, its units, and which units are finished.
+"""A tokenising job: its settings, its units, and which units are finished.
 
 The settings alone determine the units, their order and every byte of the result. Each finished unit
 writes `units/NNNNN.json` after its shards have been verified. The process that finds all of them
@@ -14,14 +14,14 @@ from pathlib import Path
 from pc.errors import UserError
 from pc_recipe.data.checks import require_file
 from pc_recipe.data.manifest import FORMAT, SPLITS, TOKENIZER_FOLDER, Manifest, Shard, TokenizerRecord
-from pc_recipe.data.sources import Unit, find_files, find_local_files, measure, plan_units, size_of
+from pc_recipe.data.sources import Unit, divide_into_units, find_files, find_local_files, measure, size_of
 from pc_recipe.data.tokenizers import Tokenizer, smallest_dtype
 from pc_recipe.files.atomic import write_atomically
 
 
 @dataclass(frozen=True)
-class TokenizingPlan:
-    """What a tokenising run does in `output`.
+class TokenizingJob:
+    """What a tokenising command does in `output`.
 
     settings: all that determines the result. sha256: of the settings. units: the units of work.
     """
@@ -36,17 +36,17 @@ class TokenizingPlan:
         return hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()
 
 
-def make_plan(output: Path, source: str, tokenizer: Tokenizer, requested: dict) -> TokenizingPlan:
-    """Read the folder's plan, or create one from the source.
+def open_job(output: Path, source: str, tokenizer: Tokenizer, requested: dict) -> TokenizingJob:
+    """Read the folder's job, or create one from the source.
 
     requested: the command's settings by name.
 
     Raises:
-        UserError: a setting or the source's files are not those of the folder's plan, or no model that is trained with
+        UserError: a setting or the source's files are not those of the folder's job, or no model that is trained with
             the tokenizer could be exported.
     """
     requested = {"format": FORMAT, "source": source, "tokenizer": tokenizer.sha256} | requested
-    path = output / "plan.json"
+    path = output / "tokenizing.json"
     if path.is_file():
         saved = json.loads(path.read_text())
         settings, units = saved["settings"], [Unit(**unit) for unit in saved["units"]]
@@ -65,7 +65,7 @@ def make_plan(output: Path, source: str, tokenizer: Tokenizer, requested: dict) 
         for name, content in tokenizer.files.items():
             write_atomically(output / TOKENIZER_FOLDER / name, content)
         write_atomically(path, json.dumps({"settings": settings, "units": [asdict(u) for u in units]}, indent=1))
-    return TokenizingPlan(output, settings, TokenizerRecord.of(tokenizer), units)
+    return TokenizingJob(output, settings, TokenizerRecord.of(tokenizer), units)
 
 
 def _new(source: str, requested: dict) -> tuple[dict, list[Unit]]:
@@ -74,11 +74,11 @@ def _new(source: str, requested: dict) -> tuple[dict, list[Unit]]:
         names, unit_bytes = names[:1], math.inf
     files = measure(names, requested["text_column"])
     settings = requested | {"files": [{"name": file.file.rsplit("/", 1)[-1], "size": file.size} for file in files]}
-    return settings, plan_units(files, unit_bytes)
+    return settings, divide_into_units(files, unit_bytes)
 
 
 def _require_same_files(source: str, settings: dict, output: Path) -> None:
-    """Compare names and sizes of local files with the plan's. They may be gone, all of them, once tokenised."""
+    """Compare names and sizes of local files with the job's. They may be gone, all of them, once tokenised."""
     paths = find_local_files(source) or []
     if settings["max_documents"]:
         paths = paths[:1]
@@ -91,47 +91,47 @@ def _require_same_files(source: str, settings: dict, output: Path) -> None:
         )
 
 
-def record_unit(plan: TokenizingPlan, unit: Unit, shards: dict[str, list[Shard]]) -> None:
+def record_unit(job: TokenizingJob, unit: Unit, shards: dict[str, list[Shard]]) -> None:
     """Mark the unit as finished, after its shards are written and verified."""
     record = {
-        "settings_sha256": plan.sha256,
+        "settings_sha256": job.sha256,
         "shards": {split: [asdict(shard) for shard in shards[split]] for split in SPLITS},
     }
-    write_atomically(_record_path(plan, unit), json.dumps(record, indent=1))
+    write_atomically(_record_path(job, unit), json.dumps(record, indent=1))
 
 
-def _record_path(plan: TokenizingPlan, unit: Unit) -> Path:
-    return plan.output / "units" / f"{unit.number:05d}.json"
+def _record_path(job: TokenizingJob, unit: Unit) -> Path:
+    return job.output / "units" / f"{unit.number:05d}.json"
 
 
-def finished(plan: TokenizingPlan, unit: Unit) -> dict[str, list[Shard]] | None:
+def finished(job: TokenizingJob, unit: Unit) -> dict[str, list[Shard]] | None:
     """The unit's shards if it was finished with these settings and no file is missing, else None."""
     try:
-        record = json.loads(_record_path(plan, unit).read_text())
-        if record["settings_sha256"] != plan.sha256:
+        record = json.loads(_record_path(job, unit).read_text())
+        if record["settings_sha256"] != job.sha256:
             return None
         shards = {split: [Shard(**shard) for shard in record["shards"][split]] for split in SPLITS}
         for shard in (*shards["train"], *shards["validation"]):
-            require_file(plan.output, shard)
+            require_file(job.output, shard)
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return shards
 
 
-def finish(plan: TokenizingPlan) -> Manifest | None:
+def finish(job: TokenizingJob) -> Manifest | None:
     """Write the manifest if all units are finished, else return None."""
-    records = [finished(plan, unit) for unit in plan.units]
+    records = [finished(job, unit) for unit in job.units]
     if any(record is None for record in records):
         return None
-    settings = plan.settings
+    settings = job.settings
     manifest = Manifest(
-        folder=plan.output,
-        dtype=smallest_dtype(plan.tokenizer.vocab_size),
+        folder=job.output,
+        dtype=smallest_dtype(job.tokenizer.vocab_size),
         source={"input": settings["source"]}
         | {key: settings[key] for key in ("subset", "text_column", "max_documents", "files")},
         split_rule=f"validation if blake2b-64(text) / 2^64 < {settings['validation_fraction']}, else train",
-        configuration_sha256=plan.sha256,
-        tokenizer=plan.tokenizer,
+        configuration_sha256=job.sha256,
+        tokenizer=job.tokenizer,
         shards={split: [shard for record in records for shard in record[split]] for split in SPLITS},
     )
     manifest.write()

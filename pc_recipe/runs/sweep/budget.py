@@ -18,7 +18,7 @@ def table(sweeps: Sequence[Sweep], tflops: float | None, world_size: int) -> str
         tflops: TFLOP/s of one GPU; None: by the model's width (`assumed_tflops`).
     """
     rows, different, waiting = [], [], []
-    for group in equal_runs.plan(sweeps, world_size):
+    for group in equal_runs.group_runs(sweeps, world_size):
         first = group.runs[0]
         said = group.state if group.folder == first.folder else f"{group.state} as {group.folder}"
         costs = _cost(first, tflops, world_size)
@@ -44,8 +44,8 @@ def assumed_tflops(width: int) -> float:
 
 def _cost(run: Run, tflops: float | None, world_size: int) -> tuple[int, float]:
     """Tokens of a run, and hours of one GPU."""
-    plan = cost.Plan(run.config, run.overrides, world_size)
-    step, steps = plan.step_cost(), plan.config.training.steps
-    operations = step.model + (step.pc_step if plan.config.pc.enable else 0)
-    rate = tflops or assumed_tflops(model_args_of(plan.config).dim)
+    run_cost = cost.RunCost(run.config, run.overrides, world_size)
+    step, steps = run_cost.step_cost(), run_cost.config.training.steps
+    operations = step.model + (step.pc_step if run_cost.config.pc.enable else 0)
+    rate = tflops or assumed_tflops(model_args_of(run_cost.config).dim)
     return steps * step.tokens, steps * operations / (3600e12 * rate)
