@@ -19,10 +19,10 @@ def main() -> None:
 
     from pc_recipe.runs import preflight
 
-    device = preflight.start()
+    device = preflight.join_ranks()
     ranks = preflight.measure(arguments.folder, device, preflight.ON_GPU if device.type == "cuda" else preflight.ON_CPU)
     if dist.get_rank() == 0:
-        found = preflight.findings(ranks) or [f"all {len(ranks)} ranks agree"]
+        found = preflight.find_slow_ranks(ranks) or [f"all {len(ranks)} ranks agree"]
         print("\n".join([preflight.table(ranks), *found]), flush=True)
     dist.destroy_process_group()
 

@@ -13,8 +13,8 @@ from pc.errors import exit_on_user_error
 from pc_recipe.runs import torchrun
 from pc_recipe.runs.slurm import Allocation
 from pc_recipe.runs.sweep import equal_runs
+from pc_recipe.runs.sweep.local import train_all
 from pc_recipe.runs.sweep.results import collect, status_text
-from pc_recipe.runs.sweep.run import run_all
 from pc_recipe.runs.sweep.spec import load
 
 
@@ -49,13 +49,13 @@ def main() -> None:
     if arguments.action == "plan":
         from pc_recipe.runs.sweep import budget  # takes seconds
 
-        print(budget.table(sweeps, arguments.tflops, torchrun.processes_here()))
+        print(budget.table(sweeps, arguments.tflops, torchrun.count_processes()))
         return
     for sweep in sweeps:
         equal_runs.require_unchanged(sweep)
     equal_runs.take_over(sweeps)
     if arguments.action == "run":
-        run_all(sweeps)
+        train_all(sweeps)
     elif arguments.action == "submit":
         from pc_recipe.runs.sweep.submit import submit  # takes seconds
 

@@ -37,7 +37,7 @@ def report(config: Path, overrides: Sequence[str], world_size: int, measure: boo
 
 def _measure(config: Path, overrides: Sequence[str]) -> str:
     """Train each of `VARIANTS` for eight steps on this machine; returns a table of time, memory and counts."""
-    processes = torchrun.processes_here()
+    processes = torchrun.count_processes()
     counted = cost.RunCost(config, overrides, processes).step_cost()
     shares = {"step": counted.pc_step / counted.model, "forward": counted.pc_forward / counted.model}
     rows, plain = [], 0.0
@@ -62,7 +62,7 @@ def _train(config: Path, overrides: Sequence[str], processes: int) -> tuple[list
     with tempfile.TemporaryDirectory() as folder:
         words = [*overrides, *torchrun.STEPS_ALONE, f"--job.dump_folder={folder}", f"--training.steps={steps}"]
         words += ["--metrics.log_freq=1", "--lr_scheduler.warmup_steps=1"]
-        command, environment = torchrun.command(load_config(config, words), processes)
+        command, environment = torchrun.build_command(load_config(config, words), processes)
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
             last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-15:])

@@ -65,11 +65,11 @@ def check_config(config: Config, world_size: int, *, needs_data: bool = True, gp
     """`check` of a config that has been read."""
     report = Report(errors=list(rules.findings(config)))
     is_valid = not report.errors
-    choice = _tried(report, micro_batch.choose, config, world_size, gpu_gib) if is_valid else None
+    choice = _try(report, micro_batch.choose, config, world_size, gpu_gib) if is_valid else None
     if choice and choice.estimates:
         report.facts.append(("micro-batch", choice.text()))
     config = choice.config if choice else config
-    layout = _tried(report, Layout.of, config, world_size) if choice or not is_valid else None
+    layout = _try(report, Layout.of, config, world_size) if choice or not is_valid else None
     tokens = 0
     if layout:
         tokens = config.training.steps * _check_batch(report, config, layout)
@@ -80,12 +80,12 @@ def check_config(config: Config, world_size: int, *, needs_data: bool = True, gp
     if is_valid:
         sizes = _check_model(report, config)
         if layout:
-            _tried(report, _check_memory, report, config, sizes, layout)
+            _try(report, _check_memory, report, config, sizes, layout)
     _check_data(report, config, needs_data, tokens)
     return report
 
 
-def _tried(report: Report, function, *arguments):
+def _try(report: Report, function, *arguments):
     """The function's result, or None after adding its `UserError` to the report."""
     try:
         return function(*arguments)
@@ -97,7 +97,7 @@ def _tried(report: Report, function, *arguments):
 def _check_batch(report: Report, config: Config, layout: Layout) -> int:
     """Tokens per optimizer step, 0 if the batch does not divide."""
     training = config.training
-    if _tried(report, lambda: layout.micro_batches) is None:
+    if _try(report, lambda: layout.micro_batches) is None:
         return 0
     report.facts += [
         (
@@ -123,8 +123,8 @@ def _check_schedule(report: Report, config: Config) -> None:
 
 
 def _check_model(report: Report, config: Config) -> memory.Sizes:
-    sizes = memory.sizes_of_run(config)
-    parameters = memory.sizes_of_run(config.model_copy(update={"pc": PC()})).total
+    sizes = memory.sizes_of_config(config)
+    parameters = memory.sizes_of_config(config.model_copy(update={"pc": PC()})).total
     report.facts.append(
         ("parameters", f"{parameters:,}, {parameters - sizes.outside_blocks:,} without embedding and head")
     )
@@ -132,7 +132,7 @@ def _check_model(report: Report, config: Config) -> memory.Sizes:
     if config.pc.enable and loads and config.pc.start == "preserve":
         pc_config = config.pc.to_pc_config()
         for block in pc_config.blocks:
-            _tried(report, method_of(pc_config.for_block(block)).require_invertible)
+            _try(report, method_of(pc_config.for_block(block)).require_invertible)
     if config.pc.enable:
         share = sizes.preconditioned / parameters
         report.facts.append(
@@ -144,15 +144,15 @@ def _check_model(report: Report, config: Config) -> memory.Sizes:
 def _check_memory(report: Report, config: Config, sizes: memory.Sizes, layout: Layout) -> None:
     folder = Path(config.job.dump_folder)
     dims = layout.dims
-    parts = memory.of_run(config, dims, sizes)
-    listed = ", ".join(f"{part} {size:.2f}" for part, size in parts.items())
+    parts = memory.estimate_memory(config, dims, sizes)
+    parts_text = ", ".join(f"{part} {size:.2f}" for part, size in parts.items())
     report.facts.append(
-        ("memory per GPU", f"{sum(parts.values()):.1f} GiB estimated at {dims.world_size} GPUs: {listed}")
+        ("memory per GPU", f"{sum(parts.values()):.1f} GiB estimated at {dims.world_size} GPUs: {parts_text}")
     )
     if not config.checkpoint.enable:
         return
     size = memory.checkpoint_bytes(config, sizes)
-    kept = _checkpoints_kept(config.checkpoint, config.training.steps)
+    kept = _count_kept_checkpoints(config.checkpoint, config.training.steps)
     needed = size * kept
     report.facts.append(
         (
@@ -168,7 +168,7 @@ def _check_memory(report: Report, config: Config, sizes: memory.Sizes, layout: L
         )
 
 
-def _checkpoints_kept(section: Checkpoint, steps: int) -> int:
+def _count_kept_checkpoints(section: Checkpoint, steps: int) -> int:
     """Checkpoints of a whole run that are on the disk at its end, one more being written and one damaged, set aside."""
     milestones = steps // section.keep_every if section.keep_every else 0
     if section.keep_latest_k:
@@ -177,39 +177,39 @@ def _checkpoints_kept(section: Checkpoint, steps: int) -> int:
     return milestones + steps // section.interval - both + 2
 
 
-def _check_data(report: Report, config: Config, needs_data: bool, wanted: int) -> None:
-    """Check the data for a run over `wanted` tokens."""
+def _check_data(report: Report, config: Config, needs_data: bool, tokens: int) -> None:
+    """Check the data for a run over `tokens` tokens."""
     section = config.data
-    train = {folder: _manifest(report, "data.path", folder, needs_data) for folder in section.folders}
+    train = {folder: _read_manifest(report, "data.path", folder, needs_data) for folder in section.folders}
     validation = train
     if section.validation_path:
         key = "data.validation_path"
-        validation = {section.validation_path: _manifest(report, key, section.validation_path, needs_data)}
-    found = [manifest for manifest in (train | validation).values() if manifest]
-    for other in found[1:]:
-        _tried(report, require_same_tokenizer, found[0], other)
+        validation = {section.validation_path: _read_manifest(report, key, section.validation_path, needs_data)}
+    manifests = [manifest for manifest in (train | validation).values() if manifest]
+    for other in manifests[1:]:
+        _try(report, require_same_tokenizer, manifests[0], other)
     for folder, manifest in train.items():
         if manifest:
-            _check_training(report, config, manifest, section.folders[folder] / sum(section.folders.values()), wanted)
+            _check_training(report, config, manifest, section.folders[folder] / sum(section.folders.values()), tokens)
     for manifest in validation.values() if config.validation.enable else ():
         if manifest:
             _check_validation(report, config, manifest)
 
 
-def _check_training(report: Report, config: Config, manifest: Manifest, share: float, wanted: int) -> None:
+def _check_training(report: Report, config: Config, manifest: Manifest, share: float, needed_tokens: int) -> None:
     tokens = manifest.tokens("train")
     whole = "" if share == 1 else f"{share:.1%} of the sequences, "
-    fact = f"{manifest.folder}: {whole}{tokens:,} tokens, tokenizer {manifest.tokenizer.name}"
-    report.facts.append(("training data", fact))
-    if _sequences(report, config, manifest, "train") > 0 and tokens < wanted * share:
+    line = f"{manifest.folder}: {whole}{tokens:,} tokens, tokenizer {manifest.tokenizer.name}"
+    report.facts.append(("training data", line))
+    if _count_sequences(report, config, manifest, "train") > 0 and tokens < needed_tokens * share:
         which = "its" if share == 1 else f"{manifest.folder}:"
         report.warnings.append(
-            f"the run repeats {which} {tokens:,} training tokens {wanted * share / tokens:.1f} times"
+            f"the run repeats {which} {tokens:,} training tokens {needed_tokens * share / tokens:.1f} times"
         )
 
 
 def _check_validation(report: Report, config: Config, manifest: Manifest) -> None:
-    sequences, requested = _sequences(report, config, manifest, "validation"), config.data.validation_sequences
+    sequences, requested = _count_sequences(report, config, manifest, "validation"), config.data.validation_sequences
     report.facts.append(("validation data", f"{min(sequences, requested)} sequences of {config.training.seq_len}"))
     if sequences < requested:
         report.warnings.append(
@@ -217,15 +217,15 @@ def _check_validation(report: Report, config: Config, manifest: Manifest) -> Non
         )
 
 
-def _sequences(report: Report, config: Config, manifest: Manifest, split: str) -> int:
-    """Sequences of a split; 0 after adding what the run's own loader says against it."""
+def _count_sequences(report: Report, config: Config, manifest: Manifest, split: str) -> int:
+    """Sequences of a split; 0 after adding what the run's own loader refuses."""
     sizes = {"seq_len": config.training.seq_len, "vocab_size": config.model.vocab_size}
     rank = {"local_batch_size": 1, "dp_rank": 0, "dp_world_size": 1}
-    loader = _tried(report, lambda: GlobalOrderLoader(manifest.folder, split, **sizes, **rank))
+    loader = _try(report, lambda: GlobalOrderLoader(manifest.folder, split, **sizes, **rank))
     return loader.sequences.length if loader else 0
 
 
-def _manifest(report: Report, key: str, path: str, needs_data: bool) -> Manifest | None:
+def _read_manifest(report: Report, key: str, path: str, needs_data: bool) -> Manifest | None:
     try:
         return Manifest.read(path)
     except UserError as error:

@@ -27,20 +27,20 @@ def main() -> None:
     rules.require(config)  # before the import below, which takes seconds
     from pc_recipe.runs import check
 
-    folder, nodes = Path(config.job.dump_folder), Nodes.of_environment()
-    processes = torchrun.processes_here()
+    folder, nodes = Path(config.job.dump_folder), Nodes.from_environment()
+    processes = torchrun.count_processes()
     fetch_demo_data(config)
     # Report mistakes here, one line each, because torchrun's report of a failed process would bury them.
     check.check_config(config, processes * nodes.count).require()
-    held = [lock(folder)] if nodes.number == 0 else []
-    words, environment = torchrun.command(
+    locks = [lock(folder)] if nodes.number == 0 else []
+    command, environment = torchrun.build_command(
         config, processes, nodes.rendezvous(), nodes=nodes.count, prints=nodes.number == 0
     )
     network_here = gloo_interface(nodes.host) if nodes.count > 1 else {}
-    status = torchrun.run(words, network_here | environment, held)
+    status = torchrun.run_command(command, network_here | environment, locks)
     if status == 0 and nodes.number == 0:
-        print(closing_words(folder))
-    elif status and processes > 1 and (reason := torchrun.last_words(folder)):
+        print(describe_outcome(folder))
+    elif status and processes > 1 and (reason := torchrun.find_failure(folder)):
         print(reason, file=sys.stderr)  # repeated below torchrun's report
         if reason.startswith("error: "):
             sys.exit(2)
@@ -69,15 +69,15 @@ def fetch_demo_data(config: Config) -> None:
         raise UserError("the demo data could not be created (see above); to use other data: --data.path FOLDER")
 
 
-def closing_words(folder: Path) -> str:
+def describe_outcome(folder: Path) -> str:
     """Where the run's results are and what to try next."""
     run = state_of(folder)
     if run.state == "stopped":
         return f"Stopped at step {run.step}; the same command continues from {folder}/checkpoint."
-    command = os.path.relpath(Path(sys.executable).with_name("tensorboard"))  # works without an active environment
+    tensorboard = os.path.relpath(Path(sys.executable).with_name("tensorboard"))  # works without an active environment
     return (
         f"Checkpoints, metrics.jsonl and TensorBoard logs are in {folder}. Next: "
-        f"{command} --logdir {folder}/tb, or another config of train_configs/."
+        f"{tensorboard} --logdir {folder}/tb, or another config of train_configs/."
     )
 
 

@@ -83,7 +83,7 @@ def _kept_in_graph(n: int, m: int, config: PCConfig) -> int:
     return sum(tensor.numel() for storage, tensor in kept.items() if storage not in given)
 
 
-def sizes_of_run(config: Config) -> Sizes:
+def sizes_of_config(config: Config) -> Sizes:
     """Sizes of the whole model, not only this process's part."""
     with torch.device("meta"):
         model = Transformer(model_args_of(config))
@@ -92,7 +92,7 @@ def sizes_of_run(config: Config) -> Sizes:
     return sizes_of(model)
 
 
-def of_run(config: Config, dims: Degrees, sizes: Sizes | None = None) -> dict[str, float]:
+def estimate_memory(config: Config, dims: Degrees, sizes: Sizes | None = None) -> dict[str, float]:
     """GiB per GPU at the peak, by part. The peak is at the start of the last micro-batch's backward pass.
 
     Args:
@@ -103,7 +103,7 @@ def of_run(config: Config, dims: Degrees, sizes: Sizes | None = None) -> dict[st
     which is used between steps when activations are already freed.
     """
     training, layout = config.training, Layout(dims, config.training)
-    sizes = sizes or sizes_of_run(config)
+    sizes = sizes or sizes_of_config(config)
     once = once_per_step(config)
     itemsize = BFLOAT16 if training.mixed_precision_param == "bfloat16" else FLOAT32
     tokens = training.local_batch_size * training.seq_len // dims.cp

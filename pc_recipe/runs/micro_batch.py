@@ -26,15 +26,15 @@ class Choice:
     estimates: dict[int, float]
     """{micro-batch: GiB per GPU} of all that divide; empty: nothing was chosen"""
     gpu_gib: float
-    found: bool
-    """whether `gpu_gib` is of a GPU of this machine"""
+    has_gpu: bool
+    """Whether `gpu_gib` was measured on a GPU of this machine."""
 
     def text(self) -> str:
         """The choice with the memory of its neighbours."""
         chosen, sizes = self.config.training.local_batch_size, list(self.estimates)
         place = sizes.index(chosen)
         near = ", ".join(f"{size}: {self.estimates[size]:.1f} GiB" for size in sizes[max(0, place - 1) : place + 2])
-        gpu = f"{self.gpu_gib:.3g} GiB ({'found here' if self.found else 'assumed'})"
+        gpu = f"{self.gpu_gib:.3g} GiB ({'found here' if self.has_gpu else 'assumed'})"
         return f"{chosen} of {near}; a GPU of {gpu}, of which {USABLE * self.gpu_gib:.1f} are used"
 
 
@@ -48,8 +48,8 @@ def choose(config: Config, world_size: int, gpu_gib: float | None = None) -> Cho
     Raises:
         UserError: there is nothing to divide, or nothing fits.
     """
-    found = gpu_gib is None and torch.cuda.is_available()
-    gpu_gib = gpu_gib or (_smallest_gpu() if found else ASSUMED_GIB)
+    has_gpu = gpu_gib is None and torch.cuda.is_available()
+    gpu_gib = gpu_gib or (_smallest_gpu() if has_gpu else ASSUMED_GIB)
     config, estimates = config.model_copy(deep=True), {}
     if config.training.local_batch_size == -1:
         estimates = _estimates(config, Layout.of(config, world_size))
@@ -63,7 +63,7 @@ def choose(config: Config, world_size: int, gpu_gib: float | None = None) -> Cho
         config.training.local_batch_size = fitting[-1]
     if config.validation.local_batch_size == -1:
         config.validation.local_batch_size = config.training.local_batch_size
-    return Choice(config, estimates, gpu_gib, found)
+    return Choice(config, estimates, gpu_gib, has_gpu)
 
 
 def _smallest_gpu() -> float:
@@ -73,9 +73,9 @@ def _smallest_gpu() -> float:
 
 def _estimates(config: Config, layout: Layout) -> dict[int, float]:
     """GiB per GPU for every micro-batch that divides, from the smallest to the largest."""
-    sizes = memory.sizes_of_run(config)
+    sizes = memory.sizes_of_config(config)
     estimates = {}
     for size in layout.micro_batch_sizes():
         config.training.local_batch_size = size
-        estimates[size] = sum(memory.of_run(config, layout.dims, sizes).values())
+        estimates[size] = sum(memory.estimate_memory(config, layout.dims, sizes).values())
     return estimates

@@ -24,7 +24,7 @@ class Nodes:
     port: int = 29500
 
     @staticmethod
-    def of_environment() -> "Nodes":
+    def from_environment() -> "Nodes":
         """What NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT say; without NNODES one machine.
 
         Raises:
@@ -56,10 +56,10 @@ def gloo_interface(peer: str) -> dict[str, str]:
     """
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((peer, 9))  # chooses a route, sends nothing
-        mine = probe.getsockname()[0]
+        own_address = probe.getsockname()[0]
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an address
-                found = fcntl.ioctl(probe, _ADDRESS_OF_INTERFACE, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(found[20:24]) == mine:
+                request = fcntl.ioctl(probe, _ADDRESS_OF_INTERFACE, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(request[20:24]) == own_address:
                     return {"GLOO_SOCKET_IFNAME": name}
     return {}

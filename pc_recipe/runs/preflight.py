@@ -42,7 +42,7 @@ ON_GPU, ON_CPU = Sizes(8192, 2**29, 2**28), Sizes(1024, 2**23, 2**24)
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank found."""
+    """What one rank measured."""
 
     host: str
     rates: dict[str, float]
@@ -51,7 +51,7 @@ class Rank:
     versions: dict[str, str | None]
 
 
-def start() -> torch.device:
+def join_ranks() -> torch.device:
     """Join the other ranks, of torchrun or of srun with a task for each GPU."""
     for name, slurm in (
         ("RANK", "SLURM_PROCID"),
@@ -72,7 +72,7 @@ def start() -> torch.device:
 
 
 def measure(folder: Path, device: torch.device, sizes: Sizes) -> list[Rank]:
-    """What each rank found, in order of rank. All ranks call it.
+    """What each rank measured, in order of rank. All ranks call it.
 
     Args:
         folder: on the file system of the run, for a file of `sizes.file` bytes per rank, which is removed.
@@ -84,28 +84,28 @@ def measure(folder: Path, device: torch.device, sizes: Sizes) -> list[Rank]:
     known = versions() | {"commit": commit(), "cuda": torch.version.cuda}
     if device.type == "cuda":
         known |= {"gpu": torch.cuda.get_device_name(device), "nccl": str(torch.cuda.nccl.version())}
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, Rank(socket.gethostname(), rates, time.time(), known))
-    return everyone
+    all_ranks: list = [None] * dist.get_world_size()
+    dist.all_gather_object(all_ranks, Rank(socket.gethostname(), rates, time.time(), known))
+    return all_ranks
 
 
-def findings(ranks: list[Rank]) -> list[str]:
+def find_slow_ranks(ranks: list[Rank]) -> list[str]:
     """A line for each rank that is slower than the others, or differs from rank 0 in its clock or a version."""
-    found = []
+    findings = []
     medians = {name: statistics.median_high(rank.rates[name] for rank in ranks) for name in ranks[0].rates}
     for number, rank in enumerate(ranks):
         where = f"rank {number} (on {rank.host})"
         for name, share in BEHIND.items():
             if name in medians and (below := 1 - rank.rates[name] / medians[name]) > share:
-                found.append(
+                findings.append(
                     f"{where}: {name} {rank.rates[name]:.3g}, {below:.0%} below the median {medians[name]:.3g}"
                 )
         if abs(late := rank.clock - ranks[0].clock) > SECONDS_OF_CLOCK:
-            found.append(f"{where}: its clock is {late:+.1f} s off rank 0's")
+            findings.append(f"{where}: its clock is {late:+.1f} s off rank 0's")
         for name, version in rank.versions.items():
             if version != ranks[0].versions.get(name):
-                found.append(f"{where}: {name} {version}, on rank 0 {ranks[0].versions.get(name)}")
-    return found
+                findings.append(f"{where}: {name} {version}, on rank 0 {ranks[0].versions.get(name)}")
+    return findings
 
 
 def table(ranks: list[Rank]) -> str:

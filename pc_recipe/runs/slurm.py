@@ -1,8 +1,8 @@
 """SLURM: submit a run, be one task of a run or a sweep, and decide afterwards whether to requeue.
 
 One batch script, scripts/slurm/train.sbatch, is used for single runs and arrays, on one node or many. Inside the
-allocation it calls this module twice: `task` runs torchrun on every node; `after` requeues the job unless the run is
-finished or cannot continue. No slurmdbd or sacct is needed: the state of a run is read from its own folder.
+allocation it calls this module twice: `run_task` runs torchrun on every node; `requeue_or_end` requeues the job unless
+the run is finished or cannot continue. No slurmdbd or sacct is needed: the state of a run is read from its own folder.
 """
 
 import argparse
@@ -59,7 +59,7 @@ class Allocation:
     def world_size(self) -> int:
         return self.nodes * max(1, self.gpus_per_node)
 
-    def words(self) -> list[str]:
+    def sbatch_options(self) -> list[str]:
         gpus = [f"--gpus-per-node={self.gpus_per_node}"] if self.gpus_per_node else []
         return [f"--nodes={self.nodes}", *gpus, *self.options]
 
@@ -70,11 +70,11 @@ def submit_run(config: str, overrides: Sequence[str], allocation: Allocation) ->
 
     check(config, overrides, allocation.world_size).require(f"{config}: ")
     folder = Path(load_config(config, overrides).job.dump_folder)
-    job = sbatch(folder, [f"--job-name={folder.name}", *allocation.words()], [config, *overrides])
+    job = submit_job(folder, [f"--job-name={folder.name}", *allocation.sbatch_options()], [config, *overrides])
     return f"job {job}: {config}, logs in {folder}/slurm"
 
 
-def sbatch(folder: Path, options: list[str], arguments: Sequence[str]) -> str:
+def submit_job(folder: Path, options: list[str], arguments: Sequence[str]) -> str:
     """Submit train.sbatch with sbatch; returns the job's id."""
     logs = folder / "slurm"
     logs.mkdir(parents=True, exist_ok=True)  # without the folder SLURM drops the output
@@ -82,50 +82,50 @@ def sbatch(folder: Path, options: list[str], arguments: Sequence[str]) -> str:
     output = f"--output={str(logs).replace('%', '%%')}/%x-{'%A_%a' if is_array else '%j'}.log"
     # the job uses the interpreter that submitted it
     environment = {**os.environ, "PC_PYTHON": sys.executable}
-    words = ["sbatch", "--parsable", output, *options, str(TRAIN_SCRIPT), *arguments]
-    answer = subprocess.run(words, capture_output=True, text=True, env=environment)
-    if answer.returncode:
-        raise UserError(" ".join(answer.stderr.split()))
-    return answer.stdout.strip().split(";")[0]
+    command = ["sbatch", "--parsable", output, *options, str(TRAIN_SCRIPT), *arguments]
+    submitted = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if submitted.returncode:
+        raise UserError(" ".join(submitted.stderr.split()))
+    return submitted.stdout.strip().split(";")[0]
 
 
 # --- inside a job -----------------------------------------------------------------------------------
 
 
-def run_of(arguments: Sequence[str]) -> Run:
+def read_run(arguments: Sequence[str]) -> Run:
     """The run of a job's arguments: CONFIG and overrides, or a run list and the array index."""
     config, *overrides = arguments
     name = None
     if Path(config).suffix == ".json":
-        listed = json.loads(Path(config).read_text())["runs"][int(os.environ["SLURM_ARRAY_TASK_ID"])]
-        name, config, overrides = listed["name"], listed["config"], listed["overrides"]
+        entry = json.loads(Path(config).read_text())["runs"][int(os.environ["SLURM_ARRAY_TASK_ID"])]
+        name, config, overrides = entry["name"], entry["config"], entry["overrides"]
     folder = Path(load_config(config, overrides).job.dump_folder)
     return Run(name or folder.name, config, tuple(overrides), folder)
 
 
-def task(run: Run) -> int:
+def run_task(run: Run) -> int:
     """Run torchrun on this node of the allocation; returns its exit status."""
     nodes, node = int(os.environ.get("SLURM_NNODES", "1")), int(os.environ.get("SLURM_NODEID", "0"))
     # A network file system keeps the locks of a lost node for a while, often 90 seconds.
     patience = SECONDS_FOR_LOCKS_OF_A_LOST_NODE if int(os.environ.get("SLURM_RESTART_COUNT", "0")) else 1
-    held = [lock(run.folder, patience)] if node == 0 else []
-    processes = torchrun.processes_here()
+    locks = [lock(run.folder, patience)] if node == 0 else []
+    processes = torchrun.count_processes()
     rendezvous, network_here = ["--standalone"], {}
     if nodes > 1:
         # The first node, where the batch script runs, has rank 0. Jobs that share a node have different ports.
         host, port = os.environ["SLURM_LAUNCH_NODE_IPADDR"], 20000 + int(os.environ["SLURM_JOB_ID"]) % 10000
         rendezvous = Nodes(nodes, node, host, port).rendezvous()
         network_here = gloo_interface(host if node else _last_host())
-    words, environment = torchrun.command(run.resolved, processes, rendezvous, nodes=nodes, prints=node == 0)
-    return torchrun.run(words, network_here | environment, held, term_saves=True)
+    command, environment = torchrun.build_command(run.resolved, processes, rendezvous, nodes=nodes, prints=node == 0)
+    return torchrun.run_command(command, network_here | environment, locks, term_saves=True)
 
 
 def _last_host() -> str:
-    words = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
-    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()[-1]
+    command = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1]
 
 
-def after(run: Run, returncode: int) -> int:
+def requeue_or_end(run: Run, returncode: int) -> int:
     """Requeue the job if it should continue; returns the exit status of the batch script.
 
     A job that stopped by itself (time limit) or crashed is requeued at most `REQUEUES_WITHOUT_PROGRESS` times without a
@@ -139,8 +139,9 @@ def after(run: Run, returncode: int) -> int:
     if returncode == MISTAKE and is_locked(run.folder):
         print(f"{run.name}: another process trains it; its state is left as it is", flush=True)
         return MISTAKE
-    last = torchrun.last_words(run.folder) or ""
-    is_mistake = returncode == MISTAKE or last.startswith("error: ")  # torchrun ends with 1 whatever its ranks' status
+    failure = torchrun.find_failure(run.folder) or ""
+    # torchrun ends with 1 whatever its ranks' status, so the log tells a mistake from a crash
+    is_mistake = returncode == MISTAKE or failure.startswith("error: ")
     attempts = _count_attempt(run)
     ended = f"stopped at step {state.step}" if state.state == "stopped" else f"ended with status {returncode}"
     if not is_mistake and attempts <= REQUEUES_WITHOUT_PROGRESS:
@@ -153,8 +154,8 @@ def after(run: Run, returncode: int) -> int:
         write_failure(run.folder, reason)
     why = "another try would fail too" if is_mistake else f"{attempts} attempts since the last checkpoint"
     print(f"{run.name}: {'diverged' if state.state == 'diverged' else 'failed'}, {why}", flush=True)
-    if last:
-        print(last, flush=True)  # repeated below the reports of torchrun and srun
+    if failure:
+        print(failure, flush=True)  # repeated below the reports of torchrun and srun
     return MISTAKE if is_mistake else 1
 
 
@@ -180,7 +181,10 @@ def _requeue(why: str) -> int:
 @exit_on_user_error
 def main() -> None:
     action, *arguments = sys.argv[1:]
-    sys.exit(task(run_of(arguments)) if action == "task" else after(run_of(arguments[1:]), int(arguments[0])))
+    if action == "task":
+        sys.exit(run_task(read_run(arguments)))
+    status, *arguments = arguments
+    sys.exit(requeue_or_end(read_run(arguments), int(status)))
 
 
 if __name__ == "__main__":

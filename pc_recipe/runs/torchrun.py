@@ -31,7 +31,7 @@ STEPS_ALONE = (
 """Overrides of a run whose steps are measured: nothing but training."""
 
 
-def processes_here() -> int:
+def count_processes() -> int:
     """Processes per machine: NGPU, or one per GPU, or 1 without GPUs.
 
     Raises:
@@ -43,19 +43,19 @@ def processes_here() -> int:
     from pc_recipe.train.cpu import promised_gpus
 
     promised, gpus = promised_gpus(), torch.cuda.device_count()
-    wish = os.environ.get("NGPU") or str(max(1, promised, gpus))
-    processes = int(wish) if wish.isdecimal() else 0
+    requested = os.environ.get("NGPU") or str(max(1, promised, gpus))
+    processes = int(requested) if requested.isdecimal() else 0
     if gpus < processes <= promised:
         sys.exit(f"{socket.gethostname()} shows {gpus} of the {promised} GPUs of this job")
     if not 0 < processes <= (gpus or processes):
-        raise UserError(f"NGPU={wish} should be a number of processes, and this machine has {gpus} GPUs")
+        raise UserError(f"NGPU={requested} should be a number of processes, and this machine has {gpus} GPUs")
     return processes
 
 
-def run(
-    words: Sequence[str],
+def run_command(
+    command_line: Sequence[str],
     environment: dict[str, str],
-    held: Sequence[TextIO] = (),
+    locks: Sequence[TextIO] = (),
     output: TextIO | None = None,
     meanwhile: Callable[[], None] = lambda: None,
     *,
@@ -66,7 +66,7 @@ def run(
     SIGTERM is handed on to it, and SIGUSR2 to its ranks: SLURM may signal only this process (`proctrack/cgroup`).
 
     Args:
-        held: open files that the command keeps open if this process is killed.
+        locks: open files that the command inherits, so that locks last if this process is killed.
         output: in place of the console.
         meanwhile: called from time to time.
         term_saves: SIGTERM, which SLURM sends some time before it takes the nodes away, is like SIGUSR2.
@@ -76,22 +76,22 @@ def run(
     """
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # inherited by torchrun, which a USR2 to all processes would end
     errors = None if output is None else subprocess.STDOUT
-    command = subprocess.Popen(
-        words, env=environment, pass_fds=[file.fileno() for file in held], stdout=output, stderr=errors
+    process = subprocess.Popen(
+        command_line, env=environment, pass_fds=[file.fileno() for file in locks], stdout=output, stderr=errors
     )
-    children = Path(f"/proc/{command.pid}/task/{command.pid}/children")
-    under_torchrun = "torch.distributed.run" in words
-    asked_to_end = 0
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    under_torchrun = "torch.distributed.run" in command_line
+    end_signal = 0
 
     def end(number: int, _) -> None:
-        nonlocal asked_to_end
-        asked_to_end = number
+        nonlocal end_signal
+        end_signal = number
         if number == signal.SIGTERM:  # Ctrl-C reaches the command too, which shares the terminal
-            command.terminate()
+            process.terminate()
 
     def ask_to_stop(*_) -> None:
         with contextlib.suppress(OSError):  # it has just ended
-            for rank in children.read_text().split() if under_torchrun else [command.pid]:
+            for rank in children.read_text().split() if under_torchrun else [process.pid]:
                 os.kill(int(rank), signal.SIGUSR2)
 
     handlers = {signal.SIGUSR2: ask_to_stop, signal.SIGTERM: ask_to_stop if term_saves else end, signal.SIGINT: end}
@@ -99,17 +99,17 @@ def run(
     status = None
     while status is None:
         try:
-            status = command.wait(timeout=SECONDS_BETWEEN_PROGRESS_LINES)
+            status = process.wait(timeout=SECONDS_BETWEEN_PROGRESS_LINES)
         except subprocess.TimeoutExpired:
             meanwhile()
     for number, handler in before.items():
         signal.signal(number, handler)
-    if asked_to_end:
-        sys.exit(128 + asked_to_end)
+    if end_signal:
+        sys.exit(128 + end_signal)
     return status if status >= 0 else 128 - status
 
 
-def command(
+def build_command(
     config: Config, processes: int, rendezvous: Sequence[str] = (), *, nodes: int = 1, prints: bool = True
 ) -> tuple[list[str], dict[str, str]]:
     """Command and environment that train a config with `processes` on this machine and on each of the other nodes.
@@ -131,6 +131,7 @@ def command(
     folder = Path(config.job.dump_folder)
     config = micro_batch.choose(config, processes * nodes).config
     write_config(config, folder / "starting.toml")
+    environment = _wandb_environment(config) | build_environment(processes)
     trainer = ["-m", TRAINER, str(folder / "starting.toml")]
     if processes == 1 and not rendezvous:
         with socket.socket() as free:
@@ -143,25 +144,23 @@ def command(
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-        return [sys.executable, *trainer], _wandb(config) | environment(1) | alone
+        return [sys.executable, *trainer], environment | alone
     console = ["--tee=3", "--local-ranks-filter=0"] if prints else ["--redirects=3"]
     options = [*(rendezvous or ["--standalone"]), f"--nproc-per-node={processes}", "--role=rank", *console]
     logs = f"--log-dir={folder / 'logs'}"
-    return [sys.executable, "-m", "torch.distributed.run", *options, logs, *trainer], _wandb(config) | environment(
-        processes
-    )
+    return [sys.executable, "-m", "torch.distributed.run", *options, logs, *trainer], environment
 
 
-def _wandb(config: Config) -> dict[str, str]:
+def _wandb_environment(config: Config) -> dict[str, str]:
     """What Weights & Biases reads: every attempt of a run continues its one page there."""
     if not config.metrics.enable_wandb:
         return {}
     folder = Path(config.job.dump_folder)
-    known = folder / "wandb_id"
-    if not known.exists():
-        write_atomically(known, uuid.uuid4().hex)
+    id_file = folder / "wandb_id"
+    if not id_file.exists():
+        write_atomically(id_file, uuid.uuid4().hex)
     names = {"WANDB_PROJECT": "pc-layer", "WANDB_RUN_NAME": folder.name}
-    return names | {"WANDB_RUN_ID": known.read_text(), "WANDB_RESUME": "allow"}
+    return names | {"WANDB_RUN_ID": id_file.read_text(), "WANDB_RESUME": "allow"}
 
 
 def _require_compiler() -> None:
@@ -177,7 +176,7 @@ def _require_compiler() -> None:
         )
 
 
-def last_words(run_folder: Path) -> str | None:
+def find_failure(run_folder: Path) -> str | None:
     """Why the newest attempt (since the run's `lock` was touched) failed, from a rank's log; None if no rank says.
 
     Lines that begin with "error: " are mistakes; "failed: " may succeed later. For a crash: the last line and the log.
@@ -187,15 +186,15 @@ def last_words(run_folder: Path) -> str | None:
     crash = None
     for log in sorted(logs, key=lambda log: log.stat().st_mtime):
         lines = [line.rstrip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        said = [line for line in lines if line.startswith(("error: ", "failed: "))]
-        if said:
-            return "\n".join(said)
+        messages = [line for line in lines if line.startswith(("error: ", "failed: "))]
+        if messages:
+            return "\n".join(messages)
         if crash is None and any(line.startswith("Traceback (most recent call last)") for line in lines):
             crash = f"rank {log.parent.name} ended with {lines[-1]!r}; its log is {log}"
     return crash
 
 
-def environment(processes: int) -> dict[str, str]:
+def build_environment(processes: int) -> dict[str, str]:
     """This process's environment, with the CPU's cores divided among the processes.
 
     GPU memory uses expandable segments, as in TorchTitan's launcher, so that changing shapes (PC's batches between

@@ -27,7 +27,7 @@ def _measure(rank, folder, slow):
 @pytest.mark.parametrize("ranks, slow", [(2, "matmul"), (4, "pairs")])
 def test_the_slow_rank_is_named(tmp_path, ranks, slow):
     everyone = run_ranks(ranks, _measure, tmp_path, slow)[0]
-    lines = preflight.findings(everyone)
+    lines = preflight.find_slow_ranks(everyone)
     assert any(line.startswith("rank 1 (on ") and f"{slow} " in line and "below the median" in line for line in lines)
     assert any(line.startswith("rank 1 ") and "its clock is -" in line and "off rank 0's" in line for line in lines)
     assert any(line.startswith("rank 1 ") and "commit other, on rank 0" in line for line in lines)
@@ -40,6 +40,6 @@ def test_equal_ranks_are_not_named():
     def rank(rate: float) -> preflight.Rank:
         return preflight.Rank("here", {"matmul TFLOP/s": rate, "all-reduce GB/s": rate}, 0.0, {"torch": "2"})
 
-    assert preflight.findings([rank(1.0), rank(0.91), rank(1.0)]) == []
-    [line] = preflight.findings([rank(1.0), rank(0.89)])
+    assert preflight.find_slow_ranks([rank(1.0), rank(0.91), rank(1.0)]) == []
+    [line] = preflight.find_slow_ranks([rank(1.0), rank(0.89)])
     assert line == "rank 1 (on here): matmul TFLOP/s 0.89, 11% below the median 1"

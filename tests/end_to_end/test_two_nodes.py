@@ -47,8 +47,8 @@ def test_the_same_command_on_each_node(tmp_path, tiny_shards):
 def test_incomplete_places_are_one_line(monkeypatch, given, complaint):
     for name in ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    assert Nodes.of_environment() == Nodes()
+    assert Nodes.from_environment() == Nodes()
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=complaint):
-        Nodes.of_environment()
+        Nodes.from_environment()

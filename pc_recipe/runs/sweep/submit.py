@@ -20,7 +20,7 @@ def submit(sweeps: Sequence[Sweep], at_a_time: int, allocation: slurm.Allocation
     for group in groups:
         first = group.runs[0]
         check(first.config, first.overrides, allocation.world_size).require(f"{first.name}: ")
-    said = []
+    lines = []
     for sweep in sweeps:
         remaining = [group for group in groups if group.state not in ("finished", "running")]
         waiting = [group.runs[0] for group in remaining if group.runs[0] in sweep.runs]
@@ -29,11 +29,11 @@ def submit(sweeps: Sequence[Sweep], at_a_time: int, allocation: slurm.Allocation
         if waiting:
             # a list for each array, so that its tasks keep their runs when the sweep's file changes
             run_list = sweep.folder / "slurm" / f"runs-{secrets.token_hex(4)}.json"
-            listed = [{"name": run.name, "config": run.config, "overrides": run.overrides} for run in waiting]
-            write_atomically(run_list, json.dumps({"runs": listed}, indent=1) + "\n")
+            entries = [{"name": run.name, "config": run.config, "overrides": run.overrides} for run in waiting]
+            write_atomically(run_list, json.dumps({"runs": entries}, indent=1) + "\n")
             array = f"--array=0-{len(waiting) - 1}" + (f"%{at_a_time}" if at_a_time else "")
-            options = [array, f"--job-name={sweep.path.stem}", *allocation.words()]
-            job = slurm.sbatch(sweep.folder, options, [str(run_list)])
+            options = [array, f"--job-name={sweep.path.stem}", *allocation.sbatch_options()]
+            job = slurm.submit_job(sweep.folder, options, [str(run_list)])
             line = f"job {job}: {len(waiting)} runs, logs in {sweep.folder}/slurm"
-        said += [line] + [f"  {run.name}: equal to {first.folder}" for run, first in equal]
-    return "\n".join(said)
+        lines += [line] + [f"  {run.name}: equal to {first.folder}" for run, first in equal]
+    return "\n".join(lines)

@@ -16,8 +16,8 @@ from pc_recipe.files.lock import lock
 from pc_recipe.runs.check import Report
 from pc_recipe.runs.slurm import Allocation
 from pc_recipe.runs.sweep import budget, equal_runs
+from pc_recipe.runs.sweep.local import train_all
 from pc_recipe.runs.sweep.results import status_text
-from pc_recipe.runs.sweep.run import run_all
 from pc_recipe.runs.sweep.spec import load
 from pc_recipe.runs.sweep.submit import submit
 from pc_recipe.train.environment import write_environment
@@ -56,7 +56,7 @@ def trained(monkeypatch):
             names.append(str(run.folder))
             finish(run.config, run.overrides, run.folder)
 
-    monkeypatch.setattr("pc_recipe.runs.sweep.run.train", train)
+    monkeypatch.setattr("pc_recipe.runs.sweep.local.train_one", train)
     return names
 
 
@@ -126,7 +126,7 @@ def test_equal_runs_of_two_sweeps_and_of_a_config_are_trained_once(folder, train
     assert "equal to outputs/sweeps/level/level-4" in text
     assert [line.split()[0] for line in text.splitlines()[-3:]] == ["4", "3", "2"]
     equal_runs.take_over(sweeps)
-    run_all(sweeps)
+    train_all(sweeps)
     assert trained == ["outputs/sweeps/level/level-4", "outputs/sweeps/blocks/blocks-ffn"]
     said = capsys.readouterr().out
     assert "level-3: reused from outputs/by-hand" in said
@@ -134,16 +134,16 @@ def test_equal_runs_of_two_sweeps_and_of_a_config_are_trained_once(folder, train
     assert "reused from ../level/level-4" in status_text(sweeps[1])
     results = [json.loads(line) for line in Path("outputs/sweeps/blocks/results.jsonl").read_text().splitlines()]
     assert [result["validation_loss"] for result in results] == [3.0, 3.0]
-    run_all(sweeps)
+    train_all(sweeps)
     assert len(trained) == 2
 
 
 def test_a_sweep_goes_on_when_it_grows_and_refuses_what_was_trained_otherwise(folder, trained):
-    run_all([load("level.toml")])
+    train_all([load("level.toml")])
     (folder / "level.toml").write_text('configs = ["pc.toml"]\n[axes]\n"pc.level" = [1, 3, 4]\n')
     (folder / "pc.toml").write_text(CONFIG + "[metrics]\nlog_freq = 3\n")  # decides no result
     equal_runs.require_unchanged(load("level.toml"))
-    run_all([load("level.toml")])
+    train_all([load("level.toml")])
     assert [Path(name).name for name in trained] == ["level-3", "level-4", "level-1"]
     (folder / "pc.toml").write_text(CONFIG.replace("1e-3", "2e-3"))
     with pytest.raises(UserError, match=r"level-1 was trained with optimizer.lr = 0.001 \(now 0.002\)"):
@@ -161,7 +161,7 @@ def test_a_run_of_changed_settings_is_not_an_equal_run(folder, trained):
     run_folder.keep_earlier_config(by_hand, changed.model_dump(exclude_unset=True), 3)
     write_config(changed, by_hand / "config.toml")
     assert (by_hand / "config.1.toml").exists() and equal_runs.trained_as(by_hand) is None
-    run_all([load("level.toml")])
+    train_all([load("level.toml")])
     assert "outputs/sweeps/level/level-3" in trained
     in_sweep = folder / "outputs/sweeps/level/level-3"
     (by_hand / "config.1.toml").rename(in_sweep / "config.1.toml")
@@ -176,7 +176,7 @@ def test_a_run_that_is_trained_elsewhere_is_passed_over(folder, trained, capsys)
     finish("pc.toml", [], folder / "outputs" / "by-hand", state="running")
     with lock(folder / "outputs" / "by-hand"), lock(folder / "outputs/sweeps/level/level-3"):
         with pytest.raises(UserError, match="1 of 2 runs did not finish: level-4"):
-            run_all([load("level.toml")])
+            train_all([load("level.toml")])
     said = capsys.readouterr().out
     assert "level-3: another process is training it" in said
     assert "level-4: another process is training an equal run in outputs/by-hand" in said and trained == []
@@ -208,7 +208,7 @@ def test_a_run_of_other_code_is_not_reused(folder, trained, capsys, what):
     (folder / "outputs" / "by-hand" / "environment.json").write_text(record)
     sweep = load("level.toml")
     equal_runs.take_over([sweep])
-    run_all([sweep])
+    train_all([sweep])
     expected = ["outputs/sweeps/level/level-3", "outputs/sweeps/level/level-4"]
     assert trained == (expected if what else expected[1:])
     assert ("outputs/by-hand is an equal run, but of other code" in capsys.readouterr().out) == bool(what)

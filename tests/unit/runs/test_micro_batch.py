@@ -18,7 +18,7 @@ CONFIG = ROOT / "train_configs" / "271m_adamw_pc.toml"
 def test_it_is_the_largest_that_divides_and_fits(ranks, gpu_gib):
     def needs(size: int) -> float:
         config = load_config(CONFIG, [f"--training.local_batch_size={size}"])
-        return sum(memory.of_run(config, Layout.of(config, ranks).dims).values())
+        return sum(memory.estimate_memory(config, Layout.of(config, ranks).dims).values())
 
     choice = micro_batch.choose(load_config(CONFIG), ranks, gpu_gib)
     chosen, share = choice.config.training.local_batch_size, 320 // ranks
@@ -48,6 +48,6 @@ def test_what_cannot_be_chosen_is_one_line(words, ranks, gpu_gib, complaint):
 def test_a_run_records_the_number(tmp_path):
     """All its processes read the file that the launcher writes."""
     words = [f"--job.dump_folder={tmp_path}", "--training.local_batch_size=-1", "--validation.local_batch_size=-1"]
-    torchrun.command(load_config(ROOT / "train_configs" / "debug.toml", words), 2, nodes=2)
+    torchrun.build_command(load_config(ROOT / "train_configs" / "debug.toml", words), 2, nodes=2)
     written = tomllib.loads((tmp_path / "starting.toml").read_text())
     assert written["training"]["local_batch_size"] == written["validation"]["local_batch_size"] == 4  # 16 on 4 ranks

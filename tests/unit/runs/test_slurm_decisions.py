@@ -10,7 +10,7 @@ from pc.errors import UserError, exit_on_user_error
 from pc_recipe.files.lock import join_lock, lock
 from pc_recipe.runs import slurm
 from pc_recipe.runs.run import Run
-from pc_recipe.runs.slurm import Allocation, after
+from pc_recipe.runs.slurm import Allocation, requeue_or_end
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ THRICE = [0, 0, 1]
 def test_what_becomes_of_a_job(run, requeued, capfd, state, status, answers, ends_as):
     if state:
         say(run, state)
-    assert [after(run, status) for _ in answers] == answers
+    assert [requeue_or_end(run, status) for _ in answers] == answers
     requeues = 0 if (state, status) == ("finished", 0) else answers.count(0)
     assert requeued == [["scontrol", "requeue", "17"]] * requeues
     assert state_and_reason(run)[0] == ends_as and state_and_reason(run)[1]
@@ -72,36 +72,36 @@ def test_what_becomes_of_a_job(run, requeued, capfd, state, status, answers, end
 @pytest.mark.parametrize("state, status", [("running", 1), ("stopped", 0)])
 def test_a_new_checkpoint_gives_new_tries(run, requeued, state, status):
     say(run, state)
-    assert [after(run, status) for _ in range(2)] == [0, 0]
+    assert [requeue_or_end(run, status) for _ in range(2)] == [0, 0]
     (run.folder / "attempts.json").write_text("{")  # cut short on a full disk: as if there were none
     checkpoint = run.folder / "checkpoint" / "step-5"
     checkpoint.mkdir(parents=True)
     (checkpoint / ".metadata").touch()
     say(run, state)
-    assert [after(run, status) for _ in range(3)] == THRICE
+    assert [requeue_or_end(run, status) for _ in range(3)] == THRICE
 
 
 def test_a_second_job_leaves_the_state_of_the_run_that_another_trains(run, requeued):
     say(run, "running")
     with lock(run.folder):
         with pytest.raises(UserError, match="another process is training here"):
-            slurm.task(run)
-        assert after(run, 2) == 2 and requeued == []
+            slurm.run_task(run)
+        assert requeue_or_end(run, 2) == 2 and requeued == []
         assert state_and_reason(run) == ("running", "why")
     assert not (run.folder / "attempts.json").exists()
 
 
 def test_a_requeued_job_waits_for_the_locks_of_a_lost_node(run, monkeypatch):
     """A network file system lets go of them later."""
-    monkeypatch.setattr(slurm.torchrun, "processes_here", lambda: "the lock is had")
-    monkeypatch.setattr(slurm.torchrun, "command", lambda config, processes, *_, **__: sys.exit(processes))
+    monkeypatch.setattr(slurm.torchrun, "count_processes", lambda: "the lock is had")
+    monkeypatch.setattr(slurm.torchrun, "build_command", lambda config, processes, *_, **__: sys.exit(processes))
     config = type("Config", (), {"resolved": None, "folder": run.folder})
     for restarts, answer in (("0", UserError), ("1", SystemExit)):
         monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
         lost = join_lock(run.folder)
         threading.Timer(2, lost.close).start()
         with pytest.raises(answer, match="another process" if answer is UserError else "the lock is had"):
-            slurm.task(config)
+            slurm.run_task(config)
         lost.close()
 
 
@@ -109,7 +109,7 @@ def test_an_array_task_requeues_itself_alone(run, requeued, monkeypatch):
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "16")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
     say(run, "stopped")
-    after(run, 0)
+    requeue_or_end(run, 0)
     assert requeued == [["scontrol", "requeue", "16_2"]]
 
 
@@ -119,16 +119,16 @@ def test_what_ranks_said_decides_whether_another_try_helps(run, requeued, capsys
     lock(run.folder).close()
     say(run, "failed")
     log.write_text("failed: step-4 could not be written (rank 3: No space left on device)\n")
-    assert after(run, 1) == 0 and len(requeued) == 1  # perhaps there is space later
+    assert requeue_or_end(run, 1) == 0 and len(requeued) == 1  # perhaps there is space later
     log.write_text("Traceback (most recent call last):\nUserError: x\nerror: x.y = 1 is wrong\nerror: z too\n")
-    assert after(run, 1) == 2 and len(requeued) == 1  # a mistake comes back at every try
+    assert requeue_or_end(run, 1) == 2 and len(requeued) == 1  # a mistake comes back at every try
     assert capsys.readouterr().out.endswith("\nerror: x.y = 1 is wrong\nerror: z too\n")
 
 
 def test_no_sbatch_is_a_clear_error(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SystemExit, match="2"):
-        exit_on_user_error(slurm.sbatch)(tmp_path, Allocation(1, 8, []).words(), [])
+        exit_on_user_error(slurm.submit_job)(tmp_path, Allocation(1, 8, []).sbatch_options(), [])
     assert capsys.readouterr().err == "error: sbatch: No such file or directory\n"
 
 
@@ -136,5 +136,5 @@ def test_a_percent_sign_in_a_folder_is_no_pattern_of_slurm(tmp_path, monkeypatch
     words = []
     done = type("Done", (), {"returncode": 0, "stdout": "17"})
     monkeypatch.setattr(slurm.subprocess, "run", lambda given, **_: words.extend(given) or done)
-    slurm.sbatch(tmp_path / "100%j", Allocation(1, 8, []).words(), [])
+    slurm.submit_job(tmp_path / "100%j", Allocation(1, 8, []).sbatch_options(), [])
     assert f"--output={tmp_path}/100%%j/slurm/%x-%j.log" in words

@@ -34,66 +34,66 @@ def machine(monkeypatch, tmp_path):
     "seen, given, wish, expected",
     [(0, None, "", 1), (4, None, "", 4), (4, None, "2", 2), (0, None, "3", 3), (8, 8, "", 8), (7, 8, "4", 4)],
 )
-def test_processes_here(machine, seen, given, wish, expected):
+def test_count_processes(machine, seen, given, wish, expected):
     machine(seen, given, device=seen > 0, wish=wish)
-    assert torchrun.processes_here() == expected
+    assert torchrun.count_processes() == expected
 
 
 @pytest.mark.parametrize("wish, gpus", [("0", 0), ("two", 0), ("5", 4)])
 def test_wrong_ngpu(machine, wish, gpus):
     machine(gpus, wish=wish)
     with pytest.raises(UserError, match=f"NGPU={wish}"):
-        torchrun.processes_here()
+        torchrun.count_processes()
 
 
 def test_gpus_that_are_missing_or_that_torch_cannot_use(machine, monkeypatch):
     machine(7, given=8)
     with pytest.raises(SystemExit, match="shows 7 of the 8 GPUs of this job"):  # status 1: requeued
-        torchrun.processes_here()
+        torchrun.count_processes()
     for given, device in ((8, False), (None, True)):
         machine(0, given, device)
-        for trains in (torchrun.processes_here, cpu.use_cpu_where_there_is_no_gpu):
+        for trains in (torchrun.count_processes, cpu.use_cpu_where_there_is_no_gpu):
             with pytest.raises(UserError, match="has GPUs that torch .* cannot use"):
                 trains()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert torchrun.processes_here() == 1  # as wished
+    assert torchrun.count_processes() == 1  # as wished
 
 
 def test_compilation_needs_a_compiler_and_headers(machine, monkeypatch, tmp_path):
     config = Config(job={"dump_folder": str(tmp_path / "run")}, compile={"enable": True})
     machine(0)
-    torchrun.command(config, 1)
+    torchrun.build_command(config, 1)
     with monkeypatch.context() as patch:
         patch.setenv("PATH", str(tmp_path))
         with pytest.raises(UserError, match=r"compile.enable = true needs .*on the PATH and .*/Python.h; install them"):
-            torchrun.command(config, 1)
+            torchrun.build_command(config, 1)
     monkeypatch.setattr(torchrun.sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(UserError, match="compile.enable"):
-        torchrun.command(config, 1)
+        torchrun.build_command(config, 1)
 
 
-def test_last_words_are_those_of_the_newest_attempt(tmp_path):
+def test_find_failure_reads_the_newest_attempt(tmp_path):
     def log(attempt, rank, text, age=0.0):
         file = tmp_path / "logs" / attempt / "attempt_0" / str(rank) / "stderr.log"
         file.parent.mkdir(parents=True)
         file.write_text(text)
         os.utime(file, (file.stat().st_mtime - age,) * 2)
 
-    assert torchrun.last_words(tmp_path) is None
+    assert torchrun.find_failure(tmp_path) is None
     log("a", 0, "error: of yesterday\n", age=90000)
     lock(tmp_path).close()
-    assert torchrun.last_words(tmp_path) is None  # an attempt that has said nothing yet
+    assert torchrun.find_failure(tmp_path) is None  # an attempt that has said nothing yet
     log("b", 0, "step 1\n")
     log("b", 1, "step 1\nTraceback (most recent call last):\n  File\nRuntimeError: no more\n")
-    assert torchrun.last_words(tmp_path).startswith("rank 1 ended with 'RuntimeError: no more'; its log is ")
+    assert torchrun.find_failure(tmp_path).startswith("rank 1 ended with 'RuntimeError: no more'; its log is ")
     log("b", 2, "Traceback (most recent call last):\nUserError: x\nerror: x.y = 1 is wrong\nerror: z too\n")
-    assert torchrun.last_words(tmp_path) == "error: x.y = 1 is wrong\nerror: z too"
+    assert torchrun.find_failure(tmp_path) == "error: x.y = 1 is wrong\nerror: z too"
 
 
 def test_every_attempt_continues_one_page_of_weights_and_biases(tmp_path, monkeypatch):
     def places(run: str) -> dict[str, str]:
         config = Config(job={"dump_folder": str(tmp_path / run)}, metrics={"enable_wandb": True})
-        _, environment = torchrun.command(config, 2)
+        _, environment = torchrun.build_command(config, 2)
         return {name: value for name, value in environment.items() if name.startswith("WANDB")}
 
     first = places("one")
@@ -126,5 +126,5 @@ def test_signals_reach_the_command_and_end_what_started_it(tmp_path, monkeypatch
     with open(said, "w") as output, contextlib.ExitStack() as stack:
         if status is None:
             stack.enter_context(pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)))
-        assert torchrun.run(words, dict(os.environ), [held], output, meanwhile, term_saves=term_saves) == status
+        assert torchrun.run_command(words, dict(os.environ), [held], output, meanwhile, term_saves=term_saves) == status
     assert signal.getsignal(signal.SIGTERM) == before and not is_locked(tmp_path)

@@ -1,4 +1,4 @@
-"""Run a sweep on this machine, one training run after another."""
+"""Train sweeps on this machine, one training run after another."""
 
 import functools
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ RECENT = 20
 """logged lines from whose speed the time left is estimated"""
 
 
-def run_all(sweeps: Sequence[Sweep]) -> None:
+def train_all(sweeps: Sequence[Sweep]) -> None:
     """Train all unfinished runs; an interrupted run continues from its checkpoint.
 
     A failed run is reported and the next one starts; repeating the command retries it. Several such commands can work
     on the same sweeps: each skips runs that another one is training. Of equal runs one is trained, and the others reuse
     it.
     """
-    processes = torchrun.processes_here()
+    processes = torchrun.count_processes()
     order = [(sweep, run) for sweep in sweeps for run in sweep.runs]
     for number, (sweep, run) in enumerate(order, start=1):
         label = f"[{number}/{len(order)}] {run.name}"
@@ -48,11 +48,11 @@ def run_all(sweeps: Sequence[Sweep]) -> None:
             )
         fetch_demo_data(run.resolved)
         try:
-            held = lock(run.folder)
+            lock_file = lock(run.folder)
         except UserError:
             print(f"{label}: another process is training it", flush=True)
             continue
-        train(run, held, processes, label)
+        train_one(run, lock_file, processes, label)
         equal_runs.take_over(sweeps, processes)
         collect(sweep)
     for sweep in sweeps:
@@ -64,18 +64,18 @@ def run_all(sweeps: Sequence[Sweep]) -> None:
         raise UserError(f"{len(failed)} of {len(order)} runs did not finish: {', '.join(failed)}")
 
 
-def train(run: Run, held: TextIO, processes: int, label: str) -> None:
+def train_one(run: Run, lock_file: TextIO, processes: int, label: str) -> None:
     """Train one run to its end, with its output in <run folder>/train.log and its progress on the console.
 
     Args:
-        held: the folder's lock (`run_folder.lock`), released at the end.
+        lock_file: the folder's lock (`pc_recipe.files.lock`), released at the end.
     """
-    with held:
+    with lock_file:
         log = run.folder / "train.log"
         print(f"{label}: from step {newest_step(run.folder)}, log in {log}", flush=True)
-        command = torchrun.command(run.resolved, processes)
+        command = torchrun.build_command(run.resolved, processes)
         with open(log, "a") as output:
-            status = torchrun.run(*command, [held], output, functools.partial(_say_progress, run, label))
+            status = torchrun.run_command(*command, [lock_file], output, functools.partial(_print_progress, run, label))
     if status != 0 and state_of(run.folder).state != "failed":
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
         write_failure(run.folder, f"status {status}: {(lines or ['no output'])[-1][:300]}")
@@ -83,7 +83,7 @@ def train(run: Run, held: TextIO, processes: int, label: str) -> None:
     print(f"{label}: {state.state} at step {state.step} {state.reason}".rstrip(), flush=True)
 
 
-def _say_progress(run: Run, label: str) -> None:
+def _print_progress(run: Run, label: str) -> None:
     """Print the newest logged step, its loss and the time left."""
     try:
         log = read_log(run.folder, newest=3 * RECENT)  # up to three lines per step
