@@ -84,7 +84,7 @@ def ours(folder: Path, optimizer: str, changes: tuple[str, ...]) -> list[float]:
         --model.flavor nano --training.seq_len {SEQ_LEN} --training.steps {STEPS}
         --training.local_batch_size {BATCH} --training.global_batch_size {BATCH * MICRO_BATCHES}
         --optimizer.lr {RATE[optimizer]} --optimizer.implementation foreach --lr_scheduler.warmup_steps 0
-        --training.mixed_precision_param float32 --activation_checkpoint.mode none --health.spectra_freq 0
+        --training.mixed_precision_param float32 --activation_checkpoint.mode none --diagnostics.spectra_freq 0
         --compile.enable false --validation.enable false --checkpoint.enable false""".split()
     overrides += [word for change in changes if change != "exact" for word in change.split("=")]
     trainer = Recorder(load_config(config, overrides))

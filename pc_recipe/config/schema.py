@@ -268,7 +268,7 @@ class Data(Section):
         return {self.validation_path: 1.0} if self.validation_path else self.folders
 
 
-class Health(Section):
+class Diagnostics(Section):
     freq: Interval = key(10, "Steps between measurements of output sizes, gamma and the weight norm; 0: never.")
     spectra_freq: Interval = key(
         500,
@@ -312,7 +312,7 @@ class Config(Section):
     debug: Debug = Debug()
     pc: PC = PC()
     data: Data = Data()
-    health: Health = Health()
+    diagnostics: Diagnostics = Diagnostics()
     evaluation: Evaluation = Evaluation()
     _origin: str = (
         ""  # comments that name the files and the words that it was read from (`pc_recipe.config.inheritance`)

@@ -1,6 +1,6 @@
 """The plotting commands: read, draw everything for which there is data, and report what is missing.
 
-Drawn here: what a run has logged of its health, which is the estimator's error, activation sizes, condition numbers.
+Drawn here are the diagnostics of a run, which are the estimator's error, activation sizes, condition numbers.
 """
 
 from collections.abc import Callable, Sequence
@@ -67,7 +67,7 @@ def plot_estimator_error(runs: Sequence[RunLog], output: Path) -> Path:
     logged = {key.split("/")[2] for run in runs for key in run.keys() if key.startswith(_ERROR)}
     blocks = [block for block in BLOCK_TITLES if block in logged]
     if not blocks:
-        raise UserError("no run logged it: it needs [pc] enable = true and [health] spectra_freq above 0")
+        raise UserError("no run logged it: it needs [pc] enable = true and [diagnostics] spectra_freq above 0")
     figure, panels = subplots(1, len(blocks), width=3.2, height=2.9, sharey=True, squeeze=False)
     for axes, block in zip(panels[0], blocks, strict=True):
         for i, run in enumerate(runs):
@@ -91,7 +91,7 @@ def plot_activation_rms(runs: Sequence[RunLog], output: Path) -> Path:
         for i, run in enumerate(runs):
             layers = [run.series(key) for key in run.keys() if key.startswith(f"signal/{part}/rms/")]
             if not layers:
-                raise UserError(f"{run.file}: none were logged; set [health] freq above 0")
+                raise UserError(f"{run.file}: none were logged; set [diagnostics] freq above 0")
             mean = pd.DataFrame(layers).mean()
             axes.plot(mean.index, mean, color=f"C{i}", label=run.name)
         axes.set_title(f"{title} output, mean over layers")
@@ -106,7 +106,7 @@ def plot_gmcn(runs: Sequence[RunLog], output: Path) -> Path:
     figure, panels = subplots(1, 3, width=3.2)
     for axes, (group, title) in zip(panels, _GMCN.items(), strict=True):
         for i, run in enumerate(runs):
-            course = run.series(f"spectra/gmcn/{group}", "tokens", "set [health] spectra_freq above 0")
+            course = run.series(f"spectra/gmcn/{group}", "tokens", "set [diagnostics] spectra_freq above 0")
             axes.plot(course.index, course, marker=".", color=f"C{i}", label=run.name)
         axes.set_title(title)
         label_tokens(axes)

@@ -26,7 +26,7 @@ GLIBC_KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**
 
 STEPS_ALONE = (
     "--validation.enable=false --checkpoint.enable=false --metrics.enable_tensorboard=false "
-    "--health.freq=0 --health.spectra_freq=0"
+    "--diagnostics.freq=0 --diagnostics.spectra_freq=0"
 ).split()
 """Overrides of a run whose steps are measured: nothing but training."""
 

@@ -1,10 +1,10 @@
-"""Health metrics during training: output sizes, gamma, norms, condition numbers, error of the norm estimate.
+"""Diagnostics during training: output sizes, gamma, norms, condition numbers, error of the norm estimate.
 
-health = HealthMetrics(job_config, model_parts, step_preconditioner, parallel_dims)   # before the first forward
+diagnostics = Diagnostics(job_config, model_parts, step_preconditioner, parallel_dims)   # before the first forward
 for step in ...:
-    health.start_step(step)
+    diagnostics.begin_step(step)
     ...                                  # forward and backward passes, optimizer, PC(W) written
-    metrics_processor.log_health(step, health.collect(step))   # on every rank, because it uses collectives
+    metrics_processor.log_metrics(step, diagnostics.collect(step))   # on every rank, because it uses collectives
 """
 
 import math
@@ -33,14 +33,14 @@ SPECTRAL: dict[str, Callable[[Tensor], Tensor]] = {
     "condition": modified_condition_number,
 }
 """{NAME: function from the ascending singular values [B, min(n, m)] of B effective weights to B numbers [B]}.
-Logged as spectra/NAME/LAYER every `health.spectra_freq` steps. To add a metric, add a line here."""
+Logged as spectra/NAME/LAYER every `diagnostics.spectra_freq` steps. To add a metric, add a line here."""
 
 
-class HealthMetrics:
+class Diagnostics:
     """Collects the metrics over all ranks.
 
     Args:
-        job_config: with the section `health` (`pc_recipe.config.schema.Health`) and with `pc.blocks`, which also defines
+        job_config: with the section `diagnostics` of `pc_recipe.config.schema`, and with `pc.blocks`, which also defines
             the PC matrices of a baseline run.
         model_parts: this rank's transformers, sharded, compiled, off the meta device.
         preconditioner: None without PC.
@@ -50,17 +50,17 @@ class HealthMetrics:
     def __init__(
         self, job_config, model_parts: list[nn.Module], preconditioner: Preconditioner | None, parallel_dims
     ) -> None:
-        self._health = job_config.health
+        self._settings = job_config.diagnostics
         self._pc_entries: Sequence[str] = job_config.pc.blocks
         self._model_parts = model_parts
         self._preconditioner = preconditioner
         self._num_stage_ranks: int = parallel_dims.world_size // parallel_dims.pp
-        self._outputs = OutputSizes(model_parts) if self._health.freq else None
+        self._outputs = OutputSizes(model_parts) if self._settings.freq else None
         self._measuring = False
 
-    def start_step(self, step: int, measure_outputs: bool = True) -> None:
+    def begin_step(self, step: int, measure_outputs: bool = True) -> None:
         """Call in every step before the first forward pass. `measure_outputs=False` skips the output sizes."""
-        self._measuring = self._outputs is not None and measure_outputs and _is_due(step, self._health.freq)
+        self._measuring = self._outputs is not None and measure_outputs and _is_due(step, self._settings.freq)
         if self._measuring:
             self._outputs.start()
 
@@ -73,21 +73,21 @@ class HealthMetrics:
         metrics: dict[str, float] = {}
         if self._measuring:
             metrics |= self._output_metrics()
-        if _is_due(step, self._health.freq):
+        if _is_due(step, self._settings.freq):
             metrics |= self._weight_metrics()
-        if _is_due(step, self._health.spectra_freq):
+        if _is_due(step, self._settings.spectra_freq):
             metrics |= self._spectra_metrics() | self._estimate_metrics()
         return metrics
 
     def _output_metrics(self) -> dict[str, float]:
         measured = self._outputs.stop()
-        mine = dict(zip(measured, _numbers(list(measured.values())), strict=True))
+        own = dict(zip(measured, _to_numbers(list(measured.values())), strict=True))
         metrics = {}
-        for (layer, part), sizes in _by_name(mine).items():
-            of_ranks = torch.tensor(sizes, dtype=torch.float64)
-            total, count = of_ranks[:, SUM_OF_SQUARES].sum(), of_ranks[:, COUNT].sum()
+        for (layer, part), sizes in _gather_by_name(own).items():
+            per_rank = torch.tensor(sizes, dtype=torch.float64)
+            total, count = per_rank[:, SUM_OF_SQUARES].sum(), per_rank[:, COUNT].sum()
             metrics[f"signal/{part}/rms/{layer}"] = (total / count).sqrt().item()
-            metrics[f"signal/{part}/absmax/{layer}"] = of_ranks[:, LARGEST].max().item()
+            metrics[f"signal/{part}/absmax/{layer}"] = per_rank[:, LARGEST].max().item()
         return metrics
 
     def _weight_metrics(self) -> dict[str, float]:
@@ -102,12 +102,13 @@ class HealthMetrics:
                 norm = torch.linalg.vector_norm(local(tensor), dtype=torch.float64)  # float32 is 1e-4 off on a CPU
                 squares.append(norm.square() * shards / self._num_stage_ranks)
         gammas = {name: local(state.gamma).double() for name, state in states.items() if state.gamma is not None}
-        sums = _numbers([sum(squares), *(gamma.sum() for gamma in gammas.values())])
+        sums = _to_numbers([sum(squares), *(gamma.sum() for gamma in gammas.values())])
         counts = [1, *(gamma.numel() for gamma in gammas.values())]
-        mine = dict(zip(["", *gammas], zip(sums, counts, strict=True), strict=True))
-        by_name = {name: [sum(column) for column in zip(*pairs, strict=True)] for name, pairs in _by_name(mine).items()}
-        metrics = {"norm/weight": math.sqrt(by_name.pop("")[0])}
-        return metrics | {f"pc/gamma/{name}": total / count for name, (total, count) in by_name.items()}
+        own = dict(zip(["", *gammas], zip(sums, counts, strict=True), strict=True))
+        pairs = _gather_by_name(own)
+        totals = {name: [sum(column) for column in zip(*values, strict=True)] for name, values in pairs.items()}
+        metrics = {"norm/weight": math.sqrt(totals.pop("")[0])}
+        return metrics | {f"pc/gamma/{name}": total / count for name, (total, count) in totals.items()}
 
     def _spectra_metrics(self) -> dict[str, float]:
         """`SPECTRAL` of effective weights, and geometric means of condition numbers.
@@ -130,7 +131,7 @@ class HealthMetrics:
                     keys.append(state.config)
         metrics = {}
         conditions: dict[str, list[float]] = {"pc": [], "qkv": [], "all": []}
-        for name, numbers in self._of_owners(_spectral, names, inputs, keys, len(SPECTRAL)).items():
+        for name, numbers in self._compute_on_owners(_spectral, names, inputs, keys, len(SPECTRAL)).items():
             measured = dict(zip(SPECTRAL, numbers, strict=True))
             metrics |= {f"spectra/{metric}/{name}": number for metric, number in measured.items()}
             conditions["all"].append(measured["condition"])
@@ -149,7 +150,7 @@ class HealthMetrics:
         inputs = [(state.raw, state.u, state.v) for state in states.values()]
         splits = [state.split for state in states.values()]
         errors: dict[str, list[float]] = {}
-        for name, (error,) in self._of_owners(_largest_estimate_error, list(states), inputs, splits, 1).items():
+        for name, (error,) in self._compute_on_owners(_largest_estimate_error, list(states), inputs, splits, 1).items():
             if not math.isnan(error):
                 errors.setdefault(block_of(name), []).append(error)
         metrics = {}
@@ -158,14 +159,14 @@ class HealthMetrics:
             metrics[f"spectra/estimate_error/{block}/max"] = max(values)
         return metrics
 
-    def _of_owners(
+    def _compute_on_owners(
         self, function: Callable, names: list[str], inputs: list[tuple[Tensor, ...]], keys: list, count: int
     ) -> dict[str, list[float]]:
         """`function` of each matrix of all pipeline stages, {name: numbers}; it returns [B, count] on the owners."""
         outputs = [(torch.zeros(count, device=item[0].device, dtype=item[0].dtype),) for item in inputs]
         Plan(inputs, outputs, keys).run(function, inputs, outputs)
-        numbers = _numbers([output for (output,) in outputs])
-        return {name: found[0] for name, found in _by_name(dict(zip(names, numbers, strict=True))).items()}
+        numbers = _to_numbers([output for (output,) in outputs])
+        return {name: copies[0] for name, copies in _gather_by_name(dict(zip(names, numbers, strict=True))).items()}
 
     def _pc_weights(self) -> dict[str, Weight]:
         return {} if self._preconditioner is None else self._preconditioner.weights
@@ -175,18 +176,19 @@ def _is_due(step: int, freq: int) -> bool:
     return freq > 0 and (step == 1 or step % freq == 0)
 
 
-def _numbers(tensors: list[Tensor]) -> list:
+def _to_numbers(tensors: list[Tensor]) -> list:
     """Tensors of one shape as numbers, with one synchronisation of the device."""
     return torch.stack(tensors).tolist() if tensors else []
 
 
-def _by_name(mine: dict[Any, Any]) -> dict[Any, list]:
+def _gather_by_name(own: dict[Any, Any]) -> dict[Any, list]:
     """The values of all ranks that have the name; ranks of other pipeline stages have other names."""
-    everyone = [mine]
+    all_ranks = [own]
     if dist.is_initialized():
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-    return {name: [one[name] for one in everyone if name in one] for name in dict.fromkeys(chain(*everyone))}
+        all_ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(all_ranks, own)
+    names = dict.fromkeys(chain(*all_ranks))
+    return {name: [values[name] for values in all_ranks if name in values] for name in names}
 
 
 def _spectral(config: PCConfig | None, weight: Tensor, *rest: Tensor) -> tuple[Tensor]:

@@ -61,7 +61,7 @@ class JsonLinesLogger(BaseLogger):
 
 
 class PCMetricsProcessor(MetricsProcessor):
-    """TorchTitan's metrics processor plus `metrics.jsonl`, loss spikes and health metrics."""
+    """TorchTitan's metrics processor plus `metrics.jsonl`, loss spikes and diagnostics."""
 
     def __init__(self, job_config, parallel_dims, tag: str | None = None) -> None:
         super().__init__(job_config, parallel_dims, tag)
@@ -148,8 +148,8 @@ class PCMetricsProcessor(MetricsProcessor):
         )
         return {"loss_spikes": count, "spike/first_position": first, "spike/last_position": last}
 
-    def log_health(self, step: int, metrics: dict[str, float]) -> None:
-        """Log the metrics from `HealthMetrics.collect`, if any."""
+    def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Log the metrics from `Diagnostics.collect`, if any."""
         if metrics:
             self.logger.log(metrics, step)
 

@@ -36,7 +36,7 @@ from pc_recipe.files.run_log import set_aside_metrics
 from pc_recipe.train import cpu, fingerprint, fsdp_sync
 from pc_recipe.train.checkpoint import Checkpoints
 from pc_recipe.train.checkpoint_folder import CheckpointFolder
-from pc_recipe.train.diagnostics import HealthMetrics
+from pc_recipe.train.diagnostics import Diagnostics
 from pc_recipe.train.environment import require_agreement
 from pc_recipe.train.job_config import JobConfig
 from pc_recipe.train.llama2 import Flavors, Llama2
@@ -75,7 +75,7 @@ class PCTrainer(torchtitan.train.Trainer):
         self.metrics_processor.tokens = lambda: self.ntokens_seen * self._data_ranks
         self.metrics_processor.positions = self._positions
         self.metrics_processor.output_seconds = OutputTimes(self.model_parts).take
-        self.health = HealthMetrics(job_config, self.model_parts, self.preconditioner, self.parallel_dims)
+        self.diagnostics = Diagnostics(job_config, self.model_parts, self.preconditioner, self.parallel_dims)
         self.scorer = self.build_scorer()
         self.finite_steps = FiniteSteps(self.model_parts, self.preconditioner, config.training.max_nonfinite_steps)
         self.checkpointer.may_save = lambda: not self.optimizers.skips_step
@@ -153,11 +153,11 @@ class PCTrainer(torchtitan.train.Trainer):
             self.preconditioner.write_pc()  # the first step of a new run; any checkpoint is loaded by now
         self._micro_batches_done, self._loss = 0, 0.0
         self._first_position = self.dataloader.position
-        self.health.start_step(self.step, measure_outputs=not self._pipeline_finds_shapes())
+        self.diagnostics.begin_step(self.step, measure_outputs=not self._pipeline_finds_shapes())
         super().train_step(data_iterator)
-        self.metrics_processor.log_health(self.step, self.health.collect(self.step))
+        self.metrics_processor.log_metrics(self.step, self.diagnostics.collect(self.step))
         if self.scorer is not None and self.scorer.due(self.step):
-            self.metrics_processor.log_health(self.step, self.scorer.score())
+            self.metrics_processor.log_metrics(self.step, self.scorer.score())
             fsdp_sync.reshard(self.model_parts)
         # Before the checkpoint of this step, not after it as upstream: a kill in between would lose the validation.
         if self.config.validation.enable and self.validator.is_due(self.step):
@@ -179,7 +179,7 @@ class PCTrainer(torchtitan.train.Trainer):
             self._finish_gradients(global_valid_tokens)
             self.optimizers.skips_step = self.finite_steps.skips(self.step, self._loss, self._positions())
             if self.optimizers.skips_step:
-                self.metrics_processor.log_health(self.step, {"steps_left_out": self.finite_steps.count})
+                self.metrics_processor.log_metrics(self.step, {"steps_left_out": self.finite_steps.count})
         return self._loss_of_all_stages(loss)
 
     def state_dict(self) -> dict:

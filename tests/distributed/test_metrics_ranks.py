@@ -1,4 +1,4 @@
-"""Health metrics over ranks against one process, whose own are compared with a float64 SVD in unit/titan/test_health."""
+"""Diagnostics over ranks against one process, whose own are compared with a float64 SVD in unit/train/test_diagnostics."""
 
 import json
 
@@ -13,13 +13,22 @@ LAYOUTS = {
     "TP2 x FSDP2": (4, TP2),
     "PP2": (2, ["--parallelism.pipeline_parallel_degree", "2"]),
 }
-WORDS = ["--training.steps", "1", "--lr_scheduler.total_steps", "6", "--health.freq", "1", "--health.spectra_freq", "1"]
+WORDS = [
+    "--training.steps",
+    "1",
+    "--lr_scheduler.total_steps",
+    "6",
+    "--diagnostics.freq",
+    "1",
+    "--diagnostics.spectra_freq",
+    "1",
+]
 KINDS = ("signal/", "norm/", "pc/gamma/", "spectra/condition/", "spectra/gmcn/", "spectra/estimate_error/")
 QUIET = ["--validation.enable", "false", "--checkpoint.enable", "false"]
 
 
 def _measured(folder):
-    """All numbers of health metrics that a run logged."""
+    """All numbers of diagnostics that a run logged."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {key: value for line in lines for key, value in line.items() if key.startswith(KINDS)}
 

@@ -19,7 +19,7 @@ QUICK = [
     *("--training.steps", "3", "--validation.enable", "false", "--checkpoint.enable", "false"),
     *("--activation_checkpoint.mode", "none", "--training.local_batch_size", "6"),
 ]
-HEALTH = ["--health.freq", "2"]
+DIAGNOSTICS = ["--diagnostics.freq", "2"]
 
 # Name, what is added, graphs. All blocks share one, but - with every second block checkpointed there is one graph for
 # each kind; - with outputs measured on some steps, those steps have another graph (pc_recipe.train.activations).
@@ -28,7 +28,7 @@ CASES = {
         ("full AC", FULL, 1),
         ("AC of every second block", SELECTIVE, 2),
         ("AC by operation", PER_OPERATION, 1),  # the recipes'
-        ("outputs measured on some steps", HEALTH, 2),
+        ("outputs measured on some steps", DIAGNOSTICS, 2),
     ],
     2: [
         # the loss is left out, although it is asked for

@@ -44,7 +44,7 @@ def test_the_diffs_apply(copy):
 def test_entries_are_all_that_a_run_needs(copy, tiny_shards, tmp_path):
     """All but the size are trained with, which would take long: its dry run counts the optimizer's one state."""
     config = write_small_config(tmp_path / "small.toml", tiny_shards, steps=2, interval=2)
-    words = ["--optimizer.name=SGD", "--optimizer.sgd_momentum=0.8", "--pc.level=5", "--health.spectra_freq=1"]
+    words = ["--optimizer.name=SGD", "--optimizer.sgd_momentum=0.8", "--pc.level=5", "--diagnostics.spectra_freq=1"]
     copy("-m", "pc_recipe.runs.local", config, *words)
     measured: dict = {}
     for line in (tmp_path / "small" / "metrics.jsonl").read_text().splitlines():

@@ -72,7 +72,7 @@ def test_a_pipeline_measures_no_outputs_while_it_infers_shapes(module_config, tm
     """At the start and after a validation, a pipeline runs its stages on uninitialised inputs; those are no outputs."""
     config, _ = module_config
     key = "signal/ffn/rms/1"
-    freqs = ["--health.freq", "1", "--validation.freq", "2", "--checkpoint.enable", "false"]
+    freqs = ["--diagnostics.freq", "1", "--validation.freq", "2", "--checkpoint.enable", "false"]
     for ranks, layout in ((1, FSDP), (2, PP2)):
         run_ranks(ranks, _train_all, config, [[*freqs, *layout, "--job.dump_folder", str(tmp_path / str(ranks))]])
     one, two = (read_log(tmp_path / ranks).series(key) for ranks in ("1", "2"))

@@ -71,12 +71,12 @@ def test_scores_do_not_depend_on_ranks(score_config):
 EVERYTHING_ELSE = [
     *("--compile.enable", "true", "--compile.components", "model", "--compile.backend", "aot_eager"),
     *("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op"),
-    *("--health.freq", "1", "--health.spectra_freq", "2", "--validation.freq", "2"),
+    *("--diagnostics.freq", "1", "--diagnostics.spectra_freq", "2", "--validation.freq", "2"),
 ]
 
 
 def test_a_run_logs_scores_and_is_not_disturbed(score_config, tmp_path):
-    """Compiled, checkpointed, with health metrics and validation."""
+    """Compiled, checkpointed, with diagnostics and validation."""
     config, overrides = score_config
     for name, own in {"with": [], "without": ["--evaluation.interval", "0"]}.items():
         folder = ["--job.dump_folder", str(tmp_path / name), "--training.steps", "2"]

@@ -229,7 +229,7 @@ def test_a_resume_uses_the_settings_of_its_config(copied):
     rates = tiny.metrics(folder, "lr")
     shutil.rmtree(folder / "checkpoint" / "step-6")
     changed = ["--optimizer.lr", "1e-3", "--training.global_batch_size", "24"]
-    _run(1, config, [*changed, "--health.freq", "1", "--metrics.log_freq", "2"])
+    _run(1, config, [*changed, "--diagnostics.freq", "1", "--metrics.log_freq", "2"])
     assert tiny.metrics(folder, "lr")[-1] == pytest.approx(rates[-1] / 10)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     tokens = {1: 192, 2: 384, 3: 576, 4: 960, 5: 1344, 6: 1728}  # 12 sequences of 16 tokens, then 24

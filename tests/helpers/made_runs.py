@@ -125,7 +125,7 @@ def write_run(run: Path, lines: Sequence[dict], state: str = "finished", reason:
 
 
 def write_metrics(run: Path, *, gain: float, estimates: bool) -> None:
-    """Write a hundred losses that fall logarithmically, `gain` times as fast, and health metrics every ten steps."""
+    """Write a hundred losses that fall logarithmically, `gain` times as fast, and diagnostics every ten steps."""
     lines = []
     for step in range(1, 101):
         about = {"step": step, "tokens": 1000 * step, "time": float(step)}

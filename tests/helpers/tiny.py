@@ -53,7 +53,7 @@ keep_latest_k = 0
 [metrics]
 log_freq = 1
 enable_tensorboard = false
-[health]
+[diagnostics]
 freq = 0
 spectra_freq = 0
 [parallelism]

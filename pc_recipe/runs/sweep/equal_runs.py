@@ -1,7 +1,7 @@
 """Equal runs are trained once: which runs are equal, which runs of several sweeps remain, and reuse of finished ones.
 
 Two runs are equal if everything that affects the result agrees (`pc_recipe.config.run_key`). Folders, checkpoints, logging
-and health metrics do not, nor does the number of GPUs where the global batch does not depend on it. A run of another
+and diagnostics do not, nor does the number of GPUs where the global batch does not depend on it. A run of another
 folder is reused only if the same code trained it: a result from before a mended bug must not come back. A reused run is
 a link to the folder of the trained one.
 """

@@ -73,7 +73,7 @@ def identity(*words: str):
 @pytest.mark.parametrize(
     "words",
     [
-        ["--job.dump_folder=elsewhere", "--job.description=other", "--metrics.log_freq=7", "--health.freq=0"],
+        ["--job.dump_folder=elsewhere", "--job.description=other", "--metrics.log_freq=7", "--diagnostics.freq=0"],
         ["--checkpoint.interval=3", "--compile.enable", "--profiling.enable_profiling"],
         ["--pc.blocks=ffn,o"],
         ["--pc.blocks=up,gate,down,o"],

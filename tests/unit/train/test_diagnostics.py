@@ -5,9 +5,9 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import pc
-from helpers.health_model import inputs, job_config, one_rank, transformer
+from helpers.diagnostics_model import inputs, job_config, one_rank, transformer
 from pc_recipe.train.activations import COUNT
-from pc_recipe.train.diagnostics import HealthMetrics
+from pc_recipe.train.diagnostics import Diagnostics
 
 # Sums of a few thousand float32 squares in a different order.
 FLOAT32 = 1e-5
@@ -41,17 +41,17 @@ def test_output_sizes_equal_a_hand_written_hook(compile):
         if compile:
             block = torch.compile(block, backend="aot_eager_decomp_partition", fullgraph=True)
         model.layers.register_module(name, block)
-    health = HealthMetrics(job_config(freq=3, spectra_freq=0), [model], None, one_rank())
+    diagnostics = Diagnostics(job_config(freq=3, spectra_freq=0), [model], None, one_rank())
     collected = {}
     for step in range(1, 7):
-        health.start_step(step)
+        diagnostics.begin_step(step)
         for micro_batch in range(2):
             model(inputs(10 * step + micro_batch)).square().mean().backward()
         if step in (1, 3, 6):  # counted once, although activation checkpointing ran every forward pass twice
             sizes = model.get_buffer(next(name for name, _ in model.named_buffers() if "output_sizes" in name))
             assert sizes[COUNT] == 2 * inputs(0).numel() * 48
         with torch.no_grad():  # like a validation between collect and the next step
-            collected[step] = health.collect(step)
+            collected[step] = diagnostics.collect(step)
             model(inputs(999))
     assert [step for step, metrics in collected.items() if metrics] == [1, 3, 6]
     for step in (1, 3, 6):
@@ -78,7 +78,7 @@ def test_spectra_equal_a_float64_svd(mode):
         preconditioner = pc.precondition(model)
         raw = {name: state.raw.clone() for name, state in preconditioner.weights.items()}
         preconditioner.write_pc()
-    metrics = HealthMetrics(config, [model], preconditioner, one_rank()).collect(5)
+    metrics = Diagnostics(config, [model], preconditioner, one_rank()).collect(5)
 
     plain = pc.merge(model) if mode == "forward" else model
     conditions = {}
@@ -112,7 +112,7 @@ def test_weights_that_are_not_finite_do_not_end_the_run():
     model = transformer()
     with torch.no_grad():
         model.layers["1"].attention.wo.weight[0, 0] = math.inf
-    metrics = HealthMetrics(job_config(freq=0, spectra_freq=1), [model], None, one_rank()).collect(1)
+    metrics = Diagnostics(job_config(freq=0, spectra_freq=1), [model], None, one_rank()).collect(1)
     assert math.isnan(metrics["spectra/condition/layers.1.attention.wo"])
     assert math.isfinite(metrics["spectra/condition/layers.0.attention.wo"])
 
@@ -128,10 +128,10 @@ def test_gamma_and_norm():
             layer.gamma.fill_(1 + 0.25 * i)
     raw_norm = math.sqrt(sum(p.double().square().sum().item() for p in model.parameters()))
     preconditioner.write_pc()
-    health = HealthMetrics(job_config(freq=1, spectra_freq=0), [model], preconditioner, one_rank())
-    health.start_step(1)
+    diagnostics = Diagnostics(job_config(freq=1, spectra_freq=0), [model], preconditioner, one_rank())
+    diagnostics.begin_step(1)
     model(inputs(0))
-    metrics = health.collect(1)
+    metrics = diagnostics.collect(1)
     assert metrics["norm/weight"] == pytest.approx(raw_norm, rel=FLOAT32)
     effective_norm = math.sqrt(sum(p.double().square().sum().item() for p in model.parameters()))
     assert abs(effective_norm / raw_norm - 1) > 1e-2  # control: PC(W) in place of W would be seen

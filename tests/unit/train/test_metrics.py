@@ -92,8 +92,8 @@ def test_processor_logs_lines_and_counts_spikes_across_a_resume(tmp_path, caplog
     (said,) = [record.message for record in caplog.records if "spike" in record.message]
     assert said.startswith("Loss spike 1 begins at step 15 with 9; data positions 56-59 (")
     assert said.endswith("--data.skip 56-59)")
-    processor.log_health(20, {"norm/weight": 2.0})
-    processor.log_health(21, {})
+    processor.log_metrics(20, {"norm/weight": 2.0})
+    processor.log_metrics(21, {})
     processor = _processor(tmp_path)  # resumed from a checkpoint of step 16
     # it logged step 16 two seconds ago; every second step is logged
     processor.data_loading_times, processor.ntokens_since_last_log = [0.1], 64

@@ -1,4 +1,4 @@
-"""A small TorchTitan Llama and the part of a job's configuration that health metrics read."""
+"""A small TorchTitan Llama and the part of a job's configuration that diagnostics read."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,7 @@ import torch
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
 
-from pc_recipe.config.schema import Health
+from pc_recipe.config.schema import Diagnostics
 
 
 def transformer() -> Transformer:
@@ -32,8 +32,8 @@ def inputs(index: int) -> torch.Tensor:
 
 
 def job_config(freq: int, spectra_freq: int) -> SimpleNamespace:
-    health = Health(freq=freq, spectra_freq=spectra_freq)
-    return SimpleNamespace(health=health, pc=SimpleNamespace(blocks=["o", "ffn"]))
+    diagnostics = Diagnostics(freq=freq, spectra_freq=spectra_freq)
+    return SimpleNamespace(diagnostics=diagnostics, pc=SimpleNamespace(blocks=["o", "ffn"]))
 
 
 def one_rank() -> SimpleNamespace:
