@@ -1,7 +1,10 @@
-"""When two runs are the same, in three readings of the keys (`pc_recipe.config.sections`): the method, which a checkpoint
-must match; the result, which makes runs equal; and everything, on which ranks must agree.
+"""What two runs are compared by: a dict of the keys that count (`pc_recipe.config.sections` says what a key decides).
 
-A result holds only values that differ from the defaults, so that a key that is added later changes none.
+method_key   defines the weights in a checkpoint; a resume must match it
+result_key   decides a run's result; runs with equal ones are trained once
+all_values   everything; all ranks of a run must agree on it
+
+A result key holds only values that differ from the defaults, so that a key that is added later changes none.
 """
 
 import contextlib
@@ -22,12 +25,12 @@ BATCH = "training.global_batch_size"
 COMPUTES = ("pc", "pc_recipe/config", "pc_recipe/data", "pc_recipe/train")
 
 
-def everything(config: Config) -> dict[str, Any]:
+def all_values(config: Config) -> dict[str, Any]:
     """{"section.key": value}"""
     return {name: value for name, _, value, _ in keys_of(config)}
 
 
-def method(pc: PC) -> dict[str, Any]:
+def method_key(pc: PC) -> dict[str, Any]:
     """What defines PC(W), with single blocks and their maps, independent of groups, order and the levels' names."""
     if not pc.enable:
         return {"enable": False}
@@ -35,32 +38,32 @@ def method(pc: PC) -> dict[str, Any]:
     single = {block: resolve(levels[entry]) for entry in pc.blocks for block in BLOCK_GROUPS.get(entry, (entry,))}
     # Keep one level if all blocks share it, so that a change of blocks is not reported as a change of level too.
     level = single if len(set(single.values())) > 1 else next(iter(single.values()))
-    found = {name: value for name, decides, value, _ in keys_of(pc) if decides == METHOD}
-    return found | {"blocks": sorted(single), "level": level}
+    settings = {name: value for name, decides, value, _ in keys_of(pc) if decides == METHOD}
+    return settings | {"blocks": sorted(single), "level": level}
 
 
-def result(config: Config, world_size: int | None = None, data: dict[str, str] | None = None) -> dict[str, Any]:
+def result_key(config: Config, world_size: int | None = None, data: dict[str, str] | None = None) -> dict[str, Any]:
     """What decides a run's result: settings, the sequences of a step and the content of its data.
 
     Args:
         world_size: number of processes, if it is known; without it and `training.global_batch_size` the result has no
             number of sequences.
-        data: `contents` when it was trained; None: as they are now.
+        data: `data_checksums` when it was trained; None: as they are now.
     """
     off = tuple(f"{name}." for name, section in config if not getattr(section, "enable", True))
-    found = {
+    values = {
         name: value
         for name, decides, value, default in keys_of(config)
         if decides == RESULT and value != default and not name.startswith(off)
     }
-    found |= {f"pc.{key}": value for key, value in method(config.pc).items()}
+    values |= {f"pc.{key}": value for key, value in method_key(config.pc).items()}
     if config.training.global_batch_size == -1 and world_size is not None:
-        found[BATCH] = Layout.of(config, world_size).sequences
-    return json.loads(json.dumps(found | (contents(config) if data is None else data)))
+        values[BATCH] = Layout.of(config, world_size).sequences
+    return json.loads(json.dumps(values | (data_checksums(config) if data is None else data)))
 
 
 @cache
-def code() -> dict[str, str]:
+def code_version() -> dict[str, str]:
     """What computes a result: versions of torch and TorchTitan, and a checksum of the files that a step depends on."""
     checkout, digest = Path(__file__).parents[2], hashlib.sha256()
     for file in sorted(file for room in COMPUTES for file in (checkout / room).rglob("*.py")):
@@ -68,17 +71,17 @@ def code() -> dict[str, str]:
     return {"torch": version("torch"), "torchtitan": version("torchtitan"), "files": digest.hexdigest()}
 
 
-def contents(config: Config) -> dict[str, str]:
+def data_checksums(config: Config) -> dict[str, str]:
     """{key: checksum of the settings that made the data}, for the folders that can be read."""
-    found = {}
+    checksums = {}
     for key, folders in (("path", config.data.folders), ("validation_path", config.data.validation_folders)):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # reported when the data are opened
             manifests = [json.loads(Path(folder, "manifest.json").read_text()) for folder in folders]
-            found[f"content of data.{key}"] = ", ".join(manifest["configuration_sha256"] for manifest in manifests)
-    return found
+            checksums[f"content of data.{key}"] = ", ".join(manifest["configuration_sha256"] for manifest in manifests)
+    return checksums
 
 
-def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+def differing_keys(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """The keys in which two methods, or two results, differ. What only one of them knows of batch and data does not
     count."""
     unknown = {key for key in one.keys() ^ other.keys() if key == BATCH or key.startswith("content of ")}

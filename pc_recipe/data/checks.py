@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from pc.errors import UserError
 from pc_recipe.data.manifest import SPLITS, Manifest, Shard
-from pc_recipe.data.shards import read_tokens
+from pc_recipe.data.token_files import read_tokens
 from pc_recipe.files.atomic import sha256_of
 
 BLOCK = 4096  # tokens looked at in each shard

@@ -7,7 +7,7 @@ import numpy as np
 
 from pc_recipe.data.checks import verify
 from pc_recipe.data.manifest import SPLITS, Manifest
-from pc_recipe.data.shards import read_tokens
+from pc_recipe.data.token_files import read_tokens
 
 SHOWN_CHARACTERS = 300  # of each document
 

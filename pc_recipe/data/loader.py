@@ -24,8 +24,8 @@ from pc_recipe.data.checks import check_sample
 from pc_recipe.data.manifest import Manifest, require_same_tokenizer
 from pc_recipe.data.mixture import CYCLE, Mixture
 from pc_recipe.data.order import shuffled
-from pc_recipe.data.shards import TokenStream
 from pc_recipe.data.skip import Skip
+from pc_recipe.data.token_files import TokenStream
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ VALIDATION_SEED = 0  # the validation order does not depend on the run's seed
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
-class Folder:
+class FolderSequences:
     """Sequences of one folder's split by position. length: sequences per epoch."""
 
     def __init__(self, manifest: Manifest, split: str, seq_len: int, seed: int):
@@ -51,8 +51,8 @@ class Folder:
     def tokens(self, position: int) -> np.ndarray:
         """The tokens at a position [seq_len + 1]: inputs, and labels shifted by one."""
         epoch, place = divmod(position, self.length)
-        start = shuffled(place, self.length, self.seed, epoch) * self.seq_len
-        return self.stream.read(start, start + self.seq_len + 1)
+        first = shuffled(place, self.length, self.seed, epoch) * self.seq_len
+        return self.stream.read(first, first + self.seq_len + 1)
 
 
 class Sequences(Dataset):
@@ -73,7 +73,7 @@ class Sequences(Dataset):
         # in the order of their content, so that folders may be moved and a table may be written anew
         parts = sorted(zip(manifests, weights, strict=True), key=lambda part: part[0].configuration_sha256)
         self.seq_len = seq_len
-        self.folders = [Folder(manifest, split, seq_len, seed) for manifest, _ in parts]
+        self.folders = [FolderSequences(manifest, split, seq_len, seed) for manifest, _ in parts]
         self.limit = None if split == "train" else min(limit_sequences or self.length, self.length)
         self.mixture, self.content = None, parts[0][0].configuration_sha256
         if len(parts) > 1:
@@ -164,7 +164,7 @@ class GlobalOrderLoader(Stateful):
         """sequences used by all ranks so far"""
         self.local_batch_size, self.dp_rank, self.dp_world_size = local_batch_size, dp_rank, dp_world_size
         self._skip = Skip(skip)
-        self._identity: dict[str, str | int] = {
+        self._settings: dict[str, str | int] = {
             "data.path (its content)": self.sequences.content,
             "split": split,
             "training.seq_len": seq_len,
@@ -197,17 +197,17 @@ class GlobalOrderLoader(Stateful):
         return {name: count / max(1, sum(used)) for name, count in zip(names, used, strict=True)}
 
     def state_dict(self) -> dict[str, int | str]:
-        return {"position": self.position, "identity": json.dumps(self._identity, sort_keys=True)}
+        return {"position": self.position, "identity": json.dumps(self._settings, sort_keys=True)}
 
     def load_state_dict(self, state_dict: dict[str, int | str]) -> None:
         """Raises UserError if a setting differs; {} leaves the loader at its start."""
         if not state_dict:
             return
         saved = json.loads(state_dict["identity"])
-        for key, here in self._identity.items():
-            if saved.get(key) != here:
+        for key, current in self._settings.items():
+            if saved.get(key) != current:
                 raise UserError(
-                    f"the checkpoint was made with {key} = {saved.get(key)}, this run has {here}: it "
+                    f"the checkpoint was made with {key} = {saved.get(key)}, this run has {current}: it "
                     "cannot continue with the next sequence; restore the setting or start a new run"
                 )
         self.position = state_dict["position"]
@@ -215,25 +215,25 @@ class GlobalOrderLoader(Stateful):
     def __iter__(self) -> Iterator[Batch]:
         if self.sequences.limit is not None:
             self.position = 0
-        step = self.local_batch_size * self.dp_world_size
-        positions = self._positions(step)
+        stride = self.local_batch_size * self.dp_world_size
+        positions = self._positions(stride)
         for batch in DataLoader(self.sequences, batch_size=None, sampler=positions, **self._workers):
             if isinstance(batch, UserError):
                 raise batch
-            self._advance(step)
+            self._advance(stride)
             yield batch
 
-    def _positions(self, step: int) -> Iterator[list[int]]:
-        """This rank's positions in each micro-batch; all ranks together use `step` of them."""
+    def _positions(self, stride: int) -> Iterator[list[int]]:
+        """This rank's positions in each micro-batch; all ranks together use `stride` of them."""
         position, limit = self.position, self.sequences.limit
         while limit is None or position < limit:
             first = self._skip.advance(position, self.dp_rank * self.local_batch_size)
             yield [self._skip.advance(first, row + 1) - 1 for row in range(self.local_batch_size)]
-            position = self._skip.advance(position, step)
+            position = self._skip.advance(position, stride)
 
-    def _advance(self, step: int) -> None:
+    def _advance(self, stride: int) -> None:
         before = self.sequences.used(self.position)
-        self.position = self._skip.advance(self.position, step)
+        self.position = self._skip.advance(self.position, stride)
         if self.sequences.limit is not None or self.dp_rank > 0:
             return
         for folder, old, new in zip(self.sequences.folders, before, self.sequences.used(self.position), strict=True):

@@ -31,18 +31,18 @@ class Mixture:
     def used(self, position: int) -> np.ndarray:
         """Positions of each folder before `position` [folders]."""
         cycle, place = divmod(position, CYCLE)
-        return cycle * self.counts + _used_in_cycle(self._ends, self._seed, cycle)[place]
+        return cycle * self.counts + _count_used_in_cycle(self._ends, self._seed, cycle)[place]
 
     def locate(self, position: int) -> tuple[int, int]:
         """(number of the folder, position in its own order)"""
         cycle, place = divmod(position, CYCLE)
-        before, after = _used_in_cycle(self._ends, self._seed, cycle)[place : place + 2]
+        before, after = _count_used_in_cycle(self._ends, self._seed, cycle)[place : place + 2]
         folder = int(np.argmax(after - before))
         return folder, int(cycle * self.counts[folder] + before[folder])
 
 
 @lru_cache(maxsize=4)  # 50 ms each; ranks and workers are within one or two cycles
-def _used_in_cycle(ends: tuple[int, ...], seed: int, cycle: int) -> np.ndarray:
+def _count_used_in_cycle(ends: tuple[int, ...], seed: int, cycle: int) -> np.ndarray:
     """Positions of each folder before each place of a cycle [CYCLE + 1, folders]."""
     chosen = np.zeros((CYCLE + 1, len(ends)), dtype=np.int64)
     for place in range(CYCLE):

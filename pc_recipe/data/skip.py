@@ -5,14 +5,14 @@ from collections.abc import Sequence
 
 
 class Skip:
-    """`data.skip`: "7" is one position, "7-9" three; the schema has checked the words. Ranges may be of any size."""
+    """`data.skip`: "7" is one position, "7-9" three; the schema has checked the form. Ranges may be of any size."""
 
-    def __init__(self, words: Sequence[str]) -> None:
+    def __init__(self, ranges: Sequence[str]) -> None:
         self._first: list[int] = []  # of each range, sorted and apart
         self._before: list[int] = [0]  # positions left out before each range, and in all
         self._kept: list[int] = []  # positions not left out before each range
         end = 0
-        for first, last in sorted(_range_of(word) for word in words):
+        for first, last in sorted(_parse_range(text) for text in ranges):
             first = max(first, end)
             if last >= first:
                 end = last + 1
@@ -30,8 +30,8 @@ class Skip:
         return last + self._before[bisect_right(self._kept, last)] + 1
 
 
-def _range_of(word: str) -> tuple[int, int]:
+def _parse_range(text: str) -> tuple[int, int]:
     """First and last position."""
-    one, _, other = word.partition("-")
+    one, _, other = text.partition("-")
     ends = int(one), int(other or one)
     return min(ends), max(ends)

@@ -77,13 +77,13 @@ def find_hub_files(dataset: str, subset: str | None) -> list[str]:
     return [str(file) for file in builder.config.data_files["train"]]
 
 
-def measure(files: list[str], text_column: str) -> list[SourceFile]:
+def measure_files(files: list[str], text_column: str) -> list[SourceFile]:
     """The files' sizes and row groups; reads footers only, and checks that there is a column of text."""
     with ThreadPoolExecutor(16) as pool:
-        return list(pool.map(lambda file: _measure(file, text_column), files))
+        return list(pool.map(lambda file: _measure_file(file, text_column), files))
 
 
-def _measure(file: str, text_column: str) -> SourceFile:
+def _measure_file(file: str, text_column: str) -> SourceFile:
     with open_parquet(file) as parquet:
         schema = parquet.schema_arrow
         kind = schema.field(text_column).type if text_column in schema.names else None

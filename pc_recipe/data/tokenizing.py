@@ -20,10 +20,16 @@ from tqdm import tqdm
 
 from pc.errors import UserError
 from pc_recipe.data.manifest import SPLITS, TOKENIZER_FOLDER, Manifest, Shard
-from pc_recipe.data.shards import write_shard
 from pc_recipe.data.sources import BATCH, Unit, read_texts
+from pc_recipe.data.token_files import write_shard
 from pc_recipe.data.tokenizers import DEFAULT_TOKENIZER, load_tokenizer
-from pc_recipe.data.tokenizing_job import TokenizingJob, finish, finished, open_job, record_unit
+from pc_recipe.data.tokenizing_job import (
+    TokenizingJob,
+    open_job,
+    read_finished,
+    record_unit,
+    write_manifest_if_finished,
+)
 
 MOST_UNFOLDED = 4
 """A unit of work may hold so many times the text that its size in the file, or --shard-megabytes, suggests: the memory
@@ -58,13 +64,13 @@ def tokenize(
     }
     job = open_job(Path(output), source, load_tokenizer(tokenizer), settings)
     k, n = part
-    unfinished = [unit for unit in job.units[k::n] if finished(job, unit) is None]
+    unfinished = [unit for unit in job.units[k::n] if read_finished(job, unit) is None]
     if processes == 1 or len(unfinished) < 2:
         for unit in tqdm(unfinished, desc="tokenising", unit="shard", disable=None):
             tokenize_unit(job, unit)
     else:
         _run_in_pool(job, unfinished, min(processes, len(unfinished)))
-    return finish(job)
+    return write_manifest_if_finished(job)
 
 
 def _run_in_pool(job: TokenizingJob, unfinished: list[Unit], processes: int) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from pc.errors import UserError
 from pc_recipe.data.checks import require_file
 from pc_recipe.data.manifest import FORMAT, SPLITS, TOKENIZER_FOLDER, Manifest, Shard, TokenizerRecord
-from pc_recipe.data.sources import Unit, divide_into_units, find_files, find_local_files, measure, size_of
+from pc_recipe.data.sources import Unit, divide_into_units, find_files, find_local_files, measure_files, size_of
 from pc_recipe.data.tokenizers import Tokenizer, smallest_dtype
 from pc_recipe.files.atomic import write_atomically
 
@@ -61,18 +61,18 @@ def open_job(output: Path, source: str, tokenizer: Tokenizer, requested: dict) -
         from pc_recipe.data.hf_tokenizer import to_hugging_face  # takes seconds
 
         to_hugging_face(tokenizer)  # or else the training would have been for nothing
-        settings, units = _new(source, requested)
+        settings, units = _divide_source(source, requested)
         for name, content in tokenizer.files.items():
             write_atomically(output / TOKENIZER_FOLDER / name, content)
         write_atomically(path, json.dumps({"settings": settings, "units": [asdict(u) for u in units]}, indent=1))
     return TokenizingJob(output, settings, TokenizerRecord.of(tokenizer), units)
 
 
-def _new(source: str, requested: dict) -> tuple[dict, list[Unit]]:
+def _divide_source(source: str, requested: dict) -> tuple[dict, list[Unit]]:
     names, unit_bytes = find_files(source, requested["subset"]), requested["shard_megabytes"] * 10**6
     if requested["max_documents"]:
         names, unit_bytes = names[:1], math.inf
-    files = measure(names, requested["text_column"])
+    files = measure_files(names, requested["text_column"])
     settings = requested | {"files": [{"name": file.file.rsplit("/", 1)[-1], "size": file.size} for file in files]}
     return settings, divide_into_units(files, unit_bytes)
 
@@ -82,9 +82,9 @@ def _require_same_files(source: str, settings: dict, output: Path) -> None:
     paths = find_local_files(source) or []
     if settings["max_documents"]:
         paths = paths[:1]
-    found = {(Path(path).name, size_of(path)) for path in paths}
-    changed = sorted(found ^ {(file["name"], file["size"]) for file in settings["files"]})
-    if found and changed:
+    present = {(Path(path).name, size_of(path)) for path in paths}
+    changed = sorted(present ^ {(file["name"], file["size"]) for file in settings["files"]})
+    if present and changed:
         raise UserError(
             f"{output} was started with other files of {source}: {changed[0][0]} is new, changed or gone; "
             "choose another --output"
@@ -104,7 +104,7 @@ def _record_path(job: TokenizingJob, unit: Unit) -> Path:
     return job.output / "units" / f"{unit.number:05d}.json"
 
 
-def finished(job: TokenizingJob, unit: Unit) -> dict[str, list[Shard]] | None:
+def read_finished(job: TokenizingJob, unit: Unit) -> dict[str, list[Shard]] | None:
     """The unit's shards if it was finished with these settings and no file is missing, else None."""
     try:
         record = json.loads(_record_path(job, unit).read_text())
@@ -118,9 +118,9 @@ def finished(job: TokenizingJob, unit: Unit) -> dict[str, list[Shard]] | None:
     return shards
 
 
-def finish(job: TokenizingJob) -> Manifest | None:
+def write_manifest_if_finished(job: TokenizingJob) -> Manifest | None:
     """Write the manifest if all units are finished, else return None."""
-    records = [finished(job, unit) for unit in job.units]
+    records = [read_finished(job, unit) for unit in job.units]
     if any(record is None for record in records):
         return None
     settings = job.settings

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from pc_recipe.data.sources import divide_into_units, find_files, measure, read_texts
+from pc_recipe.data.sources import divide_into_units, find_files, measure_files, read_texts
 
 BOS, EOS = "<s>", "</s>"
 
@@ -41,7 +41,7 @@ def train_tokenizer(source: str, output: str | Path, vocab_size: int, megabytes:
 
 def _texts(source: str, text_column: str, text_bytes: int) -> Iterator[str]:
     for file in find_files(source):  # one by one: a Hub dataset has thousands
-        for unit in divide_into_units(measure([file], text_column), math.inf):
+        for unit in divide_into_units(measure_files([file], text_column), math.inf):
             for text in read_texts(unit, text_column):
                 if text_bytes <= 0:
                     return

@@ -145,7 +145,7 @@ def _write(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, card: st
         os.replace(folder, out)
 
 
-def require_start_folder(path: str | Path, model_args: TransformerModelArgs) -> None:
+def require_initial_load(path: str | Path, model_args: TransformerModelArgs) -> None:
     """Check that a run can start from a Hugging Face folder, before any weight is loaded.
 
     TorchTitan's own loader silently accepts an extra tensor, another RoPE base or tied embeddings, which change the
@@ -163,11 +163,11 @@ def require_start_folder(path: str | Path, model_args: TransformerModelArgs) -> 
         ffn_dim = Transformer(model_args).layers["0"].feed_forward.w1.out_features
         expected = llama_config(model_args, ffn_dim)
         model = LlamaForCausalLM(expected)
-    found = LlamaConfig(**settings)
+    given = LlamaConfig(**settings)
     for key in _ARCHITECTURE:
-        if getattr(found, key) != getattr(expected, key):
+        if getattr(given, key) != getattr(expected, key):
             raise UserError(
-                f"{path}: config.json has {key} {getattr(found, key)}, the run's model {getattr(expected, key)}"
+                f"{path}: config.json has {key} {getattr(given, key)}, the run's model {getattr(expected, key)}"
             )
     shapes = {}
     for file in sorted(path.glob("*.safetensors")):
@@ -192,7 +192,8 @@ def _load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         raise UserError(f"{path}: not a Llama that transformers can read ({reason})") from None
     # transformers fills missing tensors with random numbers and drops extra ones
     for kind in ("mismatched", "missing", "unexpected"):
-        for wrong in sorted(report[f"{kind}_keys"]):  # a mismatched one with its shapes, in the file and by config.json
-            raise UserError(f"{path}: tensor {wrong} is {kind}")
+        # a mismatched tensor is reported with its shapes, in the file and by config.json
+        for tensor in sorted(report[f"{kind}_keys"]):
+            raise UserError(f"{path}: tensor {tensor} is {kind}")
     _require_vocabulary(tokenizer, model.config.vocab_size, path)
     return model.eval(), tokenizer

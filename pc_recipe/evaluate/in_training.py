@@ -19,7 +19,7 @@ from pc_recipe.evaluate.log_likelihoods import LogLikelihoods
 
 
 class InTrainingScorer:
-    """Call `score` on every rank at steps for which `due` is true.
+    """Call `score` on every rank at steps for which `is_due` is true.
 
     Args:
         model_parts: the trainer's model, one part.
@@ -51,7 +51,7 @@ class InTrainingScorer:
             quiet=True,
         )
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         return step % self._section.interval == 0
 
     def score(self) -> dict[str, float]:
@@ -59,10 +59,11 @@ class InTrainingScorer:
         generators = random.getstate(), np.random.get_state()  # lm-eval draws from these
         self._model.eval()
         try:
-            found = tasks.score(self.lm, self._tasks, self._section.limit or None)
+            results = tasks.score(self.lm, self._tasks, self._section.limit or None)
         finally:
             self._model.train()
         random.setstate(generators[0])
         np.random.set_state(generators[1])
-        scores = {f"evaluation/{name}/{tasks.METRICS[name]}": one[tasks.METRICS[name]] for name, one in found.items()}
+        named = ((name, tasks.METRICS[name], result) for name, result in results.items())
+        scores = {f"evaluation/{name}/{metric}": result[metric] for name, metric, result in named}
         return scores | {"evaluation/average": sum(scores.values()) / len(scores)}

@@ -79,26 +79,27 @@ class LogLikelihoods(TemplateLM):
                 f"{cut} answers have more tokens than the model's maximum of {self.max_length}: only their ends are scored"
             )
         # Requests with the same input, such as answers of one token each to one question, share a row of a batch.
-        asked = defaultdict(list)
+        requests_by_input = defaultdict(list)
         for index, (_, context, answer) in enumerate(requests):
-            asked[tuple((context + answer)[-self.max_length - 1 : -1])].append((index, answer[-self.max_length :]))
+            ids = tuple((context + answer)[-self.max_length - 1 : -1])
+            requests_by_input[ids].append((index, answer[-self.max_length :]))
         # Group similar lengths; the stable sort is the same on every rank.
-        rows = sorted(asked, key=len, reverse=True)
+        rows = sorted(requests_by_input, key=len, reverse=True)
         batches = [rows[start : start + self.batch_size] for start in range(0, len(rows), self.batch_size)]
         world_size = dist.get_world_size(self.data_group) if self.data_group else 1
         rank = dist.get_rank(self.data_group) if self.data_group else 0
-        found = torch.zeros(len(requests), 2, dtype=torch.float64, device=self._device)
+        scores = torch.zeros(len(requests), 2, dtype=torch.float64, device=self._device)
         for first in tqdm(range(0, len(batches), world_size), unit="batch", disable=self.quiet):
             # In the last round, a rank without a batch repeats that round's first one.
-            mine = first + rank if first + rank < len(batches) else first
-            logits = self._logits(batches[mine])
-            if mine == first + rank:
-                for row, ids in enumerate(batches[mine]):
-                    for index, answer in asked[ids]:
-                        found[index] = _score(logits[row, len(ids) - len(answer) : len(ids)], answer)
+            own = first + rank if first + rank < len(batches) else first
+            logits = self._logits(batches[own])
+            if own == first + rank:
+                for row, ids in enumerate(batches[own]):
+                    for index, answer in requests_by_input[ids]:
+                        scores[index] = _score(logits[row, len(ids) - len(answer) : len(ids)], answer)
         if self.data_group:
-            dist.all_reduce(found, group=self.data_group)
-        return [(value, bool(greedy)) for value, greedy in found.tolist()]
+            dist.all_reduce(scores, group=self.data_group)
+        return [(value, bool(greedy)) for value, greedy in scores.tolist()]
 
     def _logits(self, batch: list[tuple[int, ...]]) -> Tensor:
         """[batch, length, vocabulary]"""
@@ -121,7 +122,7 @@ class LogLikelihoods(TemplateLM):
 
 def _score(logits: Tensor, answer: list[int]) -> Tensor:
     """[2]: log-likelihood of the answer, and 1 if every token is the most likely one; from logits [answer, vocabulary]."""
-    wanted = torch.tensor(answer, device=logits.device)
+    expected = torch.tensor(answer, device=logits.device)
     log_p = logits.float().log_softmax(-1)
-    value = log_p.gather(1, wanted[:, None]).double().sum()
-    return torch.stack([value, (log_p.argmax(-1) == wanted).all().double()])
+    value = log_p.gather(1, expected[:, None]).double().sum()
+    return torch.stack([value, (log_p.argmax(-1) == expected).all().double()])

@@ -42,15 +42,16 @@ def model_card(run: RunCheckpoint, model: LlamaForCausalLM, dtype: str, scores: 
     source = data.source.get("input", "") if data else ""
     if HUB_DATASET.fullmatch(source) and not Path(source).exists():
         header["datasets"] = [source]
-    start = run.config.get("checkpoint", {}).get("initial_load_path")
+    initial_path = run.config.get("checkpoint", {}).get("initial_load_path")
+    environment = _describe_environment(run)
     shape, parameters = model.config, f"{model.num_parameters():,} parameters ({dtype})"
     rows = [
-        ("base", f"trained on from `{start}`" if start else "none: pre-trained from scratch"),
+        ("base", f"trained on from `{initial_path}`" if initial_path else "none: pre-trained from scratch"),
         ("size", f"{parameters}, {shape.num_hidden_layers} layers, width {shape.hidden_size}"),
-        ("method", _method(run)),
+        ("method", _describe_method(run)),
         ("data", f"{source}, tokenizer {data.tokenizer.name}" if data else f"`{run.data}`"),
-        *_logged(run),
-        ("trained with", f"`./run_llama_train.sh config.toml` with the configuration below{_where(run)}"),
+        *_read_logged(run),
+        ("trained with", f"`./run_llama_train.sh config.toml` with the configuration below{environment}"),
         ("exported with", f"`python scripts/export_hf.py {run.path} FOLDER`"),
     ]
     table = f"\n## Scores\n\n{Path(scores).read_text()}" if scores else ""
@@ -61,7 +62,7 @@ def model_card(run: RunCheckpoint, model: LlamaForCausalLM, dtype: str, scores: 
     )
 
 
-def _method(run: RunCheckpoint) -> str:
+def _describe_method(run: RunCheckpoint) -> str:
     optimizer = run.config.get("optimizer", {}).get("name", "AdamW")
     if not run.method.enable:
         return f"{optimizer}, without preconditioning"
@@ -72,7 +73,7 @@ def _method(run: RunCheckpoint) -> str:
     )
 
 
-def _logged(run: RunCheckpoint) -> list[tuple[str, str]]:
+def _read_logged(run: RunCheckpoint) -> list[tuple[str, str]]:
     """Tokens, losses and scores that the run had logged last at this step; none without a log."""
     folder = run.path.parent.parent
     lines = read_log(folder).lines if (folder / METRICS).is_file() else []
@@ -82,7 +83,7 @@ def _logged(run: RunCheckpoint) -> list[tuple[str, str]]:
     return [("trained on", f"{short_tokens(last['tokens'])} tokens"), *rows] if rows else []
 
 
-def _where(run: RunCheckpoint) -> str:
+def _describe_environment(run: RunCheckpoint) -> str:
     path = run.path.parent.parent / "environment.json"
     if not path.is_file():
         return ""

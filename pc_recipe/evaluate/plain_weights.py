@@ -61,13 +61,13 @@ def load(path: str | Path) -> RunCheckpoint:
         UserError: no checkpoint, an incomplete one, or any extra, missing or misshapen tensor.
     """
     folder = CheckpointFolder(path)
-    config, settings = _run_config(folder.path)
+    config, settings = _read_run_config(folder.path)
     args = model_args_of(settings)
     with torch.device("meta"):
         model = Transformer(args)
     plain = {key: tensor.shape for key, tensor in model.state_dict().items()}
     shapes = folder.shapes()
-    saved = fingerprint.pc_of(folder)
+    saved = fingerprint.read_pc_settings(folder)
     if saved is None and settings.pc.enable and settings.pc.mode == "forward":
         raise UserError(f"{path}: holds raw weights without gamma, u and v; use a checkpoint that can be resumed")
     method = saved or PC()
@@ -75,17 +75,17 @@ def load(path: str | Path) -> RunCheckpoint:
     if method.enable:
         attach(model, method.to_pc_config())
     pc_shapes = _pc_shapes(model)
-    found = {key: shape for key, shape in shapes.items() if not key.startswith(_OTHER_STATES)}
-    require_shapes(plain | pc_shapes, found, folder.path, " of config.toml")
-    wanted = [*plain, *(key for key in pc_shapes if forward)]
-    tensors = folder.read_tensors(wanted)
+    saved_shapes = {key: shape for key, shape in shapes.items() if not key.startswith(_OTHER_STATES)}
+    require_shapes(plain | pc_shapes, saved_shapes, folder.path, " of config.toml")
+    keys = [*plain, *(key for key in pc_shapes if forward)]
+    tensors = folder.read_tensors(keys)
     if forward:
         _evaluate_pc(model, tensors)
     weights = {key: tensors[key] for key in plain}
     return RunCheckpoint(folder, config, settings, method, args, weights)
 
 
-def _run_config(checkpoint: Path) -> tuple[dict[str, Any], Config]:
+def _read_run_config(checkpoint: Path) -> tuple[dict[str, Any], Config]:
     """config.toml, and those of its keys that say what the weights are; others may be of an older version."""
     path = checkpoint.parent.parent / "config.toml"
     try:
@@ -93,9 +93,9 @@ def _run_config(checkpoint: Path) -> tuple[dict[str, Any], Config]:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: not the configuration of a run ({str(error).splitlines()[0]})") from None
     read = {name: config[name] for name in ("model", "training", "data", "pc") if name in config}
-    for section, wanted in (("training", "seq_len"), ("data", "path")):
+    for section, needed in (("training", "seq_len"), ("data", "path")):
         if isinstance(read.get(section), dict):  # other keys, possibly of an older version, are not checked
-            read[section] = {key: value for key, value in read[section].items() if key == wanted}
+            read[section] = {key: value for key, value in read[section].items() if key == needed}
     return config, validated(read, Config, str(path), extra="ignore")
 
 
@@ -114,22 +114,22 @@ def _pc_shapes(model: Transformer) -> dict[str, torch.Size]:
 
 
 def require_shapes(
-    expected: dict[str, torch.Size], found: Mapping[str, Sequence[int] | None], path: Path, whose: str = ""
+    expected: dict[str, torch.Size], saved: Mapping[str, Sequence[int] | None], path: Path, whose: str = ""
 ) -> None:
     """Raise `UserError` if an entry of `path` is extra, missing, misshapen or (shape None) not a tensor.
 
     Args:
         whose: words after "the model" in the error.
     """
-    for key in sorted(expected.keys() | found.keys()):
-        shapes = [None if of.get(key) is None else list(of[key]) for of in (found, expected)]
-        said = f"has shape {shapes[0]}, the model{whose} {shapes[1]}" if shapes[0] != shapes[1] else ""
-        if key not in found:
-            said = "is missing"
+    for key in sorted(expected.keys() | saved.keys()):
+        shapes = [None if entries.get(key) is None else list(entries[key]) for entries in (saved, expected)]
+        problem = f"has shape {shapes[0]}, the model{whose} {shapes[1]}" if shapes[0] != shapes[1] else ""
+        if key not in saved:
+            problem = "is missing"
         elif key not in expected:
-            said = f"does not belong to the model{whose}"
-        if said:
-            raise UserError(f"{path}: tensor {key} {said}")
+            problem = f"does not belong to the model{whose}"
+        if problem:
+            raise UserError(f"{path}: tensor {key} {problem}")
 
 
 def _evaluate_pc(model: Transformer, tensors: dict[str, Tensor]) -> None:

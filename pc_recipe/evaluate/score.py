@@ -74,18 +74,18 @@ def _score_model(
 ) -> None:
     """Score the tasks that `file` does not have yet; sets: {task: hash of its data}."""
     versions = {package: importlib.metadata.version(package) for package in _VERSIONED}
-    identity = {"model_sha256": _sha256_of_model(path), "limit": limit, "versions": versions}
-    kept = json.loads(file.read_text()) if file.is_file() else {}
-    found = kept["tasks"] if all(kept.get(key) == value for key, value in identity.items()) else {}
-    missing = [task for task in sets if found.get(task, {}).get("data") != sets[task]]
-    results = {"name": name, "model": str(path)} | identity | {"tasks": found}
+    conditions = {"model_sha256": _sha256_of_model(path), "limit": limit, "versions": versions}
+    saved = json.loads(file.read_text()) if file.is_file() else {}
+    scored = saved["tasks"] if all(saved.get(key) == value for key, value in conditions.items()) else {}
+    missing = [task for task in sets if scored.get(task, {}).get("data") != sets[task]]
+    results = {"name": name, "model": str(path)} | conditions | {"tasks": scored}
     if len(missing) < len(sets):
-        _say(f"{name}: {len(sets) - len(missing)} of {len(sets)} tasks are already scored")
+        _print_progress(f"{name}: {len(sets) - len(missing)} of {len(sets)} tasks are already scored")
     lm = _load(path, batch_size) if missing else None
     write_atomically(file, json.dumps(results, indent=2) + "\n")  # a folder that cannot be written shows now
     for number, task in enumerate(missing, start=1):
-        _say(f"{name}: {task} ({number} of {len(missing)})")
-        found[task] = tasks.score(lm, tasks.load([task], data), limit)[task] | {
+        _print_progress(f"{name}: {task} ({number} of {len(missing)})")
+        scored[task] = tasks.score(lm, tasks.load([task], data), limit)[task] | {
             "data": sets[task],
             "variant": tasks.variant_of(task, data),
             "commit": commit(),
@@ -109,10 +109,10 @@ def _load(path: Path, batch_size: int) -> LogLikelihoods:
 
 def _sha256_of_model(path: Path) -> str:
     """One hash over everything that affects a model's scores; of a checkpoint, over its checksums if it has any."""
-    wanted = [CHECKSUMS] if (path / CHECKSUMS).exists() else ["*.safetensors", "*.json", ".metadata", "*.distcp"]
-    parts = sorted({file for pattern in wanted for file in path.glob(pattern)})
+    patterns = [CHECKSUMS] if (path / CHECKSUMS).exists() else ["*.safetensors", "*.json", ".metadata", "*.distcp"]
+    parts = sorted({file for pattern in patterns for file in path.glob(pattern)})
     return hashlib.sha256("".join(f"{file.name} {sha256_of(file)}\n" for file in parts).encode()).hexdigest()
 
 
-def _say(text: str) -> None:
+def _print_progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

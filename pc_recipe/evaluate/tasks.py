@@ -81,10 +81,10 @@ def _load_one(name: str, data: str | Path | None, manager: TaskManager) -> Confi
         task = manager.load({"group": f"{name} zero-shot", "task": [settings]})["tasks"][name]
     except Exception as error:  # of the Hub, of `datasets`, or of lm-eval's templates on the first item
         reason = f"{type(error).__name__}: {' '.join(str(error.__cause__ or error).split())[:200]}"
-        said = f"task {name} cannot be loaded from the Hub ({reason}); fetch the sets and pass --data"
+        message = f"task {name} cannot be loaded from the Hub ({reason}); fetch the sets and pass --data"
         if data is not None:
-            said = f"{data_file(name, data)}: not JSON lines of {name} ({reason})"
-        raise UserError(said) from None
+            message = f"{data_file(name, data)}: not JSON lines of {name} ({reason})"
+        raise UserError(message) from None
     task.set_fewshot_seed(seed=0)
     return task
 
@@ -94,11 +94,11 @@ def score(lm: LM, tasks: TaskDict, limit: int | None) -> dict[str, dict[str, Any
 
     limit: only the first items of each task; None is all.
     """
-    found = lm_eval.evaluate(lm, tasks, limit=limit, log_samples=False)
+    evaluated = lm_eval.evaluate(lm, tasks, limit=limit, log_samples=False)
     scores = {}
     for name in tasks["tasks"]:
-        items, results = found["n-samples"][name], found["results"][name]
-        scores[name] = {"version": found["versions"][name], "items": items["effective"]}
+        items, results = evaluated["n-samples"][name], evaluated["results"][name]
+        scores[name] = {"version": evaluated["versions"][name], "items": items["effective"]}
         scores[name] |= {"items_in_set": items["original"]}
         for metric in ("acc", "acc_norm"):
             if f"{metric},none" in results:

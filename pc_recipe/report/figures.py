@@ -50,7 +50,7 @@ def draw_spectra(sources: Sequence[Path], output: Path, layers: Sequence[int] | 
         found[name] = spectra.compute(checkpoint, layers)
         layers = layers or sorted({layer for layer, _ in found[name]})  # the first one's, for all
     print(spectra.plot(found, output))
-    runs = [spectra.run_of(checkpoint) for checkpoint in checkpoints.values()]
+    runs = [spectra.run_folder_of(checkpoint) for checkpoint in checkpoints.values()]
     _print_or_explain("GMCN against tokens", lambda: plot_gmcn(read_logs(runs), output))
 
 

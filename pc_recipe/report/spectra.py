@@ -32,12 +32,12 @@ def checkpoints_of(sources: Sequence[Path]) -> dict[str, Path]:
     given with several.
     """
     checkpoints = list(dict.fromkeys(map(_checkpoint_of, sources)))
-    runs = list(map(run_of, checkpoints))
+    runs = list(map(run_folder_of, checkpoints))
     names = zip(unique_names(runs), runs, checkpoints, strict=True)
     return {name if runs.count(run) == 1 else f"{name}/{path.name}": path for name, run, path in names}
 
 
-def run_of(checkpoint: Path) -> Path:
+def run_folder_of(checkpoint: Path) -> Path:
     """The run's folder of RUN/checkpoint/step-N."""
     return checkpoint.parent.parent
 

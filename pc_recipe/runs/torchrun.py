@@ -114,7 +114,7 @@ def build_command(
 ) -> tuple[list[str], dict[str, str]]:
     """Command and environment that train a config with `processes` on this machine and on each of the other nodes.
 
-    Writes what the processes read, starting.toml, which becomes the folder's config.toml once nothing refuses the start.
+    Writes what the processes read, pending.toml, which becomes the folder's config.toml once nothing refuses the start.
     Every rank writes to <run folder>/logs, the first one here also to the console if `prints`. A single process needs
     no torchrun, which takes seconds.
 
@@ -130,9 +130,9 @@ def build_command(
         _require_compiler()
     folder = Path(config.job.dump_folder)
     config = micro_batch.choose(config, processes * nodes).config
-    write_config(config, folder / "starting.toml")
+    write_config(config, folder / "pending.toml")
     environment = _wandb_environment(config) | build_environment(processes)
-    trainer = ["-m", TRAINER, str(folder / "starting.toml")]
+    trainer = ["-m", TRAINER, str(folder / "pending.toml")]
     if processes == 1 and not rendezvous:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))

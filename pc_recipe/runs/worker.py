@@ -1,6 +1,7 @@
 """One process of a run: `torchrun ... -m pc_recipe.runs.worker CONFIG.toml --section.key value ...`.
 
-The trainer of `pc_recipe.train` plus what needs `pc_recipe.evaluate`: scores during training and starts from Hugging Face folders.
+The trainer of `pc_recipe.train` plus what needs `pc_recipe.evaluate`: scores during training, and the check of a Hugging
+Face folder that a run starts from.
 """
 
 import contextlib
@@ -34,10 +35,10 @@ class Trainer(PCTrainer):
             self.job_config, self.model_parts, self.parallel_dims, self.device, self.maybe_enable_amp
         )
 
-    def require_start_folder(self, folder: str) -> None:
-        from pc_recipe.evaluate.hugging_face import require_start_folder
+    def require_initial_load(self, folder: str) -> None:
+        from pc_recipe.evaluate.hugging_face import require_initial_load
 
-        require_start_folder(folder, self.model_args)
+        require_initial_load(folder, self.model_args)
 
 
 def start_logging(rank: int) -> None:
@@ -50,7 +51,7 @@ DISK_REFUSES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 """a full disk, no quota left, a limit of a file's size, a file system that has become read-only"""
 
 
-def report(error: BaseException, folder: str | None, step: int, rank: int) -> None:
+def end_with(error: BaseException, folder: str | None, step: int, rank: int) -> None:
     """Write to status.json why the run ends, and end it with one line if that is the user's matter, not a bug.
 
     Args:
@@ -63,8 +64,8 @@ def report(error: BaseException, folder: str | None, step: int, rank: int) -> No
         with contextlib.suppress(WriteFailed):  # the status then says "running" of a dead run: "interrupted"
             write_failure(folder, reason, step, "diverged" if isinstance(error, Diverged) else "failed")
     if isinstance(error, UserError):
-        word, status = ("failed", 1) if isinstance(error, (ReadFailed, WriteFailed)) else ("error", 2)
-        print(f"{word}: {error}", file=sys.stderr, flush=True)  # torchrun shows rank 0 and logs the others
+        kind, status = ("failed", 1) if isinstance(error, (ReadFailed, WriteFailed)) else ("error", 2)
+        print(f"{kind}: {error}", file=sys.stderr, flush=True)  # torchrun shows rank 0 and logs the others
         os._exit(status)  # other ranks may wait in a collective
 
 
@@ -77,20 +78,20 @@ def main() -> None:
     try:
         config = load_config(path, overrides)
         folder = Path(config.job.dump_folder)
-        held = join_lock(folder)  # noqa: F841
+        lock_file = join_lock(folder)  # noqa: F841
         trainer = Trainer(config)
 
         def record(step: int) -> None:
             keep_earlier_config(folder, config.model_dump(exclude_unset=True), step)
             write_config(config, folder / "config.toml")
             write_environment(folder, config, dist.get_world_size())
-            (folder / "starting.toml").unlink(missing_ok=True)
+            (folder / "pending.toml").unlink(missing_ok=True)
 
         trainer.train(record)
     except BaseException as error:
         if trainer is not None:
             trainer.checkpointer.end_save()
-        report(error, config and config.job.dump_folder, trainer.step if trainer else 0, rank)
+        end_with(error, config and config.job.dump_folder, trainer.step if trainer else 0, rank)
         raise
     finally:
         if trainer is not None:

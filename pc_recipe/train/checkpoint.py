@@ -27,7 +27,7 @@ SECONDS_TO_END_A_SAVE = 60.0
 """after a failure: other ranks, without which it cannot end, may be gone"""
 
 
-def expired(steps: Sequence[int], keep_latest: int, keep_every: int) -> list[int]:
+def select_expired(steps: Sequence[int], keep_latest: int, keep_every: int) -> list[int]:
     """The steps whose checkpoints are deleted, of all `steps` with a complete one: neither newest nor milestones."""
     return [step for step in sorted(steps)[:-keep_latest] if not keep_every or step % keep_every]
 
@@ -61,7 +61,7 @@ class Checkpoints(CheckpointManager):
             try:
                 dcp.save(state_dict, storage_writer=writer)
             except CheckpointException as error:
-                self._give_up(error)
+                self._raise_write_failure(error)
             GarbageCollection.collect("GC collection invoked by checkpointer.")
             return None
         writer.per_thread_copy_ahead = 0  # The state is in CPU memory; copying ahead would use GPU 0 on every rank.
@@ -75,9 +75,9 @@ class Checkpoints(CheckpointManager):
             )
         # torch's default stager without a writer; with a writer, torch would use the writer's older staging
         stager = DefaultStager(StagingOptions(False, False, False, False))
-        result = dcp.async_save(state_dict, async_stager=stager, **arguments)
-        result.add_done_callback(lambda _: stager.close())
-        return result
+        future = dcp.async_save(state_dict, async_stager=stager, **arguments)
+        future.add_done_callback(lambda _: stager.close())
+        return future
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
         if last_step or self.may_save():
@@ -101,7 +101,7 @@ class Checkpoints(CheckpointManager):
             return
         self._async_wait()
         path = Path(self._create_checkpoint_id(step))
-        if step and not self._from_rank_0(lambda: (path / INDEX).exists()):
+        if step and not self._call_on_rank_0(lambda: (path / INDEX).exists()):
             self.dcp_save(self._flattened_model_states_sd(), str(path), AsyncMode.DISABLED)
 
     def end_save(self) -> None:
@@ -118,7 +118,7 @@ class Checkpoints(CheckpointManager):
         """Instead of TorchTitan's, which deletes everything that has "step-N" in its name."""
         if self.keep_latest_k and dist.get_rank() == 0:
             complete = {step: path for step, path in checkpoints(self.folder).items() if (path / INDEX).exists()}
-            for step in expired(list(complete), self.keep_latest_k, self._keep_every):
+            for step in select_expired(list(complete), self.keep_latest_k, self._keep_every):
                 self.purge_queue.put(str(complete[step]))
 
     def _async_wait(self) -> None:
@@ -126,9 +126,9 @@ class Checkpoints(CheckpointManager):
             super()._async_wait()
         except CheckpointException as error:
             self.save_future = None
-            self._give_up(error)
+            self._raise_write_failure(error)
 
-    def _give_up(self, error: CheckpointException) -> None:
+    def _raise_write_failure(self, error: CheckpointException) -> None:
         """Raise a failed save's reason as `WriteFailed` if the file system refused. All ranks call it, or none."""
         for rank, (cause, _) in sorted(error.failures.items()):
             if isinstance(cause, OSError):
@@ -149,23 +149,23 @@ class Checkpoints(CheckpointManager):
             ReadFailed: whether one is damaged cannot be known.
             UserError: the folder cannot be written, so no checkpoint could be saved.
         """
-        complaints: dict[Path, str] = {}
-        found, damage = None, None
-        for path, complete in self._from_rank_0(self._list):
+        problems: dict[Path, str] = {}
+        valid, damage = None, None
+        for path, complete in self._call_on_rank_0(self._list_checkpoints):
             if not complete:
-                complaints[path] = f"incomplete, without {INDEX}, which is written last"
-            elif found is None:
+                problems[path] = f"incomplete, without {INDEX}, which is written last"
+            elif valid is None:
                 try:
-                    found = self.verified(path)
+                    valid = self.verified(path)
                 except Damaged as error:
-                    complaints[path] = str(error)
+                    problems[path] = str(error)
                     damage = damage or error
-        if found is None and damage is not None:
+        if valid is None and damage is not None:
             raise Damaged(f"{damage}; no other checkpoint in {self.folder} is complete and undamaged")
-        self._from_rank_0(lambda: self._set_aside(complaints))
-        return found
+        self._call_on_rank_0(lambda: self._set_aside(problems))
+        return valid
 
-    def _list(self) -> list[tuple[Path, bool]]:
+    def _list_checkpoints(self) -> list[tuple[Path, bool]]:
         """(folder, whether it is complete) of all checkpoints, the newest first, from a folder that can be written."""
         Path(self.folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=self.folder):
@@ -184,8 +184,8 @@ class Checkpoints(CheckpointManager):
         try:
             folder = CheckpointFolder(checkpoint)
             folder.verify(dist.get_rank(self.group), dist.get_world_size(self.group))
-        except UserError as found:
-            error = found
+        except UserError as caught:
+            error = caught
         errors: list[UserError | None] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(errors, error, group=self.group)
         for error in filter(None, errors):
@@ -210,33 +210,33 @@ class Checkpoints(CheckpointManager):
         dcp.load(state_dict, storage_reader=Reader(checkpoint_id), planner=LoadPlanner())
         self.states["model"].load_state_dict(state_dict)
 
-    def _from_rank_0(self, act: Callable[[], T]) -> T:
-        """What `act` returns on rank 0; other ranks do not call it. All ranks wait for it.
+    def _call_on_rank_0(self, function: Callable[[], T]) -> T:
+        """What `function` returns on rank 0; other ranks do not call it. All ranks wait for it.
 
         A network file system may show other nodes an older state, and ranks must decide equally.
 
         Raises:
             UserError: the file system refused, on all ranks.
         """
-        answer, refusal = None, ""
+        result, message = None, ""
         if dist.get_rank(self.group) == 0:
             try:
-                answer = act()
+                result = function()
             except OSError as error:
-                refusal = f"{self.folder} must be readable and writable ({error.filename}: {error.strerror})"
-        both = [answer, refusal]
+                message = f"{self.folder} must be readable and writable ({error.filename}: {error.strerror})"
+        both = [result, message]
         dist.broadcast_object_list(both, group=self.group)
-        answer, refusal = both
-        if refusal:
-            raise UserError(refusal)
-        return answer
+        result, message = both
+        if message:
+            raise UserError(message)
+        return result
 
-    def _set_aside(self, complaints: dict[Path, str]) -> None:
+    def _set_aside(self, problems: dict[Path, str]) -> None:
         """Move checkpoints, the newest first, to `<run>/checkpoint.damaged`, which keeps the newest of them alone."""
         where = Path(f"{self.folder}.damaged")
-        for path, complaint in reversed(complaints.items()):
+        for path, problem in reversed(problems.items()):
             where.mkdir(exist_ok=True)
             for earlier in checkpoints(where).values():
                 shutil.rmtree(earlier, ignore_errors=True)
             path.rename(where / path.name)
-            logger.warning(f"{path} is not used: {complaint}; moved to {where}, in place of what was there")
+            logger.warning(f"{path} is not used: {problem}; moved to {where}, in place of what was there")

@@ -86,9 +86,9 @@ class ChecksummedWriter(FileSystemWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        everything = [result for of_rank in results for result in of_rank]
-        self.fs.sums = {r.index.fqn: r.storage_data for r in everything if isinstance(r.storage_data, str)}
-        super().finish(metadata, [[r for r in everything if not isinstance(r.storage_data, str)]])
+        all_results = [result for of_one_rank in results for result in of_one_rank]
+        self.fs.sums = {r.index.fqn: r.storage_data for r in all_results if isinstance(r.storage_data, str)}
+        super().finish(metadata, [[r for r in all_results if not isinstance(r.storage_data, str)]])
 
     def storage_meta(self) -> StorageMeta:
         meta = super().storage_meta()
@@ -126,10 +126,10 @@ class _HashedFile(io.FileIO):
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         self.digest.update(view)
-        done = 0
-        while done < len(view):  # one call writes at most 2 GiB
-            done += super().write(view[done:])
-        return done
+        written = 0
+        while written < len(view):  # one call writes at most 2 GiB
+            written += super().write(view[written:])
+        return written
 
 
 # --- reading ----------------------------------------------------------------------------------------
@@ -148,10 +148,10 @@ class CheckpointFolder:
         self.path = Path(path)
         self._verified = False
         if not (self.path / INDEX).is_file():
-            raise UserError(f"{self.path}: {_found_instead(self.path)}")
-        has_checksums = self._compare([INDEX])
+            raise UserError(f"{self.path}: {_explain_missing_index(self.path)}")
+        has_checksums = self._compare_checksums([INDEX])
         try:
-            self._index = _read(Reader(self.path).read_metadata, self.path / INDEX)
+            self._index = _read_with_retries(Reader(self.path).read_metadata, self.path / INDEX)
             self._files = sorted({info.relative_path for info in self._index.storage_data.values()})
         except UserError:
             raise
@@ -170,7 +170,7 @@ class CheckpointFolder:
             Damaged: names a file.
             ReadFailed: the file system refuses to read.
         """
-        if not self._compare(self._files[part::parts]):
+        if not self._compare_checksums(self._files[part::parts]):
             logger.warning(f"{self.path} has no checksums; its files were not checked")
         self._verified = True
 
@@ -198,17 +198,17 @@ class CheckpointFolder:
             file.seek(info.offset)
             return _load_value(io.BytesIO(file.read(info.length)), f"{file.name}: {key}")
 
-    def _compare(self, names: Sequence[str]) -> bool:
+    def _compare_checksums(self, names: Sequence[str]) -> bool:
         """Compare files with their checksums, in parallel; False if there is no file of checksums."""
         file = self.path / CHECKSUMS
         if not file.exists():
             return False
-        lines = _read(lambda: file.read_text(errors="replace"), file).splitlines()
+        lines = _read_with_retries(lambda: file.read_text(errors="replace"), file).splitlines()
         sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
         if "" in sums:  # a line without a name
             raise Damaged(f"{file}: damaged, not a list of checksums")
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-            for name, digest in zip(names, pool.map(_digest, (self.path / name for name in names)), strict=True):
+            for name, digest in zip(names, pool.map(_hash_file, (self.path / name for name in names)), strict=True):
                 if digest != sums.get(name):
                     raise Damaged(f"{self.path / name}: damaged, its checksum differs from the one in {CHECKSUMS}")
         return True
@@ -245,28 +245,28 @@ def _load_value(data: io.BytesIO, name: str) -> Any:
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
-            return _member
+            return _get_enum_member
         if name not in _ALLOWED.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name} does not belong in a checkpoint's index")
         return super().find_class(module, name)
 
 
-def _member(enum: type, name: str) -> Any:
+def _get_enum_member(enum: type, name: str) -> Any:
     """In place of `getattr`, by which Python 3.11.0 to 3.11.3 pickle the member of an enum."""
     if enum is not index_types._MEM_FORMAT_ENCODING:
         raise pickle.UnpicklingError(f"getattr of {enum!r} does not belong in a checkpoint's index")
     return enum[name]
 
 
-def _digest(path: Path) -> str:
+def _hash_file(path: Path) -> str:
     def digest() -> str:
         with open(path, "rb", buffering=0) as file:
             return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
-    return _read(digest, path)
+    return _read_with_retries(digest, path)
 
 
-def _read(read: Callable[[], T], path: Path) -> T:
+def _read_with_retries(read: Callable[[], T], path: Path) -> T:
     """What `read` returns of a file, called again after `PAUSES` if the file system refuses.
 
     Raises:
@@ -285,8 +285,8 @@ def _read(read: Callable[[], T], path: Path) -> T:
     raise AssertionError
 
 
-def _found_instead(path: Path) -> str:
-    """What is at a path that holds no index."""
+def _explain_missing_index(path: Path) -> str:
+    """A line about a path that holds no index, and what to use instead."""
     if any(path.glob("*.distcp")):
         return "incomplete checkpoint (no .metadata, which is written last); use an earlier step"
     newest = newest_checkpoint(path) or newest_checkpoint(path.parent)  # of a run, or of its folder of checkpoints

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from pc.errors import UserError
 from pc_recipe.config import Config
-from pc_recipe.config.run_key import code, contents, everything
+from pc_recipe.config.run_key import all_values, code_version, data_checksums
 from pc_recipe.files.atomic import write_atomically
 
 PACKAGES = ("torch", "torchtitan", "datasets", "lm-eval", "transformers", "numpy", "pc-layer")
@@ -27,8 +27,8 @@ def write_environment(folder: str | Path, config: Config, world_size: int) -> No
     content = {
         "versions": versions(),
         "commit": commit(),
-        "code": code(),
-        "data": contents(config),
+        "code": code_version(),
+        "data": data_checksums(config),
         "gpus": gpus,
         "cpu_cores": len(os.sched_getaffinity(0)),
         "world_size": world_size,
@@ -38,28 +38,28 @@ def write_environment(folder: str | Path, config: Config, world_size: int) -> No
 
 def versions() -> dict[str, str | None]:
     """Versions of Python and of the packages that affect a run's results; None if not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    installed: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            installed[package] = version(package)
         except PackageNotFoundError:
-            found[package] = None
-    return found
+            installed[package] = None
+    return installed
 
 
 def commit() -> str | None:
     """The git commit of this code, with "+" if files differ from it; None outside a git checkout."""
     here = Path(__file__).parent
-    answers = []
-    for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]):
+    outputs = []
+    for arguments in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]):
         try:
-            git = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, timeout=30)
+            git = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, timeout=30)
         except (OSError, subprocess.TimeoutExpired):
             return None
         if git.returncode:
             return None
-        answers.append(git.stdout.strip())
-    return answers[0] + ("+" if answers[1] else "")
+        outputs.append(git.stdout.strip())
+    return outputs[0] + ("+" if outputs[1] else "")
 
 
 def require_agreement(config: Config) -> None:
@@ -68,14 +68,14 @@ def require_agreement(config: Config) -> None:
     Raises:
         UserError: names the first rank that differs, its host, and what differs, with both values.
     """
-    mine = {f"version of {package}": version for package, version in versions().items()}
+    own = {f"version of {package}": version for package, version in versions().items()}
     # One rank per machine: git on all of them at once may take minutes on a shared file system.
-    if os.environ.get("LOCAL_RANK", "0") == "0" and (known := commit()):
-        mine["commit"] = known
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (socket.gethostname(), mine | contents(config) | everything(config)))
-    first_host, first = everyone[0]
-    for rank, (host, other) in enumerate(everyone):
-        if different := [key for key in sorted(first.keys() & other.keys()) if first[key] != other[key]]:
-            shown = "; ".join(f"{key}: {first[key]!r} and {other[key]!r}" for key in different[:DIFFERENCES_SHOWN])
+    if os.environ.get("LOCAL_RANK", "0") == "0" and (own_commit := commit()):
+        own["commit"] = own_commit
+    all_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(all_ranks, (socket.gethostname(), own | data_checksums(config) | all_values(config)))
+    first_host, first = all_ranks[0]
+    for rank, (host, other) in enumerate(all_ranks):
+        if differing := [key for key in sorted(first.keys() & other.keys()) if first[key] != other[key]]:
+            shown = "; ".join(f"{key}: {first[key]!r} and {other[key]!r}" for key in differing[:DIFFERENCES_SHOWN])
             raise UserError(f"ranks 0 (on {first_host}) and {rank} (on {host}) differ in {shown}")

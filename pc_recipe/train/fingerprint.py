@@ -3,7 +3,7 @@
 import torch
 
 from pc.errors import UserError
-from pc_recipe.config.run_key import differing, method
+from pc_recipe.config.run_key import differing_keys, method_key
 from pc_recipe.config.schema import PC
 from pc_recipe.train.checkpoint_folder import CheckpointFolder
 
@@ -16,7 +16,7 @@ def fingerprint(pc: PC) -> dict[str, str]:
     return {"fingerprint": pc.model_dump_json()}
 
 
-def pc_of(folder: CheckpointFolder) -> PC | None:
+def read_pc_settings(folder: CheckpointFolder) -> PC | None:
     """The settings in a checkpoint's fingerprint; those that it leaves out are the defaults. None if it has none."""
     key = "method.fingerprint"
     values = folder.read_value(key) if key in folder.shapes() else None
@@ -33,17 +33,20 @@ def require_same_run(checkpoint: CheckpointFolder, pc: PC, shapes: dict[str, tor
     Raises:
         UserError: names the setting, the tensor or the optimizers that differ.
     """
-    saved = pc_of(checkpoint)
+    saved = read_pc_settings(checkpoint)
     if saved is None:
         raise UserError(
             f"{checkpoint.path} has no method fingerprint, so this trainer did not write it "
             "(to start from plain weights: --checkpoint.initial_load_path)"
         )
-    there = checkpoint.shapes()
-    kinds = {key.split(".")[1] for key in there if key.startswith("lr_scheduler.")}
+    saved_shapes = checkpoint.shapes()
+    kinds = {key.split(".")[1] for key in saved_shapes if key.startswith("lr_scheduler.")}
     compared: dict[str, tuple] = {"optimizer": (" and ".join(sorted(kinds)), " and ".join(sorted(optimizers)))}
-    compared |= {name: (there.get(name), shape) for name, shape in shapes.items()}
-    different = {f"pc.{key}": (getattr(saved, key), getattr(pc, key)) for key in differing(method(saved), method(pc))}
+    compared |= {name: (saved_shapes.get(name), shape) for name, shape in shapes.items()}
+    different = {
+        f"pc.{key}": (getattr(saved, key), getattr(pc, key))
+        for key in differing_keys(method_key(saved), method_key(pc))
+    }
     different |= {what: pair for what, pair in compared.items() if pair[0] != pair[1]}
     for what, (in_checkpoint, in_config) in different.items():
         raise UserError(
@@ -54,7 +57,7 @@ def require_same_run(checkpoint: CheckpointFolder, pc: PC, shapes: dict[str, tor
 
 def require_plain_weights(checkpoint: CheckpointFolder) -> None:
     """Raise a `UserError` for a checkpoint of mode "forward", whose `weight` is the raw W, not PC(W)."""
-    saved = pc_of(checkpoint)
+    saved = read_pc_settings(checkpoint)
     if saved is not None and saved.enable and saved.mode == "forward":
         raise UserError(
             f'checkpoint.initial_load_path = {checkpoint.path} holds raw weights, not PC(W) (mode "forward"); '

@@ -23,7 +23,7 @@ def once_per_step(config: Config) -> bool:
     return config.parallelism.fsdp_sync == "step" and config.parallelism.pipeline_parallel_degree == 1
 
 
-def start_micro_batch(model_parts: Iterable[nn.Module], once_per_step: bool, is_last: bool) -> None:
+def prepare_micro_batch(model_parts: Iterable[nn.Module], once_per_step: bool, is_last: bool) -> None:
     """Set what the next backward pass does. Call it before each micro-batch, but not in a pipeline, which does so itself.
 
     Args:

@@ -61,7 +61,8 @@ class FiniteSteps:
         if self._in_a_row >= self._limit:
             raise Diverged(
                 f"the loss or the gradient norm was not finite in {self._in_a_row} steps in a row, up to step "
-                f"{step}; data positions {self._first_position}-{positions.stop - 1}; not finite now: {self._names()}. "
+                f"{step}; data positions {self._first_position}-{positions.stop - 1}; not finite now: "
+                f"{self._list_nonfinite_tensors()}. "
                 "None of these steps changed the weights or a checkpoint; lower optimizer.lr, or skip data with data.skip"
             )
         return True
@@ -74,13 +75,13 @@ class FiniteSteps:
         dist.all_reduce(total)
         return bool(total.isfinite())
 
-    def _names(self) -> str:
+    def _list_nonfinite_tensors(self) -> str:
         """Some of the tensors of all ranks that are not finite."""
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, list(self._not_finite()))
-        return ", ".join(list(dict.fromkeys(chain(*found)))[:NAMES_SHOWN]) or "nothing"
+        names = [None] * dist.get_world_size()
+        dist.all_gather_object(names, list(self._find_own_nonfinite_tensors()))
+        return ", ".join(list(dict.fromkeys(chain(*names)))[:NAMES_SHOWN]) or "nothing"
 
-    def _not_finite(self) -> Iterator[str]:
+    def _find_own_nonfinite_tensors(self) -> Iterator[str]:
         """Names of this rank's: W first, then PC(W) of a finite W and other parameters, then gradients."""
         parameters = [(clean_name(name), p) for model in self._model_parts for name, p in model.named_parameters()]
         raws = (
@@ -88,14 +89,14 @@ class FiniteSteps:
             if self._preconditioner is None
             else {f"{n}.weight": s.raw for n, s in self._preconditioner.weights.items()}
         )
-        bad = [name for name, raw in raws.items() if _bad(raw)]
-        yield from bad
+        nonfinite = [name for name, raw in raws.items() if _has_nonfinite(raw)]
+        yield from nonfinite
         for name, parameter in parameters:
-            if name not in bad and _bad(parameter):
+            if name not in nonfinite and _has_nonfinite(parameter):
                 is_pc = name in raws
                 yield f"PC of {name} (largest weight {local(raws[name]).abs().max():.1e})" if is_pc else name
-        yield from (f"gradient of {name}" for name, p in parameters if p.grad is not None and _bad(p.grad))
+        yield from (f"gradient of {name}" for name, p in parameters if p.grad is not None and _has_nonfinite(p.grad))
 
 
-def _bad(tensor: Tensor) -> bool:
+def _has_nonfinite(tensor: Tensor) -> bool:
     return not bool(local(tensor).isfinite().all())

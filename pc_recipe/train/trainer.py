@@ -108,7 +108,7 @@ class PCTrainer(torchtitan.train.Trainer):
             checkpointer.read(found.path)
         elif wanted.initial_load_in_hf:
             start = start or self.config.model.hf_assets_path
-            self.require_start_folder(start)
+            self.require_initial_load(start)
             checkpointer.read(start, model_only=True, from_hf=True)
         elif start and wanted.initial_load_model_only:
             fingerprint.require_plain_weights(checkpointer.verified(start))
@@ -156,7 +156,7 @@ class PCTrainer(torchtitan.train.Trainer):
         self.diagnostics.begin_step(self.step, measure_outputs=not self._pipeline_finds_shapes())
         super().train_step(data_iterator)
         self.metrics_processor.log_metrics(self.step, self.diagnostics.collect(self.step))
-        if self.scorer is not None and self.scorer.due(self.step):
+        if self.scorer is not None and self.scorer.is_due(self.step):
             self.metrics_processor.log_metrics(self.step, self.scorer.score())
             fsdp_sync.reshard(self.model_parts)
         # Before the checkpoint of this step, not after it as upstream: a kill in between would lose the validation.
@@ -170,7 +170,7 @@ class PCTrainer(torchtitan.train.Trainer):
         self._micro_batches_done += 1
         is_last = self._micro_batches_done == self.gradient_accumulation_steps
         if not self.parallel_dims.pp_enabled:
-            fsdp_sync.start_micro_batch(self.model_parts, self.parallel_dims.once_per_step, is_last)
+            fsdp_sync.prepare_micro_batch(self.model_parts, self.parallel_dims.once_per_step, is_last)
         loss = super().forward_backward_step(
             input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
         )
@@ -249,10 +249,10 @@ class PCTrainer(torchtitan.train.Trainer):
         return not self._has_stepped or validated
 
     def build_scorer(self):
-        """None, or an object with `due(step)` and a collective `score()` that scores the model during training."""
+        """None, or an object with `is_due(step)` and a collective `score()` that scores the model during training."""
         return None
 
-    def require_start_folder(self, folder: str) -> None:
+    def require_initial_load(self, folder: str) -> None:
         """Raise if a Hugging Face folder does not fit this run's model; TorchTitan silently accepts mismatches."""
 
     def _positions(self) -> range:

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from helpers.tiny import ROOT
-from pc_recipe.config.run_key import everything
+from pc_recipe.config.run_key import all_values
 from pc_recipe.config.schema import Config
 
 PLACES = ("*.md", "docs/*.md", "benchmarks/*.md", "results/*/README.md")
 DOCUMENTS = sorted(str(file.relative_to(ROOT)) for place in PLACES for file in ROOT.glob(place))
 FOLDERS = "pc|scripts|tests|benchmarks|docs|examples|train_configs|results"
 COMMIT = re.compile(r"\b(?=[0-9a-f]*\d)[0-9a-f]{7}\b")
-KEYS = {"section.key", *everything(Config())}
+KEYS = {"section.key", *all_values(Config())}
 TESTS = "".join(file.read_text() for file in ROOT.glob("tests/**/*.py"))
 SECTIONS = "|".join(Config.model_fields.keys() - {"pc"})
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from pc.errors import UserError
 from pc_recipe.config import Config
 from pc_recipe.config.inheritance import validated
-from pc_recipe.config.run_key import code, differing, result
+from pc_recipe.config.run_key import code_version, differing_keys, result_key
 from pc_recipe.files import run_folder
 from pc_recipe.runs.run import Run
 from pc_recipe.runs.sweep.spec import Sweep
@@ -29,14 +29,14 @@ ORDER = ("finished", "running", "diverged", "stopped", "interrupted", "failed", 
 """states of runs, the one nearest to its end first; one that diverged is tried again"""
 
 
-def trained_as(folder: Path) -> dict[str, Any] | None:
-    """The result of a folder's run; None if there is no run, one that cannot be read, or one of changed settings."""
+def read_result_key(folder: Path) -> dict[str, Any] | None:
+    """The result key of a folder's run; None if there is no run, one that cannot be read, or one of changed settings."""
     file = folder / "environment.json"
     try:
         environment = json.loads(file.read_text()) if file.exists() else {}
         about = environment.get("world_size"), environment.get("data")
         configs = [tomllib.loads(file.read_text()) for file in run_folder.configs(folder)]
-        first, *others = [result(validated(config, Config, "", extra="ignore"), *about) for config in configs]
+        first, *others = [result_key(validated(config, Config, "", extra="ignore"), *about) for config in configs]
     except (OSError, ValueError, AttributeError, TypeError, RecursionError):  # a UserError is a ValueError
         return None
     return None if any(other != first for other in others) else first
@@ -48,15 +48,15 @@ def require_unchanged(sweep: Sweep) -> None:
     Runs may be added to a sweep at any time.
     """
     for run in sweep.runs:
-        before, now = trained_as(run.folder), result(run.resolved)
-        said = ""
+        before, now = read_result_key(run.folder), result_key(run.resolved)
+        problem = ""
         if before is None and len(run_folder.configs(run.folder)) > 1:
-            said = "several configurations (config.*.toml); move it away to train it again"
-        elif changed := differing(before, now) if before else []:
+            problem = "several configurations (config.*.toml); move it away to train it again"
+        elif changed := differing_keys(before, now) if before else []:
             values = [f"{key} = {before.get(key, 'default')} (now {now.get(key, 'default')})" for key in changed[:3]]
-            said = f'{", ".join(values)}; restore that, or give the sweep another folder = "..."'
-        if said:
-            raise UserError(f"{sweep.path}: {run.folder} was trained with {said}")
+            problem = f'{", ".join(values)}; restore that, or give the sweep another folder = "..."'
+        if problem:
+            raise UserError(f"{sweep.path}: {run.folder} was trained with {problem}")
 
 
 class EqualRuns(NamedTuple):
@@ -77,20 +77,20 @@ def group_runs(sweeps: Sequence[Sweep], world_size: int | None = None) -> list[E
     Args:
         world_size: processes that would train a run, which decide its batch if the config does not.
     """
-    found: list[tuple[dict[str, Any], list[Run]]] = []
+    groups_by_key: list[tuple[dict[str, Any], list[Run]]] = []
     for run in (run for sweep in sweeps for run in sweep.runs):
-        mine = result(run.resolved, world_size)
-        equal = [runs for theirs, runs in found if not differing(mine, theirs)]
+        own_key = result_key(run.resolved, world_size)
+        equal = [runs for key, runs in groups_by_key if not differing_keys(own_key, key)]
         if equal:
             equal[0].append(run)
         else:
-            found.append((mine, [run]))
-    trained = _started([OUTPUTS, *[sweep.folder for sweep in sweeps]])
+            groups_by_key.append((own_key, [run]))
+    trained = _read_started_runs([OUTPUTS, *[sweep.folder for sweep in sweeps]])
     groups = []
-    for mine, runs in found:
+    for own_key, runs in groups_by_key:
         own = [run.folder for run in runs]
-        others = [folder for folder, theirs in trained.items() if folder not in own and not differing(mine, theirs)]
-        usable = [folder for folder in others if _code_of(folder) == code()]
+        others = [folder for folder, key in trained.items() if folder not in own and not differing_keys(own_key, key)]
+        usable = [folder for folder in others if _read_code_version(folder) == code_version()]
         states = {folder: run_folder.state_of(folder).state for folder in [*own, *others]}
         best = min([*own, *usable], key=lambda folder: ORDER.index(states[folder]))
         stale = [folder for folder in others if folder not in usable and states[folder] == "finished"]
@@ -98,23 +98,23 @@ def group_runs(sweeps: Sequence[Sweep], world_size: int | None = None) -> list[E
     return groups
 
 
-def _code_of(folder: Path) -> dict[str, str] | None:
+def _read_code_version(folder: Path) -> dict[str, str] | None:
     try:
         return json.loads((folder / "environment.json").read_text()).get("code")
     except (OSError, ValueError, AttributeError, RecursionError):
         return None
 
 
-def _started(roots: Sequence[Path]) -> dict[Path, dict[str, Any]]:
-    """{folder: result} of all started runs below `roots`, without links."""
-    found = {}
+def _read_started_runs(roots: Sequence[Path]) -> dict[Path, dict[str, Any]]:
+    """{folder: result key} of all started runs below `roots`, without links."""
+    keys = {}
     for root in roots:
         for folder, folders, files in os.walk(root):
             if "config.toml" in files:
                 folders.clear()  # checkpoints and logs
-                if (trained := trained_as(Path(folder))) is not None:
-                    found[Path(folder)] = trained
-    return found
+                if (key := read_result_key(Path(folder))) is not None:
+                    keys[Path(folder)] = key
+    return keys
 
 
 def take_over(sweeps: Sequence[Sweep], world_size: int | None = None) -> None:

@@ -26,7 +26,7 @@ from pydantic import Field
 from pc.errors import UserError
 from pc_recipe.config import sections
 from pc_recipe.config.inheritance import resolve
-from pc_recipe.config.run_key import everything
+from pc_recipe.config.run_key import all_values
 from pc_recipe.config.sections import Interval, Section, Text
 from pc_recipe.runs.run import Run
 
@@ -90,7 +90,7 @@ def _sweep(path: Path, config: SweepConfig) -> Sweep:
                 words += [] if seed is None else [f"--debug.seed={seed}", f"--data.seed={seed}"]
                 words.append(f"--job.dump_folder={folder / run_name}")
                 run = Run(run_name, file, tuple(words), folder / run_name, seed, variant=variant)
-                resolved = everything(run.resolved)  # refuses what is wrong
+                resolved = all_values(run.resolved)  # refuses what is wrong
                 run.settings.update({key: resolved[key] for key in varied})
                 runs.append(run)
     if len({run.name for run in runs}) < len(runs):

@@ -10,7 +10,7 @@ import pytest
 from helpers.tiny import ROOT
 from pc.errors import UserError
 from pc_recipe.config import Config, inheritance, load_config, write_config
-from pc_recipe.config.run_key import everything
+from pc_recipe.config.run_key import all_values
 from pc_recipe.files.atomic import sha256_of
 
 
@@ -192,7 +192,7 @@ def test_every_key_is_read():
             return False
         return True
 
-    keys = list(everything(Config()))
+    keys = list(all_values(Config()))
     assert not [k for k in keys if not is_theirs(k) and not re.search(rf"\.{k.rpartition('.')[2]}\b", code)]
     assert not is_theirs("training.step") and is_theirs("training.steps")  # controls
     assert not set(keys) & set(inheritance.INSTEAD)

@@ -12,7 +12,7 @@ from pc.errors import UserError
 from pc_recipe.data import GlobalOrderLoader
 from pc_recipe.data.loader import IGNORED_LABEL
 from pc_recipe.data.order import shuffled
-from pc_recipe.data.shards import TokenStream
+from pc_recipe.data.token_files import TokenStream
 
 SEQ_LEN = 24
 

@@ -19,7 +19,7 @@ from pc.errors import UserError
 from pc_recipe.data import Manifest, demo, hf_tokenizer, load_tokenizer, require_same_tokenizer, sources, tokenizing
 from pc_recipe.data.inspection import describe, read_documents
 from pc_recipe.data.manifest import SPLITS
-from pc_recipe.data.sources import divide_into_units, find_files, find_hub_files, measure, read_texts
+from pc_recipe.data.sources import divide_into_units, find_files, find_hub_files, measure_files, read_texts
 from pc_recipe.data.tokenizing import split_by_hash, tokenize
 from pc_recipe.files import wheel
 
@@ -67,7 +67,7 @@ def test_split_follows_the_text_alone():
 def test_however_files_are_divided_each_text_is_read_once(tmp_path, make_texts, write_parquet):
     texts = [*make_texts(40, seed=1), None, "", "two\nlines", "x" * 2000, *make_texts(10, seed=2)]
     file = write_parquet(tmp_path / "a.parquet", texts, row_group_size=9)
-    measured = measure([*find_files(str(file)), f"file://{file}"], "text")  # an address is read like a path
+    measured = measure_files([*find_files(str(file)), f"file://{file}"], "text")  # an address is read like a path
     assert measured[0].groups == measured[1].groups and len(measured[0].groups) == 6
     for unit_bytes in (1, 1500, 10**9):
         units = divide_into_units(measured, unit_bytes)

@@ -159,7 +159,7 @@ def test_wrong_tensors_are_refused(tmp_path, pc_export, change, loading, startin
     with pytest.raises(UserError, match=loading):
         hugging_face.load(folder)
     with pytest.raises(UserError, match=starting):
-        hugging_face.require_start_folder(folder, model_args("debug", max_seq_len=256))
+        hugging_face.require_initial_load(folder, model_args("debug", max_seq_len=256))
 
 
 @pytest.mark.parametrize(
@@ -175,9 +175,9 @@ def test_wrong_tensors_are_refused(tmp_path, pc_export, change, loading, startin
 def test_a_folder_that_starts_a_run_has_its_architecture(tmp_path, pc_export, config, message):
     folder, args = tampered(pc_export, tmp_path / "folder", **config), model_args("debug", max_seq_len=256)
     if not message:
-        return hugging_face.require_start_folder(folder, args)
+        return hugging_face.require_initial_load(folder, args)
     with pytest.raises(UserError, match=message):
-        hugging_face.require_start_folder(folder, args)
+        hugging_face.require_initial_load(folder, args)
 
 
 def test_nothing_in_a_folder_is_executed(tmp_path, pc_export):

@@ -10,7 +10,7 @@ import pytest
 from helpers.made_runs import write_run
 from pc.errors import UserError
 from pc_recipe.config import load_config, write_config
-from pc_recipe.config.run_key import code, differing, result
+from pc_recipe.config.run_key import code_version, differing_keys, result_key
 from pc_recipe.files import run_folder
 from pc_recipe.files.lock import lock
 from pc_recipe.runs.check import Report
@@ -62,12 +62,12 @@ def trained(monkeypatch):
 
 def finish(config, overrides, folder: Path, state="finished"):
     write_config(load_config(config, overrides), folder / "config.toml")
-    (folder / "environment.json").write_text(json.dumps({"code": code()}))
+    (folder / "environment.json").write_text(json.dumps({"code": code_version()}))
     write_run(folder, [{"step": 5, "tokens": 640, "loss": 3.0, "validation_loss": 3.0}], state)
 
 
-def identity(*words: str):
-    return result(load_config("pc.toml", words), world_size=1)
+def key_of(*words: str):
+    return result_key(load_config("pc.toml", words), world_size=1)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def identity(*words: str):
     ],
 )
 def test_the_same_run(folder, words):
-    assert identity(*words) == identity()
+    assert key_of(*words) == key_of()
 
 
 @pytest.mark.parametrize(
@@ -94,26 +94,26 @@ def test_the_same_run(folder, words):
     + ["--training.steps=6", "--validation.enable", "--optimizer.name=Muon"],
 )
 def test_another_run(folder, word):
-    assert identity(word) != identity()
+    assert key_of(word) != key_of()
 
 
 def test_the_batch_of_one_micro_batch_per_rank_depends_on_the_ranks(folder):
     config = load_config("pc.toml", ["--training.global_batch_size=-1"])
-    assert differing(result(config, 1), result(config, 2)) == ["training.global_batch_size"]
-    assert result(config, 2) == identity()  # 2 ranks of 2 sequences, and 4 sequences
+    assert differing_keys(result_key(config, 1), result_key(config, 2)) == ["training.global_batch_size"]
+    assert result_key(config, 2) == key_of()  # 2 ranks of 2 sequences, and 4 sequences
 
 
 def test_other_content_of_the_data_is_another_run(folder):
     """It is recorded with the run; that of an older version's run, and of missing data, is unknown."""
     finish("pc.toml", ["--data.path=shards"], folder / "outputs" / "by-hand")
-    config, before = load_config("pc.toml", ["--data.path=shards"]), equal_runs.trained_as(Path("outputs/by-hand"))
-    assert not differing(before, result(config))
+    config, before = load_config("pc.toml", ["--data.path=shards"]), equal_runs.read_result_key(Path("outputs/by-hand"))
+    assert not differing_keys(before, result_key(config))
     Path("shards").mkdir()
     for content, expected in (("a", []), ("b", ["content of data.path", "content of data.validation_path"])):
         Path("shards/manifest.json").write_text(json.dumps({"configuration_sha256": content}))
         if content == "a":
             write_environment("outputs/by-hand", config, 1)
-        assert differing(equal_runs.trained_as(Path("outputs/by-hand")), result(config)) == expected
+        assert differing_keys(equal_runs.read_result_key(Path("outputs/by-hand")), result_key(config)) == expected
 
 
 def test_equal_runs_of_two_sweeps_and_of_a_config_are_trained_once(folder, trained, capsys):
@@ -157,10 +157,10 @@ def test_a_run_of_changed_settings_is_not_an_equal_run(folder, trained):
     changed = load_config("pc.toml", ["--pc.level=3", "--optimizer.lr=2e-3"])
     now = tomllib.loads((by_hand / "config.toml").read_text())
     run_folder.keep_earlier_config(by_hand, now, 3)
-    assert equal_runs.trained_as(by_hand)  # nothing changed
+    assert equal_runs.read_result_key(by_hand)  # nothing changed
     run_folder.keep_earlier_config(by_hand, changed.model_dump(exclude_unset=True), 3)
     write_config(changed, by_hand / "config.toml")
-    assert (by_hand / "config.1.toml").exists() and equal_runs.trained_as(by_hand) is None
+    assert (by_hand / "config.1.toml").exists() and equal_runs.read_result_key(by_hand) is None
     train_all([load("level.toml")])
     assert "outputs/sweeps/level/level-3" in trained
     in_sweep = folder / "outputs/sweeps/level/level-3"
@@ -204,7 +204,7 @@ def test_equal_runs_are_queued_once(folder, monkeypatch):
 def test_a_run_of_other_code_is_not_reused(folder, trained, capsys, what):
     """After a mended bug the old result would come back in silence. The control is a run of the same code."""
     finish("pc.toml", ["--pc.level=3"], folder / "outputs" / "by-hand")
-    record = json.dumps({"code": code() | ({what: "other"} if what else {})})
+    record = json.dumps({"code": code_version() | ({what: "other"} if what else {})})
     (folder / "outputs" / "by-hand" / "environment.json").write_text(record)
     sweep = load("level.toml")
     equal_runs.take_over([sweep])

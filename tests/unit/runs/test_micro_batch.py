@@ -49,5 +49,5 @@ def test_a_run_records_the_number(tmp_path):
     """All its processes read the file that the launcher writes."""
     words = [f"--job.dump_folder={tmp_path}", "--training.local_batch_size=-1", "--validation.local_batch_size=-1"]
     torchrun.build_command(load_config(ROOT / "train_configs" / "debug.toml", words), 2, nodes=2)
-    written = tomllib.loads((tmp_path / "starting.toml").read_text())
+    written = tomllib.loads((tmp_path / "pending.toml").read_text())
     assert written["training"]["local_batch_size"] == written["validation"]["local_batch_size"] == 4  # 16 on 4 ranks

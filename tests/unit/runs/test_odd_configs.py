@@ -7,11 +7,11 @@ import pytest
 from helpers.tiny import ROOT
 from pc.errors import UserError
 from pc_recipe.config import Config, load_config
-from pc_recipe.config.run_key import everything
+from pc_recipe.config.run_key import all_values
 from pc_recipe.runs.check import check
 
 DEBUG = ROOT / "train_configs" / "debug.toml"
-KEYS = list(everything(Config()))
+KEYS = list(all_values(Config()))
 ODD = (
     "", "0", "-1", "3", "0.5", "nan", "inf", "-inf", "1e30", "1" + "0" * 24, "true", "[]", "{ a = 1 }", "no/such\n\x00",
 )  # fmt: skip
@@ -43,7 +43,7 @@ def test_odd_values_of_every_key(every):
 
 
 def test_every_number_has_a_range_and_is_finite():
-    numbers = [key for key, value in everything(Config()).items() if type(value) in (int, float) and key != "pc.level"]
+    numbers = [key for key, value in all_values(Config()).items() if type(value) in (int, float) and key != "pc.level"]
     assert len(numbers) >= 40
     for key in numbers:
         for value in ("nan", "inf", "-inf", "-1e9", "1e12", "1" + "0" * 24):
