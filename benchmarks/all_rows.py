@@ -48,7 +48,7 @@ LEAST_SECONDS = 45
 @dataclass(frozen=True)
 class Task:
     name: str
-    words: list[str]
+    command: list[str]
     seconds: int
     """time limit"""
 
@@ -56,7 +56,7 @@ class Task:
 def tasks(output: Path, tiny: bool) -> list[Task]:
     """All tasks, in order of value."""
     python = sys.executable
-    found = [
+    queue = [
         Task("smoke", [python, "-m", "pytest", "-q", "--gpu", str(ROOT / "tests" / "gpu")], 600),
         Task(
             "passes",
@@ -68,8 +68,8 @@ def tasks(output: Path, tiny: bool) -> list[Task]:
     gib = torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.is_available() else 0.0
     for row, seconds in ORDER.items():
         shape = TINY if tiny else HALVED if row in LARGE and gib < 110 else []
-        found.append(Task(row, [python, STEP, row, "--output", str(output), *shape], 2 * seconds))
-    return found
+        queue.append(Task(row, [python, STEP, row, "--output", str(output), *shape], 2 * seconds))
+    return queue
 
 
 def run(task: Task, limit: float, log: Path, tiny: bool) -> str:
@@ -83,7 +83,7 @@ def run(task: Task, limit: float, log: Path, tiny: bool) -> str:
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
         process = subprocess.Popen(
-            task.words, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True
+            task.command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True
         )
         try:
             code = process.wait(timeout=limit)

@@ -46,10 +46,10 @@ def on_rank(rank: int, processes: int, width: int, layers: int, rounds: int, fol
             preconditioner.restore_raw()
             preconditioner.write_pc(share=True)
             seconds[way].append(time.process_time() - start)
-    found = [None] * processes
-    dist.all_gather_object(found, {way: statistics.median(times[1:]) for way, times in seconds.items()})
+    all_ranks = [None] * processes
+    dist.all_gather_object(all_ranks, {way: statistics.median(times[1:]) for way, times in seconds.items()})
     if rank == 0:
-        busiest = {way: max(of_rank[way] for of_rank in found) for way in seconds}
+        busiest = {way: max(of_rank[way] for of_rank in all_ranks) for way in seconds}
         print(f"\n{processes} processes, {len(shapes)} matrices of width {width}, {rounds} rounds\n")
         print(markdown.row(["", "CPU s", "ratio"]) + "|---" * 3 + "|")
         for way, cpu in busiest.items():

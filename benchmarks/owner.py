@@ -90,11 +90,11 @@ def on_rank(rank: int, processes: int, width: int, layers: int, rounds: int, fol
             start = time.process_time()
             optimizer.step()
             seconds[way].append(time.process_time() - start)
-    found = [None] * processes
+    all_ranks = [None] * processes
     own = {way: (statistics.median(seconds[way]), sent[way].bytes / 2**20, sent[way].calls) for way in WAYS}
-    dist.all_gather_object(found, own)
+    dist.all_gather_object(all_ranks, own)
     if rank == 0:
-        busiest = {way: [max(of_rank[way][i] for of_rank in found) for i in range(3)] for way in WAYS}
+        busiest = {way: [max(of_rank[way][i] for of_rank in all_ranks) for i in range(3)] for way in WAYS}
         base = busiest["owner"]
         print(f"\n{processes} processes, {len(shapes)} matrices of width {width}, {rounds} rounds\n")
         print(markdown.row(["", "CPU s", "ratio", "MiB sent", "ratio", "collectives"]) + "|---" * 6 + "|")

@@ -159,7 +159,7 @@ ROWS: dict[str, Row] = {
 
 
 def overrides_of(shape: dict[str, int | str]) -> list[str]:
-    """The words of `Row.shape` for a config."""
+    """`Row.shape` as overrides of a config."""
     return [f"--{'model' if key == 'flavor' else 'training'}.{key}={value}" for key, value in shape.items()]
 
 
@@ -171,11 +171,11 @@ def table(folder: Path) -> str:
         record = json.loads(file.read_text()) if file.is_file() else {"figures": {}, "changed": {}}
         goals = {goal.figure: goal for goal in row.goals} if not record["changed"] else {}
         for figure in record["figures"] | goals or {row.about: None}:
-            goal, found = goals.get(figure), record["figures"].get(figure)
-            wanted = f"{goal.relation} {goal.limit}" if goal else ""
+            goal, summary = goals.get(figure), record["figures"].get(figure)
+            limit = f"{goal.relation} {goal.limit}" if goal else ""
             measured, met = "not run" if not record["figures"] else "not measured", ""
-            if found:
-                measured = "{median:.4g} ({smallest:.4g} to {largest:.4g}, n = {n})".format(**found)
-                met = goal.is_met(found["median"]) if goal else ""
-            lines.append([name, figure, wanted, measured, met])
+            if summary:
+                measured = "{median:.4g} ({smallest:.4g} to {largest:.4g}, n = {n})".format(**summary)
+                met = goal.is_met(summary["median"]) if goal else ""
+            lines.append([name, figure, limit, measured, met])
     return markdown.table(["row", "figure", "goal", "measured (range)", "met"], lines)

@@ -30,5 +30,5 @@ def interleaved(
     functions: dict[str, Callable[[], object]], rounds: int, on_gpu: bool = ON_GPU
 ) -> dict[str, list[float]]:
     """`seconds` of each function in every round, after one round that warms up."""
-    found = [{name: seconds(function, on_gpu) for name, function in functions.items()} for _ in range(rounds + 1)]
-    return {name: [times[name] for times in found[1:]] for name in functions}
+    measured = [{name: seconds(function, on_gpu) for name, function in functions.items()} for _ in range(rounds + 1)]
+    return {name: [times[name] for times in measured[1:]] for name in functions}

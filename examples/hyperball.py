@@ -22,7 +22,7 @@ class Hyperball(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None) -> None:
         for group in self.param_groups:
-            given = []
+            inputs = []
             for weight in group["params"]:
                 if weight.grad is None:
                     continue
@@ -32,9 +32,9 @@ class Hyperball(torch.optim.Optimizer):
                     # the norm of the full matrix: plain, so every rank gets it; 0 until the first step
                     state["radius"] = torch.zeros(1, dtype=weight.dtype, device=weight.device)
                 buffer = state["momentum"].mul_(group["momentum"]).add_(weight.grad)
-                given.append((weight, weight.grad.add(buffer, alpha=group["momentum"]), state["radius"]))
-            wanted = [(weight, radius) for weight, _, radius in given]
-            owner.Plan(given, wanted, [group["lr"]] * len(given)).run(hyperball, given, wanted)
+                inputs.append((weight, weight.grad.add(buffer, alpha=group["momentum"]), state["radius"]))
+            outputs = [(weight, radius) for weight, _, radius in inputs]
+            owner.Plan(inputs, outputs, [group["lr"]] * len(inputs)).run(hyperball, inputs, outputs)
 
 
 def hyperball(lr: float, weight: Tensor, update: Tensor, radius: Tensor) -> tuple[Tensor, Tensor]:

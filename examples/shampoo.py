@@ -29,10 +29,10 @@ class Shampoo(torch.optim.Optimizer):
                         zeros = torch.zeros(size, size, dtype=weight.dtype, device=weight.device)
                         self.state[weight][name] = owner.shard_like(weight, zeros)
             factors = [(self.state[weight]["left"], self.state[weight]["right"]) for weight in weights]
-            given = [(weight.grad, *pair) for weight, pair in zip(weights, factors, strict=True)]
-            wanted = [(torch.empty_like(weight), *pair) for weight, pair in zip(weights, factors, strict=True)]
-            owner.Plan(given, wanted, [group["epsilon"]] * len(weights)).run(shampoo, given, wanted)
-            for weight, (update, *_) in zip(weights, wanted, strict=True):
+            inputs = [(weight.grad, *pair) for weight, pair in zip(weights, factors, strict=True)]
+            outputs = [(torch.empty_like(weight), *pair) for weight, pair in zip(weights, factors, strict=True)]
+            owner.Plan(inputs, outputs, [group["epsilon"]] * len(weights)).run(shampoo, inputs, outputs)
+            for weight, (update, *_) in zip(weights, outputs, strict=True):
                 weight.add_(update, alpha=-group["lr"])
 
 

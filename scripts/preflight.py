@@ -22,8 +22,8 @@ def main() -> None:
     device = preflight.join_ranks()
     ranks = preflight.measure(arguments.folder, device, preflight.ON_GPU if device.type == "cuda" else preflight.ON_CPU)
     if dist.get_rank() == 0:
-        found = preflight.find_slow_ranks(ranks) or [f"all {len(ranks)} ranks agree"]
-        print("\n".join([preflight.table(ranks), *found]), flush=True)
+        findings = preflight.find_slow_ranks(ranks) or [f"all {len(ranks)} ranks agree"]
+        print("\n".join([preflight.table(ranks), *findings]), flush=True)
     dist.destroy_process_group()
 
 

@@ -94,10 +94,10 @@ def main() -> None:
         if name not in every:
             parser.error(f"no row {name!r}; rows are {', '.join(every)}")
         start = time.monotonic()
-        for words in every[name]:
-            print(f"\n$ python {' '.join(words)}", flush=True)
-            if subprocess.run([sys.executable, *words], cwd=ROOT).returncode:
-                sys.exit(f"row {name} failed at: python {' '.join(words)}")
+        for command in every[name]:
+            print(f"\n$ python {' '.join(command)}", flush=True)
+            if subprocess.run([sys.executable, *command], cwd=ROOT).returncode:
+                sys.exit(f"row {name} failed at: python {' '.join(command)}")
         print(f"row {name}: {time.monotonic() - start:.0f} s", flush=True)
 
 

@@ -90,8 +90,8 @@ def step_of(checkpoint: str | Path) -> int:
 def checkpoints(folder: str | Path) -> dict[int, Path]:
     """{step: folder} of all checkpoints in RUN/checkpoint, complete or not, sorted by step."""
     matches = {path: _STEP.fullmatch(path.name) for path in Path(folder).glob("step-*")}
-    found = {int(match[1]): path for path, match in matches.items() if match}
-    return dict(sorted(found.items()))
+    by_step = {int(match[1]): path for path, match in matches.items() if match}
+    return dict(sorted(by_step.items()))
 
 
 def newest_checkpoint(run: Path) -> Path | None:

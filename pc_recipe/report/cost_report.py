@@ -60,9 +60,9 @@ def _train(config: Path, overrides: Sequence[str], processes: int) -> tuple[list
     """
     steps = WARMUP_STEPS + MEASURED_STEPS
     with tempfile.TemporaryDirectory() as folder:
-        words = [*overrides, *torchrun.STEPS_ALONE, f"--job.dump_folder={folder}", f"--training.steps={steps}"]
-        words += ["--metrics.log_freq=1", "--lr_scheduler.warmup_steps=1"]
-        command, environment = torchrun.build_command(load_config(config, words), processes)
+        overrides = [*overrides, *torchrun.STEPS_ALONE, f"--job.dump_folder={folder}", f"--training.steps={steps}"]
+        overrides += ["--metrics.log_freq=1", "--lr_scheduler.warmup_steps=1"]
+        command, environment = torchrun.build_command(load_config(config, overrides), processes)
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
             last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-15:])

@@ -118,12 +118,12 @@ class Experiment:
         others = self.runs[self.runs.arm != self.runs.arm[0]]
         both = others.merge(self.reference, on="seed", suffixes=("", "_reference"))
         both = both.assign(difference=both.loss - both.loss_reference, chose=both.chose | both.chose_reference)
-        found = []
+        selected = []
         for _, rows in both.groupby(["arm", "rate", "rate_reference"], sort=False):
             pair, one = judged(rows), rows.iloc[0]
             if one.best_reference and (one.best or one.rate == one.rate_reference) or one.best and len(pair) > 1:
-                found.append(pair)
-        return sorted(found, key=lambda pair: (not at_best(pair), not pair.best_reference.all()))
+                selected.append(pair)
+        return sorted(selected, key=lambda pair: (not at_best(pair), not pair.best_reference.all()))
 
 
 def at_best(pair: pd.DataFrame) -> bool:

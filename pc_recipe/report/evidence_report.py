@@ -98,11 +98,11 @@ def pair_table(experiment: Experiment, margin: float) -> str:
             ]
             speedup = pd.Series([curves.speedup(*courses) for courses in both])
         seeds = f"{_seeds(pair)} (chose a rate)" if pair.chose.any() else _seeds(pair)
-        said = [mean_and_error(pair.difference), *interval_and_verdict(pair, margin), _cell(speedup.mean(), ".2f")]
+        cells = [mean_and_error(pair.difference), *interval_and_verdict(pair, margin), _cell(speedup.mean(), ".2f")]
         for _, then in _differences(pair).reindex(points).iterrows():
             count = f" ({then.count()})" if 0 < then.count() < len(then) else ""
-            said.append(_cell(then.mean(), "+.3f") + count)
-        rows.append([one.arm, value_label(one.rate), value_label(one.rate_reference), seeds, *said])
+            cells.append(_cell(then.mean(), "+.3f") + count)
+        rows.append([one.arm, value_label(one.rate), value_label(one.rate_reference), seeds, *cells])
     header = ["arm", "learning rate", f"that of {reference.arm.iloc[0]}", "seeds", "difference", "interval", "verdict"]
     after = [f"after {short_tokens(tokens)}" for tokens in points]
     return markdown.table([*header, "times fewer tokens", *after], rows) if rows else ""
@@ -111,7 +111,9 @@ def pair_table(experiment: Experiment, margin: float) -> str:
 def _differences(pair: pd.DataFrame) -> pd.DataFrame:
     """[tokens, seed]: differences of validation losses where both runs were validated."""
     runs = zip(pair.seed, pair.log, pair.log_reference, strict=True)
-    return pd.DataFrame({seed: course(ours, VALIDATION) - course(theirs, VALIDATION) for seed, ours, theirs in runs})
+    return pd.DataFrame(
+        {seed: course(arm, VALIDATION) - course(reference, VALIDATION) for seed, arm, reference in runs}
+    )
 
 
 def _seeds(runs: pd.DataFrame) -> str:
@@ -152,18 +154,18 @@ def size_table(experiments: Sequence[Experiment]) -> str:
     kinds = ["optimizer", "tokens per parameter"]
     rows, text = [], ""
     groups = pd.DataFrame(points, columns=[*kinds, "arm", "size", "difference"]).groupby([*kinds, "arm"], sort=False)
-    for words, group in groups:
+    for names, group in groups:
         if (sizes := group["size"].nunique()) > 2:
             line = stats.linregress(group["size"], group["difference"])
             half = half_width(line.stderr, len(group) - 2)
-            rows.append([*words, sizes, f"{line.slope - half:+.4f} to {line.slope + half:+.4f}"])
+            rows.append([*names, sizes, f"{line.slope - half:+.4f} to {line.slope + half:+.4f}"])
     if rows:
         text = markdown.table([*kinds, "arm", "sizes", "change of the difference when parameters double (95 %)"], rows)
-    for words, group in pd.DataFrame(rates, columns=[*kinds, "size", "rate"]).groupby(kinds, sort=False):
+    for names, group in pd.DataFrame(rates, columns=[*kinds, "size", "rate"]).groupby(kinds, sort=False):
         if group["size"].nunique() > 1:
             size, rate = group.loc[group["size"].idxmax(), ["size", "rate"]]
             power = f"(N / {2**size:,.0f})^{stats.linregress(group['size'], group['rate']).slope:.2f}"
-            text += f"\n{words[0]}, {words[1]} tokens per parameter: best rates carried up: {2**rate:.4g} {power}.\n"
+            text += f"\n{names[0]}, {names[1]} tokens per parameter: best rates carried up: {2**rate:.4g} {power}.\n"
     return text
 
 

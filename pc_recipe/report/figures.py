@@ -44,12 +44,12 @@ def draw_sweeps(folders: Sequence[Path], baselines: Sequence[Path], output: Path
 
 def draw_spectra(sources: Sequence[Path], output: Path, layers: Sequence[int] | None) -> None:
     """Histograms of singular values of the checkpoints; condition numbers of their runs against tokens."""
-    found: dict[str, spectra.Spectra] = {}
+    by_name: dict[str, spectra.Spectra] = {}
     checkpoints = spectra.checkpoints_of(sources)
     for name, checkpoint in checkpoints.items():
-        found[name] = spectra.compute(checkpoint, layers)
-        layers = layers or sorted({layer for layer, _ in found[name]})  # the first one's, for all
-    print(spectra.plot(found, output))
+        by_name[name] = spectra.compute(checkpoint, layers)
+        layers = layers or sorted({layer for layer, _ in by_name[name]})  # the first one's, for all
+    print(spectra.plot(by_name, output))
     runs = [spectra.run_folder_of(checkpoint) for checkpoint in checkpoints.values()]
     _print_or_explain("GMCN against tokens", lambda: plot_gmcn(read_logs(runs), output))
 

@@ -89,5 +89,5 @@ def table(own: Maps) -> str:
         value = polynomial.evaluate(map, sigma)
         error = (weight * (value - target(cutoff, sigma)).square()).sum().sqrt()
         lines.append([name, shown, f"{(value / sigma).max():.3f}", f"{value.max():.4f}", f"{error:.4f}"])
-    words = "map|p, degree 0 up|largest amplification|largest value|RMS error, weight sigma^4"
-    return markdown.table(words.split("|"), lines)
+    header = "map|p, degree 0 up|largest amplification|largest value|RMS error, weight sigma^4"
+    return markdown.table(header.split("|"), lines)

@@ -44,10 +44,10 @@ def run_folder_of(checkpoint: Path) -> Path:
 
 def _checkpoint_of(source: Path) -> Path:
     source = source.resolve()
-    found = source if step_of(source) >= 0 else newest_checkpoint(source)
-    if found is None:
+    checkpoint = source if step_of(source) >= 0 else newest_checkpoint(source)
+    if checkpoint is None:
         raise UserError(f"{source}: no run with a complete checkpoint (its config needs [checkpoint] enable = true)")
-    return found
+    return checkpoint
 
 
 def compute(checkpoint: Path, layers: Sequence[int] | None = None) -> Spectra:
@@ -62,11 +62,11 @@ def compute(checkpoint: Path, layers: Sequence[int] | None = None) -> Spectra:
     if not all(1 <= layer <= last for layer in layers):
         raise UserError(f"--layers {' '.join(map(str, layers))}: the model has layers 1 to {last}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = {}
+    spectra = {}
     for layer, block in tqdm(list(itertools.product(layers, BLOCKS)), desc=str(checkpoint), unit="matrix", leave=False):
         weight = run.weights[f"layers.{layer - 1}.{BLOCK_SUFFIXES[block][0]}.weight"]
-        found[layer, block] = singular_values(weight.to(device)).flip(-1).cpu()
-    return found
+        spectra[layer, block] = singular_values(weight.to(device)).flip(-1).cpu()
+    return spectra
 
 
 def plot(spectra: dict[str, Spectra], output: Path) -> Path:
@@ -75,13 +75,13 @@ def plot(spectra: dict[str, Spectra], output: Path) -> Path:
     Args:
         spectra: {name: of the same layers}, drawn in the same axes.
     """
-    layers = sorted({layer for found in spectra.values() for layer, _ in found})
+    layers = sorted({layer for values in spectra.values() for layer, _ in values})
     figure, panels = subplots(len(layers), len(BLOCKS), width=2.5, height=1.9, sharex=True, squeeze=False)
     edges = np.linspace(0, 1, BINS + 1)
     for row, layer in zip(panels, layers, strict=True):
         for axes, block in zip(row, BLOCKS, strict=True):
-            for i, (name, found) in enumerate(spectra.items()):
-                sigma = found[layer, block]
+            for i, (name, values) in enumerate(spectra.items()):
+                sigma = values[layer, block]
                 axes.hist(sigma / sigma[0], edges, color=f"C{i}", alpha=0.55, label=name)
             axes.set_title(f"layer {layer}: {BLOCK_TITLES[block]}", fontsize=8)
         row[0].set_ylabel("count per bin")

@@ -15,7 +15,7 @@ class Run:
     name: str
     config: str
     overrides: tuple[str, ...]
-    """words of the command line, including the run's folder"""
+    """arguments of the command line, including the run's folder"""
     folder: Path
     seed: int | None = None
     """of a sweep"""

@@ -68,8 +68,8 @@ def plot(results: Sequence[dict], path: Path, baselines: Sequence[RunLog] = ()) 
 
 def _draw(axes, place: int, losses: pd.Series, spiked: bool) -> None:
     if losses.isna().any():
-        words = f"{losses.isna().sum()} of {len(losses)}\nwithout a loss"
-        axes.annotate(words, (place, 0.01), xycoords=("data", "axes fraction"), ha="center", fontsize=7)
+        note = f"{losses.isna().sum()} of {len(losses)}\nwithout a loss"
+        axes.annotate(note, (place, 0.01), xycoords=("data", "axes fraction"), ha="center", fontsize=7)
     if losses.notna().any():
         axes.bar(place, losses.mean(), color="C0", alpha=0.8, hatch="//" if spiked else None, edgecolor="white")
         axes.vlines(place, losses.min(), losses.max(), color="k")

@@ -20,20 +20,20 @@ def table(sweeps: Sequence[Sweep], tflops: float | None, world_size: int) -> str
     rows, different, waiting = [], [], []
     for group in equal_runs.group_runs(sweeps, world_size):
         first = group.runs[0]
-        said = group.state if group.folder == first.folder else f"{group.state} as {group.folder}"
+        note = group.state if group.folder == first.folder else f"{group.state} as {group.folder}"
         costs = _cost(first, tflops, world_size)
         for run in group.runs:
-            rows.append((str(run.folder), *costs, said if run is first else f"equal to {first.folder}"))
+            rows.append((str(run.folder), *costs, note if run is first else f"equal to {first.folder}"))
             different.append(run is first)
             waiting.append(run is first and group.state != "finished")
-    runs = pd.DataFrame(rows, columns=["run", "tokens", "hours", "said"])
+    runs = pd.DataFrame(rows, columns=["run", "tokens", "hours", "note"])
     sums = {"in all": runs, "not equal to an earlier one": runs[different], "to be trained": runs[waiting]}
     for what, some in sums.items():
         rows.append((f"{len(some)} runs {what}", some.tokens.sum(), some.hours.sum(), ""))
     width = max(len(run) for run, *_ in rows)
     return "\n".join(
-        f"{run:<{width}} {tokens / 1e6:>12,.1f} M tokens {hours:>9,.2f} GPU-hours  {said}".rstrip()
-        for run, tokens, hours, said in rows
+        f"{run:<{width}} {tokens / 1e6:>12,.1f} M tokens {hours:>9,.2f} GPU-hours  {note}".rstrip()
+        for run, tokens, hours, note in rows
     )
 
 

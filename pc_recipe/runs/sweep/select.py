@@ -22,10 +22,10 @@ def select(sweep: Sweep) -> str:
     if all(result[VALIDATION] is None for result in results):
         raise UserError(f"{sweep.path}: no finished run has a finite {VALIDATION!r}; see `scripts/sweep.py status`")
     table = _settings(sweep, results)
-    said = [_write_table(sweep, table)]
-    said += [_choose(sweep, config, rows) for config, rows in table.groupby("config", sort=False)]
+    lines = [_write_table(sweep, table)]
+    lines += [_choose(sweep, config, rows) for config, rows in table.groupby("config", sort=False)]
     bars.plot(results, sweep.folder / "plot")
-    return "\n".join([*said, f"Table and plot: {sweep.folder}/table.md, {sweep.folder}/plot.png"])
+    return "\n".join([*lines, f"Table and plot: {sweep.folder}/table.md, {sweep.folder}/plot.png"])
 
 
 def _settings(sweep: Sweep, results: list[dict]) -> pd.DataFrame:
@@ -66,15 +66,15 @@ def _choose(sweep: Sweep, config: str, rows: pd.DataFrame) -> str:
     comment = f"# Chosen by scripts/sweep.py select from {sweep.path.name}: {VALIDATION} {best.loss:.4f}\n"
     write_atomically(destination, comment + tomli_w.dumps(overlay))
     chosen = ", ".join(f"{key} = {json.dumps(value)}" for key, value in best.settings.items())
-    said = f"{name}: {chosen or 'its own values'}, {VALIDATION} {best.loss:.4f} -> {destination}"
+    message = f"{name}: {chosen or 'its own values'}, {VALIDATION} {best.loss:.4f} -> {destination}"
     if waiting := rows.waiting.sum():
-        said += f"\n  provisional: {waiting} runs of {name} have no loss; see `scripts/sweep.py status`"
+        message += f"\n  provisional: {waiting} runs of {name} have no loss; see `scripts/sweep.py status`"
     for key, value in best.settings.items():
         values = [settings[key] for settings in rows.settings]
         is_numeric = all(type(one) in (int, float) for one in values)
         if is_numeric and min(values) < max(values) and value in (min(values), max(values)):
-            said += f"\n  note: {key} = {value} is at an end of its grid; the optimum may be outside"
-    return said
+            message += f"\n  note: {key} = {value} is at an end of its grid; the optimum may be outside"
+    return message
 
 
 def _relative(file: Path, folder: Path) -> str:
