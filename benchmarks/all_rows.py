@@ -42,7 +42,7 @@ TINY = ["--flavor", "debug", "--seq-len", "16", "--local-batch-size", "1", "--mi
 LARGE = {"dtype", "checkpointing"}
 HALVED = ["--local-batch-size", "2", "--micro-batches", "20"]
 LEAST_SECONDS = 45
-"""time left below which nothing is started"""
+"""Nothing is started when less time is left."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Task:
     name: str
     command: list[str]
     seconds: int
-    """time limit"""
+    """Time limit."""
 
 
 def tasks(output: Path, tiny: bool) -> list[Task]:

@@ -24,7 +24,7 @@ from timing import DEVICE, hardware, seconds
 CONFIG = Path(__file__).resolve().parents[1] / "train_configs" / "1b_adamw_pc.toml"
 PRECISIONS = ("tf32", "float32", "bfloat16")
 Item = tuple[Tensor, ...]
-"""W, gradient of PC(W), gamma, u, v of a matrix"""
+"""W, gradient of PC(W), gamma, u and v of one matrix."""
 
 
 def items_of(flavor: str) -> list[Item]:

@@ -14,15 +14,15 @@ class Variant:
     config: str
     overrides: tuple[str, ...] = ()
     stock: bool = False
-    """TorchTitan's own trainer, parallelisation, optimizers and initialisation, with the same model sizes"""
+    """Use TorchTitan's own trainer, parallelisation, optimizers and initialisation, with the same model sizes."""
     attention: str = ""
-    """the only allowed kernel of scaled dot product attention (a name of SDPBackend); if empty, TorchTitan's order"""
+    """The only allowed kernel of scaled dot product attention (a name of SDPBackend); empty: TorchTitan's order."""
 
 
 @dataclass(frozen=True)
 class Goal:
     figure: str
-    """key of the row's figures"""
+    """Key of the row's figures."""
     relation: str
     """"<=" or ">=" """
     limit: float
@@ -38,10 +38,10 @@ class Row:
     micro_batches: int = 10
     rounds: int = 5
     processes: int = 1
-    """minimum number of processes, under torchrun"""
+    """Minimum number of processes, under torchrun."""
     goals: tuple[Goal, ...] = ()
     shape: dict[str, int | str] = field(default_factory=lambda: {"local_batch_size": 4})
-    """local_batch_size, and flavor and seq_len where they differ from the config's"""
+    """The local_batch_size, and flavor and seq_len where they differ from the config's."""
 
 
 ADAMW, PC = "1b_adamw_baseline.toml", "1b_adamw_pc.toml"

@@ -18,7 +18,7 @@ class Flavor:
     n_layers: int
     n_heads: int
     multiple_of: int
-    """8/3 dim, times `ffn_dim_multiplier`, is rounded up to a multiple of it: the width of the FFN"""
+    """The width of the FFN is 8/3 dim, times `ffn_dim_multiplier`, rounded up to a multiple of this."""
     n_kv_heads: int | None = None
     ffn_dim_multiplier: float | None = None
     rope_theta: float = 10_000.0

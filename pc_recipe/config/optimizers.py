@@ -16,9 +16,9 @@ class Kind:
     """What the trainer needs to know about an optimizer. Its own keys begin with its name: "muon_" for "Muon"."""
 
     build: "Callable[[list[nn.Parameter] | list[dict], Optimizer], torch.optim.Optimizer]"
-    """from parameters or parameter groups; imports torch when it is called"""
+    """Makes the optimizer of parameters or parameter groups; imports torch when it is called."""
     states: int
-    """state tensors per parameter and of its size, for the memory estimate"""
+    """State tensors per parameter and of its size, for the memory estimate."""
 
 
 def _adamw(parameters: "list[nn.Parameter]", config: "Optimizer") -> "torch.optim.Optimizer":

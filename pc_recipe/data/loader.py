@@ -50,6 +50,8 @@ class FolderSequences:
 
     def tokens(self, position: int) -> np.ndarray:
         """The tokens at a position [seq_len + 1]: inputs, and labels shifted by one."""
+        # Sequence i holds the tokens from i * seq_len to (i + 1) * seq_len. The last of them is only a label here, and the
+        # first input of sequence i + 1, so an epoch has every token once as an input and once as a label.
         epoch, place = divmod(position, self.length)
         first = shuffled(place, self.length, self.seed, epoch) * self.seq_len
         return self.stream.read(first, first + self.seq_len + 1)
@@ -161,7 +163,7 @@ class GlobalOrderLoader(Stateful):
                 f"all are used instead of the {limit_sequences} requested."
             )
         self.position = 0
-        """sequences used by all ranks so far"""
+        """Sequences that all ranks together have used so far."""
         self.local_batch_size, self.dp_rank, self.dp_world_size = local_batch_size, dp_rank, dp_world_size
         self._skip = Skip(skip)
         self._settings: dict[str, str | int] = {
@@ -226,6 +228,8 @@ class GlobalOrderLoader(Stateful):
     def _positions(self, stride: int) -> Iterator[list[int]]:
         """This rank's positions in each micro-batch; all ranks together use `stride` of them."""
         position, limit = self.position, self.sequences.limit
+        # The next `stride` positions that are not skipped, rank after rank. `advance(first, k + 1)` is the position after
+        # row k, so row k is the one before it; `advance(first, k)`, after row k - 1, may be a position to skip.
         while limit is None or position < limit:
             first = self._skip.advance(position, self.dp_rank * self.local_batch_size)
             yield [self._skip.advance(first, row + 1) - 1 for row in range(self.local_batch_size)]

@@ -19,10 +19,14 @@ def shuffled(position: int, n: int, seed: int, epoch: int) -> int:
     mask = (1 << half) - 1
     keys = _round_keys(seed, epoch)
     while True:
+        # A round can be undone, whatever `_mix` does: the old right half is the new left one, and the old left half is the
+        # new right one XOR the same mixture. So the rounds permute the numbers of 2 * half bits, at most 4n of them.
         left, right = position >> half, position & mask
         for key in keys:
             left, right = right, left ^ (_mix(right ^ key) & mask)
         position = (left << half) | right
+        # A result of n or more is permuted again. This follows a cycle of the permutation to its next number below n; no
+        # other position below n ends there. The cycle comes back to its start at the latest, after 4 turns on average.
         if position < n:
             return position
 

@@ -11,7 +11,7 @@ from typing import TextIO
 from pc.errors import UserError
 
 _LOCKS = ("lock", "lock.ranks")
-"""of the launcher, alone, and of its ranks, together"""
+"""The launcher holds the first alone; the run's ranks share the second."""
 
 
 def is_locked(folder: Path) -> bool:

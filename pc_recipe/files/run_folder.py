@@ -10,10 +10,10 @@ from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.lock import is_locked
 
 INDEX = ".metadata"
-"""written last, so a checkpoint that has it is complete"""
+"""It is written last, so a checkpoint that has it is complete."""
 _STATUS = "status.json"
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
-"""the whole name of a checkpoint's folder: nothing with another name is used as one, or deleted"""
+"""Matches the whole name of a checkpoint's folder: nothing with another name is used as one, or deleted."""
 STATES = ("waiting", "running", "interrupted", "stopped", "finished", "failed", "diverged")
 
 
@@ -22,11 +22,11 @@ class State:
     """Progress of a run."""
 
     state: str
-    """one of `STATES`"""
+    """One of `STATES`."""
     step: int
     steps: int
     reason: str = ""
-    """why it stopped or failed, in one line"""
+    """Why the run stopped or failed, in one line."""
 
 
 def state_of(folder: Path) -> State:

@@ -86,9 +86,9 @@ class Experiment:
 
     study: str
     name: str
-    """the study's, with what differs from its other experiments"""
+    """The study's name, with what differs from its other experiments."""
     config: Config
-    """of the reference, whatever its learning rate"""
+    """The reference's, whatever its learning rate."""
     runs: pd.DataFrame
 
     @property

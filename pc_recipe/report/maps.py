@@ -16,7 +16,7 @@ INTERVAL = (0.0, 1.1)
 CUTOFFS: dict[int, float] = {1: 0.8, 2: 0.6, 3: 0.4, 4: 0.3}
 
 Maps = dict[str, tuple[polynomial.Map, float]]
-"""{name: (map, the cutoff of its target)}"""
+"""{name: (map, the cutoff of its target)}."""
 
 LEVELS: Maps = {f"level {level}": (polynomial.resolve(level), cutoff) for level, cutoff in CUTOFFS.items()}
 POLAR_EXPRESS: Maps = {"Polar Express": (polynomial.POLAR_EXPRESS, 1e-3)}

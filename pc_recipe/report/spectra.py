@@ -22,7 +22,7 @@ BLOCKS = ("o", "gate", "up", "down")
 BINS = 40
 
 Spectra = dict[tuple[int, str], Tensor]
-"""{(layer counted from 1, block): singular values of the effective weight, descending [min(n, m)] in float64}"""
+"""{(layer counted from 1, block): singular values of the effective weight, descending [min(n, m)] in float64}."""
 
 
 def checkpoints_of(sources: Sequence[Path]) -> dict[str, Path]:

@@ -89,19 +89,19 @@ class StepCost:
 
     tokens: int
     model: float
-    """attention counted causally, as a kernel that skips the upper triangle computes it; without recomputation"""
+    """Attention is counted causally, as by a kernel that skips the upper triangle; recomputation is not counted."""
     model_full_square: float
-    """attention counted fully, as TorchTitan does for its MFU"""
+    """Attention is counted fully, as TorchTitan does for its MFU."""
     recomputed: int
-    """what activation checkpointing repeats of `model`, uncompiled"""
+    """What activation checkpointing repeats of `model`, uncompiled."""
     pc_step: int
-    """PC in mode "step" """
+    """PC in mode "step"."""
     pc_step_busiest: int
-    """PC in mode "step", on the rank with the most"""
+    """PC in mode "step", on the rank with the most work."""
     pc_forward: int
-    """PC in mode "forward" """
+    """PC in mode "forward"."""
     paper_bound: float
-    """largest over matrices, B = tokens of the global batch"""
+    """The paper's bound, the largest over matrices; its B is the tokens of the global batch."""
 
 
 class RunCost:

@@ -30,18 +30,18 @@ class Sizes:
 
     total: int
     hidden_matrices: int
-    """weights of the linear layers in transformer blocks, which `optimizer.name` trains"""
+    """Weights of the linear layers in transformer blocks, which `optimizer.name` trains."""
     preconditioned: int
-    """weights that PC applies to"""
+    """Weights that PC applies to."""
     largest_block: int
     outside_blocks: int
-    """embedding, final norm and head"""
+    """Embedding, final norm and head."""
     dim: int
     ffn_dim: int
     layers: int
     vocabulary: int
     pc_in_graph: int
-    """elements that autograd keeps of PC in mode "forward" """
+    """Elements that autograd keeps for PC in mode "forward"."""
 
 
 def sizes_of(model: nn.Module) -> Sizes:

@@ -11,9 +11,9 @@ from pc_recipe.config.layout import Layout
 from pc_recipe.runs import memory
 
 ASSUMED_GIB = 79.0
-"""what torch shows of a GPU that is sold with 80 GB"""
+"""What torch shows of a GPU that is sold with 80 GB."""
 USABLE = 0.85
-"""share of a GPU's memory that the estimate may fill. The paper measured 6 % more than the estimate
+"""The share of a GPU's memory that the estimate may fill. The paper measured 6 % more than the estimate
 (`tests/unit/runs/test_check.py`); 1 to 4 GiB of CUDA and NCCL are 5 % of 80 GB."""
 
 
@@ -22,9 +22,9 @@ class Choice:
     """A config with its micro-batch, and what it was chosen from."""
 
     config: Config
-    """the given one if its micro-batch is a number"""
+    """The given config if its micro-batch is a number."""
     estimates: dict[int, float]
-    """{micro-batch: GiB per GPU} of all that divide; empty: nothing was chosen"""
+    """{micro-batch: GiB per GPU} of all that divide the global batch; empty if nothing had to be chosen."""
     gpu_gib: float
     has_gpu: bool
     """Whether `gpu_gib` was measured on a GPU of this machine."""

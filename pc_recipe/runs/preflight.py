@@ -22,7 +22,7 @@ REPEATS = 5
 PAIRINGS = 3
 SECONDS_OF_CLOCK = 1.0
 BEHIND = {"matmul TFLOP/s": 0.1, "pairs GB/s": 0.1, "write GB/s": 0.5, "read GB/s": 0.5}
-"""{rate: share below the median from which a rank is named}; ranks share a file system, which is never even"""
+"""{rate: share below the median from which a rank is named}. Ranks share a file system, which is never even."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Sizes:
     """What is multiplied, exchanged and written."""
 
     matrix: int
-    """rows and columns"""
+    """Rows, and columns."""
     exchange: int
-    """bytes per rank"""
+    """Bytes per rank."""
     file: int
-    """bytes per rank"""
+    """Bytes per rank."""
 
 
 ON_GPU, ON_CPU = Sizes(8192, 2**29, 2**28), Sizes(1024, 2**23, 2**24)
@@ -47,7 +47,7 @@ class Rank:
     host: str
     rates: dict[str, float]
     clock: float
-    """seconds since the epoch, after a barrier"""
+    """Seconds since the epoch, after a barrier."""
     versions: dict[str, str | None]
 
 

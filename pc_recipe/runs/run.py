@@ -15,15 +15,15 @@ class Run:
     name: str
     config: str
     overrides: tuple[str, ...]
-    """arguments of the command line, including the run's folder"""
+    """Arguments of the command line, including the run's folder."""
     folder: Path
     seed: int | None = None
-    """of a sweep"""
+    """Its seed in a sweep."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """{"section.key": value} of the keys that differ between the runs of a sweep"""
+    """{"section.key": value} of the keys that differ between the runs of a sweep."""
 
     variant: str = ""
-    """name of the sweep's variant"""
+    """The name of the sweep's variant."""
 
     @cached_property
     def resolved(self) -> Config:

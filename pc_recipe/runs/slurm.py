@@ -30,7 +30,7 @@ TRAIN_SCRIPT = Path(__file__).parents[2] / "scripts" / "slurm" / "train.sbatch"
 REQUEUES_WITHOUT_PROGRESS = 2
 SECONDS_FOR_LOCKS_OF_A_LOST_NODE = 150
 MISTAKE = 2
-"""exit status after a `UserError`"""
+"""The exit status after a `UserError`."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Allocation:
 
     nodes: int
     gpus_per_node: int
-    """0: train on CPUs"""
+    """0 trains on CPUs."""
     options: list[str]
-    """more options for sbatch"""
+    """More options for sbatch."""
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
@@ -106,7 +106,8 @@ def read_run(arguments: Sequence[str]) -> Run:
 def run_task(run: Run) -> int:
     """Run torchrun on this node of the allocation; returns its exit status."""
     nodes, node = int(os.environ.get("SLURM_NNODES", "1")), int(os.environ.get("SLURM_NODEID", "0"))
-    # A network file system keeps the locks of a lost node for a while, often 90 seconds.
+    # Only the first node takes the lock of the run's folder; the others wait for it at the rendezvous. After a requeue it
+    # is patient, because a network file system keeps the locks of a lost node for a while, often 90 seconds.
     patience = SECONDS_FOR_LOCKS_OF_A_LOST_NODE if int(os.environ.get("SLURM_RESTART_COUNT", "0")) else 1
     locks = [lock(run.folder, patience)] if node == 0 else []
     processes = torchrun.count_processes()
@@ -132,6 +133,9 @@ def requeue_or_end(run: Run, returncode: int) -> int:
     new checkpoint: a lost node is worth another try, a repeated error or a limit shorter than the start is not. A user's
     mistake is not retried. status.json may be of an earlier attempt, so "finished" needs this one's status 0.
     """
+    # From the clear cases to the unclear ones. Finished: nothing to do. Refused by the lock: the state in the folder is
+    # another job's, which must not be overwritten. A mistake: every try would end alike. The rest may have been the
+    # machine, so it is tried again as long as checkpoints show that tries get further.
     state = state_of(run.folder)
     if state.state == "finished" and returncode == 0:
         print(f"{run.name}: finished", flush=True)

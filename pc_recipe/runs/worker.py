@@ -48,7 +48,7 @@ def start_logging(rank: int) -> None:
 
 
 DISK_REFUSES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
-"""a full disk, no quota left, a limit of a file's size, a file system that has become read-only"""
+"""A full disk, no quota left, a limit of a file's size, a file system that has become read-only."""
 
 
 def end_with(error: BaseException, folder: str | None, step: int, rank: int) -> None:

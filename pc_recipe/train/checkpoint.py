@@ -24,7 +24,7 @@ from pc_recipe.train.checkpoint_folder import CheckpointFolder, ChecksummedWrite
 
 T = TypeVar("T")
 SECONDS_TO_END_A_SAVE = 60.0
-"""after a failure: other ranks, without which it cannot end, may be gone"""
+"""The wait after a failure. Other ranks, without which the save cannot end, may be gone."""
 
 
 def select_expired(steps: Sequence[int], keep_latest: int, keep_every: int) -> list[int]:
@@ -37,15 +37,15 @@ class Checkpoints(CheckpointManager):
 
     def __init__(self, **arguments) -> None:
         self.group = dist.new_group(backend="gloo")
-        """all ranks, on the CPU, so that GPUs do not wait for each other"""
+        """All ranks, on the CPU, so that GPUs do not wait for each other."""
         self.may_save: Callable[[], bool] = lambda: True
-        """whether the weights are known to be finite: not in a step that is left out, whose cause may be in W itself"""
+        """Whether the weights are known to be finite. They are not in a step that is left out: the cause may be in W itself."""
         self.is_due = False
-        """whether all ranks have agreed to save the current step, whatever the interval says"""
+        """Whether all ranks have agreed to save the current step, whatever the interval says."""
         self._seconds, self._saved_at = 60 * arguments["checkpoint_config"].minutes, time.monotonic()
         self._keep_every = arguments["checkpoint_config"].keep_every
         self._saving: str | None = None
-        """folder of the newest save"""
+        """The folder of the newest save."""
         super().__init__(**arguments)
 
     # --- saving -------------------------------------------------------------------------------------

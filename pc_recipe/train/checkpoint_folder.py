@@ -41,7 +41,7 @@ from pc_recipe.files.run_folder import INDEX, newest_checkpoint
 
 CHECKSUMS = "XXH128SUMS"
 PAUSES = (2.0, 10.0)
-"""seconds before a file is read again: an error of a network file system may be transient"""
+"""Seconds before a file is read again, because an error of a network file system may be transient."""
 
 T = TypeVar("T")
 
@@ -78,7 +78,8 @@ class ChecksummedWriter(FileSystemWriter):
             Path(self.path, INDEX).unlink(missing_ok=True)
 
     def write_data(self, *args: Any, **kwargs: Any) -> Future[list[WriteResult]]:
-        # Send the checksums to the coordinator as extra write results, which `finish` removes again.
+        # Each rank knows only the checksums of its own files, and one file must list all. Write results are what torch
+        # gathers on the coordinator anyway, so checksums travel as extra ones, which `finish` removes again.
         written = super().write_data(*args, **kwargs).wait()
         sums = [WriteResult(MetadataIndex(name), 0, digest) for name, digest in self.fs.sums.items()]
         future: Future[list[WriteResult]] = Future()
@@ -100,7 +101,7 @@ class _HashingFileSystem(FileSystem):
     def __init__(self) -> None:
         super().__init__()
         self.sums: dict[str, str] = {}
-        """{file name: hexadecimal checksum}"""
+        """{file name: hexadecimal checksum}."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[io.FileIO, None, None]:
@@ -149,6 +150,8 @@ class CheckpointFolder:
         self._verified = False
         if not (self.path / INDEX).is_file():
             raise UserError(f"{self.path}: {_explain_missing_index(self.path)}")
+        # The index comes first, because it names the other files. Its checksum is compared before it is unpickled: a
+        # flipped bit could still give a valid index, with another offset of a tensor.
         has_checksums = self._compare_checksums([INDEX])
         try:
             self._index = _read_with_retries(Reader(self.path).read_metadata, self.path / INDEX)
@@ -160,6 +163,8 @@ class CheckpointFolder:
         for name in self._files:  # reading a device or a pipe would never end
             if Path(name).name != name or not (self.path / name).is_file():
                 raise Damaged(f"{self.path / INDEX}: names {name!r}, which is no file of this checkpoint")
+        # Folders that torch wrote have no checksums and are accepted. One that this module wrote says so in its index,
+        # so the file of checksums cannot get lost unnoticed.
         if not has_checksums and CHECKSUMS in (getattr(self._index.storage_meta, "modules", None) or []):
             raise Damaged(f"{self.path / CHECKSUMS}: missing, so the checkpoint cannot be verified")
 
@@ -273,6 +278,8 @@ def _read_with_retries(read: Callable[[], T], path: Path) -> T:
         Damaged: there is no such file.
         ReadFailed: every call was refused, which says nothing of the file: its disk may be gone, or its user another.
     """
+    # The two errors have different consequences. A damaged checkpoint moves aside, and the run continues from an earlier
+    # one. After a refused read nothing may be concluded, least of all that hours of training are lost, so the run stops.
     for pause in (*PAUSES, None):
         try:
             return read()

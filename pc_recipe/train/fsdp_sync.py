@@ -29,8 +29,12 @@ def prepare_micro_batch(model_parts: Iterable[nn.Module], once_per_step: bool, i
     Args:
         is_last: whether it is the step's last micro-batch, after which gradients are complete and weights sharded.
     """
+    # FSDP's backward pass ends with a reduce-scatter among the ranks that share a replica and, with replicas (HSDP), an
+    # all-reduce among these. Both are sums, so they may wait for the last micro-batch; until then gradients add up where
+    # they are. The all-reduce is of shards, so waiting costs no memory, and is done in both settings. Waiting with the
+    # reduce-scatter keeps whole gradients; not to reshard weights keeps whole weights, and saves the next all-gather.
     for model in model_parts:
-        model.set_requires_all_reduce(is_last)  # among replicas
+        model.set_requires_all_reduce(is_last)
         if once_per_step:
             model.set_requires_gradient_sync(is_last)
             model.set_reshard_after_backward(is_last)

@@ -20,7 +20,8 @@ from pc_recipe.train.loss_spikes import LossSpikes
 
 SECONDS_BETWEEN_PROGRESS_LINES = 20.0
 LINES_FOR_SPIKES = 3000
-"""of metrics.jsonl, which has up to three per step; whether a loss is in a spike depends on the 50 steps before it"""
+"""Lines of metrics.jsonl that a resumed run reads: up to three per step, and whether a loss is in a spike depends on the 50
+steps before it."""
 
 
 class JsonLinesLogger(BaseLogger):
@@ -66,11 +67,11 @@ class PCMetricsProcessor(MetricsProcessor):
     def __init__(self, job_config, parallel_dims, tag: str | None = None) -> None:
         super().__init__(job_config, parallel_dims, tag)
         self.tokens: Callable[[], int] = lambda: 0
-        """of all ranks since the start of training"""
+        """Returns the tokens of all ranks since the start of training."""
         self.positions: Callable[[], range] = lambda: range(0)
-        """of the current step's sequences in the data order"""
+        """Returns the positions of the current step's sequences in the order of the data."""
         self.output_seconds: Callable[[], float] = lambda: 0.0
-        """of this rank since the last call (`pc_recipe.train.slow_ranks`)"""
+        """Returns the seconds of this rank since the last call (`pc_recipe.train.slow_ranks`)."""
         self._json_lines: JsonLinesLogger | None = None
         self._spikes: LossSpikes | None = None
         self._layout = Layout(parallel_dims, job_config.training)

@@ -32,7 +32,7 @@ class FiniteSteps:
     def __init__(self, model_parts: list[nn.Module], preconditioner: Preconditioner | None, limit: int) -> None:
         self._model_parts, self._preconditioner, self._limit = model_parts, preconditioner, limit
         self.count = 0
-        """of skipped steps so far"""
+        """Steps skipped so far."""
         self._in_a_row = 0
 
     @torch.no_grad()
@@ -69,6 +69,9 @@ class FiniteSteps:
 
     def _is_finite(self, loss: Tensor) -> bool:
         """Whether the squared gradient norm plus the loss, summed over all ranks, is finite."""
+        # A NaN may be in one rank's shard alone, yet all ranks must skip the step, or they would train different weights.
+        # Infinity and NaN survive every sum (inf - inf is NaN), so one all-reduce of one number is enough: the squared
+        # gradient norm, which also counts a norm that overflows, plus the loss.
         gradients = [local(p.grad) for model in self._model_parts for p in model.parameters() if p.grad is not None]
         norms = torch._foreach_norm(gradients)
         total = torch.stack([loss.float().reshape(()), *(norm.float().square() for norm in norms)]).sum()

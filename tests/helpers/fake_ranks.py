@@ -28,9 +28,9 @@ class Counts(TorchDispatchMode):
 
     rank: int
     all_to_alls: list[tuple[int, int]] = field(default_factory=list)
-    """bytes sent to other ranks and received from them, of each"""
+    """Bytes sent to other ranks and received from them, of each call."""
     others: Counter[str] = field(default_factory=Counter)
-    """including those of DTensor"""
+    """Calls of other operations, including those of DTensor."""
 
     def __post_init__(self) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ OUTPUTS = Path("outputs")
 """Default folder of runs, of sweeps and of single configs."""
 
 ORDER = ("finished", "running", "diverged", "stopped", "interrupted", "failed", "waiting")
-"""states of runs, the one nearest to its end first; one that diverged is tried again"""
+"""States of runs, the one nearest to its end first. A run that diverged is tried again."""
 
 
 def read_result_key(folder: Path) -> dict[str, Any] | None:
@@ -64,11 +64,11 @@ class EqualRuns(NamedTuple):
 
     runs: list[Run]
     state: str
-    """of the equal run that is nearest to its end, one of these or another below `outputs/`"""
+    """The state of the equal run that is nearest to its end, one of these or another below `outputs/`."""
     folder: Path
-    """of that run"""
+    """That run's folder."""
     of_other_code: list[Path]
-    """folders of equal runs that other code or another torch finished, which are not reused"""
+    """Folders of equal runs that other code or another torch finished. They are not reused."""
 
 
 def group_runs(sweeps: Sequence[Sweep], world_size: int | None = None) -> list[EqualRuns]:

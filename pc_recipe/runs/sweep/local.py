@@ -16,7 +16,7 @@ from pc_recipe.runs.sweep.results import collect, status_text
 from pc_recipe.runs.sweep.spec import Sweep
 
 RECENT = 20
-"""logged lines from whose speed the time left is estimated"""
+"""The time left is estimated from the speed of so many logged lines."""
 
 
 def train_all(sweeps: Sequence[Sweep]) -> None:
