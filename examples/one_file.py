@@ -33,7 +33,7 @@ class PC:
         loss.backward()               # every micro-batch: the gradient with respect to PC(W) accumulates
         preconditioner.pull_back()    # it becomes that with respect to W and gamma; W is back. Clip after this.
         optimizer.step()              # any optimizer; give it `preconditioner.gammas` too
-        preconditioner.materialise()  # the model holds the new PC(W)
+        preconditioner.write_pc()  # the model holds the new PC(W)
     """
 
     def __init__(self, weights: list[nn.Parameter], level: int = 4, iterations: int = 10) -> None:
@@ -43,10 +43,10 @@ class PC:
         self.raw = [weight.detach().clone() for weight in weights]  # W
         self.u = [nn.functional.normalize(torch.randn_like(weight[:, 0]), dim=0) for weight in weights]  # [n]
         self.v = [nn.functional.normalize(torch.randn_like(weight[0]), dim=0) for weight in weights]  # [m]
-        self.materialise()
+        self.write_pc()
 
     @torch.no_grad()
-    def materialise(self) -> None:
+    def write_pc(self) -> None:
         """Keep W, move u and v on, and write PC(W) into the parameters."""
         for i, weight in enumerate(self.weights):
             self.raw[i].copy_(weight)
@@ -105,7 +105,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         if preconditioner:
-            preconditioner.materialise()
+            preconditioner.write_pc()
         if step == 1 or step % 20 == 0:
             print(f"step {step} loss {loss.item():.4f}", flush=True)
 

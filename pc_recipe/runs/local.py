@@ -32,13 +32,13 @@ def main() -> None:
     fetch_demo_data(config)
     # Report mistakes here, one line each, because torchrun's report of a failed process would bury them.
     check.check_config(config, processes * nodes.count).require()
-    locks = [lock(folder)] if nodes.number == 0 else []
+    locks = [lock(folder)] if nodes.rank == 0 else []
     command, environment = torchrun.build_command(
-        config, processes, nodes.rendezvous(), nodes=nodes.count, prints=nodes.number == 0
+        config, processes, nodes.rendezvous(), nodes=nodes.count, prints=nodes.rank == 0
     )
-    network_here = gloo_interface(nodes.host) if nodes.count > 1 else {}
+    network_here = gloo_interface(nodes.master_addr) if nodes.count > 1 else {}
     status = torchrun.run_command(command, network_here | environment, locks)
-    if status == 0 and nodes.number == 0:
+    if status == 0 and nodes.rank == 0:
         print(describe_outcome(folder))
     elif status and processes > 1 and (reason := torchrun.find_failure(folder)):
         print(reason, file=sys.stderr)  # repeated below torchrun's report

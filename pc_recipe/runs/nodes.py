@@ -17,11 +17,11 @@ class Nodes:
     """The machines of a run, seen from one of them."""
 
     count: int = 1
-    number: int = 0
-    """of this machine"""
-    host: str = ""
-    """address of machine 0"""
-    port: int = 29500
+    rank: int = 0
+    """The number of this machine, from 0 on."""
+    master_addr: str = ""
+    """The address of machine 0."""
+    master_port: int = 29500
 
     @staticmethod
     def from_environment() -> "Nodes":
@@ -45,8 +45,8 @@ class Nodes:
         """Options of torchrun; [] for one machine."""
         if self.count == 1:
             return []
-        place = [f"--nnodes={self.count}", f"--node-rank={self.number}"]
-        return [*place, f"--master-addr={self.host}", f"--master-port={self.port}"]
+        place = [f"--nnodes={self.count}", f"--node-rank={self.rank}"]
+        return [*place, f"--master-addr={self.master_addr}", f"--master-port={self.master_port}"]
 
 
 def gloo_interface(peer: str) -> dict[str, str]:

@@ -28,7 +28,7 @@ def _model():
     return nn.Sequential(*layers.values()).double()
 
 
-def _losses(model, optimizer, pull_back, materialise=lambda: None):
+def _losses(model, optimizer, pull_back, write_pc=lambda: None):
     """Of five steps of two micro-batches."""
     generator, losses = torch.Generator().manual_seed(1), []
     for _ in range(5):
@@ -39,7 +39,7 @@ def _losses(model, optimizer, pull_back, materialise=lambda: None):
         pull_back()
         optimizer.step()
         optimizer.zero_grad()
-        materialise()
+        write_pc()
     return losses
 
 
@@ -59,9 +59,9 @@ def test_it_trains_as_the_library_does(one_file):
         weight.data.copy_(given[i])
         u, v = initial_vectors(str(i), weight.shape)
         preconditioner.u[i], preconditioner.v[i] = u.double(), v.double()
-    preconditioner.materialise()
+    preconditioner.write_pc()
     optimizer = torch.optim.AdamW([*model.parameters(), *preconditioner.gammas], lr=3e-2)
-    losses = _losses(model, optimizer, preconditioner.pull_back, preconditioner.materialise)
+    losses = _losses(model, optimizer, preconditioner.pull_back, preconditioner.write_pc)
     assert losses == pytest.approx(_losses_of_the_library(4), rel=1e-12)
     assert losses != pytest.approx(_losses_of_the_library(3), rel=1e-3)  # control
 
