@@ -31,7 +31,7 @@ FAST = (
     "tests/unit/test_preconditioner_mistakes.py",
     "tests/unit/config/test_rules.py",
     "tests/unit/config/test_inheritance.py",
-    "tests/unit/config/test_layout.py",
+    "tests/unit/config/test_rank_batches.py",
     "tests/unit/data/test_global_order.py::test_a_shuffle_has_every_item_once",
     "tests/unit/data/test_global_order.py::test_an_epoch_has_every_token_once_in_another_order",
     "tests/unit/data/test_global_order.py::test_resume_goes_on_with_the_next_sequence[0]",

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator
 
 from pc.errors import UserError
-from pc_recipe.config.layout import Degrees, Layout
 from pc_recipe.config.model_sizes import shape_of
+from pc_recipe.config.rank_batches import Degrees, RankBatches
 from pc_recipe.config.schema import Config
 
 FLOAT8 = "quantize.linear.float8"
@@ -31,7 +31,7 @@ def findings(config: Config, dims: Degrees | None = None, on_cpu: bool = False) 
         yield from _on_cpus(config, dims) if on_cpu else ()
 
 
-def refusal_of(function: Callable, *arguments) -> Iterator[str]:
+def error_messages(function: Callable, *arguments) -> Iterator[str]:
     """What a function's `UserError` says, if it raises one."""
     try:
         function(*arguments)
@@ -46,7 +46,7 @@ def compiles_model(config: Config) -> bool:
 
 def _anywhere(config: Config) -> Iterator[str]:
     if config.pc.enable:
-        yield from refusal_of(config.pc.to_pc_config)
+        yield from error_messages(config.pc.to_pc_config)
     shape = shape_of(config.model)
     if shape.dim % (2 * shape.n_heads):
         yield f"model.dim = {shape.dim} should be an even multiple of the {shape.n_heads} heads"
@@ -87,7 +87,7 @@ def _on_ranks(config: Config, dims: Degrees) -> Iterator[str]:
             f"training.seq_len = {config.training.seq_len} should be a multiple of {divisor} "
             "(tensor parallel degree x 2 x context parallel degree)"
         )
-    yield from refusal_of(lambda: Layout(dims, config.training).micro_batches)
+    yield from error_messages(lambda: RankBatches(dims, config.training).micro_batches)
 
 
 def _in_pipelines(config: Config) -> Iterator[str]:

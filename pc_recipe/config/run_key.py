@@ -17,7 +17,7 @@ from typing import Any
 
 from pc.blocks import BLOCK_GROUPS
 from pc.maps import resolve
-from pc_recipe.config.layout import Layout
+from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.config.schema import PC, Config
 from pc_recipe.config.sections import METHOD, RESULT, keys_of
 
@@ -58,7 +58,7 @@ def result_key(config: Config, world_size: int | None = None, data: dict[str, st
     }
     values |= {f"pc.{key}": value for key, value in method_key(config.pc).items()}
     if config.training.global_batch_size == -1 and world_size is not None:
-        values[BATCH] = Layout.of(config, world_size).sequences
+        values[BATCH] = RankBatches.of(config, world_size).sequences
     return json.loads(json.dumps(values | (data_checksums(config) if data is None else data)))
 
 

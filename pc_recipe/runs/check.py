@@ -9,7 +9,7 @@ from pathlib import Path
 from pc.errors import UserError
 from pc.methods import method_of
 from pc_recipe.config import Config, load_config, rules
-from pc_recipe.config.layout import Layout
+from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.config.schema import PC, Checkpoint
 from pc_recipe.data import GlobalOrderLoader, Manifest, require_same_tokenizer
 from pc_recipe.data.demo import FOLDER as DEMO
@@ -69,18 +69,18 @@ def check_config(config: Config, world_size: int, *, needs_data: bool = True, gp
     if choice and choice.estimates:
         report.facts.append(("micro-batch", choice.text()))
     config = choice.config if choice else config
-    layout = _try(report, Layout.of, config, world_size) if choice or not is_valid else None
+    batches = _try(report, RankBatches.of, config, world_size) if choice or not is_valid else None
     tokens = 0
-    if layout:
-        tokens = config.training.steps * _check_batch(report, config, layout)
+    if batches:
+        tokens = config.training.steps * _check_batch(report, config, batches)
         # the trainer's rules, without those for CPUs, because the run may use another machine
-        for finding in rules.findings(config, layout.dims):
+        for finding in rules.findings(config, batches.dims):
             report.fail(finding)
     _check_schedule(report, config)
     if is_valid:
         sizes = _check_model(report, config)
-        if layout:
-            _try(report, _check_memory, report, config, sizes, layout)
+        if batches:
+            _try(report, _check_memory, report, config, sizes, batches)
     _check_data(report, config, needs_data, tokens)
     return report
 
@@ -94,21 +94,21 @@ def _try(report: Report, function, *arguments):
         return None
 
 
-def _check_batch(report: Report, config: Config, layout: Layout) -> int:
+def _check_batch(report: Report, config: Config, batches: RankBatches) -> int:
     """Tokens per optimizer step, 0 if the batch does not divide."""
     training = config.training
-    if _try(report, lambda: layout.micro_batches) is None:
+    if _try(report, lambda: batches.micro_batches) is None:
         return 0
     report.facts += [
         (
             "batch",
-            f"{layout.sequences} sequences = {training.local_batch_size} per GPU x {layout.data_ranks} data-parallel "
-            f"ranks x {layout.micro_batches} micro-batches, {layout.tokens:,} tokens",
+            f"{batches.sequences} sequences = {training.local_batch_size} per GPU x {batches.data_ranks} data-parallel "
+            f"ranks x {batches.micro_batches} micro-batches, {batches.tokens:,} tokens",
         ),
         ("steps", f"{training.steps:,}, warmup {config.lr_scheduler.warmup_steps:,}"),
-        ("tokens", f"{training.steps * layout.tokens:,}"),
+        ("tokens", f"{training.steps * batches.tokens:,}"),
     ]
-    return layout.tokens
+    return batches.tokens
 
 
 def _check_schedule(report: Report, config: Config) -> None:
@@ -141,9 +141,9 @@ def _check_model(report: Report, config: Config) -> memory.Sizes:
     return sizes
 
 
-def _check_memory(report: Report, config: Config, sizes: memory.Sizes, layout: Layout) -> None:
+def _check_memory(report: Report, config: Config, sizes: memory.Sizes, batches: RankBatches) -> None:
     folder = Path(config.job.dump_folder)
-    dims = layout.dims
+    dims = batches.dims
     parts = memory.estimate_memory(config, dims, sizes)
     parts_text = ", ".join(f"{part} {size:.2f}" for part, size in parts.items())
     report.facts.append(

@@ -23,7 +23,7 @@ from pc.methods import method_of
 from pc.owner import assign
 from pc.spectral import power_iteration
 from pc_recipe.config import load_config
-from pc_recipe.config.layout import Layout
+from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.files import markdown
 from pc_recipe.runs import micro_batch
 from pc_recipe.train.job_config import JobConfig
@@ -113,8 +113,8 @@ class RunCost:
 
     def __init__(self, path: str | Path, overrides: Sequence[str], world_size: int) -> None:
         self.config = micro_batch.choose(load_config(path, overrides), world_size).config
-        self.layout = Layout.of(self.config, world_size)
-        self.tokens = self.layout.tokens
+        self.batches = RankBatches.of(self.config, world_size)
+        self.tokens = self.batches.tokens
         self.args = model_args_of(self.config)
         with torch.device("meta"):
             self.model = attach(Transformer(self.args), self.config.pc.to_pc_config())
@@ -124,9 +124,9 @@ class RunCost:
     @cache
     def step_cost(self) -> StepCost:
         """FLOPs of one step; counts PC even if the config has it off."""
-        dims, seq_len = self.layout.dims, self.config.training.seq_len
+        dims, seq_len = self.batches.dims, self.config.training.seq_len
         per_weight = [sum(Matrix(*matrix).step_flops() for matrix in split.matrices) for split in self.splits]
-        load = [0] * (self.layout.shards * dims.tp)
+        load = [0] * (self.batches.fsdp_ranks * dims.tp)
         for flops, owner in zip(per_weight, assign([split.cost for split in self.splits], len(load)), strict=True):
             load[owner] += flops
         recomputed = self.config.activation_checkpoint.mode == "full"
@@ -141,7 +141,7 @@ class RunCost:
             recomputed=self._recomputed_flops(),
             pc_step=sum(per_weight) * dims.dp_replicate,  # every replica repeats the work
             pc_step_busiest=math.ceil(max(load) / dims.pp),  # a pipeline stage evaluates only its own matrices
-            pc_forward=dims.world_size // dims.pp * (self.layout.micro_batches * in_graph + power),
+            pc_forward=dims.world_size // dims.pp * (self.batches.micro_batches * in_graph + power),
             paper_bound=max(matrix.paper_bound(self.tokens) for matrix in self.matrices),
         )
 
@@ -160,7 +160,7 @@ class RunCost:
 
 def table(run_cost: RunCost) -> str:
     """The costs of a step as a Markdown table."""
-    cost, config, ranks = run_cost.step_cost(), run_cost.config, run_cost.layout.dims.world_size
+    cost, config, ranks = run_cost.step_cost(), run_cost.config, run_cost.batches.dims.world_size
     parameters = sum(parameter.numel() for parameter in run_cost.model.parameters())
     note = "" if config.pc.enable else " (this config has PC off; the figures assume it is on)"
     operations = [
@@ -177,7 +177,7 @@ def table(run_cost: RunCost) -> str:
     ]
     rows = [(what, f"{flops / 1e15:.4g}", share) for what, flops, share in operations]
     return (
-        f"{parameters / 1e6:,.1f} M parameters, {ranks} GPUs, {cost.tokens:,} tokens per step in {run_cost.layout.micro_batches} "
+        f"{parameters / 1e6:,.1f} M parameters, {ranks} GPUs, {cost.tokens:,} tokens per step in {run_cost.batches.micro_batches} "
         f"micro-batches of {config.training.local_batch_size} x {config.training.seq_len} per rank, PC level "
         f"{config.pc.level}{note}\n\n"
         + markdown.table(

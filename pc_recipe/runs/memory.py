@@ -13,8 +13,8 @@ from pc.layer import effective_weight
 from pc.marking import attach
 from pc.weight import named_weights
 from pc_recipe.config import Config
-from pc_recipe.config.layout import Degrees, Layout
 from pc_recipe.config.optimizers import KINDS
+from pc_recipe.config.rank_batches import Degrees, RankBatches
 from pc_recipe.config.schema import ActivationCheckpoint
 from pc_recipe.train.fsdp_sync import once_per_step
 from pc_recipe.train.llama2 import model_args_of
@@ -102,13 +102,13 @@ def estimate_memory(config: Config, dims: Degrees, sizes: Sizes | None = None) -
     Not included: fragmentation, the CUDA context and NCCL's buffers (1 to 4 GiB), and the workspace of mode "step",
     which is used between steps when activations are already freed.
     """
-    training, layout = config.training, Layout(dims, config.training)
+    training, batches = config.training, RankBatches(dims, config.training)
     sizes = sizes or sizes_of_config(config)
     once = once_per_step(config)
     itemsize = BFLOAT16 if training.mixed_precision_param == "bfloat16" else FLOAT32
     tokens = training.local_batch_size * training.seq_len // dims.cp
     model_split = dims.tp * dims.pp
-    split = model_split * layout.shards
+    split = model_split * batches.fsdp_ranks
     largest_block = sizes.largest_block / dims.tp
     if once:
         # All weights of this rank's model part, and the current block's gradient before it is accumulated.
@@ -124,7 +124,7 @@ def estimate_memory(config: Config, dims: Degrees, sizes: Sizes | None = None) -
     per_logit = 2 * itemsize if compiles_loss(config, dims.tp) else 3 * FLOAT32
     parts = {
         "weights": FLOAT32 * sizes.total / split,
-        "gradients": FLOAT32 * sizes.total / (model_split if once and layout.micro_batches > 1 else split),
+        "gradients": FLOAT32 * sizes.total / (model_split if once and batches.micro_batches > 1 else split),
         "optimizer": FLOAT32 * states["optimizer"] / split,
         "raw W": FLOAT32 * states["raw W"] / split,
         "gathered": itemsize * gathered,

@@ -7,7 +7,7 @@ import torch
 
 from pc.errors import UserError
 from pc_recipe.config import Config
-from pc_recipe.config.layout import Layout
+from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.runs import memory
 
 ASSUMED_GIB = 79.0
@@ -52,7 +52,7 @@ def choose(config: Config, world_size: int, gpu_gib: float | None = None) -> Cho
     gpu_gib = gpu_gib or (_smallest_gpu() if has_gpu else ASSUMED_GIB)
     config, estimates = config.model_copy(deep=True), {}
     if config.training.local_batch_size == -1:
-        estimates = _estimates(config, Layout.of(config, world_size))
+        estimates = _estimates(config, RankBatches.of(config, world_size))
         fitting = [size for size, estimate in estimates.items() if estimate <= USABLE * gpu_gib]
         if not fitting:
             raise UserError(
@@ -71,11 +71,11 @@ def _smallest_gpu() -> float:
     return min(torch.cuda.get_device_properties(gpu).total_memory for gpu in here) / memory.GIB
 
 
-def _estimates(config: Config, layout: Layout) -> dict[int, float]:
+def _estimates(config: Config, batches: RankBatches) -> dict[int, float]:
     """GiB per GPU for every micro-batch that divides, from the smallest to the largest."""
     sizes = memory.sizes_of_config(config)
     estimates = {}
-    for size in layout.micro_batch_sizes():
+    for size in batches.micro_batch_sizes():
         config.training.local_batch_size = size
-        estimates[size] = sum(memory.estimate_memory(config, layout.dims, sizes).values())
+        estimates[size] = sum(memory.estimate_memory(config, batches.dims, sizes).values())
     return estimates

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor, _get_metrics_rank
 from torchtitan.tools.logging import logger
 
-from pc_recipe.config.layout import Layout
+from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.files import json_lines
 from pc_recipe.files.run_log import METRICS, read_log, time_left
 from pc_recipe.train import slow_ranks
@@ -74,7 +74,7 @@ class PCMetricsProcessor(MetricsProcessor):
         """Returns the seconds of this rank since the last call (`pc_recipe.train.slow_ranks`)."""
         self._json_lines: JsonLinesLogger | None = None
         self._spikes: LossSpikes | None = None
-        self._layout = Layout(parallel_dims, job_config.training)
+        self._batches = RankBatches(parallel_dims, job_config.training)
         self._first_logged: tuple[int, float] | None = None  # step, time
         self._progress_logged_at = 0.0
         self._own_seconds: Any = 0.0  # [ranks, 2]: loading data, output layer; since the last progress line
@@ -96,11 +96,11 @@ class PCMetricsProcessor(MetricsProcessor):
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
         global_max_loss *= self.parallel_dims.cp  # TorchTitan divides by each rank's count of whole sequences
-        per_second = self.ntokens_since_last_log * self._layout.data_ranks / (time.perf_counter() - self.time_last_log)
+        per_second = self.ntokens_since_last_log * self._batches.data_ranks / (time.perf_counter() - self.time_last_log)
         of_ranks = self._gather()
         more: dict[str, Any] = {
             "tokens_per_second": per_second,
-            "step_seconds": self._layout.tokens / per_second,
+            "step_seconds": self._batches.tokens / per_second,
             "memory_active_gib_of_all_ranks": of_ranks[:, 0].max().item(),
         }
         if self._json_lines is not None:

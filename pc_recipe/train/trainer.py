@@ -30,7 +30,7 @@ from pc.marking import preserve
 from pc.shards import local
 from pc_recipe import data
 from pc_recipe.config import Config, rules
-from pc_recipe.config.layout import Layout
+from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.files.run_folder import write_state
 from pc_recipe.files.run_log import set_aside_metrics
 from pc_recipe.train import cpu, fingerprint, fsdp_sync
@@ -88,7 +88,7 @@ class PCTrainer(torchtitan.train.Trainer):
         """TorchTitan's, with FSDP on any number of ranks, after all ranks have agreed on what they train."""
         world_size = init_distributed(self.job_config.comm, base_folder=self.config.job.dump_folder)
         require_agreement(self.config)
-        dims = Layout.of(self.config, world_size).dims
+        dims = RankBatches.of(self.config, world_size).dims
         rules.require(self.config, dims, on_cpu=cpu.is_cpu())
         return AlwaysSharded(**asdict(dims), ep=1, etp=1, once_per_step=fsdp_sync.once_per_step(self.config))
 

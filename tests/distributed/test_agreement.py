@@ -4,7 +4,7 @@ import os
 
 from helpers.ranks import run_ranks
 from pc_recipe.config import Config
-from pc_recipe.config.rules import refusal_of
+from pc_recipe.config.rules import error_messages
 
 
 def _compare(rank, differs):
@@ -17,7 +17,7 @@ def _compare(rank, differs):
         config.training.steps = 7
         environment.commit = lambda: "abc"
         environment.versions = lambda: {"numpy": "1.0", "torch": "1.0", "torchtitan": "1.0"}
-    return "".join(refusal_of(environment.require_agreement, config))
+    return "".join(error_messages(environment.require_agreement, config))
 
 
 def test_equal_ranks_pass_and_others_are_named():

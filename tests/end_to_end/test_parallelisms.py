@@ -5,7 +5,7 @@ import torch
 
 from helpers import tiny
 from helpers.ranks import run_ranks
-from pc_recipe.config.rules import refusal_of
+from pc_recipe.config.rules import error_messages
 from pc_recipe.files.run_log import read_log
 
 MUON = ["--optimizer.name", "Muon"]
@@ -121,7 +121,7 @@ def test_checkpoint_moves_between_kinds(module_config, one_process, tmp_path, be
 
 def _refusal(rank, config):
     words = [*PP2, "--parallelism.pipeline_parallel_schedule", "2F2B"]
-    return "".join(refusal_of(tiny.make_trainer, config, words))
+    return "".join(error_messages(tiny.make_trainer, config, words))
 
 
 def test_a_pipeline_that_cannot_be_is_refused_in_a_sentence(tiny_config):

@@ -16,7 +16,7 @@ from pc.per_step import PerStep
 from pc.shards import shard_like
 from pc.weight import Weight
 from pc_recipe.config import Config
-from pc_recipe.config.layout import Layout
+from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.train import cpu
 from pc_recipe.train.llama2 import Llama2, Llama2Args
 from pc_recipe.train.parallelize import AlwaysSharded, parallelize
@@ -76,7 +76,7 @@ def _start_with_shapes(_, weight: Weight) -> None:
 
 def sharded(args: Llama2Args, config: Config, world_size: int) -> nn.Module:
     """The model as the trainer shards it, on the meta device, with a gradient on each weight."""
-    dims = AlwaysSharded(**asdict(Layout.of(config, world_size).dims), ep=1, etp=1)
+    dims = AlwaysSharded(**asdict(RankBatches.of(config, world_size).dims), ep=1, etp=1)
     with torch.device("meta"):
         model = Llama2(args)
     parallelize(model, dims, config)

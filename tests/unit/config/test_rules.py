@@ -7,7 +7,7 @@ import pytest
 from pc.errors import UserError
 from pc_recipe.config import Config, rules
 from pc_recipe.config.inheritance import validated
-from pc_recipe.config.layout import Degrees
+from pc_recipe.config.rank_batches import Degrees
 
 ONE = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1}
 

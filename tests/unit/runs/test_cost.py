@@ -12,7 +12,7 @@ CONFIGS = Path(__file__).parents[3] / "train_configs"
 def test_figures_of_the_paper():
     run_cost = RunCost(CONFIGS / "1b_adamw_pc.toml", ["--training.local_batch_size=4"], 8)
     cost = run_cost.step_cost()
-    assert cost.tokens == 2_621_440 and run_cost.layout.micro_batches == 10
+    assert cost.tokens == 2_621_440 and run_cost.batches.micro_batches == 10
     assert cost.model / cost.tokens == pytest.approx(7.75e9, rel=1e-3)
     assert cost.model_full_square / cost.tokens == pytest.approx(9.57e9, rel=1e-3)
     assert cost.paper_bound == pytest.approx(3.92e-3, rel=5e-3)

@@ -7,7 +7,7 @@ import pytest
 from helpers.tiny import ROOT
 from pc.errors import UserError
 from pc_recipe.config import load_config
-from pc_recipe.config.layout import Layout
+from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.runs import memory, micro_batch, torchrun
 
 CONFIG = ROOT / "train_configs" / "271m_adamw_pc.toml"
@@ -18,7 +18,7 @@ CONFIG = ROOT / "train_configs" / "271m_adamw_pc.toml"
 def test_it_is_the_largest_that_divides_and_fits(ranks, gpu_gib):
     def needs(size: int) -> float:
         config = load_config(CONFIG, [f"--training.local_batch_size={size}"])
-        return sum(memory.estimate_memory(config, Layout.of(config, ranks).dims).values())
+        return sum(memory.estimate_memory(config, RankBatches.of(config, ranks).dims).values())
 
     choice = micro_batch.choose(load_config(CONFIG), ranks, gpu_gib)
     chosen, share = choice.config.training.local_batch_size, 320 // ranks

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from pc.errors import UserError
-from pc_recipe.config.layout import accumulation_steps
+from pc_recipe.config.rank_batches import accumulation_steps
 
 
 @pytest.mark.parametrize("local, ranks, expected", [(8, 8, 5), (4, 8, 10), (8, 4, 10), (8, 2, 20), (8, 1, 40)])

@@ -21,15 +21,15 @@ class Degrees:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How a step is distributed over ranks."""
+class RankBatches:
+    """How a step's batch is distributed over ranks."""
 
     dims: Degrees
     training: Training
 
     @classmethod
-    def of(cls, config: Config, world_size: int) -> "Layout":
-        """The layout of a config on `world_size` GPUs; `data_parallel_shard_degree` -1 takes the remaining GPUs.
+    def of(cls, config: Config, world_size: int) -> "RankBatches":
+        """Distribute a config over `world_size` GPUs; `data_parallel_shard_degree` -1 takes the remaining GPUs.
 
         Raises:
             UserError: the degrees do not fit the number of GPUs.
@@ -65,7 +65,7 @@ class Layout:
         return self.dims.dp_replicate * self.dims.dp_shard
 
     @property
-    def shards(self) -> int:
+    def fsdp_ranks(self) -> int:
         """Number of ranks that FSDP shards a parameter over."""
         return self.dims.dp_shard * self.dims.cp
 
