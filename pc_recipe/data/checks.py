@@ -13,7 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from pc.errors import UserError
-from pc_recipe.data.manifest import SPLITS, Manifest, Shard
+from pc_recipe.data.manifest import SPLITS, Manifest, TokenShard
 from pc_recipe.data.token_files import read_tokens
 from pc_recipe.files.atomic import sha256_of
 
@@ -24,7 +24,7 @@ READERS = 16  # a shared file system answers slowly, but many at once
 RECORD = ".verified"
 
 
-def require_file(folder: Path, shard: Shard, *, checksum: bool = False) -> None:
+def require_file(folder: Path, shard: TokenShard, *, checksum: bool = False) -> None:
     """Raise a `UserError` if the shard's file is missing, or has another size or checksum than the manifest says."""
     path = folder / shard.tokens_file
     size: int | str = "no"
@@ -65,7 +65,7 @@ def check_sample(manifest: Manifest, split: str) -> str:
     )
 
 
-def _is_plausible(manifest: Manifest, shard: Shard) -> bool:
+def _is_plausible(manifest: Manifest, shard: TokenShard) -> bool:
     """Whether a block of the shard, at a random place, has different tokens, all in the vocabulary."""
     require_file(manifest.folder, shard)
     count = min(BLOCK, shard.tokens)
@@ -104,7 +104,7 @@ def verify(manifest: Manifest) -> None:
         record.unlink()
 
 
-def _line(manifest: Manifest, shard: Shard) -> str:
+def _line(manifest: Manifest, shard: TokenShard) -> str:
     """Of `RECORD`: another line if the file or what it should be has changed."""
     path = manifest.folder / shard.tokens_file
     changed = path.stat().st_mtime_ns if path.exists() else 0

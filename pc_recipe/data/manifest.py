@@ -20,7 +20,7 @@ TOKENIZER_FOLDER = "tokenizer"
 
 
 @dataclass(frozen=True)
-class Shard:
+class TokenShard:
     """A file of tokens; tokens_file: relative to the data folder. tokens_bytes: file size."""
 
     tokens_file: str
@@ -60,7 +60,7 @@ class Manifest:
     split_rule: str
     configuration_sha256: str
     tokenizer: TokenizerRecord
-    shards: dict[str, list[Shard]]
+    shards: dict[str, list[TokenShard]]
 
     @property
     def vocab_size(self) -> int:

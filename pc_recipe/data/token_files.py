@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from pc.errors import UserError
-from pc_recipe.data.manifest import Manifest, Shard
+from pc_recipe.data.manifest import Manifest, TokenShard
 from pc_recipe.files.atomic import write_atomically
 
 
-def write_shard(folder: Path, split: str, number: int, tokens: np.ndarray, documents: int) -> Shard:
+def write_shard(folder: Path, split: str, number: int, tokens: np.ndarray, documents: int) -> TokenShard:
     """Write tokens [total] of so many documents. The file is renamed into place when complete."""
     name = f"{split}/{number:05d}.tokens.npy"
     path, buffer = folder / name, io.BytesIO()
@@ -27,10 +27,10 @@ def write_shard(folder: Path, split: str, number: int, tokens: np.ndarray, docum
     for leftover in path.parent.glob(f".{path.name}.*"):  # of a process that was killed while writing
         leftover.unlink(missing_ok=True)
     write_atomically(path, content)
-    return Shard(name, len(tokens), documents, len(content), hashlib.sha256(content).hexdigest())
+    return TokenShard(name, len(tokens), documents, len(content), hashlib.sha256(content).hexdigest())
 
 
-def read_tokens(manifest: Manifest, shard: Shard, first: int = 0, count: int | None = None) -> np.ndarray:
+def read_tokens(manifest: Manifest, shard: TokenShard, first: int = 0, count: int | None = None) -> np.ndarray:
     """Tokens `first` … `first + count - 1` of a shard, by default all [count].
 
     The file is open only meanwhile: 160 B tokens are 2,700 files, more than a process may usually hold open or mapped.

@@ -19,7 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from pc.errors import UserError
-from pc_recipe.data.manifest import SPLITS, TOKENIZER_FOLDER, Manifest, Shard
+from pc_recipe.data.manifest import SPLITS, TOKENIZER_FOLDER, Manifest, TokenShard
 from pc_recipe.data.sources import BATCH, Unit, read_texts
 from pc_recipe.data.token_files import write_shard
 from pc_recipe.data.tokenizers import DEFAULT_TOKENIZER, load_tokenizer
@@ -120,7 +120,7 @@ def tokenize_unit(job: TokenizingJob, unit: Unit) -> None:
         for split, some in split_by_hash(batch, job.settings["validation_fraction"]).items():
             encoded[split].append(tokenizer.documents(some))
             documents[split] += len(some)
-    shards: dict[str, list[Shard]] = {split: [] for split in SPLITS}
+    shards: dict[str, list[TokenShard]] = {split: [] for split in SPLITS}
     for split, count in documents.items():
         if count:
             tokens = np.concatenate(encoded[split])

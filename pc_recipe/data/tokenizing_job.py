@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pc.errors import UserError
 from pc_recipe.data.checks import require_file
-from pc_recipe.data.manifest import FORMAT, SPLITS, TOKENIZER_FOLDER, Manifest, Shard, TokenizerRecord
+from pc_recipe.data.manifest import FORMAT, SPLITS, TOKENIZER_FOLDER, Manifest, TokenizerRecord, TokenShard
 from pc_recipe.data.sources import Unit, divide_into_units, find_files, find_local_files, measure_files, size_of
 from pc_recipe.data.tokenizers import Tokenizer, smallest_dtype
 from pc_recipe.files.atomic import write_atomically
@@ -91,7 +91,7 @@ def _require_same_files(source: str, settings: dict, output: Path) -> None:
         )
 
 
-def record_unit(job: TokenizingJob, unit: Unit, shards: dict[str, list[Shard]]) -> None:
+def record_unit(job: TokenizingJob, unit: Unit, shards: dict[str, list[TokenShard]]) -> None:
     """Mark the unit as finished, after its shards are written and verified."""
     record = {
         "settings_sha256": job.sha256,
@@ -104,13 +104,13 @@ def _record_path(job: TokenizingJob, unit: Unit) -> Path:
     return job.output / "units" / f"{unit.number:05d}.json"
 
 
-def read_finished(job: TokenizingJob, unit: Unit) -> dict[str, list[Shard]] | None:
+def read_finished(job: TokenizingJob, unit: Unit) -> dict[str, list[TokenShard]] | None:
     """The unit's shards if it was finished with these settings and no file is missing, else None."""
     try:
         record = json.loads(_record_path(job, unit).read_text())
         if record["settings_sha256"] != job.sha256:
             return None
-        shards = {split: [Shard(**shard) for shard in record["shards"][split]] for split in SPLITS}
+        shards = {split: [TokenShard(**shard) for shard in record["shards"][split]] for split in SPLITS}
         for shard in (*shards["train"], *shards["validation"]):
             require_file(job.output, shard)
     except (OSError, ValueError, KeyError, TypeError):

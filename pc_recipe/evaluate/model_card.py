@@ -13,7 +13,7 @@ from pc_recipe.data.sources import HUB_DATASET
 from pc_recipe.evaluate.plain_weights import RunCheckpoint
 from pc_recipe.files import markdown
 from pc_recipe.files.plots import short_tokens
-from pc_recipe.files.run_log import METRICS, read_log
+from pc_recipe.files.run_log import METRICS_FILE, read_log
 
 _USE = """
 ```python
@@ -76,7 +76,7 @@ def _describe_method(run: RunCheckpoint) -> str:
 def _read_logged(run: RunCheckpoint) -> list[tuple[str, str]]:
     """Tokens, losses and scores that the run had logged last at this step; none without a log."""
     folder = run.path.parent.parent
-    lines = read_log(folder).lines if (folder / METRICS).is_file() else []
+    lines = read_log(folder).lines if (folder / METRICS_FILE).is_file() else []
     last = {key: value for line in lines if line["step"] <= run.step for key, value in line.items()}
     keys = [key for key in last if key in ("loss", "validation_loss") or key.startswith("evaluation/")]
     rows = [(key.replace("_", " "), f"{last[key]:.4f}") for key in keys if last[key] is not None]

@@ -18,7 +18,7 @@ STATES = ("waiting", "running", "interrupted", "stopped", "finished", "failed", 
 
 
 @dataclass(frozen=True)
-class State:
+class RunState:
     """Progress of a run."""
 
     state: str
@@ -29,23 +29,23 @@ class State:
     """Why the run stopped or failed, in one line."""
 
 
-def state_of(folder: Path) -> State:
+def state_of(folder: Path) -> RunState:
     """The state in status.json; "interrupted" if it says "running" but no process holds the lock, or is damaged."""
     file, locked = folder / _STATUS, is_locked(folder)
     if not file.exists():
-        return State("running" if locked else "waiting", 0, 0, "")
+        return RunState("running" if locked else "waiting", 0, 0, "")
     try:
-        state = State(**json.loads(file.read_text()))
+        state = RunState(**json.loads(file.read_text()))
         if state.state not in STATES:
             raise ValueError(state.state)
     except (OSError, ValueError, TypeError, RecursionError):
-        state = State("running", 0, 0, f"{file} cannot be read")
+        state = RunState("running", 0, 0, f"{file} cannot be read")
     return replace(state, state="interrupted") if state.state == "running" and not locked else state
 
 
 def write_state(folder: str | Path, state: str, step: int, steps: int, reason: str = "") -> None:
     """`state` is running, stopped, finished, failed or diverged."""
-    write_atomically(Path(folder) / _STATUS, json.dumps(asdict(State(state, step, steps, reason))) + "\n")
+    write_atomically(Path(folder) / _STATUS, json.dumps(asdict(RunState(state, step, steps, reason))) + "\n")
 
 
 def write_failure(folder: str | Path, reason: str, step: int = 0, state: str = "failed") -> None:

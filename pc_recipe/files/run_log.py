@@ -15,7 +15,7 @@ from pc_recipe.files import json_lines
 if TYPE_CHECKING:
     import pandas as pd
 
-METRICS = "metrics.jsonl"
+METRICS_FILE = "metrics.jsonl"
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class RunLog:
 def read_log(path: str | Path, newest: int | None = None) -> RunLog:
     """Read the metrics of a run folder, or a `metrics.jsonl` file: all lines or the `newest`, without damaged ones."""
     path = Path(path)
-    file = path / METRICS if path.is_dir() else path
+    file = path / METRICS_FILE if path.is_dir() else path
     if not file.is_file():
-        raise UserError(f"{file}: no such file; give a run's folder, which holds {METRICS}")
+        raise UserError(f"{file}: no such file; give a run's folder, which holds {METRICS_FILE}")
     if newest is None:
         lines = json_lines.read(file)
     else:
@@ -62,7 +62,7 @@ def read_log(path: str | Path, newest: int | None = None) -> RunLog:
 
 def set_aside_metrics(run: Path, step: int) -> None:
     """Move the lines of metrics.jsonl after `step` to metrics.abandoned.jsonl: training continues from there."""
-    file = run / METRICS
+    file = run / METRICS_FILE
     kept = size = file.stat().st_size if file.exists() else 0
     for begin, line in json_lines.read_back(file) if size else ():
         if line["step"] <= step:

@@ -17,19 +17,19 @@ from pc_recipe.runs import memory, micro_batch
 
 
 @dataclass
-class Report:
-    """Results of a dry run."""
+class CheckResult:
+    """What a dry run has found."""
 
     facts: list[tuple[str, str]] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
-    def fail(self, error: str) -> None:
+    def add_error(self, error: str) -> None:
         """Add an error, unless another check has found the same."""
         if error not in self.errors:
             self.errors.append(error)
 
-    def require(self, where: str = "") -> None:
+    def raise_errors(self, where: str = "") -> None:
         """For launchers: raise one `UserError` with all errors."""
         if self.errors:
             raise UserError(where + "\nerror: ".join(self.errors))
@@ -48,7 +48,7 @@ def check(
     *,
     needs_data: bool = True,
     gpu_gib: float | None = None,
-) -> Report:
+) -> CheckResult:
     """Check a run on `world_size` GPUs.
 
     Args:
@@ -61,45 +61,47 @@ def check(
     return check_config(load_config(path, overrides), world_size, needs_data=needs_data, gpu_gib=gpu_gib)
 
 
-def check_config(config: Config, world_size: int, *, needs_data: bool = True, gpu_gib: float | None = None) -> Report:
+def check_config(
+    config: Config, world_size: int, *, needs_data: bool = True, gpu_gib: float | None = None
+) -> CheckResult:
     """`check` of a config that has been read."""
-    report = Report(errors=list(rules.findings(config)))
-    is_valid = not report.errors
-    choice = _try(report, micro_batch.choose, config, world_size, gpu_gib) if is_valid else None
+    result = CheckResult(errors=list(rules.findings(config)))
+    is_valid = not result.errors
+    choice = _try(result, micro_batch.choose, config, world_size, gpu_gib) if is_valid else None
     if choice and choice.estimates:
-        report.facts.append(("micro-batch", choice.text()))
+        result.facts.append(("micro-batch", choice.text()))
     config = choice.config if choice else config
-    batches = _try(report, RankBatches.of, config, world_size) if choice or not is_valid else None
+    batches = _try(result, RankBatches.of, config, world_size) if choice or not is_valid else None
     tokens = 0
     if batches:
-        tokens = config.training.steps * _check_batch(report, config, batches)
+        tokens = config.training.steps * _check_batch(result, config, batches)
         # the trainer's rules, without those for CPUs, because the run may use another machine
         for finding in rules.findings(config, batches.dims):
-            report.fail(finding)
-    _check_schedule(report, config)
+            result.add_error(finding)
+    _check_steps(result, config)
     if is_valid:
-        sizes = _check_model(report, config)
+        sizes = _check_model(result, config)
         if batches:
-            _try(report, _check_memory, report, config, sizes, batches)
-    _check_data(report, config, needs_data, tokens)
-    return report
+            _try(result, _check_memory, result, config, sizes, batches)
+    _check_data(result, config, needs_data, tokens)
+    return result
 
 
-def _try(report: Report, function, *arguments):
-    """The function's result, or None after adding its `UserError` to the report."""
+def _try(result: CheckResult, function, *arguments):
+    """The function's result, or None after adding its `UserError` as an error."""
     try:
         return function(*arguments)
     except UserError as error:
-        report.fail(str(error))
+        result.add_error(str(error))
         return None
 
 
-def _check_batch(report: Report, config: Config, batches: RankBatches) -> int:
+def _check_batch(result: CheckResult, config: Config, batches: RankBatches) -> int:
     """Tokens per optimizer step, 0 if the batch does not divide."""
     training = config.training
-    if _try(report, lambda: batches.micro_batches) is None:
+    if _try(result, lambda: batches.micro_batches) is None:
         return 0
-    report.facts += [
+    result.facts += [
         (
             "batch",
             f"{batches.sequences} sequences = {training.local_batch_size} per GPU x {batches.data_ranks} data-parallel "
@@ -111,42 +113,42 @@ def _check_batch(report: Report, config: Config, batches: RankBatches) -> int:
     return batches.tokens
 
 
-def _check_schedule(report: Report, config: Config) -> None:
+def _check_steps(result: CheckResult, config: Config) -> None:
     steps, warmup = config.training.steps, config.lr_scheduler.warmup_steps
     if warmup > steps:
-        report.fail(f"lr_scheduler.warmup_steps = {warmup} should be at most training.steps = {steps}")
+        result.add_error(f"lr_scheduler.warmup_steps = {warmup} should be at most training.steps = {steps}")
     if not config.checkpoint.enable:
-        report.warnings.append("checkpoint.enable is false: an interrupted run starts again from step 0")
+        result.warnings.append("checkpoint.enable is false: an interrupted run starts again from step 0")
         return
     if config.checkpoint.last_save_model_only:
-        report.warnings.append("checkpoint.last_save_model_only is true: the last checkpoint cannot be resumed")
+        result.warnings.append("checkpoint.last_save_model_only is true: the last checkpoint cannot be resumed")
 
 
-def _check_model(report: Report, config: Config) -> memory.Sizes:
+def _check_model(result: CheckResult, config: Config) -> memory.Sizes:
     sizes = memory.sizes_of_config(config)
     parameters = memory.sizes_of_config(config.model_copy(update={"pc": PC()})).total
-    report.facts.append(
+    result.facts.append(
         ("parameters", f"{parameters:,}, {parameters - sizes.outside_blocks:,} without embedding and head")
     )
     loads = config.checkpoint.enable and (config.checkpoint.initial_load_path or config.checkpoint.initial_load_in_hf)
     if config.pc.enable and loads and config.pc.start == "preserve":
         pc_config = config.pc.to_pc_config()
         for block in pc_config.blocks:
-            _try(report, method_of(pc_config.for_block(block)).require_invertible)
+            _try(result, method_of(pc_config.for_block(block)).require_invertible)
     if config.pc.enable:
         share = sizes.preconditioned / parameters
-        report.facts.append(
+        result.facts.append(
             ("preconditioned", f"{sizes.preconditioned:,} weights ({share:.0%}), level {config.pc.level}")
         )
     return sizes
 
 
-def _check_memory(report: Report, config: Config, sizes: memory.Sizes, batches: RankBatches) -> None:
+def _check_memory(result: CheckResult, config: Config, sizes: memory.Sizes, batches: RankBatches) -> None:
     folder = Path(config.job.dump_folder)
     dims = batches.dims
     parts = memory.estimate_memory(config, dims, sizes)
     parts_text = ", ".join(f"{part} {size:.2f}" for part, size in parts.items())
-    report.facts.append(
+    result.facts.append(
         ("memory per GPU", f"{sum(parts.values()):.1f} GiB estimated at {dims.world_size} GPUs: {parts_text}")
     )
     if not config.checkpoint.enable:
@@ -154,7 +156,7 @@ def _check_memory(report: Report, config: Config, sizes: memory.Sizes, batches: 
     size = memory.checkpoint_bytes(config, sizes)
     kept = _count_kept_checkpoints(config.checkpoint, config.training.steps)
     needed = size * kept
-    report.facts.append(
+    result.facts.append(
         (
             "checkpoint disk",
             f"{needed / memory.GIB:.1f} GiB at the end: {kept} checkpoints of {size / memory.GIB:.2f} GiB in {folder}",
@@ -163,7 +165,7 @@ def _check_memory(report: Report, config: Config, sizes: memory.Sizes, batches: 
     existing = next(parent for parent in [folder, *folder.absolute().parents] if parent.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:
-        report.warnings.append(
+        result.warnings.append(
             f"{existing} has {free / memory.GIB:.1f} GiB free, the checkpoints need {needed / memory.GIB:.1f} GiB"
         )
 
@@ -177,58 +179,58 @@ def _count_kept_checkpoints(section: Checkpoint, steps: int) -> int:
     return milestones + steps // section.interval - both + 2
 
 
-def _check_data(report: Report, config: Config, needs_data: bool, tokens: int) -> None:
+def _check_data(result: CheckResult, config: Config, needs_data: bool, tokens: int) -> None:
     """Check the data for a run over `tokens` tokens."""
     section = config.data
-    train = {folder: _read_manifest(report, "data.path", folder, needs_data) for folder in section.folders}
+    train = {folder: _read_manifest(result, "data.path", folder, needs_data) for folder in section.folders}
     validation = train
     if section.validation_path:
         key = "data.validation_path"
-        validation = {section.validation_path: _read_manifest(report, key, section.validation_path, needs_data)}
+        validation = {section.validation_path: _read_manifest(result, key, section.validation_path, needs_data)}
     manifests = [manifest for manifest in (train | validation).values() if manifest]
     for other in manifests[1:]:
-        _try(report, require_same_tokenizer, manifests[0], other)
+        _try(result, require_same_tokenizer, manifests[0], other)
     for folder, manifest in train.items():
         if manifest:
-            _check_training(report, config, manifest, section.folders[folder] / sum(section.folders.values()), tokens)
+            _check_training(result, config, manifest, section.folders[folder] / sum(section.folders.values()), tokens)
     for manifest in validation.values() if config.validation.enable else ():
         if manifest:
-            _check_validation(report, config, manifest)
+            _check_validation(result, config, manifest)
 
 
-def _check_training(report: Report, config: Config, manifest: Manifest, share: float, needed_tokens: int) -> None:
+def _check_training(result: CheckResult, config: Config, manifest: Manifest, share: float, needed_tokens: int) -> None:
     tokens = manifest.tokens("train")
     whole = "" if share == 1 else f"{share:.1%} of the sequences, "
     line = f"{manifest.folder}: {whole}{tokens:,} tokens, tokenizer {manifest.tokenizer.name}"
-    report.facts.append(("training data", line))
-    if _count_sequences(report, config, manifest, "train") > 0 and tokens < needed_tokens * share:
+    result.facts.append(("training data", line))
+    if _count_sequences(result, config, manifest, "train") > 0 and tokens < needed_tokens * share:
         which = "its" if share == 1 else f"{manifest.folder}:"
-        report.warnings.append(
+        result.warnings.append(
             f"the run repeats {which} {tokens:,} training tokens {needed_tokens * share / tokens:.1f} times"
         )
 
 
-def _check_validation(report: Report, config: Config, manifest: Manifest) -> None:
-    sequences, requested = _count_sequences(report, config, manifest, "validation"), config.data.validation_sequences
-    report.facts.append(("validation data", f"{min(sequences, requested)} sequences of {config.training.seq_len}"))
+def _check_validation(result: CheckResult, config: Config, manifest: Manifest) -> None:
+    sequences, requested = _count_sequences(result, config, manifest, "validation"), config.data.validation_sequences
+    result.facts.append(("validation data", f"{min(sequences, requested)} sequences of {config.training.seq_len}"))
     if sequences < requested:
-        report.warnings.append(
+        result.warnings.append(
             f"{manifest.folder} has {sequences} validation sequences, data.validation_sequences is {requested}"
         )
 
 
-def _count_sequences(report: Report, config: Config, manifest: Manifest, split: str) -> int:
-    """Sequences of a split; 0 after adding what the run's own loader refuses."""
+def _count_sequences(result: CheckResult, config: Config, manifest: Manifest, split: str) -> int:
+    """Sequences of a split; 0 after adding the error that the run's own loader raises."""
     sizes = {"seq_len": config.training.seq_len, "vocab_size": config.model.vocab_size}
     rank = {"local_batch_size": 1, "dp_rank": 0, "dp_world_size": 1}
-    loader = _try(report, lambda: GlobalOrderLoader(manifest.folder, split, **sizes, **rank))
+    loader = _try(result, lambda: GlobalOrderLoader(manifest.folder, split, **sizes, **rank))
     return loader.sequences.length if loader else 0
 
 
-def _read_manifest(report: Report, key: str, path: str, needs_data: bool) -> Manifest | None:
+def _read_manifest(result: CheckResult, key: str, path: str, needs_data: bool) -> Manifest | None:
     try:
         return Manifest.read(path)
     except UserError as error:
         remedy = "; create it with `python -m pc_recipe.data.demo`" if Path(path) == DEMO else ""
-        (report.fail if needs_data else report.warnings.append)(f"{key}: {error}{remedy}")
+        (result.add_error if needs_data else result.warnings.append)(f"{key}: {error}{remedy}")
         return None

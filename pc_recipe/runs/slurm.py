@@ -68,7 +68,7 @@ def submit_run(config: str, overrides: Sequence[str], allocation: Allocation) ->
     """Check one run and queue it."""
     from pc_recipe.runs.check import check  # takes seconds
 
-    check(config, overrides, allocation.world_size).require(f"{config}: ")
+    check(config, overrides, allocation.world_size).raise_errors(f"{config}: ")
     folder = Path(load_config(config, overrides).job.dump_folder)
     job = submit_job(folder, [f"--job-name={folder.name}", *allocation.sbatch_options()], [config, *overrides])
     return f"job {job}: {config}, logs in {folder}/slurm"

@@ -14,7 +14,7 @@ from torchtitan.tools.logging import logger
 
 from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.files import json_lines
-from pc_recipe.files.run_log import METRICS, read_log, time_left
+from pc_recipe.files.run_log import METRICS_FILE, read_log, time_left
 from pc_recipe.train import slow_ranks
 from pc_recipe.train.loss_spikes import LossSpikes
 
@@ -81,7 +81,7 @@ class PCMetricsProcessor(MetricsProcessor):
         self._rank = rank = dist.get_rank() if dist.is_initialized() else 0
         if rank != _get_metrics_rank(parallel_dims, job_config):
             return
-        self._json_lines = JsonLinesLogger(Path(job_config.job.dump_folder, METRICS), lambda: self.tokens())
+        self._json_lines = JsonLinesLogger(Path(job_config.job.dump_folder, METRICS_FILE), lambda: self.tokens())
         loggers = LoggerContainer()
         loggers.add_logger(self._json_lines)
         loggers.add_logger(self.logger)
@@ -138,7 +138,7 @@ class PCMetricsProcessor(MetricsProcessor):
     def _count_spikes(self, step: int, loss: float) -> dict[str, int]:
         """The number of spikes so far and, where one begins, its data positions, which are also logged."""
         if self._spikes is None:  # a resumed run continues the count
-            self._spikes = _spikes_so_far(Path(self.job_config.job.dump_folder, METRICS))
+            self._spikes = _spikes_so_far(Path(self.job_config.job.dump_folder, METRICS_FILE))
         before, count = self._spikes.count, self._spikes.update(step, loss)
         if count == before:
             return {"loss_spikes": count}

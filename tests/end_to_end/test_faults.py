@@ -18,7 +18,7 @@ from helpers.ranks import run_ranks
 from pc.errors import UserError
 from pc_recipe.files.lock import is_locked, lock
 from pc_recipe.files.run_folder import state_of
-from pc_recipe.files.run_log import METRICS
+from pc_recipe.files.run_log import METRICS_FILE
 
 pytestmark = pytest.mark.soak
 
@@ -102,7 +102,7 @@ def test_the_number_of_steps_of_a_run_changes_nothing(tiny_config, tmp_path):
 def _train_and_measure(rank, config, overrides):
     """After every hundredth step: resident bytes, threads, open files, objects, bytes of metrics, CPU seconds per step."""
     trainer = tiny.make_trainer(config, overrides)
-    sizes, step, metrics = [], trainer.train_step, Path(trainer.config.job.dump_folder, METRICS)
+    sizes, step, metrics = [], trainer.train_step, Path(trainer.config.job.dump_folder, METRICS_FILE)
     last = time.process_time()
 
     def measured(data):

@@ -57,8 +57,8 @@ def pretended_cuda() -> Iterator[Strict]:
         source, library = Path(folder, "guard.cpp"), Path(folder, "guard.so")
         source.write_text(GUARD)
         root = Path(torch.__file__).parent
-        words = [COMPILER, "-shared", "-fPIC", "-std=c++20", f"-I{root / 'include'}", str(source), "-o", str(library)]
-        subprocess.run([*words, f"-L{root / 'lib'}", "-lc10"], check=True)
+        command = [COMPILER, "-shared", "-fPIC", "-std=c++20", f"-I{root / 'include'}", str(source), "-o", str(library)]
+        subprocess.run([*command, f"-L{root / 'lib'}", "-lc10"], check=True)
         ctypes.CDLL(str(library))
     # an event of a device that computes nothing has happened once it is recorded
     with FakeTensorMode(), mock.patch("torch.Event"):

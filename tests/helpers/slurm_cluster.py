@@ -89,9 +89,9 @@ def cluster() -> Iterator[dict[str, str]]:
         "PATH": path,
     }
 
-    def start(*words: str) -> None:
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=30)
-        assert done.returncode == 0, f"{words}: {done.stderr}"
+    def start(*command: str) -> None:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
+        assert done.returncode == 0, f"{command}: {done.stderr}"
 
     try:
         files = {"key-file": "key", "socket": "munge.sock", "pid-file": "munged.pid", "log-file": "munged.log"}
@@ -123,8 +123,8 @@ def descendants(pid: int) -> list[int]:
     return [pid, *(below for child in children for below in descendants(int(child)))]
 
 
-def _output(environment: dict[str, str], *words: str) -> str:
-    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=30).stdout.strip()
+def _output(environment: dict[str, str], *command: str) -> str:
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30).stdout.strip()
 
 
 def _wait_for(condition, seconds: float) -> None:

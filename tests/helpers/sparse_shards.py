@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from pc_recipe.data import Manifest, load_tokenizer
-from pc_recipe.data.manifest import TOKENIZER_FOLDER, Shard, TokenizerRecord
+from pc_recipe.data.manifest import TOKENIZER_FOLDER, TokenizerRecord, TokenShard
 
 
 def make_sparse(folder: Path, *, train: int, validation: int, tokens: int) -> Manifest:
@@ -20,7 +20,7 @@ def make_sparse(folder: Path, *, train: int, validation: int, tokens: int) -> Ma
     for begin in range(0, 2 * tokens, 2**24):
         digest.update(bytes(min(2**24, 2 * tokens - begin)))
     shards = {
-        split: [Shard(f"{split}/{i:05d}.tokens.npy", tokens, 1, size, digest.hexdigest()) for i in range(count)]
+        split: [TokenShard(f"{split}/{i:05d}.tokens.npy", tokens, 1, size, digest.hexdigest()) for i in range(count)]
         for split, count in (("train", train), ("validation", validation))
     }
     for split, some in shards.items():

@@ -19,7 +19,7 @@ def submit(sweeps: Sequence[Sweep], at_a_time: int, allocation: slurm.Allocation
     groups = equal_runs.group_runs(sweeps, allocation.world_size)
     for group in groups:
         first = group.runs[0]
-        check(first.config, first.overrides, allocation.world_size).require(f"{first.name}: ")
+        check(first.config, first.overrides, allocation.world_size).raise_errors(f"{first.name}: ")
     lines = []
     for sweep in sweeps:
         remaining = [group for group in groups if group.state not in ("finished", "running")]

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pc_recipe.files import json_lines
-from pc_recipe.files.run_log import METRICS, read_log, set_aside_metrics
+from pc_recipe.files.run_log import METRICS_FILE, read_log, set_aside_metrics
 
 LINES = [{"step": step, "loss": 1 / step, "text": "ä" * (step % 90)} for step in range(1, 1001)]
 
@@ -16,27 +16,27 @@ def run(tmp_path):
     texts = [json.dumps(line, ensure_ascii=False) for line in LINES]
     texts.insert(400, '{"step": 401, "lo')
     texts.insert(700, "[]")
-    (tmp_path / METRICS).write_text("\n".join(texts) + '\n{"step": 1001, "loss')
+    (tmp_path / METRICS_FILE).write_text("\n".join(texts) + '\n{"step": 1001, "loss')
     return tmp_path
 
 
 def test_torn_lines_are_skipped_and_the_file_is_named_once(run, caplog):
     assert read_log(run).lines == LINES
-    assert caplog.messages == [f"{run / METRICS}: skipped 2 damaged lines"]
+    assert caplog.messages == [f"{run / METRICS_FILE}: skipped 2 damaged lines"]
     assert read_log(run, newest=700).lines == LINES[300:]
 
 
 @pytest.mark.parametrize("block", [7, 2**16])
 def test_from_the_end_the_lines_are_the_same(run, block, monkeypatch):
     monkeypatch.setattr(json_lines, "BLOCK", block)
-    found = list(json_lines.read_back(run / METRICS))
-    content = (run / METRICS).read_bytes()
+    found = list(json_lines.read_back(run / METRICS_FILE))
+    content = (run / METRICS_FILE).read_bytes()
     assert [line for _, line in found] == LINES[::-1]
     assert all(content[begin:].startswith(b'{"step": %d,' % line["step"]) for begin, line in found)
 
 
 def test_lines_after_the_checkpoint_are_set_aside(run):
-    json_lines.cut_torn_end(run / METRICS)
+    json_lines.cut_torn_end(run / METRICS_FILE)
     for step in (1000, 600, 600, 0):
         set_aside_metrics(run, step)
         assert read_log(run).lines == LINES[:step]

@@ -27,7 +27,7 @@ def test_all_faults_come_at_once_and_each_once():
         "--data.path=none",
     ]
     with pytest.raises(UserError) as raised:
-        check(CONFIG, words, 3).require("here: ")
+        check(CONFIG, words, 3).raise_errors("here: ")
     for key in (
         "pc.level = ",
         "lr_scheduler.warmup_steps = ",

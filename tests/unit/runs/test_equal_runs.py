@@ -13,7 +13,7 @@ from pc_recipe.config import load_config, write_config
 from pc_recipe.config.run_key import code_version, differing_keys, result_key
 from pc_recipe.files import run_folder
 from pc_recipe.files.lock import lock
-from pc_recipe.runs.check import Report
+from pc_recipe.runs.check import CheckResult
 from pc_recipe.runs.slurm import Allocation
 from pc_recipe.runs.sweep import budget, equal_runs
 from pc_recipe.runs.sweep.local import train_all
@@ -183,7 +183,7 @@ def test_a_run_that_is_trained_elsewhere_is_passed_over(folder, trained, capsys)
 
 
 def test_equal_runs_are_queued_once(folder, monkeypatch):
-    monkeypatch.setattr("pc_recipe.runs.sweep.submit.check", lambda *_: Report())
+    monkeypatch.setattr("pc_recipe.runs.sweep.submit.check", lambda *_: CheckResult())
     queued = []
 
     def sbatch(words, **_):

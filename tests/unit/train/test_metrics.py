@@ -9,7 +9,7 @@ from torchtitan.tools.logging import logger as torchtitan_logger
 
 from pc.errors import WriteFailed
 from pc_recipe.config import Config
-from pc_recipe.files.run_log import METRICS
+from pc_recipe.files.run_log import METRICS_FILE
 from pc_recipe.train.cpu import use_cpu_where_there_is_no_gpu
 from pc_recipe.train.job_config import JobConfig
 from pc_recipe.train.loss_spikes import LossSpikes
@@ -62,8 +62,8 @@ def test_spikes_of_a_long_run_are_known_from_the_end_of_its_file(tmp_path):
     whole, lines = LossSpikes(), []
     for step, loss in enumerate(losses):
         lines.append(json.dumps({"step": step, "loss": loss, "loss_spikes": whole.update(step, loss)}))
-    (tmp_path / METRICS).write_text("\n".join([*lines, ""]))
-    restored = _spikes_so_far(tmp_path / METRICS)
+    (tmp_path / METRICS_FILE).write_text("\n".join([*lines, ""]))
+    restored = _spikes_so_far(tmp_path / METRICS_FILE)
     assert restored.count == whole.count == 2
     assert restored.update(10_000, 5.0) == 2  # still the same spike
     assert restored.update(10_001, 3.0) == 2 and restored.update(10_002, 5.0) == 3
