@@ -14,7 +14,7 @@ from pc_recipe.runs import torchrun
 from pc_recipe.runs.slurm import Allocation
 from pc_recipe.runs.sweep import equal_runs
 from pc_recipe.runs.sweep.local import train_all
-from pc_recipe.runs.sweep.results import collect, status_text
+from pc_recipe.runs.sweep.results import collect, describe_status
 from pc_recipe.runs.sweep.spec import load
 
 
@@ -63,7 +63,7 @@ def main() -> None:
     elif arguments.action == "status":
         for sweep in sweeps:
             collect(sweep)
-            print(status_text(sweep))
+            print(describe_status(sweep))
     else:
         from pc_recipe.runs.sweep.select import select  # draws
 

@@ -28,7 +28,7 @@ PROBES = (
 )  # fmt: skip
 
 
-def of_data(path: str | Path) -> PreTrainedTokenizerFast:
+def load(path: str | Path) -> PreTrainedTokenizerFast:
     """The tokenizer of a folder of token shards."""
     return to_hugging_face(Manifest.read(path).load_tokenizer())
 

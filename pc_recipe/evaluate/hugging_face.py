@@ -39,7 +39,7 @@ _ARCHITECTURE = (
 )  # fmt: skip
 
 
-def llama_config(model_args: TransformerModelArgs, ffn_dim: int) -> LlamaConfig:
+def to_llama_config(model_args: TransformerModelArgs, ffn_dim: int) -> LlamaConfig:
     """Hugging Face's config of TorchTitan's model."""
     return LlamaConfig(
         vocab_size=model_args.vocab_size,
@@ -57,7 +57,7 @@ def llama_config(model_args: TransformerModelArgs, ffn_dim: int) -> LlamaConfig:
 
 def to_llama(weights: dict[str, Tensor], model_args: TransformerModelArgs) -> LlamaForCausalLM:
     """A Llama with `weights` (TorchTitan's names, effective weights); they are copied at most once."""
-    config = llama_config(model_args, ffn_dim=weights["layers.0.feed_forward.w1.weight"].shape[0])
+    config = to_llama_config(model_args, ffn_dim=weights["layers.0.feed_forward.w1.weight"].shape[0])
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     converted = Llama3StateDictAdapter(model_args, hf_assets_path=None).to_hf(weights)
@@ -68,14 +68,14 @@ def to_llama(weights: dict[str, Tensor], model_args: TransformerModelArgs) -> Ll
     return model.eval()
 
 
-def from_checkpoint(
+def load_checkpoint(
     run: RunCheckpoint, tokenizer: str | None = None
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     """Model and tokenizer of a run's checkpoint, in memory. The default tokenizer is that of the run's data."""
     if tokenizer is not None:
         converted = hf_tokenizer.to_hugging_face(load_tokenizer(tokenizer))
     elif run.data.exists():
-        converted = hf_tokenizer.of_data(run.data)
+        converted = hf_tokenizer.load(run.data)
     else:
         raise UserError(
             f"{run.data}: the run's data folder, which has its tokenizer, is missing; restore it, or export the "
@@ -99,7 +99,7 @@ def load(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model and tokenizer of a run's checkpoint or of any Hugging Face folder, for scoring and sampling."""
     if os.path.isfile(os.path.join(path, "config.json")):
         return _load_folder(Path(path))
-    return from_checkpoint(plain_weights.load(path))
+    return load_checkpoint(plain_weights.load(path))
 
 
 def export(
@@ -120,7 +120,7 @@ def export(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: exists already; give a new folder")
     run = plain_weights.load(source)
-    model, converted = from_checkpoint(run, tokenizer)
+    model, converted = load_checkpoint(run, tokenizer)
     model = model.to(getattr(torch, dtype))
     card = model_card(run, model, dtype, scores)
     try:
@@ -161,7 +161,7 @@ def require_initial_load(path: str | Path, model_args: TransformerModelArgs) -> 
         raise UserError(f'{file}: model_type {settings.get("model_type")!r}, a run starts from "llama"')
     with torch.device("meta"):
         ffn_dim = Transformer(model_args).layers["0"].feed_forward.w1.out_features
-        expected = llama_config(model_args, ffn_dim)
+        expected = to_llama_config(model_args, ffn_dim)
         model = LlamaForCausalLM(expected)
     given = LlamaConfig(**settings)
     for key in _ARCHITECTURE:

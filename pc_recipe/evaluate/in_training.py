@@ -42,7 +42,7 @@ class InTrainingScorer:
         batch_mesh = parallel_dims.get_optional_mesh("batch")
         self.lm = LogLikelihoods(
             self._model,
-            hf_tokenizer.of_data(next(iter(job_config.data.folders))),
+            hf_tokenizer.load(next(iter(job_config.data.folders))),
             max_length=job_config.training.seq_len,
             batch_size=job_config.validation.local_batch_size,  # of sequences at least as long
             device=device,

@@ -20,7 +20,7 @@ from pc_recipe.evaluate import hugging_face, tables, tasks
 from pc_recipe.evaluate.log_likelihoods import LogLikelihoods
 from pc_recipe.files.atomic import sha256_of, write_atomically
 from pc_recipe.train.checkpoint_folder import CHECKSUMS
-from pc_recipe.train.environment import commit
+from pc_recipe.train.environment import read_commit
 
 _VERSIONED = ("lm_eval", "transformers", "tokenizers", "datasets", "torch")
 
@@ -88,7 +88,7 @@ def _score_model(
         scored[task] = tasks.score(lm, tasks.load([task], data), limit)[task] | {
             "data": sets[task],
             "variant": tasks.variant_of(task, data),
-            "commit": commit(),
+            "commit": read_commit(),
             "batch_size": batch_size,
         }
         write_atomically(file, json.dumps(results, indent=2) + "\n")

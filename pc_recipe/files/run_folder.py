@@ -29,7 +29,7 @@ class RunState:
     """Why the run stopped or failed, in one line."""
 
 
-def state_of(folder: Path) -> RunState:
+def read_state(folder: Path) -> RunState:
     """The state in status.json; "interrupted" if it says "running" but no process holds the lock, or is damaged."""
     file, locked = folder / _STATUS, is_locked(folder)
     if not file.exists():
@@ -53,19 +53,19 @@ def write_failure(folder: str | Path, reason: str, step: int = 0, state: str = "
 
     A later attempt in its folder, or another rank, may fail in another way. step: if it is after that in status.json.
     """
-    known = state_of(Path(folder))
+    known = read_state(Path(folder))
     if known.state not in ("finished", "diverged"):
         write_state(folder, state, max(step, known.step), known.steps, reason)
 
 
-def configs(run: Path) -> list[Path]:
+def list_configs(run: Path) -> list[Path]:
     """config.toml, and the different ones, config.1.toml and so on, with which earlier parts of a run were trained."""
     return [run / "config.toml", *sorted(run.glob("config.[0-9]*.toml"))]
 
 
 def keep_earlier_config(run: Path, resolved: dict, step: int) -> None:
     """Before config.toml is replaced by `resolved`: keep it if it differs and the run continues from its `step` > 0."""
-    current, *earlier = configs(run)
+    current, *earlier = list_configs(run)
     if step == 0:
         for file in earlier:
             file.unlink()
@@ -87,19 +87,19 @@ def step_of(checkpoint: str | Path) -> int:
     return int(match[1]) if match else -1
 
 
-def checkpoints(folder: str | Path) -> dict[int, Path]:
+def list_checkpoints(folder: str | Path) -> dict[int, Path]:
     """{step: folder} of all checkpoints in RUN/checkpoint, complete or not, sorted by step."""
     matches = {path: _STEP.fullmatch(path.name) for path in Path(folder).glob("step-*")}
     by_step = {int(match[1]): path for path, match in matches.items() if match}
     return dict(sorted(by_step.items()))
 
 
-def newest_checkpoint(run: Path) -> Path | None:
+def find_newest_checkpoint(run: Path) -> Path | None:
     """The newest complete checkpoint in a run's folder, without verifying its checksums."""
-    complete = [path for path in checkpoints(run / "checkpoint").values() if (path / INDEX).exists()]
+    complete = [path for path in list_checkpoints(run / "checkpoint").values() if (path / INDEX).exists()]
     return complete[-1] if complete else None
 
 
-def newest_step(run: Path) -> int:
-    """Step of `newest_checkpoint`; 0 if there is none."""
-    return max(0, step_of(newest_checkpoint(run) or ""))
+def find_newest_step(run: Path) -> int:
+    """Step of `find_newest_checkpoint`; 0 if there is none."""
+    return max(0, step_of(find_newest_checkpoint(run) or ""))

@@ -43,11 +43,11 @@ def contrast_table(runs: pd.DataFrame, preregistration: Preregistration) -> str:
     Args:
         runs: of one experiment (`evidence.Experiment.runs`).
     """
-    judged = runs[runs.best & ~runs.chose].pivot(index="seed", columns="arm", values="loss")
+    losses = runs[runs.best & ~runs.chose].pivot(index="seed", columns="arm", values="loss")
     rows = []
     for question in preregistration.questions:
-        names = [pair for pair in question.contrasts if set(pair) <= set(judged)]
-        differences = [(judged[arm] - judged[reference]).dropna() for arm, reference in names]
+        names = [pair for pair in question.contrasts if set(pair) <= set(losses)]
+        differences = [(losses[arm] - losses[reference]).dropna() for arm, reference in names]
         tests = [(pair, some) for pair, some in zip(names, differences) if len(some) > 1 and np.isfinite(some).all()]
         p_values = [stats.ttest_1samp(some, 0).pvalue for _, some in tests]
         for ((arm, reference), some), p, corrected in zip(tests, p_values, holm(p_values), strict=True):

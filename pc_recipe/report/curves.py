@@ -15,31 +15,31 @@ from pc_recipe.runs.sweep.spec import VALIDATION
 _REMEDY = "turn validation on with [validation] enable = true and a freq below the number of steps"
 
 
-def tokens_to_reach(course: pd.Series, loss: float) -> float:
+def tokens_to_reach(curve: pd.Series, loss: float) -> float:
     """Tokens at which a validation loss by tokens first reaches `loss`, linear between neighbouring validations.
 
     NaN if no validation is that low. If the first validation is already that low, or the one before is not finite, its
     own tokens, because nothing is known before it.
     """
-    low = np.flatnonzero(course <= loss)
+    low = np.flatnonzero(curve <= loss)
     if not low.size:
         return math.nan
-    known = course.iloc[max(0, low[0] - 1) : low[0] + 1]
+    known = curve.iloc[max(0, low[0] - 1) : low[0] + 1]
     known = known[np.isfinite(known)][::-1]  # from the lower loss to the one before, as `interp` needs it
     return float(np.interp(loss, known.values, known.index))
 
 
-def speedup(reference: pd.Series, course: pd.Series) -> float:
+def speedup(reference: pd.Series, curve: pd.Series) -> float:
     """How many times fewer tokens a run needs than the reference, by their validation losses by tokens.
 
     Above 1: the run reached the reference's final loss with so many times fewer tokens. Below 1: it never did, and the
     reference reached the run's final loss with this fraction of the run's tokens. NaN: neither happened; the run may
     only have ended early.
     """
-    reached = tokens_to_reach(course, reference.iloc[-1])
+    reached = tokens_to_reach(curve, reference.iloc[-1])
     if not math.isnan(reached):
         return reference.index[-1] / reached
-    fraction = tokens_to_reach(reference, course.iloc[-1]) / course.index[-1]
+    fraction = tokens_to_reach(reference, curve.iloc[-1]) / curve.index[-1]
     return fraction if fraction < 1 else math.nan
 
 
@@ -49,15 +49,15 @@ def compare(runs: Sequence[RunLog]) -> pd.DataFrame:
     `difference` is the final loss minus the reference's, so negative is better; `reached_at_tokens` is where the run
     reaches the reference's final loss, NaN if it never does; `speedup` as by `speedup`.
     """
-    courses = [run.series(VALIDATION, "tokens", _REMEDY) for run in runs]
-    final = courses[0].iloc[-1]
+    curves = [run.series(VALIDATION, "tokens", _REMEDY) for run in runs]
+    final = curves[0].iloc[-1]
     rows = []
-    for run, course in zip(runs, courses, strict=True):
-        row = {"name": run.name, "steps": run.series(VALIDATION).index[-1], "tokens": course.index[-1]}
-        row |= {"final_loss": course.iloc[-1], "difference": course.iloc[-1] - final}
+    for run, curve in zip(runs, curves, strict=True):
+        row = {"name": run.name, "steps": run.series(VALIDATION).index[-1], "tokens": curve.index[-1]}
+        row |= {"final_loss": curve.iloc[-1], "difference": curve.iloc[-1] - final}
         # the reference may have had its final loss before, but the others are measured at its end
-        row["reached_at_tokens"] = float(row["tokens"]) if run is runs[0] else tokens_to_reach(course, final)
-        row["speedup"] = 1.0 if run is runs[0] else speedup(courses[0], course)
+        row["reached_at_tokens"] = float(row["tokens"]) if run is runs[0] else tokens_to_reach(curve, final)
+        row["speedup"] = 1.0 if run is runs[0] else speedup(curves[0], curve)
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -89,12 +89,12 @@ def plot(runs: Sequence[RunLog], rows: pd.DataFrame, output: Path) -> Path:
     figure, axes = subplots(width=5.0, height=3.4)
     final, shown = rows.final_loss[0], []
     for i, run in enumerate(runs):
-        course = run.series(VALIDATION, "tokens")
+        curve = run.series(VALIDATION, "tokens")
         label = run.name if math.isnan(rows.speedup[i]) or i == 0 else f"{run.name}, {rows.speedup[i]:.2f}x"
-        axes.plot(course.index, course, color=f"C{i}", marker=".", markersize=3, label=label)
+        axes.plot(curve.index, curve, color=f"C{i}", marker=".", markersize=3, label=label)
         if i > 0:
             axes.plot(rows.reached_at_tokens[i], final, "o", color=f"C{i}", markerfacecolor="white", zorder=3)
-        shown += filter(math.isfinite, course[course.index >= rows.tokens.max() / 10])
+        shown += filter(math.isfinite, curve[curve.index >= rows.tokens.max() / 10])
     if shown and max(shown) > min(shown):  # the first tenth falls so far that the rest would be hard to see
         height = max(shown) - min(shown)
         axes.set_ylim(min(shown) - 0.15 * height, max(shown) + 0.1 * height)

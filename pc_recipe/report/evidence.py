@@ -120,23 +120,23 @@ class Experiment:
         both = both.assign(difference=both.loss - both.loss_reference, chose=both.chose | both.chose_reference)
         selected = []
         for _, rows in both.groupby(["arm", "rate", "rate_reference"], sort=False):
-            pair, one = judged(rows), rows.iloc[0]
+            pair, one = without_tuning_seeds(rows), rows.iloc[0]
             if one.best_reference and (one.best or one.rate == one.rate_reference) or one.best and len(pair) > 1:
                 selected.append(pair)
-        return sorted(selected, key=lambda pair: (not at_best(pair), not pair.best_reference.all()))
+        return sorted(selected, key=lambda pair: (not is_at_best(pair), not pair.best_reference.all()))
 
 
-def at_best(pair: pd.DataFrame) -> bool:
+def is_at_best(pair: pd.DataFrame) -> bool:
     """Whether a pair is at the best rates of both."""
     return pair.best.all() and pair.best_reference.all()
 
 
-def judged(runs: pd.DataFrame) -> pd.DataFrame:
+def without_tuning_seeds(runs: pd.DataFrame) -> pd.DataFrame:
     """Without those whose seed chose a rate, if any are left."""
     return runs if runs.chose.all() else runs[~runs.chose]
 
 
-def course(log: pd.DataFrame, key: str) -> pd.Series:
+def curve(log: pd.DataFrame, key: str) -> pd.Series:
     """What a run logged under `key`, by tokens."""
     return log[key].dropna() if key in log else pd.Series(dtype=float)
 
@@ -182,7 +182,7 @@ def read_experiments(folder: Path) -> list[Experiment]:
 
 def _run(line: dict, config: Config, arm: str) -> dict:
     log = pd.DataFrame(line["log"] or {"tokens": []}).set_index("tokens")  # empty: diverged before a validation
-    loss = math.inf if line["state"] == "diverged" else course(log, VALIDATION).iloc[-1]
+    loss = math.inf if line["state"] == "diverged" else curve(log, VALIDATION).iloc[-1]
     return {"arm": arm, "rate": config.optimizer.lr, "seed": config.debug.seed or 0, "loss": loss, "log": log}
 
 

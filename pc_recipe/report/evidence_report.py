@@ -14,7 +14,7 @@ from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.plots import save, short_tokens, subplots
 from pc_recipe.report import curves
 from pc_recipe.report.contrasts import contrast_table, read_preregistration
-from pc_recipe.report.evidence import CONDITION, Experiment, at_best, course, judged, read_experiments
+from pc_recipe.report.evidence import CONDITION, Experiment, curve, is_at_best, read_experiments, without_tuning_seeds
 from pc_recipe.runs.sweep.spec import VALIDATION, value_label
 
 NOTES = """
@@ -64,7 +64,7 @@ def regime_table(experiments: Sequence[Experiment]) -> str:
         mean = warm_up / 2 + (1 - warm_up) * (1 + config.lr_scheduler.min_lr_factor) / 2
         decay = config.optimizer.weight_decay * (1 if config.optimizer.independent_decay else run.rate) * mean * steps
         std = config.model.init_std * math.sqrt(shape_of(config.model).dim)
-        condition = course(run.log, CONDITION[0])
+        condition = curve(run.log, CONDITION[0])
         ends = "-" if condition.empty else f"{condition.iloc[0]:.1f} to {condition.iloc[-1]:.1f}"
         sizes = [f"{one.parameters:,}", f"{one.tokens_per_parameter:.3g}", f"{steps:,}"]
         rows.append([one.name, *sizes, f"{warm_up:.1%}", f"{decay:.2f}", f"{std:.2f}", ends])
@@ -77,7 +77,7 @@ def arm_table(runs: pd.DataFrame) -> str:
     rows = []
     for (arm, rate, best, _), group in runs.groupby(["arm", "rate", "best", "chose"], sort=False):
         shown = f"**{value_label(rate)}**" if best else value_label(rate)
-        ends = [np.mean([course(log, key).iloc[-1:].mean() for log in group.log]) for key in CONDITION]
+        ends = [np.mean([curve(log, key).iloc[-1:].mean() for log in group.log]) for key in CONDITION]
         rows.append([arm, shown, _seeds(group), mean_and_error(group.loss), *(_cell(end, ".1f") for end in ends)])
     header = "arm|learning rate|seeds|final validation loss|GMCN of PC blocks|of q, k, v|of all"
     return markdown.table(header.split("|"), rows)
@@ -85,18 +85,16 @@ def arm_table(runs: pd.DataFrame) -> str:
 
 def pair_table(experiment: Experiment, margin: float) -> str:
     """Differences to the reference, by seed, at the end and at up to ten points of its training; "" without a pair."""
-    reference = judged(experiment.reference[experiment.reference.best])
-    longest = max((course(log, VALIDATION) for log in reference.log), key=len)
+    reference = without_tuning_seeds(experiment.reference[experiment.reference.best])
+    longest = max((curve(log, VALIDATION) for log in reference.log), key=len)
     places = np.linspace(0, len(longest) - 1, min(len(longest), 11)).round().astype(int)[1:]
     points = longest.index[places]
     rows = []
     for pair in experiment.pairs():
         one, speedup = pair.iloc[0], pd.Series(math.nan)
         if np.isfinite(pair.difference).all():
-            both = [
-                [course(log, VALIDATION) for log in logs] for logs in zip(pair.log_reference, pair.log, strict=True)
-            ]
-            speedup = pd.Series([curves.speedup(*courses) for courses in both])
+            both = [[curve(log, VALIDATION) for log in logs] for logs in zip(pair.log_reference, pair.log, strict=True)]
+            speedup = pd.Series([curves.speedup(*loss_curves) for loss_curves in both])
         seeds = f"{_seeds(pair)} (chose a rate)" if pair.chose.any() else _seeds(pair)
         cells = [mean_and_error(pair.difference), *interval_and_verdict(pair, margin), _cell(speedup.mean(), ".2f")]
         for _, then in _differences(pair).reindex(points).iterrows():
@@ -111,9 +109,7 @@ def pair_table(experiment: Experiment, margin: float) -> str:
 def _differences(pair: pd.DataFrame) -> pd.DataFrame:
     """[tokens, seed]: differences of validation losses where both runs were validated."""
     runs = zip(pair.seed, pair.log, pair.log_reference, strict=True)
-    return pd.DataFrame(
-        {seed: course(arm, VALIDATION) - course(reference, VALIDATION) for seed, arm, reference in runs}
-    )
+    return pd.DataFrame({seed: curve(arm, VALIDATION) - curve(reference, VALIDATION) for seed, arm, reference in runs})
 
 
 def _seeds(runs: pd.DataFrame) -> str:
@@ -148,7 +144,7 @@ def size_table(experiments: Sequence[Experiment]) -> str:
         kind = one.config.optimizer.name, f"{one.tokens_per_parameter:.2g}"
         if is_enclosed(reference):
             rates.append((*kind, size, math.log2(reference.rate[reference.best].iloc[0])))
-        for pair in filter(at_best, one.pairs()):
+        for pair in filter(is_at_best, one.pairs()):
             values = pair.difference[np.isfinite(pair.difference)]
             points += [(*kind, pair.arm.iloc[0], size, value) for value in values]
     kinds = ["optimizer", "tokens per parameter"]
@@ -179,13 +175,13 @@ def plot(experiments: Sequence[Experiment], path: Path) -> Path:
         colors = {name: f"C{i}" for i, name in enumerate(one.runs.arm.unique())}
         for name, arm in one.runs[one.runs.best].groupby("arm", sort=False):
             style = {"color": colors[name], "linewidth": 1, "label": f"{name}, {value_label(arm.rate.iloc[0])}"}
-            for log in judged(arm).log:
-                losses.plot(_late(course(log, VALIDATION), one), **style)
-                conditions.plot(_late(course(log, CONDITION[0]), one), **style)
+            for log in without_tuning_seeds(arm).log:
+                losses.plot(_late(curve(log, VALIDATION), one), **style)
+                conditions.plot(_late(curve(log, CONDITION[0]), one), **style)
                 style["label"] = None  # one line of the legend per arm
         for pair in one.pairs():
             for _, over in _differences(pair).items():
-                line, color = "-" if at_best(pair) else ":", colors[pair.arm.iloc[0]]
+                line, color = "-" if is_at_best(pair) else ":", colors[pair.arm.iloc[0]]
                 differences.plot(_late(over.dropna(), one), line, linewidth=1, color=color)
         _draw_rates(rates, one, colors)
         _draw_finals(finals, one, colors)
@@ -213,7 +209,7 @@ def _draw_rates(axes, one: Experiment, colors: dict[str, str]) -> None:
 
 def _draw_finals(axes, one: Experiment, colors: dict[str, str]) -> None:
     """Final difference of each arm to the reference, each at its best rate: every seed, and the mean with its interval."""
-    pairs = [pair for pair in one.pairs() if at_best(pair) and np.isfinite(pair.difference).all()]
+    pairs = [pair for pair in one.pairs() if is_at_best(pair) and np.isfinite(pair.difference).all()]
     for place, pair in enumerate(pairs):
         color, values = colors[pair.arm.iloc[0]], pair.difference
         axes.plot([place] * len(values), values, ".", color=color, alpha=0.5, markersize=4)

@@ -106,8 +106,8 @@ def plot_gmcn(runs: Sequence[RunLog], output: Path) -> Path:
     figure, panels = subplots(1, 3, width=3.2)
     for axes, (group, title) in zip(panels, _GMCN.items(), strict=True):
         for i, run in enumerate(runs):
-            course = run.series(f"spectra/gmcn/{group}", "tokens", "set [diagnostics] spectra_freq above 0")
-            axes.plot(course.index, course, marker=".", color=f"C{i}", label=run.name)
+            curve = run.series(f"spectra/gmcn/{group}", "tokens", "set [diagnostics] spectra_freq above 0")
+            axes.plot(curve.index, curve, marker=".", color=f"C{i}", label=run.name)
         axes.set_title(title)
         label_tokens(axes)
         axes.xaxis.set_major_locator(MaxNLocator(4))

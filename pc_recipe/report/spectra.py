@@ -14,7 +14,7 @@ from pc.errors import UserError
 from pc.spectral import singular_values
 from pc_recipe.evaluate import plain_weights
 from pc_recipe.files.plots import save, subplots
-from pc_recipe.files.run_folder import newest_checkpoint, step_of
+from pc_recipe.files.run_folder import find_newest_checkpoint, step_of
 from pc_recipe.files.run_log import unique_names
 
 BLOCK_TITLES = {block.lower(): rf"$W_\mathrm{{{block}}}$" for block in ("Q", "K", "V", "O", "gate", "up", "down")}
@@ -44,7 +44,7 @@ def run_folder_of(checkpoint: Path) -> Path:
 
 def _checkpoint_of(source: Path) -> Path:
     source = source.resolve()
-    checkpoint = source if step_of(source) >= 0 else newest_checkpoint(source)
+    checkpoint = source if step_of(source) >= 0 else find_newest_checkpoint(source)
     if checkpoint is None:
         raise UserError(f"{source}: no run with a complete checkpoint (its config needs [checkpoint] enable = true)")
     return checkpoint

@@ -125,8 +125,8 @@ def _check_steps(result: CheckResult, config: Config) -> None:
 
 
 def _check_model(result: CheckResult, config: Config) -> memory.Sizes:
-    sizes = memory.sizes_of_config(config)
-    parameters = memory.sizes_of_config(config.model_copy(update={"pc": PC()})).total
+    sizes = memory.count_sizes_of_config(config)
+    parameters = memory.count_sizes_of_config(config.model_copy(update={"pc": PC()})).total
     result.facts.append(
         ("parameters", f"{parameters:,}, {parameters - sizes.outside_blocks:,} without embedding and head")
     )
@@ -153,7 +153,7 @@ def _check_memory(result: CheckResult, config: Config, sizes: memory.Sizes, batc
     )
     if not config.checkpoint.enable:
         return
-    size = memory.checkpoint_bytes(config, sizes)
+    size = memory.estimate_checkpoint_bytes(config, sizes)
     kept = _count_kept_checkpoints(config.checkpoint, config.training.steps)
     needed = size * kept
     result.facts.append(

@@ -10,9 +10,9 @@ from pc.errors import UserError, exit_on_user_error
 from pc_recipe.config import Config, load_config, rules
 from pc_recipe.config.schema import Data
 from pc_recipe.files.lock import lock
-from pc_recipe.files.run_folder import state_of
+from pc_recipe.files.run_folder import read_state
 from pc_recipe.runs import torchrun
-from pc_recipe.runs.nodes import Nodes, gloo_interface
+from pc_recipe.runs.nodes import Nodes, find_gloo_interface
 
 
 @exit_on_user_error
@@ -36,7 +36,7 @@ def main() -> None:
     command, environment = torchrun.build_command(
         config, processes, nodes.rendezvous(), nodes=nodes.count, prints=nodes.rank == 0
     )
-    network_here = gloo_interface(nodes.master_addr) if nodes.count > 1 else {}
+    network_here = find_gloo_interface(nodes.master_addr) if nodes.count > 1 else {}
     status = torchrun.run_command(command, network_here | environment, locks)
     if status == 0 and nodes.rank == 0:
         print(describe_outcome(folder))
@@ -71,7 +71,7 @@ def fetch_demo_data(config: Config) -> None:
 
 def describe_outcome(folder: Path) -> str:
     """Where the run's results are and what to try next."""
-    run = state_of(folder)
+    run = read_state(folder)
     if run.state == "stopped":
         return f"Stopped at step {run.step}; the same command continues from {folder}/checkpoint."
     tensorboard = os.path.relpath(Path(sys.executable).with_name("tensorboard"))  # works without an active environment

@@ -44,7 +44,7 @@ class Sizes:
     """Elements that autograd keeps for PC in mode "forward"."""
 
 
-def sizes_of(model: nn.Module) -> Sizes:
+def count_sizes(model: nn.Module) -> Sizes:
     """Counts of a TorchTitan Llama, which may be on the meta device; with PC, after `pc.attach`."""
     blocks = list(model.layers.values())
     per_block = [sum(p.numel() for p in block.parameters()) for block in blocks]
@@ -61,12 +61,12 @@ def sizes_of(model: nn.Module) -> Sizes:
         ffn_dim=blocks[0].feed_forward.w1.out_features,
         layers=len(blocks),
         vocabulary=model.tok_embeddings.num_embeddings,
-        pc_in_graph=sum(_kept_in_graph(*matrix) for weight in weights for matrix in weight.split.matrices),
+        pc_in_graph=sum(_count_kept_in_graph(*matrix) for weight in weights for matrix in weight.split.matrices),
     )
 
 
 @cache
-def _kept_in_graph(n: int, m: int, config: PCConfig) -> int:
+def _count_kept_in_graph(n: int, m: int, config: PCConfig) -> int:
     """Elements that autograd keeps between a forward and its backward pass of a weight [n, m]."""
     with torch.device("meta"):
         weight, gamma = torch.empty(1, n, m, requires_grad=True), torch.empty(1, 1, requires_grad=True)
@@ -83,13 +83,13 @@ def _kept_in_graph(n: int, m: int, config: PCConfig) -> int:
     return sum(tensor.numel() for storage, tensor in kept.items() if storage not in given)
 
 
-def sizes_of_config(config: Config) -> Sizes:
+def count_sizes_of_config(config: Config) -> Sizes:
     """Sizes of the whole model, not only this process's part."""
     with torch.device("meta"):
         model = Transformer(model_args_of(config))
     if config.pc.enable:
         attach(model, config.pc.to_pc_config())
-    return sizes_of(model)
+    return count_sizes(model)
 
 
 def estimate_memory(config: Config, dims: Degrees, sizes: Sizes | None = None) -> dict[str, float]:
@@ -103,7 +103,7 @@ def estimate_memory(config: Config, dims: Degrees, sizes: Sizes | None = None) -
     which is used between steps when activations are already freed.
     """
     training, batches = config.training, RankBatches(dims, config.training)
-    sizes = sizes or sizes_of_config(config)
+    sizes = sizes or count_sizes_of_config(config)
     once = once_per_step(config)
     itemsize = BFLOAT16 if training.mixed_precision_param == "bfloat16" else FLOAT32
     tokens = training.local_batch_size * training.seq_len // dims.cp
@@ -117,9 +117,9 @@ def estimate_memory(config: Config, dims: Degrees, sizes: Sizes | None = None) -
         # The current and the next block, gathered; the block's gradient before the reduce-scatter; and
         # embedding and head, which stay gathered through the forward pass.
         gathered = 3 * largest_block + sizes.outside_blocks / model_split
-    whole, kept = _whole_block(sizes), kept_per_block(sizes, config.activation_checkpoint)
+    whole, kept = _count_whole_block(sizes), count_kept_per_block(sizes, config.activation_checkpoint)
     recomputed = whole if kept < whole else 0  # of the current block
-    states = state_elements(config, sizes)
+    states = count_state_elements(config, sizes)
     # itself and its gradient; or in float32 the log-softmax, its gradient, and the logit's gradient
     per_logit = 2 * itemsize if compiles_loss(config, dims.tp) else 3 * FLOAT32
     parts = {
@@ -137,7 +137,7 @@ def estimate_memory(config: Config, dims: Degrees, sizes: Sizes | None = None) -
     return {part: size / GIB for part, size in parts.items()}
 
 
-def state_elements(config: Config, sizes: Sizes) -> dict[str, int]:
+def count_state_elements(config: Config, sizes: Sizes) -> dict[str, int]:
     """What is stored besides the weights. Mode "step" stores raw W in addition to the effective weight; "forward"
     stores only raw W, as the weight."""
     others = sizes.total - sizes.hidden_matrices
@@ -148,12 +148,12 @@ def state_elements(config: Config, sizes: Sizes) -> dict[str, int]:
     }
 
 
-def checkpoint_bytes(config: Config, sizes: Sizes) -> int:
+def estimate_checkpoint_bytes(config: Config, sizes: Sizes) -> int:
     """Bytes of one resumable checkpoint."""
-    return FLOAT32 * (sizes.total + sum(state_elements(config, sizes).values()))
+    return FLOAT32 * (sizes.total + sum(count_state_elements(config, sizes).values()))
 
 
-def _whole_block(sizes: Sizes) -> int:
+def _count_whole_block(sizes: Sizes) -> int:
     """Elements per token that a block keeps without activation checkpointing.
 
     8 vectors of `dim`: the block's input, both norms' outputs, q, k, v, the attention output and the residual after it.
@@ -162,14 +162,14 @@ def _whole_block(sizes: Sizes) -> int:
     return 8 * sizes.dim + 4 * sizes.ffn_dim
 
 
-def kept_per_block(sizes: Sizes, checkpointing: ActivationCheckpoint) -> float:
+def count_kept_per_block(sizes: Sizes, checkpointing: ActivationCheckpoint) -> float:
     """Elements per token that a block keeps from its forward to its backward pass, averaged over blocks.
 
     "full" keeps a block's input. "selective" with "op" keeps that, the attention output and every second
     matmul: q, v, gate and down. "selective" with a number n recomputes every n-th block and keeps its input only; other
     blocks keep everything. For "memory_budget" this returns an upper bound: everything.
     """
-    whole = _whole_block(sizes)
+    whole = _count_whole_block(sizes)
     if checkpointing.mode == "full":
         return sizes.dim
     if checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op":

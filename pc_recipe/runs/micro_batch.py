@@ -73,7 +73,7 @@ def _smallest_gpu() -> float:
 
 def _estimates(config: Config, batches: RankBatches) -> dict[int, float]:
     """GiB per GPU for every micro-batch that divides, from the smallest to the largest."""
-    sizes = memory.sizes_of_config(config)
+    sizes = memory.count_sizes_of_config(config)
     estimates = {}
     for size in batches.micro_batch_sizes():
         config.training.local_batch_size = size

@@ -49,7 +49,7 @@ class Nodes:
         return [*place, f"--master-addr={self.master_addr}", f"--master-port={self.master_port}"]
 
 
-def gloo_interface(peer: str) -> dict[str, str]:
+def find_gloo_interface(peer: str) -> dict[str, str]:
     """`GLOO_SOCKET_IFNAME`: the interface through which this node reaches another; {} if that cannot be found.
 
     Without it gloo binds to what this node's own name resolves to, which on many systems is loopback.

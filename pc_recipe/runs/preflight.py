@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from pc_recipe.files import markdown
-from pc_recipe.train.environment import commit, versions
+from pc_recipe.train.environment import read_commit, read_versions
 
 REPEATS = 5
 PAIRINGS = 3
@@ -81,7 +81,7 @@ def measure(folder: Path, device: torch.device, sizes: Sizes) -> list[Rank]:
     rates |= _links(device, sizes.exchange) if dist.get_world_size() > 1 else {}
     rates |= _files(folder, sizes.file)
     dist.barrier()
-    known = versions() | {"commit": commit(), "cuda": torch.version.cuda}
+    known = read_versions() | {"commit": read_commit(), "cuda": torch.version.cuda}
     if device.type == "cuda":
         known |= {"gpu": torch.cuda.get_device_name(device), "nccl": str(torch.cuda.nccl.version())}
     all_ranks: list = [None] * dist.get_world_size()

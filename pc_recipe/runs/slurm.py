@@ -20,9 +20,9 @@ from pc.errors import UserError, exit_on_user_error
 from pc_recipe.config import load_config
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.lock import is_locked, lock
-from pc_recipe.files.run_folder import newest_step, state_of, write_failure
+from pc_recipe.files.run_folder import find_newest_step, read_state, write_failure
 from pc_recipe.runs import torchrun
-from pc_recipe.runs.nodes import Nodes, gloo_interface
+from pc_recipe.runs.nodes import Nodes, find_gloo_interface
 from pc_recipe.runs.run import Run
 
 TRAIN_SCRIPT = Path(__file__).parents[2] / "scripts" / "slurm" / "train.sbatch"
@@ -116,12 +116,12 @@ def run_task(run: Run) -> int:
         # The first node, where the batch script runs, has rank 0. Jobs that share a node have different ports.
         host, port = os.environ["SLURM_LAUNCH_NODE_IPADDR"], 20000 + int(os.environ["SLURM_JOB_ID"]) % 10000
         rendezvous = Nodes(nodes, node, host, port).rendezvous()
-        network_here = gloo_interface(host if node else _last_host())
+        network_here = find_gloo_interface(host if node else _find_last_host())
     command, environment = torchrun.build_command(run.resolved, processes, rendezvous, nodes=nodes, prints=node == 0)
     return torchrun.run_command(command, network_here | environment, locks, term_saves=True)
 
 
-def _last_host() -> str:
+def _find_last_host() -> str:
     command = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1]
 
@@ -136,7 +136,7 @@ def requeue_or_end(run: Run, returncode: int) -> int:
     # From the clear cases to the unclear ones. Finished: nothing to do. Refused by the lock: the state in the folder is
     # another job's, which must not be overwritten. A mistake: every try would end alike. The rest may have been the
     # machine, so it is tried again as long as checkpoints show that tries get further.
-    state = state_of(run.folder)
+    state = read_state(run.folder)
     if state.state == "finished" and returncode == 0:
         print(f"{run.name}: finished", flush=True)
         return 0
@@ -166,7 +166,7 @@ def requeue_or_end(run: Run, returncode: int) -> int:
 def _count_attempt(run: Run) -> int:
     """Attempts since the newest checkpoint, including this one."""
     file = run.folder / "attempts.json"
-    step = newest_step(run.folder)
+    step = find_newest_step(run.folder)
     attempts = 1
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # no such file, or a damaged one
         before = json.loads(file.read_text())

@@ -40,9 +40,9 @@ def count_processes() -> int:
     """
     import torch  # here, because scripts that import this module answer mistakes before this takes seconds
 
-    from pc_recipe.train.cpu import promised_gpus
+    from pc_recipe.train.cpu import count_promised_gpus
 
-    promised, gpus = promised_gpus(), torch.cuda.device_count()
+    promised, gpus = count_promised_gpus(), torch.cuda.device_count()
     requested = os.environ.get("NGPU") or str(max(1, promised, gpus))
     processes = int(requested) if requested.isdecimal() else 0
     if gpus < processes <= promised:

@@ -19,7 +19,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 
 from pc.errors import UserError, WriteFailed
-from pc_recipe.files.run_folder import INDEX, checkpoints
+from pc_recipe.files.run_folder import INDEX, list_checkpoints
 from pc_recipe.train.checkpoint_folder import CheckpointFolder, ChecksummedWriter, Damaged, LoadPlanner, Reader
 
 T = TypeVar("T")
@@ -117,7 +117,7 @@ class Checkpoints(CheckpointManager):
     def _purge_stale_checkpoints(self) -> None:
         """Instead of TorchTitan's, which deletes everything that has "step-N" in its name."""
         if self.keep_latest_k and dist.get_rank() == 0:
-            complete = {step: path for step, path in checkpoints(self.folder).items() if (path / INDEX).exists()}
+            complete = {step: path for step, path in list_checkpoints(self.folder).items() if (path / INDEX).exists()}
             for step in select_expired(list(complete), self.keep_latest_k, self._keep_every):
                 self.purge_queue.put(str(complete[step]))
 
@@ -170,7 +170,7 @@ class Checkpoints(CheckpointManager):
         Path(self.folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=self.folder):
             pass
-        return [(path, (path / INDEX).exists()) for path in checkpoints(self.folder).values()][::-1]
+        return [(path, (path / INDEX).exists()) for path in list_checkpoints(self.folder).values()][::-1]
 
     def verified(self, checkpoint: str | Path) -> CheckpointFolder:
         """A checkpoint whose checksums were compared, each rank a share of the files. All ranks call it; all raise or
@@ -236,7 +236,7 @@ class Checkpoints(CheckpointManager):
         where = Path(f"{self.folder}.damaged")
         for path, problem in reversed(problems.items()):
             where.mkdir(exist_ok=True)
-            for earlier in checkpoints(where).values():
+            for earlier in list_checkpoints(where).values():
                 shutil.rmtree(earlier, ignore_errors=True)
             path.rename(where / path.name)
             logger.warning(f"{path} is not used: {problem}; moved to {where}, in place of what was there")

@@ -37,7 +37,7 @@ from torchtitan.tools.logging import logger
 
 from pc.errors import ReadFailed, UserError
 from pc_recipe.files.atomic import write_atomically
-from pc_recipe.files.run_folder import INDEX, newest_checkpoint
+from pc_recipe.files.run_folder import INDEX, find_newest_checkpoint
 
 CHECKSUMS = "XXH128SUMS"
 PAUSES = (2.0, 10.0)
@@ -296,7 +296,9 @@ def _explain_missing_index(path: Path) -> str:
     """A line about a path that holds no index, and what to use instead."""
     if any(path.glob("*.distcp")):
         return "incomplete checkpoint (no .metadata, which is written last); use an earlier step"
-    newest = newest_checkpoint(path) or newest_checkpoint(path.parent)  # of a run, or of its folder of checkpoints
+    newest = find_newest_checkpoint(path) or find_newest_checkpoint(
+        path.parent
+    )  # of a run, or of its folder of checkpoints
     if newest and newest.is_relative_to(path):
         return f"not a checkpoint itself; the newest one in it is {newest}"
     return "not a checkpoint (no .metadata in it)" if path.exists() else "no such checkpoint"

@@ -36,7 +36,7 @@ CPU_MODULE = SimpleNamespace(
 )
 
 
-def promised_gpus() -> int:
+def count_promised_gpus() -> int:
     """The GPUs that SLURM gave this job on this machine, or 1 if the machine has any; 0 for a run on the CPU.
 
     Raises:
@@ -59,7 +59,7 @@ def use_cpu_where_there_is_no_gpu() -> None:
     Raises:
         UserError: there are GPUs that torch cannot use.
     """
-    if not is_cpu() or promised_gpus():
+    if not is_cpu() or count_promised_gpus():
         return
     # Peak FLOP/s of a CPU are unknown; with infinity, MFU is 0 %.
     replacements = {"device_type": "cpu", "device_module": CPU_MODULE, "get_peak_flops": lambda name: float("inf")}

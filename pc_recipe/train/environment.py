@@ -25,8 +25,8 @@ def write_environment(folder: str | Path, config: Config, world_size: int) -> No
     """Write hardware, versions, commit and what the data contain to `environment.json`."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     content = {
-        "versions": versions(),
-        "commit": commit(),
+        "versions": read_versions(),
+        "commit": read_commit(),
         "code": code_version(),
         "data": data_checksums(config),
         "gpus": gpus,
@@ -36,7 +36,7 @@ def write_environment(folder: str | Path, config: Config, world_size: int) -> No
     write_atomically(Path(folder) / "environment.json", json.dumps(content, indent=1) + "\n")
 
 
-def versions() -> dict[str, str | None]:
+def read_versions() -> dict[str, str | None]:
     """Versions of Python and of the packages that affect a run's results; None if not installed."""
     installed: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
@@ -47,7 +47,7 @@ def versions() -> dict[str, str | None]:
     return installed
 
 
-def commit() -> str | None:
+def read_commit() -> str | None:
     """The git commit of this code, with "+" if files differ from it; None outside a git checkout."""
     here = Path(__file__).parent
     outputs = []
@@ -68,9 +68,9 @@ def require_agreement(config: Config) -> None:
     Raises:
         UserError: names the first rank that differs, its host, and what differs, with both values.
     """
-    own = {f"version of {package}": version for package, version in versions().items()}
+    own = {f"version of {package}": version for package, version in read_versions().items()}
     # One rank per machine: git on all of them at once may take minutes on a shared file system.
-    if os.environ.get("LOCAL_RANK", "0") == "0" and (own_commit := commit()):
+    if os.environ.get("LOCAL_RANK", "0") == "0" and (own_commit := read_commit()):
         own["commit"] = own_commit
     all_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(all_ranks, (socket.gethostname(), own | data_checksums(config) | all_values(config)))

@@ -55,7 +55,7 @@ class FixedValidator:
         """Log the loss; of several folders the mean by weight, and each one's loss and share. All ranks call it."""
         for model in trainer.model_parts:
             model.eval()
-        totals = torch.stack([_totals(trainer, loader) for loader in self._dataloaders])
+        totals = torch.stack([_sum_over_batches(trainer, loader) for loader in self._dataloaders])
         for name in ("pp", "loss"):
             mesh = trainer.parallel_dims.get_optional_mesh(name)
             if mesh is not None:
@@ -70,35 +70,35 @@ class FixedValidator:
     def _by_folder(self, trainer: Trainer, losses: list[float]) -> dict[str, float]:
         """What is logged of each folder, where there are several."""
         shares = trainer.dataloader.shares()
-        of_each = {f"validation_loss/{name}": loss for name, loss in zip(self._names, losses, strict=True)}
-        of_each |= dict(zip((f"share/{name}" for name in unique_names(list(map(Path, shares)))), shares.values()))
-        return of_each if len(shares) > 1 else {}
+        by_name = {f"validation_loss/{name}": loss for name, loss in zip(self._names, losses, strict=True)}
+        by_name |= dict(zip((f"share/{name}" for name in unique_names(list(map(Path, shares)))), shares.values()))
+        return by_name if len(shares) > 1 else {}
 
 
-def _totals(trainer: Trainer, dataloader: GlobalOrderLoader) -> Tensor:
+def _sum_over_batches(trainer: Trainer, dataloader: GlobalOrderLoader) -> Tensor:
     """Sum of losses and number of tokens on this rank [2]; zero on ranks without the last pipeline stage."""
     totals = torch.zeros(2, dtype=torch.float64, device=trainer.device)
     for input_dict, labels in dataloader:
         input_dict = {key: value.to(trainer.device) for key, value in input_dict.items()}
         trainer.metrics_processor.ntokens_since_last_log += labels.numel()
         inputs, labels, _, more = trainer.post_dataloading_process(input_dict, labels.to(trainer.device))
-        loss = _loss_sum(trainer, inputs, labels, more)
+        loss = _sum_losses(trainer, inputs, labels, more)
         if loss is not None:
             totals += torch.stack([loss.double(), (labels != IGNORE_INDEX).sum().double()])
     return totals
 
 
-def _loss_sum(trainer: Trainer, inputs: Tensor, labels: Tensor, more: dict) -> Tensor | None:
+def _sum_losses(trainer: Trainer, inputs: Tensor, labels: Tensor, more: dict) -> Tensor | None:
     """Sum of a batch's losses; None on a rank without the last pipeline stage."""
     if not trainer.parallel_dims.pp_enabled:
         with trainer.train_context(), trainer.maybe_enable_amp:
-            return _full(trainer.loss_fn(trainer.model_parts[0](inputs, **more), labels))
+            return _to_full_tensor(trainer.loss_fn(trainer.model_parts[0](inputs, **more), labels))
     losses, target = ([], labels) if trainer.pp_has_last_stage else (None, None)
     arguments = (inputs,) if trainer.pp_has_first_stage else ()
     with trainer.train_context():
         trainer.pp_schedule.eval(*arguments, **more, target=target, losses=losses)
-    return _full(torch.stack(losses).sum()).to(trainer.device) if losses is not None else None
+    return _to_full_tensor(torch.stack(losses).sum()).to(trainer.device) if losses is not None else None
 
 
-def _full(loss: Tensor) -> Tensor:
+def _to_full_tensor(loss: Tensor) -> Tensor:
     return loss.full_tensor() if isinstance(loss, DTensor) else loss

@@ -15,8 +15,8 @@ def _compare(rank, differs):
     if differs and rank == 1:
         os.environ["LOCAL_RANK"] = "0"  # on a machine of its own
         config.training.steps = 7
-        environment.commit = lambda: "abc"
-        environment.versions = lambda: {"numpy": "1.0", "torch": "1.0", "torchtitan": "1.0"}
+        environment.read_commit = lambda: "abc"
+        environment.read_versions = lambda: {"numpy": "1.0", "torch": "1.0", "torchtitan": "1.0"}
     return "".join(error_messages(environment.require_agreement, config))
 
 

@@ -4,7 +4,7 @@ import time
 
 from helpers.ranks import run_ranks
 from helpers.tiny import make_trainer, train, write_config
-from pc_recipe.files.run_folder import checkpoints
+from pc_recipe.files.run_folder import list_checkpoints
 
 WORDS = "--checkpoint.interval=7 --checkpoint.minutes=1 --training.steps=16 --validation.enable=false".split()
 
@@ -21,7 +21,7 @@ def test_the_earlier_of_minutes_and_steps(tmp_path, tiny_shards):
     config = write_config(tmp_path / "run.toml", tiny_shards, tmp_path / "run")
     run_ranks(2, _train, config)
     # due after three steps, known before the next, and saved after it; 7 and 14 by the interval; 16 is the last
-    assert list(checkpoints(tmp_path / "run" / "checkpoint")) == [4, 7, 11, 14, 16]
+    assert list(list_checkpoints(tmp_path / "run" / "checkpoint")) == [4, 7, 11, 14, 16]
 
 
 def test_the_newest_and_the_milestones_stay(tmp_path, tiny_shards):

@@ -8,7 +8,7 @@ import pytest
 
 from helpers.tiny import ROOT, metrics, write_small_config
 from pc_recipe.config import load_config
-from pc_recipe.files.run_folder import checkpoints, state_of
+from pc_recipe.files.run_folder import list_checkpoints, read_state
 
 OVERLAYS = ROOT / "train_configs" / "overlays"
 
@@ -27,5 +27,5 @@ def test_both_overlays_on_four_processes(tmp_path, tiny_shards):
     assert resolved.training.local_batch_size == resolved.validation.local_batch_size == 2  # 8 on 4 ranks
     assert resolved.activation_checkpoint.mode == "full" and resolved.parallelism.fsdp_sync == "micro_batch"
     assert resolved.comm.init_timeout_seconds == 1800
-    assert state_of(run).state == "finished" and len(metrics(run)) == 4
-    assert list(checkpoints(run / "checkpoint")) == [2, 4]
+    assert read_state(run).state == "finished" and len(metrics(run)) == 4
+    assert list(list_checkpoints(run / "checkpoint")) == [2, 4]

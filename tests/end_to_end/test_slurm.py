@@ -14,8 +14,8 @@ import pytest
 from helpers import slurm_cluster
 from helpers.made_runs import make_evaluation_data, make_shards
 from helpers.tiny import ROOT, write_small_config
-from pc_recipe.files.run_folder import newest_step, state_of
-from pc_recipe.runs.nodes import gloo_interface
+from pc_recipe.files.run_folder import find_newest_step, read_state
+from pc_recipe.runs.nodes import find_gloo_interface
 from pc_recipe.runs.slurm import Allocation
 from pc_recipe.runs.sweep.select import select
 from pc_recipe.runs.sweep.spec import load
@@ -76,9 +76,9 @@ def test_a_sweep_survives_a_killed_task(here, tmp_path):
     said = submit_sweeps([sweep], 0, Allocation(1, 0, ["--time=15"]))
     job = said.removeprefix("job ").partition(":")[0]
     victim = sweep.runs[0]
-    wait_for(lambda: newest_step(victim.folder) >= 4, sweep.folder)
+    wait_for(lambda: find_newest_step(victim.folder) >= 4, sweep.folder)
     os.kill(process_of(victim.folder), signal.SIGKILL)
-    wait_for(lambda: all(state_of(run.folder).state == "finished" for run in sweep.runs), sweep.folder)
+    wait_for(lambda: all(read_state(run.folder).state == "finished" for run in sweep.runs), sweep.folder)
 
     wait_for(lambda: job_field(f"{job}_0", "JobState") == "COMPLETED", sweep.folder)
     assert [job_field(f"{job}_{index}", "Restarts") for index in range(2)] == ["1", "0"]
@@ -99,10 +99,10 @@ def test_a_run_that_is_signalled_saves_and_goes_on_exactly(here, tmp_path):
     metrics = folder / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.read_text().count('"loss"') >= 2, tmp_path)
     subprocess.run(["scancel", "--signal=USR2", job], check=True)
-    wait_for(lambda: newest_step(folder) > 0, tmp_path)
-    stopped_at = newest_step(folder)
+    wait_for(lambda: find_newest_step(folder) > 0, tmp_path)
+    stopped_at = find_newest_step(folder)
     assert 2 <= stopped_at < 120
-    wait_for(lambda: state_of(folder).state == "finished", tmp_path)
+    wait_for(lambda: read_state(folder).state == "finished", tmp_path)
     wait_for(lambda: job_field(job, "JobState") == "COMPLETED", tmp_path)
     assert job_field(job, "Restarts") == "1"
     lines = metrics.read_text().splitlines()
@@ -124,8 +124,8 @@ def test_a_users_mistake_is_not_requeued(here, tmp_path):
 
 
 def test_gloo_is_told_the_interface_that_reaches_the_other_node():
-    assert gloo_interface("127.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo"}
-    assert gloo_interface("node.invalid") == {}
+    assert find_gloo_interface("127.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo"}
+    assert find_gloo_interface("node.invalid") == {}
 
 
 @pytest.mark.soak

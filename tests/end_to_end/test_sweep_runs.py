@@ -10,7 +10,7 @@ import time
 from helpers.slurm_cluster import descendants
 from helpers.tiny import ROOT, write_small_config
 from pc_recipe.files.lock import is_locked
-from pc_recipe.files.run_folder import newest_step, state_of
+from pc_recipe.files.run_folder import find_newest_step, read_state
 from pc_recipe.report import evidence
 from pc_recipe.runs.sweep.bars import read_results
 from pc_recipe.runs.sweep.spec import load
@@ -40,7 +40,7 @@ def test_a_killed_sweep_goes_on_when_repeated_and_selects(tiny_shards, tmp_path,
         words = [sys.executable, "scripts/sweep.py", "run", str(file)]
         attempt = subprocess.Popen(words, stdout=log, stderr=log)
         deadline = time.monotonic() + 240
-        while newest_step(run.folder) < 4:
+        while find_newest_step(run.folder) < 4:
             assert attempt.poll() is None, (tmp_path / "first_attempt.log").read_text()
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -50,13 +50,13 @@ def test_a_killed_sweep_goes_on_when_repeated_and_selects(tiny_shards, tmp_path,
         while is_locked(run.folder):  # the trainer takes a moment to free its memory
             assert time.monotonic() < deadline
             time.sleep(0.05)
-    assert state_of(run.folder).state == "interrupted"
-    reached = newest_step(run.folder)
+    assert read_state(run.folder).state == "interrupted"
+    reached = find_newest_step(run.folder)
     assert 4 <= reached < 20
 
     status, said, err = command("sweep.py", "run", file)
     assert status == 2 and err.strip() == "error: 2 of 3 runs did not finish: hot, lost"
-    assert f"[1/3] good: from step {reached}" in said and state_of(run.folder).state == "finished"
+    assert f"[1/3] good: from step {reached}" in said and read_state(run.folder).state == "finished"
     assert "diverged at step" in said and "no-such-folder does not exist" in said
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert max(sum(line["step"] == step and "loss" in line for line in lines) for step in range(1, reached + 1)) == 1

@@ -9,7 +9,7 @@ import pytest
 
 from helpers.tiny import ROOT, metrics, write_small_config
 from pc.errors import UserError
-from pc_recipe.files.run_folder import state_of
+from pc_recipe.files.run_folder import read_state
 from pc_recipe.runs.nodes import Nodes
 
 
@@ -31,7 +31,7 @@ def test_the_same_command_on_each_node(tmp_path, tiny_shards):
     said = [node.communicate(timeout=300)[0].decode() for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], said
     run = tmp_path / "run"
-    assert state_of(run).state == "finished" and len(metrics(run)) == 4
+    assert read_state(run).state == "finished" and len(metrics(run)) == 4
     assert tomllib.loads((run / "config.toml").read_text())["training"]["local_batch_size"] == 1  # 2 on 2 nodes
     assert "Checkpoints, metrics.jsonl" in said[0] and "Checkpoints, metrics.jsonl" not in said[1]
 

@@ -35,7 +35,7 @@ def read_result_key(folder: Path) -> dict[str, Any] | None:
     try:
         environment = json.loads(file.read_text()) if file.exists() else {}
         about = environment.get("world_size"), environment.get("data")
-        configs = [tomllib.loads(file.read_text()) for file in run_folder.configs(folder)]
+        configs = [tomllib.loads(file.read_text()) for file in run_folder.list_configs(folder)]
         first, *others = [result_key(validated(config, Config, "", extra="ignore"), *about) for config in configs]
     except (OSError, ValueError, AttributeError, TypeError, RecursionError):  # a UserError is a ValueError
         return None
@@ -50,7 +50,7 @@ def require_unchanged(sweep: Sweep) -> None:
     for run in sweep.runs:
         before, now = read_result_key(run.folder), result_key(run.resolved)
         problem = ""
-        if before is None and len(run_folder.configs(run.folder)) > 1:
+        if before is None and len(run_folder.list_configs(run.folder)) > 1:
             problem = "several configurations (config.*.toml); move it away to train it again"
         elif changed := differing_keys(before, now) if before else []:
             values = [f"{key} = {before.get(key, 'default')} (now {now.get(key, 'default')})" for key in changed[:3]]
@@ -91,7 +91,7 @@ def group_runs(sweeps: Sequence[Sweep], world_size: int | None = None) -> list[E
         own = [run.folder for run in runs]
         others = [folder for folder, key in trained.items() if folder not in own and not differing_keys(own_key, key)]
         usable = [folder for folder in others if _read_code_version(folder) == code_version()]
-        states = {folder: run_folder.state_of(folder).state for folder in [*own, *others]}
+        states = {folder: run_folder.read_state(folder).state for folder in [*own, *others]}
         best = min([*own, *usable], key=lambda folder: ORDER.index(states[folder]))
         stale = [folder for folder in others if folder not in usable and states[folder] == "finished"]
         groups.append(EqualRuns(runs, states[best], best, stale))

@@ -6,13 +6,13 @@ from typing import TextIO
 
 from pc.errors import UserError
 from pc_recipe.files.lock import lock
-from pc_recipe.files.run_folder import newest_step, state_of, write_failure
+from pc_recipe.files.run_folder import find_newest_step, read_state, write_failure
 from pc_recipe.files.run_log import read_log, time_left
 from pc_recipe.runs import torchrun
 from pc_recipe.runs.local import fetch_demo_data
 from pc_recipe.runs.run import Run
 from pc_recipe.runs.sweep import equal_runs
-from pc_recipe.runs.sweep.results import collect, status_text
+from pc_recipe.runs.sweep.results import collect, describe_status
 from pc_recipe.runs.sweep.spec import Sweep
 
 RECENT = 20
@@ -30,7 +30,7 @@ def train_all(sweeps: Sequence[Sweep]) -> None:
     order = [(sweep, run) for sweep in sweeps for run in sweep.runs]
     for number, (sweep, run) in enumerate(order, start=1):
         label = f"[{number}/{len(order)}] {run.name}"
-        if state_of(run.folder).state == "finished":
+        if read_state(run.folder).state == "finished":
             print(f"{label}: finished before", flush=True)
             continue
         equal = next(group for group in equal_runs.group_runs(sweeps, processes) if run in group.runs)
@@ -57,9 +57,9 @@ def train_all(sweeps: Sequence[Sweep]) -> None:
         collect(sweep)
     for sweep in sweeps:
         collect(sweep)
-        print(status_text(sweep))
+        print(describe_status(sweep))
         print(f"Results: {sweep.folder / 'results.jsonl'}. Next: python scripts/sweep.py select {sweep.path}")
-    failed = [run.name for _, run in order if state_of(run.folder).state not in ("finished", "running")]
+    failed = [run.name for _, run in order if read_state(run.folder).state not in ("finished", "running")]
     if failed:
         raise UserError(f"{len(failed)} of {len(order)} runs did not finish: {', '.join(failed)}")
 
@@ -72,14 +72,14 @@ def train_one(run: Run, lock_file: TextIO, processes: int, label: str) -> None:
     """
     with lock_file:
         log = run.folder / "train.log"
-        print(f"{label}: from step {newest_step(run.folder)}, log in {log}", flush=True)
+        print(f"{label}: from step {find_newest_step(run.folder)}, log in {log}", flush=True)
         command = torchrun.build_command(run.resolved, processes)
         with open(log, "a") as output:
             status = torchrun.run_command(*command, [lock_file], output, functools.partial(_print_progress, run, label))
-    if status != 0 and state_of(run.folder).state != "failed":
+    if status != 0 and read_state(run.folder).state != "failed":
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
         write_failure(run.folder, f"status {status}: {(lines or ['no output'])[-1][:300]}")
-    state = state_of(run.folder)
+    state = read_state(run.folder)
     print(f"{label}: {state.state} at step {state.step} {state.reason}".rstrip(), flush=True)
 
 
@@ -91,6 +91,6 @@ def _print_progress(run: Run, label: str) -> None:
         return  # nothing logged yet
     losses, recent = log.series("loss"), log.series("time").tail(RECENT)
     if len(losses):
-        steps = state_of(run.folder).steps
+        steps = read_state(run.folder).steps
         left = time_left(list(recent.index), list(recent), steps)
         print(f"{label}: step {losses.index[-1]}/{steps}  loss {losses.iloc[-1]:.4f}  {left}".rstrip(), flush=True)

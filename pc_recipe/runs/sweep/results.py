@@ -7,19 +7,19 @@ from collections import Counter
 import pandas as pd
 
 from pc_recipe.files.atomic import write_atomically
-from pc_recipe.files.run_folder import state_of
+from pc_recipe.files.run_folder import read_state
 from pc_recipe.files.run_log import read_log
 from pc_recipe.runs.run import Run
 from pc_recipe.runs.sweep.spec import VALIDATION, Sweep
 from pc_recipe.train.loss_spikes import LossSpikes
 
 
-def status_text(sweep: Sweep) -> str:
+def describe_status(sweep: Sweep) -> str:
     """A line for each run, and the number of runs in each state."""
     lines = []
     counts: Counter[str] = Counter()
     for run in sweep.runs:
-        state = state_of(run.folder)
+        state = read_state(run.folder)
         progress = f"{state.step}/{state.steps}" if state.steps else ""
         reason = f"reused from {run.folder.readlink()}" if run.folder.is_symlink() else state.reason
         lines.append(f"{run.name:<44} {state.state:<12} {progress:>15}  {reason}".rstrip())
@@ -28,12 +28,12 @@ def status_text(sweep: Sweep) -> str:
     return "\n".join(lines)
 
 
-def result_of(run: Run) -> dict | None:
+def read_result(run: Run) -> dict | None:
     """The final figures of a finished run, for one JSON line; None for a run that may still finish.
 
     A run that diverged has no validation loss: those from before it diverged are not final.
     """
-    state = state_of(run.folder)
+    state = read_state(run.folder)
     if state.state not in ("finished", "diverged"):
         return None
     log = read_log(run.folder)
@@ -66,7 +66,7 @@ def collect(sweep: Sweep) -> list[dict]:
 
     It is rebuilt from the run folders each time, so that array tasks that finish together cannot lose lines.
     """
-    results = [result for run in sweep.runs if (result := result_of(run)) is not None]
+    results = [result for run in sweep.runs if (result := read_result(run)) is not None]
     lines = "".join(json.dumps(result) + "\n" for result in results)
     write_atomically(sweep.folder / "results.jsonl", lines)
     return results

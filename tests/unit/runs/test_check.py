@@ -74,7 +74,7 @@ def test_activations_against_torchs_tracker(mode, option):
     checkpointing = ActivationCheckpoint(mode=mode, selective_ac_option=option)
     with FakeTensorMode():
         model = Llama2(args)
-        sizes = memory.sizes_of(model)
+        sizes = memory.count_sizes(model)
         if mode != "none":
             apply_ac(
                 model,
@@ -91,7 +91,7 @@ def test_activations_against_torchs_tracker(mode, option):
             left = tracker.get_tracker_snapshot("current")[torch.device("cpu")]
     kept = left[_MemRefType.ACT] - 4 * logits.numel()
     outside = 4 * tokens * 3 * sizes.dim  # the embedding's output, and the last norm's input and output
-    expected = 4 * tokens * sizes.layers * memory.kept_per_block(sizes, checkpointing)
+    expected = 4 * tokens * sizes.layers * memory.count_kept_per_block(sizes, checkpointing)
     # uncompiled, q and k are kept before and after their rotation: two of 21 vectors that the estimate leaves out
     assert kept - outside == pytest.approx(expected, rel=0.11 if mode == "none" or option == "2" else 0.01)
 

@@ -17,7 +17,7 @@ from pc_recipe.runs.check import CheckResult
 from pc_recipe.runs.slurm import Allocation
 from pc_recipe.runs.sweep import budget, equal_runs
 from pc_recipe.runs.sweep.local import train_all
-from pc_recipe.runs.sweep.results import status_text
+from pc_recipe.runs.sweep.results import describe_status
 from pc_recipe.runs.sweep.spec import load
 from pc_recipe.runs.sweep.submit import submit
 from pc_recipe.train.environment import write_environment
@@ -131,7 +131,7 @@ def test_equal_runs_of_two_sweeps_and_of_a_config_are_trained_once(folder, train
     said = capsys.readouterr().out
     assert "level-3: reused from outputs/by-hand" in said
     assert "blocks-ffn+o: reused from outputs/sweeps/level/level-4" in said
-    assert "reused from ../level/level-4" in status_text(sweeps[1])
+    assert "reused from ../level/level-4" in describe_status(sweeps[1])
     results = [json.loads(line) for line in Path("outputs/sweeps/blocks/results.jsonl").read_text().splitlines()]
     assert [result["validation_loss"] for result in results] == [3.0, 3.0]
     train_all(sweeps)

@@ -8,10 +8,10 @@ import pytest
 from helpers.made_runs import write_run
 from pc.errors import UserError
 from pc_recipe.files.lock import join_lock, lock
-from pc_recipe.files.run_folder import keep_earlier_config, state_of
+from pc_recipe.files.run_folder import keep_earlier_config, read_state
 from pc_recipe.files.run_log import read_log
 from pc_recipe.runs.sweep.bars import read_results
-from pc_recipe.runs.sweep.results import status_text
+from pc_recipe.runs.sweep.results import describe_status
 from pc_recipe.runs.sweep.select import select
 from pc_recipe.runs.sweep.spec import load
 
@@ -63,7 +63,7 @@ def test_only_runs_that_finished_with_a_loss_are_counted(sweep):
     end(sweep.runs[2], math.nan)
     said = select(sweep)
     assert "optimizer.lr = 0.001" in said and "provisional: 3 runs of tiny have no loss" in said
-    assert [line.split() for line in status_text(sweep).splitlines()] == [
+    assert [line.split() for line in describe_status(sweep).splitlines()] == [
         ["lr-0.001", "finished", "40/40"],
         ["lr-0.002", "failed", "40/40", "disk", "full"],
         ["lr-0.004", "finished", "40/40"],
@@ -109,22 +109,22 @@ def test_the_last_line_of_a_step_wins_and_half_a_line_is_none(tmp_path):
 
 
 def test_a_dead_run_that_said_running_is_interrupted(tmp_path):
-    assert state_of(tmp_path).state == "waiting"
+    assert read_state(tmp_path).state == "waiting"
     for name in ("lock", "lock.ranks"):
         (tmp_path / name).touch(0o644)  # as older versions did
     write_run(tmp_path, [], "running")
-    assert state_of(tmp_path).state == "interrupted"
+    assert read_state(tmp_path).state == "interrupted"
     with lock(tmp_path):
-        assert state_of(tmp_path).state == "running"
+        assert read_state(tmp_path).state == "running"
         with pytest.raises(UserError, match="another process is training here"):
             lock(tmp_path)
-    assert state_of(tmp_path).state == "interrupted"
+    assert read_state(tmp_path).state == "interrupted"
     with join_lock(tmp_path), join_lock(tmp_path):  # two ranks whose launcher was killed
-        assert state_of(tmp_path).state == "running"
+        assert read_state(tmp_path).state == "running"
         with pytest.raises(UserError, match="another process is training here"):
             lock(tmp_path)
     with lock(tmp_path), join_lock(tmp_path):  # a launcher and its rank
-        assert state_of(tmp_path).state == "running"
+        assert read_state(tmp_path).state == "running"
     assert {path.stat().st_mode & 0o777 for path in tmp_path.glob("lock*")} == {0o600}  # no reader can hold them
 
 
@@ -136,7 +136,7 @@ def test_a_dead_run_that_said_running_is_interrupted(tmp_path):
 def test_a_damaged_status_is_that_of_an_interrupted_run(tmp_path, text):
     """In one run below outputs/ it ended every sweep's plan and status in a traceback."""
     (tmp_path / "status.json").write_text(text, encoding="latin-1")
-    state = state_of(tmp_path)
+    state = read_state(tmp_path)
     assert (state.state, state.step) == ("interrupted", 0) and "status.json cannot be read" in state.reason
 
 
