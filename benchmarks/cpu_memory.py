@@ -27,7 +27,7 @@ def measure(path: str, *overrides: str) -> None:
     trainer.train()
     peak, at_rest = resident("VmHWM"), resident()
     ctypes.CDLL(None).malloc_trim(0)  # returns what is freed to the system
-    estimate = memory.of_run(trainer.config, trainer.parallel_dims)
+    estimate = memory.estimate_memory(trainer.config, trainer.parallel_dims)
     if os.environ["RANK"] == "0":
         kept = ("weights", "gradients", "optimizer", "raw W")
         print(f"at the peak {peak:.2f}, estimated {sum(estimate.values()):.2f}; Python and libraries {libraries:.2f}")

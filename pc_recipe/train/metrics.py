@@ -97,17 +97,17 @@ class PCMetricsProcessor(MetricsProcessor):
     ) -> None:
         global_max_loss *= self.parallel_dims.cp  # TorchTitan divides by each rank's count of whole sequences
         per_second = self.ntokens_since_last_log * self._batches.data_ranks / (time.perf_counter() - self.time_last_log)
-        of_ranks = self._gather()
+        per_rank = self._gather()
         more: dict[str, Any] = {
             "tokens_per_second": per_second,
             "step_seconds": self._batches.tokens / per_second,
-            "memory_active_gib_of_all_ranks": of_ranks[:, 0].max().item(),
+            "memory_active_gib_of_all_ranks": per_rank[:, 0].max().item(),
         }
         if self._json_lines is not None:
             more |= self._count_spikes(step, global_avg_loss)
         super().log(step, global_avg_loss, global_max_loss, grad_norm, (extra_metrics or {}) | more)
         if self._rank == 0:
-            self._own_seconds = self._own_seconds + of_ranks[:, 1:]
+            self._own_seconds = self._own_seconds + per_rank[:, 1:]
             self._log_progress(step)
 
     def _gather(self) -> Tensor:
@@ -118,9 +118,9 @@ class PCMetricsProcessor(MetricsProcessor):
         own = torch.tensor([numbers], device=monitor.device.type)
         if not dist.is_initialized():
             return own
-        of_ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(of_ranks, own)
-        return torch.cat(of_ranks).cpu()
+        per_rank = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(per_rank, own)
+        return torch.cat(per_rank).cpu()
 
     def _log_progress(self, step: int) -> None:
         """Log the time left, and a rank that is slow, at most every `SECONDS_BETWEEN_PROGRESS_LINES`."""

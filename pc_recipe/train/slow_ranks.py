@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 ALLOWED = 0.1
-"""how far a rank may be behind the median"""
+"""A rank may be so far behind the median."""
 
 
 class OutputTimes:

@@ -17,7 +17,7 @@ from helpers import tiny
 from helpers.ranks import run_ranks
 from pc.errors import UserError
 from pc_recipe.files.lock import is_locked, lock
-from pc_recipe.files.run_folder import state_of
+from pc_recipe.files.run_folder import read_state
 from pc_recipe.files.run_log import METRICS_FILE
 
 pytestmark = pytest.mark.soak
@@ -144,17 +144,17 @@ def test_eight_ranks_one_killed_one_frozen_and_resumes_on_fewer(tiny_config, tmp
     os.kill(ranks[5], signal.SIGKILL)
     killed = time.monotonic()
     assert launcher.wait() == 1 and time.monotonic() - killed < 20  # others do not wait for a collective's timeout
-    assert state_of(folder).state == "interrupted" and not _alive(ranks)
+    assert read_state(folder).state == "interrupted" and not _alive(ranks)
 
     launcher = launch(8, config, *words, "--training.steps=32", "--comm.train_timeout_seconds=10")
     ranks = _ranks_at(launcher, folder, step=14)
     os.kill(ranks[3], signal.SIGSTOP)
     assert launcher.wait() == 1
-    assert state_of(folder).state == "failed" and not _alive(ranks), state_of(folder)
+    assert read_state(folder).state == "failed" and not _alive(ranks), read_state(folder)
 
     for ranks, steps in ((4, 24), (2, 32)):
         assert launch(ranks, config, *words, f"--training.steps={steps}").wait() == 0
-        assert state_of(folder).state == "finished"
+        assert read_state(folder).state == "finished"
     run_ranks(2, tiny.train, config, [*words, "--training.steps=32", f"--job.dump_folder={tmp_path}/undisturbed"])
     expected = tiny.metrics(tmp_path / "undisturbed")
     assert tiny.metrics(folder) == pytest.approx(expected, rel=TOLERANCE)
@@ -187,7 +187,7 @@ def launch():
 
 def _ranks_at(launcher: subprocess.Popen, folder: Path, step: int) -> list[int]:
     """The ranks' processes, once `step` is logged."""
-    while not (folder / METRICS).exists() or len(tiny.metrics(folder)) < step:
+    while not (folder / METRICS_FILE).exists() or len(tiny.metrics(folder)) < step:
         assert launcher.poll() is None
         time.sleep(0.2)
     (agent,) = _children(launcher.pid)

@@ -30,8 +30,8 @@ def test_figures_of_the_paper():
 def test_what_activation_checkpointing_repeats(mode, option):
     """Counted by hand: "op" keeps q, v, gate, down and attention; "full" repeats a block's whole forward pass."""
     words = [f"--activation_checkpoint.mode={mode}", f"--activation_checkpoint.selective_ac_option={option}"]
-    plan = Plan(CONFIGS / "271m_adamw_pc.toml", [*words, "--model.n_layers=2", "--training.seq_len=512"], 8)
+    run_cost = RunCost(CONFIGS / "271m_adamw_pc.toml", [*words, "--model.n_layers=2", "--training.seq_len=512"], 8)
     dim, ffn_dim = 1024, 2816
     block = 2 * (4 * dim**2 + 3 * dim * ffn_dim) + 2 * 512 * dim  # causal: half the scores and their product with v
     repeated = {"none": 0, "op": 2 * 2 * (2 * dim**2 + dim * ffn_dim), "2": block, "full": 2 * block}
-    assert plan.step_cost().recomputed == plan.tokens * repeated[option if mode == "selective" else mode]
+    assert run_cost.step_cost().recomputed == run_cost.tokens * repeated[option if mode == "selective" else mode]
