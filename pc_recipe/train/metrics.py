@@ -130,7 +130,7 @@ class PCMetricsProcessor(MetricsProcessor):
             return
         first_step, begin = self._first_logged
         if now - self._progress_logged_at >= SECONDS_BETWEEN_PROGRESS_LINES:
-            for line in slow_ranks.reports(*self._own_seconds.T, now - self._progress_logged_at):
+            for line in slow_ranks.describe_slow_ranks(*self._own_seconds.T, now - self._progress_logged_at):
                 logger.warning(line)
             self._progress_logged_at, self._own_seconds = now, 0.0
             logger.info(f"Step {step} of {last}, {time_left([first_step, step], [begin, now], last)}")

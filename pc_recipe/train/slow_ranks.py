@@ -40,7 +40,7 @@ class OutputTimes:
             hidden.register_hook(lambda _: self._spans.append((begin, _now())))
 
 
-def reports(loading: Tensor, output: Tensor, passed: float) -> list[str]:
+def describe_slow_ranks(loading: Tensor, output: Tensor, passed: float) -> list[str]:
     """One line for each kind of work in which the slowest rank is behind.
 
     Args:
