@@ -36,7 +36,7 @@ Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 class FolderSequences:
-    """Sequences of one folder's split by position. length: sequences per epoch."""
+    """Sequences of one folder's split by position; `length` of them are an epoch."""
 
     def __init__(self, manifest: Manifest, split: str, seq_len: int, seed: int):
         self.stream = TokenStream(manifest, split)
@@ -60,7 +60,9 @@ class FolderSequences:
 class Sequences(Dataset):
     """Sequences of one folder, or of several by `Mixture`, by position.
 
-    limit: number of positions, at most `limit_sequences`; None, in training: endless. content: which data in which shares.
+    Attributes:
+        limit: number of positions, at most `limit_sequences`; None in training, which is endless.
+        content: which data, in which shares.
     """
 
     def __init__(
@@ -127,10 +129,16 @@ class GlobalOrderLoader(Stateful):
     again, with the same order in every run (ignored labels fill the last micro-batch, so that all ranks have the same
     number).
 
-    path: folder with manifest.json; in training also {folder: weight}, a mixture. split: "train" or "validation". seq_len: tokens. local_batch_size: sequences per rank
-    and micro-batch. vocab_size: the model's. seed: of the training order. num_workers: processes that read ahead,
-    prefetch_factor micro-batches each. limit_sequences: of a validation pass over all ranks. skip: training positions to
-    skip (`Skip`), counted without skipping, so `skip` may change on resume.
+    Args:
+        path: folder with manifest.json; in training also {folder: weight}, a mixture.
+        split: "train" or "validation".
+        seq_len: tokens per sequence.
+        local_batch_size: sequences per rank and micro-batch.
+        vocab_size: the model's.
+        seed: of the training order.
+        num_workers: processes that read ahead, `prefetch_factor` micro-batches each.
+        limit_sequences: sequences of a validation pass over all ranks.
+        skip: training positions to skip (`Skip`), counted without skipping, so it may change on resume.
     """
 
     def __init__(

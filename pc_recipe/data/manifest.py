@@ -21,12 +21,14 @@ TOKENIZER_FOLDER = "tokenizer"
 
 @dataclass(frozen=True)
 class TokenShard:
-    """A file of tokens; tokens_file: relative to the data folder. tokens_bytes: file size."""
+    """A file of tokens."""
 
     tokens_file: str
+    """Its path, relative to the data folder."""
     tokens: NonNegativeInt
     documents: NonNegativeInt
     tokens_bytes: int
+    """The size of the file."""
     tokens_sha256: str
 
 
@@ -48,19 +50,21 @@ class TokenizerRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """folder: where it was read from. dtype: "uint16" or "uint32", little-endian.
-
-    source: the input, and its files with sizes and rows. split_rule: how documents were split.
-    configuration_sha256: of all settings that determine the shards' bytes. shards: split name → its shards in order.
-    """
+    """What a folder of token shards holds."""
 
     folder: Path
+    """The folder that it was read from."""
     dtype: Literal["uint16", "uint32"]
+    """The type of a token, little-endian."""
     source: dict
+    """The input, and its files with sizes and rows."""
     split_rule: str
+    """How documents were split, in words."""
     configuration_sha256: str
+    """The checksum of all settings that determine the shards' bytes."""
     tokenizer: TokenizerRecord
     shards: dict[str, list[TokenShard]]
+    """{split: its shards in order}."""
 
     @property
     def vocab_size(self) -> int:

@@ -24,10 +24,13 @@ DEFAULT_TOKENIZER = "mistral-common"
 class Tokenizer(ABC):
     """The common interface.
 
-    name: as the user gave it. kind: "sentencepiece", "huggingface" or "tiktoken".
-    vocab_size: ids are 0 … vocab_size - 1. bos_id: None if the tokenizer has no BOS.
-    files: name → bytes of the files that define it, stored with the shards.
-    sha256: of everything that determines the ids.
+    Attributes:
+        name: as the user gave it.
+        kind: "sentencepiece", "huggingface" or "tiktoken".
+        vocab_size: ids are 0 … vocab_size - 1.
+        bos_id: None if the tokenizer has no BOS.
+        files: {name: bytes} of the files that define it, stored with the shards.
+        sha256: of everything that determines the ids.
     """
 
     kind: str

@@ -51,9 +51,16 @@ def tokenize(
 ) -> Manifest | None:
     """Create the token shards of `source` in `output`, or continue an interrupted run.
 
-    source, subset: see `sources.find_files`. tokenizer: see `load_tokenizer`. validation_fraction: of the
-    documents, chosen by hash. shard_megabytes: text per shard. max_documents: only so many, the first of the
-    first file. part (k, n): process part k of n. Returns the manifest once all parts are done, else None.
+    Args:
+        source, subset: see `sources.find_files`.
+        tokenizer: see `load_tokenizer`.
+        validation_fraction: share of the documents, chosen by hash.
+        shard_megabytes: text per shard.
+        max_documents: only so many, the first of the first file.
+        part: (k, n) processes part k of n.
+
+    Returns:
+        The manifest once all parts are done, else None.
     """
     settings = {
         "subset": subset,

@@ -21,25 +21,25 @@ from pc_recipe.files.atomic import write_atomically
 
 @dataclass(frozen=True)
 class TokenizingJob:
-    """What a tokenising command does in `output`.
-
-    settings: all that determines the result. sha256: of the settings. units: the units of work.
-    """
+    """What a tokenising command does in `output`."""
 
     output: Path
     settings: dict
+    """All that determines the result."""
     tokenizer: TokenizerRecord
     units: list[Unit]
 
     @property
     def sha256(self) -> str:
+        """The checksum of the settings."""
         return hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()
 
 
 def open_job(output: Path, source: str, tokenizer: Tokenizer, requested: dict) -> TokenizingJob:
     """Read the folder's job, or create one from the source.
 
-    requested: the command's settings by name.
+    Args:
+        requested: the command's settings by name.
 
     Raises:
         UserError: a setting or the source's files are not those of the folder's job, or no model that is trained with
