@@ -17,7 +17,7 @@ from pc_recipe.data.manifest import SPLITS, Manifest, TokenShard
 from pc_recipe.data.token_files import read_tokens
 from pc_recipe.files.atomic import sha256_of
 
-BLOCK = 4096  # tokens looked at in each shard
+SAMPLE_TOKENS = 4096  # tokens looked at in each shard
 SAMPLE_BYTES = 2**28  # of shards whose checksum is computed at a start
 MOST_DOUBTFUL = 4
 READERS = 16  # a shared file system answers slowly, but many at once
@@ -39,9 +39,9 @@ def require_file(folder: Path, shard: TokenShard, *, checksum: bool = False) -> 
 
 
 def check_sample(manifest: Manifest, split: str) -> str:
-    """Check every shard's size and a block of it, and the checksums of some shards; returns what was done, in a line.
+    """Check all sizes, a sample of every shard and the checksums of some; returns what was done, in a line.
 
-    Each call draws other blocks and shards. A block of one single token may be text or a hole in the file, so the
+    Each call draws other samples and shards. A sample of one single token may be text or a hole in the file, so the
     checksums of such shards come first.
 
     Raises:
@@ -60,15 +60,15 @@ def check_sample(manifest: Manifest, split: str) -> str:
     for shard in drawn:
         require_file(manifest.folder, shard, checksum=True)
     return (
-        f"{manifest.folder}: of {len(shards):,} {split} shards, all sizes, a block of each and {len(drawn)} checksums are "
+        f"{manifest.folder}: of {len(shards):,} {split} shards, all sizes, a sample of each and {len(drawn)} checksums are "
         f"right ({time.perf_counter() - begin:.1f} s; all checksums: scripts/inspect_data.py)"
     )
 
 
 def _is_plausible(manifest: Manifest, shard: TokenShard) -> bool:
-    """Whether a block of the shard, at a random place, has different tokens, all in the vocabulary."""
+    """Whether a sample of the shard, at a random place, has different tokens, all in the vocabulary."""
     require_file(manifest.folder, shard)
-    count = min(BLOCK, shard.tokens)
+    count = min(SAMPLE_TOKENS, shard.tokens)
     tokens = read_tokens(manifest, shard, random.SystemRandom().randint(0, shard.tokens - count), count)
     return count < 2 or bool(np.any(tokens != tokens[0]) and tokens.max() < manifest.vocab_size)
 

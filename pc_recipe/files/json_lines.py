@@ -11,7 +11,7 @@ from pc.errors import WriteFailed
 
 logger = logging.getLogger(__name__)
 
-BLOCK = 2**20  # bytes read at once from the end
+CHUNK = 2**20  # bytes read at once from the end
 
 
 def append(path: str | Path, record: dict[str, Any]) -> None:
@@ -47,10 +47,10 @@ def read_back(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(offset of its first byte, line) from the last line to the first; reads no more of the file than it is asked for."""
     with open(path, "rb") as file:
         begin = size = file.seek(0, os.SEEK_END)
-        first = b""  # a line that begins in an earlier block
+        first = b""  # a line that begins in an earlier chunk
         while begin > 0:
             end = begin + len(first)
-            begin = max(0, begin - BLOCK)
+            begin = max(0, begin - CHUNK)
             file.seek(begin)
             first, *whole = (file.read(end - len(first) - begin) + first).split(b"\n")
             for text in reversed(whole):
@@ -65,7 +65,7 @@ def cut_torn_end(path: str | Path) -> None:
     """Remove a last line that a crash cut short."""
     with open(path, "rb+") as file:
         size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - BLOCK))
+        file.seek(max(0, size - CHUNK))
         end = file.read()
         file.truncate(size - len(end) + end.rfind(b"\n") + 1)
 

@@ -93,7 +93,7 @@ def test_a_start_finds_shards_of_zeros(folder, monkeypatch, caplog):
     monkeypatch.setattr(checks.random.SystemRandom, "sample", lambda self, shards, count: shards)  # 00000 is drawn
     with caplog.at_level("INFO"):
         use(folder)
-    assert "of 5 train shards, all sizes, a block of each and 1 checksums are right" in caplog.text
+    assert "of 5 train shards, all sizes, a sample of each and 1 checksums are right" in caplog.text
     fill_with_zeros(folder / "train" / "00004.tokens.npy", begin=128)  # the header is whole
     with pytest.raises(UserError, match="00004.tokens.npy does not have the checksum"):
         use(folder)

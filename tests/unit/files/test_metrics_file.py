@@ -26,9 +26,9 @@ def test_torn_lines_are_skipped_and_the_file_is_named_once(run, caplog):
     assert read_log(run, newest=700).lines == LINES[300:]
 
 
-@pytest.mark.parametrize("block", [7, 2**16])
-def test_from_the_end_the_lines_are_the_same(run, block, monkeypatch):
-    monkeypatch.setattr(json_lines, "BLOCK", block)
+@pytest.mark.parametrize("chunk", [7, 2**16])
+def test_from_the_end_the_lines_are_the_same(run, chunk, monkeypatch):
+    monkeypatch.setattr(json_lines, "CHUNK", chunk)
     found = list(json_lines.read_back(run / METRICS_FILE))
     content = (run / METRICS_FILE).read_bytes()
     assert [line for _, line in found] == LINES[::-1]
