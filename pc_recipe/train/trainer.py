@@ -99,27 +99,28 @@ class PCTrainer(torchtitan.train.Trainer):
             UserError: a checkpoint of another method, model or optimizer, or of a step after the last; or initial
                 weights that are not plain.
         """
-        checkpointer, wanted = self.checkpointer, self.config.checkpoint
-        if not wanted.enable:
+        checkpointer, settings = self.checkpointer, self.config.checkpoint
+        if not settings.enable:
             return
-        found, start = checkpointer.newest_valid(), wanted.initial_load_path
-        if found is not None:
-            self._require_same_run(found)
-            checkpointer.read(found.path)
-        elif wanted.initial_load_in_hf:
-            start = start or self.config.model.hf_assets_path
-            self.require_initial_load(start)
-            checkpointer.read(start, model_only=True, from_hf=True)
-        elif start and wanted.initial_load_model_only:
-            fingerprint.require_plain_weights(checkpointer.verified(start))
-            checkpointer.read(start, model_only=True)
-        elif start:
-            self._require_same_run(checkpointer.verified(start))
-            checkpointer.read(start)
+        newest, initial_path = checkpointer.newest_valid(), settings.initial_load_path
+        if newest is not None:
+            self._require_same_run(newest)
+            checkpointer.read(newest.path)
+        elif settings.initial_load_in_hf:
+            initial_path = initial_path or self.config.model.hf_assets_path
+            self.require_initial_load(initial_path)
+            checkpointer.read(initial_path, model_only=True, from_hf=True)
+        elif initial_path and settings.initial_load_model_only:
+            fingerprint.require_plain_weights(checkpointer.verified(initial_path))
+            checkpointer.read(initial_path, model_only=True)
+        elif initial_path:
+            self._require_same_run(checkpointer.verified(initial_path))
+            checkpointer.read(initial_path)
         if self.step > (last := self.config.training.steps):
+            path = newest.path if newest else initial_path
             raise UserError(
-                f"training.steps = {last} is below step {self.step} of {found.path if found else start}, which this run "
-                "continues; raise it, or go back by moving newer checkpoints out of the folder"
+                f"training.steps = {last} is below step {self.step} of {path}, which this run continues; raise "
+                "it, or go back by moving newer checkpoints out of the folder"
             )
 
     def _require_same_run(self, checkpoint: CheckpointFolder) -> None:
