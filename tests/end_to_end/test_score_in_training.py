@@ -37,7 +37,7 @@ def _scores(rank, config, overrides):
 
     trainer = tiny.make_trainer(config, overrides)
     scorer = trainer.scorer
-    assert [scorer.due(step) for step in (1, 2, 3, 4)] == [False, True, False, True]
+    assert [scorer.is_due(step) for step in (1, 2, 3, 4)] == [False, True, False, True]
     states = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
     metrics = scorer.score()
     assert metrics == scorer.score()
