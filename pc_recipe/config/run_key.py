@@ -15,7 +15,8 @@ from typing import Any
 from pc.blocks import BLOCK_GROUPS
 from pc.maps import resolve
 from pc_recipe.config.layout import Layout
-from pc_recipe.config.schema import PC, Config
+from pc_recipe.config.pc_section import KEYS, PC
+from pc_recipe.config.schema import Config
 from pc_recipe.config.sections import METHOD, RESULT, keys_of
 
 BATCH = "training.global_batch_size"
@@ -36,6 +37,8 @@ def method(pc: PC) -> dict[str, Any]:
     # Keep one level if all blocks share it, so that a change of blocks is not reported as a change of level too.
     level = single if len(set(single.values())) > 1 else next(iter(single.values()))
     found = {name: value for name, decides, value, _ in keys_of(pc) if decides == METHOD}
+    if pc.method == KEYS["method"].default:
+        del found["method"]  # records from before this key have none
     return found | {"blocks": sorted(single), "level": level}
 
 

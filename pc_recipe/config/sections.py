@@ -1,9 +1,18 @@
 """What all sections of a configuration have in common: strict types, named kinds of numbers, and what a key decides."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, ClassVar, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    WrapValidator,
+    field_validator,
+)
 
 from pc.blocks import BLOCK_GROUPS, BLOCK_SUFFIXES
 
@@ -58,6 +67,18 @@ def entry_of(table: dict[str, Any]) -> Any:
         return name
 
     return Annotated[str, AfterValidator(require)]
+
+
+def should(be: str) -> WrapValidator:
+    """Say what a value should be; pydantic's own words name each type of a union."""
+
+    def one_mistake(value: Any, validate: Callable[[Any], Any]) -> Any:
+        try:
+            return validate(value)
+        except ValidationError:
+            raise ValueError(f"should be {be}") from None
+
+    return WrapValidator(one_mistake)
 
 
 def _not_zero(number: int) -> int:

@@ -15,7 +15,7 @@ from pc.errors import UserError
 from pc.layer import effective_weight
 from pc_recipe.config import Config
 from pc_recipe.config.inheritance import validated
-from pc_recipe.config.schema import PC
+from pc_recipe.config.pc_section import PC
 from pc_recipe.files.run_folder import step_of
 from pc_recipe.train import fingerprint
 from pc_recipe.train.checkpoint_folder import CheckpointFolder

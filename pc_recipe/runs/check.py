@@ -10,7 +10,8 @@ from pc.errors import UserError
 from pc.methods import method_of
 from pc_recipe.config import Config, load_config, rules
 from pc_recipe.config.layout import Layout
-from pc_recipe.config.schema import PC, Checkpoint
+from pc_recipe.config.pc_section import PC
+from pc_recipe.config.schema import Checkpoint
 from pc_recipe.data import GlobalOrderLoader, Manifest, require_same_tokenizer
 from pc_recipe.data.demo import FOLDER as DEMO
 from pc_recipe.runs import memory, micro_batch

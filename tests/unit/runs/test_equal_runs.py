@@ -9,8 +9,9 @@ import pytest
 
 from helpers.made_runs import write_run
 from pc.errors import UserError
-from pc_recipe.config import load_config, write_config
-from pc_recipe.config.run_key import code, differing, result
+from pc_recipe.config import Config, load_config, write_config
+from pc_recipe.config.pc_section import PC
+from pc_recipe.config.run_key import code, differing, method, result
 from pc_recipe.files import run_folder
 from pc_recipe.files.lock import lock
 from pc_recipe.runs.check import Report
@@ -95,6 +96,12 @@ def test_the_same_run(folder, words):
 )
 def test_another_run(folder, word):
     assert identity(word) != identity()
+
+
+def test_a_record_from_before_there_were_methods_is_of_the_same_run():
+    polynomial, another = PC(enable=True), PC.model_construct(enable=True, method="another")
+    assert "pc.method" not in result(Config(pc=polynomial))
+    assert differing(method(polynomial), method(another)) == ["method"]
 
 
 def test_the_batch_of_one_micro_batch_per_rank_depends_on_the_ranks(folder):
