@@ -143,10 +143,9 @@ def _set(keys: Sequence[str], text: str | None, schema: type[Schema]) -> Schema:
 
 def _overlaid(below: Schema, above: Schema) -> Schema:
     """`below`, with what is set in `above`."""
-    for name in above.model_fields_set:
-        value = getattr(above, name)
-        setattr(below, name, _overlaid(getattr(below, name), value) if isinstance(value, Section) else value)
-    return below
+    values = {name: getattr(above, name) for name in above.model_fields_set}
+    sections = {name: _overlaid(getattr(below, name), v) for name, v in values.items() if isinstance(v, Section)}
+    return below.model_copy(update=values | sections)
 
 
 def _origin(path: Path, overrides: Sequence[str]) -> str:

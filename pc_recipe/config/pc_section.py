@@ -1,9 +1,10 @@
 """The section `[pc]`: the keys of `pc.PCConfig`, with its descriptions and defaults, and what the recipe adds."""
 
 from dataclasses import Field, fields
+from functools import cached_property
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import create_model
+from pydantic import ConfigDict, create_model
 
 from pc.config import METHODS, PCConfig
 from pc.maps import LEVEL_NAMES
@@ -34,12 +35,14 @@ _Keys: Any = create_model("_Keys", __base__=Section, **{name: _in_toml(field) fo
 class PC(_Keys):
     """Polynomial weight preconditioning (`pc.PCConfig`)."""
 
+    model_config = ConfigDict(frozen=True)  # since `pc_config` is kept
     decides = METHOD
     enable: bool = key(False, "Precondition weights; false: a plain Llama 2, the baseline.")
     start: Literal["preserve", "raw"] = key(
         "preserve", "Use given initial weights as PC(W), so that the model is the same, or as W.", RESULT
     )
 
-    def to_pc_config(self) -> PCConfig:
-        """The validated `PCConfig`; raises UserError."""
+    @cached_property
+    def pc_config(self) -> PCConfig:
+        """The validated `PCConfig`, made once, after the last file and word have been read; raises UserError."""
         return PCConfig(**{name: getattr(self, name) for name in KEYS})

@@ -46,7 +46,7 @@ def compiles_model(config: Config) -> bool:
 
 def _anywhere(config: Config) -> Iterator[str]:
     if config.pc.enable:
-        yield from refusal_of(config.pc.to_pc_config)
+        yield from refusal_of(lambda: config.pc.pc_config)
     shape = shape_of(config.model)
     if shape.dim % (2 * shape.n_heads):
         yield f"model.dim = {shape.dim} should be an even multiple of the {shape.n_heads} heads"

@@ -73,7 +73,7 @@ def load(path: str | Path) -> RunCheckpoint:
     method = saved or PC()
     forward = method.enable and method.mode == "forward"
     if method.enable:
-        attach(model, method.to_pc_config())
+        attach(model, method.pc_config)
     pc_shapes = _pc_shapes(model)
     found = {key: shape for key, shape in shapes.items() if not key.startswith(_OTHER_STATES)}
     require_shapes(plain | pc_shapes, found, folder.path, " of config.toml")

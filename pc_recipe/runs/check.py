@@ -131,7 +131,7 @@ def _check_model(report: Report, config: Config) -> memory.Sizes:
     )
     loads = config.checkpoint.enable and (config.checkpoint.initial_load_path or config.checkpoint.initial_load_in_hf)
     if config.pc.enable and loads and config.pc.start == "preserve":
-        pc_config = config.pc.to_pc_config()
+        pc_config = config.pc.pc_config
         for block in pc_config.blocks:
             _tried(report, method_of(pc_config.for_block(block)).require_invertible)
     if config.pc.enable:

@@ -117,7 +117,7 @@ class Plan:
         self.tokens = self.layout.tokens
         self.args = model_args_of(self.config)
         with torch.device("meta"):
-            self.model = attach(Transformer(self.args), self.config.pc.to_pc_config())
+            self.model = attach(Transformer(self.args), self.config.pc.pc_config)
         self.splits = [weight.split for _, weight in named_weights(self.model)]
         self.matrices = [Matrix(*matrix) for split in self.splits for matrix in split.matrices]
 

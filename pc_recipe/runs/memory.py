@@ -88,7 +88,7 @@ def sizes_of_run(config: Config) -> Sizes:
     with torch.device("meta"):
         model = Transformer(model_args_of(config))
     if config.pc.enable:
-        attach(model, config.pc.to_pc_config())
+        attach(model, config.pc.pc_config)
     return sizes_of(model)
 
 

@@ -64,7 +64,7 @@ def parallelize(model: nn.Module, parallel_dims: AlwaysSharded, job_config: Conf
             model.model_args.attn_type,
         )
     if job_config.pc.enable:
-        _attach_pc(model, parallel_dims, job_config.pc.to_pc_config())
+        _attach_pc(model, parallel_dims, job_config.pc.pc_config)
     compile_model = compiles_model(job_config)
     if job_config.activation_checkpoint.mode != "none":
         apply_ac(
