@@ -53,8 +53,9 @@ from pc_recipe.config import load_config
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.runs.torchrun import STEPS_ALONE
 from pc_recipe.train import cpu
-from pc_recipe.train.job_config import JobConfig
-from pc_recipe.train.trainer import TRAIN_SPEC, PCTrainer
+from pc_recipe.train.train_spec import TRAIN_SPEC
+from pc_recipe.train.trainer import PCTrainer
+from pc_recipe.train.upstream_config import JobConfig
 from rows import BY_OPERATION, ROWS, Row, Variant, overrides_of, table
 from timing import ON_GPU, hardware
 

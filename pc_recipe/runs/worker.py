@@ -26,13 +26,11 @@ class Trainer(PCTrainer):
     """Adds `[evaluation]` and `checkpoint.initial_load_in_hf`. Their imports take seconds and happen only if needed."""
 
     def build_scorer(self):
-        if not self.job_config.evaluation.interval:
+        if not self.config.evaluation.interval:
             return None
         from pc_recipe.evaluate.in_training import InTrainingScorer
 
-        return InTrainingScorer(
-            self.job_config, self.model_parts, self.parallel_dims, self.device, self.maybe_enable_amp
-        )
+        return InTrainingScorer(self.config, self.model_parts, self.parallel_dims, self.device, self.maybe_enable_amp)
 
     def require_start_folder(self, folder: str) -> None:
         from pc_recipe.evaluate.hugging_face import require_start_folder

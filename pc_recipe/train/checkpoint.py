@@ -19,6 +19,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 
 from pc.errors import UserError, WriteFailed
+from pc_recipe.config.schema import Checkpoint
 from pc_recipe.files.run_folder import INDEX, checkpoints
 from pc_recipe.train.checkpoint_folder import CheckpointFolder, ChecksummedWriter, Damaged, LoadPlanner, Reader
 
@@ -42,8 +43,9 @@ class Checkpoints(CheckpointManager):
         """whether the weights are known to be finite: not in a step that is left out, whose cause may be in W itself"""
         self.is_due = False
         """whether all ranks have agreed to save the current step, whatever the interval says"""
-        self._seconds, self._saved_at = 60 * arguments["checkpoint_config"].minutes, time.monotonic()
-        self._keep_every = arguments["checkpoint_config"].keep_every
+        config: Checkpoint = arguments["checkpoint_config"].ours
+        self._seconds, self._saved_at = 60 * config.minutes, time.monotonic()
+        self._keep_every = config.keep_every
         self._saving: str | None = None
         """folder of the newest save"""
         super().__init__(**arguments)

@@ -1,6 +1,6 @@
 """Health metrics during training: output sizes, gamma, norms, condition numbers, error of the norm estimate.
 
-health = HealthMetrics(job_config, model_parts, step_preconditioner, parallel_dims)   # before the first forward
+health = HealthMetrics(config, model_parts, step_preconditioner, parallel_dims)   # before the first forward
 for step in ...:
     health.start_step(step)
     ...                                  # forward and backward passes, optimizer, PC(W) written
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torchtitan.distributed import ParallelDims
 
 from pc.blocks import block_of, matches
 from pc.config import PCConfig
@@ -27,6 +28,7 @@ from pc.spectral import modified_condition_number, singular_values, spectral_nor
 from pc.splits import WeightSplit
 from pc.targets import clean_name
 from pc.weight import Weight
+from pc_recipe.config import Config
 from pc_recipe.train.activations import COUNT, LARGEST, SUM_OF_SQUARES, OutputSizes
 
 SPECTRAL: dict[str, Callable[[Tensor], Tensor]] = {
@@ -40,18 +42,20 @@ class HealthMetrics:
     """Collects the metrics over all ranks.
 
     Args:
-        job_config: with the section `health` (`pc_recipe.config.schema.Health`) and with `pc.blocks`, which also defines
-            the PC matrices of a baseline run.
+        config: of the run; `pc.blocks` also defines the PC matrices of a baseline.
         model_parts: this rank's transformers, sharded, compiled, off the meta device.
         preconditioner: None without PC.
-        parallel_dims: TorchTitan's ParallelDims.
     """
 
     def __init__(
-        self, job_config, model_parts: list[nn.Module], preconditioner: Preconditioner | None, parallel_dims
+        self,
+        config: Config,
+        model_parts: list[nn.Module],
+        preconditioner: Preconditioner | None,
+        parallel_dims: ParallelDims,
     ) -> None:
-        self._health = job_config.health
-        self._pc_entries: Sequence[str] = job_config.pc.blocks
+        self._health = config.health
+        self._pc_entries: Sequence[str] = config.pc.blocks
         self._model_parts = model_parts
         self._preconditioner = preconditioner
         self._num_stage_ranks: int = parallel_dims.world_size // parallel_dims.pp

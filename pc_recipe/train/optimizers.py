@@ -12,7 +12,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torchtitan.components.lr_scheduler import LRSchedulersContainer, build_lr_schedulers
 from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
 from pc.blocks import block_factor, block_of
@@ -110,14 +109,9 @@ class LRSchedulers(LRSchedulersContainer):
                 group["lr"] = lr
 
 
-def build_optimizers(model_parts: list[nn.Module], config: Optimizer, parallel_dims: ParallelDims) -> Optimizers:
-    """For TorchTitan's TrainSpec."""
-    return Optimizers(model_parts, config)
-
-
-def build_schedulers(optimizers: Optimizers, config, training_steps: int) -> LRSchedulers:
-    """For TorchTitan's TrainSpec: TorchTitan's warmup, plateau and decay for every optimizer."""
-    return LRSchedulers(optimizers, build_lr_schedulers(optimizers, config, training_steps))
+def build_schedulers(optimizers: Optimizers, titan: Any, training_steps: int) -> LRSchedulers:
+    """TorchTitan's warmup, plateau and decay for every optimizer, by its own section `lr_scheduler`."""
+    return LRSchedulers(optimizers, build_lr_schedulers(optimizers, titan, training_steps))
 
 
 def _build(model: nn.Module, config: Optimizer) -> dict[str, torch.optim.Optimizer]:

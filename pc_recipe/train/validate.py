@@ -15,15 +15,11 @@ from pc_recipe.train.fsdp_sync import reshard
 
 
 class FixedValidator:
-    """TorchTitan's validator continues through its data, so each validation uses other batches; this one restarts.
+    """TorchTitan's validator continues through its data, so each validation uses other batches; this one restarts."""
 
-    Args:
-        others: what TorchTitan takes from the trainer here; `validate` does so itself.
-    """
-
-    def __init__(self, job_config: Config, dp_world_size: int, dp_rank: int, **others) -> None:
-        self._freq, self._last = job_config.validation.freq, job_config.training.steps
-        section = job_config.data
+    def __init__(self, config: Config, dp_rank: int, dp_world_size: int) -> None:
+        self._freq, self._last = config.validation.freq, config.training.steps
+        section = config.data
         folders = section.validation_folders
         require_same_tokenizer(Manifest.read(next(iter(section.folders))), Manifest.read(next(iter(folders))))
         self._names = unique_names([Path(folder) for folder in folders])
@@ -32,11 +28,11 @@ class FixedValidator:
             GlobalOrderLoader(
                 folder,
                 "validation",
-                seq_len=job_config.training.seq_len,
-                local_batch_size=job_config.validation.local_batch_size,
+                seq_len=config.training.seq_len,
+                local_batch_size=config.validation.local_batch_size,
                 dp_rank=dp_rank,
                 dp_world_size=dp_world_size,
-                vocab_size=job_config.model.vocab_size,
+                vocab_size=config.model.vocab_size,
                 limit_sequences=section.validation_sequences,
             )
             for folder in folders

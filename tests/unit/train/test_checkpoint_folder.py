@@ -30,7 +30,7 @@ from pc_recipe.train.checkpoint_folder import (
     Reader,
 )
 from pc_recipe.train.fingerprint import require_plain_weights
-from pc_recipe.train.job_config import JobConfig
+from pc_recipe.train.upstream_config import JobConfig
 
 
 def _save(rank, folder, seed):

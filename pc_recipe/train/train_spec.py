@@ -1,0 +1,54 @@
+"""What TorchTitan's trainer calls to make a run: this package's functions, with the run's `Config` for TorchTitan's."""
+
+from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
+from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
+
+from pc_recipe import data
+from pc_recipe.config import Config
+from pc_recipe.train.llama2 import Flavors, Llama2
+from pc_recipe.train.loss import build_loss
+from pc_recipe.train.metrics import PCMetricsProcessor
+from pc_recipe.train.optimizers import Optimizers, build_schedulers
+from pc_recipe.train.parallelize import parallelize, pipeline
+from pc_recipe.train.validate import FixedValidator
+
+
+def build_dataloader(config: Config, dp_rank: int, dp_world_size: int) -> data.GlobalOrderLoader:
+    """Shards in global order."""
+    loader = config.training.dataloader
+    return data.GlobalOrderLoader(
+        config.data.folders,
+        "train",
+        seed=config.data.seed,
+        skip=config.data.skip,
+        seq_len=config.training.seq_len,
+        local_batch_size=config.training.local_batch_size,
+        dp_rank=dp_rank,
+        dp_world_size=dp_world_size,
+        vocab_size=config.model.vocab_size,
+        num_workers=loader.num_workers,
+        prefetch_factor=loader.prefetch_factor,
+        pin_memory=loader.pin_memory,
+    )
+
+
+# TorchTitan calls these with its configuration; `ours` of it is the run's (`pc_recipe.train.upstream_config`).
+TRAIN_SPEC = TrainSpec(
+    model_cls=Llama2,
+    model_args=Flavors(),
+    parallelize_fn=lambda model, dims, titan: parallelize(model, dims, titan.ours),
+    pipelining_fn=pipeline,
+    build_optimizers_fn=lambda model_parts, titan, dims: Optimizers(model_parts, titan.ours),
+    build_lr_schedulers_fn=build_schedulers,
+    build_dataloader_fn=lambda job_config, dp_rank, dp_world_size, tokenizer: build_dataloader(
+        job_config.ours, dp_rank, dp_world_size
+    ),
+    build_tokenizer_fn=None,
+    build_loss_fn=lambda titan, parallel_dims: build_loss(titan.ours, parallel_dims.tp),
+    build_validator_fn=lambda job_config, dp_rank, dp_world_size, **_: FixedValidator(
+        job_config.ours, dp_rank, dp_world_size
+    ),
+    build_metrics_processor_fn=lambda titan, dims, model_args: PCMetricsProcessor(titan.ours, dims),
+    state_dict_adapter=Llama3StateDictAdapter,
+)
+register_train_spec("pc_llama2", TRAIN_SPEC)
