@@ -26,9 +26,9 @@ from pc_recipe.config import load_config
 from pc_recipe.config.layout import Layout
 from pc_recipe.files import markdown
 from pc_recipe.runs import micro_batch
-from pc_recipe.train.job_config import JobConfig
 from pc_recipe.train.llama2 import model_args_of
 from pc_recipe.train.parallelize import SAVED_OPERATIONS
+from pc_recipe.train.upstream_config import JobConfig
 
 
 @dataclass(frozen=True)
