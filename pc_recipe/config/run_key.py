@@ -32,7 +32,7 @@ def method(pc: PC) -> dict[str, Any]:
     """What defines PC(W), with single blocks and their maps, independent of groups, order and the levels' names."""
     if not pc.enable:
         return {"enable": False}
-    levels = pc.level if isinstance(pc.level, dict) else dict.fromkeys(pc.blocks, pc.level)
+    levels: dict[str, Any] = pc.level if isinstance(pc.level, dict) else dict.fromkeys(pc.blocks, pc.level)
     single = {block: resolve(levels[entry]) for entry in pc.blocks for block in BLOCK_GROUPS.get(entry, (entry,))}
     # Keep one level if all blocks share it, so that a change of blocks is not reported as a change of level too.
     level = single if len(set(single.values())) > 1 else next(iter(single.values()))

@@ -120,8 +120,8 @@ def finished(plan: TokenizingPlan, unit: Unit) -> dict[str, list[Shard]] | None:
 
 def finish(plan: TokenizingPlan) -> Manifest | None:
     """Write the manifest if all units are finished, else return None."""
-    records = [finished(plan, unit) for unit in plan.units]
-    if any(record is None for record in records):
+    records = [record for unit in plan.units if (record := finished(plan, unit)) is not None]
+    if len(records) < len(plan.units):
         return None
     settings = plan.settings
     manifest = Manifest(

@@ -97,7 +97,7 @@ def _score_model(
 def _load(path: Path, batch_size: int) -> LogLikelihoods:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     llama, tokenizer = hugging_face.load(path)
-    llama = llama.to(device)
+    llama.to(device)  # type: ignore[arg-type]  # its wrapper hides the argument
     return LogLikelihoods(
         lambda tokens: llama(tokens).logits,
         tokenizer,

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pc.errors import UserError
 from pc.methods import method_of
@@ -220,8 +221,8 @@ def _check_validation(report: Report, config: Config, manifest: Manifest) -> Non
 
 def _sequences(report: Report, config: Config, manifest: Manifest, split: str) -> int:
     """Sequences of a split; 0 after adding what the run's own loader says against it."""
-    sizes = {"seq_len": config.training.seq_len, "vocab_size": config.model.vocab_size}
-    rank = {"local_batch_size": 1, "dp_rank": 0, "dp_world_size": 1}
+    sizes: dict[str, Any] = {"seq_len": config.training.seq_len, "vocab_size": config.model.vocab_size}
+    rank: dict[str, Any] = {"local_batch_size": 1, "dp_rank": 0, "dp_world_size": 1}
     loader = _tried(report, lambda: GlobalOrderLoader(manifest.folder, split, **sizes, **rank))
     return loader.sequences.length if loader else 0
 

@@ -43,9 +43,10 @@ class Matrix:
         """[1, n, m]"""
         return torch.empty(1, self.n, self.m, device="meta", requires_grad=True)
 
-    def _vectors(self) -> list[Tensor]:
+    def _vectors(self) -> tuple[Tensor, Tensor, Tensor]:
         """gamma [1, 1], u [1, n], v [1, m]"""
-        return [torch.empty(1, size, device="meta", requires_grad=size == 1) for size in (1, self.n, self.m)]
+        gamma, u, v = (torch.empty(1, size, device="meta", requires_grad=size == 1) for size in (1, self.n, self.m))
+        return gamma, u, v
 
     @cache
     def step_flops(self) -> int:

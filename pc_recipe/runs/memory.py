@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,9 +45,9 @@ class Sizes:
     """elements that autograd keeps of PC in mode "forward" """
 
 
-def sizes_of(model: nn.Module) -> Sizes:
+def sizes_of(model: Transformer) -> Sizes:
     """Counts of a TorchTitan Llama, which may be on the meta device; with PC, after `pc.attach`."""
-    blocks = list(model.layers.values())
+    blocks: list[Any] = list(model.layers.values())
     per_block = [sum(p.numel() for p in block.parameters()) for block in blocks]
     total = sum(p.numel() for p in model.parameters())
     weights = [weight for _, weight in named_weights(model)]

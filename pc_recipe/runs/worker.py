@@ -88,7 +88,7 @@ def main() -> None:
     except BaseException as error:
         if trainer is not None:
             trainer.checkpointer.end_save()
-        report(error, config and config.job.dump_folder, trainer.step if trainer else 0, rank)
+        report(error, config.job.dump_folder if config else None, trainer.step if trainer else 0, rank)
         raise
     finally:
         if trainer is not None:

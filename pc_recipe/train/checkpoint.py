@@ -77,7 +77,7 @@ class Checkpoints(CheckpointManager):
             )
         # torch's default stager without a writer; with a writer, torch would use the writer's older staging
         stager = DefaultStager(StagingOptions(False, False, False, False))
-        result = dcp.async_save(state_dict, async_stager=stager, **arguments)
+        result: Any = dcp.async_save(state_dict, async_stager=stager, **arguments)
         result.add_done_callback(lambda _: stager.close())
         return result
 
@@ -192,6 +192,7 @@ class Checkpoints(CheckpointManager):
         dist.all_gather_object(errors, error, group=self.group)
         for error in filter(None, errors):
             raise error
+        assert folder is not None
         return folder
 
     def load(self, step: int = -1) -> bool:
@@ -220,13 +221,14 @@ class Checkpoints(CheckpointManager):
         Raises:
             UserError: the file system refused, on all ranks.
         """
-        answer, refusal = None, ""
+        answer: Any = None
+        refusal = ""
         if dist.get_rank(self.group) == 0:
             try:
                 answer = act()
             except OSError as error:
                 refusal = f"{self.folder} must be readable and writable ({error.filename}: {error.strerror})"
-        both = [answer, refusal]
+        both: list[Any] = [answer, refusal]
         dist.broadcast_object_list(both, group=self.group)
         answer, refusal = both
         if refusal:

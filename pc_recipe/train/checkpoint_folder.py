@@ -68,6 +68,8 @@ class Damaged(UserError):
 class ChecksummedWriter(FileSystemWriter):
     """Torch's checkpoint writer plus `XXH128SUMS`. Each rank hashes the files that it writes, while it writes them."""
 
+    fs: "_HashingFileSystem"
+
     def __init__(self, path: str | os.PathLike) -> None:
         super().__init__(path)
         self.fs = _HashingFileSystem()
@@ -92,6 +94,7 @@ class ChecksummedWriter(FileSystemWriter):
 
     def storage_meta(self) -> StorageMeta:
         meta = super().storage_meta()
+        assert meta is not None
         meta.modules = [CHECKSUMS]
         return meta
 
@@ -182,7 +185,7 @@ class CheckpointFolder:
         """Full tensors on the CPU, in the dtype they were saved in."""
         if not self._verified:
             self.verify()
-        entries = self._index.state_dict_metadata
+        entries: dict[str, Any] = self._index.state_dict_metadata
         tensors = {key: torch.empty(entries[key].size, dtype=entries[key].properties.dtype) for key in keys}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # no_dist is intended

@@ -64,8 +64,8 @@ class HealthMetrics:
 
     def start_step(self, step: int, measure_outputs: bool = True) -> None:
         """Call in every step before the first forward pass. `measure_outputs=False` skips the output sizes."""
-        self._measuring = self._outputs is not None and measure_outputs and _is_due(step, self._health.freq)
-        if self._measuring:
+        self._measuring = measure_outputs and _is_due(step, self._health.freq)
+        if self._measuring and self._outputs is not None:
             self._outputs.start()
 
     @torch.no_grad()
@@ -75,16 +75,15 @@ class HealthMetrics:
         Weights are those after the step, outputs those during the step.
         """
         metrics: dict[str, float] = {}
-        if self._measuring:
-            metrics |= self._output_metrics()
+        if self._measuring and self._outputs is not None:
+            metrics |= self._output_metrics(self._outputs.stop())
         if _is_due(step, self._health.freq):
             metrics |= self._weight_metrics()
         if _is_due(step, self._health.spectra_freq):
             metrics |= self._spectra_metrics() | self._estimate_metrics()
         return metrics
 
-    def _output_metrics(self) -> dict[str, float]:
-        measured = self._outputs.stop()
+    def _output_metrics(self, measured: dict[tuple[int, str], Tensor]) -> dict[str, float]:
         mine = dict(zip(measured, _numbers(list(measured.values())), strict=True))
         metrics = {}
         for (layer, part), sizes in _by_name(mine).items():
@@ -118,7 +117,9 @@ class HealthMetrics:
 
         Owner ranks compute exact singular values of full matrices.
         """
-        names, inputs, keys = [], [], []
+        names: list[str] = []
+        inputs: list[tuple[Tensor, ...]] = []
+        keys: list[PCConfig | None] = []
         for model in self._model_parts:
             for name, linear in model.named_modules():
                 name = clean_name(name)
@@ -132,7 +133,7 @@ class HealthMetrics:
                 else:
                     inputs.append((state.raw, *state.gammas, state.u, state.v))
                     keys.append(state.config)
-        metrics = {}
+        metrics: dict[str, float] = {}
         conditions: dict[str, list[float]] = {"pc": [], "qkv": [], "all": []}
         for name, numbers in self._of_owners(_spectral, names, inputs, keys, len(SPECTRAL)).items():
             measured = dict(zip(SPECTRAL, numbers, strict=True))
@@ -150,9 +151,9 @@ class HealthMetrics:
     def _estimate_metrics(self) -> dict[str, float]:
         """Relative error of s as an estimate of W's spectral norm, per block with PC; {} without PC."""
         states = self._pc_weights()
-        inputs = [(state.raw, state.u, state.v) for state in states.values()]
+        inputs: list[tuple[Tensor, ...]] = [(state.raw, state.u, state.v) for state in states.values()]
         splits = [state.split for state in states.values()]
-        errors: dict[str, list[float]] = {}
+        errors: dict[str | None, list[float]] = {}
         for name, (error,) in self._of_owners(_largest_estimate_error, list(states), inputs, splits, 1).items():
             if not math.isnan(error):
                 errors.setdefault(block_of(name), []).append(error)
@@ -186,9 +187,9 @@ def _numbers(tensors: list[Tensor]) -> list:
 
 def _by_name(mine: dict[Any, Any]) -> dict[Any, list]:
     """The values of all ranks that have the name; ranks of other pipeline stages have other names."""
-    everyone = [mine]
+    everyone: list[dict] = [mine]
     if dist.is_initialized():
-        everyone = [None] * dist.get_world_size()
+        everyone = [{}] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
     return {name: [one[name] for one in everyone if name in one] for name in dict.fromkeys(chain(*everyone))}
 

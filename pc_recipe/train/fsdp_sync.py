@@ -30,6 +30,7 @@ def start_micro_batch(model_parts: Iterable[nn.Module], once_per_step: bool, is_
         is_last: whether it is the step's last micro-batch, after which gradients are complete and weights sharded.
     """
     for model in model_parts:
+        assert isinstance(model, FSDPModule)
         model.set_requires_all_reduce(is_last)  # among replicas
         if once_per_step:
             model.set_requires_gradient_sync(is_last)

@@ -73,6 +73,8 @@ class Llama2(Transformer):
     process.
     """
 
+    model_args: Llama2Args
+
     def __init__(self, model_args: Llama2Args) -> None:
         super().__init__(model_args)
         for module in self.modules():

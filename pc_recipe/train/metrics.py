@@ -77,7 +77,7 @@ class PCMetricsProcessor(MetricsProcessor):
         """of this rank since the last call (`pc_recipe.train.slow_ranks`)"""
         self._json_lines: JsonLinesLogger | None = None
         self._spikes: LossSpikes | None = None
-        self._layout = Layout(parallel_dims, config.training)
+        self._layout = Layout.of(config, parallel_dims.world_size)
         self._first_logged: tuple[int, float] | None = None  # step, time
         self._progress_logged_at = 0.0
         self._own_seconds: Any = 0.0  # [ranks, 2]: loading data, output layer; since the last progress line
@@ -133,7 +133,8 @@ class PCMetricsProcessor(MetricsProcessor):
             return
         first_step, begin = self._first_logged
         if now - self._progress_logged_at >= SECONDS_BETWEEN_PROGRESS_LINES:
-            for line in slow_ranks.reports(*self._own_seconds.T, now - self._progress_logged_at):
+            loading, output = self._own_seconds.T
+            for line in slow_ranks.reports(loading, output, now - self._progress_logged_at):
                 logger.warning(line)
             self._progress_logged_at, self._own_seconds = now, 0.0
             logger.info(f"Step {step} of {last}, {time_left([first_step, step], [begin, now], last)}")

@@ -33,7 +33,7 @@ class FiniteSteps:
         self._model_parts, self._preconditioner, self._limit = model_parts, preconditioner, limit
         self.count = 0
         """of skipped steps so far"""
-        self._in_a_row = 0
+        self._in_a_row = self._first_position = 0
 
     @torch.no_grad()
     def skips(self, step: int, loss: Tensor, positions: range) -> bool:
@@ -76,7 +76,7 @@ class FiniteSteps:
 
     def _names(self) -> str:
         """Some of the tensors of all ranks that are not finite."""
-        found = [None] * dist.get_world_size()
+        found: list[list[str]] = [[]] * dist.get_world_size()
         dist.all_gather_object(found, list(self._not_finite()))
         return ", ".join(list(dict.fromkeys(chain(*found)))[:NAMES_SHOWN]) or "nothing"
 

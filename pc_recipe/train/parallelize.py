@@ -1,6 +1,7 @@
 """Applies PC and TorchTitan's parallelisms to one model, in an order that works."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.distributed.context_parallel import apply_cp_to_attention_module
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list, apply_compile, apply_fsdp, apply_tp
+from torchtitan.models.llama3.model.model import Transformer
 
 from pc.blocks import matches
 from pc.config import PCConfig
@@ -24,7 +26,7 @@ from pc_recipe.train.upstream_config import JobConfig
 
 # The operations whose outputs selective checkpointing keeps. TorchTitan's list names only GPU attention kernels. Torch
 # 2.13 fails to recompute CPU attention in a compiled block with tensor parallelism.
-SAVED_OPERATIONS = _op_sac_save_list | {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default}
+SAVED_OPERATIONS: set[Any] = _op_sac_save_list | {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default}
 
 
 @dataclass
@@ -45,7 +47,7 @@ class AlwaysSharded(ParallelDims):
         return name == "fsdp" or super()._mesh_exist(name, degree)
 
 
-def parallelize(model: nn.Module, parallel_dims: AlwaysSharded, config: Config) -> nn.Module:
+def parallelize(model: Transformer, parallel_dims: AlwaysSharded, config: Config) -> Transformer:
     """Apply tensor and context parallelism, PC, activation checkpointing, compilation per block, FSDP, in this order.
 
     PC comes before the wrappers that hide linear layers. The model, or one pipeline stage of it, is on the meta device.
@@ -60,7 +62,7 @@ def parallelize(model: nn.Module, parallel_dims: AlwaysSharded, config: Config) 
         )
     if parallel_dims.cp_enabled:
         apply_cp_to_attention_module(
-            [block.attention.inner_attention for block in model.layers.values()],
+            [block.get_submodule("attention.inner_attention") for block in model.layers.values()],
             parallel_dims.get_mesh("cp"),
             model.model_args.attn_type,
         )
@@ -117,7 +119,7 @@ def _apply_fsdp(model: nn.Module, parallel_dims: AlwaysSharded, config: Config) 
             # every gradient.
             module.set_force_sum_reduction_for_comms(True)
             if parallel_dims.dp_replicate * parallel_dims.dp_shard * parallel_dims.cp == 1:
-                module.set_gradient_divide_factor(None)
+                module.set_gradient_divide_factor(None)  # type: ignore[arg-type]  # its default
 
 
 def pipeline(*args, **kwargs):

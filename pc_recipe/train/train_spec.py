@@ -1,5 +1,7 @@
 """What TorchTitan's trainer calls to make a run: this package's functions, with the run's `Config` for TorchTitan's."""
 
+from typing import Any
+
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
@@ -12,9 +14,12 @@ from pc_recipe.train.optimizers import Optimizers, build_schedulers
 from pc_recipe.train.parallelize import parallelize, pipeline
 from pc_recipe.train.validate import FixedValidator
 
+# TorchTitan calls what follows with its configuration; `ours` of it is the run's (`pc_recipe.train.upstream_config`).
 
-def build_dataloader(config: Config, dp_rank: int, dp_world_size: int) -> data.GlobalOrderLoader:
+
+def _build_dataloader(job_config: Any, dp_rank: int, dp_world_size: int, tokenizer: None) -> Any:
     """Shards in global order."""
+    config: Config = job_config.ours
     loader = config.training.dataloader
     return data.GlobalOrderLoader(
         config.data.folders,
@@ -32,22 +37,21 @@ def build_dataloader(config: Config, dp_rank: int, dp_world_size: int) -> data.G
     )
 
 
-# TorchTitan calls these with its configuration; `ours` of it is the run's (`pc_recipe.train.upstream_config`).
+def _build_validator(job_config: Any, dp_rank: int, dp_world_size: int, **_) -> Any:
+    return FixedValidator(job_config.ours, dp_rank, dp_world_size)
+
+
 TRAIN_SPEC = TrainSpec(
     model_cls=Llama2,
     model_args=Flavors(),
     parallelize_fn=lambda model, dims, titan: parallelize(model, dims, titan.ours),
     pipelining_fn=pipeline,
     build_optimizers_fn=lambda model_parts, titan, dims: Optimizers(model_parts, titan.ours),
-    build_lr_schedulers_fn=build_schedulers,
-    build_dataloader_fn=lambda job_config, dp_rank, dp_world_size, tokenizer: build_dataloader(
-        job_config.ours, dp_rank, dp_world_size
-    ),
+    build_lr_schedulers_fn=build_schedulers,  # type: ignore[arg-type]  # of the optimizers that are made above
+    build_dataloader_fn=_build_dataloader,
     build_tokenizer_fn=None,
     build_loss_fn=lambda titan, parallel_dims: build_loss(titan.ours, parallel_dims.tp),
-    build_validator_fn=lambda job_config, dp_rank, dp_world_size, **_: FixedValidator(
-        job_config.ours, dp_rank, dp_world_size
-    ),
+    build_validator_fn=_build_validator,
     build_metrics_processor_fn=lambda titan, dims, model_args: PCMetricsProcessor(titan.ours, dims),
     state_dict_adapter=Llama3StateDictAdapter,
 )

@@ -32,6 +32,7 @@ from pc.preconditioner import Preconditioner
 from pc.shards import local
 from pc_recipe.config import Config, rules
 from pc_recipe.config.layout import Layout
+from pc_recipe.data import GlobalOrderLoader
 from pc_recipe.files.run_folder import write_state
 from pc_recipe.files.run_log import set_aside_metrics
 from pc_recipe.train import cpu, fingerprint, fsdp_sync, train_spec  # noqa: F401 (it registers itself)
@@ -39,10 +40,14 @@ from pc_recipe.train.checkpoint import Checkpoints
 from pc_recipe.train.checkpoint_folder import CheckpointFolder
 from pc_recipe.train.diagnostics import HealthMetrics
 from pc_recipe.train.environment import require_agreement
+from pc_recipe.train.llama2 import Llama2Args
+from pc_recipe.train.metrics import PCMetricsProcessor
 from pc_recipe.train.nonfinite import FiniteSteps
+from pc_recipe.train.optimizers import Optimizers
 from pc_recipe.train.parallelize import AlwaysSharded
 from pc_recipe.train.slow_ranks import OutputTimes
 from pc_recipe.train.upstream_config import JobConfig
+from pc_recipe.train.validate import FixedValidator
 
 
 class PCTrainer(TrainerWithPC):
@@ -50,6 +55,16 @@ class PCTrainer(TrainerWithPC):
 
     On SIGUSR2 to any rank, all ranks save a checkpoint after the current step and exit normally.
     """
+
+    # what TRAIN_SPEC and this class make of TorchTitan's annotations
+    checkpointer: Checkpoints
+    metrics_processor: PCMetricsProcessor
+    model_args: Llama2Args
+    optimizers: Optimizers
+    parallel_dims: AlwaysSharded
+    # TorchTitan's base classes ask for more than its trainer calls
+    dataloader: GlobalOrderLoader  # type: ignore[assignment]
+    validator: FixedValidator  # type: ignore[assignment]
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -139,7 +154,7 @@ class PCTrainer(TrainerWithPC):
     def train_step(self, data_iterator) -> None:
         if self.step == 1 and self._starts_from_given_weights():
             preserve(self.model_parts)
-        self._loss = 0.0
+        self._loss = torch.zeros((), device=self.device)
         self._first_position = self.dataloader.position
         self.health.start_step(self.step, measure_outputs=not self._pipeline_finds_shapes())
         super().train_step(data_iterator)

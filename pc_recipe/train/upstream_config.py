@@ -15,6 +15,8 @@ from pc_recipe.config.sections import Section
 class JobConfig(titan.JobConfig):
     """TorchTitan's sections and keys with a run's values."""
 
+    ours: Config
+
     def __init__(self, config: Config) -> None:
         super().__init__()
         _set(self, config)
@@ -26,7 +28,8 @@ class JobConfig(titan.JobConfig):
 
 def _set(upstream: Any, ours: Section) -> None:
     upstream.ours = ours
-    for name, value in ours:
+    for name in type(ours).model_fields:
+        value = getattr(ours, name)
         if isinstance(value, Section) and hasattr(upstream, name):
             _set(getattr(upstream, name), value)
         elif hasattr(upstream, name):

@@ -1,12 +1,12 @@
 """Validation on a fixed set: the same sequences each time, and the mean loss over all tokens of all ranks."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.train import Trainer
 
 from pc_recipe.config import Config
 from pc_recipe.data import GlobalOrderLoader, Manifest, require_same_tokenizer
@@ -47,8 +47,12 @@ class FixedValidator:
         return False
 
     @torch.no_grad()
-    def validate(self, trainer: Trainer) -> None:
-        """Log the loss; of several folders the mean by weight, and each one's loss and share. All ranks call it."""
+    def validate(self, trainer: Any) -> None:
+        """Log the loss; of several folders the mean by weight, and each one's loss and share. All ranks call it.
+
+        Args:
+            trainer: the `PCTrainer`.
+        """
         for model in trainer.model_parts:
             model.eval()
         totals = torch.stack([_totals(trainer, loader) for loader in self._dataloaders])
@@ -63,7 +67,7 @@ class FixedValidator:
             model.train()
         reshard(trainer.model_parts)
 
-    def _by_folder(self, trainer: Trainer, losses: list[float]) -> dict[str, float]:
+    def _by_folder(self, trainer: Any, losses: list[float]) -> dict[str, float]:
         """What is logged of each folder, where there are several."""
         shares = trainer.dataloader.shares()
         of_each = {f"validation_loss/{name}": loss for name, loss in zip(self._names, losses, strict=True)}
@@ -71,7 +75,7 @@ class FixedValidator:
         return of_each if len(shares) > 1 else {}
 
 
-def _totals(trainer: Trainer, dataloader: GlobalOrderLoader) -> Tensor:
+def _totals(trainer: Any, dataloader: GlobalOrderLoader) -> Tensor:
     """Sum of losses and number of tokens on this rank [2]; zero on ranks without the last pipeline stage."""
     totals = torch.zeros(2, dtype=torch.float64, device=trainer.device)
     for input_dict, labels in dataloader:
@@ -84,12 +88,13 @@ def _totals(trainer: Trainer, dataloader: GlobalOrderLoader) -> Tensor:
     return totals
 
 
-def _loss_sum(trainer: Trainer, inputs: Tensor, labels: Tensor, more: dict) -> Tensor | None:
+def _loss_sum(trainer: Any, inputs: Tensor, labels: Tensor, more: dict) -> Tensor | None:
     """Sum of a batch's losses; None on a rank without the last pipeline stage."""
     if not trainer.parallel_dims.pp_enabled:
         with trainer.train_context(), trainer.maybe_enable_amp:
             return _full(trainer.loss_fn(trainer.model_parts[0](inputs, **more), labels))
-    losses, target = ([], labels) if trainer.pp_has_last_stage else (None, None)
+    losses: list[Tensor] | None = [] if trainer.pp_has_last_stage else None
+    target = labels if trainer.pp_has_last_stage else None
     arguments = (inputs,) if trainer.pp_has_first_stage else ()
     with trainer.train_context():
         trainer.pp_schedule.eval(*arguments, **more, target=target, losses=losses)

@@ -52,7 +52,7 @@ def require_unchanged(sweep: Sweep) -> None:
         said = ""
         if before is None and len(run_folder.configs(run.folder)) > 1:
             said = "several configurations (config.*.toml); move it away to train it again"
-        elif changed := differing(before, now) if before else []:
+        elif before is not None and (changed := differing(before, now)):
             values = [f"{key} = {before.get(key, 'default')} (now {now.get(key, 'default')})" for key in changed[:3]]
             said = f'{", ".join(values)}; restore that, or give the sweep another folder = "..."'
         if said:

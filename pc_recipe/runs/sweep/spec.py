@@ -79,12 +79,13 @@ def _sweep(path: Path, config: SweepConfig) -> Sweep:
     if unfit := [name for name in config.variants if not re.fullmatch(r"\w[\w.+=-]*", name)]:
         raise UserError(f"variants.{unfit[0]!r} names a folder: use letters, digits and . + = - _")
     runs = []
+    seeds: list[int | None] = [*config.seeds] or [None]
     for name in config.configs:
         file = _shortest(path.parent / name)
         for variant, parts, settings in _combinations(config):
             stem = [Path(name).stem] if len(config.configs) > 1 or not parts else []
             setting = "/".join([*stem, *(["_".join(parts)] if parts else [])])
-            for seed in config.seeds or [None]:
+            for seed in seeds:
                 run_name = setting if seed is None else f"{setting}/seed-{seed}"
                 words = [f"--{key}={_toml(value)}" for key, value in settings.items()]
                 words += [] if seed is None else [f"--debug.seed={seed}", f"--data.seed={seed}"]
