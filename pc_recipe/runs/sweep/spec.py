@@ -7,7 +7,8 @@ seeds = [0, 1]                                # optional
 "optimizer.lr" = [3e-4, 4.243e-4, 6e-4]
 "pc.level" = [1, 2, 3, 4]
 
-[variants.long]                               # optional: settings that go together, and their name
+[variants.plain]                              # optional: settings that go together, and their name; if there are
+[variants.long]                               # any, each run has one, so a plain arm needs one too
 "training.steps" = 2000
 "lr_scheduler.warmup_steps" = 20
 """
@@ -41,7 +42,7 @@ class SweepConfig(Section):
     configs: list[Text] = sections.key([], "Training configs to vary, relative to the sweep's file.")
     axes: dict[str, Annotated[list, Field(min_length=1)]] = sections.key({}, '"section.key" = [values].')
     variants: dict[str, dict[str, Any]] = sections.key(
-        {}, 'Named tables of "section.key" = value: settings that go together.'
+        {}, 'Named tables of "section.key" = value: settings that go together. If there are any, each run has one.'
     )
     seeds: list[int] = sections.key(
         [], "Seeds of initial weights and data order, a run each; empty: the config's own seed."
