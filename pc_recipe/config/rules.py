@@ -58,6 +58,8 @@ def _anywhere(config: Config) -> Iterator[str]:
             f"checkpoint.exclude_from_loading = {excluded} should name both model and pc or neither, because the saved "
             "weights are PC(W) and W is in pc"
         )
+    if config.checkpoint.initial_load_in_hf and not config.checkpoint.initial_load_path:
+        yield "checkpoint.initial_load_in_hf = true needs checkpoint.initial_load_path, the Hugging Face folder"
     if config.checkpoint.keep_latest_k == 1:
         yield "checkpoint.keep_latest_k = 1 should be 2 or more, because the newest may be damaged, or 0 to keep all"
     if config.model.converters:

@@ -28,6 +28,7 @@ from pc_recipe.config.sections import (
 INSTEAD = {
     "checkpoint.folder": "job.dump_folder",
     "checkpoint.last_save_in_hf": "scripts/export_hf.py",
+    "model.hf_assets_path": "checkpoint.initial_load_path",
     "model.tokenizer_path": "data.path, whose shards know their tokenizer",
     "parallelism.fsdp_reshard_after_forward": "parallelism.fsdp_sync",
     "training.dataset": "data.path",
@@ -72,7 +73,6 @@ class Model(Section):
     vocab_size: Count = key(32_000, "Rows of embedding and head; at least the tokenizer's vocabulary size.")
     init_std: Positive = key(0.02, "Deviation of the blocks' initial weights; of wo, w2 and w3 it falls with depth.")
     init_factors: BlockFactors = key({}, "Factors of the initial weights of some blocks, such as {o = 1.6, ffn = 1.8}.")
-    hf_assets_path: Text = key("./tests/assets/tokenizer", "Hugging Face folder of checkpoint.initial_load_in_hf.")
     converters: list[Literal["quantize.linear.float8"]] = key([], "TorchTitan's converters of linear layers.")
 
 
@@ -133,7 +133,7 @@ class Checkpoint(Section):
     minutes: Interval = key(0, "Minutes after a checkpoint when the next is due before its step; 0: never.")
     initial_load_path: Text | None = key(None, "Checkpoint or Hugging Face folder that a new run starts from.", RESULT)
     initial_load_model_only: bool = key(True, "Load only its weights.", RESULT)
-    initial_load_in_hf: bool = key(False, "It is a Hugging Face folder (or model.hf_assets_path is).", RESULT)
+    initial_load_in_hf: bool = key(False, "It is a Hugging Face folder.", RESULT)
     last_save_model_only: bool = key(True, "The last checkpoint holds only weights; it cannot be resumed.")
     export_dtype: Literal["float16", "bfloat16", "float32"] = key("float32", "Precision of weights saved alone.")
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = key("disabled", "Save while training goes on.")

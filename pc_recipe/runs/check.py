@@ -130,7 +130,7 @@ def _check_model(report: Report, config: Config) -> memory.Sizes:
     report.facts.append(
         ("parameters", f"{parameters:,}, {parameters - sizes.outside_blocks:,} without embedding and head")
     )
-    loads = config.checkpoint.enable and (config.checkpoint.initial_load_path or config.checkpoint.initial_load_in_hf)
+    loads = config.checkpoint.enable and config.checkpoint.initial_load_path
     if config.pc.enable and loads and config.pc.start == "preserve":
         pc_config = config.pc.pc_config
         for block in pc_config.blocks:

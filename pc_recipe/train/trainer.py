@@ -111,8 +111,7 @@ class PCTrainer(TrainerWithPC):
         if found is not None:
             self._require_same_run(found)
             checkpointer.read(found.path)
-        elif wanted.initial_load_in_hf:
-            start = start or self.config.model.hf_assets_path
+        elif start and wanted.initial_load_in_hf:
             self.require_start_folder(start)
             checkpointer.read(start, model_only=True, from_hf=True)
         elif start and wanted.initial_load_model_only:
@@ -218,7 +217,7 @@ class PCTrainer(TrainerWithPC):
         pc, checkpoint = self.config.pc, self.config.checkpoint
         if not (pc.enable and pc.start == "preserve" and checkpoint.enable and checkpoint.initial_load_model_only):
             return False
-        return bool(checkpoint.initial_load_path or checkpoint.initial_load_in_hf)
+        return bool(checkpoint.initial_load_path)
 
     def _loss_of_all_stages(self, loss: Tensor) -> Tensor:
         """The last pipeline stage's loss, on all stages; TorchTitan 0.2.2 returns and logs -1 on the others."""

@@ -19,6 +19,7 @@ class JobConfig(titan.JobConfig):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
+        self.model.hf_assets_path = ""  # its default is a folder of TorchTitan's checkout, which a warning would name
         _set(self, config)
 
     def to_dict(self) -> dict[str, Any]:

@@ -38,6 +38,7 @@ REFUSED_ANYWHERE = [
     ({"evaluation.interval": 5}, {"pp": 2}, "without pipeline and context parallelism"),
     ({"checkpoint.exclude_from_loading": ["pc"]}, {}, "should name both model and pc or neither"),
     ({"checkpoint.exclude_from_loading": ["model"]}, {}, "should name both model and pc or neither"),
+    ({"checkpoint.initial_load_in_hf": True}, {}, "initial_load_in_hf = true needs checkpoint.initial_load_path"),
     ({"checkpoint.keep_latest_k": 1}, {}, "checkpoint.keep_latest_k = 1 should be 2 or more"),
     ({**EMULATED_FLOAT8, "pc.mode": "forward"}, {}, "would replace the matmuls of float8 layers"),
     ({"model.n_kv_heads": 2}, {"tp": 4}, "tensor_parallel_degree = 4 should divide the 2 (key-value) heads"),
