@@ -13,11 +13,14 @@ from pc.preconditioner import Preconditioner
 from pc.weight import named_weights
 
 
-class TrainerWithPC(torchtitan.train.Trainer):
+class Trainer(torchtitan.train.Trainer):
     """Calls the preconditioner where TorchTitan's trainer has no hook: before the first step, after the last micro-batch,
     and in checkpoints."""
 
     def __init__(self, job_config) -> None:
+        assets = job_config.model.hf_assets_path
+        if assets and not Path(assets).is_dir():  # TorchTitan names another key
+            raise UserError(f"model.hf_assets_path: no folder {assets}; it should have the model's tokenizer.json")
         super().__init__(job_config)
         self.preconditioner = self.make_preconditioner()
         if self.preconditioner is not None:
@@ -56,16 +59,6 @@ class TrainerWithPC(torchtitan.train.Trainer):
         """Turn the gradients of all micro-batches into those of W and gamma, before clipping."""
         if self.preconditioner is not None:
             self.preconditioner.pull_back()
-
-
-class Trainer(TrainerWithPC):
-    """For any of TorchTitan's models, with its own data and optimizers."""
-
-    def __init__(self, job_config) -> None:
-        assets = Path(job_config.model.hf_assets_path)
-        if not assets.is_dir():  # TorchTitan names another key
-            raise UserError(f"model.hf_assets_path: no folder {assets}; it should have the model's tokenizer.json")
-        super().__init__(job_config)
 
 
 @exit_on_user_error

@@ -26,7 +26,7 @@ from torchtitan.distributed.utils import init_distributed
 from torchtitan.tools.logging import logger
 
 from pc.errors import UserError
-from pc.integrations.torchtitan_train import TrainerWithPC
+from pc.integrations.torchtitan_train import Trainer
 from pc.marking import preserve
 from pc.preconditioner import Preconditioner
 from pc.shards import local
@@ -50,7 +50,7 @@ from pc_recipe.train.upstream_config import JobConfig
 from pc_recipe.train.validate import FixedValidator
 
 
-class PCTrainer(TrainerWithPC):
+class PCTrainer(Trainer):
     """TorchTitan's trainer with PC, a stop signal, and a status file.
 
     On SIGUSR2 to any rank, all ranks save a checkpoint after the current step and exit normally.
