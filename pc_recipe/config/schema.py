@@ -1,4 +1,5 @@
-"""Every key of a run's configuration: its type, its range, its default, what it says and what it decides.
+"""Every key of a run's configuration: its type, its range, its default, what it says and what it decides. Those of PC are
+in `pc_section`, those of optimizers in `optimizers`.
 
 Sections and keys have TorchTitan's names. Keys of TorchTitan that this trainer does not read do not exist.
 """
