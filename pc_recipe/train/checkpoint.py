@@ -21,7 +21,8 @@ from torchtitan.tools.utils import GarbageCollection
 from pc.errors import UserError, WriteFailed
 from pc_recipe.config.schema import Checkpoint
 from pc_recipe.files.run_folder import INDEX, checkpoints
-from pc_recipe.train.checkpoint_folder import CheckpointFolder, ChecksummedWriter, Damaged, LoadPlanner, Reader
+from pc_recipe.train.checkpoint_folder import CheckpointFolder, Damaged, LoadPlanner, Reader
+from pc_recipe.train.checkpoint_writer import ChecksummedWriter
 
 T = TypeVar("T")
 SECONDS_TO_END_A_SAVE = 60.0
