@@ -49,12 +49,13 @@ from torchtitan.protocols.train_spec import register_train_spec
 from torchtitan.train import Trainer
 
 from pc.errors import exit_on_user_error
-from pc_recipe.config import load_config
+from pc_recipe.config import Config, load_config
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.runs.torchrun import STEPS_ALONE
 from pc_recipe.train import cpu
-from pc_recipe.train.job_config import JobConfig
-from pc_recipe.train.trainer import TRAIN_SPEC, PCTrainer
+from pc_recipe.train.train_spec import TRAIN_SPEC
+from pc_recipe.train.trainer import PCTrainer
+from pc_recipe.train.upstream_config import JobConfig
 from rows import BY_OPERATION, ROWS, Row, Variant, overrides_of, table
 from timing import ON_GPU, hardware
 
@@ -68,11 +69,11 @@ class RandomTokens:
 
     position = 0
 
-    def __init__(self, job_config) -> None:
-        training = job_config.training
+    def __init__(self, config: Config) -> None:
+        training = config.training
         generator = torch.Generator().manual_seed(0)
         shape = (training.local_batch_size, training.seq_len + 1)
-        self._tokens = torch.randint(job_config.model.vocab_size, shape, generator=generator)
+        self._tokens = torch.randint(config.model.vocab_size, shape, generator=generator)
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         while True:
@@ -80,7 +81,7 @@ class RandomTokens:
 
 
 def _build_loader(dp_world_size, dp_rank, tokenizer, job_config) -> RandomTokens:
-    return RandomTokens(job_config)
+    return RandomTokens(job_config.ours)
 
 
 def register_specs() -> None:

@@ -2,21 +2,25 @@
 torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, get_args
 
 from pc.blocks import BLOCK_GROUPS, BLOCK_SUFFIXES
 from pc.errors import UserError
-from pc.maps import Coefficients, Map, resolve
+from pc.maps import LEVEL_NAMES, Coefficients, Map, resolve
 
 METHODS = {"polynomial": "pc.methods.normalised_polynomial.NormalisedPolynomial"}
 """What PC(W) can be: {name: class}. A class is imported when its name is used."""
 
-MODES = ("step", "forward")
-COMPUTE_DTYPES = ("float32", "tf32", "bfloat16")
-
 Level = int | str | Coefficients
+Mode = Literal["step", "forward"]
+ComputeDtype = Literal["float32", "tf32", "bfloat16"]
+
+
+def _key(default: Any, help: str) -> Any:
+    """A field with its description; the recipe's TOML section and its `--help` are made of both."""
+    return field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True)
@@ -47,39 +51,36 @@ class PCConfig:
         UserError: an invalid value; the message names the field and valid values.
     """
 
-    level: Level | Mapping[str, Level] = 4
-    """Strength: 1 to 4, or "polar_express"; or your own coefficients of p from degree 0 up, such as
-    [2.083, -1.643, 0.560]; or a mapping from each entry of `blocks` to one of these."""
-
-    blocks: tuple[str, ...] = ("o", "ffn")
-    """Weights to precondition: q, k, v, o, gate, up, down, the groups qk and ffn, or patterns of module or parameter
-    names such as "model.layers.*.mlp.fc1"."""
-
-    heads: tuple[str, ...] = ()
-    """Blocks out of q, k, v whose weights are one matrix for each attention head."""
-
-    splits: Mapping[str, MatrixSplit | None] | None = None
-    """How weights other than those of plain linear layers are split into matrices (`pc.MatrixSplit`), by patterns of
-    parameter names; None: not one of the blocks. Classes in `pc.targets.KNOWN` need no entry."""
-
-    power_iterations: int = 10
-    """Power iterations per optimizer step (q in algorithm 3)."""
-
-    norm_recovery: bool = True
-    """Multiply by the estimated spectral norm after the polynomial, so that the weight keeps its norm."""
-
-    learnable_gamma: bool = True
-    """Multiply by one learnable scalar per matrix, initialised to 1."""
-
-    method: str = "polynomial"
-    """What PC(W) is, by its name in `METHODS`."""
-
-    mode: str = "step"
-    """"step": compute PC(W) once per optimizer step; forward passes are those of the plain model. "forward": compute it
-    in every forward pass, inside the autograd graph: the readable reference."""
-
-    compute_dtype: str = "float32"
-    """Precision of the polynomial's matmuls: "float32" (the weight's own), "tf32", "bfloat16"."""
+    level: Level | Mapping[str, Level] = _key(
+        4,
+        f"Strength: {LEVEL_NAMES}; or your own coefficients of p from degree 0 up, such as [2.083, -1.643, 0.560]; or a table "
+        "with one of these for each entry of blocks.",
+    )
+    blocks: tuple[str, ...] = _key(
+        ("o", "ffn"),
+        "Weights to precondition: q, k, v, o, gate, up, down, the groups qk and ffn, or patterns of module or parameter "
+        "names such as model.layers.*.mlp.fc1.",
+    )
+    heads: tuple[Literal["q", "k", "v"], ...] = _key((), "Blocks whose weights are one matrix for each attention head.")
+    splits: Mapping[str, MatrixSplit | None] | None = _key(
+        None,
+        "How weights other than those of plain linear layers are split into matrices (pc.MatrixSplit), by patterns of "
+        "parameter names; None: not one of the blocks. Classes in pc.targets.KNOWN need no entry.",
+    )
+    power_iterations: int = _key(10, "Power iterations per optimizer step (q in algorithm 3).")
+    norm_recovery: bool = _key(
+        True, "Multiply by the estimated spectral norm after the polynomial, so that the weight keeps its norm."
+    )
+    learnable_gamma: bool = _key(True, "Multiply by one learnable scalar per matrix, initialised to 1.")
+    method: str = _key("polynomial", f"What PC(W) is: {', '.join(METHODS)}.")
+    mode: Mode = _key(
+        "step",
+        "step: compute PC(W) once per optimizer step; forward passes are those of the plain model. forward: compute it in "
+        "every forward pass, inside the autograd graph: the readable reference.",
+    )
+    compute_dtype: ComputeDtype = _key(
+        "float32", "Precision of the polynomial's matmuls; float32 is the weight's own, and all else of PC has it."
+    )
 
     def __post_init__(self) -> None:
         for key in ("blocks", "heads"):
@@ -108,7 +109,7 @@ class PCConfig:
         object.__setattr__(self, "level", levels if isinstance(self.level, Mapping) else levels[self.blocks[0]])
         if self.power_iterations < 1:
             raise UserError(f"pc.power_iterations must be at least 1, got {self.power_iterations}")
-        for key, choices in (("method", METHODS), ("mode", MODES), ("compute_dtype", COMPUTE_DTYPES)):
+        for key, choices in (("method", METHODS), ("mode", get_args(Mode)), ("compute_dtype", get_args(ComputeDtype))):
             if getattr(self, key) not in choices:
                 raise UserError(f"pc.{key} must be one of {', '.join(choices)}, got {getattr(self, key)!r}")
         if self.mode == "forward" and self.heads:

@@ -14,7 +14,7 @@ from numbers import Real
 Coefficients = tuple[float, ...]
 Map = Coefficients | tuple[Coefficients, ...]
 
-# Paper, section 3.2: the fitted maps of levels 1 to 4. Each sums to 1, so that g(1) = 1.
+# Paper, section 3.2: the fitted maps, by level. Each sums to 1, so that g(1) = 1.
 COEFFICIENTS: dict[int, Coefficients] = {
     1: (1.507, -0.507),
     2: (2.083, -1.643, 0.560),
@@ -35,13 +35,15 @@ POLAR_EXPRESS: tuple[Coefficients, ...] = (
     (1.8648, -1.2224, 0.3577),
 )
 
+LEVEL_NAMES = ", ".join(map(str, [*sorted(COEFFICIENTS), "polar_express"]))
+
 # Own coefficients: the values that g may take on [0, 1.1], and how far g(1) may be from 1 without a warning.
 OWN_MAP_RANGE = (-0.05, 1.1)
 OWN_MAP_TOLERANCE = 0.02
 
 
 def resolve(level: int | str | Sequence[float]) -> Map:
-    """The map of a level: 1 to 4, `"polar_express"`, or coefficients of one's own.
+    """The map of a level: a key of `COEFFICIENTS`, `"polar_express"`, or coefficients of one's own.
 
     Raises:
         ValueError: no such level, or coefficients that are not usable.
@@ -54,10 +56,7 @@ def resolve(level: int | str | Sequence[float]) -> Map:
     if level == "polar_express":
         return POLAR_EXPRESS
     if isinstance(level, bool) or level not in COEFFICIENTS:
-        raise ValueError(
-            f"PC level {level!r} does not exist; use {', '.join(map(str, COEFFICIENTS))}, "
-            '"polar_express" or a list of coefficients'
-        )
+        raise ValueError(f"PC level {level!r} does not exist; use {LEVEL_NAMES} or a list of coefficients")
     return COEFFICIENTS[level]
 
 

@@ -28,7 +28,7 @@ def main() -> None:
     if arguments.temperature:
         sampling = {"do_sample": True, "temperature": arguments.temperature, "top_p": arguments.top_p}
     torch.manual_seed(arguments.seed)
-    generate = pipeline("text-generation", llama, tokenizer=tokenizer)
+    generate = pipeline("text-generation", llama, tokenizer=tokenizer)  # type: ignore[call-overload]  # knows fewer tokenizers
     (continued,) = generate(arguments.prompt, max_new_tokens=arguments.max_new_tokens, max_length=None, **sampling)
     print(continued["generated_text"])
 

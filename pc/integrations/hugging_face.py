@@ -8,9 +8,11 @@ pc.merge(model).save_pretrained(folder)
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import Trainer
 
 from pc.errors import UserError
 from pc.factory import precondition
@@ -20,20 +22,22 @@ from pc.preconditioner import Preconditioner
 FILE = "pc.pt"  # the preconditioner's state, in the folder of a checkpoint
 
 
-class PCTrainerMixin:
+class PCTrainerMixin(Trainer):
     """Comes before `transformers.Trainer` among the bases of a trainer, whose model has been given to `pc.attach`."""
 
-    preconditioner: Preconditioner | None = None  # there is one once the model is evaluated or trained
+    preconditioner: Any = None  # a Preconditioner, once the model is evaluated or trained
 
     def _started(self) -> Preconditioner:
         if self.preconditioner is None:
             is_replica = dist.is_initialized() and not self.is_fsdp_enabled
-            self.preconditioner = precondition(self.model, process_group=dist.group.WORLD if is_replica else None)
+            model: Any = self.model
+            self.preconditioner = precondition(model, process_group=dist.group.WORLD if is_replica else None)
         return self.preconditioner
 
     def create_scheduler(self, num_training_steps: int, optimizer=None):
         """Called once model and optimizer are wrapped, before a checkpoint's optimizer state is loaded."""
-        self._started().follow(optimizer or self.optimizer)
+        chosen: Any = optimizer or self.optimizer
+        self._started().follow(chosen)
         return super().create_scheduler(num_training_steps, optimizer)
 
     def training_step(self, *args, **kwargs) -> torch.Tensor:
@@ -52,14 +56,15 @@ class PCTrainerMixin:
         if self.is_world_process_zero():
             torch.save(found, Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}" / FILE)
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str) -> None:
+    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
         """Called once a checkpoint's model is loaded."""
         super()._load_optimizer_and_scheduler(checkpoint)
         self.load_pc(Path(checkpoint))
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
-        self.load_pc(Path(self.state.best_model_checkpoint))
+        best: Any = self.state.best_model_checkpoint
+        self.load_pc(Path(best))
 
     def load_pc(self, checkpoint: Path) -> None:
         file = checkpoint / FILE

@@ -11,9 +11,9 @@ level = 4
 
 import difflib
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from torch import nn
-from torchtitan.config import JobConfig as TitanConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.tools.logging import logger
@@ -37,7 +37,7 @@ class Converter:
     """TorchTitan's `ModelConverter`. A mistake in the configuration ends the process with one line."""
 
     @exit_on_user_error
-    def __init__(self, job_config: TitanConfig, parallel_dims: ParallelDims) -> None:
+    def __init__(self, job_config: Any, parallel_dims: ParallelDims) -> None:
         values = {**job_config.pc}
         is_enabled = values.pop("enable", True)
         known = [key.name for key in fields(PCConfig)]

@@ -9,39 +9,56 @@ from torch import Tensor
 
 from pc.errors import UserError, exit_on_user_error
 from pc.factory import precondition
+from pc.preconditioner import Preconditioner
 from pc.weight import named_weights
 
 
 class Trainer(torchtitan.train.Trainer):
-    """Calls the preconditioner where TorchTitan's trainer has no hook: after the last micro-batch, and in
-    checkpoints."""
+    """Calls the preconditioner where TorchTitan's trainer has no hook: before the first step, after the last micro-batch,
+    and in checkpoints."""
 
     def __init__(self, job_config) -> None:
-        assets = Path(job_config.model.hf_assets_path)
-        if not assets.is_dir():  # TorchTitan names another key
+        assets = job_config.model.hf_assets_path
+        if assets and not Path(assets).is_dir():  # TorchTitan names another key
             raise UserError(f"model.hf_assets_path: no folder {assets}; it should have the model's tokenizer.json")
         super().__init__(job_config)
-        self.preconditioner = None  # without PC, or in a pipeline stage without weights of PC
-        if any(True for part in self.model_parts for _ in named_weights(part)):
-            self.preconditioner = precondition(self.model_parts)
-            self.preconditioner.follow(self.optimizers.optimizers)
-            for weight in self.preconditioner.weights.values():
-                if weight.gamma is not None:
-                    weight.gamma.requires_grad_()  # TorchTitan saves optimizer states of such parameters alone
+        self.preconditioner = self.make_preconditioner()
+        if self.preconditioner is not None:
             self.checkpointer.states["pc"] = self.preconditioner
 
+    def make_preconditioner(self) -> Preconditioner | None:
+        """None without PC, or in a pipeline stage without weights of PC."""
+        if not any(True for part in self.model_parts for _ in named_weights(part)):
+            return None
+        preconditioner = precondition(self.model_parts)
+        preconditioner.follow(self.optimizers.optimizers)
+        for weight in preconditioner.weights.values():
+            if weight.gamma is not None:
+                weight.gamma.requires_grad_()  # TorchTitan saves optimizer states of such parameters alone
+        return preconditioner
+
     def train_step(self, data_iterator) -> None:
-        if self.preconditioner and not self.preconditioner.holds_pc:
+        if self.preconditioner is not None and not self.preconditioner.holds_pc:
             self.preconditioner.write_pc()  # the first step of a new run; any checkpoint is loaded by now
-        self._micro_batches = 0
+        self._micro_batches_done = 0
         super().train_step(data_iterator)
+
+    @property
+    def is_last_micro_batch(self) -> bool:
+        """Whether the next call of `forward_backward_step` is the last of its step."""
+        return self._micro_batches_done + 1 == self.gradient_accumulation_steps
 
     def forward_backward_step(self, **batch) -> Tensor:
         loss = super().forward_backward_step(**batch)
-        self._micro_batches += 1
-        if self.preconditioner and self._micro_batches == self.gradient_accumulation_steps:
-            self.preconditioner.pull_back()
+        if self.is_last_micro_batch:
+            self.finish_gradients(batch["global_valid_tokens"])
+        self._micro_batches_done += 1
         return loss
+
+    def finish_gradients(self, global_valid_tokens: Tensor) -> None:
+        """Turn the gradients of all micro-batches into those of W and gamma, before clipping."""
+        if self.preconditioner is not None:
+            self.preconditioner.pull_back()
 
 
 @exit_on_user_error

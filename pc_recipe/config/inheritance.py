@@ -14,11 +14,13 @@ import reprlib
 import tomllib
 from collections.abc import Iterator, Sequence
 from functools import reduce
+from itertools import takewhile
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import tomli_w
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from pc.errors import UserError
 from pc_recipe.config.schema import INSTEAD, Config, Job
@@ -58,7 +60,12 @@ def resolve(path: str | Path, overrides: Sequence[str], schema: type[Schema]) ->
 
 
 def validated(
-    values: dict[str, Any], schema: type[Schema], where: str, *, strict: bool = True, extra: str = "forbid"
+    values: dict[str, Any],
+    schema: type[Schema],
+    where: str,
+    *,
+    strict: bool = True,
+    extra: Literal["forbid", "ignore"] = "forbid",
 ) -> Schema:
     """Raises a `UserError` with a line for each wrong key; `extra="ignore"` leaves out keys of another version."""
     try:
@@ -111,9 +118,8 @@ def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
         if not word.startswith("--"):
             raise UserError(f"command line: {word!r} is not an override; write --section.key value")
         name, has_value, text = word[2:].partition("=")
-        if not has_value:
-            text = None if not words or words[0].startswith("--") else words.pop(0)
-        yield name, text
+        is_alone = not has_value and (not words or words[0].startswith("--"))
+        yield name, None if is_alone else text if has_value else words.pop(0)
 
 
 def _set(keys: Sequence[str], text: str | None, schema: type[Schema]) -> Schema:
@@ -143,10 +149,9 @@ def _set(keys: Sequence[str], text: str | None, schema: type[Schema]) -> Schema:
 
 def _overlaid(below: Schema, above: Schema) -> Schema:
     """`below`, with what is set in `above`."""
-    for name in above.model_fields_set:
-        value = getattr(above, name)
-        setattr(below, name, _overlaid(getattr(below, name), value) if isinstance(value, Section) else value)
-    return below
+    values = {name: getattr(above, name) for name in above.model_fields_set}
+    sections = {name: _overlaid(getattr(below, name), v) for name, v in values.items() if isinstance(v, Section)}
+    return below.model_copy(update=values | sections)
 
 
 def _origin(path: Path, overrides: Sequence[str]) -> str:
@@ -154,7 +159,7 @@ def _origin(path: Path, overrides: Sequence[str]) -> str:
     files = list(_chain(path))
     text = files[0][1].decode()
     if text.startswith(RESOLVED) and not overrides:
-        return re.match(r"(#.*\n)*", text)[0]
+        return "".join(takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
     # a line break in a word would end the comment
     words = " ".join(overrides).replace("\n", " ").replace("\r", " ")
     lines = [f"#   command line: {words}\n"] if overrides else []
@@ -163,7 +168,7 @@ def _origin(path: Path, overrides: Sequence[str]) -> str:
     return RESOLVED + "".join(lines + [f"#   {f}  sha256 {hashlib.sha256(text).hexdigest()}\n" for f, text, _ in files])
 
 
-def _said(finding: dict[str, Any], schema: type[Section]) -> str:
+def _said(finding: ErrorDetails, schema: type[Section]) -> str:
     name = ".".join(map(str, finding["loc"]))
     if finding["type"] == "extra_forbidden":
         return _unknown(name, schema)

@@ -2,9 +2,9 @@
 `FLAVORS`."""
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from pc_recipe.config.sections import entry_of
+from pc_recipe.config.sections import one_of
 
 if TYPE_CHECKING:
     from pc_recipe.config.schema import Model
@@ -41,7 +41,7 @@ FLAVORS: dict[str, Flavor] = {
     "70B": Flavor(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_dim_multiplier=1.3, multiple_of=4096),
 }
 
-FlavorName = entry_of(FLAVORS)
+FlavorName = Annotated[str, one_of(FLAVORS)]
 
 
 def shape_of(model: "Model") -> Flavor:

@@ -2,26 +2,25 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pc_recipe.config.sections import RESULT, RUN, Beta, BlockFactors, Count, Factor, Fraction, Section, entry_of, key
+from pc_recipe.config.sections import RESULT, RUN, Beta, BlockFactors, Count, Factor, Fraction, Section, key, one_of
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
 
 @dataclass(frozen=True)
 class Kind:
     """What the trainer needs to know about an optimizer. Its own keys begin with its name: "muon_" for "Muon"."""
 
-    build: "Callable[[list[nn.Parameter] | list[dict], Optimizer], torch.optim.Optimizer]"
-    """Makes the optimizer of parameters or parameter groups; imports torch when it is called."""
+    build: "Callable[[list[dict], Optimizer], torch.optim.Optimizer]"
+    """Makes the optimizer of parameter groups; imports torch when it is called."""
     states: int
     """State tensors per parameter and of its size, for the memory estimate."""
 
 
-def _adamw(parameters: "list[nn.Parameter]", config: "Optimizer") -> "torch.optim.Optimizer":
+def _adamw(parameters: "list[dict]", config: "Optimizer") -> "torch.optim.Optimizer":
     import torch
 
     return torch.optim.AdamW(
@@ -35,7 +34,7 @@ def _adamw(parameters: "list[nn.Parameter]", config: "Optimizer") -> "torch.opti
     )
 
 
-def _muon(parameters: "list[nn.Parameter]", config: "Optimizer") -> "torch.optim.Optimizer":
+def _muon(parameters: "list[dict]", config: "Optimizer") -> "torch.optim.Optimizer":
     from pc.muon import Muon
 
     return Muon(
@@ -60,7 +59,7 @@ class Optimizer(Section):
     """AdamW's keys also apply to the parameters that Muon does not train."""
 
     decides = RESULT
-    name: entry_of(KINDS) = key(
+    name: Annotated[str, one_of(KINDS)] = key(
         "AdamW", f"Optimizer of the hidden matrices: {', '.join(KINDS)}. AdamW trains all other parameters."
     )
     lr: Factor = key(8e-4, "Peak learning rate.")

@@ -46,7 +46,7 @@ def compiles_model(config: Config) -> bool:
 
 def _anywhere(config: Config) -> Iterator[str]:
     if config.pc.enable:
-        yield from error_messages(config.pc.to_pc_config)
+        yield from error_messages(lambda: config.pc.pc_config)
     shape = shape_of(config.model)
     if shape.dim % (2 * shape.n_heads):
         yield f"model.dim = {shape.dim} should be an even multiple of the {shape.n_heads} heads"
@@ -58,6 +58,8 @@ def _anywhere(config: Config) -> Iterator[str]:
             f"checkpoint.exclude_from_loading = {excluded} should name both model and pc or neither, because the saved "
             "weights are PC(W) and W is in pc"
         )
+    if config.checkpoint.initial_load_in_hf and not config.checkpoint.initial_load_path:
+        yield "checkpoint.initial_load_in_hf = true needs checkpoint.initial_load_path, the Hugging Face folder"
     if config.checkpoint.keep_latest_k == 1:
         yield "checkpoint.keep_latest_k = 1 should be 2 or more, because the newest may be damaged, or 0 to keep all"
     if config.model.converters:

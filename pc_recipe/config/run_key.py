@@ -17,8 +17,9 @@ from typing import Any
 
 from pc.blocks import BLOCK_GROUPS
 from pc.maps import resolve
+from pc_recipe.config.pc_section import KEYS, PC
 from pc_recipe.config.rank_batches import RankBatches
-from pc_recipe.config.schema import PC, Config
+from pc_recipe.config.schema import Config
 from pc_recipe.config.sections import METHOD, RESULT, keys_of
 
 BATCH = "training.global_batch_size"
@@ -34,11 +35,13 @@ def method_key(pc: PC) -> dict[str, Any]:
     """What defines PC(W), with single blocks and their maps, independent of groups, order and the levels' names."""
     if not pc.enable:
         return {"enable": False}
-    levels = pc.level if isinstance(pc.level, dict) else dict.fromkeys(pc.blocks, pc.level)
+    levels: dict[str, Any] = pc.level if isinstance(pc.level, dict) else dict.fromkeys(pc.blocks, pc.level)
     single = {block: resolve(levels[entry]) for entry in pc.blocks for block in BLOCK_GROUPS.get(entry, (entry,))}
     # Keep one level if all blocks share it, so that a change of blocks is not reported as a change of level too.
     level = single if len(set(single.values())) > 1 else next(iter(single.values()))
     settings = {name: value for name, decides, value, _ in keys_of(pc) if decides == METHOD}
+    if pc.method == KEYS["method"].default:
+        del settings["method"]  # records from before this key have none
     return settings | {"blocks": sorted(single), "level": level}
 
 

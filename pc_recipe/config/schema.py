@@ -1,18 +1,17 @@
-"""Every key of a run's configuration: its type, its range, its default, what it says and what it decides.
+"""Every key of a run's configuration: its type, its range, its default, what it says and what it decides. Those of PC are
+in `pc_section`, those of optimizers in `optimizers`.
 
 Sections and keys have TorchTitan's names. Keys of TorchTitan that this trainer does not read do not exist.
 """
 
-from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints, ValidationError, WrapValidator
+from pydantic import Field, StringConstraints
 
-from pc.config import PCConfig
 from pc_recipe.config.model_sizes import FLAVORS, FlavorName
 from pc_recipe.config.optimizers import Optimizer
+from pc_recipe.config.pc_section import PC
 from pc_recipe.config.sections import (
-    METHOD,
     RESULT,
     Auto,
     BlockFactors,
@@ -24,11 +23,13 @@ from pc_recipe.config.sections import (
     Seed,
     Text,
     key,
+    should,
 )
 
 INSTEAD = {
     "checkpoint.folder": "job.dump_folder",
     "checkpoint.last_save_in_hf": "scripts/export_hf.py",
+    "model.hf_assets_path": "checkpoint.initial_load_path",
     "model.tokenizer_path": "data.path, whose shards know their tokenizer",
     "parallelism.fsdp_reshard_after_forward": "parallelism.fsdp_sync",
     "training.dataset": "data.path",
@@ -73,7 +74,6 @@ class Model(Section):
     vocab_size: Count = key(32_000, "Rows of embedding and head; at least the tokenizer's vocabulary size.")
     init_std: Positive = key(0.02, "Deviation of the blocks' initial weights; of wo, w2 and w3 it falls with depth.")
     init_factors: BlockFactors = key({}, "Factors of the initial weights of some blocks, such as {o = 1.6, ffn = 1.8}.")
-    hf_assets_path: Text = key("./tests/assets/tokenizer", "Hugging Face folder of checkpoint.initial_load_in_hf.")
     converters: list[Literal["quantize.linear.float8"]] = key([], "TorchTitan's converters of linear layers.")
 
 
@@ -134,7 +134,7 @@ class Checkpoint(Section):
     minutes: Interval = key(0, "Minutes after a checkpoint when the next is due before its step; 0: never.")
     initial_load_path: Text | None = key(None, "Checkpoint or Hugging Face folder that a new run starts from.", RESULT)
     initial_load_model_only: bool = key(True, "Load only its weights.", RESULT)
-    initial_load_in_hf: bool = key(False, "It is a Hugging Face folder (or model.hf_assets_path is).", RESULT)
+    initial_load_in_hf: bool = key(False, "It is a Hugging Face folder.", RESULT)
     last_save_model_only: bool = key(True, "The last checkpoint holds only weights; it cannot be resumed.")
     export_dtype: Literal["float16", "bfloat16", "float32"] = key("float32", "Precision of weights saved alone.")
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = key("disabled", "Save while training goes on.")
@@ -193,62 +193,13 @@ class Debug(Section):
     deterministic: bool = key(False, "Only operations that give the same bits again.", "run")
 
 
-Level = int | str | list[float]
-
-
-def _should(be: str) -> WrapValidator:
-    """Say what a value should be; pydantic's own words name each type of a union."""
-
-    def one_mistake(value: Any, validate: Callable[[Any], Any]) -> Any:
-        try:
-            return validate(value)
-        except ValidationError:
-            raise ValueError(f"should be {be}") from None
-
-    return WrapValidator(one_mistake)
-
-
-class PC(Section):
-    """Polynomial weight preconditioning (`pc.PCConfig`)."""
-
-    decides = METHOD
-    enable: bool = key(False, "Precondition weights; false: a plain Llama 2, the baseline.")
-    level: Annotated[Level | dict[str, Level], _should("1 to 4, polar_express, coefficients, or a table of these")] = (
-        key(
-            4,
-            "Strength: 1 to 4, or polar_express; or your own coefficients, such as [2.083, -1.643, 0.560]; or a table with "
-            "one of these for each entry of blocks.",
-        )
-    )
-    blocks: list[str] = key(
-        ["o", "ffn"], "Layers to precondition: q, k, v, o, gate, up, down, and the groups qk and ffn."
-    )
-    heads: list[Literal["q", "k", "v"]] = key([], "Blocks whose weights are one matrix for each attention head.")
-    power_iterations: Count = key(10, "Power iterations per step for the estimate of the spectral norm.", RESULT)
-    norm_recovery: bool = key(True, "Multiply by the estimated spectral norm after the polynomial.")
-    learnable_gamma: bool = key(True, "Multiply by one learnable scalar per matrix.")
-    mode: Literal["step", "forward"] = key(
-        "step", "Compute PC(W) once per optimizer step, or in every forward pass inside the autograd graph."
-    )
-    compute_dtype: Literal["float32", "tf32", "bfloat16"] = key(
-        "float32", "Precision of the polynomial's matmuls; in mode step all else of PC is float32.", RESULT
-    )
-    start: Literal["preserve", "raw"] = key(
-        "preserve", "Use given initial weights as PC(W), so that the model is the same, or as W.", RESULT
-    )
-
-    def to_pc_config(self) -> PCConfig:
-        """The validated `PCConfig`; raises UserError."""
-        return PCConfig(**self.model_dump(exclude={"enable", "start"}))
-
-
 class Data(Section):
     """Where tokens come from (docs/data.md)."""
 
     decides = RESULT
     path: Annotated[
         Text | Annotated[dict[Text, Positive], Field(min_length=1)],
-        _should("a folder or a table of folders with weights"),
+        should("a folder or a table of folders with weights"),
     ] = key("data/demo", "Folder of token shards with a manifest; or a mixture, a table of folders with their weights.")
     validation_path: Text = key("", "Folder of the validation split; empty: the same as path.")
     validation_sequences: Count = key(64, "Sequences per validation over all ranks, the same ones every time.")

@@ -1,9 +1,18 @@
 """What all sections of a configuration have in common: strict types, named kinds of numbers, and what a key decides."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    WrapValidator,
+    field_validator,
+)
 
 from pc.blocks import BLOCK_GROUPS, BLOCK_SUFFIXES
 
@@ -40,7 +49,8 @@ def keys_of(section: Section, prefix: str = "") -> Iterator[tuple[str, str, Any,
         if isinstance(value, Section):
             yield from keys_of(value, f"{prefix}{name}.")
         else:
-            decides = (field.json_schema_extra or {}).get("decides", section.decides)
+            extra: Any = field.json_schema_extra or {}
+            decides = extra.get("decides", section.decides)
             yield prefix + name, decides, value, field.default
 
 
@@ -49,15 +59,27 @@ def key(default: Any, says: str, decides: str | None = None) -> Any:
     return Field(default, description=says, json_schema_extra={"decides": decides} if decides else None)
 
 
-def entry_of(table: dict[str, Any]) -> Any:
-    """The type of a key that names an entry of `table`."""
+def one_of(table: Mapping[str, Any]) -> AfterValidator:
+    """Of a key that names an entry of `table`."""
 
     def require(name: str) -> str:
         if name not in table:
             raise ValueError(f"should be one of {', '.join(table)}")
         return name
 
-    return Annotated[str, AfterValidator(require)]
+    return AfterValidator(require)
+
+
+def should(be: str) -> WrapValidator:
+    """Say what a value should be; pydantic's own words name each type of a union."""
+
+    def one_mistake(value: Any, validate: Callable[[Any], Any]) -> Any:
+        try:
+            return validate(value)
+        except ValidationError:
+            raise ValueError(f"should be {be}") from None
+
+    return WrapValidator(one_mistake)
 
 
 def _not_zero(number: int) -> int:
@@ -75,4 +97,4 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Factor = Annotated[float, Field(ge=0, le=1e6)]
 Positive = Annotated[float, Field(ge=1e-9, le=1e9)]
-BlockFactors = dict[entry_of(BLOCK_SUFFIXES | BLOCK_GROUPS), Positive]
+BlockFactors = dict[Annotated[str, one_of(BLOCK_SUFFIXES | BLOCK_GROUPS)], Positive]

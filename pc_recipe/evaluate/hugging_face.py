@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -160,8 +161,8 @@ def require_initial_load(path: str | Path, model_args: TransformerModelArgs) -> 
     if settings.get("model_type") != "llama":
         raise UserError(f'{file}: model_type {settings.get("model_type")!r}, a run starts from "llama"')
     with torch.device("meta"):
-        ffn_dim = Transformer(model_args).layers["0"].feed_forward.w1.out_features
-        expected = to_llama_config(model_args, ffn_dim)
+        block: Any = Transformer(model_args).layers["0"]
+        expected = to_llama_config(model_args, block.feed_forward.w1.out_features)
         model = LlamaForCausalLM(expected)
     given = LlamaConfig(**settings)
     for key in _ARCHITECTURE:
@@ -169,7 +170,7 @@ def require_initial_load(path: str | Path, model_args: TransformerModelArgs) -> 
             raise UserError(
                 f"{path}: config.json has {key} {getattr(given, key)}, the run's model {getattr(expected, key)}"
             )
-    shapes = {}
+    shapes: dict[str, list[int]] = {}
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             shapes |= {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}  # noqa: SIM118
@@ -179,7 +180,7 @@ def require_initial_load(path: str | Path, model_args: TransformerModelArgs) -> 
 def _load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             local_files_only=True,
             use_safetensors=True,
@@ -187,6 +188,7 @@ def _load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # so that they are reported by name
         )
+        model, report = loaded
     except Exception as error:  # with a damaged folder transformers may raise anything
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"{path}: not a Llama that transformers can read ({reason})") from None

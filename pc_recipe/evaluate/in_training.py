@@ -29,22 +29,22 @@ class InTrainingScorer:
 
     def __init__(
         self,
-        job_config: Config,
+        config: Config,
         model_parts: list[nn.Module],
         parallel_dims: ParallelDims,
         device: torch.device,
         precision: AbstractContextManager | None = None,
     ) -> None:
-        section = self._section = job_config.evaluation
+        section = self._section = config.evaluation
         # Loaded now, so that a missing file or an unreachable Hub stops the run at its start.
         self._tasks = tasks.load(section.tasks, section.data or None)
         self._model = model_parts[0]
         batch_mesh = parallel_dims.get_optional_mesh("batch")
         self.lm = LogLikelihoods(
             self._model,
-            hf_tokenizer.load(next(iter(job_config.data.folders))),
-            max_length=job_config.training.seq_len,
-            batch_size=job_config.validation.local_batch_size,  # of sequences at least as long
+            hf_tokenizer.load(next(iter(config.data.folders))),
+            max_length=config.training.seq_len,
+            batch_size=config.validation.local_batch_size,  # of sequences at least as long
             device=device,
             data_group=batch_mesh.get_group() if batch_mesh is not None else None,
             precision=precision,

@@ -66,7 +66,9 @@ def _describe_method(run: RunCheckpoint) -> str:
     optimizer = run.config.get("optimizer", {}).get("name", "AdamW")
     if not run.method.enable:
         return f"{optimizer}, without preconditioning"
-    settings = ", ".join(f"{key} = {json.dumps(value)}" for key, value in run.method if key != "enable")
+    settings = ", ".join(
+        f"{key} = {json.dumps(value)}" for key, value in run.method.model_dump(exclude={"enable"}).items()
+    )
     return (
         f"{optimizer} with PC layers (polynomial weight preconditioning: {settings}); the weights here are the "
         "preconditioned ones, PC(W), so this is an ordinary Llama"

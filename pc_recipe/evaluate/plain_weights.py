@@ -15,7 +15,7 @@ from pc.errors import UserError
 from pc.layer import effective_weight
 from pc_recipe.config import Config
 from pc_recipe.config.inheritance import validated
-from pc_recipe.config.schema import PC
+from pc_recipe.config.pc_section import PC
 from pc_recipe.files.run_folder import step_of
 from pc_recipe.train import fingerprint
 from pc_recipe.train.checkpoint_folder import CheckpointFolder
@@ -73,7 +73,7 @@ def load(path: str | Path) -> RunCheckpoint:
     method = saved or PC()
     forward = method.enable and method.mode == "forward"
     if method.enable:
-        attach(model, method.to_pc_config())
+        attach(model, method.pc_config)
     pc_shapes = _pc_shapes(model)
     saved_shapes = {key: shape for key, shape in shapes.items() if not key.startswith(_OTHER_STATES)}
     require_shapes(plain | pc_shapes, saved_shapes, folder.path, " of config.toml")
@@ -92,7 +92,7 @@ def _read_run_config(checkpoint: Path) -> tuple[dict[str, Any], Config]:
         config = tomllib.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: not the configuration of a run ({str(error).splitlines()[0]})") from None
-    read = {name: config[name] for name in ("model", "training", "data", "pc") if name in config}
+    read: dict[str, Any] = {name: config[name] for name in ("model", "training", "data", "pc") if name in config}
     for section, needed in (("training", "seq_len"), ("data", "path")):
         if isinstance(read.get(section), dict):  # other keys, possibly of an older version, are not checked
             read[section] = {key: value for key, value in read[section].items() if key == needed}
@@ -101,7 +101,7 @@ def _read_run_config(checkpoint: Path) -> tuple[dict[str, Any], Config]:
 
 def _pc_shapes(model: Transformer) -> dict[str, torch.Size]:
     """Shapes of the entries `pc.*` that belong to the PC layers of `model`."""
-    shapes = {}
+    shapes: dict[str, torch.Size] = {}
     for name, weight in named_weights(model):
         split = weight.split
         added = {"gamma": split.gamma_shape, "u": split.u_shape, "v": split.v_shape}
@@ -122,7 +122,7 @@ def require_shapes(
         whose: words after "the model" in the error.
     """
     for key in sorted(expected.keys() | saved.keys()):
-        shapes = [None if entries.get(key) is None else list(entries[key]) for entries in (saved, expected)]
+        shapes = [None if (shape := entries.get(key)) is None else [*shape] for entries in (saved, expected)]
         problem = f"has shape {shapes[0]}, the model{whose} {shapes[1]}" if shapes[0] != shapes[1] else ""
         if key not in saved:
             problem = "is missing"
@@ -135,5 +135,6 @@ def require_shapes(
 def _evaluate_pc(model: Transformer, tensors: dict[str, Tensor]) -> None:
     """Mode "forward" saves the raw W as `weight`; replace it by PC(W)."""
     for name, weight in named_weights(model):
-        gamma, u, v = (tensors.get(f"pc.{name}.{key}") for key in ("gamma", "u", "v"))
-        tensors[f"{name}.weight"] = effective_weight(tensors[f"{name}.weight"], gamma, u, v, weight.config)
+        u, v = (tensors[f"pc.{name}.{key}"] for key in ("u", "v"))
+        raw, gamma = tensors[f"{name}.weight"], tensors.get(f"pc.{name}.gamma")
+        tensors[f"{name}.weight"] = effective_weight(raw, gamma, u, v, weight.config)

@@ -19,7 +19,7 @@ from pc.errors import UserError
 from pc_recipe.evaluate import hugging_face, tables, tasks
 from pc_recipe.evaluate.log_likelihoods import LogLikelihoods
 from pc_recipe.files.atomic import sha256_of, write_atomically
-from pc_recipe.train.checkpoint_folder import CHECKSUMS
+from pc_recipe.train.checkpoint_writer import CHECKSUMS
 from pc_recipe.train.environment import read_commit
 
 _VERSIONED = ("lm_eval", "transformers", "tokenizers", "datasets", "torch")
@@ -97,7 +97,7 @@ def _score_model(
 def _load(path: Path, batch_size: int) -> LogLikelihoods:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     llama, tokenizer = hugging_face.load(path)
-    llama = llama.to(device)
+    llama.to(device)  # type: ignore[arg-type]  # its wrapper hides the argument
     return LogLikelihoods(
         lambda tokens: llama(tokens).logits,
         tokenizer,

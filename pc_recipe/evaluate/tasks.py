@@ -1,5 +1,6 @@
 """The nine zero-shot tasks of the paper, as lm-eval defines them, from the Hub or from local JSON lines."""
 
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ SHORT_NAMES = {task: name for task, (name, _, _) in _TASKS.items()}
 METRICS = {task: metric for task, (_, metric, _) in _TASKS.items()}
 
 
-def require_known(names: list[str]) -> None:
+def require_known(names: Sequence[str]) -> None:
     if not names or set(names) - METRICS.keys():
         raise UserError(f"{', '.join(names) or 'no task'}: tasks are {', '.join(METRICS)}")
 
@@ -52,7 +53,7 @@ def variant_of(name: str, data: str | Path | None) -> str:
     return "" if "\\n" in data_file(name, data).read_text() else "text without line breaks"
 
 
-def load(names: list[str], data: str | Path | None) -> TaskDict:
+def load(names: Sequence[str], data: str | Path | None) -> TaskDict:
     """Tasks with their documents, zero-shot, as `score` takes them.
 
     Prompts, answers and metrics are lm-eval's own. data: folder of `<task>.jsonl` files; None is the Hub.

@@ -2,6 +2,7 @@
 
 import io
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -11,7 +12,7 @@ matplotlib.use("Agg")  # works without a display
 
 import matplotlib.pyplot as plt
 
-STYLE = {
+STYLE: dict[Any, Any] = {
     "figure.dpi": 150,
     "figure.constrained_layout.use": True,
     "font.size": 9,

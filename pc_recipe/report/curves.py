@@ -87,7 +87,8 @@ def table(rows: pd.DataFrame) -> str:
 def plot(runs: Sequence[RunLog], rows: pd.DataFrame, output: Path) -> Path:
     """Validation loss against tokens; a mark shows where another run reaches the reference's final loss."""
     figure, axes = subplots(width=5.0, height=3.4)
-    final, shown = rows.final_loss[0], []
+    final = rows.final_loss[0]
+    shown: list[float] = []
     for i, run in enumerate(runs):
         curve = run.series(VALIDATION, "tokens")
         label = run.name if math.isnan(rows.speedup[i]) or i == 0 else f"{run.name}, {rows.speedup[i]:.2f}x"

@@ -189,7 +189,7 @@ def _run(line: dict, config: Config, arm: str) -> dict:
 def _arms(runs: Sequence[tuple[dict, Config]]) -> list[str]:
     """The arm of each run: its variant if there are several, or PC on or off and the settings in which the runs differ,
     after the config if there are several."""
-    variants = [line.get("variant") for line, _ in runs]
+    variants = [line.get("variant", "") for line, _ in runs]
     if all(variants) and len(set(variants)) > 1:
         return variants
     files = list(dict.fromkeys(line["config"] for line, _ in runs))

@@ -5,12 +5,14 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pc.errors import UserError
 from pc.methods import method_of
 from pc_recipe.config import Config, load_config, rules
+from pc_recipe.config.pc_section import PC
 from pc_recipe.config.rank_batches import RankBatches
-from pc_recipe.config.schema import PC, Checkpoint
+from pc_recipe.config.schema import Checkpoint
 from pc_recipe.data import GlobalOrderLoader, Manifest, require_same_tokenizer
 from pc_recipe.data.demo import FOLDER as DEMO
 from pc_recipe.runs import memory, micro_batch
@@ -130,9 +132,9 @@ def _check_model(result: CheckResult, config: Config) -> memory.Sizes:
     result.facts.append(
         ("parameters", f"{parameters:,}, {parameters - sizes.outside_blocks:,} without embedding and head")
     )
-    loads = config.checkpoint.enable and (config.checkpoint.initial_load_path or config.checkpoint.initial_load_in_hf)
+    loads = config.checkpoint.enable and config.checkpoint.initial_load_path
     if config.pc.enable and loads and config.pc.start == "preserve":
-        pc_config = config.pc.to_pc_config()
+        pc_config = config.pc.pc_config
         for block in pc_config.blocks:
             _try(result, method_of(pc_config.for_block(block)).require_invertible)
     if config.pc.enable:
@@ -221,8 +223,8 @@ def _check_validation(result: CheckResult, config: Config, manifest: Manifest) -
 
 def _count_sequences(result: CheckResult, config: Config, manifest: Manifest, split: str) -> int:
     """Sequences of a split; 0 after adding the error that the run's own loader raises."""
-    sizes = {"seq_len": config.training.seq_len, "vocab_size": config.model.vocab_size}
-    rank = {"local_batch_size": 1, "dp_rank": 0, "dp_world_size": 1}
+    sizes: dict[str, Any] = {"seq_len": config.training.seq_len, "vocab_size": config.model.vocab_size}
+    rank: dict[str, Any] = {"local_batch_size": 1, "dp_rank": 0, "dp_world_size": 1}
     loader = _try(result, lambda: GlobalOrderLoader(manifest.folder, split, **sizes, **rank))
     return loader.sequences.length if loader else 0
 

@@ -26,9 +26,9 @@ from pc_recipe.config import load_config
 from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.files import markdown
 from pc_recipe.runs import micro_batch
-from pc_recipe.train.job_config import JobConfig
 from pc_recipe.train.llama2 import model_args_of
 from pc_recipe.train.parallelize import SAVED_OPERATIONS
+from pc_recipe.train.upstream_config import JobConfig
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,10 @@ class Matrix:
         """[1, n, m]"""
         return torch.empty(1, self.n, self.m, device="meta", requires_grad=True)
 
-    def _vectors(self) -> list[Tensor]:
+    def _vectors(self) -> tuple[Tensor, Tensor, Tensor]:
         """gamma [1, 1], u [1, n], v [1, m]"""
-        return [torch.empty(1, size, device="meta", requires_grad=size == 1) for size in (1, self.n, self.m)]
+        gamma, u, v = (torch.empty(1, size, device="meta", requires_grad=size == 1) for size in (1, self.n, self.m))
+        return gamma, u, v
 
     @cache
     def step_flops(self) -> int:
@@ -117,7 +118,7 @@ class RunCost:
         self.tokens = self.batches.tokens
         self.args = model_args_of(self.config)
         with torch.device("meta"):
-            self.model = attach(Transformer(self.args), self.config.pc.to_pc_config())
+            self.model = attach(Transformer(self.args), self.config.pc.pc_config)
         self.splits = [weight.split for _, weight in named_weights(self.model)]
         self.matrices = [Matrix(*matrix) for split in self.splits for matrix in split.matrices]
 

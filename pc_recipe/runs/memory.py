@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,9 +45,9 @@ class Sizes:
     """Elements that autograd keeps for PC in mode "forward"."""
 
 
-def count_sizes(model: nn.Module) -> Sizes:
+def count_sizes(model: Transformer) -> Sizes:
     """Counts of a TorchTitan Llama, which may be on the meta device; with PC, after `pc.attach`."""
-    blocks = list(model.layers.values())
+    blocks: list[Any] = list(model.layers.values())
     per_block = [sum(p.numel() for p in block.parameters()) for block in blocks]
     total = sum(p.numel() for p in model.parameters())
     weights = [weight for _, weight in named_weights(model)]
@@ -88,7 +89,7 @@ def count_sizes_of_config(config: Config) -> Sizes:
     with torch.device("meta"):
         model = Transformer(model_args_of(config))
     if config.pc.enable:
-        attach(model, config.pc.to_pc_config())
+        attach(model, config.pc.pc_config)
     return count_sizes(model)
 
 

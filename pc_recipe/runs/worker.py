@@ -27,13 +27,11 @@ class Trainer(PCTrainer):
     """Adds `[evaluation]` and `checkpoint.initial_load_in_hf`. Their imports take seconds and happen only if needed."""
 
     def build_scorer(self):
-        if not self.job_config.evaluation.interval:
+        if not self.config.evaluation.interval:
             return None
         from pc_recipe.evaluate.in_training import InTrainingScorer
 
-        return InTrainingScorer(
-            self.job_config, self.model_parts, self.parallel_dims, self.device, self.maybe_enable_amp
-        )
+        return InTrainingScorer(self.config, self.model_parts, self.parallel_dims, self.device, self.maybe_enable_amp)
 
     def require_initial_load(self, folder: str) -> None:
         from pc_recipe.evaluate.hugging_face import require_initial_load
@@ -91,7 +89,7 @@ def main() -> None:
     except BaseException as error:
         if trainer is not None:
             trainer.checkpointer.end_save()
-        end_with(error, config and config.job.dump_folder, trainer.step if trainer else 0, rank)
+        end_with(error, config.job.dump_folder if config else None, trainer.step if trainer else 0, rank)
         raise
     finally:
         if trainer is not None:

@@ -2,7 +2,7 @@
 
 model         llama2, loss, parallelize
 a step        trainer (read it first), fsdp_sync, optimizers, nonfinite, validate
-checkpoints   checkpoint (which and when), checkpoint_folder (writing and reading), fingerprint (of which method)
+checkpoints   checkpoint (which and when), checkpoint_writer, checkpoint_folder (reading), fingerprint (of which method)
 metrics       metrics, diagnostics, activations
-a run         job_config, environment, cpu
+a run         train_spec, upstream_config, environment, cpu
 """

@@ -6,6 +6,8 @@ specialises on it: all blocks share one graph without the measurement and, from 
 graph with it.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -28,7 +30,7 @@ class OutputSizes:
     """
 
     def __init__(self, model_parts: list[nn.Module]) -> None:
-        self._measured: dict[tuple[int, str], nn.Module] = {}
+        self._measured: dict[tuple[int, str], Any] = {}
         for name, module in (pair for model in model_parts for pair in model.named_modules()):
             path = clean_name(name).split(".")
             if len(path) == 3 and path[0] == "layers" and path[2] in PARTS:
@@ -52,7 +54,7 @@ class OutputSizes:
         return {key: module.output_sizes for key, module in self._measured.items()}
 
 
-def _measure(module: nn.Module, arguments: tuple, output: Tensor) -> None:
+def _measure(module: Any, arguments: tuple, output: Tensor) -> None:
     """Forward hook; one function for all modules, so that all blocks share their compiled graphs."""
     if not module.measures_output:
         return

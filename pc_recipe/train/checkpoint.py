@@ -19,8 +19,10 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 
 from pc.errors import UserError, WriteFailed
+from pc_recipe.config.schema import Checkpoint
 from pc_recipe.files.run_folder import INDEX, list_checkpoints
-from pc_recipe.train.checkpoint_folder import CheckpointFolder, ChecksummedWriter, Damaged, LoadPlanner, Reader
+from pc_recipe.train.checkpoint_folder import CheckpointFolder, Damaged, LoadPlanner, Reader
+from pc_recipe.train.checkpoint_writer import ChecksummedWriter
 
 T = TypeVar("T")
 SECONDS_TO_END_A_SAVE = 60.0
@@ -42,8 +44,9 @@ class Checkpoints(CheckpointManager):
         """Whether the weights are known to be finite. They are not in a step that is left out: the cause may be in W itself."""
         self.is_due = False
         """Whether all ranks have agreed to save the current step, whatever the interval says."""
-        self._seconds, self._saved_at = 60 * arguments["checkpoint_config"].minutes, time.monotonic()
-        self._keep_every = arguments["checkpoint_config"].keep_every
+        config: Checkpoint = arguments["checkpoint_config"].ours
+        self._seconds, self._saved_at = 60 * config.minutes, time.monotonic()
+        self._keep_every = config.keep_every
         self._saving: str | None = None
         """The folder of the newest save."""
         super().__init__(**arguments)
@@ -75,7 +78,7 @@ class Checkpoints(CheckpointManager):
             )
         # torch's default stager without a writer; with a writer, torch would use the writer's older staging
         stager = DefaultStager(StagingOptions(False, False, False, False))
-        future = dcp.async_save(state_dict, async_stager=stager, **arguments)
+        future: Any = dcp.async_save(state_dict, async_stager=stager, **arguments)
         future.add_done_callback(lambda _: stager.close())
         return future
 
@@ -190,6 +193,7 @@ class Checkpoints(CheckpointManager):
         dist.all_gather_object(errors, error, group=self.group)
         for error in filter(None, errors):
             raise error
+        assert folder is not None
         return folder
 
     def load(self, step: int = -1) -> bool:
@@ -218,13 +222,14 @@ class Checkpoints(CheckpointManager):
         Raises:
             UserError: the file system refused, on all ranks.
         """
-        result, message = None, ""
+        result: Any = None
+        message = ""
         if dist.get_rank(self.group) == 0:
             try:
                 result = function()
             except OSError as error:
                 message = f"{self.folder} must be readable and writable ({error.filename}: {error.strerror})"
-        both = [result, message]
+        both: list[Any] = [result, message]
         dist.broadcast_object_list(both, group=self.group)
         result, message = both
         if message:

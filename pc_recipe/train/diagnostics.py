@@ -1,6 +1,6 @@
 """Diagnostics during training: output sizes, gamma, norms, condition numbers, error of the norm estimate.
 
-diagnostics = Diagnostics(job_config, model_parts, step_preconditioner, parallel_dims)   # before the first forward
+diagnostics = Diagnostics(config, model_parts, step_preconditioner, parallel_dims)   # before the first forward
 for step in ...:
     diagnostics.begin_step(step)
     ...                                  # forward and backward passes, optimizer, PC(W) written
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torchtitan.distributed import ParallelDims
 
 from pc.blocks import block_of, matches
 from pc.config import PCConfig
@@ -27,6 +28,7 @@ from pc.spectral import modified_condition_number, singular_values, spectral_nor
 from pc.splits import WeightSplit
 from pc.targets import clean_name
 from pc.weight import Weight
+from pc_recipe.config import Config
 from pc_recipe.train.activations import COUNT, LARGEST, SUM_OF_SQUARES, OutputSizes
 
 SPECTRAL: dict[str, Callable[[Tensor], Tensor]] = {
@@ -40,18 +42,20 @@ class Diagnostics:
     """Collects the metrics over all ranks.
 
     Args:
-        job_config: with the section `diagnostics` of `pc_recipe.config.schema`, and with `pc.blocks`, which also defines
-            the PC matrices of a baseline run.
+        config: of the run; `pc.blocks` also defines the PC matrices of a baseline.
         model_parts: this rank's transformers, sharded, compiled, off the meta device.
         preconditioner: None without PC.
-        parallel_dims: TorchTitan's ParallelDims.
     """
 
     def __init__(
-        self, job_config, model_parts: list[nn.Module], preconditioner: Preconditioner | None, parallel_dims
+        self,
+        config: Config,
+        model_parts: list[nn.Module],
+        preconditioner: Preconditioner | None,
+        parallel_dims: ParallelDims,
     ) -> None:
-        self._settings = job_config.diagnostics
-        self._pc_entries: Sequence[str] = job_config.pc.blocks
+        self._settings = config.diagnostics
+        self._pc_entries: Sequence[str] = config.pc.blocks
         self._model_parts = model_parts
         self._preconditioner = preconditioner
         self._num_stage_ranks: int = parallel_dims.world_size // parallel_dims.pp
@@ -60,8 +64,8 @@ class Diagnostics:
 
     def begin_step(self, step: int, measure_outputs: bool = True) -> None:
         """Call in every step before the first forward pass. `measure_outputs=False` skips the output sizes."""
-        self._measuring = self._outputs is not None and measure_outputs and _is_due(step, self._settings.freq)
-        if self._measuring:
+        self._measuring = measure_outputs and _is_due(step, self._settings.freq)
+        if self._measuring and self._outputs is not None:
             self._outputs.start()
 
     @torch.no_grad()
@@ -71,16 +75,15 @@ class Diagnostics:
         Weights are those after the step, outputs those during the step.
         """
         metrics: dict[str, float] = {}
-        if self._measuring:
-            metrics |= self._output_metrics()
+        if self._measuring and self._outputs is not None:
+            metrics |= self._output_metrics(self._outputs.stop())
         if _is_due(step, self._settings.freq):
             metrics |= self._weight_metrics()
         if _is_due(step, self._settings.spectra_freq):
             metrics |= self._spectra_metrics() | self._estimate_metrics()
         return metrics
 
-    def _output_metrics(self) -> dict[str, float]:
-        measured = self._outputs.stop()
+    def _output_metrics(self, measured: dict[tuple[int, str], Tensor]) -> dict[str, float]:
         own = dict(zip(measured, _to_numbers(list(measured.values())), strict=True))
         metrics = {}
         for (layer, part), sizes in _gather_by_name(own).items():
@@ -115,7 +118,9 @@ class Diagnostics:
 
         Owner ranks compute exact singular values of full matrices.
         """
-        names, inputs, keys = [], [], []
+        names: list[str] = []
+        inputs: list[tuple[Tensor, ...]] = []
+        keys: list[PCConfig | None] = []
         for model in self._model_parts:
             for name, linear in model.named_modules():
                 name = clean_name(name)
@@ -129,7 +134,7 @@ class Diagnostics:
                 else:
                     inputs.append((state.raw, *state.gammas, state.u, state.v))
                     keys.append(state.config)
-        metrics = {}
+        metrics: dict[str, float] = {}
         conditions: dict[str, list[float]] = {"pc": [], "qkv": [], "all": []}
         for name, numbers in self._compute_on_owners(_spectral, names, inputs, keys, len(SPECTRAL)).items():
             measured = dict(zip(SPECTRAL, numbers, strict=True))
@@ -147,9 +152,9 @@ class Diagnostics:
     def _estimate_metrics(self) -> dict[str, float]:
         """Relative error of s as an estimate of W's spectral norm, per block with PC; {} without PC."""
         states = self._pc_weights()
-        inputs = [(state.raw, state.u, state.v) for state in states.values()]
+        inputs: list[tuple[Tensor, ...]] = [(state.raw, state.u, state.v) for state in states.values()]
         splits = [state.split for state in states.values()]
-        errors: dict[str, list[float]] = {}
+        errors: dict[str | None, list[float]] = {}
         for name, (error,) in self._compute_on_owners(_largest_estimate_error, list(states), inputs, splits, 1).items():
             if not math.isnan(error):
                 errors.setdefault(block_of(name), []).append(error)
@@ -183,9 +188,9 @@ def _to_numbers(tensors: list[Tensor]) -> list:
 
 def _gather_by_name(own: dict[Any, Any]) -> dict[Any, list]:
     """The values of all ranks that have the name; ranks of other pipeline stages have other names."""
-    all_ranks = [own]
+    all_ranks: list[dict] = [own]
     if dist.is_initialized():
-        all_ranks = [None] * dist.get_world_size()
+        all_ranks = [{}] * dist.get_world_size()
         dist.all_gather_object(all_ranks, own)
     names = dict.fromkeys(chain(*all_ranks))
     return {name: [values[name] for values in all_ranks if name in values] for name in names}

@@ -3,8 +3,8 @@
 import torch
 
 from pc.errors import UserError
+from pc_recipe.config.pc_section import PC
 from pc_recipe.config.run_key import differing_keys, method_key
-from pc_recipe.config.schema import PC
 from pc_recipe.train.checkpoint_folder import CheckpointFolder
 
 

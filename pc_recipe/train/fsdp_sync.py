@@ -34,6 +34,7 @@ def prepare_micro_batch(model_parts: Iterable[nn.Module], once_per_step: bool, i
     # they are. The all-reduce is of shards, so waiting costs no memory, and is done in both settings. Waiting with the
     # reduce-scatter keeps whole gradients; not to reshard weights keeps whole weights, and saves the next all-gather.
     for model in model_parts:
+        assert isinstance(model, FSDPModule)
         model.set_requires_all_reduce(is_last)
         if once_per_step:
             model.set_requires_gradient_sync(is_last)

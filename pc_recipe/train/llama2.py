@@ -39,11 +39,12 @@ class Llama2Args(TransformerModelArgs):
 
     def update_from_config(self, job_config, **kwargs) -> None:
         super().update_from_config(job_config, **kwargs)
-        vars(self).update(asdict(shape_of(job_config.model)))
-        self.vocab_size = job_config.model.vocab_size
-        self.init_seed = job_config.debug.seed or 0
-        self.init_std = job_config.model.init_std
-        self.init_factors = job_config.model.init_factors
+        config: Config = job_config.ours
+        vars(self).update(asdict(shape_of(config.model)))
+        self.vocab_size = config.model.vocab_size
+        self.init_seed = config.debug.seed or 0
+        self.init_std = config.model.init_std
+        self.init_factors = config.model.init_factors
 
 
 def model_args(flavor: str, **changes: Any) -> Llama2Args:
@@ -71,6 +72,8 @@ class Llama2(Transformer):
     torch's random initialisation, all CPU ranks draw the same shard, and pipeline stages draw other numbers than one
     process.
     """
+
+    model_args: Llama2Args
 
     def __init__(self, model_args: Llama2Args) -> None:
         super().__init__(model_args)

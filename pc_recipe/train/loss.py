@@ -2,7 +2,6 @@
 
 import torch
 from torchtitan.components.loss import LossFunction, cross_entropy_loss
-from torchtitan.distributed import ParallelDims
 
 from pc_recipe.config import Config
 
@@ -16,8 +15,8 @@ def compiles_loss(config: Config, tensor_parallel: int) -> bool:
     return config.compile.enable and "loss" in config.compile.components and tensor_parallel == 1
 
 
-def build_loss(job_config: Config, parallel_dims: ParallelDims) -> LossFunction:
-    """For TorchTitan's TrainSpec: the sum of cross entropies."""
-    if compiles_loss(job_config, parallel_dims.tp):
-        return torch.compile(cross_entropy_loss, backend=job_config.compile.backend)
+def build_loss(config: Config, tensor_parallel: int) -> LossFunction:
+    """The sum of cross entropies."""
+    if compiles_loss(config, tensor_parallel):
+        return torch.compile(cross_entropy_loss, backend=config.compile.backend)
     return cross_entropy_loss

@@ -10,13 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor, _get_metrics_rank
+from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
+from pc_recipe.config import Config
 from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.files import json_lines
 from pc_recipe.files.run_log import METRICS_FILE, read_log, time_left
 from pc_recipe.train import slow_ranks
 from pc_recipe.train.loss_spikes import LossSpikes
+from pc_recipe.train.upstream_config import JobConfig
 
 SECONDS_BETWEEN_PROGRESS_LINES = 20.0
 LINES_FOR_SPIKES = 3000
@@ -64,8 +67,9 @@ class JsonLinesLogger(BaseLogger):
 class PCMetricsProcessor(MetricsProcessor):
     """TorchTitan's metrics processor plus `metrics.jsonl`, loss spikes and diagnostics."""
 
-    def __init__(self, job_config, parallel_dims, tag: str | None = None) -> None:
-        super().__init__(job_config, parallel_dims, tag)
+    def __init__(self, config: Config, parallel_dims: ParallelDims) -> None:
+        super().__init__(JobConfig(config), parallel_dims)
+        self.config = config
         self.tokens: Callable[[], int] = lambda: 0
         """Returns the tokens of all ranks since the start of training."""
         self.positions: Callable[[], range] = lambda: range(0)
@@ -74,14 +78,14 @@ class PCMetricsProcessor(MetricsProcessor):
         """Returns the seconds of this rank since the last call (`pc_recipe.train.slow_ranks`)."""
         self._json_lines: JsonLinesLogger | None = None
         self._spikes: LossSpikes | None = None
-        self._batches = RankBatches(parallel_dims, job_config.training)
+        self._batches = RankBatches.of(config, parallel_dims.world_size)
         self._first_logged: tuple[int, float] | None = None  # step, time
         self._progress_logged_at = 0.0
         self._own_seconds: Any = 0.0  # [ranks, 2]: loading data, output layer; since the last progress line
         self._rank = rank = dist.get_rank() if dist.is_initialized() else 0
-        if rank != _get_metrics_rank(parallel_dims, job_config):
+        if rank != _get_metrics_rank(parallel_dims, self.job_config):
             return
-        self._json_lines = JsonLinesLogger(Path(job_config.job.dump_folder, METRICS_FILE), lambda: self.tokens())
+        self._json_lines = JsonLinesLogger(Path(config.job.dump_folder, METRICS_FILE), lambda: self.tokens())
         loggers = LoggerContainer()
         loggers.add_logger(self._json_lines)
         loggers.add_logger(self.logger)
@@ -124,13 +128,14 @@ class PCMetricsProcessor(MetricsProcessor):
 
     def _log_progress(self, step: int) -> None:
         """Log the time left, and a rank that is slow, at most every `SECONDS_BETWEEN_PROGRESS_LINES`."""
-        now, last = time.time(), self.job_config.training.steps
+        now, last = time.time(), self.config.training.steps
         if self._first_logged is None:  # its step includes compilation
             self._first_logged, self._progress_logged_at, self._own_seconds = (step, now), now, 0.0
             return
         first_step, begin = self._first_logged
         if now - self._progress_logged_at >= SECONDS_BETWEEN_PROGRESS_LINES:
-            for line in slow_ranks.describe_slow_ranks(*self._own_seconds.T, now - self._progress_logged_at):
+            loading, output = self._own_seconds.T
+            for line in slow_ranks.describe_slow_ranks(loading, output, now - self._progress_logged_at):
                 logger.warning(line)
             self._progress_logged_at, self._own_seconds = now, 0.0
             logger.info(f"Step {step} of {last}, {time_left([first_step, step], [begin, now], last)}")
@@ -138,7 +143,7 @@ class PCMetricsProcessor(MetricsProcessor):
     def _count_spikes(self, step: int, loss: float) -> dict[str, int]:
         """The number of spikes so far and, where one begins, its data positions, which are also logged."""
         if self._spikes is None:  # a resumed run continues the count
-            self._spikes = _spikes_so_far(Path(self.job_config.job.dump_folder, METRICS_FILE))
+            self._spikes = _spikes_so_far(Path(self.config.job.dump_folder, METRICS_FILE))
         before, count = self._spikes.count, self._spikes.update(step, loss)
         if count == before:
             return {"loss_spikes": count}
@@ -164,8 +169,3 @@ def _spikes_so_far(file: Path) -> LossSpikes:
             spikes.update(step, loss)
         spikes.count = int(max(log.series("loss_spikes"), default=spikes.count))
     return spikes
-
-
-def build_metrics_processor(job_config, parallel_dims, model_args=None, tag: str | None = None) -> PCMetricsProcessor:
-    """For TorchTitan's TrainSpec."""
-    return PCMetricsProcessor(job_config, parallel_dims, tag)

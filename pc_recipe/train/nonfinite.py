@@ -33,7 +33,7 @@ class FiniteSteps:
         self._model_parts, self._preconditioner, self._limit = model_parts, preconditioner, limit
         self.count = 0
         """Steps skipped so far."""
-        self._in_a_row = 0
+        self._in_a_row = self._first_position = 0
 
     @torch.no_grad()
     def skips(self, step: int, loss: Tensor, positions: range) -> bool:
@@ -80,7 +80,7 @@ class FiniteSteps:
 
     def _list_nonfinite_tensors(self) -> str:
         """Some of the tensors of all ranks that are not finite."""
-        names = [None] * dist.get_world_size()
+        names: list[list[str]] = [[]] * dist.get_world_size()
         dist.all_gather_object(names, list(self._find_own_nonfinite_tensors()))
         return ", ".join(list(dict.fromkeys(chain(*names)))[:NAMES_SHOWN]) or "nothing"
 

@@ -10,9 +10,9 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.optim.lr_scheduler import LambdaLR
 from torchtitan.components.lr_scheduler import LRSchedulersContainer, build_lr_schedulers
 from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
 from pc.blocks import block_factor, block_of
@@ -58,7 +58,7 @@ class Optimizers(OptimizersContainer):
         self.skips_step = False
         """whether the next step changes nothing"""
 
-    def step(self, *arguments, **options) -> None:
+    def step(self, *arguments, **options) -> None:  # type: ignore[override]  # as TorchTitan's own
         for optimizer in [] if self.skips_step else self.optimizers:
             optimizer.step(*arguments, **options)
 
@@ -101,6 +101,7 @@ class LRSchedulers(LRSchedulersContainer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for kind, scheduler in zip(self._kinds, self.schedulers, strict=True):
+            assert isinstance(scheduler, LambdaLR)
             scheduler.last_epoch = state_dict[kind]["last_epoch"]
             scheduler._last_lr = [  # which TorchTitan logs
                 lr * factor(scheduler.last_epoch)
@@ -110,14 +111,9 @@ class LRSchedulers(LRSchedulersContainer):
                 group["lr"] = lr
 
 
-def build_optimizers(model_parts: list[nn.Module], config: Optimizer, parallel_dims: ParallelDims) -> Optimizers:
-    """For TorchTitan's TrainSpec."""
-    return Optimizers(model_parts, config)
-
-
-def build_schedulers(optimizers: Optimizers, config, training_steps: int) -> LRSchedulers:
-    """For TorchTitan's TrainSpec: TorchTitan's warmup, plateau and decay for every optimizer."""
-    return LRSchedulers(optimizers, build_lr_schedulers(optimizers, config, training_steps))
+def build_schedulers(optimizers: Optimizers, titan: Any, training_steps: int) -> LRSchedulers:
+    """TorchTitan's warmup, plateau and decay for every optimizer, by its own section `lr_scheduler`."""
+    return LRSchedulers(optimizers, build_lr_schedulers(optimizers, titan, training_steps))
 
 
 def _build(model: nn.Module, config: Optimizer) -> dict[str, torch.optim.Optimizer]:
@@ -146,4 +142,5 @@ def _group(model: nn.Module, config: Optimizer, factor: float, heads: bool, some
     """A parameter group, with its own learning rate and decay."""
     lr = config.lr * factor
     group = {"params": some, "lr": lr, "weight_decay": config.weight_decay / (lr if config.independent_decay else 1)}
-    return group | ({"split": MatrixSplit(head_dim=model.model_args.dim // model.model_args.n_heads)} if heads else {})
+    args: Any = model.model_args
+    return group | ({"split": MatrixSplit(head_dim=args.dim // args.n_heads)} if heads else {})

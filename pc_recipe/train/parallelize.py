@@ -1,6 +1,7 @@
 """Applies PC and TorchTitan's parallelisms to one model, in an order that works."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.distributed.context_parallel import apply_cp_to_attention_module
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list, apply_compile, apply_fsdp, apply_tp
+from torchtitan.models.llama3.model.model import Transformer
 
 from pc.blocks import matches
 from pc.config import PCConfig
@@ -20,10 +22,11 @@ from pc.targets import clean_name
 from pc.weight import named_weights
 from pc_recipe.config import Config
 from pc_recipe.config.rules import compiles_model
+from pc_recipe.train.upstream_config import JobConfig
 
 # The operations whose outputs selective checkpointing keeps. TorchTitan's list names only GPU attention kernels. Torch
 # 2.13 fails to recompute CPU attention in a compiled block with tensor parallelism.
-SAVED_OPERATIONS = _op_sac_save_list | {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default}
+SAVED_OPERATIONS: set[Any] = _op_sac_save_list | {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default}
 
 
 @dataclass
@@ -44,7 +47,7 @@ class AlwaysSharded(ParallelDims):
         return name == "fsdp" or super()._mesh_exist(name, degree)
 
 
-def parallelize(model: nn.Module, parallel_dims: AlwaysSharded, job_config: Config) -> nn.Module:
+def parallelize(model: Transformer, parallel_dims: AlwaysSharded, config: Config) -> Transformer:
     """Apply tensor and context parallelism, PC, activation checkpointing, compilation per block, FSDP, in this order.
 
     PC comes before the wrappers that hide linear layers. The model, or one pipeline stage of it, is on the meta device.
@@ -59,28 +62,28 @@ def parallelize(model: nn.Module, parallel_dims: AlwaysSharded, job_config: Conf
         )
     if parallel_dims.cp_enabled:
         apply_cp_to_attention_module(
-            [block.attention.inner_attention for block in model.layers.values()],
+            [block.get_submodule("attention.inner_attention") for block in model.layers.values()],
             parallel_dims.get_mesh("cp"),
             model.model_args.attn_type,
         )
-    if job_config.pc.enable:
-        _attach_pc(model, parallel_dims, job_config.pc.to_pc_config())
-    compile_model = compiles_model(job_config)
-    if job_config.activation_checkpoint.mode != "none":
+    if config.pc.enable:
+        _attach_pc(model, parallel_dims, config.pc.pc_config)
+    compile_model = compiles_model(config)
+    if config.activation_checkpoint.mode != "none":
         apply_ac(
             model,
-            job_config.activation_checkpoint,
+            JobConfig(config).activation_checkpoint,
             model_compile_enabled=compile_model,
             op_sac_save_list=SAVED_OPERATIONS,
-            base_folder=job_config.job.dump_folder,
+            base_folder=config.job.dump_folder,
         )
     if compile_model:
         if parallel_dims.tp_enabled and model.tok_embeddings is not None:
             # Its output is an in-flight async collective. Torch 2.13 loses the gradient of such an input of a compiled
             # block, silently with FSDP, and the embedding would not train. Any operation, such as clone, waits for it.
             model.tok_embeddings.register_forward_hook(lambda module, inputs, output: output.clone())
-        apply_compile(model, job_config.compile)
-    _apply_fsdp(model, parallel_dims, job_config)
+        apply_compile(model, JobConfig(config).compile)
+    _apply_fsdp(model, parallel_dims, config)
     return model
 
 
@@ -98,13 +101,13 @@ def _attach_pc(model: nn.Module, parallel_dims: AlwaysSharded, config: PCConfig)
         weight.state_is_apart = True  # the checkpoint stores gamma, u and v apart from the model
 
 
-def _apply_fsdp(model: nn.Module, parallel_dims: AlwaysSharded, job_config: Config) -> None:
+def _apply_fsdp(model: nn.Module, parallel_dims: AlwaysSharded, config: Config) -> None:
     """TorchTitan's FSDP2 or HSDP, with sums as reductions."""
     names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
     apply_fsdp(
         model,
         parallel_dims.get_mesh(names),
-        param_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
+        param_dtype=TORCH_DTYPE_MAP[config.training.mixed_precision_param],
         reduce_dtype=TORCH_DTYPE_MAP["float32"],
         pp_enabled=parallel_dims.pp_enabled,
         reshard_after_forward_policy="never" if parallel_dims.once_per_step else "default",
@@ -116,7 +119,7 @@ def _apply_fsdp(model: nn.Module, parallel_dims: AlwaysSharded, job_config: Conf
             # every gradient.
             module.set_force_sum_reduction_for_comms(True)
             if parallel_dims.dp_replicate * parallel_dims.dp_shard * parallel_dims.cp == 1:
-                module.set_gradient_divide_factor(None)
+                module.set_gradient_divide_factor(None)  # type: ignore[arg-type]  # its default
 
 
 def pipeline(*args, **kwargs):

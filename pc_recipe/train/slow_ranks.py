@@ -7,6 +7,7 @@ input, on the device. Ranks of one tensor-parallel group wait for each other the
 
 import time
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ class OutputTimes:
         model_parts: TorchTitan transformers, sharded; in a pipeline only the last stage has an output layer.
     """
 
-    def __init__(self, model_parts: Iterable[nn.Module]) -> None:
+    def __init__(self, model_parts: Iterable[Any]) -> None:
         self._spans: list[tuple] = []
         for model in model_parts:
             if model.output is not None:

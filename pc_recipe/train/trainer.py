@@ -1,18 +1,20 @@
 """TorchTitan's trainer with PC around its optimizer step (`pc_recipe.runs.worker` is the command). One training step:
 
 each micro-batch        forward and backward with PC(W)                         TorchTitan, `pc_recipe.train.fsdp_sync`
-after the last one      gradients of PC(W) become gradients of W and gamma;     `forward_backward_step`
+after the last one      gradients of PC(W) become gradients of W and gamma;     `finish_gradients`
                         a step that is not finite is left out                   `pc_recipe.train.nonfinite`
 clipping                                                                        TorchTitan
 optimizers.step()       restore W; step; save W and write PC(W)                 `pc.preconditioner`
 """
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from unittest.mock import patch
+from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,68 +23,71 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed.utils import init_distributed
-from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
-from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 from torchtitan.tools.logging import logger
 
 from pc.errors import UserError
+from pc.integrations.torchtitan_train import Trainer
 from pc.marking import preserve
+from pc.preconditioner import Preconditioner
 from pc.shards import local
-from pc_recipe import data
 from pc_recipe.config import Config, rules
 from pc_recipe.config.rank_batches import RankBatches
+from pc_recipe.data import GlobalOrderLoader
 from pc_recipe.files.run_folder import write_state
 from pc_recipe.files.run_log import set_aside_metrics
-from pc_recipe.train import cpu, fingerprint, fsdp_sync
+from pc_recipe.train import cpu, fingerprint, fsdp_sync, train_spec  # noqa: F401 (it registers itself)
 from pc_recipe.train.checkpoint import Checkpoints
 from pc_recipe.train.checkpoint_folder import CheckpointFolder
 from pc_recipe.train.diagnostics import Diagnostics
 from pc_recipe.train.environment import require_agreement
-from pc_recipe.train.job_config import JobConfig
-from pc_recipe.train.llama2 import Flavors, Llama2
-from pc_recipe.train.loss import build_loss
-from pc_recipe.train.metrics import build_metrics_processor
+from pc_recipe.train.llama2 import Llama2Args
+from pc_recipe.train.metrics import PCMetricsProcessor
 from pc_recipe.train.nonfinite import FiniteSteps
-from pc_recipe.train.optimizers import build_optimizers, build_schedulers
-from pc_recipe.train.parallelize import AlwaysSharded, parallelize, pipeline
+from pc_recipe.train.optimizers import Optimizers
+from pc_recipe.train.parallelize import AlwaysSharded
 from pc_recipe.train.slow_ranks import OutputTimes
+from pc_recipe.train.upstream_config import JobConfig
 from pc_recipe.train.validate import FixedValidator
 
 
-class PCTrainer(torchtitan.train.Trainer):
+class PCTrainer(Trainer):
     """TorchTitan's trainer with PC, a stop signal, and a status file.
 
     On SIGUSR2 to any rank, all ranks save a checkpoint after the current step and exit normally.
     """
 
+    # what TRAIN_SPEC and this class make of TorchTitan's annotations
+    checkpointer: Checkpoints
+    metrics_processor: PCMetricsProcessor
+    model_args: Llama2Args
+    optimizers: Optimizers
+    parallel_dims: AlwaysSharded
+    # TorchTitan's base classes ask for more than its trainer calls
+    dataloader: GlobalOrderLoader  # type: ignore[assignment]
+    validator: FixedValidator  # type: ignore[assignment]
+
     def __init__(self, config: Config) -> None:
         self.config = config
-        job_config = JobConfig(config)
         self.stopped = False
-        self._micro_batches_done = 0
         self._stop_requested = False
         self._has_stepped = False
         cpu.use_cpu_where_there_is_no_gpu()
         # Before all that takes long: the launcher's children ignore the signal until they handle it.
         signal.signal(signal.SIGUSR2, lambda *_: setattr(self, "_stop_requested", True))
-        with (
-            patch.object(torchtitan.train, "CheckpointManager", Checkpoints),  # which TorchTitan makes itself
-            # All pipeline stages know the loss (`_loss_of_all_stages`); TorchTitan would warn that rank 0 does not.
-            patch.object(torchtitan.train, "ensure_pp_loss_visible"),
-        ):
-            super().__init__(job_config)
-        self.preconditioner = self.optimizers.preconditioner
+        # All pipeline stages know the loss (`_loss_of_all_stages`); TorchTitan would warn that rank 0 does not.
+        with replaced(torchtitan.train, CheckpointManager=Checkpoints, ensure_pp_loss_visible=_nothing):
+            super().__init__(JobConfig(config))
         self.metrics_processor.tokens = lambda: self.ntokens_seen * self._data_ranks
         self.metrics_processor.positions = self._positions
         self.metrics_processor.output_seconds = OutputTimes(self.model_parts).take
-        self.diagnostics = Diagnostics(job_config, self.model_parts, self.preconditioner, self.parallel_dims)
+        self.diagnostics = Diagnostics(config, self.model_parts, self.preconditioner, self.parallel_dims)
         self.scorer = self.build_scorer()
         self.finite_steps = FiniteSteps(self.model_parts, self.preconditioner, config.training.max_nonfinite_steps)
         self.checkpointer.may_save = lambda: not self.optimizers.skips_step
-        states = self.checkpointer.states
-        states["method"] = fingerprint.fingerprint(config.pc)
-        if self.preconditioner is not None:
-            states["pc"] = self.preconditioner
+        self.checkpointer.states["method"] = fingerprint.fingerprint(config.pc)
+
+    def make_preconditioner(self) -> Preconditioner | None:
+        return self.optimizers.preconditioner
 
     def init_distributed(self) -> AlwaysSharded:
         """TorchTitan's, with FSDP on any number of ranks, after all ranks have agreed on what they train."""
@@ -106,8 +111,7 @@ class PCTrainer(torchtitan.train.Trainer):
         if newest is not None:
             self._require_same_run(newest)
             checkpointer.read(newest.path)
-        elif settings.initial_load_in_hf:
-            initial_path = initial_path or self.config.model.hf_assets_path
+        elif initial_path and settings.initial_load_in_hf:
             self.require_initial_load(initial_path)
             checkpointer.read(initial_path, model_only=True, from_hf=True)
         elif initial_path and settings.initial_load_model_only:
@@ -141,7 +145,7 @@ class PCTrainer(torchtitan.train.Trainer):
             write_state(folder, "running", self.step, self.config.training.steps)
             set_aside_metrics(folder, self.step)
             record(self.step)
-        with patch.object(torchtitan.train.dist_utils, "set_pg_timeouts"):  # `_set_timeouts` does it
+        with replaced(torchtitan.train.dist_utils, set_pg_timeouts=_nothing):  # `_set_timeouts` does it
             super().train()
         if dist.get_rank() == 0:
             state, reason = ("stopped", "asked to stop") if self.stopped else ("finished", "")
@@ -150,9 +154,7 @@ class PCTrainer(torchtitan.train.Trainer):
     def train_step(self, data_iterator) -> None:
         if self.step == 1 and self._starts_from_given_weights():
             preserve(self.model_parts)
-        if self.preconditioner is not None and not self.preconditioner.holds_pc:
-            self.preconditioner.write_pc()  # the first step of a new run; any checkpoint is loaded by now
-        self._micro_batches_done, self._loss = 0, 0.0
+        self._loss = torch.zeros((), device=self.device)
         self._first_position = self.dataloader.position
         self.diagnostics.begin_step(self.step, measure_outputs=not self._pipeline_finds_shapes())
         super().train_step(data_iterator)
@@ -167,17 +169,13 @@ class PCTrainer(torchtitan.train.Trainer):
             self._set_timeouts()
         self._has_stepped = True
 
-    def forward_backward_step(self, *, input_dict, labels, global_valid_tokens) -> Tensor:
-        self._micro_batches_done += 1
-        is_last = self._micro_batches_done == self.gradient_accumulation_steps
+    def forward_backward_step(self, **batch) -> Tensor:
+        is_last = self.is_last_micro_batch
         if not self.parallel_dims.pp_enabled:
             fsdp_sync.prepare_micro_batch(self.model_parts, self.parallel_dims.once_per_step, is_last)
-        loss = super().forward_backward_step(
-            input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
-        )
+        loss = super().forward_backward_step(**batch)
         self._loss = self._loss + local(loss.detach())
         if is_last:
-            self._finish_gradients(global_valid_tokens)
             self.optimizers.skips_step = self.finite_steps.skips(self.step, self._loss, self._positions())
             if self.optimizers.skips_step:
                 self.metrics_processor.log_metrics(self.step, {"steps_left_out": self.finite_steps.count})
@@ -220,7 +218,7 @@ class PCTrainer(torchtitan.train.Trainer):
         pc, checkpoint = self.config.pc, self.config.checkpoint
         if not (pc.enable and pc.start == "preserve" and checkpoint.enable and checkpoint.initial_load_model_only):
             return False
-        return bool(checkpoint.initial_load_path or checkpoint.initial_load_in_hf)
+        return bool(checkpoint.initial_load_path)
 
     def _loss_of_all_stages(self, loss: Tensor) -> Tensor:
         """The last pipeline stage's loss, on all stages; TorchTitan 0.2.2 returns and logs -1 on the others."""
@@ -231,16 +229,15 @@ class PCTrainer(torchtitan.train.Trainer):
         dist.all_reduce(loss, group=self.parallel_dims.get_mesh("pp").get_group())
         return loss
 
-    def _finish_gradients(self, global_valid_tokens) -> None:
-        """Convert a step's complete gradients to those of the mean loss, then to those of W and gamma."""
+    def finish_gradients(self, global_valid_tokens: Tensor) -> None:
+        """Make a step's gradients those of the mean loss, then those of W and gamma."""
         if self.parallel_dims.pp_enabled:
             # With pipeline parallelism, TorchTitan 0.2.2 does not divide by the token count.
             for model in self.model_parts:
                 for parameter in model.parameters():
                     if parameter.grad is not None:
                         parameter.grad.div_(global_valid_tokens)
-        if self.preconditioner is not None:
-            self.preconditioner.pull_back()
+        super().finish_gradients(global_valid_tokens)
 
     def _pipeline_finds_shapes(self) -> bool:
         """Whether the pipeline will first infer shapes with uninitialised inputs: at the start and after validation."""
@@ -265,37 +262,16 @@ class PCTrainer(torchtitan.train.Trainer):
         return self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
 
 
-def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer, job_config: Config):
-    """For TorchTitan's TrainSpec: shards in global order."""
-    loader = job_config.training.dataloader
-    return data.GlobalOrderLoader(
-        job_config.data.folders,
-        "train",
-        seed=job_config.data.seed,
-        skip=job_config.data.skip,
-        seq_len=job_config.training.seq_len,
-        local_batch_size=job_config.training.local_batch_size,
-        dp_rank=dp_rank,
-        dp_world_size=dp_world_size,
-        vocab_size=job_config.model.vocab_size,
-        num_workers=loader.num_workers,
-        prefetch_factor=loader.prefetch_factor,
-        pin_memory=loader.pin_memory,
-    )
+@contextmanager
+def replaced(module: ModuleType, **values: Any) -> Iterator[None]:
+    """Give names of a module other values for a while: TorchTitan has no other way to choose them."""
+    before = {name: getattr(module, name) for name in values}
+    vars(module).update(values)
+    try:
+        yield
+    finally:
+        vars(module).update(before)
 
 
-TRAIN_SPEC = TrainSpec(
-    model_cls=Llama2,
-    model_args=Flavors(),
-    parallelize_fn=parallelize,
-    pipelining_fn=pipeline,
-    build_optimizers_fn=build_optimizers,
-    build_lr_schedulers_fn=build_schedulers,
-    build_dataloader_fn=build_dataloader,
-    build_tokenizer_fn=None,
-    build_loss_fn=build_loss,
-    build_validator_fn=FixedValidator,
-    build_metrics_processor_fn=build_metrics_processor,
-    state_dict_adapter=Llama3StateDictAdapter,
-)
-register_train_spec("pc_llama2", TRAIN_SPEC)
+def _nothing(*_, **__) -> None:
+    pass

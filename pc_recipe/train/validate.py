@@ -1,12 +1,12 @@
 """Validation on a fixed set: the same sequences each time, and the mean loss over all tokens of all ranks."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.train import Trainer
 
 from pc_recipe.config import Config
 from pc_recipe.data import GlobalOrderLoader, Manifest, require_same_tokenizer
@@ -15,15 +15,11 @@ from pc_recipe.train.fsdp_sync import reshard
 
 
 class FixedValidator:
-    """TorchTitan's validator continues through its data, so each validation uses other batches; this one restarts.
+    """TorchTitan's validator continues through its data, so each validation uses other batches; this one restarts."""
 
-    Args:
-        others: what TorchTitan takes from the trainer here; `validate` does so itself.
-    """
-
-    def __init__(self, job_config: Config, dp_world_size: int, dp_rank: int, **others) -> None:
-        self._freq, self._last = job_config.validation.freq, job_config.training.steps
-        section = job_config.data
+    def __init__(self, config: Config, dp_rank: int, dp_world_size: int) -> None:
+        self._freq, self._last = config.validation.freq, config.training.steps
+        section = config.data
         folders = section.validation_folders
         require_same_tokenizer(Manifest.read(next(iter(section.folders))), Manifest.read(next(iter(folders))))
         self._names = unique_names([Path(folder) for folder in folders])
@@ -32,11 +28,11 @@ class FixedValidator:
             GlobalOrderLoader(
                 folder,
                 "validation",
-                seq_len=job_config.training.seq_len,
-                local_batch_size=job_config.validation.local_batch_size,
+                seq_len=config.training.seq_len,
+                local_batch_size=config.validation.local_batch_size,
                 dp_rank=dp_rank,
                 dp_world_size=dp_world_size,
-                vocab_size=job_config.model.vocab_size,
+                vocab_size=config.model.vocab_size,
                 limit_sequences=section.validation_sequences,
             )
             for folder in folders
@@ -51,8 +47,12 @@ class FixedValidator:
         return False
 
     @torch.no_grad()
-    def validate(self, trainer: Trainer) -> None:
-        """Log the loss; of several folders the mean by weight, and each one's loss and share. All ranks call it."""
+    def validate(self, trainer: Any) -> None:
+        """Log the loss; of several folders the mean by weight, and each one's loss and share. All ranks call it.
+
+        Args:
+            trainer: the `PCTrainer`.
+        """
         for model in trainer.model_parts:
             model.eval()
         totals = torch.stack([_sum_over_batches(trainer, loader) for loader in self._dataloaders])
@@ -67,7 +67,7 @@ class FixedValidator:
             model.train()
         reshard(trainer.model_parts)
 
-    def _by_folder(self, trainer: Trainer, losses: list[float]) -> dict[str, float]:
+    def _by_folder(self, trainer: Any, losses: list[float]) -> dict[str, float]:
         """What is logged of each folder, where there are several."""
         shares = trainer.dataloader.shares()
         by_name = {f"validation_loss/{name}": loss for name, loss in zip(self._names, losses, strict=True)}
@@ -75,7 +75,7 @@ class FixedValidator:
         return by_name if len(shares) > 1 else {}
 
 
-def _sum_over_batches(trainer: Trainer, dataloader: GlobalOrderLoader) -> Tensor:
+def _sum_over_batches(trainer: Any, dataloader: GlobalOrderLoader) -> Tensor:
     """Sum of losses and number of tokens on this rank [2]; zero on ranks without the last pipeline stage."""
     totals = torch.zeros(2, dtype=torch.float64, device=trainer.device)
     for input_dict, labels in dataloader:
@@ -88,12 +88,13 @@ def _sum_over_batches(trainer: Trainer, dataloader: GlobalOrderLoader) -> Tensor
     return totals
 
 
-def _sum_losses(trainer: Trainer, inputs: Tensor, labels: Tensor, more: dict) -> Tensor | None:
+def _sum_losses(trainer: Any, inputs: Tensor, labels: Tensor, more: dict) -> Tensor | None:
     """Sum of a batch's losses; None on a rank without the last pipeline stage."""
     if not trainer.parallel_dims.pp_enabled:
         with trainer.train_context(), trainer.maybe_enable_amp:
             return _to_full_tensor(trainer.loss_fn(trainer.model_parts[0](inputs, **more), labels))
-    losses, target = ([], labels) if trainer.pp_has_last_stage else (None, None)
+    losses: list[Tensor] | None = [] if trainer.pp_has_last_stage else None
+    target = labels if trainer.pp_has_last_stage else None
     arguments = (inputs,) if trainer.pp_has_first_stage else ()
     with trainer.train_context():
         trainer.pp_schedule.eval(*arguments, **more, target=target, losses=losses)

@@ -74,6 +74,7 @@ def _oracle(rank, config, levels) -> list[dict[str, torch.Tensor]]:
     from pc_recipe.config import load_config
     from pc_recipe.data import GlobalOrderLoader
     from pc_recipe.train.llama2 import Llama2, model_args
+    from pc_recipe.train.upstream_config import JobConfig
 
     _in_float64()
     settings = load_config(config, [])
@@ -91,7 +92,7 @@ def _oracle(rank, config, levels) -> list[dict[str, torch.Tensor]]:
     results = []
     for level in levels:
         args = model_args("tiny")
-        args.update_from_config(settings)
+        args.update_from_config(JobConfig(settings))
         model = Llama2(args)
         model.init_weights()
         model.double()
@@ -112,8 +113,8 @@ def _gradients(rank, config, cases) -> list[dict[str, torch.Tensor]]:
     from pc_recipe.train.trainer import PCTrainer
 
     class Recorded(PCTrainer):
-        def _finish_gradients(self, global_valid_tokens):
-            super()._finish_gradients(global_valid_tokens)
+        def finish_gradients(self, global_valid_tokens):
+            super().finish_gradients(global_valid_tokens)
             self.gradients = {
                 clean_name(name): tiny.whole(p.grad)
                 for model in self.model_parts

@@ -27,8 +27,8 @@ def _upstream_trainer(config):
 
     from pc_recipe.config import load_config
     from pc_recipe.train import cpu
-    from pc_recipe.train.job_config import JobConfig
-    from pc_recipe.train.trainer import TRAIN_SPEC
+    from pc_recipe.train.train_spec import TRAIN_SPEC
+    from pc_recipe.train.upstream_config import JobConfig
 
     def parallelize(model, *args):
         model = parallelize_llama(model, *args)

@@ -1,4 +1,4 @@
-"""A small TorchTitan Llama and the part of a job's configuration that diagnostics read."""
+"""A small TorchTitan Llama, and a configuration of its diagnostics."""
 
 from types import SimpleNamespace
 
@@ -6,6 +6,7 @@ import torch
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
 
+from pc_recipe.config import Config
 from pc_recipe.config.schema import Diagnostics
 
 
@@ -31,9 +32,8 @@ def inputs(index: int) -> torch.Tensor:
     return torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(index))
 
 
-def job_config(freq: int, spectra_freq: int) -> SimpleNamespace:
-    diagnostics = Diagnostics(freq=freq, spectra_freq=spectra_freq)
-    return SimpleNamespace(diagnostics=diagnostics, pc=SimpleNamespace(blocks=["o", "ffn"]))
+def config_of(freq: int, spectra_freq: int) -> Config:
+    return Config(diagnostics=Diagnostics(freq=freq, spectra_freq=spectra_freq))
 
 
 def one_rank() -> SimpleNamespace:

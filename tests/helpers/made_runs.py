@@ -19,7 +19,7 @@ from pc.blocks import BLOCK_SUFFIXES
 from pc.spectral import power_iteration
 from pc_recipe.data.tokenizing import tokenize
 from pc_recipe.files.run_folder import write_state
-from pc_recipe.train.checkpoint_folder import ChecksummedWriter
+from pc_recipe.train.checkpoint_writer import ChecksummedWriter
 from pc_recipe.train.llama2 import Llama2, model_args
 
 # Long enough for the prompts of the tests; RoPE angles stay as large as in short training runs.

@@ -52,7 +52,7 @@ def require_unchanged(sweep: Sweep) -> None:
         problem = ""
         if before is None and len(run_folder.list_configs(run.folder)) > 1:
             problem = "several configurations (config.*.toml); move it away to train it again"
-        elif changed := differing_keys(before, now) if before else []:
+        elif before is not None and (changed := differing_keys(before, now)):
             values = [f"{key} = {before.get(key, 'default')} (now {now.get(key, 'default')})" for key in changed[:3]]
             problem = f'{", ".join(values)}; restore that, or give the sweep another folder = "..."'
         if problem:

@@ -7,7 +7,8 @@ seeds = [0, 1]                                # optional
 "optimizer.lr" = [3e-4, 4.243e-4, 6e-4]
 "pc.level" = [1, 2, 3, 4]
 
-[variants.long]                               # optional: settings that go together, and their name
+[variants.plain]                              # optional: settings that go together, and their name; if there are
+[variants.long]                               # any, each run has one, so a plain arm needs one too
 "training.steps" = 2000
 "lr_scheduler.warmup_steps" = 20
 """
@@ -41,7 +42,7 @@ class SweepConfig(Section):
     configs: list[Text] = sections.key([], "Training configs to vary, relative to the sweep's file.")
     axes: dict[str, Annotated[list, Field(min_length=1)]] = sections.key({}, '"section.key" = [values].')
     variants: dict[str, dict[str, Any]] = sections.key(
-        {}, 'Named tables of "section.key" = value: settings that go together.'
+        {}, 'Named tables of "section.key" = value: settings that go together. If there are any, each run has one.'
     )
     seeds: list[int] = sections.key(
         [], "Seeds of initial weights and data order, a run each; empty: the config's own seed."
@@ -79,12 +80,13 @@ def _sweep(path: Path, config: SweepConfig) -> Sweep:
     if unfit := [name for name in config.variants if not re.fullmatch(r"\w[\w.+=-]*", name)]:
         raise UserError(f"variants.{unfit[0]!r} names a folder: use letters, digits and . + = - _")
     runs = []
+    seeds: list[int | None] = [*config.seeds] or [None]
     for name in config.configs:
         file = _shortest(path.parent / name)
         for variant, parts, settings in _combinations(config):
             stem = [Path(name).stem] if len(config.configs) > 1 or not parts else []
             setting = "/".join([*stem, *(["_".join(parts)] if parts else [])])
-            for seed in config.seeds or [None]:
+            for seed in seeds:
                 run_name = setting if seed is None else f"{setting}/seed-{seed}"
                 words = [f"--{key}={_toml(value)}" for key, value in settings.items()]
                 words += [] if seed is None else [f"--debug.seed={seed}", f"--data.seed={seed}"]

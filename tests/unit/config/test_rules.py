@@ -5,6 +5,7 @@ import math
 import pytest
 
 from pc.errors import UserError
+from pc.maps import LEVEL_NAMES
 from pc_recipe.config import Config, rules
 from pc_recipe.config.inheritance import validated
 from pc_recipe.config.rank_batches import Degrees
@@ -37,6 +38,7 @@ REFUSED_ANYWHERE = [
     ({"evaluation.interval": 5}, {"pp": 2}, "without pipeline and context parallelism"),
     ({"checkpoint.exclude_from_loading": ["pc"]}, {}, "should name both model and pc or neither"),
     ({"checkpoint.exclude_from_loading": ["model"]}, {}, "should name both model and pc or neither"),
+    ({"checkpoint.initial_load_in_hf": True}, {}, "initial_load_in_hf = true needs checkpoint.initial_load_path"),
     ({"checkpoint.keep_latest_k": 1}, {}, "checkpoint.keep_latest_k = 1 should be 2 or more"),
     ({**EMULATED_FLOAT8, "pc.mode": "forward"}, {}, "would replace the matmuls of float8 layers"),
     ({"model.n_kv_heads": 2}, {"tp": 4}, "tensor_parallel_degree = 4 should divide the 2 (key-value) heads"),
@@ -48,7 +50,9 @@ REFUSED_ANYWHERE = [
     ({**COMPILE, **ZERO_BUBBLE}, {"pp": 2}, "splits the backward pass"),
     ({**AC_OP, **ZERO_BUBBLE}, {"pp": 2}, 'activation_checkpoint.mode = "full"'),
     ({"training.global_batch_size": 12}, {"dp_shard": 2}, "training.global_batch_size = 12 is not a multiple"),
-    ({"pc.level": 1.5}, {}, "pc.level = 1.5 should be 1 to 4, polar_express, coefficients"),
+    ({"pc.level": 1.5}, {}, f"pc.level = 1.5 should be {LEVEL_NAMES}, coefficients"),
+    ({"pc.method": "cap"}, {}, "pc.method = 'cap' should be one of polynomial"),
+    ({"pc.level": 9}, {}, f"PC level 9 does not exist; use {LEVEL_NAMES} or a list"),
 ]  # fmt: skip
 
 REFUSED_ON_CPU = [

@@ -12,7 +12,8 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from helpers.made_runs import make_run
 from pc import PCConfig, UserError
 from pc_recipe.evaluate import plain_weights
-from pc_recipe.train.checkpoint_folder import CHECKSUMS, CheckpointFolder
+from pc_recipe.train.checkpoint_folder import CheckpointFolder
+from pc_recipe.train.checkpoint_writer import CHECKSUMS
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 
 from pc import UserError
 from pc_recipe.evaluate import hugging_face, score, tasks
-from pc_recipe.train.checkpoint_folder import CHECKSUMS
+from pc_recipe.train.checkpoint_writer import CHECKSUMS
 
 NAMES = ["piqa", "arc_easy"]
 

@@ -12,9 +12,9 @@ from pc_recipe.config import Config
 from pc_recipe.config.schema import ActivationCheckpoint
 from pc_recipe.runs import memory
 from pc_recipe.runs.check import check
-from pc_recipe.train.job_config import JobConfig
 from pc_recipe.train.llama2 import Llama2, model_args
 from pc_recipe.train.parallelize import SAVED_OPERATIONS
+from pc_recipe.train.upstream_config import JobConfig
 
 CONFIG = ROOT / "train_configs" / "1b_adamw_pc.toml"
 

@@ -9,7 +9,8 @@ import pytest
 
 from helpers.made_runs import write_run
 from pc.errors import UserError
-from pc_recipe.config import load_config, write_config
+from pc_recipe.config import Config, load_config, write_config
+from pc_recipe.config.pc_section import PC
 from pc_recipe.config.run_key import code_version, differing_keys, result_key
 from pc_recipe.files import run_folder
 from pc_recipe.files.lock import lock
@@ -95,6 +96,12 @@ def test_the_same_run(folder, words):
 )
 def test_another_run(folder, word):
     assert key_of(word) != key_of()
+
+
+def test_a_record_from_before_there_were_methods_is_of_the_same_run():
+    polynomial, another = PC(enable=True), PC.model_construct(enable=True, method="another")
+    assert "pc.method" not in result_key(Config(pc=polynomial))
+    assert differing_keys(method_key(polynomial), method_key(another)) == ["method"]
 
 
 def test_the_batch_of_one_micro_batch_per_rank_depends_on_the_ranks(folder):

@@ -21,16 +21,10 @@ from pc.errors import UserError
 from pc_recipe.config import Config
 from pc_recipe.train import checkpoint, checkpoint_folder
 from pc_recipe.train.checkpoint import Checkpoints
-from pc_recipe.train.checkpoint_folder import (
-    CHECKSUMS,
-    CheckpointFolder,
-    ChecksummedWriter,
-    Damaged,
-    LoadPlanner,
-    Reader,
-)
+from pc_recipe.train.checkpoint_folder import CheckpointFolder, Damaged, LoadPlanner, Reader
+from pc_recipe.train.checkpoint_writer import CHECKSUMS, ChecksummedWriter
 from pc_recipe.train.fingerprint import require_plain_weights
-from pc_recipe.train.job_config import JobConfig
+from pc_recipe.train.upstream_config import JobConfig
 
 
 def _save(rank, folder, seed):

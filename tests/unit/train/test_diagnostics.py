@@ -5,7 +5,7 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import pc
-from helpers.diagnostics_model import inputs, job_config, one_rank, transformer
+from helpers.diagnostics_model import config_of, inputs, one_rank, transformer
 from pc_recipe.train.activations import COUNT
 from pc_recipe.train.diagnostics import Diagnostics
 
@@ -41,7 +41,7 @@ def test_output_sizes_equal_a_hand_written_hook(compile):
         if compile:
             block = torch.compile(block, backend="aot_eager_decomp_partition", fullgraph=True)
         model.layers.register_module(name, block)
-    diagnostics = Diagnostics(job_config(freq=3, spectra_freq=0), [model], None, one_rank())
+    diagnostics = Diagnostics(config_of(freq=3, spectra_freq=0), [model], None, one_rank())
     collected = {}
     for step in range(1, 7):
         diagnostics.begin_step(step)
@@ -70,7 +70,7 @@ def test_output_sizes_equal_a_hand_written_hook(compile):
 
 @pytest.mark.parametrize("mode", ["step", "forward", None])
 def test_spectra_equal_a_float64_svd(mode):
-    config = job_config(freq=0, spectra_freq=5)
+    config = config_of(freq=0, spectra_freq=5)
     model = transformer()
     preconditioner = None
     if mode:
@@ -112,7 +112,7 @@ def test_weights_that_are_not_finite_do_not_end_the_run():
     model = transformer()
     with torch.no_grad():
         model.layers["1"].attention.wo.weight[0, 0] = math.inf
-    metrics = Diagnostics(job_config(freq=0, spectra_freq=1), [model], None, one_rank()).collect(1)
+    metrics = Diagnostics(config_of(freq=0, spectra_freq=1), [model], None, one_rank()).collect(1)
     assert math.isnan(metrics["spectra/condition/layers.1.attention.wo"])
     assert math.isfinite(metrics["spectra/condition/layers.0.attention.wo"])
 
@@ -128,7 +128,7 @@ def test_gamma_and_norm():
             layer.gamma.fill_(1 + 0.25 * i)
     raw_norm = math.sqrt(sum(p.double().square().sum().item() for p in model.parameters()))
     preconditioner.write_pc()
-    diagnostics = Diagnostics(job_config(freq=1, spectra_freq=0), [model], preconditioner, one_rank())
+    diagnostics = Diagnostics(config_of(freq=1, spectra_freq=0), [model], preconditioner, one_rank())
     diagnostics.begin_step(1)
     model(inputs(0))
     metrics = diagnostics.collect(1)

@@ -11,9 +11,8 @@ from pc.errors import WriteFailed
 from pc_recipe.config import Config
 from pc_recipe.files.run_log import METRICS_FILE
 from pc_recipe.train.cpu import use_cpu_where_there_is_no_gpu
-from pc_recipe.train.job_config import JobConfig
 from pc_recipe.train.loss_spikes import LossSpikes
-from pc_recipe.train.metrics import JsonLinesLogger, _spikes_so_far, build_metrics_processor
+from pc_recipe.train.metrics import JsonLinesLogger, PCMetricsProcessor, _spikes_so_far
 
 
 def test_json_lines_survive_a_cut_and_keep_json(tmp_path):
@@ -77,7 +76,7 @@ def _processor(folder):
     dims = SimpleNamespace(
         world_size=1, pp=1, pp_enabled=False, dp_replicate=1, dp_shard=1, cp=1, non_data_parallel_size=1
     )  # fmt: skip
-    processor = build_metrics_processor(JobConfig(config), dims)
+    processor = PCMetricsProcessor(config, dims)
     processor.num_flops_per_token = 1
     return processor
 

@@ -1,0 +1,51 @@
+"""The section `[pc]`: the keys of `pc.PCConfig`, with its descriptions and defaults, and what the recipe adds."""
+
+from dataclasses import Field, fields
+from functools import cached_property
+from types import GenericAlias
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import ConfigDict, create_model
+
+from pc.config import METHODS, PCConfig
+from pc.maps import LEVEL_NAMES
+from pc_recipe.config.sections import METHOD, RESULT, Count, Section, key, one_of, should
+
+Level = int | str | list[float]
+# where TOML's types differ, or a wrong value can be said with its file
+TYPES: dict[str, Any] = {
+    "level": Annotated[Level | dict[str, Level], should(f"{LEVEL_NAMES}, coefficients, or a table of these")],
+    "power_iterations": Count,
+    "method": Annotated[str, one_of(METHODS)],
+}
+DECIDE_RESULT = ("power_iterations", "compute_dtype")  # the others define PC(W)
+KEYS = {field.name: field for field in fields(PCConfig) if field.name != "splits"}
+
+
+def _in_toml(field: Field) -> tuple[Any, Any]:
+    """(type, default with description) of a field of `PCConfig`; a tuple is a list in TOML."""
+    kind: Any = TYPES.get(field.name, field.type)
+    default: Any = field.default
+    if get_origin(kind) is tuple:
+        kind, default = GenericAlias(list, get_args(kind)[:1]), list(default)
+    return kind, key(default, field.metadata["help"], RESULT if field.name in DECIDE_RESULT else None)
+
+
+_fields: dict[str, Any] = {name: _in_toml(field) for name, field in KEYS.items()}
+_Keys: Any = create_model("_Keys", __base__=Section, **_fields)
+
+
+class PC(_Keys):
+    """Polynomial weight preconditioning (`pc.PCConfig`)."""
+
+    model_config = ConfigDict(frozen=True)  # since `pc_config` is kept
+    decides = METHOD
+    enable: bool = key(False, "Precondition weights; false: a plain Llama 2, the baseline.")
+    start: Literal["preserve", "raw"] = key(
+        "preserve", "Use given initial weights as PC(W), so that the model is the same, or as W.", RESULT
+    )
+
+    @cached_property
+    def pc_config(self) -> PCConfig:
+        """The validated `PCConfig`, made once, after the last file and word have been read; raises UserError."""
+        return PCConfig(**{name: getattr(self, name) for name in KEYS})

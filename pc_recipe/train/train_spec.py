@@ -1,0 +1,58 @@
+"""What TorchTitan's trainer calls to make a run: this package's functions, with the run's `Config` for TorchTitan's."""
+
+from typing import Any
+
+from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
+from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
+
+from pc_recipe import data
+from pc_recipe.config import Config
+from pc_recipe.train.llama2 import Flavors, Llama2
+from pc_recipe.train.loss import build_loss
+from pc_recipe.train.metrics import PCMetricsProcessor
+from pc_recipe.train.optimizers import Optimizers, build_schedulers
+from pc_recipe.train.parallelize import parallelize, pipeline
+from pc_recipe.train.validate import FixedValidator
+
+# TorchTitan calls what follows with its configuration; `ours` of it is the run's (`pc_recipe.train.upstream_config`).
+
+
+def _build_dataloader(job_config: Any, dp_rank: int, dp_world_size: int, tokenizer: None) -> Any:
+    """Shards in global order."""
+    config: Config = job_config.ours
+    loader = config.training.dataloader
+    return data.GlobalOrderLoader(
+        config.data.folders,
+        "train",
+        seed=config.data.seed,
+        skip=config.data.skip,
+        seq_len=config.training.seq_len,
+        local_batch_size=config.training.local_batch_size,
+        dp_rank=dp_rank,
+        dp_world_size=dp_world_size,
+        vocab_size=config.model.vocab_size,
+        num_workers=loader.num_workers,
+        prefetch_factor=loader.prefetch_factor,
+        pin_memory=loader.pin_memory,
+    )
+
+
+def _build_validator(job_config: Any, dp_rank: int, dp_world_size: int, **_) -> Any:
+    return FixedValidator(job_config.ours, dp_rank, dp_world_size)
+
+
+TRAIN_SPEC = TrainSpec(
+    model_cls=Llama2,
+    model_args=Flavors(),
+    parallelize_fn=lambda model, dims, titan: parallelize(model, dims, titan.ours),
+    pipelining_fn=pipeline,
+    build_optimizers_fn=lambda model_parts, titan, dims: Optimizers(model_parts, titan.ours),
+    build_lr_schedulers_fn=build_schedulers,  # type: ignore[arg-type]  # of the optimizers that are made above
+    build_dataloader_fn=_build_dataloader,
+    build_tokenizer_fn=None,
+    build_loss_fn=lambda titan, parallel_dims: build_loss(titan.ours, parallel_dims.tp),
+    build_validator_fn=_build_validator,
+    build_metrics_processor_fn=lambda titan, dims, model_args: PCMetricsProcessor(titan.ours, dims),
+    state_dict_adapter=Llama3StateDictAdapter,
+)
+register_train_spec("pc_llama2", TRAIN_SPEC)
