@@ -11,7 +11,7 @@ from helpers.made_runs import write_run
 from pc.errors import UserError
 from pc_recipe.config import Config, load_config, write_config
 from pc_recipe.config.pc_section import PC
-from pc_recipe.config.run_key import code_version, differing_keys, result_key
+from pc_recipe.config.run_key import code_version, differing_keys, method_key, result_key
 from pc_recipe.files import run_folder
 from pc_recipe.files.lock import lock
 from pc_recipe.runs.check import CheckResult
