@@ -15,11 +15,11 @@ The modules, in the order of their imports:
     methods/                          what PC(W) is for one matrix, as an object; the paper's is the first
     shards, owner                     functions of whole matrices on sharded weights, each on one rank
     splits, passes                    a stored weight as matrices, and what its owner computes once per step
+    muon, hyperball                   Muon by the same means; AdamH and MuonH, which keep the norms of weights
     layer, targets, weight, marking   PC(W) in a layer; which weights get PC; what attach, preserve, merge, detach do
     followed, preconditioner          what follows optimizers and is saved with them
     change_check, per_step            its mode "step"
     per_forward, factory              its mode "forward"; `precondition` makes either
-    muon                              Muon by the same means
     integrations/                     PC in the trainers of Hugging Face, Lightning and TorchTitan
 
 The training recipe is the package `pc_recipe` beside this one.
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from pc.config import MatrixSplit, PCConfig
     from pc.errors import UserError
     from pc.factory import precondition
+    from pc.hyperball import AdamH, MuonH
     from pc.layer import PCLinear, effective_weight
     from pc.marking import attach, detach, merge, preserve, refresh
     from pc.muon import Muon
@@ -48,6 +49,7 @@ _NAMES = {
     "marking": ["attach", "detach", "merge", "preserve", "refresh"],
     "config": ["MatrixSplit", "PCConfig"],
     "errors": ["UserError"],
+    "hyperball": ["AdamH", "MuonH"],
     "layer": ["PCLinear", "effective_weight"],
     "muon": ["Muon"],
     "factory": ["precondition"],

@@ -7,6 +7,7 @@ import torch
 from torch.optim import Optimizer
 
 from pc.errors import UserError
+from pc.hyperball import Hyperball
 from pc.shards import local
 from pc.weight import Weight
 
@@ -44,16 +45,15 @@ def require_trained(weights: Iterable[Weight], optimizers: list[Optimizer]) -> N
             )
         if weight.config.learnable_gamma and id(weight.gamma) not in held and group_for_gamma(weight, groups) is None:
             raise UserError(
-                f"no optimizer given to pc.precondition can train the gamma of {weight.name}, because Muon trains "
-                "matrices alone; give one for vectors too, or set learnable_gamma=False"
+                f"no optimizer given to pc.precondition can train the gamma of {weight.name}, because Muon, AdamH and MuonH "
+                "train matrices alone; give one for vectors too, or set learnable_gamma=False"
             )
 
 
 def gamma_groups(optimizers: list[Optimizer]) -> list[dict[str, Any]]:
     """Parameter groups, those first that have vectors."""
-    groups = [
-        g for optimizer in optimizers if not isinstance(optimizer, torch.optim.Muon) for g in optimizer.param_groups
-    ]
+    of_matrices = (torch.optim.Muon, Hyperball)
+    groups = [g for optimizer in optimizers if not isinstance(optimizer, of_matrices) for g in optimizer.param_groups]
     return sorted(groups, key=lambda group: not any(p.ndim == 1 for p in group["params"]))
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pc_recipe.config.sections import RESULT, RUN, Beta, BlockFactors, Count, Factor, Fraction, Section, key, one_of
 
@@ -18,55 +18,77 @@ class Kind:
     """Makes the optimizer of parameter groups; imports torch when it is called."""
     states: int
     """State tensors per parameter and of its size, for the memory estimate."""
+    lr: str = "lr"
+    """The key of its peak learning rate."""
+    splits_heads: bool = False
+    """Whether a parameter group may say that each attention head is a matrix (`muon_heads`)."""
 
 
 def _adamw(parameters: "list[dict]", config: "Optimizer") -> "torch.optim.Optimizer":
     import torch
 
-    return torch.optim.AdamW(
-        parameters,
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        fused=config.implementation == "fused",
-        foreach=config.implementation == "foreach",
-    )
+    return torch.optim.AdamW(parameters, weight_decay=config.weight_decay, **_of_adam(config))
+
+
+def _adamh(parameters: "list[dict]", config: "Optimizer") -> "torch.optim.Optimizer":
+    from pc.hyperball import AdamH
+
+    return AdamH(parameters, **_of_adam(config))
 
 
 def _muon(parameters: "list[dict]", config: "Optimizer") -> "torch.optim.Optimizer":
     from pc.muon import Muon
 
-    return Muon(
-        parameters,
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        momentum=config.muon_momentum,
-        nesterov=config.muon_nesterov,
-        ns_steps=config.muon_steps,
-        adjust_lr_fn=config.muon_adjust_lr,
-    )
+    return Muon(parameters, weight_decay=config.weight_decay, **_of_muon(config))
+
+
+def _muonh(parameters: "list[dict]", config: "Optimizer") -> "torch.optim.Optimizer":
+    from pc.hyperball import MuonH
+
+    return MuonH(parameters, **_of_muon(config))
+
+
+def _of_adam(config: "Optimizer") -> dict[str, Any]:
+    return {
+        "lr": config.lr,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.eps,
+        "fused": config.implementation == "fused",
+        "foreach": config.implementation == "foreach",
+    }
+
+
+def _of_muon(config: "Optimizer") -> dict[str, Any]:
+    return {
+        "lr": config.lr,
+        "momentum": config.muon_momentum,
+        "nesterov": config.muon_nesterov,
+        "ns_steps": config.muon_steps,
+        "adjust_lr_fn": config.muon_adjust_lr,
+    }
 
 
 KINDS: dict[str, Kind] = {
     "AdamW": Kind(_adamw, states=2),
-    "Muon": Kind(_muon, states=1),
+    "Muon": Kind(_muon, states=1, splits_heads=True),
+    "AdamH": Kind(_adamh, states=2, lr="hyperball_lr"),
+    "MuonH": Kind(_muonh, states=1, lr="hyperball_lr", splits_heads=True),
 }
 """{optimizer.name: Kind}; the lower-case names are those of the optimizer states in a checkpoint."""
 
 
 class Optimizer(Section):
-    """AdamW's keys also apply to the parameters that Muon does not train."""
+    """AdamW's keys also apply to the parameters that the others do not train, and to AdamH; Muon's also to MuonH."""
 
     decides = RESULT
     name: Annotated[str, one_of(KINDS)] = key(
         "AdamW", f"Optimizer of the hidden matrices: {', '.join(KINDS)}. AdamW trains all other parameters."
     )
-    lr: Factor = key(8e-4, "Peak learning rate.")
+    lr: Factor = key(8e-4, "Peak learning rate of AdamW and Muon.")
     beta1: Beta = key(0.9, "AdamW's decay of the gradient's mean.")
     beta2: Beta = key(0.95, "AdamW's decay of the squared gradient's mean.")
     eps: Fraction = key(1e-8, "AdamW's epsilon.")
-    weight_decay: Factor = key(0.1, "Decoupled weight decay, times the learning rate.")
+    weight_decay: Factor = key(0.1, "Decoupled weight decay, times the learning rate; AdamH and MuonH have none.")
     independent_decay: bool = key(
         False, "weight_decay is the share that a step at the peak takes off a weight, whatever the learning rate."
     )
@@ -79,3 +101,4 @@ class Optimizer(Section):
         "match_rms_adamw", "How Muon scales the learning rate with the matrix shape."
     )
     muon_heads: list[Literal["q", "k", "v"]] = key([], "Blocks of which Muon takes each attention head as a matrix.")
+    hyperball_lr: Factor = key(0.02, "Peak length of a step of AdamH and MuonH, relative to the weight's norm.")

@@ -1,4 +1,4 @@
-"""AdamW, or Muon with AdamW: parameter groups by name, checkpoints of all optimizer states, and PC around the step."""
+"""A run's optimizers: parameter groups by name, checkpoints of all optimizer states, and PC around the step."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -36,7 +36,7 @@ def is_hidden_matrix(name: str) -> bool:
 
 
 class Optimizers(OptimizersContainer):
-    """AdamW, or Muon and AdamW, for each model part; with PC in mode "step", on the raw weights.
+    """AdamW, or the config's optimizer and AdamW, for each model part; with PC in mode "step", on the raw weights.
 
     TorchTitan's container saves only one optimizer per model part; this one saves all.
     """
@@ -126,21 +126,24 @@ def _build(model: nn.Module, config: Optimizer) -> dict[str, torch.optim.Optimiz
         if is_hidden_matrix(name):
             layer = name.removesuffix(".weight")
             kind, factor = config.name, block_factor(config.lr_factors, layer)
-            heads = kind == "Muon" and block_of(layer) in config.muon_heads
+            heads = KINDS[kind].splits_heads and block_of(layer) in config.muon_heads
         members[kind].setdefault((factor, heads), []).append(parameter)
     made = {}
     for kind, by_setting in members.items():
         count = sum(parameter.numel() for some in by_setting.values() for parameter in some)
         logger.info(f"{kind} trains {count:,} parameters")
-        groups = [_group(model, config, *setting, some) for setting, some in sorted(by_setting.items())]
+        lr = getattr(config, KINDS[kind].lr)
+        groups = [_group(model, config, lr, *setting, some) for setting, some in sorted(by_setting.items())]
         if groups:
             made[kind.lower()] = KINDS[kind].build(groups, config)
     return made
 
 
-def _group(model: nn.Module, config: Optimizer, factor: float, heads: bool, some: list[nn.Parameter]) -> dict[str, Any]:
+def _group(
+    model: nn.Module, config: Optimizer, lr: float, factor: float, heads: bool, some: list[nn.Parameter]
+) -> dict[str, Any]:
     """A parameter group, with its own learning rate and decay."""
-    lr = config.lr * factor
+    lr *= factor
     group = {"params": some, "lr": lr, "weight_decay": config.weight_decay / (lr if config.independent_decay else 1)}
     args: Any = model.model_args
     return group | ({"split": MatrixSplit(head_dim=args.dim // args.n_heads)} if heads else {})

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from helpers.ranks import run_ranks
+from helpers.ranks import run_ranks, sharded
 from helpers.tiny import ROOT
 from pc import owner
 from pc.shards import local
@@ -41,21 +40,11 @@ def _cap(weights):
 OPTIMIZERS = {
     "cap": _cap,
     "shampoo": lambda weights: _load("shampoo").Shampoo(weights, lr=0.1),
-    "hyperball": lambda weights: _load("hyperball").Hyperball(weights, lr=0.1),
 }
 
 
 def _draw(seed, index):
     return torch.randn(SHAPES[index], generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def _sharded(mesh, tensors):
-    """Tensor parallelism by `distribute_tensor`, over rows and columns in turn, then FSDP2."""
-    if "tp" in mesh.mesh_dim_names:
-        tensors = [distribute_tensor(t, mesh["tp"], [Shard(i % 2)], src_data_rank=None) for i, t in enumerate(tensors)]
-    model = nn.ParameterList(nn.Parameter(tensor) for tensor in tensors)
-    fully_shard(model, mesh=mesh[tuple(name for name in mesh.mesh_dim_names if name != "tp")])
-    return list(model)
 
 
 def _train(name, shard, last=2):
@@ -79,9 +68,9 @@ def _on_ranks(rank, degrees):
     owner.BUCKET_BYTES = 300  # several buckets, of one matrix or two
     differences = []
     for name in OPTIMIZERS:
-        found = _train(name, lambda x: _sharded(mesh, x))
+        found = _train(name, lambda x: sharded(mesh, x))
         for last in (2, 3):  # against the same, and as a control against other gradients in the last step
-            expected = _sharded(mesh, _train(name, _alone, last))
+            expected = sharded(mesh, _train(name, _alone, last))
             pairs = [(local(a), local(b)) for a, b in zip(found, expected, strict=True)]
             differences.append(max((a - b).abs().max().item() for a, b in pairs if a.numel()))
     return differences

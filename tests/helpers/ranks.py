@@ -11,6 +11,9 @@ from queue import Empty
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 # One server process imports torch and TorchTitan once; every rank is forked from it in milliseconds.
 _context = multiprocessing.get_context("forkserver")
@@ -47,6 +50,15 @@ def run_ranks(world_size: int, function, *args, timeout: float = 240.0) -> list:
                 process.join(timeout=5)
                 process.kill()
         return [results[rank] for rank in range(world_size)]
+
+
+def sharded(mesh, tensors) -> list[nn.Parameter]:
+    """Tensor parallelism by `distribute_tensor`, over rows and columns in turn, then FSDP2."""
+    if "tp" in mesh.mesh_dim_names:
+        tensors = [distribute_tensor(t, mesh["tp"], [Shard(i % 2)], src_data_rank=None) for i, t in enumerate(tensors)]
+    model = nn.ParameterList(nn.Parameter(tensor) for tensor in tensors)
+    fully_shard(model, mesh=mesh[tuple(name for name in mesh.mesh_dim_names if name != "tp")])
+    return list(model)
 
 
 def _next(queue, processes, timeout: float):

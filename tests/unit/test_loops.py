@@ -82,7 +82,7 @@ def test_gammas_of_a_stack_are_no_matrix():
 
 def test_muon_alone_cannot_train_gammas():
     model = pc.attach(Experts(), EXPERTS)
-    with pytest.raises(UserError, match="Muon trains matrices alone; give one for vectors too"):
+    with pytest.raises(UserError, match="train matrices alone; give one for vectors too"):
         pc.precondition(model, pc.Muon([{"params": model.parameters(), "split": MatrixSplit(("gate", "up"))}], lr=0.1))
 
 

@@ -1,5 +1,6 @@
 """Each parameter is trained by one optimizer, as its block asks for; a loaded state leaves the config's settings."""
 
+import pytest
 import torch
 
 from pc_recipe.config import Config
@@ -57,3 +58,22 @@ def test_a_block_has_its_own_rate_and_an_independent_decay_is_the_same_for_all()
     other = model.layers["0"].attention.wo.weight
     assert {group["lr"] for optimizer in made.optimizers for group in optimizer.param_groups} == {1e-2, 1e-2 * 1.8}
     assert any(other is p for group in made.optimizers[0].param_groups if group["lr"] == 1e-2 for p in group["params"])
+
+
+@pytest.mark.parametrize("name", ["AdamH", "MuonH"])
+def test_hidden_matrices_keep_their_norms_at_a_rate_of_their_own(name):
+    settings = {"name": name, "lr": 1e-3, "hyperball_lr": 0.05, "lr_factors": {"o": 2.0}}
+    model, made = _made(**settings, muon_heads=[])
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for seed, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+    made.step()
+    for name, parameter in model.named_parameters():
+        old, new = before[name], parameter.detach()
+        if "layers." in name and "norm" not in name:
+            lr = 0.05 * (2.0 if name.endswith("wo.weight") else 1.0)
+            # the step is almost orthogonal to the weight, and scaling the sum back shortens it by lr^2 / 2
+            torch.testing.assert_close((new - old).norm() / old.norm(), torch.tensor(lr), rtol=0.05, atol=0)
+            torch.testing.assert_close(new.norm(), old.norm(), rtol=1e-6, atol=0)
+        else:  # AdamW's first step, with its decay
+            torch.testing.assert_close(new, old * (1 - 1e-4) - 1e-3 * parameter.grad.sign(), rtol=0, atol=2e-5)

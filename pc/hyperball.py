@@ -1,0 +1,104 @@
+"""`AdamH` and `MuonH`: Adam and Muon on weights of constant norm (Hyperball, Wen et al., arXiv:2606.16899).
+
+    W <- R normalize(W - lr R normalize(U))        R: the Frobenius norm of W; U: the update of Adam or Muon
+
+So lr is the length of a step relative to the weight, whatever the sizes of weight and update. There is no weight decay: the
+norm is what decay would control. Vectors, embeddings and head stay with Adam.
+
+Checked against the authors' article of 2025-12-15 (the formula; R is the norm at the start; projection matrices only, Adam
+for the rest) and against what Marin's levanter (`adamh.py`, `muonh.py`), NVIDIA's Emerging-Optimizers
+(`muon_hyperball.py`) and Paddle (pull request 79792) compute: all have this formula with Frobenius norms, no decay, and R as
+the norm before each step, which is that at the start up to rounding. A stack has a norm for each matrix, as in Paddle.
+"""
+
+import inspect
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from pc.errors import UserError
+from pc.muon import Muon
+from pc.shards import is_stack, local, sharded_dims
+
+
+class Hyperball(torch.optim.Optimizer):
+    """Comes before an optimizer whose update of a weight does not depend on the weight, apart from its decay.
+
+    Raises:
+        ValueError: a parameter that is neither a matrix [n, m] nor a stack [E, n, m].
+        UserError: a matrix is zero at its first step; its norm would keep it zero.
+    """
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if parameter.ndim not in (2, 3):
+                raise ValueError(f"{type(self).__name__} needs matrices or stacks of them, not {[*parameter.shape]}")
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        given = [(p, group["lr"]) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        weights, rates = [weight for weight, _ in given], [lr for _, lr in given]
+        shards = [local(weight) for weight in weights]
+        before, radii = [shard.clone() for shard in shards], matrix_norms(weights)
+        self._require_nonzero(weights, radii)
+        for shard in shards:
+            shard.zero_()
+        # from zero, a step goes to -lr U, exactly and without decay; this step has the hooks, so that one has none
+        inspect.unwrap(super(Hyperball, type(self)).step)(self)  # type: ignore[call-arg]
+        for shard, start, lr, radius, length in zip(shards, before, rates, radii, matrix_norms(weights), strict=True):
+            shard.mul_(lr * _ratio(radius, length)).add_(start)
+        for shard, radius, length in zip(shards, radii, matrix_norms(weights), strict=True):
+            shard.mul_(_ratio(radius, length))
+        return loss
+
+    def _require_nonzero(self, weights: Sequence[Tensor], radii: Sequence[Tensor]) -> None:
+        for weight, radius in zip(weights, radii, strict=True):
+            if weight not in self.state and (radius == 0).any():  # only then, as it waits for the device
+                raise UserError(
+                    f"{type(self).__name__} keeps the norm of each matrix, and one in a weight of shape {[*weight.shape]} is "
+                    "zero, so it would never train; start from other values, or give it to another optimizer"
+                )
+
+
+class AdamH(Hyperball, torch.optim.Adam):
+    """Options are those of `torch.optim.Adam`."""
+
+
+class MuonH(Hyperball, Muon):
+    """Options are those of `pc.Muon`."""
+
+
+def matrix_norms(weights: Sequence[Tensor]) -> list[Tensor]:
+    """The Frobenius norm of every matrix that this rank holds rows or columns of, in float64: [1, 1], of stacks [E, 1, 1].
+
+    Weights may be sharded in any way. One all-reduce for each mesh dimension that splits matrices.
+    """
+    squares = [
+        torch.linalg.vector_norm(local(w), dim=(-2, -1), keepdim=True, dtype=torch.float64) ** 2 for w in weights
+    ]
+    of_groups: dict[dist.ProcessGroup, list[int]] = defaultdict(list)
+    for index, weight in enumerate(weights):
+        for dimension, split in sharded_dims(weight).items():
+            if isinstance(weight, DTensor) and (split != 0 or not is_stack(weight)):
+                of_groups[weight.device_mesh.get_group(dimension)].append(index)
+    for group, indices in of_groups.items():
+        flat = torch.cat([squares[index].flatten() for index in indices])
+        dist.all_reduce(flat, group=group)
+        for index, part in zip(indices, flat.split([squares[i].numel() for i in indices]), strict=True):
+            squares[index] = part.view_as(squares[index])
+    return [square.sqrt() for square in squares]
+
+
+def _ratio(length: Tensor, of: Tensor) -> Tensor:
+    """0 where `of` is 0: there is nothing to scale."""
+    return torch.where(of > 0, length / of, 0.0)
