@@ -10,7 +10,11 @@ from pc.blocks import BLOCK_GROUPS, BLOCK_SUFFIXES
 from pc.errors import UserError
 from pc.maps import LEVEL_NAMES, Coefficients, Map, resolve
 
-METHODS = {"polynomial": "pc.methods.normalised_polynomial.NormalisedPolynomial"}
+METHODS = {
+    "polynomial": "pc.methods.normalised_polynomial.NormalisedPolynomial",
+    "row_norm": "pc.methods.row_norm.RowNorm",
+    "cap": "pc.methods.cap.Cap",
+}
 """What PC(W) can be: {name: class}. A class is imported when its name is used."""
 
 Level = int | str | Coefficients
@@ -71,15 +75,17 @@ class PCConfig:
     norm_recovery: bool = _key(
         True, "Multiply by the estimated spectral norm after the polynomial, so that the weight keeps its norm."
     )
-    learnable_gamma: bool = _key(True, "Multiply by one learnable scalar per matrix, initialised to 1.")
+    learnable_gamma: bool = _key(True, "Multiply by one learnable scalar per matrix, with method row_norm per row, initialised to 1.")
     method: str = _key("polynomial", f"What PC(W) is: {', '.join(METHODS)}.")
+    cap: float = _key(1.0, "Of method cap: the largest singular value of PC(W), before gamma.")
     mode: Mode = _key(
         "step",
         "step: compute PC(W) once per optimizer step; forward passes are those of the plain model. forward: compute it in "
         "every forward pass, inside the autograd graph: the readable reference.",
     )
     compute_dtype: ComputeDtype = _key(
-        "float32", "Precision of the polynomial's matmuls; float32 is the weight's own, and all else of PC has it."
+        "float32",
+        "Precision of method polynomial's matmuls; float32 is the weight's own, which all else of PC has, and other methods.",
     )
 
     def __post_init__(self) -> None:
@@ -109,6 +115,8 @@ class PCConfig:
         object.__setattr__(self, "level", levels if isinstance(self.level, Mapping) else levels[self.blocks[0]])
         if self.power_iterations < 1:
             raise UserError(f"pc.power_iterations must be at least 1, got {self.power_iterations}")
+        if not self.cap > 0:
+            raise UserError(f"pc.cap must be above 0, got {self.cap}")
         for key, choices in (("method", METHODS), ("mode", get_args(Mode)), ("compute_dtype", get_args(ComputeDtype))):
             if getattr(self, key) not in choices:
                 raise UserError(f"pc.{key} must be one of {', '.join(choices)}, got {getattr(self, key)!r}")

@@ -20,7 +20,7 @@ def effective_weight(weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor,
 
     Args:
         weight: W, [..., n, m]; leading dimensions are independent matrices.
-        gamma: learnable scalars [..., 1], or None for 1.
+        gamma: learnable scalars [..., 1], or of each row [..., n] (`Method.count_gammas`), or None for 1.
         u: left singular vector estimates [..., n].
         v: right singular vector estimates [..., m].
         config: with one `level` (see `PCConfig.for_block`).
@@ -40,7 +40,7 @@ class PCLinear(nn.Linear):
     """A linear layer that multiplies by PC(W), computed in every forward pass, inside the autograd graph.
 
     `weight` keeps its name and shape and holds W, so initialisation, sharding and conversion treat the layer as any
-    other. The layer adds the parameter `gamma` [1] (unless `learnable_gamma` is off) and the buffers `u`
+    other. The layer adds the parameter `gamma` (unless `learnable_gamma` is off) and the buffers `u`
     [out_features] and `v` [in_features]. Between optimizer steps these are constant; after a step `refresh` updates
     them.
     The preconditioner of an attached model calls it; in a loop of your own with layers made by hand, call it yourself.
@@ -67,7 +67,8 @@ class PCLinear(nn.Linear):
         self.pc_plain_class = type(self)
         self.__class__ = PCLinear
         self.pc_name, self.pc_method = name, method_of(config)
-        gamma = nn.Parameter(self.weight.new_ones(1)) if config.learnable_gamma else None
+        number = self.pc_method.count_gammas(self.out_features)
+        gamma = nn.Parameter(self.weight.new_ones(number)) if config.learnable_gamma else None
         self.register_parameter("gamma", gamma)
         self.register_buffer("u", None)
         self.register_buffer("v", None)

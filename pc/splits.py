@@ -41,13 +41,18 @@ class Part:
         assert self.config is not None
         return method_of(self.config)
 
+    @property
+    def gammas(self) -> int:
+        """of one matrix"""
+        return self.method.count_gammas(self.rows)
+
 
 @dataclass(frozen=True)
 class WeightSplit:
     """A `MatrixSplit` of a weight of known shape.
 
-    Functions take batches of B such weights [B, ...] and of their tensors: gammas [B, P] for P matrices; u, those of
-    all matrices concatenated, [B, sum of rows]; and v, [B, P, m], or [B, m] for P = 1, as in a `PCLinear`.
+    Functions take batches of B such weights [B, ...] and of their tensors: the gammas of all P matrices concatenated,
+    [B, sum of gammas]; u likewise, [B, sum of rows]; and v, [B, P, m], or [B, m] for P = 1, as in a `PCLinear`.
     """
 
     parts: tuple[Part, ...]
@@ -90,7 +95,7 @@ class WeightSplit:
 
     @property
     def gamma_shape(self) -> tuple[int, ...]:
-        return *self.stack, self._count
+        return *self.stack, sum(part.count * part.gammas for part in self.chosen)
 
     @property
     def u_shape(self) -> tuple[int, ...]:
@@ -122,8 +127,8 @@ class WeightSplit:
         return [x.reshape(-1, part.rows, self.columns) for part, x in rows if part.config is not None]
 
     def split_gamma(self, gamma: Tensor) -> list[Tensor]:
-        """[B', 1]"""
-        return self._split(gamma, [1 for _ in self.chosen])
+        """[B', gammas]"""
+        return self._split(gamma, [part.gammas for part in self.chosen])
 
     def split_u(self, u: Tensor) -> list[Tensor]:
         """[B', rows]"""

@@ -1,6 +1,7 @@
 """The interface of a method, with defaults that are right for any of them and fast for none."""
 
 from abc import ABC, abstractmethod
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -12,20 +13,43 @@ from pc.spectral import power_iteration
 USE_AS_W = 'use them as W: without pc.preserve, or in a config with pc.start = "raw"'
 
 
+@contextmanager
+def matmul_precision(precision: str):
+    """Run a GPU's float32 matmuls as "ieee" (plain float32) or "tf32", whatever the process-wide setting is.
+
+    CPU matmuls stay float32. This changes the CUDA setting only: torch's older switch,
+    `set_float32_matmul_precision`, raises an error if the user has set the new one.
+    """
+    setting = torch.backends.cuda.matmul
+    before = setting.fp32_precision
+    setting.fp32_precision = precision
+    try:
+        yield
+    finally:
+        setting.fp32_precision = before
+
+
 class Method(ABC):
-    """PC(W) as a function of one matrix W, of a learnable scalar gamma, and of the vectors u and v.
+    """PC(W) as a function of one matrix W, of learnable gammas, and of the vectors u and v.
 
     u and v follow the leading singular vectors of W: `advance` moves them once per optimizer step. They are constants
     for the gradient. Each matrix's owner calls `write` and `pull_back` once per step (`pc.per_step`), with batches of
-    independent matrices: W [B, n, m], gamma [B, 1] or None for 1, u [B, n], v [B, m]. A `PCLinear` calls `apply` in
-    every forward pass, and `advance`, on one matrix without B.
+    independent matrices: W [B, n, m], gamma [B, gammas] or None for ones, u [B, n], v [B, m]. A `PCLinear` calls `apply`
+    in every forward pass, and `advance`, on one matrix without B.
 
     Args:
         config: with one level.
     """
 
+    uses_vectors = True
+    """whether PC(W) depends on u and v, which otherwise stay as they are"""
+
     def __init__(self, config: PCConfig) -> None:
         self.config = config
+
+    def count_gammas(self, rows: int) -> int:
+        """How many gammas a matrix of so many rows has; they start at 1."""
+        return 1
 
     @abstractmethod
     def apply(self, weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor) -> Tensor:
@@ -37,9 +61,10 @@ class Method(ABC):
 
     def advance(self, weight: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """u and v after one more optimizer step."""
-        return power_iteration(weight, u, v, self.config.power_iterations)
+        return power_iteration(weight, u, v, self.config.power_iterations if self.uses_vectors else 0)
 
     @torch.no_grad()
+    @matmul_precision("ieee")
     def write(
         self, weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor, advance: bool = True
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -48,6 +73,7 @@ class Method(ABC):
             u, v = self.advance(weight, u, v)
         return self.apply(weight, gamma, u, v), u, v
 
+    @matmul_precision("ieee")
     def pull_back(
         self, weight: Tensor, gradient: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor
     ) -> tuple[Tensor, ...]:
@@ -55,7 +81,7 @@ class Method(ABC):
         product. By default autograd computes it from `apply`.
 
         Returns:
-            [B, n, m] and, if there is a gamma, [B, 1].
+            [B, n, m] and, if there is a gamma, [B, gammas].
         """
         inputs = [x.detach().requires_grad_() for x in (weight, gamma) if x is not None]
         with torch.enable_grad():

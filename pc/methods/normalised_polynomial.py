@@ -10,34 +10,16 @@ matrix, the gradient takes fewer matmuls (`polynomial.vjp`), and scale factors m
 instead of [n, m] ones, which saves passes over memory.
 """
 
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
 from pc import maps, polynomial
 from pc.errors import UserError
-from pc.methods.base import USE_AS_W, Method
+from pc.methods.base import USE_AS_W, Method, matmul_precision
 from pc.spectral import power_iteration_by_gram, spectral_norm_estimate
 
 GRID = 10_001  # grid points on [0, 1] that bracket the roots
 TOLERANCE = 1e-6  # of g(1) = 1; an error there is a relative error of the largest singular value
-
-
-@contextmanager
-def matmul_precision(precision: str):
-    """Run a GPU's float32 matmuls as "ieee" (plain float32) or "tf32", whatever the process-wide setting is.
-
-    CPU matmuls stay float32. This changes the CUDA setting only: torch's older switch,
-    `set_float32_matmul_precision`, raises an error if the user has set the new one.
-    """
-    setting = torch.backends.cuda.matmul
-    before = setting.fp32_precision
-    setting.fp32_precision = precision
-    try:
-        yield
-    finally:
-        setting.fp32_precision = before
 
 
 class NormalisedPolynomial(Method):

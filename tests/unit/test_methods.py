@@ -1,0 +1,130 @@
+"""The methods besides the paper's, in float64 against decompositions and sums by hand, and in both modes."""
+
+import copy
+
+import pytest
+import torch
+
+import pc
+from helpers.toy import Loop, leading_vectors, same, toy_model
+from pc import PCConfig, UserError
+from pc.methods import method_of
+
+SHAPES = pytest.mark.parametrize("shape", [(6, 9), (9, 6), (7, 7), (1, 6)], ids=str)
+GAMMA = pytest.mark.parametrize("with_gamma", [True, False])
+METHODS = pytest.mark.parametrize("method", ["row_norm", "cap"])
+
+
+def _batch(shape, gammas):
+    """W [3, n, m], gamma [3, gammas], u, v and a gradient, no two matrices of one norm."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *size: torch.randn(*size, generator=generator, dtype=torch.float64)  # noqa: E731
+    weight = draw(3, *shape) * torch.tensor([3.0, 0.02, 1.0], dtype=torch.float64)[:, None, None]
+    return weight, 0.7 + draw(3, gammas).square(), *leading_vectors(weight), draw(3, *shape)
+
+
+def _both_passes(method, weight, gamma, u, v, gradient, **settings):
+    made = method_of(PCConfig(method=method, blocks=("o",), **settings))
+    return made.write(weight, gamma, u, v)[0], *made.pull_back(weight, gradient, gamma, u, v)
+
+
+@SHAPES
+@GAMMA
+@pytest.mark.parametrize("recovery", [True, False])
+def test_row_norm_is_weight_normalisation(shape, with_gamma, recovery):
+    weight, gamma, u, v, gradient = _batch(shape, shape[0])
+    found = _both_passes("row_norm", weight, gamma if with_gamma else None, u, v, gradient, norm_recovery=recovery)
+    for i in range(3):
+        size = (weight[i].square().sum() / shape[0]).sqrt() if recovery else 1.0
+        for row in range(shape[0]):
+            w, h, g = weight[i, row], gradient[i, row], gamma[i, row] if with_gamma else 1.0
+            direction = w / w.norm()
+            expected = g * size * direction, g * size / w.norm() * (h - (h @ direction) * direction)
+            # an epsilon of 1e-7 beside norms of rows from 0.05
+            for mine, wanted in zip(found, expected, strict=False):
+                torch.testing.assert_close(mine[i, row], wanted, rtol=0, atol=1e-5 * max(1.0, wanted.abs().max()))
+            if with_gamma:
+                torch.testing.assert_close(found[2][i, row], size * (h @ direction), rtol=0, atol=1e-5)
+    assert shape[0] == 1 or (found[0] - weight).abs().max() > 0.1  # control: one row of its own norm stays
+
+
+@SHAPES
+@GAMMA
+@pytest.mark.parametrize("cap", [1.0, 0.06])
+def test_cap_is_that_of_the_singular_values(shape, with_gamma, cap):
+    """And the gradient is that through a decomposition. The composite polynomial is exact to 1e-6."""
+    weight, gamma, u, v, gradient = _batch(shape, 1)
+    given = gamma if with_gamma else None
+    found = _both_passes("cap", weight, given, u, v, gradient, cap=cap)
+    leaves = [x.clone().requires_grad_() for x in (weight, given) if x is not None]
+    left, sigma, right = torch.linalg.svd(leaves[0], full_matrices=False)
+    effective = (left * sigma.clamp(max=cap)[:, None]) @ right
+    if with_gamma:
+        effective = effective * leaves[1][..., None]
+    for mine, wanted in zip(found, (effective, *torch.autograd.grad(effective, leaves, gradient)), strict=True):
+        for one, other in zip(mine, wanted, strict=True):  # relative to each matrix, however small
+            assert (one - other).abs().max() < 1e-6 * other.abs().max()
+    assert sigma.max() > 2 * cap and (sigma.min() < cap)  # control: there is something to cap, and to leave
+
+
+@pytest.mark.parametrize("largest, error", [(0.5, 1e-6), (1.1, 4e-6), (10.0, 3e-4), (100.0, 3e-2)])
+def test_every_singular_value_by_the_norm(largest, error):
+    """Relative to each, however small. In float32 also the rounding of the largest, and of its square beside the cap's."""
+    left, _, right = torch.linalg.svd(_batch((64, 96), 1)[0][0], full_matrices=False)
+    near_cap = 1 - torch.logspace(-6, -0.8, 32, dtype=torch.float64)
+    sigma = torch.cat([torch.logspace(-3, 0, 32, dtype=torch.float64) * largest, near_cap[near_cap < largest]])
+    size = len(sigma)
+    weight = ((left[:, :size] * sigma) @ right[:size])[None]
+    method = method_of(PCConfig(method="cap", cap=1.0, blocks=("o",)))
+    for dtype, rounding in ((torch.float64, 1e-9), (torch.float32, 3e-7 * max(1.0, largest))):
+        given, *vectors = (x.to(dtype) for x in (weight, left[:, 31][None], right[31][None]))
+        found = method.write(given, None, *vectors)[0][0].double()
+        found = (left.mT @ found @ right.mT).diagonal()[:size]
+        torch.testing.assert_close(found, sigma.clamp(max=1.0), rtol=error, atol=rounding)
+
+
+@METHODS
+def test_both_modes_train_alike_and_resume_bitwise(method):
+    settings = {"method": method, "cap": 0.4, "make": lambda p: torch.optim.SGD(p, lr=0.5)}
+    loops = {mode: Loop(mode, **settings) for mode in ("step", "forward")}
+    for step in range(3):
+        for loop in loops.values():
+            loop.step(step)
+    saved = copy.deepcopy([part.state_dict() for part in loops["step"].parts])
+    resumed = Loop("step", seed=1, **settings)
+    for part, state in zip(resumed.parts, saved, strict=True):
+        part.load_state_dict(state)
+    for loop in (*loops.values(), resumed):
+        loop.step(3)
+    assert same(loops["step"].preconditioner.state_dict(), resumed.preconditioner.state_dict())
+    for name, (raw, gamma) in loops["step"].raw().items():
+        other_raw, other_gamma = loops["forward"].raw()[name]
+        # float64 rounding, which the composite's slope of 2e4 amplifies
+        torch.testing.assert_close(raw, other_raw, rtol=0, atol=1e-9)
+        torch.testing.assert_close(gamma, other_gamma, rtol=0, atol=1e-9)
+        assert (gamma != 1).all() and len(gamma) == (len(raw) if method == "row_norm" else 1)
+    with pytest.raises(UserError, match="the PC state has"):  # of another method
+        resumed.preconditioner.load_state_dict(Loop("step").preconditioner.state_dict())
+
+
+def test_identity_and_sigma_reparametrisation_are_maps():
+    """W / sigma_1 times gamma (Zhai et al., arXiv:2303.06296), and W with a gradient that leaves the norm alone."""
+    weight, gamma, u, v, gradient = _batch((6, 9), 1)
+    largest = torch.linalg.matrix_norm(weight, 2, keepdim=True)
+    for recovery, factor in ((False, 1 / largest), (True, 1.0)):
+        config = PCConfig(level=[1.0, 0.0], norm_recovery=recovery, blocks=("o",))
+        found = pc.effective_weight(weight, gamma, u, v, config)
+        torch.testing.assert_close(found, gamma[..., None] * weight * factor, rtol=1e-5, atol=0)  # epsilon by 0.1
+        d_weight, _ = method_of(config).pull_back(weight, gradient, gamma, u, v)
+        along = torch.einsum("bij,bij->b", d_weight, weight) / (d_weight.norm(dim=(1, 2)) * weight.norm(dim=(1, 2)))
+        assert along.abs().max() < 1e-5  # a change of the length of W changes nothing
+
+
+@METHODS
+def test_what_a_method_cannot_do_is_refused(method):
+    with pytest.raises(UserError, match='pc.compute_dtype = "tf32" needs pc.method'):
+        PCConfig(method=method, compute_dtype="tf32")
+    with pytest.raises(UserError, match=f'pc.method = "{method}" cannot start from PC'):
+        pc.preserve(pc.attach(toy_model(), PCConfig(method=method)))
+    with pytest.raises(UserError, match="pc.cap must be above 0"):
+        PCConfig(method="cap", cap=0.0)
