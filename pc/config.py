@@ -75,7 +75,9 @@ class PCConfig:
     norm_recovery: bool = _key(
         True, "Multiply by the estimated spectral norm after the polynomial, so that the weight keeps its norm."
     )
-    learnable_gamma: bool = _key(True, "Multiply by one learnable scalar per matrix, with method row_norm per row, initialised to 1.")
+    learnable_gamma: bool = _key(
+        True, "Multiply by one learnable scalar per matrix, with method row_norm per row, initialised to 1."
+    )
     method: str = _key("polynomial", f"What PC(W) is: {', '.join(METHODS)}.")
     cap: float = _key(1.0, "Of method cap: the largest singular value of PC(W), before gamma.")
     mode: Mode = _key(

@@ -18,8 +18,8 @@ class Kind:
     """Makes the optimizer of parameter groups; imports torch when it is called."""
     states: int
     """State tensors per parameter and of its size, for the memory estimate."""
-    lr: str = "lr"
-    """The key of its peak learning rate."""
+    lr: "Callable[[Optimizer], float]" = lambda config: config.lr
+    """Its peak learning rate."""
     splits_heads: bool = False
     """Whether a parameter group may say that each attention head is a matrix (`muon_heads`)."""
 
@@ -71,8 +71,8 @@ def _of_muon(config: "Optimizer") -> dict[str, Any]:
 KINDS: dict[str, Kind] = {
     "AdamW": Kind(_adamw, states=2),
     "Muon": Kind(_muon, states=1, splits_heads=True),
-    "AdamH": Kind(_adamh, states=2, lr="hyperball_lr"),
-    "MuonH": Kind(_muonh, states=1, lr="hyperball_lr", splits_heads=True),
+    "AdamH": Kind(_adamh, states=2, lr=lambda config: config.hyperball_lr),
+    "MuonH": Kind(_muonh, states=1, lr=lambda config: config.hyperball_lr, splits_heads=True),
 }
 """{optimizer.name: Kind}; the lower-case names are those of the optimizer states in a checkpoint."""
 

@@ -40,8 +40,9 @@ def method_key(pc: PC) -> dict[str, Any]:
     # Keep one level if all blocks share it, so that a change of blocks is not reported as a change of level too.
     level = single if len(set(single.values())) > 1 else next(iter(single.values()))
     settings = {name: value for name, decides, value, _ in keys_of(pc) if decides == METHOD}
-    if pc.method == KEYS["method"].default:
-        del settings["method"]  # records from before this key have none
+    for name in ("method", "cap"):  # records from before these keys have none
+        if settings[name] == KEYS[name].default:
+            del settings[name]
     return settings | {"blocks": sorted(single), "level": level}
 
 

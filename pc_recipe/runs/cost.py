@@ -19,9 +19,8 @@ from torchtitan.models.llama3.model.model import Transformer
 
 from pc import attach, effective_weight, named_weights, polynomial
 from pc.config import PCConfig
-from pc.methods import method_of
+from pc.methods import describe, method_of
 from pc.owner import assign
-from pc.spectral import power_iteration
 from pc_recipe.config import load_config
 from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.files import markdown
@@ -44,8 +43,9 @@ class Matrix:
         return torch.empty(1, self.n, self.m, device="meta", requires_grad=True)
 
     def _vectors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """gamma [1, 1], u [1, n], v [1, m]"""
-        gamma, u, v = (torch.empty(1, size, device="meta", requires_grad=size == 1) for size in (1, self.n, self.m))
+        """gamma [1, gammas], u [1, n], v [1, m]"""
+        gamma = torch.empty(1, method_of(self.config).count_gammas(self.n), device="meta", requires_grad=True)
+        u, v = (torch.empty(1, size, device="meta") for size in (self.n, self.m))
         return gamma, u, v
 
     @cache
@@ -67,7 +67,7 @@ class Matrix:
     def power_iteration_flops(self) -> int:
         """Mode "forward", once per optimizer step and rank."""
         _, u, v = self._vectors()
-        return _counted(lambda: power_iteration(self._weight(), u, v, self.config.power_iterations))
+        return _counted(lambda: method_of(self.config).advance(self._weight(), u, v))
 
     def paper_bound(self, tokens: int) -> float:
         """The paper's bound ((k + 1) s + 2 q + 1) / B on PC's FLOPs relative to the matrix's own 6nmB, B = `tokens`."""
@@ -101,8 +101,8 @@ class StepCost:
     """PC in mode "step", on the rank with the most work."""
     pc_forward: int
     """PC in mode "forward"."""
-    paper_bound: float
-    """The paper's bound, the largest over matrices; its B is the tokens of the global batch."""
+    paper_bound: float | None
+    """The paper's bound, the largest over matrices; its B is the tokens of the global batch. None for another method."""
 
 
 class RunCost:
@@ -133,6 +133,7 @@ class RunCost:
         recomputed = self.config.activation_checkpoint.mode == "full"
         in_graph = sum(matrix.in_graph_flops(recomputed) for matrix in self.matrices)
         power = sum(matrix.power_iteration_flops() for matrix in self.matrices)
+        bounds = [matrix.paper_bound(self.tokens) for matrix in self.matrices]
         _, per_token = self.args.get_nparams_and_flops(self.model, seq_len)
         upper_triangle = 6 * self.args.n_layers * self.args.dim * seq_len  # of scores and their matmul with values
         return StepCost(
@@ -143,7 +144,7 @@ class RunCost:
             pc_step=sum(per_weight) * dims.dp_replicate,  # every replica repeats the work
             pc_step_busiest=math.ceil(max(load) / dims.pp),  # a pipeline stage evaluates only its own matrices
             pc_forward=dims.world_size // dims.pp * (self.batches.micro_batches * in_graph + power),
-            paper_bound=max(matrix.paper_bound(self.tokens) for matrix in self.matrices),
+            paper_bound=max(bounds) if self.config.pc.method == "polynomial" else None,
         )
 
     def _recomputed_flops(self) -> int:
@@ -177,17 +178,19 @@ def table(run_cost: RunCost) -> str:
         ('PC, mode "forward", whole job', cost.pc_forward, _percent(cost.pc_forward / cost.model)),
     ]
     rows = [(what, f"{flops / 1e15:.4g}", share) for what, flops, share in operations]
+    bound = ""
+    if cost.paper_bound is not None:
+        rows.append(("paper's bound", "", _percent(cost.paper_bound)))
+        bound = (
+            "The paper's bound counts one forward and one backward evaluation of PC per step in the whole job, "
+            "relative to the preconditioned matrices' own matmuls.\n"
+        )
     return (
         f"{parameters / 1e6:,.1f} M parameters, {ranks} GPUs, {cost.tokens:,} tokens per step in {run_cost.batches.micro_batches} "
-        f"micro-batches of {config.training.local_batch_size} x {config.training.seq_len} per rank, PC level "
-        f"{config.pc.level}{note}\n\n"
-        + markdown.table(
-            ("operations per step", "PFLOP", "of the model's"),
-            [*rows, ("paper's bound", "", _percent(cost.paper_bound))],
-        )
-        + "\nThe paper's bound counts one forward and one backward evaluation of PC per step in the whole job, "
-        "relative to the preconditioned matrices' own matmuls.\n"
-        "FLOPs are not time: PC's matmuls run in pc.compute_dtype, the model's in bfloat16.\n"
+        f"micro-batches of {config.training.local_batch_size} x {config.training.seq_len} per rank, PC: "
+        f"{describe(config.pc.pc_config)}{note}\n\n"
+        + markdown.table(("operations per step", "PFLOP", "of the model's"), rows)
+        + f"\n{bound}FLOPs are not time: PC's matmuls run in pc.compute_dtype or float32, the model's in bfloat16.\n"
     )
 
 

@@ -12,6 +12,7 @@ from torchtitan.models.llama3.model.model import Transformer
 from pc.config import PCConfig
 from pc.layer import effective_weight
 from pc.marking import attach
+from pc.methods import method_of
 from pc.weight import named_weights
 from pc_recipe.config import Config
 from pc_recipe.config.optimizers import KINDS
@@ -70,7 +71,8 @@ def count_sizes(model: Transformer) -> Sizes:
 def _count_kept_in_graph(n: int, m: int, config: PCConfig) -> int:
     """Elements that autograd keeps between a forward and its backward pass of a weight [n, m]."""
     with torch.device("meta"):
-        weight, gamma = torch.empty(1, n, m, requires_grad=True), torch.empty(1, 1, requires_grad=True)
+        weight = torch.empty(1, n, m, requires_grad=True)
+        gamma = torch.empty(1, method_of(config).count_gammas(n), requires_grad=True)
         u, v, inputs = torch.empty(1, n), torch.empty(1, m), torch.empty(m, 1, requires_grad=True)
     kept = {}
     given = {StorageWeakRef(tensor.untyped_storage()) for tensor in (weight, gamma, u, v)}

@@ -150,8 +150,9 @@ class Diagnostics:
         return metrics
 
     def _estimate_metrics(self) -> dict[str, float]:
-        """Relative error of s as an estimate of W's spectral norm, per block with PC; {} without PC."""
-        states = self._pc_weights()
+        """Relative error of s as an estimate of W's spectral norm, per block with PC; {} if nothing needs s."""
+        weights = self._pc_weights().items()
+        states = {name: state for name, state in weights if state.split.chosen[0].method.uses_vectors}
         inputs: list[tuple[Tensor, ...]] = [(state.raw, state.u, state.v) for state in states.values()]
         splits = [state.split for state in states.values()]
         errors: dict[str | None, list[float]] = {}

@@ -132,7 +132,7 @@ def _build(model: nn.Module, config: Optimizer) -> dict[str, torch.optim.Optimiz
     for kind, by_setting in members.items():
         count = sum(parameter.numel() for some in by_setting.values() for parameter in some)
         logger.info(f"{kind} trains {count:,} parameters")
-        lr = getattr(config, KINDS[kind].lr)
+        lr = KINDS[kind].lr(config)
         groups = [_group(model, config, lr, *setting, some) for setting, some in sorted(by_setting.items())]
         if groups:
             made[kind.lower()] = KINDS[kind].build(groups, config)

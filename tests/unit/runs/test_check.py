@@ -1,5 +1,7 @@
 """The dry run finds what is wrong, and its sums are right."""
 
+import re
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -53,6 +55,22 @@ def test_the_disk_of_a_whole_run(words, kept):
     size = 4 * (4 * 1_055_991_808 - 1_055_991_808 + 698_351_616) / 2**30  # weights, two moments and raw W; no gammas
     needed, found, each = (float(facts["checkpoint disk"].split()[place]) for place in (0, 5, 8))
     assert found == kept and each == pytest.approx(size, rel=1e-3) and needed == pytest.approx(kept * size, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    "method, words",
+    [("cap", "singular values at most 0.5"), ("row_norm", "rows of equal norm"), ("polynomial", "o: level 4")],
+)
+@pytest.mark.parametrize("name, states", [("AdamH", 2), ("MuonH", 1)])
+def test_methods_and_optimizers_are_named_and_counted(method, words, name, states):
+    """Of one GPU: the matrices of the blocks with the optimizer's states, embedding, head and norms with two."""
+    levels = ["--pc.level", "{ o = 4, ffn = 2 }"] if method == "polynomial" else []
+    overrides = ["--pc.method", method, "--pc.cap", "0.5", "--optimizer.name", name, *levels]
+    facts = dict(check(CONFIG, overrides, 1, needs_data=False).facts)
+    assert words in facts["preconditioned"]
+    elements = states * 924_844_032 + 2 * (1_055_991_808 - 924_844_032)
+    found = float(re.search(r"optimizer ([0-9.]+)", facts["memory per GPU"])[1])
+    assert found == pytest.approx(4 * elements / 2**30, abs=0.006)
 
 
 def test_data_are_checked_against_the_model(tiny_shards):

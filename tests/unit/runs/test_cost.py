@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pc_recipe.runs.cost import RunCost
+from pc_recipe.runs.cost import RunCost, table
 
 CONFIGS = Path(__file__).parents[3] / "train_configs"
 
@@ -35,3 +35,15 @@ def test_what_activation_checkpointing_repeats(mode, option):
     block = 2 * (4 * dim**2 + 3 * dim * ffn_dim) + 2 * 512 * dim  # causal: half the scores and their product with v
     repeated = {"none": 0, "op": 2 * 2 * (2 * dim**2 + dim * ffn_dim), "2": block, "full": 2 * block}
     assert run_cost.step_cost().recomputed == run_cost.tokens * repeated[option if mode == "selective" else mode]
+
+
+def test_the_other_methods_are_counted():
+    costs = {m: RunCost(CONFIGS / "1b_adamw_pc.toml", [f"--pc.method={m}"], 8) for m in ("row_norm", "cap")}
+    assert costs["row_norm"].step_cost().pc_step == 0 and costs["row_norm"].step_cost().pc_forward == 0  # no matmul
+    assert "PC: rows of equal norm" in table(costs["row_norm"]) and "bound" not in table(costs["row_norm"])
+    # by hand: B and the product with W; nine stages of three matmuls, |B - I|, and six stages of four. Autograd repeats
+    # the forward pass, and takes two matmuls for each of it
+    forward = sum(
+        4 * max(m.n, m.m) * min(m.n, m.m) ** 2 + 2 * (27 + 1 + 24) * min(m.n, m.m) ** 3 for m in costs["cap"].matrices
+    )
+    assert costs["cap"].step_cost().pc_step == pytest.approx(4 * forward, rel=0.03)
