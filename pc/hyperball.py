@@ -2,13 +2,13 @@
 
     W <- R normalize(W - lr R normalize(U))        R: the Frobenius norm of W; U: the update of Adam or Muon
 
-So lr is the length of a step relative to the weight, whatever the sizes of weight and update. There is no weight decay: the
-norm is what decay would control. Vectors, embeddings and head stay with Adam.
+So lr is the length of a step relative to the weight. There is no weight decay: the norm is what it would control. Vectors,
+embeddings and head stay with Adam. A weight that starts at zero is refused: it would stay there.
 
 Checked against the authors' article of 2025-12-15 (the formula; R is the norm at the start; projection matrices only, Adam
-for the rest) and against what Marin's levanter (`adamh.py`, `muonh.py`), NVIDIA's Emerging-Optimizers
-(`muon_hyperball.py`) and Paddle (pull request 79792) compute: all have this formula with Frobenius norms, no decay, and R as
-the norm before each step, which is that at the start up to rounding. A stack has a norm for each matrix, as in Paddle.
+for the rest) and what Marin's levanter (`adamh.py`, `muonh.py`), NVIDIA's Emerging-Optimizers (`muon_hyperball.py`) and
+Paddle (pull request 79792) compute: all have this formula with Frobenius norms, no decay, and as R the norm before each
+step, which is that at the start up to rounding. A stack has a norm for each matrix, as in Paddle.
 """
 
 import inspect

@@ -5,9 +5,9 @@ With the smaller Gram matrix of W / cap, B, whose eigenvalues are (sigma / cap)^
     M     = (B + I + |B - I|) / 2                        max(eigenvalue, 1);  |X| = X sign(X)
     PC(W) = gamma M^(-1/2) W
 
-Both functions are the same composite polynomial (Polar Express, `pc.maps`, and one step of Newton-Schulz). So singular values
-below the cap stay as they are, however small. The worst relative error of a singular value, just below the cap, is 3e-6
-where the norm of W is 1.1 caps, 3e-4 at ten caps, and 3e-2 at a hundred (`tests/unit/test_methods.py`).
+Both functions are composite polynomials: Polar Express (`pc.maps`) and a step of Newton-Schulz. Singular values below the cap
+stay as they are, however small. The worst relative error of one, just below the cap, is 3e-6 where the norm of W is 1.1
+caps, 3e-4 at ten, and 3e-2 at a hundred (`tests/unit/test_methods.py`).
 """
 
 import torch
@@ -19,7 +19,6 @@ from pc.polynomial import apply, gram_matrix
 from pc.spectral import spectral_norm_estimate
 
 SIGN = (*POLAR_EXPRESS, (1.875, -1.25, 0.375))
-INVERSE_ROOT = SIGN[3:]  # its eigenvalues are not near zero
 MARGIN = 1.5  # of the squared norm, which may be underestimated: the composite diverges above 1.1
 
 
@@ -30,24 +29,24 @@ class Cap(Method):
         return f"singular values at most {self.config.cap:g}"
 
     def apply(self, weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor) -> Tensor:
-        given, weight = weight, weight.to(torch.promote_types(weight.dtype, torch.float32))  # bfloat16 is too coarse
+        dtype = torch.promote_types(weight.dtype, torch.float32)  # bfloat16 is too coarse
+        given, weight, u, v = weight, weight.to(dtype), u.to(dtype), v.to(dtype)
         relative = spectral_norm_estimate(weight, u, v).detach()[..., None, None] / self.config.cap
         bound = MARGIN * relative.square().clamp(min=1.0)  # of the eigenvalues of B, B - I and M
         gram = gram_matrix(weight / self.config.cap)
         one = torch.eye(gram.size(-1), dtype=gram.dtype, device=gram.device)
         excess = gram - one
         capped = (gram + one + excess @ apply(SIGN, excess / bound)) / 2
-        factor = _inverse_root(capped / bound) / bound.sqrt()
+        factor = _inverse_root(capped / bound, one) / bound.sqrt()
         if gamma is not None:
             factor = factor * gamma.to(weight.dtype)[..., None]
         return (weight @ factor if weight.size(-2) > weight.size(-1) else factor @ weight).to(given.dtype)
 
 
-def _inverse_root(matrix: Tensor) -> Tensor:
+def _inverse_root(matrix: Tensor, one: Tensor) -> Tensor:
     """M^(-1/2) of symmetric matrices [..., s, s] with eigenvalues in (1e-4, 1], by coupled Newton-Schulz iterations."""
-    one = torch.eye(matrix.size(-1), dtype=matrix.dtype, device=matrix.device)
     root, inverse = matrix, one.expand_as(matrix)
-    for constant, linear, quadratic in INVERSE_ROOT:
+    for constant, linear, quadratic in SIGN[3:]:  # the first three stages are for values near zero
         product = inverse @ root
         step = constant * one + linear * product + quadratic * (product @ product)
         root, inverse = root @ step, step @ inverse

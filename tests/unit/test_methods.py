@@ -84,6 +84,17 @@ def test_every_singular_value_by_the_norm(largest, error):
 
 
 @METHODS
+def test_bfloat16_weights_give_what_their_float32_ones_do(method):
+    """As a trainer with mixed precision has them in mode "forward"."""
+    weight, _, u, v, _ = _batch((24, 16), 1)
+    config = PCConfig(method=method, blocks=("o",))
+    given = [x.bfloat16() for x in (weight, torch.ones(3, method_of(config).count_gammas(24)), u, v)]
+    found, wanted = (pc.effective_weight(*tensors, config) for tensors in (given, [x.float() for x in given]))
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), wanted, rtol=2**-6, atol=2**-8 * wanted.abs().max())  # some roundings
+
+
+@METHODS
 def test_both_modes_train_alike_and_resume_bitwise(method):
     settings = {"method": method, "cap": 0.4, "make": lambda p: torch.optim.SGD(p, lr=0.5)}
     loops = {mode: Loop(mode, **settings) for mode in ("step", "forward")}
