@@ -8,7 +8,8 @@ embeddings and head stay with Adam. A weight that starts at zero is refused: it 
 Checked against the authors' article of 2025-12-15 (the formula; R is the norm at the start; projection matrices only, Adam
 for the rest) and what Marin's levanter (`adamh.py`, `muonh.py`), NVIDIA's Emerging-Optimizers (`muon_hyperball.py`) and
 Paddle (pull request 79792) compute: all have this formula with Frobenius norms, no decay, and as R the norm before each
-step, which is that at the start up to rounding. A stack has a norm for each matrix, as in Paddle.
+step, which is that at the start up to rounding. A stack has a norm for each matrix, as in Paddle. Levanter gives the head to
+AdamH as well.
 """
 
 import inspect
