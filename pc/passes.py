@@ -2,7 +2,7 @@
 
 `pc.owner` calls these with a batch of B weights that are split alike, and with their tensors:
 
-    raw W [B, ...], gammas [B, P] (absent where they are not learnable), u and v of all matrices (`pc.splits`)
+    raw W [B, ...], gammas [B, ...] (absent where they are not learnable), u and v of all matrices (`pc.splits`)
 """
 
 from torch import Tensor
