@@ -100,7 +100,7 @@ class Weight:
 
     @property
     def gamma(self) -> nn.Parameter | None:
-        """[P] for P matrices, [E P] for a stack. In mode "step" `pc.precondition` adds it, so that no wrapper sees
+        """[P] for P matrices of one gamma each, [E P] for a stack. In mode "step" `pc.precondition` adds it, so that no wrapper sees
         it."""
         return self.kept[1] if self.kept else getattr(self.module, self.gamma_key, None)
 

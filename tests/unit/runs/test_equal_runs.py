@@ -9,7 +9,7 @@ import pytest
 
 from helpers.made_runs import write_run
 from pc.errors import UserError
-from pc_recipe.config import Config, load_config, write_config
+from pc_recipe.config import load_config, write_config
 from pc_recipe.config.pc_section import PC
 from pc_recipe.config.run_key import code_version, differing_keys, method_key, result_key
 from pc_recipe.files import run_folder

@@ -112,7 +112,7 @@ def test_a_method_of_rows_has_a_mean_gamma_and_no_estimate():
     model = pc.attach(transformer(), pc.PCConfig(method="row_norm"))
     preconditioner = pc.precondition(model)
     preconditioner.write_pc()
-    metrics = Diagnostics(job_config(freq=1, spectra_freq=1), [model], preconditioner, one_rank()).collect(1)
+    metrics = Diagnostics(config_of(freq=1, spectra_freq=1), [model], preconditioner, one_rank()).collect(1)
     assert metrics["pc/gamma/layers.0.attention.wo"] == 1 and "spectra/condition/layers.0.attention.wo" in metrics
     assert not any("estimate_error" in key for key in metrics)
 
