@@ -15,7 +15,8 @@ The modules, in the order of their imports:
     methods/                          what PC(W) is for one matrix, as an object; the paper's is the first
     shards, owner                     functions of whole matrices on sharded weights, each on one rank
     splits, passes                    a stored weight as matrices, and what its owner computes once per step
-    layer, targets, weight, marking   PC(W) in a layer; which weights get PC; what attach, preserve, merge, detach do
+    layer, model_classes, targets     PC(W) in a layer; how known models' weights are split; which weights get PC
+    weight, marking                   what attach, preserve, merge, detach do
     followed, preconditioner          what follows optimizers and is saved with them
     change_check, per_step            its mode "step"
     per_forward, factory              its mode "forward"; `precondition` makes either

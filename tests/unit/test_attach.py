@@ -67,6 +67,19 @@ def test_what_a_group_misses_is_listed():
     )
 
 
+def test_a_shared_expert_does_not_hide_the_others():
+    """Known weights one module below the unknown ones, in the same layer."""
+    model = Mixture()
+    for layer in model.layers:
+        layer.mlp.shared = nn.Module()
+        for name in ("gate_proj", "up_proj"):
+            layer.mlp.shared.add_module(name, nn.Linear(4, 6))
+        layer.mlp.shared.down_proj = nn.Linear(6, 4)
+        del layer.mlp.gate_proj
+    with pytest.raises(UserError, match=r"'ffn' does not know layers\.\*\.mlp\.experts beside"):
+        pc.attach(model, PCConfig(blocks=("ffn",)))
+
+
 @pytest.mark.parametrize(
     "blocks, message",
     [
