@@ -42,6 +42,10 @@ class MatrixSplit:
     transposed: bool = False
     """Stored as [inputs, outputs]."""
 
+    def __post_init__(self) -> None:
+        if "?" in self.blocks:
+            raise UserError('pc.MatrixSplit: put the names of the parts, such as ("gate", "up"), in place of "?"')
+
 
 @dataclass(frozen=True)
 class PCConfig:

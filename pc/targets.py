@@ -3,6 +3,7 @@
 import fnmatch
 import re
 from collections import Counter
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch import nn
@@ -74,7 +75,7 @@ def find(model: nn.Module, config: PCConfig) -> tuple[dict[str, Target], dict[st
             if split is None:
                 raise UserError(
                     f"pc.blocks: {entries[0]!r} matches {full} of {type(module).__name__}, which is not known to be "
-                    "matrices; say in PCConfig.splits how it is split (pc.MatrixSplit)"
+                    f"matrices; add {_splits_to_add([full])}"
                 )
             head_dims = [split.head_dim or _head_dim(config, block, name, modules) for block in split.blocks]
             configs = [config.for_block(entry) if entry else None for entry in entries]
@@ -118,8 +119,7 @@ def require_complete(config: PCConfig, targets: dict[str, Target], others: dict[
         missed = sorted(name for name in unknown if name.startswith(beside))
         if missed:
             raise UserError(
-                f"pc.blocks: {entry!r} does not know {', '.join(missed)} beside the weights that it finds; say in "
-                "PCConfig.splits how it is split (pc.MatrixSplit), or None to leave it out"
+                f"pc.blocks: {entry!r} does not know {', '.join(missed)} beside the weights that it finds; add {_splits_to_add(missed)}"
             )
 
 
@@ -165,8 +165,18 @@ def _part_of_layer(name: str) -> str:
     return layer[0] if layer else around
 
 
+def _splits_to_add(names: Iterable[str], between: str = " ") -> str:
+    """An argument of `PCConfig` for these weights, with "?" where only the user knows."""
+    entries = f",{between}".join(f'"{_all_layers(name)}": pc.MatrixSplit(("?",))' for name in names)
+    return (
+        f'splits={{{entries}}}, with the names of the parts, in the order of their rows, in place of "?", '
+        "or None in place of a MatrixSplit for a weight that is none of the blocks"
+    )
+
+
 def describe(model: nn.Module, config: PCConfig) -> str:
-    """Which weights get PC, as which matrices, and which are left out; one line for each kind, to print.
+    """Which weights get PC, as which matrices, and which are left out; one line for each kind, to print. Then what to add
+    to `PCConfig.splits` if some of those that are not known, in numbered layers, are blocks.
 
     Args:
         model: before `attach`.
@@ -178,4 +188,8 @@ def describe(model: nn.Module, config: PCConfig) -> str:
         lines.append(f"{_all_layers(full)} {shape}: {target.split.describe()}")
     for full, other in others.items():
         lines.append(f"left out: {_all_layers(full)} {other.shape}{'' if other.is_known else ', not known'}")
-    return "\n".join(f"{count} x {line}" for line, count in Counter(lines).items())
+    text = [f"{count} x {line}" for line, count in Counter(lines).items()]
+    unknown = dict.fromkeys(_all_layers(full) for full, other in others.items() if not other.is_known)
+    if numbered := [name for name in unknown if "*" in name]:
+        text += ["If one of those not known is a block, add", _splits_to_add(numbered, between="\n        ")]
+    return "\n".join(text)
