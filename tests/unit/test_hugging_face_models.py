@@ -1,13 +1,19 @@
 """The table of model classes in docs/library.md: a row each, on unmodified models of transformers at toy size."""
 
 import math
+import re
 from collections import Counter
 
 import pytest
 import torch
 import transformers as hf
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 import pc
+from helpers.tiny import ROOT
 from pc import polynomial
 
 SIZES = {
@@ -176,3 +182,40 @@ def test_parts_are_those_of_the_forward_pass(name):
         ours = weight.split.split_weight(stored if weight.split.stack else stored[None])
         for mine, theirs in zip(ours, parts(stored), strict=True):
             assert torch.equal(mine.flatten(0, 1), theirs.reshape(-1, theirs.size(-1)))
+
+
+def make_without_memory(name):
+    """A model on the meta device, as small as its class allows; None if no size is allowed."""
+    kind = getattr(hf, name)
+    experts = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4) | MIXTURE
+    for sizes in (SIZES | GROUPED | experts, SIZES | experts, SIZES, {"num_hidden_layers": 2}, {}):
+        try:
+            default = kind.config_class()
+            with torch.device("meta"):
+                return kind(kind.config_class(**{key: size for key, size in sizes.items() if hasattr(default, key)}))
+        except Exception:  # as many kinds as classes: sizes that do not fit each other, a package that is missing
+            continue
+    return None
+
+
+@pytest.mark.soak
+def test_language_models_that_attach_at_once(capsys):
+    """All of transformers with default blocks: each attaches, or a line says what to add. docs/library.md has the names."""
+    tables = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    found = {}
+    for name in sorted({name for table in tables for name in table.values() if isinstance(name, str)}):
+        if model := make_without_memory(name):
+            text = pc.describe(model, pc.PCConfig())
+            try:
+                pc.attach(model, pc.PCConfig())
+                found[name] = "attached"
+            except pc.UserError as error:
+                found[name] = "splits printed" if "splits={" in f"{text}{error}" else "no such block"
+    with capsys.disabled():
+        print(Counter(found.values()), "attached:", *(name for name, result in found.items() if result == "attached"))
+    document = (ROOT / "docs/library.md").read_text()
+    names = re.search(r"attach at once:(.*?)\. Of the others", document, re.DOTALL)[1].replace("\n", " ").split(", ")
+    short = {
+        re.sub("ForCausalLM|ForMaskedLM|LMHeadModel", "", name) for name, how in found.items() if how == "attached"
+    }
+    assert short.issuperset(name.strip() for name in names) and len(names) > 50
