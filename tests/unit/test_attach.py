@@ -65,6 +65,18 @@ def test_what_a_group_misses_is_listed():
     assert "2 x layers.*.mlp.experts [3, 6, 4]: 3 times 1 of [6, 4], level 4" in lines
 
 
+def test_layers_are_known_by_all_names_of_their_module():
+    """`fc1` alone, or one that is gate and up, may be anything."""
+
+    def known(**layers):
+        model = nn.ModuleDict({"0": nn.ModuleDict({name: nn.Linear(*sizes) for name, sizes in layers.items()})})
+        return "not known" not in pc.describe(model, PCConfig(blocks=("o",)))
+
+    assert known(fc1=(4, 6), fc2=(6, 4)) and known(q_proj=(4, 4), k_proj=(4, 2), v_proj=(4, 2), out_proj=(4, 4))
+    assert not known(fc1=(4, 12), fc2=(6, 4)) and not known(fc1=(4, 6))
+    assert not known(q_proj=(4, 4), k_proj=(4, 2), v_proj=(4, 2), out_proj=(4, 4), g_proj=(4, 4))
+
+
 def test_what_to_add_for_an_unknown_weight_is_printed_and_must_be_filled_in():
     """By `describe` and by the error of `attach`: the entry as printed is refused, and names in place of "?" work."""
     entry = r'splits={"layers.*.mlp.experts": pc.MatrixSplit(("?",))}, with the names'
