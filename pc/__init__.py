@@ -16,7 +16,8 @@ The modules, in the order of their imports:
     shards, owner                     functions of whole matrices on sharded weights, each on one rank
     splits, passes                    a stored weight as matrices, and what its owner computes once per step
     muon, hyperball                   Muon by the same means; AdamH and MuonH, which keep the norms of weights
-    layer, targets, weight, marking   PC(W) in a layer; which weights get PC; what attach, preserve, merge, detach do
+    layer, model_classes, targets     PC(W) in a layer; how known models' weights are split; which weights get PC
+    weight, marking                   what attach, preserve, merge, detach do
     followed, preconditioner          what follows optimizers and is saved with them
     change_check, per_step            its mode "step"
     per_forward, factory              its mode "forward"; `precondition` makes either

@@ -46,6 +46,10 @@ class MatrixSplit:
     transposed: bool = False
     """Stored as [inputs, outputs]."""
 
+    def __post_init__(self) -> None:
+        if "?" in self.blocks:
+            raise UserError('pc.MatrixSplit: put the names of the parts, such as ("gate", "up"), in place of "?"')
+
 
 @dataclass(frozen=True)
 class PCConfig:
@@ -69,7 +73,7 @@ class PCConfig:
     splits: Mapping[str, MatrixSplit | None] | None = _key(
         None,
         "How weights other than those of plain linear layers are split into matrices (pc.MatrixSplit), by patterns of "
-        "parameter names; None: not one of the blocks. Classes in pc.targets.KNOWN need no entry.",
+        "parameter names; None: not one of the blocks. Classes in pc.model_classes.KNOWN need no entry.",
     )
     power_iterations: int = _key(10, "Power iterations per optimizer step (q in algorithm 3).")
     norm_recovery: bool = _key(

@@ -3,14 +3,15 @@
 import fnmatch
 import re
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from torch import nn
 
 from pc.blocks import BLOCK_GROUPS, BLOCK_SUFFIXES, block_of, matches
 from pc.config import MatrixSplit, PCConfig
 from pc.errors import UserError
+from pc.model_classes import known_splits
 from pc.splits import WeightSplit, split_of
 
 # What torch.compile and activation checkpointing insert into module names.
@@ -74,7 +75,7 @@ def find(model: nn.Module, config: PCConfig) -> tuple[dict[str, Target], dict[st
             if split is None:
                 raise UserError(
                     f"pc.blocks: {entries[0]!r} matches {full} of {type(module).__name__}, which is not known to be "
-                    "matrices; say in PCConfig.splits how it is split (pc.MatrixSplit)"
+                    f"matrices; add {_splits_to_add([full])}"
                 )
             head_dims = [split.head_dim or _head_dim(config, block, name, modules) for block in split.blocks]
             configs = [config.for_block(entry) if entry else None for entry in entries]
@@ -113,13 +114,12 @@ def require_complete(config: PCConfig, targets: dict[str, Target], others: dict[
         if entry not in BLOCK_SUFFIXES and entry not in BLOCK_GROUPS:
             continue  # a pattern finds what it says
         modules = {full.removesuffix(f".{targets[full].key}") for full in found}
-        beside = tuple(f"{_all_layers(name.rpartition('.')[0])}." for name in modules if "." in name)
+        beside = tuple(f"{_part_of_layer(name)}." for name in modules if "." in name)
         unknown = {_all_layers(full) for full, other in others.items() if not other.is_known}
         missed = sorted(name for name in unknown if name.startswith(beside))
         if missed:
             raise UserError(
-                f"pc.blocks: {entry!r} does not know {', '.join(missed)} beside the weights that it finds; say in "
-                "PCConfig.splits how it is split (pc.MatrixSplit), or None to leave it out"
+                f"pc.blocks: {entry!r} does not know {', '.join(missed)} beside the weights that it finds; add {_splits_to_add(missed)}"
             )
 
 
@@ -158,8 +158,25 @@ def _all_layers(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", name)
 
 
+def _part_of_layer(name: str) -> str:
+    """The part of its layer that a module is in: "layers.*.mlp" for "layers.0.mlp.shared.up_proj"."""
+    around = _all_layers(name.rpartition(".")[0])
+    layer = re.match(r"(.*\.)?\*\.[^.]+", around)
+    return layer[0] if layer else around
+
+
+def _splits_to_add(names: Iterable[str], between: str = " ") -> str:
+    """An argument of `PCConfig` for these weights, with "?" where only the user knows."""
+    entries = f",{between}".join(f'"{_all_layers(name)}": pc.MatrixSplit(("?",))' for name in names)
+    return (
+        f'splits={{{entries}}}, with the names of the parts, in the order of their rows, in place of "?", '
+        "or None in place of a MatrixSplit for a weight that is none of the blocks"
+    )
+
+
 def describe(model: nn.Module, config: PCConfig) -> str:
-    """Which weights get PC, as which matrices, and which are left out; one line for each kind, to print.
+    """Which weights get PC, as which matrices, and which are left out; one line for each kind, to print. Then what to add
+    to `PCConfig.splits` if some of those that are not known, in numbered layers, are blocks.
 
     Args:
         model: before `attach`.
@@ -171,87 +188,8 @@ def describe(model: nn.Module, config: PCConfig) -> str:
         lines.append(f"{_all_layers(full)} {shape}: {target.split.describe()}")
     for full, other in others.items():
         lines.append(f"left out: {_all_layers(full)} {other.shape}{'' if other.is_known else ', not known'}")
-    return "\n".join(f"{count} x {line}" for line, count in Counter(lines).items())
-
-
-def _query_key_value(attention: Any) -> MatrixSplit:
-    heads, groups = attention.config.num_attention_heads, attention.config.num_key_value_heads
-    return MatrixSplit(("q", "k", "v"), sizes=(heads, groups, groups))
-
-
-_Splits = dict[str, MatrixSplit | Callable[[Any], MatrixSplit] | None]
-
-_EXPERTS: _Splits = {"gate_up_proj": MatrixSplit(("gate", "up")), "down_proj": MatrixSplit(("down",))}
-_NUMBERED = {"w1": "gate", "w2": "down", "w3": "up"}
-
-# Weights of transformers' and TorchTitan's model classes that are not plain linear layers of the usual names:
-# parameters by the class of the module that they belong to. A function gives the split of a module. None: known, and
-# not one of the blocks.
-KNOWN: dict[str, _Splits] = {
-    "Phi3Attention": {"qkv_proj.weight": _query_key_value},
-    "Phi3MLP": {"gate_up_proj.weight": MatrixSplit(("gate", "up"))},
-    "GPT2Attention": {
-        "c_attn.weight": MatrixSplit(("q", "k", "v"), transposed=True),
-        "c_proj.weight": MatrixSplit(("o",), transposed=True),
-    },
-    "GPT2MLP": {
-        "c_fc.weight": MatrixSplit(("up",), transposed=True),
-        "c_proj.weight": MatrixSplit(("down",), transposed=True),
-    },
-    "GPTNeoXAttention": {
-        "query_key_value.weight": lambda module: MatrixSplit(
-            ("q", "k", "v"), repeats=module.config.num_attention_heads
-        ),
-        "dense.weight": MatrixSplit(("o",)),
-    },
-    "GPTNeoXMLP": {"dense_h_to_4h.weight": MatrixSplit(("up",)), "dense_4h_to_h.weight": MatrixSplit(("down",))},
-    "BertSelfAttention": {f"{name}.weight": MatrixSplit((name[0],)) for name in ("query", "key", "value")},
-    "BertSelfOutput": {"dense.weight": MatrixSplit(("o",))},
-    "BertIntermediate": {"dense.weight": MatrixSplit(("up",))},
-    "BertOutput": {"dense.weight": MatrixSplit(("down",))},
-    "ViTAttention": {f"{block}_proj.weight": MatrixSplit((block,)) for block in "qkvo"},
-    "ViTMLP": {"fc1.weight": MatrixSplit(("up",)), "fc2.weight": MatrixSplit(("down",))},
-    "MixtralExperts": _EXPERTS,
-    "MixtralTopKRouter": {"weight": None},
-    "Qwen3MoeExperts": _EXPERTS,
-    "Qwen3MoeTopKRouter": {"weight": None},
-    "DeepseekV3Experts": _EXPERTS,
-    "DeepseekV3MLP": {f"{block}_proj.weight": MatrixSplit((block,)) for block in ("gate", "up", "down")},
-    "DeepseekV3TopkRouter": {"weight": None},
-    "DeepseekV3Attention": {
-        "q_a_proj.weight": MatrixSplit(("q",)),
-        "q_b_proj.weight": MatrixSplit(("q",)),
-        "kv_a_proj_with_mqa.weight": None,  # keys and values have it in common
-        "kv_b_proj.weight": lambda module: MatrixSplit(
-            ("k", "v"), sizes=(module.qk_nope_head_dim, module.v_head_dim), repeats=module.num_heads
-        ),
-    },
-    "GptOssExperts": {  # gate and up alternate
-        "gate_up_proj": lambda module: MatrixSplit(
-            ("gate", "up"), repeats=module.gate_up_proj.size(-1) // 2, transposed=True
-        ),
-        "down_proj": MatrixSplit(("down",), transposed=True),
-        "gate_up_proj_bias": None,
-        "down_proj_bias": None,
-    },
-    "GptOssTopKRouter": {"weight": None},
-    # TorchTitan's; other classes of these names have other parameters
-    "Attention": {
-        "wq_a.weight": MatrixSplit(("q",)),
-        "wq_b.weight": MatrixSplit(("q",)),
-        "wkv_a.weight": None,
-        "wkv_b.weight": lambda module: MatrixSplit(
-            ("k", "v"), sizes=(module.qk_nope_head_dim, module.v_head_dim), repeats=module.n_heads
-        ),
-    },
-    "FeedForward": {f"{key}.weight": MatrixSplit((block,)) for key, block in _NUMBERED.items()},
-    "GroupedExperts": {key: MatrixSplit((block,)) for key, block in _NUMBERED.items()},
-    "TokenChoiceTopKRouter": {"gate.weight": None},
-}
-
-
-def known_splits(module: nn.Module) -> dict[str, MatrixSplit | None]:
-    """Splits of the parameters of a known class, by their names in the module."""
-    known = KNOWN.get(type(module).__name__, {}).items()
-    present = {key: split for key, split in known if hasattr(module, key.partition(".")[0])}
-    return {key: split(module) if callable(split) else split for key, split in present.items()}
+    text = [f"{count} x {line}" for line, count in Counter(lines).items()]
+    unknown = dict.fromkeys(_all_layers(full) for full, other in others.items() if not other.is_known)
+    if numbered := [name for name in unknown if "*" in name]:
+        text += ["If one of those not known is a block, add", _splits_to_add(numbered, between="\n        ")]
+    return "\n".join(text)

@@ -5,8 +5,10 @@ import re
 import subprocess
 import sys
 
+import nbformat
 import pytest
 import torch
+from nbclient import NotebookClient
 from safetensors.torch import load_file
 
 from helpers.tiny import ROOT
@@ -100,3 +102,25 @@ def test_an_optimizer_on_owners(run, monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     found = losses(run("shampoo.py"))
     assert found[-1] < found[0] / 2
+
+
+@pytest.mark.soak
+def test_tour(tmp_path):
+    """The notebook runs, and is stored as executed: two pictures, smaller condition numbers, an export that loads."""
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    (tmp_path / "examples").mkdir()
+    stored, notebook = (nbformat.read(EXAMPLES / "tour.ipynb", as_version=4) for _ in range(2))
+    place = {"metadata": {"path": str(tmp_path / "examples")}}
+    NotebookClient(notebook, timeout=600, kernel_name="python3", resources=place).execute()
+    for version in (stored, notebook):
+        outputs = [output for cell in version.cells if cell.cell_type == "code" for output in cell.outputs]
+        said = "".join(output.text for output in outputs if output.get("name") == "stdout")
+        assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
+        baseline, ours = (float(found) for found in re.findall(r"condition number ([\d.]+)", said))
+        assert ours < baseline / 2
+        for first, last in re.findall(r"test loss ([\d.]+) at the start, ([\d.]+) after", said):
+            assert float(last) < float(first) / 2
+        assert re.search(r"difference of the logits: (0\.0|\d\S*e-0[6-9])\n", said)
+    assert "model.safetensors" in {file.name for file in (tmp_path / "outputs" / "tour").iterdir()}
+    text = "".join(cell.source for cell in stored.cells if cell.cell_type == "markdown")
+    assert all((EXAMPLES / target).exists() for target in re.findall(r"\]\((\S+?)\)", text))

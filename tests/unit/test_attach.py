@@ -1,4 +1,5 @@
 import copy
+import re
 
 import pytest
 import torch
@@ -62,9 +63,49 @@ def test_what_a_group_misses_is_listed():
     config = PCConfig(blocks=("ffn",), splits={"*.experts": MatrixSplit(("down",))})
     lines = pc.describe(Mixture(), config).splitlines()
     assert "2 x layers.*.mlp.experts [3, 6, 4]: 3 times 1 of [6, 4], level 4" in lines
-    assert (
-        pc.describe(Mixture(), PCConfig(blocks=("gate",))).splitlines()[1].startswith("2 x left out: layers.*.mlp.ex")
-    )
+
+
+def test_layers_are_known_by_all_names_of_their_module():
+    """`fc1` alone, or one that is gate and up, may be anything."""
+
+    def known(**layers):
+        model = nn.ModuleDict({"0": nn.ModuleDict({name: nn.Linear(*sizes) for name, sizes in layers.items()})})
+        return "not known" not in pc.describe(model, PCConfig(blocks=("o",)))
+
+    assert known(fc1=(4, 6), fc2=(6, 4)) and known(q_proj=(4, 4), k_proj=(4, 2), v_proj=(4, 2), out_proj=(4, 4))
+    assert not known(fc1=(4, 12), fc2=(6, 4)) and not known(fc1=(4, 6))
+    assert not known(q_proj=(4, 4), k_proj=(4, 2), v_proj=(4, 2), out_proj=(4, 4), g_proj=(4, 4))
+
+
+def test_what_to_add_for_an_unknown_weight_is_printed_and_must_be_filled_in():
+    """By `describe` and by the error of `attach`: the entry as printed is refused, and names in place of "?" work."""
+    entry = r'splits={"layers.*.mlp.experts": pc.MatrixSplit(("?",))}, with the names'
+    _, unknown, *remedy = pc.describe(Mixture(), PCConfig(blocks=("gate",))).splitlines()
+    assert unknown == "2 x left out: layers.*.mlp.experts [3, 6, 4], not known"
+    assert remedy[0].startswith("If one") and remedy[1].startswith(entry) and len(remedy) == 2
+    with pytest.raises(UserError, match=re.escape(entry)):
+        pc.attach(Mixture(), PCConfig(blocks=("ffn",)))
+    with pytest.raises(UserError, match=re.escape(entry)):  # a pattern
+        pc.attach(Mixture(), PCConfig(blocks=("*.experts",)))
+    printed = remedy[1].partition(", with")[0].removeprefix("splits=")
+    with pytest.raises(UserError, match='put the names of the parts, such as .*, in place of "?"'):
+        eval(printed)
+    splits = eval(printed.replace('"?"', '"up", "down"'))
+    assert len(_names(pc.attach(Mixture(), PCConfig(blocks=("ffn",), splits=splits)))) == 4
+    assert "splits" not in pc.describe(Mixture(), PCConfig(blocks=("ffn",), splits=splits))
+
+
+def test_a_shared_expert_does_not_hide_the_others():
+    """Known weights one module below the unknown ones, in the same layer."""
+    model = Mixture()
+    for layer in model.layers:
+        layer.mlp.shared = nn.Module()
+        for name in ("gate_proj", "up_proj"):
+            layer.mlp.shared.add_module(name, nn.Linear(4, 6))
+        layer.mlp.shared.down_proj = nn.Linear(6, 4)
+        del layer.mlp.gate_proj
+    with pytest.raises(UserError, match=r"'ffn' does not know layers\.\*\.mlp\.experts beside"):
+        pc.attach(model, PCConfig(blocks=("ffn",)))
 
 
 @pytest.mark.parametrize(
