@@ -18,7 +18,7 @@ def test_array_tasks_share_the_work_which_is_inspected(tmp_path, monkeypatch, co
     words = ["--input", "parquet/*.parquet", "--validation-fraction", "0.05", "--processes", "1", "--output", "array"]
     for task in ("10", "11"):
         monkeypatch.setenv("SLURM_ARRAY_TASK_ID", task)
-        _, printed, _ = command("tokenize_fineweb.py", *words)
+        _, printed, _ = command("tokenize_text.py", *words)
         assert ("complete when all are" in printed) == (task == "10")
     alone = tokenize("parquet/*.parquet", tmp_path / "alone", validation_fraction=0.05)
     assert Manifest.read(tmp_path / "array").shards == alone.shards
@@ -31,8 +31,8 @@ def test_array_tasks_share_the_work_which_is_inspected(tmp_path, monkeypatch, co
 @pytest.mark.parametrize(
     ("script", "words", "message"),
     [
-        ("tokenize_fineweb.py", "--input x --output x --part 2/2", "argument --part: 2/2 must be K/N"),
-        ("train_tokenizer.py", "--input x --vocab-size 100 --output x", "--input x: no parquet file"),
+        ("tokenize_text.py", "--input x --output x --part 2/2", "argument --part: 2/2 must be K/N"),
+        ("train_tokenizer.py", "--input x --vocab-size 100 --output x", "--input x: no file of text"),
         ("inspect_data.py", "nowhere", "data folder nowhere does not exist"),
     ],
 )
