@@ -66,16 +66,18 @@ def find_files(sources: Sequence[str], subset: str | None = None, output: Path |
 def _find_files(source: str, subset: str | None, output: Path | None) -> list[str]:
     files = None if subset else find_local_files(source, output)
     if files is None:
-        is_dataset = HUB_DATASET.fullmatch(source) and not has_text(source)
-        files = find_hub_files(source, subset) if is_dataset else []
+        if not HUB_DATASET.fullmatch(source) or has_text(source):
+            raise UserError(f"--input {source}: no such file, folder or Hub dataset owner/name")
+        files = find_hub_files(source, subset)
     other = [file for file in files if not has_text(file)]
     if len(other) == len(files):
         raise UserError(
-            f"--input {(other or [source])[0]}: no file of text ({', '.join(ENDINGS)}; all but parquet also with .gz or "
-            ".zst), folder or glob pattern of such, or Hub dataset owner/name"
+            f"--input {(other or [source])[0]}: no file of text, which ends in {', '.join(ENDINGS)}, or, but parquet, in "
+            "these and .gz or .zst"
         )
     if other:
-        logger.warning(f"{source}: {len(other)} files of other endings are left out, such as {other[0]}")
+        more = f" and {len(other) - 1:,} more" if other[1:] else ""
+        logger.warning(f"{source}: left out for another ending: {other[0]}{more}")
     return [file for file in files if has_text(file)]
 
 

@@ -48,7 +48,11 @@ def test_a_reader_that_leaves_early_ends_the_command_in_silence(unbuffered, tmp_
     ("script", "words", "message"),
     [
         ("tokenize_text.py", "--input x --output x --part 2/2", "argument --part: 2/2 must be K/N"),
-        ("train_tokenizer.py", "--input x --vocab-size 100 --output x", "--input x: no file of text"),
+        (
+            "train_tokenizer.py",
+            "--input x --vocab-size 100 --output x",
+            "--input x: no such file, folder or Hub dataset",
+        ),
         ("inspect_data.py", "nowhere", "data folder nowhere does not exist"),
     ],
 )

@@ -72,7 +72,7 @@ def test_a_mixed_folder(tmp_path, write_parquet, caplog):
     with caplog.at_level(logging.WARNING):
         manifest = tokenize(str(source), source / "out")  # inside, and no input when the command is repeated
     assert [record.message for record in caplog.records] == [
-        f"{source}: 1 files of other endings are left out, such as {source}/picture.png"
+        f"{source}: left out for another ending: {source}/picture.png"
     ]
     tokenizer = load_tokenizer("mistral-common")
     stored = [tokens.tolist()[1:-1] for split in SPLITS for tokens in read_documents(manifest, split)]
