@@ -1,6 +1,8 @@
 """Errors that the user can fix, and what commands say of them: one or two lines, without a traceback."""
 
 import functools
+import os
+import select
 import sys
 from collections.abc import Callable
 
@@ -17,17 +19,31 @@ class ReadFailed(UserError):
     """The file system refused to read, again and again: the same command may succeed later."""
 
 
+def _reader_left() -> bool:
+    """Whether nobody reads the output any more."""
+    watched = select.poll()
+    watched.register(sys.stdout, 0)  # errors alone
+    return bool(watched.poll(0))
+
+
 def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
     """Decorate a command's `main`: a `UserError` prints `error: ...` on stderr and exits with status 2.
 
-    So does an `OSError` about a named file or folder: none there, no permission, a full disk. Any other exception is a
-    bug in this project and keeps its traceback.
+    So does an `OSError` about a named file or folder: none there, no permission, a full disk. A reader of the output who
+    leaves early, such as `head`, ends the command in silence. Any other exception is a bug in this project and keeps its
+    traceback.
     """
 
     @functools.wraps(main)
     def guarded(*args, **kwargs) -> None:
         try:
             main(*args, **kwargs)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            if not _reader_left():
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at its exit
+            sys.exit(1)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             sys.exit(2)

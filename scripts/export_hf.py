@@ -1,6 +1,6 @@
 """Write a checkpoint of a run as a Hugging Face folder that every tool loads as an ordinary Llama.
 
-Usage: python scripts/export_hf.py RUN/checkpoint/step-N OUT [--dtype bfloat16] [--tokenizer T] [--scores TABLE]
+Usage: python scripts/export_hf.py RUN OUT [--dtype bfloat16] [--tokenizer T] [--scores TABLE]
 """
 
 import argparse
@@ -11,7 +11,7 @@ from pc.errors import exit_on_user_error
 @exit_on_user_error
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("source", metavar="CHECKPOINT", help="RUN/checkpoint/step-N")
+    parser.add_argument("source", metavar="RUN", help="a run, for its newest checkpoint, or RUN/checkpoint/step-N")
     parser.add_argument("out", metavar="OUT", help="folder to make")
     parser.add_argument(
         "--dtype",

@@ -11,7 +11,7 @@ from pc.errors import exit_on_user_error
 @exit_on_user_error
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", help="RUN/checkpoint/step-N or a Hugging Face folder")
+    parser.add_argument("model", help="a run, RUN/checkpoint/step-N or a Hugging Face folder")
     parser.add_argument("prompt")
     parser.add_argument("--max-new-tokens", type=int, default=100, help="fewer if the model ends the document")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the most likely token")

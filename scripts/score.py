@@ -2,7 +2,7 @@
 
 Usage: python scripts/score.py [NAME=]MODEL... [--data DIR] [--limit N] [--output DIR] [--tasks a,b]
 
-MODEL is a checkpoint of a run (RUN/checkpoint/step-N) or a Hugging Face folder. Alternate baseline and preconditioned
+MODEL is a run, a checkpoint of it (RUN/checkpoint/step-N) or a Hugging Face folder. Alternate baseline and preconditioned
 models: the better of each pair is marked. A repeated command scores only what is missing.
 """
 
@@ -29,8 +29,9 @@ def main() -> None:
 
     arguments["limit"] = arguments["limit"] or None
     names = [name.strip() for name in arguments.pop("tasks").split(",") if name.strip()]
-    for path in score(arguments.pop("models"), names=names, **arguments):
-        print(path)
+    *results, table = score(arguments.pop("models"), names=names, **arguments)
+    print(table.read_text())
+    print(*results, table, sep="\n")
 
 
 if __name__ == "__main__":

@@ -10,21 +10,24 @@ from pc.errors import exit_on_user_error
 
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train a byte-level BPE tokenizer on parquet files.")
+    parser = argparse.ArgumentParser(description="Train a byte-level BPE tokenizer on text.")
     parser.add_argument(
         "--input",
+        dest="sources",
+        metavar="INPUT",
+        nargs="+",
         required=True,
-        help="parquet file, folder or glob pattern, or Hub dataset owner/name",
+        help="as for tokenize_text.py",
     )
     parser.add_argument("--output", required=True, help="folder for the tokenizer")
     parser.add_argument("--vocab-size", type=int, required=True, help="entries, including BOS, EOS and 256 bytes")
     parser.add_argument("--megabytes", type=int, default=50, help="text to train on (default: %(default)s)")
-    parser.add_argument("--text-column", default="text", help="(default: %(default)s)")
+    parser.add_argument("--text-key", default="text", help="as for tokenize_text.py (default: %(default)s)")
     options = parser.parse_args()
     from pc_recipe.data.train_tokenizer import train_tokenizer
 
-    entries = train_tokenizer(options.input, options.output, options.vocab_size, options.megabytes, options.text_column)
-    print(f"{options.output}: {entries:,} entries. Next: scripts/tokenize_fineweb.py --tokenizer {options.output}")
+    entries = train_tokenizer(**vars(options))
+    print(f"{options.output}: {entries:,} entries. Next: scripts/tokenize_text.py --tokenizer {options.output}")
 
 
 if __name__ == "__main__":

@@ -45,7 +45,8 @@ def to_hugging_face(tokenizer: training.Tokenizer) -> PreTrainedTokenizerFast:
         converted = _from_sentencepiece(tokenizer)
     else:
         converted = Tokenizer.from_str(tokenizer.files["tokenizer.json"].decode())
-    names = {"eos_token": converted.id_to_token(tokenizer.eos_id)}
+    eos = converted.id_to_token(tokenizer.eos_id)
+    names = {"eos_token": eos, "pad_token": eos}  # padding is never attended to; many tools need a token for it
     if tokenizer.bos_id is not None:
         bos = names["bos_token"] = converted.id_to_token(tokenizer.bos_id)
         converted.post_processor = processors.TemplateProcessing(

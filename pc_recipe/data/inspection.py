@@ -1,5 +1,6 @@
 """Shows what a folder of token shards contains."""
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 
@@ -7,9 +8,11 @@ import numpy as np
 
 from pc_recipe.data.checks import verify
 from pc_recipe.data.manifest import SPLITS, Manifest
+from pc_recipe.data.sources import ending_of
 from pc_recipe.data.token_files import read_tokens
 
 SHOWN_CHARACTERS = 300  # of each document
+SHOWN_FILES = 10  # that are not UTF-8
 
 
 def describe(manifest: Manifest) -> str:
@@ -17,8 +20,10 @@ def describe(manifest: Manifest) -> str:
     tokenizer, source = manifest.tokenizer, manifest.source
     subset = f", subset {source['subset']}" if source["subset"] else ""
     first = f", its first {source['max_documents']:,} documents" if source.get("max_documents") else ""
+    endings = Counter(ending_of(file["name"]) for file in source["files"])
+    kinds = ", ".join(f"{number:,} {ending}" for ending, number in endings.most_common())
     lines = [
-        f"source       {source['input']}{subset} ({len(source['files'])} files){first}",
+        f"source       {source['input']}{subset} ({kinds}){first}",
         f"tokenizer    {tokenizer.name} ({tokenizer.kind}, {tokenizer.vocab_size:,} entries, "
         f"BOS {tokenizer.bos_id}, EOS {tokenizer.eos_id}, sha256 {tokenizer.sha256[:12]}…)",
         f"split        {manifest.split_rule}",
@@ -28,6 +33,11 @@ def describe(manifest: Manifest) -> str:
             f"{split:12} {len(manifest.shards[split])} shards, {manifest.documents(split):,} documents, "
             f"{manifest.tokens(split):,} tokens ({manifest.dtype})"
         )
+    replaced = source.get("replaced", {})
+    for file, number in list(replaced.items())[:SHOWN_FILES]:
+        lines.append(f"not UTF-8    {number:,} bytes became U+FFFD in {file}")
+    if len(replaced) > SHOWN_FILES:
+        lines.append(f"not UTF-8    {len(replaced) - SHOWN_FILES:,} more files, named in manifest.json")
     return "\n".join(lines)
 
 

@@ -57,7 +57,7 @@ class Manifest:
     dtype: Literal["uint16", "uint32"]
     """The type of a token, little-endian."""
     source: dict
-    """The input, and its files with sizes and rows."""
+    """The input, its files with sizes, and how many of their bytes were not UTF-8."""
     split_rule: str
     """How documents were split, in words."""
     configuration_sha256: str
@@ -124,7 +124,7 @@ def require_same_tokenizer(one: Manifest, other: Manifest) -> None:
 
 def _why_no_manifest(folder: Path) -> str:
     if not folder.is_dir():
-        return f"data folder {folder} does not exist; make it with scripts/tokenize_fineweb.py"
+        return f"data folder {folder} does not exist; make it with scripts/tokenize_text.py"
     if (folder / "tokenizing.json").is_file():
         return f"{folder} is not finished; repeat the tokenising command, which continues where it stopped"
     return f"{folder} has no manifest.json, so it is not a folder of token shards"

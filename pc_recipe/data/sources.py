@@ -1,11 +1,16 @@
-"""Reads text from parquet files, on this machine or on the Hub, divided into units of work."""
+"""Finds files with text, on this machine or on the Hub, divides them into units of work, and reads them."""
 
 import glob
+import logging
+import os
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from csv import Error as CSVError
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import fsspec
@@ -13,16 +18,25 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pc.errors import UserError
+from pc_recipe.data.text_files import READERS, ending_of, is_compressed
 
-SUFFIX = ".parquet"
+logger = logging.getLogger(__name__)
+
+PARQUET = ".parquet"
+TEXT_IN_COMPRESSED = 3  # bytes of text in a byte of a compressed file, roughly
+ENDINGS = (PARQUET, *READERS)
 HUB_DATASET = re.compile(r"[\w.-]+/[\w.-]+")
 BATCH = 8
 """documents read and encoded together: more are no faster, and a file of 0.2 MB may hold one text of 100 MB many times"""
+_NOT_UTF8 = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file: path or hf:// address, bytes, and the uncompressed bytes of text in each row group."""
+    """One file: path or hf:// address, bytes, and the bytes of text in each group, which is read as a whole.
+
+    The groups of a parquet file are its row groups; any other file is one group, an empty one none.
+    """
 
     file: str
     size: int
@@ -31,38 +45,61 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Unit:
-    """Row groups `first` to `end` - 1 of one file, which become one shard per split."""
+    """Groups of one or more files, which become one shard or more per split.
+
+    groups: {file: (first, last + 1)}. text_bytes: of them, by the estimate of `measure_files`.
+    """
 
     number: int
-    file: str
-    first: int
-    end: int
+    groups: dict[str, tuple[int, int]]
     text_bytes: int
 
 
-def find_files(source: str, subset: str | None = None) -> list[str]:
-    """The files of `source`: a file, a folder, a glob pattern or a Hub dataset `owner/name`."""
-    files = None if subset else find_local_files(source)
+def find_files(sources: Sequence[str], subset: str | None = None, output: Path | None = None) -> list[str]:
+    """The files of `sources`, each a file, a folder, a glob pattern or a Hub dataset `owner/name`.
+
+    output: files in it are left out, if it is in a folder of `sources`.
+    """
+    return list(dict.fromkeys(file for source in sources for file in _find_files(source, subset, output)))
+
+
+def _find_files(source: str, subset: str | None, output: Path | None) -> list[str]:
+    files = None if subset else find_local_files(source, output)
     if files is None:
-        files = find_hub_files(source, subset) if HUB_DATASET.fullmatch(source) else []
-    wrong = [file for file in files if not file.endswith(SUFFIX)]
-    if wrong or not files:
+        if not HUB_DATASET.fullmatch(source) or has_text(source):
+            raise UserError(f"--input {source}: no such file, folder or Hub dataset owner/name")
+        files = find_hub_files(source, subset)
+    other = [file for file in files if not has_text(file)]
+    if len(other) == len(files):
         raise UserError(
-            f"--input {(wrong or [source])[0]}: no parquet file, folder or glob pattern of such, or Hub dataset "
-            "owner/name (docs/data.md shows how to convert)"
+            f"--input {(other or [source])[0]}: no file of text, which ends in {', '.join(ENDINGS)}, or, but parquet, in "
+            "these and .gz or .zst"
         )
-    return files
+    if other:
+        more = f" and {len(other) - 1:,} more" if other[1:] else ""
+        logger.warning(f"{source}: left out for another ending: {other[0]}{more}")
+    return [file for file in files if has_text(file)]
 
 
-def find_local_files(source: str) -> list[str] | None:
-    """The files of `source` on this machine, sorted; None if it is neither a file, a folder nor a glob pattern."""
+def has_text(file: str) -> bool:
+    """Whether the ending of a file's name is known."""
+    return ending_of(file) in ENDINGS
+
+
+def find_local_files(source: str, output: Path | None = None) -> list[str] | None:
+    """The files of `source` on this machine, sorted; None if it is neither a file, a folder nor a glob pattern.
+
+    Of a folder, without hidden ones and without those of `output`.
+    """
     path = Path(source).expanduser()
     if path.is_dir():
-        return sorted(map(str, path.rglob(f"*{SUFFIX}")))
+        shown = (file for file in path.rglob("*") if not any(p.startswith(".") for p in file.relative_to(path).parts))
+        without = output and Path(os.path.abspath(output))
+        return sorted(str(f) for f in shown if f.is_file() and without not in Path(os.path.abspath(f)).parents)
     if path.is_file():
         return [str(path)]
     if any(sign in source for sign in "*?["):
-        return sorted(glob.glob(str(path), recursive=True))
+        return sorted(file for file in glob.glob(str(path), recursive=True) if os.path.isfile(file))
     return None
 
 
@@ -73,28 +110,42 @@ def find_hub_files(dataset: str, subset: str | None) -> list[str]:
     try:
         builder = datasets.load_dataset_builder(dataset, subset)
     except Exception as error:  # unknown dataset or subset, no network, no access: the message explains it
-        raise UserError(f"Hub dataset {dataset!r}, subset {subset!r}: {error}") from error
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"--input {dataset}: no such file or folder here, and as a Hub dataset (subset {subset!r}): {reason}"
+        ) from error
     return [str(file) for file in builder.config.data_files["train"]]
 
 
-def measure_files(files: list[str], text_column: str) -> list[SourceFile]:
-    """The files' sizes and row groups; reads footers only, and checks that there is a column of text."""
+def measure_files(files: list[str], text_key: str) -> list[SourceFile]:
+    """The files' sizes and groups; reads little of each, and checks that it has text under `text_key`."""
     with ThreadPoolExecutor(16) as pool:
-        return list(pool.map(lambda file: _measure_file(file, text_column), files))
+        return list(pool.map(lambda file: _measure_file(file, text_key), files))
 
 
-def _measure_file(file: str, text_column: str) -> SourceFile:
+def _measure_file(file: str, text_key: str) -> SourceFile:
+    size = size_of(file)
+    if size == 0:
+        return SourceFile(file, 0, ())
+    if ending_of(file) == PARQUET:
+        return SourceFile(file, size, _row_groups(file, text_key))
+    next(_read(file, 0, 1, text_key), None)  # a mistake in the first line or in --text-key
+    return SourceFile(file, size, (size * TEXT_IN_COMPRESSED if is_compressed(file) else size,))
+
+
+def _row_groups(file: str, text_column: str) -> tuple[int, ...]:
+    """Uncompressed bytes of text in each row group; reads the footer only."""
     with open_parquet(file) as parquet:
         schema = parquet.schema_arrow
         kind = schema.field(text_column).type if text_column in schema.names else None
         if kind not in (pa.string(), pa.large_string(), pa.binary()):
             raise UserError(
-                f"{file}: column {text_column!r} should hold text; columns are {', '.join(schema.names)} (--text-column)"
+                f"{file}: column {text_column!r} should hold text; columns are {', '.join(schema.names)} (--text-key)"
             )
         metadata = parquet.metadata
         column = [metadata.schema.column(i).path for i in range(metadata.num_columns)].index(text_column)
         groups = [metadata.row_group(i).column(column) for i in range(metadata.num_row_groups)]
-        return SourceFile(file, size_of(file), tuple(group.total_uncompressed_size for group in groups))
+        return tuple(group.total_uncompressed_size for group in groups)
 
 
 def size_of(file: str) -> int:
@@ -106,31 +157,65 @@ def size_of(file: str) -> int:
 @contextmanager
 def open_parquet(file: str) -> Iterator[pq.ParquetFile]:
     """A local path or an hf:// address; an error in reading names the file, perhaps one of many."""
-    try:
+    with _naming(file):
         file_system, path = fsspec.url_to_fs(file)
         with pq.ParquetFile(path, filesystem=file_system, pre_buffer=True) as parquet:
             yield parquet
-    except (OSError, pa.ArrowException) as error:
+
+
+@contextmanager
+def _naming(file: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, pa.ArrowException, CSVError) as error:
         raise UserError(f"{file} cannot be read: {error}") from error
 
 
 def divide_into_units(files: list[SourceFile], unit_bytes: float) -> list[Unit]:
-    """Divide the files into units of about `unit_bytes` of text, at least one row group each."""
+    """Divide the files into units of about `unit_bytes` of text, at least one group each.
+
+    Row groups of different parquet files are in different units. Other files, which may be many and small, share units.
+    """
     units: list[Unit] = []
-    for file in files:
-        first, size = 0, 0
-        for number, group_bytes in enumerate(file.groups, start=1):
-            size += group_bytes
-            if size >= unit_bytes or number == len(file.groups):
-                units.append(Unit(len(units), file.file, first, number, size))
-                first, size = number, 0
+    for _, neighbours in groupby(files, lambda file: file.file if ending_of(file.file) == PARQUET else ""):
+        groups = [(file.file, number, size) for file in neighbours for number, size in enumerate(file.groups)]
+        chosen: dict[str, tuple[int, int]] = {}
+        total = 0
+        for place, (file, number, size) in enumerate(groups, start=1):
+            chosen[file] = chosen.get(file, (number,))[0], number + 1
+            total += size
+            if total >= unit_bytes or place == len(groups):
+                units.append(Unit(len(units), chosen, total))
+                chosen, total = {}, 0
     return units
 
 
-def read_texts(unit: Unit, text_column: str) -> Iterator[bytes]:
-    """The unit's texts as UTF-8 bytes; null becomes an empty text. Reads no further than it is asked to."""
-    with open_parquet(unit.file) as parquet:
-        for group in range(unit.first, unit.end):
+def read_texts(unit: Unit, text_key: str, replaced: Counter[str]) -> Iterator[str]:
+    """The unit's texts; null becomes an empty text. Reads no further than it is asked to.
+
+    replaced: gets the number of bytes of each file that are not UTF-8, each of which becomes U+FFFD.
+    """
+    for file, (first, end) in unit.groups.items():
+        for text in _read(file, first, end, text_key):
+            whole, count = _NOT_UTF8.subn("\ufffd", text or "")
+            if count:
+                replaced[file] += count
+            yield whole
+
+
+def _read(file: str, first: int, end: int, text_key: str) -> Iterator[str | None]:
+    """Texts of some groups, in which a byte that is not UTF-8 is a surrogate."""
+    if ending_of(file) == PARQUET:
+        yield from _read_parquet(file, first, end, text_key)
+    else:
+        with _naming(file):
+            yield from READERS[ending_of(file)](file, text_key)
+
+
+def _read_parquet(file: str, first: int, end: int, text_column: str) -> Iterator[str]:
+    with open_parquet(file) as parquet:
+        for group in range(first, end):
             for batch in parquet.iter_batches(BATCH, row_groups=[group], columns=[text_column], use_threads=False):
                 # as bytes, because a column of strings may hold invalid UTF-8
-                yield from (text or b"" for text in batch.column(0).cast(pa.large_binary()).to_pylist())
+                for text in batch.column(0).cast(pa.large_binary()).to_pylist():
+                    yield (text or b"").decode("utf-8", errors="surrogateescape")

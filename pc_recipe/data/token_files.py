@@ -18,16 +18,16 @@ from pc_recipe.data.manifest import Manifest, TokenShard
 from pc_recipe.files.atomic import write_atomically
 
 
-def write_shard(folder: Path, split: str, number: int, tokens: np.ndarray, documents: int) -> TokenShard:
+def write_shard(folder: Path, split: str, name: str, tokens: np.ndarray, documents: int) -> TokenShard:
     """Write tokens [total] of so many documents. The file is renamed into place when complete."""
-    name = f"{split}/{number:05d}.tokens.npy"
-    path, buffer = folder / name, io.BytesIO()
+    file = f"{split}/{name}.tokens.npy"
+    path, buffer = folder / file, io.BytesIO()
     np.save(buffer, tokens.astype(tokens.dtype.newbyteorder("<"), copy=False), allow_pickle=False)
     content = buffer.getvalue()
     for leftover in path.parent.glob(f".{path.name}.*"):  # of a process that was killed while writing
         leftover.unlink(missing_ok=True)
     write_atomically(path, content)
-    return TokenShard(name, len(tokens), documents, len(content), hashlib.sha256(content).hexdigest())
+    return TokenShard(file, len(tokens), documents, len(content), hashlib.sha256(content).hexdigest())
 
 
 def read_tokens(manifest: Manifest, shard: TokenShard, first: int = 0, count: int | None = None) -> np.ndarray:

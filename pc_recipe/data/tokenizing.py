@@ -9,10 +9,11 @@ import hashlib
 import multiprocessing
 import signal
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from pc.errors import UserError
 from pc_recipe.data.manifest import SPLITS, TOKENIZER_FOLDER, Manifest, TokenShard
 from pc_recipe.data.sources import BATCH, Unit, read_texts
 from pc_recipe.data.token_files import write_shard
-from pc_recipe.data.tokenizers import DEFAULT_TOKENIZER, load_tokenizer
+from pc_recipe.data.tokenizers import DEFAULT_TOKENIZER, Tokenizer, load_tokenizer
 from pc_recipe.data.tokenizing_job import (
     TokenizingJob,
     open_job,
@@ -31,30 +32,31 @@ from pc_recipe.data.tokenizing_job import (
     write_manifest_if_finished,
 )
 
-MOST_UNFOLDED = 4
-"""A unit of work may hold so many times the text that its size in the file, or --shard-megabytes, suggests: the memory
-of a process is made for that."""
+LARGEST_SHARD = 2
+"""The text of a shard in units of --shard-megabytes. A unit of work that holds more, such as one huge file, becomes
+several shards: the memory of a process is made for that."""
 
 
 def tokenize(
-    source: str,
+    sources: str | Sequence[str],
     output: str | Path,
     *,
     subset: str | None = None,
     tokenizer: str = DEFAULT_TOKENIZER,
-    text_column: str = "text",
-    validation_fraction: float = 0.0005,
+    text_key: str = "text",
+    validation_fraction: float | None = None,
     shard_megabytes: int = 256,
     max_documents: int | None = None,
     processes: int = 1,
     part: tuple[int, int] = (0, 1),
 ) -> Manifest | None:
-    """Create the token shards of `source` in `output`, or continue an interrupted run.
+    """Create the token shards of `sources` in `output`, or continue an interrupted run.
 
     Args:
-        source, subset: see `sources.find_files`.
+        sources, subset: see `sources.find_files`.
+        text_key: column of parquet and CSV, key of JSON lines.
         tokenizer: see `load_tokenizer`.
-        validation_fraction: share of the documents, chosen by hash.
+        validation_fraction: share of the documents, chosen by hash; None: `validation_share`.
         shard_megabytes: text per shard.
         max_documents: only so many, the first of the first file.
         part: (k, n) processes part k of n.
@@ -64,17 +66,19 @@ def tokenize(
     """
     settings = {
         "subset": subset,
-        "text_column": text_column,
+        "text_key": text_key,
         "validation_fraction": validation_fraction,
         "shard_megabytes": shard_megabytes,
         "max_documents": max_documents,
     }
-    job = open_job(Path(output), source, load_tokenizer(tokenizer), settings)
+    sources = [sources] if isinstance(sources, str) else list(sources)
+    job = open_job(Path(output), sources, load_tokenizer(tokenizer), settings)
     k, n = part
     unfinished = [unit for unit in job.units[k::n] if read_finished(job, unit) is None]
     if processes == 1 or len(unfinished) < 2:
-        for unit in tqdm(unfinished, desc="tokenising", unit="shard", disable=None):
-            tokenize_unit(job, unit)
+        with _bar(unfinished, "tokenising") as bar:
+            for unit in unfinished:
+                tokenize_unit(job, unit, bar.update)
     else:
         _run_in_pool(job, unfinished, min(processes, len(unfinished)))
     return write_manifest_if_finished(job)
@@ -83,13 +87,7 @@ def tokenize(
 def _run_in_pool(job: TokenizingJob, unfinished: list[Unit], processes: int) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # import once, not in every process
-    bar = tqdm(
-        total=sum(unit.text_bytes for unit in unfinished),
-        unit="B",
-        unit_scale=True,
-        desc=f"tokenising ({processes} processes)",
-        mininterval=1 if sys.stderr.isatty() else 60,  # seconds; fewer lines in a log file
-    )
+    bar = _bar(unfinished, f"tokenising ({processes} processes)")
     no_traceback = (signal.SIGINT, signal.SIG_DFL)  # on Ctrl-C
     with bar, ProcessPoolExecutor(processes, context, signal.signal, no_traceback) as pool:
         units = {pool.submit(tokenize_unit, job, unit): unit for unit in unfinished}
@@ -106,44 +104,59 @@ def _run_in_pool(job: TokenizingJob, unfinished: list[Unit], processes: int) -> 
             pool.shutdown(wait=True, cancel_futures=True)  # the first failure cancels units that have not started
 
 
-def tokenize_unit(job: TokenizingJob, unit: Unit) -> None:
-    """Write the unit's shards and its record.
+def _bar(unfinished: list[Unit], words: str) -> tqdm:
+    return tqdm(
+        total=sum(unit.text_bytes for unit in unfinished),
+        unit="B",
+        unit_scale=True,
+        desc=words,
+        delay=1,
+        mininterval=1 if sys.stderr.isatty() else 60,  # seconds; fewer lines in a log file
+    )
 
-    Raises:
-        UserError: the unit's texts are much longer than their place in the file.
-    """
+
+def tokenize_unit(job: TokenizingJob, unit: Unit, advance: Callable[[int], object] = lambda characters: None) -> None:
+    """Write the unit's shards and its record; `advance` is called with the characters of each batch of documents."""
+    settings, replaced = job.settings, Counter[str]()
     tokenizer = load_tokenizer(job.output / TOKENIZER_FOLDER)
-    encoded: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
-    documents = dict.fromkeys(SPLITS, 0)
-    size, most = 0, MOST_UNFOLDED * max(unit.text_bytes, job.settings["shard_megabytes"] * 10**6)
-    texts = islice(read_texts(unit, job.settings["text_column"]), job.settings["max_documents"])
-    while batch := list(islice(texts, BATCH)):
-        size += sum(map(len, batch))
-        if size > most:
-            raise UserError(
-                f"{unit.file}: {unit.text_bytes / 1e6:.1f} MB of it unfold to more than {most / 1e6:.0f} MB of text; if they "
-                "are meant to, write it without dictionary encoding (use_dictionary=False in pyarrow)"
-            )
-        for split, some in split_by_hash(batch, job.settings["validation_fraction"]).items():
-            encoded[split].append(tokenizer.documents(some))
-            documents[split] += len(some)
+    texts = islice(read_texts(unit, settings["text_key"], replaced), settings["max_documents"])
     shards: dict[str, list[TokenShard]] = {split: [] for split in SPLITS}
-    for split, count in documents.items():
-        if count:
-            tokens = np.concatenate(encoded[split])
-            shards[split].append(write_shard(job.output, split, unit.number, tokens, count))
-    record_unit(job, unit, shards)
+    for number in count():
+        encoded = _encode(texts, tokenizer, settings, advance)
+        if not any(encoded.values()):
+            break
+        name = f"{unit.number:05d}-{number}" if number else f"{unit.number:05d}"
+        for split, batches in encoded.items():
+            if batches:
+                tokens = np.concatenate(batches)
+                documents = int(np.count_nonzero(tokens == tokenizer.eos_id))
+                shards[split].append(write_shard(job.output, split, name, tokens, documents))
+    record_unit(job, unit, shards, replaced)
 
 
-def split_by_hash(texts: Sequence[bytes], validation_fraction: float) -> dict[str, list[str]]:
-    """Split texts by their hash, so that equal texts are always in the same split, in any file or order.
+def _encode(
+    texts: Iterator[str], tokenizer: Tokenizer, settings: dict, advance: Callable[[int], object]
+) -> dict[str, list[np.ndarray]]:
+    """Tokens of the next texts, enough for a shard: {split: a [total] for each batch}, nothing if there is no more text."""
+    encoded: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
+    characters = 0
+    while characters < LARGEST_SHARD * settings["shard_megabytes"] * 10**6:
+        if not (batch := list(islice(texts, BATCH))):
+            break
+        for split, some in split_by_hash(batch, settings["validation_share"]).items():
+            if some:
+                encoded[split].append(tokenizer.documents(some))
+        characters += sum(map(len, batch))
+        advance(sum(map(len, batch)))
+    return encoded
 
-    Invalid UTF-8 becomes U+FFFD.
-    """
-    bound = int(validation_fraction * 2**64)
+
+def split_by_hash(texts: Sequence[str], validation_share: float) -> dict[str, list[str]]:
+    """Split texts by their hash, so that equal texts are always in the same split, in any file or order."""
+    bound = int(validation_share * 2**64)
     result: dict[str, list[str]] = {split: [] for split in SPLITS}
     for text in texts:
-        digest = hashlib.blake2b(text, digest_size=8).digest()
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         split = "validation" if int.from_bytes(digest, "big") < bound else "train"
-        result[split].append(text.decode("utf-8", errors="replace"))
+        result[split].append(text)
     return result

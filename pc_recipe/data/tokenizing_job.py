@@ -8,15 +8,30 @@ writes the manifest.
 import hashlib
 import json
 import math
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pc.errors import UserError
 from pc_recipe.data.checks import require_file
 from pc_recipe.data.manifest import FORMAT, SPLITS, TOKENIZER_FOLDER, Manifest, TokenizerRecord, TokenShard
-from pc_recipe.data.sources import Unit, divide_into_units, find_files, find_local_files, measure_files, size_of
+from pc_recipe.data.sources import (
+    Unit,
+    divide_into_units,
+    find_files,
+    find_local_files,
+    has_text,
+    measure_files,
+    size_of,
+)
 from pc_recipe.data.tokenizers import Tokenizer, smallest_dtype
 from pc_recipe.files.atomic import write_atomically
+
+VALIDATION_SHARE = 0.0005  # of the documents, by default; of small data more:
+VALIDATION_BYTES = 2 * 10**6  # of text, some 500,000 tokens: 64 sequences of 8192, more than 1 % of 200 MB
+MOST_VALIDATION = 0.1
+DOCUMENT_BYTES = 3000  # of a document of a data set such as FineWeb, about
 
 
 @dataclass(frozen=True)
@@ -35,17 +50,17 @@ class TokenizingJob:
         return hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()
 
 
-def open_job(output: Path, source: str, tokenizer: Tokenizer, requested: dict) -> TokenizingJob:
-    """Read the folder's job, or create one from the source.
+def open_job(output: Path, sources: list[str], tokenizer: Tokenizer, requested: dict) -> TokenizingJob:
+    """Read the folder's job, or create one from the sources.
 
     Args:
         requested: the command's settings by name.
 
     Raises:
-        UserError: a setting or the source's files are not those of the folder's job, or no model that is trained with
+        UserError: a setting or the sources' files are not those of the folder's job, or no model that is trained with
             the tokenizer could be exported.
     """
-    requested = {"format": FORMAT, "source": source, "tokenizer": tokenizer.sha256} | requested
+    requested = {"format": FORMAT, "sources": sources, "tokenizer": tokenizer.sha256} | requested
     path = output / "tokenizing.json"
     if path.is_file():
         saved = json.loads(path.read_text())
@@ -56,46 +71,70 @@ def open_job(output: Path, source: str, tokenizer: Tokenizer, requested: dict) -
                     f"{output} was started with {key} = {settings.get(key)!r}, this command has "
                     f"{value!r}: choose another --output, or delete the folder"
                 )
-        _require_same_files(source, settings, output)
+        _require_same_files(sources, settings, output)
     else:
         from pc_recipe.data.hf_tokenizer import to_hugging_face  # takes seconds
 
         to_hugging_face(tokenizer)  # or else the training would have been for nothing
-        settings, units = _divide_source(source, requested)
+        settings, units = _divide_source(sources, output, requested)
         for name, content in tokenizer.files.items():
             write_atomically(output / TOKENIZER_FOLDER / name, content)
         write_atomically(path, json.dumps({"settings": settings, "units": [asdict(u) for u in units]}, indent=1))
     return TokenizingJob(output, settings, TokenizerRecord.of(tokenizer), units)
 
 
-def _divide_source(source: str, requested: dict) -> tuple[dict, list[Unit]]:
-    names, unit_bytes = find_files(source, requested["subset"]), requested["shard_megabytes"] * 10**6
+def _divide_source(sources: list[str], output: Path, requested: dict) -> tuple[dict, list[Unit]]:
+    names, unit_bytes = find_files(sources, requested["subset"], output), requested["shard_megabytes"] * 10**6
     if requested["max_documents"]:
         names, unit_bytes = names[:1], math.inf
-    files = measure_files(names, requested["text_column"])
-    settings = requested | {"files": [{"name": file.file.rsplit("/", 1)[-1], "size": file.size} for file in files]}
-    return settings, divide_into_units(files, unit_bytes)
+    files = measure_files(names, requested["text_key"])
+    units = divide_into_units(files, unit_bytes)
+    share = requested["validation_fraction"]
+    if share is None:
+        text_bytes = sum(unit.text_bytes for unit in units)
+        share = validation_share(min(text_bytes, DOCUMENT_BYTES * (requested["max_documents"] or text_bytes)))
+    settings = {
+        "validation_share": share,
+        "files": [{"name": file.file.rsplit("/", 1)[-1], "size": file.size} for file in files],
+    }
+    return requested | settings, units
 
 
-def _require_same_files(source: str, settings: dict, output: Path) -> None:
+def validation_share(text_bytes: int) -> float:
+    """The share of documents for validation by default: small data give more, up to a tenth."""
+    return max(VALIDATION_SHARE, min(MOST_VALIDATION, VALIDATION_BYTES / max(1, text_bytes)))
+
+
+def _require_same_files(sources: list[str], settings: dict, output: Path) -> None:
     """Compare names and sizes of local files with the job's. They may be gone, all of them, once tokenised."""
-    paths = find_local_files(source) or []
+    paths: list[str] = []
+    for source in sources:
+        files = find_local_files(source, output)
+        if files is None:
+            return
+        paths += [path for path in dict.fromkeys(files) if has_text(path)]
     if settings["max_documents"]:
         paths = paths[:1]
     present = {(Path(path).name, size_of(path)) for path in paths}
     changed = sorted(present ^ {(file["name"], file["size"]) for file in settings["files"]})
     if present and changed:
         raise UserError(
-            f"{output} was started with other files of {source}: {changed[0][0]} is new, changed or gone; "
+            f"{output} was started with other files of {' '.join(sources)}: {changed[0][0]} is new, changed or gone; "
             "choose another --output"
         )
 
 
-def record_unit(job: TokenizingJob, unit: Unit, shards: dict[str, list[TokenShard]]) -> None:
-    """Mark the unit as finished, after its shards are written and verified."""
+def record_unit(
+    job: TokenizingJob, unit: Unit, shards: dict[str, list[TokenShard]], replaced: Mapping[str, int]
+) -> None:
+    """Mark the unit as finished, after its shards are written and verified.
+
+    replaced: {file: bytes that are not UTF-8}
+    """
     record = {
         "settings_sha256": job.sha256,
         "shards": {split: [asdict(shard) for shard in shards[split]] for split in SPLITS},
+        "replaced": dict(replaced),
     }
     write_atomically(_record_path(job, unit), json.dumps(record, indent=1))
 
@@ -104,8 +143,16 @@ def _record_path(job: TokenizingJob, unit: Unit) -> Path:
     return job.output / "units" / f"{unit.number:05d}.json"
 
 
-def read_finished(job: TokenizingJob, unit: Unit) -> dict[str, list[TokenShard]] | None:
-    """The unit's shards if it was finished with these settings and no file is missing, else None."""
+@dataclass(frozen=True)
+class UnitRecord:
+    """What a finished unit made: {split: its shards}, and {file: bytes that are not UTF-8}."""
+
+    shards: dict[str, list[TokenShard]]
+    replaced: dict[str, int]
+
+
+def read_finished(job: TokenizingJob, unit: Unit) -> UnitRecord | None:
+    """The unit's record if it was finished with these settings and no file is missing, else None."""
     try:
         record = json.loads(_record_path(job, unit).read_text())
         if record["settings_sha256"] != job.sha256:
@@ -115,24 +162,25 @@ def read_finished(job: TokenizingJob, unit: Unit) -> dict[str, list[TokenShard]]
             require_file(job.output, shard)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return shards
+    return UnitRecord(shards, record["replaced"])
 
 
 def write_manifest_if_finished(job: TokenizingJob) -> Manifest | None:
     """Write the manifest if all units are finished, else return None."""
-    records = [record for unit in job.units if (record := read_finished(job, unit)) is not None]
+    records = [record for unit in job.units if (record := read_finished(job, unit))]
     if len(records) < len(job.units):
         return None
     settings = job.settings
     manifest = Manifest(
         folder=job.output,
         dtype=smallest_dtype(job.tokenizer.vocab_size),
-        source={"input": settings["source"]}
-        | {key: settings[key] for key in ("subset", "text_column", "max_documents", "files")},
-        split_rule=f"validation if blake2b-64(text) / 2^64 < {settings['validation_fraction']}, else train",
+        source={"input": " ".join(settings["sources"])}
+        | {key: settings[key] for key in ("subset", "text_key", "max_documents", "files")}
+        | {"replaced": dict(sum((Counter(record.replaced) for record in records), Counter()))},
+        split_rule=f"validation if blake2b-64(text) / 2^64 < {settings['validation_share']:.6g}, else train",
         configuration_sha256=job.sha256,
         tokenizer=job.tokenizer,
-        shards={split: [shard for record in records for shard in record[split]] for split in SPLITS},
+        shards={split: [shard for record in records for shard in record.shards[split]] for split in SPLITS},
     )
     manifest.write()
     return manifest

@@ -84,7 +84,8 @@ def load_checkpoint(
         )
     _require_vocabulary(converted, run.model_args.vocab_size, run.path)
     model = to_llama(run.weights, run.model_args)
-    ids = {"bos_token_id": converted.bos_token_id, "eos_token_id": converted.eos_token_id}
+    converted.model_max_length = run.model_args.max_seq_len
+    ids = {f"{name}_token_id": getattr(converted, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     model.config.update(ids)
     model.generation_config = GenerationConfig(**ids, do_sample=True)
     return model, converted

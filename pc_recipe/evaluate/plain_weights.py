@@ -1,5 +1,6 @@
 """A checkpoint of a run as the weights of a plain Llama: PC evaluated, every tensor accounted for."""
 
+import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from pc.layer import effective_weight
 from pc_recipe.config import Config
 from pc_recipe.config.inheritance import validated
 from pc_recipe.config.pc_section import PC
-from pc_recipe.files.run_folder import step_of
+from pc_recipe.files.run_folder import find_newest_checkpoint, step_of
 from pc_recipe.train import fingerprint
 from pc_recipe.train.checkpoint_folder import CheckpointFolder
 from pc_recipe.train.llama2 import Llama2Args, model_args_of
@@ -55,12 +56,14 @@ class RunCheckpoint:
 
 
 def load(path: str | Path) -> RunCheckpoint:
-    """Read RUN/checkpoint/step-N with its config, RUN/config.toml.
+    """Read RUN/checkpoint/step-N with its config, RUN/config.toml; of RUN the newest complete one.
 
     Raises:
         UserError: no checkpoint, an incomplete one, or any extra, missing or misshapen tensor.
     """
-    folder = CheckpointFolder(path)
+    if newest := find_newest_checkpoint(Path(path)):
+        print(f"{path}: its newest checkpoint is {newest.name}", file=sys.stderr)
+    folder = CheckpointFolder(newest or path)
     config, settings = _read_run_config(folder.path)
     args = model_args_of(settings)
     with torch.device("meta"):

@@ -19,6 +19,7 @@ from pc.errors import UserError
 from pc_recipe.evaluate import hugging_face, tables, tasks
 from pc_recipe.evaluate.log_likelihoods import LogLikelihoods
 from pc_recipe.files.atomic import sha256_of, write_atomically
+from pc_recipe.files.run_folder import find_newest_checkpoint
 from pc_recipe.train.checkpoint_writer import CHECKSUMS
 from pc_recipe.train.environment import read_commit
 
@@ -60,13 +61,14 @@ def score(
 
 
 def parse_model(text: str) -> tuple[str, Path]:
-    """Name and path of `PATH` or `NAME=PATH`; a path may contain "=", a name may not."""
+    """Name and path of `PATH` or `NAME=PATH`; a path may contain "=", a name may not. A run stands for its newest checkpoint."""
     name, path = ("", text) if os.path.exists(text) else text.partition("=")[::2]
     if not os.path.exists(path):
-        raise UserError(f"{text}: no such model; expected a checkpoint (RUN/checkpoint/step-N) or an export")
-    whole = Path(path).resolve()
+        raise UserError(f"{text}: no such model; expected a run, a checkpoint (RUN/checkpoint/step-N) or an export")
+    model = find_newest_checkpoint(Path(path)) or Path(path)
+    whole = model.resolve()
     is_step = whole.parent.name == "checkpoint"
-    return name or (f"{whole.parent.parent.name} {whole.name}" if is_step else whole.name), Path(path)
+    return name or (f"{whole.parent.parent.name} {whole.name}" if is_step else whole.name), model
 
 
 def _score_model(

@@ -1,9 +1,14 @@
 """The data commands as a user runs them: shared by the tasks of an array, inspected, misused."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from helpers.tiny import ROOT
 from pc_recipe.data import Manifest
 from pc_recipe.data.tokenizing import tokenize
 
@@ -15,10 +20,11 @@ def test_array_tasks_share_the_work_which_is_inspected(tmp_path, monkeypatch, co
         pq.write_table(pa.table({"text": [f"document {number} {i}" for i in range(30)]}), f"parquet/{number}.parquet")
     monkeypatch.setenv("SLURM_ARRAY_TASK_MIN", "10")
     monkeypatch.setenv("SLURM_ARRAY_TASK_COUNT", "2")
-    words = ["--input", "parquet/*.parquet", "--validation-fraction", "0.05", "--processes", "1", "--output", "array"]
+    files = sorted(map(str, Path("parquet").iterdir()))  # as the shell expands parquet/*.parquet
+    words = ["--validation-fraction", "0.05", "--processes", "1", "--output", "array", "--input", *files]
     for task in ("10", "11"):
         monkeypatch.setenv("SLURM_ARRAY_TASK_ID", task)
-        _, printed, _ = command("tokenize_fineweb.py", *words)
+        _, printed, _ = command("tokenize_text.py", *words)
         assert ("complete when all are" in printed) == (task == "10")
     alone = tokenize("parquet/*.parquet", tmp_path / "alone", validation_fraction=0.05)
     assert Manifest.read(tmp_path / "array").shards == alone.shards
@@ -28,11 +34,25 @@ def test_array_tasks_share_the_work_which_is_inspected(tmp_path, monkeypatch, co
         assert expected in printed
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["at the end", "at a line"])
+def test_a_reader_that_leaves_early_ends_the_command_in_silence(unbuffered, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    (tmp_path / "a.txt").write_text("some text")
+    tokenize(str(tmp_path / "a.txt"), tmp_path / "out")
+    line = f"{sys.executable} {ROOT}/scripts/inspect_data.py {tmp_path}/out | true"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
+    assert done.stderr == ""
+
+
 @pytest.mark.parametrize(
     ("script", "words", "message"),
     [
-        ("tokenize_fineweb.py", "--input x --output x --part 2/2", "argument --part: 2/2 must be K/N"),
-        ("train_tokenizer.py", "--input x --vocab-size 100 --output x", "--input x: no parquet file"),
+        ("tokenize_text.py", "--input x --output x --part 2/2", "argument --part: 2/2 must be K/N"),
+        (
+            "train_tokenizer.py",
+            "--input x --vocab-size 100 --output x",
+            "--input x: no such file, folder or Hub dataset",
+        ),
         ("inspect_data.py", "nowhere", "data folder nowhere does not exist"),
     ],
 )

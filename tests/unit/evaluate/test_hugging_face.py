@@ -84,6 +84,8 @@ def test_data_that_moved_away(tmp_path):
         hugging_face.load(run.checkpoint)
     out = hugging_face.export(run.checkpoint, tmp_path / "out", dtype="bfloat16", tokenizer="mistral-common")
     llama, tokenizer = hugging_face.load(out)
+    assert tokenizer.pad_token == tokenizer.eos_token and llama.config.pad_token_id == tokenizer.eos_token_id
+    assert tokenizer.model_max_length == llama.config.max_position_embeddings == 256  # training.seq_len
     assert len(tokenizer) == 32_000 and {parameter.dtype for parameter in llama.parameters()} == {torch.bfloat16}
     assert torch.equal(llama.lm_head.weight, run.model.output.weight.bfloat16())
 

@@ -81,10 +81,16 @@ def test_no_checkpoint_at_all(copied, tmp_path):
     for path, message in [
         (tmp_path / "nowhere", "no such checkpoint"),
         (tmp_path, "not a checkpoint"),
-        (copied.parent.parent, r"the newest one in it is .*step-7$"),
+        (copied.parent, r"the newest one in it is .*step-7$"),
     ]:
         with pytest.raises(UserError, match=message):
             plain_weights.load(path)
+
+
+def test_a_run_stands_for_its_newest_complete_checkpoint(copied, pc_run, capsys):
+    (copied.parent / "step-9").mkdir()  # incomplete
+    assert same(plain_weights.load(copied.parent.parent).weights, pc_run.model)
+    assert "its newest checkpoint is step-7" in capsys.readouterr().err
 
 
 class Attack:

@@ -1,13 +1,19 @@
-"""Tokenise FineWeb, or any parquet files, into shards for training.
+"""Tokenise text into shards for training: parquet, JSON lines, CSV, plain text or Markdown, or a dataset of the Hub.
 
+A folder of your own, with files of any of these kinds:
+    python scripts/tokenize_text.py --input ~/texts --output data/own_text
 A subset of FineWeb from the Hub, on every core of this machine:
-    python scripts/tokenize_fineweb.py --input HuggingFaceFW/fineweb --subset sample-10BT --output data/fineweb-10BT
+    python scripts/tokenize_text.py --input HuggingFaceFW/fineweb --subset sample-10BT --output data/fineweb-10BT
 Its first 10,000 documents, for a look within seconds:
-    python scripts/tokenize_fineweb.py --input HuggingFaceFW/fineweb --max-documents 10000 --output data/look
-Local files, with Llama 2's tokenizer:
-    python scripts/tokenize_fineweb.py --input 'parquet/*.parquet' --output data/mine --tokenizer Llama-2-7b-hf
+    python scripts/tokenize_text.py --input HuggingFaceFW/fineweb --max-documents 10000 --output data/look
+Several inputs, with Llama 2's tokenizer:
+    python scripts/tokenize_text.py --input parquet/*.parquet notes --output data/mine --tokenizer Llama-2-7b-hf
 On 64 machines of a SLURM cluster, each doing its share:
-    sbatch --array=0-63 --cpus-per-task=32 --wrap "python scripts/tokenize_fineweb.py --input … --output …"
+    sbatch --array=0-63 --cpus-per-task=32 --wrap "python scripts/tokenize_text.py --input … --output …"
+
+The ending says what a file holds, also before .gz or .zst: .parquet, .jsonl and .csv have a document in each row, under
+--text-key; .txt and .md are one document each, or several of 8,000 to 16,000 characters, cut at blank lines if there
+are any. In them CRLF becomes LF; rows keep theirs. A byte that is not UTF-8 becomes U+FFFD, and is counted.
 
 After any interruption, repeat the command to continue.
 """
@@ -23,13 +29,15 @@ from pc.errors import exit_on_user_error
 
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Tokenise parquet files into training shards.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--input",
-        dest="source",
+        dest="sources",
         metavar="INPUT",
+        nargs="+",
+        action="extend",
         required=True,
-        help="parquet file, folder or glob pattern, or Hub dataset owner/name",
+        help="files, folders, glob patterns, or Hub datasets owner/name",
     )
     parser.add_argument("--subset", help="named subset of a Hub dataset, such as sample-10BT or CC-MAIN-2023-50")
     parser.add_argument("--output", required=True, help="folder for the shards")
@@ -39,12 +47,14 @@ def main() -> None:
         help="folder with tokenizer.json, SentencePiece .model file, tiktoken encoding, or "
         "%(default)s (default; 32,000 entries)",
     )
-    parser.add_argument("--text-column", default="text", help="(default: %(default)s)")
+    parser.add_argument(
+        "--text-key", default="text", help="column of parquet and CSV, key of JSON lines (default: %(default)s)"
+    )
     parser.add_argument(
         "--validation-fraction",
         type=float,
-        default=0.0005,
-        help="share of the documents, chosen by the hash of their text (default: %(default)s)",
+        help="share of the documents, chosen by the hash of their text (default: 0.0005, of small data as much as makes "
+        "64 sequences of 8192 tokens, up to a tenth)",
     )
     parser.add_argument("--shard-megabytes", type=int, default=256, help="text per shard (default: %(default)s)")
     parser.add_argument("--max-documents", type=int, help="only so many, the first of the first file (default: all)")
@@ -61,9 +71,9 @@ def main() -> None:
         help="K/N: do share K = 0 … N-1 of the work (default: this SLURM array task's, else all)",
     )
     options = parser.parse_args()
-    if not 0 <= options.validation_fraction < 1:
+    if not 0 <= (options.validation_fraction or 0) < 1:
         parser.error(f"--validation-fraction {options.validation_fraction} is a share of the documents, below 1")
-    from pc_recipe.data.manifest import SPLITS
+    from pc_recipe.data.inspection import describe
     from pc_recipe.data.tokenizing import tokenize
 
     start = time.perf_counter()
@@ -79,8 +89,9 @@ def main() -> None:
         )
         return
     print(f"{options.output} is complete ({minutes:.1f} minutes):")
-    for split in SPLITS:
-        print(f"  {split:10}  {manifest.documents(split):>12,} documents  {manifest.tokens(split):>15,} tokens")
+    print(describe(manifest))
+    if not manifest.tokens("validation") and options.validation_fraction != 0:
+        print("No document is for validation: give a larger --validation-fraction and another --output.")
     print(f"Inspect it with: python scripts/inspect_data.py {options.output}")
 
 

@@ -1,0 +1,98 @@
+"""Documents of files other than parquet: JSON lines, CSV, plain text and Markdown, each also as .gz or .zst.
+
+Each reader takes a stream of bytes and yields documents as text in which every byte that is not UTF-8 is one surrogate,
+as by Python's `surrogateescape`; null is a document too. None holds more than a document or a line at once.
+"""
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import PurePosixPath
+
+import fsspec
+import pyarrow as pa
+
+from pc.errors import UserError
+
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+LONGEST = 16_384
+"""characters of a document from a text file, some 4,000 tokens; a longer file is cut"""
+
+
+@contextmanager
+def open_text(file: str) -> Iterator[io.TextIOWrapper]:
+    """A local path or an hf:// address, decompressed, without a byte-order mark. No line ending is changed."""
+    with fsspec.open(file, "rb") as raw:
+        compression = COMPRESSIONS.get(PurePosixPath(file.lower()).suffix)
+        stream = io.BufferedReader(pa.CompressedInputStream(raw, compression) if compression else raw)
+        if stream.peek(2)[:2] in (b"\xff\xfe", b"\xfe\xff"):
+            raise UserError(f"{file}: is UTF-16; convert it: iconv -f UTF-16 -t UTF-8")
+        yield io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
+
+
+def read_json_lines(file: str, text_key: str) -> Iterator[str | None]:
+    # Arrow's reader refuses lines that are longer than its blocks, and keys whose type changes
+    with open_text(file) as stream:
+        for number, line in enumerate(stream, start=1):
+            if line.strip():
+                yield _text_of(line, text_key, f"{file}, line {number}")
+
+
+def _text_of(line: str, text_key: str, where: str) -> str | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: not JSON ({error})") from None
+    if not isinstance(record, dict) or text_key not in record:
+        keys = ", ".join(record) if isinstance(record, dict) else "none"
+        raise UserError(f"{where}: no key {text_key!r}; keys are {keys} (--text-key)")
+    if not isinstance(text := record[text_key], str | None):
+        raise UserError(f"{where}: {text_key!r} should hold text, not {text!r:.40} (--text-key)")
+    return text
+
+
+def read_csv(file: str, text_key: str) -> Iterator[str | None]:
+    csv.field_size_limit(2**31 - 1)  # a document may be long
+    with open_text(file) as stream:
+        rows = csv.DictReader(stream)
+        if rows.fieldnames and text_key not in rows.fieldnames:
+            raise UserError(f"{file}: no column {text_key!r}; columns are {', '.join(rows.fieldnames)} (--text-key)")
+        for row in rows:
+            yield row[text_key]
+
+
+def read_text(file: str, text_key: str) -> Iterator[str]:
+    """The file as one document, or cut where it can be: at a blank line, else the end of a line, else a space."""
+    with open_text(file) as stream:
+        stream.reconfigure(newline=None)  # CRLF becomes LF
+        text = ""
+        while block := stream.read(LONGEST):
+            text += block
+            while len(text) > LONGEST:
+                ends = (text.rfind(mark, LONGEST // 2, LONGEST) for mark in ("\n\n", "\n", " "))
+                end = next((end for end in ends if end > 0), LONGEST)
+                yield text[:end]
+                text = text[end:].lstrip("\n ")
+        if text.strip():
+            yield text
+
+
+READERS: dict[str, Callable[[str, str], Iterator[str | None]]] = {
+    ".jsonl": read_json_lines,
+    ".csv": read_csv,
+    ".txt": read_text,
+    ".md": read_text,
+}
+"""{ending: generator of the documents of a file, given it and the key or column with the text}"""
+
+
+def is_compressed(file: str) -> bool:
+    return PurePosixPath(file.lower()).suffix in COMPRESSIONS
+
+
+def ending_of(file: str) -> str:
+    """The ending that says what a file holds, in small letters and without that of a compression."""
+    path = PurePosixPath(file.lower())
+    return path.with_suffix("").suffix if is_compressed(file) else path.suffix

@@ -1,0 +1,173 @@
+"""Text that is not parquet: every kind alone and in a mixed folder, its odd bytes, its mistakes, its memory."""
+
+import gzip
+import json
+import logging
+import tracemalloc
+from collections import Counter
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from pc.errors import UserError
+from pc_recipe.data import load_tokenizer, tokenizing
+from pc_recipe.data.inspection import describe, read_documents
+from pc_recipe.data.manifest import SPLITS
+from pc_recipe.data.sources import divide_into_units, find_files, measure_files, read_texts
+from pc_recipe.data.text_files import LONGEST
+from pc_recipe.data.tokenizing import tokenize
+from pc_recipe.data.tokenizing_job import validation_share
+
+
+def zst(content: bytes) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(content)
+    return sink.getvalue().to_pybytes()
+
+
+def lines(*texts: str | None) -> bytes:
+    return "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts).encode()
+
+
+KINDS = {
+    "a.jsonl": (lines("one", None, "two\r\nlines") + b"\n", ["one", "", "two\r\nlines"]),
+    "b.jsonl.gz": (gzip.compress(lines("three")) + gzip.compress(lines("four")), ["three", "four"]),
+    "c.jsonl.zst": (zst(lines("five", "\ud83d\ude00 \ud800")), ["five", "😀 \ufffd"]),
+    "d.csv": (b'\xef\xbb\xbfid,text\r\n1,"a ""b"",\r\nc"\r\n2,plain\r\n', ['a "b",\r\nc', "plain"]),
+    "e.csv.gz": (gzip.compress(b"text\nx\n" + b"y" * 200_000), ["x", "y" * 200_000]),
+    "f.txt": (b"\xef\xbb\xbfone\r\n\r\ntwo\r\n", ["one\n\ntwo\n"]),
+    "g.MD": ("# Tîtle\n\ntext".encode(), ["# Tîtle\n\ntext"]),
+    "h.txt.gz": (gzip.compress(b"packed"), ["packed"]),
+    "i.txt": ("naïve café".encode("latin-1"), ["na\ufffdve caf\ufffd"]),
+    "j.txt": (b"", []),
+    "k.jsonl": (b"", []),
+    "l.txt": (b"\n \n", []),
+    "m.jsonl": (b'{"text": "caf\xe9"}\n', ["caf\ufffd"]),
+    "n.txt": ("kept: \ufffd".encode(), ["kept: \ufffd"]),
+}
+
+
+def texts_of(*sources: Path | str, text_key: str = "text", replaced: Counter | None = None) -> list[str]:
+    units = divide_into_units(measure_files(find_files([*map(str, sources)]), text_key), 10**9)
+    return [text for unit in units for text in read_texts(unit, text_key, Counter() if replaced is None else replaced)]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_each_kind(name, tmp_path):
+    content, expected = KINDS[name]
+    (tmp_path / name).write_bytes(content)
+    assert texts_of(tmp_path / name) == expected
+
+
+def test_a_mixed_folder(tmp_path, write_parquet, caplog):
+    source = tmp_path / "in"
+    for name, (content, _) in KINDS.items():
+        (source / name[0]).mkdir(parents=True)
+        (source / name[0] / name).write_bytes(content)
+    write_parquet(source / "z.parquet", ["last", b"\xff"])
+    (source / ".hidden.txt").write_text("never")
+    (source / "picture.png").write_bytes(b"never")
+    with caplog.at_level(logging.WARNING):
+        manifest = tokenize(str(source), source / "out")  # inside, and no input when the command is repeated
+    assert [record.message for record in caplog.records] == [
+        f"{source}: left out for another ending: {source}/picture.png"
+    ]
+    tokenizer = load_tokenizer("mistral-common")
+    stored = [tokens.tolist()[1:-1] for split in SPLITS for tokens in read_documents(manifest, split)]
+    wanted = [tokenizer.encode(text) for _, texts in KINDS.values() for text in texts]
+    wanted += [tokenizer.encode(text) for text in ("last", "\ufffd")]
+    assert sorted(stored) == sorted(wanted)
+    assert len(manifest.shards["train"]) == 2  # small files share one, a parquet file has its own
+    counted = {Path(file).name: number for file, number in manifest.source["replaced"].items()}
+    assert counted == {"c.jsonl.zst": 1, "i.txt": 2, "m.jsonl": 1, "z.parquet": 1}
+    assert "(6 .txt, 5 .jsonl, 2 .csv, 1 .md, 1 .parquet)" in describe(manifest)
+    assert "2 bytes became U+FFFD in" in describe(manifest)
+    assert tokenize(str(source), source / "out") == manifest
+
+
+def test_several_inputs_are_read_once_each(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(name)
+    one, other = tmp_path / "b.txt", tmp_path / "a.txt"
+    assert texts_of(one, other, tmp_path, f"{tmp_path}/*.txt") == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("between", "seams"),
+    [("\r\n\r\n", "\n\n"), ("\n", "\n"), (" ", " "), ("", "")],
+    ids=["blank", "line", "word", "none"],
+)
+def test_a_long_text_is_cut_where_it_can_be(between, seams, tmp_path):
+    file = tmp_path / "long.txt"
+    file.write_bytes(between.join(f"é{i:06}é" * 20 for i in range(700)).encode())
+    texts = texts_of(file)
+    assert seams.join(texts) == file.read_text() and len(texts) > 5
+    assert all(LONGEST // 2 <= len(text) <= LONGEST for text in texts[:-1])
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl.gz"])
+def test_the_memory_is_that_of_some_documents(name, tmp_path):
+    line = b"no blank line and no end of a line " * 30_000  # 1 MB
+    content = lines(*[line.decode()[:3000]] * 4000) if "jsonl" in name else line * 12
+    (tmp_path / name).write_bytes(gzip.compress(content, 1) if "gz" in name else content)
+    (unit,) = divide_into_units(measure_files([str(tmp_path / name)], "text"), 10**9)
+    tracemalloc.start()
+    try:
+        characters = sum(len(text) for text in read_texts(unit, "text", Counter()))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert characters > 11 * 10**6 and peak < 10**6
+
+
+def test_progress_counts_what_is_read(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("some words " * 10_000)
+    seen = []
+    real = tokenizing.tokenize_unit
+    monkeypatch.setattr(
+        tokenizing,
+        "tokenize_unit",
+        lambda job, unit, advance: real(job, unit, lambda n: seen.append(n) or advance(n)),
+    )
+    tokenize(str(tmp_path / "a.txt"), tmp_path / "out")
+    assert len(seen) == 1 + 110_000 // (8 * LONGEST) and sum(seen) == pytest.approx(110_000, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", lines("x") + b"{'text': 1}\n", "a.jsonl, line 2: not JSON"),
+        (
+            "a.jsonl",
+            b'{"content": "x", "id": 3}\n',
+            "a.jsonl, line 1: no key 'text'; keys are content, id (--text-key)",
+        ),
+        ("a.jsonl", b'["x"]\n', "a.jsonl, line 1: no key 'text'; keys are none"),
+        ("a.jsonl", b'{"text": 12}\n', "a.jsonl, line 1: 'text' should hold text, not 12"),
+        ("a.csv", b"id;text\n1;x\n", "a.csv: no column 'text'; columns are id;text (--text-key)"),
+        ("a.txt", "x".encode("utf-16"), "a.txt: is UTF-16; convert it: iconv -f UTF-16 -t UTF-8"),
+        ("a.txt.gz", b"no gzip", "a.txt.gz cannot be read: "),
+        ("a.jsonl.gz", gzip.compress(lines("x") * 100_000)[:-2000], "a.jsonl.gz cannot be read: Truncated"),
+    ],
+)
+def test_mistakes_in_files_end_with_one_line(name, content, message, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as raised:
+        tokenize(str(tmp_path / name), tmp_path / "out")
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_other_keys_and_columns(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"body": "x"}\n')
+    (tmp_path / "b.csv").write_text("body\ny\n")
+    assert texts_of(tmp_path, text_key="body") == ["x", "y"]
+
+
+def test_small_data_give_more_to_validation(tmp_path, make_texts):
+    assert [validation_share(size) for size in (10**5, 10**8, 10**12)] == [0.1, 0.02, 0.0005]
+    (tmp_path / "a.jsonl").write_bytes(lines(*make_texts(939, seed=1)))
+    manifest = tokenize(str(tmp_path / "a.jsonl"), tmp_path / "out")
+    # 939 draws at 0.1: 94, standard deviation 9; at 0.0005, as for large data, 0.5
+    assert 94 - 5 * 9 < manifest.documents("validation") < 94 + 5 * 9
