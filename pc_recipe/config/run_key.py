@@ -43,7 +43,9 @@ def method_key(pc: PC) -> dict[str, Any]:
     for name in ("method", "cap"):  # records from before these keys have none
         if settings[name] == KEYS[name].default:
             del settings[name]
-    return settings | {"blocks": sorted(single), "level": level}
+    return (
+        {"enable": True} | settings | {"blocks": sorted(single), "level": level}
+    )  # differences are named in this order
 
 
 def result_key(config: Config, world_size: int | None = None, data: dict[str, str] | None = None) -> dict[str, Any]:

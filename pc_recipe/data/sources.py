@@ -55,11 +55,12 @@ class Unit:
     text_bytes: int
 
 
-def find_files(sources: Sequence[str], subset: str | None = None, output: Path | None = None) -> list[str]:
-    """The files of `sources`, each a file, a folder, a glob pattern or a Hub dataset `owner/name`.
+def find_files(sources: str | Sequence[str], subset: str | None = None, output: Path | None = None) -> list[str]:
+    """The files of `sources`, one or several, each a file, a folder, a glob pattern or a Hub dataset `owner/name`.
 
     output: files in it are left out, if it is in a folder of `sources`.
     """
+    sources = [sources] if isinstance(sources, str) else sources
     return list(dict.fromkeys(file for source in sources for file in _find_files(source, subset, output)))
 
 

@@ -11,7 +11,7 @@ BOS, EOS = "<s>", "</s>"
 
 
 def train_tokenizer(
-    sources: Sequence[str], output: str | Path, vocab_size: int, megabytes: int, text_key: str = "text"
+    sources: str | Sequence[str], output: str | Path, vocab_size: int, megabytes: int, text_key: str = "text"
 ) -> int:
     """Train on the first `megabytes` of text in `sources` and write a Hugging Face folder; returns its vocabulary size.
 
@@ -42,7 +42,7 @@ def train_tokenizer(
     return model.get_vocab_size()
 
 
-def _texts(sources: Sequence[str], text_key: str, text_bytes: int) -> Iterator[str]:
+def _texts(sources: str | Sequence[str], text_key: str, text_bytes: int) -> Iterator[str]:
     for file in find_files(sources):  # one by one: a Hub dataset has thousands
         for unit in divide_into_units(measure_files([file], text_key), math.inf):
             for text in read_texts(unit, text_key, Counter()):
