@@ -25,7 +25,8 @@ def block_of(name: str) -> str | None:
 
 
 def block_factor(factors: Mapping[str, float], layer: str) -> float:
-    """The factor of a layer in {block or group: factor}; 1 if no entry matches, the first one that does."""
+    """The factor of a layer, of its initial weights or learning rate, in {block or group: factor}: that of the first entry
+    that matches, or 1."""
     return next((factor for entry, factor in factors.items() if matches(entry, layer)), 1.0)
 
 

@@ -38,7 +38,7 @@ class ChangeCheck:
         """The weights hold another PC(W), which may differ by rounding from what they will hold."""
         self._norms = self._last = None
 
-    def require_none(self, alone: bool = False) -> None:
+    def require_unchanged(self, alone: bool = False) -> None:
         """Raise a `UserError` on all ranks if on any a weight is not the PC(W) that was written, or on this one
         `alone`."""
         if self._norms is None or self._norms.is_meta:
@@ -50,7 +50,7 @@ class ChangeCheck:
         groups = meshes[0].get_all_groups() if meshes else [self._replicas] if self._replicas else []
         for group in [] if alone else groups:
             dist.all_reduce(changed, dist.ReduceOp.MAX, group=group)
-        if self._is_or_was_true(changed):
+        if bool(changed) if alone else self._answer_or_previous(changed):
             self._last = None
             raise UserError(
                 "a weight was changed while it held PC(W), and the optimizer steps W: load the preconditioner's state "
@@ -62,7 +62,7 @@ class ChangeCheck:
     def _measure(self) -> Tensor:
         return torch.stack(torch._foreach_norm([local(w.parameter) for w in self._weights]))
 
-    def _is_or_was_true(self, answer: Tensor) -> bool:
+    def _answer_or_previous(self, answer: Tensor) -> bool:
         """On an accelerator, whether the answer of the call before was true: it has long arrived, so the host need not
         wait. An error is then raised some calls later."""
         if answer.device.type == "cpu":

@@ -91,7 +91,7 @@ class PCConfig:
     )
     compute_dtype: ComputeDtype = _key(
         "float32",
-        "Precision of method polynomial's matmuls; float32 is the weight's own, which all else of PC has, and other methods.",
+        "Precision of method polynomial's matmuls; float32 means that of the weight, which all else of PC always has.",
     )
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class UserError(ValueError):
-    """The message is one line that names the key or file and says what would be valid."""
+    """The message is one or two lines that name the key or file and say what would be valid."""
 
 
 class WriteFailed(UserError):
@@ -29,9 +29,9 @@ def _reader_left() -> bool:
 def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
     """Decorate a command's `main`: a `UserError` prints `error: ...` on stderr and exits with status 2.
 
-    So does an `OSError` about a named file or folder: none there, no permission, a full disk. A reader of the output who
-    leaves early, such as `head`, ends the command in silence. Any other exception is a bug in this project and keeps its
-    traceback.
+    So does an `OSError` about a named file or folder: none there, no permission, a full disk. A reader of the output
+    who leaves early, such as `head`, ends the command in silence. Any other exception is a bug in this project and
+    keeps its traceback.
     """
 
     @functools.wraps(main)

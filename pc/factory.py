@@ -58,7 +58,7 @@ def precondition(
         made = PerForward(models, by_name)
     if optimizers:
         made.follow(*optimizers)
-        if not any(weight.is_loaded_pc for weight in weights):  # of loaded PC(W) the state, still to come, has the W
+        if not any(weight.is_loaded_pc for weight in weights):  # then W comes with the preconditioner's state
             made.write_pc(share=True)
     return made
 

@@ -51,7 +51,8 @@ def require_trained(weights: Iterable[Weight], optimizers: list[Optimizer]) -> N
 
 
 def gamma_groups(optimizers: list[Optimizer]) -> list[dict[str, Any]]:
-    """Parameter groups, those first that have vectors."""
+    """Parameter groups that a gamma may join, those first that have vectors. Muon, AdamH and MuonH train matrices
+    alone."""
     of_matrices = (torch.optim.Muon, Hyperball)
     groups = [g for optimizer in optimizers if not isinstance(optimizer, of_matrices) for g in optimizer.param_groups]
     return sorted(groups, key=lambda group: not any(p.ndim == 1 for p in group["params"]))

@@ -2,14 +2,14 @@
 
     W <- R normalize(W - lr R normalize(U))        R: the Frobenius norm of W; U: the update of Adam or Muon
 
-So lr is the length of a step relative to the weight. There is no weight decay: the norm is what it would control. Vectors,
-embeddings and head stay with Adam. A weight that starts at zero is refused: it would stay there.
+So lr is the length of a step relative to the weight. There is no weight decay: the norm is what it would control.
+Vectors, embeddings and head stay with Adam. A weight that starts at zero is refused: it would stay there.
 
-Checked against the authors' article of 2025-12-15 (the formula; R is the norm at the start; projection matrices only, Adam
-for the rest) and what Marin's levanter (`adamh.py`, `muonh.py`), NVIDIA's Emerging-Optimizers (`muon_hyperball.py`) and
-Paddle (pull request 79792) compute: all have this formula with Frobenius norms, no decay, and as R the norm before each
-step, which is that at the start up to rounding. A stack has a norm for each matrix, as in Paddle. Levanter gives the head to
-AdamH as well.
+Checked against the authors' article of 2025-12-15 (the formula; R is the norm at the start; projection matrices only,
+Adam for the rest) and what Marin's levanter (`adamh.py`, `muonh.py`), NVIDIA's Emerging-Optimizers
+(`muon_hyperball.py`) and Paddle (pull request 79792) compute: all have this formula with Frobenius norms, no decay, and
+as R the norm before each step, which is that at the start up to rounding. A stack has a norm for each matrix, as in
+Paddle. Levanter gives the head to AdamH as well.
 """
 
 import inspect
@@ -28,7 +28,8 @@ from pc.shards import is_stack, local, sharded_dims
 
 
 class Hyperball(torch.optim.Optimizer):
-    """Comes before an optimizer whose update of a weight does not depend on the weight, apart from its decay.
+    """A mixin, listed first among the bases, for an optimizer whose update of a weight does not depend on the weight,
+    apart from its decay.
 
     Raises:
         ValueError: a parameter that is neither a matrix [n, m] nor a stack [E, n, m].
@@ -54,7 +55,8 @@ class Hyperball(torch.optim.Optimizer):
         self._require_nonzero(weights, radii)
         for shard in shards:
             shard.zero_()
-        # from zero, a step goes to -lr U, exactly and without decay; this step has the hooks, so that one has none
+        # From zero, a step goes to -lr U, exactly and without decay. `Optimizer` wraps each class's `step` to run
+        # hooks: unwrap the parent's, or hooks, PC's too, would run twice.
         inspect.unwrap(super(Hyperball, type(self)).step)(self)  # type: ignore[call-arg]
         for shard, start, lr, radius, length in zip(shards, before, rates, radii, matrix_norms(weights), strict=True):
             shard.mul_(lr * _ratio(radius, length)).add_(start)
@@ -80,7 +82,8 @@ class MuonH(Hyperball, Muon):
 
 
 def matrix_norms(weights: Sequence[Tensor]) -> list[Tensor]:
-    """The Frobenius norm of every matrix that this rank holds rows or columns of, in float64: [1, 1], of stacks [E, 1, 1].
+    """The Frobenius norm of every matrix that this rank holds rows or columns of, in float64: [1, 1], of
+    stacks [E, 1, 1].
 
     Weights may be sharded in any way. One all-reduce for each mesh dimension that splits matrices.
     """

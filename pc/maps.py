@@ -50,8 +50,8 @@ def resolve(level: int | str | Sequence[float]) -> Map:
     """
     if isinstance(level, Sequence) and not isinstance(level, str):
         is_number = [isinstance(a, Real) and not isinstance(a, bool) for a in level]
-        own = tuple(float(a) if number else a for a, number in zip(level, is_number, strict=True))  # others are refused
-        _require_usable(own)
+        own = tuple(float(a) if number else a for a, number in zip(level, is_number, strict=True))
+        _require_usable(own)  # refuses others
         return own
     if level == "polar_express":
         return POLAR_EXPRESS

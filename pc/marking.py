@@ -27,8 +27,8 @@ def attach(model: nn.Module, config: PCConfig) -> nn.Module:
     Raises:
         UserError: an entry of `blocks` matches nothing, a weight twice, or one that is not known to be matrices; there
             is an unknown weight beside those that a block finds, which it may miss; the model has PC already, or is
-            wrapped; in mode "forward", a weight is not an `nn.Linear`'s, or is several matrices, or its layer is not
-            called. The model is then as before.
+            wrapped; in mode "forward", a weight is not an `nn.Linear`'s, or is several matrices, or the module around
+            its layer uses the weight without calling the layer. The model is then as before.
     """
     for module in model.modules():
         if hasattr(module, "pc_weights"):
@@ -38,6 +38,7 @@ def attach(model: nn.Module, config: PCConfig) -> nn.Module:
     targets, others = find(model, config)
     require_complete(config, targets, others)
     if config.mode == "forward":
+        # these use the weights of modules inside them without calling those modules
         readers = [m for m in model.modules() if isinstance(m, (nn.MultiheadAttention, nn.TransformerEncoderLayer))]
         not_called = {module for reader in readers for module in reader.modules()}
         for target in targets.values():
@@ -114,7 +115,7 @@ def merge(model: nn.Module) -> nn.Module:
     """
     weights = [weight for _, weight in named_weights(model)]
     for weight in weights:
-        weight.require_pc()
+        weight.ensure_pc()
         if isinstance(weight.module, PCLinear) and isinstance(weight.module.weight, DTensor):
             raise UserError(f'pc.merge cannot get PC(W) of {weight.name}: its weight is sharded; use mode="step"')
     for preconditioner in {weight.preconditioner for weight in weights if weight.preconditioner is not None}:

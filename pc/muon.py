@@ -33,6 +33,7 @@ class Muon(torch.optim.Muon):
     Orthogonalisation cancels the constant factor between the two, up to its epsilon of 1e-7 against the update's norm.
 
     Raises:
+        TypeError: an unknown option.
         ValueError: a parameter that is no matrix, in a group without a "split".
         UserError: a split does not fit.
     """

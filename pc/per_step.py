@@ -96,9 +96,9 @@ class PerStep(Preconditioner):
         parameter = weight.parameter
         if weight.config.learnable_gamma:
             ones = torch.ones(weight.split.gamma_shape, device=parameter.device, dtype=parameter.dtype)
-            # Plain: no, because a DDP that wraps the model later would wait for gamma's gradient, which only
-            # `pull_back` # sets. Sharded: yes, because distributed checkpoints save optimizer states of such parameters
-            # alone.
+            # requires_grad: not of a plain weight, because a DDP that wraps the model later would wait for gamma's
+            # gradient, which only `pull_back` sets; of a sharded one, because distributed checkpoints save optimizer
+            # states of such parameters alone.
             gamma = nn.Parameter(shard_gammas(parameter, ones), requires_grad=isinstance(parameter, DTensor))
             weight.module.register_parameter(weight.gamma_key, gamma)
         given = weight.split.initial_vectors(weight.name) if weight.u is None else (weight.u, weight.v)
@@ -170,7 +170,7 @@ class PerStep(Preconditioner):
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
         if closure is None:
             return super()._before_step(optimizer, args, kwargs)
-        self.write_pc()  # for compiled models
+        self.write_pc()  # a compiled model has no hook before its forward pass that would do it
         with torch.enable_grad():
             loss = closure()
         if self.has_gradients() and not self.is_pulled_back:
@@ -218,7 +218,7 @@ class PerStep(Preconditioner):
 
     def require_unchanged(self, alone: bool = False) -> None:
         if self.holds_pc:
-            self._changes.require_none(alone)
+            self._changes.require_unchanged(alone)
 
     def _run(
         self, name: str, function: Callable, weights: list[Weight], inputs: list, outputs: list, share: bool = True

@@ -135,7 +135,8 @@ def _stage_vjp(
     left, right = sums[0], d_gram + d_gram.mT
     matrix_product = value_product + _inner_product(right, gram)
     value_product, matrix_product = (product * factor[:, 0, 0] for product in (value_product, matrix_product))
-    # Multiply factor and scale first: the cube of a small factor underflows in float32; their product is gamma.
+    # Multiply factor and scale first: the cube of a small factor underflows in float32; in PC's use their product is
+    # gamma.
     outer = factor * scale
     left.mul_(outer)
     right.mul_(factor.square() * outer)

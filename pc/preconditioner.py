@@ -93,7 +93,7 @@ class Preconditioner(ABC):
 
     @abstractmethod
     def _use_loaded(self) -> None:
-        """After a state was loaded, whose `u` and `v` are those that PC(W) was computed with."""
+        """A state was loaded: hold its PC(W), computed with its `u` and `v` as they are."""
 
     def _prepare_step(self) -> bool:
         """Before an optimizer's step; whether the step changes weights."""
@@ -104,8 +104,8 @@ class Preconditioner(ABC):
     def follow(self, *optimizers: Optimizer | Iterable[Optimizer]) -> None:
         """From now on restore W before a step of these optimizers, and write PC(W) after all of them have stepped.
 
-        They take the place of earlier ones of the same weights. A gamma that none of them has joins the parameters of
-        one dimension (norms, biases), or without such its weight: learning rate and weight decay are theirs.
+        They take the place of earlier ones of the same weights. A gamma that none of them has joins a parameter group,
+        whose learning rate and weight decay it gets: that of norms and biases, or else the group of its weight.
 
         Raises:
             UserError: none of them holds some weight, or can train gammas.

@@ -56,7 +56,8 @@ def shard_like(weight: Tensor, tensor: Tensor) -> Tensor:
 
 
 def shard_gammas(weight: Tensor, gammas: Tensor) -> Tensor:
-    """Gammas [P] of a weight, or [E, P] of a stack, as state of one dimension [E P]: Muon takes two for a matrix.
+    """Gammas [P] of a weight, or [E, P] of a stack, as state of one dimension [E P], because Muon would take two for a
+    matrix.
 
     A stack's are sharded as the stack is. For P > 1 and an E that the ranks do not divide they are replicated, because
     DTensor would divide [E P] elsewhere than the stack.

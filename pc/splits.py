@@ -32,8 +32,9 @@ class Part:
     config: PCConfig | None
     """with one level; None: not preconditioned"""
     size: int
-    """rows in each repeat"""
+    """rows of the part in each repeat"""
     rows: int
+    """of one matrix"""
     count: int
 
     @property
@@ -69,7 +70,7 @@ class WeightSplit:
 
     @property
     def config(self) -> PCConfig:
-        """Of the first of them. All share all settings but `level`."""
+        """That of the first chosen part. All parts share all settings but `level`."""
         config = self.chosen[0].config
         assert config is not None
         return config

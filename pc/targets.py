@@ -175,8 +175,8 @@ def _splits_to_add(names: Iterable[str], between: str = " ") -> str:
 
 
 def describe(model: nn.Module, config: PCConfig) -> str:
-    """Which weights get PC, as which matrices, and which are left out; one line for each kind, to print. Then what to add
-    to `PCConfig.splits` if some of those that are not known, in numbered layers, are blocks.
+    """Which weights get PC, as which matrices, and which are left out; one line for each kind, to print. Then what to
+    add to `PCConfig.splits` if some of those that are not known, in numbered layers, are blocks.
 
     Args:
         model: before `attach`.

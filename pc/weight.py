@@ -17,7 +17,7 @@ from pc.targets import Target
 NO_PRECONDITIONER = (
     "it has no preconditioner; call pc.precondition(model, optimizer) after pc.attach, and after FSDP or DDP if used"
 )
-# In the metadata of a state dict: its weights are PC(W), of which only the preconditioner's state has the W.
+# In the metadata of a state dict: its weights are PC(W); W is in the preconditioner's state alone.
 MARKER = "pc"
 
 
@@ -37,9 +37,11 @@ class Weight:
     """of the parameter in its module"""
     split: WeightSplit
     state_is_apart: bool = True
-    """whether the model's state dict leaves out what PC adds, because the preconditioner's state has it"""
+    """Whether the model's state dict leaves out what PC adds, because the preconditioner's state has it. Always in mode
+    "step"; in mode "forward" where a trainer sets it, as the recipe's does."""
     guarded: list[nn.Module] = field(default_factory=list)
-    """modules whose forward pass first needs PC(W): its own module, and for one of the weights also the whole model"""
+    """Modules whose forward pass first needs PC(W): its own. For one of the weights, whose hook sees to all, also the
+    whole model."""
     hooks: list[RemovableHandle] = field(default_factory=list)
     """of the module, as long as it has PC"""
 
@@ -100,8 +102,8 @@ class Weight:
 
     @property
     def gamma(self) -> nn.Parameter | None:
-        """[P] for P matrices of one gamma each, [E P] for a stack. In mode "step" `pc.precondition` adds it, so that no wrapper sees
-        it."""
+        """[P] for P matrices of one gamma each, [E P] for a stack. In mode "step" `pc.precondition` adds it, so that no
+        wrapper sees it."""
         return self.kept[1] if self.kept else getattr(self.module, self.gamma_key, None)
 
     @property
@@ -130,7 +132,7 @@ class Weight:
                 self.forward_hooks.pop().remove()
         self.needs = needs
 
-    def require_pc(self) -> None:
+    def ensure_pc(self) -> None:
         """Write PC(W) if the weight does not hold it.
 
         Raises:
@@ -153,13 +155,13 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Weight]]:
 
 def _before_forward(module: nn.Module, _) -> None:
     for _, weight in named_weights(module):
-        weight.require_pc()
+        weight.ensure_pc()
 
 
 def _before_state_dict(module: Any, *_) -> None:
     for weight in module.pc_weights.values():
         if weight.preconditioner is not None and weight.preconditioner.has_started:
-            weight.require_pc()
+            weight.ensure_pc()
 
 
 def _left_out(module: Any) -> Iterator[str]:

@@ -34,8 +34,8 @@ class Method(ABC):
 
     u and v follow the leading singular vectors of W: `advance` moves them once per optimizer step. They are constants
     for the gradient. Each matrix's owner calls `write` and `pull_back` once per step (`pc.per_step`), with batches of
-    independent matrices: W [B, n, m], gamma [B, gammas] or None for ones, u [B, n], v [B, m]. A `PCLinear` calls `apply`
-    in every forward pass, and `advance`, on one matrix without B.
+    independent matrices: W [B, n, m], gamma [B, gammas] or None for ones, u [B, n], v [B, m]. A `PCLinear` calls
+    `apply` in every forward pass, and `advance`, on one matrix without B.
 
     Args:
         config: with one level.

@@ -5,9 +5,9 @@ With the smaller Gram matrix of W / cap, B, whose eigenvalues are (sigma / cap)^
     M     = (B + I + |B - I|) / 2                        max(eigenvalue, 1);  |X| = X sign(X)
     PC(W) = gamma M^(-1/2) W
 
-Both functions are composite polynomials: Polar Express (`pc.maps`) and a step of Newton-Schulz. Singular values below the cap
-stay as they are, however small. The worst relative error of one, just below the cap, is 3e-6 where the norm of W is 1.1
-caps, 3e-4 at ten, and 3e-2 at a hundred (`tests/unit/test_methods.py`).
+Both functions are composite polynomials: Polar Express (`pc.maps`) and a step of Newton-Schulz. Singular values below
+the cap stay as they are, however small. The worst relative error of one, just below the cap, is 3e-6 where the norm of
+W is 1.1 caps, 3e-4 at ten, and 3e-2 at a hundred (`tests/unit/test_methods.py`).
 """
 
 import torch

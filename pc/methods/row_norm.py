@@ -5,10 +5,10 @@
 
 [r] is a number for the gradient, as [s] is in `pc.methods.normalised_polynomial`; without `norm_recovery` it is 1.
 
-Muown (Lion et al., arXiv:2605.10797, and NVIDIA's Emerging-Optimizers, `muown.py`) is this inside an optimizer: W = g v / |v|
-by rows, where Muon trains v, Adam trains g, and |v| may grow, which shortens the steps of the direction. With Muon,
-`norm_recovery = false` and AdamW for the gammas the same is trained here, but gamma starts at 1 and not at the norms of the
-first v, and weight decay acts on v as well as on gamma, where Muown's acts on g alone.
+Muown (Lion et al., arXiv:2605.10797, and NVIDIA's Emerging-Optimizers, `muown.py`) is this inside an optimizer: W = g v
+/ |v| by rows, where Muon trains v, Adam trains g, and |v| may grow, which shortens the steps of the direction. With
+Muon, `norm_recovery = false` and AdamW for the gammas the same is trained here, but gamma starts at 1 and not at the
+norms of the first v, and weight decay acts on v as well as on gamma, where Muown's acts on g alone.
 """
 
 import torch
