@@ -17,7 +17,7 @@ from typing import Any
 
 from pc.blocks import BLOCK_GROUPS
 from pc.maps import resolve
-from pc_recipe.config.pc_section import KEYS, PC
+from pc_recipe.config.pc_section import PC
 from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.config.schema import Config
 from pc_recipe.config.sections import METHOD, RESULT, keys_of
@@ -40,9 +40,6 @@ def method_key(pc: PC) -> dict[str, Any]:
     # Keep one level if all blocks share it, so that a change of blocks is not reported as a change of level too.
     level = single if len(set(single.values())) > 1 else next(iter(single.values()))
     settings = {name: value for name, decides, value, _ in keys_of(pc) if decides == METHOD}
-    for name in ("method", "cap"):  # records from before these keys have none
-        if settings[name] == KEYS[name].default:
-            del settings[name]
     return (
         {"enable": True} | settings | {"blocks": sorted(single), "level": level}
     )  # differences are named in this order

@@ -99,7 +99,10 @@ def test_another_run(folder, word):
 
 
 def test_a_record_from_before_there_were_methods_is_of_the_same_run(folder):
-    assert "pc.level" in key_of() and not {"pc.method", "pc.cap"} & key_of().keys()
+    finish("pc.toml", [], folder / "before")  # whose config.toml has neither key
+    assert "method" not in (folder / "before" / "config.toml").read_text()
+    now = load_config("pc.toml", ["--pc.method=polynomial", "--pc.cap=1.0"])
+    assert equal_runs.read_result_key(folder / "before") == result_key(now)
     of_cap = method_key(PC(enable=True, method="cap", cap=2.0))
     assert differing_keys(method_key(PC(enable=True)), of_cap) == ["method", "cap"]
 
