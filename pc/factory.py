@@ -30,8 +30,7 @@ def precondition(
         models: the model, or a list of its parts on this rank under pipeline parallelism; after sharding, with weights
             off the meta device. Ranks of `DistributedDataParallel`, if that is what you give, share the work.
         optimizers: all that train the model. The preconditioner follows them from now on (`follow`), and the model is
-            ready.
-            Without optimizers, call `follow` later, or `restore_raw` and `write_pc` around each step.
+            ready. Without optimizers, call `follow` later, or `restore_raw` and `write_pc` around each step.
         process_group: ranks that have equal weights and gradients, to share the work without DDP.
 
     A copy of the model alone can be evaluated, but not trained. To train a copy, copy all three together:
@@ -58,7 +57,8 @@ def precondition(
         made = PerForward(models, by_name)
     if optimizers:
         made.follow(*optimizers)
-        if not any(weight.is_loaded_pc for weight in weights):  # then W comes with the preconditioner's state
+        # of a model with loaded PC(W), W comes with the preconditioner's state
+        if not any(weight.is_loaded_pc for weight in weights):
             made.write_pc(share=True)
     return made
 

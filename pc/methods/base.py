@@ -92,11 +92,15 @@ class Method(ABC):
         """W, u and v with PC(W) = `weight` for gamma = 1.
 
         Raises:
-            UserError: no such W exists, or nobody has written how to find it (the default).
+            UserError: the method has no way to find W (the default).
         """
-        self.require_invertible()
-        raise NotImplementedError
+        raise self._no_inverse
 
     def require_invertible(self) -> None:
-        """Raise a `UserError` with the reason if `invert` cannot work."""
-        raise UserError(f'method "{self.config.method}" cannot preserve given weights; {USE_AS_W}')
+        """Raise a `UserError` with the reason if `invert` cannot work; by default, if the method does not define it."""
+        if type(self).invert is Method.invert:
+            raise self._no_inverse
+
+    @property
+    def _no_inverse(self) -> UserError:
+        return UserError(f'method "{self.config.method}" cannot preserve given weights; {USE_AS_W}')
