@@ -13,7 +13,6 @@ from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsPr
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
-from pc_recipe.config import Config
 from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.files import json_lines
 from pc_recipe.files.run_log import METRICS_FILE, read_log, time_left
@@ -67,9 +66,9 @@ class JsonLinesLogger(BaseLogger):
 class PCMetricsProcessor(MetricsProcessor):
     """TorchTitan's metrics processor plus `metrics.jsonl`, loss spikes and diagnostics."""
 
-    def __init__(self, config: Config, parallel_dims: ParallelDims) -> None:
-        super().__init__(JobConfig(config), parallel_dims)
-        self.config = config
+    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
+        super().__init__(job_config, parallel_dims)
+        self.config = config = job_config.ours
         self.tokens: Callable[[], int] = lambda: 0
         """Returns the tokens of all ranks since the start of training."""
         self.positions: Callable[[], range] = lambda: range(0)
@@ -122,9 +121,9 @@ class PCMetricsProcessor(MetricsProcessor):
         own = torch.tensor([numbers], device=monitor.device.type)
         if not dist.is_initialized():
             return own
-        per_rank = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(per_rank, own)
-        return torch.cat(per_rank).cpu()
+        per_rank = own.new_empty(dist.get_world_size(), len(numbers))
+        dist.all_gather_into_tensor(per_rank, own)
+        return per_rank.cpu()
 
     def _log_progress(self, step: int) -> None:
         """Log the time left, and a rank that is slow, at most every `SECONDS_BETWEEN_PROGRESS_LINES`."""

@@ -73,4 +73,7 @@ def _now():
 
 
 def _seconds(begin, end) -> float:
-    return begin.elapsed_time(end) / 1000 if isinstance(begin, torch.cuda.Event) else end - begin
+    if not isinstance(begin, torch.cuda.Event):
+        return end - begin
+    end.synchronize()  # a time that has not been taken yet is an error
+    return begin.elapsed_time(end) / 1000

@@ -52,7 +52,7 @@ TRAIN_SPEC = TrainSpec(
     build_tokenizer_fn=None,
     build_loss_fn=lambda titan, parallel_dims: build_loss(titan.ours, parallel_dims.tp),
     build_validator_fn=_build_validator,
-    build_metrics_processor_fn=lambda titan, dims, model_args: PCMetricsProcessor(titan.ours, dims),
+    build_metrics_processor_fn=lambda titan, dims, model_args: PCMetricsProcessor(titan, dims),
     state_dict_adapter=Llama3StateDictAdapter,
 )
 register_train_spec("pc_llama2", TRAIN_SPEC)

@@ -13,6 +13,7 @@ from pc_recipe.files.run_log import METRICS_FILE
 from pc_recipe.train.cpu import use_cpu_where_there_is_no_gpu
 from pc_recipe.train.loss_spikes import LossSpikes
 from pc_recipe.train.metrics import JsonLinesLogger, PCMetricsProcessor, _spikes_so_far
+from pc_recipe.train.upstream_config import JobConfig
 
 
 def test_json_lines_survive_a_cut_and_keep_json(tmp_path):
@@ -76,7 +77,7 @@ def _processor(folder):
     dims = SimpleNamespace(
         world_size=1, pp=1, pp_enabled=False, dp_replicate=1, dp_shard=1, cp=1, non_data_parallel_size=1
     )  # fmt: skip
-    processor = PCMetricsProcessor(config, dims)
+    processor = PCMetricsProcessor(JobConfig(config), dims)
     processor.num_flops_per_token = 1
     return processor
 
