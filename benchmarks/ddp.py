@@ -6,19 +6,17 @@ Matrices of Llama layers. Figures are of the rank with most: median CPU time of 
 interleaved rounds.
 """
 
-import argparse
 import statistics
-import tempfile
 import time
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.multiprocessing import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import pc
 from pc_recipe.files import markdown
+from timing import run_on_processes
 
 
 def on_rank(rank: int, processes: int, width: int, layers: int, rounds: int, folder: str) -> None:
@@ -57,16 +55,5 @@ def on_rank(rank: int, processes: int, width: int, layers: int, rounds: int, fol
     dist.destroy_process_group()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
-    for name, default in (("--width", 256), ("--layers", 3), ("--rounds", 5)):
-        parser.add_argument(name, type=int, default=default)
-    chosen = parser.parse_args()
-    for processes in chosen.processes:
-        with tempfile.TemporaryDirectory() as folder:
-            spawn(on_rank, (processes, chosen.width, chosen.layers, chosen.rounds, folder), processes)
-
-
 if __name__ == "__main__":
-    main()
+    run_on_processes(on_rank, __doc__)

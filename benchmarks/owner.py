@@ -10,21 +10,19 @@ Matrices of Llama layers are sharded over rows. Figures are of the rank with mos
 and bytes sent to others in a step, counted at torch's collectives, for a ring where one gathers or reduces.
 """
 
-import argparse
 import statistics
-import tempfile
 import time
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.multiprocessing import spawn
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, _zeropower_via_newtonschulz
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pc
 from pc_recipe.files import markdown
+from timing import run_on_processes
 
 OPTIONS = {"lr": 1e-3, "weight_decay": 0.1, "momentum": 0.95}
 
@@ -104,16 +102,5 @@ def on_rank(rank: int, processes: int, width: int, layers: int, rounds: int, fol
     dist.destroy_process_group()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
-    for name, default in (("--width", 256), ("--layers", 3), ("--rounds", 5)):
-        parser.add_argument(name, type=int, default=default)
-    chosen = parser.parse_args()
-    for processes in chosen.processes:
-        with tempfile.TemporaryDirectory() as folder:
-            spawn(on_rank, (processes, chosen.width, chosen.layers, chosen.rounds, folder), processes)
-
-
 if __name__ == "__main__":
-    main()
+    run_on_processes(on_rank, __doc__)

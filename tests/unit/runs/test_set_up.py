@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import tomllib
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -15,17 +16,23 @@ from helpers.tiny import ROOT
 DEBUG = "train_configs/debug.toml"
 
 
-@pytest.mark.parametrize("config", [DEBUG, None])
-def test_a_set_up_environment_is_used_at_once_and_from_anywhere(tmp_path, config):
-    """The active environment's python gets the config and the overrides; no pip runs."""
-    checkout, environment = tmp_path / "checkout", tmp_path / "environment"
+def make_checkout(folder: Path, python: str) -> tuple[Path, Path]:
+    """The files that set a project up, and an environment whose python is this line of shell."""
+    checkout, environment = folder / "checkout", folder / "environment"
     for name in ("run_llama_train.sh", "pyproject.toml", "constraints.txt", "scripts/set_up.sh", DEBUG):
         (checkout / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, checkout / name)
-    python = environment / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text('#!/bin/sh\ncase "$1" in -c) exit 0;; *) echo "$PWD|$*";; esac\n')
-    python.chmod(0o755)
+    program = environment / "bin" / "python"
+    program.parent.mkdir(parents=True)
+    program.write_text(f"#!/bin/sh\n{python}\n")
+    program.chmod(0o755)
+    return checkout, environment
+
+
+@pytest.mark.parametrize("config", [DEBUG, None])
+def test_a_set_up_environment_is_used_at_once_and_from_anywhere(tmp_path, config):
+    """The active environment's python gets the config and the overrides; no pip runs."""
+    checkout, environment = make_checkout(tmp_path, 'case "$1" in -c) exit 0;; *) echo "$PWD|$*";; esac')
     needs = [(checkout / name).read_bytes() for name in ("pyproject.toml", "constraints.txt")]
     digest = hashlib.sha256(b"".join(needs)).hexdigest()
     (environment / ".pc-layer-installed[recipe]").write_text(f"{digest}  - {checkout}\n")
@@ -37,14 +44,7 @@ def test_a_set_up_environment_is_used_at_once_and_from_anywhere(tmp_path, config
 
 
 def test_what_is_installed_into_an_active_environment_is_said(tmp_path):
-    checkout, environment = tmp_path / "checkout", tmp_path / "environment"
-    for name in ("run_llama_train.sh", "pyproject.toml", "constraints.txt", "scripts/set_up.sh", DEBUG):
-        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, checkout / name)
-    python = environment / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text("#!/bin/sh\nexit 0\n")
-    python.chmod(0o755)
+    checkout, environment = make_checkout(tmp_path, "exit 0")
     outside = {"PATH": os.environ["PATH"], "VIRTUAL_ENV": str(environment)}
     done = subprocess.run([checkout / "run_llama_train.sh"], env=outside, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
