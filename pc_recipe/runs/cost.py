@@ -93,8 +93,8 @@ class StepCost:
     """Attention is counted causally, as by a kernel that skips the upper triangle; recomputation is not counted."""
     model_full_square: float
     """Attention is counted fully, as TorchTitan does for its MFU."""
-    recomputed: int
-    """What activation checkpointing repeats of `model`, uncompiled."""
+    recomputed: int | None
+    """What activation checkpointing repeats of `model`; None with a memory budget, where the compiler decides."""
     pc_step: int
     """PC in mode "step"."""
     pc_step_busiest: int
@@ -147,17 +147,16 @@ class RunCost:
             paper_bound=max(bounds) if self.config.pc.method == "polynomial" else None,
         )
 
-    def _recomputed_flops(self) -> int:
+    def _recomputed_flops(self) -> int | None:
         """Of all sequences of a step, on the whole model without memory for it."""
-        config, training = JobConfig(self.config), self.config.training
-        if config.activation_checkpoint.mode not in ("selective", "full"):
-            return 0
+        if (mode := self.config.activation_checkpoint.mode) in ("none", "memory_budget"):
+            return 0 if mode == "none" else None
         with FakeTensorMode():
             model = Transformer(self.args)
-            tokens = torch.zeros(1, training.seq_len, dtype=torch.long)
-            kept = _counted(lambda: model(tokens).sum().backward())
-            apply_ac(model, config.activation_checkpoint, op_sac_save_list=SAVED_OPERATIONS)
-            return training.global_batch_size * (_counted(lambda: model(tokens).sum().backward()) - kept)
+            tokens = torch.zeros(1, self.config.training.seq_len, dtype=torch.long)
+            without = _counted(lambda: model(tokens).sum().backward())
+            apply_ac(model, JobConfig(self.config).activation_checkpoint, op_sac_save_list=SAVED_OPERATIONS)
+            return self.batches.sequences * (_counted(lambda: model(tokens).sum().backward()) - without)
 
 
 def table(run_cost: RunCost) -> str:
@@ -168,7 +167,6 @@ def table(run_cost: RunCost) -> str:
     operations = [
         ("model, attention counted causally", cost.model, "100 %"),
         ("model, attention counted fully", cost.model_full_square, ""),
-        ("repeated by activation checkpointing", cost.recomputed, _percent(cost.recomputed / cost.model)),
         ('PC, mode "step", whole job', cost.pc_step, _percent(cost.pc_step / cost.model)),
         (
             'PC, mode "step", on the busiest rank',
@@ -177,6 +175,9 @@ def table(run_cost: RunCost) -> str:
         ),
         ('PC, mode "forward", whole job', cost.pc_forward, _percent(cost.pc_forward / cost.model)),
     ]
+    if cost.recomputed is not None:
+        share = _percent(cost.recomputed / cost.model)
+        operations.insert(2, ("repeated by activation checkpointing", cost.recomputed, share))
     rows = [(what, f"{flops / 1e15:.4g}", share) for what, flops, share in operations]
     bound = ""
     if cost.paper_bound is not None:

@@ -27,14 +27,21 @@ def test_figures_of_the_paper():
 
 
 @pytest.mark.parametrize("mode, option", [("none", "op"), ("selective", "op"), ("selective", "2"), ("full", "op")])
-def test_what_activation_checkpointing_repeats(mode, option):
+@pytest.mark.parametrize("batch", [[], ["--training.global_batch_size=-1", "--training.local_batch_size=3"]])
+def test_what_activation_checkpointing_repeats(mode, option, batch):
     """Counted by hand: "op" keeps q, v, gate, down and attention; "full" repeats a block's whole forward pass."""
     words = [f"--activation_checkpoint.mode={mode}", f"--activation_checkpoint.selective_ac_option={option}"]
-    run_cost = RunCost(CONFIGS / "271m_adamw_pc.toml", [*words, "--model.n_layers=2", "--training.seq_len=512"], 8)
+    words += ["--model.n_layers=2", "--training.seq_len=512", *batch]
+    run_cost = RunCost(CONFIGS / "271m_adamw_pc.toml", words, 8)
     dim, ffn_dim = 1024, 2816
     block = 2 * (4 * dim**2 + 3 * dim * ffn_dim) + 2 * 512 * dim  # causal: half the scores and their product with v
     repeated = {"none": 0, "op": 2 * 2 * (2 * dim**2 + dim * ffn_dim), "2": block, "full": 2 * block}
     assert run_cost.step_cost().recomputed == run_cost.tokens * repeated[option if mode == "selective" else mode]
+
+
+def test_what_the_compiler_decides_to_repeat_is_not_counted():
+    run_cost = RunCost(CONFIGS / "271m_adamw_pc.toml", ["--activation_checkpoint.mode=memory_budget"], 8)
+    assert run_cost.step_cost().recomputed is None and "activation checkpointing" not in table(run_cost)
 
 
 def test_the_other_methods_are_counted():
