@@ -119,7 +119,8 @@ def require_complete(config: PCConfig, targets: dict[str, Target], others: dict[
         missed = sorted(name for name in unknown if name.startswith(beside))
         if missed:
             raise UserError(
-                f"pc.blocks: {entry!r} does not know {', '.join(missed)} beside the weights that it finds; add {_splits_to_add(missed)}"
+                f"pc.blocks: {entry!r} does not know {', '.join(missed)} beside the weights that it finds; add "
+                + _splits_to_add(missed)
             )
 
 

@@ -212,9 +212,8 @@ def _explain_missing_index(path: Path) -> str:
     """A line about a path that holds no index, and what to use instead."""
     if any(path.glob("*.distcp")):
         return "incomplete checkpoint (no .metadata, which is written last); use an earlier step"
-    newest = find_newest_checkpoint(path) or find_newest_checkpoint(
-        path.parent
-    )  # of a run, or of its folder of checkpoints
+    # of a run, or of its folder of checkpoints
+    newest = find_newest_checkpoint(path) or find_newest_checkpoint(path.parent)
     if newest and newest.is_relative_to(path):
         return f"not a checkpoint itself; the newest one in it is {newest}"
     return "not a checkpoint (no .metadata in it)" if path.exists() else "no such checkpoint"

@@ -46,9 +46,8 @@ class Optimizers(OptimizersContainer):
         self.preconditioner: Preconditioner | None = None
         """PC's"""
         if any(True for model in model_parts for _ in named_weights(model)):
-            self.preconditioner = precondition(
-                model_parts
-            )  # the first train step writes PC(W), after any checkpoint is loaded
+            # the first train step writes PC(W), after any checkpoint is loaded
+            self.preconditioner = precondition(model_parts)
         self.by_part = [_build(model, config) for model in model_parts]
         self.optimizers = [optimizer for by_kind in self.by_part for optimizer in by_kind.values()]
         parameters = [p for model in model_parts for p in model.parameters()]
