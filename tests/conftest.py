@@ -3,6 +3,7 @@ import os
 import runpy
 import sys
 from pathlib import Path
+from unittest import mock
 
 # Tests compare with results of the CPU, also on a machine with a GPU. Must run before torch looks for devices.
 if "--gpu" not in sys.argv:
@@ -72,6 +73,13 @@ def pytest_collection_modifyitems(config, items):
 
 def _is_for_gpu(item) -> bool:
     return item.path.parent.name == "gpu"
+
+
+@pytest.fixture(autouse=True)
+def own_environment():
+    """What a script sets for its process, such as LOCAL_RANK, is gone when its test ends."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(scope="session")
