@@ -1,10 +1,10 @@
 """Runs of sweeps as evidence: arms, each at its own best learning rate, and their differences by seed.
 
-An *arm* is a sweep's variant, or one combination of its settings, whatever the learning rate; the first arm is the
-reference. An arm's rate is the one with the lowest final validation loss on the tuning seeds: those that the plan names,
-else the first. If other seeds were run at that rate, only they are used, so that no figure is one by which the rate was
-chosen. An *experiment* is the arms of one model size, number of steps and optimizer; a *study* is one or several
-experiments that are reported together.
+An *arm* is a sweep's variant, or one combination of its settings, whatever the learning rate (the length of a step, for
+AdamH and MuonH); the first arm is the reference. An arm's rate is the one with the lowest final validation loss on the
+tuning seeds: those that the plan names, else the first. If other seeds were run at that rate, only they are used, so that
+no figure is one by which the rate was chosen. An *experiment* is the arms of one model size and number of steps, and of one optimizer unless variants name them; a
+*study* is one or several experiments that are reported together.
 
 An experiment's folder has `runs.jsonl`, one line per run with its config, environment and log, and what
 `pc_recipe.report.evidence_report` makes from it: `tables.md` and a figure for each study.
@@ -23,6 +23,7 @@ import torch
 
 from pc.errors import UserError
 from pc_recipe.config.model_sizes import Flavor, shape_of
+from pc_recipe.config.optimizers import KINDS
 from pc_recipe.config.schema import Config
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.run_log import read_log, unique_names
@@ -31,7 +32,8 @@ from pc_recipe.runs.sweep.bars import read_results
 from pc_recipe.runs.sweep.spec import VALIDATION, label
 from pc_recipe.train.llama2 import Llama2, Llama2Args
 
-RATE = "optimizer.lr"
+RATES = {"optimizer.lr", "optimizer.hyperball_lr"}
+"""Settings that are an arm's rate, by its optimizer."""
 CONDITION = ("spectra/gmcn/pc", "spectra/gmcn/qkv", "spectra/gmcn/all")
 
 
@@ -77,7 +79,7 @@ def _line(study: str, sweep: Path, result: dict) -> dict | None:
 
 @dataclass(frozen=True)
 class Experiment:
-    """Runs of one model size, number of steps and optimizer.
+    """Runs of one model size and number of steps.
 
     `runs` has a row for each: arm; rate; seed; loss, the final one in nats per token, infinite if the run diverged; log
     [tokens, quantity]; best, whether its rate is the best of its arm; chose, whether its seed chose that rate from
@@ -159,13 +161,14 @@ def read_experiments(folder: Path) -> list[Experiment]:
     groups: dict[tuple, list[tuple[dict, Config]]] = {}
     for line in _read(file):
         config = Config.model_validate(line["resolved"], extra="ignore")  # written by any version
-        kind = shape_of(config.model), config.optimizer.name, config.training.steps
+        optimizer = "" if line.get("variant") else config.optimizer.name
+        kind = shape_of(config.model), optimizer, config.training.steps
         groups.setdefault((line["study"], *kind), []).append((line, config))
     studies = [study for study, *_ in groups]
     tuning_seeds = read_preregistration(folder).tuning_seeds
     experiments = []
-    for (study, _, optimizer, steps), group in groups.items():
-        flavor = group[0][1].model.flavor
+    for (study, *_, steps), group in groups.items():
+        flavor, optimizer = group[0][1].model.flavor, group[0][1].optimizer.name
         name = study if studies.count(study) == 1 else f"{study}: {flavor}, {optimizer}, {steps:,} steps"
         runs = pd.DataFrame(map(_run, *zip(*group, strict=True), _arms(group)))
         same = runs.groupby(["arm", "rate", "seed"], sort=False)
@@ -183,7 +186,13 @@ def read_experiments(folder: Path) -> list[Experiment]:
 def _run(line: dict, config: Config, arm: str) -> dict:
     log = pd.DataFrame(line["log"] or {"tokens": []}).set_index("tokens")  # empty: diverged before a validation
     loss = math.inf if line["state"] == "diverged" else curve(log, VALIDATION).iloc[-1]
-    return {"arm": arm, "rate": config.optimizer.lr, "seed": config.debug.seed or 0, "loss": loss, "log": log}
+    return {
+        "arm": arm,
+        "rate": KINDS[config.optimizer.name].lr(config.optimizer),
+        "seed": config.debug.seed or 0,
+        "loss": loss,
+        "log": log,
+    }
 
 
 def _arms(runs: Sequence[tuple[dict, Config]]) -> list[str]:
@@ -195,7 +204,7 @@ def _arms(runs: Sequence[tuple[dict, Config]]) -> list[str]:
     files = list(dict.fromkeys(line["config"] for line, _ in runs))
     names = dict(zip(files, unique_names([Path(name).with_suffix("") for name in files]), strict=True))
     settings = [{"pc.enable": config.pc.enable} | line["settings"] for line, config in runs]
-    keys = {key for one in settings for key in one} - {RATE}
+    keys = {key for one in settings for key in one} - RATES
     varied = {key for key in keys if any(one.get(key) != settings[0].get(key) for one in settings)} | {"pc.enable"}
     labels = [label({key: value for key, value in one.items() if key in varied}) for one in settings]
     return labels if len(files) == 1 else [f"{names[line['config']]}, {of}" for (line, _), of in zip(runs, labels)]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pandas as pd
 import pytest
@@ -148,7 +149,7 @@ tuning_seeds = [0, 1]
 
 [[questions]]
 name = "cause"
-contrasts = [["full", "part"], ["full", "plain"], ["full", "absent"]]
+contrasts = [["full", "part"], ["full", "plain"], ["full", "absent"], ["ball", "plain"]]
 
 [[questions]]
 name = "parts"
@@ -169,6 +170,8 @@ def test_the_planned_test(tmp_path):
         ("part", 4e-3): [4.2, 4.2],
         ("full", 2e-3): [9.0, 9.0, 3.90, 4.00, 4.11, 4.21],
         ("full", 4e-3): [9.1, 9.0],
+        ("ball", 3e-2): [4.1, 4.2],
+        ("ball", 6e-2): [4.0, 4.1, 4.30, 4.40, 4.50, 4.60],
     }
     for (variant, rate), losses in finals.items():
         folder = _sweep(tmp_path / f"{variant}-{rate}", {(False, rate): losses})
@@ -176,6 +179,9 @@ def test_the_planned_test(tmp_path):
             json.loads(line) | {"variant": variant} for line in (folder / "results.jsonl").read_text().splitlines()
         ]
         (folder / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        for file in folder.glob("*/*/config.toml") if variant == "ball" else []:  # its rate has a key of its own
+            ball = f'optimizer = {{ name = "AdamH", lr = 2e-3, hyperball_lr = {rate} }}'
+            file.write_text(re.sub("(?m)^optimizer = .*$", ball, file.read_text()))
         evidence.collect([folder], "study", tmp_path / "kept")
     (tmp_path / "kept" / "plan.toml").write_text(PLAN)
     tables, _ = evidence_report.report(tmp_path / "kept")
@@ -189,6 +195,7 @@ def test_the_planned_test(tmp_path):
     part = next(line for line in text.splitlines() if line.startswith("| parts | part - plain | 4 | +0.0025 |"))
     assert part.endswith("| 0.64 | 0.64 | undecided |")  # -0.0126 to +0.0176; the larger p is not multiplied
     assert "absent" not in text
+    assert "| ball | **0.06** | 0, 1 |" in text and "| cause | ball - plain | 4 | +0.3000 |" in text
 
 
 def test_studies_in_one_file(tmp_path):
