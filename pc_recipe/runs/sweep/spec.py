@@ -44,6 +44,10 @@ class SweepConfig(Section):
     variants: dict[str, dict[str, Any]] = sections.key(
         {}, 'Named tables of "section.key" = value: settings that go together. If there are any, each run has one.'
     )
+    arms: dict[str, dict[str, Any]] = sections.key(
+        {},
+        "What variants of these names begin with, from train_configs/sweeps/arms.toml; if given, each variant is one.",
+    )
     seeds: list[int] = sections.key(
         [], "Seeds of initial weights and data order, a run each; empty: the config's own seed."
     )
@@ -72,13 +76,17 @@ def load(path: str | Path) -> Sweep:
 
 
 def _sweep(path: Path, config: SweepConfig) -> Sweep:
+    if not config.configs:
+        raise UserError("configs is empty; name the training configs to vary")
     folder = Path(config.folder or Path("outputs/sweeps") / path.stem)
-    varied = [_key(key) for settings in (*config.variants.values(), config.axes) for key in settings]
+    varied = list(dict.fromkeys(key for *_, settings in _combinations(config) for key in settings))
     for key in ("job.dump_folder", *(("debug.seed", "data.seed") if config.seeds else ())):
         if key in varied:
             raise UserError(f"{key} is set by the sweep itself, for folder and seeds; remove one of them")
     if unfit := [name for name in config.variants if not re.fullmatch(r"\w[\w.+=-]*", name)]:
         raise UserError(f"variants.{unfit[0]!r} names a folder: use letters, digits and . + = - _")
+    if config.arms and (unknown := [name for name in config.variants if name not in config.arms]):
+        raise UserError(f"variants.{unknown[0]} is no arm; the arms are {', '.join(config.arms)}")
     runs = []
     seeds: list[int | None] = [*config.seeds] or [None]
     for name in config.configs:
@@ -102,7 +110,8 @@ def _sweep(path: Path, config: SweepConfig) -> Sweep:
 
 def _combinations(config: SweepConfig) -> Iterator[tuple[str, list[str], dict[str, Any]]]:
     """(variant, parts of a run's name, {key: value}) of each variant at each point of the axes."""
-    for variant, values in (config.variants or {"": {}}).items():
+    for variant, own in (config.variants or {"": {}}).items():
+        values = config.arms.get(variant, {}) | own
         for point in itertools.product(*config.axes.values()):
             chosen = dict(zip(config.axes, point, strict=True))
             parts = [variant] if variant else []

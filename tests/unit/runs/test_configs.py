@@ -11,7 +11,8 @@ from pc_recipe.runs.sweep import equal_runs
 from pc_recipe.runs.sweep.spec import load
 
 ROOT = Path(__file__).parents[3]
-SWEEPS = sorted((ROOT / "train_configs").rglob("sweeps/*.toml"))
+ARMS = ROOT / "train_configs" / "sweeps" / "arms.toml"
+SWEEPS = sorted(set((ROOT / "train_configs").rglob("sweeps/*.toml")) - {ARMS})
 LARGE = sorted(path for size in ("7b", "13b", "70b") for path in (ROOT / "train_configs").glob(f"{size}_*.toml"))
 CONFIGS = sorted(set((ROOT / "train_configs").glob("*.toml")) - set(LARGE))
 SMALL = sorted((ROOT / "train_configs" / "small").glob("*.toml"))

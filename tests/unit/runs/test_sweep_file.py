@@ -51,9 +51,20 @@ def test_values_of_any_type_reach_the_run(sweep, value, name, shown):
     assert run.name == f"level-{name}" and label(run.settings) == f"level {shown}"
 
 
+def test_a_variant_begins_with_the_settings_of_its_arm(sweep, tmp_path):
+    (tmp_path / "arms.toml").write_text(
+        '[arms.flat]\n"pc.level" = 2\n"pc.blocks" = ["o"]\n[arms.other]\n"pc.level" = 1\n'
+    )
+    (run,) = sweep('parent = "arms.toml"\nconfigs = ["tiny.toml"]\n[variants.flat]\n"pc.level" = 3\n').runs
+    pc = load_config(run.config, run.overrides).pc
+    assert run.name == "flat" and pc.level == 3 and pc.blocks == ["o"]
+    assert run.settings == {"pc.level": 3, "pc.blocks": ["o"]}
+
+
 @pytest.mark.parametrize(
     "text, said",
     [
+        ("configs = []", "configs is empty"),
         ('configs = ["gone.toml"]', "gone.toml: No such file"),
         ('[axes]\n"optimizer.lr" = []', "axes.optimizer.lr = [] should have at least 1 item"),
         ('[axes]\n"optimizer.lt" = [1.0]', "did you mean optimizer.lr"),
@@ -63,6 +74,7 @@ def test_values_of_any_type_reach_the_run(sweep, value, name, shown):
         ('seeds = [0]\n[axes]\n"data.seed" = [3, 4]', "data.seed is set by the sweep itself"),
         ('[axes]\n"job.dump-folder" = ["a", "b"]', "job.dump_folder is set by"),
         ("sedes = [1]", "did you mean seeds"),
+        ('[arms.a]\n"pc.level" = 2\n[variants.b]', "variants.b is no arm; the arms are a"),
         ('[variants."../../x"]\n"optimizer.lr" = 1.0', "variants.'../../x' names a folder"),
     ],
 )
