@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Sequence
 from functools import cache
 from numbers import Real
+from typing import NamedTuple
 
 Coefficients = tuple[float, ...]
 Map = Coefficients | tuple[Coefficients, ...]
@@ -104,3 +105,26 @@ def evaluate(map: Map, sigma):
 def stages(map: Map) -> tuple[Coefficients, ...]:
     """The map as a tuple of stages: one stage for plain coefficients."""
     return map if isinstance(map[0], Sequence) else (map,)
+
+
+class Square(NamedTuple):
+    """A polynomial as `factor * root(x)^2 + linear * x + constant`."""
+
+    factor: float
+    root: Coefficients
+    linear: float
+    constant: float
+
+
+@cache
+def complete_square(coefficients: Coefficients) -> Square | None:
+    """Of a polynomial of degree 4; None for other degrees, or if a small leading coefficient would make the terms much
+    larger than those of the polynomial itself, so that they cancel."""
+    if len(coefficients) != 5 or not coefficients[4]:
+        return None
+    a, b, c, d, e = coefficients
+    half = d / (2 * e)
+    last = (c / e - half * half) / 2
+    square = Square(e, (last, half, 1.0), b - 2 * e * half * last, a - e * last * last)
+    size = abs(e) * sum(map(abs, square.root)) ** 2 + abs(square.linear) + abs(square.constant)
+    return square if size <= 2 * sum(map(abs, coefficients)) else None

@@ -4,10 +4,21 @@ On a matrix `A = U diag(sigma) V^T` the map needs only one Gram matrix: `g(A) = 
 equals `U diag(g(sigma)) V^T` (paper, proposition 1).
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from pc.maps import COEFFICIENTS, POLAR_EXPRESS, Coefficients, Map, evaluate, resolve, stages  # noqa: F401
+from pc.maps import (  # noqa: F401
+    COEFFICIENTS,
+    POLAR_EXPRESS,
+    Coefficients,
+    Map,
+    complete_square,
+    evaluate,
+    resolve,
+    stages,
+)
 
 
 def gram_matrix(matrix: Tensor) -> Tensor:
@@ -20,36 +31,51 @@ def apply(
 ) -> Tensor:
     """`scale * g(A / divisor)` for matrices `A` of shape [..., n, m], batched over leading dimensions; same shape out.
 
-    One matmul computes the smaller Gram matrix `G` [s, s], ceil(k / 2) (none for k = 1) compute `p(G)` of degree k, and
-    one multiplies it by `A`. Divisor and scale are applied to the square matrices, so neither costs another pass over
-    `A`.
+    One matmul computes the smaller Gram matrix `G` [s, s], those of `_values` compute `p(G)`, and one multiplies it by
+    `A`. Divisor and scale are applied to the square matrices, so neither costs another pass over `A`.
 
     Args:
         gram: `gram_matrix(A)` if already computed.
         divisor: [..., 1, 1]; None for 1.
         scale: [..., 1, 1]; None for 1.
     """
+    return apply_and_keep(map, matrix, gram=gram, divisor=divisor, scale=scale)[0]
+
+
+def apply_and_keep(
+    map: Map, matrix: Tensor, *, gram: Tensor | None = None, divisor: Tensor | None = None, scale: Tensor | None = None
+) -> tuple[Tensor, list[Tensor]]:
+    """`apply`, and square matrices [B, s, s] that `vjp` of the same map, matrix and divisor needs again."""
     batch = matrix.reshape(-1, *matrix.shape[-2:])
     factor = None if divisor is None else divisor.reshape(-1, 1, 1).reciprocal()
     composite = stages(map)
+    kept: list[Tensor] = []
     for index, coefficients in enumerate(composite):
         gram = gram_matrix(batch) if gram is None else gram.reshape(-1, *gram.shape[-2:])
-        sums, _ = _sums(coefficients, gram if factor is None else _scaled(gram, factor.square()))
+        gram = gram if factor is None else _scaled(gram, factor.square())
+        value, *inner = _values(coefficients, gram)
+        kept = kept or [gram, value, *inner]  # of the first stage
         if scale is not None and index == len(composite) - 1:
             factor = scale.reshape(-1, 1, 1) if factor is None else factor * scale.reshape(-1, 1, 1)
-        polynomial = sums[0] if factor is None else _scaled(sums[0], factor)
+        polynomial = value if factor is None else _scaled(value, factor)
         batch = batch @ polynomial if batch.size(-2) > batch.size(-1) else polynomial @ batch
         gram = factor = None  # those of the first stage
-    return batch.reshape(matrix.shape)
+    return batch.reshape(matrix.shape), kept
 
 
 def vjp(
-    map: Map, matrix: Tensor, gradient: Tensor, *, divisor: Tensor | None = None, scale: Tensor | None = None
+    map: Map,
+    matrix: Tensor,
+    gradient: Tensor,
+    *,
+    divisor: Tensor | None = None,
+    scale: Tensor | None = None,
+    kept: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Vector-Jacobian product of `apply`: the gradient with respect to `A`, given that of `scale * g(A / divisor)`.
 
     Autograd computes the same. At level 4 autograd takes 6 matmuls of [s, s] by [s, l] and 6 of [s, s]; this takes 4
-    and 5, because every factor is symmetric and `g` itself is not needed.
+    and 4, because every factor is symmetric and `g` itself is not needed; 3 and 2 with what `apply_and_keep` kept.
 
     The returned gradient treats divisor and scale as constants; two inner products give a caller the gradients of
     these.
@@ -59,6 +85,7 @@ def vjp(
         gradient: `H`, with respect to the result [..., n, m].
         divisor: [..., 1, 1]; None for 1.
         scale: [..., 1, 1]; None for 1.
+        kept: by `apply_and_keep` for the same map, matrix and divisor; empty: computed again.
 
     Returns:
         The gradient with respect to `A` [..., n, m], and the inner products `<g(N), H>` and `<dN, N>`, [...] each,
@@ -71,76 +98,92 @@ def vjp(
     divisor, scale = (one if x is None else x.reshape(-1, 1, 1) for x in (divisor, scale))
     if others:  # the value is that of the last stage, the gradient goes back through the first
         gradient, value_product, _ = vjp(tuple(others), apply(first, batch, divisor=divisor), gradient)
-        result, _, matrix_product = _stage_vjp(first, batch, divisor, scale, gradient)
+        result, _, matrix_product = _stage_vjp(first, batch, divisor, scale, gradient, kept)
     else:
-        result, value_product, matrix_product = _stage_vjp(first, batch, divisor, scale, gradient)
+        result, value_product, matrix_product = _stage_vjp(first, batch, divisor, scale, gradient, kept)
     leading = matrix.shape[:-2]
     return result.reshape(matrix.shape), value_product.reshape(leading), matrix_product.reshape(leading)
 
 
-def _sums(coefficients: Coefficients, gram: Tensor) -> tuple[list[Tensor], Tensor | None]:
-    """`p(G)` by Horner's rule in `G^2` (Paterson and Stockmeyer, 1973), for `G` [B, s, s].
+def _values(coefficients: Coefficients, gram: Tensor) -> list[Tensor]:
+    """`p(G)` for symmetric `G` [B, s, s], and then that of each polynomial inside p.
 
-    Returns:
-        The sums `V_j = V_{j+1} G^2 + a_{2j+1} G + a_{2j} I`, where `V_0` is `p(G)`, and `G^2`. In the last sum
-        `V_{j+1}` is the number `a_k` if the degree k is even, and absent if k is odd.
+    A quadratic takes one matmul. A quartic is the square of a quadratic plus a linear term, so it takes two, and with
+    smaller numbers than Horner's rule. Any other p is `G q(G) + a_0 I`: one more than q.
     """
-    degree = len(coefficients) - 1
-    square = gram @ gram if degree > 1 else None
-    first = (degree - 1) // 2  # j of the last sum, which is computed first
-    value = coefficients[2 * first + 1] * gram
-    if square is not None and degree % 2 == 0:
-        value = torch.add(value, square, alpha=coefficients[degree])
-    value.diagonal(dim1=-2, dim2=-1).add_(coefficients[2 * first])
-    sums = [value]
-    for j in reversed(range(first)):
-        assert square is not None
-        value = torch.baddbmm(gram, value, square, beta=coefficients[2 * j + 1])
-        value.diagonal(dim1=-2, dim2=-1).add_(coefficients[2 * j])
-        sums.insert(0, value)
-    return sums, square
+    constant, linear, *higher = coefficients
+    inner: list[Tensor] = []
+    if not higher:
+        value = linear * gram
+    elif len(higher) == 1:
+        value = torch.baddbmm(gram, gram, gram, beta=linear, alpha=higher[0])
+    elif square := complete_square(coefficients):
+        inner = _values(square.root, gram)
+        value = torch.baddbmm(gram, inner[0], inner[0], beta=square.linear, alpha=square.factor)
+        constant = square.constant
+    else:
+        inner = _values(coefficients[1:], gram)
+        value = gram @ inner[0]
+    value.diagonal(dim1=-2, dim2=-1).add_(constant)
+    return [value, *inner]
+
+
+def _gradient(coefficients: Coefficients, gram: Tensor, inner: Sequence[Tensor], outer: Tensor) -> Tensor:
+    """The gradient of `<p(G), S>` with respect to `G`, symmetric, for a symmetric `outer` = S [B, s, s].
+
+    All values are polynomials of `G`, so they are symmetric and commute. The gradient with respect to P of `<P P, S>`
+    is `S P + P S`: one matmul and its transpose.
+
+    Args:
+        inner: `_values` without the first.
+    """
+    _, linear, *higher = coefficients
+    if not higher:
+        return linear * outer
+    if len(higher) == 1:
+        half = torch.baddbmm(outer, gram, outer, beta=linear / 2, alpha=higher[0])
+        return half + half.mT
+    if square := complete_square(coefficients):
+        half = torch.baddbmm(outer, outer, inner[0], beta=0, alpha=square.factor)
+        return _gradient(square.root, gram, inner[1:], half + half.mT).add_(outer, alpha=square.linear)
+    of_gram, of_inner = outer @ inner[0], gram @ outer
+    d_inner = (of_inner + of_inner.mT).mul_(0.5)
+    return _gradient(coefficients[1:], gram, inner[1:], d_inner).add_(of_gram + of_gram.mT, alpha=0.5)
 
 
 def _stage_vjp(
-    coefficients: Coefficients, matrix: Tensor, divisor: Tensor, scale: Tensor, gradient: Tensor
+    coefficients: Coefficients,
+    matrix: Tensor,
+    divisor: Tensor,
+    scale: Tensor,
+    gradient: Tensor,
+    kept: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`vjp` of one stage, for [B, n, m]; divisor and scale are [B, 1, 1] or [1, 1, 1] in at least float32.
 
-    `A` is wide (of a tall one all is transposed), `N = A / divisor`, `G = N N^T`, `X = G^2`, and `dx` is the gradient
-    of `<p(G) N, H> = <p(G), H N^T>` with respect to `x`. Back through the sums `V_j` of `_sums`:
+    `A` is wide (of a tall one all is transposed), `N = A / divisor`, `G = N N^T`, and `D = H N^T`. Then
+    `<g(N), H> = <p(G), D>`, and with M, the gradient of `<p(G), D + D^T>` with respect to G,
 
-        dV_0 = H N^T    dV_{j+1} = dV_j X    dG = sum_j a_{2j+1} dV_j    dX = sum_j V_{j+1} dV_j
-        X = G G      adds dX G + G dX to dG. Only dG + dG^T is used, so dX G may be its transpose: add G (dX + dX^T).
-        G = N N^T    M = dG + dG^T    dN = p(G) H + M N    <dN, N> = <p(G), H N^T> + <M, G>
+        dN = p(G) H + M N    <dN, N> = <p(G), D> + <M, G>
     """
     if matrix.size(-2) > matrix.size(-1):
-        result, value_product, matrix_product = _stage_vjp(coefficients, matrix.mT, divisor, scale, gradient.mT)
-        return result.mT, value_product, matrix_product
-    degree = len(coefficients) - 1
+        result, *products = _stage_vjp(coefficients, matrix.mT, divisor, scale, gradient.mT, kept)
+        return result.mT, *products
     factor = divisor.reciprocal()
-    gram = (matrix @ matrix.mT).mul_(factor.square())
-    sums, square = _sums(coefficients, gram)
-    d_sum = gradient @ matrix.mT  # without `factor`, which is applied at the end: what follows is linear in it
-    value_product = _inner_product(sums[0], d_sum)
-    d_gram = coefficients[1] * d_sum
-    if square is not None:
-        d_square = torch.zeros_like(gram)
-        for j, inner in enumerate(sums[1:], start=1):
-            torch.baddbmm(d_square, inner, d_sum, out=d_square)
-            d_sum = d_sum @ square
-            d_gram.add_(d_sum, alpha=coefficients[2 * j + 1])
-        if degree % 2 == 0:
-            d_square.add_(d_sum, alpha=coefficients[degree])
-        torch.baddbmm(d_gram, gram, d_square + d_square.mT, out=d_gram)
-    left, right = sums[0], d_gram + d_gram.mT
+    if not kept:
+        gram = _scaled(matrix @ matrix.mT, factor.square())
+        kept = [gram, *_values(coefficients, gram)]
+    gram, value, *inner = kept
+    d_value = gradient @ matrix.mT  # without `factor`, which is applied at the end: what follows is linear in it
+    value_product = _inner_product(value, d_value)
+    right = _gradient(coefficients, gram, inner, d_value + d_value.mT)
     matrix_product = value_product + _inner_product(right, gram)
     value_product, matrix_product = (product * factor[:, 0, 0] for product in (value_product, matrix_product))
     # Multiply factor and scale first: the cube of a small factor underflows in float32; in PC's use their product is
     # gamma.
     outer = factor * scale
-    left.mul_(outer)
+    result = _scaled(value, outer) @ gradient
     right.mul_(factor.square() * outer)
-    result = left @ gradient
     return torch.baddbmm(result, right, matrix, out=result), value_product, matrix_product
 
 

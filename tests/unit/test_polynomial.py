@@ -39,12 +39,14 @@ def _apply_by_horner(map, matrix):
     return matrix
 
 
-@pytest.mark.parametrize(
-    "level", [*LEVELS, *(tuple(0.5**i for i in range(degree + 1)) for degree in (5, 6, 7))], ids=str
-)
+OWN = [tuple(0.5**i for i in range(degree + 1)) for degree in (5, 6, 7)]
+TINY_LAST = [(1.5, -0.5, 0.25, -0.25, a) for a in (0.0, 1e-9)]  # of which no square may be completed
+
+
+@pytest.mark.parametrize("level", [*LEVELS, *OWN, *TINY_LAST], ids=str)
 @pytest.mark.parametrize("shape", [(7, 7), (5, 11), (11, 5), (1, 6), (6, 1), (2, 3, 5, 9)])
 def test_fewer_products_give_the_same_as_horner_and_autograd(level, shape):
-    """At the levels, and at degrees that only maps of one's own have."""
+    """At the levels, and for maps that only a config of one's own has."""
     map = level if isinstance(level, tuple) else polynomial.resolve(level)
     *batch, n, m = shape
     matrix, gradient = _matrix(n, m, batch=batch).requires_grad_(), _matrix(n, m, batch=batch, seed=1)
@@ -54,11 +56,14 @@ def test_fewer_products_give_the_same_as_horner_and_autograd(level, shape):
     with torch.no_grad():
         value = polynomial.apply(map, matrix)
         actual, inner_product, _ = polynomial.vjp(map, matrix, gradient)
+        _, kept = polynomial.apply_and_keep(map, matrix)
+        with_kept, *_ = polynomial.vjp(map, matrix, gradient, kept=kept)
         wrong, *_ = polynomial.vjp(map, matrix, gradient + 1e-6 * matrix)
     # Float64 rounding, and the composite's slope of 2e3 at zero.
     tolerance = 1e-11 * max(1.0, expected.abs().max())
     torch.testing.assert_close(value, reference, rtol=0, atol=1e-11)
     torch.testing.assert_close(through_apply, expected, rtol=0, atol=tolerance)
     torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
+    assert torch.equal(with_kept, actual)
     torch.testing.assert_close(inner_product, (reference * gradient).sum((-2, -1)), rtol=0, atol=1e-11)
     assert (wrong - expected).abs().max() > 10 * tolerance  # control
