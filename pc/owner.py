@@ -34,7 +34,7 @@ from pc.shards import shard_like as shard_like  # public here
 Item = tuple[Tensor, ...]
 Sharding = tuple[Ints, tuple[Placement, ...]]  # shape, and placements over all of the mesh
 INPUTS, OUTPUTS = 0, 1
-BUCKET_BYTES = 256 * 2**20  # of full inputs per rank; their shards, sent and received, and results take more
+BUCKET_BYTES = 256 * 2**20  # of full weights per rank; other inputs, shards sent and received, and results take more
 ONE_BY_ONE = ("cpu",)  # devices on which a batch is slower than its matrices; on a GPU it saves kernel launches
 
 
@@ -106,6 +106,12 @@ class Plan:
             raise UserError("this plan was made for tensors of other shapes, shards or dtypes; make a new one")
         for bucket in self._buckets:
             bucket.run(function, inputs, outputs)
+
+    @property
+    def batches(self) -> list[tuple[tuple[int, int | None], ...]]:
+        """Of each call of the function on this rank, in order: item and index in its stack (None: single) of every
+        matrix. Plans of the same weights, keys, costs and replicas have the same batches."""
+        return [tuple((m.item, m.index) for m in batch) for bucket in self._buckets for batch in bucket.batches]
 
 
 def assign(costs: Sequence[float], num_owners: int) -> list[int]:
@@ -187,7 +193,7 @@ class _Matrix:
     def __init__(self, item: int, index: int | None, key: Hashable, sides: list[list[Sharding]], size: int):
         self.item, self.index, self.key, self.sides = item, index, key, sides
         self.shapes = [tuple(shape if index is None else shape[1:] for shape, _ in side) for side in sides]
-        self.bytes = sum(math.prod(shape) for shape in self.shapes[INPUTS]) * size
+        self.bytes = math.prod(self.shapes[INPUTS][0]) * size  # of the weight
 
     def pieces(self, side: int, group: _Group, holder: int, replica_of: int) -> "Iterator[_Piece]":
         """What the rank `holder` sends of the inputs, or receives of the outputs.

@@ -5,33 +5,43 @@
     raw W [B, ...], gammas [B, ...] (absent where they are not learnable), u and v of all matrices (`pc.splits`)
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from pc.splits import WeightSplit
 
+Kept = Sequence[Sequence[Tensor]]
+"""Of each part: what its method's `write` leaves for `pull_back`."""
 
-def write(split: WeightSplit, raw: Tensor, *gamma_u_v: Tensor, advance: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """PC(W) as stored, and the u and v that it was computed with."""
+
+def write(
+    split: WeightSplit, raw: Tensor, *gamma_u_v: Tensor, advance: bool = True
+) -> tuple[Tensor, Tensor, Tensor, Kept]:
+    """PC(W) as stored, the u and v that it was computed with, and what `pull_back` can use again."""
     results = [
         part.method.write(matrix, gamma, u, v, advance)
         for part, matrix, gamma, u, v in zip(
             split.chosen, split.split_weight(raw), *_vectors(split, gamma_u_v), strict=True
         )
     ]
-    weights, u, v = zip(*results, strict=True)
-    return split.join_weight(weights, base=raw), split.join_u(u), split.join_v(v)
+    weights, u, v = zip(*(of_part[:3] for of_part in results), strict=True)
+    kept = [of_part[3:] for of_part in results]
+    return split.join_weight(weights, base=raw), split.join_u(u), split.join_v(v), kept
 
 
-def pull_back(split: WeightSplit, raw: Tensor, gradient: Tensor, *gamma_u_v: Tensor) -> tuple[Tensor, ...]:
+def pull_back(
+    split: WeightSplit, raw: Tensor, gradient: Tensor, *gamma_u_v: Tensor, kept: Kept = ()
+) -> tuple[Tensor, ...]:
     """The gradients with respect to W, as stored, and to the gammas if there are any, from that with respect to PC(W).
 
     Rows that are not preconditioned keep their gradient.
     """
     matrices, gradients = split.split_weight(raw), split.split_weight(gradient)
     results = [
-        part.method.pull_back(matrix, of_matrix, gamma, u, v)
-        for part, matrix, of_matrix, gamma, u, v in zip(
-            split.chosen, matrices, gradients, *_vectors(split, gamma_u_v), strict=True
+        part.method.pull_back(matrix, of_matrix, gamma, u, v, *of_part)
+        for part, matrix, of_matrix, gamma, u, v, of_part in zip(
+            split.chosen, matrices, gradients, *_vectors(split, gamma_u_v), kept or [()] * len(matrices), strict=True
         )
     ]
     weights, *gammas = zip(*results, strict=True)

@@ -11,10 +11,11 @@ micro-batches and any parallelism:
     PC(W)                                             write_pc(), after it: save W, advance u and v, compute PC(W)
 
 `pull_back` is linear in the gradient, so one call on the accumulated gradient equals the sum of the backward passes of
-mode "forward". Both passes need full matrices; `pc.owner` gathers each on one rank.
+mode "forward". Both passes need full matrices; `pc.owner` gathers each on one rank. In between an owner keeps some of
+the square matrices of the first, up to `KEPT_BYTES`, for the second.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,11 @@ from pc.owner import Item, Plan
 from pc.preconditioner import Preconditioner
 from pc.shards import local, shard_gammas, shard_like, viewed
 from pc.spectral import without_autocast
+from pc.splits import WeightSplit
 from pc.weight import Weight
+
+# What a rank keeps between its two passes, at most; it computes the rest again. A pass needs some more while it runs.
+KEPT_BYTES = 256 * 2**20
 
 PULLED_RAW = (
     "pull_back() while the weights hold W: an optimizer did not step, and a compiled forward pass does not write PC(W) "
@@ -67,13 +72,15 @@ class PerStep(Preconditioner):
         self._replicas = replicas
         """ranks that have the same, and share the work"""
         self._plans: dict[tuple, Plan] = {}
+        self._kept: dict[tuple, passes.Kept] = {}
+        """by the matrices of a batch; for the PC(W) that the weights hold"""
         super().__init__(models, weights)
         self._changes = ChangeCheck(list(weights.values()), replicas)
         self._observe()
 
     def __getstate__(self) -> dict:
         # without process groups and hooks
-        return super().__getstate__() | {"_plans": {}, "_replicas": None, "_backward_hooks": []}
+        return super().__getstate__() | {"_plans": {}, "_kept": {}, "_replicas": None, "_backward_hooks": []}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
@@ -133,7 +140,8 @@ class PerStep(Preconditioner):
         weights = list(self.weights.values())
         inputs = [(w.raw, *w.gammas, w.u, w.v) for w in weights]
         outputs: list[Item] = [(w.parameter, w.u, w.v) for w in weights]
-        self._run("write", partial(passes.write, advance=advance), weights, inputs, outputs, share)
+        self._kept.clear()
+        self._run("write", partial(self._write_batch, advance=advance), weights, inputs, outputs, share)
         self._set_holds_pc(True)
 
     @torch.no_grad()
@@ -160,7 +168,7 @@ class PerStep(Preconditioner):
             raise UserError(TWICE)
         gradients: list[Any] = [(w.parameter.grad, *(torch.zeros_like(gamma) for gamma in w.gammas)) for w in used]
         inputs = [(w.raw, g, *w.gammas, w.u, w.v) for w, (g, *_) in zip(used, gradients, strict=True)]
-        self._run("pull back", passes.pull_back, used, inputs, gradients)
+        self._run("pull back", self._pull_back_batch, used, inputs, gradients)
         for weight, (_, *of_gamma) in zip(used, gradients, strict=True):
             if weight.gamma is not None:
                 weight.gamma.grad = viewed(of_gamma[0], weight.gamma.shape) if weight.split.stack else of_gamma[0]
@@ -214,6 +222,7 @@ class PerStep(Preconditioner):
         self._reshard()
         weights = self.weights.values()
         torch._foreach_copy_([local(w.parameter) for w in weights], [local(w.raw) for w in weights])
+        self._kept.clear()
         self._set_holds_pc(False)
 
     def require_unchanged(self, alone: bool = False) -> None:
@@ -223,16 +232,35 @@ class PerStep(Preconditioner):
     def _run(
         self, name: str, function: Callable, weights: list[Weight], inputs: list, outputs: list, share: bool = True
     ) -> None:
-        """A function of `pc.passes`, of every weight on its owner. Its plan is made once for these weights."""
+        """`_write_batch` or `_pull_back_batch` of every weight on its owner. The plan is made once for these weights."""
         replicas = self._replicas if share else None
         key = (name, replicas, *(w.name for w in weights))
         if key not in self._plans:
             splits = [w.split for w in weights]
             self._plans[key] = Plan(inputs, outputs, splits, [split.cost for split in splits], replicas)
+        plan = self._plans[key]
+        batches = iter(plan.batches)
+
+        def on_batch(split: WeightSplit, *tensors: Tensor) -> Sequence[Tensor]:
+            return function(tuple((weights[item].name, index) for item, index in next(batches)), split, *tensors)
+
         with without_autocast(weights[0].raw):
-            self._plans[key].run(function, inputs, outputs)
+            plan.run(on_batch, inputs, outputs)
+
+    def _write_batch(self, matrices: tuple, split: WeightSplit, *tensors: Tensor, advance: bool) -> Sequence[Tensor]:
+        *results, kept = passes.write(split, *tensors, advance=advance)
+        if sum(map(_bytes, self._kept.values())) + _bytes(kept) <= KEPT_BYTES:
+            self._kept[matrices] = kept
+        return results
+
+    def _pull_back_batch(self, matrices: tuple, split: WeightSplit, *tensors: Tensor) -> Sequence[Tensor]:
+        return passes.pull_back(split, *tensors, kept=self._kept.get(matrices, ()))
 
     def _reshard(self) -> None:
         # While FSDP holds the unsharded parameter, a write to the shard has no effect.
         for module in self._fsdp_modules:
             module.reshard()
+
+
+def _bytes(kept: passes.Kept) -> int:
+    return sum(tensor.nbytes for of_part in kept for tensor in of_part)

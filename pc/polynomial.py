@@ -167,8 +167,8 @@ def _stage_vjp(
         dN = p(G) H + M N    <dN, N> = <p(G), D> + <M, G>
     """
     if matrix.size(-2) > matrix.size(-1):
-        result, *products = _stage_vjp(coefficients, matrix.mT, divisor, scale, gradient.mT, kept)
-        return result.mT, *products
+        result, value_product, matrix_product = _stage_vjp(coefficients, matrix.mT, divisor, scale, gradient.mT, kept)
+        return result.mT, value_product, matrix_product
     factor = divisor.reciprocal()
     if not kept:
         gram = _scaled(matrix @ matrix.mT, factor.square())

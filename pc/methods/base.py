@@ -67,18 +67,24 @@ class Method(ABC):
     @matmul_precision("ieee")
     def write(
         self, weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor, advance: bool = True
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """PC(W) and the u and v that it was computed with, which have advanced first unless `advance` is false."""
+    ) -> tuple[Tensor, ...]:
+        """PC(W) and the u and v that it was computed with, which have advanced first unless `advance` is false.
+
+        Any further tensors are what `pull_back` of the same W, u and v can use again; none by default.
+        """
         if advance:
             u, v = self.advance(weight, u, v)
         return self.apply(weight, gamma, u, v), u, v
 
     @matmul_precision("ieee")
     def pull_back(
-        self, weight: Tensor, gradient: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor
+        self, weight: Tensor, gradient: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor, *kept: Tensor
     ) -> tuple[Tensor, ...]:
         """The gradients of a loss with respect to W and gamma, given that with respect to PC(W): a vector-Jacobian
         product. By default autograd computes it from `apply`.
+
+        Args:
+            kept: the further tensors of `write`, or none, as where memory is short.
 
         Returns:
             [B, n, m] and, if there is a gamma, [B, gammas].

@@ -44,7 +44,7 @@ class NormalisedPolynomial(Method):
     @matmul_precision("ieee")
     def write(
         self, weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor, advance: bool = True
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         matrix = weight.to(self._dtype(weight))
         with self._polynomial_precision():
             gram = polynomial.gram_matrix(matrix)
@@ -53,13 +53,15 @@ class NormalisedPolynomial(Method):
         s = spectral_norm_estimate(weight, u, v)
         with self._polynomial_precision():
             scale = self._scale(s, gamma)[:, None, None]
-            result = polynomial.apply(self.config.map, matrix, gram=gram, divisor=s[:, None, None], scale=scale)
-        return result.to(weight.dtype), u, v
+            result, kept = polynomial.apply_and_keep(
+                self.config.map, matrix, gram=gram, divisor=s[:, None, None], scale=scale
+            )
+        return result.to(weight.dtype), u, v, *kept
 
     @torch.no_grad()
     @matmul_precision("ieee")
     def pull_back(
-        self, weight: Tensor, gradient: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor
+        self, weight: Tensor, gradient: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor, *kept: Tensor
     ) -> tuple[Tensor, ...]:
         """dW = gamma [s] / s (dN - <dN, N> u v^T), and dgamma = [s] <g(N), H>.
 
@@ -76,6 +78,7 @@ class NormalisedPolynomial(Method):
                 gradient.to(dtype),
                 divisor=s[:, None, None],
                 scale=scale[:, None, None],
+                kept=kept,
             )
         along_s = (scale / s * matrix_product)[:, None, None]
         d_weight = d_weight.to(weight.dtype).addcmul_(along_s * u[:, :, None], v[:, None, :], value=-1.0)

@@ -21,10 +21,12 @@ from pc import attach, effective_weight, named_weights, polynomial
 from pc.config import PCConfig
 from pc.methods import describe, method_of
 from pc.owner import assign
+from pc.per_step import KEPT_BYTES
 from pc_recipe.config import load_config
 from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.files import markdown
 from pc_recipe.runs import micro_batch
+from pc_recipe.runs.memory import count_kept_bytes
 from pc_recipe.train.llama2 import model_args_of
 from pc_recipe.train.parallelize import SAVED_OPERATIONS
 from pc_recipe.train.upstream_config import JobConfig
@@ -49,11 +51,12 @@ class Matrix:
         return gamma, u, v
 
     @cache
-    def step_flops(self) -> int:
-        """Mode "step", once per optimizer step: both passes."""
+    def step_flops(self, keeps: bool) -> int:
+        """Mode "step", once per optimizer step: both passes. `keeps`: the second has what the first left for it."""
         weight, vectors, method = self._weight(), self._vectors(), method_of(self.config)
+        kept = method.write(weight, *vectors)[3:] if keeps else ()
         return _counted(lambda: method.write(weight, *vectors)) + _counted(
-            lambda: method.pull_back(weight, weight, *vectors)
+            lambda: method.pull_back(weight, weight, *vectors, *kept)
         )
 
     @cache
@@ -126,10 +129,13 @@ class RunCost:
     def step_cost(self) -> StepCost:
         """FLOPs of one step; counts PC even if the config has it off."""
         dims, seq_len = self.batches.dims, self.config.training.seq_len
-        per_weight = [sum(Matrix(*matrix).step_flops() for matrix in split.matrices) for split in self.splits]
         load = [0] * (self.batches.fsdp_ranks * dims.tp)
-        for flops, owner in zip(per_weight, assign([split.cost for split in self.splits], len(load)), strict=True):
-            load[owner] += flops
+        free = [KEPT_BYTES * dims.pp for _ in load]  # a pipeline stage evaluates only its own matrices
+        for split, owner in zip(self.splits, assign([split.cost for split in self.splits], len(load)), strict=True):
+            kept = sum(count_kept_bytes(*matrix) for matrix in split.matrices)
+            keeps = kept <= free[owner]
+            free[owner] -= kept * keeps
+            load[owner] += sum(Matrix(*matrix).step_flops(keeps) for matrix in split.matrices)
         recomputed = self.config.activation_checkpoint.mode == "full"
         in_graph = sum(matrix.in_graph_flops(recomputed) for matrix in self.matrices)
         power = sum(matrix.power_iteration_flops() for matrix in self.matrices)
@@ -141,8 +147,8 @@ class RunCost:
             model=self.tokens * (per_token - upper_triangle),
             model_full_square=self.tokens * per_token,
             recomputed=self._recomputed_flops(),
-            pc_step=sum(per_weight) * dims.dp_replicate,  # every replica repeats the work
-            pc_step_busiest=math.ceil(max(load) / dims.pp),  # a pipeline stage evaluates only its own matrices
+            pc_step=sum(load) * dims.dp_replicate,  # every replica repeats the work
+            pc_step_busiest=math.ceil(max(load) / dims.pp),
             pc_forward=dims.world_size // dims.pp * (self.batches.micro_batches * in_graph + power),
             paper_bound=max(bounds) if self.config.pc.method == "polynomial" else None,
         )

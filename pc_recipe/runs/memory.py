@@ -13,6 +13,7 @@ from pc.config import PCConfig
 from pc.layer import effective_weight
 from pc.marking import attach
 from pc.methods import method_of
+from pc.per_step import KEPT_BYTES
 from pc.weight import named_weights
 from pc_recipe.config import Config
 from pc_recipe.config.optimizers import KINDS
@@ -44,6 +45,8 @@ class Sizes:
     vocabulary: int
     pc_in_graph: int
     """Elements that autograd keeps for PC in mode "forward"."""
+    pc_kept: int
+    """Bytes that PC's first pass in mode "step" leaves for the second."""
 
 
 def count_sizes(model: Transformer) -> Sizes:
@@ -64,6 +67,7 @@ def count_sizes(model: Transformer) -> Sizes:
         layers=len(blocks),
         vocabulary=model.tok_embeddings.num_embeddings,
         pc_in_graph=sum(_count_kept_in_graph(*matrix) for weight in weights for matrix in weight.split.matrices),
+        pc_kept=sum(count_kept_bytes(*matrix) for weight in weights for matrix in weight.split.matrices),
     )
 
 
@@ -84,6 +88,15 @@ def _count_kept_in_graph(n: int, m: int, config: PCConfig) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         effective_weight(weight, gamma, u, v, config) @ inputs  # which keeps PC(W) for the gradient of its inputs
     return sum(tensor.numel() for storage, tensor in kept.items() if storage not in given)
+
+
+@cache
+def count_kept_bytes(n: int, m: int, config: PCConfig) -> int:
+    """Bytes that mode "step" keeps from one pass over a weight [n, m] for the next, if there is room (`KEPT_BYTES`)."""
+    with torch.device("meta"):
+        gamma, u, v = (torch.empty(1, size) for size in (method_of(config).count_gammas(n), n, m))
+        kept = method_of(config).write(torch.empty(1, n, m), gamma, u, v)[3:]
+    return sum(tensor.nbytes for tensor in kept)
 
 
 def count_sizes_of_config(config: Config) -> Sizes:
@@ -134,7 +147,9 @@ def estimate_memory(config: Config, dims: Degrees, sizes: Sizes | None = None) -
         "activations": itemsize * tokens * (sizes.layers * kept + recomputed) / model_split,
         "logits": per_logit * tokens * sizes.vocabulary / dims.tp,
     }
-    if config.pc.enable and config.pc.mode == "forward":
+    if config.pc.enable and config.pc.mode == "step":
+        parts["PC's products"] = min(sizes.pc_kept / split, KEPT_BYTES)
+    elif config.pc.enable:
         blocks = 1 if config.activation_checkpoint.mode == "full" else sizes.layers / dims.pp
         parts["PC in the graph"] = itemsize * sizes.pc_in_graph / sizes.layers * blocks
     return {part: size / GIB for part, size in parts.items()}

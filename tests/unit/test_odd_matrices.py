@@ -26,7 +26,7 @@ def evaluate(mode, weight, steps=10):
     gradient = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
     config = PCConfig(level=4, power_iterations=steps)
     if mode == "step":
-        result, u, v = method_of(config).write(weight[None], gamma[None], u[None], v[None])
+        result, u, v, *_ = method_of(config).write(weight[None], gamma[None], u[None], v[None])
         d_weight, d_gamma = method_of(config).pull_back(weight[None], gradient[None], gamma[None], u, v)
         return result[0], d_weight[0], d_gamma[0], u[0], v[0]
     u, v = power_iteration(weight, u, v, steps)

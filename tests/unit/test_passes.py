@@ -41,7 +41,7 @@ def test_write_equals_its_definition(level, recovery, with_gamma, shape):
     expected_u, expected_v = power_iteration(weight, u, v, 3)
     gamma = gamma if with_gamma else None
     expected = effective_weight(weight, gamma, expected_u, expected_v, config)
-    actual, *vectors = method_of(config).write(weight, gamma, u, v)
+    actual, *vectors = method_of(config).write(weight, gamma, u, v)[:3]
     for mine, reference in zip(vectors, (expected_u, expected_v), strict=True):
         torch.testing.assert_close(mine, reference, rtol=0, atol=1e-13)
     # float64 rounding; the composite's slope of 2e3 at zero amplifies it
@@ -80,12 +80,12 @@ def test_bfloat16_stays_close(shape):
     for i in range(3):
         one = [x[i : i + 1] for x in (weight, gamma, u, v, gradient)]
         found, wanted = (method_of(config).write(*one[:4]) for config in (near, exact))
-        in_graph = effective_weight(*one[:2], *found[1:], near)
+        in_graph = effective_weight(*one[:2], *found[1:3], near)
         assert 1e-4 < (in_graph - wanted[0]).norm() / wanted[0].norm() < 3e-2
         # a few roundings of 2^-9 each, times coefficients up to 14 that partly cancel
         assert 1e-4 < (found[0] - wanted[0]).norm() / wanted[0].norm() < 3e-2
         # the norm is close to full precision, because the last two products use W itself
-        norms = [spectral_norm_estimate(one[0], *vectors) for _, *vectors in (found, wanted)]
+        norms = [spectral_norm_estimate(one[0], *vectors) for _, *vectors in (found[:3], wanted[:3])]
         torch.testing.assert_close(*norms, rtol=1e-5, atol=0)
         found, wanted = (method_of(config).pull_back(one[0], one[4], *one[1:4]) for config in (near, exact))
         assert 1e-4 < (found[0] - wanted[0]).norm() / wanted[0].norm() < 3e-2

@@ -1,0 +1,43 @@
+"""What owners keep of PC(W) for its gradient: fewer FLOPs, the same bits, a bounded size, and nothing stale."""
+
+import pytest
+from torch.utils.flop_counter import FlopCounterMode
+
+from helpers.toy import Loop, same
+from pc import owner, per_step
+
+D, F, LAYERS = 7, 10, 2  # of the toy model
+# For each matrix the Gram matrix, p of it and the quadratic inside p, at level 4.
+KEPT_BYTES = 4 * LAYERS * 3 * D * D * 8
+# The first of these takes a product of [s, l] by [l, s], each other one of [s, s] by [s, s].
+SAVED = 2 * LAYERS * D * D * (D + 3 * F + 4 * 2 * D)
+
+
+def _train(limit, monkeypatch):
+    """Three steps, in the second without a gradient of one weight: the final state, and FLOPs of each pull-back."""
+    monkeypatch.setattr(per_step, "KEPT_BYTES", limit)
+    loop, flops = Loop(), []
+    for step in range(3):
+        loop.backward(step)
+        assert sum(map(per_step._bytes, loop.preconditioner._kept.values())) <= limit
+        if step == 1:
+            loop.model[0].attention["wo"].weight.grad = None
+        with FlopCounterMode(display=False) as counter:
+            loop.preconditioner.pull_back()
+        flops.append(counter.get_total_flops())
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    loop.preconditioner.write_raw()
+    assert not loop.preconditioner._kept  # the memory is free while weights hold W
+    return [part.state_dict() for part in loop.parts], flops
+
+
+@pytest.mark.parametrize("one_by_one", [("cpu",), ()], ids=["alone", "in batches"])
+def test_products_kept_for_the_gradient(monkeypatch, one_by_one):
+    monkeypatch.setattr(owner, "ONE_BY_ONE", one_by_one)
+    nothing, everything, half = (_train(limit, monkeypatch) for limit in (0, KEPT_BYTES, KEPT_BYTES // 2))
+    assert nothing[1][0] - everything[1][0] == nothing[1][2] - everything[1][2] == SAVED
+    assert nothing[1][0] > half[1][0] > everything[1][0]
+    if one_by_one:  # batches of other matrices round otherwise
+        assert same(everything[0], nothing[0]) and same(half[0], nothing[0])
+    assert not same(everything[0], Loop().call("backward", "pull_back", "step").parts[0].state_dict())  # control
