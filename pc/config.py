@@ -19,7 +19,7 @@ METHODS = {
 
 Level = int | str | Coefficients
 Mode = Literal["step", "forward"]
-ComputeDtype = Literal["float32", "tf32", "bfloat16"]
+ComputeDtype = Literal["float32", "tf32", "float16", "bfloat16"]
 
 
 def _key(default: Any, help: str) -> Any:
@@ -128,9 +128,12 @@ class PCConfig:
                 raise UserError(f"pc.{key} must be one of {', '.join(choices)}, got {getattr(self, key)!r}")
         if self.mode == "forward" and self.heads:
             raise UserError('pc.heads needs pc.mode = "step"; with "forward" a layer is one matrix')
-        if self.mode == "forward" and self.compute_dtype == "tf32":
-            # TF32 is a process-wide switch; a compiled graph cannot set it for some of its matmuls only.
-            raise UserError('pc.compute_dtype = "tf32" needs pc.mode = "step"; with "forward" use "float32"')
+        if self.mode == "forward" and self.compute_dtype in ("tf32", "float16"):
+            # TF32 is a process-wide switch; a compiled graph cannot set it for some of its matmuls only. In float16 the
+            # gradient that autograd hands to PC would underflow.
+            raise UserError(
+                f'pc.compute_dtype = "{self.compute_dtype}" needs pc.mode = "step"; with "forward" use "float32"'
+            )
 
     @cached_property
     def map(self) -> Map:

@@ -116,7 +116,6 @@ class Square(NamedTuple):
     constant: float
 
 
-@cache
 def complete_square(coefficients: Coefficients) -> Square | None:
     """Of a polynomial of degree 4; None for other degrees, or if a small leading coefficient would make the terms much
     larger than those of the polynomial itself, so that they cancel."""

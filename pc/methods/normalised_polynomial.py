@@ -8,6 +8,9 @@
 `apply` is the reference. `write` and `pull_back` give the same results faster: the power iteration reuses the Gram
 matrix, the gradient takes fewer matmuls (`polynomial.vjp`), and scale factors multiply the small square matrices
 instead of [n, m] ones, which saves passes over memory.
+
+In low precision the polynomial gets each matrix over its size, since float16 ends at 6e-8 and at 65504. g(W / s) needs
+W up to a factor, and the gradient of W is linear in that of PC(W), so results are multiplied by the size.
 """
 
 import torch
@@ -18,6 +21,8 @@ from pc.errors import UserError
 from pc.methods.base import USE_AS_W, Method, matmul_precision
 from pc.spectral import power_iteration_by_gram, spectral_norm_estimate
 
+LOW_PRECISION = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+LOW_NORM = 8.0  # Frobenius norm of a matrix in low precision, so that a product of two has no entry above 64
 GRID = 10_001  # grid points on [0, 1] that bracket the roots
 TOLERANCE = 1e-6  # of g(1) = 1; an error there is a relative error of the largest singular value
 
@@ -31,8 +36,7 @@ class NormalisedPolynomial(Method):
     def apply(self, weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor) -> Tensor:
         s = spectral_norm_estimate(weight, u, v)[..., None, None]
         normalised = weight / s
-        if self.config.compute_dtype == "bfloat16":
-            normalised = normalised.bfloat16()
+        normalised = normalised.to(LOW_PRECISION.get(self.config.compute_dtype, weight.dtype))
         result = polynomial.apply(self.config.map, normalised).to(weight.dtype)
         scale = s.detach() if self.config.norm_recovery else None
         if gamma is not None:
@@ -45,18 +49,22 @@ class NormalisedPolynomial(Method):
     def write(
         self, weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor, advance: bool = True
     ) -> tuple[Tensor, ...]:
-        matrix = weight.to(self._dtype(weight))
+        matrix, size = self._for_matmuls(weight)
         with self._polynomial_precision():
             gram = polynomial.gram_matrix(matrix)
         if advance:
             u, v = power_iteration_by_gram(weight, gram.to(weight.dtype), u, v, self.config.power_iterations)
         s = spectral_norm_estimate(weight, u, v)
+        scale = self._scale(s, gamma)
         with self._polynomial_precision():
-            scale = self._scale(s, gamma)[:, None, None]
             result, kept = polynomial.apply_and_keep(
-                self.config.map, matrix, gram=gram, divisor=s[:, None, None], scale=scale
+                self.config.map,
+                matrix,
+                gram=gram,
+                divisor=(s / size)[:, None, None],
+                scale=(scale / size)[:, None, None],
             )
-        return result.to(weight.dtype), u, v, *kept
+        return _restored(result, size, weight.dtype), u, v, *kept
 
     @torch.no_grad()
     @matmul_precision("ieee")
@@ -68,20 +76,23 @@ class NormalisedPolynomial(Method):
         N = W / s, H is the gradient with respect to PC(W), and dN that of <g(N), H> with respect to N. The second term
         is the part through the divisor s, whose gradient is u v^T. `polynomial.vjp` gives dN and both inner products.
         """
-        dtype = self._dtype(weight)
         s = spectral_norm_estimate(weight, u, v)
         scale = self._scale(s, gamma)
+        matrix, size = self._for_matmuls(weight, s)
+        gradient, size_of_gradient = self._for_matmuls(gradient)
         with self._polynomial_precision():
-            d_weight, value_product, matrix_product = polynomial.vjp(
+            d_weight, *products = polynomial.vjp(
                 self.config.map,
-                weight.to(dtype),
-                gradient.to(dtype),
-                divisor=s[:, None, None],
-                scale=scale[:, None, None],
+                matrix,
+                gradient,
+                divisor=(s / size)[:, None, None],
+                scale=(scale / size)[:, None, None],
                 kept=kept,
             )
+        value_product, matrix_product = (product * size_of_gradient for product in products)
+        d_weight = _restored(d_weight, size_of_gradient, weight.dtype)
         along_s = (scale / s * matrix_product)[:, None, None]
-        d_weight = d_weight.to(weight.dtype).addcmul_(along_s * u[:, :, None], v[:, None, :], value=-1.0)
+        d_weight.addcmul_(along_s * u[:, :, None], v[:, None, :], value=-1.0)
         if gamma is None:
             return (d_weight,)
         return d_weight, ((s if self.config.norm_recovery else 1.0) * value_product)[:, None].to(weight.dtype)
@@ -115,13 +126,29 @@ class NormalisedPolynomial(Method):
         """Matmul precision of the polynomial; everything else runs in float32."""
         return matmul_precision("tf32" if self.config.compute_dtype == "tf32" else "ieee")
 
-    def _dtype(self, weight: Tensor) -> torch.dtype:
-        return torch.bfloat16 if self.config.compute_dtype == "bfloat16" else weight.dtype
+    def _for_matmuls(self, matrix: Tensor, size: Tensor | None = None) -> tuple[Tensor, Tensor | float]:
+        """A matrix [B, n, m] over its size in low precision, and the size [B]; in other precisions itself and 1.
+
+        Args:
+            size: by default such that the norm becomes `LOW_NORM`.
+        """
+        dtype = LOW_PRECISION.get(self.config.compute_dtype)
+        if dtype is None:
+            return matrix, 1.0
+        if size is None:
+            norm = torch.linalg.matrix_norm(matrix)
+            size = norm.clamp(min=torch.finfo(norm.dtype).tiny) / LOW_NORM
+        return torch.div(matrix, size[:, None, None], out=torch.empty_like(matrix, dtype=dtype)), size
 
     def _scale(self, s: Tensor, gamma: Tensor | None) -> Tensor:
         """The factor of g(W / s), [B]: gamma times the recovered norm."""
         scale = s if self.config.norm_recovery else torch.ones_like(s)
         return scale if gamma is None else scale * gamma[:, 0]
+
+
+def _restored(matrix: Tensor, size: Tensor | float, dtype: torch.dtype) -> Tensor:
+    """The result of `_for_matmuls`, or what is linear in it, back at its size."""
+    return matrix if isinstance(size, float) else (matrix * size[:, None, None]).to(dtype)
 
 
 def smallest_root(map: maps.Map, values: Tensor) -> Tensor:
