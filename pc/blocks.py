@@ -1,9 +1,8 @@
-"""The paper's names for the linear layers of a Llama block. Needs no torch."""
+"""Blocks: the linear layers of a Llama by the paper's names (q, k, v, o, gate, up, down). Needs no torch."""
 
 import fnmatch
-from collections.abc import Mapping
 
-# Suffixes of module names: TorchTitan's first, then Hugging Face's.
+# The names of their modules end so: TorchTitan's first, then Hugging Face's.
 BLOCK_SUFFIXES: dict[str, tuple[str, ...]] = {
     "q": ("attention.wq", "self_attn.q_proj"),
     "k": ("attention.wk", "self_attn.k_proj"),
@@ -17,25 +16,21 @@ BLOCK_GROUPS: dict[str, tuple[str, ...]] = {"qk": ("q", "k"), "ffn": ("gate", "u
 
 
 def block_of(name: str) -> str | None:
-    """The short name (q, k, v, o, gate, up, down) of a Llama linear layer; None for any other."""
+    """The block that a module of this name is; None for any other."""
     for block, suffixes in BLOCK_SUFFIXES.items():
         if any(name == suffix or name.endswith(f".{suffix}") for suffix in suffixes):
             return block
     return None
 
 
-def block_factor(factors: Mapping[str, float], layer: str) -> float:
-    """The factor of a layer, of its initial weights or learning rate, in {block or group: factor}: that of the first entry
-    that matches, or 1."""
-    return next((factor for entry, factor in factors.items() if matches(entry, layer)), 1.0)
-
-
 def matches(entry: str, name: str, block: str | None = None) -> bool:
     """Whether an entry of `PCConfig.blocks` (block, group or pattern) matches the layer or parameter `name`.
 
     Args:
-        block: its short name, if it does not follow from the name.
+        block: of the rows in question, if it does not follow from the name. No entry matches rows of another word.
     """
+    if block and block not in BLOCK_SUFFIXES:
+        return False
     if entry in BLOCK_GROUPS or entry in BLOCK_SUFFIXES:
         return (block or block_of(name)) in BLOCK_GROUPS.get(entry, (entry,))
     return fnmatch.fnmatchcase(name, entry)

@@ -1,14 +1,16 @@
 """`PCConfig` and `MatrixSplit`: which weights PC applies to, and how. Training, scoring and plots share it. Needs no
 torch."""
 
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, get_args
 
 from pc.blocks import BLOCK_GROUPS, BLOCK_SUFFIXES
 from pc.errors import UserError
-from pc.maps import LEVEL_NAMES, Coefficients, Map, resolve
+from pc.maps import LEVEL_NAMES, TOLERANCE_AT_ONE, Coefficients, Map, evaluate, resolve
 
 METHODS = {
     "polynomial": "pc.methods.normalised_polynomial.NormalisedPolynomial",
@@ -32,13 +34,14 @@ class MatrixSplit:
     """How a stored weight is split into matrices: its parts, in the order of their rows."""
 
     blocks: tuple[str, ...] = ("",)
-    """Name of each part: q, k, v, o, gate, up, down, or any other word for rows that get no PC."""
+    """Name of each part: q, k, v, o, gate, up, down, or any other word for rows that never get PC."""
 
     sizes: tuple[int, ...] = ()
     """Relative number of rows of each part; empty: all equal."""
 
     repeats: int = 1
-    """How often the parts follow each other: GPT-NeoX stores q, k and v of one head, then of the next."""
+    """How often the sequence of parts is repeated. GPT-NeoX stores q, k and v of one head, then of the next: repeats is
+    the number of heads."""
 
     head_dim: int = 0
     """Rows of one matrix, if each part is split into heads."""
@@ -47,7 +50,7 @@ class MatrixSplit:
     """Stored as [inputs, outputs]."""
 
     def __post_init__(self) -> None:
-        if "?" in self.blocks:
+        if "?" in self.blocks:  # as `pc.describe` prints it for a weight that it does not know
             raise UserError('pc.MatrixSplit: put the names of the parts, such as ("gate", "up"), in place of "?"')
 
 
@@ -61,8 +64,8 @@ class PCConfig:
 
     level: Level | Mapping[str, Level] = _key(
         4,
-        f"Strength: {LEVEL_NAMES}; or your own coefficients of p from degree 0 up, such as [2.083, -1.643, 0.560]; or a table "
-        "with one of these for each entry of blocks.",
+        f"Of method polynomial, its strength: {LEVEL_NAMES}; or your own coefficients of p from degree 0 up, such as [2.083, "
+        "-1.643, 0.560]; or a table with one of these for each entry of blocks.",
     )
     blocks: tuple[str, ...] = _key(
         ("o", "ffn"),
@@ -73,11 +76,14 @@ class PCConfig:
     splits: Mapping[str, MatrixSplit | None] | None = _key(
         None,
         "How weights other than those of plain linear layers are split into matrices (pc.MatrixSplit), by patterns of "
-        "parameter names; None: not one of the blocks. Classes in pc.model_classes.KNOWN need no entry.",
+        "parameter names. An entry of value None leaves a weight out. Classes in pc.model_classes.KNOWN need no entry.",
     )
-    power_iterations: int = _key(10, "Power iterations per optimizer step (q in algorithm 3).")
+    power_iterations: int = _key(
+        10, "Of all methods but row_norm: power iterations per optimizer step (q in algorithm 3)."
+    )
     norm_recovery: bool = _key(
-        True, "Multiply by the estimated spectral norm after the polynomial, so that the weight keeps its norm."
+        True,
+        "Of methods polynomial and row_norm: multiply by the norm that was divided by, so that the weight keeps it.",
     )
     learnable_gamma: bool = _key(
         True, "Multiply by one learnable scalar per matrix, with method row_norm per row, initialised to 1."
@@ -91,7 +97,7 @@ class PCConfig:
     )
     compute_dtype: ComputeDtype = _key(
         "float32",
-        "Precision of method polynomial's matmuls; float32 means that of the weight, which all else of PC always has.",
+        "Of method polynomial: precision of its matmuls. float32: that of the weight, so float64 for a float64 weight.",
     )
 
     def __post_init__(self) -> None:
@@ -115,8 +121,15 @@ class PCConfig:
             )
         try:
             maps = {block: resolve(level) for block, level in levels.items()}
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             raise UserError(f"pc.level: {error}") from None
+        for coefficients in set(maps.values()):
+            if abs((at_one := evaluate(coefficients, 1.0)) - 1.0) > TOLERANCE_AT_ONE:
+                warnings.warn(
+                    f"pc.level: coefficients {list(coefficients)} have g(1) = {at_one:.4g}, so the norm of PC(W) is that factor times "
+                    "the norm of W; the published maps have g(1) = 1",
+                    stacklevel=3,  # who calls PCConfig(...), by its __init__
+                )
         levels = {block: level if isinstance(level, (int, str)) else maps[block] for block, level in levels.items()}
         object.__setattr__(self, "level", levels if isinstance(self.level, Mapping) else levels[self.blocks[0]])
         if self.power_iterations < 1:
@@ -144,4 +157,7 @@ class PCConfig:
     def for_block(self, block: str) -> "PCConfig":
         """The configuration of one entry of `blocks`, with that entry's level."""
         level = self.level[block] if isinstance(self.level, Mapping) else self.level
-        return replace(self, level=level, blocks=(block,), heads=(), splits=None)
+        one = copy(self)  # not made anew: its values were checked, and warned of
+        vars(one).pop("map", None)
+        vars(one).update(level=level, blocks=(block,), heads=(), splits=None)
+        return one

@@ -11,18 +11,10 @@ class UserError(ValueError):
     """The message is one or two lines that name the key or file and say what would be valid."""
 
 
-class WriteFailed(UserError):
-    """The file system refused to write, perhaps because the disk is full: the same command may succeed later."""
-
-
-class ReadFailed(UserError):
-    """The file system refused to read, again and again: the same command may succeed later."""
-
-
 def _reader_left() -> bool:
     """Whether nobody reads the output any more."""
     watched = select.poll()
-    watched.register(sys.stdout, 0)  # errors alone
+    watched.register(sys.stdout, 0)  # asks for no event, so that it reports only errors and hang-ups
     return bool(watched.poll(0))
 
 

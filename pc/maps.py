@@ -6,11 +6,10 @@ application.
 """
 
 import math
-import warnings
 from collections.abc import Sequence
 from functools import cache
 from numbers import Real
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 Coefficients = tuple[float, ...]
 Map = Coefficients | tuple[Coefficients, ...]
@@ -40,7 +39,7 @@ LEVEL_NAMES = ", ".join(map(str, [*sorted(COEFFICIENTS), "polar_express"]))
 
 # Own coefficients: the values that g may take on [0, 1.1], and how far g(1) may be from 1 without a warning.
 OWN_MAP_RANGE = (-0.05, 1.1)
-OWN_MAP_TOLERANCE = 0.02
+TOLERANCE_AT_ONE = 0.02
 
 
 def resolve(level: int | str | Sequence[float]) -> Map:
@@ -50,26 +49,29 @@ def resolve(level: int | str | Sequence[float]) -> Map:
         ValueError: no such level, or coefficients that are not usable.
     """
     if isinstance(level, Sequence) and not isinstance(level, str):
-        is_number = [isinstance(a, Real) and not isinstance(a, bool) for a in level]
-        own = tuple(float(a) if number else a for a, number in zip(level, is_number, strict=True))
-        _require_usable(own)  # refuses others
+        if len(level) < 2 or not all(map(_is_number, level)):
+            raise ValueError(f"coefficients {list(level)} must be two or more numbers: those of p from degree 0 up")
+        own = tuple(map(float, level))
+        _require_within_range(own)
         return own
     if level == "polar_express":
         return POLAR_EXPRESS
-    if isinstance(level, bool) or level not in COEFFICIENTS:
+    if not _is_number(level) or level not in COEFFICIENTS:
         raise ValueError(f"PC level {level!r} does not exist; use {LEVEL_NAMES} or a list of coefficients")
     return COEFFICIENTS[level]
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
 @cache
-def _require_usable(coefficients: Coefficients) -> None:
+def _require_within_range(coefficients: Coefficients) -> None:
     """Check a map of one's own on [0, 1.1], the range of singular values after division by the estimated norm.
 
-    The published maps stay within [0, 1.021] there and have g(1) = 1. Values far outside [0, 1] would flip singular
-    vectors or let the norm grow; a g(1) other than 1 changes the norm of the result, with a warning.
+    The published maps stay within [0, 1.021] there. Values far outside [0, 1] would flip singular vectors or let the
+    norm grow.
     """
-    if len(coefficients) < 2 or not all(type(a) is float and math.isfinite(a) for a in coefficients):
-        raise ValueError(f"coefficients {list(coefficients)} must be two or more numbers: those of p from degree 0 up")
     lowest, highest = OWN_MAP_RANGE
     values = ((x, evaluate(coefficients, x)) for x in (i / 10_000 for i in range(11_001)))
     outside, sigma, value = max((max(y - highest, lowest - y), x, y) for x, y in values)
@@ -77,12 +79,6 @@ def _require_usable(coefficients: Coefficients) -> None:
         raise ValueError(
             f"coefficients {list(coefficients)}: g({sigma:.4g}) = {value:.4g}, but on [0, 1.1] a map must stay within "
             f"[{lowest}, {highest}]"
-        )
-    if abs(sum(coefficients) - 1.0) > OWN_MAP_TOLERANCE:
-        warnings.warn(
-            f"pc.level: coefficients {list(coefficients)} have g(1) = {sum(coefficients):.4g}, so the norm of PC(W) is "
-            "that factor times the norm of W; the published maps have g(1) = 1",
-            stacklevel=3,
         )
 
 

@@ -19,7 +19,7 @@ from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.tools.logging import logger
 
 from pc.config import PCConfig
-from pc.errors import UserError, exit_on_user_error
+from pc.errors import UserError
 from pc.marking import attach
 from pc.targets import describe
 
@@ -34,9 +34,8 @@ class JobConfig:
 
 
 class Converter:
-    """TorchTitan's `ModelConverter`. A mistake in the configuration ends the process with one line."""
+    """TorchTitan's `ModelConverter`. A mistake in the configuration raises a `UserError`."""
 
-    @exit_on_user_error
     def __init__(self, job_config: Any, parallel_dims: ParallelDims) -> None:
         values = {**job_config.pc}
         is_enabled = values.pop("enable", True)
@@ -56,7 +55,6 @@ class Converter:
             )
         self._config = config if is_enabled else None
 
-    @exit_on_user_error
     def convert(self, model: nn.Module) -> None:
         """Attach PC to the whole model, on the meta device, before TorchTitan splits, wraps and shards it."""
         if self._config is not None:

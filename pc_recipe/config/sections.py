@@ -14,7 +14,7 @@ from pydantic import (
     field_validator,
 )
 
-from pc.blocks import BLOCK_GROUPS, BLOCK_SUFFIXES
+from pc.blocks import BLOCK_GROUPS, BLOCK_SUFFIXES, matches
 
 METHOD = "method"
 """the key is part of the definition of the weights in a checkpoint, which a resume must match"""
@@ -98,3 +98,8 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 Factor = Annotated[float, Field(ge=0, le=1e6)]
 Positive = Annotated[float, Field(ge=1e-9, le=1e9)]
 BlockFactors = dict[Annotated[str, one_of(BLOCK_SUFFIXES | BLOCK_GROUPS)], Positive]
+
+
+def block_factor(factors: Mapping[str, float], layer: str) -> float:
+    """The factor of a layer, of its initial weights or learning rate: that of the first entry that matches, or 1."""
+    return next((factor for entry, factor in factors.items() if matches(entry, layer)), 1.0)

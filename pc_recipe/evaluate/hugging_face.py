@@ -24,13 +24,14 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from pc.errors import UserError, WriteFailed
+from pc.errors import UserError
 from pc_recipe.data import hf_tokenizer
 from pc_recipe.data.tokenizers import load_tokenizer
 from pc_recipe.evaluate import plain_weights
 from pc_recipe.evaluate.model_card import model_card
 from pc_recipe.evaluate.plain_weights import RunCheckpoint
 from pc_recipe.files.atomic import write_atomically
+from pc_recipe.files.errors import WriteFailed
 
 # Settings that determine a Llama's function of its weights.
 _ARCHITECTURE = (

@@ -6,7 +6,7 @@ import os
 import secrets
 from pathlib import Path
 
-from pc.errors import WriteFailed
+from pc_recipe.files.errors import WriteFailed
 
 
 def write_atomically(path: str | Path, content: str | bytes) -> None:

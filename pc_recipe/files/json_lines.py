@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pc.errors import WriteFailed
+from pc_recipe.files.errors import WriteFailed
 
 logger = logging.getLogger(__name__)
 

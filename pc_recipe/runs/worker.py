@@ -14,8 +14,9 @@ from pathlib import Path
 import torch.distributed as dist
 from torchtitan.tools.logging import init_logger, logger
 
-from pc.errors import ReadFailed, UserError, WriteFailed
+from pc.errors import UserError
 from pc_recipe.config import Config, load_config, write_config
+from pc_recipe.files.errors import ReadFailed, WriteFailed
 from pc_recipe.files.lock import join_lock
 from pc_recipe.files.run_folder import keep_earlier_config, write_failure
 from pc_recipe.train.environment import write_environment

@@ -18,8 +18,9 @@ from torchtitan.components.checkpoint import AsyncMode, CheckpointManager
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 
-from pc.errors import UserError, WriteFailed
+from pc.errors import UserError
 from pc_recipe.config.schema import Checkpoint
+from pc_recipe.files.errors import WriteFailed
 from pc_recipe.files.run_folder import INDEX, list_checkpoints
 from pc_recipe.train.checkpoint_folder import CheckpointFolder, Damaged, LoadPlanner, Reader
 from pc_recipe.train.checkpoint_writer import ChecksummedWriter

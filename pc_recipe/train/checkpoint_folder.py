@@ -26,7 +26,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import ReadItem
 from torchtitan.tools.logging import logger
 
-from pc.errors import ReadFailed, UserError
+from pc.errors import UserError
+from pc_recipe.files.errors import ReadFailed
 from pc_recipe.files.run_folder import INDEX, find_newest_checkpoint
 from pc_recipe.train.checkpoint_writer import CHECKSUMS
 

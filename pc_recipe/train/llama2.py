@@ -13,11 +13,11 @@ from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
 from torchtitan.models.llama3.model.model import Transformer
 
-from pc.blocks import block_factor
 from pc.shards import local, own_block
 from pc.targets import clean_name
 from pc_recipe.config import Config
 from pc_recipe.config.model_sizes import FLAVORS, shape_of
+from pc_recipe.config.sections import block_factor
 
 
 @dataclass

@@ -15,13 +15,14 @@ from torchtitan.components.lr_scheduler import LRSchedulersContainer, build_lr_s
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.tools.logging import logger
 
-from pc.blocks import block_factor, block_of
+from pc.blocks import block_of
 from pc.config import MatrixSplit
 from pc.factory import precondition
 from pc.preconditioner import Preconditioner
 from pc.targets import clean_name
 from pc.weight import named_weights
 from pc_recipe.config.optimizers import KINDS, Optimizer
+from pc_recipe.config.sections import block_factor
 
 
 def is_hidden_matrix(name: str) -> bool:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -118,3 +119,27 @@ def test_empty_shards():
     for gradients in run_ranks(4, _more_ranks_than_rows):
         for name, parameter in reference.named_parameters():
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-12, msg=name)
+
+
+def _change_on_rank_0(rank):
+    """What restoring W says on each rank: two linear layers over all ranks, and before them one over half of them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
+    model = pc.attach(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), PCConfig(blocks=("[012]*",)))
+    fully_shard(model[0], mesh=mesh["expert"])
+    for layer in (model[1], model[2]):
+        fully_shard(layer, mesh=mesh["data", "expert"]._flatten("all"))
+    preconditioner = pc.precondition(model)
+    preconditioner.write_pc()
+    if rank == 0:
+        with torch.no_grad():
+            model[1].weight.to_local().mul_(2.0)
+    try:
+        preconditioner.restore_raw()
+    except pc.UserError as error:
+        return str(error)
+
+
+def test_a_change_on_one_rank_is_said_on_all():
+    """Also if the first weight has another mesh: no rank may wait for one that has raised."""
+    for error in run_ranks(4, _change_on_rank_0):
+        assert error and "a weight was changed while it held PC(W)" in error

@@ -171,11 +171,18 @@ def test_mistakes_are_one_line(write):
 
 
 def refused(rank, runs):
-    """The last line of stderr of each, after libraries' warnings."""
-    lines = []
+    """The last line that the command prints on stderr of each, after libraries' warnings; its trainer alone raises."""
+    from torchtitan.config import ConfigManager
+
+    from pc.integrations.torchtitan_train import main
+
+    lines, parse = [], ConfigManager.parse_args
     for words in runs:
-        printed = io.StringIO()
-        with contextlib.redirect_stderr(printed), pytest.raises(SystemExit):
+        with pytest.raises(pc.UserError):
             train(words)
+        printed = io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(printed), pytest.raises(SystemExit):
+            patch.setattr(ConfigManager, "parse_args", lambda manager, words=words: parse(manager, words))
+            main()
         lines.append(printed.getvalue().splitlines()[-1])
     return lines

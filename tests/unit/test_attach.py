@@ -40,6 +40,20 @@ def test_blocks_groups_patterns_and_levels():
     assert _names(pc.attach(model, PCConfig(blocks=("encoder.[02]",)))) == {"encoder.0", "encoder.2"}
 
 
+def test_a_pattern_leaves_rows_of_another_name_out():
+    """Such as the gate of Qwen3-Next's `q_proj`, here named z."""
+    splits = {"0": MatrixSplit(("q", "z"))}
+    with pytest.raises(UserError, match=r"'1\*' matches no weight"):
+        pc.attach(nn.ModuleDict({"1": nn.Linear(3, 4)}), PCConfig(blocks=("1*",), splits={"1": MatrixSplit(("z",))}))
+    for blocks in (("0*",), ("q",)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4))
+        before = model[0].weight.detach().clone()
+        _ready(model, PCConfig(blocks=blocks, splits=splits))
+        assert torch.equal(model[0].weight[2:], before[2:])
+        assert not torch.allclose(model[0].weight[:2], before[:2])  # control
+
+
 class Mixture(nn.Module):
     """A dense layer and a layer of experts that no name or class tells apart."""
 
@@ -129,6 +143,8 @@ def test_wrong_blocks(blocks, message):
         ({"level": {"o": 4}}, "pc.level names"),
         ({"level": [4]}, "two or more numbers"),
         ({"level": [1.5, float("nan")]}, "two or more numbers"),
+        ({"level": [[1.0, 2.0]]}, "two or more numbers"),
+        ({"level": {"o": {"q": 4}, "ffn": 4}}, "level {'q': 4} does not exist"),
         ({"level": {"o": 4, "ffn": [2.0, -3.0]}}, r"g\(1\.1\) = -1\.793"),
         ({"power_iterations": 0}, "power_iterations"),
         ({"heads": ["o"]}, "pc.heads: 'o' is not one of q, k, v"),
@@ -150,8 +166,10 @@ def test_a_map_of_ones_own_is_a_level():
     assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
     assert len({PCConfig(level=own), PCConfig(level=tuple(own))}) == 1  # a batch on a GPU has one config
     assert not torch.equal(_ready(_model(), PCConfig(level=[2.083, -1.643, 0.559]))(x), outputs[0])
-    with pytest.warns(UserWarning, match=r"g\(1\) = 0\.9\b"):
-        PCConfig(level=[1.4, -0.5])
+    for settings in ({}, {"mode": "forward"}):  # each config warns, once, where it is made
+        with pytest.warns(UserWarning, match=r"g\(1\) = 0\.9\b") as warned:
+            pc.attach(_model(), PCConfig(level=[1.4, -0.5], **settings))
+        assert [warning.filename for warning in warned] == [__file__]
 
 
 class Doubled(nn.Linear):

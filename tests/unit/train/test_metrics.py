@@ -7,8 +7,8 @@ import pytest
 import torch
 from torchtitan.tools.logging import logger as torchtitan_logger
 
-from pc.errors import WriteFailed
 from pc_recipe.config import Config
+from pc_recipe.files.errors import WriteFailed
 from pc_recipe.files.run_log import METRICS_FILE
 from pc_recipe.train.cpu import use_cpu_where_there_is_no_gpu
 from pc_recipe.train.loss_spikes import LossSpikes
