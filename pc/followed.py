@@ -34,7 +34,6 @@ def ids_of_parameters(*optimizers: Optimizer) -> set[int]:
 def require_trained(weights: Iterable[Weight], optimizers: list[Optimizer]) -> None:
     """Raise a `UserError` for a weight that no optimizer holds, or a gamma that none can train."""
     held = ids_of_parameters(*optimizers)
-    groups = gamma_groups(optimizers)
     for weight in weights:
         if not weight.parameter.requires_grad:
             continue
@@ -43,26 +42,25 @@ def require_trained(weights: Iterable[Weight], optimizers: list[Optimizer]) -> N
                 f"no optimizer given to pc.precondition holds the weight of {weight.name}; create optimizers after any "
                 "sharding, and give all that train the model"
             )
-        if weight.config.learnable_gamma and id(weight.gamma) not in held and group_for_gamma(weight, groups) is None:
+        if (
+            weight.config.learnable_gamma
+            and id(weight.gamma) not in held
+            and group_for_gamma(weight, optimizers) is None
+        ):
             raise UserError(
                 f"no optimizer given to pc.precondition can train the gamma of {weight.name}, because Muon, AdamH and MuonH "
                 "train matrices alone; give one for vectors too, or set learnable_gamma=False"
             )
 
 
-def gamma_groups(optimizers: list[Optimizer]) -> list[dict[str, Any]]:
-    """Parameter groups that a gamma may join, those first that have vectors. Muon, AdamH and MuonH train matrices
-    alone."""
+def group_for_gamma(weight: Weight, optimizers: list[Optimizer]) -> Any:
+    """The parameter group that a new gamma joins: the first that has vectors, or else the group of its weight; None if
+    there is none. Muon, AdamH and MuonH train matrices alone."""
     of_matrices = (torch.optim.Muon, Hyperball)
     groups = [g for optimizer in optimizers if not isinstance(optimizer, of_matrices) for g in optimizer.param_groups]
-    return sorted(groups, key=lambda group: not any(p.ndim == 1 for p in group["params"]))
-
-
-def group_for_gamma(weight: Weight, groups: list[dict[str, Any]]) -> Any:
-    """The group that a new gamma joins, out of `gamma_groups`; None if there is none."""
-    if groups and any(p.ndim == 1 for p in groups[0]["params"]):
-        return groups[0]
-    return next((group for group in groups if any(p is weight.parameter for p in group["params"])), None)
+    of_vectors = [group for group in groups if any(p.ndim == 1 for p in group["params"])]
+    of_weight = [group for group in groups if any(p is weight.parameter for p in group["params"])]
+    return next(iter(of_vectors + of_weight), None)
 
 
 def only_creates_state(optimizer: Optimizer) -> bool:

@@ -4,12 +4,7 @@
 
 So lr is the length of a step relative to the weight. There is no weight decay: the norm is what it would control.
 Vectors, embeddings and head stay with Adam. A weight that starts at zero is refused: it would stay there.
-
-Checked against the authors' article of 2025-12-15 (the formula; R is the norm at the start; projection matrices only,
-Adam for the rest) and what Marin's levanter (`adamh.py`, `muonh.py`), NVIDIA's Emerging-Optimizers
-(`muon_hyperball.py`) and Paddle (pull request 79792) compute: all have this formula with Frobenius norms, no decay, and
-as R the norm before each step, which is that at the start up to rounding. A stack has a norm for each matrix, as in
-Paddle. Levanter gives the head to AdamH as well.
+What was checked: docs/method.md.
 """
 
 import inspect
@@ -59,7 +54,7 @@ class Hyperball(torch.optim.Optimizer):
         # hooks: unwrap the parent's, or hooks, PC's too, would run twice.
         inspect.unwrap(super(Hyperball, type(self)).step)(self)  # type: ignore[call-arg]
         for shard, start, lr, radius, length in zip(shards, before, rates, radii, matrix_norms(weights), strict=True):
-            shard.mul_(lr * _ratio(radius, length)).add_(start)
+            shard.mul_(lr * _ratio(radius, length)).add_(start)  # the shard was -lr U, and length is lr |U|
         for shard, radius, length in zip(shards, radii, matrix_norms(weights), strict=True):
             shard.mul_(_ratio(radius, length))
         return loss

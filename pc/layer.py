@@ -16,7 +16,7 @@ def effective_weight(weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor,
     """PC(W) by the method that the config names (paper, algorithm 1, line 6: `pc.methods.normalised_polynomial`).
 
     This is the reference that faster code is tested against. The backward pass treats `u` and `v` as constants;
-    for the paper's method gradient flows through the divisor `s`, but not through the recovery factor `[s]`.
+    for the paper's method gradient flows through the divisor `s`, but not through the factor `s.detach()`.
 
     Args:
         weight: W, [..., n, m]; leading dimensions are independent matrices.
@@ -52,28 +52,16 @@ class PCLinear(nn.Linear):
     """
 
     gamma: nn.Parameter | None
+    # u and v are None while the weight is on the meta device, until `start_pc` or until a state is loaded
     u: Any
     v: Any
-    """Tensors; None while the weight is on the meta device, until `start_pc` or until a state is loaded"""
     pc_method: Method
     pc_name: str
+    pc_plain_class: Any
 
     def __init__(self, in_features: int, out_features: int, config: PCConfig, name: str = "", **others) -> None:
         super().__init__(in_features, out_features, **others)
-        self.add_pc(name, config)
-
-    def add_pc(self, name: str, config: PCConfig) -> None:
-        """Turn an `nn.Linear` that has its weight into a PC layer."""
-        self.pc_plain_class = type(self)
-        self.__class__ = PCLinear
-        self.pc_name, self.pc_method = name, method_of(config)
-        number = self.pc_method.count_gammas(self.out_features)
-        gamma = nn.Parameter(self.weight.new_ones(number)) if config.learnable_gamma else None
-        self.register_parameter("gamma", gamma)
-        self.register_buffer("u", None)
-        self.register_buffer("v", None)
-        if not self.weight.is_meta:
-            self.start_pc()
+        add_pc(self, name, config)
 
     def remove_pc(self) -> None:
         """Turn the layer into what it was."""
@@ -118,7 +106,21 @@ class PCLinear(nn.Linear):
             self.u, self.v = (torch.empty_like(state_dict[prefix + k], device=self.weight.device) for k in "uv")
         super()._load_from_state_dict(state_dict, prefix, *rest)
         if prefix + "u" not in state_dict and prefix + "weight" in state_dict and not self.weight.is_meta:
-            self.refresh()  # plain weights
+            self.refresh()  # a plain layer's state, without u and v
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, PC({self.pc_method.describe()})"
+
+
+def add_pc(linear: nn.Linear, name: str, config: PCConfig) -> None:
+    """Turn an `nn.Linear` into a `PCLinear`, in place."""
+    layer: Any = linear
+    layer.pc_plain_class = type(linear)
+    layer.__class__ = PCLinear
+    layer.pc_name, layer.pc_method = name, method_of(config)
+    number = layer.pc_method.count_gammas(linear.out_features)
+    layer.register_parameter("gamma", nn.Parameter(linear.weight.new_ones(number)) if config.learnable_gamma else None)
+    layer.register_buffer("u", None)
+    layer.register_buffer("v", None)
+    if not linear.weight.is_meta:
+        layer.start_pc()

@@ -25,10 +25,12 @@ def attach(model: nn.Module, config: PCConfig) -> nn.Module:
     The current weight becomes W. For trained weights call `pc.preserve` next: it makes the current weight PC(W).
 
     Raises:
-        UserError: an entry of `blocks` matches nothing, a weight twice, or one that is not known to be matrices; there
-            is an unknown weight beside those that a block finds, which it may miss; the model has PC already, or is
-            wrapped; in mode "forward", a weight is not an `nn.Linear`'s, or is several matrices, or the module around
-            its layer uses the weight without calling the layer. The model is then as before.
+        UserError: the model is then as before.
+            - The model has PC already, or is wrapped in DDP or FSDP.
+            - An entry of `blocks` matches no weight, or two match the same.
+            - It is not known how a matched weight is split, or what an unmatched one beside it is (`PCConfig.splits`).
+            - In mode "forward", a weight is not that of an `nn.Linear`, is several matrices, or is used by the module
+              around its layer without a call of the layer.
     """
     for module in model.modules():
         if hasattr(module, "pc_weights"):
@@ -119,7 +121,7 @@ def merge(model: nn.Module) -> nn.Module:
         if isinstance(weight.module, PCLinear) and isinstance(weight.module.weight, DTensor):
             raise UserError(f'pc.merge cannot get PC(W) of {weight.name}: its weight is sharded; use mode="step"')
     for preconditioner in {weight.preconditioner for weight in weights if weight.preconditioner is not None}:
-        preconditioner.require_unchanged(alone=True)  # as one rank may merge
+        preconditioner.require_unchanged(alone=True)  # no collective: one rank may merge alone
     for weight in weights:
         if isinstance(weight.module, PCLinear):
             effective = weight.module.effective_weight()

@@ -1,7 +1,7 @@
 """How the weights of known model classes are split.
 
-Three sources, from the general to the special: what transformers says of a stack of experts, linear layers that are
-known by the names of all layers of their module, and a table of classes.
+From the general to the special: what transformers says of a stack of experts, linear layers that are known by the names
+of all layers of their module, and a table of classes. All in a class whose name ends in "Router" is none of the blocks.
 """
 
 from collections.abc import Callable
@@ -149,8 +149,8 @@ for _name in _BERTS.split():
     }
 
 
-def known_splits(module: nn.Module) -> dict[str, MatrixSplit | None]:
-    """Splits of the parameters of a module, as far as they are known, by their names in it."""
+def splits_of_module(module: nn.Module) -> dict[str, MatrixSplit | None]:
+    """Splits of the parameters of a module, as far as its class, or the names of its layers, make them known."""
     name = type(module).__name__
     if name.endswith("Router"):
         return dict.fromkeys(key for key, _ in module.named_parameters())

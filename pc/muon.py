@@ -39,8 +39,6 @@ class Muon(torch.optim.Muon):
     """
 
     def __init__(self, params, **options) -> None:
-        if unknown := options.keys() - _OPTIONS.keys():
-            raise TypeError(f"Muon has no option {min(unknown)}")
         self._plans: dict[tuple, Plan] = {}
         torch.optim.Muon([torch.empty(1, 1)], **options)  # checks the options
         Optimizer.__init__(self, params, _OPTIONS | options)  # torch's own would refuse weights of three dimensions
@@ -89,14 +87,16 @@ class Muon(torch.optim.Muon):
             [_adjust_lr(1.0, group["adjust_lr_fn"], torch.Size((p.rows, split.columns))) for p in split.parts]
             for split in splits
         ]
+        # The owner multiplies each part by its factor over the weight's largest, and `shard.add_` below by the largest: a
+        # weight of one part is then not multiplied in bfloat16 at all.
         keys = [(split, settings, tuple(f / max(of) for f in of)) for split, of in zip(splits, factors, strict=True)]
         name = (*map(id, parameters), *keys)
         if name not in self._plans:
             self._plans[name] = Plan(items, items, keys, [split.cost for split in splits])
         self._plans[name].run(_orthogonalise, items, items)
         torch._foreach_mul_(shards, 1 - lr * group["weight_decay"])
-        for shard, (update,), of_parts in zip(shards, items, factors, strict=True):
-            shard.add_(local(update), alpha=-lr * max(of_parts))
+        for shard, (update,), of in zip(shards, items, factors, strict=True):
+            shard.add_(local(update), alpha=-lr * max(of))
 
 
 _EVERY_PART = PCConfig()  # Muon takes every part, and reads no setting of PC

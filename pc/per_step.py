@@ -146,13 +146,6 @@ class PerStep(Preconditioner):
 
     @torch.no_grad()
     def pull_back(self) -> None:
-        """Replace the gradient of PC(W) in `weight.grad` by that of W, and set `gamma.grad`.
-
-        Call it once per step, after the last backward pass and before clipping.
-
-        Raises:
-            UserError: the weights hold W or were changed, there are no gradients, or they are already pulled back.
-        """
         if not self.holds_pc:
             raise UserError(PULLED_RAW)
         if self.is_pulled_back:
@@ -205,11 +198,6 @@ class PerStep(Preconditioner):
         return True
 
     def restore_raw(self) -> None:
-        """Write W into the weights, unless they hold it, so that the optimizer steps and decays W.
-
-        Raises:
-            UserError: the weights were changed, or there are gradients of PC(W).
-        """
         if not self.is_pulled_back and self.has_gradients():
             raise UserError(NOT_PULLED_BACK)
         self.require_unchanged()

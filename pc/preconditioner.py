@@ -1,8 +1,8 @@
 """The object that `pc.precondition` makes: it follows optimizers, and is copied, saved and loaded with them.
 
-Two facts are kept apart: which of the two the weights hold, PC(W) or W, and which the gradients belong to. A step of
-any followed optimizer needs W in the weights; PC(W) is written into them again after all have stepped, or else before
-the next forward pass or state dict. So an optimizer may be skipped or replaced.
+The weights hold W or PC(W), and independently the gradients are those of W or of PC(W). A step of any followed optimizer
+needs W in the weights; PC(W) is written into them again after all have stepped, or else before the next forward pass or
+state dict. So an optimizer may be skipped or replaced.
 """
 
 from abc import ABC, abstractmethod
@@ -16,14 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from pc.errors import UserError
-from pc.followed import (
-    gamma_groups,
-    group_for_gamma,
-    ids_of_parameters,
-    only_creates_state,
-    require_trained,
-    unwrapped,
-)
+from pc.followed import group_for_gamma, ids_of_parameters, only_creates_state, require_trained, unwrapped
 from pc.shards import copy_into
 from pc.weight import Weight
 
@@ -37,7 +30,7 @@ class Preconditioner(ABC):
         weights: by name.
         holds_pc: whether forward passes may use the weights: they hold PC(W), or (mode "forward") W whose vectors
             are up to date.
-        has_started: whether they ever did.
+        has_started: whether PC(W) was written or loaded at least once.
         is_pulled_back: whether gradients are those of W and gamma, since the last `pull_back`.
     """
 
@@ -56,9 +49,9 @@ class Preconditioner(ABC):
             weight.kept = weight.parameter, weight.gamma
             weight.preconditioner = self
         self._hooks: dict[Optimizer, list[RemovableHandle]] = {}
-        """of the followed optimizers"""
+        """by followed optimizer"""
         self._stepped: set[Optimizer] = set()
-        """those that have stepped since the weights held PC(W)"""
+        """followed optimizers that have stepped since PC(W) was written"""
         self._is_stepping = self.has_started = self.is_pulled_back = False
         self._set_holds_pc(False)
 
@@ -76,16 +69,25 @@ class Preconditioner(ABC):
 
     @abstractmethod
     def pull_back(self) -> None:
-        """Make gradients of PC(W) those of W and gamma: once per step, after the last backward pass, before
-        clipping."""
+        """Replace the gradient of PC(W) in `weight.grad` by that of W, and set `gamma.grad`.
+
+        Call it once per step, after the last backward pass and before clipping.
+
+        Raises:
+            UserError: the weights hold W or were changed, there are no gradients, or they are already pulled back.
+        """
 
     @abstractmethod
     def restore_raw(self) -> None:
-        """Write W into the weights, unless they hold it, so that the optimizer steps and decays W."""
+        """Write W into the weights, unless they hold it, so that the optimizer steps and decays W.
+
+        Raises:
+            UserError: the weights were changed, or there are gradients of PC(W).
+        """
 
     @abstractmethod
     def write_raw(self) -> None:
-        """The same without a check of gradients and of changes; `pc.detach` calls it."""
+        """`restore_raw` without its checks; `pc.detach` calls it."""
 
     @abstractmethod
     def require_unchanged(self, alone: bool = False) -> None:
@@ -96,7 +98,7 @@ class Preconditioner(ABC):
         """A state was loaded: hold its PC(W), computed with its `u` and `v` as they are."""
 
     def _prepare_step(self) -> bool:
-        """Before an optimizer's step; whether the step changes weights."""
+        """Before an optimizer's step. False if it cannot change a weight with PC, because none has a gradient."""
         return True
 
     # --- optimizers
@@ -112,10 +114,15 @@ class Preconditioner(ABC):
         """
         given = unwrapped(optimizers)
         require_trained(self.weights.values(), given)
-        groups, trained = gamma_groups(given), ids_of_parameters(*given)
-        for weight in self.weights.values():
-            if weight.gamma is not None and weight.parameter.requires_grad and id(weight.gamma) not in trained:
-                group_for_gamma(weight, groups)["params"].append(weight.gamma)
+        trained = ids_of_parameters(*given)
+        new = [
+            weight
+            for weight in self.weights.values()
+            if weight.gamma is not None and weight.parameter.requires_grad and id(weight.gamma) not in trained
+        ]
+        groups = [group_for_gamma(weight, given) for weight in new]  # of all, before any has a gamma more
+        for group, weight in zip(groups, new, strict=True):
+            group["params"].append(weight.gamma)
         own = {id(p) for weight in self.weights.values() for p in (weight.parameter, weight.gamma)}
         for earlier in [*self._hooks]:
             if (own & ids_of_parameters(earlier)) <= trained:  # the new ones train all of ours that it does

@@ -1,4 +1,4 @@
-"""Which block of a whole tensor a rank holds, as `DTensor` shards it."""
+"""Which slice of a whole tensor a rank holds, as `DTensor` shards it."""
 
 import math
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ def local(tensor: Tensor) -> Tensor:
 def sharded_dims(tensor: Tensor) -> dict[int, int | None]:
     """{mesh dimension: the tensor's dimension that it shards, None for partial sums}; {} for a plain tensor.
 
-    Mesh dimensions of one rank are left out.
+    Mesh dimensions of size 1 are left out.
     """
     if not isinstance(tensor, DTensor):
         return {}
@@ -36,10 +36,12 @@ def is_stack(weight: Tensor) -> bool:
 
 
 def shard_like(weight: Tensor, tensor: Tensor) -> Tensor:
-    """Shard a tensor that every rank has whole, as state of `weight`, along its first dimension.
+    """A tensor that every rank has whole, sharded along its first dimension to be state of a weight:
 
-    Over the mesh dimensions that shard the weight; for a stack only over those that shard its first dimension, while
-    those that shard rows or columns replicate it. For a plain weight the tensor stays plain.
+    of [n, m]: over all mesh dimensions that shard the weight;
+    of a stack [E, n, m]: over those that shard E. Those that shard n or m replicate it.
+
+    Of a plain weight it stays plain.
     """
     if not isinstance(weight, DTensor):
         return tensor
@@ -50,14 +52,14 @@ def shard_like(weight: Tensor, tensor: Tensor) -> Tensor:
             placements[d] = Shard(0)
         elif dim == 0:
             placements[d] = weight.placements[d]
-    # a copy: the tensor's storage is whole, which asynchronous checkpoints could not stage
-    shard = own_block(tensor, mesh, placements).clone()
+    # a copy: a view would keep the whole tensor's storage, which asynchronous checkpoints cannot stage
+    shard = own_slice(tensor, mesh, placements).clone()
     return DTensor.from_local(shard, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
 def shard_gammas(weight: Tensor, gammas: Tensor) -> Tensor:
-    """Gammas [P] of a weight, or [E, P] of a stack, as state of one dimension [E P], because Muon would take two for a
-    matrix.
+    """Gammas [P] of a weight, or [E, P] of a stack flattened to [E P], sharded to be its state. In two dimensions Muon
+    would treat them as a matrix.
 
     A stack's are sharded as the stack is. For P > 1 and an E that the ranks do not divide they are replicated, because
     DTensor would divide [E P] elsewhere than the stack.
@@ -83,11 +85,11 @@ def viewed(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 def copy_into(tensor: Tensor, given: Tensor) -> None:
     """Copy a tensor, or from a whole one this rank's shard."""
     if isinstance(tensor, DTensor) and not isinstance(given, DTensor):
-        given = own_block(given, tensor.device_mesh, tensor.placements)
+        given = own_slice(given, tensor.device_mesh, tensor.placements)
     local(tensor).copy_(local(given))
 
 
-def own_block(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+def own_slice(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
     """The view of a whole tensor that this rank holds of a `DTensor` with these placements."""
     return tensor[held_slices(tensor.shape, tuple(placements), mesh.shape, tuple(mesh.get_coordinate() or ()))]
 
@@ -99,19 +101,19 @@ def held_slices(shape: Ints, placements: tuple[Placement, ...], sizes: Ints, coo
     Torch's own `compute_local_shape_and_global_offset` is wrong where tensor parallelism and then FSDP split a
     dimension unevenly: for 7 rows over 2, then over 3 ranks, it names other rows than FSDP2 has put there.
     """
-    block = [slice(0, size) for size in shape]
+    held = [slice(0, size) for size in shape]
     dims = [getattr(placement, "dim", None) for placement in placements]
     plain = [d for d, placement in enumerate(placements) if type(placement) is Shard]
     strided = [d for d, placement in enumerate(placements) if d not in plain and not placement.is_replicate()]
-    not_a_block = UserError(f"pc.owner needs shards that are blocks of their tensor, not {placements}")
+    not_a_slice = UserError(f"pc.owner needs shards that are slices of their tensor, not {placements}")
     for d in (*plain, *strided):
         dim = dims[d]
         if dim is None:  # partial sums
-            raise not_a_block
+            raise not_a_slice
         before = math.prod(sizes[e] for e in plain if e > d and dims[e] == dim)
         if d in strided and getattr(placements[d], "split_factor", None) != before:
-            raise not_a_block  # FSDP's shards should be of what tensor parallelism has sharded before
-        step = math.ceil((block[dim].stop - block[dim].start) / sizes[d])
-        start = min(block[dim].stop, block[dim].start + step * coordinate[d])
-        block[dim] = slice(start, min(block[dim].stop, start + step))
-    return tuple(block)
+            raise not_a_slice  # FSDP's shards should be of what tensor parallelism has sharded before
+        step = math.ceil((held[dim].stop - held[dim].start) / sizes[d])
+        start = min(held[dim].stop, held[dim].start + step * coordinate[d])
+        held[dim] = slice(start, min(held[dim].stop, start + step))
+    return tuple(held)

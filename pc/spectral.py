@@ -48,6 +48,11 @@ def power_iteration(weight: Tensor, u: Tensor, v: Tensor, steps: int) -> tuple[T
 def power_iteration_by_gram(weight: Tensor, gram: Tensor, u: Tensor, v: Tensor, steps: int) -> tuple[Tensor, Tensor]:
     """`power_iteration` with the smaller Gram matrix in place of the weight.
 
+    One multiplication by `W W^T` replaces one by `W^T` and one by `W`. PC needs the Gram matrix anyway, and it is
+    smaller; the weight itself is read twice instead of 2 `steps` times: the last multiplications use it. So rounding
+    errors of the Gram matrix (TF32 matmuls, for example) have the effect of iterating on a slightly different matrix,
+    and the error of `u^T W v` is the square of the vectors' error.
+
     Args:
         weight: [..., n, m].
         gram: `W W^T` or `W^T W`, whichever is smaller, [..., s, s].
@@ -57,21 +62,16 @@ def power_iteration_by_gram(weight: Tensor, gram: Tensor, u: Tensor, v: Tensor, 
 
     Returns:
         New `u` and `v`.
-
-    One multiplication by `W W^T` replaces one by `W^T` and one by `W`. PC needs the Gram matrix anyway, and it is
-    smaller; the weight itself is read twice instead of 2 `steps` times. The last multiplications use the
-    weight. So rounding errors of the Gram matrix (TF32 matmuls, for example) have the effect of iterating on a slightly
-    different matrix, and the error of `u^T W v` is the square of the vectors' error.
     """
     with torch.no_grad():
         if weight.size(-2) > weight.size(-1):
-            v = _of_largest_entry_one(_product(weight.mT, u), v)
+            v = _max_normalised(_product(weight.mT, u), v)
             for _ in range(steps - 1):
-                v = _of_largest_entry_one(_product(gram, v), v)
+                v = _max_normalised(_product(gram, v), v)
             v = v / v.norm(dim=-1, keepdim=True)
         else:
             for _ in range(steps - 1):
-                u = _of_largest_entry_one(_product(gram, u), u)
+                u = _max_normalised(_product(gram, u), u)
             v = _unit(_product(weight.mT, u), v)
         return _unit(_product(weight, v), u), v
 
@@ -93,14 +93,14 @@ def _product(matrix: Tensor, vector: Tensor) -> Tensor:
     return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
 
 
-def _of_largest_entry_one(vector: Tensor, previous: Tensor) -> Tensor:
-    """The vector over its largest entry, as squares above 1e38 overflow; the previous vector if it is zero."""
+def _max_normalised(vector: Tensor, previous: Tensor) -> Tensor:
+    """The vector divided by its largest |entry|, so that its squares cannot overflow; the previous one if it is zero."""
     size = torch.linalg.vector_norm(vector, math.inf, dim=-1, keepdim=True)
     return torch.where(size > 0, vector / size, previous)
 
 
 def _unit(vector: Tensor, previous: Tensor) -> Tensor:
-    vector = _of_largest_entry_one(vector, previous)
+    vector = _max_normalised(vector, previous)
     return vector / vector.norm(dim=-1, keepdim=True)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from pc.blocks import BLOCK_GROUPS, BLOCK_SUFFIXES, block_of, matches
 from pc.config import MatrixSplit, PCConfig
 from pc.errors import UserError
-from pc.model_classes import known_splits
+from pc.model_classes import splits_of_module
 from pc.splits import WeightSplit, split_of
 
 # What torch.compile and activation checkpointing insert into module names.
@@ -59,32 +59,35 @@ def find(model: nn.Module, config: PCConfig) -> tuple[dict[str, Target], dict[st
     targets: dict[str, Target] = {}
     others: dict[str, Other] = {}
     modules = {clean_name(name): module for name, module in model.named_modules()}
-    splits = _known_splits(config, modules)
-    for name, module in modules.items():
+    splits = _all_splits(config, modules)
+    for module_name, module in modules.items():
         for key, parameter in module.named_parameters(recurse=False):
             if parameter.ndim < 2:
                 continue
-            full = _join(name, key)
-            split = splits.get(full)
-            if full not in splits and isinstance(module, nn.Linear) and key == "weight":
+            parameter_name = _join(module_name, key)
+            split = splits.get(parameter_name)
+            if parameter_name not in splits and isinstance(module, nn.Linear) and key == "weight":
                 split = MatrixSplit()  # a pattern may name any of these
-            entries = [_entry_of(config, block, name, full) for block in (split.blocks if split else ("",))]
+            entries = [
+                _entry_of(config, block, module_name, parameter_name) for block in (split.blocks if split else ("",))
+            ]
             if not any(entries):
-                others[full] = Other([*parameter.shape], is_known=full in splits)
+                others[parameter_name] = Other([*parameter.shape], is_known=parameter_name in splits)
                 continue
             if split is None:
                 raise UserError(
-                    f"pc.blocks: {entries[0]!r} matches {full} of {type(module).__name__}, which is not known to be "
-                    f"matrices; add {_splits_to_add([full])}"
+                    f"pc.blocks: {entries[0]!r} matches {parameter_name} of {type(module).__name__}, which is not known to be "
+                    f"matrices; add {_splits_to_add([parameter_name])}"
                 )
-            head_dims = [split.head_dim or _head_dim(config, block, name, modules) for block in split.blocks]
+            head_dims = [split.head_dim or _head_dim(config, block, module_name, modules) for block in split.blocks]
             configs = [config.for_block(entry) if entry else None for entry in entries]
-            short = name if key == "weight" and name else full
-            targets[full] = Target(short, module, key, split_of(full, parameter.shape, split, configs, head_dims))
+            found = split_of(parameter_name, parameter.shape, split, configs, head_dims)
+            name = module_name if key == "weight" and module_name else parameter_name
+            targets[parameter_name] = Target(name, module, key, found)
     return targets, others
 
 
-def _known_splits(config: PCConfig, modules: dict[str, nn.Module]) -> dict[str, MatrixSplit | None]:
+def _all_splits(config: PCConfig, modules: dict[str, nn.Module]) -> dict[str, MatrixSplit | None]:
     """How weights are split, by full names: as the config says, else by the class of the module, else as a plain linear
     layer of a known name. None: known, and none of the blocks; a weight that is not known has no entry."""
     splits: dict[str, MatrixSplit | None] = {}
@@ -92,7 +95,7 @@ def _known_splits(config: PCConfig, modules: dict[str, nn.Module]) -> dict[str, 
         if isinstance(module, nn.Linear) and (block := block_of(name)):
             splits[_join(name, "weight")] = MatrixSplit((block,))
     for name, module in modules.items():
-        splits |= {_join(name, key): split for key, split in known_splits(module).items()}
+        splits |= {_join(name, key): split for key, split in splits_of_module(module).items()}
     parameters = [_join(name, key) for name, m in modules.items() for key, _ in m.named_parameters(recurse=False)]
     for pattern, split in reversed([*(config.splits or {}).items()]):  # the first that matches counts
         splits |= {parameter: split for parameter in parameters if _is_named(pattern, parameter)}
@@ -103,19 +106,19 @@ def require_complete(config: PCConfig, targets: dict[str, Target], others: dict[
     """Raise a `UserError` if an entry of `blocks` or `splits` finds nothing, or an entry of `blocks` may miss an
     unknown weight beside its own."""
     for pattern in config.splits or {}:
-        if not any(_is_named(pattern, full) for full in [*targets, *others]):
+        if not any(_is_named(pattern, parameter) for parameter in [*targets, *others]):
             raise UserError(f"pc.splits: {pattern!r} matches no weight of the model")
     for entry in config.blocks:
-        found = [full for full, target in targets.items() if entry in target.entries]
+        found = [parameter for parameter, target in targets.items() if entry in target.entries]
         if not found:
             raise UserError(
                 f"pc.blocks: {entry!r} matches no weight of the model; see print(pc.describe(model, config))"
             )
         if entry not in BLOCK_SUFFIXES and entry not in BLOCK_GROUPS:
             continue  # a pattern finds what it says
-        modules = {full.removesuffix(f".{targets[full].key}") for full in found}
+        modules = {parameter.removesuffix(f".{targets[parameter].key}") for parameter in found}
         beside = tuple(f"{_part_of_layer(name)}." for name in modules if "." in name)
-        unknown = {_all_layers(full) for full, other in others.items() if not other.is_known}
+        unknown = {_wildcard_layers(parameter) for parameter, other in others.items() if not other.is_known}
         missed = sorted(name for name in unknown if name.startswith(beside))
         if missed:
             raise UserError(
@@ -129,11 +132,12 @@ def _is_named(pattern: str, parameter: str) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for name in (parameter, parameter.removesuffix(".weight")))
 
 
-def _entry_of(config: PCConfig, block: str, name: str, full: str) -> str | None:
+def _entry_of(config: PCConfig, block: str, module_name: str, parameter_name: str) -> str | None:
     """The entry of `blocks` that matches a part."""
-    entries = [entry for entry in config.blocks if matches(entry, name, block) or matches(entry, full, block)]
+    names = (module_name, parameter_name)
+    entries = [entry for entry in config.blocks if any(matches(entry, name, block) for name in names)]
     if len(entries) > 1:
-        raise UserError(f"pc.blocks: {entries[1]!r} matches {name}, which an earlier entry matches too")
+        raise UserError(f"pc.blocks: {entries[1]!r} matches {module_name}, which an earlier entry matches too")
     return entries[0] if entries else None
 
 
@@ -154,21 +158,21 @@ def _join(name: str, key: str) -> str:
     return f"{name}.{key}" if name else key
 
 
-def _all_layers(name: str) -> str:
-    """A name with all layers made one: "layers.0.mlp" to "layers.*.mlp"."""
+def _wildcard_layers(name: str) -> str:
+    """A name with * for the number of the layer: "layers.*.mlp" for "layers.0.mlp"."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", name)
 
 
 def _part_of_layer(name: str) -> str:
     """The part of its layer that a module is in: "layers.*.mlp" for "layers.0.mlp.shared.up_proj"."""
-    around = _all_layers(name.rpartition(".")[0])
+    around = _wildcard_layers(name.rpartition(".")[0])
     layer = re.match(r"(.*\.)?\*\.[^.]+", around)
     return layer[0] if layer else around
 
 
 def _splits_to_add(names: Iterable[str], between: str = " ") -> str:
     """An argument of `PCConfig` for these weights, with "?" where only the user knows."""
-    entries = f",{between}".join(f'"{_all_layers(name)}": pc.MatrixSplit(("?",))' for name in names)
+    entries = f",{between}".join(f'"{_wildcard_layers(name)}": pc.MatrixSplit(("?",))' for name in names)
     return (
         f'splits={{{entries}}}, with the names of the parts, in the order of their rows, in place of "?", '
         "or None in place of a MatrixSplit for a weight that is none of the blocks"
@@ -184,13 +188,13 @@ def describe(model: nn.Module, config: PCConfig) -> str:
     """
     targets, others = find(model, config)
     lines = []
-    for full, target in targets.items():
+    for parameter, target in targets.items():
         shape = [*getattr(target.module, target.key).shape]
-        lines.append(f"{_all_layers(full)} {shape}: {target.split.describe()}")
-    for full, other in others.items():
-        lines.append(f"left out: {_all_layers(full)} {other.shape}{'' if other.is_known else ', not known'}")
+        lines.append(f"{_wildcard_layers(parameter)} {shape}: {target.split.describe()}")
+    for parameter, other in others.items():
+        lines.append(f"left out: {_wildcard_layers(parameter)} {other.shape}{'' if other.is_known else ', not known'}")
     text = [f"{count} x {line}" for line, count in Counter(lines).items()]
-    unknown = dict.fromkeys(_all_layers(full) for full, other in others.items() if not other.is_known)
+    unknown = dict.fromkeys(_wildcard_layers(parameter) for parameter, other in others.items() if not other.is_known)
     if numbered := [name for name in unknown if "*" in name]:
         text += ["If one of those not known is a block, add", _splits_to_add(numbered, between="\n        ")]
     return "\n".join(text)

@@ -9,7 +9,7 @@ from torch.utils.hooks import RemovableHandle
 
 from pc.config import PCConfig
 from pc.errors import UserError
-from pc.layer import PCLinear
+from pc.layer import PCLinear, add_pc
 from pc.shards import viewed
 from pc.splits import WeightSplit
 from pc.targets import Target
@@ -40,22 +40,23 @@ class Weight:
     """Whether the model's state dict leaves out what PC adds, because the preconditioner's state has it. Always in mode
     "step"; in mode "forward" where a trainer sets it, as the recipe's does."""
     guarded: list[nn.Module] = field(default_factory=list)
-    """Modules whose forward pass first needs PC(W): its own. For one of the weights, whose hook sees to all, also the
-    whole model."""
+    """Modules whose forward pass first needs PC(W): its own; of the model's first weight also the whole model, whose hook
+    writes PC(W) of all weights at once"""
     hooks: list[RemovableHandle] = field(default_factory=list)
     """of the module, as long as it has PC"""
 
     needs: str = NO_PRECONDITIONER
-    """the guard: what must happen before a forward pass may use the weight; empty: nothing"""
+    """why a forward pass may not use the weight yet, and what to call, as an error says it; empty: it may"""
     forward_hooks: list[RemovableHandle] = field(default_factory=list)
-    """of the guarded modules, while something must happen"""
+    """of the guarded modules, while `needs` is not empty"""
 
     preconditioner: Any = None
     """a `Preconditioner`, which computes PC(W); a copy of the model alone has none"""
     is_loaded_pc: bool = False
     """whether the last state dict that was loaded into the model had PC(W) here"""
     kept: tuple[nn.Parameter, nn.Parameter | None] | None = None
-    """the parameter and gamma, from `pc.precondition` on: for a while FSDP puts gathered ones into the module"""
+    """the parameter and gamma, from `pc.precondition` on: the sharded ones. During a forward pass FSDP puts unsharded
+    ones in their place in the module."""
     raw: Any = None
     """W, from `pc.precondition` on"""
     u: Any = None
@@ -68,7 +69,7 @@ class Weight:
         weight = cls(target.name, target.module, target.key, target.split, guarded=guarded)
         module = weight.module
         if weight.config.mode == "forward":
-            PCLinear.add_pc(module, weight.name, weight.config)
+            add_pc(module, weight.name, weight.config)
             weight.state_is_apart = False
         if not hasattr(module, "pc_weights"):
             module.pc_weights = {}
@@ -123,7 +124,8 @@ class Weight:
         return (viewed(self.gamma.detach(), self.split.gamma_shape) if self.split.stack else self.gamma,)
 
     def guard(self, needs: str) -> None:
-        """Before forward passes, see to what they need; "": allow them, without any check in the way."""
+        """Set `needs`. While it is not empty, a hook calls `ensure_pc` before a forward pass; forward passes of weights that
+        hold PC(W) have no hook."""
         if needs and not self.forward_hooks:
             # before FSDP's own, which gathers the weights
             self.forward_hooks = [m.register_forward_pre_hook(_before_forward, prepend=True) for m in self.guarded]

@@ -10,7 +10,7 @@ from pc.config import PCConfig
 from pc.errors import UserError
 from pc.spectral import power_iteration
 
-USE_AS_W = 'use them as W: without pc.preserve, or in a config with pc.start = "raw"'
+USE_AS_W = 'use them as W: without pc.preserve, or in the recipe by its key pc.start = "raw"'
 
 
 @contextmanager
@@ -66,13 +66,13 @@ class Method(ABC):
     @torch.no_grad()
     @matmul_precision("ieee")
     def write(
-        self, weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor, advance: bool = True
+        self, weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor, advance_first: bool = True
     ) -> tuple[Tensor, ...]:
-        """PC(W) and the u and v that it was computed with, which have advanced first unless `advance` is false.
+        """PC(W) and the u and v that it was computed with, which have advanced, unless `advance_first` is false.
 
         Any further tensors are what `pull_back` of the same W, u and v can use again; none by default.
         """
-        if advance:
+        if advance_first:
             u, v = self.advance(weight, u, v)
         return self.apply(weight, gamma, u, v), u, v
 
@@ -95,18 +95,10 @@ class Method(ABC):
         return torch.autograd.grad(result, inputs, gradient)
 
     def invert(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """W, u and v with PC(W) = `weight` for gamma = 1.
-
-        Raises:
-            UserError: the method has no way to find W (the default).
-        """
-        raise self._no_inverse
+        """W, u and v with PC(W) = `weight` for gamma = 1. A method that has no way to find W leaves this out."""
+        raise NotImplementedError
 
     def require_invertible(self) -> None:
         """Raise a `UserError` with the reason if `invert` cannot work; by default, if the method does not define it."""
         if type(self).invert is Method.invert:
-            raise self._no_inverse
-
-    @property
-    def _no_inverse(self) -> UserError:
-        return UserError(f'method "{self.config.method}" cannot preserve given weights; {USE_AS_W}')
+            raise UserError(f'method "{self.config.method}" cannot preserve given weights; {USE_AS_W}')

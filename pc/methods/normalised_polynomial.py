@@ -1,9 +1,9 @@
 """The paper's method: an odd polynomial g of the spectrally normalised weight.
 
-    s = u^T W v + epsilon              estimate of the largest singular value
-    PC(W) = gamma [s] g(W / s)         (algorithm 1, line 6)
+    s = u^T W v + epsilon                    estimate of the largest singular value
+    PC(W) = gamma s.detach() g(W / s)        (algorithm 1, line 6)
 
-[s] is the recovery factor: a number for the gradient, while the divisor s is a function of W.
+The gradient flows through the divisor s, but not through the factor s.detach(), which puts the norm back.
 
 `apply` is the reference. `write` and `pull_back` give the same results faster: the power iteration reuses the Gram
 matrix, the gradient takes fewer matmuls (`polynomial.vjp`), and scale factors multiply the small square matrices
@@ -28,7 +28,7 @@ TOLERANCE = 1e-6  # of g(1) = 1; an error there is a relative error of the large
 
 
 class NormalisedPolynomial(Method):
-    """gamma [s] g(W / s), with the map g of `PCConfig.level`."""
+    """gamma s.detach() g(W / s), with the map g of `PCConfig.level`."""
 
     def describe(self) -> str:
         return maps.describe(self.config.map) + ("" if self.config.norm_recovery else ", norm 1")
@@ -47,12 +47,12 @@ class NormalisedPolynomial(Method):
     @torch.no_grad()
     @matmul_precision("ieee")
     def write(
-        self, weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor, advance: bool = True
+        self, weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor, advance_first: bool = True
     ) -> tuple[Tensor, ...]:
         matrix, size = self._for_matmuls(weight)
         with self._polynomial_precision():
             gram = polynomial.gram_matrix(matrix)
-        if advance:
+        if advance_first:
             u, v = power_iteration_by_gram(weight, gram.to(weight.dtype), u, v, self.config.power_iterations)
         s = spectral_norm_estimate(weight, u, v)
         scale = self._scale(s, gamma)
@@ -71,7 +71,7 @@ class NormalisedPolynomial(Method):
     def pull_back(
         self, weight: Tensor, gradient: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor, *kept: Tensor
     ) -> tuple[Tensor, ...]:
-        """dW = gamma [s] / s (dN - <dN, N> u v^T), and dgamma = [s] <g(N), H>.
+        """dW = gamma r / s (dN - <dN, N> u v^T), and dgamma = r <g(N), H>, where r = s.detach().
 
         N = W / s, H is the gradient with respect to PC(W), and dN that of <g(N), H> with respect to N. The second term
         is the part through the divisor s, whose gradient is u v^T. `polynomial.vjp` gives dN and both inner products.

@@ -1,14 +1,9 @@
 """Weight normalisation by rows (Salimans and Kingma, arXiv:1602.07868): a length and a direction for each row.
 
-    r      = sqrt(mean of (|W_i| + epsilon)^2)
-    PC(W)_i = gamma_i [r] W_i / (|W_i| + epsilon)        gamma: learnable, one for each row
+    r       = sqrt(mean of (|W_i| + epsilon)^2)                   over the rows
+    PC(W)_i = gamma_i r.detach() W_i / (|W_i| + epsilon)          gamma: learnable, one for each row
 
-[r] is a number for the gradient, as [s] is in `pc.methods.normalised_polynomial`; without `norm_recovery` it is 1.
-
-Muown (Lion et al., arXiv:2605.10797, and NVIDIA's Emerging-Optimizers, `muown.py`) is this inside an optimizer: W = g v
-/ |v| by rows, where Muon trains v, Adam trains g, and |v| may grow, which shortens the steps of the direction. With
-Muon, `norm_recovery = false` and AdamW for the gammas the same is trained here, but gamma starts at 1 and not at the
-norms of the first v, and weight decay acts on v as well as on gamma, where Muown's acts on g alone.
+Without `norm_recovery` r is 1.
 """
 
 import torch

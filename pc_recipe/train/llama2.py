@@ -13,7 +13,7 @@ from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
 from torchtitan.models.llama3.model.model import Transformer
 
-from pc.shards import local, own_block
+from pc.shards import local, own_slice
 from pc.targets import clean_name
 from pc_recipe.config import Config
 from pc_recipe.config.model_sizes import FLAVORS, shape_of
@@ -107,7 +107,7 @@ def draw_parameter(name: str, parameter: Tensor, args: Llama2Args) -> None:
     else:
         whole.normal_(0, std, generator=generator)
     if isinstance(parameter, DTensor):
-        whole = own_block(whole, parameter.device_mesh, parameter.placements)
+        whole = own_slice(whole, parameter.device_mesh, parameter.placements)
     local(parameter).copy_(whole)
 
 

@@ -194,16 +194,16 @@ def _wrapped():
         (lambda: nn.Sequential(nn.Embedding(4, 4)), {}, "0.weight of Embedding, which is not known to be matrices"),
         (
             lambda: nn.Sequential(nn.Linear(4, 4)),
-            {"splits": {"0.weight": MatrixSplit(("a", "b", "c"))}},
+            {"splits": {"0.weight": MatrixSplit(("q", "k", "v"))}},
             "does not fit 0.weight",
         ),
         # a pattern may name the module
-        (lambda: nn.Sequential(nn.Linear(4, 4)), {"splits": {"0": MatrixSplit(("a", "b", "c"))}}, "does not fit 0.wei"),
+        (lambda: nn.Sequential(nn.Linear(4, 4)), {"splits": {"0": MatrixSplit(("q", "k", "v"))}}, "does not fit 0.wei"),
         (lambda: nn.Sequential(nn.Linear(4, 4)), {"splits": {"1": MatrixSplit()}}, "pc.splits: '1' matches no weight"),
         (lambda: nn.Sequential(Doubled(4, 4)), {"mode": "forward"}, '0, a Doubled, does not allow; use "step"'),
         (
             lambda: nn.Sequential(nn.Linear(4, 4)),
-            {"mode": "forward", "splits": {"0.weight": MatrixSplit(("a", "b"))}},
+            {"mode": "forward", "splits": {"0.weight": MatrixSplit(("gate", "up"))}},
             "of one matrix, in the call of its layer, which 0, a Linear",
         ),
     ],

@@ -50,12 +50,21 @@ def test_a_gamma_is_trained_as_other_vectors_are():
     preconditioner = pc.precondition(pc.attach(model, PCConfig()), optimizer)
     gammas = [w.gamma for w in preconditioner.weights.values()]
     assert [id(p) for p in optimizer.param_groups[1]["params"][2:]] == [id(gamma) for gamma in gammas]
-    alone = torch.optim.AdamW([p for p in toy_model().parameters()])
-    assert len(alone.param_groups) == 1
     toy_loss(model, toy_batch(0)).backward()
     preconditioner.pull_back()
     optimizer.step()
     assert all((gamma - 1).abs() > 1e-4 for gamma in gammas)  # AdamW's first step is the learning rate, 1e-3
+
+
+def test_without_vectors_a_gamma_joins_the_group_of_its_weight():
+    model = toy_model()
+    optimizer = torch.optim.AdamW(
+        [{"params": block.parameters(), "lr": 0.1 / (i + 1)} for i, block in enumerate(model)]
+    )
+    preconditioner = pc.precondition(pc.attach(model, PCConfig()), optimizer)
+    for group in optimizer.param_groups:
+        weights = [w for w in preconditioner.weights.values() if any(p is w.parameter for p in group["params"])]
+        assert {id(w.gamma) for w in weights} == {id(p) for p in group["params"] if p.ndim == 1} and weights
 
 
 class Experts(nn.Module):
