@@ -25,14 +25,14 @@ LEVELS = {
 
 
 class PC:
-    """Trains W while the model multiplies by PC(W) = gamma [s] g(W / s), where s estimates W's spectral norm.
+    """Trains W while the model multiplies by PC(W) = gamma s.detach() g(W / s), where s estimates W's spectral norm.
 
     Weights change once per optimizer step, so PC(W) is computed once per step. Between steps the model's parameters hold
     PC(W), and forward and backward passes are those of a plain model:
 
-        loss.backward()               # every micro-batch: the gradient with respect to PC(W) accumulates
-        preconditioner.pull_back()    # it becomes that with respect to W and gamma; W is back. Clip after this.
-        optimizer.step()              # any optimizer; give it `preconditioner.gammas` too
+        loss.backward()  # every micro-batch: the gradient with respect to PC(W) accumulates
+        preconditioner.pull_back_and_restore()  # it becomes that of W and gamma; the model holds W. Clip after this.
+        optimizer.step()  # any optimizer; give it `preconditioner.gammas` too
         preconditioner.write_pc()  # the model holds the new PC(W)
     """
 
@@ -55,7 +55,7 @@ class PC:
                 self.u[i] = nn.functional.normalize(weight @ self.v[i], dim=0)
             weight.copy_(self.effective(self.raw[i], self.gammas[i], self.u[i], self.v[i]))
 
-    def pull_back(self) -> None:
+    def pull_back_and_restore(self) -> None:
         """Replace the gradients with respect to PC(W) by those with respect to W and gamma, and PC(W) by W."""
         for weight, raw, gamma, u, v in zip(self.weights, self.raw, self.gammas, self.u, self.v, strict=True):
             given = raw.clone().requires_grad_()
@@ -67,7 +67,7 @@ class PC:
     def effective(self, weight: Tensor, gamma: Tensor, u: Tensor, v: Tensor) -> Tensor:
         """PC(W) [n, m] (algorithm 1). u and v are constants, and so is the s that puts the norm back."""
         s = u @ weight @ v + 1e-7  # the largest singular value, as far as u and v have converged
-        scaled = weight / s  # singular values in [0, 1]; the gradient flows through this s
+        scaled = weight / s  # singular values at most about 1; the gradient flows through this s
         tall = weight.shape[0] > weight.shape[1]
         gram = scaled.mT @ scaled if tall else scaled @ scaled.mT  # the smaller one, eigenvalues sigma^2
         identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
@@ -100,7 +100,7 @@ def main() -> None:
             loss = nn.functional.cross_entropy(model(windows[:, :-1]), windows[:, -1])
             (loss / 2).backward()
         if preconditioner:
-            preconditioner.pull_back()
+            preconditioner.pull_back_and_restore()
         nn.utils.clip_grad_norm_([*model.parameters(), *gammas], 1.0)
         optimizer.step()
         optimizer.zero_grad()

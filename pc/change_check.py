@@ -1,7 +1,5 @@
 """Notices weights that were changed while they held PC(W): such a change would be lost, as the optimizer steps W."""
 
-from collections.abc import Iterator
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -47,9 +45,12 @@ class ChangeCheck:
         norms = self._measure()
         same = torch.isclose(norms, self._norms.to(norms.device), rtol=TOLERANCE, atol=0.0, equal_nan=True)
         changed = (~same).any().float()
-        if not alone:
-            for group in dict.fromkeys(self._groups()):
-                dist.all_reduce(changed, dist.ReduceOp.MAX, group=group)
+        meshes = dict.fromkeys(w.parameter.device_mesh for w in self._weights if isinstance(w.parameter, DTensor))
+        groups = [group for mesh in meshes for group in mesh.get_all_groups()] + (
+            [self._replicas] if self._replicas else []
+        )
+        for group in [] if alone else dict.fromkeys(groups):
+            dist.all_reduce(changed, dist.ReduceOp.MAX, group=group)
         if bool(changed) if alone else self._now_or_previous(changed):
             self._previous = None
             raise UserError(
@@ -57,12 +58,6 @@ class ChangeCheck:
                 "with the model's, swap averaged weights back, call pc.precondition after initialisation and DDP, give "
                 "it all optimizers, and change weights between restore_raw() and write_pc()"
             )
-
-    def _groups(self) -> Iterator[dist.ProcessGroup]:
-        for mesh in dict.fromkeys(w.parameter.device_mesh for w in self._weights if isinstance(w.parameter, DTensor)):
-            yield from mesh.get_all_groups()
-        if self._replicas:
-            yield self._replicas
 
     @torch.no_grad()
     def _measure(self) -> Tensor:

@@ -78,12 +78,9 @@ class PCConfig:
         "How weights other than those of plain linear layers are split into matrices (pc.MatrixSplit), by patterns of "
         "parameter names. An entry of value None leaves a weight out. Classes in pc.model_classes.KNOWN need no entry.",
     )
-    power_iterations: int = _key(
-        10, "Of all methods but row_norm: power iterations per optimizer step (q in algorithm 3)."
-    )
+    power_iterations: int = _key(10, "Power iterations per optimizer step (q in algorithm 3); row_norm needs none.")
     norm_recovery: bool = _key(
-        True,
-        "Of methods polynomial and row_norm: multiply by the norm that was divided by, so that the weight keeps it.",
+        True, "Of methods polynomial and row_norm: multiply by the norm that was divided by, so that it stays."
     )
     learnable_gamma: bool = _key(
         True, "Multiply by one learnable scalar per matrix, with method row_norm per row, initialised to 1."

@@ -4,7 +4,7 @@
 
 So lr is the length of a step relative to the weight. There is no weight decay: the norm is what it would control.
 Vectors, embeddings and head stay with Adam. A weight that starts at zero is refused: it would stay there.
-What was checked: docs/method.md.
+What it was checked against: docs/method.md.
 """
 
 import inspect

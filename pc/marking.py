@@ -27,10 +27,9 @@ def attach(model: nn.Module, config: PCConfig) -> nn.Module:
     Raises:
         UserError: the model is then as before.
             - The model has PC already, or is wrapped in DDP or FSDP.
-            - An entry of `blocks` matches no weight, or two match the same.
-            - It is not known how a matched weight is split, or what an unmatched one beside it is (`PCConfig.splits`).
-            - In mode "forward", a weight is not that of an `nn.Linear`, is several matrices, or is used by the module
-              around its layer without a call of the layer.
+            - An entry of `blocks` matches no weight, or two match the same one.
+            - It is not known how a matched weight, or one beside it, is split into matrices (`PCConfig.splits`).
+            - In mode "forward": not an `nn.Linear`'s weight, several matrices, or used without a call of their layer.
     """
     for module in model.modules():
         if hasattr(module, "pc_weights"):
@@ -52,7 +51,7 @@ def attach(model: nn.Module, config: PCConfig) -> nn.Module:
 
 def _require_called(target: Target, not_called: set[nn.Module]) -> None:
     module = target.module
-    is_plain = type(module).forward is nn.Linear.forward and target.key == "weight" and module not in not_called
+    is_plain = type(module).forward is nn.Linear.forward and target.attribute == "weight" and module not in not_called
     if not is_plain or [part.count for part in target.split.parts] != [1]:
         raise UserError(
             f'pc.mode = "forward" multiplies by PC(W) of one matrix, in the call of its layer, which {target.name}, '

@@ -107,7 +107,7 @@ class PerStep(Preconditioner):
             # gradient, which only `pull_back` sets; of a sharded one, because distributed checkpoints save optimizer
             # states of such parameters alone.
             gamma = nn.Parameter(shard_gammas(parameter, ones), requires_grad=isinstance(parameter, DTensor))
-            weight.module.register_parameter(weight.gamma_key, gamma)
+            weight.module.register_parameter(weight.gamma_attribute, gamma)
         given = weight.split.initial_vectors(weight.name) if weight.u is None else (weight.u, weight.v)
         vectors = (vector.to(parameter.device, parameter.dtype) for vector in given)
         weight.u, weight.v = (shard_like(parameter, vector) for vector in vectors)

@@ -46,7 +46,7 @@ class Preconditioner(ABC):
         first.guarded = [first.module, *dict.fromkeys((*models, *parts))]
         for weight in weights.values():
             self._add_tensors(weight)
-            weight.kept = weight.parameter, weight.gamma
+            weight.parameters = weight.parameter, weight.gamma
             weight.preconditioner = self
         self._hooks: dict[Optimizer, list[RemovableHandle]] = {}
         """by followed optimizer"""
@@ -115,14 +115,12 @@ class Preconditioner(ABC):
         given = unwrapped(optimizers)
         require_trained(self.weights.values(), given)
         trained = ids_of_parameters(*given)
-        new = [
-            weight
-            for weight in self.weights.values()
-            if weight.gamma is not None and weight.parameter.requires_grad and id(weight.gamma) not in trained
-        ]
-        groups = [group_for_gamma(weight, given) for weight in new]  # of all, before any has a gamma more
-        for group, weight in zip(groups, new, strict=True):
-            group["params"].append(weight.gamma)
+        joining = []
+        for weight in self.weights.values():
+            if weight.gamma is not None and weight.parameter.requires_grad and id(weight.gamma) not in trained:
+                joining.append((group_for_gamma(weight, given), weight.gamma))
+        for group, gamma in joining:  # not before: a group with one gamma more would be a group of vectors
+            group["params"].append(gamma)
         own = {id(p) for weight in self.weights.values() for p in (weight.parameter, weight.gamma)}
         for earlier in [*self._hooks]:
             if (own & ids_of_parameters(earlier)) <= trained:  # the new ones train all of ours that it does

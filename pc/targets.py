@@ -32,8 +32,8 @@ class Target(NamedTuple):
     name: str
     """full name of the module; or of the parameter, if that is not "weight" """
     module: nn.Module
-    key: str
-    """of the parameter in its module"""
+    attribute: str
+    """name of the parameter in its module"""
     split: WeightSplit
 
     @property
@@ -64,26 +64,24 @@ def find(model: nn.Module, config: PCConfig) -> tuple[dict[str, Target], dict[st
         for key, parameter in module.named_parameters(recurse=False):
             if parameter.ndim < 2:
                 continue
-            parameter_name = _join(module_name, key)
-            split = splits.get(parameter_name)
-            if parameter_name not in splits and isinstance(module, nn.Linear) and key == "weight":
+            full_name = _join(module_name, key)
+            split = splits.get(full_name)
+            if full_name not in splits and isinstance(module, nn.Linear) and key == "weight":
                 split = MatrixSplit()  # a pattern may name any of these
-            entries = [
-                _entry_of(config, block, module_name, parameter_name) for block in (split.blocks if split else ("",))
-            ]
+            entries = [_entry_of(config, block, module_name, full_name) for block in (split.blocks if split else ("",))]
             if not any(entries):
-                others[parameter_name] = Other([*parameter.shape], is_known=parameter_name in splits)
+                others[full_name] = Other([*parameter.shape], is_known=full_name in splits)
                 continue
             if split is None:
                 raise UserError(
-                    f"pc.blocks: {entries[0]!r} matches {parameter_name} of {type(module).__name__}, which is not known to be "
-                    f"matrices; add {_splits_to_add([parameter_name])}"
+                    f"pc.blocks: {entries[0]!r} matches {full_name} of {type(module).__name__}, which is not known to be "
+                    f"matrices; add {_splits_to_add([full_name])}"
                 )
             head_dims = [split.head_dim or _head_dim(config, block, module_name, modules) for block in split.blocks]
             configs = [config.for_block(entry) if entry else None for entry in entries]
-            found = split_of(parameter_name, parameter.shape, split, configs, head_dims)
-            name = module_name if key == "weight" and module_name else parameter_name
-            targets[parameter_name] = Target(name, module, key, found)
+            found = split_of(full_name, parameter.shape, split, configs, head_dims)
+            name = module_name if key == "weight" and module_name else full_name
+            targets[full_name] = Target(name, module, key, found)
     return targets, others
 
 
@@ -116,7 +114,7 @@ def require_complete(config: PCConfig, targets: dict[str, Target], others: dict[
             )
         if entry not in BLOCK_SUFFIXES and entry not in BLOCK_GROUPS:
             continue  # a pattern finds what it says
-        modules = {parameter.removesuffix(f".{targets[parameter].key}") for parameter in found}
+        modules = {parameter.removesuffix(f".{targets[parameter].attribute}") for parameter in found}
         beside = tuple(f"{_part_of_layer(name)}." for name in modules if "." in name)
         unknown = {_wildcard_layers(parameter) for parameter, other in others.items() if not other.is_known}
         missed = sorted(name for name in unknown if name.startswith(beside))
@@ -132,9 +130,9 @@ def _is_named(pattern: str, parameter: str) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for name in (parameter, parameter.removesuffix(".weight")))
 
 
-def _entry_of(config: PCConfig, block: str, module_name: str, parameter_name: str) -> str | None:
+def _entry_of(config: PCConfig, block: str, module_name: str, full_name: str) -> str | None:
     """The entry of `blocks` that matches a part."""
-    names = (module_name, parameter_name)
+    names = (module_name, full_name)
     entries = [entry for entry in config.blocks if any(matches(entry, name, block) for name in names)]
     if len(entries) > 1:
         raise UserError(f"pc.blocks: {entries[1]!r} matches {module_name}, which an earlier entry matches too")
@@ -189,7 +187,7 @@ def describe(model: nn.Module, config: PCConfig) -> str:
     targets, others = find(model, config)
     lines = []
     for parameter, target in targets.items():
-        shape = [*getattr(target.module, target.key).shape]
+        shape = [*getattr(target.module, target.attribute).shape]
         lines.append(f"{_wildcard_layers(parameter)} {shape}: {target.split.describe()}")
     for parameter, other in others.items():
         lines.append(f"left out: {_wildcard_layers(parameter)} {other.shape}{'' if other.is_known else ', not known'}")

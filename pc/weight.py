@@ -33,8 +33,8 @@ class Weight:
     """full name of the module; or of the parameter, if that is not "weight" """
     module: Any
     """an nn.Module"""
-    key: str
-    """of the parameter in its module"""
+    attribute: str
+    """name of the parameter in its module"""
     split: WeightSplit
     state_is_apart: bool = True
     """Whether the model's state dict leaves out what PC adds, because the preconditioner's state has it. Always in mode
@@ -54,7 +54,7 @@ class Weight:
     """a `Preconditioner`, which computes PC(W); a copy of the model alone has none"""
     is_loaded_pc: bool = False
     """whether the last state dict that was loaded into the model had PC(W) here"""
-    kept: tuple[nn.Parameter, nn.Parameter | None] | None = None
+    parameters: tuple[nn.Parameter, nn.Parameter | None] | None = None
     """the parameter and gamma, from `pc.precondition` on: the sharded ones. During a forward pass FSDP puts unsharded
     ones in their place in the module."""
     raw: Any = None
@@ -66,7 +66,7 @@ class Weight:
     @classmethod
     def mark(cls, target: Target, guarded: list[nn.Module]) -> "Weight":
         """Put a new one into `pc_weights` of its module; from now on forward passes are refused."""
-        weight = cls(target.name, target.module, target.key, target.split, guarded=guarded)
+        weight = cls(target.name, target.module, target.attribute, target.split, guarded=guarded)
         module = weight.module
         if weight.config.mode == "forward":
             add_pc(module, weight.name, weight.config)
@@ -78,7 +78,7 @@ class Weight:
                 module.register_state_dict_post_hook(_leave_out),
                 module.register_load_state_dict_pre_hook(_put_back),
             ]
-        module.pc_weights[weight.key] = weight
+        module.pc_weights[weight.attribute] = weight
         weight.guard(NO_PRECONDITIONER)
         return weight
 
@@ -90,7 +90,7 @@ class Weight:
         if isinstance(self.module, PCLinear):
             self.module.remove_pc()
         elif self.gamma is not None:
-            delattr(self.module, self.gamma_key)
+            delattr(self.module, self.gamma_attribute)
         self.module.__dict__.pop("pc_weights", None)
 
     def __getstate__(self) -> dict:
@@ -99,13 +99,13 @@ class Weight:
     @property
     def parameter(self) -> nn.Parameter:
         """W, or PC(W) in mode "step" between optimizer steps."""
-        return self.kept[0] if self.kept else getattr(self.module, self.key)
+        return self.parameters[0] if self.parameters else getattr(self.module, self.attribute)
 
     @property
     def gamma(self) -> nn.Parameter | None:
         """[P] for P matrices of one gamma each, [E P] for a stack. In mode "step" `pc.precondition` adds it, so that no
         wrapper sees it."""
-        return self.kept[1] if self.kept else getattr(self.module, self.gamma_key, None)
+        return self.parameters[1] if self.parameters else getattr(self.module, self.gamma_attribute, None)
 
     @property
     def config(self) -> PCConfig:
@@ -113,8 +113,8 @@ class Weight:
         return self.split.config
 
     @property
-    def gamma_key(self) -> str:
-        return "gamma" if self.key == "weight" else f"{self.key}_gamma"
+    def gamma_attribute(self) -> str:
+        return "gamma" if self.attribute == "weight" else f"{self.attribute}_gamma"
 
     @property
     def gammas(self) -> tuple[Tensor, ...]:
@@ -170,7 +170,7 @@ def _left_out(module: Any) -> Iterator[str]:
     """What the model's state dict leaves out of a module."""
     for weight in module.pc_weights.values():
         if weight.state_is_apart:
-            keys = (weight.gamma_key, "u", "v") if isinstance(module, PCLinear) else (weight.gamma_key,)
+            keys = (weight.gamma_attribute, "u", "v") if isinstance(module, PCLinear) else (weight.gamma_attribute,)
             yield from (key for key in keys if getattr(module, key, None) is not None)
 
 

@@ -56,7 +56,11 @@ class Trainer(torchtitan.train.Trainer):
         return loss
 
     def finish_gradients(self, global_valid_tokens: Tensor) -> None:
-        """Turn the gradients of all micro-batches into those of W and gamma, before clipping."""
+        """Turn the gradients of all micro-batches into those of W and gamma, before clipping.
+
+        Args:
+            global_valid_tokens: not needed here; a subclass may have to divide by it first, as under pipeline parallelism.
+        """
         if self.preconditioner is not None:
             self.preconditioner.pull_back()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pc.errors import UserError
-from pc.methods import describe, method_of
+from pc.methods import method_of
 from pc_recipe.config import Config, load_config, rules
 from pc_recipe.config.pc_section import PC
 from pc_recipe.config.rank_batches import RankBatches
@@ -16,6 +16,7 @@ from pc_recipe.config.schema import Checkpoint
 from pc_recipe.data import GlobalOrderLoader, Manifest, require_same_tokenizer
 from pc_recipe.data.demo import FOLDER as DEMO
 from pc_recipe.runs import memory, micro_batch
+from pc_recipe.runs.cost import describe_pc
 
 
 @dataclass
@@ -139,7 +140,7 @@ def _check_model(result: CheckResult, config: Config) -> memory.Sizes:
             _try(result, method_of(pc_config.for_block(block)).require_invertible)
     if config.pc.enable:
         share = sizes.preconditioned / parameters
-        what = describe(config.pc.pc_config)
+        what = describe_pc(config.pc.pc_config)
         result.facts.append(("preconditioned", f"{sizes.preconditioned:,} weights ({share:.0%}), {what}"))
     return sizes
 

@@ -19,7 +19,7 @@ from torchtitan.models.llama3.model.model import Transformer
 
 from pc import attach, effective_weight, named_weights, polynomial
 from pc.config import PCConfig
-from pc.methods import describe, method_of
+from pc.methods import method_of
 from pc.owner import assign
 from pc.per_step import KEPT_BYTES
 from pc_recipe.config import load_config
@@ -30,6 +30,14 @@ from pc_recipe.runs.memory import count_kept_bytes
 from pc_recipe.train.llama2 import model_args_of
 from pc_recipe.train.parallelize import SAVED_OPERATIONS
 from pc_recipe.train.upstream_config import JobConfig
+
+
+def describe_pc(config: PCConfig) -> str:
+    """What PC(W) is, in a few words; by the entries of `blocks` where they differ."""
+    of_blocks = {block: method_of(config.for_block(block)).describe() for block in config.blocks}
+    if len(set(of_blocks.values())) == 1:
+        return of_blocks[config.blocks[0]]
+    return "; ".join(f"{block}: {description}" for block, description in of_blocks.items())
 
 
 @dataclass(frozen=True)
@@ -195,7 +203,7 @@ def table(run_cost: RunCost) -> str:
     return (
         f"{parameters / 1e6:,.1f} M parameters, {ranks} GPUs, {cost.tokens:,} tokens per step in {run_cost.batches.micro_batches} "
         f"micro-batches of {config.training.local_batch_size} x {config.training.seq_len} per rank, PC: "
-        f"{describe(config.pc.pc_config)}{note}\n\n"
+        f"{describe_pc(config.pc.pc_config)}{note}\n\n"
         + markdown.table(("operations per step", "PFLOP", "of the model's"), rows)
         + f"\n{bound}FLOPs are not time: PC's matmuls run in pc.compute_dtype or float32, the model's in bfloat16.\n"
     )
