@@ -1,4 +1,5 @@
-"""The object that `pc.precondition` makes: it follows optimizers, and is copied, saved and loaded with them.
+"""The object that `pc.precondition` makes: it follows optimizers, and is copied, saved and loaded with them. It changes
+weights around their steps, not their updates, as Shampoo would.
 
 The weights hold W or PC(W), and independently the gradients are those of W or of PC(W). A step of any followed optimizer
 needs W in the weights; PC(W) is written into them again after all have stepped, or else before the next forward pass or
@@ -129,10 +130,9 @@ class Preconditioner(ABC):
 
     def _register(self, optimizers: Iterable[Optimizer]) -> None:
         for optimizer in optimizers:
-            before, after = self._before_step, self._after_step
             self._hooks[optimizer] = [
-                optimizer.register_step_pre_hook(before),
-                optimizer.register_step_post_hook(after),
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
             ]
 
     def _leave(self, optimizer: Optimizer) -> None:
