@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import uuid
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
 
@@ -122,7 +123,7 @@ def build_command(
         rendezvous: torchrun's options, of one node or several; none: this machine alone.
 
     Raises:
-        UserError: this machine cannot compile, or no micro-batch fits its GPUs.
+        UserError: this machine cannot compile or has no wandb, or no micro-batch fits its GPUs.
     """
     from pc_recipe.runs import micro_batch  # takes seconds
 
@@ -152,9 +153,15 @@ def build_command(
 
 
 def _wandb_environment(config: Config) -> dict[str, str]:
-    """What Weights & Biases reads: every attempt of a run continues its one page there."""
+    """What Weights & Biases reads: every attempt of a run continues its one page there.
+
+    Raises:
+        UserError: the package is missing, without which TorchTitan would train and log nothing there.
+    """
     if not config.metrics.enable_wandb:
         return {}
+    if find_spec("wandb") is None:
+        raise UserError("metrics.enable_wandb = true needs the package: pip install '.[wandb]', or use false")
     folder = Path(config.job.dump_folder)
     id_file = folder / "wandb_id"
     if not id_file.exists():

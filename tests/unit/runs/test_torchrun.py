@@ -4,15 +4,18 @@ import contextlib
 import os
 import signal
 import sys
+from unittest import mock
 
 import pytest
 import torch
+from torchtitan.components.metrics import WandBLogger
 
 from pc.errors import UserError
 from pc_recipe.config import Config
 from pc_recipe.files.lock import is_locked, lock
 from pc_recipe.runs import torchrun
 from pc_recipe.train import cpu
+from pc_recipe.train.upstream_config import JobConfig
 
 
 @pytest.fixture
@@ -90,17 +93,44 @@ def test_find_failure_reads_the_newest_attempt(tmp_path):
     assert torchrun.find_failure(tmp_path) == "error: x.y = 1 is wrong\nerror: z too"
 
 
-def test_every_attempt_continues_one_page_of_weights_and_biases(tmp_path, monkeypatch):
-    def places(run: str) -> dict[str, str]:
-        config = Config(job={"dump_folder": str(tmp_path / run)}, metrics={"enable_wandb": True})
-        _, environment = torchrun.build_command(config, 2)
-        return {name: value for name, value in environment.items() if name.startswith("WANDB")}
+# what TorchTitan calls of the package; the page is the one in the environment, as in the real init
+WANDB = """
+import os
+run, lines = None, []
 
-    first = places("one")
-    assert first == places("one") and first["WANDB_RESUME"] == "allow" and first["WANDB_RUN_NAME"] == "one"
-    assert places("two")["WANDB_RUN_ID"] != first["WANDB_RUN_ID"]
-    monkeypatch.setenv("WANDB_PROJECT", "ours")
-    assert places("one") == first | {"WANDB_PROJECT": "ours"}
+def init(**given):
+    global run
+    run = (given["project"], given["name"], given["id"], os.environ["WANDB_RESUME"], given["config"]["optimizer"]["lr"])
+
+def log(metrics, step):
+    lines.append((step, metrics))
+"""
+
+
+def test_every_attempt_continues_one_page_of_weights_and_biases(tmp_path, monkeypatch):
+    def start(run: str, lr: float = 1e-3) -> tuple:
+        """The page that an attempt logs to."""
+        config = Config(job={"dump_folder": str(tmp_path / run)}, metrics={"enable_wandb": True}, optimizer={"lr": lr})
+        _, environment = torchrun.build_command(config, 2)
+        with mock.patch.dict(os.environ, environment):
+            logger = WandBLogger(str(tmp_path), JobConfig(config))
+        logger.log({"loss": 2.5}, 7)
+        return sys.modules["wandb"].run
+
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    with mock.patch.dict(sys.modules):
+        with monkeypatch.context() as patch:
+            patch.setattr(torchrun, "find_spec", lambda name: None)
+            with pytest.raises(UserError, match=r"enable_wandb = true needs the package: pip install '.\[wandb]'"):
+                start("one")
+        (tmp_path / "wandb.py").write_text(WANDB)
+        *page, lr = start("one")
+        assert page == ["pc-layer", "one", page[2], "allow"] and lr == 1e-3
+        assert start("one", 2e-3) == (*page, 2e-3)
+        assert start("two")[2] != page[2]
+        monkeypatch.setenv("WANDB_PROJECT", "ours")
+        assert start("one") == ("ours", *page[1:], 1e-3)
+        assert sys.modules["wandb"].lines == 4 * [(7, {"loss": 2.5})]
 
 
 WAITS = "import signal, sys, time; signal.signal(signal.SIGUSR2, lambda *_: sys.exit(7)); print('ready', flush=True)"
