@@ -14,7 +14,7 @@ The modules, in the order of their imports:
     polynomial, spectral              polynomials of matrices, power iteration, singular values
     methods/                          what PC(W) is for one matrix, as an object; the paper's is the first
     shards, owner                     functions of whole matrices on sharded weights, each on one rank
-    splits, passes                    a stored weight as matrices, and what its owner computes once per step
+    splits, owner_functions           a stored weight as matrices, and what its owner computes once per step
     muon, hyperball                   Muon by the same means; AdamH and MuonH, which keep the norms of weights
     layer, model_classes, targets     PC(W) in a layer; how known models' weights are split; which weights get PC
     weight, marking                   what attach, preserve, merge, detach do

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from pc import passes
+from pc import owner_functions
 from pc.config import PCConfig
 from pc.errors import UserError
 from pc.layer import PCLinear
@@ -97,7 +97,7 @@ def preserve(models: nn.Module | Iterable[nn.Module]) -> None:
         weight.is_loaded_pc = False
     inputs = [(weight.parameter,) for weight in weights]
     outputs = [(weight.parameter, weight.u, weight.v) for weight in weights]
-    Plan(inputs, outputs, [weight.split for weight in weights]).run(passes.invert, inputs, outputs)
+    Plan(inputs, outputs, [weight.split for weight in weights]).run(owner_functions.invert, inputs, outputs)
     for weight in weights:
         if weight.gamma is not None:
             weight.gamma.fill_(1.0)

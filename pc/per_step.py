@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from pc import passes
+from pc import owner_functions
 from pc.change_check import ChangeCheck
 from pc.errors import UserError
 from pc.owner import Item, Plan
@@ -72,7 +72,7 @@ class PerStep(Preconditioner):
         self._replicas = replicas
         """ranks that have the same, and share the work"""
         self._plans: dict[tuple, Plan] = {}
-        self._kept: dict[tuple, passes.Kept] = {}
+        self._kept: dict[tuple, owner_functions.Kept] = {}
         """by the matrices of a batch; for the PC(W) that the weights hold"""
         super().__init__(models, weights)
         self._changes = ChangeCheck(list(weights.values()), replicas)
@@ -126,22 +126,22 @@ class PerStep(Preconditioner):
         if not self.has_started and any(weight.is_loaded_pc for weight in weights):
             raise UserError(IS_PC)
         torch._foreach_copy_([local(w.raw) for w in weights], [local(w.parameter) for w in weights])
-        self._write_pc(advance=True, share=share)
+        self._write_pc(advance_first=True, share=share)
         self._changes.note()
         self.is_pulled_back = False
 
     def _use_loaded(self) -> None:
         """Compute PC(W) anew, so that the order of loading model and preconditioner does not matter."""
-        self._write_pc(advance=False, share=False)
+        self._write_pc(advance_first=False, share=False)
         self._changes.forget()  # the model's state, loaded after this one, may have other rounding errors
 
-    def _write_pc(self, advance: bool, share: bool) -> None:
+    def _write_pc(self, advance_first: bool, share: bool) -> None:
         self._reshard()
         weights = list(self.weights.values())
         inputs = [(w.raw, *w.gammas, w.u, w.v) for w in weights]
         outputs: list[Item] = [(w.parameter, w.u, w.v) for w in weights]
         self._kept.clear()
-        self._run("write", partial(self._write_batch, advance=advance), weights, inputs, outputs, share)
+        self._run("write", partial(self._write_batch, advance_first=advance_first), weights, inputs, outputs, share)
         self._set_holds_pc(True)
 
     @torch.no_grad()
@@ -235,14 +235,16 @@ class PerStep(Preconditioner):
         with without_autocast(weights[0].raw):
             plan.run(on_batch, inputs, outputs)
 
-    def _write_batch(self, matrices: tuple, split: WeightSplit, *tensors: Tensor, advance: bool) -> Sequence[Tensor]:
-        *results, kept = passes.write(split, *tensors, advance=advance)
+    def _write_batch(
+        self, matrices: tuple, split: WeightSplit, *tensors: Tensor, advance_first: bool
+    ) -> Sequence[Tensor]:
+        *results, kept = owner_functions.write(split, *tensors, advance_first=advance_first)
         if sum(map(_bytes, self._kept.values())) + _bytes(kept) <= KEPT_BYTES:
             self._kept[matrices] = kept
         return results
 
     def _pull_back_batch(self, matrices: tuple, split: WeightSplit, *tensors: Tensor) -> Sequence[Tensor]:
-        return passes.pull_back(split, *tensors, kept=self._kept.get(matrices, ()))
+        return owner_functions.pull_back(split, *tensors, kept=self._kept.get(matrices, ()))
 
     def _reshard(self) -> None:
         # While FSDP holds the unsharded parameter, a write to the shard has no effect.
@@ -250,5 +252,5 @@ class PerStep(Preconditioner):
             module.reshard()
 
 
-def _bytes(kept: passes.Kept) -> int:
+def _bytes(kept: owner_functions.Kept) -> int:
     return sum(tensor.nbytes for of_part in kept for tensor in of_part)

@@ -1,7 +1,7 @@
 """The polynomial maps that PC applies to singular values (`pc.maps`), evaluated on matrices.
 
 On a matrix `A = U diag(sigma) V^T` the map needs only one Gram matrix: `g(A) = p(A A^T) A = A p(A^T A)`
-equals `U diag(g(sigma)) V^T` (paper, proposition 1).
+equals `U diag(g(sigma)) V^T` (paper, proposition 1). In shapes, r = min(n, m) and l = max(n, m).
 """
 
 from collections.abc import Sequence
@@ -9,20 +9,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pc.maps import (  # noqa: F401
-    COEFFICIENTS,
-    POLAR_EXPRESS,
-    Coefficients,
-    Map,
-    complete_square,
-    evaluate,
-    resolve,
-    stages,
-)
+from pc.maps import Coefficients, Map, complete_square, stages
 
 
 def gram_matrix(matrix: Tensor) -> Tensor:
-    """The smaller of `A A^T` and `A^T A`, [..., s, s], for `A` [..., n, m]."""
+    """The smaller of `A A^T` and `A^T A`, [..., r, r], for `A` [..., n, m]."""
     return matrix.mT @ matrix if matrix.size(-2) > matrix.size(-1) else matrix @ matrix.mT
 
 
@@ -31,7 +22,7 @@ def apply(
 ) -> Tensor:
     """`scale * g(A / divisor)` for matrices `A` of shape [..., n, m], batched over leading dimensions; same shape out.
 
-    One matmul computes the smaller Gram matrix `G` [s, s], those of `_values` compute `p(G)`, and one multiplies it by
+    One matmul computes the smaller Gram matrix `G` [r, r], those of `_values` compute `p(G)`, and one multiplies it by
     `A`. Divisor and scale are applied to the square matrices, so neither costs another pass over `A`.
 
     Args:
@@ -45,7 +36,7 @@ def apply(
 def apply_and_keep(
     map: Map, matrix: Tensor, *, gram: Tensor | None = None, divisor: Tensor | None = None, scale: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor]]:
-    """`apply`, and square matrices [B, s, s] that `vjp` of the same map, matrix and divisor needs again."""
+    """`apply`, and square matrices [B, r, r] that `vjp` of the same map, matrix and divisor needs again."""
     batch = matrix.reshape(-1, *matrix.shape[-2:])
     factor = None if divisor is None else divisor.reshape(-1, 1, 1).reciprocal()
     composite = stages(map)
@@ -59,7 +50,7 @@ def apply_and_keep(
             factor = scale.reshape(-1, 1, 1) if factor is None else factor * scale.reshape(-1, 1, 1)
         polynomial = value if factor is None else _scaled(value, factor)
         batch = batch @ polynomial if batch.size(-2) > batch.size(-1) else polynomial @ batch
-        gram = factor = None  # those of the first stage
+        gram = factor = None  # what was given is for the first stage
     return batch.reshape(matrix.shape), kept
 
 
@@ -74,7 +65,7 @@ def vjp(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Vector-Jacobian product of `apply`: the gradient with respect to `A`, given that of `scale * g(A / divisor)`.
 
-    Autograd computes the same. At level 4 autograd takes 6 matmuls of [s, s] by [s, l] and 6 of [s, s]; this takes 4
+    Autograd computes the same. At level 4 autograd takes 6 matmuls of [r, r] by [r, l] and 6 of [r, r]; this takes 4
     and 4, because every factor is symmetric and `g` itself is not needed; 3 and 2 with what `apply_and_keep` kept.
 
     The returned gradient treats divisor and scale as constants; two inner products give a caller the gradients of
@@ -106,10 +97,13 @@ def vjp(
 
 
 def _values(coefficients: Coefficients, gram: Tensor) -> list[Tensor]:
-    """`p(G)` for symmetric `G` [B, s, s], and then that of each polynomial inside p.
+    """`p(G)` for symmetric `G` [B, r, r], and then that of each polynomial inside p.
 
     A quadratic takes one matmul. A quartic is the square of a quadratic plus a linear term, so it takes two, and with
-    smaller numbers than Horner's rule. Any other p is `G q(G) + a_0 I`: one more than q.
+    smaller numbers than Horner's rule. Any other p is `G q(G) + a_0 I`: one more than q. So
+
+        degree 3:  [p(G), q(G)]       p(G) = G q(G) + a_0 I, with the quadratic q
+        degree 4:  [p(G), root(G)]    p(G) = factor root(G)^2 + linear G + constant I (`maps.complete_square`)
     """
     constant, linear, *higher = coefficients
     inner: list[Tensor] = []
@@ -129,7 +123,7 @@ def _values(coefficients: Coefficients, gram: Tensor) -> list[Tensor]:
 
 
 def _gradient(coefficients: Coefficients, gram: Tensor, inner: Sequence[Tensor], outer: Tensor) -> Tensor:
-    """The gradient of `<p(G), S>` with respect to `G`, symmetric, for a symmetric `outer` = S [B, s, s].
+    """The gradient of `<p(G), S>` with respect to `G`, symmetric, for a symmetric `outer` = S [B, r, r].
 
     All values are polynomials of `G`, so they are symmetric and commute. The gradient with respect to P of `<P P, S>`
     is `S P + P S`: one matmul and its transpose.
@@ -179,8 +173,8 @@ def _stage_vjp(
     right = _gradient(coefficients, gram, inner, d_value + d_value.mT)
     matrix_product = value_product + _inner_product(right, gram)
     value_product, matrix_product = (product * factor[:, 0, 0] for product in (value_product, matrix_product))
-    # Multiply factor and scale first: the cube of a small factor underflows in float32; in PC's use their product is
-    # gamma.
+    # Multiply factor and scale first: the cube of a small factor underflows in float32. With norm_recovery scale is
+    # gamma s and factor 1 / s, so that their product is gamma.
     outer = factor * scale
     result = _scaled(value, outer) @ gradient
     right.mul_(factor.square() * outer)
@@ -193,5 +187,5 @@ def _scaled(matrix: Tensor, factor: Tensor) -> Tensor:
 
 
 def _inner_product(a: Tensor, b: Tensor) -> Tensor:
-    """[B, s, s] to [B], summed in at least float32."""
+    """[B, r, r] to [B], summed in at least float32."""
     return (a * b).sum((-2, -1), dtype=torch.promote_types(a.dtype, torch.float32))

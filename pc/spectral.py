@@ -55,7 +55,7 @@ def power_iteration_by_gram(weight: Tensor, gram: Tensor, u: Tensor, v: Tensor, 
 
     Args:
         weight: [..., n, m].
-        gram: `W W^T` or `W^T W`, whichever is smaller, [..., s, s].
+        gram: `W W^T` or `W^T W`, whichever is smaller, [..., r, r].
         u: [..., n] unit vectors from the previous call (a warm start).
         v: [..., m] unit vectors.
         steps: at least 1.

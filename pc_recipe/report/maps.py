@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pc import polynomial
+import pc.maps
 from pc.errors import UserError
 from pc_recipe.files import markdown
 from pc_recipe.files.plots import save, subplots
@@ -15,11 +15,11 @@ INTERVAL = (0.0, 1.1)
 # Paper, table 1: the cutoff b of the piecewise-linear target min(sigma / b, 1) that each level is fitted to.
 CUTOFFS: dict[int, float] = {1: 0.8, 2: 0.6, 3: 0.4, 4: 0.3}
 
-Maps = dict[str, tuple[polynomial.Map, float]]
+Maps = dict[str, tuple[pc.maps.Map, float]]
 """{name: (map, the cutoff of its target)}."""
 
-LEVELS: Maps = {f"level {level}": (polynomial.resolve(level), cutoff) for level, cutoff in CUTOFFS.items()}
-POLAR_EXPRESS: Maps = {"Polar Express": (polynomial.POLAR_EXPRESS, 1e-3)}
+LEVELS: Maps = {f"level {level}": (pc.maps.resolve(level), cutoff) for level, cutoff in CUTOFFS.items()}
+POLAR_EXPRESS: Maps = {"Polar Express": (pc.maps.POLAR_EXPRESS, 1e-3)}
 
 
 def target(cutoff: float, sigma: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ def target(cutoff: float, sigma: Tensor) -> Tensor:
     return (sigma / cutoff).clamp(max=1.0)
 
 
-def fit(cutoff: float, degree: int, alpha: float = 4.0) -> polynomial.Coefficients:
+def fit(cutoff: float, degree: int, alpha: float = 4.0) -> pc.maps.Coefficients:
     """Fit `sigma * p(sigma^2)` to `target(cutoff)` on [0, 1.1] by weighted least squares, with g(1) = 1 (paper,
     equation 2, appendix).
 
@@ -64,9 +64,9 @@ def plot(output: Path, own: Maps) -> Path:
     figure, (targets, maps, flattening) = subplots(1, 3, width=3.6)
     for name, (map, cutoff) in (LEVELS | own).items():
         targets.plot(sigma, target(cutoff, sigma), label=f"b = {cutoff}")
-        maps.plot(sigma, polynomial.evaluate(map, sigma), label=name)
+        maps.plot(sigma, pc.maps.evaluate(map, sigma), label=name)
     for name, (map, _) in ({"level 4": LEVELS["level 4"]} | POLAR_EXPRESS).items():
-        flattening.plot(sigma, polynomial.evaluate(map, sigma), label=name)
+        flattening.plot(sigma, pc.maps.evaluate(map, sigma), label=name)
     for axes, title in zip((targets, maps, flattening), ("Targets", "Fitted maps", "Over-flattening"), strict=True):
         axes.set_title(title)
         axes.set_xlabel(r"singular value $\sigma$ (after normalisation)")
@@ -84,9 +84,9 @@ def table(own: Maps) -> str:
     weight = sigma**4 / (sigma**4).sum()
     lines = []
     for name, (map, cutoff) in (LEVELS | POLAR_EXPRESS | own).items():
-        stages = polynomial.stages(map)
+        stages = pc.maps.stages(map)
         shown = ", ".join(f"{a:.4g}" for a in stages[0]) if len(stages) == 1 else f"{len(stages)} quintics"
-        value = polynomial.evaluate(map, sigma)
+        value = pc.maps.evaluate(map, sigma)
         error = (weight * (value - target(cutoff, sigma)).square()).sum().sqrt()
         lines.append([name, shown, f"{(value / sigma).max():.3f}", f"{value.max():.4f}", f"{error:.4f}"])
     header = "map|p, degree 0 up|largest amplification|largest value|RMS error, weight sigma^4"

@@ -17,8 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.llama3.model.model import Transformer
 
-from pc import attach, effective_weight, named_weights, polynomial
+from pc import attach, effective_weight, named_weights
 from pc.config import PCConfig
+from pc.maps import stages
 from pc.methods import method_of
 from pc.owner import assign
 from pc.per_step import KEPT_BYTES
@@ -82,7 +83,7 @@ class Matrix:
 
     def paper_bound(self, tokens: int) -> float:
         """The paper's bound ((k + 1) s + 2 q + 1) / B on PC's FLOPs relative to the matrix's own 6nmB, B = `tokens`."""
-        terms = sum(map(len, polynomial.stages(self.config.map)))
+        terms = sum(map(len, stages(self.config.map)))
         return (terms * min(self.n, self.m) + 2 * self.config.power_iterations + 1) / tokens
 
 

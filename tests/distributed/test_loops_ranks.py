@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import pc
 from helpers.ranks import run_ranks
 from helpers.toy import ToyBlock, toy_batch, toy_loss, toy_model
-from pc import PCConfig, passes
+from pc import PCConfig, owner_functions
 
 CONFIG = PCConfig(blocks=("*attention.wo", "*feed_forward.*"))
 
@@ -205,11 +205,11 @@ def _share(rank, given):
     computed = {"write": 0, "pull_back": 0}
     for name in computed:
 
-        def counted(split, raw, *rest, function=getattr(passes, name), name=name, **options):
+        def counted(split, raw, *rest, function=getattr(owner_functions, name), name=name, **options):
             computed[name] += len(raw)
             return function(split, raw, *rest, **options)
 
-        setattr(passes, name, counted)
+        setattr(owner_functions, name, counted)
     group = dist.group.WORLD if given == "group" else None
     preconditioner, found = train(
         trained,

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import pc
 from helpers.ranks import run_ranks
 from helpers.tiny import ROOT
-from pc import polynomial
+from pc import maps
 
 CONFIGS = ROOT / "train_configs" / "torchtitan"
 
@@ -111,7 +111,7 @@ def require_pc(weight, split, raw, gamma, u, v):
         s = torch.einsum("bn,bnm,bm->b", left, before, right)[:, None]
         x, sigma, yh = torch.linalg.svd(before, full_matrices=False)
         assert (s < 1.0001 * sigma[:, :1]).all() and (s > 0.85 * sigma[:, :1]).all()  # ten power iterations per step
-        values = scale * s * polynomial.evaluate(polynomial.resolve(4), sigma / s)
+        values = scale * s * maps.evaluate(maps.resolve(4), sigma / s)
         wanted = x @ (values[..., None] * yh)
         # float32 sums; control: W itself is far away
         assert (after - wanted).norm() < 1e-5 * wanted.norm() < 1e-2 * (after - before).norm()

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from helpers.toy import leading_vectors
-from pc import PCConfig, effective_weight, polynomial
+from pc import PCConfig, effective_weight, maps, polynomial
 from pc.spectral import EPSILON, power_iteration, spectral_norm_estimate
 
 LEVELS = [1, 2, 3, 4, "polar_express"]
@@ -34,7 +34,7 @@ def test_singular_values_are_mapped(level, recovery, with_gamma, shape, converge
     effective = effective_weight(weight, gamma if with_gamma else None, u, v, config)
     s = spectral_norm_estimate(weight, u, v)[:, None]
     left, sigma, right = torch.linalg.svd(weight, full_matrices=False)
-    mapped = polynomial.evaluate(polynomial.resolve(level), sigma / s) * (s if recovery else 1.0)
+    mapped = maps.evaluate(maps.resolve(level), sigma / s) * (s if recovery else 1.0)
     expected = left @ torch.diag_embed(mapped * (gamma if with_gamma else 1.0)) @ right
     # relative to the largest: float64 rounding, times the composite's slope of about 2e3 at zero
     tolerance = 1e-10 if level == "polar_express" else 1e-12
@@ -50,7 +50,7 @@ def test_gradient_includes_the_stop_gradient(level, recovery):
 
     def with_constant_recovery(w, g):
         s = u @ w @ v + EPSILON
-        return g * recovered * polynomial.apply(polynomial.resolve(level), w / s)
+        return g * recovered * polynomial.apply(maps.resolve(level), w / s)
 
     weight.requires_grad_()
     gamma.requires_grad_()
@@ -65,6 +65,6 @@ def test_gradient_includes_the_stop_gradient(level, recovery):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
     if recovery:  # control: a gradient through the recovery factor differs measurably
         s = u @ weight @ v + EPSILON
-        through = gamma * s * polynomial.apply(polynomial.resolve(level), weight / s)
+        through = gamma * s * polynomial.apply(maps.resolve(level), weight / s)
         (wrong,) = torch.autograd.grad(through, weight, output_gradient)
         assert (wrong - expected[0]).abs().max() > 1e-3

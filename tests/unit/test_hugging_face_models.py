@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import (
 
 import pc
 from helpers.tiny import ROOT
-from pc import polynomial
+from pc import maps
 
 SIZES = {
     "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -157,7 +157,7 @@ def test_a_model_of_transformers(name, tmp_path):
         for before, after in zip(state.split.split_weight(raw), state.split.split_weight(weight), strict=True):
             u, sigma, vh = torch.linalg.svd(before.double(), full_matrices=False)
             top = sigma[:, :1]
-            wanted = u * (top * polynomial.evaluate(polynomial.resolve(4), sigma / top))[:, None] @ vh
+            wanted = u * (top * maps.evaluate(maps.resolve(4), sigma / top))[:, None] @ vh
             assert (after - wanted).norm() < 1e-5 * wanted.norm() * math.sqrt(len(wanted))
     # the next step, and back to the untouched class
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from pc import polynomial
+from pc import maps, polynomial
 
-LEVELS = [*polynomial.COEFFICIENTS, "polar_express"]
+LEVELS = [*maps.COEFFICIENTS, "polar_express"]
 
 
 def _matrix(n, m, sigma_max=1.0, batch=(), seed=0):
@@ -12,23 +12,23 @@ def _matrix(n, m, sigma_max=1.0, batch=(), seed=0):
     return sigma_max * matrix / torch.linalg.matrix_norm(matrix, 2)[..., None, None]
 
 
-@pytest.mark.parametrize("level", polynomial.COEFFICIENTS)
+@pytest.mark.parametrize("level", maps.COEFFICIENTS)
 def test_published_maps_fix_one(level):
-    assert sum(polynomial.COEFFICIENTS[level]) == pytest.approx(1.0, abs=1e-12)
+    assert sum(maps.COEFFICIENTS[level]) == pytest.approx(1.0, abs=1e-12)
 
 
 def test_polar_express_flattens_nearly_everything():
     sigma = torch.linspace(0.01, 1.0, 1000, dtype=torch.float64)
-    flat = polynomial.evaluate(polynomial.POLAR_EXPRESS, sigma)
+    flat = maps.evaluate(maps.POLAR_EXPRESS, sigma)
     # as published: any of the 24 coefficients changed by 1 % changes this mean by 4e-5 of itself or more
     assert (flat - 1).abs().mean().item() == pytest.approx(3.53829475e-4, rel=1e-5)
     # Control: the strongest level keeps the small ones small.
-    assert polynomial.evaluate(polynomial.COEFFICIENTS[4], sigma).min() < 0.05
+    assert maps.evaluate(maps.COEFFICIENTS[4], sigma).min() < 0.05
 
 
 def _apply_by_horner(map, matrix):
     """Horner's rule in `G` (paper, appendix "Tricks for Matrix Polynomial Calculation")."""
-    for coefficients in polynomial.stages(map):
+    for coefficients in maps.stages(map):
         tall = matrix.size(-2) > matrix.size(-1)
         gram = polynomial.gram_matrix(matrix)
         identity = torch.eye(gram.size(-1), dtype=gram.dtype, device=gram.device)
@@ -47,7 +47,7 @@ TINY_LAST = [(1.5, -0.5, 0.25, -0.25, a) for a in (0.0, 1e-9)]  # of which no sq
 @pytest.mark.parametrize("shape", [(7, 7), (5, 11), (11, 5), (1, 6), (6, 1), (2, 3, 5, 9)])
 def test_fewer_products_give_the_same_as_horner_and_autograd(level, shape):
     """At the levels, and for maps that only a config of one's own has."""
-    map = level if isinstance(level, tuple) else polynomial.resolve(level)
+    map = level if isinstance(level, tuple) else maps.resolve(level)
     *batch, n, m = shape
     matrix, gradient = _matrix(n, m, batch=batch).requires_grad_(), _matrix(n, m, batch=batch, seed=1)
     reference = _apply_by_horner(map, matrix)

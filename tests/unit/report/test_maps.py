@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from pc import polynomial
+from pc.maps import COEFFICIENTS, evaluate
 from pc_recipe.report import maps
 
 
@@ -14,12 +14,12 @@ def _error(line):
 def test_a_fit_reproduces_the_papers_map(level):
     # 5e-3 in sup norm: the paper sampled at random, and rounds its coefficients to three digits.
     sigma = torch.linspace(0, 1.1, 4001, dtype=torch.float64)
-    published = polynomial.evaluate(polynomial.COEFFICIENTS[level], sigma)
+    published = evaluate(COEFFICIENTS[level], sigma)
     fitted = maps.fit(maps.CUTOFFS[level], level)
-    assert (polynomial.evaluate(fitted, sigma) - published).abs().max() < 5e-3
+    assert (evaluate(fitted, sigma) - published).abs().max() < 5e-3
     assert sum(fitted) == pytest.approx(1.0, abs=1e-12)
     # control: another exponent of the weight is a different map
-    other = polynomial.evaluate(maps.fit(maps.CUTOFFS[level], level, alpha=0.0), sigma)
+    other = evaluate(maps.fit(maps.CUTOFFS[level], level, alpha=0.0), sigma)
     assert (other - published).abs().max() > 5e-3
 
 

@@ -16,13 +16,13 @@ Kept = Sequence[Sequence[Tensor]]
 
 
 def write(
-    split: WeightSplit, raw: Tensor, *gamma_u_v: Tensor, advance: bool = True
+    split: WeightSplit, raw: Tensor, *gamma_u_v: Tensor, advance_first: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Kept]:
     """PC(W) as stored, the u and v that it was computed with, and what `pull_back` can use again."""
     results = [
-        part.method.write(matrix, gamma, u, v, advance)
+        part.method.write(matrix, gamma, u, v, advance_first)
         for part, matrix, gamma, u, v in zip(
-            split.chosen, split.split_weight(raw), *_vectors(split, gamma_u_v), strict=True
+            split.chosen, split.split_weight(raw), *_per_part(split, gamma_u_v), strict=True
         )
     ]
     weights, u, v = zip(*(of_part[:3] for of_part in results), strict=True)
@@ -41,7 +41,7 @@ def pull_back(
     results = [
         part.method.pull_back(matrix, of_matrix, gamma, u, v, *of_part)
         for part, matrix, of_matrix, gamma, u, v, of_part in zip(
-            split.chosen, matrices, gradients, *_vectors(split, gamma_u_v), kept or [()] * len(matrices), strict=True
+            split.chosen, matrices, gradients, *_per_part(split, gamma_u_v), kept or [()] * len(matrices), strict=True
         )
     ]
     weights, *gammas = zip(*results, strict=True)
@@ -55,8 +55,8 @@ def invert(split: WeightSplit, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return split.join_weight(raw, base=weight), split.join_u(u), split.join_v(v)
 
 
-def _vectors(split: WeightSplit, gamma_u_v: tuple[Tensor, ...]) -> tuple[list, list[Tensor], list[Tensor]]:
-    """gamma or None, u and v of each part."""
+def _per_part(split: WeightSplit, gamma_u_v: tuple[Tensor, ...]) -> tuple[list, list[Tensor], list[Tensor]]:
+    """Gamma (or None), u and v of each part."""
     *gamma, u, v = gamma_u_v
     gammas = split.split_gamma(gamma[0]) if gamma else [None] * len(split.chosen)
     return gammas, split.split_u(u), split.split_v(v)
