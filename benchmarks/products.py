@@ -17,6 +17,7 @@ from torch import Tensor
 from pc import PCConfig, owner
 from pc.methods import method_of
 from pc.spectral import initial_vectors, power_iteration
+from pc_recipe.config import load_config
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.runs.cost import RunCost
 from timing import DEVICE, hardware, seconds
@@ -29,7 +30,7 @@ Item = tuple[Tensor, ...]
 
 def items_of(flavor: str) -> list[Item]:
     """Random weights and gradients of the shapes of each PC matrix, with settled u and v."""
-    run_cost = RunCost(CONFIG, ["--model.flavor", flavor, "--training.global_batch_size", "4"], 1)
+    run_cost = RunCost(load_config(CONFIG, ["--model.flavor", flavor, "--training.global_batch_size", "4"]), 1)
     generator = torch.Generator(DEVICE).manual_seed(0)
     items = []
     for index, matrix in enumerate(run_cost.matrices):

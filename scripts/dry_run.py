@@ -1,6 +1,6 @@
-"""Check a config without a GPU: names, types, sizes, data, memory and disk.
+"""Say before a run whether it fits, how long it takes and what is missing: no GPU is needed, and nothing is written.
 
-python scripts/dry_run.py CONFIG.toml [--world-size 8] [--gpu-gib 80] [--no-data] [--section.key value ...]
+python scripts/dry_run.py CONFIG.toml [--world-size 16] [--gpu-memory 24] [--tflops 300] [--no-data] [--section.key value ...]
 """
 
 import argparse
@@ -14,14 +14,23 @@ from pc_recipe.config import load_config
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config", help="TOML file of the run")
-    parser.add_argument("--world-size", type=int, default=8, help="total number of GPUs (default 8)")
-    parser.add_argument("--gpu-gib", type=float, help="memory of a GPU (default: of one here, or 79)")
+    parser.add_argument(
+        "--world-size", type=int, help="total number of GPUs (default: as here, NGPU or all, at least 1)"
+    )
+    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="of each GPU (default: of one here, or 79)")
+    parser.add_argument(
+        "--tflops", type=float, help="TFLOP/s of one GPU (default: by the model's width, an assumption)"
+    )
     parser.add_argument("--no-data", action="store_true", help="missing data is a warning, not an error")
     arguments, overrides = parser.parse_known_args()
     config = load_config(arguments.config, overrides)
-    from pc_recipe.runs.check import check_config  # takes seconds
+    from pc_recipe.runs.check import check_config, estimate_hours  # takes seconds
+    from pc_recipe.runs.torchrun import count_processes
 
-    report = check_config(config, arguments.world_size, needs_data=not arguments.no_data, gpu_gib=arguments.gpu_gib)
+    ranks = arguments.world_size or count_processes()
+    report = check_config(config, ranks, needs_data=not arguments.no_data, gpu_gib=arguments.gpu_memory)
+    if not report.errors:
+        estimate_hours(report, ranks, arguments.tflops)
     print(report.text())
     sys.exit(2 if report.errors else 0)
 

@@ -11,7 +11,7 @@ import argparse
 
 from pc.errors import exit_on_user_error
 from pc_recipe.runs import torchrun
-from pc_recipe.runs.slurm import Allocation
+from pc_recipe.runs.allocation import Allocation
 from pc_recipe.runs.sweep import equal_runs
 from pc_recipe.runs.sweep.local import train_all
 from pc_recipe.runs.sweep.results import collect, describe_status

@@ -23,7 +23,7 @@ VARIANTS = {
 
 def report(config: Path, overrides: Sequence[str], world_size: int, measure: bool, output: Path | None) -> None:
     """Print the counts, with `measure` also measurements, and write both to `output`/cost.md."""
-    run_cost = cost.RunCost(config, overrides, world_size)
+    run_cost = cost.RunCost(load_config(config, overrides), world_size)
     text = cost.table(run_cost)
     print(text)
     if measure:
@@ -38,7 +38,7 @@ def report(config: Path, overrides: Sequence[str], world_size: int, measure: boo
 def _measure(config: Path, overrides: Sequence[str]) -> str:
     """Train each of `VARIANTS` for eight steps on this machine; returns a table of time, memory and counts."""
     processes = torchrun.count_processes()
-    counted = cost.RunCost(config, overrides, processes).step_cost()
+    counted = cost.RunCost(load_config(config, overrides), processes).step_cost()
     shares = {"step": counted.pc_step / counted.model, "forward": counted.pc_forward / counted.model}
     rows, plain = [], 0.0
     for name, chosen in VARIANTS.items():

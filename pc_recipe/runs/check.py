@@ -1,29 +1,38 @@
 """Finds errors in a config in seconds, without a GPU."""
 
-import math
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from pc.errors import UserError
 from pc.methods import method_of
 from pc_recipe.config import Config, load_config, rules
 from pc_recipe.config.pc_section import PC
 from pc_recipe.config.rank_batches import RankBatches
-from pc_recipe.config.schema import Checkpoint
 from pc_recipe.data import GlobalOrderLoader, Manifest, require_same_tokenizer
 from pc_recipe.data.demo import FOLDER as DEMO
-from pc_recipe.runs import memory, micro_batch
+from pc_recipe.data.tokenizers import smallest_dtype
+from pc_recipe.runs import cost, memory, micro_batch, needs, torchrun
 from pc_recipe.runs.cost import describe_pc
+
+LINES = (
+    "fits", "micro-batch", "batch", "steps", "tokens", "time", "time limit", "disk", "training data", "validation data",
+    "parameters", "preconditioned", "memory per GPU",
+)  # fmt: skip
+"""What a dry run says, in this order."""
 
 
 @dataclass
 class CheckResult:
     """What a dry run has found."""
 
+    config: Config
+    """With its micro-batch."""
     facts: list[tuple[str, str]] = field(default_factory=list)
+    """(one of `LINES`, text)"""
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -38,7 +47,8 @@ class CheckResult:
             raise UserError(where + "\nerror: ".join(self.errors))
 
     def text(self) -> str:
-        lines = [f"{name:<22} {value}" for name, value in self.facts]
+        facts = sorted(self.facts, key=lambda fact: LINES.index(fact[0]))
+        lines = [f"{name:<16} {value}" for name, value in facts]
         lines += [f"warning: {warning}" for warning in self.warnings]
         lines += [f"error: {error}" for error in self.errors]
         return "\n".join(lines)
@@ -55,7 +65,7 @@ def check(
     """Check a run on `world_size` GPUs.
 
     Args:
-        gpu_gib: as in `pc_recipe.runs.micro_batch.choose`.
+        gpu_gib: as in `pc_recipe.runs.micro_batch.find_gpu`.
         needs_data: report missing data as an error; otherwise as a warning with the command that creates them.
 
     Raises:
@@ -68,12 +78,10 @@ def check_config(
     config: Config, world_size: int, *, needs_data: bool = True, gpu_gib: float | None = None
 ) -> CheckResult:
     """`check` of a config that has been read."""
-    result = CheckResult(errors=list(rules.findings(config)))
+    result = CheckResult(config, errors=list(rules.findings(config)))
     is_valid = not result.errors
     choice = _try(result, micro_batch.choose, config, world_size, gpu_gib) if is_valid else None
-    if choice and choice.estimates:
-        result.facts.append(("micro-batch", choice.text()))
-    config = choice.config if choice else config
+    result.config = config = choice.config if choice else config
     batches = _try(result, RankBatches.of, config, world_size) if choice or not is_valid else None
     tokens = 0
     if batches:
@@ -82,12 +90,35 @@ def check_config(
         for finding in rules.findings(config, batches.dims):
             result.add_error(finding)
     _check_steps(result, config)
+    writes = []
     if is_valid:
         sizes = _check_model(result, config)
-        if batches:
-            _try(result, _check_memory, result, config, sizes, batches)
-    _check_data(result, config, needs_data, tokens)
+        if batches and choice:
+            _try(result, _check_memory, result, batches, sizes, choice.gpu)
+        if config.checkpoint.enable:
+            writes.append(needs.checkpoints_on_disk(config, sizes))
+    missing = _check_data(result, config, needs_data, tokens)
+    width = np.dtype(smallest_dtype(config.model.vocab_size)).itemsize
+    writes += [needs.data_on_disk(folder, share * tokens, width) for folder, share in missing.items()]
+    _check_disk(result, writes)
+    _check_installed(result, config)
     return result
+
+
+def estimate_hours(result: CheckResult, world_size: int, tflops: float | None = None) -> float:
+    """Hours of a run without errors, which are added to the result's facts. It takes seconds.
+
+    Args:
+        tflops: as in `pc_recipe.runs.cost.RunCost.gpu_hours`.
+    """
+    run_cost = cost.RunCost(result.config, world_size)
+    gpu_hours = run_cost.gpu_hours(tflops)
+    rate = f"{tflops or cost.assume_tflops(run_cost.args.dim):.3g} TFLOP/s per GPU, "
+    rate += "given" if tflops else "assumed: of an H100, at most 40 % of its peak"
+    hours = gpu_hours / world_size
+    long = f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.1f} minutes"
+    result.facts.append(("time", f"{long}, {gpu_hours:,.2f} GPU-hours at {rate}"))
+    return hours
 
 
 def _try(result: CheckResult, function, *arguments):
@@ -145,44 +176,31 @@ def _check_model(result: CheckResult, config: Config) -> memory.Sizes:
     return sizes
 
 
-def _check_memory(result: CheckResult, config: Config, sizes: memory.Sizes, batches: RankBatches) -> None:
-    folder = Path(config.job.dump_folder)
-    dims = batches.dims
-    parts = memory.estimate_memory(config, dims, sizes)
-    parts_text = ", ".join(f"{part} {size:.2f}" for part, size in parts.items())
-    result.facts.append(
-        ("memory per GPU", f"{sum(parts.values()):.1f} GiB estimated at {dims.world_size} GPUs: {parts_text}")
-    )
-    if not config.checkpoint.enable:
-        return
-    size = memory.estimate_checkpoint_bytes(config, sizes)
-    kept = _count_kept_checkpoints(config.checkpoint, config.training.steps)
-    needed = size * kept
-    result.facts.append(
-        (
-            "checkpoint disk",
-            f"{needed / memory.GIB:.1f} GiB at the end: {kept} checkpoints of {size / memory.GIB:.2f} GiB in {folder}",
-        )
-    )
-    existing = next(parent for parent in [folder, *folder.absolute().parents] if parent.exists())
-    free = shutil.disk_usage(existing).free
-    if free < needed:
-        result.warnings.append(
-            f"{existing} has {free / memory.GIB:.1f} GiB free, the checkpoints need {needed / memory.GIB:.1f} GiB"
-        )
+def _check_memory(result: CheckResult, batches: RankBatches, sizes: memory.Sizes, gpu: micro_batch.Gpu) -> None:
+    facts, warning = needs.describe_memory(result.config, batches, sizes, gpu)
+    result.facts += facts.items()
+    if warning:
+        result.warnings.append(warning)
 
 
-def _count_kept_checkpoints(section: Checkpoint, steps: int) -> int:
-    """Checkpoints of a whole run that are on the disk at its end, one more being written and one damaged, set aside."""
-    milestones = steps // section.keep_every if section.keep_every else 0
-    if section.keep_latest_k:
-        return milestones + section.keep_latest_k + 2
-    both = steps // math.lcm(section.interval, section.keep_every) if section.keep_every else 0
-    return milestones + steps // section.interval - both + 2
+def _check_disk(result: CheckResult, writes: list[needs.OnDisk]) -> None:
+    text, warnings = needs.describe_disk(writes)
+    result.warnings += warnings
+    if text:
+        result.facts.append(("disk", text))
 
 
-def _check_data(result: CheckResult, config: Config, needs_data: bool, tokens: int) -> None:
-    """Check the data for a run over `tokens` tokens."""
+def _check_installed(result: CheckResult, config: Config) -> None:
+    _try(result, torchrun.require_wandb, config)
+    if config.compile.enable:
+        try:
+            torchrun.require_compiler()
+        except UserError as error:  # an error where the run starts, which may be another machine
+            result.warnings.append(f"on this machine {error}")
+
+
+def _check_data(result: CheckResult, config: Config, needs_data: bool, tokens: int) -> dict[str, float]:
+    """Check the data for a run over `tokens` tokens; returns {folder of training data that is missing: its share}."""
     section = config.data
     train = {folder: _read_manifest(result, "data.path", folder, needs_data) for folder in section.folders}
     validation = train
@@ -192,12 +210,14 @@ def _check_data(result: CheckResult, config: Config, needs_data: bool, tokens: i
     manifests = [manifest for manifest in (train | validation).values() if manifest]
     for other in manifests[1:]:
         _try(result, require_same_tokenizer, manifests[0], other)
+    shares = {folder: weight / sum(section.folders.values()) for folder, weight in section.folders.items()}
     for folder, manifest in train.items():
         if manifest:
-            _check_training(result, config, manifest, section.folders[folder] / sum(section.folders.values()), tokens)
+            _check_training(result, config, manifest, shares[folder], tokens)
     for manifest in validation.values() if config.validation.enable else ():
         if manifest:
             _check_validation(result, config, manifest)
+    return {folder: share for folder, share in shares.items() if train[folder] is None}
 
 
 def _check_training(result: CheckResult, config: Config, manifest: Manifest, share: float, needed_tokens: int) -> None:

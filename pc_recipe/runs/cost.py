@@ -5,10 +5,9 @@ as in the paper's appendix.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from pc.maps import stages
 from pc.methods import method_of
 from pc.owner import assign
 from pc.per_step import KEPT_BYTES
-from pc_recipe.config import load_config
+from pc_recipe.config import Config
 from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.files import markdown
 from pc_recipe.runs import micro_batch
@@ -121,11 +120,11 @@ class RunCost:
     """A config on `world_size` GPUs.
 
     Raises:
-        UserError: the config does not resolve, or does not fit the number of GPUs.
+        UserError: the config does not fit the number of GPUs.
     """
 
-    def __init__(self, path: str | Path, overrides: Sequence[str], world_size: int) -> None:
-        self.config = micro_batch.choose(load_config(path, overrides), world_size).config
+    def __init__(self, config: Config, world_size: int) -> None:
+        self.config = micro_batch.choose(config, world_size).config
         self.batches = RankBatches.of(self.config, world_size)
         self.tokens = self.batches.tokens
         self.args = model_args_of(self.config)
@@ -162,6 +161,18 @@ class RunCost:
             paper_bound=max(bounds) if self.config.pc.method == "polynomial" else None,
         )
 
+    def gpu_hours(self, tflops: float | None = None) -> float:
+        """Hours of one GPU for the whole run, without validation and checkpoints.
+
+        Args:
+            tflops: TFLOP/s of one GPU; None: `assume_tflops`.
+        """
+        cost, pc = self.step_cost(), self.config.pc
+        operations = cost.model + (cost.recomputed or 0)
+        if pc.enable:
+            operations += cost.pc_step if pc.mode == "step" else cost.pc_forward
+        return self.config.training.steps * operations / (3600e12 * (tflops or assume_tflops(self.args.dim)))
+
     def _recomputed_flops(self) -> int | None:
         """Of all sequences of a step, on the whole model without memory for it."""
         if (mode := self.config.activation_checkpoint.mode) in ("none", "memory_budget"):
@@ -172,6 +183,11 @@ class RunCost:
             without = _counted(lambda: model(tokens).sum().backward())
             apply_ac(model, JobConfig(self.config).activation_checkpoint, op_sac_save_list=SAVED_OPERATIONS)
             return self.batches.sequences * (_counted(lambda: model(tokens).sum().backward()) - without)
+
+
+def assume_tflops(width: int) -> float:
+    """TFLOP/s of an H100: 40 % of its peak for wide models, less where matrices are too narrow. Not measured."""
+    return min(400.0, 0.27 * width)
 
 
 def table(run_cost: RunCost) -> str:

@@ -1,6 +1,5 @@
 """The micro-batch that `training.local_batch_size = -1` stands for, chosen once before a run."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,24 +17,25 @@ USABLE = 0.85
 
 
 @dataclass(frozen=True)
+class Gpu:
+    """A GPU that a run may use."""
+
+    gib: float
+    where: str
+    """Whose memory that is."""
+
+    @property
+    def usable_gib(self) -> float:
+        return USABLE * self.gib
+
+
+@dataclass(frozen=True)
 class Choice:
     """A config with its micro-batch, and what it was chosen from."""
 
     config: Config
     """The given config if its micro-batch is a number."""
-    estimates: dict[int, float]
-    """{micro-batch: GiB per GPU} of all that divide the global batch; empty if nothing had to be chosen."""
-    gpu_gib: float
-    has_gpu: bool
-    """Whether `gpu_gib` was measured on a GPU of this machine."""
-
-    def text(self) -> str:
-        """The choice with the memory of its neighbours."""
-        chosen, sizes = self.config.training.local_batch_size, list(self.estimates)
-        place = sizes.index(chosen)
-        near = ", ".join(f"{size}: {self.estimates[size]:.1f} GiB" for size in sizes[max(0, place - 1) : place + 2])
-        gpu = f"{self.gpu_gib:.3g} GiB ({'found here' if self.has_gpu else 'assumed'})"
-        return f"{chosen} of {near}; a GPU of {gpu}, of which {USABLE * self.gpu_gib:.1f} are used"
+    gpu: Gpu
 
 
 def choose(config: Config, world_size: int, gpu_gib: float | None = None) -> Choice:
@@ -43,37 +43,45 @@ def choose(config: Config, world_size: int, gpu_gib: float | None = None) -> Cho
     training; by the same number in validation.
 
     Args:
-        gpu_gib: memory of a GPU; None: of the smallest one here, or `ASSUMED_GIB`.
+        gpu_gib: as in `find_gpu`.
 
     Raises:
         UserError: there is nothing to divide, or nothing fits.
     """
-    has_gpu = gpu_gib is None and torch.cuda.is_available()
-    gpu_gib = gpu_gib or (_smallest_gpu() if has_gpu else ASSUMED_GIB)
-    config, estimates = config.model_copy(deep=True), {}
+    gpu, config = find_gpu(gpu_gib), config.model_copy(deep=True)
     if config.training.local_batch_size == -1:
-        estimates = _estimates(config, RankBatches.of(config, world_size))
-        fitting = [size for size, estimate in estimates.items() if estimate <= USABLE * gpu_gib]
+        estimates = estimate_all(config, RankBatches.of(config, world_size))
+        fitting = [size for size, estimate in estimates.items() if estimate <= gpu.usable_gib]
         if not fitting:
             raise UserError(
                 f"training.local_batch_size = -1: one sequence needs {estimates[1]:.1f} GiB by the estimate, and "
-                f"{USABLE * gpu_gib:.1f} of a GPU's {gpu_gib:.3g} GiB are used; more GPUs, activation_checkpoint.mode = "
+                f"{gpu.usable_gib:.1f} of a GPU's {gpu.gib:.3g} GiB are used; more GPUs, activation_checkpoint.mode = "
                 '"full" or parallelism.fsdp_sync = "micro_batch" take less, 1 tries it anyway'
             )
         config.training.local_batch_size = fitting[-1]
     if config.validation.local_batch_size == -1:
         config.validation.local_batch_size = config.training.local_batch_size
-    return Choice(config, estimates, gpu_gib, has_gpu)
+    return Choice(config, gpu)
 
 
-def _smallest_gpu() -> float:
-    here: Sequence[int] = range(torch.cuda.device_count())
-    return min(torch.cuda.get_device_properties(gpu).total_memory for gpu in here) / memory.GIB
+def find_gpu(gib: float | None = None) -> Gpu:
+    """A GPU of `gib` GiB; None: the smallest one here, or one of `ASSUMED_GIB`."""
+    if gib is not None:
+        return Gpu(gib, "given")
+    if not torch.cuda.is_available():
+        return Gpu(ASSUMED_GIB, "assumed, an 80 GB GPU")
+    here = [torch.cuda.get_device_properties(gpu) for gpu in range(torch.cuda.device_count())]
+    smallest = min(here, key=lambda gpu: gpu.total_memory)
+    return Gpu(smallest.total_memory / memory.GIB, f"{smallest.name}, found here")
 
 
-def _estimates(config: Config, batches: RankBatches) -> dict[int, float]:
-    """GiB per GPU for every micro-batch that divides, from the smallest to the largest."""
-    sizes = memory.count_sizes_of_config(config)
+def estimate_all(config: Config, batches: RankBatches) -> dict[int, float]:
+    """GiB per GPU for every micro-batch that divides, from the smallest to the largest.
+
+    Raises:
+        UserError: there is nothing to divide (`RankBatches.micro_batch_sizes`).
+    """
+    sizes, config = memory.count_sizes_of_config(config), config.model_copy(deep=True)
     estimates = {}
     for size in batches.micro_batch_sizes():
         config.training.local_batch_size = size

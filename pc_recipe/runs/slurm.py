@@ -5,15 +5,12 @@ allocation it calls this module twice: `run_task` runs torchrun on every node; `
 the run is finished or cannot continue. No slurmdbd or sacct is needed: the state of a run is read from its own folder.
 """
 
-import argparse
 import contextlib
 import json
 import os
-import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from pc.errors import UserError, exit_on_user_error
@@ -22,10 +19,9 @@ from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.lock import is_locked, lock
 from pc_recipe.files.run_folder import find_newest_step, read_state, write_failure
 from pc_recipe.runs import torchrun
+from pc_recipe.runs.allocation import TRAIN_SCRIPT, Allocation
 from pc_recipe.runs.nodes import Nodes, find_gloo_interface
 from pc_recipe.runs.run import Run
-
-TRAIN_SCRIPT = Path(__file__).parents[2] / "scripts" / "slurm" / "train.sbatch"
 
 REQUEUES_WITHOUT_PROGRESS = 2
 SECONDS_FOR_LOCKS_OF_A_LOST_NODE = 150
@@ -33,43 +29,22 @@ MISTAKE = 2
 """The exit status after a `UserError`."""
 
 
-@dataclass(frozen=True)
-class Allocation:
-    """What a job asks for."""
-
-    nodes: int
-    gpus_per_node: int
-    """0 trains on CPUs."""
-    options: list[str]
-    """More options for sbatch."""
-
-    @staticmethod
-    def add_options(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--nodes", type=int, default=1, help="machines per run (default 1)")
-        parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs per machine (default 8; 0: CPU)")
-        parser.add_argument(
-            "--sbatch", default="", help='more options for sbatch: --sbatch="--partition=main --time=8:00:00"'
-        )
-
-    @staticmethod
-    def of(arguments: argparse.Namespace) -> "Allocation":
-        return Allocation(arguments.nodes, arguments.gpus_per_node, shlex.split(arguments.sbatch))
-
-    @property
-    def world_size(self) -> int:
-        return self.nodes * max(1, self.gpus_per_node)
-
-    def sbatch_options(self) -> list[str]:
-        gpus = [f"--gpus-per-node={self.gpus_per_node}"] if self.gpus_per_node else []
-        return [f"--nodes={self.nodes}", *gpus, *self.options]
-
-
 def submit_run(config: str, overrides: Sequence[str], allocation: Allocation) -> str:
-    """Check one run and queue it."""
-    from pc_recipe.runs.check import check  # takes seconds
+    """Check one run, print what a dry run says, and queue it.
 
-    check(config, overrides, allocation.world_size).raise_errors(f"{config}: ")
-    folder = Path(load_config(config, overrides).job.dump_folder)
+    Raises:
+        UserError: mistakes, or a time limit that is too short.
+    """
+    from pc_recipe.runs.check import check, estimate_hours  # takes seconds
+
+    report = check(config, overrides, allocation.world_size)
+    report.raise_errors(f"{config}: ")
+    if allocation.gpus_per_node:  # the estimate is of GPUs
+        hours = estimate_hours(report, allocation.world_size)
+        allocation.require_time(hours, config)
+        report.facts.append(("time limit", allocation.describe_limit(hours)))
+    print(report.text(), flush=True)
+    folder = Path(report.config.job.dump_folder)
     job = submit_job(folder, [f"--job-name={folder.name}", *allocation.sbatch_options()], [config, *overrides])
     return f"job {job}: {config}, logs in {folder}/slurm"
 

@@ -128,7 +128,7 @@ def build_command(
     from pc_recipe.runs import micro_batch  # takes seconds
 
     if config.compile.enable:
-        _require_compiler()
+        require_compiler()
     folder = Path(config.job.dump_folder)
     config = micro_batch.choose(config, processes * nodes).config
     write_config(config, folder / "pending.toml")
@@ -153,15 +153,10 @@ def build_command(
 
 
 def _wandb_environment(config: Config) -> dict[str, str]:
-    """What Weights & Biases reads: every attempt of a run continues its one page there.
-
-    Raises:
-        UserError: the package is missing, without which TorchTitan would train and log nothing there.
-    """
+    """What Weights & Biases reads: every attempt of a run continues its one page there."""
+    require_wandb(config)
     if not config.metrics.enable_wandb:
         return {}
-    if find_spec("wandb") is None:
-        raise UserError("metrics.enable_wandb = true needs the package: pip install '.[wandb]', or use false")
     folder = Path(config.job.dump_folder)
     id_file = folder / "wandb_id"
     if not id_file.exists():
@@ -170,7 +165,13 @@ def _wandb_environment(config: Config) -> dict[str, str]:
     return names | {"WANDB_RUN_ID": id_file.read_text(), "WANDB_RESUME": "allow"}
 
 
-def _require_compiler() -> None:
+def require_wandb(config: Config) -> None:
+    """Raise a `UserError` if the package is missing, without which TorchTitan would train and log nothing there."""
+    if config.metrics.enable_wandb and find_spec("wandb") is None:
+        raise UserError("metrics.enable_wandb = true needs the package: pip install '.[wandb]', or use false")
+
+
+def require_compiler() -> None:
     """Triton builds its driver with a C compiler; on a CPU, inductor builds its kernels with a C++ compiler."""
     import torch
 

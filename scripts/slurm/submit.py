@@ -1,4 +1,4 @@
-"""Check a config on the login node, then queue its training.
+"""Check a config on the login node, say what it takes, and queue its training.
 
 python scripts/slurm/submit.py CONFIG.toml [--gpus-per-node 8] [--nodes 1]
                                [--sbatch="--partition=main --time=8:00:00"] [--section.key value ...]
@@ -8,12 +8,13 @@ import argparse
 
 from pc.errors import exit_on_user_error
 from pc_recipe.config import load_config, rules
-from pc_recipe.runs.slurm import Allocation, submit_run
+from pc_recipe.runs.allocation import Allocation
+from pc_recipe.runs.slurm import submit_run
 
 
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Check a config, then queue its training.")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config", help="TOML file of the run")
     Allocation.add_options(parser)
     arguments, overrides = parser.parse_known_args()

@@ -8,14 +8,13 @@ from pc_recipe.runs import cost
 from pc_recipe.runs.run import Run
 from pc_recipe.runs.sweep import equal_runs
 from pc_recipe.runs.sweep.spec import Sweep
-from pc_recipe.train.llama2 import model_args_of
 
 
 def table(sweeps: Sequence[Sweep], tflops: float | None, world_size: int) -> str:
     """A line for each run, then sums.
 
     Args:
-        tflops: TFLOP/s of one GPU; None: by the model's width (`assume_tflops`).
+        tflops: TFLOP/s of one GPU; None: by the model's width (`cost.assume_tflops`).
     """
     rows, different, waiting = [], [], []
     for group in equal_runs.group_runs(sweeps, world_size):
@@ -37,15 +36,7 @@ def table(sweeps: Sequence[Sweep], tflops: float | None, world_size: int) -> str
     )
 
 
-def assume_tflops(width: int) -> float:
-    """TFLOP/s of an H100: 40 % of its peak for wide models, less where matrices are too narrow. Not measured."""
-    return min(400.0, 0.27 * width)
-
-
 def _cost(run: Run, tflops: float | None, world_size: int) -> tuple[int, float]:
     """Tokens of a run, and hours of one GPU."""
-    run_cost = cost.RunCost(run.config, run.overrides, world_size)
-    step, steps = run_cost.step_cost(), run_cost.config.training.steps
-    operations = step.model + (step.pc_step if run_cost.config.pc.enable else 0)
-    rate = tflops or assume_tflops(model_args_of(run_cost.config).dim)
-    return steps * step.tokens, steps * operations / (3600e12 * rate)
+    run_cost = cost.RunCost(run.resolved, world_size)
+    return run_cost.config.training.steps * run_cost.tokens, run_cost.gpu_hours(tflops)

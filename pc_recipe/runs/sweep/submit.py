@@ -6,21 +6,26 @@ from collections.abc import Sequence
 
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.runs import slurm
+from pc_recipe.runs.allocation import Allocation
 from pc_recipe.runs.check import check
 from pc_recipe.runs.sweep import equal_runs
 from pc_recipe.runs.sweep.spec import Sweep
 
 
-def submit(sweeps: Sequence[Sweep], at_a_time: int, allocation: slurm.Allocation) -> str:
+def submit(sweeps: Sequence[Sweep], at_a_time: int, allocation: Allocation) -> str:
     """Check the sweeps' runs and queue unfinished ones, one array per sweep, `at_a_time` at once (0: all).
 
     Of equal runs only the first is queued.
     """
     groups = equal_runs.group_runs(sweeps, allocation.world_size)
+    warned: dict[str, str] = {}
     for group in groups:
         first = group.runs[0]
-        check(first.config, first.overrides, allocation.world_size).raise_errors(f"{first.name}: ")
-    lines = []
+        report = check(first.config, first.overrides, allocation.world_size)
+        report.raise_errors(f"{first.name}: ")
+        for warning in report.warnings:
+            warned.setdefault(warning, first.name)
+    lines = [f"warning: {name}: {warning}" for warning, name in warned.items()]
     for sweep in sweeps:
         remaining = [group for group in groups if group.state not in ("finished", "running")]
         waiting = [group.runs[0] for group in remaining if group.runs[0] in sweep.runs]

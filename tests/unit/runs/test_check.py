@@ -1,6 +1,8 @@
 """The dry run finds what is wrong, and its sums are right."""
 
 import re
+import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from pc.errors import UserError
 from pc_recipe.config import Config
 from pc_recipe.config.schema import ActivationCheckpoint
 from pc_recipe.runs import memory
-from pc_recipe.runs.check import check
+from pc_recipe.runs.check import check, estimate_hours
 from pc_recipe.train.llama2 import Llama2, model_args
 from pc_recipe.train.parallelize import SAVED_OPERATIONS
 from pc_recipe.train.upstream_config import JobConfig
@@ -51,10 +53,61 @@ def test_all_faults_come_at_once_and_each_once():
     ],
 )
 def test_the_disk_of_a_whole_run(words, kept):
-    facts = dict(check(CONFIG, words, 8, needs_data=False).facts)
+    disk = dict(check(CONFIG, words, 8, needs_data=False).facts)["disk"]
     size = 4 * (4 * 1_055_991_808 - 1_055_991_808 + 698_351_616) / 2**30  # weights, two moments and raw W; no gammas
-    needed, found, each = (float(facts["checkpoint disk"].split()[place]) for place in (0, 5, 8))
+    needed, found, each = map(float, re.search(r"checkpoints ([0-9.]+) GiB \(.*?, (\d+) x ([0-9.]+)\)", disk).groups())
     assert found == kept and each == pytest.approx(size, rel=1e-3) and needed == pytest.approx(kept * size, rel=1e-2)
+
+
+def test_what_a_run_needs_stands_in_order_with_warnings_last(monkeypatch):
+    """The 1B run on 2 x 8 GPUs, on a machine with one whose disk is almost full."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    card = SimpleNamespace(name="Card", total_memory=79.2 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=100 * 2**30))
+    monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setenv("PATH", "")
+    report = check(CONFIG, [], 16, needs_data=False)
+    hours = estimate_hours(report, 16)
+    facts, lines = dict(report.facts), report.text().splitlines()
+    assert lines[0].startswith("fits ") and lines[1].startswith("micro-batch ")
+    assert facts["fits"] == "yes: 65.2 GiB per GPU, 67.3 usable on 16 x 79.2 GiB (Card, found here)"
+    assert facts["micro-batch"] == "5 sequences; the largest that fits is 5 (4: 53.6 GiB, 5: 65.2 GiB, 10: 123.5 GiB)"
+    # 160.17 B tokens of 7.755 GFLOP (`test_figures_of_the_paper`), and 0.13 % for PC
+    assert hours == pytest.approx(160.17e9 * 7.755e9 * 1.0013 / (16 * 400e12 * 3600), rel=1e-3)
+    assert facts["time"].startswith("54.0 hours, 863.64 GPU-hours at 400 TFLOP/s per GPU, assumed")
+    assert (
+        facts["disk"].startswith("370.4 GiB needed, 100.0 GiB free in ")
+        and "data 298.3 GiB (data/fine" in facts["disk"]
+    )
+    last = [line.removeprefix("warning: ") for line in lines[-3:]]
+    assert last[0].startswith("data.path: ") and "too little for checkpoints 72.0 GiB, data 298.3 GiB" in last[1]
+    assert last[2].startswith("on this machine compile.enable = true needs no-such-compiler")
+    assert len(lines) <= 24  # a screen
+
+
+@pytest.mark.parametrize("gib, verdict", [(4, "yes"), (3, "perhaps"), (2, "no")])
+def test_a_run_that_does_not_fit_is_told_at_the_end(gib, verdict):
+    """2.7 GiB by the estimate, and 85 % of a GPU's memory are used."""
+    report = check(ROOT / "train_configs" / "own_text.toml", [], 1, needs_data=False, gpu_gib=gib)
+    facts = dict(report.facts)
+    assert report.errors == [] and facts["fits"].startswith(f"{verdict}: 2.7 GiB per GPU")
+    assert ("training.local_batch_size = 8 needs 2.7 GiB" in report.text().splitlines()[-2]) == (verdict != "yes")
+
+
+def test_data_that_are_there_need_no_disk(tiny_shards):
+    words = [f"--data.path={tiny_shards}", "--training.seq_len=16"]
+    disk = dict(check(ROOT / "train_configs" / "debug.toml", words, 1).facts)["disk"]
+    assert "checkpoints" in disk and "data " not in disk
+
+
+def test_wandb_is_missed_before_training(command, tiny_config):
+    """TorchTitan would log an error at the top and train on."""
+    status, _, err = command("pc_recipe.runs.local", tiny_config[0], "--metrics.enable_wandb")
+    assert status == 2 and err == (
+        "error: metrics.enable_wandb = true needs the package: pip install '.[wandb]', or use false\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,11 +172,13 @@ def test_the_papers_1b_run_is_in_range():
     since the paper's code cannot compile PC, which it compares with this. PC in the graph made it 72.2."""
     settings = ["--training.local_batch_size=4", "--compile.enable=false"]
     settings += ["--pc.mode=forward", "--pc.compute_dtype=float32"]
-    facts = [
-        dict(check(ROOT / "train_configs" / f"1b_adamw_{method}.toml", settings, 8, needs_data=False).facts)
+    memories = [
+        dict(check(ROOT / "train_configs" / f"1b_adamw_{method}.toml", settings, 8, needs_data=False).facts)[
+            "memory per GPU"
+        ]
         for method in ("baseline", "pc")
     ]
-    plain, with_pc = (float(one["memory per GPU"].split()[0]) for one in facts)
+    plain, with_pc = (float(text.split()[0]) for text in memories)
     assert 0.75 * 65.9 < plain < 65.9
     one_more = 72 * 2048**2 * 2 / 2**30  # Horner's rule, as in the paper's code, keeps a square matrix more
     assert with_pc - plain + one_more == pytest.approx(72.2 - 65.9, rel=0.1)

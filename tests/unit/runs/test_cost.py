@@ -4,19 +4,22 @@ from pathlib import Path
 
 import pytest
 
+from pc_recipe.config import load_config
 from pc_recipe.runs.cost import RunCost, table
 
 CONFIGS = Path(__file__).parents[3] / "train_configs"
 
 
 def test_figures_of_the_paper():
-    run_cost = RunCost(CONFIGS / "1b_adamw_pc.toml", ["--training.local_batch_size=4"], 8)
+    run_cost = RunCost(load_config(CONFIGS / "1b_adamw_pc.toml", ["--training.local_batch_size=4"]), 8)
     cost = run_cost.step_cost()
     assert cost.tokens == 2_621_440 and run_cost.batches.micro_batches == 10
     assert cost.model / cost.tokens == pytest.approx(7.75e9, rel=1e-3)
     assert cost.model_full_square / cost.tokens == pytest.approx(9.57e9, rel=1e-3)
     assert cost.paper_bound == pytest.approx(3.92e-3, rel=5e-3)
-    assert RunCost(CONFIGS / "1b_muon_pc.toml", [], 8).step_cost().paper_bound == pytest.approx(2.35e-3, rel=5e-3)
+    assert RunCost(load_config(CONFIGS / "1b_muon_pc.toml", []), 8).step_cost().paper_bound == pytest.approx(
+        2.35e-3, rel=5e-3
+    )
     # 80 evaluations per step, each a tenth of its micro-batch (11 % by Horner's rule)
     assert cost.pc_forward / cost.model == pytest.approx(0.0968, rel=0.01)
     # the paper's claim holds in mode "step", by a count by hand: per stage of degree 4 and matrix [l, s] both passes
@@ -26,7 +29,7 @@ def test_figures_of_the_paper():
         for a, b in ((12, 12), (2, 4))
     )
     for owners, share in ((8, 5 / 9), (64, 1)):  # of 48 MiB for each matrix, 256 MiB have room for five of nine
-        cost = RunCost(CONFIGS / "1b_adamw_pc.toml", ["--training.local_batch_size=1"], owners).step_cost()
+        cost = RunCost(load_config(CONFIGS / "1b_adamw_pc.toml", ["--training.local_batch_size=1"]), owners).step_cost()
         assert (both - cost.pc_step) / kept == pytest.approx(share, abs=0.01)
         assert cost.pc_step < cost.paper_bound * cost.model
         assert cost.pc_step / owners <= cost.pc_step_busiest < 1.1 * cost.pc_step / owners
@@ -38,7 +41,7 @@ def test_what_activation_checkpointing_repeats(mode, option, batch):
     """Counted by hand: "op" keeps q, v, gate, down and attention; "full" repeats a block's whole forward pass."""
     words = [f"--activation_checkpoint.mode={mode}", f"--activation_checkpoint.selective_ac_option={option}"]
     words += ["--model.n_layers=2", "--training.seq_len=512", *batch]
-    run_cost = RunCost(CONFIGS / "271m_adamw_pc.toml", words, 8)
+    run_cost = RunCost(load_config(CONFIGS / "271m_adamw_pc.toml", words), 8)
     dim, ffn_dim = 1024, 2816
     block = 2 * (4 * dim**2 + 3 * dim * ffn_dim) + 2 * 512 * dim  # causal: half the scores and their product with v
     repeated = {"none": 0, "op": 2 * 2 * (2 * dim**2 + dim * ffn_dim), "2": block, "full": 2 * block}
@@ -46,12 +49,14 @@ def test_what_activation_checkpointing_repeats(mode, option, batch):
 
 
 def test_what_the_compiler_decides_to_repeat_is_not_counted():
-    run_cost = RunCost(CONFIGS / "271m_adamw_pc.toml", ["--activation_checkpoint.mode=memory_budget"], 8)
+    run_cost = RunCost(load_config(CONFIGS / "271m_adamw_pc.toml", ["--activation_checkpoint.mode=memory_budget"]), 8)
     assert run_cost.step_cost().recomputed is None and "activation checkpointing" not in table(run_cost)
 
 
 def test_the_other_methods_are_counted():
-    costs = {m: RunCost(CONFIGS / "1b_adamw_pc.toml", [f"--pc.method={m}"], 8) for m in ("row_norm", "cap")}
+    costs = {
+        m: RunCost(load_config(CONFIGS / "1b_adamw_pc.toml", [f"--pc.method={m}"]), 8) for m in ("row_norm", "cap")
+    }
     assert costs["row_norm"].step_cost().pc_step == 0 and costs["row_norm"].step_cost().pc_forward == 0  # no matmul
     assert "PC: rows of equal norm" in table(costs["row_norm"]) and "bound" not in table(costs["row_norm"])
     # by hand: B and the product with W; nine stages of three matmuls, |B - I|, and six stages of four. Autograd repeats

@@ -9,13 +9,13 @@ import pytest
 
 from helpers.made_runs import write_run
 from pc.errors import UserError
-from pc_recipe.config import load_config, write_config
+from pc_recipe.config import Config, load_config, write_config
 from pc_recipe.config.pc_section import PC
 from pc_recipe.config.run_key import code_version, differing_keys, method_key, result_key
 from pc_recipe.files import run_folder
 from pc_recipe.files.lock import lock
+from pc_recipe.runs.allocation import Allocation
 from pc_recipe.runs.check import CheckResult
-from pc_recipe.runs.slurm import Allocation
 from pc_recipe.runs.sweep import budget, equal_runs
 from pc_recipe.runs.sweep.local import train_all
 from pc_recipe.runs.sweep.results import describe_status
@@ -193,7 +193,9 @@ def test_a_run_that_is_trained_elsewhere_is_passed_over(folder, trained, capsys)
 
 
 def test_equal_runs_are_queued_once(folder, monkeypatch):
-    monkeypatch.setattr("pc_recipe.runs.sweep.submit.check", lambda *_: CheckResult())
+    monkeypatch.setattr(
+        "pc_recipe.runs.sweep.submit.check", lambda *_: CheckResult(Config(), warnings=["the disk is small"])
+    )
     queued = []
 
     def sbatch(words, **_):
@@ -208,6 +210,7 @@ def test_equal_runs_are_queued_once(folder, monkeypatch):
     said = submit(sweeps, 2, Allocation(1, 8, []))
     assert queued == [("--array=0-0%2", ["level-4"]), ("--array=0-0%2", ["blocks-ffn"])]
     assert "blocks-ffn+o: equal to outputs/sweeps/level/level-4" in said
+    assert said.startswith("warning: level-3: the disk is small\n") and said.count("warning") == 1
 
 
 @pytest.mark.parametrize("what", ["torch", "files", None])

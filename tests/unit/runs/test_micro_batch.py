@@ -26,8 +26,6 @@ def test_it_is_the_largest_that_divides_and_fits(ranks, gpu_gib):
     assert share % chosen == 0 and needs(chosen) <= 0.85 * gpu_gib
     assert all(needs(size) > 0.85 * gpu_gib for size in larger)
     assert choice.config.validation.local_batch_size == chosen
-    near = {size: f"{size}: {needs(size):.1f} GiB" for size in larger[:1]}
-    assert all(text in choice.text() for text in near.values())
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,13 @@ import threading
 
 import pytest
 
+from helpers.tiny import ROOT
 from pc.errors import UserError, exit_on_user_error
 from pc_recipe.files.lock import join_lock, lock
 from pc_recipe.runs import slurm
+from pc_recipe.runs.allocation import Allocation
 from pc_recipe.runs.run import Run
-from pc_recipe.runs.slurm import Allocation, requeue_or_end
+from pc_recipe.runs.slurm import requeue_or_end
 
 
 @pytest.fixture
@@ -138,3 +140,58 @@ def test_a_percent_sign_in_a_folder_is_no_pattern_of_slurm(tmp_path, monkeypatch
     monkeypatch.setattr(slurm.subprocess, "run", lambda given, **_: words.extend(given) or done)
     slurm.submit_job(tmp_path / "100%j", Allocation(1, 8, []).sbatch_options(), [])
     assert f"--output={tmp_path}/100%%j/slurm/%x-%j.log" in words
+
+
+@pytest.mark.parametrize(
+    "options, environment, limit",
+    [
+        ("", {}, None),  # train.sbatch requeues: 54 hours are three jobs of 24
+        ("--no-requeue", {}, "24:00:00"),
+        ("", {"SBATCH_NO_REQUEUE": ""}, "24:00:00"),
+        ("", {"SBATCH_NO_REQUEUE": "", "SBATCH_TIMELIMIT": "2-0"}, "2-0"),
+        ("-p main -t 53:00:00 --no-requeue", {"SBATCH_TIMELIMIT": "4-0"}, "53:00:00"),
+        ("--no-requeue --time 3239", {}, "3239"),
+        ("--no-requeue --requeue", {}, None),
+        *(
+            (f"--no-requeue --time={enough}", {}, None)
+            for enough in ("3241", "2-7", "2-06:01", "54:01:00", "UNLIMITED", "0")
+        ),
+    ],
+)
+def test_a_limit_that_is_too_short_without_requeue_is_refused(monkeypatch, options, environment, limit):
+    """Of 54 hours. Formats are those of sbatch's manual."""
+    for name in ("SBATCH_TIMELIMIT", "SBATCH_REQUEUE", "SBATCH_NO_REQUEUE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    allocation = Allocation(2, 8, options.split())
+    if limit is None:
+        allocation.require_time(54.0, "x.toml")
+        return
+    with pytest.raises(UserError) as raised:
+        allocation.require_time(54.0, "x.toml")
+    assert str(raised.value) == (
+        f"x.toml takes about 54.0 hours on 16 GPUs, its time limit is {limit} without requeue: leave out --no-requeue, or "
+        'give --sbatch="--time=65:00:00"'
+    )
+
+
+def test_submit_says_what_a_dry_run_says(command, monkeypatch, tmp_path, tiny_shards):
+    """With the warnings, and the time limit."""
+    sent = []
+    done = type("Done", (), {"returncode": 0, "stdout": "17"})
+    monkeypatch.setattr(slurm.subprocess, "run", lambda words, **_: sent.append(words) or done)
+    monkeypatch.delenv("SBATCH_TIMELIMIT", raising=False)
+    config = ROOT / "train_configs" / "1b_adamw_pc.toml"
+    words = [f"--data.path={tiny_shards}", f"--job.dump_folder={tmp_path / 'run'}"]
+    words += ["--training.seq_len=16", "--training.steps=1000000000"]
+    status, dry, _ = command("dry_run.py", config, "--world-size=16", *words)
+    assert status == 0 and "warning: the run repeats its" in dry
+    status, said, _ = command("slurm/submit.py", config, "--nodes=2", *words)
+    *report, job = said.splitlines()
+    limit = [line for line in report if line.startswith("time limit ")]
+    assert status == 0 and job.startswith("job 17: ") and "24:00:00, about " in limit[0]
+    assert [line for line in report if line not in limit] == dry.splitlines()
+    status, _, err = command("slurm/submit.py", config, "--nodes=2", "--sbatch=--no-requeue", *words)
+    assert status == 2 and err.startswith("error: ") and err.count("\n") == 1 and "its time limit is 24:00:00" in err
+    assert len(sent) == 1  # nothing was queued
