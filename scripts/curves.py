@@ -1,4 +1,4 @@
-"""Compare runs: validation loss against tokens, speedup, activation size, estimator error; bars of a sweep.
+"""Compare runs: losses against tokens and time, speedup, activation size, estimator error; final losses of a sweep.
 
 Usage: python scripts/curves.py RUN... [--output DIR]
        python scripts/curves.py --sweep FOLDER... [--baseline RUN...] [--output DIR]
@@ -17,7 +17,7 @@ def main() -> None:
     parser.add_argument("--sweep", nargs="+", type=Path, default=[], metavar="FOLDER", help="results of sweeps")
     parser.add_argument(
         "--baseline", nargs="+", type=Path, default=[], metavar="RUN",
-        help="runs to draw as lines over the bars, one for each config of the sweep",
+        help="runs to draw as lines, one for each config of the sweep",
     )  # fmt: skip
     parser.add_argument("--output", type=Path, default=Path("outputs/curves"), help="folder for figures and tables")
     arguments = parser.parse_args()

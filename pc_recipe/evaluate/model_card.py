@@ -13,6 +13,7 @@ from pc_recipe.data.sources import HUB_DATASET
 from pc_recipe.evaluate.plain_weights import RunCheckpoint
 from pc_recipe.files import markdown
 from pc_recipe.files.plots import short_tokens
+from pc_recipe.files.run_folder import read_environment
 from pc_recipe.files.run_log import METRICS_FILE, read_log
 
 _USE = """
@@ -86,8 +87,7 @@ def _read_logged(run: RunCheckpoint) -> list[tuple[str, str]]:
 
 
 def _describe_environment(run: RunCheckpoint) -> str:
-    path = run.path.parent.parent / "environment.json"
-    if not path.is_file():
+    environment = read_environment(run.path.parent.parent)
+    if not environment:
         return ""
-    environment = json.loads(path.read_text())
     return f" (world size {environment['world_size']}, commit {environment['commit']})"

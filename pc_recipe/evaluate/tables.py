@@ -1,6 +1,7 @@
 """Scores of several models as a Markdown table, a CSV and a bar plot."""
 
 import math
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +77,11 @@ def _plot(values: pd.DataFrame, errors: pd.DataFrame, titles: list[str], partial
     figure, axes = plots.subplots(width=max(5.0, 1.1 * len(values)), height=3.2)
     style = {"elinewidth": 0.8, "capsize": 1.5}
     values.plot.bar(ax=axes, width=0.8, yerr=errors.fillna(0.0), error_kw=style, xlabel="")
-    axes.set_xticklabels([*titles, AVERAGE], rotation=20, ha="right")
+    axes.set_xticklabels([textwrap.fill(title, 13) for title in (*titles, AVERAGE)], rotation=0)
     axes.grid(axis="x", visible=False)
     axes.set_axisbelow(True)
     axes.set_ylabel("accuracy (fraction of items)")
     figure.suptitle("\n".join(["Zero-shot scores, ± standard error", partial]).strip())  # may be wider than the axes
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    axes.get_legend().remove()
+    plots.legend_below(figure, axes)
     return figure

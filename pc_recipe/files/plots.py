@@ -20,7 +20,6 @@ STYLE: dict[Any, Any] = {
     "grid.alpha": 0.3,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "legend.frameon": False,
 }
 
 
@@ -28,6 +27,14 @@ def subplots(rows: int = 1, columns: int = 1, *, width: float = 4.2, height: flo
     """`plt.subplots` in the project's style; `width` and `height` in inches per panel."""
     with plt.rc_context(STYLE):
         return plt.subplots(rows, columns, figsize=(width * columns, height * rows), **kwargs)
+
+
+def legend_below(figure, axes) -> None:
+    """One legend for all panels, of what is drawn in `axes`, below them, where it hides no line."""
+    handles, labels = axes.get_legend_handles_labels()
+    inches = 0.7 + 0.07 * max(map(len, labels))  # of one entry
+    columns = max(1, int(figure.get_figwidth() // inches))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
 
 
 def save(figure, path: str | Path) -> Path:

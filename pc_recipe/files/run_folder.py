@@ -5,6 +5,7 @@ import re
 import tomllib
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.lock import is_locked
@@ -61,6 +62,15 @@ def write_failure(folder: str | Path, reason: str, step: int = 0, state: str = "
 def list_configs(run: Path) -> list[Path]:
     """config.toml, and the different ones, config.1.toml and so on, with which earlier parts of a run were trained."""
     return [run / "config.toml", *sorted(run.glob("config.[0-9]*.toml"))]
+
+
+def read_environment(run: Path) -> dict[str, Any]:
+    """What environment.json says of a run's machine, code and data; empty if there is none, or a damaged one."""
+    try:
+        content = json.loads((run / "environment.json").read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def keep_earlier_config(run: Path, resolved: dict, step: int) -> None:

@@ -1,14 +1,17 @@
-"""Validation loss against tokens, and how many fewer tokens one run needs than another."""
+"""Losses against tokens and time, and how many fewer tokens one run needs than another."""
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
+from pc.errors import UserError
 from pc_recipe.files import markdown
-from pc_recipe.files.plots import label_tokens, save, short_tokens, subplots
+from pc_recipe.files.plots import label_tokens, legend_below, save, short_tokens, subplots
+from pc_recipe.files.run_folder import read_environment
 from pc_recipe.files.run_log import RunLog
 from pc_recipe.runs.sweep.spec import VALIDATION
 
@@ -84,23 +87,99 @@ def table(rows: pd.DataFrame) -> str:
     return text
 
 
+def marked(runs: Sequence[RunLog]) -> list[RunLog]:
+    """The runs, with the names of those that were trained on other data than the first.
+
+    Raises:
+        UserError: a run was validated on other text, or with another tokenizer.
+    """
+    first, *others = data = [read_environment(run.file.parent).get("data") or {} for run in runs]
+    for run, one in zip(runs[1:], others, strict=True):
+        if _differ("content of data.validation_path", first, one):
+            raise UserError(
+                f"{run.file.parent} was validated on other text than {runs[0].file.parent}, or with another tokenizer, so "
+                "their losses cannot be compared; compare runs with one data.validation_path"
+            )
+    return [
+        replace(run, name=f"{run.name} (other data)") if _differ("content of data.path", first, one) else run
+        for run, one in zip(runs, data, strict=True)
+    ]
+
+
+def _differ(key: str, first: dict, other: dict) -> bool:
+    """Whether both know the checksum and it is not the same."""
+    return key in first and key in other and first[key] != other[key]
+
+
 def plot(runs: Sequence[RunLog], rows: pd.DataFrame, output: Path) -> Path:
     """Validation loss against tokens; a mark shows where another run reaches the reference's final loss."""
-    figure, axes = subplots(width=5.0, height=3.4)
+    figure, axes = subplots(width=5.0, height=3.6)
     final = rows.final_loss[0]
-    shown: list[float] = []
-    for i, run in enumerate(runs):
-        curve = run.series(VALIDATION, "tokens")
+    curves = [run.series(VALIDATION, "tokens") for run in runs]
+    for i, (run, curve) in enumerate(zip(runs, curves, strict=True)):
         label = run.name if math.isnan(rows.speedup[i]) or i == 0 else f"{run.name}, {rows.speedup[i]:.2f}x"
         axes.plot(curve.index, curve, color=f"C{i}", marker=".", markersize=3, label=label)
         if i > 0:
             axes.plot(rows.reached_at_tokens[i], final, "o", color=f"C{i}", markerfacecolor="white", zorder=3)
-        shown += filter(math.isfinite, curve[curve.index >= rows.tokens.max() / 10])
-    if shown and max(shown) > min(shown):  # the first tenth falls so far that the rest would be hard to see
-        height = max(shown) - min(shown)
-        axes.set_ylim(min(shown) - 0.15 * height, max(shown) + 0.1 * height)
+    _leave_out_the_start(axes, curves)
     axes.axhline(final, color="C0", linestyle=":", linewidth=1)
     label_tokens(axes)
     axes.set_ylabel("validation loss (nats per token)")
-    axes.legend()
+    legend_below(figure, axes)
     return save(figure, output / "validation_loss")
+
+
+def plot_training_loss(runs: Sequence[RunLog], output: Path) -> Path:
+    """The mean of every 50th of the training losses, and pale the losses, against tokens and against hours."""
+    figure, panels = subplots(1, 2, width=4.2)
+    by_tokens = [run.series("loss", "tokens", "training logs it") for run in runs]
+    by_hours = [_by_hours(run, "loss") for run in runs]
+    for axes, curves in zip(panels, (by_tokens, by_hours), strict=True):
+        smooth = [curve.rolling(math.ceil(len(curve) / 50), min_periods=1).mean() for curve in curves]
+        for i, (run, curve) in enumerate(zip(runs, curves, strict=True)):
+            axes.plot(curve.index, curve, color=f"C{i}", alpha=0.2, linewidth=0.7)
+            axes.plot(smooth[i].index, smooth[i], color=f"C{i}", label=run.name)
+        _leave_out_the_start(axes, smooth)
+        axes.set_ylabel("training loss (nats per token)")
+    label_tokens(panels[0])
+    panels[1].set_xlabel(_label_of_hours(runs))
+    legend_below(figure, panels[0])
+    return save(figure, output / "training_loss")
+
+
+def plot_validation_over_time(runs: Sequence[RunLog], output: Path) -> Path:
+    """Validation loss against the hours of the training steps."""
+    figure, axes = subplots(width=5.0, height=3.6)
+    curves = [_by_hours(run, VALIDATION) for run in runs]
+    for i, (run, curve) in enumerate(zip(runs, curves, strict=True)):
+        axes.plot(curve.index, curve, color=f"C{i}", marker=".", markersize=3, label=run.name)
+    _leave_out_the_start(axes, curves)
+    axes.set_xlabel(_label_of_hours(runs))
+    axes.set_ylabel("validation loss (nats per token)")
+    legend_below(figure, axes)
+    return save(figure, output / "validation_loss_by_time")
+
+
+def _by_hours(run: RunLog, key: str) -> pd.Series:
+    """What is logged under `key`, by the hours that the steps so far took, without validation, checkpoints and pauses."""
+    seconds = run.series("step_seconds", remedy="time is drawn for runs that log it")
+    hours = (seconds * np.diff(seconds.index, prepend=0)).cumsum() / 3600
+    curve = run.series(key)
+    return curve.set_axis(np.interp(curve.index, hours.index, hours))
+
+
+def _label_of_hours(runs: Sequence[RunLog]) -> str:
+    machines = [
+        [environment.get(key) for key in ("gpus", "cpu_cores", "world_size")]
+        for environment in (read_environment(run.file.parent) for run in runs)
+    ]
+    return "hours of training steps" + (", on different machines" if any(m != machines[0] for m in machines) else "")
+
+
+def _leave_out_the_start(axes, curves: Sequence[pd.Series]) -> None:
+    """The first tenth falls so far that the rest would be hard to see."""
+    begin = max(curve.index[-1] for curve in curves) / 10
+    shown = [loss for curve in curves for loss in curve[curve.index >= begin] if math.isfinite(loss)]
+    if shown and max(shown) > min(shown):
+        height = max(shown) - min(shown)
+        axes.set_ylim(min(shown) - 0.15 * height, max(shown) + 0.1 * height)

@@ -28,7 +28,7 @@ from pc_recipe.config.schema import Config
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.run_log import read_log, unique_names
 from pc_recipe.report.contrasts import read_preregistration
-from pc_recipe.runs.sweep.bars import read_results
+from pc_recipe.runs.sweep.points import read_results
 from pc_recipe.runs.sweep.spec import VALIDATION, label
 from pc_recipe.train.llama2 import Llama2, Llama2Args
 

@@ -11,35 +11,39 @@ from matplotlib.ticker import MaxNLocator
 
 from pc.errors import UserError
 from pc_recipe.files.atomic import write_atomically
-from pc_recipe.files.plots import label_tokens, save, subplots
+from pc_recipe.files.plots import label_tokens, legend_below, save, subplots
 from pc_recipe.files.run_log import RunLog, read_log, read_logs, unique_names
 from pc_recipe.report import curves, spectra
 from pc_recipe.report.spectra import BLOCK_TITLES
-from pc_recipe.runs.sweep import bars
+from pc_recipe.runs.sweep import points
 
 _ERROR = "spectra/estimate_error/"
 _GMCN = {"pc": "PC blocks", "qkv": r"$W_\mathrm{Q}, W_\mathrm{K}, W_\mathrm{V}$", "all": "all"}
 
 
 def draw_curves(paths: Sequence[Path], output: Path) -> None:
-    """Validation curves with a summary table; activation sizes and estimator error if they were logged."""
-    runs = read_logs(paths)
+    """Validation curves with a summary table; all else if it was logged."""
+    runs = curves.marked(read_logs(paths))
     rows = curves.compare(runs)
     table = curves.table(rows)
     print(table)
     write_atomically(output / "summary.md", table)
     print(curves.plot(runs, rows, output))
-    _print_or_explain("activation sizes", lambda: plot_activation_rms(runs, output))
-    _print_or_explain("estimator error", lambda: plot_estimator_error(runs, output))
+    _print_or_explain("training_loss", curves.plot_training_loss, runs, output)
+    _print_or_explain("validation_loss_by_time", curves.plot_validation_over_time, runs, output)
+    _print_or_explain("activation_rms", plot_activation_rms, runs, output)
+    _print_or_explain("estimator_error", plot_estimator_error, runs, output)
 
 
 def draw_sweeps(folders: Sequence[Path], baselines: Sequence[Path], output: Path) -> None:
-    """A bar plot for each sweep, named after its folder, or as much of its path as is needed."""
+    """Final losses of each sweep, named after its folder, or as much of its path as is needed."""
+    for earlier in output.glob("sweep_*.png"):
+        earlier.unlink()
     baseline_runs = [read_log(path) for path in baselines]
     names = unique_names([folder.resolve() if folder.is_dir() else folder.resolve().parent for folder in folders])
     for folder, name in zip(folders, names, strict=True):
-        file = output / f"bars_{name.replace('/', '-')}"
-        print(bars.plot(bars.read_results(folder), file, baseline_runs))
+        file = output / f"sweep_{name.replace('/', '-')}"
+        print(points.plot(points.read_results(folder), file, baseline_runs))
 
 
 def draw_spectra(sources: Sequence[Path], output: Path, layers: Sequence[int] | None) -> None:
@@ -51,15 +55,18 @@ def draw_spectra(sources: Sequence[Path], output: Path, layers: Sequence[int] | 
         layers = layers or sorted({layer for layer, _ in by_name[name]})  # the first one's, for all
     print(spectra.plot(by_name, output))
     runs = [spectra.run_folder_of(checkpoint) for checkpoint in checkpoints.values()]
-    _print_or_explain("GMCN against tokens", lambda: plot_gmcn(read_logs(runs), output))
+    _print_or_explain("gmcn", plot_gmcn, read_logs(runs), output)
 
 
-def _print_or_explain(what: str, plot: Callable[[], Path]) -> None:
-    """Draw, or print why not, because other figures can still be drawn."""
+def _print_or_explain(
+    name: str, plot: Callable[[Sequence[RunLog], Path], Path], runs: list[RunLog], output: Path
+) -> None:
+    """Draw, or print why not, because other figures can still be drawn; then one of an earlier comparison goes."""
     try:
-        print(plot())
+        print(plot(runs, output))
     except UserError as error:
-        print(f"no figure of {what}: {error}")
+        (output / f"{name}.png").unlink(missing_ok=True)
+        print(f"no {name}.png: {error}")
 
 
 def plot_estimator_error(runs: Sequence[RunLog], output: Path) -> Path:
@@ -80,7 +87,7 @@ def plot_estimator_error(runs: Sequence[RunLog], output: Path) -> Path:
         axes.set_title(BLOCK_TITLES[block])
         axes.set_xlabel("step")
     panels[0, 0].set_ylabel(r"$|s(W) - \|W\|_2| \,/\, \|W\|_2$")
-    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
+    legend_below(figure, panels[0, 0])
     return save(figure, output / "estimator_error")
 
 
@@ -97,7 +104,7 @@ def plot_activation_rms(runs: Sequence[RunLog], output: Path) -> Path:
         axes.set_title(f"{title} output, mean over layers")
         axes.set_xlabel("step")
         axes.set_ylabel("RMS")
-    panels[0].legend()
+    legend_below(figure, panels[0])
     return save(figure, output / "activation_rms")
 
 
@@ -112,5 +119,5 @@ def plot_gmcn(runs: Sequence[RunLog], output: Path) -> Path:
         label_tokens(axes)
         axes.xaxis.set_major_locator(MaxNLocator(4))
         axes.set_ylabel(r"$\tilde\kappa$")
-    panels[0].legend()
+    legend_below(figure, panels[0])
     return save(figure, output / "gmcn")

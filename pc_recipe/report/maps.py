@@ -71,7 +71,7 @@ def plot(output: Path, own: Maps) -> Path:
         axes.set_title(title)
         axes.set_xlabel(r"singular value $\sigma$ (after normalisation)")
         axes.set_ylabel(r"$g(\sigma)$")
-        axes.legend(loc="lower right")
+        axes.legend(loc="lower right", frameon=False)
     return save(figure, output / "polynomials")
 
 

@@ -13,7 +13,7 @@ from pc.blocks import BLOCK_SUFFIXES
 from pc.errors import UserError
 from pc.spectral import singular_values
 from pc_recipe.evaluate import plain_weights
-from pc_recipe.files.plots import save, subplots
+from pc_recipe.files.plots import legend_below, save, subplots
 from pc_recipe.files.run_folder import find_newest_checkpoint, step_of
 from pc_recipe.files.run_log import unique_names
 
@@ -87,5 +87,5 @@ def plot(spectra: dict[str, Spectra], output: Path) -> Path:
         row[0].set_ylabel("count per bin")
     for axes in panels[-1]:
         axes.set_xlabel(r"$\sigma / \sigma_\mathrm{max}$")
-    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
+    legend_below(figure, panels[0, 0])
     return save(figure, output / "histograms")

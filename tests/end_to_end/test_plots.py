@@ -20,7 +20,8 @@ def test_spectra_and_curves_of_a_pair(command, tmp_path):
     assert _figures(tmp_path) == {"histograms", "gmcn"}
 
     assert command("curves.py", *pair, "--output", tmp_path / "curves")[0] == 0
-    assert _figures(tmp_path / "curves") == {"validation_loss", "activation_rms", "estimator_error"}
+    drawn = {"training_loss", "validation_loss_by_time", "activation_rms", "estimator_error"}
+    assert _figures(tmp_path / "curves") == {"validation_loss", *drawn}
     assert "| pc |" in (tmp_path / "curves" / "summary.md").read_text()
 
 

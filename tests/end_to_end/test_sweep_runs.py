@@ -12,7 +12,7 @@ from helpers.tiny import ROOT, write_small_config
 from pc_recipe.files.lock import is_locked
 from pc_recipe.files.run_folder import find_newest_step, read_state
 from pc_recipe.report import evidence
-from pc_recipe.runs.sweep.bars import read_results
+from pc_recipe.runs.sweep.points import read_results
 from pc_recipe.runs.sweep.spec import load
 
 SWEEP = """

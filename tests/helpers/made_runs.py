@@ -130,7 +130,7 @@ def write_metrics(run: Path, *, gain: float, estimates: bool) -> None:
     for step in range(1, 101):
         about = {"step": step, "tokens": 1000 * step, "time": float(step)}
         loss = 8 - (1 + gain) * math.log(step + 1)
-        lines.append({**about, "loss": loss})
+        lines.append({**about, "loss": loss, "step_seconds": 1.0})
         if step % 20 == 0:
             lines.append({**about, "validation_loss": loss + 0.1})
         if step % 10 == 0:

@@ -90,19 +90,12 @@ def group_runs(sweeps: Sequence[Sweep], world_size: int | None = None) -> list[E
     for own_key, runs in groups_by_key:
         own = [run.folder for run in runs]
         others = [folder for folder, key in trained.items() if folder not in own and not differing_keys(own_key, key)]
-        usable = [folder for folder in others if _read_code_version(folder) == code_version()]
+        usable = [folder for folder in others if run_folder.read_environment(folder).get("code") == code_version()]
         states = {folder: run_folder.read_state(folder).state for folder in [*own, *others]}
         best = min([*own, *usable], key=lambda folder: ORDER.index(states[folder]))
         stale = [folder for folder in others if folder not in usable and states[folder] == "finished"]
         groups.append(EqualRuns(runs, states[best], best, stale))
     return groups
-
-
-def _read_code_version(folder: Path) -> dict[str, str] | None:
-    try:
-        return json.loads((folder / "environment.json").read_text()).get("code")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return None
 
 
 def _read_started_runs(roots: Sequence[Path]) -> dict[Path, dict[str, Any]]:

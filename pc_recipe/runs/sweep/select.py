@@ -11,7 +11,7 @@ import tomli_w
 from pc.errors import UserError
 from pc_recipe.files import markdown
 from pc_recipe.files.atomic import write_atomically
-from pc_recipe.runs.sweep import bars
+from pc_recipe.runs.sweep import points
 from pc_recipe.runs.sweep.results import collect
 from pc_recipe.runs.sweep.spec import VALIDATION, Sweep
 
@@ -24,7 +24,7 @@ def select(sweep: Sweep) -> str:
     table = _settings(sweep, results)
     lines = [_write_table(sweep, table)]
     lines += [_choose(sweep, config, rows) for config, rows in table.groupby("config", sort=False)]
-    bars.plot(results, sweep.folder / "plot")
+    points.plot(results, sweep.folder / "plot")
     return "\n".join([*lines, f"Table and plot: {sweep.folder}/table.md, {sweep.folder}/plot.png"])
 
 

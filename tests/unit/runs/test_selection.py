@@ -10,7 +10,7 @@ from pc.errors import UserError
 from pc_recipe.files.lock import join_lock, lock
 from pc_recipe.files.run_folder import keep_earlier_config, read_state
 from pc_recipe.files.run_log import read_log
-from pc_recipe.runs.sweep.bars import read_results
+from pc_recipe.runs.sweep.points import read_results
 from pc_recipe.runs.sweep.results import describe_status
 from pc_recipe.runs.sweep.select import select
 from pc_recipe.runs.sweep.spec import load

@@ -1,4 +1,4 @@
-"""Bars of final validation losses: learning-rate grids and ablations, from a sweep's results."""
+"""Final validation losses as points: learning-rate grids and ablations, from a sweep's results."""
 
 import json
 import math
@@ -25,7 +25,7 @@ def read_results(source: Path) -> list[dict]:
 
 
 def plot(results: Sequence[dict], path: Path, baselines: Sequence[RunLog] = ()) -> Path:
-    """A panel per config, a bar per setting: mean over seeds with the range; hatched if losses spiked.
+    """A panel per config, a point per setting: mean over seeds with the range; hollow if losses spiked.
 
     The mean is that of the runs with a final loss; the number of those without is written at the bottom.
 
@@ -40,37 +40,38 @@ def plot(results: Sequence[dict], path: Path, baselines: Sequence[RunLog] = ()) 
         if len({str(one[key]) for one in every if key in one}) > 1
     ]
     names = [label({key: one[key] for key in varied if key in one}) or "as it is" for one in every]
-    runs = pd.DataFrame(results).reindex(columns=["config", VALIDATION, "spikes"]).assign(bar=names)
+    runs = pd.DataFrame(results).reindex(columns=["config", VALIDATION, "spikes"]).assign(setting=names)
     configs = runs.config.unique()
     if baselines and len(baselines) != len(configs):
         stems = ", ".join(Path(config).stem for config in configs)
         raise UserError(f"--baseline: {len(baselines)} given, {len(configs)} needed, one for each of {stems}")
     figure, panels = subplots(1, len(configs), width=4.6, height=3.4, squeeze=False)
     for i, (axes, (config, group)) in enumerate(zip(panels[0], runs.groupby("config", sort=False), strict=True)):
-        bars = group.groupby("bar", sort=False)
-        for place, (_, one) in enumerate(bars):
+        settings = group.groupby("setting", sort=False)
+        for place, (_, one) in enumerate(settings):
             _draw(axes, place, one[VALIDATION].astype(float), spiked=one.spikes.any())
-        shown = group[VALIDATION].dropna().tolist()
+        shown, title = group[VALIDATION].dropna().tolist(), Path(config).stem
         if baselines:
             final = baselines[i].series(VALIDATION, remedy="the baseline has no validation").iloc[-1]
-            axes.axhline(final, color="C3", linestyle="--", label=f"{baselines[i].name}: {final:.4f}")
-            axes.legend(loc="upper right")
+            axes.axhline(final, color="C3", linestyle="--")
+            title += f"\ndashed: {baselines[i].name}, {final:.4f}"
             shown += [final] if math.isfinite(final) else []
-        if shown:  # the axis does not start at 0, because differences are small
+        if shown:
             margin = 0.25 * (max(shown) - min(shown)) or 0.01 * max(shown)
-            axes.set_ylim(min(shown) - margin, max(shown) + margin * (2 if baselines else 1))  # room for the legend
-        axes.set_xlim(-0.6, len(bars) - 0.4)  # also where the last has no bar
-        axes.set_xticks(range(len(bars)), [name for name, _ in bars], rotation=35, ha="right", fontsize=7)
-        axes.set_title(Path(config).stem)
+            axes.set_ylim(min(shown) - margin, max(shown) + margin)
+        axes.set_xlim(-0.6, len(settings) - 0.4)  # also where the last has no point
+        axes.set_xticks(range(len(settings)), [name for name, _ in settings], rotation=35, ha="right", fontsize=7)
+        axes.set_title(title)
         axes.set_ylabel("final validation loss (nats per token)")
     return save(figure, path)
 
 
 def _draw(axes, place: int, losses: pd.Series, spiked: bool) -> None:
     if losses.isna().any():
-        note = f"{losses.isna().sum()} of {len(losses)}\nwithout a loss"
+        note = f"no loss:\n{losses.isna().sum()} of {len(losses)}"
         axes.annotate(note, (place, 0.01), xycoords=("data", "axes fraction"), ha="center", fontsize=7)
     if losses.notna().any():
-        axes.bar(place, losses.mean(), color="C0", alpha=0.8, hatch="//" if spiked else None, edgecolor="white")
-        axes.vlines(place, losses.min(), losses.max(), color="k")
-        axes.annotate(f"{losses.mean():.4f}", (place, losses.max()), ha="center", va="bottom", fontsize=7)
+        axes.vlines(place, losses.min(), losses.max(), color="C0")
+        axes.plot(place, losses.mean(), "o", color="C0", markerfacecolor="white" if spiked else None)
+        above = {"xytext": (0, 4), "textcoords": "offset points"}
+        axes.annotate(f"{losses.mean():.4f}", (place, losses.max()), **above, ha="center", va="bottom", fontsize=7)
