@@ -21,6 +21,10 @@ from pc.followed import group_for_gamma, ids_of_parameters, only_creates_state, 
 from pc.shards import copy_into
 from pc.weight import Weight
 
+LACKS_STATE = (
+    "the optimizer goes on from a run with PC, the preconditioner does not; load the preconditioner's state too, as that of "
+    "the optimizer was"
+)
 HOLDS_W = "it holds W; call preconditioner.write_pc(), or use the model that has the preconditioner"
 
 
@@ -54,6 +58,10 @@ class Preconditioner(ABC):
         self._stepped: set[Optimizer] = set()
         """followed optimizers that have stepped since PC(W) was written"""
         self._is_stepping = self.has_started = self.is_pulled_back = False
+        self._is_new = True
+        """whether no optimizer has stepped yet, and no state was loaded"""
+        self._optimizer_goes_on = False
+        """whether an optimizer's state with a gamma was loaded when this was new"""
         self._set_holds_pc(False)
 
     @abstractmethod
@@ -133,6 +141,7 @@ class Preconditioner(ABC):
             self._hooks[optimizer] = [
                 optimizer.register_step_pre_hook(self._before_step),
                 optimizer.register_step_post_hook(self._after_step),
+                optimizer.register_load_state_dict_post_hook(self._after_load),
             ]
 
     def _leave(self, optimizer: Optimizer) -> None:
@@ -145,17 +154,23 @@ class Preconditioner(ABC):
             self._leave(optimizer)
 
     def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        if self._is_new and self._optimizer_goes_on:
+            raise UserError(LACKS_STATE)
         self._is_stepping = not only_creates_state(optimizer) and self._prepare_step()
         return None
 
     def _after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         if not self._is_stepping:
             return
-        self._is_stepping = False
+        self._is_stepping = self._is_new = False
         self._stepped.add(optimizer)
         self._set_holds_pc(False)
         if self._stepped.issuperset(self._hooks):
             self.write_pc(share=True)
+
+    def _after_load(self, optimizer: Optimizer) -> None:
+        gammas = [weight.gamma for weight in self.weights.values() if weight.gamma is not None]
+        self._optimizer_goes_on |= self._is_new and any(optimizer.state.get(gamma) for gamma in gammas)
 
     def _set_holds_pc(self, holds_pc: bool) -> None:
         self.holds_pc = holds_pc
@@ -218,6 +233,7 @@ class Preconditioner(ABC):
         for name, tensors in self._tensors().items():
             for key, tensor in tensors.items():
                 copy_into(tensor, state_dict[name][key])
+        self._is_new = False
         self._use_loaded()
 
 

@@ -54,8 +54,13 @@ def find(model: nn.Module, config: PCConfig) -> tuple[dict[str, Target], dict[st
     """The weights that `config` names, and all others, by their parameters' full names.
 
     Raises:
-        UserError: a weight is matched twice, or it is not known how it is split, or the split does not fit.
+        UserError: `config` is something else, or a weight is matched twice, or it is not known how it is split, or the
+            split does not fit.
     """
+    if not isinstance(config, PCConfig):
+        raise UserError(
+            f"pc.attach takes a pc.PCConfig, not a {type(config).__name__}; write pc.PCConfig(level=4, blocks=...)"
+        )
     targets: dict[str, Target] = {}
     others: dict[str, Other] = {}
     modules = {clean_name(name): module for name, module in model.named_modules()}

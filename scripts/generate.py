@@ -19,9 +19,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     import torch
-    from transformers import pipeline
 
-    from pc_recipe.evaluate import hugging_face
+    from pc_recipe.evaluate import hugging_face  # before transformers, whose warnings it silences
+    from transformers import pipeline  # isort: skip
 
     llama, tokenizer = hugging_face.load(arguments.model)
     sampling = {"do_sample": False}

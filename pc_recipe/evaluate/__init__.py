@@ -1,1 +1,7 @@
 """Export to Hugging Face, the nine zero-shot tasks, tables of scores."""
+
+import logging
+
+# transformers imports torchao, which warns of kernels that are not used here, and of its own use of torch.
+for _name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_name).setLevel(logging.ERROR)

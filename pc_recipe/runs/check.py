@@ -15,8 +15,10 @@ from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.data import GlobalOrderLoader, Manifest, require_same_tokenizer
 from pc_recipe.data.demo import FOLDER as DEMO
 from pc_recipe.data.tokenizers import smallest_dtype
+from pc_recipe.files.run_folder import find_newest_checkpoint
 from pc_recipe.runs import cost, memory, micro_batch, needs, torchrun
 from pc_recipe.runs.cost import describe_pc
+from pc_recipe.train.checkpoint_folder import CheckpointFolder
 
 LINES = (
     "fits", "micro-batch", "batch", "steps", "tokens", "time", "time limit", "disk", "training data", "validation data",
@@ -90,6 +92,7 @@ def check_config(
         for finding in rules.findings(config, batches.dims):
             result.add_error(finding)
     _check_steps(result, config)
+    _check_initial_load(result, config)
     writes = []
     if is_valid:
         sizes = _check_model(result, config)
@@ -156,6 +159,21 @@ def _check_steps(result: CheckResult, config: Config) -> None:
         return
     if config.checkpoint.last_save_model_only:
         result.warnings.append("checkpoint.last_save_model_only is true: the last checkpoint cannot be resumed")
+
+
+def _check_initial_load(result: CheckResult, config: Config) -> None:
+    """Whether there is what a new run starts from, in the format that it says."""
+    section = config.checkpoint
+    start = section.enable and section.initial_load_path
+    if not start or find_newest_checkpoint(Path(config.job.dump_folder)):
+        return
+    try:
+        if not section.initial_load_in_hf:
+            CheckpointFolder(start)
+        elif not Path(start, "config.json").is_file():
+            raise UserError(f"{start}: no config.json in it, which a Hugging Face folder has")
+    except UserError as error:
+        result.add_error(f"checkpoint.initial_load_path: {error}")
 
 
 def _check_model(result: CheckResult, config: Config) -> memory.Sizes:

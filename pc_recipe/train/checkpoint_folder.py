@@ -213,6 +213,8 @@ def _explain_missing_index(path: Path) -> str:
     """A line about a path that holds no index, and what to use instead."""
     if any(path.glob("*.distcp")):
         return "incomplete checkpoint (no .metadata, which is written last); use an earlier step"
+    if (path / "config.json").is_file():
+        return "a Hugging Face folder, no checkpoint; a run starts from it with checkpoint.initial_load_in_hf = true"
     # of a run, or of its folder of checkpoints
     newest = find_newest_checkpoint(path) or find_newest_checkpoint(path.parent)
     if newest and newest.is_relative_to(path):

@@ -292,3 +292,10 @@ def test_a_model_evaluated_before_it_is_trained():
 def test_a_name_is_known_as_a_whole():
     assert block_of("layers.0.attention.wq") == block_of("attention.wq") == "q"
     assert block_of("layers.0.cross_attention.wq") is None
+
+
+@pytest.mark.parametrize("settings", [{"level": 4}, None])
+@pytest.mark.parametrize("call", [pc.attach, pc.describe])
+def test_settings_that_are_no_config_are_one_line(call, settings):
+    with pytest.raises(UserError, match=f"takes a pc.PCConfig, not a {type(settings).__name__}; write pc.PCConfig"):
+        call(nn.Sequential(nn.Linear(4, 4)), settings)

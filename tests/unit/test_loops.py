@@ -271,6 +271,42 @@ def test_a_model_resumed_without_its_preconditioner_is_noticed():
     resume(merged)[0](toy_batch(0))  # plain weights of a finished run start another
 
 
+def test_a_plain_model_with_saved_weights_needs_the_preconditioners_state_too():
+    """The mark in the metadata is lost: PC(W) would become W, and each gamma 1. The optimizer's state has the gammas.
+    Mode "forward" has its gammas in the model's state, which a plain model refuses."""
+    straight = Loop()
+    straight.step(0)
+    saved = copy.deepcopy([part.state_dict() for part in straight.parts])
+
+    def resume():
+        loop = Loop(seed=1)
+        plain = toy_model()
+        plain.load_state_dict(saved[0])
+        loop.model = pc.attach(plain, PCConfig())
+        loop.optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+        loop.preconditioner = pc.precondition(plain, loop.optimizer)
+        return loop
+
+    loop = resume()
+    loop.step(1)  # a new run from these weights, on purpose: its optimizer is new
+    loop.optimizer.load_state_dict(copy.deepcopy(saved[1]))  # back to its state, as after a step that failed
+    loop.step(2)
+    for with_its_state in (False, True):
+        loop = resume()
+        if with_its_state:
+            loop.preconditioner.load_state_dict(saved[2])
+        loop.optimizer.load_state_dict(copy.deepcopy(saved[1]))
+        if with_its_state:
+            loop.step(1)
+            continue
+        before = copy.deepcopy(loop.model.state_dict())
+        with pytest.raises(UserError, match="load the preconditioner's state too, as that of the optimizer was"):
+            loop.step(1)
+        assert same(before, loop.model.state_dict())
+    straight.step(1)
+    assert same(straight.model.state_dict(), loop.model.state_dict())
+
+
 @pytest.mark.parametrize("settings", [{"level": 1}, {"norm_recovery": False}, {"splits": {"*.wo.*": None}}])
 def test_a_state_of_another_pc_is_refused(settings):
     loop = Loop(blocks=("o", "ffn"))

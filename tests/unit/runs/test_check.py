@@ -102,6 +102,30 @@ def test_data_that_are_there_need_no_disk(tiny_shards):
     assert "checkpoints" in disk and "data " not in disk
 
 
+@pytest.mark.parametrize(
+    "words, complaint",
+    [
+        ([], "checkpoint.initial_load_path: .*start: a Hugging Face folder, .* checkpoint.initial_load_in_hf = true"),
+        (["--checkpoint.initial_load_in_hf"], None),
+        (["--checkpoint.initial_load_path=nowhere"], "checkpoint.initial_load_path: nowhere: no such checkpoint"),
+        (
+            ["--checkpoint.initial_load_path=nowhere", "--checkpoint.initial_load_in_hf"],
+            "nowhere: no config.json in it",
+        ),
+        (["--checkpoint.initial_load_path=nowhere", "--job.dump_folder={folder}/run"], None),  # it goes on by itself
+    ],
+)
+def test_what_a_run_starts_from_is_checked(tmp_path, tiny_shards, words, complaint):
+    (tmp_path / "start").mkdir()
+    (tmp_path / "start" / "config.json").write_text("{}")
+    (tmp_path / "run" / "checkpoint" / "step-3").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoint" / "step-3" / ".metadata").touch()
+    given = [f"--data.path={tiny_shards}", "--training.seq_len=16", f"--checkpoint.initial_load_path={tmp_path}/start"]
+    given += [f"--job.dump_folder={tmp_path}/new", *(word.format(folder=tmp_path) for word in words)]
+    errors = check(ROOT / "train_configs" / "debug.toml", given, 1).errors
+    assert len(errors) == bool(complaint) and all(re.search(complaint, error) for error in errors)
+
+
 def test_wandb_is_missed_before_training(command, tiny_config):
     """TorchTitan would log an error at the top and train on."""
     status, _, err = command("pc_recipe.runs.local", tiny_config[0], "--metrics.enable_wandb")
