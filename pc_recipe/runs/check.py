@@ -120,7 +120,7 @@ def estimate_hours(result: CheckResult, world_size: int, tflops: float | None = 
     rate += "given" if tflops else "assumed: of an H100, at most 40 % of its peak"
     hours = gpu_hours / world_size
     long = f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.1f} minutes"
-    result.facts.append(("time", f"{long}, {gpu_hours:,.2f} GPU-hours at {rate}"))
+    result.facts.append(("time", f"{long}, {gpu_hours:,.{0 if gpu_hours >= 100 else 2}f} GPU-hours at {rate}"))
     return hours
 
 
