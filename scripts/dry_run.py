@@ -27,7 +27,7 @@ def main() -> None:
     from pc_recipe.runs.check import check_config, estimate_hours  # takes seconds
     from pc_recipe.runs.torchrun import count_processes
 
-    ranks = arguments.world_size or count_processes()
+    ranks = count_processes() if arguments.world_size is None else arguments.world_size
     report = check_config(config, ranks, needs_data=not arguments.no_data, gpu_gib=arguments.gpu_memory)
     if not report.errors:
         estimate_hours(report, ranks, arguments.tflops)

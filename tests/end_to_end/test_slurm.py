@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -64,7 +65,7 @@ def submit(config: Path, *words: str) -> str:
     command = [sys.executable, "scripts/slurm/submit.py", str(config), "--gpus-per-node=0", "--sbatch=--time=15"]
     done = subprocess.run([*command, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return done.stdout.removeprefix("job ").partition(":")[0]
+    return re.search(r"^job (\d+):", done.stdout, re.MULTILINE)[1]
 
 
 @pytest.mark.soak
@@ -74,7 +75,7 @@ def test_a_sweep_survives_a_killed_task(here, tmp_path):
     )
     sweep = load(tmp_path / "lr.toml")
     said = submit_sweeps([sweep], 0, Allocation(1, 0, ["--time=15"]))
-    job = said.removeprefix("job ").partition(":")[0]
+    job = re.search(r"^job (\d+):", said, re.MULTILINE)[1]
     victim = sweep.runs[0]
     wait_for(lambda: find_newest_step(victim.folder) >= 4, sweep.folder)
     os.kill(process_of(victim.folder), signal.SIGKILL)
