@@ -160,7 +160,12 @@ def _wandb_environment(config: Config) -> dict[str, str]:
     folder = Path(config.job.dump_folder)
     id_file = folder / "wandb_id"
     if not id_file.exists():
-        write_atomically(id_file, uuid.uuid4().hex)
+        page = uuid.uuid4().hex
+        own = folder / f".wandb_id.{page}"
+        write_atomically(own, page)
+        with contextlib.suppress(FileExistsError):  # of nodes that start together, the first one's
+            os.link(own, id_file)
+        own.unlink()
     names = {"WANDB_PROJECT": "pc-layer", "WANDB_RUN_NAME": folder.name}
     return names | {"WANDB_RUN_ID": id_file.read_text(), "WANDB_RESUME": "allow"}
 

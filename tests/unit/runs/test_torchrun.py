@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -127,10 +128,12 @@ def test_every_attempt_continues_one_page_of_weights_and_biases(tmp_path, monkey
         *page, lr = start("one")
         assert page == ["pc-layer", "one", page[2], "allow"] and lr == 1e-3
         assert start("one", 2e-3) == (*page, 2e-3)
+        with mock.patch.object(Path, "exists", lambda path: False):  # another node does not see its file yet
+            assert start("one") == (*page, 1e-3)
         assert start("two")[2] != page[2]
         monkeypatch.setenv("WANDB_PROJECT", "ours")
         assert start("one") == ("ours", *page[1:], 1e-3)
-        assert sys.modules["wandb"].lines == 4 * [(7, {"loss": 2.5})]
+        assert sys.modules["wandb"].lines == 5 * [(7, {"loss": 2.5})]
 
 
 WAITS = "import signal, sys, time; signal.signal(signal.SIGUSR2, lambda *_: sys.exit(7)); print('ready', flush=True)"
