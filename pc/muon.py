@@ -82,17 +82,17 @@ class Muon(torch.optim.Muon):
         items = [(torch.empty_like(parameter, dtype=torch.bfloat16),) for parameter in parameters]
         torch._foreach_copy_([local(update) for (update,) in items], updates)
         splits = [_split(parameter, group) for parameter in parameters]
-        settings = (group["ns_coefficients"], group["ns_steps"], group["eps"])
+        options = (group["ns_coefficients"], group["ns_steps"], group["eps"])
         factors = [
             [_adjust_lr(1.0, group["adjust_lr_fn"], torch.Size((p.rows, split.columns))) for p in split.parts]
             for split in splits
         ]
         # The owner multiplies each part by its factor over the weight's largest, and `shard.add_` below by the largest: a
         # weight of one part is then not multiplied in bfloat16 at all.
-        keys = [(split, settings, tuple(f / max(of) for f in of)) for split, of in zip(splits, factors, strict=True)]
-        name = (*map(id, parameters), *keys)
+        settings = [(split, options, tuple(f / max(of) for f in of)) for split, of in zip(splits, factors, strict=True)]
+        name = (*map(id, parameters), *settings)
         if name not in self._plans:
-            self._plans[name] = Plan(items, items, keys, [split.cost for split in splits])
+            self._plans[name] = Plan(items, items, settings, [split.cost for split in splits])
         self._plans[name].run(_orthogonalise, items, items)
         torch._foreach_mul_(shards, 1 - lr * group["weight_decay"])
         for shard, (update,), of in zip(shards, items, factors, strict=True):
@@ -108,11 +108,11 @@ def _split(parameter: Tensor, group: dict) -> WeightSplit:
     return split_of("a parameter", parameter.shape, given, [_EVERY_PART] * number, [given.head_dim] * number)
 
 
-def _orthogonalise(key: tuple, updates: Tensor) -> tuple[Tensor]:
+def _orthogonalise(settings: tuple, updates: Tensor) -> tuple[Tensor]:
     """Of every matrix, times the part's relative factor of the learning rate."""
-    split, settings, scales = key
+    split, options, scales = settings
     parts = [
-        torch.stack([_zeropower_via_newtonschulz(matrix, *settings) for matrix in matrices])
+        torch.stack([_zeropower_via_newtonschulz(matrix, *options) for matrix in matrices])
         for matrices in split.split_weight(updates)
     ]
     scaled = [part if scale == 1 else part * scale for part, scale in zip(parts, scales, strict=True)]

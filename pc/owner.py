@@ -8,7 +8,7 @@ With three ranks, A [3, m], B [3, m] and the smaller C [2, m] (its last shard is
     1     A[1] B[1] C[1]   A[1] to 0, C[1] to 2                    B     f(B)      f(A)[1] f(B)[1] f(C)[1]
     2     A[2] B[2]        A[2] to 0, B[2] to 1                    C     f(C)      f(A)[2] f(B)[2]
 
-Under FSDP, tensor parallelism, or both, a shard is one rectangular block of its matrix. The ranks of all mesh
+Under FSDP, tensor parallelism, or both, a shard is one rectangular slice of its matrix. The ranks of all mesh
 dimensions that shard an item form one flat group. HSDP replicas repeat the work (docs/not-measured.md). A rank that
 holds whole matrices, as where a stack [E, n, m] of experts is sharded over E alone, is a group alone and sends nothing.
 """
@@ -54,31 +54,31 @@ class Plan:
             [E, n, m], and then the first dimension of all its item's tensors counts independent matrices. A plain
             tensor must be the same on every rank.
         outputs: the tensors of each item to write results into, all of one dtype; they may also be inputs.
-        keys: settings of each item for the function; None for all by default.
+        settings: of each item, for the function; None for all by default.
         costs: of a matrix of each item; the default is `matrix_cost`.
         replicas: ranks that share the work on items without shards; by default each computes all of them.
 
     Raises:
-        UserError: tensors of several dtypes, an item on several meshes, or shards that are not blocks of their tensor.
+        UserError: tensors of several dtypes, an item on several meshes, or shards that are not slices of their tensor.
     """
 
     def __init__(
         self,
         inputs: Sequence[Item],
         outputs: Sequence[Item],
-        keys: Sequence[Hashable] | None = None,
+        settings: Sequence[Hashable] | None = None,
         costs: Sequence[float] | None = None,
         replicas: dist.ProcessGroup | None = None,
     ) -> None:
         self._shardings = _shardings(inputs), _shardings(outputs)
         if any(len({dtype for *_, dtype in side}) > 1 for side in self._shardings):
             raise UserError("pc.owner needs inputs of one dtype, and outputs of one dtype")
-        keys = keys if keys is not None else [None] * len(inputs)
+        settings = settings if settings is not None else [None] * len(inputs)
         costs = costs if costs is not None else [matrix_cost(item[0].shape) for item in inputs]
         of_groups: dict[_Group, list[_Matrix]] = defaultdict(list)
-        for item, (given, wanted, key) in enumerate(zip(inputs, outputs, keys, strict=True)):
+        for item, (given, wanted, of_item) in enumerate(zip(inputs, outputs, settings, strict=True)):
             group = _group((*given, *wanted), replicas)
-            of_groups[group] += _matrices(group, item, given, wanted, key)
+            of_groups[group] += _matrices(group, item, given, wanted, of_item)
         one_by_one = bool(inputs) and inputs[0][0].device.type in ONE_BY_ONE
         self._buckets: list[_Bucket] = []
         for group, matrices in of_groups.items():
@@ -97,8 +97,8 @@ class Plan:
         Every rank calls this. It runs two collectives per bucket of matrices.
 
         Args:
-            function: called as `function(key, *batch)`, where each tensor has a leading batch dimension over matrices
-                with the same key and shapes; returns a tuple of batched results, one for each tensor of an output item.
+            function: called as `function(settings, *batch)`, where each tensor has a leading batch dimension over matrices
+                with the same settings and shapes; returns a tuple of batched results, one for each tensor of an output item.
                 It must not write to its inputs, which may be views of the stored tensors.
             inputs, outputs: tensors with the shapes, shards and dtypes of those that this plan was made for.
         """
@@ -110,7 +110,7 @@ class Plan:
     @property
     def batches(self) -> list[tuple[tuple[int, int | None], ...]]:
         """Of each call of the function on this rank, in order: item and index in its stack (None: single) of every
-        matrix. Plans of the same weights, keys, costs and replicas have the same batches."""
+        matrix. Plans of the same weights, settings, costs and replicas have the same batches."""
         return [tuple((m.item, m.index) for m in batch) for bucket in self._buckets for batch in bucket.batches]
 
 
@@ -146,7 +146,9 @@ def _group(tensors: Sequence[Tensor], replicas: dist.ProcessGroup | None) -> _Gr
     if len(meshes) > 1:
         raise UserError("pc.owner needs the tensors of an item on one device mesh")
     dimensions = {d for tensor in tensors for d in sharded_dims(tensor)}
-    if is_stack(tensors[0]):  # without those that split the stack of every tensor alike
+    if is_stack(tensors[0]):
+        # Without dimensions over which every tensor is split into whole matrices, as by expert parallelism, where each
+        # rank has its experts' weights, gammas and vectors. Not so if a tensor, such as a replicated gamma, differs.
         alike = {frozenset(d for d, split in sharded_dims(tensor).items() if split == 0) for tensor in tensors}
         dimensions -= alike.pop() if len(alike) == 1 else set()
     if dimensions:
@@ -158,7 +160,7 @@ def _group(tensors: Sequence[Tensor], replicas: dist.ProcessGroup | None) -> _Gr
 
 @lru_cache(maxsize=None)
 def _group_of(mesh: DeviceMesh, dimensions: Ints, world: dist.ProcessGroup) -> _Group:
-    """All ranks of some mesh dimensions. Only they call this: a pipeline stage without matrices does not."""
+    """All ranks of some mesh dimensions."""
     axes = (range(n) if d in dimensions else [mesh.get_local_rank(d)] for d, n in enumerate(mesh.shape))
     places = tuple(itertools.product(*axes))
     if len(dimensions) == 1:
@@ -166,11 +168,12 @@ def _group_of(mesh: DeviceMesh, dimensions: Ints, world: dist.ProcessGroup) -> _
     elif len(places) == world.size():
         group = world
     else:
+        # by its own ranks alone: a pipeline stage without matrices makes no plan
         group = dist.new_group([int(mesh.mesh[place]) for place in places], use_local_synchronization=True)
     return _Group(group, dist.get_rank(group), mesh.shape, places)
 
 
-def _matrices(group: _Group, item: int, given: Item, wanted: Item, key: Hashable) -> "list[_Matrix]":
+def _matrices(group: _Group, item: int, given: Item, wanted: Item, settings: Hashable) -> "list[_Matrix]":
     """The matrices of an item that a group's ranks hold together."""
 
     def sharding(tensor: Tensor) -> Sharding:
@@ -184,38 +187,36 @@ def _matrices(group: _Group, item: int, given: Item, wanted: Item, key: Hashable
     if is_stack(given[0]):
         held = [held_slices(*sides[INPUTS][0], group.sizes, place)[0] for place in group.places]
         indices = range(min(rows.start for rows in held), max(rows.stop for rows in held))
-    return [_Matrix(item, index, key, sides, given[0].element_size()) for index in indices]
+    return [_Matrix(item, index, settings, sides, given[0].element_size()) for index in indices]
 
 
 class _Matrix:
     """One matrix with all that belongs to it: item and index in its stack (None: single); sides: inputs, outputs."""
 
-    def __init__(self, item: int, index: int | None, key: Hashable, sides: list[list[Sharding]], size: int):
-        self.item, self.index, self.key, self.sides = item, index, key, sides
+    def __init__(self, item: int, index: int | None, settings: Hashable, sides: list[list[Sharding]], size: int):
+        self.item, self.index, self.settings, self.sides = item, index, settings, sides
         self.shapes = [tuple(shape if index is None else shape[1:] for shape, _ in side) for side in sides]
         self.bytes = math.prod(self.shapes[INPUTS][0]) * size  # of the weight
+        self.has_sharded_inputs = any(not p.is_replicate() for _, placements in sides[INPUTS] for p in placements)
 
-    def pieces(self, side: int, group: _Group, holder: int, replica_of: int) -> "Iterator[_Piece]":
-        """What the rank `holder` sends of the inputs, or receives of the outputs.
-
-        Where a tensor is replicated over a mesh dimension, only the rank at the coordinate of `replica_of` in that
-        dimension counts. For inputs that is the owner: it gets each piece once, from the nearest replica. For outputs
-        it is the holder itself: every replica receives.
-        """
-        place, other = group.places[holder], group.places[replica_of]
+    def pieces(self, side: int, group: _Group, holder: int, nearest_to: int | None = None) -> "Iterator[_Piece]":
+        """What the rank `holder` has of the inputs or outputs. With a rank as `nearest_to`, of a tensor that is replicated
+        over a mesh dimension only the replica at that rank's coordinate in it counts."""
+        place = group.places[holder]
+        other = place if nearest_to is None else group.places[nearest_to]
         for tensor, (shape, placements) in enumerate(self.sides[side]):
             if any(a != b for a, b, p in zip(place, other, placements, strict=True) if p.is_replicate()):
                 continue
             where: Ints = ()
-            block = held_slices(shape, placements, group.sizes, place)
+            slices = held_slices(shape, placements, group.sizes, place)
             if self.index is not None:
-                stack, block = block[0], block[1:]
+                stack, slices = slices[0], slices[1:]
                 if not stack.start <= self.index < stack.stop:
                     continue
                 where = (self.index - stack.start,)
-            lengths = [rows.stop - rows.start for rows in block]
+            lengths = [rows.stop - rows.start for rows in slices]
             if numel := math.prod(lengths):
-                yield _Piece(self, tensor, where, block, lengths, numel)
+                yield _Piece(self, tensor, where, slices, lengths, numel)
 
 
 class _Piece(NamedTuple):
@@ -224,7 +225,7 @@ class _Piece(NamedTuple):
     matrix: _Matrix
     tensor: int  # index in the item
     where: tuple[int, ...]  # index of the matrix in the rank's shard of a stack
-    block: tuple[slice, ...]
+    slices: tuple[slice, ...]
     shape: list[int]
     numel: int
 
@@ -232,7 +233,7 @@ class _Piece(NamedTuple):
         return local(items[self.matrix.item][self.tensor])[self.where]
 
     def of_matrix(self, tensors: dict[_Matrix, Item]) -> Tensor:
-        return tensors[self.matrix][self.tensor][self.block]
+        return tensors[self.matrix][self.tensor][self.slices]
 
 
 class _Bucket:
@@ -240,16 +241,16 @@ class _Bucket:
 
     def __init__(self, group: _Group, owned: Sequence[list[_Matrix]], one_by_one: bool) -> None:
         def pieces(side: int, owner: int, holder: int) -> list[_Piece]:
-            replica_of = owner if side == INPUTS else holder
-            return [piece for matrix in owned[owner] for piece in matrix.pieces(side, group, holder, replica_of)]
+            nearest_to = owner if side == INPUTS else None  # an owner gets each input once; every replica gets results
+            return [piece for matrix in owned[owner] for piece in matrix.pieces(side, group, holder, nearest_to)]
 
         alike: dict[Hashable, list[_Matrix]] = defaultdict(list)
         for matrix in owned[group.rank]:
-            alike[matrix if one_by_one else (matrix.key, *matrix.shapes)].append(matrix)
+            alike[matrix if one_by_one else (matrix.settings, *matrix.shapes)].append(matrix)
         self.batches = list(alike.values())
         self.group, ranks = group.process_group, range(len(owned))
         # False: every owner holds its inputs whole, and only results are exchanged
-        self.is_sharded = any(not p.is_replicate() for of in owned for m in of for _, ps in m.sides[INPUTS] for p in ps)
+        self.is_sharded = any(matrix.has_sharded_inputs for matrix in itertools.chain(*owned))
         # of inputs and outputs: what this rank holds, by owner, and what it owns, by holder
         self.held = [[pieces(side, owner, group.rank) for owner in ranks] for side in (INPUTS, OUTPUTS)]
         self.owned = [[pieces(side, group.rank, holder) for holder in ranks] for side in (INPUTS, OUTPUTS)]
@@ -262,7 +263,7 @@ class _Bucket:
         batches = self._assemble(shards, like)
         results = []
         for batch in self.batches:
-            results.append(function(batch[0].key, *batches.pop(0)))  # pop frees the memory of a batch
+            results.append(function(batch[0].settings, *batches.pop(0)))  # pop frees the memory of a batch
             shapes = [tuple(result.shape) for result in results[-1]]
             wanted = [(len(batch), *shape) for shape in batch[0].shapes[OUTPUTS]]
             if shapes != wanted:

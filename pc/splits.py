@@ -3,11 +3,11 @@
 A weight is stored as [N, m], or [E, N, m] for a stack of E independent ones, or transposed: [m, N], [E, m, N]. Its N
 rows (outputs) belong to parts, such as q, k and v of a fused projection. Each part is one matrix, or one for each head.
 
-    stored [N, m]            one batch of matrices for each part
-    q of head 0      ->      q [rows, m]    with gamma, u [rows], v [m] of its own
-    k of head 0      ->      k [rows, m]                ...
-    v of head 0              not preconditioned: its rows are handed on as they are
-    q of head 1 ...
+    stored [12, m]                    MatrixSplit(("q", "k", "v"), repeats=2): sizes 2, rows of q 4
+    rows 0:2   q of head 0     ->     q [4, m] of rows 0:2 and 6:8      with gamma, u [4], v [m] of its own
+    rows 2:4   k of head 0     ->     k [4, m] of rows 2:4 and 8:10                 ...
+    rows 4:6   v of head 0            not chosen by `PCConfig.blocks`: its rows stay as they are
+    rows 6:8   q of head 1 ...
 """
 
 import math
@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pc import spectral
 from pc.config import MatrixSplit, PCConfig
 from pc.errors import UserError
 from pc.methods import method_of
 from pc.methods.base import Method
 from pc.owner import matrix_cost
-from pc.spectral import initial_vectors
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Part:
     config: PCConfig | None
     """with one level; None: not preconditioned"""
     size: int
-    """rows of the part in each repeat"""
+    """its rows in each repeat: 2 in the example above"""
     rows: int
-    """of one matrix"""
+    """of one matrix: 4 in the example"""
     count: int
 
     @property
@@ -76,14 +76,6 @@ class WeightSplit:
         return config
 
     @property
-    def matrices(self) -> list[tuple[int, int, PCConfig]]:
-        """(rows, columns, config) of every preconditioned matrix."""
-        alike = [
-            (part.rows, self.columns, part.config) for part in self.parts if part.config for _ in range(part.count)
-        ]
-        return alike * math.prod(self.stack)
-
-    @property
     def cost(self) -> float:
         """Relative FLOPs of one weight of the stack."""
         return sum(part.count * matrix_cost((part.rows, self.columns)) for part in self.chosen)
@@ -114,13 +106,16 @@ class WeightSplit:
         """Random unit vectors u and v (float32, CPU), which depend only on the weight's name and shape."""
         batch = math.prod(self.stack)
         drawn = [
-            initial_vectors(f"{name}.{index}" if index else name, (batch * part.count, part.rows, self.columns))
+            spectral.initial_vectors(
+                f"{name}.{index}" if index else name, (batch * part.count, part.rows, self.columns)
+            )
             for index, part in enumerate(self.chosen)
         ]
         of_u, of_v = ([pair[i].reshape(batch, -1) for pair in drawn] for i in (0, 1))
         return torch.cat(of_u, 1).reshape(self.u_shape), torch.cat(of_v, 1).reshape(self.v_shape)
 
-    # Each of these gives the tensors of each chosen part, with B' = B times the part's matrices.
+    # Each of these gives the tensors of each chosen part, with B' = B times its `count`: of 5 experts [5, 24, m] that are
+    # gate and up, two tensors [5, 12, m]; if each were 3 heads, two of [15, 4, m].
 
     def split_weight(self, weight: Tensor) -> list[Tensor]:
         """[B', rows, columns]"""

@@ -26,7 +26,7 @@ from pc_recipe.config import Config
 from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.files import markdown
 from pc_recipe.runs import micro_batch
-from pc_recipe.runs.memory import count_kept_bytes
+from pc_recipe.runs.memory import count_kept_bytes, matrices_of
 from pc_recipe.train.llama2 import model_args_of
 from pc_recipe.train.parallelize import SAVED_OPERATIONS
 from pc_recipe.train.upstream_config import JobConfig
@@ -131,7 +131,7 @@ class RunCost:
         with torch.device("meta"):
             self.model = attach(Transformer(self.args), self.config.pc.pc_config)
         self.splits = [weight.split for _, weight in named_weights(self.model)]
-        self.matrices = [Matrix(*matrix) for split in self.splits for matrix in split.matrices]
+        self.matrices = [Matrix(*matrix) for split in self.splits for matrix in matrices_of(split)]
 
     @cache
     def step_cost(self) -> StepCost:
@@ -140,10 +140,10 @@ class RunCost:
         load = [0] * (self.batches.fsdp_ranks * dims.tp)
         free = [KEPT_BYTES * dims.pp for _ in load]  # a pipeline stage evaluates only its own matrices
         for split, owner in zip(self.splits, assign([split.cost for split in self.splits], len(load)), strict=True):
-            kept = sum(count_kept_bytes(*matrix) for matrix in split.matrices)
+            kept = sum(count_kept_bytes(*matrix) for matrix in matrices_of(split))
             keeps = kept <= free[owner]
             free[owner] -= kept * keeps
-            load[owner] += sum(Matrix(*matrix).step_flops(keeps) for matrix in split.matrices)
+            load[owner] += sum(Matrix(*matrix).step_flops(keeps) for matrix in matrices_of(split))
         recomputed = self.config.activation_checkpoint.mode == "full"
         in_graph = sum(matrix.in_graph_flops(recomputed) for matrix in self.matrices)
         power = sum(matrix.power_iteration_flops() for matrix in self.matrices)

@@ -1,5 +1,6 @@
 """Estimates a run's memory without a GPU."""
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -14,6 +15,7 @@ from pc.layer import effective_weight
 from pc.marking import attach
 from pc.methods import method_of
 from pc.per_step import KEPT_BYTES
+from pc.splits import WeightSplit
 from pc.weight import named_weights
 from pc_recipe.config import Config
 from pc_recipe.config.optimizers import KINDS
@@ -49,12 +51,19 @@ class Sizes:
     """Bytes that PC's first pass in mode "step" leaves for the second."""
 
 
+def matrices_of(split: WeightSplit) -> list[tuple[int, int, PCConfig]]:
+    """(rows, columns, config) of every preconditioned matrix of a weight."""
+    alike = [(part.rows, split.columns, part.config) for part in split.parts if part.config for _ in range(part.count)]
+    return alike * math.prod(split.stack)
+
+
 def count_sizes(model: Transformer) -> Sizes:
     """Counts of a TorchTitan Llama, which may be on the meta device; with PC, after `pc.attach`."""
     blocks: list[Any] = list(model.layers.values())
     per_block = [sum(p.numel() for p in block.parameters()) for block in blocks]
     total = sum(p.numel() for p in model.parameters())
     weights = [weight for _, weight in named_weights(model)]
+    matrices = [matrix for weight in weights for matrix in matrices_of(weight.split)]
     linears = [module for block in blocks for module in block.modules() if isinstance(module, nn.Linear)]
     return Sizes(
         total=total,
@@ -66,8 +75,8 @@ def count_sizes(model: Transformer) -> Sizes:
         ffn_dim=blocks[0].feed_forward.w1.out_features,
         layers=len(blocks),
         vocabulary=model.tok_embeddings.num_embeddings,
-        pc_in_graph=sum(_count_kept_in_graph(*matrix) for weight in weights for matrix in weight.split.matrices),
-        pc_kept=sum(count_kept_bytes(*matrix) for weight in weights for matrix in weight.split.matrices),
+        pc_in_graph=sum(_count_kept_in_graph(*matrix) for matrix in matrices),
+        pc_kept=sum(count_kept_bytes(*matrix) for matrix in matrices),
     )
 
 

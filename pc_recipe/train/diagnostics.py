@@ -120,7 +120,7 @@ class Diagnostics:
         """
         names: list[str] = []
         inputs: list[tuple[Tensor, ...]] = []
-        keys: list[PCConfig | None] = []
+        settings: list[PCConfig | None] = []
         for model in self._model_parts:
             for name, linear in model.named_modules():
                 name = clean_name(name)
@@ -130,13 +130,13 @@ class Diagnostics:
                 state = self._pc_weights().get(name)
                 if state is None or state.config.mode == "step":
                     inputs.append((linear.weight if state is None else state.parameter,))
-                    keys.append(None)
+                    settings.append(None)
                 else:
                     inputs.append((state.raw, *state.gammas, state.u, state.v))
-                    keys.append(state.config)
+                    settings.append(state.config)
         metrics: dict[str, float] = {}
         conditions: dict[str, list[float]] = {"pc": [], "qkv": [], "all": []}
-        for name, numbers in self._compute_on_owners(_spectral, names, inputs, keys, len(SPECTRAL)).items():
+        for name, numbers in self._compute_on_owners(_spectral, names, inputs, settings, len(SPECTRAL)).items():
             measured = dict(zip(SPECTRAL, numbers, strict=True))
             metrics |= {f"spectra/{metric}/{name}": number for metric, number in measured.items()}
             conditions["all"].append(measured["condition"])
@@ -166,11 +166,11 @@ class Diagnostics:
         return metrics
 
     def _compute_on_owners(
-        self, function: Callable, names: list[str], inputs: list[tuple[Tensor, ...]], keys: list, count: int
+        self, function: Callable, names: list[str], inputs: list[tuple[Tensor, ...]], settings: list, count: int
     ) -> dict[str, list[float]]:
         """`function` of each matrix of all pipeline stages, {name: numbers}; it returns [B, count] on the owners."""
         outputs = [(torch.zeros(count, device=item[0].device, dtype=item[0].dtype),) for item in inputs]
-        Plan(inputs, outputs, keys).run(function, inputs, outputs)
+        Plan(inputs, outputs, settings).run(function, inputs, outputs)
         numbers = _to_numbers([output for (output,) in outputs])
         return {name: copies[0] for name, copies in _gather_by_name(dict(zip(names, numbers, strict=True))).items()}
 

@@ -75,7 +75,7 @@ def _refusals(rank):
     on_submesh = distribute_tensor(torch.ones(8, 2), mesh["tp"], [Shard(0)])
     on_mesh = distribute_tensor(torch.ones(8, 2), mesh, [Shard(0), Shard(1)])
     partial = DTensor.from_local(torch.ones(8, 2), mesh, [Partial(), Shard(0)])
-    # every second row: no block
+    # every second row: no slice
     strided = DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0), _StridedShard(0, split_factor=2)])
     messages = []
     for inputs in ((on_mesh, on_submesh), (partial,), (strided,)):
@@ -85,9 +85,9 @@ def _refusals(rank):
     return messages
 
 
-def test_what_has_no_blocks_is_refused():
+def test_what_has_no_slices_is_refused():
     one_mesh, partial, strided = run_ranks(4, _refusals)[0]
-    assert "one device mesh" in one_mesh and "shards that are blocks" in partial and "shards that are blocks" in strided
+    assert "one device mesh" in one_mesh and "shards that are slices" in partial and "shards that are slices" in strided
 
 
 def _page(rank):

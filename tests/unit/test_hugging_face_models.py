@@ -149,8 +149,9 @@ def test_a_model_of_transformers(name, tmp_path):
     plain = outputs(model)
     preconditioner = pc.precondition(pc.attach(model, pc.PCConfig(blocks=tuple(expected), power_iterations=400)))
     preconditioner.write_pc()
-    matrices = [matrix for state in preconditioner.weights.values() for matrix in state.split.matrices]
-    assert Counter(config.blocks[0] for _, _, config in matrices) == expected
+    splits = [state.split for state in preconditioner.weights.values()]
+    found = [part.config.blocks[0] for s in splits for part in s.chosen for _ in range(part.count * math.prod(s.stack))]
+    assert Counter(found) == expected
     # all parts of all weights, by a float64 SVD, after the vectors have converged
     for state in preconditioner.weights.values():
         raw, weight = (t if state.split.stack else t[None] for t in (state.raw, state.parameter.detach()))
