@@ -38,10 +38,14 @@ class Trainer(torchtitan.train.Trainer):
         return preconditioner
 
     def train_step(self, data_iterator) -> None:
+        self.begin_step()
+        super().train_step(data_iterator)
+
+    def begin_step(self) -> None:
+        """Before the first micro-batch."""
         if self.preconditioner is not None and not self.preconditioner.holds_pc:
             self.preconditioner.write_pc()  # the first step of a new run; any checkpoint is loaded by now
         self._micro_batches_done = 0
-        super().train_step(data_iterator)
 
     @property
     def is_last_micro_batch(self) -> bool:
@@ -55,7 +59,7 @@ class Trainer(torchtitan.train.Trainer):
         self._micro_batches_done += 1
         return loss
 
-    def finish_gradients(self, global_valid_tokens: Tensor) -> None:
+    def finish_gradients(self, global_valid_tokens: Tensor | int) -> None:
         """Turn the gradients of all micro-batches into those of W and gamma, before clipping.
 
         Args:

@@ -41,17 +41,26 @@ class OutputSizes:
             module.measures_output = False
             module.register_forward_hook(_measure)
 
+    @property
+    def outputs(self) -> list[tuple[int, str]]:
+        """(layer, part) of each measured output of this rank."""
+        return list(self._measured)
+
     def start(self) -> None:
         """Reset to zero and start measuring."""
+        if self._measured:
+            torch._foreach_zero_(self._buffers())
         for module in self._measured.values():
-            module.output_sizes.zero_()
             module.measures_output = True
 
-    def stop(self) -> dict[tuple[int, str], Tensor]:
-        """Stop measuring; returns {(layer, part): [sum of squares, count, largest]} of this rank."""
+    def stop(self) -> Tensor:
+        """Stop measuring; returns sum of squares, count and largest magnitude of this rank's outputs, [outputs, 3]."""
         for module in self._measured.values():
             module.measures_output = False
-        return {key: module.output_sizes for key, module in self._measured.items()}
+        return torch.stack(self._buffers())
+
+    def _buffers(self) -> list[Tensor]:
+        return [module.output_sizes for module in self._measured.values()]
 
 
 def _measure(module: Any, arguments: tuple, output: Tensor) -> None:

@@ -1,10 +1,12 @@
 """Diagnostics during training: output sizes, gamma, norms, condition numbers, error of the norm estimate.
 
 diagnostics = Diagnostics(config, model_parts, step_preconditioner, parallel_dims)   # before the first forward
+numbers = RankNumbers(diagnostics.factors, device)
 for step in ...:
     diagnostics.begin_step(step)
     ...                                  # forward and backward passes, optimizer, PC(W) written
-    metrics_processor.log_metrics(step, diagnostics.collect(step))   # on every rank, because it uses collectives
+    of_ranks = numbers.gather(diagnostics.measure(step))        # on every rank, as what follows
+    metrics_processor.log_metrics(step, diagnostics.collect(step, of_ranks))
 """
 
 import math
@@ -23,19 +25,23 @@ from pc.config import PCConfig
 from pc.layer import effective_weight
 from pc.owner import Plan
 from pc.preconditioner import Preconditioner
-from pc.shards import local, sharded_dims
+from pc.shards import local
 from pc.spectral import modified_condition_number, singular_values, spectral_norm_estimate
 from pc.splits import WeightSplit
 from pc.targets import clean_name
 from pc.weight import Weight
 from pc_recipe.config import Config
-from pc_recipe.train.activations import COUNT, LARGEST, SUM_OF_SQUARES, OutputSizes
+from pc_recipe.train.activations import OutputSizes
+from pc_recipe.train.rank_sums import OfRanks, SquaredNorm, share_of
 
 SPECTRAL: dict[str, Callable[[Tensor], Tensor]] = {
     "condition": modified_condition_number,
 }
 """{NAME: function from the ascending singular values [B, min(n, m)] of B effective weights to B numbers [B]}.
 Logged as spectra/NAME/LAYER every `diagnostics.spectra_freq` steps. To add a metric, add a line here."""
+WEIGHT, GAMMA = "norm/weight", "pc/gamma/"
+SIZES = ("squares", "count", "largest")
+"""of outputs, in the order of `OutputSizes.stop`"""
 
 
 class Diagnostics:
@@ -58,9 +64,20 @@ class Diagnostics:
         self._pc_entries: Sequence[str] = config.pc.blocks
         self._model_parts = model_parts
         self._preconditioner = preconditioner
-        self._num_stage_ranks: int = parallel_dims.world_size // parallel_dims.pp
+        self._stage_ranks: int = parallel_dims.world_size // parallel_dims.pp
+        self._norm = SquaredNorm(model_parts, self._stage_ranks)
+        self._gammas = {n: w.gamma for n, w in self._pc_weights().items() if w.gamma is not None}
         self._outputs = OutputSizes(model_parts) if self._settings.freq else None
         self._measuring = False
+
+    @property
+    def factors(self) -> list[tuple[str, float]]:
+        """Name and factor of each number of `measure`, for `RankNumbers`."""
+        outputs = [] if self._outputs is None else self._outputs.outputs
+        factors = [(WEIGHT, 1.0)]
+        for name, gamma in self._gammas.items():  # their sum over all ranks is the mean
+            factors += [(GAMMA + name, share_of(gamma, self._stage_ranks) / gamma.numel())] * local(gamma).numel()
+        return factors + [(f"{size}/{part}/{layer}", 1.0) for layer, part in outputs for size in SIZES]
 
     def begin_step(self, step: int, measure_outputs: bool = True) -> None:
         """Call in every step before the first forward pass. `measure_outputs=False` skips the output sizes."""
@@ -68,50 +85,49 @@ class Diagnostics:
         if self._measuring and self._outputs is not None:
             self._outputs.start()
 
+    def is_due(self, step: int) -> bool:
+        """Whether `collect` has metrics at `step`."""
+        return _is_due(step, self._settings.freq) or _is_due(step, self._settings.spectra_freq)
+
     @torch.no_grad()
-    def collect(self, step: int) -> dict[str, float]:
-        """The metrics due at `step`, the same on all ranks; {} if none. All ranks call it after the optimizer step.
+    def measure(self, step: int) -> list[Tensor]:
+        """This rank's numbers after the optimizer step, in the order of `factors`; zeros if they are not due at `step`.
 
         Weights are those after the step, outputs those during the step.
         """
+        if not _is_due(step, self._settings.freq):
+            return [local(next(self._model_parts[0].parameters())).new_zeros(len(self.factors))]
+        raws = {f"{name}.weight": weight.raw for name, weight in self._pc_weights().items()}
+        numbers = [self._norm.of_parameters(raws).float().reshape(1), *map(local, self._gammas.values())]
+        if self._outputs is not None and self._outputs.outputs:
+            numbers.append(self._outputs.stop().flatten())
+        return numbers
+
+    @torch.no_grad()
+    def collect(self, step: int, of_ranks: OfRanks) -> dict[str, float]:
+        """The metrics due at `step`, the same on all ranks; {} if none. All ranks call it after the optimizer step.
+
+        Args:
+            of_ranks: `measure` of all ranks.
+        """
         metrics: dict[str, float] = {}
-        if self._measuring and self._outputs is not None:
-            metrics |= self._output_metrics(self._outputs.stop())
         if _is_due(step, self._settings.freq):
-            metrics |= self._weight_metrics()
+            metrics |= self._metrics_of_numbers(of_ranks)
         if _is_due(step, self._settings.spectra_freq):
             metrics |= self._spectra_metrics() | self._estimate_metrics()
         return metrics
 
-    def _output_metrics(self, measured: dict[tuple[int, str], Tensor]) -> dict[str, float]:
-        own = dict(zip(measured, _to_numbers(list(measured.values())), strict=True))
-        metrics = {}
-        for (layer, part), sizes in _gather_by_name(own).items():
-            per_rank = torch.tensor(sizes, dtype=torch.float64)
-            total, count = per_rank[:, SUM_OF_SQUARES].sum(), per_rank[:, COUNT].sum()
-            metrics[f"signal/{part}/rms/{layer}"] = (total / count).sqrt().item()
-            metrics[f"signal/{part}/absmax/{layer}"] = per_rank[:, LARGEST].max().item()
+    def _metrics_of_numbers(self, of_ranks: OfRanks) -> dict[str, float]:
+        """Output sizes, gamma of every weight, and the norm of all trained parameters (W where PC applies)."""
+        sums, largest = of_ranks.sums(), of_ranks.largest()
+        metrics = {WEIGHT: math.sqrt(sums[WEIGHT])} | {n: gamma for n, gamma in sums.items() if n.startswith(GAMMA)}
+        for name in sums if self._measuring else ():
+            size, _, output = name.partition("/")
+            if size == "squares":
+                part, layer = output.split("/")
+                metrics[f"signal/{part}/rms/{layer}"] = math.sqrt(sums[name] / sums[f"count/{output}"])
+                metrics[f"signal/{part}/absmax/{layer}"] = largest[f"largest/{output}"]
         return metrics
-
-    def _weight_metrics(self) -> dict[str, float]:
-        """gamma of every weight, and the norm of all trained parameters (W where PC applies)."""
-        states = self._pc_weights()
-        raws = {f"{name}.weight": state.raw for name, state in states.items()}
-        squares = []
-        for model in self._model_parts:
-            for name, parameter in model.named_parameters():
-                tensor = raws.get(clean_name(name), parameter)
-                shards = math.prod(tensor.device_mesh.size(d) for d in sharded_dims(tensor))
-                norm = torch.linalg.vector_norm(local(tensor), dtype=torch.float64)  # float32 is 1e-4 off on a CPU
-                squares.append(norm.square() * shards / self._num_stage_ranks)
-        gammas = {name: local(state.gamma).double() for name, state in states.items() if state.gamma is not None}
-        sums = _to_numbers([sum(squares), *(gamma.sum() for gamma in gammas.values())])
-        counts = [1, *(gamma.numel() for gamma in gammas.values())]
-        own = dict(zip(["", *gammas], zip(sums, counts, strict=True), strict=True))
-        pairs = _gather_by_name(own)
-        totals = {name: [sum(column) for column in zip(*values, strict=True)] for name, values in pairs.items()}
-        metrics = {"norm/weight": math.sqrt(totals.pop("")[0])}
-        return metrics | {f"pc/gamma/{name}": total / count for name, (total, count) in totals.items()}
 
     def _spectra_metrics(self) -> dict[str, float]:
         """`SPECTRAL` of effective weights, and geometric means of condition numbers.

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor, _get_metrics_rank
@@ -66,6 +65,9 @@ class JsonLinesLogger(BaseLogger):
 class PCMetricsProcessor(MetricsProcessor):
     """TorchTitan's metrics processor plus `metrics.jsonl`, loss spikes and diagnostics."""
 
+    NUMBERS = ["peak_memory", "loading_seconds", "output_seconds"]
+    """What every rank measures: memory in GiB, and seconds that no exchange hides (`pc_recipe.train.slow_ranks`)."""
+
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
         super().__init__(job_config, parallel_dims)
         self.config = config = job_config.ours
@@ -98,32 +100,29 @@ class PCMetricsProcessor(MetricsProcessor):
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
-        global_max_loss *= self.parallel_dims.cp  # TorchTitan divides by each rank's count of whole sequences
         per_second = self.ntokens_since_last_log * self._batches.data_ranks / (time.perf_counter() - self.time_last_log)
-        per_rank = self._gather()
         more: dict[str, Any] = {
             "tokens_per_second": per_second,
             "step_seconds": self._batches.tokens / per_second,
-            "memory_active_gib_of_all_ranks": per_rank[:, 0].max().item(),
         }
         if self._json_lines is not None:
             more |= self._count_spikes(step, global_avg_loss)
         super().log(step, global_avg_loss, global_max_loss, grad_norm, (extra_metrics or {}) | more)
         if self._rank == 0:
-            self._own_seconds = self._own_seconds + per_rank[:, 1:]
             self._log_progress(step)
 
-    def _gather(self) -> Tensor:
-        """Of every rank, since the last log: peak memory in GiB, seconds of loading data and of the output layer;
-        [ranks, 3]. Before TorchTitan resets the first two."""
-        monitor = self.device_memory_monitor
-        numbers = [monitor.get_peak_stats().max_active_gib, sum(self.data_loading_times), self.output_seconds()]
-        own = torch.tensor([numbers], device=monitor.device.type)
-        if not dist.is_initialized():
-            return own
-        per_rank = own.new_empty(dist.get_world_size(), len(numbers))
-        dist.all_gather_into_tensor(per_rank, own)
-        return per_rank.cpu()
+    def own_numbers(self) -> list[float]:
+        """`NUMBERS` of this rank since the last log. Call it before `log`, with which the next interval begins."""
+        return [
+            self.device_memory_monitor.get_peak_stats().max_active_gib,
+            sum(self.data_loading_times),
+            self.output_seconds(),
+        ]
+
+    def add_numbers(self, of_ranks: Tensor) -> dict[str, float]:
+        """Note `own_numbers` of all ranks [ranks, 3] for `slow_ranks`; returns what is logged of them."""
+        self._own_seconds = self._own_seconds + of_ranks[:, 1:]
+        return {"memory_active_gib_of_all_ranks": of_ranks[:, 0].max().item()}
 
     def _log_progress(self, step: int) -> None:
         """Log the time left, and a rank that is slow, at most every `SECONDS_BETWEEN_PROGRESS_LINES`."""

@@ -36,19 +36,17 @@ class FiniteSteps:
         self._in_a_row = self._first_position = 0
 
     @torch.no_grad()
-    def skips(self, step: int, loss: Tensor, positions: range) -> bool:
+    def skips(self, step: int, is_finite: bool, positions: range) -> bool:
         """Whether to skip this step. All ranks call it, with complete gradients, before clipping.
 
-        The host waits for the answer, as TorchTitan does for the gradient norm of a step that it logs.
-
         Args:
-            loss: this rank's loss of the whole step, a scalar.
+            is_finite: what all ranks agree on (`rank_sums.agree`).
             positions: of the step's sequences in the order of the data.
 
         Raises:
             Diverged: it is the last of `limit` such steps in a row.
         """
-        if self._is_finite(loss):
+        if is_finite:
             self._in_a_row = 0
             return False
         self.count += 1
@@ -66,17 +64,6 @@ class FiniteSteps:
                 "None of these steps changed the weights or a checkpoint; lower optimizer.lr, or skip data with data.skip"
             )
         return True
-
-    def _is_finite(self, loss: Tensor) -> bool:
-        """Whether the squared gradient norm plus the loss, summed over all ranks, is finite."""
-        # A NaN may be in one rank's shard alone, yet all ranks must skip the step, or they would train different weights.
-        # Infinity and NaN survive every sum (inf - inf is NaN), so one all-reduce of one number is enough: the squared
-        # gradient norm, which also counts a norm that overflows, plus the loss.
-        gradients = [local(p.grad) for model in self._model_parts for p in model.parameters() if p.grad is not None]
-        norms = torch._foreach_norm(gradients)
-        total = torch.stack([loss.float().reshape(()), *(norm.float().square() for norm in norms)]).sum()
-        dist.all_reduce(total)
-        return bool(total.isfinite())
 
     def _list_nonfinite_tensors(self) -> str:
         """Some of the tensors of all ranks that are not finite."""

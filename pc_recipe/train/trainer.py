@@ -1,11 +1,5 @@
-"""TorchTitan's trainer with PC around its optimizer step (`pc_recipe.runs.worker` is the command). One training step:
-
-each micro-batch        forward and backward with PC(W)                         TorchTitan, `pc_recipe.train.fsdp_sync`
-after the last one      gradients of PC(W) become gradients of W and gamma;     `finish_gradients`
-                        a step that is not finite is left out                   `pc_recipe.train.nonfinite`
-clipping                                                                        TorchTitan
-optimizers.step()       restore W; step; save W and write PC(W)                 `pc.preconditioner`
-"""
+"""A run: TorchTitan's trainer with the steps of `pc_recipe.train.step`, from its first weights or a checkpoint to its end
+or a signal (`pc_recipe.runs.worker` is the command)."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -19,70 +13,43 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torchtitan.train
-from torch import Tensor
 from torch.distributed import distributed_c10d
-from torch.distributed.tensor import DTensor
 from torchtitan.distributed.utils import init_distributed
 from torchtitan.tools.logging import logger
 
 from pc.errors import UserError
-from pc.integrations.torchtitan_train import Trainer
 from pc.marking import preserve
 from pc.preconditioner import Preconditioner
-from pc.shards import local
 from pc_recipe.config import Config, rules
 from pc_recipe.config.rank_batches import RankBatches
-from pc_recipe.data import GlobalOrderLoader
 from pc_recipe.files.run_folder import write_state
 from pc_recipe.files.run_log import set_aside_metrics
 from pc_recipe.train import cpu, fingerprint, fsdp_sync, train_spec  # noqa: F401 (it registers itself)
 from pc_recipe.train.checkpoint import Checkpoints
 from pc_recipe.train.checkpoint_folder import CheckpointFolder
-from pc_recipe.train.diagnostics import Diagnostics
 from pc_recipe.train.environment import require_agreement
 from pc_recipe.train.llama2 import Llama2Args
-from pc_recipe.train.metrics import PCMetricsProcessor
-from pc_recipe.train.nonfinite import FiniteSteps
-from pc_recipe.train.optimizers import Optimizers
 from pc_recipe.train.parallelize import AlwaysSharded
-from pc_recipe.train.slow_ranks import OutputTimes
-from pc_recipe.train.upstream_config import JobConfig
-from pc_recipe.train.validate import FixedValidator
+from pc_recipe.train.step import StepTrainer
 
 
-class PCTrainer(Trainer):
+class PCTrainer(StepTrainer):
     """TorchTitan's trainer with PC, a stop signal, and a status file.
 
     On SIGUSR2 to any rank, all ranks save a checkpoint after the current step and exit normally.
     """
 
-    # what TRAIN_SPEC and this class make of TorchTitan's annotations
-    checkpointer: Checkpoints
-    metrics_processor: PCMetricsProcessor
     model_args: Llama2Args
-    optimizers: Optimizers
-    parallel_dims: AlwaysSharded
-    # TorchTitan's base classes ask for more than its trainer calls
-    dataloader: GlobalOrderLoader  # type: ignore[assignment]
-    validator: FixedValidator  # type: ignore[assignment]
 
     def __init__(self, config: Config) -> None:
-        self.config = config
         self.stopped = False
-        self._stop_requested = False
-        self._has_stepped = False
         cpu.use_cpu_where_there_is_no_gpu()
         # Before all that takes long: the launcher's children ignore the signal until they handle it.
         signal.signal(signal.SIGUSR2, lambda *_: setattr(self, "_stop_requested", True))
-        # All pipeline stages know the loss (`_loss_of_all_stages`); TorchTitan would warn that rank 0 does not.
+        # All pipeline stages know the loss (`pc_recipe.train.step`); TorchTitan would warn that rank 0 does not.
         with replaced(torchtitan.train, CheckpointManager=Checkpoints, ensure_pp_loss_visible=_nothing):
-            super().__init__(JobConfig(config))
-        self.metrics_processor.tokens = lambda: self.ntokens_seen * self._data_ranks
-        self.metrics_processor.positions = self._positions
-        self.metrics_processor.output_seconds = OutputTimes(self.model_parts).take
-        self.diagnostics = Diagnostics(config, self.model_parts, self.preconditioner, self.parallel_dims)
+            super().__init__(config)
         self.scorer = self.build_scorer()
-        self.finite_steps = FiniteSteps(self.model_parts, self.preconditioner, config.training.max_nonfinite_steps)
         self.checkpointer.may_save = lambda: not self.optimizers.skips_step
         self.checkpointer.states["method"] = fingerprint.fingerprint(config.pc)
 
@@ -154,11 +121,7 @@ class PCTrainer(Trainer):
     def train_step(self, data_iterator) -> None:
         if self.step == 1 and self._starts_from_given_weights():
             preserve(self.model_parts)
-        self._loss = torch.zeros((), device=self.device)
-        self._first_position = self.dataloader.position
-        self.diagnostics.begin_step(self.step, measure_outputs=not self._pipeline_finds_shapes())
         super().train_step(data_iterator)
-        self.metrics_processor.log_metrics(self.step, self.diagnostics.collect(self.step))
         if self.scorer is not None and self.scorer.is_due(self.step):
             self.metrics_processor.log_metrics(self.step, self.scorer.score())
             fsdp_sync.reshard(self.model_parts)
@@ -168,18 +131,6 @@ class PCTrainer(Trainer):
         if not self._has_stepped:
             self._set_timeouts()
         self._has_stepped = True
-
-    def forward_backward_step(self, **batch) -> Tensor:
-        is_last = self.is_last_micro_batch
-        if not self.parallel_dims.pp_enabled:
-            fsdp_sync.prepare_micro_batch(self.model_parts, self.parallel_dims.once_per_step, is_last)
-        loss = super().forward_backward_step(**batch)
-        self._loss = self._loss + local(loss.detach())
-        if is_last:
-            self.optimizers.skips_step = self.finite_steps.skips(self.step, self._loss, self._positions())
-            if self.optimizers.skips_step:
-                self.metrics_processor.log_metrics(self.step, {"steps_left_out": self.finite_steps.count})
-        return self._loss_of_all_stages(loss)
 
     def state_dict(self) -> dict:
         """TorchTitan's, with the tokens of all ranks, so that a resume on another number of ranks counts correctly."""
@@ -192,9 +143,11 @@ class PCTrainer(Trainer):
     def should_continue_training(self) -> bool:
         if not super().should_continue_training():
             return False
-        wishes = torch.tensor([self._stop_requested, self.checkpointer.minutes_are_over()], dtype=torch.int)
-        dist.all_reduce(wishes, dist.ReduceOp.MAX, group=self.checkpointer.group)
-        self.stopped, self.checkpointer.is_due = map(bool, wishes.tolist())
+        if not self._has_stepped:  # later the last step's exchange has told
+            wish = torch.tensor(self._stop_requested, dtype=torch.int)
+            dist.all_reduce(wish, dist.ReduceOp.MAX, group=self.checkpointer.group)
+            self._stop_agreed = bool(wish)
+        self.stopped = self._stop_agreed
         if self.stopped:
             logger.info(f"Asked to stop: saving step {self.step}")
             self.checkpointer.save_and_stop(self.step)
@@ -220,46 +173,12 @@ class PCTrainer(Trainer):
             return False
         return bool(checkpoint.initial_load_path)
 
-    def _loss_of_all_stages(self, loss: Tensor) -> Tensor:
-        """The last pipeline stage's loss, on all stages; TorchTitan 0.2.2 returns and logs -1 on the others."""
-        if not self.parallel_dims.pp_enabled:
-            return loss
-        loss = loss.detach().float() if self.pp_has_last_stage else torch.zeros((), device=self.device)
-        loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
-        dist.all_reduce(loss, group=self.parallel_dims.get_mesh("pp").get_group())
-        return loss
-
-    def finish_gradients(self, global_valid_tokens: Tensor) -> None:
-        """Make a step's gradients those of the mean loss, then those of W and gamma."""
-        if self.parallel_dims.pp_enabled:
-            # With pipeline parallelism, TorchTitan 0.2.2 does not divide by the token count.
-            for model in self.model_parts:
-                for parameter in model.parameters():
-                    if parameter.grad is not None:
-                        parameter.grad.div_(global_valid_tokens)
-        super().finish_gradients(global_valid_tokens)
-
-    def _pipeline_finds_shapes(self) -> bool:
-        """Whether the pipeline will first infer shapes with uninitialised inputs: at the start and after validation."""
-        if not self.parallel_dims.pp_enabled:
-            return False
-        validated = self.config.validation.enable and self.validator.is_due(self.step - 1)
-        return not self._has_stepped or validated
-
     def build_scorer(self):
         """None, or an object with `is_due(step)` and a collective `score()` that scores the model during training."""
         return None
 
     def require_initial_load(self, folder: str) -> None:
         """Raise if a Hugging Face folder does not fit this run's model; TorchTitan silently accepts mismatches."""
-
-    def _positions(self) -> range:
-        """Of the current step's sequences in the order of the data."""
-        return range(self._first_position, self.dataloader.position)
-
-    @property
-    def _data_ranks(self) -> int:
-        return self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
 
 
 @contextmanager

@@ -14,17 +14,17 @@ from pc_recipe.train.nonfinite import Diverged
 def _train(rank, config, overrides, bad_steps, value):
     """Train; in `bad_steps` a gradient of rank 1 gets `value`. Returns the state after each step and the error."""
     trainer = tiny.make_trainer(config, overrides)
-    skips, seen = trainer.finite_steps.skips, [_state(trainer)]
+    run_micro_batches, seen = trainer._run_micro_batches, [_state(trainer)]
 
-    def spoilt(step, loss, positions):
+    def spoilt(batches):
+        loss = run_micro_batches(batches)
         if trainer.step in bad_steps and rank == 1:
             if value == "loss":
-                loss = loss * math.nan
-            else:
-                trainer.model_parts[0].layers["0"].attention.wo.weight.grad._local_tensor[-1, -1] = value
-        return skips(step, loss, positions)
+                return loss * math.nan
+            trainer.model_parts[0].layers["0"].attention.wo.weight.grad._local_tensor[-1, -1] = value
+        return loss
 
-    trainer.finite_steps.skips = spoilt
+    trainer._run_micro_batches = spoilt
     save, error = trainer.checkpointer.save, ""
     trainer.checkpointer.save = lambda *args, **kwargs: (seen.append(_state(trainer)), save(*args, **kwargs))
     try:

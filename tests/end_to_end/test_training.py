@@ -241,16 +241,16 @@ def test_a_resume_uses_the_settings_of_its_config(copied):
 
 
 def _train_with_signal(rank, config, overrides):
-    """Rank 1 is signalled at the end of step 2."""
+    """Rank 1 is signalled in step 2."""
     trainer = tiny.make_trainer(config, overrides)
-    step = trainer.train_step
+    begin_step = trainer.begin_step
 
-    def signalled(data):
-        step(data)
+    def signalled():
         if trainer.step == 2 and rank == 1:
             os.kill(os.getpid(), signal.SIGUSR2)
+        begin_step()
 
-    trainer.train_step = signalled
+    trainer.begin_step = signalled
     trainer.train()
     trainer.close()
 

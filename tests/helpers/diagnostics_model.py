@@ -8,6 +8,8 @@ from torchtitan.models.llama3.model.args import RoPEScalingArgs
 
 from pc_recipe.config import Config
 from pc_recipe.config.schema import Diagnostics
+from pc_recipe.train.diagnostics import Diagnostics as Diagnosing
+from pc_recipe.train.rank_sums import RankNumbers
 
 
 def transformer() -> Transformer:
@@ -38,3 +40,9 @@ def config_of(freq: int, spectra_freq: int) -> Config:
 
 def one_rank() -> SimpleNamespace:
     return SimpleNamespace(world_size=1, pp=1)
+
+
+def collect(diagnostics: Diagnosing, step: int) -> dict[str, float]:
+    """The metrics of a step on one rank."""
+    numbers = RankNumbers(diagnostics.factors, torch.device("cpu"))
+    return diagnostics.collect(step, numbers.gather(diagnostics.measure(step)))

@@ -14,13 +14,16 @@ import ctypes
 import shutil
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -30,6 +33,16 @@ GUARD = """
 namespace { C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>) }
 """
 WAITS = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.is_nonzero", "aten.masked_select")
+COPIES = ("aten.copy_.default", "aten._to_copy.default")
+
+
+def waits(function: OpOverload, args: tuple, kwargs: dict) -> bool:
+    """Whether the host waits for the device, which it also does to copy from or to its own memory, unless told not to."""
+    name, device = str(function), args[0].device if args and isinstance(args[0], Tensor) else None
+    if name not in COPIES:
+        return name.startswith(WAITS) and device is not None and device.type != "cpu"
+    other = args[1].device if name == COPIES[0] else kwargs.get("device", device)
+    return torch.device(other).type != device.type and not (kwargs.get("non_blocking") or args[2:3] == (True,))
 
 
 class Strict(TorchDispatchMode):
@@ -37,17 +50,53 @@ class Strict(TorchDispatchMode):
     without waiting, and read there: it is 0."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = str(function)
-        if name == "aten._local_scalar_dense.default" and args[0].device.type == "cpu":
-            return 0.0
-        blocks = name == "aten.copy_.default" and args[0].device.type == "cpu" and args[2:] != (True,)
-        if name.startswith(WAITS) or blocks:
+        name, kwargs = str(function), kwargs or {}
+        if waits(function, args, kwargs):
             raise AssertionError(f"{name} waits for the device")
-        result = function(*args, **(kwargs or {}))
+        if name == "aten._local_scalar_dense.default":
+            return 0.0
+        result = function(*args, **kwargs)
         for tensor in tree_leaves((args, kwargs, result)):
             if isinstance(tensor, Tensor) and tensor.device.type != "cuda" and tensor.ndim:
                 raise AssertionError(f"{name} has a tensor {tuple(tensor.shape)} on {tensor.device}")
         return result
+
+
+class Counted(TorchDispatchMode):
+    """Counts, while `on`, the operations on the device (views do nothing there), the exchanges, and for how many the host
+    waits. Every number that the host reads is 1."""
+
+    on = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations, self.exchanges, self.waits = Counter[str](), Counter[str](), Counter[str]()
+        self.counters = {"operations": self.operations, "exchanges": self.exchanges, "waits": self.waits}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # its operations on shards come here again
+        name, kwargs = str(function), kwargs or {}
+        self.waits[name] += self.on and waits(function, args, kwargs)
+        if name == "aten._local_scalar_dense.default" and isinstance(args[0], FakeTensor):
+            return 1.0 if args[0].is_floating_point() else 1
+        result = function(*args, **kwargs)
+        if function.namespace in ("c10d", "_c10d_functional"):
+            self.exchanges[name] += self.on and "wait_tensor" not in name
+        elif (
+            function.namespace == "aten"
+            and not (function.is_view or "empty" in name)
+            and any(t.is_cuda for t in tree_leaves((args, result)) if isinstance(t, Tensor))
+        ):
+            self.operations[name] += self.on
+        return result
+
+    @contextlib.contextmanager
+    def without(self) -> Iterator[None]:
+        """Do not count."""
+        self.on, before = False, self.on
+        yield
+        self.on = before
 
 
 @contextlib.contextmanager

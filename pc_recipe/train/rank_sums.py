@@ -1,0 +1,152 @@
+"""What ranks tell each other in a step, in two exchanges, for each of which the host waits once.
+
+every step              before the update: gradient norm, whether it is finite, wishes (`agree`)
+steps that are logged   after it: loss, sizes, times and so on, by name (`RankNumbers`)
+"""
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pc.shards import local, sharded_dims
+from pc.targets import clean_name
+
+
+def share_of(tensor: Any, ranks: int) -> float:
+    """The weight of each rank's shard in a sum over `ranks`, those that hold the tensor: less than 1 if several hold the
+    same shard."""
+    return math.prod(tensor.device_mesh.size(d) for d in sharded_dims(tensor)) / ranks
+
+
+class SquaredNorm:
+    """This rank's part of squared norms over all parameters of a model, in a few operations however many they are.
+
+    Create it while FSDP has the parameters sharded.
+
+    Args:
+        model_parts: this rank's.
+        ranks: those of one pipeline stage.
+    """
+
+    def __init__(self, model_parts: Sequence[nn.Module], ranks: int) -> None:
+        self._by_share: dict[float, list[tuple[str, nn.Parameter]]] = defaultdict(list)
+        for name, parameter in chain(*(model.named_parameters() for model in model_parts)):
+            self._by_share[share_of(parameter, ranks)].append((clean_name(name), parameter))
+
+    def gradients(self) -> list[Tensor]:
+        """Shards"""
+        return list(chain(*(tensors for _, tensors in self._shards(_gradient))))
+
+    @torch.no_grad()
+    def of_gradients(self) -> Tensor:
+        return self._sum(_gradient)
+
+    @torch.no_grad()
+    def of_parameters(self, instead: dict[str, Tensor]) -> Tensor:
+        """In float64, because torch's float32 norm of many numbers is 1e-4 too small on a CPU.
+
+        Args:
+            instead: by name, what to measure in place of a parameter; sharded like it.
+        """
+        return self._sum(lambda name, parameter: instead.get(name, parameter), torch.float64)
+
+    def _shards(self, of: Callable) -> Iterator[tuple[float, list[Tensor]]]:
+        for share, parameters in self._by_share.items():
+            tensors = [of(*named) for named in parameters]
+            yield share, [local(tensor) for tensor in tensors if tensor is not None]
+
+    def _sum(self, of: Callable, dtype: torch.dtype | None = None) -> Tensor:
+        norms = [(share, torch._foreach_norm(tensors, 2, dtype)) for share, tensors in self._shards(of) if tensors]
+        # The norm of norms, as torch does to clip gradients, so that both round alike.
+        squares = [torch.linalg.vector_norm(torch.stack(each)).square() * share for share, each in norms]
+        return functools.reduce(torch.add, squares)
+
+
+def _gradient(_: str, parameter: nn.Parameter) -> Tensor | None:
+    return parameter.grad
+
+
+class Agreement(NamedTuple):
+    """What all ranks know alike before an update."""
+
+    norm: Tensor
+    """of the gradients, a scalar on the device"""
+    is_finite: bool
+    """the squared gradient norm and the loss of every rank"""
+    wishes: list[bool]
+    """for each, whether any rank has it"""
+    logged_norm: float
+
+
+@torch.no_grad()
+def agree(squares: Tensor, loss: Tensor, wishes: Sequence[bool]) -> Agreement:
+    """One sum over all ranks.
+
+    Args:
+        squares: this rank's part of the squared gradient norm, a scalar.
+        loss: this rank's, a scalar.
+    """
+    # A NaN may be in one rank's shard alone, yet all ranks must skip the step, or they would train different weights.
+    # Infinity and NaN survive every sum (inf - inf is NaN).
+    sums = torch.stack([squares, loss.to(squares), *(torch.full_like(squares, wish) for wish in wishes)])
+    dist.all_reduce(sums)
+    norm = sums[0].sqrt_()
+    logged_norm, loss_sum, *counts = sums.cpu().tolist()
+    return Agreement(norm, math.isfinite(logged_norm + loss_sum), [count > 0 for count in counts], logged_norm)
+
+
+class OfRanks(NamedTuple):
+    """Numbers of all ranks, on the CPU."""
+
+    names: list[str]
+    values: Tensor
+    """[ranks, names], 0 where a rank does not have it"""
+
+    def of(self, *names: str) -> Tensor:
+        """[ranks, names]"""
+        return self.values[:, [self.names.index(name) for name in names]]
+
+    def sums(self) -> dict[str, float]:
+        return dict(zip(self.names, self.values.sum(0).tolist(), strict=True))
+
+    def largest(self) -> dict[str, float]:
+        """Of numbers that are not negative."""
+        return dict(zip(self.names, self.values.amax(0).tolist(), strict=True))
+
+
+class RankNumbers:
+    """Exchanges numbers whose names are known from the start. All ranks make it together.
+
+    Args:
+        factors: of each of this rank's numbers, its name and what to multiply it by. Numbers of one name add up. Ranks of
+            other pipeline stages have other names.
+    """
+
+    def __init__(self, factors: Sequence[tuple[str, float]], device: torch.device) -> None:
+        own = list(dict(factors))
+        of_ranks = [own]
+        if dist.is_initialized():
+            of_ranks = [[] for _ in range(dist.get_world_size())]
+            dist.all_gather_object(of_ranks, own)
+        self._names, self._num_ranks = list(dict.fromkeys(chain(*of_ranks))), len(of_ranks)
+        place = {name: index for index, name in enumerate(self._names)}
+        self._places = torch.tensor([place[name] for name, _ in factors], device=device)
+        self._factors = torch.tensor([factor for _, factor in factors], device=device, dtype=torch.float64)
+
+    def gather(self, own: list[Tensor]) -> OfRanks:
+        """Args:
+        own: this rank's numbers, of one dimension each, in the order of their factors.
+        """
+        numbers = torch.cat(own).double() * self._factors
+        of_ranks = numbers.new_zeros(1, len(self._names)).index_add_(1, self._places, numbers[None])
+        if dist.is_initialized():
+            of_one, of_ranks = of_ranks, of_ranks.new_empty(self._num_ranks, len(self._names))
+            dist.all_gather_into_tensor(of_ranks, of_one)
+        return OfRanks(self._names, of_ranks.cpu())
