@@ -32,7 +32,7 @@ def subplots(rows: int = 1, columns: int = 1, *, width: float = 4.2, height: flo
 def legend_below(figure, axes) -> None:
     """One legend for all panels, of what is drawn in `axes`, below them, where it hides no line."""
     handles, labels = axes.get_legend_handles_labels()
-    inches = 0.7 + 0.07 * max(map(len, labels))  # of one entry
+    inches = 0.7 + 0.07 * max(map(len, labels), default=0)  # of one entry
     columns = max(1, int(figure.get_figwidth() // inches))
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
 

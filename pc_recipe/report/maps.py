@@ -62,11 +62,12 @@ def plot(output: Path, own: Maps) -> Path:
     """The targets, the fitted maps of levels 1 to 4, and Polar Express; also `own` fits."""
     sigma = torch.linspace(*INTERVAL, 1_000, dtype=torch.float64)
     figure, (targets, maps, flattening) = subplots(1, 3, width=3.6)
+    colors = {name: f"C{i}" for i, name in enumerate(LEVELS | POLAR_EXPRESS | own)}
     for name, (map, cutoff) in (LEVELS | own).items():
-        targets.plot(sigma, target(cutoff, sigma), label=f"b = {cutoff}")
-        maps.plot(sigma, pc.maps.evaluate(map, sigma), label=name)
+        targets.plot(sigma, target(cutoff, sigma), color=colors[name], label=f"b = {cutoff}")
+        maps.plot(sigma, pc.maps.evaluate(map, sigma), color=colors[name], label=name)
     for name, (map, _) in ({"level 4": LEVELS["level 4"]} | POLAR_EXPRESS).items():
-        flattening.plot(sigma, pc.maps.evaluate(map, sigma), label=name)
+        flattening.plot(sigma, pc.maps.evaluate(map, sigma), color=colors[name], label=name)
     for axes, title in zip((targets, maps, flattening), ("Targets", "Fitted maps", "Over-flattening"), strict=True):
         axes.set_title(title)
         axes.set_xlabel(r"singular value $\sigma$ (after normalisation)")

@@ -102,7 +102,7 @@ def check_config(
             writes.append(needs.checkpoints_on_disk(config, sizes))
     missing = _check_data(result, config, needs_data, tokens)
     width = np.dtype(smallest_dtype(config.model.vocab_size)).itemsize
-    writes += [needs.data_on_disk(folder, share * tokens, width) for folder, share in missing.items()]
+    writes += [needs.data_on_disk(folder, share * tokens, width) for folder, share in missing.items() if tokens]
     _check_disk(result, writes)
     _check_installed(result, config)
     return result
