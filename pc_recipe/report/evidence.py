@@ -35,13 +35,14 @@ from pc_recipe.train.llama2 import Llama2, Llama2Args
 RATES = {"optimizer.lr", "optimizer.hyperball_lr"}
 """Settings that are an arm's rate, by its optimizer."""
 CONDITION = ("spectra/gmcn/pc", "spectra/gmcn/qkv", "spectra/gmcn/all")
+SIZES = ("norm/effective", "norm/relative_step")
 
 
 def collect(sweeps: Sequence[Path], study: str, output: Path) -> int:
     """Write the finished and diverged runs of `sweeps` into `output`/runs.jsonl as `study`; returns their number.
 
     A run that was collected before, by its folder, is replaced; others stay, so that several machines can share a study.
-    Of a run's log it keeps validation losses and condition numbers.
+    Of a run's log it keeps validation losses, condition numbers, and norms and steps of effective weights.
     """
     file = output / "runs.jsonl"
     lines = [line for sweep in sweeps for result in read_results(sweep) if (line := _line(study, sweep, result))]
@@ -66,7 +67,8 @@ def _line(study: str, sweep: Path, result: dict) -> dict | None:
     if last.empty and not diverged:
         return None
     log = pd.DataFrame(run.lines).groupby("step", as_index=False).last()  # the last value of each quantity in a step
-    log = log.filter(regex=f"^(step|tokens|{VALIDATION}|spectra/gmcn/.*)$").dropna(thresh=3)
+    kept = {"step", "tokens", VALIDATION, *CONDITION, *SIZES}
+    log = log[[key for key in log if key in kept]].dropna(thresh=3)
     return {
         "study": study,
         **{key: result.get(key) for key in ("name", "config", "settings", "variant", "spikes")},

@@ -17,6 +17,8 @@ from pc_recipe.report.contrasts import contrast_table, read_preregistration
 from pc_recipe.report.evidence import CONDITION, Experiment, curve, is_at_best, read_experiments, without_tuning_seeds
 from pc_recipe.runs.sweep.spec import VALIDATION, value_label
 
+SIZES = {"norm/effective": "their norm", "norm/relative_step": "their relative step"}
+"""{logged name: heading} of columns, "their" being the PC blocks'"""
 NOTES = """
 Losses in nats per token. ± is the standard error of the mean over seeds; differences and times fewer tokens are computed
 per seed. The learning rate of an arm, in bold, was chosen on its tuning seeds, or else its first seed; the results are
@@ -73,14 +75,16 @@ def regime_table(experiments: Sequence[Experiment]) -> str:
 
 def arm_table(runs: pd.DataFrame) -> str:
     """Of each arm and rate, the seed that chose the rate and then the others: final losses, and condition numbers
-    (geometric means)."""
+    (geometric means), and if they were logged, norm and relative step of the blocks that PC changes, at the end."""
     rows = []
+    sizes = {key: title for key, title in SIZES.items() if any(key in log for log in runs.log)}
     for (arm, rate, best, _), group in runs.groupby(["arm", "rate", "best", "chose"], sort=False):
         shown = f"**{value_label(rate)}**" if best else value_label(rate)
-        ends = [np.mean([curve(log, key).iloc[-1:].mean() for log in group.log]) for key in CONDITION]
-        rows.append([arm, shown, _seeds(group), mean_and_error(group.loss), *(_cell(end, ".1f") for end in ends)])
+        ends = [np.mean([curve(log, key).iloc[-1:].mean() for log in group.log]) for key in (*CONDITION, *sizes)]
+        cells = [_cell(end, ".1f" if key in CONDITION else ".3g") for key, end in zip((*CONDITION, *sizes), ends)]
+        rows.append([arm, shown, _seeds(group), mean_and_error(group.loss), *cells])
     header = "arm|learning rate|seeds|final validation loss|GMCN of PC blocks|of q, k, v|of all"
-    return markdown.table(header.split("|"), rows)
+    return markdown.table([*header.split("|"), *sizes.values()], rows)
 
 
 def pair_table(experiment: Experiment, margin: float) -> str:

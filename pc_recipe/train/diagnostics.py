@@ -4,7 +4,9 @@ diagnostics = Diagnostics(config, model_parts, step_preconditioner, parallel_dim
 numbers = RankNumbers(diagnostics.factors, device)
 for step in ...:
     diagnostics.begin_step(step)
-    ...                                  # forward and backward passes, optimizer, PC(W) written
+    ...                                  # forward and backward passes
+    diagnostics.begin_update(step)
+    ...                                  # optimizer, PC(W) written
     of_ranks = numbers.gather(diagnostics.measure(step))        # on every rank, as what follows
     metrics_processor.log_metrics(step, diagnostics.collect(step, of_ranks))
 """
@@ -33,6 +35,7 @@ from pc.weight import Weight
 from pc_recipe.config import Config
 from pc_recipe.train.activations import OutputSizes
 from pc_recipe.train.rank_sums import OfRanks, SquaredNorm, share_of
+from pc_recipe.train.update_sizes import CHANGE, NORM, UpdateSizes
 
 SPECTRAL: dict[str, Callable[[Tensor], Tensor]] = {
     "condition": modified_condition_number,
@@ -69,6 +72,9 @@ class Diagnostics:
         self._gammas = {n: w.gamma for n, w in self._pc_weights().items() if w.gamma is not None}
         self._outputs = OutputSizes(model_parts) if self._settings.freq else None
         self._measuring = False
+        is_stored = preconditioner is None or config.pc.mode == "step"  # the effective weight
+        watched = config.pc.blocks if is_stored and self._settings.spectra_freq else ()
+        self._update = UpdateSizes(model_parts, watched, self._stage_ranks)
 
     @property
     def factors(self) -> list[tuple[str, float]]:
@@ -77,13 +83,21 @@ class Diagnostics:
         factors = [(WEIGHT, 1.0)]
         for name, gamma in self._gammas.items():  # their sum over all ranks is the mean
             factors += [(GAMMA + name, share_of(gamma, self._stage_ranks) / gamma.numel())] * local(gamma).numel()
-        return factors + [(f"{size}/{part}/{layer}", 1.0) for layer, part in outputs for size in SIZES]
+        factors += [(f"{size}/{part}/{layer}", 1.0) for layer, part in outputs for size in SIZES]
+        return factors + self._update.factors
 
     def begin_step(self, step: int, measure_outputs: bool = True) -> None:
         """Call in every step before the first forward pass. `measure_outputs=False` skips the output sizes."""
         self._measuring = measure_outputs and _is_due(step, self._settings.freq)
         if self._measuring and self._outputs is not None:
             self._outputs.start()
+
+    @torch.no_grad()
+    def begin_update(self, step: int) -> None:
+        """Call in every step after the last backward pass, before the gradients are pulled back: while parameters hold the
+        effective weights."""
+        if _is_due(step, self._settings.spectra_freq):
+            self._update.start()
 
     def is_due(self, step: int) -> bool:
         """Whether `collect` has metrics at `step`."""
@@ -95,13 +109,15 @@ class Diagnostics:
 
         Weights are those after the step, outputs those during the step.
         """
-        if not _is_due(step, self._settings.freq):
-            return [local(next(self._model_parts[0].parameters())).new_zeros(len(self.factors))]
-        raws = {f"{name}.weight": weight.raw for name, weight in self._pc_weights().items()}
-        numbers = [self._norm.of_parameters(raws).float().reshape(1), *map(local, self._gammas.values())]
-        if self._outputs is not None and self._outputs.outputs:
-            numbers.append(self._outputs.stop().flatten())
-        return numbers
+        update, own = self._update.factors, self.factors
+        zeros = local(next(self._model_parts[0].parameters())).new_zeros
+        numbers = [zeros(len(own) - len(update))]
+        if _is_due(step, self._settings.freq):
+            raws = {f"{name}.weight": weight.raw for name, weight in self._pc_weights().items()}
+            numbers = [self._norm.of_parameters(raws).float().reshape(1), *map(local, self._gammas.values())]
+            if self._outputs is not None and self._outputs.outputs:
+                numbers.append(self._outputs.stop().flatten())
+        return [*numbers, *(self._update.stop() or [zeros(len(update))])]
 
     @torch.no_grad()
     def collect(self, step: int, of_ranks: OfRanks) -> dict[str, float]:
@@ -115,6 +131,9 @@ class Diagnostics:
             metrics |= self._metrics_of_numbers(of_ranks)
         if _is_due(step, self._settings.spectra_freq):
             metrics |= self._spectra_metrics() | self._estimate_metrics()
+            sums = of_ranks.sums()
+            if norm := math.sqrt(sums.get(NORM, 0.0)):
+                metrics |= {NORM: norm, "norm/relative_step": math.sqrt(sums[CHANGE]) / norm}
         return metrics
 
     def _metrics_of_numbers(self, of_ranks: OfRanks) -> dict[str, float]:

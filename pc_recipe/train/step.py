@@ -150,6 +150,7 @@ class StepTrainer(Trainer):
         if self.parallel_dims.pp_enabled:
             # With pipeline parallelism, TorchTitan 0.2.2 does not divide by the token count.
             torch._foreach_div_(self._norm.gradients(), global_valid_tokens)
+        self.diagnostics.begin_update(self.step)
         super().finish_gradients(global_valid_tokens)
 
     def _pipeline_finds_shapes(self) -> bool:

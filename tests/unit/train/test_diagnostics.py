@@ -149,3 +149,30 @@ def test_gamma_and_norm():
     assert abs(effective_norm / raw_norm - 1) > 1e-2  # control: PC(W) in place of W would be seen
     assert [v for k, v in sorted(metrics.items()) if k.startswith("pc/gamma/")][:3] == [1.0, 1.25, 1.5]
     assert len([k for k in metrics if k.startswith("pc/gamma/")]) == 8
+
+
+@pytest.mark.parametrize("enable", [True, False])
+def test_effective_norm_and_relative_step(enable):
+    """Of o and ffn as the forward pass uses them, with PC and without."""
+    model = transformer()
+    preconditioner = pc.precondition(pc.attach(model, pc.PCConfig(mode="step"))) if enable else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    if preconditioner is not None:
+        preconditioner.follow(optimizer)
+        preconditioner.write_pc()
+    weights = {
+        n: p for n, p in model.named_parameters() if n.endswith(("wo.weight", "w1.weight", "w2.weight", "w3.weight"))
+    }
+    before = {name: weight.detach().double().clone() for name, weight in weights.items()}
+    diagnostics = Diagnostics(config_of(freq=0, spectra_freq=1), [model], preconditioner, one_rank())
+    model(inputs(0)).square().mean().backward()
+    diagnostics.begin_update(1)
+    if preconditioner is not None:
+        preconditioner.pull_back()
+    optimizer.step()
+    metrics = collect(diagnostics, 1)
+    norm = math.sqrt(sum(weight.square().sum().item() for weight in before.values()))
+    change = math.sqrt(sum((weights[name].double() - before[name]).square().sum().item() for name in weights))
+    assert metrics["norm/effective"] == pytest.approx(norm, rel=1e-12)
+    assert change > 1e-4 * norm  # control: float32 rounding would be 1e-7
+    assert metrics["norm/relative_step"] == pytest.approx(change / norm, rel=FLOAT32)

@@ -1,0 +1,49 @@
+"""How large effective weights are, and how far one update moves them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pc.blocks import block_of, matches
+from pc.shards import local
+from pc.targets import clean_name
+from pc_recipe.train.rank_sums import share_of
+
+NORM, CHANGE = "norm/effective", "change"
+
+
+class UpdateSizes:
+    """Of the matrices that `entries` of `pc.blocks` match, also in a model without PC.
+
+    Create it while FSDP has the parameters sharded. Parameters hold the effective weights: PC(W) in mode "step", W without
+    PC.
+
+    Args:
+        model_parts: this rank's.
+        ranks: those of one pipeline stage.
+    """
+
+    def __init__(self, model_parts: Sequence[nn.Module], entries: Sequence[str], ranks: int) -> None:
+        self._weights = [
+            linear.weight
+            for part in model_parts
+            for name, linear in part.named_modules()
+            if isinstance(linear, nn.Linear) and block_of(clean_name(name))
+            if any(matches(entry, clean_name(name)) for entry in entries)
+        ]
+        self._before: list[Tensor] = []
+        self.factors = [(kind, share_of(weight, ranks)) for kind in (NORM, CHANGE) for weight in self._weights]
+        """as those of `Diagnostics`"""
+
+    def start(self) -> None:
+        """Before the update, when activations are gone: it copies the weights."""
+        self._before = [local(weight).clone() for weight in self._weights]
+
+    def stop(self) -> list[Tensor]:
+        """After the update: this rank's squared norms of the weights before it and of their changes; [] if not started."""
+        if not self._before:
+            return []
+        tensors = [*self._before, *torch._foreach_sub([local(weight) for weight in self._weights], self._before)]
+        self._before = []
+        return [torch.stack(torch._foreach_norm(tensors, 2, torch.float64)).square()]
