@@ -38,19 +38,13 @@ class ChangeCheck:
         self._norms = self._previous = None
 
     def require_unchanged(self, alone: bool = False) -> None:
-        """Raise a `UserError` if a weight is not the PC(W) that was written, on this rank or on any that has weights in
-        common with it; on those too, so that none waits for another. `alone`: on this rank, without communication."""
+        """Raise a `UserError` if a weight is not the PC(W) that was written, here or `on_any_rank`; if `alone`, here."""
         if self._norms is None or self._norms.is_meta:
             return
         norms = self._measure()
         same = torch.isclose(norms, self._norms.to(norms.device), rtol=TOLERANCE, atol=0.0, equal_nan=True)
-        changed = (~same).any().float()
-        meshes = dict.fromkeys(w.parameter.device_mesh for w in self._weights if isinstance(w.parameter, DTensor))
-        groups = [group for mesh in meshes for group in mesh.get_all_groups()] + (
-            [self._replicas] if self._replicas else []
-        )
-        for group in [] if alone else dict.fromkeys(groups):
-            dist.all_reduce(changed, dist.ReduceOp.MAX, group=group)
+        changed = (~same).any()
+        changed = changed if alone else self.on_any_rank(changed)
         if bool(changed) if alone else self._now_or_previous(changed):
             self._previous = None
             raise UserError(
@@ -58,6 +52,16 @@ class ChangeCheck:
                 "with the model's, swap averaged weights back, call pc.precondition after initialisation and DDP, give "
                 "it all optimizers, and change weights between restore_raw() and write_pc()"
             )
+
+    def on_any_rank(self, found: Tensor) -> Tensor:
+        """Whether a condition is true on this rank, or on any that has weights in common with it. All of them call this, so
+        that all raise or none: one would wait for another in the next collective."""
+        found = found.float()
+        meshes = dict.fromkeys(w.parameter.device_mesh for w in self._weights if isinstance(w.parameter, DTensor))
+        groups = [group for mesh in meshes for group in mesh.get_all_groups()]
+        for group in dict.fromkeys(groups + ([self._replicas] if self._replicas else [])):
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        return found
 
     @torch.no_grad()
     def _measure(self) -> Tensor:

@@ -157,7 +157,7 @@ class PerStep(Preconditioner):
         # Only `pull_back` gives gammas a gradient, and zero_grad() takes it away or makes it zero.
         trained = [w.gamma for w in used if w.gamma is not None]
         earlier = [local(gamma.grad) for gamma in trained if gamma.grad is not None]
-        if earlier and torch.cat(earlier).any():
+        if earlier and self._changes.on_any_rank(torch.cat(earlier).any()):
             raise UserError(TWICE)
         gradients: list[Any] = [(w.parameter.grad, *(torch.zeros_like(gamma) for gamma in w.gammas)) for w in used]
         inputs = [(w.raw, g, *w.gammas, w.u, w.v) for w, (g, *_) in zip(used, gradients, strict=True)]

@@ -143,3 +143,20 @@ def test_a_change_on_one_rank_is_said_on_all():
     """Also if the first weight has another mesh: no rank may wait for one that has raised."""
     for error in run_ranks(4, _change_on_rank_0):
         assert error and "a weight was changed while it held PC(W)" in error
+
+
+def _without_zero_grad(rank):
+    """What a second pull_back says on each rank. A gamma of one element is on one of them alone."""
+    model = _shard(_model(), _mesh())
+    preconditioner = pc.precondition(model, torch.optim.AdamW(model.parameters()))
+    for _ in range(2):
+        toy_loss(model, toy_batch(rank)).backward()
+        try:
+            preconditioner.pull_back()
+        except pc.UserError as error:
+            return str(error)
+
+
+def test_gradients_without_zero_grad_are_said_on_all_ranks():
+    for error in run_ranks(2, _without_zero_grad, timeout=100.0):
+        assert error and "gradients that are already those of W" in error
