@@ -3,8 +3,8 @@
     python benchmarks/all_rows.py --minutes 9 --output results/DATE-gpu
 
 Repeat it to continue: finished tasks are skipped, failed ones are retried. It installs nothing. It prints the machine,
-then runs tests/gpu (train, resume, export, compile, the exchange, passes against float64), both passes of a 1B model by
-precision and batch, and the rows of `step.py`. Each is a separate process with a time limit and a log in OUTPUT/logs.
+then runs tests/gpu (train, resume, export, compile, the exchange, passes against float64), both passes of a 1B layer by
+precision, and the rows of `step.py`. Each is a separate process with a time limit and a log in OUTPUT/logs.
 Rows write their JSON after every round, so a time limit loses at most one round.
 
 OUTPUT/README.md has the table with its goals. `--tiny` runs everything with tiny shapes, also without a GPU.
@@ -64,6 +64,7 @@ def tasks(output: Path, tiny: bool) -> list[Task]:
              "--output", str(output)],
             90,
         ),
+        Task("precision", [python, str(ROOT / "benchmarks" / "precision.py"), *(["--width", "32"] if tiny else [])], 60),
     ]  # fmt: skip
     gib = torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.is_available() else 0.0
     for row, seconds in ORDER.items():

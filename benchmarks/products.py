@@ -1,92 +1,172 @@
-"""PC's two passes over all matrices of a model, as one owner runs them in training: time and error by precision.
+"""PC's two passes: time by precision, and what they count, beside those of another checkout.
 
-    python benchmarks/products.py --flavor 1B [--output results/DATE-NAME]      # on the GPU if there is one
+    python benchmarks/products.py [--flavor 1B] [--precisions tf32 float16]    # on the GPU if there is one
+    python benchmarks/products.py --against CHECKOUT --flavor 271M --precisions float32
+    python benchmarks/products.py --against CHECKOUT --ranks 8 64 512          # counts alone
 
-Errors are against float64 on the same device, for one matrix of each shape.
+Time is that of the matrices of one layer, one by one: write PC(W), and pull a gradient back with what the first pass
+kept and without. Variants take turns; "before" is the other checkout, in float32.
+
+Counts are of the rank with most FLOPs, with matrices on the meta device: FLOPs of matmuls, operations that would be
+kernels on a GPU, and the bytes that each reads and writes. Matrices of one shape that share a batch share kernels, which
+this does not show.
 """
 
 import argparse
 import json
-from collections.abc import Iterator
-from functools import partial
+import statistics
+import sys
+from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
-from pc import PCConfig, owner
-from pc.methods import method_of
+from pc.methods.base import Method
+from pc.owner import assign
+from pc.per_step import KEPT_BYTES
 from pc.spectral import initial_vectors, power_iteration
 from pc_recipe.config import load_config
+from pc_recipe.files import markdown
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.runs.cost import RunCost
-from timing import DEVICE, hardware, seconds
+from timing import DEVICE, hardware, interleaved
 
-CONFIG = Path(__file__).resolve().parents[1] / "train_configs" / "1b_adamw_pc.toml"
-PRECISIONS = ("tf32", "float32", "bfloat16")
-Item = tuple[Tensor, ...]
-"""W, gradient of PC(W), gamma, u and v of one matrix."""
-
-
-def items_of(flavor: str) -> list[Item]:
-    """Random weights and gradients of the shapes of each PC matrix, with settled u and v."""
-    run_cost = RunCost(load_config(CONFIG, ["--model.flavor", flavor, "--training.global_batch_size", "4"]), 1)
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    items = []
-    for index, matrix in enumerate(run_cost.matrices):
-        weight, gradient = torch.randn(2, matrix.n, matrix.m, generator=generator, device=DEVICE)
-        u, v = (vector.to(DEVICE) for vector in initial_vectors(str(index), weight.shape))
-        items.append((weight, gradient, torch.ones(1, device=DEVICE), *power_iteration(weight, u, v, 30)))
-    return items
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = ROOT / "train_configs" / "1b_adamw_pc.toml"
+PARTS = ("write PC(W)", "pull back", "pull back, nothing kept")
 
 
-def measure(flavor: str, rounds: int) -> Iterator[dict]:
-    """Yields the record so far after every precision."""
-    items = items_of(flavor)
-    inputs = {"write PC(W)": [(w, *rest) for w, _, *rest in items], "pull back": items}
-    results = {
-        "write PC(W)": [tuple(torch.empty_like(x) for x in (w, u, v)) for w, _, _, u, v in items],
-        "pull back": [tuple(torch.empty_like(x) for x in (w, gamma)) for w, _, gamma, *_ in items],
-    }
-    one_of_each = {item[0].shape: item for item in items}.values()
-    record = {"torch": torch.__version__, "hardware": hardware(), "flavor": flavor, "matrices": len(items)}
-    record |= {"rounds": rounds, "seconds": {}, "errors": {}}
-    for precision in PRECISIONS:
-        config = PCConfig(compute_dtype=precision, mode="step")
-        method = method_of(config)
-        for part, function in (("write PC(W)", method.write), ("pull back", method.pull_back)):
-            plan = owner.Plan(inputs[part], results[part], [config] * len(items))
-            call = partial(plan.run, lambda _, *tensors, of=function: of(*tensors), inputs[part], results[part])
-            call()  # warms up
-            record["seconds"].setdefault(part, {})[precision] = [seconds(call) for _ in range(rounds)]
-        record["errors"][precision] = {str(tuple(item[0].shape)): errors(config, item) for item in one_of_each}
-        yield record
+def method_of(checkout: Path, **settings) -> Method:
+    """A method of PC from another checkout's `pc`, which stays apart from ours."""
+    ours = {name: sys.modules.pop(name) for name in [*sys.modules] if name.split(".")[0] == "pc"}
+    sys.path.insert(0, str(checkout))
+    try:
+        config = import_module("pc.config").PCConfig(mode="step", **settings)
+        return import_module("pc.methods").method_of(config)
+    finally:
+        sys.path.remove(str(checkout))
+        for name in [name for name in sys.modules if name.split(".")[0] == "pc"]:
+            del sys.modules[name]
+        sys.modules.update(ours)
 
 
-def errors(config: PCConfig, item: Item) -> list[float]:
-    """Relative errors of PC(W) and of the gradient of W against float64."""
-    exact = both_passes(PCConfig(mode="step"), [tensor.double() for tensor in item])
-    return [((a - b).norm() / b.norm()).item() for a, b in zip(both_passes(config, item), exact, strict=True)]
+def inputs_of(shape: tuple[int, int], device: str) -> tuple[Tensor, ...]:
+    """W, a gradient of PC(W), gamma and settled u and v, of one matrix."""
+    if device == "meta":
+        n, m = shape
+        return tuple(torch.empty(1, *size, device=device) for size in ((n, m), (n, m), (1,), (n,), (m,)))
+    generator = torch.Generator(device).manual_seed(0)
+    weight, gradient = torch.randn(2, 1, *shape, generator=generator, device=device)
+    u, v = (vector[None].to(device) for vector in initial_vectors("", shape))
+    return weight, gradient, torch.ones(1, 1, device=device), *power_iteration(weight, u, v, 30)
 
 
-def both_passes(config: PCConfig, item: Item) -> tuple[Tensor, Tensor]:
-    """PC(W) and the gradient of W, in float64."""
-    weight, gradient, gamma, u, v = (tensor[None] for tensor in item)
-    effective, *_ = method_of(config).write(weight, gamma, u, v)
-    return effective.double(), method_of(config).pull_back(weight, gradient, gamma, u, v)[0].double()
+def measure(
+    methods: dict[str, Method], shapes: list[tuple[int, int]], rounds: int
+) -> dict[str, dict[str, list[float]]]:
+    """Seconds by part and variant in every round."""
+    items = [inputs_of(shape, DEVICE) for shape in shapes]
+    functions = {}
+    for name, method in methods.items():
+
+        def write(method: Method) -> None:
+            for weight, _, gamma, u, v in items:
+                method.write(weight, gamma, u, v)
+
+        def pull_back(method: Method, kept: list) -> None:
+            for item, of_item in zip(items, kept, strict=True):
+                method.pull_back(*item, *of_item)
+
+        kept = [method.write(weight, gamma, u, v)[3:] for weight, _, gamma, u, v in items]
+        calls = write, partial(pull_back, kept=kept), partial(pull_back, kept=[()] * len(items))
+        functions |= {(part, name): partial(call, method) for part, call in zip(PARTS, calls, strict=True)}
+    seconds = interleaved(functions, rounds)
+    return {part: {name: seconds[part, name] for name in methods} for part in PARTS}
+
+
+class Operations(TorchDispatchMode):
+    """Counts what would be kernels, and the bytes of their tensors."""
+
+    number = bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function._schema.is_mutable or not any(given.alias_info for given in function._schema.returns):
+            tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor)]
+            self.number += 1
+            self.bytes += sum(x.nbytes for x in tensors)
+        return result
+
+
+@cache
+def count(method: Method, shape: tuple[int, int], keeps: bool) -> tuple[list[int], int]:
+    """FLOPs, operations and bytes of both passes, and the bytes that the first leaves for the second."""
+    weight, gradient, gamma, u, v = inputs_of(shape, "meta")
+    with FlopCounterMode(display=False) as flops, Operations() as operations:
+        kept = method.write(weight, gamma, u, v)[3:]
+        method.pull_back(weight, gradient, gamma, u, v, *(kept if keeps else ()))
+    return [flops.get_total_flops(), operations.number, operations.bytes], sum(x.nbytes for x in kept)
+
+
+def count_on_ranks(method: Method, run_cost: RunCost, ranks: int) -> list[float]:
+    """FLOPs, operations and GiB of the rank with most FLOPs, and MiB that it keeps."""
+    loads = [[0, 0, 0, 0] for _ in range(ranks)]
+    owners = assign([split.cost for split in run_cost.splits], ranks)
+    for matrix, owner in zip(run_cost.matrices, owners, strict=True):
+        both, kept = count(method, (matrix.n, matrix.m), keeps=True)
+        if keeps := loads[owner][3] + kept <= KEPT_BYTES:
+            loads[owner][3] += kept
+        else:
+            both, _ = count(method, (matrix.n, matrix.m), keeps)
+        loads[owner][:3] = [a + b for a, b in zip(loads[owner], both, strict=False)]
+    flops, operations, size, kept = max(loads)
+    return [flops, operations, size / 2**30, kept / 2**20]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--flavor", default="1B", help="model size (default: 1B)")
+    parser.add_argument("--level", type=int, default=4)
+    parser.add_argument("--precisions", nargs="+", default=["tf32", "float32", "float16", "bfloat16"])
+    parser.add_argument("--against", type=Path, help="another checkout")
+    parser.add_argument("--ranks", type=int, nargs="+", help="count, for so many")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, help="folder for passes.json; printed otherwise")
     chosen = parser.parse_args()
-    for record in measure(chosen.flavor, chosen.rounds):
-        text = json.dumps(record, indent=1) + "\n"
-        if chosen.output:
-            write_atomically(chosen.output / "passes.json", text)
+    overrides = ["--model.flavor", chosen.flavor, "--training.local_batch_size", "1"]
+    others = {"before": method_of(chosen.against, level=chosen.level)} if chosen.against else {}
+    ours = {name: method_of(ROOT, level=chosen.level, compute_dtype=name) for name in chosen.precisions}
+    if chosen.ranks:
+        run_cost = RunCost(load_config(CONFIG, [*overrides, "--pc.level", str(chosen.level)]), 1)
+        rows = [
+            (ranks, name, *(f"{number:.4g}" for number in count_on_ranks(method, run_cost, ranks)))
+            for ranks in chosen.ranks
+            for name, method in (others | ours).items()
+        ]
+        print(markdown.table(("ranks", "variant", "FLOPs", "operations", "GiB", "MiB kept"), rows), end="")
+        return
+    layer = RunCost(load_config(CONFIG, [*overrides, "--model.n_layers", "1"]), 1).matrices
+    seconds = measure(others | ours, [(matrix.n, matrix.m) for matrix in layer], chosen.rounds)
+    record = {"torch": torch.__version__, "hardware": hardware(), "flavor": chosen.flavor, "matrices": len(layer)}
+    record |= {"level": chosen.level, "seconds": seconds}
+    if others:
+        record["ratio to before, median (range)"] = {
+            part: {name: _ratios(times[name], times["before"]) for name in ours} for part, times in seconds.items()
+        }
+    text = json.dumps(record, indent=1) + "\n"
+    if chosen.output:
+        write_atomically(chosen.output / "passes.json", text)
     print(text, end="")
+
+
+def _ratios(times: list[float], before: list[float]) -> str:
+    each = [a / b for a, b in zip(times, before, strict=True)]
+    return f"{statistics.median(each):.3f} ({min(each):.3f} to {max(each):.3f})"
 
 
 if __name__ == "__main__":

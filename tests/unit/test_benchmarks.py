@@ -93,6 +93,25 @@ def test_all_rows_goes_on_where_it_stopped(step, monkeypatch, tmp_path, capsys):
     assert "new" not in ran.read_text() and "repeat the command" in capsys.readouterr().out
 
 
+def test_passes_beside_another_checkout_and_by_precision(step, monkeypatch, capsys):
+    import precision
+    import products
+
+    def table(module, *words):
+        monkeypatch.setattr(sys, "argv", [module.__file__, *words])
+        module.main()
+        lines = capsys.readouterr().out.splitlines()[2:]
+        return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+    words = "--flavor tiny --precisions float32 --ranks 1 16 --against".split()
+    alone, alone_now, many, many_now = table(products, *words, str(ROOT))
+    assert alone_now[2:] == alone[2:] and many_now[2:] == many[2:]  # the same code
+    assert float(alone[2]) > float(many[2]) > 0 and float(alone[5]) > float(many[5]) > 0  # FLOPs, MiB kept
+    rows = {row[1]: [float(cell) for cell in row[2:]] for row in table(precision, "--width", "32", "--levels", "4")}
+    for finer, coarser in (("float32", "tf32"), ("tf32", "bfloat16"), ("float16", "bfloat16")):
+        assert all(4 * one < other for one, other in zip(rows[finer], rows[coarser], strict=True))
+
+
 @pytest.mark.soak
 def test_all_rows_with_tiny_shapes(tmp_path):
     """From a clone that is not installed. Twice: the second has nothing left to do."""
