@@ -86,7 +86,7 @@ ROWS: dict[str, Row] = {
         {
             "tf32": Variant(PC, TF32),
             "float32": Variant(PC, ("--pc.compute_dtype", "float32")),
-            "bfloat16": Variant(PC, ("--pc.compute_dtype", "bfloat16")),
+            "float16": Variant(PC, ("--pc.compute_dtype", "float16")),
         },
         rounds=4,
     ),
