@@ -1,9 +1,14 @@
 """What owners keep of PC(W) for its gradient: fewer FLOPs, the same bits, a bounded size, and nothing stale."""
 
 import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-from helpers.toy import Loop, same
+import pc
+from helpers.ranks import run_ranks
+from helpers.toy import Loop, same, toy_batch, toy_loss, toy_model
 from pc import owner, per_step
 
 D, F, LAYERS = 7, 10, 2  # of the toy model
@@ -41,3 +46,24 @@ def test_products_kept_for_the_gradient(monkeypatch, one_by_one):
     if one_by_one:  # batches of other matrices round otherwise
         assert same(everything[0], nothing[0]) and same(half[0], nothing[0])
     assert not same(everything[0], Loop().call("backward", "pull_back", "step").parts[0].state_dict())  # control
+
+
+def _flops_after_a_step(rank, wrap):
+    """Of the pull-back of the second step on this rank."""
+    model = pc.attach(toy_model(), pc.PCConfig())
+    wrapped = wrap(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    preconditioner = pc.precondition(wrapped, optimizer)
+    for _ in range(2):
+        toy_loss(wrapped, toy_batch(rank)).backward()
+        with FlopCounterMode(display=False) as counter:
+            preconditioner.pull_back()
+        optimizer.step()
+        optimizer.zero_grad()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard])
+def test_each_owner_keeps_what_it_pulls_back(wrap):
+    alone = _flops_after_a_step(0, lambda model: model)
+    assert run_ranks(2, _flops_after_a_step, wrap) == [alone / 2] * 2  # of two equal layers
