@@ -150,6 +150,7 @@ def test_wrong_blocks(blocks, message):
         ({"heads": ["o"]}, "pc.heads: 'o' is not one of q, k, v"),
         ({"mode": "steps"}, "must be one of step, forward"),
         ({"compute_dtype": "tf32", "mode": "forward"}, "tf32"),
+        ({"compute_dtype": "float16", "mode": "forward"}, "float16"),
         ({"heads": ["q"], "mode": "forward"}, "pc.heads needs pc.mode = "),
     ],
 )
