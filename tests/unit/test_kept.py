@@ -67,3 +67,14 @@ def _flops_after_a_step(rank, wrap):
 def test_each_owner_keeps_what_it_pulls_back(wrap):
     alone = _flops_after_a_step(0, lambda model: model)
     assert run_ranks(2, _flops_after_a_step, wrap) == [alone / 2] * 2  # of two equal layers
+
+
+def test_a_loaded_state_does_not_meet_what_was_kept_of_another(monkeypatch):
+    monkeypatch.setattr(per_step, "KEPT_BYTES", KEPT_BYTES)  # room for one state alone
+    loop, other = Loop(seed=0).call("backward"), Loop(seed=1).call("backward", "pull_back")
+    for part, state in zip(loop.parts, [part.state_dict() for part in other.parts], strict=True):
+        part.load_state_dict(state)
+    loop.optimizer.zero_grad()
+    loop.call("backward", "pull_back")
+    gradients = [[parameter.grad for parameter in each.model.parameters()] for each in (loop, other)]
+    assert same(*gradients)
