@@ -4,7 +4,8 @@
 
 W [n, m] has known singular values: from 1 to 0 in equal steps, about those of a Gaussian matrix, and from 1 to 1e-3 by
 equal factors, where few directions dominate. Printed is the largest error over both spectra, a square and a wide matrix,
-and weights and gradients of three sizes, with square matrices kept from the first pass and computed again.
+and weights and gradients of three sizes, with square matrices kept from the first pass and computed again. That of singular
+values is of PC(W) in the directions of W, relative to its norm.
 
 On a CPU a GPU is emulated: factors are rounded to the precision, in TF32 to 10 of 23 mantissa bits, sums are float32, and
 the result is rounded once. (In float16 and bfloat16 the CPU itself also rounds the numbers that it adds to a diagonal.) Tensor

@@ -21,7 +21,7 @@ _mesh: DeviceMesh | None = None
 
 def _passes(strict):
     cases = [(level, "tf32", (8, 24)) for level in (1, 2, 3, 4, "polar_express")]
-    cases += [(4, "float32", (24, 8)), (4, "bfloat16", (8, 8))]
+    cases += [(4, "float32", (24, 8)), (4, "bfloat16", (8, 8)), (4, "float16", (24, 8))]
     for level, compute_dtype, (n, m) in cases:
         weight, gradient = (torch.empty(3, n, m, device="cuda") for _ in range(2))
         gamma, u, v = (torch.empty(3, size, device="cuda") for size in (1, n, m))
