@@ -31,7 +31,10 @@ def main() -> None:
     processes = torchrun.count_processes()
     fetch_demo_data(config)
     # Report mistakes here, one line each, because torchrun's report of a failed process would bury them.
-    check.check_config(config, processes * nodes.count).raise_errors()
+    report = check.check_config(config, processes * nodes.count)
+    report.raise_errors()
+    for warning in report.warnings if nodes.rank == 0 else ():
+        print(f"warning: {warning}", file=sys.stderr)
     locks = [lock(folder)] if nodes.rank == 0 else []
     command, environment = torchrun.build_command(
         config, processes, nodes.rendezvous(), nodes=nodes.count, prints=nodes.rank == 0

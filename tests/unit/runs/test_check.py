@@ -14,7 +14,7 @@ from helpers.tiny import ROOT
 from pc.errors import UserError
 from pc_recipe.config import Config
 from pc_recipe.config.schema import ActivationCheckpoint
-from pc_recipe.runs import memory
+from pc_recipe.runs import memory, torchrun
 from pc_recipe.runs.check import check, estimate_hours
 from pc_recipe.train.llama2 import Llama2, model_args
 from pc_recipe.train.parallelize import SAVED_OPERATIONS
@@ -127,6 +127,12 @@ def test_what_a_run_starts_from_is_checked(tmp_path, tiny_shards, words, complai
     given += [f"--job.dump_folder={tmp_path}/new", *(word.format(folder=tmp_path) for word in words)]
     errors = check(ROOT / "train_configs" / "debug.toml", given, 1).errors
     assert len(errors) == bool(complaint) and all(re.search(complaint, error) for error in errors)
+
+
+def test_a_start_says_the_warnings(command, tiny_config, monkeypatch):
+    monkeypatch.setattr(torchrun, "run_command", lambda *_: 3)  # without training
+    status, _, err = command("pc_recipe.runs.local", tiny_config[0], "--training.steps=1000")
+    assert status == 3 and err.startswith("warning: the run repeats its ") and err.count("\n") == 1
 
 
 def test_wandb_is_missed_before_training(command, tiny_config):
