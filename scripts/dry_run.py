@@ -8,11 +8,12 @@ import sys
 
 from pc.errors import exit_on_user_error
 from pc_recipe.config import load_config
+from pc_recipe.config.command_line import parse_with_overrides
 
 
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(add_help=False, description=__doc__.splitlines()[0])
     parser.add_argument("config", help="TOML file of the run")
     parser.add_argument(
         "--world-size", type=int, help="total number of GPUs (default: as here, NGPU or all, at least 1)"
@@ -22,7 +23,7 @@ def main() -> None:
         "--tflops", type=float, help="TFLOP/s of one GPU (default: by the model's width, an assumption)"
     )
     parser.add_argument("--no-data", action="store_true", help="missing data is a warning, not an error")
-    arguments, overrides = parser.parse_known_args()
+    arguments, overrides = parse_with_overrides(parser)
     config = load_config(arguments.config, overrides)
     from pc_recipe.runs.check import check_config, estimate_hours  # takes seconds
     from pc_recipe.runs.torchrun import count_processes

@@ -9,7 +9,7 @@ python scripts/sweep.py select SWEEP.toml...
 
 import argparse
 
-from pc.errors import exit_on_user_error
+from pc.errors import UserError, exit_on_user_error
 from pc_recipe.runs import torchrun
 from pc_recipe.runs.allocation import Allocation
 from pc_recipe.runs.sweep import equal_runs
@@ -41,7 +41,13 @@ def main() -> None:
     )
     Allocation.add_options(commands["submit"])
     commands["submit"].add_argument("--at-a-time", type=int, default=0, help="runs at once (default: all)")
-    arguments = parser.parse_args()
+    arguments, unknown = parser.parse_known_args()
+    for word in unknown:
+        if word.startswith("--") and "." in word:
+            key = word[2:].partition("=")[0]
+            raise UserError(f'{word}: a sweep reads settings from its file alone: "{key}" = [VALUE] under [axes]')
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
 
     sweeps = [load(path) for path in arguments.sweeps]
     if len({sweep.folder.resolve() for sweep in sweeps}) < len(sweeps):

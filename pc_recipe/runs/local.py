@@ -1,6 +1,7 @@
 """Train one config on this machine, or as one of several (`pc_recipe.runs.nodes`): `python -m pc_recipe.runs.local CONFIG
 --section.key value ...`."""
 
+import argparse
 import os
 import subprocess
 import sys
@@ -8,22 +9,25 @@ from pathlib import Path
 
 from pc.errors import UserError, exit_on_user_error
 from pc_recipe.config import Config, load_config, rules
+from pc_recipe.config.command_line import parse_with_overrides
 from pc_recipe.config.schema import Data
 from pc_recipe.files.lock import lock
 from pc_recipe.files.run_folder import read_state
 from pc_recipe.runs import torchrun
 from pc_recipe.runs.nodes import Nodes, find_gloo_interface
 
+DESCRIPTION = (
+    "Train a config, or continue its run. NGPU in the environment sets the number of processes (default: one per GPU, or "
+    "1)."
+)
+
 
 @exit_on_user_error
 def main() -> None:
-    if len(sys.argv) < 2:
-        sys.exit("usage: python -m pc_recipe.runs.local CONFIG --section.key value ...")
-    path, *overrides = sys.argv[1:]
-    if {"-h", "--help"} & set(overrides):
-        print_help(path)
-        return
-    config = load_config(path, overrides)
+    parser = argparse.ArgumentParser("./run_llama_train.sh", add_help=False, description=DESCRIPTION)
+    parser.add_argument("config", metavar="CONFIG", help="TOML file of the run (default: train_configs/debug.toml)")
+    arguments, overrides = parse_with_overrides(parser)
+    config = load_config(arguments.config, overrides)
     rules.require(config)  # before the import below, which takes seconds
     from pc_recipe.runs import check
 
@@ -48,20 +52,6 @@ def main() -> None:
         if reason.startswith("error: "):
             sys.exit(2)
     sys.exit(status)
-
-
-def print_help(config: str) -> None:
-    """Print every key with its description and its value in `config`."""
-    import tyro
-
-    tyro.cli(
-        Config,
-        prog="./run_llama_train.sh [CONFIG.toml]",
-        description=f"Train a config. Values shown are those of {os.path.relpath(config)}; the command line overrides them. "
-        "NGPU sets the number of processes (default: one per GPU, or 1).",
-        default=load_config(config),
-        args=["--help"],
-    )
 
 
 def fetch_demo_data(config: Config) -> None:

@@ -14,7 +14,6 @@ seeds = [0, 1]                                # optional
 """
 
 import itertools
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from pydantic import Field
 
 from pc.errors import UserError
 from pc_recipe.config import sections
+from pc_recipe.config.command_line import as_toml
 from pc_recipe.config.inheritance import resolve
 from pc_recipe.config.run_key import all_values
 from pc_recipe.config.sections import Interval, Section, Text
@@ -96,7 +96,7 @@ def _sweep(path: Path, config: SweepConfig) -> Sweep:
             setting = "/".join([*stem, *(["_".join(parts)] if parts else [])])
             for seed in seeds:
                 run_name = setting if seed is None else f"{setting}/seed-{seed}"
-                words = [f"--{key}={_toml(value)}" for key, value in settings.items()]
+                words = [f"--{key}={as_toml(value)}" for key, value in settings.items()]
                 words += [] if seed is None else [f"--debug.seed={seed}", f"--data.seed={seed}"]
                 words.append(f"--job.dump_folder={folder / run_name}")
                 run = Run(run_name, file, tuple(words), folder / run_name, seed, variant=variant)
@@ -146,13 +146,6 @@ def _name(value: Any) -> str:
 def _key(key: str) -> str:
     """As the schema spells it; a command line takes both."""
     return key.replace("-", "_")
-
-
-def _toml(value: Any) -> str:
-    """A value of a command line; JSON's scalars and lists are TOML's."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(name)} = {_toml(item)}" for name, item in value.items()) + "}"
-    return json.dumps(value, ensure_ascii=False)
 
 
 def _shortest(path: Path) -> str:

@@ -1,15 +1,14 @@
 """The chain of TOML files and the command line give one checked configuration."""
 
 import re
-import subprocess
-import sys
 import tomllib
 
 import pytest
 
 from helpers.tiny import ROOT
+from helpers.torchless import launch, run_without_torch
 from pc.errors import UserError
-from pc_recipe.config import Config, inheritance, load_config, write_config
+from pc_recipe.config import Config, command_line, inheritance, load_config, write_config
 from pc_recipe.config.run_key import all_values
 from pc_recipe.files.atomic import sha256_of
 
@@ -198,19 +197,6 @@ def test_every_key_is_read():
     assert not set(keys) & set(inheritance.INSTEAD)
 
 
-def run_without_torch(code: str) -> tuple[int, str]:
-    """(status, output) of a command in a process of its own; neither torch nor TorchTitan was imported there."""
-    code = f"import runpy, sys\n{code}\nfinally: print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    *said, modules = done.stdout.splitlines()
-    assert "pc.errors" in modules.split() and not {"torch", "torchtitan"} & set(modules.split())
-    return done.returncode, "\n".join(said) + done.stderr
-
-
-def launch(*words) -> tuple[int, str]:
-    return run_without_torch(f"from pc_recipe.runs import local; sys.argv[1:] = {list(words)!r}\ntry: local.main()")
-
-
 def run_script(script, *words) -> tuple[int, str]:
     return run_without_torch(f"sys.argv = {['x', *words]!r}\ntry: runpy.run_path({str(script)!r}, run_name='__main__')")
 
@@ -218,26 +204,60 @@ def run_script(script, *words) -> tuple[int, str]:
 @pytest.mark.parametrize(
     "words, said",
     [
-        (["--help"], "0.0008486)"),  # the value of this config
+        (["--help", "lerning"], "no key has 'lerning' in its name"),
         (["--pc.levl", "3"], "did you mean pc.level?"),
         (["--training.steps=0"], "should be greater than or equal to 1"),
         (["--pc.level=7"], "PC level 7 does not exist"),
     ],
 )
-def test_help_and_mistakes_need_no_torch(words, said):
+def test_mistakes_need_no_torch(words, said):
     status, output = launch("train_configs/271m_adamw_pc.toml", *words)
-    assert said in output and status == (0 if "--help" in words else 2)
+    assert said in output and status == 2
+
+
+def test_help_lists_the_keys_and_describes_those_with_a_word():
+    config = "train_configs/271m_adamw_pc.toml"
+    status, output = launch(config, "--help")
+    assert status == 0 and "--section.key=value" in output and "--help pc" in output
+    assert "pc: level, blocks" in output and "Peak learning rate" not in output
+    status, output = launch(config, "--help", "optimizer.lr")
+    assert status == 0 and "--optimizer.lr=0.0008486\n    Peak learning rate" in output  # the value of this config
+    assert [line.partition("=")[0] for line in output.splitlines() if line.startswith("--")] == [
+        "--optimizer.lr", "--optimizer.lr_factors"
+    ]  # fmt: skip
+
+
+def test_what_the_help_shows_is_what_the_command_line_takes():
+    """The value of every key of a config, and of the defaults."""
+    for config in (Config(), load_config(ROOT / "train_configs" / "overlays" / "8_nodes.toml")):
+        lines = [line for line in command_line.describe_keys(config, "") if line.startswith("--")]
+        shown = [line for line in lines if not line.endswith("=")]  # a key that is not set, or an empty word
+        assert len(lines) == len(all_values(config)) and len(shown) > 80
+        path = ROOT / "train_configs" / "base.toml"
+        read = all_values(load_config(path, shown))
+        assert all(
+            str(read[name]) == str(all_values(config)[name]) for name in (w[2:].partition("=")[0] for w in shown)
+        )
+
+
+TAKE_OVERRIDES = ("cost.py", "dry_run.py")
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "scripts").rglob("*.py")), ids=lambda file: file.name)
 def test_help_of_a_script_needs_no_torch(script):
     status, output = run_script(script, "--help")
     assert status == 0 and output.startswith("usage: ")
+    assert ("[--section.key=value ...]" in output) == (script.name in TAKE_OVERRIDES)
 
 
 def test_a_mistake_is_not_queued_and_needs_no_torch():
     status, output = run_script("scripts/slurm/submit.py", "train_configs/271m_adamw_pc.toml", "--pc.blocks=ffm")
     assert status == 2 and "error: pc.blocks: 'ffm' is not a block" in output
+
+
+def test_a_sweep_says_where_overrides_go():
+    status, output = run_script("scripts/sweep.py", "run", "train_configs/sweeps/debug_lr.toml", "--training.steps=9")
+    assert status == 2 and output.endswith('its file alone: "training.steps" = [VALUE] under [axes]\n')
 
 
 def test_a_line_break_in_an_override_cannot_leave_the_comment(write, tmp_path):

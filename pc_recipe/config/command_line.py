@@ -1,0 +1,96 @@
+"""Command lines that take `--section.key=value`: their parser, and the help of the keys."""
+
+import argparse
+import json
+import textwrap
+from collections.abc import Iterator
+from typing import Any, Literal, get_args, get_origin
+
+from pc.errors import UserError
+from pc_recipe.config.inheritance import load_config
+from pc_recipe.config.schema import Config
+from pc_recipe.config.sections import Section
+
+EXAMPLES = """\
+all keys of a config can be set, such as
+  --pc.level=3 --optimizer.lr=1e-3        two keys
+  --pc.blocks=o,ffn --compile.enable      a list; alone: true
+  --help pc                               describes the keys whose name has "pc"; --help . describes all
+"""
+
+
+def parse_with_overrides(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[str]]:
+    """(arguments, overrides) of this process's command line.
+
+    Args:
+        parser: made with `add_help=False`; its argument "config" names the TOML file.
+    """
+    parser.usage = parser.format_usage().removeprefix("usage: ").rstrip() + " [--section.key=value ...]\n"
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = f"{EXAMPLES}\nkeys by section:\n{list_keys()}"
+    parser.add_argument(
+        "-h", "--help", nargs="?", const="", metavar="WORD", action=_Help, help="this text, or the keys that have WORD"
+    )
+    return parser.parse_known_args()
+
+
+class _Help(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, word: Any, option: Any = None) -> None:
+        if not word:
+            parser.print_help()
+        elif found := list(describe_keys(load_config(namespace.config) if namespace.config else Config(), word)):
+            print("\n".join(found))
+        else:
+            raise UserError(f"no key has {word!r} in its name; --help without it lists all")
+        parser.exit()
+
+
+def list_keys() -> str:
+    """The names, a paragraph per section."""
+    by_section: dict[str, list[str]] = {}
+    for name, *_ in _fields_of(Config()):
+        section, _, key = name.rpartition(".")
+        by_section.setdefault(section, []).append(key)
+    paragraphs = (f"{section}: {', '.join(keys)}" for section, keys in by_section.items())
+    return "\n".join(textwrap.fill(text, 110, initial_indent="  ", subsequent_indent="    ") for text in paragraphs)
+
+
+def describe_keys(config: Config, word: str) -> Iterator[str]:
+    """Lines for each key whose name has `word`: its value in `config`, its description, and what may be chosen."""
+    for name, value, field in _fields_of(config):
+        if word in name:
+            choices = _choices(field.annotation)
+            more = f" One of {', '.join(choices)}." if choices else ""
+            yield f"--{name}={_as_shown(value)}"
+            yield textwrap.fill(field.description + more, 110, initial_indent="    ", subsequent_indent="    ")
+
+
+def _fields_of(section: Section, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """("section.key", value, pydantic's field) of each key."""
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from _fields_of(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value, field
+
+
+def as_toml(value: Any) -> str:
+    """A value of a command line; JSON's scalars and lists are TOML's."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(name)} = {as_toml(item)}" for name, item in value.items()) + "}"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _as_shown(value: Any) -> str:
+    """As it is usually typed; "" for a key that is not set."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    return ",".join(map(str, value)) if isinstance(value, list) and value else as_toml(value)
+
+
+def _choices(kind: Any) -> list[str]:
+    """The values of the first `Literal` in a type."""
+    if get_origin(kind) is Literal:
+        return list(map(str, get_args(kind)))
+    return next((found for inner in get_args(kind) if (found := _choices(inner))), [])
