@@ -93,7 +93,7 @@ def run_task(run: Run) -> int:
         rendezvous = Nodes(nodes, node, host, port).rendezvous()
         network_here = find_gloo_interface(host if node else _find_last_host())
     command, environment = torchrun.build_command(run.resolved, processes, rendezvous, nodes=nodes, prints=node == 0)
-    return torchrun.run_command(command, network_here | environment, locks, term_saves=True)
+    return torchrun.run_command(command, network_here | environment, locks, under_slurm=True)
 
 
 def _find_last_host() -> str:

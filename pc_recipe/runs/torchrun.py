@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -20,6 +21,8 @@ from pc_recipe.files.atomic import write_atomically
 
 TRAINER = "pc_recipe.runs.worker"
 SECONDS_BETWEEN_PROGRESS_LINES = 20
+SECONDS_OF_ONE_WISH = 1.0
+"""Signals within this time are one: `timeout` sends its signal to a process and again to its group."""
 
 GLIBC_KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
 """Otherwise the C library returns every freed large tensor to the kernel, which clears the pages of the next one: some
@@ -53,6 +56,56 @@ def count_processes() -> int:
     return processes
 
 
+class _Stop:
+    """Hands on, to a training command, the signals that end it: the first asks it to save and stop, a later one ends it.
+
+    The ranks save and stop after SIGUSR2. The command has a process group of its own, so that Ctrl-C in a terminal
+    reaches this process alone.
+    """
+
+    def __init__(self, under_torchrun: bool, under_slurm: bool) -> None:
+        self.process: subprocess.Popen | None = None
+        self.number = 0
+        """The first signal that asked this process to end."""
+        self.asked_at: float | None = None
+        self._under_torchrun, self._under_slurm = under_torchrun, under_slurm
+
+    def handle(self, number: int, _) -> None:
+        if self._under_slurm or number == signal.SIGUSR2:
+            self.ask()
+        elif not self.number:
+            self.number = number
+            with contextlib.suppress(OSError):  # the terminal is gone
+                name = signal.Signals(number).name
+                print(f"{name}: saving and stopping after this step; again ends at once", file=sys.stderr, flush=True)
+            self.ask()
+        elif self.asked_at and time.monotonic() - self.asked_at > SECONDS_OF_ONE_WISH:
+            self._end()
+
+    def ask(self) -> None:
+        """Ask again until the command has ended: ranks ignore it while they start."""
+        self.asked_at = self.asked_at or time.monotonic()
+        for rank in self._ranks():
+            with contextlib.suppress(OSError):  # it has just ended
+                os.kill(rank, signal.SIGUSR2)
+
+    def _end(self) -> None:
+        if self.process is not None:
+            for leader in {self.process.pid, *self._ranks()}:  # torchrun gives each rank a process group of its own
+                with contextlib.suppress(OSError):
+                    os.killpg(leader, signal.SIGKILL)
+
+    def _ranks(self) -> list[int]:
+        if self.process is None:
+            return []
+        started = self.process.pid
+        if not self._under_torchrun:
+            return [started]
+        with contextlib.suppress(OSError):  # it has just ended
+            return [int(rank) for rank in Path(f"/proc/{started}/task/{started}/children").read_text().split()]
+        return []
+
+
 def run_command(
     command_line: Sequence[str],
     environment: dict[str, str],
@@ -60,53 +113,54 @@ def run_command(
     output: TextIO | None = None,
     meanwhile: Callable[[], None] = lambda: None,
     *,
-    term_saves: bool = False,
+    under_slurm: bool = False,
 ) -> int:
     """Run a training command to its end and return its exit status.
 
-    SIGTERM is handed on to it, and SIGUSR2 to its ranks: SLURM may signal only this process (`proctrack/cgroup`).
+    The first Ctrl-C or SIGTERM, or the end of the terminal, makes it save and stop, as SIGUSR2 does; the next one ends
+    it at once.
 
     Args:
         locks: open files that the command inherits, so that locks last if this process is killed.
         output: in place of the console.
         meanwhile: called from time to time.
-        term_saves: SIGTERM, which SLURM sends some time before it takes the nodes away, is like SIGUSR2.
+        under_slurm: SIGTERM, which SLURM sends some time before it takes the nodes away, perhaps to this process alone
+            (`proctrack/cgroup`), always asks to stop: SLURM itself ends what takes too long.
 
     Raises:
-        SystemExit: after SIGTERM or Ctrl-C, when the command has ended.
+        SystemExit: after Ctrl-C or SIGTERM, when the command has ended, but not under SLURM.
     """
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # inherited by torchrun, which a USR2 to all processes would end
-    errors = None if output is None else subprocess.STDOUT
-    process = subprocess.Popen(
-        command_line, env=environment, pass_fds=[file.fileno() for file in locks], stdout=output, stderr=errors
+    stop = _Stop("torch.distributed.run" in command_line, under_slurm)
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+        numbers.append(signal.SIGHUP)
+    # Before the start, so that no signal leaves a command without a launcher. The command inherits that SIGUSR2 is
+    # ignored; torchrun never handles it.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    before = {number: signal.signal(number, stop.handle) for number in numbers}
+    stop.process = process = subprocess.Popen(
+        command_line,
+        env=environment,
+        pass_fds=[file.fileno() for file in locks],
+        stdout=output,
+        stderr=None if output is None else subprocess.STDOUT,
+        process_group=None if under_slurm else 0,
     )
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    under_torchrun = "torch.distributed.run" in command_line
-    end_signal = 0
-
-    def end(number: int, _) -> None:
-        nonlocal end_signal
-        end_signal = number
-        if number == signal.SIGTERM:  # Ctrl-C reaches the command too, which shares the terminal
-            process.terminate()
-
-    def ask_to_stop(*_) -> None:
-        with contextlib.suppress(OSError):  # it has just ended
-            for rank in children.read_text().split() if under_torchrun else [process.pid]:
-                os.kill(int(rank), signal.SIGUSR2)
-
-    handlers = {signal.SIGUSR2: ask_to_stop, signal.SIGTERM: ask_to_stop if term_saves else end, signal.SIGINT: end}
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    status = None
+    before[signal.SIGUSR2] = signal.signal(signal.SIGUSR2, stop.handle)
+    status, told_at = None, time.monotonic()
     while status is None:
         try:
-            status = process.wait(timeout=SECONDS_BETWEEN_PROGRESS_LINES)
+            status = process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
-            meanwhile()
+            if stop.asked_at:
+                stop.ask()
+            elif time.monotonic() - told_at >= SECONDS_BETWEEN_PROGRESS_LINES:
+                meanwhile()
+                told_at = time.monotonic()
     for number, handler in before.items():
         signal.signal(number, handler)
-    if end_signal:
-        sys.exit(128 + end_signal)
+    if stop.number:
+        sys.exit(128 + stop.number)
     return status if status >= 0 else 128 - status
 
 

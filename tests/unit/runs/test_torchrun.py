@@ -1,9 +1,10 @@
 """The command that trains: how many processes, what it needs of the machine, what becomes of signals and last words."""
 
-import contextlib
 import os
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -136,28 +137,75 @@ def test_every_attempt_continues_one_page_of_weights_and_biases(tmp_path, monkey
         assert sys.modules["wandb"].lines == 5 * [(7, {"loss": 2.5})]
 
 
-WAITS = "import signal, sys, time; signal.signal(signal.SIGUSR2, lambda *_: sys.exit(7)); print('ready', flush=True)"
+SAVES = """
+import signal, sys, time
+def save(*_):
+    time.sleep(0.5)
+    print("saved", flush=True)
+    sys.exit(7)
+signal.signal(signal.SIGUSR2, {handler})
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def signalled(tmp_path, monkeypatch):
+    """signalled(a command's handler of SIGUSR2, what to do once it is ready, under_slurm): (its status, its words)"""
+
+    def run(handler: str, send, under_slurm: bool = False) -> tuple[int, str]:
+        monkeypatch.setattr(torchrun, "SECONDS_BETWEEN_PROGRESS_LINES", 0.1)
+        said, before = tmp_path / "said", [signal.getsignal(number) for number in ENDS]
+        held, sent = lock(tmp_path), []
+
+        def meanwhile() -> None:
+            held.close()
+            assert is_locked(tmp_path)
+            if said.read_text() == "ready\n" and not sent:
+                sent.append(send())
+
+        words = [sys.executable, "-c", SAVES.format(handler=handler)]
+        with open(said, "w") as output:
+            try:
+                status = torchrun.run_command(
+                    words, dict(os.environ), [held], output, meanwhile, under_slurm=under_slurm
+                )
+            except SystemExit as end:
+                status = end.code
+        assert [signal.getsignal(number) for number in ENDS] == before and not is_locked(tmp_path)
+        return status, said.read_text()
+
+    return run
+
+
+ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def _send(*numbers):
+    return lambda: [os.kill(os.getpid(), number) for number in numbers]
 
 
 @pytest.mark.parametrize(
-    "sent, term_saves, status", [(signal.SIGUSR2, False, 7), (signal.SIGTERM, True, 7), (signal.SIGTERM, False, None)]
+    "number, under_slurm, status",
+    [(signal.SIGUSR2, False, 7), (signal.SIGTERM, True, 7), *((number, False, 128 + number) for number in ENDS)],
 )
-def test_signals_reach_the_command_and_end_what_started_it(tmp_path, monkeypatch, sent, term_saves, status):
-    """After SIGTERM a sweep does not start its next run; before a preemption SLURM's task saves. The lock is the
-    command's too: a launcher that is killed alone leaves a trainer in the folder."""
-    monkeypatch.setattr(torchrun, "SECONDS_BETWEEN_PROGRESS_LINES", 0.1)
-    said, before = tmp_path / "said", signal.getsignal(signal.SIGTERM)
-    held = lock(tmp_path)
+def test_a_signal_asks_the_command_to_save(signalled, number, under_slurm, status):
+    """The status after Ctrl-C ends a sweep; SLURM's task, which is signalled before a preemption, must know the run's.
+    The lock is the command's too: a launcher that is killed alone leaves a trainer in the folder."""
+    assert signalled("save", _send(number), under_slurm) == (status, "ready\nsaved\n")
 
-    def meanwhile() -> None:
-        held.close()
-        assert is_locked(tmp_path)
-        if said.read_text() == "ready\n":
-            os.kill(os.getpid(), sent)
 
-    words = [sys.executable, "-c", f"{WAITS}; time.sleep(60)"]
-    with open(said, "w") as output, contextlib.ExitStack() as stack:
-        if status is None:
-            stack.enter_context(pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)))
-        assert torchrun.run_command(words, dict(os.environ), [held], output, meanwhile, term_saves=term_saves) == status
-    assert signal.getsignal(signal.SIGTERM) == before and not is_locked(tmp_path)
+def test_a_signal_that_comes_twice_at_once_is_one(signalled):
+    """`timeout` sends it to the process and to the process's group."""
+    assert signalled("save", _send(signal.SIGTERM, signal.SIGTERM)) == (128 + signal.SIGTERM, "ready\nsaved\n")
+
+
+def test_a_second_signal_ends_the_command_at_once(signalled, capfd):
+    def send() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        threading.Timer(torchrun.SECONDS_OF_ONE_WISH + 0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    begin = time.monotonic()
+    assert signalled("signal.SIG_IGN", send) == (128 + signal.SIGINT, "ready\n")
+    assert time.monotonic() - begin < 30  # the command would sleep for 60
+    assert capfd.readouterr().err == "SIGINT: saving and stopping after this step; again ends at once\n"
