@@ -91,13 +91,6 @@ def unique_names(folders: Sequence[Path]) -> list[str]:
         depth += 1
 
 
-def time_left(steps: Sequence[int], times: Sequence[float], last: int) -> str:
-    """The estimated time to the step `last`, such as "about 0:12:30 left"; "" with fewer than two different steps.
-
-    Args:
-        steps: steps completed at `times`, in seconds.
-    """
-    if len(steps) < 2 or steps[-1] <= steps[0]:
-        return ""
-    seconds = (times[-1] - times[0]) / (steps[-1] - steps[0]) * max(0, last - steps[-1])
-    return f"about {timedelta(seconds=round(seconds))} left"
+def describe_seconds(seconds: float | None) -> str:
+    """ "0:01:20 left"; "" for None."""
+    return "" if seconds is None else f"{timedelta(seconds=round(seconds))} left"

@@ -2,19 +2,19 @@
 --section.key value ...`."""
 
 import argparse
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 from pc.errors import UserError, exit_on_user_error
-from pc_recipe.config import Config, load_config, rules
+from pc_recipe.config import Config, load_config, rules, run_key
 from pc_recipe.config.command_line import parse_with_overrides
 from pc_recipe.config.schema import Data
 from pc_recipe.files.lock import lock
-from pc_recipe.files.run_folder import read_state
+from pc_recipe.files.run_folder import find_newest_step, read_state
 from pc_recipe.runs import torchrun
 from pc_recipe.runs.nodes import Nodes, find_gloo_interface
+from pc_recipe.runs.outcome import describe_outcome
 
 DESCRIPTION = (
     "Train a config, or continue its run. NGPU in the environment sets the number of processes (default: one per GPU, or "
@@ -29,9 +29,16 @@ def main() -> None:
     arguments, overrides = parse_with_overrides(parser)
     config = load_config(arguments.config, overrides)
     rules.require(config)  # before the import below, which takes seconds
+    folder = Path(config.job.dump_folder)
+    if is_finished(config, folder):
+        print(
+            f"{folder} has finished before. To train on, raise training.steps; to train anew, give another "
+            f"--job.dump_folder.\n{describe_outcome(folder)}"
+        )
+        return
     from pc_recipe.runs import check
 
-    folder, nodes = Path(config.job.dump_folder), Nodes.from_environment()
+    nodes = Nodes.from_environment()
     processes = torchrun.count_processes()
     fetch_demo_data(config)
     # Report mistakes here, one line each, because torchrun's report of a failed process would bury them.
@@ -44,7 +51,13 @@ def main() -> None:
         config, processes, nodes.rendezvous(), nodes=nodes.count, prints=nodes.rank == 0
     )
     network_here = find_gloo_interface(nodes.master_addr) if nodes.count > 1 else {}
-    status = torchrun.run_command(command, network_here | environment, locks)
+    try:
+        status = torchrun.run_command(command, network_here | environment, locks)
+    except SystemExit:  # after Ctrl-C or SIGTERM
+        for file in locks:
+            file.close()
+        print(describe_outcome(folder))
+        raise
     if status == 0 and nodes.rank == 0:
         print(describe_outcome(folder))
     elif status and processes > 1 and (reason := torchrun.find_failure(folder)):
@@ -54,24 +67,26 @@ def main() -> None:
     sys.exit(status)
 
 
+def is_finished(config: Config, folder: Path) -> bool:
+    """Whether this run has trained all its steps before.
+
+    Raises:
+        UserError: another run has, in its folder.
+    """
+    if read_state(folder).state != "finished" or find_newest_step(folder) != config.training.steps:
+        return False
+    earlier = load_config(folder / "config.toml")
+    if changed := run_key.differing_keys(run_key.result_key(earlier), run_key.result_key(config)):
+        raise UserError(f"{folder} has finished with another {', '.join(changed)}; give another --job.dump_folder")
+    return True
+
+
 def fetch_demo_data(config: Config) -> None:
     """Create the demo data if the config reads it."""
     if Data().path not in config.data.folders:
         return
     if subprocess.run([sys.executable, "-m", "pc_recipe.data.demo"]).returncode:
         raise UserError("the demo data could not be created (see above); to use other data: --data.path FOLDER")
-
-
-def describe_outcome(folder: Path) -> str:
-    """Where the run's results are and what to try next."""
-    run = read_state(folder)
-    if run.state == "stopped":
-        return f"Stopped at step {run.step}; the same command continues from {folder}/checkpoint."
-    tensorboard = os.path.relpath(Path(sys.executable).with_name("tensorboard"))  # works without an active environment
-    return (
-        f"Checkpoints, metrics.jsonl and TensorBoard logs are in {folder}. Next: "
-        f"{tensorboard} --logdir {folder}/tb, or another config of train_configs/."
-    )
 
 
 if __name__ == "__main__":

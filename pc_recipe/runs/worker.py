@@ -6,19 +6,18 @@ Face folder that a run starts from.
 
 import contextlib
 import errno
-import logging
 import os
 import sys
 from pathlib import Path
 
 import torch.distributed as dist
-from torchtitan.tools.logging import init_logger, logger
 
 from pc.errors import UserError
 from pc_recipe.config import Config, load_config, write_config
 from pc_recipe.files.errors import ReadFailed, WriteFailed
 from pc_recipe.files.lock import join_lock
 from pc_recipe.files.run_folder import keep_earlier_config, write_failure
+from pc_recipe.train.console import start_logging
 from pc_recipe.train.environment import write_environment
 from pc_recipe.train.nonfinite import Diverged
 from pc_recipe.train.trainer import PCTrainer
@@ -38,12 +37,6 @@ class Trainer(PCTrainer):
         from pc_recipe.evaluate.hugging_face import require_initial_load
 
         require_initial_load(folder, self.model_args)
-
-
-def start_logging(rank: int) -> None:
-    """Rank 0 logs every step; the others would log the same, so they log warnings alone."""
-    init_logger()
-    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
 
 
 DISK_REFUSES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}

@@ -59,7 +59,7 @@ class Checkpoints(CheckpointManager):
     ):  # TorchTitan's signature
         if to_hf:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
-        self._saved_at = time.monotonic()
+        self._saved_at = begin = time.monotonic()
         self._saving, writer = checkpoint_id, ChecksummedWriter(checkpoint_id)
         if async_mode == AsyncMode.DISABLED:
             try:
@@ -67,7 +67,9 @@ class Checkpoints(CheckpointManager):
             except CheckpointException as error:
                 self._raise_write_failure(error)
             GarbageCollection.collect("GC collection invoked by checkpointer.")
+            logger.info(f"Saved {checkpoint_id} in {time.monotonic() - begin:.1f} s")
             return None
+        logger.info(f"Writing {checkpoint_id} behind the training")
         writer.per_thread_copy_ahead = 0  # The state is in CPU memory; copying ahead would use GPU 0 on every rank.
         arguments: dict[str, Any] = {"storage_writer": writer, "process_group": self.pg}
         if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:

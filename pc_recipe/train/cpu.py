@@ -1,5 +1,6 @@
 """Makes TorchTitan 0.2.2 run on a CPU, which it does not support."""
 
+import math
 import os
 import resource
 import sys
@@ -61,8 +62,8 @@ def use_cpu_where_there_is_no_gpu() -> None:
     """
     if not is_cpu() or count_promised_gpus():
         return
-    # Peak FLOP/s of a CPU are unknown; with infinity, MFU is 0 %.
-    replacements = {"device_type": "cpu", "device_module": CPU_MODULE, "get_peak_flops": lambda name: float("inf")}
+    # Peak FLOP/s of a CPU are unknown, and so is MFU.
+    replacements = {"device_type": "cpu", "device_module": CPU_MODULE, "get_peak_flops": lambda name: math.nan}
     originals = {name: getattr(titan_utils, name) for name in replacements}
     for module_name, module in list(sys.modules.items()):
         if module_name.startswith("torchtitan"):

@@ -1,4 +1,4 @@
-"""Logging of a run: TorchTitan's console lines and TensorBoard, and `metrics.jsonl`."""
+"""Logging of a run: a line on the console, TorchTitan's TensorBoard and W&B, and `metrics.jsonl`."""
 
 import math
 import time
@@ -14,12 +14,15 @@ from torchtitan.tools.logging import logger
 
 from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.files import json_lines
-from pc_recipe.files.run_log import METRICS_FILE, read_log, time_left
+from pc_recipe.files.run_log import METRICS_FILE, describe_seconds, read_log
 from pc_recipe.train import slow_ranks
 from pc_recipe.train.loss_spikes import LossSpikes
+from pc_recipe.train.progress import Progress
 from pc_recipe.train.upstream_config import JobConfig
 
-SECONDS_BETWEEN_PROGRESS_LINES = 20.0
+SECONDS_BETWEEN_SLOW_RANKS = 20.0
+A100_FLOPS = 312e12
+"""TorchTitan's value for every GPU that it does not know."""
 LINES_FOR_SPIKES = 3000
 """Lines of metrics.jsonl that a resumed run reads: up to three per step, and whether a loss is in a spike depends on the 50
 steps before it."""
@@ -63,7 +66,7 @@ class JsonLinesLogger(BaseLogger):
 
 
 class PCMetricsProcessor(MetricsProcessor):
-    """TorchTitan's metrics processor plus `metrics.jsonl`, loss spikes and diagnostics."""
+    """TorchTitan's metrics processor plus `metrics.jsonl`, loss spikes, diagnostics and the time left."""
 
     NUMBERS = ["peak_memory", "loading_seconds", "output_seconds"]
     """What every rank measures: memory in GiB, and seconds that no exchange hides (`pc_recipe.train.slow_ranks`)."""
@@ -80,10 +83,12 @@ class PCMetricsProcessor(MetricsProcessor):
         self._json_lines: JsonLinesLogger | None = None
         self._spikes: LossSpikes | None = None
         self._batches = RankBatches.of(config, parallel_dims.world_size)
-        self._first_logged: tuple[int, float] | None = None  # step, time
-        self._progress_logged_at = 0.0
-        self._own_seconds: Any = 0.0  # [ranks, 2]: loading data, output layer; since the last progress line
+        self._slow_ranks_sought_at: float | None = None
+        self._own_seconds: Any = 0.0  # [ranks, 2]: loading data, output layer; since slow ranks were sought
         self._rank = rank = dist.get_rank() if dist.is_initialized() else 0
+        self.progress = Progress(config, prints=rank == 0)
+        if self.gpu_peak_flops == A100_FLOPS and "A100" not in self.device_memory_monitor.device_name:
+            self.gpu_peak_flops = math.nan
         if rank != _get_metrics_rank(parallel_dims, self.job_config):
             return
         self._json_lines = JsonLinesLogger(Path(config.job.dump_folder, METRICS_FILE), lambda: self.tokens())
@@ -105,11 +110,16 @@ class PCMetricsProcessor(MetricsProcessor):
             "tokens_per_second": per_second,
             "step_seconds": self._batches.tokens / per_second,
         }
+        self.progress.add_steps(step, more["step_seconds"])
+        if (left := self.progress.seconds_left(step)) is not None:
+            more["seconds_left"] = round(left, 1)
         if self._json_lines is not None:
             more |= self._count_spikes(step, global_avg_loss)
-        super().log(step, global_avg_loss, global_max_loss, grad_norm, (extra_metrics or {}) | more)
+        more = (extra_metrics or {}) | more
+        super().log(step, global_avg_loss, global_max_loss, grad_norm, more)
+        logger.info(self._describe(step, global_avg_loss, grad_norm, more))
         if self._rank == 0:
-            self._log_progress(step)
+            self._warn_of_slow_ranks()
 
     def own_numbers(self) -> list[float]:
         """`NUMBERS` of this rank since the last log. Call it before `log`, with which the next interval begins."""
@@ -124,19 +134,42 @@ class PCMetricsProcessor(MetricsProcessor):
         self._own_seconds = self._own_seconds + of_ranks[:, 1:]
         return {"memory_active_gib_of_all_ranks": of_ranks[:, 0].max().item()}
 
-    def _log_progress(self, step: int) -> None:
-        """Log the time left, and a rank that is slow, at most every `SECONDS_BETWEEN_PROGRESS_LINES`."""
-        now, last = time.time(), self.config.training.steps
-        if self._first_logged is None:  # its step includes compilation
-            self._first_logged, self._progress_logged_at, self._own_seconds = (step, now), now, 0.0
-            return
-        first_step, begin = self._first_logged
-        if now - self._progress_logged_at >= SECONDS_BETWEEN_PROGRESS_LINES:
+    def _describe(self, step: int, loss: float, grad_norm: float, more: dict[str, Any]) -> str:
+        """The line of a step."""
+        numbers = [f"loss {loss:.4f}", f"grad_norm {grad_norm:.4g}"]
+        numbers += [f"lr {more['lr']:.3g}"] if "lr" in more else []
+        numbers.append(f"tokens/s {more['tokens_per_second']:,.0f}")
+        numbers += [f"memory {memory:.2f} GiB"] if (memory := more.get("memory_active_gib_of_all_ranks")) else []
+        per_device = more["tokens_per_second"] / self.parallel_dims.world_size
+        mfu = self.num_flops_per_token * per_device / self.gpu_peak_flops
+        numbers += [f"mfu {mfu:.1%}"] if math.isfinite(mfu) else []
+        return "  ".join([self.progress.describe(step), *numbers, describe_seconds(more.get("seconds_left"))]).rstrip()
+
+    def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
+        """TorchTitan's, and a line.
+
+        Args:
+            extra_metrics: with `validation_seconds`.
+        """
+        super().log_validation(loss, step, extra_metrics)
+        seconds = (extra_metrics or {})["validation_seconds"]
+        self.progress.add_validation(seconds)
+        logger.info(f"{self.progress.describe(step)}  validation_loss {loss:.4f}  in {seconds:.1f} s")
+
+    def close(self) -> None:
+        self.progress.close()
+        super().close()
+
+    def _warn_of_slow_ranks(self) -> None:
+        """At most every `SECONDS_BETWEEN_SLOW_RANKS`."""
+        now = time.monotonic()
+        if self._slow_ranks_sought_at is None:  # the first step includes compilation
+            self._slow_ranks_sought_at, self._own_seconds = now, 0.0
+        elif (passed := now - self._slow_ranks_sought_at) >= SECONDS_BETWEEN_SLOW_RANKS:
             loading, output = self._own_seconds.T
-            for line in slow_ranks.describe_slow_ranks(loading, output, now - self._progress_logged_at):
+            for line in slow_ranks.describe_slow_ranks(loading, output, passed):
                 logger.warning(line)
-            self._progress_logged_at, self._own_seconds = now, 0.0
-            logger.info(f"Step {step} of {last}, {time_left([first_step, step], [begin, now], last)}")
+            self._slow_ranks_sought_at, self._own_seconds = now, 0.0
 
     def _count_spikes(self, step: int, loss: float) -> dict[str, int]:
         """The number of spikes so far and, where one begins, its data positions, which are also logged."""

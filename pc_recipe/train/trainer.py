@@ -112,8 +112,11 @@ class PCTrainer(StepTrainer):
             write_state(folder, "running", self.step, self.config.training.steps)
             set_aside_metrics(folder, self.step)
             record(self.step)
+        logger.info(self._describe_start())
         with replaced(torchtitan.train.dist_utils, set_pg_timeouts=_nothing):  # `_set_timeouts` does it
             super().train()
+        # A late request has nothing to stop; at its exit Python would restore the default, which is to end in failure.
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         if dist.get_rank() == 0:
             state, reason = ("stopped", "asked to stop") if self.stopped else ("finished", "")
             write_state(folder, state, self.step, self.config.training.steps, reason)
@@ -131,6 +134,7 @@ class PCTrainer(StepTrainer):
         if not self._has_stepped:
             self._set_timeouts()
         self._has_stepped = True
+        self.metrics_processor.progress.show(self.step)
 
     def state_dict(self) -> dict:
         """TorchTitan's, with the tokens of all ranks, so that a resume on another number of ranks counts correctly."""
@@ -149,9 +153,19 @@ class PCTrainer(StepTrainer):
             self._stop_agreed = bool(wish)
         self.stopped = self._stop_agreed
         if self.stopped:
-            logger.info(f"Asked to stop: saving step {self.step}")
+            saves = "saving" if self.checkpointer.enable else "checkpoint.enable = false, so nothing is saved of"
+            logger.info(f"Asked to stop: {saves} step {self.step}")
             self.checkpointer.save_and_stop(self.step)
         return not self.stopped
+
+    def _describe_start(self) -> str:
+        config, device = self.config, self.metrics_processor.device_memory_monitor.device_name
+        sequences = config.training.local_batch_size * self._data_ranks * self.gradient_accumulation_steps
+        return (
+            f"{config.job.description}: steps {self.step + 1} to {config.training.steps} of {sequences} sequences of "
+            f"{config.training.seq_len} tokens, {self.gradient_accumulation_steps} micro-batches of "
+            f"{config.training.local_batch_size} on each of {dist.get_world_size()} x {device}"
+        )
 
     def _set_timeouts(self) -> None:
         """After the first step, set `comm.train_timeout_seconds` for all process groups that it has created.

@@ -1,5 +1,6 @@
 """Validation on a fixed set: the same sequences each time, and the mean loss over all tokens of all ranks."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ class FixedValidator:
         Args:
             trainer: the `PCTrainer`.
         """
+        begin = time.perf_counter()
         for model in trainer.model_parts:
             model.eval()
         totals = torch.stack([_sum_over_batches(trainer, loader) for loader in self._dataloaders])
@@ -62,7 +64,8 @@ class FixedValidator:
                 torch.distributed.all_reduce(totals, group=mesh.get_group())
         losses = (totals[:, 0] / totals[:, 1]).cpu()
         loss = (losses @ self._weights / self._weights.sum()).item()
-        trainer.metrics_processor.log_validation(loss, trainer.step, self._by_folder(trainer, losses.tolist()))
+        more = {"validation_seconds": time.perf_counter() - begin} | self._by_folder(trainer, losses.tolist())
+        trainer.metrics_processor.log_validation(loss, trainer.step, more)
         for model in trainer.model_parts:
             model.train()
         reshard(trainer.model_parts)

@@ -17,7 +17,7 @@ def _warnings(rank, config, folder, slow):
     """Of rank 0, in which rank 1 takes longer to load data or to compute."""
     from pc_recipe.train import metrics
 
-    metrics.SECONDS_BETWEEN_PROGRESS_LINES = 0.0
+    metrics.SECONDS_BETWEEN_SLOW_RANKS = 0.0
     trainer = make_trainer(config, [*WORDS.split(), "--checkpoint.enable=false", f"--job.dump_folder={folder}"])
     late = {slow: SLOWER if rank == 1 else 0.0}
     trainer.model_parts[0].output.register_forward_hook(lambda *_: time.sleep(OUTPUT + late.get("output", 0.0)))

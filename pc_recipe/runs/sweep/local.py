@@ -7,16 +7,13 @@ from typing import TextIO
 from pc.errors import UserError
 from pc_recipe.files.lock import lock
 from pc_recipe.files.run_folder import find_newest_step, read_state, write_failure
-from pc_recipe.files.run_log import read_log, time_left
+from pc_recipe.files.run_log import describe_seconds, read_log
 from pc_recipe.runs import torchrun
 from pc_recipe.runs.local import fetch_demo_data
 from pc_recipe.runs.run import Run
 from pc_recipe.runs.sweep import equal_runs
 from pc_recipe.runs.sweep.results import collect, describe_status
 from pc_recipe.runs.sweep.spec import Sweep
-
-RECENT = 20
-"""The time left is estimated from the speed of so many logged lines."""
 
 
 def train_all(sweeps: Sequence[Sweep]) -> None:
@@ -74,11 +71,20 @@ def train_one(run: Run, lock_file: TextIO, processes: int, label: str) -> None:
         log = run.folder / "train.log"
         print(f"{label}: from step {find_newest_step(run.folder)}, log in {log}", flush=True)
         command = torchrun.build_command(run.resolved, processes)
-        with open(log, "a") as output:
-            status = torchrun.run_command(*command, [lock_file], output, functools.partial(_print_progress, run, label))
+        try:
+            with open(log, "a") as output:
+                progress = functools.partial(_print_progress, run, label)
+                status = torchrun.run_command(*command, [lock_file], output, progress)
+        except SystemExit:  # after Ctrl-C or SIGTERM
+            _print_state(run, label)
+            raise
     if status != 0 and read_state(run.folder).state != "failed":
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
         write_failure(run.folder, f"status {status}: {(lines or ['no output'])[-1][:300]}")
+    _print_state(run, label)
+
+
+def _print_state(run: Run, label: str) -> None:
     state = read_state(run.folder)
     print(f"{label}: {state.state} at step {state.step} {state.reason}".rstrip(), flush=True)
 
@@ -86,11 +92,9 @@ def train_one(run: Run, lock_file: TextIO, processes: int, label: str) -> None:
 def _print_progress(run: Run, label: str) -> None:
     """Print the newest logged step, its loss and the time left."""
     try:
-        log = read_log(run.folder, newest=3 * RECENT)  # up to three lines per step
+        lines = read_log(run.folder, newest=5).lines  # up to three per step
     except UserError:
         return  # nothing logged yet
-    losses, recent = log.series("loss"), log.series("time").tail(RECENT)
-    if len(losses):
-        steps = read_state(run.folder).steps
-        left = time_left(list(recent.index), list(recent), steps)
-        print(f"{label}: step {losses.index[-1]}/{steps}  loss {losses.iloc[-1]:.4f}  {left}".rstrip(), flush=True)
+    for line in [line for line in lines if line.get("loss") is not None][-1:]:
+        steps, left = read_state(run.folder).steps, describe_seconds(line.get("seconds_left"))
+        print(f"{label}: step {line['step']}/{steps}  loss {line['loss']:.4f}  {left}".rstrip(), flush=True)

@@ -1,4 +1,5 @@
 import json
+import logging
 import math
 import resource
 from types import SimpleNamespace
@@ -84,13 +85,14 @@ def _processor(folder):
 
 def test_processor_logs_lines_and_counts_spikes_across_a_resume(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(torchtitan_logger, "propagate", True)
+    caplog.set_level(logging.INFO)
     processor = _processor(tmp_path)
     for step in range(1, 21):
         processor.data_loading_times, processor.ntokens_since_last_log = [0.1], 32
         processor.positions = lambda step=step: range(4 * (step - 1), 4 * step)
         of_ranks = processor.add_numbers(torch.tensor([processor.own_numbers()]))
         processor.log(step, 9.0 if step == 15 else 3.0, 3.5, 0.5, {"lr": 0.1} | of_ranks)
-    (said,) = [record.message for record in caplog.records if "spike" in record.message]
+    (said,) = [record.message for record in caplog.records if "Loss spike" in record.message]
     assert said.startswith("Loss spike 1 begins at step 15 with 9; data positions 56-59 (")
     assert said.endswith("--data.skip 56-59)")
     processor.log_metrics(20, {"norm/weight": 2.0})
@@ -99,9 +101,16 @@ def test_processor_logs_lines_and_counts_spikes_across_a_resume(tmp_path, caplog
     # it logged step 16 two seconds ago; every second step is logged
     processor.data_loading_times, processor.ntokens_since_last_log = [0.1], 64
     processor.time_last_log -= 2.0
+    processor.gpu_peak_flops = 1e3  # 64 FLOPs in two seconds
     processor.log(18, 9.0, 9.5, 0.5)
-    processor.log_validation(2.5, 18)
+    processor.log_validation(2.5, 18, {"validation_seconds": 1.5})
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["mfu"] is None  # the peak of a CPU is not known
+    assert ["mfu 3.2%" in record.message for record in caplog.records if "loss 9.0000" in record.message] == [
+        False,
+        True,
+    ]
+    assert [line.get("seconds_left") for line in lines[:3]] == [None, None, pytest.approx(lines[2]["seconds_left"])]
     assert [line["loss_spikes"] for line in lines if "loss" in line] == [0] * 14 + [1] * 6 + [2]
     assert (lines[14]["spike/first_position"], lines[14]["spike/last_position"]) == (56, 59)
     assert lines[0]["memory_active_gib_of_all_ranks"] == pytest.approx(lines[0]["memory_active_gib"], rel=0.1)

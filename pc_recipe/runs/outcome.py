@@ -1,0 +1,63 @@
+"""What a run came to, in a few lines: losses, speed, where things are and what to do with them."""
+
+import os
+import shlex
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+from pc.errors import UserError
+from pc_recipe.files.run_folder import find_newest_checkpoint, read_state
+from pc_recipe.files.run_log import METRICS_FILE, read_log
+
+
+def describe_outcome(run: Path) -> str:
+    """Of a run that has ended and did not fail."""
+    state, checkpoint = read_state(run), find_newest_checkpoint(run)
+    if state.state == "finished":
+        return "\n".join([_describe_result(run, state.step), *_list_next_commands(run, checkpoint)])
+    ended = f"Stopped at step {state.step}" if state.state == "stopped" else "Ended without saving"
+    if checkpoint is None:
+        return f"{ended}; there is no checkpoint, so the same command starts again from the beginning."
+    return f"{ended}; the same command continues from {checkpoint}."
+
+
+def _describe_result(run: Path, step: int) -> str:
+    """Losses, duration and speed, as far as they were logged."""
+    try:
+        log = read_log(run).lines
+    except UserError:
+        return f"Finished at step {step}."
+    lines = {line["step"]: line for line in log if "loss" in line}
+    validated = [line["validation_loss"] for line in log if "validation_loss" in line]
+    found = [f"train loss {_number(line['loss'])}" for line in list(lines.values())[-1:]]
+    found += [f"validation loss {_number(loss)}" for loss in validated[-1:]]
+    seconds, before = 0.0, 0
+    for at, line in sorted(lines.items()):
+        seconds, before = seconds + (at - before) * line.get("step_seconds", 0.0), at
+    if seconds:
+        tokens = max(line["tokens"] for line in lines.values())
+        found.append(f"{tokens:,} tokens in {timedelta(seconds=round(seconds))} of training steps")
+        found.append(f"{tokens / seconds:,.0f} tokens/s")
+    return f"Finished at step {step}: {', '.join(found)}."
+
+
+def _number(loss: float | None) -> str:
+    return "not finite" if loss is None else f"{loss:.4f}"
+
+
+def _list_next_commands(run: Path, checkpoint: Path | None) -> list[str]:
+    """Where the files are, and commands that run as they stand."""
+    programs = Path(sys.executable).parent  # they work without an active environment
+    python, tensorboard = (
+        min(os.path.relpath(programs / name), str(programs / name), key=len) for name in ("python", "tensorboard")
+    )
+    folder = shlex.quote(str(run))
+    parts = [name for name in ("checkpoint", METRICS_FILE, "tb") if (run / name).exists()]
+    commands = [f"{python} scripts/curves.py {folder}    # and other runs, to compare"]
+    if checkpoint is not None:
+        commands.append(f"{python} scripts/export_hf.py {folder} {folder}/hugging_face/{checkpoint.name}")
+        commands.append(f'{python} scripts/generate.py {folder} "The river"')
+    if "tb" in parts:
+        commands.append(f"{tensorboard} --logdir {folder}/tb")
+    return [f"{run} has {', '.join(parts)}. Next:", *(f"  {command}" for command in commands)]

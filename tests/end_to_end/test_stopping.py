@@ -1,0 +1,66 @@
+"""Ctrl-C and SIGTERM: the run saves and stops, and the same command continues it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from helpers.slurm_cluster import descendants
+from helpers.tiny import ROOT, metrics, write_small_config
+from pc_recipe.files.lock import is_locked
+from pc_recipe.files.run_folder import find_newest_step, read_state
+
+SWEEP = """
+configs = ["run.toml"]
+folder = "{folder}/out"
+seeds = [0, 1]
+"""
+
+
+def _interrupt(words, run, number, processes=1):
+    """Start a command as a terminal does, and signal all its process group after some steps; (status, output)."""
+    environment = os.environ | {"NGPU": str(processes), "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    started = subprocess.Popen(
+        [sys.executable, *words], cwd=ROOT, env=environment, start_new_session=True, **pipes
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 240
+        while not (run / "metrics.jsonl").exists() or len(metrics(run)) < 3:
+            assert started.poll() is None and time.monotonic() < deadline, started.communicate()[0]
+            time.sleep(0.05)
+        os.killpg(started.pid, number)
+        return started.wait(240), started.communicate()[0]
+    finally:
+        if started.poll() is None:
+            for process in descendants(started.pid):
+                os.kill(process, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number, processes", [(signal.SIGINT, 1), (signal.SIGINT, 2), (signal.SIGTERM, 2)])
+def test_the_first_signal_saves_and_stops(tiny_shards, tmp_path, number, processes):
+    run = tmp_path / "run"
+    config = write_small_config(tmp_path / "run.toml", tiny_shards, steps=2000, interval=2000)
+    words = ["-m", "pc_recipe.runs.local", str(config), f"--training.local_batch_size={2 // processes}"]
+    status, said = _interrupt(words, run, number, processes)
+    state = read_state(run)
+    assert (state.state, state.reason, status) == ("stopped", "asked to stop", 128 + number), said
+    assert find_newest_step(run) == state.step >= 3 and not is_locked(run)
+    assert "saving and stopping after this step; again ends at once" in said and "Traceback" not in said
+    newest = run / "checkpoint" / f"step-{state.step}"
+    assert said.rstrip().endswith(f"Stopped at step {state.step}; the same command continues from {newest}.")
+
+
+def test_a_sweep_saves_its_run_and_ends(tiny_shards, tmp_path):
+    write_small_config(tmp_path / "run.toml", tiny_shards, steps=2000, interval=2000)
+    file = tmp_path / "sweep.toml"
+    file.write_text(SWEEP.format(folder=tmp_path))
+    runs = tmp_path / "out" / "run"
+    run = runs / "seed-0"
+    status, said = _interrupt(["scripts/sweep.py", "run", str(file)], run, signal.SIGINT)
+    assert status == 128 + signal.SIGINT and read_state(run).state == "stopped", said
+    assert find_newest_step(run) == read_state(run).step and not (runs / "seed-1" / "train.log").exists()
+    assert f"stopped at step {read_state(run).step}" in said and "Traceback" not in said
