@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set up everything and train a config:
 #   ./run_llama_train.sh [CONFIG.toml] [--section.key value ...]
-#   ./run_llama_train.sh [CONFIG.toml] --help      every key with its description and its value
+#   ./run_llama_train.sh [CONFIG.toml] --help [WORD]     all keys, or those with WORD: description and value
 # CONFIG defaults to train_configs/debug.toml. NGPU sets the number of processes (default: one per GPU, or 1).
 # Relative paths inside configs and overrides are relative to the repository root.
 set -euo pipefail

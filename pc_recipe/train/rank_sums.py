@@ -148,5 +148,5 @@ class RankNumbers:
         of_ranks = numbers.new_zeros(1, len(self._names)).index_add_(1, self._places, numbers[None])
         if dist.is_initialized():
             of_one, of_ranks = of_ranks, of_ranks.new_empty(self._num_ranks, len(self._names))
-            dist.all_gather_into_tensor(of_ranks, of_one)
+            dist.all_gather(list(of_ranks.split(1)), of_one)  # `all_gather_into_tensor` warns, in torch 2.13
         return OfRanks(self._names, of_ranks.cpu())

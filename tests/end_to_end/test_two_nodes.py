@@ -33,7 +33,7 @@ def test_the_same_command_on_each_node(tmp_path, tiny_shards):
     run = tmp_path / "run"
     assert read_state(run).state == "finished" and len(metrics(run)) == 4
     assert tomllib.loads((run / "config.toml").read_text())["training"]["local_batch_size"] == 1  # 2 on 2 nodes
-    assert "Checkpoints, metrics.jsonl" in said[0] and "Checkpoints, metrics.jsonl" not in said[1]
+    assert "Finished at step 4" in said[0] and "Finished" not in said[1]
 
 
 @pytest.mark.parametrize(
