@@ -27,7 +27,8 @@ def matches(entry: str, name: str, block: str | None = None) -> bool:
     """Whether an entry of `PCConfig.blocks` (block, group or pattern) matches the layer or parameter `name`.
 
     Args:
-        block: of the rows in question, if it does not follow from the name. No entry matches rows of another word.
+        block: of the rows in question, as their `MatrixSplit` names them, if the name is of more than one. A word outside
+            `BLOCK_SUFFIXES`, such as "z", is matched by no entry.
     """
     if block and block not in BLOCK_SUFFIXES:
         return False

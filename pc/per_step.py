@@ -11,8 +11,8 @@ micro-batches and any parallelism:
     PC(W)                                             write_pc(), after it: save W, advance u and v, compute PC(W)
 
 `pull_back` is linear in the gradient, so one call on the accumulated gradient equals the sum of the backward passes of
-mode "forward". Both passes need full matrices; `pc.owner` gathers each on one rank. In between an owner keeps some of
-the square matrices of the first, up to `KEPT_BYTES`, for the second.
+mode "forward". Both passes need full matrices; `pc.owner` gathers each on one rank. From write_pc() to the next
+pull_back() an owner keeps square matrices that both need, up to `KEPT_BYTES`.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ from pc.spectral import without_autocast
 from pc.splits import WeightSplit
 from pc.weight import Weight
 
-# What a rank keeps between its two passes, at most; it computes the rest again. A pass needs some more while it runs.
+# What a rank keeps from write_pc() to pull_back(), at most; it computes the rest again. Both need more while they run.
 KEPT_BYTES = 256 * 2**20
 
 PULLED_RAW = (
@@ -53,7 +53,7 @@ NOT_PULLED_BACK = (
 )
 IS_PC = (
     "the weights that were loaded are PC(W) of a training run: load its preconditioner's state too, or call "
-    "pc.preserve(model), or load dict(state) to use them as W"
+    "pc.preserve(model), or load dict(state), which drops that mark, to use them as W"
 )
 
 

@@ -36,7 +36,7 @@ def apply(
 def apply_and_keep(
     map: Map, matrix: Tensor, *, gram: Tensor | None = None, divisor: Tensor | None = None, scale: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor]]:
-    """`apply`, and square matrices [B, r, r] that `vjp` of the same map, matrix and divisor needs again."""
+    """`apply`, and square matrices [B, r, r] that `vjp` of the same map and the same `A / divisor` needs again."""
     batch = matrix.reshape(-1, *matrix.shape[-2:])
     factor = None if divisor is None else divisor.reshape(-1, 1, 1).reciprocal()
     composite = stages(map)
@@ -76,7 +76,7 @@ def vjp(
         gradient: `H`, with respect to the result [..., n, m].
         divisor: [..., 1, 1]; None for 1.
         scale: [..., 1, 1]; None for 1.
-        kept: by `apply_and_keep` for the same map, matrix and divisor; empty: computed again.
+        kept: by `apply_and_keep` for the same map and `A / divisor`; empty: computed again.
 
     Returns:
         The gradient with respect to `A` [..., n, m], and the inner products `<g(N), H>` and `<dN, N>`, [...] each,
@@ -156,7 +156,8 @@ def _stage_vjp(
     """`vjp` of one stage, for [B, n, m]; divisor and scale are [B, 1, 1] or [1, 1, 1] in at least float32.
 
     `A` is wide (of a tall one all is transposed), `N = A / divisor`, `G = N N^T`, and `D = H N^T`. Then
-    `<g(N), H> = <p(G), D>`, and with M, the gradient of `<p(G), D + D^T>` with respect to G,
+    `<g(N), H> = <p(G), D>`. Its gradient with respect to the symmetric G is M / 2, where M is that of `<p(G), D + D^T>`,
+    and `dG = dN N^T + N dN^T` doubles it:
 
         dN = p(G) H + M N    <dN, N> = <p(G), D> + <M, G>
     """

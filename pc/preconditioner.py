@@ -45,9 +45,10 @@ class Preconditioner(ABC):
     def __init__(self, models: list[nn.Module], weights: dict[str, Weight]) -> None:
         self.weights = weights
         first = next(iter(weights.values()))
-        first.guard("")
+        first.guard("")  # an earlier preconditioner's hooks sit on the modules listed then: remove them
         parts = [module for model in models for module in model.modules() if isinstance(module, FSDPModule)]
-        # one hook on each of these is enough, and FSDP's modules need it before they gather
+        # The first weight's hooks serve all weights: one on each model, and on each FSDP module, as it must run before
+        # that gathers.
         first.guarded = [first.module, *dict.fromkeys((*models, *parts))]
         for weight in weights.values():
             self._add_tensors(weight)

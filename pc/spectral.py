@@ -49,9 +49,9 @@ def power_iteration_by_gram(weight: Tensor, gram: Tensor, u: Tensor, v: Tensor, 
     """`power_iteration` with the smaller Gram matrix in place of the weight.
 
     One multiplication by `W W^T` replaces one by `W^T` and one by `W`. PC needs the Gram matrix anyway, and it is
-    smaller; the weight itself is read twice instead of 2 `steps` times: the last multiplications use it. So rounding
-    errors of the Gram matrix (TF32 matmuls, for example) have the effect of iterating on a slightly different matrix,
-    and the error of `u^T W v` is the square of the vectors' error.
+    smaller; the weight itself is read twice instead of 2 `steps` times, at last for `W v`. Rounding errors of the Gram
+    matrix (in TF32, for example) act like iterating on a slightly different matrix: u and v are off by some d, and
+    `u^T W v`, which uses W itself, only by the order of d^2.
 
     Args:
         weight: [..., n, m].

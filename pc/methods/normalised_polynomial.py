@@ -9,8 +9,8 @@ The gradient flows through the divisor s, but not through the factor s.detach(),
 matrix, the gradient takes fewer matmuls (`polynomial.vjp`), and scale factors multiply the small square matrices
 instead of [n, m] ones, which saves passes over memory.
 
-In low precision the polynomial gets each matrix over its size, since float16 ends at 6e-8 and at 65504. g(W / s) needs
-W up to a factor, and the gradient of W is linear in that of PC(W), so results are multiplied by the size.
+In low precision each matrix is first divided by a positive number, its `unit`, since float16 ends at 6e-8 and at 65504.
+g(W / s) needs W up to a factor, and the gradient of W is linear in that of PC(W), so results are multiplied by the unit.
 """
 
 import torch
@@ -49,7 +49,7 @@ class NormalisedPolynomial(Method):
     def write(
         self, weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor, advance_first: bool = True
     ) -> tuple[Tensor, ...]:
-        matrix, size = self._for_matmuls(weight)
+        matrix, unit = self._for_matmuls(weight)
         with self._polynomial_precision():
             gram = polynomial.gram_matrix(matrix)
         if advance_first:
@@ -61,36 +61,39 @@ class NormalisedPolynomial(Method):
                 self.config.map,
                 matrix,
                 gram=gram,
-                divisor=(s / size)[:, None, None],
-                scale=(scale / size)[:, None, None],
+                divisor=(s / unit)[:, None, None],
+                scale=(scale / unit)[:, None, None],
             )
-        return _restored(result, size, weight.dtype), u, v, *kept
+        return _restored(result, unit, weight.dtype), u, v, *kept
 
     @torch.no_grad()
     @matmul_precision("ieee")
     def pull_back(
         self, weight: Tensor, gradient: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor, *kept: Tensor
     ) -> tuple[Tensor, ...]:
-        """dW = gamma r / s (dN - <dN, N> u v^T), and dgamma = r <g(N), H>, where r = s.detach().
+        """dW = gamma r / s (dN - <dN, N> u v^T), and dgamma = r <g(N), H>, where r = s.detach(), or 1 without
+        `norm_recovery`.
 
         N = W / s, H is the gradient with respect to PC(W), and dN that of <g(N), H> with respect to N. The second term
         is the part through the divisor s, whose gradient is u v^T. `polynomial.vjp` gives dN and both inner products.
         """
         s = spectral_norm_estimate(weight, u, v)
         scale = self._scale(s, gamma)
-        matrix, size = self._for_matmuls(weight, s)
-        gradient, size_of_gradient = self._for_matmuls(gradient)
+        # In `write` s was not known yet, so the unit was another. What was kept depends on N alone, and the unit of W
+        # cancels between divisor and scale.
+        matrix, unit = self._for_matmuls(weight, s)
+        gradient, unit_of_gradient = self._for_matmuls(gradient)
         with self._polynomial_precision():
             d_weight, *products = polynomial.vjp(
                 self.config.map,
                 matrix,
                 gradient,
-                divisor=(s / size)[:, None, None],
-                scale=(scale / size)[:, None, None],
+                divisor=(s / unit)[:, None, None],
+                scale=(scale / unit)[:, None, None],
                 kept=kept,
             )
-        value_product, matrix_product = (product * size_of_gradient for product in products)
-        d_weight = _restored(d_weight, size_of_gradient, weight.dtype)
+        value_product, matrix_product = (product * unit_of_gradient for product in products)
+        d_weight = _restored(d_weight, unit_of_gradient, weight.dtype)
         along_s = (scale / s * matrix_product)[:, None, None]
         d_weight.addcmul_(along_s * u[:, :, None], v[:, None, :], value=-1.0)
         if gamma is None:
@@ -126,19 +129,19 @@ class NormalisedPolynomial(Method):
         """Matmul precision of the polynomial; everything else runs in float32."""
         return matmul_precision("tf32" if self.config.compute_dtype == "tf32" else "ieee")
 
-    def _for_matmuls(self, matrix: Tensor, size: Tensor | None = None) -> tuple[Tensor, Tensor | float]:
-        """A matrix [B, n, m] over its size in low precision, and the size [B]; in other precisions itself and 1.
+    def _for_matmuls(self, matrix: Tensor, unit: Tensor | None = None) -> tuple[Tensor, Tensor | float]:
+        """A matrix [B, n, m] divided by its unit in low precision, and the unit [B]; in other precisions itself and 1.
 
         Args:
-            size: by default such that the norm becomes `LOW_NORM`.
+            unit: by default such that the Frobenius norm becomes `LOW_NORM`.
         """
         dtype = LOW_PRECISION.get(self.config.compute_dtype)
         if dtype is None:
             return matrix, 1.0
-        if size is None:
+        if unit is None:
             norm = torch.linalg.matrix_norm(matrix)
-            size = norm.clamp(min=torch.finfo(norm.dtype).tiny) / LOW_NORM
-        return torch.div(matrix, size[:, None, None], out=torch.empty_like(matrix, dtype=dtype)), size
+            unit = norm.clamp(min=torch.finfo(norm.dtype).tiny) / LOW_NORM
+        return torch.div(matrix, unit[:, None, None], out=torch.empty_like(matrix, dtype=dtype)), unit
 
     def _scale(self, s: Tensor, gamma: Tensor | None) -> Tensor:
         """The factor of g(W / s), [B]: gamma times the recovered norm."""
@@ -146,9 +149,9 @@ class NormalisedPolynomial(Method):
         return scale if gamma is None else scale * gamma[:, 0]
 
 
-def _restored(matrix: Tensor, size: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """The result of `_for_matmuls`, or what is linear in it, back at its size."""
-    return matrix if isinstance(size, float) else (matrix * size[:, None, None]).to(dtype)
+def _restored(matrix: Tensor, unit: Tensor | float, dtype: torch.dtype) -> Tensor:
+    """The result of `_for_matmuls`, or what is linear in it, times its unit."""
+    return matrix if isinstance(unit, float) else (matrix * unit[:, None, None]).to(dtype)
 
 
 def smallest_root(map: maps.Map, values: Tensor) -> Tensor:
