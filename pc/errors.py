@@ -22,8 +22,8 @@ def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
     """Decorate a command's `main`: a `UserError` prints `error: ...` on stderr and exits with status 2.
 
     So does an `OSError` about a named file or folder: none there, no permission, a full disk. A reader of the output
-    who leaves early, such as `head`, ends the command in silence. Any other exception is a bug in this project and
-    keeps its traceback.
+    who leaves early, such as `head`, ends the command in silence, and so does Ctrl-C. Any other exception is a bug in this
+    project and keeps its traceback.
     """
 
     @functools.wraps(main)
@@ -36,6 +36,8 @@ def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
                 raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at its exit
             sys.exit(1)
+        except KeyboardInterrupt:
+            sys.exit(130)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             sys.exit(2)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torchtitan.components.metrics import WandBLogger
 
-from pc.errors import UserError
+from pc.errors import UserError, exit_on_user_error
 from pc_recipe.config import Config
 from pc_recipe.files.lock import is_locked, lock
 from pc_recipe.runs import torchrun
@@ -209,3 +209,14 @@ def test_a_second_signal_ends_the_command_at_once(signalled, capfd):
     assert signalled("signal.SIG_IGN", send) == (128 + signal.SIGINT, "ready\n")
     assert time.monotonic() - begin < 30  # the command would sleep for 60
     assert capfd.readouterr().err == "SIGINT: saving and stopping after this step; again ends at once\n"
+
+
+def test_ctrl_c_before_the_training_has_no_traceback(capsys):
+    @exit_on_user_error
+    def main() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+
+    with pytest.raises(SystemExit, match="130"):
+        main()
+    assert capsys.readouterr() == ("", "")
