@@ -42,10 +42,7 @@ def main() -> None:
     Allocation.add_options(commands["submit"])
     commands["submit"].add_argument("--at-a-time", type=int, default=0, help="runs at once (default: all)")
     arguments, unknown = parser.parse_known_args()
-    for word in unknown:
-        if word.startswith("--") and "." in word:
-            key = word[2:].partition("=")[0]
-            raise UserError(f'{word}: a sweep reads settings from its file alone: "{key}" = [VALUE] under [axes]')
+    refuse_overrides(unknown)
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
 
@@ -75,6 +72,13 @@ def main() -> None:
 
         for sweep in sweeps:
             print(select(sweep))
+
+
+def refuse_overrides(words: list[str]) -> None:
+    for word in words:
+        if word.startswith("--") and "." in word:
+            key = word[2:].partition("=")[0]
+            raise UserError(f'{word}: a sweep reads settings from its file alone: "{key}" = [VALUE] under [axes]')
 
 
 if __name__ == "__main__":

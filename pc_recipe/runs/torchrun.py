@@ -134,8 +134,7 @@ def run_command(
     numbers = [signal.SIGTERM, signal.SIGINT]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
         numbers.append(signal.SIGHUP)
-    # Before the start, so that no signal leaves a command without a launcher. The command inherits that SIGUSR2 is
-    # ignored; torchrun never handles it.
+    # Before the start: no signal may leave a command without a launcher, and what starts inherits that USR2 is ignored.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     before = {number: signal.signal(number, stop.handle) for number in numbers}
     stop.process = process = subprocess.Popen(
