@@ -36,7 +36,8 @@ from pc_recipe.train.step import StepTrainer
 class PCTrainer(StepTrainer):
     """TorchTitan's trainer with PC, a stop signal, and a status file.
 
-    On SIGUSR2 to any rank, all ranks save a checkpoint after the current step and exit normally.
+    On SIGUSR2 to any rank, all ranks save a checkpoint after the current step and exit normally; after the next one, if
+    they have already agreed on the current step's update.
     """
 
     model_args: Llama2Args

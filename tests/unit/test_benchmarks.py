@@ -145,3 +145,18 @@ def test_owners_against_gathering_and_dtensors():
     assert done.returncode == 0, done.stderr  # it compares the weights of two ways itself
     rows = {cells[1]: cells for line in done.stdout.splitlines() if len(cells := line.replace(" ", "").split("|")) == 8}
     assert rows["owner"][3] == "1.00" and float(rows["full_tensor"][5]) == 1 < float(rows["torch"][5])
+
+
+@pytest.mark.soak
+def test_host_and_loader(demo_data):
+    """As one of 8 ranks: two exchanges beside the model, PC and the optimizer, and operations that do not grow with weights."""
+    done = subprocess.run(
+        [sys.executable, *"benchmarks/host.py --ranks 8 --rounds 1".split()], cwd=ROOT, capture_output=True, text=True
+    )
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()[2:]]
+    rest = {step: [int(cell) for cell in cells] for step, part, *cells, _ in rows if part == "rest"}
+    assert [exchanges for _, exchanges in rest.values()] == [5, 2, 1], done.stderr
+    assert all(operations < 100 for operations, _ in rest.values())
+    words = ["benchmarks/loader.py", "--data", str(demo_data), *"--steps 1 --compute 0.1".split()]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("|") == 7 * 4, done.stderr
