@@ -8,16 +8,17 @@ import argparse
 
 from pc.errors import exit_on_user_error
 from pc_recipe.config import load_config, rules
+from pc_recipe.config.command_line import parse_with_overrides
 from pc_recipe.runs.allocation import Allocation
 from pc_recipe.runs.slurm import submit_run
 
 
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(add_help=False, description=__doc__.splitlines()[0])
     parser.add_argument("config", help="TOML file of the run")
     Allocation.add_options(parser)
-    arguments, overrides = parser.parse_known_args()
+    arguments, overrides = parse_with_overrides(parser)
     rules.require(load_config(arguments.config, overrides))  # before what takes seconds
 
     print(submit_run(arguments.config, overrides, Allocation.of(arguments)))
