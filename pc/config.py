@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from pc.blocks import BLOCK_GROUPS, BLOCK_SUFFIXES
 from pc.errors import UserError
-from pc.maps import LEVEL_NAMES, TOLERANCE_AT_ONE, Coefficients, Map, evaluate, resolve
+from pc.maps import LEVEL_NAMES, TOLERANCE_AT_ONE, Coefficients, Map, evaluate, resolve, stages
 
 METHODS = {
     "polynomial": "pc.methods.normalised_polynomial.NormalisedPolynomial",
@@ -136,6 +136,10 @@ class PCConfig:
         for key, choices in (("method", METHODS), ("mode", get_args(Mode)), ("compute_dtype", get_args(ComputeDtype))):
             if getattr(self, key) not in choices:
                 raise UserError(f"pc.{key} must be one of {', '.join(choices)}, got {getattr(self, key)!r}")
+        if self.compute_dtype == "float16" and any(len(stages(map)) > 1 for map in maps.values()):
+            raise UserError(
+                'pc.compute_dtype = "float16" needs a level of one stage: the gradient between stages overflows; use "tf32"'
+            )
         if self.mode == "forward" and self.heads:
             raise UserError('pc.heads needs pc.mode = "step"; with "forward" a layer is one matrix')
         if self.mode == "forward" and self.compute_dtype in ("tf32", "float16"):

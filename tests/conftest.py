@@ -24,7 +24,7 @@ FAST = (
     "tests/distributed/test_muon_ranks.py::test_alone_it_is_torch_muon_too",
     "tests/distributed/test_step_ranks.py::test_empty_shards",
     "tests/distributed/test_step_ranks.py::test_raw_weights_replace_gathered_ones",
-    "tests/unit/test_passes.py",
+    "tests/unit/test_owner_functions.py",
     "tests/unit/test_polynomial.py",
     "tests/unit/test_spectral.py",
     "tests/unit/test_preserve.py",

@@ -10,7 +10,8 @@ matrix, the gradient takes fewer matmuls (`polynomial.vjp`), and scale factors m
 instead of [n, m] ones, which saves passes over memory.
 
 In low precision each matrix is first divided by a positive number, its `unit`, since float16 ends at 6e-8 and at 65504.
-g(W / s) needs W up to a factor, and the gradient of W is linear in that of PC(W), so results are multiplied by the unit.
+g(W / s) needs W up to a factor, and the gradient of W is linear in that of PC(W). The scale of the result, which may be
+out of range too, multiplies it at the end in place of the square matrices (`early`).
 """
 
 import torch
@@ -23,6 +24,7 @@ from pc.spectral import power_iteration_by_gram, spectral_norm_estimate
 
 LOW_PRECISION = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 LOW_NORM = 8.0  # Frobenius norm of a matrix in low precision, so that a product of two has no entry above 64
+SMALLEST_UNIT = 1e-30  # of a zero matrix, so that one over it is finite
 GRID = 10_001  # grid points on [0, 1] that bracket the roots
 TOLERANCE = 1e-6  # of g(1) = 1; an error there is a relative error of the largest singular value
 
@@ -56,15 +58,14 @@ class NormalisedPolynomial(Method):
             u, v = power_iteration_by_gram(weight, gram.to(weight.dtype), u, v, self.config.power_iterations)
         s = spectral_norm_estimate(weight, u, v)
         scale = self._scale(s, gamma)
+        divisor, early = (s, scale) if unit is None else (s / unit, s / unit)
         with self._polynomial_precision():
             result, kept = polynomial.apply_and_keep(
-                self.config.map,
-                matrix,
-                gram=gram,
-                divisor=(s / unit)[:, None, None],
-                scale=(scale / unit)[:, None, None],
+                self.config.map, matrix, gram=gram, divisor=divisor[:, None, None], scale=early[:, None, None]
             )
-        return _restored(result, unit, weight.dtype), u, v, *kept
+        if unit is not None:
+            result = _restored(result, scale / divisor, weight.dtype)
+        return result, u, v, *kept
 
     @torch.no_grad()
     @matmul_precision("ieee")
@@ -79,21 +80,22 @@ class NormalisedPolynomial(Method):
         """
         s = spectral_norm_estimate(weight, u, v)
         scale = self._scale(s, gamma)
-        # In `write` s was not known yet, so the unit was another. What was kept depends on N alone, and the unit of W
-        # cancels between divisor and scale.
+        # In `write` s was not known yet, so the unit was another. What was kept depends on N alone.
         matrix, unit = self._for_matmuls(weight, s)
         gradient, unit_of_gradient = self._for_matmuls(gradient)
+        divisor, early = (s, scale) if unit is None else (s / unit, s / unit)
         with self._polynomial_precision():
-            d_weight, *products = polynomial.vjp(
+            d_weight, value_product, matrix_product = polynomial.vjp(
                 self.config.map,
                 matrix,
                 gradient,
-                divisor=(s / unit)[:, None, None],
-                scale=(scale / unit)[:, None, None],
+                divisor=divisor[:, None, None],
+                scale=early[:, None, None],
                 kept=kept,
             )
-        value_product, matrix_product = (product * unit_of_gradient for product in products)
-        d_weight = _restored(d_weight, unit_of_gradient, weight.dtype)
+        if unit_of_gradient is not None:
+            d_weight = _restored(d_weight, unit_of_gradient * scale / s, weight.dtype)
+            value_product, matrix_product = value_product * unit_of_gradient, matrix_product * unit_of_gradient
         along_s = (scale / s * matrix_product)[:, None, None]
         d_weight.addcmul_(along_s * u[:, :, None], v[:, None, :], value=-1.0)
         if gamma is None:
@@ -129,18 +131,17 @@ class NormalisedPolynomial(Method):
         """Matmul precision of the polynomial; everything else runs in float32."""
         return matmul_precision("tf32" if self.config.compute_dtype == "tf32" else "ieee")
 
-    def _for_matmuls(self, matrix: Tensor, unit: Tensor | None = None) -> tuple[Tensor, Tensor | float]:
-        """A matrix [B, n, m] divided by its unit in low precision, and the unit [B]; in other precisions itself and 1.
+    def _for_matmuls(self, matrix: Tensor, unit: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """A matrix [B, n, m] divided by its unit in low precision, and the unit [B]; in other precisions itself and None.
 
         Args:
             unit: by default such that the Frobenius norm becomes `LOW_NORM`.
         """
         dtype = LOW_PRECISION.get(self.config.compute_dtype)
         if dtype is None:
-            return matrix, 1.0
+            return matrix, None
         if unit is None:
-            norm = torch.linalg.matrix_norm(matrix)
-            unit = norm.clamp(min=torch.finfo(norm.dtype).tiny) / LOW_NORM
+            unit = (torch.linalg.matrix_norm(matrix) / LOW_NORM).clamp(min=SMALLEST_UNIT)
         return torch.div(matrix, unit[:, None, None], out=torch.empty_like(matrix, dtype=dtype)), unit
 
     def _scale(self, s: Tensor, gamma: Tensor | None) -> Tensor:
@@ -149,9 +150,9 @@ class NormalisedPolynomial(Method):
         return scale if gamma is None else scale * gamma[:, 0]
 
 
-def _restored(matrix: Tensor, unit: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """The result of `_for_matmuls`, or what is linear in it, times its unit."""
-    return matrix if isinstance(unit, float) else (matrix * unit[:, None, None]).to(dtype)
+def _restored(matrix: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A result in low precision times a factor [B] that may be out of its range."""
+    return (matrix * factor[:, None, None]).to(dtype)
 
 
 def smallest_root(map: maps.Map, values: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ from pc.targets import clean_name
 PARTS = {"attention": "attention", "feed_forward": "ffn"}
 
 # Indices into the buffer.
-SUM_OF_SQUARES, COUNT, LARGEST = range(3)
+SIZES = ("squares", "count", "largest")
+SUM_OF_SQUARES, COUNT, LARGEST = range(len(SIZES))
 
 
 class OutputSizes:

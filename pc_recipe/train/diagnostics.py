@@ -33,7 +33,7 @@ from pc.splits import WeightSplit
 from pc.targets import clean_name
 from pc.weight import Weight
 from pc_recipe.config import Config
-from pc_recipe.train.activations import OutputSizes
+from pc_recipe.train.activations import SIZES, OutputSizes
 from pc_recipe.train.rank_sums import OfRanks, SquaredNorm, share_of
 from pc_recipe.train.update_sizes import CHANGE, NORM, UpdateSizes
 
@@ -43,8 +43,6 @@ SPECTRAL: dict[str, Callable[[Tensor], Tensor]] = {
 """{NAME: function from the ascending singular values [B, min(n, m)] of B effective weights to B numbers [B]}.
 Logged as spectra/NAME/LAYER every `diagnostics.spectra_freq` steps. To add a metric, add a line here."""
 WEIGHT, GAMMA = "norm/weight", "pc/gamma/"
-SIZES = ("squares", "count", "largest")
-"""of outputs, in the order of `OutputSizes.stop`"""
 
 
 class Diagnostics:

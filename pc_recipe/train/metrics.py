@@ -146,13 +146,9 @@ class PCMetricsProcessor(MetricsProcessor):
         return "  ".join([self.progress.describe(step), *numbers, describe_seconds(more.get("seconds_left"))]).rstrip()
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
-        """TorchTitan's, and a line.
-
-        Args:
-            extra_metrics: with `validation_seconds`.
-        """
+        """TorchTitan's, and a line."""
         super().log_validation(loss, step, extra_metrics)
-        seconds = (extra_metrics or {})["validation_seconds"]
+        seconds = (extra_metrics or {}).get("validation_seconds", 0.0)
         self.progress.add_validation(seconds)
         logger.info(f"{self.progress.describe(step)}  validation_loss {loss:.4f}  in {seconds:.1f} s")
 

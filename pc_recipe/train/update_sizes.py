@@ -44,6 +44,7 @@ class UpdateSizes:
         """After the update: this rank's squared norms of the weights before it and of their changes; [] if not started."""
         if not self._before:
             return []
-        tensors = [*self._before, *torch._foreach_sub([local(weight) for weight in self._weights], self._before)]
-        self._before = []
-        return [torch.stack(torch._foreach_norm(tensors, 2, torch.float64)).square()]
+        changes, self._before = self._before, []
+        norms = torch._foreach_norm(changes, 2, torch.float64)
+        torch._foreach_sub_(changes, [local(weight) for weight in self._weights])
+        return [torch.stack([*norms, *torch._foreach_norm(changes, 2, torch.float64)]).square()]

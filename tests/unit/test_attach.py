@@ -151,6 +151,7 @@ def test_wrong_blocks(blocks, message):
         ({"mode": "steps"}, "must be one of step, forward"),
         ({"compute_dtype": "tf32", "mode": "forward"}, "tf32"),
         ({"compute_dtype": "float16", "mode": "forward"}, "float16"),
+        ({"compute_dtype": "float16", "level": {"o": 4, "ffn": "polar_express"}}, "level of one stage"),
         ({"heads": ["q"], "mode": "forward"}, "pc.heads needs pc.mode = "),
     ],
 )

@@ -105,3 +105,13 @@ def test_a_gradient_of_zero_and_one_that_is_not_finite_in_low_precision():
     gradient[1, 0, 0] = torch.inf
     finite = [x.isfinite().flatten(1).all(1).tolist() for x in method.pull_back(weight, gradient, gamma, u, v)]
     assert finite == [[True, False, True]] * 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("norm_recovery", [True, False])
+def test_a_weight_of_zero(dtype, norm_recovery):
+    method = method_of(_config(compute_dtype=dtype, norm_recovery=norm_recovery))
+    _, _, u, v, gradient = (x.float() for x in _batch((64, 96)))
+    effective, u, v, *kept = method.write(0 * gradient, None, u, v)
+    assert not effective.any()
+    assert all(x.isfinite().all() for x in method.pull_back(0 * gradient, gradient, None, u, v, *kept))
