@@ -70,12 +70,14 @@ def find(model: nn.Module, config: PCConfig) -> tuple[dict[str, Target], dict[st
             if parameter.ndim < 2:
                 continue
             full_name = _join(module_name, key)
-            split = splits.get(full_name)
-            if full_name not in splits and isinstance(module, nn.Linear) and key == "weight":
+            is_known, split = full_name in splits, splits.get(full_name)
+            if not is_known and isinstance(module, nn.Linear) and key == "weight":
                 split = MatrixSplit()  # a pattern may name any of these
-            entries = [_entry_of(config, block, module_name, full_name) for block in (split.blocks if split else ("",))]
+            unsplit = () if is_known else ("",)  # no entry matches a weight that is known to be none of the blocks
+            blocks = split.blocks if split else unsplit
+            entries = [_entry_of(config, block, module_name, full_name) for block in blocks]
             if not any(entries):
-                others[full_name] = Other([*parameter.shape], is_known=full_name in splits)
+                others[full_name] = Other([*parameter.shape], is_known)
                 continue
             if split is None:
                 raise UserError(

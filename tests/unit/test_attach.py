@@ -79,6 +79,16 @@ def test_what_a_group_misses_is_listed():
     assert "2 x layers.*.mlp.experts [3, 6, 4]: 3 times 1 of [6, 4], level 4" in lines
 
 
+def test_none_in_splits_leaves_out_a_weight_that_an_entry_of_blocks_matches():
+    splits, wo = {"0.attention.wo.weight": None}, {f"{i}.attention.wo" for i in range(2)}
+    for blocks in (("o",), ("*.wo",)):
+        assert _names(pc.attach(_model(), PCConfig(blocks=blocks))) == wo  # control
+        assert _names(pc.attach(_model(), PCConfig(blocks=blocks, splits=splits))) == wo - {"0.attention.wo"}
+        assert "1 x left out: *.attention.wo.weight [8, 8]\n" in pc.describe(
+            _model(), PCConfig(blocks=blocks, splits=splits)
+        )
+
+
 def test_layers_are_known_by_all_names_of_their_module():
     """`fc1` alone, or one that is gate and up, may be anything."""
 
