@@ -162,7 +162,8 @@ def _group(tensors: Sequence[Tensor], replicas: dist.ProcessGroup | None) -> _Gr
 def _group_of(mesh: DeviceMesh, dimensions: Ints, world: dist.ProcessGroup) -> _Group:
     """All ranks of some mesh dimensions."""
     axes = (range(n) if d in dimensions else [mesh.get_local_rank(d)] for d, n in enumerate(mesh.shape))
-    places = tuple(itertools.product(*axes))
+    # in the order in which process groups number their ranks
+    places = tuple(sorted(itertools.product(*axes), key=lambda place: int(mesh.mesh[place])))
     if len(dimensions) == 1:
         group = mesh.get_group(dimensions[0])
     elif len(places) == world.size():

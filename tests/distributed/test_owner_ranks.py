@@ -1,13 +1,14 @@
 """`pc.owner` on sharded weights: its example against the same on one process, in float64, and what it refuses."""
 
 import importlib.util
+import itertools
 import math
 import re
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -68,6 +69,31 @@ def test_sharded_equals_one_process(degrees):
     for difference, control in run_ranks(math.prod(degrees.values()), _on_ranks, degrees):
         # rounding of a few float64 operations on numbers near 1
         assert difference < 1e-12 < 1e-3 < control
+
+
+def _in_mesh_order(rank, ranks):
+    """Of an even and an uneven matrix: the difference from f of the whole, and as a control that of the matrix itself."""
+    mesh = DeviceMesh("cpu", ranks)
+    if mesh.get_coordinate() is None:
+        return []
+
+    def shard(tensor):
+        return distribute_tensor(tensor, mesh, [Shard(0), Shard(1)][: mesh.ndim], src_data_rank=None)
+
+    found = []
+    for whole in (_draw(0, 1), _draw(0, 2)):
+        item, wanted = (shard(whole),), local(shard(torch.linalg.pinv(whole).mT))
+        before = local(item[0]).clone()
+        owner.Plan([item], [item]).run(lambda _, x: (torch.linalg.pinv(x).mT,), [item], [item])
+        found.append([(wanted - x).abs().max().item() for x in (local(item[0]), before)])
+    return found
+
+
+# process groups that are: one mesh dimension, all ranks, some ranks
+@pytest.mark.parametrize("ranks, world", [([1, 0], 2), ([[0, 2], [1, 3]], 4), ([[0, 2], [1, 3]], 5)])
+def test_the_ranks_of_a_mesh_may_have_any_order(ranks, world):
+    for difference, control in itertools.chain(*run_ranks(world, _in_mesh_order, ranks)):
+        assert difference < 1e-12 < 1e-3 < control  # rounding as above
 
 
 def _refusals(rank):
