@@ -129,6 +129,11 @@ class PCConfig:
                 )
         levels = {block: level if isinstance(level, (int, str)) else maps[block] for block, level in levels.items()}
         object.__setattr__(self, "level", levels if isinstance(self.level, Mapping) else levels[self.blocks[0]])
+        for pattern, split in (self.splits or {}).items():
+            if not isinstance(split, MatrixSplit | None):
+                raise UserError(
+                    f"pc.splits: {pattern!r} must be a pc.MatrixSplit or None, which only Python can give, not {split!r}"
+                )
         if self.power_iterations < 1:
             raise UserError(f"pc.power_iterations must be at least 1, got {self.power_iterations}")
         if not self.cap > 0:

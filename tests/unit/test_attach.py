@@ -158,6 +158,7 @@ def test_wrong_blocks(blocks, message):
         ({"level": {"o": 4, "ffn": [2.0, -3.0]}}, r"g\(1\.1\) = -1\.793"),
         ({"power_iterations": 0}, "power_iterations"),
         ({"heads": ["o"]}, "pc.heads: 'o' is not one of q, k, v"),
+        ({"splits": {"*.qkv": ("q", "k", "v")}}, r"pc.splits: '\*.qkv' must be a pc.MatrixSplit or None"),
         ({"mode": "steps"}, "must be one of step, forward"),
         ({"compute_dtype": "tf32", "mode": "forward"}, "tf32"),
         ({"compute_dtype": "float16", "mode": "forward"}, "float16"),
