@@ -182,7 +182,7 @@ def _of_layers(module: nn.Module) -> Splits:
         named = {block: layers[key] for key, block in blocks.items() if key in layers}
         if len(named) < len(blocks):
             continue
-        if "down" in named and named["up"].out_features != named["down"].in_features:  # up of another kind, or two
-            continue
+        if "down" in named and named["up"].out_features != named["down"].in_features:
+            continue  # not the `up` of this `down`: another kind of layer, or gate and up fused
         splits |= _one(**blocks)
     return splits

@@ -39,7 +39,7 @@ ONE_BY_ONE = ("cpu",)  # devices on which a batch is slower than its matrices; o
 
 
 def matrix_cost(shape: Sequence[int]) -> float:
-    """Relative FLOPs of a matrix [..., n, m]; PC at level 4 takes (12 long + 14 short) short^2."""
+    """Relative FLOPs of a matrix [..., n, m]; PC at level 4 takes (12 long + 12 short) short^2."""
     short, long = sorted(shape[-2:])
     return float(short) ** 2 * (long + short)
 
@@ -147,8 +147,8 @@ def _group(tensors: Sequence[Tensor], replicas: dist.ProcessGroup | None) -> _Gr
         raise UserError("pc.owner needs the tensors of an item on one device mesh")
     dimensions = {d for tensor in tensors for d in sharded_dims(tensor)}
     if is_stack(tensors[0]):
-        # Without dimensions over which every tensor is split into whole matrices, as by expert parallelism, where each
-        # rank has its experts' weights, gammas and vectors. Not so if a tensor, such as a replicated gamma, differs.
+        # Leave out the mesh dimensions that shard E of every tensor: there each rank holds its matrices whole. If one
+        # tensor (a replicated gamma) is sharded otherwise, keep them.
         alike = {frozenset(d for d, split in sharded_dims(tensor).items() if split == 0) for tensor in tensors}
         dimensions -= alike.pop() if len(alike) == 1 else set()
     if dimensions:
@@ -261,6 +261,8 @@ class _Bucket:
         like = local(inputs[0][0])
         if self.is_sharded:
             shards = self._exchange(shards, self.held[INPUTS], self.owned[INPUTS], like)
+        # Not exchanged: `nearest_to` leaves only this rank's own matrices in `held`, in the order of `owned[rank]`. So are
+        # `self.owned`, and `batches` of one matrix each.
         batches = self._assemble(shards, like)
         results = []
         for batch in self.batches:
