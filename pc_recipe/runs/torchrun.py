@@ -57,7 +57,8 @@ def count_processes() -> int:
 
 
 class _Stop:
-    """Hands on, to a training command, the signals that end it: the first asks it to save and stop, a later one ends it.
+    """Hands on, to a training command, the signals that end it: the first asks it to save and stop, a later one ends it,
+    and SIGQUIT does so at once.
 
     The ranks save and stop after SIGUSR2. The command has a process group of its own, so that Ctrl-C in a terminal
     reaches this process alone.
@@ -67,19 +68,23 @@ class _Stop:
         self.process: subprocess.Popen | None = None
         self.number = 0
         """The first signal that asked this process to end."""
+        self.number_at = 0.0
         self.asked_at: float | None = None
         self._under_torchrun, self._under_slurm = under_torchrun, under_slurm
 
     def handle(self, number: int, _) -> None:
         if self._under_slurm or number == signal.SIGUSR2:
             self.ask()
+        elif number == signal.SIGQUIT:
+            self.number = self.number or number
+            self._end()
         elif not self.number:
-            self.number = number
+            self.number, self.number_at = number, time.monotonic()
             with contextlib.suppress(OSError):  # the terminal is gone
                 name = signal.Signals(number).name
                 print(f"{name}: saving and stopping after this step; again ends at once", file=sys.stderr, flush=True)
             self.ask()
-        elif self.asked_at and time.monotonic() - self.asked_at > SECONDS_OF_ONE_WISH:
+        elif time.monotonic() - self.number_at > SECONDS_OF_ONE_WISH:
             self._end()
 
     def ask(self) -> None:
@@ -117,8 +122,8 @@ def run_command(
 ) -> int:
     """Run a training command to its end and return its exit status.
 
-    The first Ctrl-C or SIGTERM, or the end of the terminal, makes it save and stop, as SIGUSR2 does; the next one ends
-    it at once.
+    The first Ctrl-C or SIGTERM, or the end of the terminal, makes it save and stop, as SIGUSR2 does; the next one, or
+    SIGQUIT (Ctrl-\\), ends it at once.
 
     Args:
         locks: open files that the command inherits, so that locks last if this process is killed.
@@ -128,10 +133,10 @@ def run_command(
             (`proctrack/cgroup`), always asks to stop: SLURM itself ends what takes too long.
 
     Raises:
-        SystemExit: after Ctrl-C or SIGTERM, when the command has ended, but not under SLURM.
+        SystemExit: after one of these signals, when the command has ended, but not under SLURM.
     """
     stop = _Stop("torch.distributed.run" in command_line, under_slurm)
-    numbers = [signal.SIGTERM, signal.SIGINT]
+    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGQUIT]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
         numbers.append(signal.SIGHUP)
     # Before the start: no signal may leave a command without a launcher, and what starts inherits that USR2 is ignored.
@@ -216,9 +221,15 @@ def _wandb_environment(config: Config) -> dict[str, str]:
         page = uuid.uuid4().hex
         own = folder / f".wandb_id.{page}"
         write_atomically(own, page)
-        with contextlib.suppress(FileExistsError):  # of nodes that start together, the first one's
+        try:
             os.link(own, id_file)
-        own.unlink()
+        except FileExistsError:  # of nodes that start together, the first one's
+            pass
+        except OSError:  # a file system without hard links
+            if not id_file.exists():
+                own.replace(id_file)
+        finally:
+            own.unlink(missing_ok=True)
     names = {"WANDB_PROJECT": "pc-layer", "WANDB_RUN_NAME": folder.name}
     return names | {"WANDB_RUN_ID": id_file.read_text(), "WANDB_RESUME": "allow"}
 

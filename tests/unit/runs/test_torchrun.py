@@ -132,9 +132,12 @@ def test_every_attempt_continues_one_page_of_weights_and_biases(tmp_path, monkey
         with mock.patch.object(Path, "exists", lambda path: False):  # another node does not see its file yet
             assert start("one") == (*page, 1e-3)
         assert start("two")[2] != page[2]
+        with mock.patch("os.link", side_effect=PermissionError):  # a file system without hard links
+            page_without_links = start("three")
+        assert start("three") == page_without_links and not list((tmp_path / "three").glob(".wandb_id*"))
         monkeypatch.setenv("WANDB_PROJECT", "ours")
         assert start("one") == ("ours", *page[1:], 1e-3)
-        assert sys.modules["wandb"].lines == 5 * [(7, {"loss": 2.5})]
+        assert sys.modules["wandb"].lines == 7 * [(7, {"loss": 2.5})]
 
 
 SAVES = """
@@ -155,7 +158,7 @@ def signalled(tmp_path, monkeypatch):
 
     def run(handler: str, send, under_slurm: bool = False) -> tuple[int, str]:
         monkeypatch.setattr(torchrun, "SECONDS_BETWEEN_PROGRESS_LINES", 0.1)
-        said, before = tmp_path / "said", [signal.getsignal(number) for number in ENDS]
+        said, before = tmp_path / "said", [signal.getsignal(number) for number in (*ENDS, signal.SIGQUIT)]
         held, sent = lock(tmp_path), []
 
         def meanwhile() -> None:
@@ -172,7 +175,7 @@ def signalled(tmp_path, monkeypatch):
                 )
             except SystemExit as end:
                 status = end.code
-        assert [signal.getsignal(number) for number in ENDS] == before and not is_locked(tmp_path)
+        assert [signal.getsignal(number) for number in (*ENDS, signal.SIGQUIT)] == before and not is_locked(tmp_path)
         return status, said.read_text()
 
     return run
@@ -195,9 +198,23 @@ def test_a_signal_asks_the_command_to_save(signalled, number, under_slurm, statu
     assert signalled("save", _send(number), under_slurm) == (status, "ready\nsaved\n")
 
 
-def test_a_signal_that_comes_twice_at_once_is_one(signalled):
-    """`timeout` sends it to the process and to the process's group."""
-    assert signalled("save", _send(signal.SIGTERM, signal.SIGTERM)) == (128 + signal.SIGTERM, "ready\nsaved\n")
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_signal_that_comes_twice_at_once_is_one(signalled, monkeypatch, asked):
+    """`timeout` sends it to the process and to the process's group, and other wishes to stop may precede it."""
+    monkeypatch.setattr(torchrun, "SECONDS_OF_ONE_WISH", 0.3)
+
+    def send() -> None:
+        if asked:
+            os.kill(os.getpid(), signal.SIGUSR2)
+            time.sleep(0.4)  # of the 0.5 s that saving takes
+        _send(signal.SIGTERM, signal.SIGTERM)()
+
+    assert signalled("save", send) == (128 + signal.SIGTERM, "ready\nsaved\n")
+
+
+def test_sigquit_ends_the_command_at_once(signalled):
+    """Ctrl-\\ in a terminal; a command that outlives its launcher would keep the lock."""
+    assert signalled("save", _send(signal.SIGQUIT)) == (128 + signal.SIGQUIT, "ready\n")
 
 
 def test_a_second_signal_ends_the_command_at_once(signalled, capfd):
