@@ -56,7 +56,8 @@ def main() -> None:
     except SystemExit:  # after Ctrl-C or SIGTERM
         for file in locks:
             file.close()
-        print(describe_outcome(folder))
+        if nodes.rank == 0:  # which writes the state, perhaps after the others have ended
+            print(describe_outcome(folder))
         raise
     if status == 0 and nodes.rank == 0:
         print(describe_outcome(folder))

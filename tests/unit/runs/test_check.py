@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -133,6 +134,17 @@ def test_a_start_says_the_warnings(command, tiny_config, monkeypatch):
     monkeypatch.setattr(torchrun, "run_command", lambda *_: 3)  # without training
     status, _, err = command("pc_recipe.runs.local", tiny_config[0], "--training.steps=1000")
     assert status == 3 and err.startswith("warning: the run repeats its ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("node, lines", [("0", 1), ("1", 0)])
+def test_the_first_node_alone_says_what_a_stopped_run_came_to(command, tiny_config, monkeypatch, node, lines):
+    """It writes the state, perhaps after the others have ended."""
+    places = {"NNODES": "2", "NODE_RANK": node, "MASTER_ADDR": "127.0.0.1"}
+    for name, value in places.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torchrun, "run_command", lambda *_: sys.exit(130))  # without training
+    status, out, _ = command("pc_recipe.runs.local", tiny_config[0])
+    assert status == 130 and out.count("Ended without saving") == lines
 
 
 def test_wandb_is_missed_before_training(command, tiny_config):
