@@ -54,13 +54,22 @@ def test_the_first_signal_saves_and_stops(tiny_shards, tmp_path, number, process
     assert said.rstrip().endswith(f"Stopped at step {state.step}; the same command continues from {newest}.")
 
 
-def test_a_sweep_saves_its_run_and_ends(tiny_shards, tmp_path):
+@pytest.mark.parametrize(
+    "number, expected, state",
+    [
+        (signal.SIGINT, 130, "stopped"),
+        (signal.SIGUSR2, 0, "stopped"),
+        (signal.SIGQUIT, 131, "interrupted"),  # without saving
+    ],
+)
+def test_a_signal_ends_a_sweep(tiny_shards, tmp_path, number, expected, state):
     write_small_config(tmp_path / "run.toml", tiny_shards, steps=2000, interval=2000)
     file = tmp_path / "sweep.toml"
     file.write_text(SWEEP.format(folder=tmp_path))
     runs = tmp_path / "out" / "run"
     run = runs / "seed-0"
-    status, said = _interrupt(["scripts/sweep.py", "run", str(file)], run, signal.SIGINT)
-    assert status == 128 + signal.SIGINT and read_state(run).state == "stopped", said
-    assert find_newest_step(run) == read_state(run).step and not (runs / "seed-1" / "train.log").exists()
-    assert f"stopped at step {read_state(run).step}" in said and "Traceback" not in said
+    status, said = _interrupt(["scripts/sweep.py", "run", str(file)], run, number)
+    assert (status, read_state(run).state) == (expected, state), said
+    assert state != "stopped" or find_newest_step(run) == read_state(run).step
+    assert not (runs / "seed-1" / "train.log").exists()
+    assert f"{state} at step {read_state(run).step}" in said and "Traceback" not in said

@@ -1,6 +1,7 @@
 """Train sweeps on this machine, one training run after another."""
 
 import functools
+import sys
 from collections.abc import Sequence
 from typing import TextIO
 
@@ -66,22 +67,26 @@ def train_one(run: Run, lock_file: TextIO, processes: int, label: str) -> None:
 
     Args:
         lock_file: the folder's lock (`pc_recipe.files.lock`), released at the end.
+
+    Raises:
+        SystemExit: the run was asked to stop, and so is the sweep.
     """
-    with lock_file:
-        log = run.folder / "train.log"
-        print(f"{label}: from step {find_newest_step(run.folder)}, log in {log}", flush=True)
-        command = torchrun.build_command(run.resolved, processes)
-        try:
-            with open(log, "a") as output:
-                progress = functools.partial(_print_progress, run, label)
-                status = torchrun.run_command(*command, [lock_file], output, progress)
-        except SystemExit:  # after Ctrl-C or SIGTERM
-            _print_state(run, label)
-            raise
+    log = run.folder / "train.log"
+    try:
+        with lock_file, open(log, "a") as output:
+            print(f"{label}: from step {find_newest_step(run.folder)}, log in {log}", flush=True)
+            command = torchrun.build_command(run.resolved, processes)
+            progress = functools.partial(_print_progress, run, label)
+            status = torchrun.run_command(*command, [lock_file], output, progress)
+    except SystemExit:  # after Ctrl-C or SIGTERM
+        _print_state(run, label)
+        raise
     if status != 0 and read_state(run.folder).state != "failed":
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
         write_failure(run.folder, f"status {status}: {(lines or ['no output'])[-1][:300]}")
     _print_state(run, label)
+    if status == 0 and read_state(run.folder).state == "stopped":  # by SIGUSR2
+        sys.exit(0)
 
 
 def _print_state(run: Run, label: str) -> None:
