@@ -134,7 +134,8 @@ class StepTrainer(Trainer):
             losses = of_ranks.of("loss")
             processor.log(
                 self.step,
-                losses.sum().item() / dims.tp,  # whose ranks have the same tokens
+                # as the sum of a rank's micro-batches is rounded; TP's ranks have the same tokens
+                losses.sum().float().item() / dims.tp,
                 losses.max().item() * self._data_ranks * dims.cp,
                 grad_norm,
                 extra_metrics={

@@ -20,8 +20,8 @@ def _train(rank, config):
 def test_the_earlier_of_minutes_and_steps(tmp_path, tiny_shards):
     config = write_config(tmp_path / "run.toml", tiny_shards, tmp_path / "run")
     run_ranks(2, _train, config)
-    # due after three steps, known before the next, and saved after it; 7 and 14 by the interval; 16 is the last
-    assert list(list_checkpoints(tmp_path / "run" / "checkpoint")) == [4, 7, 11, 14, 16]
+    # due three steps after the last, known to all in that step; 7 and 14 by the interval; 16 is the last
+    assert list(list_checkpoints(tmp_path / "run" / "checkpoint")) == [3, 6, 7, 10, 13, 14, 16]
 
 
 def test_the_newest_and_the_milestones_stay(tmp_path, tiny_shards):

@@ -24,8 +24,10 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+
+from pc import owner
 
 COMPILER = shutil.which("g++")
 GUARD = """
@@ -110,5 +112,11 @@ def pretended_cuda() -> Iterator[Strict]:
         subprocess.run([*command, f"-L{root / 'lib'}", "-lc10"], check=True)
         ctypes.CDLL(str(library))
     # an event of a device that computes nothing has happened once it is recorded
-    with FakeTensorMode(), mock.patch("torch.Event"):
+    with FakeTensorMode(), mock.patch("torch.Event"), mock.patch.object(owner, "_group_of", _group_of):
         yield Strict()
+
+
+def _group_of(*of, group_of=owner._group_of):
+    """The mesh's ranks are numbers of a real tensor."""
+    with _disable_current_modes():
+        return group_of(*of)
