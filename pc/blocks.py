@@ -27,8 +27,8 @@ def matches(entry: str, name: str, block: str | None = None) -> bool:
     """Whether an entry of `PCConfig.blocks` (block, group or pattern) matches the layer or parameter `name`.
 
     Args:
-        block: of the rows in question, as their `MatrixSplit` names them, if the name is of more than one. A word outside
-            `BLOCK_SUFFIXES`, such as "z", is matched by no entry.
+        block: for a fused weight, the block of the part asked about; by default it is read from the name. A part whose
+            block is not in `BLOCK_SUFFIXES`, such as "z", never matches, not even a pattern.
     """
     if block and block not in BLOCK_SUFFIXES:
         return False

@@ -69,7 +69,7 @@ class ChangeCheck:
 
     def _now_or_previous(self, changed: Tensor) -> bool:
         """Whether something has changed; on an accelerator, whether it had at the call before this: that result has long
-        arrived, so the host need not wait. An error is then raised some calls later."""
+        arrived, so the host need not wait. An error is then raised one call late."""
         if changed.device.type == "cpu":
             return bool(changed)
         previous, self._previous = self._previous, (changed.to("cpu", non_blocking=True), torch.Event(changed.device))

@@ -39,7 +39,8 @@ ONE_BY_ONE = ("cpu",)  # devices on which a batch is slower than its matrices; o
 
 
 def matrix_cost(shape: Sequence[int]) -> float:
-    """Relative FLOPs of a matrix [..., n, m]; PC at level 4 takes (12 long + 12 short) short^2."""
+    """Relative FLOPs of a matrix [..., n, m]; PC at level 4 takes (12 long + 12 short) short^2, with
+    nothing kept between its passes."""
     short, long = sorted(shape[-2:])
     return float(short) ** 2 * (long + short)
 
@@ -201,8 +202,12 @@ class _Matrix:
         self.has_sharded_inputs = any(not p.is_replicate() for _, placements in sides[INPUTS] for p in placements)
 
     def pieces(self, side: int, group: _Group, holder: int, nearest_to: int | None = None) -> "Iterator[_Piece]":
-        """What the rank `holder` has of the inputs or outputs. With a rank as `nearest_to`, of a tensor that is replicated
-        over a mesh dimension only the replica at that rank's coordinate in it counts."""
+        """What the rank `holder` has of the inputs or outputs.
+
+        Args:
+            nearest_to: a rank that needs one copy. Of a tensor that is replicated over a mesh dimension, only a holder at
+                that rank's coordinate there has a piece.
+        """
         place = group.places[holder]
         other = place if nearest_to is None else group.places[nearest_to]
         for tensor, (shape, placements) in enumerate(self.sides[side]):
@@ -261,8 +266,8 @@ class _Bucket:
         like = local(inputs[0][0])
         if self.is_sharded:
             shards = self._exchange(shards, self.held[INPUTS], self.owned[INPUTS], like)
-        # Not exchanged: `nearest_to` leaves only this rank's own matrices in `held`, in the order of `owned[rank]`. So are
-        # `self.owned`, and `batches` of one matrix each.
+        # Without an exchange `held` has only the pieces of matrices that this rank owns, in the order of `self.owned`, and
+        # of `batches` where each has one matrix. So they can be taken as if they were received.
         batches = self._assemble(shards, like)
         results = []
         for batch in self.batches:

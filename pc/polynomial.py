@@ -156,8 +156,9 @@ def _stage_vjp(
     """`vjp` of one stage, for [B, n, m]; divisor and scale are [B, 1, 1] or [1, 1, 1] in at least float32.
 
     `A` is wide (of a tall one all is transposed), `N = A / divisor`, `G = N N^T`, and `D = H N^T`. Then
-    `<g(N), H> = <p(G), D>`. Its gradient with respect to the symmetric G is M / 2, where M is that of `<p(G), D + D^T>`,
-    and `dG = dN N^T + N dN^T` doubles it:
+    `<g(N), H> = <p(G), D>`. Its gradient with respect to the symmetric G is M / 2, where M is that of `<p(G), D + D^T>`. A
+    change x of N changes G by `x N^T + N x^T`, and so `<p(G), D>` by `<M / 2, x N^T + N x^T> = <M N, x>`. With that, the
+    gradient dN with respect to N is
 
         dN = p(G) H + M N    <dN, N> = <p(G), D> + <M, G>
     """

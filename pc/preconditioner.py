@@ -45,7 +45,7 @@ class Preconditioner(ABC):
     def __init__(self, models: list[nn.Module], weights: dict[str, Weight]) -> None:
         self.weights = weights
         first = next(iter(weights.values()))
-        first.guard("")  # an earlier preconditioner's hooks sit on the modules listed then: remove them
+        first.guard("")  # removes the hooks that `attach` has put on the modules listed then
         parts = [module for model in models for module in model.modules() if isinstance(module, FSDPModule)]
         # The first weight's hooks serve all weights: one on each model, and on each FSDP module, as it must run before
         # that gathers.

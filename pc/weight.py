@@ -26,7 +26,7 @@ class Weight:
     """A marked weight: a parameter of a module, how it is split into matrices, and its tensors, all sharded alike.
 
     `pc.attach` sets the first group of fields. The others change: the guard whenever PC(W) comes or goes, and the
-    tensors when `pc.precondition` takes over.
+    tensors when `pc.precondition` takes over, which may also guard more modules.
     """
 
     name: str
