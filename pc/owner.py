@@ -266,8 +266,8 @@ class _Bucket:
         like = local(inputs[0][0])
         if self.is_sharded:
             shards = self._exchange(shards, self.held[INPUTS], self.owned[INPUTS], like)
-        # Without an exchange `held` has only the pieces of matrices that this rank owns, in the order of `self.owned`, and
-        # of `batches` where each has one matrix. So they can be taken as if they were received.
+        # Without an exchange every input is whole here, so `nearest_to` leaves only this rank's own pieces in `held`, in
+        # the order of `self.owned`: they can be taken as if they were received.
         batches = self._assemble(shards, like)
         results = []
         for batch in self.batches:

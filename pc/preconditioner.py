@@ -25,7 +25,7 @@ LACKS_STATE = (
     "the optimizer goes on from a run with PC, the preconditioner does not; load the preconditioner's state too, as that of "
     "the optimizer was"
 )
-HOLDS_W = "it holds W; call preconditioner.write_pc(), or use the model that has the preconditioner"
+HOLDS_W = "it is a copy of a model that held W; call preconditioner.write_pc() before you copy, or use the model itself"
 
 
 class Preconditioner(ABC):

@@ -57,9 +57,10 @@ class PCTrainerMixin(Trainer):
             torch.save(found, Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}" / FILE)
 
     def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
-        """Called once a checkpoint's model is loaded."""
+        """Called once a checkpoint's model is loaded; by transformers 5.0 in a new run too, with None."""
         super()._load_optimizer_and_scheduler(checkpoint)
-        self.load_pc(Path(checkpoint))
+        if checkpoint is not None:
+            self.load_pc(Path(checkpoint))
 
     def _load_best_model(self) -> None:
         super()._load_best_model()

@@ -47,7 +47,7 @@ def _inverse_root(matrix: Tensor, one: Tensor) -> Tensor:
     """M^(-1/2) of symmetric matrices [..., r, r], by coupled Newton-Schulz iterations. Eigenvalues lie between
     (cap / norm)^2 / MARGIN, which is 6.7e-5 where the norm of W is a hundred times the cap, and 1."""
     root, inverse = matrix, one.expand_as(matrix)
-    for constant, linear, quadratic in SIGN[3:]:  # the first three stages are for values near zero
+    for constant, linear, quadratic in SIGN[3:]:  # the first three are for smaller values than these
         product = inverse @ root
         step = constant * one + linear * product + quadratic * (product @ product)
         root, inverse = root @ step, step @ inverse

@@ -11,8 +11,8 @@ instead of [n, m] ones, which saves passes over memory.
 
 In low precision each matrix is first divided by a positive number, its `unit`, since float16 ends at 6e-8 and at 65504.
 g(W / s) stays the same if W and s are both divided by it, and the gradient of W is linear in that of PC(W). The scale of
-the result may be out of range too. So the factor that goes into the square matrices, `early`, is then the divisor, which
-makes their product 1, and what is left, `scale / divisor`, multiplies the result in float32.
+the result may be out of range too. The square matrices are multiplied by scale / divisor; in low precision `early`, the
+scale that is passed, is the divisor, so that this is 1, and the real scale / divisor multiplies the result in float32.
 """
 
 import torch

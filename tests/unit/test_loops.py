@@ -144,7 +144,7 @@ def test_while_an_optimizer_has_yet_to_step_what_is_read_is_pc(read):
     one.step()
     result = read(model)
     if read is copy.deepcopy:
-        with pytest.raises(UserError, match="it holds W; .* use the model that has the preconditioner"):
+        with pytest.raises(UserError, match="a copy of a model that held W; .* or use the model itself"):
             result(toy_batch(0))
         return
     state = result if isinstance(result, dict) else result.state_dict()
