@@ -39,8 +39,8 @@ ONE_BY_ONE = ("cpu",)  # devices on which a batch is slower than its matrices; o
 
 
 def matrix_cost(shape: Sequence[int]) -> float:
-    """Relative FLOPs of a matrix [..., n, m]; PC at level 4 takes (12 long + 12 short) short^2, with
-    nothing kept between its passes."""
+    """Relative FLOPs of a matrix [..., n, m]; PC at level 4 takes (12 long + 12 short) short^2, if nothing is
+    kept between its passes."""
     short, long = sorted(shape[-2:])
     return float(short) ** 2 * (long + short)
 

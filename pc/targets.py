@@ -73,8 +73,10 @@ def find(model: nn.Module, config: PCConfig) -> tuple[dict[str, Target], dict[st
             is_known, split = full_name in splits, splits.get(full_name)
             if not is_known and isinstance(module, nn.Linear) and key == "weight":
                 split = MatrixSplit()  # a pattern may name any of these
-            unsplit = () if is_known else ("",)  # no entry matches a weight that is known to be none of the blocks
-            blocks = split.blocks if split else unsplit
+            if split is not None:
+                blocks = split.blocks
+            else:  # none of the blocks, or unknown: one part, so that an entry that matches its name raises below
+                blocks = () if is_known else ("",)
             entries = [_entry_of(config, block, module_name, full_name) for block in blocks]
             if not any(entries):
                 others[full_name] = Other([*parameter.shape], is_known)

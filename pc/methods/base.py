@@ -95,10 +95,17 @@ class Method(ABC):
         return torch.autograd.grad(result, inputs, gradient)
 
     def invert(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """W, u and v with PC(W) = `weight` for gamma = 1. A method that has no way to find W leaves this out."""
-        raise NotImplementedError
+        """W, u and v with PC(W) = `weight` for gamma = 1.
+
+        Raises:
+            UserError: by default, as the method knows no way to find W.
+        """
+        raise self._no_inverse()
 
     def require_invertible(self) -> None:
         """Raise a `UserError` with the reason if `invert` cannot work; by default, if the method does not define it."""
         if type(self).invert is Method.invert:
-            raise UserError(f'method "{self.config.method}" cannot preserve given weights; {USE_AS_W}')
+            raise self._no_inverse()
+
+    def _no_inverse(self) -> UserError:
+        return UserError(f'method "{self.config.method}" cannot preserve given weights; {USE_AS_W}')

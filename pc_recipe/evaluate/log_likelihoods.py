@@ -13,6 +13,8 @@ from torchtitan.tools.logging import logger
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from pc.errors import UserError
+
 Request = tuple[tuple[str, str], list[int], list[int]]  # texts, context ids, answer ids
 
 # Lengths are rounded up to a multiple of this: few distinct shapes for torch.compile, and divisible for sequence
@@ -115,7 +117,9 @@ class LogLikelihoods(TemplateLM):
         return logits.full_tensor() if isinstance(logits, DTensor) else logits
 
     def generate_until(self, requests, disable_tqdm: bool = False):
-        raise NotImplementedError("the nine tasks ask for log-likelihoods of answers only")
+        raise UserError(
+            "only tasks that ask for log-likelihoods of answers can be scored here; export the model for others"
+        )
 
     loglikelihood_rolling = generate_until
 

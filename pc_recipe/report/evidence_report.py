@@ -14,11 +14,17 @@ from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.plots import save, short_tokens, subplots
 from pc_recipe.report import curves
 from pc_recipe.report.contrasts import contrast_table, read_preregistration
-from pc_recipe.report.evidence import CONDITION, Experiment, curve, is_at_best, read_experiments, without_tuning_seeds
+from pc_recipe.report.evidence import (
+    CONDITION,
+    SIZES,
+    Experiment,
+    curve,
+    is_at_best,
+    read_experiments,
+    without_tuning_seeds,
+)
 from pc_recipe.runs.sweep.spec import VALIDATION, value_label
 
-SIZES = {"norm/effective": "their norm", "norm/relative_step": "their relative step"}
-"""{logged name: heading} of columns, "their" being the PC blocks'"""
 NOTES = """
 Losses in nats per token. ± is the standard error of the mean over seeds; differences and times fewer tokens are computed
 per seed. The learning rate of an arm, in bold, was chosen on its tuning seeds, or else its first seed; the results are

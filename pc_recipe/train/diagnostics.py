@@ -73,10 +73,10 @@ class Diagnostics:
         is_stored = preconditioner is None or config.pc.mode == "step"  # the effective weight
         watched = config.pc.blocks if is_stored and self._settings.spectra_freq else ()
         self._update = UpdateSizes(model_parts, watched, self._stage_ranks)
+        self.factors = self._list_factors()
+        """name and factor of each number of `measure`, for `RankNumbers`"""
 
-    @property
-    def factors(self) -> list[tuple[str, float]]:
-        """Name and factor of each number of `measure`, for `RankNumbers`."""
+    def _list_factors(self) -> list[tuple[str, float]]:
         outputs = [] if self._outputs is None else self._outputs.outputs
         factors = [(WEIGHT, 1.0)]
         for name, gamma in self._gammas.items():  # their sum over all ranks is the mean
@@ -107,15 +107,15 @@ class Diagnostics:
 
         Weights are those after the step, outputs those during the step.
         """
-        update, own = self._update.factors, self.factors
+        update = len(self._update.factors)
         zeros = local(next(self._model_parts[0].parameters())).new_zeros
-        numbers = [zeros(len(own) - len(update))]
+        numbers = [zeros(len(self.factors) - update)]
         if _is_due(step, self._settings.freq):
             raws = {f"{name}.weight": weight.raw for name, weight in self._pc_weights().items()}
             numbers = [self._norm.of_parameters(raws).float().reshape(1), *map(local, self._gammas.values())]
             if self._outputs is not None and self._outputs.outputs:
                 numbers.append(self._outputs.stop().flatten())
-        return [*numbers, *(self._update.stop() or [zeros(len(update))])]
+        return [*numbers, *(self._update.stop() or [zeros(update)])]
 
     @torch.no_grad()
     def collect(self, step: int, of_ranks: OfRanks) -> dict[str, float]:

@@ -41,7 +41,7 @@ class SquaredNorm:
             self._by_share[share_of(parameter, ranks)].append((clean_name(name), parameter))
 
     def gradients(self) -> list[Tensor]:
-        """Shards"""
+        """This rank's shards of them."""
         return list(chain(*(tensors for _, tensors in self._shards(_gradient))))
 
     @torch.no_grad()
@@ -141,8 +141,10 @@ class RankNumbers:
         self._factors = torch.tensor([factor for _, factor in factors], device=device, dtype=torch.float64)
 
     def gather(self, own: list[Tensor]) -> OfRanks:
-        """Args:
-        own: this rank's numbers, of one dimension each, in the order of their factors.
+        """Send this rank's numbers to all ranks, and get theirs. The host waits for them.
+
+        Args:
+            own: tensors of one dimension, in the order of the factors.
         """
         numbers = torch.cat(own).double() * self._factors
         of_ranks = numbers.new_zeros(1, len(self._names)).index_add_(1, self._places, numbers[None])

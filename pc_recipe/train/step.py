@@ -118,8 +118,8 @@ class StepTrainer(Trainer):
         return agreed.logged_norm
 
     def _clip(self, norm: Tensor) -> None:
-        """`torch.nn.utils.clip_grads_with_norm_`, which takes longer with DTensors"""
-        torch._foreach_mul_(self._norm.gradients(), torch.clamp(self.config.training.max_norm / (norm + 1e-6), max=1.0))
+        parameters = [parameter for part in self.model_parts for parameter in part.parameters()]
+        torch.nn.utils.clip_grads_with_norm_(parameters, self.config.training.max_norm, norm, foreach=True)
 
     def _log(self, loss: Tensor, grad_norm: float, learning_rate: float) -> None:
         """What is due after this step."""
