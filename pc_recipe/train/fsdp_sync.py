@@ -24,10 +24,11 @@ def once_per_step(config: Config) -> bool:
 
 
 def prepare_micro_batch(model_parts: Iterable[nn.Module], once_per_step: bool, is_last: bool) -> None:
-    """Set what the next backward pass does. Call it before each micro-batch, but not in a pipeline, which does so itself.
+    """Set what the backward passes from now on do. Call it before a step's first micro-batch and before its last, but not
+    in a pipeline, which does so itself.
 
     Args:
-        is_last: whether it is the step's last micro-batch, after which gradients are complete and weights sharded.
+        is_last: whether the next is the step's last micro-batch, after which gradients are complete and weights sharded.
     """
     # FSDP's backward pass ends with a reduce-scatter among the ranks that share a replica and, with replicas (HSDP), an
     # all-reduce among these. Both are sums, so they may wait for the last micro-batch; until then gradients add up where
@@ -35,10 +36,11 @@ def prepare_micro_batch(model_parts: Iterable[nn.Module], once_per_step: bool, i
     # reduce-scatter keeps whole gradients; not to reshard weights keeps whole weights, and saves the next all-gather.
     for model in model_parts:
         assert isinstance(model, FSDPModule)
-        model.set_requires_all_reduce(is_last)
         if once_per_step:
-            model.set_requires_gradient_sync(is_last)
+            model.set_requires_gradient_sync(is_last)  # of both
             model.set_reshard_after_backward(is_last)
+        else:
+            model.set_requires_all_reduce(is_last)
 
 
 def reshard(model_parts: Iterable[nn.Module]) -> None:

@@ -99,8 +99,9 @@ class StepTrainer(Trainer):
         return total.full_tensor() if isinstance(total, DTensor) else total
 
     def forward_backward_step(self, **batch) -> Tensor:
-        if not self.parallel_dims.pp_enabled:
-            fsdp_sync.prepare_micro_batch(self.model_parts, self.parallel_dims.once_per_step, self.is_last_micro_batch)
+        is_first, is_last = self._micro_batches_done == 0, self.is_last_micro_batch
+        if (is_first or is_last) and not self.parallel_dims.pp_enabled:  # each call walks through all modules
+            fsdp_sync.prepare_micro_batch(self.model_parts, self.parallel_dims.once_per_step, is_last)
         return super().forward_backward_step(**batch)
 
     def _update(self, loss: Tensor) -> float:
