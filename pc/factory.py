@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from pc.errors import UserError
-from pc.followed import require_trained, unwrapped
+from pc.followed import joining_gammas, unwrapped
 from pc.per_forward import PerForward
 from pc.per_step import PerStep
 from pc.preconditioner import Preconditioner
@@ -46,7 +46,7 @@ def precondition(
         raise UserError("pc.precondition found no weight with PC; call pc.attach(model, pc.PCConfig(...)) first")
     _require_usable(models, weights)
     if optimizers:
-        require_trained(weights, unwrapped(optimizers))
+        joining_gammas(weights, unwrapped(optimizers))  # raises before anything is changed
     by_name = {weight.name: weight for weight in weights}
     if weights[0].config.mode == "step":
         replicas = [

@@ -31,9 +31,14 @@ def ids_of_parameters(*optimizers: Optimizer) -> set[int]:
     return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 
 
-def require_trained(weights: Iterable[Weight], optimizers: list[Optimizer]) -> None:
-    """Raise a `UserError` for a weight that no optimizer holds, or a gamma that none can train."""
+def joining_gammas(weights: Iterable[Weight], optimizers: list[Optimizer]) -> list[tuple[Any, Any]]:
+    """The gammas that no optimizer has, each with the parameter group that it shall join.
+
+    Raises:
+        UserError: no optimizer holds some weight, or can train a gamma.
+    """
     held = ids_of_parameters(*optimizers)
+    joining = []
     for weight in weights:
         if not weight.parameter.requires_grad:
             continue
@@ -42,18 +47,19 @@ def require_trained(weights: Iterable[Weight], optimizers: list[Optimizer]) -> N
                 f"no optimizer given to pc.precondition holds the weight of {weight.name}; create optimizers after any "
                 "sharding, and give all that train the model"
             )
-        if (
-            weight.config.learnable_gamma
-            and id(weight.gamma) not in held
-            and group_for_gamma(weight, optimizers) is None
-        ):
+        if not weight.config.learnable_gamma or id(weight.gamma) in held:
+            continue
+        group = _group_for_gamma(weight, optimizers)
+        if group is None:
             raise UserError(
                 f"no optimizer given to pc.precondition can train the gamma of {weight.name}, because Muon, AdamH and MuonH "
                 "train matrices alone; give one for vectors too, or set learnable_gamma=False"
             )
+        joining.append((weight.gamma, group))
+    return joining
 
 
-def group_for_gamma(weight: Weight, optimizers: list[Optimizer]) -> Any:
+def _group_for_gamma(weight: Weight, optimizers: list[Optimizer]) -> Any:
     """The parameter group that a new gamma joins: the first that has vectors, or else the group of its weight; None if
     there is none. Muon, AdamH and MuonH train matrices alone."""
     of_matrices = (torch.optim.Muon, Hyperball)

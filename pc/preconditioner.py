@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from pc.errors import UserError
-from pc.followed import group_for_gamma, ids_of_parameters, only_creates_state, require_trained, unwrapped
+from pc.followed import ids_of_parameters, joining_gammas, only_creates_state, unwrapped
 from pc.shards import copy_into
 from pc.weight import Weight
 
@@ -123,14 +123,9 @@ class Preconditioner(ABC):
             UserError: none of them holds some weight, or can train gammas.
         """
         given = unwrapped(optimizers)
-        require_trained(self.weights.values(), given)
-        trained = ids_of_parameters(*given)
-        joining = []
-        for weight in self.weights.values():
-            if weight.gamma is not None and weight.parameter.requires_grad and id(weight.gamma) not in trained:
-                joining.append((group_for_gamma(weight, given), weight.gamma))
-        for group, gamma in joining:  # not before: a group with one gamma more would be a group of vectors
+        for gamma, group in joining_gammas(self.weights.values(), given):  # all found before the first joins
             group["params"].append(gamma)
+        trained = ids_of_parameters(*given)
         own = {id(p) for weight in self.weights.values() for p in (weight.parameter, weight.gamma)}
         for earlier in [*self._hooks]:
             if (own & ids_of_parameters(earlier)) <= trained:  # the new ones train all of ours that it does

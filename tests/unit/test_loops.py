@@ -152,11 +152,14 @@ def test_while_an_optimizer_has_yet_to_step_what_is_read_is_pc(read):
         torch.testing.assert_close(state[f"{name}.weight"], weight, rtol=1e-12, atol=1e-12)
 
 
-def test_an_optimizer_can_be_replaced():
-    """In a second phase of training; PC(W) is there right after the step, for compiled models too."""
+@pytest.mark.parametrize("least", [1, 2])
+def test_an_optimizer_can_be_replaced(least):
+    """In a second phase of training, by one of all parameters or without gammas; PC(W) is there right after the step, for
+    compiled models too."""
     loop = Loop(make=sgd)
     loop.step()
-    earlier, loop.optimizer = loop.optimizer, torch.optim.AdamW(loop.model.parameters(), lr=1e-2)
+    chosen = [parameter for parameter in loop.model.parameters() if parameter.ndim >= least]
+    earlier, loop.optimizer = loop.optimizer, torch.optim.AdamW(chosen, lr=1e-2)
     loop.preconditioner.follow(loop.optimizer)
     loop.step(1)
     assert loop.preconditioner.holds_pc and not earlier._optimizer_step_pre_hooks
