@@ -16,8 +16,8 @@ The modules, in the order of their imports:
     shards, owner                     functions of whole matrices on sharded weights, each on one rank
     splits, owner_functions           a stored weight as matrices, and what its owner computes once per step
     muon, hyperball                   Muon by the same means; AdamH and MuonH, which keep the norms of weights
-    layer, model_classes, targets     PC(W) in a layer; how known models' weights are split; which weights get PC
-    weight, marking                   what attach, preserve, merge, detach do
+    layer, weight                     PC(W) in a layer; a weight with what belongs to it
+    model_classes, targets, marking   how known models' weights are split; which get PC; attach, preserve, merge, detach
     followed, preconditioner          what follows optimizers and is saved with them
     change_check, per_step            its mode "step"
     per_forward, factory              its mode "forward"; `precondition` makes either

@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Literal, get_args
 
 from pc.blocks import BLOCK_GROUPS, BLOCK_SUFFIXES
@@ -154,7 +153,7 @@ class PCConfig:
                 f'pc.compute_dtype = "{self.compute_dtype}" needs pc.mode = "step"; with "forward" use "float32"'
             )
 
-    @cached_property
+    @property
     def map(self) -> Map:
         """The map g of a config with one level (see `for_block`)."""
         assert not isinstance(self.level, Mapping)
@@ -164,6 +163,5 @@ class PCConfig:
         """The configuration of one entry of `blocks`, with that entry's level."""
         level = self.level[block] if isinstance(self.level, Mapping) else self.level
         one = copy(self)  # not made anew: its values were checked, and warned of
-        vars(one).pop("map", None)
         vars(one).update(level=level, blocks=(block,), heads=(), splits=None)
         return one

@@ -72,7 +72,13 @@ def _require_usable(models: list[nn.Module], weights: list[Weight]) -> None:
             for parameter in module.parameters(recurse=False):
                 holders.setdefault(id(parameter), []).append(clean_name(name))
     for weight in weights:
-        _require_real(weight)
+        if weight.parameter.is_meta:
+            raise UserError(f"{weight.name} is on the meta device; call pc.precondition once the weights exist")
+        if weight.parameter.dtype.itemsize < 4:
+            raise UserError(
+                f"{weight.name} is {weight.parameter.dtype}, but W needs float32 to accumulate small updates; call "
+                "model.float(), and use autocast or FSDP's mixed precision for fast matmuls"
+            )
         if len(sharing := holders[id(weight.parameter)]) > 1:
             raise UserError(
                 f"{weight.name} shares its weight: {', '.join(sharing)}; PC needs a separate one: untie it, or leave it "
@@ -89,14 +95,3 @@ def _require_usable(models: list[nn.Module], weights: list[Weight]) -> None:
                 "copy.deepcopy((model, optimizer, preconditioner)). To start again: pc.merge (from PC(W)) or pc.detach "
                 "(from W), then pc.attach"
             )
-
-
-def _require_real(weight: Weight) -> None:
-    """Raise a `UserError` for a weight on the meta device or in low precision."""
-    if weight.parameter.is_meta:
-        raise UserError(f"{weight.name} is on the meta device; call pc.precondition once the weights exist")
-    if weight.parameter.dtype.itemsize < 4:
-        raise UserError(
-            f"{weight.name} is {weight.parameter.dtype}, but W needs float32 to accumulate small updates; call "
-            "model.float(), and use autocast or FSDP's mixed precision for fast matmuls"
-        )

@@ -12,7 +12,7 @@ from pc.config import PCConfig
 from pc.errors import UserError
 from pc.layer import PCLinear
 from pc.owner import Plan
-from pc.targets import Target, find, require_complete
+from pc.targets import find, require_complete
 from pc.weight import Weight, named_weights
 
 
@@ -45,11 +45,11 @@ def attach(model: nn.Module, config: PCConfig) -> nn.Module:
         for target in targets.values():
             _require_called(target, not_called)
     for index, target in enumerate(targets.values()):
-        Weight.mark(target, [target.module, *([model] if index == 0 else [])])
+        target.mark([target.module, *([model] if index == 0 else [])])
     return model
 
 
-def _require_called(target: Target, not_called: set[nn.Module]) -> None:
+def _require_called(target: Weight, not_called: set[nn.Module]) -> None:
     module = target.module
     is_plain = type(module).forward is nn.Linear.forward and target.attribute == "weight" and module not in not_called
     if not is_plain or [part.count for part in target.split.parts] != [1]:

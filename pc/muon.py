@@ -1,7 +1,6 @@
 """Muon for sharded matrices: `torch.optim.Muon` with Newton-Schulz on owner ranks (`pc.owner`)."""
 
 from dataclasses import astuple
-from inspect import signature
 
 import torch
 from torch import Tensor
@@ -12,9 +11,6 @@ from pc.config import MatrixSplit, PCConfig
 from pc.owner import Plan
 from pc.shards import local
 from pc.splits import WeightSplit, split_of
-
-# Torch's options and their defaults.
-_OPTIONS = {name: p.default for name, p in signature(torch.optim.Muon).parameters.items() if name != "params"}
 
 
 class Muon(torch.optim.Muon):
@@ -40,8 +36,8 @@ class Muon(torch.optim.Muon):
 
     def __init__(self, params, **options) -> None:
         self._plans: dict[tuple, Plan] = {}
-        torch.optim.Muon([torch.empty(1, 1)], **options)  # checks the options
-        Optimizer.__init__(self, params, _OPTIONS | options)  # torch's own would refuse weights of three dimensions
+        checked = torch.optim.Muon([torch.empty(1, 1)], **options).defaults
+        Optimizer.__init__(self, params, checked)  # torch's own would refuse weights of three dimensions
         for group in self.param_groups:
             if isinstance(group.get("split"), MatrixSplit):
                 group["split"] = astuple(group["split"])  # which a checkpoint can hold

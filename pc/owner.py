@@ -13,7 +13,6 @@ dimensions that shard an item form one flat group. HSDP replicas repeat the work
 holds whole matrices, as where a stack [E, n, m] of experts is sharded over E alone, is a group alone and sends nothing.
 """
 
-import heapq
 import itertools
 import math
 from collections import defaultdict
@@ -117,11 +116,10 @@ class Plan:
 
 def assign(costs: Sequence[float], num_owners: int) -> list[int]:
     """The owner of each item: assigns the most expensive item first, each to the rank with the least work so far."""
-    load = [(0.0, owner) for owner in range(num_owners)]  # a heap
-    owners = [0] * len(costs)
+    load, owners = [0.0] * num_owners, [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        least, owners[index] = load[0]
-        heapq.heapreplace(load, (least + costs[index], owners[index]))
+        owners[index] = owner = load.index(min(load))
+        load[owner] += costs[index]
     return owners
 
 

@@ -27,7 +27,7 @@ def write(
     ]
     weights, u, v = zip(*(of_part[:3] for of_part in results), strict=True)
     kept = [of_part[3:] for of_part in results]
-    return split.join_weight(weights, base=raw), split.join_u(u), split.join_v(v), kept
+    return split.join_weight(weights, base=raw), split.join(u), split.join_v(v), kept
 
 
 def pull_back(
@@ -45,14 +45,14 @@ def pull_back(
         )
     ]
     weights, *gammas = zip(*results, strict=True)
-    return split.join_weight(weights, base=gradient), *(split.join_gamma(gamma) for gamma in gammas)
+    return split.join_weight(weights, base=gradient), *(split.join(gamma) for gamma in gammas)
 
 
 def invert(split: WeightSplit, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """W as stored, u and v, so that PC(W) is the given weight."""
     matrices = zip(split.chosen, split.split_weight(weight), strict=True)
     raw, u, v = zip(*(part.method.invert(matrix) for part, matrix in matrices), strict=True)
-    return split.join_weight(raw, base=weight), split.join_u(u), split.join_v(v)
+    return split.join_weight(raw, base=weight), split.join(u), split.join_v(v)
 
 
 def _per_part(split: WeightSplit, gamma_u_v: tuple[Tensor, ...]) -> tuple[list, list[Tensor], list[Tensor]]:

@@ -17,26 +17,23 @@ def gram_matrix(matrix: Tensor) -> Tensor:
     return matrix.mT @ matrix if matrix.size(-2) > matrix.size(-1) else matrix @ matrix.mT
 
 
-def apply(
+def apply(map: Map, matrix: Tensor) -> Tensor:
+    """`g(A)` for matrices `A` of shape [..., n, m], batched over leading dimensions; same shape out."""
+    return apply_and_keep(map, matrix)[0]
+
+
+def apply_and_keep(
     map: Map, matrix: Tensor, *, gram: Tensor | None = None, divisor: Tensor | None = None, scale: Tensor | None = None
-) -> Tensor:
-    """`scale * g(A / divisor)` for matrices `A` of shape [..., n, m], batched over leading dimensions; same shape out.
+) -> tuple[Tensor, list[Tensor]]:
+    """`scale * g(A / divisor)`, and square matrices [B, r, r] that `vjp` of the same map and `A / divisor` needs again.
 
     One matmul computes the smaller Gram matrix `G` [r, r], those of `_values` compute `p(G)`, and one multiplies it by
     `A`. Divisor and scale are applied to the square matrices, so neither costs another pass over `A`.
 
     Args:
         gram: `gram_matrix(A)` if already computed.
-        divisor: [..., 1, 1]; None for 1.
-        scale: [..., 1, 1]; None for 1.
+        divisor, scale: [..., 1, 1]; None for 1.
     """
-    return apply_and_keep(map, matrix, gram=gram, divisor=divisor, scale=scale)[0]
-
-
-def apply_and_keep(
-    map: Map, matrix: Tensor, *, gram: Tensor | None = None, divisor: Tensor | None = None, scale: Tensor | None = None
-) -> tuple[Tensor, list[Tensor]]:
-    """`apply`, and square matrices [B, r, r] that `vjp` of the same map and the same `A / divisor` needs again."""
     batch = matrix.reshape(-1, *matrix.shape[-2:])
     factor = None if divisor is None else divisor.reshape(-1, 1, 1).reciprocal()
     composite = stages(map)
@@ -63,7 +60,7 @@ def vjp(
     scale: Tensor | None = None,
     kept: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Vector-Jacobian product of `apply`: the gradient with respect to `A`, given that of `scale * g(A / divisor)`.
+    """Vector-Jacobian product of `apply_and_keep`: the gradient with respect to `A`, given that of `scale * g(A / divisor)`.
 
     Autograd computes the same. At level 4 autograd takes 6 matmuls of [r, r] by [r, l] and 6 of [r, r]; this takes 4
     and 4, because every factor is symmetric and `g` itself is not needed; 3 and 2 with what `apply_and_keep` kept.
@@ -74,8 +71,7 @@ def vjp(
     Args:
         matrix: `A` [..., n, m].
         gradient: `H`, with respect to the result [..., n, m].
-        divisor: [..., 1, 1]; None for 1.
-        scale: [..., 1, 1]; None for 1.
+        divisor, scale: [..., 1, 1]; None for 1.
         kept: by `apply_and_keep` for the same map and `A / divisor`; empty: computed again.
 
     Returns:
@@ -88,7 +84,7 @@ def vjp(
     one = torch.ones(1, 1, 1, device=matrix.device, dtype=torch.promote_types(matrix.dtype, torch.float32))
     divisor, scale = (one if x is None else x.reshape(-1, 1, 1) for x in (divisor, scale))
     if others:  # the value is that of the last stage, the gradient goes back through the first
-        gradient, value_product, _ = vjp(tuple(others), apply(first, batch, divisor=divisor), gradient)
+        gradient, value_product, _ = vjp(tuple(others), apply_and_keep(first, batch, divisor=divisor)[0], gradient)
         result, _, matrix_product = _stage_vjp(first, batch, divisor, scale, gradient, kept)
     else:
         result, value_product, matrix_product = _stage_vjp(first, batch, divisor, scale, gradient, kept)

@@ -46,22 +46,12 @@ def power_iteration(weight: Tensor, u: Tensor, v: Tensor, steps: int) -> tuple[T
 
 
 def power_iteration_by_gram(weight: Tensor, gram: Tensor, u: Tensor, v: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """`power_iteration` with the smaller Gram matrix in place of the weight.
+    """`power_iteration`, at least one step, by the smaller Gram matrix [..., r, r] in place of the weight.
 
     One multiplication by `W W^T` replaces one by `W^T` and one by `W`. PC needs the Gram matrix anyway, and it is
     smaller; the weight itself is read twice instead of 2 `steps` times, at last for `W v`. Rounding errors of the Gram
     matrix (in TF32, for example) act like iterating on a slightly different matrix: u and v are off by some d, and
     `u^T W v`, which uses W itself, only by the order of d^2.
-
-    Args:
-        weight: [..., n, m].
-        gram: `W W^T` or `W^T W`, whichever is smaller, [..., r, r].
-        u: [..., n] unit vectors from the previous call (a warm start).
-        v: [..., m] unit vectors.
-        steps: at least 1.
-
-    Returns:
-        New `u` and `v`.
     """
     with torch.no_grad():
         if weight.size(-2) > weight.size(-1):

@@ -69,13 +69,6 @@ class WeightSplit:
         return [part for part in self.parts if part.config is not None]
 
     @property
-    def config(self) -> PCConfig:
-        """That of the first chosen part. All parts share all settings but `level`."""
-        config = self.chosen[0].config
-        assert config is not None
-        return config
-
-    @property
     def cost(self) -> float:
         """Relative FLOPs of one weight of the stack."""
         return sum(part.count * matrix_cost((part.rows, self.columns)) for part in self.chosen)
@@ -96,11 +89,8 @@ class WeightSplit:
 
     @property
     def v_shape(self) -> tuple[int, ...]:
-        return *self.stack, *((self._count, self.columns) if self._count > 1 else (self.columns,))
-
-    @property
-    def _count(self) -> int:
-        return sum(part.count for part in self.chosen)
+        count = sum(part.count for part in self.chosen)
+        return *self.stack, *((count, self.columns) if count > 1 else (self.columns,))
 
     def initial_vectors(self, name: str) -> tuple[Tensor, Tensor]:
         """Random unit vectors u and v (float32, CPU), which depend only on the weight's name and shape."""
@@ -146,14 +136,13 @@ class WeightSplit:
         whole = (rows[0] if len(rows) == 1 else torch.cat(rows, -2)).flatten(1, 2)
         return whole.mT if self.transposed else whole
 
-    def join_gamma(self, gammas: Sequence[Tensor]) -> Tensor:
-        return self._join(gammas, self.gamma_shape)
-
-    def join_u(self, u: Sequence[Tensor]) -> Tensor:
-        return self._join(u, self.u_shape)
+    def join(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Of gammas or u."""
+        flat = [x.reshape(len(x) // part.count, -1) for part, x in zip(self.chosen, tensors, strict=True)]
+        return flat[0] if len(flat) == 1 else torch.cat(flat, 1)
 
     def join_v(self, v: Sequence[Tensor]) -> Tensor:
-        return self._join(v, self.v_shape)
+        return self.join(v).reshape(-1, *self.v_shape[len(self.stack) :])
 
     def _rows(self, weight: Tensor) -> Sequence[Tensor]:
         """Views [B, repeats, size, m] of each part's rows."""
@@ -164,11 +153,6 @@ class WeightSplit:
         lengths = [part.count * width for part, width in zip(self.chosen, widths, strict=True)]
         pieces = zip(widths, tensor.flatten(1).split(lengths, dim=1), strict=True)
         return [x.reshape(-1, width) for width, x in pieces]
-
-    def _join(self, pieces: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
-        flat = [x.reshape(len(x) // part.count, -1) for part, x in zip(self.chosen, pieces, strict=True)]
-        joined = flat[0] if len(flat) == 1 else torch.cat(flat, 1)
-        return joined.reshape(len(joined), *shape[len(self.stack) :])
 
 
 def split_of(

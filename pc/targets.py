@@ -12,34 +12,15 @@ from pc.blocks import BLOCK_GROUPS, BLOCK_SUFFIXES, block_of, matches
 from pc.config import MatrixSplit, PCConfig
 from pc.errors import UserError
 from pc.model_classes import splits_of_module
-from pc.splits import WeightSplit, split_of
+from pc.splits import split_of
+from pc.weight import Weight
 
-# What torch.compile and activation checkpointing insert into module names.
-_WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 _HEAD_DIMS = ("head_dim", "head_size", "attention_head_size")
 
 
 def clean_name(name: str) -> str:
     """A module or parameter name without the parts that torch.compile and activation checkpointing insert."""
-    for part in _WRAPPER_NAMES:
-        name = name.replace(part, "")
-    return name
-
-
-class Target(NamedTuple):
-    """A weight that gets PC."""
-
-    name: str
-    """full name of the module; or of the parameter, if that is not "weight" """
-    module: nn.Module
-    attribute: str
-    """name of the parameter in its module"""
-    split: WeightSplit
-
-    @property
-    def entries(self) -> set[str]:
-        """The entries of `PCConfig.blocks` that name its matrices."""
-        return {part.config.blocks[0] for part in self.split.parts if part.config}
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 class Other(NamedTuple):
@@ -50,8 +31,8 @@ class Other(NamedTuple):
     """whether it is known how it is split, or that it is none of the blocks"""
 
 
-def find(model: nn.Module, config: PCConfig) -> tuple[dict[str, Target], dict[str, Other]]:
-    """The weights that `config` names, and all others, by their parameters' full names.
+def find(model: nn.Module, config: PCConfig) -> tuple[dict[str, Weight], dict[str, Other]]:
+    """The weights that `config` names, not marked yet, and all others, by their parameters' full names.
 
     Raises:
         UserError: `config` is something else, or a weight is matched twice, or it is not known how it is split, or the
@@ -61,7 +42,7 @@ def find(model: nn.Module, config: PCConfig) -> tuple[dict[str, Target], dict[st
         raise UserError(
             f"pc.attach takes a pc.PCConfig, not a {type(config).__name__}; write pc.PCConfig(level=4, blocks=...)"
         )
-    targets: dict[str, Target] = {}
+    targets: dict[str, Weight] = {}
     others: dict[str, Other] = {}
     modules = {clean_name(name): module for name, module in model.named_modules()}
     splits = _all_splits(config, modules)
@@ -90,7 +71,7 @@ def find(model: nn.Module, config: PCConfig) -> tuple[dict[str, Target], dict[st
             configs = [config.for_block(entry) if entry else None for entry in entries]
             found = split_of(full_name, parameter.shape, split, configs, head_dims)
             name = module_name if key == "weight" and module_name else full_name
-            targets[full_name] = Target(name, module, key, found)
+            targets[full_name] = Weight(name, module, key, found)
     return targets, others
 
 
@@ -109,7 +90,7 @@ def _all_splits(config: PCConfig, modules: dict[str, nn.Module]) -> dict[str, Ma
     return splits
 
 
-def require_complete(config: PCConfig, targets: dict[str, Target], others: dict[str, Other]) -> None:
+def require_complete(config: PCConfig, targets: dict[str, Weight], others: dict[str, Other]) -> None:
     """Raise a `UserError` if an entry of `blocks` or `splits` finds nothing, or an entry of `blocks` may miss an
     unknown weight beside its own."""
     for pattern in config.splits or {}:

@@ -12,7 +12,6 @@ from pc.errors import UserError
 from pc.layer import PCLinear, add_pc
 from pc.shards import viewed
 from pc.splits import WeightSplit
-from pc.targets import Target
 
 NO_PRECONDITIONER = (
     "it has no preconditioner; call pc.precondition(model, optimizer) after pc.attach, and after FSDP or DDP if used"
@@ -63,24 +62,21 @@ class Weight:
     v: Any = None
     """None until `pc.preserve` computes them or `pc.precondition` draws them, seeded by the name"""
 
-    @classmethod
-    def mark(cls, target: Target, guarded: list[nn.Module]) -> "Weight":
-        """Put a new one into `pc_weights` of its module; from now on forward passes are refused."""
-        weight = cls(target.name, target.module, target.attribute, target.split, guarded=guarded)
-        module = weight.module
-        if weight.config.mode == "forward":
-            add_pc(module, weight.name, weight.config)
-            weight.state_is_apart = False
+    def mark(self, guarded: list[nn.Module]) -> None:
+        """Put it into `pc_weights` of its module; from now on forward passes are refused."""
+        self.guarded, module = guarded, self.module
+        if self.config.mode == "forward":
+            add_pc(module, self.name, self.config)
+            self.state_is_apart = False
         if not hasattr(module, "pc_weights"):
             module.pc_weights = {}
-            weight.hooks += [
+            self.hooks += [
                 module.register_state_dict_pre_hook(_before_state_dict),
                 module.register_state_dict_post_hook(_leave_out),
                 module.register_load_state_dict_pre_hook(_put_back),
             ]
-        module.pc_weights[weight.attribute] = weight
-        weight.guard(NO_PRECONDITIONER)
-        return weight
+        module.pc_weights[self.attribute] = self
+        self.guard(NO_PRECONDITIONER)
 
     def remove(self) -> None:
         """Leave a plain module, whose parameter stays as it is."""
@@ -97,6 +93,11 @@ class Weight:
         return self.__dict__ | {"preconditioner": None}  # a copy of the preconditioner sets it again
 
     @property
+    def entries(self) -> set[str]:
+        """The entries of `PCConfig.blocks` that name its matrices."""
+        return {part.config.blocks[0] for part in self.split.parts if part.config}
+
+    @property
     def parameter(self) -> nn.Parameter:
         """W, or PC(W) in mode "step" between optimizer steps."""
         return self.parameters[0] if self.parameters else getattr(self.module, self.attribute)
@@ -110,7 +111,7 @@ class Weight:
     @property
     def config(self) -> PCConfig:
         """With one level, that of the first part; all other settings are those of all parts."""
-        return self.split.config
+        return self.split.chosen[0].method.config
 
     @property
     def gamma_attribute(self) -> str:

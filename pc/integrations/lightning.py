@@ -33,22 +33,17 @@ class PCCallback(Callback):
     def on_fit_start(self, trainer, pl_module) -> None:
         self._start(trainer).follow(*trainer.optimizers)
 
-    def on_train_start(self, trainer, pl_module) -> None:
-        self._start(trainer)  # strategies for sharded models load after `on_fit_start`
-
     def on_validation_start(self, trainer, pl_module) -> None:
         self._start(trainer)
 
     on_test_start = on_predict_start = on_validation_start
+    on_train_start = on_validation_start  # strategies for sharded models load after `on_fit_start`
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer: torch.optim.Optimizer) -> None:
         """After the last backward pass of a step, before clipping."""
-        if (
-            self.preconditioner is not None
-            and self.preconditioner.has_gradients()
-            and not self.preconditioner.is_pulled_back
-        ):
-            self.preconditioner.pull_back()
+        preconditioner = self._start(trainer)
+        if preconditioner.has_gradients() and not preconditioner.is_pulled_back:
+            preconditioner.pull_back()
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.preconditioner is None else whole_state(self.preconditioner)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from pc import maps, polynomial
+from pc.config import PCConfig
 from pc.errors import UserError
 from pc.methods.base import USE_AS_W, Method, matmul_precision
 from pc.spectral import power_iteration_by_gram, spectral_norm_estimate
@@ -33,14 +34,18 @@ TOLERANCE = 1e-6  # of g(1) = 1; an error there is a relative error of the large
 class NormalisedPolynomial(Method):
     """gamma s.detach() g(W / s), with the map g of `PCConfig.level`."""
 
+    def __init__(self, config: PCConfig) -> None:
+        super().__init__(config)
+        self.map = config.map
+
     def describe(self) -> str:
-        return maps.describe(self.config.map) + ("" if self.config.norm_recovery else ", norm 1")
+        return maps.describe(self.map) + ("" if self.config.norm_recovery else ", norm 1")
 
     def apply(self, weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor) -> Tensor:
         s = spectral_norm_estimate(weight, u, v)[..., None, None]
         normalised = weight / s
         normalised = normalised.to(LOW_PRECISION.get(self.config.compute_dtype, weight.dtype))
-        result = polynomial.apply(self.config.map, normalised).to(weight.dtype)
+        result = polynomial.apply(self.map, normalised).to(weight.dtype)
         scale = s.detach() if self.config.norm_recovery else None
         if gamma is not None:
             gamma = gamma.to(weight.dtype)[..., None]
@@ -62,7 +67,7 @@ class NormalisedPolynomial(Method):
         divisor, early = (s, scale) if unit is None else (s / unit, s / unit)
         with self._polynomial_precision():
             result, kept = polynomial.apply_and_keep(
-                self.config.map, matrix, gram=gram, divisor=divisor[:, None, None], scale=early[:, None, None]
+                self.map, matrix, gram=gram, divisor=divisor[:, None, None], scale=early[:, None, None]
             )
         if unit is not None:
             result = _restored(result, scale / divisor, weight.dtype)
@@ -87,7 +92,7 @@ class NormalisedPolynomial(Method):
         divisor, early = (s, scale) if unit is None else (s / unit, s / unit)
         with self._polynomial_precision():
             d_weight, value_product, matrix_product = polynomial.vjp(
-                self.config.map,
+                self.map,
                 matrix,
                 gradient,
                 divisor=divisor[:, None, None],
@@ -111,13 +116,13 @@ class NormalisedPolynomial(Method):
         left, singular_values, right = torch.linalg.svd(weight.double(), full_matrices=False)
         largest = singular_values[:, :1]
         relative = singular_values / largest.clamp(min=torch.finfo(largest.dtype).tiny)
-        roots = smallest_root(self.config.map, relative)
+        roots = smallest_root(self.map, relative)
         roots[:, 0] = 1.0
         raw = left * (largest * roots)[:, None, :] @ right
         return raw.to(weight.dtype), left[:, :, 0].to(weight.dtype), right[:, 0].to(weight.dtype)
 
     def require_invertible(self) -> None:
-        at_one = maps.evaluate(self.config.map, 1.0)
+        at_one = maps.evaluate(self.map, 1.0)
         if abs(at_one - 1.0) > TOLERANCE:
             raise UserError(
                 f"given weights can be preserved where g(1) = 1, but level {self.config.level} has {at_one:.6g}; "

@@ -246,7 +246,7 @@ def _spectral(config: PCConfig | None, weight: Tensor, *rest: Tensor) -> tuple[T
 def _largest_estimate_error(split: WeightSplit, weight: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor]:
     """The largest of a weight's matrices, [B, 1]."""
     matrices = zip(split.split_weight(weight), split.split_u(u), split.split_v(v), strict=True)
-    return (split.join_gamma([_estimate_error(*matrix) for matrix in matrices]).amax(-1, keepdim=True),)
+    return (split.join([_estimate_error(*matrix) for matrix in matrices]).amax(-1, keepdim=True),)
 
 
 def _estimate_error(weight: Tensor, u: Tensor, v: Tensor) -> Tensor:

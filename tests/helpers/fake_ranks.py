@@ -58,7 +58,7 @@ def fake_rank(rank: int, world_size: int) -> Iterator[Counts]:
         # PC rejects weights on the meta device, because the initial vectors need data. Here shapes are enough.
         with (
             mock.patch.object(dist, "all_to_all_single", counts.all_to_all),
-            mock.patch("pc.factory._require_real"),
+            mock.patch("pc.factory._require_usable"),
             mock.patch.object(PerStep, "_add_tensors", _start_with_shapes),
         ):
             yield counts
