@@ -20,9 +20,6 @@ def main() -> None:
     collecting.add_argument("--output", type=Path, required=True, help="the experiment's folder")
     reporting = actions.add_parser("report", help="tables.md and a figure for each study, from runs.jsonl")
     reporting.add_argument("folder", type=Path, help="the experiment's folder")
-    reporting.add_argument(
-        "--margin", type=float, help='nats within which there is "no difference" (default: plan.toml\'s, else 0.008)'
-    )
     arguments = parser.parse_args()
     from pc_recipe.report.evidence import collect
     from pc_recipe.report.evidence_report import report
@@ -31,7 +28,7 @@ def main() -> None:
         study = arguments.study or arguments.sweeps[0].resolve().name
         print(f"{arguments.output}: {collect(arguments.sweeps, study, arguments.output)} runs of {study}")
     else:
-        for path in report(arguments.folder, arguments.margin):
+        for path in report(arguments.folder):
             print(path)
 
 

@@ -28,6 +28,7 @@ class Preregistration(Section):
 
     margin: Positive = key(0.008, 'Nats: an interval inside +- margin says "no difference".')
     tuning_seeds: list[int] = key([], "Seeds that choose the rates; empty: the first.")
+    test_seeds: list[int] = key([], "Seeds that are tested; empty: all that chose no rate.")
     questions: list[Question] = key([], "What is tested.")
 
 
@@ -38,7 +39,10 @@ def read_preregistration(folder: Path) -> Preregistration:
 
 
 def contrast_table(runs: pd.DataFrame, preregistration: Preregistration) -> str:
-    """A row for each planned contrast whose arms both ran on two seeds or more that chose no rate; "" without one.
+    """A row for each planned contrast whose arms both ran on two seeds or more that are tested; "" without one.
+
+    Holm's correction is for all planned rows of a question: one that did not run, or cannot be tested because a run
+    diverged, counts too.
 
     Args:
         runs: of one experiment (`evidence.Experiment.runs`).
@@ -46,23 +50,39 @@ def contrast_table(runs: pd.DataFrame, preregistration: Preregistration) -> str:
     losses = runs[runs.best & ~runs.chose].pivot(index="seed", columns="arm", values="loss")
     rows = []
     for question in preregistration.questions:
-        names = [pair for pair in question.contrasts if set(pair) <= set(losses)]
-        differences = [(losses[arm] - losses[reference]).dropna() for arm, reference in names]
-        tests = [(pair, some) for pair, some in zip(names, differences) if len(some) > 1 and np.isfinite(some).all()]
-        p_values = [stats.ttest_1samp(some, 0).pvalue for _, some in tests]
-        for ((arm, reference), some), p, corrected in zip(tests, p_values, holm(p_values), strict=True):
-            low, high = stats.t.interval(0.95, len(some) - 1, some.mean(), some.sem())
-            decides = corrected if question.holm else p
-            verdict = "undecided"
-            if decides < 0.05:
-                verdict = "lower" if some.mean() < 0 else "higher"
-            elif max(-low, high) < preregistration.margin:
-                verdict = "no difference"
-            interval = f"{low:+.4f} to {high:+.4f}"
-            cells = [f"{some.mean():+.4f}", interval, f"{p:.2g}", f"{corrected:.2g}" if question.holm else "-"]
-            rows.append([question.name, f"{arm} - {reference}", str(len(some)), *cells, verdict])
+        differences = [_differences(losses, *contrast) for contrast in question.contrasts]
+        p_values = [stats.ttest_1samp(some, 0).pvalue if _can_be_tested(some) else 1.0 for some in differences]
+        for (arm, reference), some, p, corrected in zip(question.contrasts, differences, p_values, holm(p_values)):
+            if len(some) > 1:
+                cells = _cells(some, p, corrected if question.holm else None, preregistration.margin)
+                rows.append([question.name, f"{arm} - {reference}", str(len(some)), *cells])
     header = "question|contrast|seeds|difference|95 % interval|p|p by Holm|verdict"
     return markdown.table(header.split("|"), rows) if rows else ""
+
+
+def _differences(losses: pd.DataFrame, arm: str, reference: str) -> pd.Series:
+    """Of the seeds that ran in both; not finite where one diverged."""
+    both = losses.reindex(columns=[arm, reference]).dropna()
+    return both[arm] - both[reference]
+
+
+def _can_be_tested(differences: pd.Series) -> bool:
+    return len(differences) > 1 and bool(np.isfinite(differences).all())
+
+
+def _cells(differences: pd.Series, p: float, corrected: float | None, margin: float) -> list[str]:
+    """Mean, interval, p, p by Holm and verdict."""
+    if not _can_be_tested(differences):
+        return [f"{(~np.isfinite(differences)).sum()} of {len(differences)} diverged", "-", "-", "-", "no test"]
+    mean = differences.mean()
+    low, high = stats.t.interval(0.95, len(differences) - 1, mean, differences.sem())
+    verdict = "undecided"
+    if (p if corrected is None else corrected) < 0.05:
+        verdict = "lower" if mean < 0 else "higher"
+    elif max(-low, high) < margin:
+        verdict = "no difference"
+    by_holm = "-" if corrected is None else f"{corrected:.2g}"
+    return [f"{mean:+.4f}", f"{low:+.4f} to {high:+.4f}", f"{p:.2g}", by_holm, verdict]
 
 
 def holm(p_values: list[float]) -> list[float]:

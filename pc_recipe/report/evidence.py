@@ -2,8 +2,8 @@
 
 An *arm* is a sweep's variant, or one combination of its settings, whatever the learning rate (the length of a step, for
 AdamH and MuonH); the first arm is the reference. An arm's rate is the one with the lowest final validation loss on the
-tuning seeds: those that the plan names, else the first. If other seeds were run at that rate, only they are used, so that
-no figure is one by which the rate was chosen. An *experiment* is the arms of one model size and number of steps, and of one
+tuning seeds: those that the plan names, else the first. If other seeds were run at that rate, only they are used (of these
+the test seeds, if the plan names them), so that no figure is one by which the rate was chosen. An *experiment* is the arms of one model size and number of steps, and of one
 optimizer unless variants name them; a *study* is one or several experiments that are reported together.
 
 An experiment's folder has `runs.jsonl`, one line per run with its config, environment and log, and what
@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
@@ -24,10 +25,11 @@ import torch
 from pc.errors import UserError
 from pc_recipe.config.model_sizes import Flavor, shape_of
 from pc_recipe.config.optimizers import KINDS
+from pc_recipe.config.run_key import all_values
 from pc_recipe.config.schema import Config
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.run_log import read_log, unique_names
-from pc_recipe.report.contrasts import read_preregistration
+from pc_recipe.report.contrasts import Preregistration, read_preregistration
 from pc_recipe.runs.sweep.points import read_results
 from pc_recipe.runs.sweep.spec import VALIDATION, label
 from pc_recipe.train.llama2 import Llama2, Llama2Args
@@ -86,7 +88,7 @@ class Experiment:
 
     `runs` has a row for each: arm; rate; seed; loss, the final one in nats per token, infinite if the run diverged; log
     [tokens, quantity]; best, whether its rate is the best of its arm; chose, whether its seed chose that rate from
-    several. Arms are in the order of their first runs, so the reference comes first.
+    several, or is none of the plan's test seeds. Arms are in the order of their first runs, so the reference comes first.
     """
 
     study: str
@@ -168,7 +170,7 @@ def read_experiments(folder: Path) -> list[Experiment]:
         kind = shape_of(config.model), optimizer, config.training.steps
         groups.setdefault((line["study"], *kind), []).append((line, config))
     studies = [study for study, *_ in groups]
-    tuning_seeds = read_preregistration(folder).tuning_seeds
+    plan = read_preregistration(folder)
     experiments = []
     for (study, *_, steps), group in groups.items():
         flavor, optimizer = group[0][1].model.flavor, group[0][1].optimizer.name
@@ -181,7 +183,7 @@ def read_experiments(folder: Path) -> list[Experiment]:
                 f"{file}: a second run of {unlike.iloc[0]} with the same learning rate and seed has a different "
                 "validation loss; collect them as two studies"
             )
-        arms = [_chosen(rows, tuning_seeds) for _, rows in same.head(1).groupby("arm", sort=False)]
+        arms = [_chosen(rows, plan) for _, rows in same.head(1).groupby("arm", sort=False)]
         experiments.append(Experiment(study, name, group[0][1], pd.concat(arms, ignore_index=True)))
     return experiments
 
@@ -200,24 +202,41 @@ def _run(line: dict, config: Config, arm: str) -> dict:
 
 def _arms(runs: Sequence[tuple[dict, Config]]) -> list[str]:
     """The arm of each run: its variant if there are several, or PC on or off and the settings in which the runs differ,
-    after the config if there are several."""
-    variants = [line.get("variant", "") for line, _ in runs]
-    if all(variants) and len(set(variants)) > 1:
-        return variants
+    after the config if there are several.
+
+    Runs of one config that have the same values are of one arm, by the name of the first: another sweep may list the same
+    run, or leave a value at its default.
+    """
     files = list(dict.fromkeys(line["config"] for line, _ in runs))
     names = dict(zip(files, unique_names([Path(name).with_suffix("") for name in files]), strict=True))
     settings = [{"pc.enable": config.pc.enable} | line["settings"] for line, config in runs]
     keys = {key for one in settings for key in one} - RATES
     varied = {key for key in keys if any(one.get(key) != settings[0].get(key) for one in settings)} | {"pc.enable"}
-    labels = [label({key: value for key, value in one.items() if key in varied}) for one in settings]
-    return labels if len(files) == 1 else [f"{names[line['config']]}, {of}" for (line, _), of in zip(runs, labels)]
+    arms = [label({key: value for key, value in one.items() if key in varied}) for one in settings]
+    variants = [line.get("variant", "") for line, _ in runs]
+    if all(variants) and len(set(variants)) > 1:
+        arms = variants
+    elif len(files) > 1:
+        arms = [f"{names[line['config']]}, {arm}" for (line, _), arm in zip(runs, arms, strict=True)]
+    same = [(line["config"], label(_values(config, keys))) for line, config in runs]
+    first = dict(zip(reversed(same), reversed(arms), strict=True))
+    return [first[one] for one in same]
 
 
-def _chosen(arm: pd.DataFrame, tuning_seeds: Sequence[int]) -> pd.DataFrame:
+def _values(config: Config, keys: set[str]) -> dict[str, Any]:
+    """The values of a run that count: without PC none of its settings does."""
+    values = all_values(config)
+    if not config.pc.enable:
+        keys = {key for key in keys if not key.startswith("pc.")} | {"pc.enable"}
+    return {key: values.get(key) for key in sorted(keys)}  # an old run may have a key that is gone
+
+
+def _chosen(arm: pd.DataFrame, plan: Preregistration) -> pd.DataFrame:
     """The arm's runs by rate, with `best` and `chose`: the mean over the tuning seeds chooses; if none ran, the first seed
     that ran at the most rates."""
     losses = arm.pivot(index="rate", columns="seed", values="loss")
-    seeds = [seed for seed in tuning_seeds if seed in losses] or [losses.count().idxmax()]
+    seeds = [seed for seed in plan.tuning_seeds if seed in losses] or [losses.count().idxmax()]
     best = losses[seeds].mean(axis=1, skipna=False).idxmin()
-    arm = arm.assign(best=arm.rate == best, chose=arm.seed.isin(seeds) & (len(losses) > 1))
+    chose = ~arm.seed.isin(plan.test_seeds) if plan.test_seeds else arm.seed.isin(seeds) & (len(losses) > 1)
+    arm = arm.assign(best=arm.rate == best, chose=chose)
     return arm.sort_values(["rate", "chose", "seed"], ascending=[True, False, True])

@@ -236,10 +236,9 @@ def _late(values: pd.Series, experiment: Experiment) -> pd.Series:
     return over[over.index > experiment.tokens_per_parameter / 10]
 
 
-def report(folder: Path, margin: float | None = None) -> list[Path]:
-    """Write tables.md and a figure for each study, from `folder`/runs.jsonl and its plan, whose margin is the default."""
+def report(folder: Path) -> list[Path]:
+    """Write tables.md and a figure for each study, from `folder`/runs.jsonl and its plan."""
     preregistration = read_preregistration(folder)
-    margin = margin or preregistration.margin
     studies: dict[str, list[Experiment]] = {}
     for experiment in read_experiments(folder):
         studies.setdefault(experiment.study, []).append(experiment)
@@ -247,8 +246,8 @@ def report(folder: Path, margin: float | None = None) -> list[Path]:
     for experiments in studies.values():
         for one in experiments:
             planned = contrast_table(one.runs, preregistration)
-            tables = [planned, arm_table(one.runs), untuned(one.runs), pair_table(one, margin)]
+            tables = [planned, arm_table(one.runs), untuned(one.runs), pair_table(one, preregistration.margin)]
             text += "\n".join([f"\n## {one.name}\n", *filter(None, tables)])
         text += "\n" + size_table(experiments)
-    write_atomically(folder / "tables.md", text + NOTES.format(margin=margin))
+    write_atomically(folder / "tables.md", text + NOTES.format(margin=preregistration.margin))
     return [folder / "tables.md", *(plot(experiments, folder / study) for study, experiments in studies.items())]

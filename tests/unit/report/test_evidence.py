@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 
 import pandas as pd
 import pytest
@@ -12,6 +13,7 @@ from helpers.made_runs import write_run
 from pc.errors import UserError
 from pc_recipe.config.model_sizes import FLAVORS
 from pc_recipe.report import evidence, evidence_report
+from pc_recipe.report.contrasts import Preregistration, Question, contrast_table
 
 # {(pc on, learning rate): final losses of seeds 0, 1, 2}; None: diverged
 LOSSES = {
@@ -123,7 +125,8 @@ def test_the_verdict_of_paired_seeds(tmp_path, shift, interval, margin, verdict)
         "pc_seeds": {(True, 1.6e-2): pc},
     }
     evidence.collect([_sweep(tmp_path / name, runs) for name, runs in sweeps.items()], "adamw", tmp_path / "kept")
-    tables, _ = evidence_report.report(tmp_path / "kept", margin)
+    (tmp_path / "kept" / "plan.toml").write_text(f"margin = {margin}")
+    tables, _ = evidence_report.report(tmp_path / "kept")
     mean = f"{-0.008 + shift:.4f} ± 0.0012"
     line = f"| pc on | 0.016 | 0.016 | 1, 2, 3, 4, 5, 6 | {mean} | {interval} | {verdict} |"
     assert line in tables.read_text()
@@ -175,13 +178,18 @@ def test_the_planned_test(tmp_path):
     }
     for (variant, rate), losses in finals.items():
         folder = _sweep(tmp_path / f"{variant}-{rate}", {(False, rate): losses})
-        lines = [
-            json.loads(line) | {"variant": variant} for line in (folder / "results.jsonl").read_text().splitlines()
-        ]
+        lines = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+        decay = {"plain": 0.0, "part": 0.1, "full": 0.2, "ball": 0.0}[variant]
+        for line in lines:
+            line["variant"] = variant
+            line["settings"] |= {"optimizer.weight_decay": decay}
+            line["settings"] |= {"optimizer.name": "AdamH"} if variant == "ball" else {}
         (folder / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        for file in folder.glob("*/*/config.toml") if variant == "ball" else []:  # its rate has a key of its own
-            ball = f'optimizer = {{ name = "AdamH", lr = 2e-3, hyperball_lr = {rate} }}'
-            file.write_text(re.sub("(?m)^optimizer = .*$", ball, file.read_text()))
+        optimizer = f'{{ name = "AdamW", lr = {rate}, weight_decay = {decay} }}'
+        if variant == "ball":  # its rate has a key of its own
+            optimizer = f'{{ name = "AdamH", lr = 2e-3, weight_decay = 0.0, hyperball_lr = {rate} }}'
+        for file in folder.glob("*/*/config.toml"):
+            file.write_text(re.sub("(?m)^optimizer = .*$", f"optimizer = {optimizer}", file.read_text()))
         evidence.collect([folder], "study", tmp_path / "kept")
     (tmp_path / "kept" / "plan.toml").write_text(PLAN)
     tables, _ = evidence_report.report(tmp_path / "kept")
@@ -198,6 +206,70 @@ def test_the_planned_test(tmp_path):
     assert "| ball | **0.06** | 0, 1 |" in text and "| cause | ball - plain | 4 | +0.3000 |" in text
 
 
+# {arm: losses of seeds 0, 1, ...} at one rate
+TESTED = {
+    "plain": [4.0, 4.1, 4.2, 4.3, 4.4],
+    "full": [3.9, 4.0, 4.11, 4.21, 4.3],
+    "part": [4.0, 4.2, 4.19, 4.31, 4.2],
+}
+
+
+def _contrasts(losses) -> dict[str, list[str]]:
+    """{contrast: its cells from the number of seeds on}, of three rows that Holm corrects; an absent arm has one."""
+    runs = [
+        {"arm": arm, "seed": seed, "loss": loss, "best": True, "chose": False}
+        for arm, of_seeds in losses.items()
+        for seed, loss in enumerate(of_seeds)
+    ]
+    question = Question(holm=True, contrasts=[["full", "plain"], ["part", "plain"], ["absent", "plain"]])
+    table = contrast_table(pd.DataFrame(runs), Preregistration(questions=[question]))
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    return {row[1]: row[2:] for row in rows}
+
+
+def test_a_diverged_run_keeps_its_row_and_its_place_in_the_correction():
+    """Also where both runs of a seed diverged, whose difference is no number."""
+    whole = _contrasts(TESTED)
+    p = stats.ttest_rel(TESTED["part"], TESTED["plain"]).pvalue
+    assert whole["part - plain"][3] == f"{p:.2g}" and "absent - plain" not in whole
+    full = stats.ttest_rel(TESTED["full"], TESTED["plain"]).pvalue
+    assert whole["full - plain"][4] == f"{3 * full:.2g}"  # of three planned rows
+    diverged = _contrasts(TESTED | {"part": [4.0, math.inf, 4.2, 4.3, 4.2]})
+    assert diverged["part - plain"] == ["5", "1 of 5 diverged", "-", "-", "-", "no test"]
+    assert diverged["full - plain"] == whole["full - plain"]
+    both = {arm: [math.inf, *losses[1:]] for arm, losses in TESTED.items()}
+    assert _contrasts(both)["full - plain"][:2] == ["5", "1 of 5 diverged"]
+
+
+def test_only_planned_seeds_are_tested(tmp_path):
+    """Other seeds that ran at the best rate, for a curve of the loss against the rate, are shown apart."""
+    losses = {(False, 2e-3): TESTED["plain"], (True, 2e-3): TESTED["full"]}
+    evidence.collect([_sweep(tmp_path / "sweep", losses)], "study", tmp_path / "kept")
+    plan = 'tuning_seeds = [0]\ntest_seeds = [2, 3, 4]\nquestions = [{ contrasts = [["pc on", "pc off"]] }]'
+    (tmp_path / "kept" / "plan.toml").write_text(plan)
+    tables, _ = evidence_report.report(tmp_path / "kept")
+    text = tables.read_text()
+    assert "| pc on - pc off | 3 | -0.0933 |" in text and "| pc on | 0.002 | 0.002 | 2, 3, 4 | -0.0933" in text
+    assert "| pc on | **0.002** | 0, 1 | 3.9500" in text
+
+
+def test_a_run_that_two_sweeps_list_is_of_one_arm(tmp_path):
+    """The second sweep varies the level, which the first leaves at its default, and has a link to the first's run."""
+    rates = _sweep(tmp_path / "rates", LOSSES)
+    levels = _sweep(tmp_path / "levels", {(True, 1e-3): [3.6], (True, 2e-3): [9.0]})
+    lines = [json.loads(line) for line in (levels / "results.jsonl").read_text().splitlines()]
+    lines[0]["settings"]["pc.level"], lines[1]["settings"]["pc.level"] = 1, 4
+    config = levels / lines[0]["name"] / "config.toml"
+    config.write_text(config.read_text().replace("enable = true", "enable = true, level = 1"))
+    shutil.rmtree(levels / lines[1]["name"])
+    (levels / lines[1]["name"]).symlink_to(rates / lines[1]["name"])
+    (levels / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    evidence.collect([rates, levels], "study", tmp_path / "kept")
+    (experiment,) = evidence.read_experiments(tmp_path / "kept")
+    counts = experiment.runs.groupby("arm", sort=False).size().to_dict()
+    assert counts == {"pc off": 4, "pc on": 6, "pc on, level 1": 1}
+
+
 def test_studies_in_one_file(tmp_path):
     """Collecting runs again replaces them; sweeps of two configs are different arms; the report has all studies."""
     one = _sweep(tmp_path / "one", LOSSES)
@@ -208,7 +280,7 @@ def test_studies_in_one_file(tmp_path):
     evidence.collect([one], "alone", kept)
     both, _ = evidence.read_experiments(kept)
     assert both.runs.arm.unique().tolist() == ["c, pc off", "c, pc on", "muon, pc off", "muon, pc on"]
-    written = evidence_report.report(kept, margin=0.01)
+    written = evidence_report.report(kept)
     assert [path.name for path in written] == ["tables.md", "both.png", "alone.png"]
     assert all(path.stat().st_size > 300 for path in written)
 
@@ -253,7 +325,7 @@ def test_a_ladder_of_sizes(tmp_path):
     evidence.collect(sweeps, "ladder", tmp_path / "kept")
     experiments = evidence.read_experiments(tmp_path / "kept")
     assert [one.name for one in experiments] == [f"ladder: {f}, AdamW, 100 steps" for f in ("nano", "debug", "60M")]
-    evidence_report.report(tmp_path / "kept", margin=0.01)
+    evidence_report.report(tmp_path / "kept")
     text = (tmp_path / "kept" / "tables.md").read_text()
     assert "| AdamW | 0.8 | pc on | 3 | +0.0200 to +0.0200 |" in text
     assert "best rates carried up: 1.953e-05 (N / 26,223,104)^-0.50." in text
