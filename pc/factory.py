@@ -71,7 +71,17 @@ def _require_usable(models: list[nn.Module], weights: list[Weight]) -> None:
                 raise UserError("FSDP1 makes weights parts of one flat parameter; shard with fully_shard (FSDP2)")
             for parameter in module.parameters(recurse=False):
                 holders.setdefault(id(parameter), []).append(clean_name(name))
+    first = weights[0]
     for weight in weights:
+        if weight.config.mode != first.config.mode:
+            raise UserError(
+                f'{first.name} has pc.mode "{first.config.mode}", {weight.name} "{weight.config.mode}"; use one for all'
+            )
+        if weight.parameter.dtype != first.parameter.dtype:
+            raise UserError(
+                f"{first.name} is {first.parameter.dtype}, {weight.name} {weight.parameter.dtype}; give weights with PC one "
+                "dtype, or leave some out of blocks"
+            )
         if weight.parameter.is_meta:
             raise UserError(f"{weight.name} is on the meta device; call pc.precondition once the weights exist")
         if weight.parameter.dtype.itemsize < 4:

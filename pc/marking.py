@@ -123,8 +123,7 @@ def merge(model: nn.Module) -> nn.Module:
         preconditioner.require_unchanged(alone=True)  # no collective: one rank may merge alone
     for weight in weights:
         if isinstance(weight.module, PCLinear):
-            effective = weight.module.effective_weight()
-            weight.module.weight = nn.Parameter(effective, requires_grad=weight.module.weight.requires_grad)
+            weight.module.weight.copy_(weight.module.effective_weight())
     _remove(weights)
     return model
 

@@ -1,6 +1,7 @@
 """Muon for sharded matrices: `torch.optim.Muon` with Newton-Schulz on owner ranks (`pc.owner`)."""
 
 from dataclasses import astuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,7 +9,7 @@ from torch.optim import Optimizer
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from pc.config import MatrixSplit, PCConfig
-from pc.owner import Plan
+from pc.owner import Plan, RecentPlans
 from pc.shards import local
 from pc.splits import WeightSplit, split_of
 
@@ -35,22 +36,23 @@ class Muon(torch.optim.Muon):
     """
 
     def __init__(self, params, **options) -> None:
-        self._plans: dict[tuple, Plan] = {}
+        self._plans = RecentPlans()
         checked = torch.optim.Muon([torch.empty(1, 1)], **options).defaults
         Optimizer.__init__(self, params, checked)  # torch's own would refuse weights of three dimensions
-        for group in self.param_groups:
-            if isinstance(group.get("split"), MatrixSplit):
-                group["split"] = astuple(group["split"])  # which a checkpoint can hold
-            for parameter in group["params"]:
-                if parameter.ndim != 2 and "split" not in group:
-                    raise ValueError(
-                        f"Muon needs matrices, not {[*parameter.shape]}, or a split in the parameter group"
-                    )
-                _split(parameter, group)
 
-    def __setstate__(self, state: dict) -> None:  # of a copy, which has no plans: they hold process groups
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if isinstance(group.get("split"), MatrixSplit):
+            group["split"] = astuple(group["split"])  # which a checkpoint can hold
+        for parameter in group["params"]:
+            if parameter.ndim != 2 and "split" not in group:
+                raise ValueError(f"Muon needs matrices, not {[*parameter.shape]}, or a split in the parameter group")
+            _split(parameter, group)
+
+    def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        self._plans = {}
+        self._plans = RecentPlans()  # torch leaves attributes of its own out of a copy
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -87,9 +89,8 @@ class Muon(torch.optim.Muon):
         # weight of one part is then not multiplied in bfloat16 at all.
         settings = [(split, options, tuple(f / max(of) for f in of)) for split, of in zip(splits, factors, strict=True)]
         name = (*map(id, parameters), *settings)
-        if name not in self._plans:
-            self._plans[name] = Plan(items, items, settings, [split.cost for split in splits])
-        self._plans[name].run(_orthogonalise, items, items)
+        plan = self._plans.get(name, lambda: Plan(items, items, settings, [split.cost for split in splits]))
+        plan.run(_orthogonalise, items, items)
         torch._foreach_mul_(shards, 1 - lr * group["weight_decay"])
         for shard, (update,), of in zip(shards, items, factors, strict=True):
             shard.add_(local(update), alpha=-lr * max(of))

@@ -114,6 +114,26 @@ class Plan:
         return [tuple((m.item, m.index) for m in batch) for bucket in self._buckets for batch in bucket.batches]
 
 
+class RecentPlans:
+    """The plans that were used last, by a key; the others go, as where experts without tokens have no gradient and each
+    step has another set of weights."""
+
+    LIMIT = 8
+
+    def __init__(self) -> None:
+        self._plans: dict[Hashable, Plan] = {}
+
+    def __getstate__(self) -> dict:
+        return {"_plans": {}}  # of a copy, which makes its own: they hold process groups
+
+    def get(self, key: Hashable, make: Callable[[], Plan]) -> Plan:
+        plan = self._plans.pop(key, None) or make()
+        self._plans[key] = plan
+        if len(self._plans) > self.LIMIT:
+            del self._plans[next(iter(self._plans))]
+        return plan
+
+
 def assign(costs: Sequence[float], num_owners: int) -> list[int]:
     """The owner of each item: assigns the most expensive item first, each to the rank with the least work so far."""
     load, owners = [0.0] * num_owners, [0] * len(costs)

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from pc import owner_functions
 from pc.change_check import ChangeCheck
 from pc.errors import UserError
-from pc.owner import Item, Plan
+from pc.owner import Item, Plan, RecentPlans
 from pc.preconditioner import Preconditioner
 from pc.shards import local, shard_gammas, shard_like, viewed
 from pc.spectral import without_autocast
@@ -71,7 +71,7 @@ class PerStep(Preconditioner):
         self._reshard()
         self._replicas = replicas
         """ranks that have the same, and share the work"""
-        self._plans: dict[tuple, Plan] = {}
+        self._plans = RecentPlans()
         self._kept: dict[tuple, owner_functions.Kept] = {}
         """by the matrices of a batch; for the PC(W) that the weights hold"""
         super().__init__(models, weights)
@@ -80,7 +80,7 @@ class PerStep(Preconditioner):
 
     def __getstate__(self) -> dict:
         # without process groups and hooks
-        return super().__getstate__() | {"_plans": {}, "_kept": {}, "_replicas": None, "_backward_hooks": []}
+        return super().__getstate__() | {"_kept": {}, "_replicas": None, "_backward_hooks": []}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
@@ -220,13 +220,11 @@ class PerStep(Preconditioner):
     def _run(
         self, name: str, function: Callable, weights: list[Weight], inputs: list, outputs: list, share: bool = True
     ) -> None:
-        """`_write_batch` or `_pull_back_batch` of every weight on its owner. The plan is made once for these weights."""
+        """`_write_batch` or `_pull_back_batch` of every weight on its owner."""
         replicas = self._replicas if share else None
         key = (name, replicas, *(w.name for w in weights))
-        if key not in self._plans:
-            splits = [w.split for w in weights]
-            self._plans[key] = Plan(inputs, outputs, splits, [split.cost for split in splits], replicas)
-        plan = self._plans[key]
+        splits = [w.split for w in weights]
+        plan = self._plans.get(key, lambda: Plan(inputs, outputs, splits, [split.cost for split in splits], replicas))
         batches = iter(plan.batches)
 
         def on_batch(split: WeightSplit, *tensors: Tensor) -> Sequence[Tensor]:

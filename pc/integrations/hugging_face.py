@@ -16,7 +16,7 @@ from transformers import Trainer
 
 from pc.errors import UserError
 from pc.factory import precondition
-from pc.integrations import whole_state
+from pc.integrations import is_of, whole_state
 from pc.preconditioner import Preconditioner
 
 FILE = "pc.pt"  # the preconditioner's state, in the folder of a checkpoint
@@ -28,9 +28,9 @@ class PCTrainerMixin(Trainer):
     preconditioner: Any = None  # a Preconditioner, once the model is evaluated or trained
 
     def _started(self) -> Preconditioner:
-        if self.preconditioner is None:
+        model: Any = self.model
+        if not is_of(self.preconditioner, model):
             is_replica = dist.is_initialized() and not self.is_fsdp_enabled
-            model: Any = self.model
             self.preconditioner = precondition(model, process_group=dist.group.WORLD if is_replica else None)
         return self.preconditioner
 

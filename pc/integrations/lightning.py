@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback
 
 from pc.factory import precondition
-from pc.integrations import whole_state
+from pc.integrations import is_of, whole_state
 from pc.preconditioner import Preconditioner
 
 
@@ -19,11 +19,11 @@ class PCCallback(Callback):
     checkpoints."""
 
     def __init__(self) -> None:
-        self.preconditioner: Preconditioner | None = None
+        self.preconditioner: Any = None  # a Preconditioner, from the first run on
         self._loaded: dict[str, Any] | None = None
 
     def _start(self, trainer) -> Preconditioner:
-        if self.preconditioner is None:
+        if not is_of(self.preconditioner, trainer.model):
             self.preconditioner = precondition(trainer.model)
         if self._loaded is not None:
             self.preconditioner.load_state_dict(self._loaded)

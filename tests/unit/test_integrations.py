@@ -2,6 +2,7 @@
 
 import copy
 
+import lightning
 import peft
 import pytest
 import torch
@@ -13,6 +14,7 @@ import pc
 from helpers.toy import Loop, same, toy_batch, toy_loss, toy_model
 from pc import PCConfig, UserError
 from pc.integrations.hugging_face import FILE, PCTrainerMixin
+from pc.integrations.lightning import PCCallback
 
 
 def train(model, optimizer, preconditioner, steps=3):
@@ -86,7 +88,7 @@ class PCTrainer(PCTrainerMixin, Trainer):
     """Trainer for a model with PC."""
 
 
-def make_trainer(folder, steps=4, **settings):
+def make_trainer(folder, steps=4, model_init=None, **settings):
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = pc.attach(LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)), PCConfig())
@@ -97,7 +99,8 @@ def make_trainer(folder, steps=4, **settings):
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 0.1, "use_cpu": True,
         "report_to": "none", "disable_tqdm": True,
     }  # fmt: skip
-    return PCTrainer(model=model, args=TrainingArguments(**fixed | settings), train_dataset=data, eval_dataset=data)
+    given = {"model_init": model_init} if model_init else {"model": model}
+    return PCTrainer(args=TrainingArguments(**fixed | settings), train_dataset=data, eval_dataset=data, **given)
 
 
 def losses(trainer):
@@ -115,6 +118,42 @@ def test_a_resumed_trainer_equals_a_straight_one(tmp_path):
     (tmp_path / "checkpoint-4" / FILE).unlink()
     with pytest.raises(UserError, match="pc.pt is missing"):
         make_trainer(tmp_path, 5).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+
+
+def test_a_trainer_that_makes_its_model_anew(tmp_path):
+    """As a search for hyperparameters does (`model_init`): each model has its own preconditioner."""
+    trainer = make_trainer(tmp_path, 1, model_init=lambda: make_trainer(tmp_path).model)
+    trainer.evaluate()
+    for _ in range(2):
+        trainer.train()
+        assert {weight.preconditioner for _, weight in pc.named_weights(trainer.model)} == {trainer.preconditioner}
+
+
+class Net(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = pc.attach(toy_model(), PCConfig())
+
+    def training_step(self, batch, index):
+        return toy_loss(self.net, toy_batch(index))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.net.parameters(), lr=1e-2)
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.zeros(2, 1))
+
+
+def test_a_callback_for_two_modules():
+    """One after the other, each by a trainer of its own."""
+    callback, quiet = PCCallback(), ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    for _ in range(2):
+        module = Net()
+        trainer = lightning.Trainer(
+            callbacks=[callback], max_epochs=1, accelerator="cpu", **dict.fromkeys(quiet, False)
+        )
+        trainer.fit(module)
+        assert {weight.preconditioner for _, weight in pc.named_weights(module)} == {callback.preconditioner}
 
 
 def test_a_trainer_goes_back_to_its_best_model_and_on_from_there(tmp_path):

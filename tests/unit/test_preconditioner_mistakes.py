@@ -73,6 +73,19 @@ def second_preconditioner():
     pc.precondition(loop.model, loop.optimizer)
 
 
+def two_dtypes():
+    model = toy_model()
+    model[1].float()
+    pc.precondition(pc.attach(model, PCConfig()))
+
+
+def two_modes():
+    model = toy_model()
+    for name, block, mode in zip("ab", model, ("step", "forward"), strict=True):
+        pc.attach(nn.ModuleDict({name: block}), PCConfig(mode=mode))
+    pc.precondition(model)
+
+
 def weights_tied_after_attach():
     model = attached()
     model[1].attention["wo"].weight = model[0].attention["wo"].weight
@@ -96,6 +109,14 @@ MISTAKES = {
     ),
     "two models": (lambda: pc.precondition([attached(), attached()]), "two modules have PC of the name 0.attention.wo"),
     "weights tied after attach": (weights_tied_after_attach, "shares its weight: 0.attention.wo, 1.attention.wo"),
+    "weights of two dtypes": (
+        two_dtypes,
+        "0.attention.wo is torch.float64, 1.attention.wo torch.float32; give weights",
+    ),
+    "weights of two modes": (
+        two_modes,
+        'a.attention.wo has pc.mode "step", b.attention.wo "forward"; use one for all',
+    ),
     "weights in half precision": (
         lambda: pc.precondition(pc.attach(toy_model().bfloat16(), PCConfig())),
         "W needs float32",
