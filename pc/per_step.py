@@ -74,6 +74,8 @@ class PerStep(Preconditioner):
         self._plans = RecentPlans()
         self._kept: dict[tuple, owner_functions.Kept] = {}
         """by the matrices of a batch; for the PC(W) that the weights hold"""
+        self._is_writing = False
+        """whether W is in `raw` alone: PC(W) was not written to its end, as after Ctrl-C in a notebook"""
         super().__init__(models, weights)
         self._changes = ChangeCheck(list(weights.values()), replicas)
         self._observe()
@@ -125,23 +127,27 @@ class PerStep(Preconditioner):
         weights = self.weights.values()
         if not self.has_started and any(weight.is_loaded_pc for weight in weights):
             raise UserError(IS_PC)
-        torch._foreach_copy_([local(w.raw) for w in weights], [local(w.parameter) for w in weights])
+        if not self._is_writing:
+            torch._foreach_copy_([local(w.raw) for w in weights], [local(w.parameter) for w in weights])
         self._write_pc(advance_first=True, share=share)
         self._changes.note()
         self.is_pulled_back = False
 
     def _use_loaded(self) -> None:
         """Compute PC(W) anew, so that the order of loading model and preconditioner does not matter."""
+        self._set_holds_pc(False)
         self._write_pc(advance_first=False, share=False)
         self._changes.forget()  # the model's state, loaded after this one, may have other rounding errors
 
     def _write_pc(self, advance_first: bool, share: bool) -> None:
+        self._is_writing = True
         self._reshard()
         weights = list(self.weights.values())
         inputs = [(w.raw, *w.gammas, w.u, w.v) for w in weights]
         outputs: list[Item] = [(w.parameter, w.u, w.v) for w in weights]
         self._kept.clear()
         self._run("write", partial(self._write_batch, advance_first=advance_first), weights, inputs, outputs, share)
+        self._is_writing = False
         self._set_holds_pc(True)
 
     @torch.no_grad()
@@ -205,12 +211,13 @@ class PerStep(Preconditioner):
 
     @torch.no_grad()
     def write_raw(self) -> None:
-        if not self.holds_pc:
+        if not self.holds_pc and not self._is_writing:
             return
         self._reshard()
         weights = self.weights.values()
         torch._foreach_copy_([local(w.parameter) for w in weights], [local(w.raw) for w in weights])
         self._kept.clear()
+        self._is_writing = False
         self._set_holds_pc(False)
 
     def require_unchanged(self, alone: bool = False) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 import pc
 from helpers.toy import Loop, ToyBlock, same, toy_batch, toy_loss, toy_model
-from pc import MatrixSplit, PCConfig, UserError
+from pc import MatrixSplit, PCConfig, UserError, owner_functions
 from pc.owner import RecentPlans
 
 
@@ -135,6 +135,46 @@ def test_muon_alone_cannot_train_gammas():
 
 
 # what the weights hold
+
+
+@pytest.mark.parametrize("then", ["forward", "load", "step", "detach"])
+@pytest.mark.parametrize("at", ["step", "load"])
+def test_an_interrupted_write_keeps_w(monkeypatch, at, then):
+    """By Ctrl-C in a notebook, or an error that the loop catches: W is saved before the first weight is overwritten."""
+    loop = Loop(make=sgd)
+    loop.step()
+    state = copy.deepcopy(loop.preconditioner.state_dict())
+    loop.backward()
+    loop.preconditioner.pull_back()
+    written = 0
+
+    def write(*given, original=owner_functions.write, **options):
+        nonlocal written
+        written += 1
+        if written == 2:
+            raise KeyboardInterrupt
+        return original(*given, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(owner_functions, "write", write)
+        loop.optimizer.step() if at == "step" else loop.preconditioner.load_state_dict(state)
+    assert not loop.preconditioner.holds_pc
+    expected = loop.raw()
+    if then == "forward":
+        loop.model(toy_batch(0))
+        require_holds_pc(loop.model, loop.preconditioner)
+    elif then == "load":
+        loop.preconditioner.load_state_dict(state)
+        expected = {name: (tensors["raw"], tensors["gamma"]) for name, tensors in state.items() if name != "config"}
+    elif then == "step":
+        loop.optimizer.zero_grad(set_to_none=False)
+        loop.optimizer.step()  # of zero gradients
+    else:
+        weights = {name: w.parameter for name, w in loop.preconditioner.weights.items()}
+        pc.detach(loop.model)
+        assert same({name: raw for name, (raw, _) in expected.items()}, weights)
+        return
+    assert same(loop.raw(), expected)
 
 
 def test_a_skipped_optimizer_is_not_waited_for():
