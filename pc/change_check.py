@@ -1,9 +1,9 @@
 """Notices weights that were changed while they held PC(W): such a change would be lost, as the optimizer steps W."""
 
+from collections.abc import Callable
+
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from pc.errors import UserError
 from pc.shards import local
@@ -13,21 +13,17 @@ TOLERANCE = 1e-6  # relative, of the norm of a shard: rounding
 
 
 class ChangeCheck:
-    """Compares the norms of local shards with those when PC(W) was written.
+    """Compares the norms of local shards with those when PC(W) was written."""
 
-    Args:
-        replicas: ranks that have the same plain weights.
-    """
-
-    def __init__(self, weights: list[Weight], replicas: dist.ProcessGroup | None) -> None:
-        self._weights, self._replicas = weights, replicas
+    def __init__(self, weights: list[Weight]) -> None:
+        self._weights = weights
         self._norms: Tensor | None = None
         """[weights], when PC(W) was written; None: there is nothing to compare with"""
         self._previous: tuple[Tensor, torch.Event] | None = None
         """on an accelerator, the result of the previous check, and the event of its arrival at the host"""
 
     def __getstate__(self) -> dict:
-        return self.__dict__ | {"_replicas": None, "_previous": None}  # without process groups and events
+        return self.__dict__ | {"_previous": None}  # without events
 
     def note(self) -> None:
         """PC(W) was written: keep its norms."""
@@ -37,31 +33,24 @@ class ChangeCheck:
         """Compare with nothing until PC(W) is written again."""
         self._norms = self._previous = None
 
-    def require_unchanged(self, alone: bool = False) -> None:
-        """Raise a `UserError` if a weight is not the PC(W) that was written, here or `on_any_rank`; if `alone`, here."""
+    def require_unchanged(self, on_any_rank: Callable[[Tensor], Tensor] | None) -> None:
+        """Raise a `UserError` if a weight is not the PC(W) that was written.
+
+        Args:
+            on_any_rank: whether a condition is true on any rank; None: ask about this one alone.
+        """
         if self._norms is None or self._norms.is_meta:
             return
         norms = self._measure()
         same = torch.isclose(norms, self._norms.to(norms.device), rtol=TOLERANCE, atol=0.0, equal_nan=True)
         changed = (~same).any()
-        changed = changed if alone else self.on_any_rank(changed)
-        if bool(changed) if alone else self._now_or_previous(changed):
+        if bool(changed) if on_any_rank is None else self._now_or_previous(on_any_rank(changed)):
             self._previous = None
             raise UserError(
                 "a weight was changed while it held PC(W), and the optimizer steps W: load the preconditioner's state "
                 "with the model's, swap averaged weights back, call pc.precondition after initialisation and DDP, give "
                 "it all optimizers, and change weights between restore_raw() and write_pc()"
             )
-
-    def on_any_rank(self, found: Tensor) -> Tensor:
-        """Whether a condition is true on this rank, or on any that has weights in common with it. All of them call this, so
-        that all raise or none: one would wait for another in the next collective."""
-        found = found.float()
-        meshes = dict.fromkeys(w.parameter.device_mesh for w in self._weights if isinstance(w.parameter, DTensor))
-        groups = [group for mesh in meshes for group in mesh.get_all_groups()]
-        for group in dict.fromkeys(groups + ([self._replicas] if self._replicas else [])):
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-        return found
 
     @torch.no_grad()
     def _measure(self) -> Tensor:

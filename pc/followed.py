@@ -1,9 +1,10 @@
 """What a preconditioner needs to know of the optimizers that it follows: which of them train what."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from pc.errors import UserError
@@ -60,19 +61,38 @@ def joining_gammas(weights: Iterable[Weight], optimizers: list[Optimizer]) -> li
 
 
 def _group_for_gamma(weight: Weight, optimizers: list[Optimizer]) -> Any:
-    """The parameter group that a new gamma joins: the first that has vectors, or else the group of its weight; None if
-    there is none. Muon, AdamH and MuonH train matrices alone."""
+    """The parameter group that a new gamma joins, of the optimizer that holds its weight: the weight's own if it has
+    vectors, or one with vectors and the same learning rate, or else the weight's own. The vectors are sharded as the weight
+    is, as one group may not mix them.
+
+    Muon, AdamH and MuonH train matrices alone: of their weights the gammas join the first group with vectors of another
+    optimizer; None if there is none.
+    """
     of_matrices = (torch.optim.Muon, Hyperball)
-    groups = [g for optimizer in optimizers if not isinstance(optimizer, of_matrices) for g in optimizer.param_groups]
-    of_vectors = [group for group in groups if any(p.ndim == 1 for p in group["params"])]
-    of_weight = [group for group in groups if any(p is weight.parameter for p in group["params"])]
-    return next(iter(of_vectors + of_weight), None)
+    mesh = getattr(weight.parameter, "device_mesh", None)
+
+    def has_vectors(group: dict) -> bool:
+        return any(p.ndim == 1 and getattr(p, "device_mesh", None) == mesh for p in group["params"])
+
+    holder = next(optimizer for optimizer in optimizers if id(weight.parameter) in ids_of_parameters(optimizer))
+    if isinstance(holder, of_matrices):
+        others = [optimizer for optimizer in optimizers if not isinstance(optimizer, of_matrices)]
+        return next((group for other in others for group in other.param_groups if has_vectors(group)), None)
+    own = next(group for group in holder.param_groups if any(p is weight.parameter for p in group["params"]))
+    alike = [group for group in holder.param_groups if has_vectors(group) and group.get("lr") == own.get("lr")]
+    return own if has_vectors(own) or not alike else alike[0]
 
 
-def only_creates_state(optimizer: Optimizer) -> bool:
+def only_creates_state(optimizer: Optimizer, on_any_rank: Callable[[Tensor], Tensor]) -> bool:
     """Whether this is the step with zero gradients and lr 0 that torch.distributed.checkpoint runs to create
-    optimizer state. It does not train."""
-    if optimizer.state or any(float(group.get("lr", 0.0)) for group in optimizer.param_groups):
+    optimizer state. It does not train.
+
+    Args:
+        on_any_rank: whether a condition is true there; a rank whose shards have no gradient decides as the others do.
+    """
+    if optimizer.state or not all(group.get("lr") == 0 for group in optimizer.param_groups):
         return False
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    return not any(local(gradient).any() for gradient in gradients)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
+    found = torch.stack([gradient.any() for gradient in gradients]).any() if gradients else torch.tensor(False)
+    return not on_any_rank(found.to(local(parameters[0]).device))

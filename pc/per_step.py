@@ -69,20 +69,18 @@ class PerStep(Preconditioner):
         # Parameters are read once, here, and must be the sharded ones. After a forward pass without gradients FSDP may
         # still hold unsharded ones.
         self._reshard()
-        self._replicas = replicas
-        """ranks that have the same, and share the work"""
         self._plans = RecentPlans()
         self._kept: dict[tuple, owner_functions.Kept] = {}
         """by the matrices of a batch; for the PC(W) that the weights hold"""
         self._is_writing = False
         """whether W is in `raw` alone: PC(W) was not written to its end, as after Ctrl-C in a notebook"""
-        super().__init__(models, weights)
-        self._changes = ChangeCheck(list(weights.values()), replicas)
+        super().__init__(models, weights, replicas)
+        self._changes = ChangeCheck(list(weights.values()))
         self._observe()
 
     def __getstate__(self) -> dict:
         # without process groups and hooks
-        return super().__getstate__() | {"_kept": {}, "_replicas": None, "_backward_hooks": []}
+        return super().__getstate__() | {"_kept": {}, "_backward_hooks": []}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
@@ -163,7 +161,7 @@ class PerStep(Preconditioner):
         # Only `pull_back` gives gammas a gradient, and zero_grad() takes it away or makes it zero.
         trained = [w.gamma for w in used if w.gamma is not None]
         earlier = [local(gamma.grad) for gamma in trained if gamma.grad is not None]
-        if earlier and self._changes.on_any_rank(torch.cat(earlier).any()):
+        if earlier and self.on_any_rank(torch.cat(earlier).any()):
             raise UserError(TWICE)
         gradients: list[Any] = [(w.parameter.grad, *(torch.zeros_like(gamma) for gamma in w.gammas)) for w in used]
         inputs = [(w.raw, g, *w.gammas, w.u, w.v) for w, (g, *_) in zip(used, gradients, strict=True)]
@@ -222,7 +220,7 @@ class PerStep(Preconditioner):
 
     def require_unchanged(self, alone: bool = False) -> None:
         if self.holds_pc:
-            self._changes.require_unchanged(alone)
+            self._changes.require_unchanged(None if alone else self.on_any_rank)
 
     def _run(
         self, name: str, function: Callable, weights: list[Weight], inputs: list, outputs: list, share: bool = True

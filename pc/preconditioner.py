@@ -11,8 +11,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -42,8 +44,12 @@ class Preconditioner(ABC):
     saved: tuple[str, ...] = ("gamma", "u", "v")
     """the tensors of a weight in the state"""
 
-    def __init__(self, models: list[nn.Module], weights: dict[str, Weight]) -> None:
+    def __init__(
+        self, models: list[nn.Module], weights: dict[str, Weight], replicas: dist.ProcessGroup | None = None
+    ) -> None:
         self.weights = weights
+        self._replicas = replicas
+        """ranks that have the same plain weights"""
         first = next(iter(weights.values()))
         first.guard("")  # removes the hooks that `attach` has put on the modules listed then
         parts = [module for model in models for module in model.modules() if isinstance(module, FSDPModule)]
@@ -107,6 +113,18 @@ class Preconditioner(ABC):
     def _use_loaded(self) -> None:
         """A state was loaded: hold its PC(W), computed with its `u` and `v` as they are."""
 
+    def on_any_rank(self, found: Tensor) -> Tensor:
+        """Whether a condition is true on this rank, or on any that has weights in common with it. All of them call this, so
+        that all go the same way: one would wait for another in the next collective."""
+        found = found.float()
+        meshes = dict.fromkeys(
+            w.parameter.device_mesh for w in self.weights.values() if isinstance(w.parameter, DTensor)
+        )
+        groups = [group for mesh in meshes for group in mesh.get_all_groups()]
+        for group in dict.fromkeys(groups + ([self._replicas] if self._replicas else [])):
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        return found
+
     def _prepare_step(self) -> bool:
         """Before an optimizer's step. False if it cannot change a weight with PC, because none has a gradient."""
         return True
@@ -116,8 +134,8 @@ class Preconditioner(ABC):
     def follow(self, *optimizers: Optimizer | Iterable[Optimizer]) -> None:
         """From now on restore W before a step of these optimizers, and write PC(W) after all of them have stepped.
 
-        They take the place of earlier ones of the same weights. A gamma that none of them has joins a parameter group,
-        whose learning rate and weight decay it gets: that of norms and biases, or else the group of its weight.
+        They take the place of earlier ones of the same weights. A gamma that none of them has joins a parameter group of the
+        optimizer of its weight (`pc.followed`), whose learning rate and weight decay it gets.
 
         Raises:
             UserError: none of them holds some weight, or can train gammas.
@@ -152,7 +170,7 @@ class Preconditioner(ABC):
     def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         if self._is_new and self._optimizer_goes_on:
             raise UserError(LACKS_STATE)
-        self._is_stepping = not only_creates_state(optimizer) and self._prepare_step()
+        self._is_stepping = not only_creates_state(optimizer, self.on_any_rank) and self._prepare_step()
         return None
 
     def _after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
@@ -183,7 +201,7 @@ class Preconditioner(ABC):
     # --- copies and states
 
     def __getstate__(self) -> dict:
-        return self.__dict__ | {"_hooks": {}, "_optimizers": list(self._hooks)}
+        return self.__dict__ | {"_hooks": {}, "_optimizers": list(self._hooks), "_replicas": None}
 
     def __setstate__(self, state: dict) -> None:
         """Of a copy: its optimizers have lost their hooks."""

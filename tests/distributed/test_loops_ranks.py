@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import pc
@@ -259,3 +259,46 @@ def _unequal(rank):
 
 def test_a_change_on_one_replica_is_said_on_all():
     run_ranks(2, _unequal)
+
+
+class Routed(nn.Module):
+    """A dense layer with a norm, and two experts of which only the first gets tokens."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
+        self.experts = nn.Parameter(torch.randn(2, 6, 6))
+
+    def forward(self, x):
+        x = self.norm(self.dense(x))
+        expert = self.experts.to_local() if isinstance(self.experts, DTensor) else self.experts
+        return x @ expert[0] * (dist.get_rank() == 0)
+
+
+def _without_tokens(rank, lr):
+    """Experts on a rank each, in an optimizer of their own, and in one with the rest whose groups do not mix kinds."""
+    config = PCConfig(blocks=("*experts", "*dense"), splits={"experts": pc.MatrixSplit(("up",))})
+    model = pc.attach(Routed(), config)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    model.experts = nn.Parameter(distribute_tensor(model.experts.data, mesh, [Shard(0)]))
+    dense = [p for p in model.parameters() if p is not model.experts]
+    groups = [{"params": dense}, {"params": [model.experts]}]
+    optimizers = [torch.optim.AdamW(group["params"], lr=lr) for group in groups]
+    if lr:
+        optimizers = [torch.optim.AdamW(groups, lr=lr, foreach=True)]
+    preconditioner = pc.precondition(model, *optimizers)
+    model(torch.randn(5, 6)).square().mean().backward()
+    preconditioner.pull_back()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert preconditioner.holds_pc
+    model(torch.randn(5, 6))
+    return [full(w.gamma) for w in preconditioner.weights.values() if isinstance(w.parameter, DTensor)]
+
+
+@pytest.mark.parametrize("lr", [0.0, 1e-2])
+def test_a_rank_without_gradients_goes_on_as_the_others(lr):
+    """Also in a first step of rate 0, as schedules of Hugging Face begin, which looks like the one that creates state."""
+    (first,), (second,) = run_ranks(2, _without_tokens, lr)
+    assert torch.equal(first, second) and (first[0] == 1.0) == (lr == 0.0)

@@ -68,6 +68,44 @@ def test_without_vectors_a_gamma_joins_the_group_of_its_weight():
         assert {id(w.gamma) for w in weights} == {id(p) for p in group["params"] if p.ndim == 1} and weights
 
 
+def test_a_gamma_stays_with_the_optimizer_of_its_weight():
+    """Also where the vectors of another come first, as of a generator and its critic."""
+    models = [nn.Sequential(ToyBlock(7, 10), nn.LayerNorm(7)).double() for _ in range(2)]
+    both = nn.ModuleDict({"generator": models[0], "critic": models[1]})
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    preconditioner = pc.precondition(pc.attach(both, PCConfig()), *optimizers)
+    for weight in preconditioner.weights.values():
+        index = weight.name.startswith("critic")
+        assert any(p is weight.gamma for p in optimizers[index].param_groups[0]["params"])
+
+
+def test_a_gamma_has_the_rate_of_its_weight():
+    """Of two layers with a rate each, both with vectors; the decay of neither keeps it out of its group."""
+    layers = [nn.Sequential(ToyBlock(7, 10), nn.LayerNorm(7)).double() for _ in range(2)]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.SGD([{"params": x.parameters(), "lr": 10.0**-i} for i, x in enumerate(layers)])
+    preconditioner = pc.precondition(pc.attach(model, PCConfig()), optimizer)
+    for weight in preconditioner.weights.values():
+        group = optimizer.param_groups[int(weight.name[0])]
+        assert any(p is weight.gamma for p in group["params"])
+
+
+def test_an_optimizer_without_a_rate():
+    """As Adafactor's relative steps: it trains, although its lr is no number."""
+
+    class Relative(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.grad is None or p.data.sub_(p.grad)
+
+    loop = Loop(make=lambda p: Relative([{"params": [*p], "lr": None}], lr=0.1))
+    before = loop.raw()
+    loop.step()
+    assert loop.optimizer.param_groups[0]["lr"] is None and not same(loop.raw(), before)
+    require_holds_pc(loop.model, loop.preconditioner)
+
+
 class Experts(nn.Module):
     def __init__(self):
         super().__init__()
