@@ -73,6 +73,12 @@ def read_environment(run: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
+def read_parts(run: Path) -> list[dict[str, Any]]:
+    """`read_environment`, then what it keeps of earlier parts of the run, of other code or machines; the newest first."""
+    newest = read_environment(run)
+    return [newest, *newest.pop("earlier", [])]
+
+
 def keep_earlier_config(run: Path, resolved: dict, step: int) -> None:
     """Before config.toml is replaced by `resolved`: keep it if it differs and the run continues from its `step` > 0."""
     current, *earlier = list_configs(run)

@@ -76,7 +76,7 @@ def main() -> None:
         def record(step: int) -> None:
             keep_earlier_config(folder, config.model_dump(exclude_unset=True), step)
             write_config(config, folder / "config.toml")
-            write_environment(folder, config, dist.get_world_size())
+            write_environment(folder, config, dist.get_world_size(), step)
             (folder / "pending.toml").unlink(missing_ok=True)
 
         trainer.train(record)

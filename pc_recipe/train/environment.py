@@ -16,15 +16,21 @@ from pc.errors import UserError
 from pc_recipe.config import Config
 from pc_recipe.config.run_key import all_values, code_version, data_checksums
 from pc_recipe.files.atomic import write_atomically
+from pc_recipe.files.run_folder import read_parts
 
 PACKAGES = ("torch", "torchtitan", "datasets", "lm-eval", "transformers", "numpy", "pc-layer")
 DIFFERENCES_SHOWN = 4
 
 
-def write_environment(folder: str | Path, config: Config, world_size: int) -> None:
-    """Write hardware, versions, commit and what the data contain to `environment.json`."""
+def write_environment(folder: str | Path, config: Config, world_size: int, step: int) -> None:
+    """Write hardware, versions, commit and what the data contain to `environment.json`.
+
+    Args:
+        step: that the run continues from. After 0 it keeps, under "earlier", what was there before of other code, data or
+            number of processes.
+    """
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    content = {
+    content: dict[str, Any] = {
         "versions": read_versions(),
         "commit": read_commit(),
         "code": code_version(),
@@ -33,6 +39,11 @@ def write_environment(folder: str | Path, config: Config, world_size: int) -> No
         "cpu_cores": len(os.sched_getaffinity(0)),
         "world_size": world_size,
     }
+    if step:
+        before, *earlier = read_parts(Path(folder))
+        if any(before.get(key) != content[key] for key in ("code", "data", "world_size")):
+            earlier = [before, *earlier]
+        content["earlier"] = earlier
     write_atomically(Path(folder) / "environment.json", json.dumps(content, indent=1) + "\n")
 
 

@@ -2,12 +2,12 @@
 
 Two runs are equal if everything that affects the result agrees (`pc_recipe.config.run_key`). Folders, checkpoints, logging
 and diagnostics do not, nor does the number of GPUs where the global batch does not depend on it. A run of another
-folder is reused only if the same code trained it: a result from before a mended bug must not come back. A reused run is
-a link to the folder of the trained one.
+folder is reused only if the same code trained all of it: a result from before a mended bug must not come back. A reused
+run is a link to the folder of the trained one.
 """
 
 import contextlib
-import json
+import itertools
 import os
 import tomllib
 from collections.abc import Sequence
@@ -31,12 +31,11 @@ ORDER = ("finished", "running", "diverged", "stopped", "interrupted", "failed", 
 
 def read_result_key(folder: Path) -> dict[str, Any] | None:
     """The result key of a folder's run; None if there is no run, one that cannot be read, or one of changed settings."""
-    file = folder / "environment.json"
     try:
-        environment = json.loads(file.read_text()) if file.exists() else {}
-        about = environment.get("world_size"), environment.get("data")
+        parts = [(part.get("world_size"), part.get("data")) for part in run_folder.read_parts(folder)]
         configs = [tomllib.loads(file.read_text()) for file in run_folder.list_configs(folder)]
-        first, *others = [result_key(validated(config, Config, "", extra="ignore"), *about) for config in configs]
+        known = [validated(config, Config, "", extra="ignore") for config in configs]
+        first, *others = [result_key(config, *part) for config, part in itertools.product(known, parts)]
     except (OSError, ValueError, AttributeError, TypeError, RecursionError):  # a UserError is a ValueError
         return None
     return None if any(other != first for other in others) else first
@@ -90,7 +89,11 @@ def group_runs(sweeps: Sequence[Sweep], world_size: int | None = None) -> list[E
     for own_key, runs in groups_by_key:
         own = [run.folder for run in runs]
         others = [folder for folder, key in trained.items() if folder not in own and not differing_keys(own_key, key)]
-        usable = [folder for folder in others if run_folder.read_environment(folder).get("code") == code_version()]
+        usable = [
+            folder
+            for folder in others
+            if all(part.get("code") == code_version() for part in run_folder.read_parts(folder))
+        ]
         states = {folder: run_folder.read_state(folder).state for folder in [*own, *others]}
         best = min([*own, *usable], key=lambda folder: ORDER.index(states[folder]))
         stale = [folder for folder in others if folder not in usable and states[folder] == "finished"]

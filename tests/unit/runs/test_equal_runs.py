@@ -122,7 +122,7 @@ def test_other_content_of_the_data_is_another_run(folder):
     for content, expected in (("a", []), ("b", ["content of data.path", "content of data.validation_path"])):
         Path("shards/manifest.json").write_text(json.dumps({"configuration_sha256": content}))
         if content == "a":
-            write_environment("outputs/by-hand", config, 1)
+            write_environment("outputs/by-hand", config, 1, step=0)
         assert differing_keys(equal_runs.read_result_key(Path("outputs/by-hand")), result_key(config)) == expected
 
 
@@ -225,6 +225,25 @@ def test_a_run_of_other_code_is_not_reused(folder, trained, capsys, what):
     expected = ["outputs/sweeps/level/level-3", "outputs/sweeps/level/level-4"]
     assert trained == (expected if what else expected[1:])
     assert ("outputs/by-hand is an equal run, but of other code" in capsys.readouterr().out) == bool(what)
+
+
+def test_a_run_that_other_code_began_is_not_reused(folder):
+    """Stopped, mended and continued. The controls begin anew, and go on with the same code on more processes."""
+    by_hand, config = folder / "outputs" / "by-hand", load_config("pc.toml", ["--pc.level=3"])
+    finish("pc.toml", ["--pc.level=3"], by_hand)
+    (by_hand / "environment.json").write_text(
+        json.dumps({"code": code_version() | {"files": "other"}, "world_size": 1})
+    )
+    for step, world_size, parts, state in [
+        (3, 1, 2, "waiting"),
+        (4, 1, 2, "waiting"),
+        (0, 1, 1, "finished"),
+        (4, 2, 2, "finished"),
+    ]:
+        write_environment(by_hand, config, world_size, step)
+        group = equal_runs.group_runs([load("level.toml")])[0]
+        assert (len(run_folder.read_parts(by_hand)), group.state) == (parts, state)
+        assert bool(group.of_other_code) == (state == "waiting")
 
 
 @pytest.mark.parametrize("name", ["config.toml", "environment.json"])
