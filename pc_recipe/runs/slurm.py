@@ -121,7 +121,7 @@ def requeue_or_end(run: Run, returncode: int) -> int:
     failure = torchrun.find_failure(run.folder) or ""
     # torchrun ends with 1 whatever its ranks' status, so the log tells a mistake from a crash
     is_mistake = returncode == MISTAKE or failure.startswith("error: ")
-    attempts = _count_attempt(run)
+    attempts = 0 if is_mistake else _count_attempt(run)
     ended = f"stopped at step {state.step}" if state.state == "stopped" else f"ended with status {returncode}"
     if not is_mistake and attempts <= REQUEUES_WITHOUT_PROGRESS:
         return _requeue(f"{run.name}: {ended}, attempt {attempts} since the last checkpoint")
@@ -139,20 +139,25 @@ def requeue_or_end(run: Run, returncode: int) -> int:
 
 
 def _count_attempt(run: Run) -> int:
-    """Attempts since the newest checkpoint, including this one."""
+    """Attempts of this job since the newest checkpoint, including this one."""
     file = run.folder / "attempts.json"
-    step = find_newest_step(run.folder)
+    now = {"job": _read_job(), "step": find_newest_step(run.folder)}
     attempts = 1
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # no such file, or a damaged one
         before = json.loads(file.read_text())
-        attempts += before["attempts"] if before["step"] == step else 0
-    write_atomically(file, json.dumps({"step": step, "attempts": attempts}) + "\n")
+        attempts += before["attempts"] if before | now == before else 0
+    write_atomically(file, json.dumps(now | {"attempts": attempts}) + "\n")
     return attempts
 
 
-def _requeue(why: str) -> int:
+def _read_job() -> str:
+    """The job's name for scontrol; it stays when the job is requeued."""
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
-    job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ["SLURM_JOB_ID"]
+    return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ["SLURM_JOB_ID"]
+
+
+def _requeue(why: str) -> int:
+    job = _read_job()
     print(f"{why}; requeueing job {job}", flush=True)
     return subprocess.run(["scontrol", "requeue", job]).returncode
 

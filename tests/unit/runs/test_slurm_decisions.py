@@ -83,6 +83,15 @@ def test_a_new_checkpoint_gives_new_tries(run, requeued, state, status):
     assert [requeue_or_end(run, status) for _ in range(3)] == THRICE
 
 
+def test_a_new_job_has_all_its_tries(run, requeued, monkeypatch):
+    """Whatever mistakes and crashes earlier jobs of the run ended with; and a mistake is no try."""
+    say(run, "running")
+    assert [requeue_or_end(run, status) for status in (slurm.MISTAKE, slurm.MISTAKE, 1, 1, 1)] == [2, 2, *THRICE]
+    monkeypatch.setenv("SLURM_JOB_ID", "18")
+    say(run, "running")
+    assert [requeue_or_end(run, 1) for _ in range(3)] == THRICE
+
+
 def test_a_second_job_leaves_the_state_of_the_run_that_another_trains(run, requeued):
     say(run, "running")
     with lock(run.folder):
