@@ -54,9 +54,14 @@ def main() -> None:
 
         print(budget.table(sweeps, arguments.tflops, torchrun.count_processes()))
         return
+    world_size = None
+    if arguments.action == "run":
+        world_size = torchrun.count_processes()
+    elif arguments.action == "submit":
+        world_size = Allocation.of(arguments).world_size
     for sweep in sweeps:
-        equal_runs.require_unchanged(sweep)
-    equal_runs.take_over(sweeps)
+        equal_runs.require_unchanged(sweep, world_size)
+    equal_runs.take_over(sweeps, world_size)
     if arguments.action == "run":
         train_all(sweeps)
     elif arguments.action == "submit":

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from pc.errors import UserError
 from pc_recipe.config import Config
 from pc_recipe.config.inheritance import validated
-from pc_recipe.config.run_key import code_version, differing_keys, result_key
+from pc_recipe.config.run_key import BATCH, code_version, differing_keys, result_key
 from pc_recipe.files import run_folder
 from pc_recipe.runs.run import Run
 from pc_recipe.runs.sweep.spec import Sweep
@@ -41,13 +41,16 @@ def read_result_key(folder: Path) -> dict[str, Any] | None:
     return None if any(other != first for other in others) else first
 
 
-def require_unchanged(sweep: Sweep) -> None:
+def require_unchanged(sweep: Sweep, world_size: int | None = None) -> None:
     """Refuse a sweep with a run that was trained with another configuration: it could not be compared.
 
     Runs may be added to a sweep at any time.
+
+    Args:
+        world_size: as of `group_runs`; None if the sweep is only read.
     """
     for run in sweep.runs:
-        before, now = read_result_key(run.folder), result_key(run.resolved)
+        before, now = read_result_key(run.folder), result_key(run.resolved, world_size)
         problem = ""
         if before is None and len(run_folder.list_configs(run.folder)) > 1:
             problem = "several configurations (config.*.toml); move it away to train it again"
@@ -74,12 +77,13 @@ def group_runs(sweeps: Sequence[Sweep], world_size: int | None = None) -> list[E
     """EqualRuns equal runs of the sweeps; the groups are in the order of their first runs.
 
     Args:
-        world_size: processes that would train a run, which decide its batch if the config does not.
+        world_size: processes that would train a run, which decide its batch if the config does not; without it such a
+            run has no equal one in another folder.
     """
     groups_by_key: list[tuple[dict[str, Any], list[Run]]] = []
     for run in (run for sweep in sweeps for run in sweep.runs):
         own_key = result_key(run.resolved, world_size)
-        equal = [runs for key, runs in groups_by_key if not differing_keys(own_key, key)]
+        equal = [runs for key, runs in groups_by_key if _are_equal(own_key, key)]
         if equal:
             equal[0].append(run)
         else:
@@ -88,7 +92,7 @@ def group_runs(sweeps: Sequence[Sweep], world_size: int | None = None) -> list[E
     groups = []
     for own_key, runs in groups_by_key:
         own = [run.folder for run in runs]
-        others = [folder for folder, key in trained.items() if folder not in own and not differing_keys(own_key, key)]
+        others = [folder for folder, key in trained.items() if folder not in own and _are_equal(own_key, key)]
         usable = [
             folder
             for folder in others
@@ -99,6 +103,11 @@ def group_runs(sweeps: Sequence[Sweep], world_size: int | None = None) -> list[E
         stale = [folder for folder in others if folder not in usable and states[folder] == "finished"]
         groups.append(EqualRuns(runs, states[best], best, stale))
     return groups
+
+
+def _are_equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two runs' results are; a batch that only one of them knows may be another."""
+    return not differing_keys(one, other) and one.get(BATCH) == other.get(BATCH)
 
 
 def _read_started_runs(roots: Sequence[Path]) -> dict[Path, dict[str, Any]]:

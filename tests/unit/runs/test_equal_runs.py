@@ -246,6 +246,19 @@ def test_a_run_that_other_code_began_is_not_reused(folder):
         assert bool(group.of_other_code) == (state == "waiting")
 
 
+def test_a_batch_that_depends_on_the_ranks_is_compared(folder, command):
+    """A run of 8 ranks is not reused where their number is not known, nor is its sweep continued on 1."""
+    (folder / "pc.toml").write_text(CONFIG.replace("global_batch_size = 4\n", ""))
+    by_hand, one = folder / "outputs" / "by-hand", folder / "outputs/sweeps/level/level-3"
+    finish("pc.toml", ["--pc.level=3"], by_hand)
+    (by_hand / "environment.json").write_text(json.dumps({"code": code_version(), "world_size": 8}))
+    assert "reused" not in command("sweep.py", "status", "level.toml")[1] and not one.exists()
+    equal_runs.take_over([load("level.toml")], 8)
+    assert one.is_symlink() and command("sweep.py", "status", "level.toml")[0] == 0
+    with pytest.raises(UserError, match=r"level-3 was trained with training.global_batch_size = 16 \(now 2\)"):
+        equal_runs.require_unchanged(load("level.toml"), 1)
+
+
 @pytest.mark.parametrize("name", ["config.toml", "environment.json"])
 @pytest.mark.parametrize("text", ["[1]", "[" * 100_000, "\xff"], ids=range(3))
 def test_a_damaged_record_below_outputs_ends_no_plan(folder, name, text):
