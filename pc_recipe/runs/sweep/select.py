@@ -57,7 +57,10 @@ def _choose(sweep: Sweep, config: str, rows: pd.DataFrame) -> str:
     best = eligible.loc[eligible.loss.idxmin()]
     destination = sweep.folder / f"selected-{name}.toml"
     overlay: dict[str, Any] = {"parent": _relative(Path(config), sweep.folder)}
-    for key, value in best.settings.items():
+    chosen = {
+        key: value for key, value in best.settings.items() if value is not None
+    }  # None: the config has no such key
+    for key, value in chosen.items():
         *sections, last = key.split(".")
         section = overlay
         for part in sections:
@@ -65,11 +68,11 @@ def _choose(sweep: Sweep, config: str, rows: pd.DataFrame) -> str:
         section[last] = value
     comment = f"# Chosen by scripts/sweep.py select from {sweep.path.name}: {VALIDATION} {best.loss:.4f}\n"
     write_atomically(destination, comment + tomli_w.dumps(overlay))
-    chosen = ", ".join(f"{key} = {json.dumps(value)}" for key, value in best.settings.items())
-    message = f"{name}: {chosen or 'its own values'}, {VALIDATION} {best.loss:.4f} -> {destination}"
+    text = ", ".join(f"{key} = {json.dumps(value)}" for key, value in chosen.items())
+    message = f"{name}: {text or 'its own values'}, {VALIDATION} {best.loss:.4f} -> {destination}"
     if waiting := rows.waiting.sum():
         message += f"\n  provisional: {waiting} runs of {name} have no loss; see `scripts/sweep.py status`"
-    for key, value in best.settings.items():
+    for key, value in chosen.items():
         values = [settings[key] for settings in rows.settings]
         is_numeric = all(type(one) in (int, float) for one in values)
         if is_numeric and min(values) < max(values) and value in (min(values), max(values)):

@@ -101,6 +101,16 @@ def test_seeds_are_averaged_and_must_all_finish(sweep, tmp_path):
     assert chosen == {"parent": "../tiny.toml", "pc": {"level": 2}}
 
 
+def test_a_key_that_the_best_leaves_unset_is_not_written(sweep, tmp_path):
+    (tmp_path / "sweep.toml").write_text(
+        'configs = ["tiny.toml"]\nfolder = "out"\n[variants.plain]\n[variants.wsd]\n"lr_scheduler.decay_ratio" = 0.2\n'
+    )
+    sweep = load("sweep.toml")
+    end_all(sweep, 4.0, 5.0)
+    assert "tiny: its own values, validation_loss 4.0000" in select(sweep)
+    assert tomllib.loads((tmp_path / "out" / "selected-tiny.toml").read_text()) == {"parent": "../tiny.toml"}
+
+
 def test_the_last_line_of_a_step_wins_and_half_a_line_is_none(tmp_path):
     lines = [{"step": 1, "tokens": 1, "loss": None}] + [{"step": 2, "tokens": 2, "loss": x} for x in (4.0, 3.0)]
     with open(write_run(tmp_path, lines) / "metrics.jsonl", "a") as file:
