@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 from helpers.tiny import ROOT
+from pc_recipe.evaluate.score import parse_model
 
 
 def _score(run, tmp_path):
@@ -25,6 +26,17 @@ def test_the_newest_complete_step_n_is_scored(tmp_path):
             (checkpoints / name / ".metadata").touch()
     done = _score(tmp_path / "run", tmp_path)
     assert done.returncode == 0 and f"export_hf.py {checkpoints}/step-10 " in done.stdout, done
+
+
+def test_a_folder_with_an_equals_sign_is_scored(tmp_path):
+    """A sweep names folders so."""
+    exported = tmp_path / "level-o=4+ffn=2" / "hugging_face" / "step-9"
+    checkpoint = tmp_path / "level-o=4+ffn=2" / "checkpoint" / "step-9"
+    for file in (exported / "config.json", checkpoint / ".metadata"):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    _, model, *_ = _score(tmp_path / "level-o=4+ffn=2", tmp_path).stdout.split()
+    assert parse_model(model) == ("level-o-4+ffn-2", exported)
 
 
 def test_a_run_without_a_checkpoint_is_said_in_a_line(tmp_path):
