@@ -1,6 +1,7 @@
 """Train sweeps on this machine, one training run after another."""
 
 import functools
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import TextIO
@@ -38,10 +39,11 @@ def train_all(sweeps: Sequence[Sweep]) -> None:
         if equal.state == "running" and equal.folder != run.folder:
             print(f"{label}: another process is training an equal run in {equal.folder}", flush=True)
             continue
+        here = shlex.quote(str(run.folder))
         for other in equal.of_other_code[:1]:
             print(
-                f"{label}: {other} is an equal run, but of other code or another torch, so this one is trained; to use that "
-                f"one: ln -s {other.resolve()} {run.folder}",
+                f"{label}: {other} is an equal run, but of other code or another torch, so this one is trained; stop it to "
+                f"use that one: rm -r {here} && ln -s {shlex.quote(str(other.resolve()))} {here}",
                 flush=True,
             )
         fetch_demo_data(run.resolved)
@@ -49,6 +51,10 @@ def train_all(sweeps: Sequence[Sweep]) -> None:
             lock_file = lock(run.folder)
         except UserError:
             print(f"{label}: another process is training it", flush=True)
+            continue
+        if read_state(run.folder).state == "finished":  # since it was read above
+            lock_file.close()
+            print(f"{label}: another process finished it", flush=True)
             continue
         train_one(run, lock_file, processes, label)
         equal_runs.take_over(sweeps, processes)

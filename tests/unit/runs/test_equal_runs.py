@@ -13,7 +13,7 @@ from pc_recipe.config import Config, load_config, write_config
 from pc_recipe.config.pc_section import PC
 from pc_recipe.config.run_key import code_version, differing_keys, method_key, result_key
 from pc_recipe.files import run_folder
-from pc_recipe.files.lock import lock
+from pc_recipe.files.lock import is_locked, lock
 from pc_recipe.runs.allocation import Allocation
 from pc_recipe.runs.check import CheckResult
 from pc_recipe.runs.sweep import budget, equal_runs
@@ -225,6 +225,27 @@ def test_a_run_of_other_code_is_not_reused(folder, trained, capsys, what):
     expected = ["outputs/sweeps/level/level-3", "outputs/sweeps/level/level-4"]
     assert trained == (expected if what else expected[1:])
     assert ("outputs/by-hand is an equal run, but of other code" in capsys.readouterr().out) == bool(what)
+
+
+def test_the_command_that_takes_a_run_of_other_code_works(folder, trained, capsys):
+    finish("pc.toml", ["--pc.level=3"], folder / "outputs" / "by hand")
+    (folder / "outputs" / "by hand" / "environment.json").write_text("{}")
+    train_all([load("level.toml")])
+    command = capsys.readouterr().out.split("stop it to use that one: ")[1].splitlines()[0]
+    subprocess.run(command, shell=True, check=True)
+    assert Path("outputs/sweeps/level/level-3").resolve() == folder / "outputs" / "by hand"
+
+
+def test_a_run_that_ended_while_its_lock_was_waited_for_is_not_trained_again(folder, trained, monkeypatch):
+    sweep = load("level.toml")
+
+    def lock_late(run: Path):
+        finish("pc.toml", [f"--pc.level={run.name[-1]}"], run)
+        return lock(run)
+
+    monkeypatch.setattr("pc_recipe.runs.sweep.local.lock", lock_late)
+    train_all([sweep])
+    assert trained == [] and not is_locked(sweep.runs[0].folder)
 
 
 def test_a_run_that_other_code_began_is_not_reused(folder):
