@@ -56,7 +56,7 @@ def _text_of(line: str, text_key: str, where: str) -> str | None:
 def read_csv(file: str, text_key: str) -> Iterator[str | None]:
     csv.field_size_limit(2**31 - 1)  # a document may be long
     with open_text(file) as stream:
-        rows = csv.DictReader(stream)
+        rows = csv.DictReader(stream, strict=True)  # else an open quote takes the rest as one text
         if rows.fieldnames and text_key not in rows.fieldnames:
             raise UserError(f"{file}: no column {text_key!r}; columns are {', '.join(rows.fieldnames)} (--text-key)")
         for row in rows:

@@ -147,6 +147,7 @@ def test_progress_counts_what_is_read(tmp_path, monkeypatch):
         ("a.jsonl", b'["x"]\n', "a.jsonl, line 1: no key 'text'; keys are none"),
         ("a.jsonl", b'{"text": 12}\n', "a.jsonl, line 1: 'text' should hold text, not 12"),
         ("a.csv", b"id;text\n1;x\n", "a.csv: no column 'text'; columns are id;text (--text-key)"),
+        ("a.csv", b'id,text\n1,"open\n2,x\n', "a.csv cannot be read: unexpected end of data"),
         ("a.txt", "x".encode("utf-16"), "a.txt: is UTF-16; convert it: iconv -f UTF-16 -t UTF-8"),
         ("a.txt.gz", b"no gzip", "a.txt.gz cannot be read: "),
         ("a.jsonl.gz", gzip.compress(lines("x") * 100_000)[:-2000], "a.jsonl.gz cannot be read: Truncated"),
