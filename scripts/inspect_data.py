@@ -6,13 +6,14 @@ Usage: python scripts/inspect_data.py FOLDER [--documents N]
 import argparse
 
 from pc.errors import exit_on_user_error
+from pc_recipe.config.command_line import at_least_one
 
 
 @exit_on_user_error
 def main() -> None:
     parser = argparse.ArgumentParser(description="Inspect a folder of token shards.")
     parser.add_argument("folder")
-    parser.add_argument("--documents", type=int, default=3, help="how many to show (default: %(default)s)")
+    parser.add_argument("--documents", type=at_least_one, default=3, help="how many to show (default: %(default)s)")
     arguments = parser.parse_args()
     from pc_recipe.data.inspection import inspect
 

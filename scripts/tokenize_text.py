@@ -25,6 +25,7 @@ import sys
 import time
 
 from pc.errors import exit_on_user_error
+from pc_recipe.config.command_line import at_least_one
 
 
 @exit_on_user_error
@@ -56,11 +57,15 @@ def main() -> None:
         help="share of the documents, chosen by the hash of their text (default: 0.0005, of small data as much as makes "
         "64 sequences of 8192 tokens, up to a tenth)",
     )
-    parser.add_argument("--shard-megabytes", type=int, default=256, help="text per shard (default: %(default)s)")
-    parser.add_argument("--max-documents", type=int, help="only so many, the first of the first file (default: all)")
+    parser.add_argument(
+        "--shard-megabytes", type=at_least_one, default=256, help="text per shard (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-documents", type=at_least_one, help="only so many, the first of the first file (default: all)"
+    )
     parser.add_argument(
         "--processes",
-        type=int,
+        type=at_least_one,
         default=len(os.sched_getaffinity(0)),
         help="(default: one per core)",
     )

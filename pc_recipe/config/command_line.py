@@ -34,6 +34,13 @@ def parse_with_overrides(parser: argparse.ArgumentParser) -> tuple[argparse.Name
     return parser.parse_known_args()
 
 
+def at_least_one(text: str) -> int:
+    """A `type` of argparse for what is counted."""
+    if not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text} should be a whole number, 1 or more")
+    return int(text)
+
+
 class _Help(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, word: Any, option: Any = None) -> None:
         if not word:

@@ -34,7 +34,11 @@ class Allocation:
 
     @staticmethod
     def of(arguments: argparse.Namespace) -> "Allocation":
-        return Allocation(arguments.nodes, arguments.gpus_per_node, shlex.split(arguments.sbatch))
+        try:
+            options = shlex.split(arguments.sbatch)
+        except ValueError as error:
+            raise UserError(f"--sbatch={arguments.sbatch}: {error}") from None
+        return Allocation(arguments.nodes, arguments.gpus_per_node, options)
 
     @property
     def world_size(self) -> int:

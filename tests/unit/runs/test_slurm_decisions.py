@@ -143,6 +143,11 @@ def test_no_sbatch_is_a_clear_error(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err == "error: sbatch: No such file or directory\n"
 
 
+def test_an_open_quote_in_options_is_a_clear_error(command):
+    status, _, error = command("slurm/submit.py", ROOT / "train_configs" / "debug.toml", "--sbatch=--comment='x")
+    assert (status, error) == (2, "error: --sbatch=--comment='x: No closing quotation\n")
+
+
 def test_a_percent_sign_in_a_folder_is_no_pattern_of_slurm(tmp_path, monkeypatch):
     words = []
     done = type("Done", (), {"returncode": 0, "stdout": "17"})
