@@ -58,6 +58,18 @@ def _anywhere(config: Config) -> Iterator[str]:
             f"checkpoint.exclude_from_loading = {excluded} should name both model and pc or neither, because the saved "
             "weights are PC(W) and W is in pc"
         )
+    steps, schedule = config.training.steps, config.lr_scheduler
+    if schedule.warmup_steps > steps:
+        yield f"lr_scheduler.warmup_steps = {schedule.warmup_steps} should be at most training.steps = {steps}"
+    if schedule.total_steps and schedule.total_steps < steps:
+        yield (
+            f"lr_scheduler.total_steps = {schedule.total_steps} should be at least training.steps = {steps}: after its end "
+            "TorchTitan's schedule rises again, or falls below zero"
+        )
+    if config.activation_checkpoint.mode == "memory_budget" and not compiles_model(config):
+        yield 'activation_checkpoint.mode = "memory_budget" needs compile.enable = true, with model among its components'
+    if config.checkpoint.initial_load_path and not config.checkpoint.enable:
+        yield "checkpoint.initial_load_path needs checkpoint.enable = true; without it nothing is loaded"
     if config.checkpoint.initial_load_in_hf and not config.checkpoint.initial_load_path:
         yield "checkpoint.initial_load_in_hf = true needs checkpoint.initial_load_path, the Hugging Face folder"
     if config.checkpoint.keep_latest_k == 1:

@@ -140,7 +140,9 @@ class Checkpoint(Section):
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = key("disabled", "Save while training goes on.")
     keep_latest_k: Interval = key(10, "Newest checkpoints to keep, two or more; 0: all.")
     keep_every: Interval = key(0, "Steps between checkpoints that are also saved, and kept for good; 0: none.")
-    exclude_from_loading: list[State] = key([], "Parts of a checkpoint that are not loaded.", RESULT)
+    exclude_from_loading: list[State] = key(
+        [], "Parts of the checkpoint in initial_load_path that are not loaded.", RESULT
+    )
 
 
 class ActivationCheckpoint(Section):

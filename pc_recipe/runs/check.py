@@ -151,9 +151,6 @@ def _check_batch(result: CheckResult, config: Config, batches: RankBatches) -> i
 
 
 def _check_steps(result: CheckResult, config: Config) -> None:
-    steps, warmup = config.training.steps, config.lr_scheduler.warmup_steps
-    if warmup > steps:
-        result.add_error(f"lr_scheduler.warmup_steps = {warmup} should be at most training.steps = {steps}")
     if not config.checkpoint.enable:
         result.warnings.append("checkpoint.enable is false: an interrupted run starts again from step 0")
         return

@@ -1,37 +1,51 @@
 """What a checkpoint must be to continue a run: of the same method (its fingerprint), model and optimizer."""
 
+import json
+
 import torch
 
 from pc.errors import UserError
+from pc_recipe.config.model_sizes import shape_of
 from pc_recipe.config.pc_section import PC
 from pc_recipe.config.run_key import differing_keys, method_key
+from pc_recipe.config.schema import Model
 from pc_recipe.train.checkpoint_folder import CheckpointFolder
 
 
-def fingerprint(pc: PC) -> dict[str, str]:
-    """PC's settings, as the state "method" of every checkpoint, also a baseline's.
+def fingerprint(pc: PC, model: Model) -> dict[str, str]:
+    """PC's settings, and those of the model that no tensor's shape shows, as the state "method" of every checkpoint, also
+    a baseline's.
 
     Without it, a baseline config could resume a PC checkpoint, and silently train PC(W) with the optimizer state of W.
     """
-    return {"fingerprint": pc.model_dump_json()}
+    return {"fingerprint": json.dumps(pc.model_dump(mode="json") | {"model": _sizes(model)})}
+
+
+def _sizes(model: Model) -> dict[str, float]:
+    shape = shape_of(model)
+    heads = {"n_heads": shape.n_heads, "n_kv_heads": shape.n_kv_heads or shape.n_heads}
+    return {"n_layers": shape.n_layers, **heads, "rope_theta": shape.rope_theta}
 
 
 def read_pc_settings(folder: CheckpointFolder) -> PC | None:
     """The settings in a checkpoint's fingerprint; those that it leaves out are the defaults. None if it has none."""
+    values = _read(folder)
+    return PC.model_validate_json(values, extra="ignore") if values else None
+
+
+def _read(folder: CheckpointFolder) -> str | None:
     key = "method.fingerprint"
-    values = folder.read_value(key) if key in folder.shapes() else None
-    return values and PC.model_validate_json(values, extra="ignore")
+    return folder.read_value(key) if key in folder.shapes() else None
 
 
-def require_same_run(checkpoint: CheckpointFolder, pc: PC, shapes: dict[str, torch.Size], optimizers: set[str]) -> None:
-    """Check that a checkpoint is of the same method, model and optimizer before a resume.
+def require_same_run(checkpoint: CheckpointFolder, pc: PC, optimizers: set[str]) -> None:
+    """Check that a checkpoint is of the same method and optimizer before a resume.
 
     Args:
-        shapes: of the tensors that the model expects.
         optimizers: kinds in use, "adamw" and "muon".
 
     Raises:
-        UserError: names the setting, the tensor or the optimizers that differ.
+        UserError: names the setting or the optimizers that differ.
     """
     saved = read_pc_settings(checkpoint)
     if saved is None:
@@ -39,18 +53,35 @@ def require_same_run(checkpoint: CheckpointFolder, pc: PC, shapes: dict[str, tor
             f"{checkpoint.path} has no method fingerprint, so this trainer did not write it "
             "(to start from plain weights: --checkpoint.initial_load_path)"
         )
-    saved_shapes = checkpoint.shapes()
-    kinds = {key.split(".")[1] for key in saved_shapes if key.startswith("lr_scheduler.")}
-    compared: dict[str, tuple] = {"optimizer": (" and ".join(sorted(kinds)), " and ".join(sorted(optimizers)))}
-    compared |= {name: (saved_shapes.get(name), shape) for name, shape in shapes.items()}
     different = {
         f"pc.{key}": (getattr(saved, key), getattr(pc, key))
         for key in differing_keys(method_key(saved), method_key(pc))
     }
-    different |= {what: pair for what, pair in compared.items() if pair[0] != pair[1]}
+    kinds = {key.split(".")[1] for key in checkpoint.shapes() if key.startswith("lr_scheduler.")}
+    if kinds != optimizers:
+        different["optimizer"] = " and ".join(sorted(kinds)), " and ".join(sorted(optimizers))
+    _require_none(different, checkpoint)
+
+
+def require_same_model(checkpoint: CheckpointFolder, model: Model, shapes: dict[str, torch.Size]) -> None:
+    """Check that a checkpoint's model is the config's; older checkpoints have only their tensors to tell.
+
+    Args:
+        shapes: of the tensors that the model expects.
+
+    Raises:
+        UserError: names the size or the tensor that differs.
+    """
+    saved = json.loads(_read(checkpoint) or "{}").get("model", {})
+    compared: dict[str, tuple] = {f"model.{key}": (saved.get(key, size), size) for key, size in _sizes(model).items()}
+    compared |= {name: (checkpoint.shapes().get(name), shape) for name, shape in shapes.items()}
+    _require_none({what: pair for what, pair in compared.items() if pair[0] != pair[1]}, checkpoint)
+
+
+def _require_none(different: dict[str, tuple], checkpoint: CheckpointFolder) -> None:
     for what, (in_checkpoint, in_config) in different.items():
         raise UserError(
-            f"cannot resume {checkpoint.path}: {what} is {in_checkpoint} in the checkpoint, {in_config} in the config; "
+            f"cannot load {checkpoint.path}: {what} is {in_checkpoint} in the checkpoint, {in_config} in the config; "
             "use the checkpoint's settings, or another job.dump_folder to start a new run"
         )
 

@@ -52,7 +52,7 @@ class PCTrainer(StepTrainer):
             super().__init__(config)
         self.scorer = self.build_scorer()
         self.checkpointer.may_save = lambda: not self.optimizers.skips_step
-        self.checkpointer.states["method"] = fingerprint.fingerprint(config.pc)
+        self.checkpointer.states["method"] = fingerprint.fingerprint(config.pc, config.model)
 
     def make_preconditioner(self) -> Preconditioner | None:
         return self.optimizers.preconditioner
@@ -78,12 +78,15 @@ class PCTrainer(StepTrainer):
         newest, initial_path = checkpointer.newest_valid(), settings.initial_load_path
         if newest is not None:
             self._require_same_run(newest)
+            checkpointer.exclude_from_loading = []  # it is for what a new run starts from
             checkpointer.read(newest.path)
         elif initial_path and settings.initial_load_in_hf:
             self.require_initial_load(initial_path)
             checkpointer.read(initial_path, model_only=True, from_hf=True)
         elif initial_path and settings.initial_load_model_only:
-            fingerprint.require_plain_weights(checkpointer.verified(initial_path))
+            checkpoint = checkpointer.verified(initial_path)
+            fingerprint.require_plain_weights(checkpoint)
+            fingerprint.require_same_model(checkpoint, self.config.model, self._model_shapes())
             checkpointer.read(initial_path, model_only=True)
         elif initial_path:
             self._require_same_run(checkpointer.verified(initial_path))
@@ -96,9 +99,12 @@ class PCTrainer(StepTrainer):
             )
 
     def _require_same_run(self, checkpoint: CheckpointFolder) -> None:
-        shapes = {name: tensor.shape for name, tensor in self.checkpointer.states["model"].state_dict().items()}
         kinds = {"adamw", self.config.optimizer.name.lower()}
-        fingerprint.require_same_run(checkpoint, self.config.pc, shapes, kinds)
+        fingerprint.require_same_run(checkpoint, self.config.pc, kinds)
+        fingerprint.require_same_model(checkpoint, self.config.model, self._model_shapes())
+
+    def _model_shapes(self) -> dict[str, torch.Size]:
+        return {name: tensor.shape for name, tensor in self.checkpointer.states["model"].state_dict().items()}
 
     def train(self, record: Callable[[int], None] = lambda step: None) -> None:
         """Load, and train to the end or to a request to stop.
@@ -184,9 +190,9 @@ class PCTrainer(StepTrainer):
     def _starts_from_given_weights(self) -> bool:
         """Whether a new run has loaded weights and `pc.start` is "preserve"."""
         pc, checkpoint = self.config.pc, self.config.checkpoint
-        if not (pc.enable and pc.start == "preserve" and checkpoint.enable and checkpoint.initial_load_model_only):
+        if not (pc.enable and pc.start == "preserve" and checkpoint.enable and checkpoint.initial_load_path):
             return False
-        return bool(checkpoint.initial_load_path)
+        return checkpoint.initial_load_model_only or checkpoint.initial_load_in_hf
 
     def build_scorer(self):
         """None, or an object with `is_due(step)` and a collective `score()` that scores the model during training."""

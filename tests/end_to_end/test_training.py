@@ -21,7 +21,7 @@ HEADS = [*MUON, "--pc.blocks", "qk,v,o,ffn", "--pc.heads", "q,k,v", "--optimizer
 ROW_NORM = ["--optimizer.name", "MuonH", "--pc.method", "row_norm"]
 CAP = ["--optimizer.name", "AdamH", "--pc.method", "cap", "--pc.cap", "0.5"]
 ASYNC = ["--checkpoint.async_mode", "async"]
-NOTHING_LEARNT = ["--training.steps", "1", "--optimizer.lr", "0.0"]
+NOTHING_LEARNT = ["--training.steps", "1", "--optimizer.lr", "0.0", "--lr_scheduler.warmup_steps", "1"]
 
 
 def _run(ranks, config, overrides=()):
@@ -176,6 +176,13 @@ def test_a_torn_first_checkpoint_does_not_hide_the_start(tiny_config, plain):
     assert (folder / "checkpoint.damaged" / "step-1").is_dir()
 
 
+def test_initial_weights_of_another_model_are_refused(tiny_config, plain):
+    config, _ = tiny_config
+    others = {"model.n_layers is 2 in": ["--model.n_layers", "1"], "tok_embeddings": ["--model.dim", "32"]}
+    found = run_ranks(1, _starts, config, [[*plain[0], *BASELINE, *words] for words in others.values()])[0]
+    assert all(expected in message for (message, _), expected in zip(found, others, strict=True)), found
+
+
 def _starts(rank, config, cases):
     """For each case what refuses the start, "" if nothing, and the steps that were recorded."""
     from pc.errors import UserError
@@ -196,7 +203,9 @@ REFUSED = {
     "pc.enable is True in the checkpoint, False in the config": BASELINE,
     "pc.level is 4 in the checkpoint, [2.616097, -3.550208": OWN_MAP,
     "optimizer is adamw in the checkpoint, adamw and muon in the config": MUON,
-    "[200, 24]) in the checkpoint, torch.Size([200, 256]": ["--model.flavor", "debug"],
+    "[200, 24]) in the checkpoint, torch.Size([200, 32]": ["--model.dim", "32"],
+    "model.n_layers is 2 in the checkpoint, 1 in the config": ["--model.n_layers", "1"],
+    "model.rope_theta is 10000.0 in the checkpoint, 500": ["--model.rope_theta", "500"],
     "data.seed": ["--data.seed", "5"],
     "training.steps = 5 is below step 6": ["--training.steps", "5"],
 }
@@ -211,7 +220,9 @@ def test_a_refused_start_touches_nothing(copied):
         assert expected in message and not recorded
     assert (folder / "status.json").read_text() == before and _steps(folder) == ["step-3", "step-6"]
     level_4 = ["--pc.blocks", "ffn,o", "--pc.level", "3.625,-9.261,14.097,-10.351,2.890"]
-    assert run_ranks(1, _starts, config, [[*level_4, "--training.steps", "7"]])[0] == [("", [6])]
+    # what a new run leaves out of another's checkpoint, a resume of the run itself does not
+    excluded = ["--checkpoint.exclude_from_loading", "train_state"]
+    assert run_ranks(1, _starts, config, [[*level_4, *excluded, "--training.steps", "7"]])[0] == [("", [6])]
 
 
 def test_an_abandoned_branch_is_not_taken_up_again(copied):

@@ -38,6 +38,10 @@ REFUSED_ANYWHERE = [
     ({"evaluation.interval": 5}, {"pp": 2}, "without pipeline and context parallelism"),
     ({"checkpoint.exclude_from_loading": ["pc"]}, {}, "should name both model and pc or neither"),
     ({"checkpoint.exclude_from_loading": ["model"]}, {}, "should name both model and pc or neither"),
+    ({"lr_scheduler.warmup_steps": 11, "training.steps": 10}, {}, "warmup_steps = 11 should be at most training.steps = 10"),
+    ({"lr_scheduler.warmup_steps": 5, "lr_scheduler.total_steps": 9, "training.steps": 10}, {}, "total_steps = 9 should be at least training.steps = 10"),
+    ({"activation_checkpoint.mode": "memory_budget"}, {}, "needs compile.enable = true"),
+    ({"checkpoint.enable": False, "checkpoint.initial_load_path": "x"}, {}, "without it nothing is loaded"),
     ({"checkpoint.initial_load_in_hf": True}, {}, "initial_load_in_hf = true needs checkpoint.initial_load_path"),
     ({"checkpoint.keep_latest_k": 1}, {}, "checkpoint.keep_latest_k = 1 should be 2 or more"),
     ({**EMULATED_FLOAT8, "pc.mode": "forward"}, {}, "would replace the matmuls of float8 layers"),
@@ -73,6 +77,7 @@ ACCEPTED = [
     ({**COMPILE, "parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}, {"pp": 2}),
     ({**ZERO_BUBBLE, "activation_checkpoint.mode": "full"}, {"pp": 2}),
     (COMPILE, {"tp": 2}),
+    ({**COMPILE, "activation_checkpoint.mode": "memory_budget"}, {}),
     ({**COMPILE, **AC_OP}, {"tp": 2}),
     ({**COMPILE, **AC_OP}, {"dp_shard": 2, "pp": 2}),
 ]
