@@ -14,6 +14,7 @@ TorchTitan's own step waits in between as well: to count tokens, for each batch 
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from pc.integrations.torchtitan_train import Trainer
 from pc_recipe.config import Config
+from pc_recipe.config.optimizers import KINDS
 from pc_recipe.data import GlobalOrderLoader
 from pc_recipe.train import fsdp_sync
 from pc_recipe.train.checkpoint import Checkpoints
@@ -69,7 +71,9 @@ class StepTrainer(Trainer):
     def train_step(self, data_iterator) -> None:
         self.begin_step()
         self.optimizers.zero_grad()
-        learning_rate = float(self.lr_schedulers.schedulers[0].get_last_lr()[0])
+        schedule: Any = self.lr_schedulers.schedulers[0]  # all are alike
+        peak = KINDS[self.config.optimizer.name].lr(self.config.optimizer)  # without `lr_factors`
+        learning_rate = peak * schedule.lr_lambdas[0](schedule.last_epoch)
         loss = self._run_micro_batches(data_iterator)
         grad_norm = self._update(loss)
         self._log(loss, grad_norm, learning_rate)

@@ -11,6 +11,7 @@ import torch
 
 from helpers import tiny
 from helpers.ranks import run_ranks
+from pc_recipe.config import load_config
 
 BASELINE = ["--pc.enable", "false"]
 MUON = ["--optimizer.name", "Muon"]
@@ -249,6 +250,13 @@ def test_a_resume_uses_the_settings_of_its_config(copied):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     tokens = {1: 192, 2: 384, 3: 576, 4: 960, 5: 1344, 6: 1728}  # 12 sequences of 16 tokens, then 24
     assert len(lines) > 8 and all(line["tokens"] == tokens[line["step"]] for line in lines)
+
+
+def test_the_logged_rate_is_that_of_blocks_without_a_factor(tiny_config):
+    config, folder = tiny_config
+    _run(1, config, ["--training.steps", "3", "--optimizer.lr_factors", "{o = 0.1}", "--validation.enable", "false"])
+    peak = load_config(config, []).optimizer.lr
+    assert max(tiny.metrics(folder, "lr")) == pytest.approx(peak)
 
 
 def _train_with_signal(rank, config, overrides):
