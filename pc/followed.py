@@ -33,17 +33,19 @@ def ids_of_parameters(*optimizers: Optimizer) -> set[int]:
 
 
 def joining_gammas(weights: Iterable[Weight], optimizers: list[Optimizer]) -> list[tuple[Any, Any]]:
-    """The gammas that no optimizer has, each with the parameter group that it shall join.
+    """The gammas that no optimizer has, each with the parameter group that it shall join. Those of frozen weights are
+    among them: without a gradient they stay as they are.
 
     Raises:
-        UserError: no optimizer holds some weight, or can train a gamma.
+        UserError: no optimizer holds some weight that is trained, or can train its gamma.
     """
     held = ids_of_parameters(*optimizers)
     joining = []
     for weight in weights:
-        if not weight.parameter.requires_grad:
-            continue
+        is_trained = weight.parameter.requires_grad
         if id(weight.parameter) not in held:
+            if not is_trained:
+                continue
             raise UserError(
                 f"no optimizer given to pc.precondition holds the weight of {weight.name}; create optimizers after any "
                 "sharding, and give all that train the model"
@@ -52,6 +54,8 @@ def joining_gammas(weights: Iterable[Weight], optimizers: list[Optimizer]) -> li
             continue
         group = _group_for_gamma(weight, optimizers)
         if group is None:
+            if not is_trained:
+                continue
             raise UserError(
                 f"no optimizer given to pc.precondition can train the gamma of {weight.name}, because Muon, AdamH and MuonH "
                 "train matrices alone; give one for vectors too, or set learnable_gamma=False"

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from pc import owner_functions
 from pc.change_check import ChangeCheck
@@ -76,11 +77,13 @@ class PerStep(Preconditioner):
         """whether W is in `raw` alone: PC(W) was not written to its end, as after Ctrl-C in a notebook"""
         super().__init__(models, weights, replicas)
         self._changes = ChangeCheck(list(weights.values()))
+        self._backward_hooks: dict[str, RemovableHandle] = {}
+        """of the weights that are trained, by name"""
         self._observe()
 
     def __getstate__(self) -> dict:
         # without process groups and hooks
-        return super().__getstate__() | {"_kept": {}, "_backward_hooks": []}
+        return super().__getstate__() | {"_kept": {}, "_backward_hooks": {}}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
@@ -90,12 +93,13 @@ class PerStep(Preconditioner):
         def note_backward(_: Tensor) -> None:
             self.is_pulled_back = False
 
-        trained = [w.parameter for w in self.weights.values() if w.parameter.requires_grad]
-        self._backward_hooks = [p.register_post_accumulate_grad_hook(note_backward) for p in trained]
+        for name, weight in self.weights.items():
+            if weight.parameter.requires_grad and name not in self._backward_hooks:
+                self._backward_hooks[name] = weight.parameter.register_post_accumulate_grad_hook(note_backward)
 
     def leave(self) -> None:
         super().leave()
-        for hook in self._backward_hooks:
+        for hook in self._backward_hooks.values():
             hook.remove()
 
     @torch.no_grad()
@@ -158,6 +162,11 @@ class PerStep(Preconditioner):
         used = [w for w in self.weights.values() if w.parameter.grad is not None]
         if not used:
             raise UserError("pull_back() found no gradient of a weight with PC; call it after backward()")
+        for weight in used:
+            if weight.name not in self._backward_hooks:
+                raise UserError(
+                    f"{weight.name} was unfrozen; call preconditioner.follow(optimizer), so that it is trained"
+                )
         # Only `pull_back` gives gammas a gradient, and zero_grad() takes it away or makes it zero.
         trained = [w.gamma for w in used if w.gamma is not None]
         earlier = [local(gamma.grad) for gamma in trained if gamma.grad is not None]

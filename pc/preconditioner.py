@@ -134,7 +134,7 @@ class Preconditioner(ABC):
     def follow(self, *optimizers: Optimizer | Iterable[Optimizer]) -> None:
         """From now on restore W before a step of these optimizers, and write PC(W) after all of them have stepped.
 
-        They take the place of earlier ones of the same weights. A gamma that none of them has joins a parameter group of the
+        They take the place of earlier ones of the same weights. Call it again when weights were unfrozen. A gamma that none of them has joins a parameter group of the
         optimizer of its weight (`pc.followed`), whose learning rate and weight decay it gets.
 
         Raises:
@@ -149,6 +149,10 @@ class Preconditioner(ABC):
             if (own & ids_of_parameters(earlier)) <= trained:  # the new ones train all of ours that it does
                 self._leave(earlier)
         self._register(optimizer for optimizer in given if own & ids_of_parameters(optimizer))
+        self._observe()
+
+    def _observe(self) -> None:
+        """Note backward passes of the weights that are trained now."""
 
     def _register(self, optimizers: Iterable[Optimizer]) -> None:
         for optimizer in optimizers:

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import re
 
 import pytest
 import torch
@@ -88,6 +89,32 @@ def test_a_gamma_has_the_rate_of_its_weight():
     for weight in preconditioner.weights.values():
         group = optimizer.param_groups[int(weight.name[0])]
         assert any(p is weight.gamma for p in group["params"])
+
+
+def test_a_weight_that_is_unfrozen():
+    """A first phase trains the other layer; the call that the error names trains both, gammas too."""
+    model = pc.attach(toy_model(), PCConfig())
+    frozen = model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    preconditioner = pc.precondition(model, optimizer)
+
+    def step():
+        toy_loss(model, toy_batch(0)).backward()
+        preconditioner.pull_back()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    frozen.requires_grad_()
+    with pytest.raises(UserError, match=re.escape("was unfrozen; call preconditioner.follow(optimizer)")):
+        step()
+    optimizer.zero_grad()
+    assert all(weight.gamma == 1 for name, weight in preconditioner.weights.items() if name[0] == "0")
+    preconditioner.follow(optimizer)
+    for _ in range(2):
+        step()
+    assert all(weight.gamma != 1 for weight in preconditioner.weights.values())
+    assert len({id(p) for p in optimizer.param_groups[0]["params"]}) == len(optimizer.param_groups[0]["params"])
 
 
 def test_an_optimizer_without_a_rate():
