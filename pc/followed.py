@@ -60,6 +60,12 @@ def joining_gammas(weights: Iterable[Weight], optimizers: list[Optimizer]) -> li
                 f"no optimizer given to pc.precondition can train the gamma of {weight.name}, because Muon, AdamH and MuonH "
                 "train matrices alone; give one for vectors too, or set learnable_gamma=False"
             )
+        holder = next(one for one in optimizers if any(group is other for other in one.param_groups))
+        if type(holder).__name__ == "ZeroRedundancyOptimizer":  # divided its parameters when it was made
+            raise UserError(
+                "a ZeroRedundancyOptimizer would not train gammas that join it: call preconditioner = pc.precondition(model) "
+                "first, then make it of model.parameters(), then preconditioner.follow(optimizer)"
+            )
         joining.append((weight.gamma, group))
     return joining
 

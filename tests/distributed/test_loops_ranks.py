@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -302,3 +303,27 @@ def test_a_rank_without_gradients_goes_on_as_the_others(lr):
     """Also in a first step of rate 0, as schedules of Hugging Face begin, which looks like the one that creates state."""
     (first,), (second,) = run_ranks(2, _without_tokens, lr)
     assert torch.equal(first, second) and (first[0] == 1.0) == (lr == 0.0)
+
+
+def _zero(rank):
+    """With PC first, ZeRO's optimizer has the gammas when it divides its parameters; later it would not look at them."""
+    model = pc.attach(toy_model(), CONFIG)
+    ddp = DDP(model)
+    with pytest.raises(pc.UserError, match="ZeroRedundancyOptimizer"):
+        pc.precondition(ddp, ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.05))
+    preconditioner = pc.precondition(ddp)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.05)
+    preconditioner.follow(optimizer)
+    preconditioner.write_pc()
+    for step in range(3):
+        for i in range(rank, 4, 2):
+            (toy_loss(ddp, toy_batch(100 * step + i)) / 2).backward()
+        preconditioner.pull_back()
+        optimizer.step()
+        optimizer.zero_grad()
+    return results(preconditioner)
+
+
+def test_zero_redundancy_optimizer():
+    for found in run_ranks(2, _zero):
+        require_equal(found, alone())
