@@ -59,11 +59,6 @@ def _anywhere(config: Config) -> Iterator[str]:
             "weights are PC(W) and W is in pc"
         )
     steps, schedule = config.training.steps, config.lr_scheduler
-    whole = (
-        f"lr_scheduler.total_steps = {schedule.total_steps}" if schedule.total_steps else f"training.steps = {steps}"
-    )
-    if schedule.warmup_steps > (schedule.total_steps or steps):
-        yield f"lr_scheduler.warmup_steps = {schedule.warmup_steps} should be at most {whole}"
     if schedule.total_steps and schedule.total_steps < steps:
         yield (
             f"lr_scheduler.total_steps = {schedule.total_steps} should be at least training.steps = {steps}: after its end "

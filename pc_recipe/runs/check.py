@@ -151,6 +151,12 @@ def _check_batch(result: CheckResult, config: Config, batches: RankBatches) -> i
 
 
 def _check_steps(result: CheckResult, config: Config) -> None:
+    schedule = config.lr_scheduler
+    key, steps = "training.steps", config.training.steps
+    if schedule.total_steps:
+        key, steps = "lr_scheduler.total_steps", schedule.total_steps
+    if schedule.warmup_steps > steps:
+        result.add_error(f"lr_scheduler.warmup_steps = {schedule.warmup_steps} should be at most {key} = {steps}")
     if not config.checkpoint.enable:
         result.warnings.append("checkpoint.enable is false: an interrupted run starts again from step 0")
         return
