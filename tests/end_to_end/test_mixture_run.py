@@ -38,7 +38,7 @@ def test_a_mixture_resumed_on_other_ranks(tiny_config, tiny_shards, tmp_path):
     assert len(shares) == 3 and abs(shares[-1] - 0.25) < 0.38  # 12 sequences: three standard deviations
     with pytest.raises(AssertionError, match=r"was made with data.path \(its content\) = 0.[27]5 of"):
         other = mixture.replace("0.75", "0.6")
-        run_ranks(1, tiny.train, config, [other, *resumed[1:], "--training.steps=9"])
+        run_ranks(1, tiny.train, config, [other, *resumed[1:], "--training.steps=9", "--lr_scheduler.total_steps=9"])
 
 
 def _sequences_of_steps(rank, config, overrides) -> list[list[tuple[int, ...]]]:

@@ -240,7 +240,7 @@ def test_an_abandoned_branch_is_not_taken_up_again(copied):
 
 
 def test_a_resume_uses_the_settings_of_its_config(copied):
-    """Of optimizers more in unit/titan/test_optimizers.py."""
+    """Of optimizers more in unit/train/test_optimizers.py."""
     config, folder = copied
     rates = tiny.metrics(folder, "lr")
     shutil.rmtree(folder / "checkpoint" / "step-6")
