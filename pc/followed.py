@@ -89,8 +89,15 @@ def _group_for_gamma(weight: Weight, optimizers: list[Optimizer]) -> Any:
         others = [optimizer for optimizer in optimizers if not isinstance(optimizer, of_matrices)]
         return next((group for other in others for group in other.param_groups if has_vectors(group)), None)
     own = next(group for group in holder.param_groups if any(p is weight.parameter for p in group["params"]))
-    alike = [group for group in holder.param_groups if has_vectors(group) and group.get("lr") == own.get("lr")]
-    return own if has_vectors(own) or not alike else alike[0]
+    groups = [group for group in holder.param_groups if has_vectors(group)]
+    if not own.get("use_muon"):  # some optimizers have Muon for such groups, and AdamW for the others
+        groups = [group for group in groups if _rate(group) == _rate(own)]
+    return own if has_vectors(own) or not groups else groups[0]
+
+
+def _rate(group: dict) -> Any:
+    """The learning rate without a schedule's factor, which may be 0 now."""
+    return group.get("initial_lr", group.get("lr"))
 
 
 def only_creates_state(optimizer: Optimizer, on_any_rank: Callable[[Tensor], Tensor]) -> bool:

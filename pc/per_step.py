@@ -124,6 +124,8 @@ class PerStep(Preconditioner):
         Raises:
             UserError: the weights were loaded and are PC(W) of a run, whose W is not known.
         """
+        if not self._hooks:  # a loop by hand
+            self._observe()
         if self.holds_pc:
             return
         weights = self.weights.values()
@@ -165,7 +167,8 @@ class PerStep(Preconditioner):
         for weight in used:
             if weight.name not in self._backward_hooks:
                 raise UserError(
-                    f"{weight.name} was unfrozen; call preconditioner.follow(optimizer), so that it is trained"
+                    f"{weight.name} was unfrozen; call preconditioner.follow(optimizer) before the forward pass, or where none "
+                    "is followed preconditioner.write_pc()"
                 )
         # Only `pull_back` gives gammas a gradient, and zero_grad() takes it away or makes it zero.
         trained = [w.gamma for w in used if w.gamma is not None]

@@ -8,6 +8,7 @@ state dict. So an optimizer may be skipped or replaced.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -113,7 +114,7 @@ class Preconditioner(ABC):
     def _use_loaded(self) -> None:
         """A state was loaded: hold its PC(W), computed with its `u` and `v` as they are."""
 
-    def on_any_rank(self, found: Tensor) -> Tensor:
+    def on_any_rank(self, found: Tensor, with_replicas: bool = True) -> Tensor:
         """Whether a condition is true on this rank, or on any that has weights in common with it. All of them call this, so
         that all go the same way: one would wait for another in the next collective."""
         found = found.float()
@@ -121,7 +122,7 @@ class Preconditioner(ABC):
             w.parameter.device_mesh for w in self.weights.values() if isinstance(w.parameter, DTensor)
         )
         groups = [group for mesh in meshes for group in mesh.get_all_groups()]
-        for group in dict.fromkeys(groups + ([self._replicas] if self._replicas else [])):
+        for group in dict.fromkeys(groups + ([self._replicas] if self._replicas and with_replicas else [])):
             dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
         return found
 
@@ -134,8 +135,9 @@ class Preconditioner(ABC):
     def follow(self, *optimizers: Optimizer | Iterable[Optimizer]) -> None:
         """From now on restore W before a step of these optimizers, and write PC(W) after all of them have stepped.
 
-        They take the place of earlier ones of the same weights. Call it again when weights were unfrozen. A gamma that none of them has joins a parameter group of the
-        optimizer of its weight (`pc.followed`), whose learning rate and weight decay it gets.
+        They take the place of earlier ones of the same weights. Call it again when weights were unfrozen. A gamma that none
+        of them has joins a parameter group of the optimizer of its weight (`pc.followed`), whose learning rate and weight
+        decay it gets.
 
         Raises:
             UserError: none of them holds some weight, or can train gammas.
@@ -174,7 +176,9 @@ class Preconditioner(ABC):
     def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         if self._is_new and self._optimizer_goes_on:
             raise UserError(LACKS_STATE)
-        self._is_stepping = not only_creates_state(optimizer, self.on_any_rank) and self._prepare_step()
+        # Replicas have equal gradients, and one of them alone may ask for its optimizer's state.
+        on_sharing_ranks = partial(self.on_any_rank, with_replicas=False)
+        self._is_stepping = not only_creates_state(optimizer, on_sharing_ranks) and self._prepare_step()
         return None
 
     def _after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:

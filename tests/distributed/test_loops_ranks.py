@@ -305,6 +305,25 @@ def test_a_rank_without_gradients_goes_on_as_the_others(lr):
     assert torch.equal(first, second) and (first[0] == 1.0) == (lr == 0.0)
 
 
+def _asks_alone(rank):
+    """One replica asks for its optimizer's state before the first step, as where rank 0 alone saves."""
+    model = pc.attach(toy_model(), CONFIG)
+    ddp = DDP(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    preconditioner = pc.precondition(ddp, optimizer)
+    if rank == 0:
+        get_optimizer_state_dict(model, optimizer)
+    toy_loss(ddp, toy_batch(rank)).backward()
+    preconditioner.pull_back()
+    optimizer.step()
+    return results(preconditioner)
+
+
+def test_one_replica_may_ask_for_the_state_alone():
+    first, second = run_ranks(2, _asks_alone)
+    require_equal(first, second)
+
+
 def _zero(rank):
     """With PC first, ZeRO's optimizer has the gammas when it divides its parameters; later it would not look at them."""
     model = pc.attach(toy_model(), CONFIG)

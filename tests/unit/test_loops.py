@@ -117,6 +117,41 @@ def test_a_weight_that_is_unfrozen():
     assert len({id(p) for p in optimizer.param_groups[0]["params"]}) == len(optimizer.param_groups[0]["params"])
 
 
+def test_a_gamma_has_the_rate_of_its_weight_in_a_warm_up_from_zero():
+    """A schedule that was made first has set all rates to 0."""
+    model = nn.Sequential(ToyBlock(7, 10), nn.LayerNorm(7)).double()
+    groups = [{"params": model[1].parameters(), "lr": 1e-4}, {"params": model[0].parameters(), "lr": 1e-2}]
+    optimizer = torch.optim.SGD(groups)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+    pc.precondition(pc.attach(model, PCConfig()), optimizer)
+    assert [sum(p.ndim == 1 for p in group["params"]) for group in optimizer.param_groups] == [2, 4]
+
+
+def test_gammas_of_muons_groups_join_the_others():
+    """Of an optimizer that has both kinds, by a key of the group."""
+    model = nn.Sequential(ToyBlock(7, 10), nn.LayerNorm(7)).double()
+    groups = [{"params": model[0].parameters(), "use_muon": True}, {"params": model[1].parameters(), "lr": 1e-4}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    pc.precondition(pc.attach(model, PCConfig()), optimizer)
+    assert [sum(p.ndim == 1 for p in group["params"]) for group in optimizer.param_groups] == [0, 6]
+
+
+def test_a_weight_that_is_unfrozen_in_a_loop_by_hand():
+    model = pc.attach(toy_model(), PCConfig())
+    frozen = model[0].requires_grad_(False)
+    preconditioner = pc.precondition(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for phase in range(2):
+        preconditioner.write_pc()
+        toy_loss(model, toy_batch(phase)).backward()
+        preconditioner.pull_back()
+        preconditioner.restore_raw()
+        optimizer.step()
+        optimizer.zero_grad()
+        frozen.requires_grad_()
+    assert all(weight.gamma != 1 for weight in preconditioner.weights.values())
+
+
 def test_an_optimizer_without_a_rate():
     """As Adafactor's relative steps: it trains, although its lr is no number."""
 
