@@ -42,24 +42,22 @@ def joining_gammas(weights: Iterable[Weight], optimizers: list[Optimizer]) -> li
     held = ids_of_parameters(*optimizers)
     joining = []
     for weight in weights:
-        is_trained = weight.parameter.requires_grad
-        if id(weight.parameter) not in held:
-            if not is_trained:
-                continue
+        is_trained, is_held = weight.parameter.requires_grad, id(weight.parameter) in held
+        if is_trained and not is_held:
             raise UserError(
                 f"no optimizer given to pc.precondition holds the weight of {weight.name}; create optimizers after any "
                 "sharding, and give all that train the model"
             )
-        if not weight.config.learnable_gamma or id(weight.gamma) in held:
+        if not is_held or not weight.config.learnable_gamma or id(weight.gamma) in held:
             continue
         group = _group_for_gamma(weight, optimizers)
-        if group is None:
-            if not is_trained:
-                continue
+        if group is None and is_trained:
             raise UserError(
                 f"no optimizer given to pc.precondition can train the gamma of {weight.name}, because Muon, AdamH and MuonH "
                 "train matrices alone; give one for vectors too, or set learnable_gamma=False"
             )
+        if group is None:
+            continue
         holder = next(one for one in optimizers if any(group is other for other in one.param_groups))
         if type(holder).__name__ == "ZeroRedundancyOptimizer":  # divided its parameters when it was made
             raise UserError(

@@ -3,8 +3,9 @@
 An *arm* is a sweep's variant, or one combination of its settings, whatever the learning rate (the length of a step, for
 AdamH and MuonH); the first arm is the reference. An arm's rate is the one with the lowest final validation loss on the
 tuning seeds: those that the plan names, else the first. If other seeds were run at that rate, only they are used (of these
-the test seeds, if the plan names them), so that no figure is one by which the rate was chosen. An *experiment* is the arms of one model size and number of steps, and of one
-optimizer unless variants name them; a *study* is one or several experiments that are reported together.
+the test seeds, if the plan names them), so that no figure is one by which the rate was chosen. An *experiment* is the arms
+of one model size and number of steps, and of one optimizer unless variants name them; a *study* is one or several
+experiments that are reported together.
 
 An experiment's folder has `runs.jsonl`, one line per run with its config, environment and log, and what
 `pc_recipe.report.evidence_report` makes from it: `tables.md` and a figure for each study.

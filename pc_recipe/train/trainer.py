@@ -190,7 +190,7 @@ class PCTrainer(StepTrainer):
     def _starts_from_given_weights(self) -> bool:
         """Whether a new run has loaded weights and `pc.start` is "preserve"."""
         pc, checkpoint = self.config.pc, self.config.checkpoint
-        if not (pc.enable and pc.start == "preserve" and checkpoint.enable and checkpoint.initial_load_path):
+        if not (pc.enable and pc.start == "preserve" and checkpoint.initial_load_path):
             return False
         return checkpoint.initial_load_model_only or checkpoint.initial_load_in_hf
 

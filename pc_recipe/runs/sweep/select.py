@@ -57,9 +57,8 @@ def _choose(sweep: Sweep, config: str, rows: pd.DataFrame) -> str:
     best = eligible.loc[eligible.loss.idxmin()]
     destination = sweep.folder / f"selected-{name}.toml"
     overlay: dict[str, Any] = {"parent": _relative(Path(config), sweep.folder)}
-    chosen = {
-        key: value for key, value in best.settings.items() if value is not None
-    }  # None: the config has no such key
+    # None: the config has no such key
+    chosen = {key: value for key, value in best.settings.items() if value is not None}
     for key, value in chosen.items():
         *sections, last = key.split(".")
         section = overlay
