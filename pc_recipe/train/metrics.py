@@ -85,6 +85,7 @@ class PCMetricsProcessor(MetricsProcessor):
         self._batches = RankBatches.of(config, parallel_dims.world_size)
         self._slow_ranks_sought_at: float | None = None
         self._own_seconds: Any = 0.0  # [ranks, 2]: loading data, output layer; since slow ranks were sought
+        self._paused_at = self.time_last_log
         self._rank = rank = dist.get_rank() if dist.is_initialized() else 0
         self.progress = Progress(config, prints=rank == 0)
         if self.gpu_peak_flops == A100_FLOPS and "A100" not in self.device_memory_monitor.device_name:
@@ -120,6 +121,14 @@ class PCMetricsProcessor(MetricsProcessor):
         logger.info(self._describe(step, global_avg_loss, grad_norm, more))
         if self._rank == 0:
             self._warn_of_slow_ranks()
+
+    def pause(self) -> None:
+        """What follows, up to `resume`, is not time of the training steps: scores, checkpoints, the start of a run."""
+        self._paused_at = time.perf_counter()
+
+    def resume(self) -> None:
+        # `log_validation` has begun a new interval if it ran in between
+        self.time_last_log += time.perf_counter() - max(self._paused_at, self.time_last_log)
 
     def own_numbers(self) -> list[float]:
         """`NUMBERS` of this rank since the last log. Call it before `log`, with which the next interval begins."""

@@ -131,7 +131,9 @@ class PCTrainer(StepTrainer):
     def train_step(self, data_iterator) -> None:
         if self.step == 1 and self._starts_from_given_weights():
             preserve(self.model_parts)
+        self.metrics_processor.resume()
         super().train_step(data_iterator)
+        self.metrics_processor.pause()
         if self.scorer is not None and self.scorer.is_due(self.step):
             self.metrics_processor.log_metrics(self.step, self.scorer.score())
             fsdp_sync.reshard(self.model_parts)

@@ -5,6 +5,8 @@ import os
 import resource
 import shutil
 import signal
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -257,6 +259,25 @@ def test_the_logged_rate_is_that_of_blocks_without_a_factor(tiny_config):
     _run(1, config, ["--training.steps", "3", "--optimizer.lr_factors", "{o = 0.1}", "--validation.enable", "false"])
     peak = load_config(config, []).optimizer.lr
     assert max(tiny.metrics(folder, "lr")) == pytest.approx(peak)
+
+
+def _train_where_all_else_is_slow(rank, config, overrides):
+    """Loading takes two seconds; what follows a step, its score and its checkpoint, one."""
+    trainer = tiny.make_trainer(config, overrides)
+    load, save = trainer.load, trainer.checkpointer.save
+    trainer.load = lambda: (time.sleep(2.0), load())
+    trainer.checkpointer.save = lambda *args, **more: (time.sleep(0.5), save(*args, **more))
+    trainer.scorer = SimpleNamespace(is_due=lambda step: True, score=lambda: time.sleep(0.5))
+    trainer.train()
+    trainer.close()
+
+
+def test_the_time_of_steps_is_without_loading_scores_and_checkpoints(tiny_config):
+    config, folder = tiny_config
+    run_ranks(1, _train_where_all_else_is_slow, config, ["--training.steps=4", "--checkpoint.interval=1"])
+    seconds = tiny.metrics(folder, "step_seconds")
+    assert len(seconds) == 4 and min(seconds) > 0
+    assert seconds[0] < 2.0 and max(seconds[1:]) < 0.5  # without pauses, some tenths and some hundredths
 
 
 def _train_with_signal(rank, config, overrides):
