@@ -1,5 +1,6 @@
 """Rules between keys: settings that would train the wrong thing, or fail later in a way that nobody can read."""
 
+import math
 from collections.abc import Callable, Iterator
 
 from pc.errors import UserError
@@ -8,7 +9,8 @@ from pc_recipe.config.rank_batches import Degrees, RankBatches
 from pc_recipe.config.schema import Config
 
 FLOAT8 = "quantize.linear.float8"
-_SPLIT_BACKWARD = ("interleavedzerobubble", "zbvzerobubble", "dualpipev")
+_SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+_ONE_STAGE_PER_RANK = ("1F1B", "GPipe")
 
 
 def require(config: Config, dims: Degrees | None = None, on_cpu: bool = False) -> None:
@@ -27,7 +29,7 @@ def findings(config: Config, dims: Degrees | None = None, on_cpu: bool = False) 
     yield from _anywhere(config)
     if dims is not None:
         yield from _on_ranks(config, dims)
-        yield from _in_pipelines(config) if dims.pp > 1 else ()
+        yield from _in_pipelines(config, dims.pp) if dims.pp > 1 else ()
         yield from _on_cpus(config, dims) if on_cpu else ()
 
 
@@ -89,6 +91,8 @@ def _on_ranks(config: Config, dims: Degrees) -> Iterator[str]:
     heads = shape.n_kv_heads or shape.n_heads
     if heads % dims.tp:
         yield f"parallelism.tensor_parallel_degree = {dims.tp} should divide the {heads} (key-value) heads"
+    if config.model.ffn_dim and config.model.ffn_dim % dims.tp:
+        yield f"parallelism.tensor_parallel_degree = {dims.tp} should divide model.ffn_dim = {config.model.ffn_dim}"
     if config.evaluation.interval and (dims.pp > 1 or dims.cp > 1):
         yield (
             "evaluation.interval works without pipeline and context parallelism; set it to 0 and score checkpoints with "
@@ -102,7 +106,7 @@ def _on_ranks(config: Config, dims: Degrees) -> Iterator[str]:
     yield from error_messages(lambda: RankBatches(dims, config.training).micro_batches)
 
 
-def _in_pipelines(config: Config) -> Iterator[str]:
+def _in_pipelines(config: Config, ranks: int) -> Iterator[str]:
     batch, validated = config.training.local_batch_size, config.validation.local_batch_size
     if config.validation.enable and validated != batch:
         yield (
@@ -111,10 +115,38 @@ def _in_pipelines(config: Config) -> Iterator[str]:
         )
     schedule, checkpointing = config.parallelism.pipeline_parallel_schedule, config.activation_checkpoint
     saves_operations = (checkpointing.mode, checkpointing.selective_ac_option) == ("selective", "op")
-    if schedule.lower() in _SPLIT_BACKWARD and (compiles_model(config) or saves_operations):
+    if schedule in _SPLIT_BACKWARD and (compiles_model(config) or saves_operations):
         yield (
             f'parallelism.pipeline_parallel_schedule = "{schedule}" splits the backward pass; it needs '
             'compile.enable = false and activation_checkpoint.mode = "full"'
+        )
+    if batch % (size := config.parallelism.pipeline_parallel_microbatch_size):
+        yield (
+            f"training.local_batch_size = {batch} should be a multiple of "
+            f"parallelism.pipeline_parallel_microbatch_size = {size}"
+        )
+    yield from _split_into_stages(config, ranks)
+
+
+def _split_into_stages(config: Config, ranks: int) -> Iterator[str]:
+    """What TorchTitan's `pipeline_llm` asserts of the number of stages and of the layers in each."""
+    settings, layers = config.parallelism, shape_of(config.model).n_layers
+    ends = settings.pipeline_parallel_first_stage_less_layers, settings.pipeline_parallel_last_stage_less_layers
+    counted, one_each = layers + sum(ends), settings.pipeline_parallel_schedule in _ONE_STAGE_PER_RANK
+    stages = ranks * (1 if one_each else 2)
+    if wish := settings.pipeline_parallel_layers_per_stage:
+        stages = math.ceil(counted / wish)
+        if stages % ranks or (stages != ranks if one_each else stages < 2 * ranks):
+            yield (
+                f"parallelism.pipeline_parallel_layers_per_stage = {wish} makes {stages} stages of {counted} layers (embedding "
+                f'and head included); "{settings.pipeline_parallel_schedule}" on {ranks} ranks needs '
+                f"{ranks if one_each else f'a multiple of {ranks}, {2 * ranks} or more'}"
+            )
+            return
+    if counted // stages < max(1, *ends):
+        yield (
+            f"model.n_layers = {layers} is too few for the {stages} stages of parallelism.pipeline_parallel_degree = {ranks} "
+            f'with "{settings.pipeline_parallel_schedule}"'
         )
 
 

@@ -109,6 +109,11 @@ class Training(Section):
     )
 
 
+PipelineSchedule = Literal[
+    "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+]
+
+
 class Parallelism(Section):
     data_parallel_replicate_degree: Count = key(1, "Replicas of the sharded weights (HSDP).")
     data_parallel_shard_degree: Auto = key(-1, "Ranks that shard the weights (FSDP); -1: all that remain.")
@@ -120,7 +125,7 @@ class Parallelism(Section):
     pipeline_parallel_first_stage_less_layers: Interval = key(1, "Layers that the embedding counts for.")
     pipeline_parallel_last_stage_less_layers: Interval = key(1, "Layers that the head counts for.")
     pipeline_parallel_layers_per_stage: Count | None = key(None, "Layers per stage; unset: by the schedule.")
-    pipeline_parallel_schedule: Text = key("1F1B", "Name of one of torch's pipeline schedules.")
+    pipeline_parallel_schedule: PipelineSchedule = key("1F1B", "Name of one of torch's pipeline schedules.")
     pipeline_parallel_microbatch_size: Count = key(1, "Sequences that pass through the pipeline together.")
     context_parallel_degree: Count = key(1, "Ranks that share each sequence.")
 

@@ -120,10 +120,12 @@ def test_checkpoint_moves_between_kinds(module_config, one_process, tmp_path, be
 
 
 def _refusal(rank, config):
-    words = [*PP2, "--parallelism.pipeline_parallel_schedule", "2F2B"]
+    batch = ["--training.local_batch_size=5", "--training.global_batch_size=5", "--validation.local_batch_size=5"]
+    words = [*PP2, "--parallelism.pipeline_parallel_schedule=Interleaved1F1B", *batch]
     return "".join(error_messages(tiny.make_trainer, config, words))
 
 
-def test_a_pipeline_that_cannot_be_is_refused_in_a_sentence(tiny_config):
+def test_a_pipeline_that_torch_refuses_is_refused_in_a_sentence(tiny_config):
+    """What no rule knows: unit/config/test_rules.py has the others."""
     for message in run_ranks(2, _refusal, tiny_config[0]):
-        assert message.startswith("parallelism (pipeline): Unknown schedule name '2F2B'") and "\n" not in message
+        assert message.startswith("parallelism (pipeline): Interleaved 1F1B requires") and "\n" not in message

@@ -1,8 +1,11 @@
 """Combinations that cannot work are refused with a sentence that names the key; others are accepted."""
 
+import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
+from torchtitan.distributed import pipeline_parallel
 
 from pc.errors import UserError
 from pc.maps import LEVEL_NAMES
@@ -31,6 +34,7 @@ AC_OP = {"activation_checkpoint.mode": "selective", "activation_checkpoint.selec
 FLOAT8 = {"model.converters": ["quantize.linear.float8"]}
 EMULATED_FLOAT8 = {**FLOAT8, "quantize.linear.float8.emulate": True}
 ZERO_BUBBLE = {"parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}
+INTERLEAVED = {"parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}
 
 REFUSED_ANYWHERE = [
     ({}, {"dp_replicate": 2}, "data_parallel_replicate_degree without sharding averages gradients twice"),
@@ -52,6 +56,14 @@ REFUSED_ANYWHERE = [
     ({"validation.enable": True, "validation.local_batch_size": 4}, {"pp": 2}, "should be training.local_batch_size = 8"),
     ({**COMPILE, **ZERO_BUBBLE}, {"pp": 2}, "splits the backward pass"),
     ({**AC_OP, **ZERO_BUBBLE}, {"pp": 2}, 'activation_checkpoint.mode = "full"'),
+    ({"model.ffn_dim": 65}, {"tp": 2}, "tensor_parallel_degree = 2 should divide model.ffn_dim = 65"),
+    ({"parallelism.pipeline_parallel_schedule": "1f1b"}, {}, "pipeline_parallel_schedule = '1f1b' should be '1F1B', "),
+    ({"parallelism.pipeline_parallel_microbatch_size": 3}, {"pp": 2}, "local_batch_size = 8 should be a multiple of"),
+    ({"parallelism.pipeline_parallel_layers_per_stage": 2}, {"pp": 2}, "makes 3 stages of 6 layers"),
+    ({"parallelism.pipeline_parallel_layers_per_stage": 1}, {"pp": 3}, '"1F1B" on 3 ranks needs 3'),
+    ({**INTERLEAVED, "parallelism.pipeline_parallel_layers_per_stage": 3}, {"pp": 2}, "a multiple of 2, 4 or more"),
+    ({}, {"pp": 7}, "model.n_layers = 4 is too few for the 7 stages"),
+    (INTERLEAVED, {"pp": 4}, "model.n_layers = 4 is too few for the 8 stages"),
     ({"training.global_batch_size": 12}, {"dp_shard": 2}, "training.global_batch_size = 12 is not a multiple"),
     ({"pc.level": 1.5}, {}, f"pc.level = 1.5 should be {LEVEL_NAMES}, coefficients"),
     ({"pc.method": "none"}, {}, "pc.method = 'none' should be one of "),
@@ -73,7 +85,9 @@ ACCEPTED = [
     ({**EMULATED_FLOAT8, "pc.enable": False}, {}),
     ({"pc.mode": "forward"}, {"dp_shard": 2, "pp": 2}),
     ({"checkpoint.exclude_from_loading": ["model"], "pc.enable": False}, {}),
-    ({**COMPILE, "parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}, {"pp": 2}),
+    ({**COMPILE, **INTERLEAVED}, {"pp": 2}),
+    ({**INTERLEAVED, "parallelism.pipeline_parallel_layers_per_stage": 1}, {"pp": 3}),
+    ({"parallelism.pipeline_parallel_layers_per_stage": 3}, {"pp": 2}),
     ({**ZERO_BUBBLE, "activation_checkpoint.mode": "full"}, {"pp": 2}),
     (COMPILE, {"tp": 2}),
     ({**COMPILE, "activation_checkpoint.mode": "memory_budget"}, {}),
@@ -102,3 +116,26 @@ def test_refused_on_a_cpu_alone(settings, degrees, sentence):
 @pytest.mark.parametrize("settings, degrees", ACCEPTED, ids=str)
 def test_accepted(settings, degrees):
     _check(settings, degrees, on_cpu=True)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_stages_are_refused_where_torchtitan_refuses_them(schedule, monkeypatch):
+    monkeypatch.setattr(pipeline_parallel, "pipeline_module_split", lambda *_: ([], []))
+    monkeypatch.setattr(pipeline_parallel, "build_pipeline_schedule", lambda *_: None)
+    found = set()
+    for layers, ranks, wish, end in itertools.product((1, 3, 4, 7), (2, 3, 4), (None, 1, 2, 3), (0, 1, 2)):
+        config = Config()
+        config.model.n_layers, settings = layers, config.parallelism
+        settings.pipeline_parallel_schedule, settings.pipeline_parallel_layers_per_stage = schedule, wish
+        settings.pipeline_parallel_first_stage_less_layers = end
+        dims = SimpleNamespace(pp=ranks, get_mesh=lambda _: None)
+        job = SimpleNamespace(parallelism=SimpleNamespace(**settings.model_dump(), module_fqns_per_model_part=None))
+        try:
+            pipeline_parallel.pipeline_llm(None, dims, job, None, config.model, None, None)
+            expected = False
+        except ValueError:
+            expected = True
+        refused = any("n_layers" in line or "stages" in line for line in rules._split_into_stages(config, ranks))
+        assert refused == expected, (layers, ranks, wish, end)
+        found.add(refused)
+    assert found == {True, False}
