@@ -12,7 +12,7 @@ import statistics
 import time
 from pathlib import Path
 
-from pc_recipe.data import GlobalOrderLoader
+from pc_recipe.data.loader import GlobalOrderLoader
 from pc_recipe.files import markdown
 
 WARM_UP = 2

@@ -6,12 +6,15 @@ Usage: python scripts/export_hf.py RUN OUT [--dtype bfloat16] [--tokenizer T] [-
 import argparse
 
 from pc.errors import exit_on_user_error
+from pc_recipe.config.command_line import existing
 
 
 @exit_on_user_error
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("source", metavar="RUN", help="a run, for its newest checkpoint, or RUN/checkpoint/step-N")
+    parser.add_argument(
+        "source", type=existing, metavar="RUN", help="a run, for its newest checkpoint, or RUN/checkpoint/step-N"
+    )
     parser.add_argument("out", metavar="OUT", help="folder to make")
     parser.add_argument(
         "--dtype",
@@ -20,7 +23,7 @@ def main() -> None:
         help="dtype of the weights (default: float32)",
     )
     parser.add_argument("--tokenizer", help="as for tokenising; default: that of the run's data folder")
-    parser.add_argument("--scores", metavar="TABLE", help="the table.md of score.py, for the model card")
+    parser.add_argument("--scores", type=existing, metavar="TABLE", help="the table.md of score.py, for the model card")
     arguments = parser.parse_args()
     from pc_recipe.evaluate.hugging_face import export
 

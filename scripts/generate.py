@@ -6,14 +6,15 @@ Usage: python scripts/generate.py MODEL "prompt" [--max-new-tokens N] [--tempera
 import argparse
 
 from pc.errors import exit_on_user_error
+from pc_recipe.config.command_line import at_least_one, existing
 
 
 @exit_on_user_error
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", help="a run, RUN/checkpoint/step-N or a Hugging Face folder")
+    parser.add_argument("model", type=existing, help="a run, RUN/checkpoint/step-N or a Hugging Face folder")
     parser.add_argument("prompt")
-    parser.add_argument("--max-new-tokens", type=int, default=100, help="fewer if the model ends the document")
+    parser.add_argument("--max-new-tokens", type=at_least_one, default=100, help="fewer if the model ends the document")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the most likely token")
     parser.add_argument("--top-p", type=float, default=0.95, help="of the likeliest tokens with this share together")
     parser.add_argument("--seed", type=int, default=0)

@@ -10,7 +10,9 @@ import argparse
 from typing import get_args
 
 from pc.errors import exit_on_user_error
+from pc_recipe.config.command_line import at_least_one
 from pc_recipe.config.schema import Task
+from pc_recipe.files.run_folder import parse_model
 
 
 @exit_on_user_error
@@ -23,8 +25,10 @@ def main() -> None:
     )
     parser.add_argument("--output", default="outputs/scores", help="default: outputs/scores")
     parser.add_argument("--tasks", help="comma-separated; default: all nine", default=",".join(get_args(Task)))
-    parser.add_argument("--batch-size", type=int, default=16, help="requests per forward pass (default: 16)")
+    parser.add_argument("--batch-size", type=at_least_one, default=16, help="requests per forward pass (default: 16)")
     arguments = vars(parser.parse_args())
+    for model in arguments["models"]:
+        parse_model(model)  # answered before torch is imported
     from pc_recipe.evaluate.score import score
 
     arguments["limit"] = arguments["limit"] or None

@@ -7,13 +7,14 @@ import argparse
 from pathlib import Path
 
 from pc.errors import exit_on_user_error
+from pc_recipe.config.command_line import existing
 
 
 @exit_on_user_error
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "sources", nargs="+", type=Path, metavar="RUN_OR_CHECKPOINT",
+        "sources", nargs="+", type=existing, metavar="RUN_OR_CHECKPOINT",
         help="run folder (its last checkpoint) or checkpoint folder step-N; baseline first",
     )  # fmt: skip
     parser.add_argument("--output", type=Path, default=Path("outputs/spectra"), help="folder for figures")

@@ -6,6 +6,7 @@ python scripts/train_tokenizer.py --input text/ --vocab-size 4096 --output token
 import argparse
 
 from pc.errors import exit_on_user_error
+from pc_recipe.config.command_line import at_least_one
 
 
 @exit_on_user_error
@@ -20,8 +21,10 @@ def main() -> None:
         help="as for tokenize_text.py",
     )
     parser.add_argument("--output", required=True, help="folder for the tokenizer")
-    parser.add_argument("--vocab-size", type=int, required=True, help="entries, including BOS, EOS and 256 bytes")
-    parser.add_argument("--megabytes", type=int, default=50, help="text to train on (default: %(default)s)")
+    parser.add_argument(
+        "--vocab-size", type=at_least_one, required=True, help="entries, including BOS, EOS and 256 bytes"
+    )
+    parser.add_argument("--megabytes", type=at_least_one, default=50, help="text to train on (default: %(default)s)")
     parser.add_argument("--text-key", default="text", help="as for tokenize_text.py (default: %(default)s)")
     options = parser.parse_args()
     from pc_recipe.data.train_tokenizer import train_tokenizer

@@ -2,8 +2,10 @@
 
 import argparse
 import json
+import os
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from pc.errors import UserError
@@ -39,6 +41,13 @@ def at_least_one(text: str) -> int:
     if not (text.isdecimal() and int(text)):
         raise argparse.ArgumentTypeError(f"{text} should be a whole number, 1 or more")
     return int(text)
+
+
+def existing(text: str) -> Path:
+    """A `type` of argparse for a file or folder that is read: answered before a script imports torch, which takes seconds."""
+    if not os.path.exists(text):
+        raise argparse.ArgumentTypeError(f"{text} does not exist")
+    return Path(text)
 
 
 class _Help(argparse.Action):

@@ -8,7 +8,7 @@ import tomli_w
 import yaml
 from transformers import LlamaForCausalLM
 
-from pc_recipe.data import Manifest
+from pc_recipe.data.manifest import Manifest
 from pc_recipe.data.sources import HUB_DATASET
 from pc_recipe.evaluate.plain_weights import RunCheckpoint
 from pc_recipe.files import markdown

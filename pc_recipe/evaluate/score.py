@@ -7,7 +7,6 @@ model, data, limit and versions are the same.
 import hashlib
 import importlib.metadata
 import json
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from pc.errors import UserError
 from pc_recipe.evaluate import hugging_face, tables, tasks
 from pc_recipe.evaluate.log_likelihoods import LogLikelihoods
 from pc_recipe.files.atomic import sha256_of, write_atomically
-from pc_recipe.files.run_folder import find_newest_checkpoint
+from pc_recipe.files.run_folder import parse_model
 from pc_recipe.train.checkpoint_writer import CHECKSUMS
 from pc_recipe.train.environment import read_commit
 
@@ -58,17 +57,6 @@ def score(
         _score_model(name, path, file, sets, data, limit, batch_size)
     table, *_ = tables.write([json.loads(file.read_text()) for file in files], names, Path(output) / f"table{suffix}")
     return [*files, table]
-
-
-def parse_model(text: str) -> tuple[str, Path]:
-    """Name and path of `PATH` or `NAME=PATH`; a path may contain "=", a name may not. A run stands for its newest checkpoint."""
-    name, path = ("", text) if os.path.exists(text) else text.partition("=")[::2]
-    if not os.path.exists(path):
-        raise UserError(f"{text}: no such model; expected a run, a checkpoint (RUN/checkpoint/step-N) or an export")
-    model = find_newest_checkpoint(Path(path)) or Path(path)
-    whole = model.resolve()
-    is_step = whole.parent.name == "checkpoint"
-    return name or (f"{whole.parent.parent.name} {whole.name}" if is_step else whole.name), model
 
 
 def _score_model(

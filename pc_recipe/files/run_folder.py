@@ -1,12 +1,14 @@
 """A run's folder: its state, its configuration, its checkpoints."""
 
 import json
+import os
 import re
 import tomllib
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pc.errors import UserError
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.lock import is_locked
 
@@ -119,3 +121,14 @@ def find_newest_checkpoint(run: Path) -> Path | None:
 def find_newest_step(run: Path) -> int:
     """Step of `find_newest_checkpoint`; 0 if there is none."""
     return max(0, step_of(find_newest_checkpoint(run) or ""))
+
+
+def parse_model(text: str) -> tuple[str, Path]:
+    """Name and path of `PATH` or `NAME=PATH`; a path may contain "=", a name may not. A run stands for its newest checkpoint."""
+    name, path = ("", text) if os.path.exists(text) else text.partition("=")[::2]
+    if not os.path.exists(path):
+        raise UserError(f"{text}: no such model; expected a run, a checkpoint (RUN/checkpoint/step-N) or an export")
+    model = find_newest_checkpoint(Path(path)) or Path(path)
+    whole = model.resolve()
+    is_step = whole.parent.name == "checkpoint"
+    return name or (f"{whole.parent.parent.name} {whole.name}" if is_step else whole.name), model

@@ -12,8 +12,9 @@ from pc.methods import method_of
 from pc_recipe.config import Config, load_config, rules
 from pc_recipe.config.pc_section import PC
 from pc_recipe.config.rank_batches import RankBatches
-from pc_recipe.data import GlobalOrderLoader, Manifest, require_same_tokenizer
 from pc_recipe.data.demo import FOLDER as DEMO
+from pc_recipe.data.loader import GlobalOrderLoader
+from pc_recipe.data.manifest import Manifest, require_same_tokenizer
 from pc_recipe.data.tokenizers import smallest_dtype
 from pc_recipe.files.run_folder import find_newest_checkpoint
 from pc_recipe.runs import cost, memory, micro_batch, needs, torchrun

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from pc.integrations.torchtitan_train import Trainer
 from pc_recipe.config import Config
 from pc_recipe.config.optimizers import KINDS
-from pc_recipe.data import GlobalOrderLoader
+from pc_recipe.data.loader import GlobalOrderLoader
 from pc_recipe.train import fsdp_sync
 from pc_recipe.train.checkpoint import Checkpoints
 from pc_recipe.train.diagnostics import Diagnostics

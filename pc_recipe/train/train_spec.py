@@ -5,8 +5,8 @@ from typing import Any
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
-from pc_recipe import data
 from pc_recipe.config import Config
+from pc_recipe.data.loader import GlobalOrderLoader
 from pc_recipe.train.llama2 import Flavors, Llama2
 from pc_recipe.train.loss import build_loss
 from pc_recipe.train.metrics import PCMetricsProcessor
@@ -21,7 +21,7 @@ def _build_dataloader(job_config: Any, dp_rank: int, dp_world_size: int, tokeniz
     """Shards in global order."""
     config: Config = job_config.ours
     loader = config.training.dataloader
-    return data.GlobalOrderLoader(
+    return GlobalOrderLoader(
         config.data.folders,
         "train",
         seed=config.data.seed,

@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import IGNORE_INDEX
 
 from pc_recipe.config import Config
-from pc_recipe.data import GlobalOrderLoader, Manifest, require_same_tokenizer
+from pc_recipe.data.loader import GlobalOrderLoader
+from pc_recipe.data.manifest import Manifest, require_same_tokenizer
 from pc_recipe.files.run_log import unique_names
 from pc_recipe.train.fsdp_sync import reshard
 

@@ -72,7 +72,7 @@ def _oracle(rank, config, levels) -> list[dict[str, torch.Tensor]]:
     """Gradients of one batch for each level of PC (None: the baseline), and their norm. No trainer, no sharding."""
     import pc
     from pc_recipe.config import load_config
-    from pc_recipe.data import GlobalOrderLoader
+    from pc_recipe.data.loader import GlobalOrderLoader
     from pc_recipe.train.llama2 import Llama2, model_args
     from pc_recipe.train.upstream_config import JobConfig
 

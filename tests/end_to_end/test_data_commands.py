@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from helpers.tiny import ROOT
-from pc_recipe.data import Manifest
+from pc_recipe.data.manifest import Manifest
 from pc_recipe.data.tokenizing import tokenize
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from helpers.sparse_shards import make_sparse
-from pc_recipe.data import GlobalOrderLoader
+from pc_recipe.data.loader import GlobalOrderLoader
 
 pytestmark = pytest.mark.soak
 

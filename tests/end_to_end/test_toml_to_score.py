@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from helpers import tiny
 from helpers.made_runs import make_evaluation_data, make_shards
 from helpers.ranks import run_ranks
-from pc_recipe.data import GlobalOrderLoader
+from pc_recipe.data.loader import GlobalOrderLoader
 from pc_recipe.evaluate import hugging_face, plain_weights
 from pc_recipe.train.checkpoint_folder import CheckpointFolder
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from pc_recipe.data import Manifest, load_tokenizer
-from pc_recipe.data.manifest import TOKENIZER_FOLDER, TokenizerRecord, TokenShard
+from pc_recipe.data.manifest import TOKENIZER_FOLDER, Manifest, TokenizerRecord, TokenShard
+from pc_recipe.data.tokenizers import load_tokenizer
 
 
 def make_sparse(folder: Path, *, train: int, validation: int, tokens: int) -> Manifest:

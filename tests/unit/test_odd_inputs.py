@@ -16,8 +16,9 @@ import tomli_w
 from helpers.made_runs import make_run, make_shards
 from pc import PCConfig
 from pc.errors import UserError
-from pc_recipe.data import GlobalOrderLoader, Manifest
 from pc_recipe.data.checks import RECORD, verify
+from pc_recipe.data.loader import GlobalOrderLoader
+from pc_recipe.data.manifest import Manifest
 from pc_recipe.data.tokenizers import load_tokenizer
 from pc_recipe.evaluate import hugging_face, plain_weights
 from pc_recipe.runs.sweep.spec import load as load_sweep

@@ -265,3 +265,20 @@ def test_a_line_break_in_an_override_cannot_leave_the_comment(write, tmp_path):
     write_config(load_config(leaf, ["--job.description", text]), tmp_path / "c.toml")
     values = tomllib.loads((tmp_path / "c.toml").read_text())
     assert values == {"job": {"description": text, "dump_folder": "outputs/leaf"}}
+
+
+@pytest.mark.parametrize(
+    "script, words",
+    [
+        ("curves", ["outputs/nothing"]),
+        ("export_hf", ["outputs/nothing", "out"]),
+        ("generate", ["outputs/nothing", "a prompt"]),
+        ("inspect_data", ["outputs/nothing"]),
+        ("score", ["name=outputs/nothing"]),
+        ("spectra", ["outputs/nothing"]),
+        ("tokenize_text", ["--input", "outputs/nothing.txt", "--output", "out"]),
+    ],
+)
+def test_a_wrong_path_needs_no_torch(script, words):
+    status, output = run_script(f"scripts/{script}.py", *words)
+    assert status == 2 and re.search("outputs/nothing.*(does not exist|no such)", output.splitlines()[-1])

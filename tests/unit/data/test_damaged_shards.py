@@ -6,8 +6,10 @@ import shutil
 import pytest
 
 from pc.errors import UserError
-from pc_recipe.data import GlobalOrderLoader, Manifest, checks
+from pc_recipe.data import checks
 from pc_recipe.data.checks import verify
+from pc_recipe.data.loader import GlobalOrderLoader
+from pc_recipe.data.manifest import Manifest
 from pc_recipe.data.tokenizing import tokenize
 
 

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pc.errors import UserError
-from pc_recipe.data import GlobalOrderLoader
-from pc_recipe.data.loader import IGNORED_LABEL
+from pc_recipe.data.loader import IGNORED_LABEL, GlobalOrderLoader
 from pc_recipe.data.order import shuffled
 from pc_recipe.data.token_files import TokenStream
 

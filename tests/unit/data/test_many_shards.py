@@ -6,7 +6,7 @@ import resource
 import pytest
 
 from helpers.sparse_shards import make_sparse
-from pc_recipe.data import GlobalOrderLoader
+from pc_recipe.data.loader import GlobalOrderLoader
 
 SETTINGS = dict(seq_len=8, local_batch_size=4, dp_rank=0, dp_world_size=1, vocab_size=32000)
 

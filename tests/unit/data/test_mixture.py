@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from pc.errors import UserError
-from pc_recipe.data import GlobalOrderLoader
+from pc_recipe.data.loader import GlobalOrderLoader
 from pc_recipe.data.mixture import CYCLE, Mixture
 from pc_recipe.data.tokenizing import tokenize
 

@@ -11,11 +11,12 @@ import pyarrow as pa
 import pytest
 
 from pc.errors import UserError
-from pc_recipe.data import load_tokenizer, tokenizing
+from pc_recipe.data import tokenizing
 from pc_recipe.data.inspection import describe, read_documents
 from pc_recipe.data.manifest import SPLITS
 from pc_recipe.data.sources import divide_into_units, find_files, measure_files, read_texts
 from pc_recipe.data.text_files import LONGEST
+from pc_recipe.data.tokenizers import load_tokenizer
 from pc_recipe.data.tokenizing import tokenize
 from pc_recipe.data.tokenizing_job import validation_share
 

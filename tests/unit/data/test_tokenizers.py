@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pc.errors import UserError
-from pc_recipe.data import load_tokenizer
+from pc_recipe.data.tokenizers import load_tokenizer
 from pc_recipe.data.train_tokenizer import train_tokenizer
 
 TEXTS = ["The weight ground corn past the mill. " * 20, "Größe, naïve, 東京", None]

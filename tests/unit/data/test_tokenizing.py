@@ -17,10 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pc.errors import UserError
-from pc_recipe.data import Manifest, demo, hf_tokenizer, load_tokenizer, require_same_tokenizer, sources, tokenizing
+from pc_recipe.data import demo, hf_tokenizer, sources, tokenizing
 from pc_recipe.data.inspection import describe, read_documents
-from pc_recipe.data.manifest import SPLITS
+from pc_recipe.data.manifest import SPLITS, Manifest, require_same_tokenizer
 from pc_recipe.data.sources import divide_into_units, find_files, find_hub_files, measure_files, read_texts
+from pc_recipe.data.tokenizers import load_tokenizer
 from pc_recipe.data.tokenizing import split_by_hash, tokenize
 from pc_recipe.files import wheel
 

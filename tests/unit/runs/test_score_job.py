@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from helpers.tiny import ROOT
-from pc_recipe.evaluate.score import parse_model
+from pc_recipe.files.run_folder import parse_model
 
 
 def _score(run, tmp_path):
