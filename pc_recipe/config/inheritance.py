@@ -105,7 +105,9 @@ def _words(words: Sequence[str], schema: type[Schema]) -> Iterator[Schema]:
     """What each override of a command line sets. `--a.b` alone means true."""
     for name, text in _pairs(words):
         if name == OVERLAY:
-            yield from _files(Path(text or ""), schema)
+            if not text:
+                raise UserError("command line: --overlay needs a TOML file")
+            yield from _files(Path(text), schema)
         else:
             yield _set(name.replace("-", "_").split("."), text, schema)
 
@@ -141,7 +143,7 @@ def _set(keys: Sequence[str], text: str | None, schema: type[Schema]) -> Schema:
     try:
         return read(value)
     except UserError:
-        if not isinstance(value, list | dict):
+        if not text.startswith(("[", "{")):
             with contextlib.suppress(UserError):
                 return read(text, strict=False)
         raise
@@ -163,8 +165,8 @@ def _origin(path: Path, overrides: Sequence[str]) -> str:
     # a line break in a word would end the comment
     words = " ".join(overrides).replace("\n", " ").replace("\r", " ")
     lines = [f"#   command line: {words}\n"] if overrides else []
-    for overlay in [Path(text or "") for name, text in _pairs(overrides) if name == OVERLAY]:
-        files = [*_chain(overlay), *files]
+    for overlay in [text for name, text in _pairs(overrides) if name == OVERLAY]:
+        files = [*_chain(Path(str(overlay))), *files]
     return RESOLVED + "".join(lines + [f"#   {f}  sha256 {hashlib.sha256(text).hexdigest()}\n" for f, text, _ in files])
 
 

@@ -72,6 +72,8 @@ def test_sections_merge_and_values_replace(write):
         (["--pc.level", "{o = [1.5, -0.5], ffn = 2}"], {"pc": {"level": {"o": [1.5, -0.5], "ffn": 2}}}),
         (["--pc.blocks", "o,ffn"], {"pc": {"blocks": ["o", "ffn"]}}),
         (["--pc.blocks", '["o", "ffn"]'], {"pc": {"blocks": ["o", "ffn"]}}),
+        (["--data.skip", "9000,9001"], {"data": {"skip": ["9000", "9001"]}}),
+        (["--data.skip", "9000,9005-9007"], {"data": {"skip": ["9000", "9005-9007"]}}),
         (["--job.description", "1.5"], {"job": {"description": "1.5"}}),
         (["--pc.level=2", "--pc.level.o=3"], {"pc": {"level": {"o": 3}}}),
     ],
@@ -118,6 +120,7 @@ def test_bad_files_are_named_with_the_key(write, text, said):
         (["--training.step", "5"], "did you mean training.steps?"),
         (["--training.steps", "5.5"], "should be a valid integer"),
         (["--pc.blocks", '["o", 1]'], "pc.blocks.1 = 1 should be a valid string"),
+        (["--overlay"], "--overlay needs a TOML file"),
         (["--optimizer.lr", "fast"], "should be a valid number"),
     ],
 )
