@@ -176,12 +176,13 @@ def size_table(experiments: Sequence[Experiment]) -> str:
 
 
 def plot(experiments: Sequence[Experiment], path: Path) -> Path:
-    """A row for each experiment. Over tokens per parameter, of every seed: loss, difference and condition number. Then the
-    final loss of each arm: against the rate, and at its best rate with the 95 % interval of the difference."""
-    figure, rows = subplots(len(experiments), 5, width=3.2, height=2.8, squeeze=False)
+    """Two rows for each experiment. Over tokens per parameter, of every seed, each arm at its best rate: loss, difference and
+    condition number. Below, the final loss of each arm: against the rate, and at its best rate with the 95 % interval of
+    the difference."""
+    figure, grid = subplots(2 * len(experiments), 3, width=3.4, height=2.6)
     names = ("validation loss (nats)", "difference (nats)", "condition number", "final loss (nats)", "final difference")
-    for panels, one in zip(rows, experiments, strict=True):
-        losses, differences, conditions, rates, finals = panels
+    for panels, one in zip(grid.reshape(-1, 6), experiments, strict=True):
+        losses, differences, conditions, rates, finals, legend = panels
         colors = {name: f"C{i}" for i, name in enumerate(one.runs.arm.unique())}
         for name, arm in one.runs[one.runs.best].groupby("arm", sort=False):
             style = {"color": colors[name], "linewidth": 1, "label": f"{name}, {value_label(arm.rate.iloc[0])}"}
@@ -189,19 +190,19 @@ def plot(experiments: Sequence[Experiment], path: Path) -> Path:
                 losses.plot(_late(curve(log, VALIDATION), one), **style)
                 conditions.plot(_late(curve(log, CONDITION[0]), one), **style)
                 style["label"] = None  # one line of the legend per arm
-        for pair in one.pairs():
+        for pair in filter(is_at_best, one.pairs()):
             for _, over in _differences(pair).items():
-                line, color = "-" if is_at_best(pair) else ":", colors[pair.arm.iloc[0]]
-                differences.plot(_late(over.dropna(), one), line, linewidth=1, color=color)
+                differences.plot(_late(over.dropna(), one), linewidth=1, color=colors[pair.arm.iloc[0]])
         _draw_rates(rates, one, colors)
         _draw_finals(finals, one, colors)
         for axes in (differences, finals):
             axes.axhline(0, color="black", linewidth=0.5)
-        for axes, name in zip(panels, names, strict=True):
+        for axes, name in zip(panels[:5], names, strict=True):
             axes.set_xlabel("learning rate" if axes is rates else "" if axes is finals else "tokens per parameter")
             axes.set_ylabel(name)
         losses.set_title(one.name, fontsize=8, loc="left")
-        finals.legend(*conditions.get_legend_handles_labels(), fontsize=6, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        legend.axis("off")
+        legend.legend(*conditions.get_legend_handles_labels(), title="arm, learning rate", loc="center left")
     return save(figure, path)
 
 
