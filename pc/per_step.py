@@ -128,6 +128,7 @@ class PerStep(Preconditioner):
             self._observe()
         if self.holds_pc:
             return
+        self._require_same_place()
         weights = self.weights.values()
         if not self.has_started and any(weight.is_loaded_pc for weight in weights):
             raise UserError(IS_PC)
@@ -160,6 +161,7 @@ class PerStep(Preconditioner):
             raise UserError(PULLED_RAW)
         if self.is_pulled_back:
             raise UserError(TWICE)
+        self._require_same_place()
         self.require_unchanged()
         used = [w for w in self.weights.values() if w.parameter.grad is not None]
         if not used:
@@ -233,6 +235,15 @@ class PerStep(Preconditioner):
     def require_unchanged(self, alone: bool = False) -> None:
         if self.holds_pc:
             self._changes.require_unchanged(None if alone else self.on_any_rank)
+
+    def _require_same_place(self) -> None:
+        for weight in self.weights.values():
+            now, before = weight.parameter, weight.raw
+            if (now.dtype, now.device) != (before.dtype, before.device):
+                raise UserError(
+                    f"{weight.name} is {now.dtype} on {now.device} now, and was {before.dtype} on {before.device}: call "
+                    "pc.precondition after model.to() and the like"
+                )
 
     def _run(
         self, name: str, function: Callable, weights: list[Weight], inputs: list, outputs: list, share: bool = True

@@ -64,6 +64,16 @@ def test_a_change_of_pc_is_said(change):
     require_refused(CHANGED, loop.step)
 
 
+@pytest.mark.parametrize("before, call", [("", "pull_back"), ("restore_raw", "write_pc")])
+def test_a_model_that_moves_after_precondition_is_said(before, call):
+    loop = Loop().call(*before.split())
+    loop.model.float()
+    said = (
+        "0.attention.wo is torch.float32 on cpu now, and was torch.float64 on cpu: call pc.precondition after model.to("
+    )
+    require_refused(said, lambda: loop.call(call))
+
+
 def attached(**settings):
     return pc.attach(toy_model(), PCConfig(**settings))
 
