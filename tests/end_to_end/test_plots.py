@@ -32,5 +32,5 @@ def test_commands_without_a_run(command, tmp_path):
     assert status == 0 and "inside the region R at every one of 100 steps: yes" in said
     assert command("cost.py", CONFIGS / "1b_adamw_pc.toml", "--output", tmp_path)[0] == 0
     assert "0.391 %" in (tmp_path / "cost.md").read_text()
-    status, _, err = command("spectra.py", "short", "--output", tmp_path)
+    status, _, err = command("spectra.py", tmp_path, "--output", tmp_path)
     assert status == 2 and err.startswith("error: ") and "no run with a complete checkpoint" in err
