@@ -334,13 +334,7 @@ def _zero(rank):
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.05)
     preconditioner.follow(optimizer)
     preconditioner.write_pc()
-    for step in range(3):
-        for i in range(rank, 4, 2):
-            (toy_loss(ddp, toy_batch(100 * step + i)) / 2).backward()
-        preconditioner.pull_back()
-        optimizer.step()
-        optimizer.zero_grad()
-    return results(preconditioner)
+    return train_by(ddp, optimizer, preconditioner, rank)
 
 
 def test_zero_redundancy_optimizer():
