@@ -10,7 +10,8 @@ from pc_recipe.config.schema import Config
 
 FLOAT8 = "quantize.linear.float8"
 _SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-_ONE_STAGE_PER_RANK = ("1F1B", "GPipe")
+_STAGES_PER_RANK = {"1F1B": 1, "GPipe": 1, "ZBVZeroBubble": 2, "DualPipeV": 2}
+"""Of schedules that have a fixed number; the others have two or more."""
 
 
 def require(config: Config, dims: Degrees | None = None, on_cpu: bool = False) -> None:
@@ -132,15 +133,15 @@ def _split_into_stages(config: Config, ranks: int) -> Iterator[str]:
     """What TorchTitan's `pipeline_llm` asserts of the number of stages and of the layers in each."""
     settings, layers = config.parallelism, shape_of(config.model).n_layers
     ends = settings.pipeline_parallel_first_stage_less_layers, settings.pipeline_parallel_last_stage_less_layers
-    counted, one_each = layers + sum(ends), settings.pipeline_parallel_schedule in _ONE_STAGE_PER_RANK
-    stages = ranks * (1 if one_each else 2)
+    counted, fixed = layers + sum(ends), _STAGES_PER_RANK.get(settings.pipeline_parallel_schedule)
+    stages = least = ranks * (fixed or 2)
     if wish := settings.pipeline_parallel_layers_per_stage:
         stages = math.ceil(counted / wish)
-        if stages % ranks or (stages != ranks if one_each else stages < 2 * ranks):
+        if stages != least if fixed else stages % ranks or stages < least:
             yield (
                 f"parallelism.pipeline_parallel_layers_per_stage = {wish} makes {stages} stages of {counted} layers (embedding "
                 f'and head included); "{settings.pipeline_parallel_schedule}" on {ranks} ranks needs '
-                f"{ranks if one_each else f'a multiple of {ranks}, {2 * ranks} or more'}"
+                f"{least if fixed else f'a multiple of {ranks}, {least} or more'}"
             )
             return
     if counted // stages < max(1, *ends):

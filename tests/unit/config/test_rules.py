@@ -34,6 +34,7 @@ AC_OP = {"activation_checkpoint.mode": "selective", "activation_checkpoint.selec
 FLOAT8 = {"model.converters": ["quantize.linear.float8"]}
 EMULATED_FLOAT8 = {**FLOAT8, "quantize.linear.float8.emulate": True}
 ZERO_BUBBLE = {"parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}
+ZBV = {**ZERO_BUBBLE, "activation_checkpoint.mode": "full"}
 INTERLEAVED = {"parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}
 
 REFUSED_ANYWHERE = [
@@ -62,6 +63,7 @@ REFUSED_ANYWHERE = [
     ({"parallelism.pipeline_parallel_layers_per_stage": 2}, {"pp": 2}, "makes 3 stages of 6 layers"),
     ({"parallelism.pipeline_parallel_layers_per_stage": 1}, {"pp": 3}, '"1F1B" on 3 ranks needs 3'),
     ({**INTERLEAVED, "parallelism.pipeline_parallel_layers_per_stage": 3}, {"pp": 2}, "a multiple of 2, 4 or more"),
+    ({**ZBV, "parallelism.pipeline_parallel_layers_per_stage": 1}, {"pp": 2}, '"ZBVZeroBubble" on 2 ranks needs 4'),
     ({}, {"pp": 7}, "model.n_layers = 4 is too few for the 7 stages"),
     (INTERLEAVED, {"pp": 4}, "model.n_layers = 4 is too few for the 8 stages"),
     ({"training.global_batch_size": 12}, {"dp_shard": 2}, "training.global_batch_size = 12 is not a multiple"),
@@ -88,7 +90,7 @@ ACCEPTED = [
     ({**COMPILE, **INTERLEAVED}, {"pp": 2}),
     ({**INTERLEAVED, "parallelism.pipeline_parallel_layers_per_stage": 1}, {"pp": 3}),
     ({"parallelism.pipeline_parallel_layers_per_stage": 3}, {"pp": 2}),
-    ({**ZERO_BUBBLE, "activation_checkpoint.mode": "full"}, {"pp": 2}),
+    (ZBV, {"pp": 2}),
     (COMPILE, {"tp": 2}),
     ({**COMPILE, "activation_checkpoint.mode": "memory_budget"}, {}),
     ({**COMPILE, **AC_OP}, {"tp": 2}),
