@@ -165,8 +165,8 @@ def _origin(path: Path, overrides: Sequence[str]) -> str:
     # a line break in a word would end the comment
     words = " ".join(overrides).replace("\n", " ").replace("\r", " ")
     lines = [f"#   command line: {words}\n"] if overrides else []
-    for overlay in [text for name, text in _pairs(overrides) if name == OVERLAY]:
-        files = [*_chain(Path(str(overlay))), *files]
+    for overlay in [Path(text) for name, text in _pairs(overrides) if name == OVERLAY and text]:
+        files = [*_chain(overlay), *files]
     return RESOLVED + "".join(lines + [f"#   {f}  sha256 {hashlib.sha256(text).hexdigest()}\n" for f, text, _ in files])
 
 
