@@ -30,6 +30,7 @@ class Preregistration(Section):
     tuning_seeds: list[int] = key([], "Seeds that choose the rates; empty: the first.")
     test_seeds: list[int] = key([], "Seeds that are tested; empty: all that chose no rate.")
     questions: list[Question] = key([], "What is tested.")
+    shared_runs: list[Text] = key([], "runs.jsonl of others, whose runs of the same model and steps are arms too.")
 
 
 def read_preregistration(folder: Path) -> Preregistration:

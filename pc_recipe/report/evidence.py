@@ -158,20 +158,20 @@ def parameters(shape: Flavor, vocab_size: int) -> int:
 
 
 def read_experiments(folder: Path) -> list[Experiment]:
-    """The experiments of `folder`/runs.jsonl.
+    """The experiments of `folder`/runs.jsonl. The runs that its plan shares come first, so a reference may be among them.
 
     Raises:
         UserError: two runs of one arm, rate and seed have different validation losses.
     """
     file = folder / "runs.jsonl"
-    groups: dict[tuple, list[tuple[dict, Config]]] = {}
-    for line in _read(file):
-        config = Config.model_validate(line["resolved"], extra="ignore")  # written by any version
-        optimizer = "" if line.get("variant") else config.optimizer.name
-        kind = shape_of(config.model), optimizer, config.training.steps
-        groups.setdefault((line["study"], *kind), []).append((line, config))
-    studies = [study for study, *_ in groups]
     plan = read_preregistration(folder)
+    groups = _by_kind(file)
+    for shared in map(_by_kind, (folder / path for path in reversed(plan.shared_runs))):
+        for (_, *other), runs in shared.items():
+            for study, *kind in groups:
+                if kind == other:
+                    groups[study, *kind] = runs + groups[study, *kind]
+    studies = [study for study, *_ in groups]
     experiments = []
     for (study, *_, steps), group in groups.items():
         flavor, optimizer = group[0][1].model.flavor, group[0][1].optimizer.name
@@ -184,9 +184,21 @@ def read_experiments(folder: Path) -> list[Experiment]:
                 f"{file}: a second run of {unlike.iloc[0]} with the same learning rate and seed has a different "
                 "validation loss; collect them as two studies"
             )
-        arms = [_chosen(rows, plan) for _, rows in same.head(1).groupby("arm", sort=False)]
+        # of a run that was repeated, the newest line, which may have more quantities
+        arms = [_chosen(rows, plan) for _, rows in same.tail(1).groupby("arm", sort=False)]
         experiments.append(Experiment(study, name, group[0][1], pd.concat(arms, ignore_index=True)))
     return experiments
+
+
+def _by_kind(file: Path) -> dict[tuple, list[tuple[dict, Config]]]:
+    """The runs of a runs.jsonl by study, shape, optimizer (unless variants name it) and number of steps."""
+    groups: dict[tuple, list[tuple[dict, Config]]] = {}
+    for line in _read(file):
+        config = Config.model_validate(line["resolved"], extra="ignore")  # written by any version
+        optimizer = "" if line.get("variant") else config.optimizer.name
+        kind = shape_of(config.model), optimizer, config.training.steps
+        groups.setdefault((line["study"], *kind), []).append((line, config))
+    return groups
 
 
 def _run(line: dict, config: Config, arm: str) -> dict:

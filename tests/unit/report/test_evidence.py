@@ -298,6 +298,28 @@ def test_the_same_run_in_two_sweeps(tmp_path):
         evidence.read_experiments(tmp_path / "kept")
 
 
+def test_runs_that_another_experiment_shares(tmp_path):
+    """A plan takes baselines from another folder: of the same steps, before its own runs, which may repeat some of them."""
+    baselines = {(False, rate): losses for (on, rate), losses in LOSSES.items() if not on}
+    evidence.collect([_sweep(tmp_path / "old", baselines)], "old", tmp_path / "shared")
+    longer = _sweep(tmp_path / "longer", baselines)
+    for config in longer.glob("*/*/config.toml"):
+        config.write_text(config.read_text().replace("steps = 100", "steps = 400"))
+    evidence.collect([longer], "longer", tmp_path / "shared")
+    own = {**{pair: losses for pair, losses in LOSSES.items() if pair[0]}, (False, 1e-3): [4.0]}
+    sweep = _sweep(tmp_path / "new", own)
+    with (sweep / "False-0.001" / "seed-0" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 5, "tokens": 50, "norm/effective": 2.0}) + "\n")
+    evidence.collect([sweep], "new", tmp_path / "kept")
+    (alone,) = evidence.read_experiments(tmp_path / "kept")
+    assert alone.runs.arm[0] == "pc on"
+    (tmp_path / "kept" / "plan.toml").write_text('shared_runs = ["../shared/runs.jsonl"]')
+    (experiment,) = evidence.read_experiments(tmp_path / "kept")
+    assert experiment.name == "new" and experiment.runs.arm[0] == "pc off"
+    assert len(experiment.runs) == COUNT
+    assert "norm/effective" in experiment.runs.log[0]  # the repeated run's own line counts
+
+
 def test_the_regime_of_an_experiment(tmp_path):
     experiment = _experiment(tmp_path)
     # embedding and head; q, k, v, o and the three FFN matrices of five layers; norms
