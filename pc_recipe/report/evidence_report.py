@@ -180,9 +180,10 @@ def plot(experiments: Sequence[Experiment], path: Path) -> Path:
     condition number. Below, the final loss of each arm: against the rate, and at its best rate with the 95 % interval of
     the difference."""
     figure, grid = subplots(2 * len(experiments), 3, width=3.4, height=2.6)
-    names = ("validation loss (nats)", "difference (nats)", "condition number", "final loss (nats)", "final difference")
     for panels, one in zip(grid.reshape(-1, 6), experiments, strict=True):
         losses, differences, conditions, rates, finals, legend = panels
+        minus = f"minus {one.runs.arm.iloc[0]} (nats)"
+        names = ("validation loss (nats)", minus, "condition number", "final loss (nats)", f"final, {minus}")
         colors = {name: f"C{i}" for i, name in enumerate(one.runs.arm.unique())}
         for name, arm in one.runs[one.runs.best].groupby("arm", sort=False):
             style = {"color": colors[name], "linewidth": 1, "label": f"{name}, {value_label(arm.rate.iloc[0])}"}
