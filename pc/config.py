@@ -79,7 +79,8 @@ class PCConfig:
     )
     power_iterations: int = _key(10, "Power iterations per optimizer step (q in algorithm 3); row_norm needs none.")
     norm_recovery: bool = _key(
-        True, "Of methods polynomial and row_norm: multiply by the norm that was divided by, so that it stays."
+        True,
+        "Multiply by the norm that was divided by, so that it stays; with method row_norm by each row's first norm.",
     )
     learnable_gamma: bool = _key(
         True, "Multiply by one learnable scalar per matrix, with method row_norm per row, initialised to 1."

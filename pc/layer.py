@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from pc.config import PCConfig
 from pc.methods import method_of
 from pc.methods.base import Method
-from pc.spectral import initial_vectors, without_autocast
+from pc.spectral import without_autocast
 
 
 def effective_weight(weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor, config: PCConfig) -> Tensor:
@@ -71,11 +71,13 @@ class PCLinear(nn.Linear):
 
     @torch.no_grad()
     def start_pc(self) -> None:
-        """In a new layer, set gamma to 1, and `u`, `v` to random vectors seeded by the layer's name."""
+        """In a new layer, set gamma to 1, and `u`, `v` to the vectors that its method starts with."""
         if self.u is not None:
             return
         weight = self.weight
-        self.u, self.v = (x.to(weight.device, weight.dtype) for x in initial_vectors(self.pc_name, weight.shape))
+        self.u, self.v = (
+            x.to(weight.device, weight.dtype) for x in self.pc_method.initial_vectors(self.pc_name, weight.shape)
+        )
         if self.gamma is not None:
             if self.gamma.is_meta:  # plain weights were assigned to a layer on the meta device
                 self.gamma = nn.Parameter(torch.empty_like(self.gamma, device=weight.device))

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pc import spectral
 from pc.config import MatrixSplit, PCConfig
 from pc.errors import UserError
 from pc.methods import method_of
@@ -93,10 +92,10 @@ class WeightSplit:
         return *self.stack, *((count, self.columns) if count > 1 else (self.columns,))
 
     def initial_vectors(self, name: str) -> tuple[Tensor, Tensor]:
-        """Random unit vectors u and v (float32, CPU), which depend only on the weight's name and shape."""
+        """u and v before the first step (float32, CPU), which depend only on the weight's name and shape."""
         batch = math.prod(self.stack)
         drawn = [
-            spectral.initial_vectors(
+            part.method.initial_vectors(
                 f"{name}.{index}" if index else name, (batch * part.count, part.rows, self.columns)
             )
             for index, part in enumerate(self.chosen)

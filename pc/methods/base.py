@@ -1,6 +1,7 @@
 """The interface of a method, with defaults that are right for any of them and fast for none."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import contextmanager
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from pc.config import PCConfig
 from pc.errors import UserError
-from pc.spectral import power_iteration
+from pc.spectral import initial_vectors, power_iteration
 
 USE_AS_W = 'use them as W: without pc.preserve, or in the recipe by its key pc.start = "raw"'
 
@@ -32,8 +33,8 @@ def matmul_precision(precision: str):
 class Method(ABC):
     """PC(W) as a function of one matrix W, of learnable gammas, and of the vectors u and v.
 
-    u and v follow the leading singular vectors of W: `advance` moves them once per optimizer step. They are constants
-    for the gradient. Each matrix's owner calls `write` and `pull_back` once per step (`pc.per_step`), with batches of
+    u and v follow the leading singular vectors of W, or are what else a method keeps: `advance` moves them once per
+    optimizer step. They are constants for the gradient. Each matrix's owner calls `write` and `pull_back` once per step (`pc.per_step`), with batches of
     independent matrices: W [B, n, m], gamma [B, gammas] or None for ones, u [B, n], v [B, m]. A `PCLinear` calls
     `apply` in every forward pass, and `advance`, on one matrix without B.
 
@@ -42,7 +43,7 @@ class Method(ABC):
     """
 
     uses_vectors = True
-    """whether PC(W) depends on u and v, which otherwise stay as they are"""
+    """whether u and v are singular vectors, on which PC(W) depends"""
 
     def __init__(self, config: PCConfig) -> None:
         self.config = config
@@ -50,6 +51,11 @@ class Method(ABC):
     def count_gammas(self, rows: int) -> int:
         """How many gammas a matrix of so many rows has; they start at 1."""
         return 1
+
+    def initial_vectors(self, name: str, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """u [..., n] and v [..., m] before the first `advance`, for weights [..., n, m], on the CPU; by default random ones
+        that depend on the weight's name."""
+        return initial_vectors(name, shape)
 
     @abstractmethod
     def apply(self, weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor) -> Tensor:

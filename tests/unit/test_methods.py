@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import pc
-from helpers.toy import Loop, leading_vectors, same, toy_model
+from helpers.toy import Loop, leading_vectors, same, toy_batch, toy_loss, toy_model
 from pc import PCConfig, UserError
 from pc.methods import method_of
 
@@ -33,19 +33,46 @@ def _both_passes(method, weight, gamma, u, v, gradient, **settings):
 @pytest.mark.parametrize("recovery", [True, False])
 def test_row_norm_is_weight_normalisation(shape, with_gamma, recovery):
     weight, gamma, u, v, gradient = _batch(shape, shape[0])
-    found = _both_passes("row_norm", weight, gamma if with_gamma else None, u, v, gradient, norm_recovery=recovery)
+    lengths = 0.5 + u.square()
+    given = gamma if with_gamma else None
+    found = _both_passes("row_norm", weight, given, lengths, v, gradient, norm_recovery=recovery)
     for i in range(3):
-        size = (weight[i].square().sum() / shape[0]).sqrt() if recovery else 1.0
         for row in range(shape[0]):
+            size = lengths[i, row] if recovery else 1.0
             w, h, g = weight[i, row], gradient[i, row], gamma[i, row] if with_gamma else 1.0
             direction = w / w.norm()
             expected = g * size * direction, g * size / w.norm() * (h - (h @ direction) * direction)
-            # an epsilon of 1e-7 beside norms of rows from 0.05
             for mine, wanted in zip(found, expected, strict=False):
-                torch.testing.assert_close(mine[i, row], wanted, rtol=0, atol=1e-5 * max(1.0, wanted.abs().max()))
+                torch.testing.assert_close(mine[i, row], wanted, rtol=1e-12, atol=1e-12)
             if with_gamma:
-                torch.testing.assert_close(found[2][i, row], size * (h @ direction), rtol=0, atol=1e-5)
-    assert shape[0] == 1 or (found[0] - weight).abs().max() > 0.1  # control: one row of its own norm stays
+                torch.testing.assert_close(found[2][i, row], size * (h @ direction), rtol=1e-12, atol=1e-12)
+    assert (found[0] - weight).abs().max() > 0.1  # control: rows do not keep their norm
+
+
+def test_row_norm_starts_from_w_and_keeps_its_lengths():
+    """Whatever the length of W becomes. A row that starts at zero is trained, and gets its length with its first step."""
+    model = toy_model()
+    weight = model[0].attention["wo"].weight
+    with torch.no_grad():
+        weight[0] = 0.0
+    first = weight.detach().clone()
+    pc.attach(model, PCConfig(method="row_norm", learnable_gamma=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    preconditioner = pc.precondition(model, optimizer)
+    preconditioner.write_pc()
+    torch.testing.assert_close(weight, first, rtol=1e-14, atol=0)
+    lengths = []
+    for step in range(3):
+        toy_loss(model, toy_batch(step)).backward()
+        preconditioner.pull_back()
+        optimizer.step()
+        optimizer.zero_grad()
+        lengths.append(weight.detach().norm(dim=1))
+    expected = torch.cat([lengths[0][:1], first[1:].norm(dim=1)])
+    for found in lengths:
+        torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
+    raw = preconditioner.weights["0.attention.wo"].raw.norm(dim=1)
+    assert expected[0] > 1e-3 and (raw[1:] / expected[1:] - 1).min() > 1e-4  # controls: steps made W longer
 
 
 @SHAPES
@@ -131,9 +158,9 @@ def test_identity_and_sigma_reparametrisation_are_maps():
         assert along.abs().max() < 1e-5  # a change of the length of W changes nothing
 
 
-@METHODS
-def test_what_a_method_cannot_do_is_refused(method):
-    with pytest.raises(UserError, match=f'method "{method}" cannot preserve given weights'):
-        pc.preserve(pc.attach(toy_model(), PCConfig(method=method)))
+def test_what_a_method_cannot_do_is_refused():
+    for settings in ({"method": "cap"}, {"method": "row_norm", "norm_recovery": False}):
+        with pytest.raises(UserError, match=f'method "{settings["method"]}" cannot preserve given weights'):
+            pc.preserve(pc.attach(toy_model(), PCConfig(**settings)))
     with pytest.raises(UserError, match="pc.cap must be above 0"):
         PCConfig(method="cap", cap=0.0)

@@ -157,7 +157,7 @@ def test_wandb_is_missed_before_training(command, tiny_config):
 
 @pytest.mark.parametrize(
     "method, words",
-    [("cap", "singular values at most 0.5"), ("row_norm", "rows of equal norm"), ("polynomial", "o: level 4")],
+    [("cap", "singular values at most 0.5"), ("row_norm", "rows of their first norm"), ("polynomial", "o: level 4")],
 )
 @pytest.mark.parametrize("name, states", [("AdamH", 2), ("MuonH", 1)])
 def test_methods_and_optimizers_are_named_and_counted(method, words, name, states):

@@ -58,7 +58,7 @@ def test_the_other_methods_are_counted():
         m: RunCost(load_config(CONFIGS / "1b_adamw_pc.toml", [f"--pc.method={m}"]), 8) for m in ("row_norm", "cap")
     }
     assert costs["row_norm"].step_cost().pc_step == 0 and costs["row_norm"].step_cost().pc_forward == 0  # no matmul
-    assert "PC: rows of equal norm" in table(costs["row_norm"]) and "bound" not in table(costs["row_norm"])
+    assert "PC: rows of their first norm" in table(costs["row_norm"]) and "bound" not in table(costs["row_norm"])
     # by hand: B and the product with W; nine stages of three matmuls, |B - I|, and six stages of four. Autograd repeats
     # the forward pass, and takes two matmuls for each of it
     forward = sum(
