@@ -38,8 +38,8 @@ from pc_recipe.train.llama2 import Llama2, Llama2Args
 RATES = {"optimizer.lr", "optimizer.hyperball_lr"}
 """Settings that are an arm's rate, by its optimizer."""
 CONDITION = ("spectra/gmcn/pc", "spectra/gmcn/qkv", "spectra/gmcn/all")
-SIZES = {"norm/effective": "their norm", "norm/relative_step": "their relative step"}
-"""{logged name: heading of its column}; "their" means the blocks with PC"""
+SIZES = {"norm/effective": "their norm", "norm/relative_step": "mean relative step"}
+"""{logged name: heading of its column}; of the blocks with PC"""
 
 
 def collect(sweeps: Sequence[Path], study: str, output: Path) -> int:

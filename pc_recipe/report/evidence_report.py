@@ -81,16 +81,23 @@ def regime_table(experiments: Sequence[Experiment]) -> str:
 
 def arm_table(runs: pd.DataFrame) -> str:
     """Of each arm and rate, the seed that chose the rate and then the others: final losses, and condition numbers
-    (geometric means), and if they were logged, norm and relative step of the blocks that PC changes, at the end."""
+    (geometric means) and the norm of the blocks that PC changes at the end, and the mean of their relative step; the last
+    two of the runs that logged them."""
     rows = []
     sizes = {key: title for key, title in SIZES.items() if any(key in log for log in runs.log)}
     for (arm, rate, best, _), group in runs.groupby(["arm", "rate", "best", "chose"], sort=False):
         shown = f"**{value_label(rate)}**" if best else value_label(rate)
-        ends = [np.mean([curve(log, key).iloc[-1:].mean() for log in group.log]) for key in (*CONDITION, *sizes)]
+        ends = [pd.Series([_summary(log, key) for log in group.log]).mean() for key in (*CONDITION, *sizes)]
         cells = [_cell(end, ".1f" if key in CONDITION else ".3g") for key, end in zip((*CONDITION, *sizes), ends)]
         rows.append([arm, shown, _seeds(group), mean_and_error(group.loss), *cells])
     header = "arm|learning rate|seeds|final validation loss|GMCN of PC blocks|of q, k, v|of all"
     return markdown.table([*header.split("|"), *sizes.values()], rows)
+
+
+def _summary(log: pd.DataFrame, key: str) -> float:
+    """A run's last value; of a step's length its mean, as the last rate is low."""
+    values = curve(log, key)
+    return values.mean() if key == "norm/relative_step" else values.iloc[-1:].mean()
 
 
 def pair_table(experiment: Experiment, margin: float) -> str:

@@ -309,7 +309,9 @@ def test_runs_that_another_experiment_shares(tmp_path):
     own = {**{pair: losses for pair, losses in LOSSES.items() if pair[0]}, (False, 1e-3): [4.0]}
     sweep = _sweep(tmp_path / "new", own)
     with (sweep / "False-0.001" / "seed-0" / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 5, "tokens": 50, "norm/effective": 2.0}) + "\n")
+        for step, length in ((3, 0.4), (5, 0.2)):
+            sizes = {"norm/effective": 2.0 * step, "norm/relative_step": length}
+            file.write(json.dumps({"step": step, "tokens": 10 * step} | sizes) + "\n")
     evidence.collect([sweep], "new", tmp_path / "kept")
     (alone,) = evidence.read_experiments(tmp_path / "kept")
     assert alone.runs.arm[0] == "pc on"
@@ -317,7 +319,10 @@ def test_runs_that_another_experiment_shares(tmp_path):
     (experiment,) = evidence.read_experiments(tmp_path / "kept")
     assert experiment.name == "new" and experiment.runs.arm[0] == "pc off"
     assert len(experiment.runs) == COUNT
-    assert "norm/effective" in experiment.runs.log[0]  # the repeated run's own line counts
+    header, _, repeated, *others = evidence_report.arm_table(experiment.runs).splitlines()
+    assert header.endswith("| their norm | mean relative step |")
+    assert repeated.endswith("| 10 | 0.3 |")  # the repeated run's own line counts: the end of the norm, the mean of the step
+    assert all(line.endswith("| - | - |") for line in others)
 
 
 def test_the_regime_of_an_experiment(tmp_path):
