@@ -34,6 +34,8 @@ class PC:
         preconditioner.pull_back_and_restore()  # it becomes that of W and gamma; the model holds W. Clip after this.
         optimizer.step()  # any optimizer; give it `preconditioner.gammas` too
         preconditioner.write_pc()  # the model holds the new PC(W)
+
+    Make it after DDP has wrapped the model, which gives all ranks the same weights.
     """
 
     def __init__(self, weights: list[nn.Parameter], level: int = 4, iterations: int = 10) -> None:
@@ -41,8 +43,10 @@ class PC:
         self.weights = weights  # each [n, m]
         self.gammas = [nn.Parameter(weight.new_ones(1)) for weight in weights]  # learnable, one per matrix
         self.raw = [weight.detach().clone() for weight in weights]  # W
-        self.u = [nn.functional.normalize(torch.randn_like(weight[:, 0]), dim=0) for weight in weights]  # [n]
-        self.v = [nn.functional.normalize(torch.randn_like(weight[0]), dim=0) for weight in weights]  # [m]
+        generator = torch.Generator().manual_seed(0)  # its own, so that all ranks of DDP draw the same vectors
+        drawn = [torch.randn(len(weight), generator=generator).to(weight) for weight in weights]
+        self.u = [nn.functional.normalize(vector, dim=0) for vector in drawn]  # [n]
+        self.v = [torch.zeros_like(weight[0]) for weight in weights]  # [m], from u in `write_pc`
         self.write_pc()
 
     @torch.no_grad()

@@ -26,7 +26,7 @@ from pc_recipe.report.evidence import (
 from pc_recipe.runs.sweep.spec import VALIDATION, value_label
 
 NOTES = """
-Losses in nats per token. ± is the standard error of the mean over seeds; differences and times fewer tokens are computed
+Losses in nats per token, which for a vocabulary of bytes is per byte. ± is the standard error of the mean over seeds; differences and times fewer tokens are computed
 per seed. The learning rate of an arm, in bold, was chosen on its tuning seeds, or else its first seed; the results are
 those of the other seeds, if there are any. Interval: 95 %, of the mean difference, by Student's t. Verdict: *better* or
 *worse* if it does not contain 0; *no difference* if it lies inside ±{margin}; else *undecided*. "After" n tokens are the
@@ -206,17 +206,21 @@ def plot(experiments: Sequence[Experiment], path: Path) -> Path:
         for axes in (differences, finals):
             axes.axhline(0, color="black", linewidth=0.5)
         for axes, name in zip(panels[:5], names, strict=True):
-            axes.set_xlabel("learning rate" if axes is rates else "" if axes is finals else "tokens per parameter")
+            axes.set_xlabel("rate" if axes is rates else "" if axes is finals else "tokens per parameter")
             axes.set_ylabel(name)
         losses.set_title(one.name, fontsize=8, loc="left")
         legend.axis("off")
-        legend.legend(*conditions.get_legend_handles_labels(), title="arm, learning rate", loc="center left")
+        legend.legend(*conditions.get_legend_handles_labels(), title="arm, rate", loc="center left")
     return save(figure, path)
 
 
 def _draw_rates(axes, one: Experiment, colors: dict[str, str]) -> None:
     """Mean final loss of each arm against the rate, over the seeds that ran at most rates; its best rate as a ring."""
     axes.set_xscale("log")
+    ticks = sorted(one.runs.rate.unique())
+    ticks = ticks[:: math.ceil(len(ticks) / 4)]  # more labels than four overlap
+    axes.set_xticks(ticks, map(value_label, ticks), fontsize=7)
+    axes.minorticks_off()
     for name, arm in one.runs[np.isfinite(one.runs.loss)].groupby("arm", sort=False):
         counts = arm.seed.value_counts()
         tuning = arm[arm.seed.isin(counts[counts == counts.max()].index)]
@@ -227,12 +231,13 @@ def _draw_rates(axes, one: Experiment, colors: dict[str, str]) -> None:
 
 
 def _draw_finals(axes, one: Experiment, colors: dict[str, str]) -> None:
-    """Final difference of each arm to the reference, each at its best rate: every seed, and the mean with its interval."""
-    pairs = [pair for pair in one.pairs() if is_at_best(pair) and np.isfinite(pair.difference).all()]
+    """Final difference of each arm to the reference, each at its best rate: every seed, and if none diverged the mean with
+    its interval."""
+    pairs = [pair for pair in one.pairs() if is_at_best(pair)]
     for place, pair in enumerate(pairs):
         color, values = colors[pair.arm.iloc[0]], pair.difference
         axes.plot([place] * len(values), values, ".", color=color, alpha=0.5, markersize=4)
-        if len(values) > 1:
+        if len(values) > 1 and np.isfinite(values).all():
             half = half_width(values.sem(), len(values) - 1)
             axes.errorbar(place + 0.2, values.mean(), half, fmt="o", color=color, capsize=3, markersize=4)
     axes.set_xticks(range(len(pairs)), [pair.arm.iloc[0] for pair in pairs], rotation=35, ha="right", fontsize=7)

@@ -49,6 +49,17 @@ def _losses_of_the_library(level):
     return _losses(model, optimizer, pc.precondition(model, optimizer).pull_back)
 
 
+def test_ranks_with_seeds_of_their_own_start_alike(one_file):
+    """As scripts have them that seed each rank by its number, so that it draws data of its own."""
+    effective = []
+    for seed in (1337, 1338):
+        model = _model()
+        torch.manual_seed(seed)
+        one_file.PC([model[0].weight])
+        effective.append(model[0].weight)
+    assert torch.equal(*effective) and not torch.equal(effective[0], _model()[0].weight)
+
+
 def test_it_trains_as_the_library_does(one_file):
     """Losses depend on weights and gammas of all earlier steps. float64 has 16 digits."""
     model = _model()

@@ -321,7 +321,7 @@ def test_runs_that_another_experiment_shares(tmp_path):
     assert len(experiment.runs) == COUNT
     header, _, repeated, *others = evidence_report.arm_table(experiment.runs).splitlines()
     assert header.endswith("| their norm | mean relative step |")
-    assert repeated.endswith("| 10 | 0.3 |")  # the repeated run's own line counts: the end of the norm, the mean of the step
+    assert repeated.endswith("| 10 | 0.3 |")  # of its own line: the end of the norm, the mean of the step
     assert all(line.endswith("| - | - |") for line in others)
 
 
