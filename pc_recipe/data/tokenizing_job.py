@@ -89,9 +89,11 @@ def _divide_source(sources: list[str], output: Path, requested: dict) -> tuple[d
         names, unit_bytes = names[:1], math.inf
     files = measure_files(names, requested["text_key"])
     units = divide_into_units(files, unit_bytes)
+    text_bytes = sum(unit.text_bytes for unit in units)
+    if not text_bytes:
+        raise UserError(f"--input {' '.join(sources)}: there is no text in it")
     share = requested["validation_fraction"]
     if share is None:
-        text_bytes = sum(unit.text_bytes for unit in units)
         share = validation_share(min(text_bytes, DOCUMENT_BYTES * (requested["max_documents"] or text_bytes)))
     settings = {
         "validation_share": share,

@@ -194,11 +194,14 @@ def test_a_small_file_of_much_text_does_not_take_the_memory(tmp_path, monkeypatc
         ("*.parquet", None, r"\*\.parquet: no file of text, which ends in \.parquet, "),
         (".", None, "a.docx: no file of text"),
         ("a.docx", None, "a.docx: no file of text"),
+        ("a.txt", None, "a.txt: there is no text in it"),
     ],
 )
 def test_mistakes_in_the_command(source, subset, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("a.docx").write_text("x")
+    if source == "a.txt":
+        Path("a.txt").touch()
     with pytest.raises(UserError, match=f"^--input {message}"):
         tokenize(source, output="out", subset=subset)
 
