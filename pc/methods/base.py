@@ -34,9 +34,9 @@ class Method(ABC):
     """PC(W) as a function of one matrix W, of learnable gammas, and of the vectors u and v.
 
     u and v follow the leading singular vectors of W, or are what else a method keeps: `advance` moves them once per
-    optimizer step. They are constants for the gradient. Each matrix's owner calls `write` and `pull_back` once per step (`pc.per_step`), with batches of
-    independent matrices: W [B, n, m], gamma [B, gammas] or None for ones, u [B, n], v [B, m]. A `PCLinear` calls
-    `apply` in every forward pass, and `advance`, on one matrix without B.
+    optimizer step. They are constants for the gradient. Each matrix's owner calls `write` and `pull_back` once per step
+    (`pc.per_step`), with batches of independent matrices: W [B, n, m], gamma [B, gammas] or None for ones, u [B, n],
+    v [B, m]. A `PCLinear` calls `apply` in every forward pass, and `advance`, on one matrix without B.
 
     Args:
         config: with one level.
