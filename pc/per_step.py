@@ -107,9 +107,9 @@ class PerStep(Preconditioner):
         parameter = weight.parameter
         if weight.config.learnable_gamma:
             ones = torch.ones(weight.split.gamma_shape, device=parameter.device, dtype=parameter.dtype)
-            # requires_grad: not of a plain weight, because a DDP that wraps the model later would wait for gamma's
-            # gradient, which only `pull_back` sets; of a sharded one, because distributed checkpoints save optimizer
-            # states of such parameters alone.
+            # requires_grad: of a plain weight from the first `pull_back` on, because a DDP that wraps the model before
+            # that would wait for gamma's gradient, which only `pull_back` sets; of a sharded one, because distributed
+            # checkpoints save optimizer states of such parameters alone.
             gamma = nn.Parameter(shard_gammas(parameter, ones), requires_grad=isinstance(parameter, DTensor))
             weight.module.register_parameter(weight.gamma_attribute, gamma)
         given = weight.split.initial_vectors(weight.name) if weight.u is None else (weight.u, weight.v)
@@ -182,6 +182,7 @@ class PerStep(Preconditioner):
         self._run("pull back", self._pull_back_batch, used, inputs, gradients)
         for weight, (_, *of_gamma) in zip(used, gradients, strict=True):
             if weight.gamma is not None:
+                weight.gamma.requires_grad_()  # loops clip the parameters that do
                 weight.gamma.grad = viewed(of_gamma[0], weight.gamma.shape) if weight.split.stack else of_gamma[0]
         self.is_pulled_back = True
 

@@ -256,6 +256,22 @@ def test_a_closure_is_a_step():
     assert same(one.model.state_dict(), other.model.state_dict())
 
 
+def test_clipping_what_requires_gradients_clips_gammas_too():
+    """As loops have it that freeze some weights. Mode "forward" has the right gammas."""
+    gammas = {}
+    for mode in ("step", "forward"):
+        loop = Loop(mode, make=lambda p: torch.optim.SGD(p, lr=3.0, momentum=0.9))
+        for step in range(5):
+            loop.backward(step)
+            loop.preconditioner.pull_back()
+            nn.utils.clip_grad_norm_([p for p in loop.model.parameters() if p.requires_grad], 0.01)
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+        gammas[mode] = torch.cat([weight.gamma.detach() for weight in loop.preconditioner.weights.values()])
+    torch.testing.assert_close(gammas["step"], gammas["forward"], rtol=1e-9, atol=0)
+    assert (gammas["step"] - 1).abs().max() > 1e-3  # control: they were trained
+
+
 def test_clipping_in_a_closure_is_of_gradients_of_w():
     def train(step_by_closure):
         loop = Loop(make=sgd)
