@@ -8,6 +8,11 @@ import argparse
 from pathlib import Path
 
 from pc.errors import exit_on_user_error
+from pc_recipe.config.command_line import existing
+
+
+def _with_runs(text: str) -> Path:
+    return existing(f"{text}/runs.jsonl").parent
 
 
 @exit_on_user_error
@@ -15,11 +20,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     actions = parser.add_subparsers(dest="action", required=True)
     collecting = actions.add_parser("collect", help="add finished and diverged runs to runs.jsonl")
-    collecting.add_argument("sweeps", type=Path, nargs="+", help="folders with results.jsonl; the reference's first")
+    collecting.add_argument(
+        "sweeps", type=existing, nargs="+", help="folders with results.jsonl; the reference's first"
+    )
     collecting.add_argument("--study", help="name of what is compared (default: the first folder's); replaces its runs")
     collecting.add_argument("--output", type=Path, required=True, help="the experiment's folder")
     reporting = actions.add_parser("report", help="tables.md and a figure for each study, from runs.jsonl")
-    reporting.add_argument("folder", type=Path, help="the experiment's folder")
+    reporting.add_argument("folder", type=_with_runs, help="the experiment's folder")
     arguments = parser.parse_args()
     from pc_recipe.report.evidence import collect
     from pc_recipe.report.evidence_report import report
