@@ -27,8 +27,8 @@ from pc_recipe.runs.sweep.spec import VALIDATION, value_label
 
 NOTES = """
 Losses in nats per token, which for a vocabulary of bytes is per byte. ± is the standard error of the mean over seeds;
-differences and times fewer tokens are computed per seed. The learning rate of an arm, in bold, was chosen on its tuning seeds, or else its first seed; the results are
-those of the other seeds, if there are any. Interval: 95 %, of the mean difference, by Student's t. Verdict: *better* or
+differences and times fewer tokens are computed per seed. The learning rate of an arm, in bold, was chosen on its tuning
+seeds, or else its first seed; the results are those of the other seeds, if there are any. Interval: 95 %, of the mean difference, by Student's t. Verdict: *better* or
 *worse* if it does not contain 0; *no difference* if it lies inside ±{margin}; else *undecided*. "After" n tokens are the
 differences then, with the number of seeds in brackets if not all were validated. A run whose final loss is not a number
 diverged: it counts as infinite, and the plots leave it out.

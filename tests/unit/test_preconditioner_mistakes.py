@@ -208,3 +208,29 @@ def _ddp(rank):
 def test_ddp_after_the_preconditioner_is_said():
     first, second = run_ranks(2, _ddp)
     assert first is None and CHANGED in second
+
+
+def test_steps_in_the_backward_pass_are_refused():
+    """An optimizer for each parameter, which steps as soon as its gradient is there."""
+    model = pc.attach(toy_model(), PCConfig())
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+    pc.precondition(model, *optimizers.values())
+    for parameter, optimizer in optimizers.items():
+        parameter.register_post_accumulate_grad_hook(lambda _, step=optimizer.step: step())
+    require_refused(NOT_PULLED_BACK, toy_loss(model, toy_batch(0)).backward)
+
+
+def test_an_optimizer_that_changes_weights_after_its_step_is_refused():
+    """As Lookahead does in a class of its own: PC(W) is written before."""
+
+    class Lookahead(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            with torch.no_grad():
+                for p in self.param_groups[0]["params"]:
+                    p.mul_(0.9)
+
+    loop = Loop(make=lambda p: Lookahead(p, lr=0.1))
+    loop.step()
+    loop.backward(1)
+    require_refused(CHANGED, loop.preconditioner.pull_back)
