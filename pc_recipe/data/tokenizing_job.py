@@ -90,8 +90,6 @@ def _divide_source(sources: list[str], output: Path, requested: dict) -> tuple[d
     files = measure_files(names, requested["text_key"])
     units = divide_into_units(files, unit_bytes)
     text_bytes = sum(unit.text_bytes for unit in units)
-    if not text_bytes:
-        raise UserError(f"--input {' '.join(sources)}: there is no text in it")
     share = requested["validation_fraction"]
     if share is None:
         share = validation_share(min(text_bytes, DOCUMENT_BYTES * (requested["max_documents"] or text_bytes)))
@@ -168,11 +166,18 @@ def read_finished(job: TokenizingJob, unit: Unit) -> UnitRecord | None:
 
 
 def write_manifest_if_finished(job: TokenizingJob) -> Manifest | None:
-    """Write the manifest if all units are finished, else return None."""
+    """Write the manifest if all units are finished, else return None.
+
+    Raises:
+        UserError: the sources have no documents.
+    """
     records = [record for unit in job.units if (record := read_finished(job, unit))]
     if len(records) < len(job.units):
         return None
     settings = job.settings
+    shards = {split: [shard for record in records for shard in record.shards[split]] for split in SPLITS}
+    if not any(shards.values()):
+        raise UserError(f"--input {' '.join(settings['sources'])}: there is no text in it")
     manifest = Manifest(
         folder=job.output,
         dtype=smallest_dtype(job.tokenizer.vocab_size),
@@ -182,7 +187,7 @@ def write_manifest_if_finished(job: TokenizingJob) -> Manifest | None:
         split_rule=f"validation if blake2b-64(text) / 2^64 < {settings['validation_share']:.6g}, else train",
         configuration_sha256=job.sha256,
         tokenizer=job.tokenizer,
-        shards={split: [shard for record in records for shard in record.shards[split]] for split in SPLITS},
+        shards=shards,
     )
     manifest.write()
     return manifest

@@ -195,13 +195,19 @@ def test_a_small_file_of_much_text_does_not_take_the_memory(tmp_path, monkeypatc
         (".", None, "a.docx: no file of text"),
         ("a.docx", None, "a.docx: no file of text"),
         ("a.txt", None, "a.txt: there is no text in it"),
+        ("a.parquet", None, "a.parquet: there is no text in it"),
+        ("a.csv", None, "a.csv: there is no text in it"),
     ],
 )
-def test_mistakes_in_the_command(source, subset, message, tmp_path, monkeypatch):
+def test_mistakes_in_the_command(source, subset, message, tmp_path, monkeypatch, write_parquet):
     monkeypatch.chdir(tmp_path)
     Path("a.docx").write_text("x")
     if source == "a.txt":
         Path("a.txt").touch()
+    if source == "a.parquet":
+        write_parquet(Path("a.parquet"), [])
+    if source == "a.csv":
+        Path("a.csv").write_text("id,text\n")
     with pytest.raises(UserError, match=f"^--input {message}"):
         tokenize(source, output="out", subset=subset)
 
