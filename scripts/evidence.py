@@ -15,15 +15,19 @@ def _with_runs(text: str) -> Path:
     return existing(f"{text}/runs.jsonl").parent
 
 
+def _with_results(text: str) -> Path:
+    return existing(f"{text}/results.jsonl").parent
+
+
 @exit_on_user_error
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     actions = parser.add_subparsers(dest="action", required=True)
     collecting = actions.add_parser("collect", help="add finished and diverged runs to runs.jsonl")
     collecting.add_argument(
-        "sweeps", type=existing, nargs="+", help="folders with results.jsonl; the reference's first"
+        "sweeps", type=_with_results, nargs="+", help="folders with results.jsonl; the reference's first"
     )
-    collecting.add_argument("--study", help="name of what is compared (default: the first folder's); replaces its runs")
+    collecting.add_argument("--study", help="name of what is compared (default: the first folder's)")
     collecting.add_argument("--output", type=Path, required=True, help="the experiment's folder")
     reporting = actions.add_parser("report", help="tables.md and a figure for each study, from runs.jsonl")
     reporting.add_argument("folder", type=_with_runs, help="the experiment's folder")

@@ -31,7 +31,7 @@ from pc_recipe.config.schema import Config
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.run_log import read_log, unique_names
 from pc_recipe.report.contrasts import Preregistration, read_preregistration
-from pc_recipe.runs.sweep.points import read_results
+from pc_recipe.runs.sweep.points import read_json_lines, read_results
 from pc_recipe.runs.sweep.spec import VALIDATION, label
 from pc_recipe.train.llama2 import Llama2, Llama2Args
 
@@ -52,14 +52,10 @@ def collect(sweeps: Sequence[Path], study: str, output: Path) -> int:
     lines = [line for sweep in sweeps for result in read_results(sweep) if (line := _line(study, sweep, result))]
     if not lines:
         raise UserError(f"{', '.join(map(str, sweeps))}: no finished run with a {VALIDATION}")
-    earlier = _read(file) if file.exists() else []
+    earlier = read_json_lines(file) if file.exists() else []
     kept = {(line["study"], line["resolved"]["job"]["dump_folder"]): line for line in earlier + lines}.values()
     write_atomically(file, "".join(json.dumps(line, allow_nan=False) + "\n" for line in kept))
     return len(lines)
-
-
-def _read(file: Path) -> list[dict]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def _line(study: str, sweep: Path, result: dict) -> dict | None:
@@ -193,7 +189,7 @@ def read_experiments(folder: Path) -> list[Experiment]:
 def _by_kind(file: Path) -> dict[tuple, list[tuple[dict, Config]]]:
     """The runs of a runs.jsonl by study, shape, optimizer (unless variants name it) and number of steps."""
     groups: dict[tuple, list[tuple[dict, Config]]] = {}
-    for line in _read(file):
+    for line in read_json_lines(file):
         config = Config.model_validate(line["resolved"], extra="ignore")  # written by any version
         optimizer = "" if line.get("variant") else config.optimizer.name
         kind = shape_of(config.model), optimizer, config.training.steps
@@ -245,10 +241,12 @@ def _values(config: Config, keys: set[str]) -> dict[str, Any]:
 
 
 def _chosen(arm: pd.DataFrame, plan: Preregistration) -> pd.DataFrame:
-    """The arm's runs by rate, with `best` and `chose`: the mean over the tuning seeds chooses; if none ran, the first seed
-    that ran at the most rates."""
+    """The arm's runs by rate, with `best` and `chose`: the mean over the tuning seeds chooses; if no rate has all of
+    them, the first seed that ran at the most rates."""
     losses = arm.pivot(index="rate", columns="seed", values="loss")
-    seeds = [seed for seed in plan.tuning_seeds if seed in losses] or [losses.count().idxmax()]
+    seeds = [seed for seed in plan.tuning_seeds if seed in losses]
+    if losses[seeds].dropna().empty:
+        seeds = [losses.count().idxmax()]
     best = losses[seeds].mean(axis=1, skipna=False).idxmin()
     chose = ~arm.seed.isin(plan.test_seeds) if plan.test_seeds else arm.seed.isin(seeds) & (len(losses) > 1)
     arm = arm.assign(best=arm.rate == best, chose=chose)

@@ -9,6 +9,7 @@ import pandas as pd
 
 from pc.errors import UserError
 from pc_recipe.files.plots import save, subplots
+from pc_recipe.files.run_folder import read_state
 from pc_recipe.files.run_log import RunLog
 from pc_recipe.runs.sweep.spec import VALIDATION, label
 
@@ -17,11 +18,33 @@ def read_results(source: Path) -> list[dict]:
     """Lines of `results.jsonl` (a sweep's folder or the file itself), one per finished or diverged run.
 
     The loss is null or absent if the run diverged or was not validated.
+
+    Raises:
+        UserError: no such file, one of other content, or one that is older than a run of its folder.
     """
     file = source / "results.jsonl" if source.is_dir() else source
     if not file.is_file():
         raise UserError(f"{file}: no such file; scripts/sweep.py select writes it into the sweep's folder")
-    return [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
+    results = read_json_lines(file)
+    if source.is_dir():
+        _require_up_to_date(file, {result["name"]: result.get("state", "finished") for result in results})
+    return results
+
+
+def read_json_lines(file: Path) -> list[dict]:
+    """The objects in a file, one in each line."""
+    try:
+        return [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
+    except ValueError as error:
+        raise UserError(f"{file}: should have a JSON object in each line, as results of sweeps and evidence do") from error
+
+
+def _require_up_to_date(file: Path, known: dict[str, str]) -> None:
+    """Array tasks of SLURM do not write the sweep's results when they end."""
+    for config in file.parent.rglob("config.toml"):
+        name, state = str(config.parent.relative_to(file.parent)), read_state(config.parent).state
+        if state in ("finished", "diverged") and known.get(name) != state:
+            raise UserError(f"{file} is older than {name}, which has {state}; scripts/sweep.py select renews it")
 
 
 def plot(results: Sequence[dict], path: Path, baselines: Sequence[RunLog] = ()) -> Path:

@@ -12,8 +12,10 @@ from scipy import stats
 from helpers.made_runs import write_run
 from pc.errors import UserError
 from pc_recipe.config.model_sizes import FLAVORS
+from pc_recipe.files.run_folder import write_state
 from pc_recipe.report import evidence, evidence_report
 from pc_recipe.report.contrasts import Preregistration, Question, contrast_table
+from pc_recipe.runs.sweep.points import read_results
 
 # {(pc on, learning rate): final losses of seeds 0, 1, 2}; None: diverged
 LOSSES = {
@@ -50,11 +52,11 @@ def _sweep(folder, losses, config="c.toml", stops_at=None, flavor="nano", tokens
             kept = [line for line in lines if line["step"] <= (stops_at or {}).get(name, 5)] or [
                 {"step": 1, "loss": 9.0}
             ]
-            write_run(folder / name, [line | {"tokens": tokens * line["step"]} for line in kept])
+            state = "diverged" if final is None else "finished"
+            write_run(folder / name, [line | {"tokens": tokens * line["step"]} for line in kept], state)
             toml = CONFIG.format(on=str(on).lower(), rate=rate, seed=seed, flavor=flavor, folder=folder / name)
             (folder / name / "config.toml").write_text(toml)
             (folder / name / "environment.json").write_text("{}")
-            state = "diverged" if final is None else "finished"
             settings = {"optimizer.lr": rate, "pc.enable": on}
             results.append({"name": name, "config": config, "settings": settings, "spikes": 0, "state": state})
     (folder / "results.jsonl").write_text("".join(json.dumps(result) + "\n" for result in results))
@@ -268,6 +270,28 @@ def test_a_run_that_two_sweeps_list_is_of_one_arm(tmp_path):
     (experiment,) = evidence.read_experiments(tmp_path / "kept")
     counts = experiment.runs.groupby("arm", sort=False).size().to_dict()
     assert counts == {"pc off": 4, "pc on": 6, "pc on, level 1": 1}
+
+
+def test_results_that_are_older_than_a_run_are_refused(tmp_path):
+    """Array tasks end without writing the sweep's results."""
+    sweep = _sweep(tmp_path / "sweep", {(False, 2e-3): [3.9, None]})
+    write_state(sweep / "False-0.002" / "seed-1", "finished", 5, 5)  # it was tried again
+    with pytest.raises(UserError, match="results.jsonl is older than False-0.002/seed-1, which has finished"):
+        evidence.collect([sweep], "study", tmp_path / "kept")
+    with pytest.raises(UserError, match="config.toml: should have a JSON object in each line"):
+        read_results(sweep / "False-0.002" / "seed-0" / "config.toml")
+
+
+def test_rates_whose_tuning_seeds_have_not_all_run_are_still_reported(tmp_path):
+    _sweep(tmp_path / "sweep", {(True, 1e-3): [3.7], (True, 2e-3): [3.8, 3.9]})
+    lines = (tmp_path / "sweep" / "results.jsonl").read_text().splitlines(keepends=True)
+    del lines[1]  # one rate has seed 0 so far, the other seed 1
+    shutil.rmtree(tmp_path / "sweep" / "True-0.002" / "seed-0")
+    (tmp_path / "sweep" / "results.jsonl").write_text("".join(lines))
+    evidence.collect([tmp_path / "sweep"], "study", tmp_path / "kept")
+    (tmp_path / "kept" / "plan.toml").write_text("tuning_seeds = [0, 1]")
+    (experiment,) = evidence.read_experiments(tmp_path / "kept")
+    assert experiment.runs.rate[experiment.runs.best].unique().tolist() == [1e-3]
 
 
 def test_studies_in_one_file(tmp_path):
