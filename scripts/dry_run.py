@@ -25,11 +25,11 @@ def main() -> None:
     parser.add_argument("--no-data", action="store_true", help="missing data is a warning, not an error")
     arguments, overrides = parse_with_overrides(parser)
     config = load_config(arguments.config, overrides)
-    from pc_recipe.runs.check import check_config, estimate_hours  # takes seconds
+    from pc_recipe.runs.check import check, estimate_hours  # takes seconds
     from pc_recipe.runs.torchrun import count_processes
 
     ranks = count_processes() if arguments.world_size is None else arguments.world_size
-    report = check_config(config, ranks, needs_data=not arguments.no_data, gpu_gib=arguments.gpu_memory)
+    report = check(config, ranks, needs_data=not arguments.no_data, gpu_gib=arguments.gpu_memory)
     if not report.errors:
         estimate_hours(report, ranks, arguments.tflops)
     print(report.text())

@@ -88,7 +88,7 @@ def keep_earlier_config(run: Path, resolved: dict, step: int) -> None:
         for file in earlier:
             file.unlink()
     elif current.exists() and _read_toml(current) != resolved:
-        current.rename(run / f"config.{len(earlier) + 1}.toml")
+        write_atomically(run / f"config.{len(earlier) + 1}.toml", current.read_bytes())
 
 
 def _read_toml(file: Path) -> dict | None:

@@ -1,6 +1,5 @@
 """Finds errors in a config in seconds, without a GPU."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import numpy as np
 
 from pc.errors import UserError
 from pc.methods import method_of
-from pc_recipe.config import Config, load_config, rules
+from pc_recipe.config import Config, rules
 from pc_recipe.config.pc_section import PC
 from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.data.demo import FOLDER as DEMO
@@ -57,30 +56,13 @@ class CheckResult:
         return "\n".join(lines)
 
 
-def check(
-    path: str | Path,
-    overrides: Sequence[str],
-    world_size: int,
-    *,
-    needs_data: bool = True,
-    gpu_gib: float | None = None,
-) -> CheckResult:
+def check(config: Config, world_size: int, *, needs_data: bool = True, gpu_gib: float | None = None) -> CheckResult:
     """Check a run on `world_size` GPUs.
 
     Args:
         gpu_gib: as in `pc_recipe.runs.micro_batch.find_gpu`.
         needs_data: report missing data as an error; otherwise as a warning with the command that creates them.
-
-    Raises:
-        UserError: the config files cannot be read or merged, so nothing else can be checked.
     """
-    return check_config(load_config(path, overrides), world_size, needs_data=needs_data, gpu_gib=gpu_gib)
-
-
-def check_config(
-    config: Config, world_size: int, *, needs_data: bool = True, gpu_gib: float | None = None
-) -> CheckResult:
-    """`check` of a config that has been read."""
     result = CheckResult(config, errors=list(rules.findings(config)))
     is_valid = not result.errors
     choice = _try(result, micro_batch.choose, config, world_size, gpu_gib) if is_valid else None

@@ -37,7 +37,7 @@ def submit_run(config: str, overrides: Sequence[str], allocation: Allocation) ->
     """
     from pc_recipe.runs.check import check, estimate_hours  # takes seconds
 
-    report = check(config, overrides, allocation.world_size)
+    report = check(load_config(config, overrides), allocation.world_size)
     report.raise_errors(f"{config}: ")
     if allocation.gpus_per_node:  # the estimate is of GPUs
         hours = estimate_hours(report, allocation.world_size)

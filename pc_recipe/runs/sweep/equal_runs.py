@@ -62,7 +62,7 @@ def require_unchanged(sweep: Sweep, world_size: int | None = None) -> None:
 
 
 class EqualRuns(NamedTuple):
-    """Equal runs of one or several sweeps: only the first is trained."""
+    """Equal runs of one or several sweeps: one is trained."""
 
     runs: list[Run]
     state: str
@@ -72,9 +72,15 @@ class EqualRuns(NamedTuple):
     of_other_code: list[Path]
     """Folders of equal runs that other code or another torch finished. They are not reused."""
 
+    @property
+    def to_train(self) -> list[Run]:
+        """Unfinished runs that had been started, which no link can replace; if none was started, the first."""
+        started = [run for run in self.runs if run.folder.exists()]
+        return [run for run in started or self.runs[:1] if run_folder.read_state(run.folder).state != "finished"]
+
 
 def group_runs(sweeps: Sequence[Sweep], world_size: int | None = None) -> list[EqualRuns]:
-    """EqualRuns equal runs of the sweeps; the groups are in the order of their first runs.
+    """Equal runs of the sweeps; the groups are in the order of their first runs.
 
     Args:
         world_size: processes that would train a run, which decide its batch if the config does not; without it such a

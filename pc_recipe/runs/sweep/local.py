@@ -33,8 +33,8 @@ def train_all(sweeps: Sequence[Sweep]) -> None:
             print(f"{label}: finished before", flush=True)
             continue
         equal = next(group for group in equal_runs.group_runs(sweeps, processes) if run in group.runs)
-        if equal.runs[0] != run:
-            print(f"{label}: equal to {equal.runs[0].folder}", flush=True)
+        if run not in equal.to_train:
+            print(f"{label}: equal to {equal.folder}", flush=True)
             continue
         if equal.state == "running" and equal.folder != run.folder:
             print(f"{label}: another process is training an equal run in {equal.folder}", flush=True)

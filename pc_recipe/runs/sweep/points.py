@@ -36,7 +36,9 @@ def read_json_lines(file: Path) -> list[dict]:
     try:
         return [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
     except ValueError as error:
-        raise UserError(f"{file}: should have a JSON object in each line, as results of sweeps and evidence do") from error
+        raise UserError(
+            f"{file}: should have a JSON object in each line, as results of sweeps and evidence do"
+        ) from error
 
 
 def _require_up_to_date(file: Path, known: dict[str, str]) -> None:

@@ -15,21 +15,22 @@ from pc_recipe.runs.sweep.spec import Sweep
 def submit(sweeps: Sequence[Sweep], at_a_time: int, allocation: Allocation) -> str:
     """Check the sweeps' runs and queue unfinished ones, one array per sweep, `at_a_time` at once (0: all).
 
-    Of equal runs only the first is queued.
+    Of equal runs one is queued.
     """
     groups = equal_runs.group_runs(sweeps, allocation.world_size)
     warned: dict[str, str] = {}
     for group in groups:
         first = group.runs[0]
-        report = check(first.config, first.overrides, allocation.world_size)
+        report = check(first.resolved, allocation.world_size)
         report.raise_errors(f"{first.name}: ")
         for warning in report.warnings:
             warned.setdefault(warning, first.name)
     lines = [f"warning: {name}: {warning}" for warning, name in warned.items()]
     for sweep in sweeps:
-        remaining = [group for group in groups if group.state not in ("finished", "running")]
-        waiting = [group.runs[0] for group in remaining if group.runs[0] in sweep.runs]
-        equal = [(run, group.runs[0]) for group in remaining for run in group.runs[1:] if run in sweep.runs]
+        remaining = [(run, group) for group in groups if group.state != "running" for run in group.runs]
+        remaining = [(run, group) for run, group in remaining if run in sweep.runs]
+        waiting = [run for run, group in remaining if run in group.to_train]
+        equal = [(run, group.folder) for run, group in remaining if group.state != "finished" and run not in waiting]
         line = f"{sweep.path.stem}: nothing to queue"
         if waiting:
             # a list for each array, so that its tasks keep their runs when the sweep's file changes
@@ -40,5 +41,5 @@ def submit(sweeps: Sequence[Sweep], at_a_time: int, allocation: Allocation) -> s
             options = [array, f"--job-name={sweep.path.stem}", *allocation.sbatch_options()]
             job = slurm.submit_job(sweep.folder, options, [str(run_list)])
             line = f"job {job}: {len(waiting)} runs, logs in {sweep.folder}/slurm"
-        lines += [line] + [f"  {run.name}: equal to {first.folder}" for run, first in equal]
+        lines += [line] + [f"  {run.name}: equal to {folder}" for run, folder in equal]
     return "\n".join(lines)

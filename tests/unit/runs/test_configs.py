@@ -58,7 +58,7 @@ def test_main_configs_hold_the_papers_numbers(name):
     assert config.data.validation_sequences * 8192 == pytest.approx(21e6, rel=5e-3)
     assert config.compile.enable and training.mixed_precision_param == "bfloat16"
     assert config.checkpoint.enable and not config.checkpoint.last_save_model_only
-    parameters = dict(check(path, [], 8, needs_data=False).facts)["parameters"]
+    parameters = dict(check(load_config(path), 8, needs_data=False).facts)["parameters"]
     assert parameters.startswith(f"{PARAMETERS[flavor]:,},")
 
 
@@ -75,7 +75,7 @@ def test_main_configs_hold_the_papers_numbers(name):
 )
 def test_every_config_dry_runs(path, world_size, batch, monkeypatch):
     monkeypatch.chdir(ROOT)
-    report = check(path, [], world_size, needs_data=False)
+    report = check(load_config(path), world_size, needs_data=False)
     assert report.errors == []
     assert dict(report.facts)["batch"].startswith(f"{batch} sequences")
 
@@ -86,12 +86,12 @@ def test_main_configs_keep_their_batch_and_fit_80_gb_on_1_to_128_gpus(name, rank
     """320 sequences have no 128 equal parts, so on 128 GPUs two share each; without that, a line says so."""
     path, words = ROOT / "train_configs" / f"{name}.toml", []
     if ranks == 128:
-        assert check(path, words, ranks, needs_data=False).errors == [
+        assert check(load_config(path, words), ranks, needs_data=False).errors == [
             "training.global_batch_size = 320 is not a multiple of 128 data-parallel ranks; "
             "parallelism.tensor_parallel_degree = 2 leaves 64 of them"
         ]
         words = ["--parallelism.tensor_parallel_degree=2"]
-    report = check(path, words, ranks, needs_data=False)
+    report = check(load_config(path, words), ranks, needs_data=False)
     facts = dict(report.facts)
     assert report.errors == [] and facts["batch"].startswith("320 sequences")
     assert float(facts["memory per GPU"].split()[0]) <= 0.85 * 79
@@ -113,7 +113,7 @@ def test_overlays_fit_the_machine_of_their_name(overlay, name, ranks, gpu_gib):
     path, words = ROOT / "train_configs" / f"{name}.toml", []
     if overlay:
         words = ["--overlay", str(ROOT / "train_configs" / "overlays" / f"{overlay}.toml")]
-    report = check(path, words, ranks, needs_data=False, gpu_gib=gpu_gib)
+    report = check(load_config(path, words), ranks, needs_data=False, gpu_gib=gpu_gib)
     assert report.errors == [] and dict(report.facts)["batch"].startswith("320 sequences")
 
 
@@ -121,10 +121,7 @@ def test_overlays_fit_the_machine_of_their_name(overlay, name, ranks, gpu_gib):
 def test_every_sweep_loads_and_each_first_run_dry_runs(path, monkeypatch):
     monkeypatch.chdir(ROOT)
     sweep = load(path)
-    assert (
-        check(sweep.runs[0].config, sweep.runs[0].overrides, 1 if "small" in path.parts else 8, needs_data=False).errors
-        == []
-    )
+    assert check(sweep.runs[0].resolved, 1 if "small" in path.parts else 8, needs_data=False).errors == []
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,24 @@ def test_equal_runs_of_two_sweeps_and_of_a_config_are_trained_once(folder, train
     assert len(trained) == 2
 
 
+def test_a_started_run_is_trained_to_its_end_though_an_equal_one_has_finished(folder, trained, monkeypatch):
+    finish("pc.toml", [], folder / "outputs/sweeps/blocks/blocks-ffn+o", state="stopped")
+    finish("pc.toml", ["--pc.blocks=ffn"], folder / "outputs/sweeps/blocks/blocks-ffn")
+    queued = []
+    monkeypatch.setattr("pc_recipe.runs.slurm.submit_job", lambda where, options, words: queued.append(words) or "1")
+    monkeypatch.setattr("pc_recipe.runs.sweep.submit.check", lambda *_: CheckResult(Config()))
+    both = [load("level.toml"), load("blocks.toml")]
+    for state in ("stopped", "finished"):
+        finish("pc.toml", [], folder / "outputs/by-hand", state=state)
+        submit(both, 0, Allocation(1, 1, []))
+        names = [run["name"] for (path,) in queued for run in json.loads(Path(path).read_text())["runs"]]
+        assert names == ["level-3", "blocks-ffn+o"]
+        queued.clear()
+        equal_runs.take_over(both, 1)
+    train_all(both)
+    assert trained == ["outputs/sweeps/level/level-3", "outputs/sweeps/blocks/blocks-ffn+o"]
+
+
 def test_a_sweep_goes_on_when_it_grows_and_refuses_what_was_trained_otherwise(folder, trained):
     train_all([load("level.toml")])
     (folder / "level.toml").write_text('configs = ["pc.toml"]\n[axes]\n"pc.level" = [1, 3, 4]\n')

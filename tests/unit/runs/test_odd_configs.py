@@ -20,7 +20,7 @@ ODD = (
 def said_of(key: str, value: str) -> list[str]:
     """What the checks say, a finding each."""
     try:
-        return check(DEBUG, [f"--{key}={value}"], 1, needs_data=False).errors
+        return check(load_config(DEBUG, [f"--{key}={value}"]), 1, needs_data=False).errors
     except UserError as error:
         return [str(error)]
 

@@ -37,7 +37,7 @@ def test_the_sweeps_at_debug_size_are_the_papers(monkeypatch):
         assert [run.settings for run in by_name[name].runs] == [run.settings for run in papers.runs]
     groups = equal_runs.group_runs(sweeps)
     assert sum(len(sweep.runs) for sweep in sweeps) - len(groups) == 8
-    report = check(sweeps[0].runs[1].config, [], 1, needs_data=False)
+    report = check(sweeps[0].runs[1].resolved, 1, needs_data=False)
     assert report.errors == []
 
 
