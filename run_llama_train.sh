@@ -5,6 +5,7 @@
 # CONFIG defaults to train_configs/debug.toml. NGPU sets the number of processes (default: one per GPU, or 1).
 # Relative paths inside configs and overrides are relative to the repository root.
 set -euo pipefail
+unset CDPATH  # with it cd prints the folder
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
 config=$here/train_configs/debug.toml

@@ -6,6 +6,7 @@
 # --soak alone also says when all long tests ran last and how that ended, and keeps it in tests/last_soak.txt.
 # Without --soak and --gpu, tests run in parallel on all cores, at most 8.
 set -euo pipefail
+unset CDPATH  # with it cd prints the folder
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
 EXTRA="[dev]" source "$here/scripts/set_up.sh"

@@ -10,6 +10,8 @@ from pathlib import Path
 from pc.errors import UserError
 
 TRAIN_SCRIPT = Path(__file__).parents[2] / "scripts" / "slurm" / "train.sbatch"
+SIZES = ("--nodes", "-N", "--gpus", "-G")
+"""How options of sbatch for nodes and GPUs begin."""
 SPARE = 1.2
 """The limit that is recommended as a multiple of the estimate, which leaves out validation and checkpoints."""
 
@@ -38,6 +40,9 @@ class Allocation:
             options = shlex.split(arguments.sbatch)
         except ValueError as error:
             raise UserError(f"--sbatch={arguments.sbatch}: {error}") from None
+        for option in options:
+            if option.startswith(SIZES):
+                raise UserError(f"--sbatch: {option} would not be seen by the checks; give --nodes and --gpus-per-node")
         return Allocation(arguments.nodes, arguments.gpus_per_node, options)
 
     @property

@@ -42,7 +42,7 @@ def main() -> None:
     processes = torchrun.count_processes()
     fetch_demo_data(config)
     # Report mistakes here, one line each, because torchrun's report of a failed process would bury them.
-    report = check.check_config(config, processes * nodes.count)
+    report = check.check(config, processes * nodes.count)
     report.raise_errors()
     for warning in report.warnings if nodes.rank == 0 else ():
         print(f"warning: {warning}", file=sys.stderr)
@@ -83,8 +83,9 @@ def is_finished(config: Config, folder: Path) -> bool:
 
 
 def fetch_demo_data(config: Config) -> None:
-    """Create the demo data if the config reads it."""
-    if Data().path not in config.data.folders:
+    """Create the demo data if the config reads them and they are missing."""
+    demo = str(Data().path)
+    if demo not in config.data.folders or Path(demo, "manifest.json").is_file():
         return
     if subprocess.run([sys.executable, "-m", "pc_recipe.data.demo"]).returncode:
         raise UserError("the demo data could not be created (see above); to use other data: --data.path FOLDER")

@@ -37,7 +37,7 @@ def test_a_set_up_environment_is_used_at_once_and_from_anywhere(tmp_path, config
     digest = hashlib.sha256(b"".join(needs)).hexdigest()
     (environment / ".pc-layer-installed[recipe]").write_text(f"{digest}  - {checkout}\n")
     words = [checkout / "run_llama_train.sh", *([config] if config else []), "--training.steps", "5"]
-    outside = {"PATH": os.environ["PATH"], "VIRTUAL_ENV": str(environment)}
+    outside = {"PATH": os.environ["PATH"], "VIRTUAL_ENV": str(environment), "CDPATH": f".:{checkout}"}
     done = subprocess.run(words, cwd="/", env=outside, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{checkout}|-m pc_recipe.runs.local {checkout}/{DEBUG} --training.steps 5\n"

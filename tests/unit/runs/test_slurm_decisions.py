@@ -146,6 +146,8 @@ def test_no_sbatch_is_a_clear_error(tmp_path, monkeypatch, capsys):
 def test_an_open_quote_in_options_is_a_clear_error(command):
     status, _, error = command("slurm/submit.py", ROOT / "train_configs" / "debug.toml", "--sbatch=--comment='x")
     assert (status, error) == (2, "error: --sbatch=--comment='x: No closing quotation\n")
+    status, _, error = command("slurm/submit.py", ROOT / "train_configs" / "debug.toml", "--sbatch=-p main --nodes=4")
+    assert status == 2 and "--nodes=4 would not be seen by the checks; give --nodes and --gpus-per-node" in error
 
 
 def test_a_percent_sign_in_a_folder_is_no_pattern_of_slurm(tmp_path, monkeypatch):
