@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from pc.errors import UserError
 from pc.muon import Muon
-from pc.shards import is_stack, local, sharded_dims
+from pc.shards import is_stack, local, on_any_rank, sharded_dims
 
 
 class Hyperball(torch.optim.Optimizer):
@@ -29,14 +29,23 @@ class Hyperball(torch.optim.Optimizer):
 
     Raises:
         ValueError: a parameter that is neither a matrix [n, m] nor a stack [E, n, m].
-        UserError: a matrix is zero at its first step; its norm would keep it zero.
+        UserError: a parameter is not float32 or float64, or a matrix is zero at the first step that would move it.
     """
+
+    _has_no_zero = False
+    """Whether that was seen of all matrices, on all ranks."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             if parameter.ndim not in (2, 3):
                 raise ValueError(f"{type(self).__name__} needs matrices or stacks of them, not {[*parameter.shape]}")
+            if parameter.dtype.itemsize < 4:
+                raise UserError(
+                    f"{type(self).__name__} cannot keep the norms of {parameter.dtype} weights; call model.float(), and use "
+                    "autocast or FSDP's mixed precision for fast matmuls"
+                )
+        self._has_no_zero = False
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -48,25 +57,36 @@ class Hyperball(torch.optim.Optimizer):
         weights, rates = [weight for weight, _ in given], [lr for _, lr in given]
         shards = [local(weight) for weight in weights]
         before, radii = [shard.clone() for shard in shards], matrix_norms(weights)
-        self._require_nonzero(weights, radii)
-        for shard in shards:
-            shard.zero_()
-        # From zero, a step goes to -lr U, exactly and without decay. `Optimizer` wraps each class's `step` to run
-        # hooks: unwrap the parent's, or hooks, PC's too, would run twice.
-        inspect.unwrap(super(Hyperball, type(self)).step)(self)  # type: ignore[call-arg]
-        for shard, start, lr, radius, length in zip(shards, before, rates, radii, matrix_norms(weights), strict=True):
-            shard.mul_(lr * _ratio(radius, length)).add_(start)  # the shard was -lr U, and length is lr |U|
-        for shard, radius, length in zip(shards, radii, matrix_norms(weights), strict=True):
-            shard.mul_(_ratio(radius, length))
+        if not self._has_no_zero and any(rates):  # only then, as it waits for the device
+            self._require_nonzero()
+        try:
+            for shard in shards:
+                shard.zero_()
+            # From zero, a step goes to -lr U, exactly and without decay. `Optimizer` wraps each class's `step` to run
+            # hooks: unwrap the parent's, or hooks, PC's too, would run twice.
+            inspect.unwrap(super(Hyperball, type(self)).step)(self)  # type: ignore[call-arg]
+            for shard, start, lr, radius, length in zip(
+                shards, before, rates, radii, matrix_norms(weights), strict=True
+            ):
+                shard.mul_(lr * _ratio(radius, length)).add_(start)  # the shard was -lr U, and length is lr |U|
+            for shard, radius, length in zip(shards, radii, matrix_norms(weights), strict=True):
+                shard.mul_(_ratio(radius, length))
+        except BaseException:  # also Ctrl-C in a notebook: the weights are in `before` alone
+            for shard, start in zip(shards, before, strict=True):
+                shard.copy_(start)
+            raise
         return loss
 
-    def _require_nonzero(self, weights: Sequence[Tensor], radii: Sequence[Tensor]) -> None:
-        for weight, radius in zip(weights, radii, strict=True):
-            if weight not in self.state and (radius == 0).any():  # only then, as it waits for the device
+    def _require_nonzero(self) -> None:
+        weights = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        are_zero = torch.stack([(norms == 0).any() for norms in matrix_norms(weights)])
+        for weight, is_zero in zip(weights, on_any_rank(are_zero, weights).tolist(), strict=True):
+            if is_zero:
                 raise UserError(
                     f"{type(self).__name__} keeps the norm of each matrix, and one in a weight of shape {[*weight.shape]} is "
                     "zero, so it would never train; start from other values, or give it to another optimizer"
                 )
+        self._has_no_zero = True
 
 
 class AdamH(Hyperball, torch.optim.Adam):

@@ -15,13 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from pc.errors import UserError
 from pc.followed import ids_of_parameters, joining_gammas, only_creates_state, unwrapped
-from pc.shards import copy_into
+from pc.shards import copy_into, on_any_rank
 from pc.weight import Weight
 
 LACKS_STATE = (
@@ -115,16 +114,9 @@ class Preconditioner(ABC):
         """A state was loaded: hold its PC(W), computed with its `u` and `v` as they are."""
 
     def on_any_rank(self, found: Tensor, with_replicas: bool = True) -> Tensor:
-        """Whether a condition is true on this rank, or on any that has weights in common with it. All of them call this, so
-        that all go the same way: one would wait for another in the next collective."""
-        found = found.float()
-        meshes = dict.fromkeys(
-            w.parameter.device_mesh for w in self.weights.values() if isinstance(w.parameter, DTensor)
-        )
-        groups = [group for mesh in meshes for group in mesh.get_all_groups()]
-        for group in dict.fromkeys(groups + ([self._replicas] if self._replicas and with_replicas else [])):
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-        return found
+        """Whether a condition is true on this rank, or on any that has weights in common with it; see `pc.shards`."""
+        groups = [self._replicas] if self._replicas and with_replicas else []
+        return on_any_rank(found, [w.parameter for w in self.weights.values()], *groups)
 
     def _prepare_step(self) -> bool:
         """Before an optimizer's step. False if it cannot change a weight with PC, because none has a gradient."""

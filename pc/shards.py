@@ -1,10 +1,11 @@
 """Which slice of a whole tensor a rank holds, as `DTensor` shards it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -33,6 +34,16 @@ def sharded_dims(tensor: Tensor) -> dict[int, int | None]:
 def is_stack(weight: Tensor) -> bool:
     """Whether a weight is [E, n, m], a stack of E independent ones."""
     return weight.ndim == 3
+
+
+def on_any_rank(found: Tensor, tensors: Iterable[Tensor], *groups: dist.ProcessGroup) -> Tensor:
+    """Whether conditions are true on this rank, or on any of `groups` or that holds part of the same tensors. All of them
+    call this, so that all go the same way: one would wait for another in the next collective."""
+    found = found.float()
+    meshes = dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
+    for group in dict.fromkeys([*(group for mesh in meshes for group in mesh.get_all_groups()), *groups]):
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    return found
 
 
 def shard_like(weight: Tensor, tensor: Tensor) -> Tensor:

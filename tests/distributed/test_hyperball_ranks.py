@@ -137,6 +137,41 @@ def test_what_it_cannot_train_is_refused(make):
     with pytest.raises(ValueError, match=r"needs matrices.*, not \[4\]"):
         make([nn.Parameter(torch.ones(4))])
 
+    with pytest.raises(UserError, match="bfloat16 weights; call model.float"):
+        make([nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))])
+
+
+def _zero_expert(rank):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    stack, matrix = (nn.Parameter(x) for x in sharded(mesh, [torch.ones(4, 6, 3), torch.ones(6, 4)]))
+    with torch.no_grad():
+        stack.to_local()[3 - 2 * rank :] = 0.0  # the last expert, which rank 1 has
+    stack.grad, matrix.grad = stack.detach().clone(), matrix.detach().clone()
+    optimizer = AdamH([stack, matrix], lr=0.0)
+    optimizer.step()  # as torch's functions for distributed checkpoints do, perhaps before the weights are loaded
+    optimizer.param_groups[0]["lr"] = 0.02
+    with pytest.raises(UserError, match=r"\[4, 6, 3\] is zero"):
+        optimizer.step()
+    return True
+
+
+def test_a_zero_expert_is_refused_on_all_ranks():
+    assert run_ranks(2, _zero_expert) == [True, True]
+
+
+@pytest.mark.parametrize("make", [AdamH, MuonH])
+def test_an_interrupted_step_keeps_the_weights(make, monkeypatch):
+    weight = nn.Parameter(torch.randn(4, 3, generator=torch.Generator().manual_seed(0)))
+    weight.grad, before = torch.ones_like(weight), weight.detach().clone()
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pc.hyperball.inspect.unwrap", lambda step: interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        make([weight], lr=0.02).step()
+    assert torch.equal(weight, before)
+
 
 @pytest.mark.parametrize("make", [AdamH, MuonH])
 def test_with_pc_it_trains_w_and_its_hooks_run_once(make):
