@@ -90,7 +90,7 @@ def main() -> None:
     if rank == 0:
         arguments.folder.mkdir(parents=True, exist_ok=True)
         state = {name: part.state_dict() for name, part in parts.items()}
-        torch.save({**state, "step": arguments.steps}, checkpoint.with_suffix(".new"))
+        torch.save({**state, "step": max(start, arguments.steps)}, checkpoint.with_suffix(".new"))
         checkpoint.with_suffix(".new").rename(checkpoint)  # an interruption leaves the old one
         torch.save(pc.merge(model).state_dict(), arguments.folder / "plain.pt")
     if world > 1:

@@ -54,7 +54,7 @@ class PC:
         """Keep W, move u and v on, and write PC(W) into the parameters."""
         for i, weight in enumerate(self.weights):
             self.raw[i].copy_(weight)
-            for _ in range(self.iterations):  # algorithm 3; u and v start where the last step left them
+            for _ in range(self.iterations if weight.any() else 0):  # algorithm 3; u and v go on from the last step's
                 self.v[i] = nn.functional.normalize(weight.mT @ self.u[i], dim=0)
                 self.u[i] = nn.functional.normalize(weight @ self.v[i], dim=0)
             weight.copy_(self.effective(self.raw[i], self.gammas[i], self.u[i], self.v[i]))
@@ -62,9 +62,10 @@ class PC:
     def pull_back_and_restore(self) -> None:
         """Replace the gradients with respect to PC(W) by those with respect to W and gamma, and PC(W) by W."""
         for weight, raw, gamma, u, v in zip(self.weights, self.raw, self.gammas, self.u, self.v, strict=True):
-            given = raw.clone().requires_grad_()
-            result = self.effective(given, gamma, u, v)  # with the u and v of this step's PC(W)
-            weight.grad, gamma.grad = torch.autograd.grad(result, (given, gamma), weight.grad)
+            if weight.grad is not None:
+                given = raw.clone().requires_grad_()
+                result = self.effective(given, gamma, u, v)  # with the u and v of this step's PC(W)
+                weight.grad, gamma.grad = torch.autograd.grad(result, (given, gamma), weight.grad)
             with torch.no_grad():
                 weight.copy_(raw)
 

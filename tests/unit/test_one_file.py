@@ -77,6 +77,22 @@ def test_it_trains_as_the_library_does(one_file):
     assert losses != pytest.approx(_losses_of_the_library(3), rel=1e-3)  # control
 
 
+def test_weights_that_start_at_zero_or_are_not_used_train_as_in_the_library(one_file):
+    def model_with_zeros():
+        model = _model()
+        nn.init.zeros_(model[1].weight)
+        return model
+
+    model, expected = model_with_zeros(), pc.attach(model_with_zeros(), pc.PCConfig(level=4, blocks=("1*",)))
+    unused = nn.Parameter(torch.ones(2, 3))
+    preconditioner = one_file.PC([unused, model[1].weight])
+    optimizer = torch.optim.SGD([*model.parameters(), *preconditioner.gammas], lr=0.1)
+    losses = _losses(model, optimizer, preconditioner.pull_back_and_restore, preconditioner.write_pc)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    wanted = _losses(expected, optimizer, pc.precondition(expected, optimizer).pull_back)
+    assert losses == pytest.approx(wanted, rel=1e-3)  # the first vectors differ
+
+
 def test_it_needs_torch_alone_and_learns(one_file, command):
     assert not re.search(r"^(import|from) pc\b", FILE.read_text(), re.MULTILINE)
     assert len(FILE.read_text().splitlines()) <= 150
