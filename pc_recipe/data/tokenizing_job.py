@@ -1,8 +1,8 @@
 """A tokenising job: its settings, its units, and which units are finished.
 
 The settings alone determine the units, their order and every byte of the result. Each finished unit
-writes `units/NNNNN.json` after its shards have been verified. The process that finds all of them
-writes the manifest.
+writes `units/NNNNN.json` after its shards. The process that finds all of them, and the shards of the sizes that they
+say, writes the manifest.
 """
 
 import hashlib
@@ -127,7 +127,7 @@ def _require_same_files(sources: list[str], settings: dict, output: Path) -> Non
 def record_unit(
     job: TokenizingJob, unit: Unit, shards: dict[str, list[TokenShard]], replaced: Mapping[str, int]
 ) -> None:
-    """Mark the unit as finished, after its shards are written and verified.
+    """Mark the unit as finished, after its shards are written.
 
     replaced: {file: bytes that are not UTF-8}
     """

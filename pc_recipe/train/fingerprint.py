@@ -50,7 +50,7 @@ def require_same_run(checkpoint: CheckpointFolder, pc: PC, optimizers: set[str])
     saved = read_pc_settings(checkpoint)
     if saved is None:
         raise UserError(
-            f"{checkpoint.path} has no method fingerprint, so this trainer did not write it "
+            f"{checkpoint.path} holds weights alone, or another trainer wrote it "
             "(to start from plain weights: --checkpoint.initial_load_path)"
         )
     different = {

@@ -64,7 +64,7 @@ def _last(series: pd.Series) -> float | None:
 def collect(sweep: Sweep) -> list[dict]:
     """Write results.jsonl, one line per finished or diverged run, and return its content.
 
-    It is rebuilt from the run folders each time, so that array tasks that finish together cannot lose lines.
+    It is rebuilt from the run folders each time, so that several commands on one sweep cannot lose lines.
     """
     results = [result for run in sweep.runs if (result := read_result(run)) is not None]
     lines = "".join(json.dumps(result) + "\n" for result in results)
