@@ -108,7 +108,10 @@ class PCLinear(nn.Linear):
             self.u, self.v = (torch.empty_like(state_dict[prefix + k], device=self.weight.device) for k in "uv")
         super()._load_from_state_dict(state_dict, prefix, *rest)
         if prefix + "u" not in state_dict and prefix + "weight" in state_dict and not self.weight.is_meta:
-            self.refresh()  # a plain layer's state, without u and v
+            # a plain layer's state, without u and v
+            if self.u is not None and not self.pc_method.uses_vectors:
+                self.u.zero_()  # a constant of the weights before
+            self.refresh()
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, PC({self.pc_method.describe()})"

@@ -75,6 +75,17 @@ def test_row_norm_starts_from_w_and_keeps_its_lengths():
     assert expected[0] > 1e-3 and (raw[1:] / expected[1:] - 1).min() > 1e-4  # controls: steps made W longer
 
 
+def test_row_norm_starts_from_plain_weights_that_are_loaded_late():
+    """Into a model whose first weights already had a preconditioner, in mode "forward"."""
+    model = pc.attach(toy_model(), PCConfig(method="row_norm", mode="forward"))
+    pc.precondition(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    plain = {name: 3 * tensor for name, tensor in toy_model().state_dict().items()}
+    model.load_state_dict(plain, strict=False)
+    effective = pc.merge(model).state_dict()
+    for name, tensor in plain.items():
+        torch.testing.assert_close(effective[name], tensor, rtol=1e-14, atol=0)
+
+
 @SHAPES
 @GAMMA
 @pytest.mark.parametrize("cap", [1.0, 0.06])
