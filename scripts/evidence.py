@@ -16,7 +16,9 @@ def _with_runs(text: str) -> Path:
 
 
 def _with_results(text: str) -> Path:
-    return existing(f"{text}/results.jsonl").parent
+    if not Path(text, "results.jsonl").exists():
+        raise argparse.ArgumentTypeError(f"{text}/results.jsonl does not exist; scripts/sweep.py select writes it")
+    return Path(text)
 
 
 @exit_on_user_error

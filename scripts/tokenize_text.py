@@ -12,7 +12,7 @@ On 64 machines of a SLURM cluster, each doing its share:
     sbatch --array=0-63 --cpus-per-task=32 --wrap "python scripts/tokenize_text.py --input … --output …"
 
 The ending says what a file holds, also before .gz or .zst: .parquet, .jsonl and .csv have a document in each row, under
---text-key; .txt and .md are one document each, or several of 8,000 to 16,000 characters, cut at blank lines if there
+--text-key; .txt and .md are one document each, or several of 8,192 to 16,384 characters, cut at blank lines if there
 are any. In them CRLF becomes LF; rows keep theirs. A byte that is not UTF-8 becomes U+FFFD, and is counted.
 
 After any interruption, repeat the command to continue.

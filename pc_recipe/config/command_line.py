@@ -17,6 +17,7 @@ EXAMPLES = """\
 all keys of a config can be set, such as
   --pc.level=3 --optimizer.lr=1e-3        two keys
   --pc.blocks=o,ffn --compile.enable      a list; alone: true
+  --overlay FILE                          a TOML file laid over the config
   --help pc                               describes the keys whose name has "pc"; --help . describes all
 """
 

@@ -1,8 +1,8 @@
 """Tokenises text into shards, in parallel on several processes and machines.
 
 Machines share the work as parts k/n of the same command (in a SLURM array, for example). On one machine,
-`concurrent.futures` distributes units over processes, because it detects a process that the kernel has killed;
-`docs/data.md` has the comparison. Repeating the command does only the missing units.
+`concurrent.futures` distributes units over processes, because it detects a process that the kernel has killed.
+Repeating the command does only the missing units.
 """
 
 import hashlib
