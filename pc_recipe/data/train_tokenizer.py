@@ -3,9 +3,13 @@
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from pc.errors import UserError
 from pc_recipe.data.sources import divide_into_units, find_files, measure_files, read_texts
+from pc_recipe.files.atomic import write_atomically
 
 BOS, EOS = "<s>", "</s>"
 
@@ -24,7 +28,8 @@ def train_tokenizer(
         megabytes: amount of text to train on, in 10^6 bytes.
 
     Raises:
-        UserError: no file, no such column or key.
+        UserError: no file, no such column or key, no text.
+        WriteFailed: the file system refuses.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -37,8 +42,15 @@ def train_tokenizer(
         special_tokens=[BOS, EOS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
-    model.train_from_iterator(_texts(sources, text_key, megabytes * 10**6), trainer)
-    PreTrainedTokenizerFast(tokenizer_object=model, bos_token=BOS, eos_token=EOS).save_pretrained(output)
+    texts = _texts(sources, text_key, megabytes * 10**6)
+    first = next(texts, None)
+    if first is None:
+        raise UserError(f"--input {sources if isinstance(sources, str) else ' '.join(sources)}: there is no text in it")
+    model.train_from_iterator(chain([first], texts), trainer)
+    with TemporaryDirectory() as made:
+        PreTrainedTokenizerFast(tokenizer_object=model, bos_token=BOS, eos_token=EOS).save_pretrained(made)
+        for file in Path(made).iterdir():
+            write_atomically(Path(output, file.name), file.read_bytes())
     return model.get_vocab_size()
 
 

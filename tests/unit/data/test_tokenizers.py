@@ -29,6 +29,14 @@ def hugging_face_folder(source, tmp_path_factory):
     return folder
 
 
+def test_no_text_and_a_file_in_the_way_are_said(source, tmp_path):
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(UserError, match="empty.txt: there is no text in it"):
+        train_tokenizer(str(tmp_path / "empty.txt"), tmp_path / "made", 300, 1)
+    with pytest.raises(UserError, match="could not write .*empty.txt/token"):
+        train_tokenizer(source, tmp_path / "empty.txt", 300, 1)
+
+
 @pytest.fixture(params=["mistral-common", "huggingface", "tiktoken"])
 def tokenizer(request, hugging_face_folder, tiny_encoding):
     return load_tokenizer(
