@@ -27,7 +27,7 @@ def read_results(source: Path) -> list[dict]:
         raise UserError(f"{file}: no such file; scripts/sweep.py select writes it into the sweep's folder")
     results = read_json_lines(file)
     if source.is_dir():
-        _require_up_to_date(file, {result["name"]: result.get("state", "finished") for result in results})
+        _require_up_to_date(file, {result.get("name", ""): result.get("state", "finished") for result in results})
     return results
 
 

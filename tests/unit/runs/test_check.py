@@ -13,7 +13,7 @@ from torchtitan.distributed.activation_checkpoint import apply_ac
 
 from helpers.tiny import ROOT
 from pc.errors import UserError
-from pc_recipe.config import Config
+from pc_recipe.config import Config, load_config
 from pc_recipe.config.schema import ActivationCheckpoint
 from pc_recipe.runs import memory, torchrun
 from pc_recipe.runs.check import check, estimate_hours
@@ -32,7 +32,7 @@ def test_all_faults_come_at_once_and_each_once():
         "--data.path=none",
     ]
     with pytest.raises(UserError) as raised:
-        check(CONFIG, words, 3).raise_errors("here: ")
+        check(load_config(CONFIG, words), 3).raise_errors("here: ")
     for key in (
         "pc.level = ",
         "lr_scheduler.warmup_steps = ",
@@ -54,7 +54,7 @@ def test_all_faults_come_at_once_and_each_once():
     ],
 )
 def test_the_disk_of_a_whole_run(words, kept):
-    disk = dict(check(CONFIG, words, 8, needs_data=False).facts)["disk"]
+    disk = dict(check(load_config(CONFIG, words), 8, needs_data=False).facts)["disk"]
     size = 4 * (4 * 1_055_991_808 - 1_055_991_808 + 698_351_616) / 2**30  # weights, two moments and raw W; no gammas
     needed, found, each = map(float, re.search(r"checkpoints ([0-9.]+) GiB \(.*?, (\d+) x ([0-9.]+)\)", disk).groups())
     assert found == kept and each == pytest.approx(size, rel=1e-3) and needed == pytest.approx(kept * size, rel=1e-2)
@@ -69,7 +69,7 @@ def test_what_a_run_needs_stands_in_order_with_warnings_last(monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=100 * 2**30))
     monkeypatch.setenv("CC", "no-such-compiler")
     monkeypatch.setenv("PATH", "")
-    report = check(CONFIG, [], 16, needs_data=False)
+    report = check(load_config(CONFIG), 16, needs_data=False)
     hours = estimate_hours(report, 16)
     facts, lines = dict(report.facts), report.text().splitlines()
     assert lines[0].startswith("fits ") and lines[1].startswith("micro-batch ")
@@ -94,7 +94,7 @@ def test_what_a_run_needs_stands_in_order_with_warnings_last(monkeypatch):
 @pytest.mark.parametrize("gib, verdict", [(4, "yes"), (3, "perhaps"), (2, "no")])
 def test_a_run_that_does_not_fit_is_told_at_the_end(gib, verdict):
     """Some 2.7 GiB by the estimate, and 85 % of a GPU's memory are used."""
-    report = check(ROOT / "train_configs" / "own_text.toml", [], 1, needs_data=False, gpu_gib=gib)
+    report = check(load_config(ROOT / "train_configs" / "own_text.toml"), 1, needs_data=False, gpu_gib=gib)
     facts = dict(report.facts)
     assert report.errors == [] and facts["fits"].startswith(f"{verdict}: 2.")
     assert ("training.local_batch_size = 8 needs 2." in report.text().splitlines()[-2]) == (verdict != "yes")
@@ -102,7 +102,7 @@ def test_a_run_that_does_not_fit_is_told_at_the_end(gib, verdict):
 
 def test_data_that_are_there_need_no_disk(tiny_shards):
     words = [f"--data.path={tiny_shards}", "--training.seq_len=16"]
-    disk = dict(check(ROOT / "train_configs" / "debug.toml", words, 1).facts)["disk"]
+    disk = dict(check(load_config(ROOT / "train_configs" / "debug.toml", words), 1).facts)["disk"]
     assert "checkpoints" in disk and "data " not in disk
 
 
@@ -126,7 +126,7 @@ def test_what_a_run_starts_from_is_checked(tmp_path, tiny_shards, words, complai
     (tmp_path / "run" / "checkpoint" / "step-3" / ".metadata").touch()
     given = [f"--data.path={tiny_shards}", "--training.seq_len=16", f"--checkpoint.initial_load_path={tmp_path}/start"]
     given += [f"--job.dump_folder={tmp_path}/new", *(word.format(folder=tmp_path) for word in words)]
-    errors = check(ROOT / "train_configs" / "debug.toml", given, 1).errors
+    errors = check(load_config(ROOT / "train_configs" / "debug.toml", given), 1).errors
     assert len(errors) == bool(complaint) and all(re.search(complaint, error) for error in errors)
 
 
@@ -164,7 +164,7 @@ def test_methods_and_optimizers_are_named_and_counted(method, words, name, state
     """Of one GPU: the matrices of the blocks with the optimizer's states, embedding, head and norms with two."""
     levels = ["--pc.level", "{ o = 4, ffn = 2 }"] if method == "polynomial" else []
     overrides = ["--pc.method", method, "--pc.cap", "0.5", "--optimizer.name", name, *levels]
-    facts = dict(check(CONFIG, overrides, 1, needs_data=False).facts)
+    facts = dict(check(load_config(CONFIG, overrides), 1, needs_data=False).facts)
     assert words in facts["preconditioned"]
     elements = states * 924_844_032 + 2 * (1_055_991_808 - 924_844_032)
     found = float(re.search(r"optimizer ([0-9.]+)", facts["memory per GPU"])[1])
@@ -173,12 +173,12 @@ def test_methods_and_optimizers_are_named_and_counted(method, words, name, state
 
 def test_data_are_checked_against_the_model(tiny_shards):
     words = [f"--data.path={tiny_shards}", "--training.seq_len=16", "--data.validation_sequences=100000"]
-    report = check(ROOT / "train_configs" / "debug.toml", words, 1)
+    report = check(load_config(ROOT / "train_configs" / "debug.toml", words), 1)
     assert report.errors == []
     assert any("validation sequences" in warning for warning in report.warnings)
-    report = check(ROOT / "train_configs" / "debug.toml", [*words, "--model.vocab_size=10"], 1)
+    report = check(load_config(ROOT / "train_configs" / "debug.toml", [*words, "--model.vocab_size=10"]), 1)
     assert any("model.vocab_size is 10" in error for error in report.errors)
-    report = check(ROOT / "train_configs" / "debug.toml", [*words, "--training.seq_len=1000000"], 1)
+    report = check(load_config(ROOT / "train_configs" / "debug.toml", [*words, "--training.seq_len=1000000"]), 1)
     assert any("too few for one sequence" in error for error in report.errors)
 
 
@@ -218,9 +218,9 @@ def test_the_papers_1b_run_is_in_range():
     settings = ["--training.local_batch_size=4", "--compile.enable=false"]
     settings += ["--pc.mode=forward", "--pc.compute_dtype=float32"]
     memories = [
-        dict(check(ROOT / "train_configs" / f"1b_adamw_{method}.toml", settings, 8, needs_data=False).facts)[
-            "memory per GPU"
-        ]
+        dict(
+            check(load_config(ROOT / "train_configs" / f"1b_adamw_{method}.toml", settings), 8, needs_data=False).facts
+        )["memory per GPU"]
         for method in ("baseline", "pc")
     ]
     plain, with_pc = (float(text.split()[0]) for text in memories)
