@@ -78,7 +78,7 @@ class Hyperball(torch.optim.Optimizer):
         return loss
 
     def _require_nonzero(self) -> None:
-        weights = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        weights = [p for group in self.param_groups for p in group["params"] if p.requires_grad or p.grad is not None]
         are_zero = torch.stack([(norms == 0).any() for norms in matrix_norms(weights)])
         for weight, is_zero in zip(weights, on_any_rank(are_zero, weights).tolist(), strict=True):
             if is_zero:

@@ -46,7 +46,10 @@ def _require_up_to_date(file: Path, known: dict[str, str]) -> None:
     for config in file.parent.rglob("config.toml"):
         name, state = str(config.parent.relative_to(file.parent)), read_state(config.parent).state
         if state in ("finished", "diverged") and known.get(name) != state:
-            raise UserError(f"{file} is older than {name}, which has {state}; scripts/sweep.py select renews it")
+            raise UserError(
+                f"{file} is older than {name}, which has {state}; scripts/sweep.py select renews it, if the sweep still has "
+                "that run; else move its folder away"
+            )
 
 
 def plot(results: Sequence[dict], path: Path, baselines: Sequence[RunLog] = ()) -> Path:
