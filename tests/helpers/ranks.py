@@ -1,5 +1,6 @@
 """Run a function on several gloo processes and collect the results."""
 
+import faulthandler
 import io
 import multiprocessing
 import os
@@ -7,6 +8,7 @@ import tempfile
 import time
 import traceback
 from datetime import timedelta
+from pathlib import Path
 from queue import Empty
 
 import torch
@@ -45,6 +47,10 @@ def run_ranks(world_size: int, function, *args, timeout: float = 240.0) -> list:
                     raise AssertionError(f"rank {rank} failed (status of ranks that were killed: {ended}):\n{error}")
                 # trusted bytes, just written by the process above
                 results[rank] = torch.load(io.BytesIO(result), weights_only=False)
+        except AssertionError as error:
+            for path in sorted(Path(folder).glob("*.crash")):
+                error.add_note(path.read_text())
+            raise
         finally:
             for process in processes:
                 process.join(timeout=5)
@@ -79,6 +85,8 @@ def _main(rank, world_size, store, queue, function, args) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     result, error = None, None
+    crash = open(f"{store}.{rank}.crash", "w")  # empty, unless torch crashes: then where each thread was
+    faulthandler.enable(crash)
     try:
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=120)
