@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 from pc.errors import UserError
 from pc_recipe.config.inheritance import load_config
 from pc_recipe.config.schema import Config
-from pc_recipe.config.sections import Section
+from pc_recipe.config.sections import keys_of
 
 EXAMPLES = """\
 all keys of a config can be set, such as
@@ -65,7 +65,7 @@ class _Help(argparse.Action):
 def list_keys() -> str:
     """The names, a paragraph per section."""
     by_section: dict[str, list[str]] = {}
-    for name, *_ in _fields_of(Config()):
+    for name, *_ in keys_of(Config()):
         section, _, key = name.rpartition(".")
         by_section.setdefault(section, []).append(key)
     paragraphs = (f"{section}: {', '.join(keys)}" for section, keys in by_section.items())
@@ -74,22 +74,12 @@ def list_keys() -> str:
 
 def describe_keys(config: Config, word: str) -> Iterator[str]:
     """Lines for each key whose name has `word`: its value in `config`, its description, and what may be chosen."""
-    for name, value, field in _fields_of(config):
+    for name, _, value, field in keys_of(config):
         if word in name:
             choices = _choices(field.annotation)
             more = f" One of {', '.join(choices)}." if choices else ""
             yield f"--{name}={_as_shown(value)}"
-            yield textwrap.fill(field.description + more, 110, initial_indent="    ", subsequent_indent="    ")
-
-
-def _fields_of(section: Section, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """("section.key", value, pydantic's field) of each key."""
-    for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
-        if isinstance(value, Section):
-            yield from _fields_of(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value, field
+            yield textwrap.fill(f"{field.description}{more}", 110, initial_indent="    ", subsequent_indent="    ")
 
 
 def as_toml(value: Any) -> str:

@@ -61,6 +61,8 @@ def _anywhere(config: Config) -> Iterator[str]:
             f"checkpoint.exclude_from_loading = {excluded} should name both model and pc or neither, because the saved "
             "weights are PC(W) and W is in pc"
         )
+    if not config.pc.enable and "pc" in excluded:
+        yield f"checkpoint.exclude_from_loading = {excluded} should not name pc: there is none with pc.enable = false"
     steps, schedule = config.training.steps, config.lr_scheduler
     if schedule.total_steps and schedule.total_steps < steps:
         yield (

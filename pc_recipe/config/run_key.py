@@ -56,8 +56,8 @@ def result_key(config: Config, world_size: int | None = None, data: dict[str, st
     off = tuple(f"{name}." for name, section in config if not getattr(section, "enable", True))
     values = {
         name: value
-        for name, decides, value, default in keys_of(config)
-        if decides == RESULT and value != default and not name.startswith(off)
+        for name, decides, value, field in keys_of(config)
+        if decides == RESULT and value != field.default and not name.startswith(off)
     }
     values |= {f"pc.{key}": value for key, value in method_key(config.pc).items()}
     if config.training.global_batch_size == -1 and world_size is not None:

@@ -13,6 +13,7 @@ from pydantic import (
     WrapValidator,
     field_validator,
 )
+from pydantic.fields import FieldInfo
 
 from pc.blocks import BLOCK_GROUPS, BLOCK_SUFFIXES, matches
 
@@ -42,8 +43,8 @@ class Section(BaseModel):
         return [word.strip() for word in value.split(",") if word] if is_list and isinstance(value, str) else value
 
 
-def keys_of(section: Section, prefix: str = "") -> Iterator[tuple[str, str, Any, Any]]:
-    """("section.key", what it decides, value, default) of each key."""
+def keys_of(section: Section, prefix: str = "") -> Iterator[tuple[str, str, Any, FieldInfo]]:
+    """("section.key", what it decides, value, pydantic's field) of each key."""
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if isinstance(value, Section):
@@ -51,7 +52,7 @@ def keys_of(section: Section, prefix: str = "") -> Iterator[tuple[str, str, Any,
         else:
             extra: Any = field.json_schema_extra or {}
             decides = extra.get("decides", section.decides)
-            yield prefix + name, decides, value, field.default
+            yield prefix + name, decides, value, field
 
 
 def key(default: Any, says: str, decides: str | None = None) -> Any:

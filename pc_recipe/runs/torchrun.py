@@ -283,6 +283,7 @@ def build_environment(processes: int) -> dict[str, str]:
     keeps_memory = {} if torch.cuda.device_count() else GLIBC_KEEPS_MEMORY
     defaults = {
         "OMP_NUM_THREADS": str(threads),
+        "PYTHONFAULTHANDLER": "1",  # a crash in native code says where the process was
         "PYTHONUNBUFFERED": "1",
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     }

@@ -43,6 +43,7 @@ REFUSED_ANYWHERE = [
     ({"evaluation.interval": 5}, {"pp": 2}, "without pipeline and context parallelism"),
     ({"checkpoint.exclude_from_loading": ["pc"]}, {}, "should name both model and pc or neither"),
     ({"checkpoint.exclude_from_loading": ["model"]}, {}, "should name both model and pc or neither"),
+    ({"checkpoint.exclude_from_loading": ["model", "pc"], "pc.enable": False}, {}, "should not name pc"),
     ({"lr_scheduler.total_steps": 9, "training.steps": 10}, {}, "total_steps = 9 should be at least training.steps = 10"),
     ({"activation_checkpoint.mode": "memory_budget"}, {}, "needs compile.enable = true"),
     ({"checkpoint.enable": False, "checkpoint.initial_load_path": "x"}, {}, "without it nothing is loaded"),
