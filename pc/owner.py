@@ -18,7 +18,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -189,7 +189,8 @@ def _group_of(mesh: DeviceMesh, dimensions: Ints, world: dist.ProcessGroup) -> _
         group = world
     else:
         # by its own ranks alone: a pipeline stage without matrices makes no plan
-        group = dist.new_group([int(mesh.mesh[place]) for place in places], use_local_synchronization=True)
+        ranks = [int(mesh.mesh[place]) for place in places]  # this one among them, so there is a group, not a number
+        group = cast(dist.ProcessGroup, dist.new_group(ranks, use_local_synchronization=True))
     return _Group(group, dist.get_rank(group), mesh.shape, places)
 
 

@@ -6,7 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,7 @@ class Checkpoints(CheckpointManager):
     """TorchTitan's manager of a run's checkpoints."""
 
     def __init__(self, **arguments) -> None:
-        self.group = dist.new_group(backend="gloo")
+        self.group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
         """All ranks, on the CPU, so that GPUs do not wait for each other."""
         self.may_save: Callable[[], bool] = lambda: True
         """Whether the weights are known to be finite. They are not in a step that is left out: the cause may be in W itself."""
