@@ -36,6 +36,7 @@ def write_environment(folder: str | Path, config: Config, world_size: int, step:
         "code": code_version(),
         "data": data_checksums(config),
         "gpus": gpus,
+        "cpu": torch.backends.cpu.get_cpu_capability(),  # another instruction set rounds otherwise
         "cpu_cores": len(os.sched_getaffinity(0)),
         "world_size": world_size,
     }
