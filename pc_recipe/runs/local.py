@@ -10,6 +10,7 @@ from pc.errors import UserError, exit_on_user_error
 from pc_recipe.config import Config, load_config, rules, run_key
 from pc_recipe.config.command_line import parse_with_overrides
 from pc_recipe.config.schema import Data
+from pc_recipe.data.manifest import Manifest
 from pc_recipe.files.lock import lock
 from pc_recipe.files.run_folder import find_newest_step, read_state
 from pc_recipe.runs import torchrun
@@ -28,7 +29,7 @@ def main() -> None:
     parser.add_argument("config", metavar="CONFIG", help="TOML file of the run (default: train_configs/debug.toml)")
     arguments, overrides = parse_with_overrides(parser)
     config = load_config(arguments.config, overrides)
-    rules.require(config)  # before the import below, which takes seconds
+    rules.require(config)  # this and the data before the import below, which takes seconds
     folder = Path(config.job.dump_folder)
     if is_finished(config, folder):
         print(
@@ -36,11 +37,12 @@ def main() -> None:
             f"--job.dump_folder.\n{describe_outcome(folder)}"
         )
         return
+    fetch_demo_data(config)
+    require_data(config)
     from pc_recipe.runs import check
 
     nodes = Nodes.from_environment()
     processes = torchrun.count_processes()
-    fetch_demo_data(config)
     # Report mistakes here, one line each, because torchrun's report of a failed process would bury them.
     report = check.check(config, processes * nodes.count)
     report.raise_errors()
@@ -89,6 +91,17 @@ def fetch_demo_data(config: Config) -> None:
         return
     if subprocess.run([sys.executable, "-m", "pc_recipe.data.demo"]).returncode:
         raise UserError("the demo data could not be created (see above); to use other data: --data.path FOLDER")
+
+
+def require_data(config: Config) -> None:
+    """Raise the first `UserError` of a folder of data that is missing or damaged."""
+    data = config.data
+    keys = dict.fromkeys(data.validation_folders, "data.validation_path") | dict.fromkeys(data.folders, "data.path")
+    for folder, key in keys.items():
+        try:
+            Manifest.read(folder)
+        except UserError as error:
+            raise UserError(f"{key}: {error}") from None
 
 
 if __name__ == "__main__":
