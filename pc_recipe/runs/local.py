@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("config", metavar="CONFIG", help="TOML file of the run (default: train_configs/debug.toml)")
     arguments, overrides = parse_with_overrides(parser)
     config = load_config(arguments.config, overrides)
-    rules.require(config)  # this and the data before the import below, which takes seconds
+    rules.require(config)  # this, the start and the data before the import below, which takes seconds
     folder = Path(config.job.dump_folder)
     if is_finished(config, folder):
         print(
@@ -37,6 +37,7 @@ def main() -> None:
             f"--job.dump_folder.\n{describe_outcome(folder)}"
         )
         return
+    require_start(config, folder)
     fetch_demo_data(config)
     require_data(config)
     from pc_recipe.runs import check
@@ -102,6 +103,13 @@ def require_data(config: Config) -> None:
             Manifest.read(folder)
         except UserError as error:
             raise UserError(f"{key}: {error}") from None
+
+
+def require_start(config: Config, folder: Path) -> None:
+    """Raise a `UserError` if the folder that a new run starts from is missing."""
+    start = config.checkpoint.enable and config.checkpoint.initial_load_path
+    if start and not Path(start).is_dir() and not find_newest_step(folder):
+        raise UserError(f"checkpoint.initial_load_path: {start} does not exist")
 
 
 if __name__ == "__main__":

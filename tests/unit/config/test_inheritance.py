@@ -213,6 +213,7 @@ def run_script(script, *words) -> tuple[int, str]:
         (["--pc.level=7"], "PC level 7 does not exist"),
         (["--data.path=nowhere"], "data.path: data folder nowhere does not exist"),
         (["--data.path=tests", "--data.validation_path=nowhere"], "data.validation_path: data folder nowhere"),
+        (["--checkpoint.initial_load_path=nowhere"], "checkpoint.initial_load_path: nowhere does not exist"),
     ],
 )
 def test_mistakes_need_no_torch(words, said):
