@@ -108,7 +108,7 @@ def require_data(config: Config) -> None:
 def require_start(config: Config, folder: Path) -> None:
     """Raise a `UserError` if the folder that a new run starts from is missing."""
     start = config.checkpoint.enable and config.checkpoint.initial_load_path
-    if start and not Path(start).is_dir() and not find_newest_step(folder):
+    if start and not Path(start).exists() and not find_newest_step(folder):
         raise UserError(f"checkpoint.initial_load_path: {start} does not exist")
 
 
