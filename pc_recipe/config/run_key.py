@@ -21,6 +21,7 @@ from pc_recipe.config.pc_section import PC
 from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.config.schema import Config
 from pc_recipe.config.sections import METHOD, RESULT, keys_of
+from pc_recipe.files.atomic import sha256_of
 
 BATCH = "training.global_batch_size"
 COMPUTES = ("pc", "pc_recipe/config", "pc_recipe/data", "pc_recipe/train")
@@ -75,13 +76,16 @@ def code_version() -> dict[str, str]:
 
 
 def data_checksums(config: Config) -> dict[str, str]:
-    """{key: checksum of the settings that made the data}, for the folders that can be read."""
+    """{key: checksum} of the settings that made the data, and of the files of `[experiment]`; of those that can be read."""
     checksums = {}
     for key, folders in (("path", config.data.folders), ("validation_path", config.data.validation_folders)):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # reported when the data are opened
             manifests = [json.loads(Path(folder, "manifest.json").read_text()) for folder in folders]
             checksums[f"content of data.{key}"] = ", ".join(manifest["configuration_sha256"] for manifest in manifests)
-    return checksums
+    arm, options = config.experiment.arm.partition(":")[0], config.experiment.options
+    files = {"arm": Path(__file__).parents[2] / f"{arm.replace('.', '/')}.py"}
+    files |= {f"options.{name}": Path(value) for name, value in options.items() if isinstance(value, str)}
+    return checksums | {f"content of experiment.{n}": sha256_of(file) for n, file in files.items() if file.is_file()}
 
 
 def differing_keys(one: dict[str, Any], other: dict[str, Any]) -> list[str]:

@@ -4,7 +4,7 @@ in `pc_section`, those of optimizers in `optimizers`.
 Sections and keys have TorchTitan's names. Keys of TorchTitan that this trainer does not read do not exist.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints
 
@@ -250,6 +250,18 @@ class Evaluation(Section):
     data: Text = key("", "Folder of the tasks as JSON lines; empty: download from the Hub.")
 
 
+class Experiment(Section):
+    """An arm of a study that no other key describes (`pc_recipe.train.arm`)."""
+
+    decides = RESULT
+    arm: Annotated[str, StringConstraints(pattern=r"^([\w.]+:\w+)?$")] = key(
+        "", "A class that is called around every optimizer step, as module:Class; this line makes a run import it."
+    )
+    options: dict[str, Any] = key(
+        {}, "What the class is made with. Of a file that an option names, the content counts."
+    )
+
+
 class Config(Section):
     """All sections."""
 
@@ -272,6 +284,7 @@ class Config(Section):
     data: Data = Data()
     diagnostics: Diagnostics = Diagnostics()
     evaluation: Evaluation = Evaluation()
+    experiment: Experiment = Experiment()
     _origin: str = (
         ""  # comments that name the files and the words that it was read from (`pc_recipe.config.inheritance`)
     )

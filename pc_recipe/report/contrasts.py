@@ -1,7 +1,7 @@
 """The test that an experiment's plan.toml wrote down before the first run, applied to its runs."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
@@ -30,6 +30,7 @@ class Preregistration(Section):
     tuning_seeds: list[int] = key([], "Seeds that choose the rates; empty: the first.")
     test_seeds: list[int] = key([], "Seeds that are tested; empty: all that chose no rate.")
     questions: list[Question] = key([], "What is tested.")
+    paired: bool = key(True, "Compare by seed (Student); false: the means of two groups of seeds (Welch).")
     shared_runs: list[Text] = key([], "runs.jsonl of others, whose runs of the same model and steps are arms too.")
 
 
@@ -51,39 +52,45 @@ def contrast_table(runs: pd.DataFrame, preregistration: Preregistration) -> str:
     losses = runs[runs.best & ~runs.chose].pivot(index="seed", columns="arm", values="loss")
     rows = []
     for question in preregistration.questions:
-        differences = [_differences(losses, *contrast) for contrast in question.contrasts]
-        p_values = [stats.ttest_1samp(some, 0).pvalue if _can_be_tested(some) else 1.0 for some in differences]
-        for (arm, reference), some, p, corrected in zip(question.contrasts, differences, p_values, holm(p_values)):
-            if len(some) > 1:
-                cells = _cells(some, p, corrected if question.holm else None, preregistration.margin)
-                rows.append([question.name, f"{arm} - {reference}", str(len(some)), *cells])
+        samples = [_samples(losses, arm, other, preregistration.paired) for arm, other in question.contrasts]
+        tests = [_test(*sample, preregistration.paired) for sample in samples]
+        corrected = holm([1.0 if test is None else test.pvalue for test in tests])
+        for (arm, reference), sample, test, p in zip(question.contrasts, samples, tests, corrected):
+            if min(map(len, sample)) > 1:
+                counts = dict.fromkeys(map(len, sample)) if preregistration.paired else map(len, sample)
+                cells = _cells(*sample, test, p if question.holm else None, preregistration.margin)
+                rows.append([question.name, f"{arm} - {reference}", ", ".join(map(str, counts)), *cells])
     header = "question|contrast|seeds|difference|95 % interval|p|p by Holm|verdict"
     return markdown.table(header.split("|"), rows) if rows else ""
 
 
-def _differences(losses: pd.DataFrame, arm: str, reference: str) -> pd.Series:
-    """Of the seeds that ran in both; not finite where one diverged."""
-    both = losses.reindex(columns=[arm, reference]).dropna()
-    return both[arm] - both[reference]
+def _samples(losses: pd.DataFrame, arm: str, reference: str, paired: bool) -> tuple[pd.Series, pd.Series]:
+    """The final losses of both, infinite where one diverged; paired: of the seeds that ran in both."""
+    both = losses.reindex(columns=[arm, reference])
+    both = both.dropna() if paired else both
+    return both[arm].dropna(), both[reference].dropna()
 
 
-def _can_be_tested(differences: pd.Series) -> bool:
-    return len(differences) > 1 and bool(np.isfinite(differences).all())
+def _test(arm: pd.Series, reference: pd.Series, paired: bool) -> Any:
+    """Student's or Welch's test; None if a run diverged or a sample has less than two."""
+    if min(len(arm), len(reference)) < 2 or not np.isfinite([*arm, *reference]).all():
+        return None
+    return stats.ttest_rel(arm, reference) if paired else stats.ttest_ind(arm, reference, equal_var=False)
 
 
-def _cells(differences: pd.Series, p: float, corrected: float | None, margin: float) -> list[str]:
+def _cells(arm: pd.Series, reference: pd.Series, test: Any, corrected: float | None, margin: float) -> list[str]:
     """Mean, interval, p, p by Holm and verdict."""
-    if not _can_be_tested(differences):
-        return [f"{(~np.isfinite(differences)).sum()} of {len(differences)} diverged", "-", "-", "-", "no test"]
-    mean = differences.mean()
-    low, high = stats.t.interval(0.95, len(differences) - 1, mean, differences.sem())
+    if test is None:
+        diverged = {*arm.index[~np.isfinite(arm)], *reference.index[~np.isfinite(reference)]}
+        return [f"{len(diverged)} of {len({*arm.index, *reference.index})} diverged", "-", "-", "-", "no test"]
+    mean, (low, high) = arm.mean() - reference.mean(), test.confidence_interval(0.95)
     verdict = "undecided"
-    if (p if corrected is None else corrected) < 0.05:
+    if (test.pvalue if corrected is None else corrected) < 0.05:
         verdict = "lower" if mean < 0 else "higher"
     elif max(-low, high) < margin:
         verdict = "no difference"
     by_holm = "-" if corrected is None else f"{corrected:.2g}"
-    return [f"{mean:+.4f}", f"{low:+.4f} to {high:+.4f}", f"{p:.2g}", by_holm, verdict]
+    return [f"{mean:+.4f}", f"{low:+.4f} to {high:+.4f}", f"{test.pvalue:.2g}", by_holm, verdict]
 
 
 def holm(p_values: list[float]) -> list[float]:

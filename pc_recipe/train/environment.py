@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import socket
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
@@ -26,8 +27,8 @@ def write_environment(folder: str | Path, config: Config, world_size: int, step:
     """Write hardware, versions, commit and what the data contain to `environment.json`.
 
     Args:
-        step: that the run continues from. After 0 it keeps, under "earlier", what was there before of other code, data or
-            number of processes.
+        step: that the run continues from. After 0 it keeps, under "earlier", what was there before of other code, data,
+            number of processes or processor.
     """
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     content: dict[str, Any] = {
@@ -37,12 +38,13 @@ def write_environment(folder: str | Path, config: Config, world_size: int, step:
         "data": data_checksums(config),
         "gpus": gpus,
         "cpu": torch.backends.cpu.get_cpu_capability(),  # another instruction set rounds otherwise
+        "processor": read_processor(),
         "cpu_cores": len(os.sched_getaffinity(0)),
         "world_size": world_size,
     }
     if step:
         before, *earlier = read_parts(Path(folder))
-        if any(before.get(key) != content[key] for key in ("code", "data", "world_size")):
+        if any(before.get(key) != content[key] for key in ("code", "data", "world_size", "processor")):
             earlier = [before, *earlier]
         content["earlier"] = earlier
     write_atomically(Path(folder) / "environment.json", json.dumps(content, indent=1) + "\n")
@@ -57,6 +59,13 @@ def read_versions() -> dict[str, str | None]:
         except PackageNotFoundError:
             installed[package] = None
     return installed
+
+
+def read_processor() -> dict[str, str]:
+    """What /proc/cpuinfo says of it: {"vendor_id": "AuthenticAMD", "model name": ...}; {} where there is none."""
+    file = Path("/proc/cpuinfo")
+    text = file.read_text() if file.exists() else ""
+    return dict(re.findall(r"^(vendor_id|cpu family|model name|model)\t+: (.*)$", text, re.MULTILINE))
 
 
 def read_commit() -> str | None:

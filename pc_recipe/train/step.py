@@ -25,6 +25,7 @@ from pc_recipe.config import Config
 from pc_recipe.config.optimizers import KINDS
 from pc_recipe.data.loader import GlobalOrderLoader
 from pc_recipe.train import fsdp_sync
+from pc_recipe.train.arm import make_arm
 from pc_recipe.train.checkpoint import Checkpoints
 from pc_recipe.train.diagnostics import Diagnostics
 from pc_recipe.train.metrics import PCMetricsProcessor
@@ -63,6 +64,7 @@ class StepTrainer(Trainer):
         self.metrics_processor.positions = self._positions
         self.metrics_processor.output_seconds = OutputTimes(parts).take
         self.diagnostics = Diagnostics(config, parts, self.preconditioner, dims)
+        self.arm = make_arm(parts, self.optimizers, config)
         self.finite_steps = FiniteSteps(parts, self.preconditioner, config.training.max_nonfinite_steps)
         self._norm = SquaredNorm(parts, dims.world_size // dims.pp)
         own = [(name, 1.0) for name in ("loss", *self.metrics_processor.NUMBERS)]
@@ -118,7 +120,12 @@ class StepTrainer(Trainer):
             self.metrics_processor.log_metrics(self.step, {"steps_left_out": self.finite_steps.count})
         self._clip(agreed.norm)
         self.checkpointer.maybe_wait_for_staging()
+        stepping = not self.optimizers.skips_step
+        if stepping:
+            self.arm.before_step(self.step)
         self.optimizers.step()
+        if stepping:
+            self.arm.after_step(self.step)
         self.lr_schedulers.step()
         return agreed.logged_norm
 

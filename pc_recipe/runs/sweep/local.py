@@ -27,6 +27,7 @@ def train_all(sweeps: Sequence[Sweep]) -> None:
     """
     processes = torchrun.count_processes()
     order = [(sweep, run) for sweep in sweeps for run in sweep.runs]
+    order.sort(key=lambda one: one[1].seed or 0)  # so that an end before the last run leaves pairs of arms
     for number, (sweep, run) in enumerate(order, start=1):
         label = f"[{number}/{len(order)}] {run.name}"
         if read_state(run.folder).state == "finished":

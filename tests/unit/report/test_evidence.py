@@ -216,7 +216,7 @@ TESTED = {
 }
 
 
-def _contrasts(losses) -> dict[str, list[str]]:
+def _contrasts(losses, paired=True) -> dict[str, list[str]]:
     """{contrast: its cells from the number of seeds on}, of three rows that Holm corrects; an absent arm has one."""
     runs = [
         {"arm": arm, "seed": seed, "loss": loss, "best": True, "chose": False}
@@ -224,7 +224,7 @@ def _contrasts(losses) -> dict[str, list[str]]:
         for seed, loss in enumerate(of_seeds)
     ]
     question = Question(holm=True, contrasts=[["full", "plain"], ["part", "plain"], ["absent", "plain"]])
-    table = contrast_table(pd.DataFrame(runs), Preregistration(questions=[question]))
+    table = contrast_table(pd.DataFrame(runs), Preregistration(questions=[question], paired=paired))
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
     return {row[1]: row[2:] for row in rows}
 
@@ -241,6 +241,18 @@ def test_a_diverged_run_keeps_its_row_and_its_place_in_the_correction():
     assert diverged["full - plain"] == whole["full - plain"]
     both = {arm: [math.inf, *losses[1:]] for arm, losses in TESTED.items()}
     assert _contrasts(both)["full - plain"][:2] == ["5", "1 of 5 diverged"]
+
+
+def test_groups_of_other_seeds_are_compared_by_welch():
+    full, plain = TESTED["full"], [*TESTED["plain"], 4.5, 4.4]
+    row = _contrasts(TESTED | {"plain": plain}, paired=False)["full - plain"]
+    test = stats.ttest_ind(full, plain, equal_var=False)
+    low, high = test.confidence_interval()
+    assert row[:4] == [f"{len(full)}, {len(plain)}", f"{sum(full) / len(full) - sum(plain) / len(plain):+.4f}"] + [
+        f"{low:+.4f} to {high:+.4f}", f"{test.pvalue:.2g}"
+    ]  # fmt: skip
+    diverged = _contrasts(TESTED | {"plain": [math.inf, *plain]}, paired=False)["full - plain"]
+    assert diverged[:2] == [f"5, {len(plain) + 1}", f"1 of {len(plain) + 1} diverged"]
 
 
 def test_only_planned_seeds_are_tested(tmp_path):

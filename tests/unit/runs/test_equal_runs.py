@@ -21,7 +21,7 @@ from pc_recipe.runs.sweep.local import train_all
 from pc_recipe.runs.sweep.results import describe_status
 from pc_recipe.runs.sweep.spec import load
 from pc_recipe.runs.sweep.submit import submit
-from pc_recipe.train.environment import write_environment
+from pc_recipe.train import environment
 
 CONFIG = """
 [training]
@@ -122,8 +122,29 @@ def test_other_content_of_the_data_is_another_run(folder):
     for content, expected in (("a", []), ("b", ["content of data.path", "content of data.validation_path"])):
         Path("shards/manifest.json").write_text(json.dumps({"configuration_sha256": content}))
         if content == "a":
-            write_environment("outputs/by-hand", config, 1, step=0)
+            environment.write_environment("outputs/by-hand", config, 1, step=0)
         assert differing_keys(equal_runs.read_result_key(Path("outputs/by-hand")), result_key(config)) == expected
+
+
+def test_a_seed_is_trained_in_all_arms_before_the_next(folder, trained):
+    for name, level in (("one", 3), ("two", 4)):
+        (folder / f"{name}.toml").write_text(f'configs = ["pc.toml"]\nseeds = [1, 2]\n[axes]\n"pc.level" = [{level}]\n')
+    train_all([load("one.toml"), load("two.toml")])
+    assert [Path(name).parts[2::2] for name in trained] == [
+        ("one", "seed-1"), ("two", "seed-1"), ("one", "seed-2"), ("two", "seed-2")
+    ]  # fmt: skip
+
+
+def test_a_run_that_goes_on_on_another_processor_keeps_the_first(folder, monkeypatch):
+    config = load_config("pc.toml")
+    Path("run").mkdir()
+    for vendor in ("AuthenticAMD", "GenuineIntel", "GenuineIntel"):
+        monkeypatch.setattr(environment, "read_processor", lambda: {"vendor_id": vendor})
+        environment.write_environment("run", config, 1, step=1 if Path("run/environment.json").exists() else 0)
+    assert [part["processor"]["vendor_id"] for part in run_folder.read_parts(Path("run"))] == [
+        "GenuineIntel",
+        "AuthenticAMD",
+    ]
 
 
 def test_equal_runs_of_two_sweeps_and_of_a_config_are_trained_once(folder, trained, capsys):
@@ -279,7 +300,7 @@ def test_a_run_that_other_code_began_is_not_reused(folder):
         (0, 1, 1, "finished"),
         (4, 2, 2, "finished"),
     ]:
-        write_environment(by_hand, config, world_size, step)
+        environment.write_environment(by_hand, config, world_size, step)
         group = equal_runs.group_runs([load("level.toml")])[0]
         assert (len(run_folder.read_parts(by_hand)), group.state) == (parts, state)
         assert bool(group.of_other_code) == (state == "waiting")
