@@ -13,9 +13,9 @@ from helpers.tiny import ROOT
 from pc_recipe.config.run_key import all_values
 from pc_recipe.config.schema import Config
 
-PLACES = ("*.md", "docs/*.md", "benchmarks/*.md", "results/*/README.md")
+PLACES = ("*.md", "docs/*.md", "benchmarks/*.md", "results/*/README.md", "experiments/*/README.md")
 DOCUMENTS = sorted(str(file.relative_to(ROOT)) for place in PLACES for file in ROOT.glob(place))
-FOLDERS = "pc|scripts|tests|benchmarks|docs|examples|train_configs|results"
+FOLDERS = "pc|scripts|tests|benchmarks|docs|examples|train_configs|results|experiments"
 COMMIT = re.compile(r"\b(?=[0-9a-f]*\d)[0-9a-f]{7}\b")
 KEYS = {"section.key", *all_values(Config())}
 TESTS = "".join(file.read_text() for file in ROOT.glob("tests/**/*.py"))

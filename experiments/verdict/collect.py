@@ -1,0 +1,51 @@
+"""Add finished and diverged runs of sweeps to this study's rows, with what they logged of matrices.
+
+python -m experiments.verdict.collect 20 outputs/sweeps/verdict_a_* outputs/sweeps/verdict_more_*
+
+The first word is the study: 5, 20, cells, 40 or width-32. A row is one of `scripts/evidence.py collect`, and `matrices`: the
+lines of the run's log (`experiments.verdict.arms`) at its start, thirds and end, without the singular values.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from experiments.verdict.arms import LOG
+from experiments.verdict.reference import read_log
+from pc.errors import exit_on_user_error
+from pc_recipe.files.atomic import write_atomically
+from pc_recipe.report import evidence
+
+FOLDER = Path("experiments/verdict")
+
+
+def matrices_of(run: Path) -> list[dict]:
+    """Rounded to five digits, so that the rows of all runs stay small."""
+    log = read_log(run)
+    steps = list(log)
+    places = [min(steps, key=lambda step: abs(step - third * steps[-1] / 3)) for third in range(4)]
+    kept: list[dict] = [{"step": step, "matrices": log[step]} for step in dict.fromkeys(places)]
+    for line in kept:
+        for numbers in line["matrices"].values():
+            numbers["weight"].pop("sigma", None)
+    return json.loads(json.dumps(kept), parse_float=lambda text: float(f"{float(text):.5g}"))
+
+
+@exit_on_user_error
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("study")
+    parser.add_argument("sweeps", type=Path, nargs="+", help="folders of sweeps, the reference's first")
+    arguments = parser.parse_args()
+    count = evidence.collect(arguments.sweeps, arguments.study, FOLDER)
+    rows = [json.loads(line) for line in (FOLDER / "runs.jsonl").read_text().splitlines()]
+    for row in rows:
+        run = Path(row["resolved"]["job"]["dump_folder"])
+        if (run / LOG).exists():  # not of a row from another machine
+            row["matrices"] = matrices_of(run)
+    write_atomically(FOLDER / "runs.jsonl", "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+    print(f"{FOLDER / 'runs.jsonl'}: {count} runs of {arguments.study}")
+
+
+if __name__ == "__main__":
+    main()
