@@ -50,9 +50,7 @@ def main() -> None:
     for warning in report.warnings if nodes.rank == 0 else ():
         print(f"warning: {warning}", file=sys.stderr)
     locks = [lock(folder)] if nodes.rank == 0 else []
-    command, environment = torchrun.build_command(
-        config, processes, nodes.rendezvous(), nodes=nodes.count, prints=nodes.rank == 0
-    )
+    command, environment = torchrun.build_command(config, processes, nodes)
     network_here = find_gloo_interface(nodes.master_addr) if nodes.count > 1 else {}
     try:
         status = torchrun.run_command(command, network_here | environment, locks)

@@ -1,15 +1,25 @@
-"""The machines of one run: where they meet, and by which interface one reaches another."""
+"""The machines of one run: where its ranks meet, and by which interface one machine reaches another.
+
+torch's stores of TCP, where ranks meet, listen on every interface without a password, and what is in them decides what
+ranks and launcher unpickle. So ranks of one machine meet in files of a private folder, and talk on the loopback.
+"""
 
 import contextlib
 import fcntl
+import functools
+import importlib
 import os
 import socket
 import struct
+import tempfile
+import uuid
 from dataclasses import dataclass
 
 from pc.errors import UserError
 
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR
+_PLACE = "PC_MEETING_PLACE"
+"""The variable with the path of the private folder."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +51,41 @@ class Nodes:
             raise UserError(f"NNODES={count} needs NODE_RANK, from 0 on, and MASTER_ADDR, the address of node 0")
         return Nodes(int(count), int(number), given["MASTER_ADDR"], int(port))
 
-    def rendezvous(self) -> list[str]:
-        """Options of torchrun; [] for one machine."""
-        if self.count == 1:
-            return []
-        place = [f"--nnodes={self.count}", f"--node-rank={self.rank}"]
-        return [*place, f"--master-addr={self.master_addr}", f"--master-port={self.master_port}"]
+    def rendezvous(self) -> tuple[list[str], dict[str, str]]:
+        """Options of torchrun, and the environment of torchrun or of a rank without it (`meet_privately`)."""
+        if self.count > 1:
+            place = [f"--nnodes={self.count}", f"--node-rank={self.rank}"]
+            return [*place, f"--master-addr={self.master_addr}", f"--master-port={self.master_port}"], {_PLACE: ""}
+        folder = tempfile.mkdtemp(dir=_private_folder().name)
+        options = ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={folder}/torchrun"]
+        environment = {
+            _PLACE: folder,
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else torchrun opens a store for its ranks
+            **{name: os.environ.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")},
+        }
+        return [*options, f"--rdzv-id={uuid.uuid4()}", "--local-addr=127.0.0.1"], environment
+
+
+@functools.cache
+def _private_folder() -> tempfile.TemporaryDirectory:
+    """Of this process, which removes it when it ends. On this machine's own disk, because meeting needs locks."""
+    return tempfile.TemporaryDirectory(prefix="pc-")
+
+
+def meet_privately() -> None:
+    """Let the ranks of one machine meet where `Nodes.rendezvous` says, by torch's own `env://`.
+
+    Every process of a rank calls it, also one that torch spawns to write checkpoints, which makes a process group of its
+    own. Elsewhere nothing changes.
+    """
+    if folder := os.environ.get(_PLACE):
+        import torch.distributed as dist  # takes seconds
+
+        def create_store(host, port, rank, world_size, *_, **__) -> dist.Store:
+            return dist.FileStore(f"{folder}/{port}", world_size)
+
+        # torch has no other place for it: `env://` is registered for good, and TorchTitan gives no method of its own.
+        vars(importlib.import_module("torch.distributed.rendezvous")).update(_create_c10d_store=create_store)
 
 
 def find_gloo_interface(peer: str) -> dict[str, str]:

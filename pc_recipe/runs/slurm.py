@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pc.errors import UserError, exit_on_user_error
@@ -80,19 +81,18 @@ def read_run(arguments: Sequence[str]) -> Run:
 
 def run_task(run: Run) -> int:
     """Run torchrun on this node of the allocation; returns its exit status."""
-    nodes, node = int(os.environ.get("SLURM_NNODES", "1")), int(os.environ.get("SLURM_NODEID", "0"))
+    nodes = Nodes(int(os.environ.get("SLURM_NNODES", "1")), int(os.environ.get("SLURM_NODEID", "0")))
     # Only the first node takes the lock of the run's folder; the others wait for it at the rendezvous. After a requeue it
     # is patient, because a network file system keeps the locks of a lost node for a while, often 90 seconds.
     patience = SECONDS_FOR_LOCKS_OF_A_LOST_NODE if int(os.environ.get("SLURM_RESTART_COUNT", "0")) else 1
-    locks = [lock(run.folder, patience)] if node == 0 else []
-    processes = torchrun.count_processes()
-    rendezvous, network_here = ["--standalone"], {}
-    if nodes > 1:
-        # The first node, where the batch script runs, has rank 0. Jobs that share a node have different ports.
-        host, port = os.environ["SLURM_LAUNCH_NODE_IPADDR"], 20000 + int(os.environ["SLURM_JOB_ID"]) % 10000
-        rendezvous = Nodes(nodes, node, host, port).rendezvous()
-        network_here = find_gloo_interface(host if node else _find_last_host())
-    command, environment = torchrun.build_command(run.resolved, processes, rendezvous, nodes=nodes, prints=node == 0)
+    locks = [lock(run.folder, patience)] if nodes.rank == 0 else []
+    processes, network_here = torchrun.count_processes(), {}
+    if nodes.count > 1:
+        # The first node, where the batch script runs and has drawn a free port, has rank 0.
+        host = os.environ["SLURM_LAUNCH_NODE_IPADDR"]
+        nodes = replace(nodes, master_addr=host, master_port=int(os.environ["MASTER_PORT"]))
+        network_here = find_gloo_interface(host if nodes.rank else _find_last_host())
+    command, environment = torchrun.build_command(run.resolved, processes, nodes, under_torchrun=True)
     return torchrun.run_command(command, network_here | environment, locks, under_slurm=True)
 
 

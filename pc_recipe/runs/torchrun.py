@@ -18,8 +18,10 @@ from typing import TextIO
 from pc.errors import UserError
 from pc_recipe.config import Config, write_config
 from pc_recipe.files.atomic import write_atomically
+from pc_recipe.runs.nodes import Nodes
 
 TRAINER = "pc_recipe.runs.worker"
+ONE_MACHINE = Nodes()
 SECONDS_BETWEEN_PROGRESS_LINES = 20
 SECONDS_OF_ONE_WISH = 1.0
 """Signals within this time are one: `timeout` sends its signal to a process and again to its group."""
@@ -169,16 +171,16 @@ def run_command(
 
 
 def build_command(
-    config: Config, processes: int, rendezvous: Sequence[str] = (), *, nodes: int = 1, prints: bool = True
+    config: Config, processes: int, nodes: Nodes = ONE_MACHINE, *, under_torchrun: bool = False
 ) -> tuple[list[str], dict[str, str]]:
     """Command and environment that train a config with `processes` on this machine and on each of the other nodes.
 
     Writes what the processes read, pending.toml, which becomes the folder's config.toml once nothing refuses the start.
-    Every rank writes to <run folder>/logs, the first one here also to the console if `prints`. A single process needs
-    no torchrun, which takes seconds.
+    Under torchrun every rank writes to <run folder>/logs, the first one of all also to the console. A single process
+    needs no torchrun, which takes seconds.
 
     Args:
-        rendezvous: torchrun's options, of one node or several; none: this machine alone.
+        under_torchrun: also a single process.
 
     Raises:
         UserError: this machine cannot compile or has no wandb, or no micro-batch fits its GPUs.
@@ -188,24 +190,16 @@ def build_command(
     if config.compile.enable:
         require_compiler()
     folder = Path(config.job.dump_folder)
-    config = micro_batch.choose(config, processes * nodes).config
+    config = micro_batch.choose(config, processes * nodes.count).config
     write_config(config, folder / "pending.toml")
-    environment = _wandb_environment(config) | build_environment(processes)
+    rendezvous, meeting = nodes.rendezvous()
+    environment = _wandb_environment(config) | build_environment(processes) | meeting
     trainer = ["-m", TRAINER, str(folder / "pending.toml")]
-    if processes == 1 and not rendezvous:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        alone = {
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
+    if processes == nodes.count == 1 and not under_torchrun:
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         return [sys.executable, *trainer], environment | alone
-    console = ["--tee=3", "--local-ranks-filter=0"] if prints else ["--redirects=3"]
-    options = [*(rendezvous or ["--standalone"]), f"--nproc-per-node={processes}", "--role=rank", *console]
+    console = ["--tee=3", "--local-ranks-filter=0"] if nodes.rank == 0 else ["--redirects=3"]
+    options = [*rendezvous, f"--nproc-per-node={processes}", "--role=rank", *console]
     logs = f"--log-dir={folder / 'logs'}"
     return [sys.executable, "-m", "torch.distributed.run", *options, logs, *trainer], environment
 

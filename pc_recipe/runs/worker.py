@@ -17,10 +17,13 @@ from pc_recipe.config import Config, load_config, write_config
 from pc_recipe.files.errors import ReadFailed, WriteFailed
 from pc_recipe.files.lock import join_lock
 from pc_recipe.files.run_folder import keep_earlier_config, write_failure
+from pc_recipe.runs.nodes import meet_privately
 from pc_recipe.train.console import start_logging
 from pc_recipe.train.environment import write_environment
 from pc_recipe.train.nonfinite import Diverged
 from pc_recipe.train.trainer import PCTrainer
+
+meet_privately()  # not in `main`, because a process that torch spawns imports this module alone
 
 
 class Trainer(PCTrainer):

@@ -9,6 +9,7 @@ from pc.errors import UserError
 from pc_recipe.config import load_config
 from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.runs import memory, micro_batch, torchrun
+from pc_recipe.runs.nodes import Nodes
 
 CONFIG = ROOT / "train_configs" / "271m_adamw_pc.toml"
 
@@ -46,6 +47,6 @@ def test_what_cannot_be_chosen_is_one_line(words, ranks, gpu_gib, complaint):
 def test_a_run_records_the_number(tmp_path):
     """All its processes read the file that the launcher writes."""
     words = [f"--job.dump_folder={tmp_path}", "--training.local_batch_size=-1", "--validation.local_batch_size=-1"]
-    torchrun.build_command(load_config(ROOT / "train_configs" / "debug.toml", words), 2, nodes=2)
+    torchrun.build_command(load_config(ROOT / "train_configs" / "debug.toml", words), 2, Nodes(2))
     written = tomllib.loads((tmp_path / "pending.toml").read_text())
     assert written["training"]["local_batch_size"] == written["validation"]["local_batch_size"] == 4  # 16 on 4 ranks

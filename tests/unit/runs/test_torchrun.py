@@ -1,5 +1,6 @@
 """The command that trains: how many processes, what it needs of the machine, what becomes of signals and last words."""
 
+import json
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torchtitan.components.metrics import WandBLogger
 
+from helpers.tiny import ROOT
 from pc.errors import UserError, exit_on_user_error
 from pc_recipe.config import Config
 from pc_recipe.files.lock import is_locked, lock
@@ -62,6 +64,20 @@ def test_gpus_that_are_missing_or_that_torch_cannot_use(machine, monkeypatch):
                 trains()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert torchrun.count_processes() == 1  # as wished
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_ranks_of_one_machine_listen_on_the_loopback_alone(machine, monkeypatch, tmp_path, processes):
+    """torch's stores of TCP listen everywhere, and what is in them is unpickled."""
+    machine(0)
+    monkeypatch.setattr(torchrun, "TRAINER", "helpers.listens")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'tests'}")
+    config = Config(job={"dump_folder": str(tmp_path)})
+    command, environment = torchrun.build_command(config, processes)
+    assert torchrun.run_command(command, environment) == 0
+    found = [json.loads((tmp_path / f"listens.{rank}.json").read_text()) for rank in range(processes)]
+    assert found == [["0100007F"]] * processes
+    assert os.stat(environment["PC_MEETING_PLACE"]).st_mode & 0o077 == 0
 
 
 def test_compilation_needs_a_compiler_and_headers(machine, monkeypatch, tmp_path):
