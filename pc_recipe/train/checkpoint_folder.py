@@ -1,7 +1,7 @@
 """Reads a checkpoint's folder (`pc_recipe.train.checkpoint_writer`) without executing anything in it, and verifies it.
 
-Torch unpickles the index without restrictions. This module allows only the few classes that an index needs, and reads
-tensors and values with `weights_only`.
+Torch unpickles the index without restrictions. This module takes it for data: a pickle gets hold of nothing that exists
+outside of it, so it can build an index and change nothing else. Tensors and values are read with `weights_only`.
 """
 
 import hashlib
@@ -36,18 +36,6 @@ PAUSES = (2.0, 10.0)
 
 T = TypeVar("T")
 
-_ALLOWED = {
-    "torch": {"Size", *(name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype))},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.metadata": {
-        "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties",
-        "ChunkStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {_StorageInfo.__name__},
-    "pathlib": {"Path", "PosixPath"},
-    "pathlib._local": {"Path", "PosixPath"},  # where Python 3.13 and later define them
-}  # fmt: skip
-
 
 class Damaged(UserError):
     """A checkpoint file is missing or differs from what was written."""
@@ -76,10 +64,8 @@ class CheckpointFolder:
         except UserError:
             raise
         except Exception as error:  # a damaged index can make the unpickler raise anything
-            raise Damaged(f"{self.path / INDEX}: not the index of a checkpoint ({error})") from None
-        for name in self._files:  # reading a device or a pipe would never end
-            if Path(name).name != name or not (self.path / name).is_file():
-                raise Damaged(f"{self.path / INDEX}: names {name!r}, which is no file of this checkpoint")
+            reason = " ".join(str(error).split())
+            raise Damaged(f"{self.path / INDEX}: not the index of a checkpoint ({reason})") from None
         # Folders that torch wrote have no checksums and are accepted. One that this module wrote says so in its index,
         # so the file of checksums cannot get lost unnoticed.
         if not has_checksums and CHECKSUMS in (getattr(self._index.storage_meta, "modules", None) or []):
@@ -137,12 +123,20 @@ class CheckpointFolder:
 
 
 class Reader(FileSystemReader):
-    """Torch's reader with the restricted unpickler, for any number of ranks."""
+    """Torch's reader with the restricted unpickler, for any number of ranks.
+
+    Raises:
+        Damaged: the index names a file that is none of the checkpoint's.
+    """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with open(Path(self.path) / INDEX, "rb") as file:
+        path = Path(self.path)
+        with open(path / INDEX, "rb") as file:
             index = _IndexUnpickler(file).load()
         index.storage_meta = index.storage_meta or StorageMeta()
+        for name in {info.relative_path for info in index.storage_data.values()}:
+            if Path(name).name != name or not (path / name).is_file():  # reading a device or a pipe would never end
+                raise Damaged(f"{path / INDEX}: names {name!r}, which is no file of this checkpoint")
         return index
 
 
@@ -164,20 +158,71 @@ def _load_value(data: io.BytesIO, name: str) -> Any:
         raise Damaged(f"{name} is no plain value ({type(error).__name__})") from None
 
 
+class _StandIn(type):
+    """The type of what an index gets for the classes and functions that it names.
+
+    A pickle may call what it gets, and set attributes of it. So it gets no class of torch, but a class that makes what
+    is wanted, and that cannot be changed.
+    """
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        raise pickle.UnpicklingError(f"an index sets {name!r:.80} of {cls.__name__}")
+
+
+def _stand_in(name: str, make: Callable[..., Any]) -> _StandIn:
+    return _StandIn(name, (), {"__slots__": (), "__new__": lambda _, *given: make(*given)})
+
+
+def _for_instances_of(cls: type) -> _StandIn:
+    return _stand_in(cls.__name__, lambda: object.__new__(cls))
+
+
+class _MemoryFormat(int):
+    """Equal to a member of torch's enum; the member itself is everybody's, and an index could change it."""
+
+    def __eq__(self, member: object) -> bool:
+        return int(self) == getattr(member, "value", None)
+
+    __hash__ = int.__hash__
+
+
+_MEMORY_FORMAT = _stand_in("_MEM_FORMAT_ENCODING", _MemoryFormat)
+
+
+def _member(enum: type, name: str) -> _MemoryFormat:
+    """In place of `getattr`, by which Python 3.11.0 to 3.11.3 pickle the member of an enum."""
+    if enum is not _MEMORY_FORMAT:
+        raise pickle.UnpicklingError(f"getattr of {enum!r} does not belong in a checkpoint's index")
+    return _MemoryFormat(index_types._MEM_FORMAT_ENCODING[name].value)
+
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_DATACLASSES = (
+    Metadata, MetadataIndex, StorageMeta, index_types.TensorStorageMetadata, index_types.BytesStorageMetadata,
+    index_types.TensorProperties, index_types.ChunkStorageMetadata, _StorageInfo,
+)  # fmt: skip
+_NAMES: dict[tuple[str, str], Any] = {
+    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    **{(cls.__module__, cls.__name__): _for_instances_of(cls) for cls in _DATACLASSES},
+    # where Python 3.13 and later define paths, too
+    **{
+        (module, name): _stand_in(name, Path)
+        for module in ("pathlib", "pathlib._local")
+        for name in ("Path", "PosixPath")
+    },
+    (_METADATA, "_MEM_FORMAT_ENCODING"): _MEMORY_FORMAT,
+    ("torch", "Size"): _stand_in("Size", torch.Size),
+    ("torch.serialization", "_get_layout"): _stand_in("_get_layout", torch.serialization._get_layout),
+    ("builtins", "getattr"): _stand_in("getattr", _member),
+}
+"""{(module, name): what an index gets for it}. A dtype has no attributes that could be set."""
+
+
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return _get_enum_member
-        if name not in _ALLOWED.get(module, ()):
+        if (module, name) not in _NAMES:
             raise pickle.UnpicklingError(f"{module}.{name} does not belong in a checkpoint's index")
-        return super().find_class(module, name)
-
-
-def _get_enum_member(enum: type, name: str) -> Any:
-    """In place of `getattr`, by which Python 3.11.0 to 3.11.3 pickle the member of an enum."""
-    if enum is not index_types._MEM_FORMAT_ENCODING:
-        raise pickle.UnpicklingError(f"getattr of {enum!r} does not belong in a checkpoint's index")
-    return enum[name]
+        return _NAMES[module, name]
 
 
 def _hash_file(path: Path) -> str:

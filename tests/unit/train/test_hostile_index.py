@@ -1,0 +1,126 @@
+"""An index is data: a pickle that wants more is refused, and nothing outside of the index has changed."""
+
+import enum
+import os
+import pathlib
+import pickle
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import metadata as index_types
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from pc_recipe.train import checkpoint_folder
+from pc_recipe.train.checkpoint_folder import CheckpointFolder, Damaged, Reader
+
+MODULE = "torch.distributed.checkpoint.metadata"
+
+
+def named(module: str, name: str) -> bytes:
+    return b"c" + module.encode() + b"\n" + name.encode() + b"\n"
+
+
+def text(value: str) -> bytes:
+    return b"\x8c" + bytes([len(value)]) + value.encode()
+
+
+def sets(target: bytes, name: str, value: bytes) -> bytes:
+    """setattr(target, name, value), by the state of an object that has slots."""
+    return target + b"(N}" + text(name) + value + b"stb"
+
+
+def called(function: bytes, *arguments: bytes) -> bytes:
+    return function + b"(" + b"".join(arguments) + b"tR"
+
+
+PATH, META, ENUM = named("pathlib", "Path"), named(MODULE, "StorageMeta"), named(MODULE, "_MEM_FORMAT_ENCODING")
+LAYOUT, SIZE, DTYPE = named("torch.serialization", "_get_layout"), named("torch", "Size"), named("torch", "float32")
+GETATTR, RUN = named("builtins", "getattr"), text("touch executed")
+NEW_META = META + b")\x81"
+
+HOSTILE = {
+    "a method of Path": sets(PATH, "glob", META),
+    "a method of a class of torch": sets(META, "__getitem__", ENUM),
+    "a class's dictionary": META + b"}" + text("__init__") + SIZE + b"sb",
+    "the members of an enum": sets(ENUM, "_value2member_map_", b"}"),
+    "what a function keeps": sets(LAYOUT, "cache", b"}"),
+    "what a function does": sets(LAYOUT, "__code__", b"N"),
+    "a type of torch": sets(DTYPE, "itemsize", b"K\x00"),
+    "a size": sets(SIZE, "numel", META),
+    "torch's module": sets(named("torch", "serialization"), "load", META),
+    "a name with dots": text(MODULE) + text("StorageMeta.__init__") + b"\x93",
+    "an attribute of a class": called(GETATTR, PATH, text("unlink")),
+    "an attribute of a made object": called(GETATTR, called(PATH, text("x")), text("unlink")),
+    "a command": called(named("os", "system"), RUN),
+    "a command, of Python 2": called(named("__builtin__", "eval"), text("open('executed', 'w')")),
+    "a command, as an old instance": b"(" + RUN + b"ios\nsystem\n",
+    "a command, as an object": b"(" + named("os", "system") + RUN + b"o",
+    "a command, as a new object": named("subprocess", "Popen") + RUN + b"\x85\x81",
+    "a partial call": called(named("functools", "partial"), META),
+    "what another unpickler allows": called(named("torch._utils", "_rebuild_tensor_v2")),
+    "a persistent object": b"Px\n",
+    "a registered extension": b"\x82\x01",
+    "another class for an object": sets(NEW_META, "__class__", META),
+    "an item of a class": META + text("x") + META + b"s",
+    "an item appended to a class": META + META + b"a",
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A good checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    state = {"w": torch.ones(3, dtype=torch.bfloat16), "method": {"name": "x"}}
+    dcp.save(state, checkpoint_id=tmp_path / "step-1", no_dist=True)
+    return tmp_path / "step-1"
+
+
+def world() -> list:
+    """All that an index names, with what can be set of it."""
+    members = list(index_types._MEM_FORMAT_ENCODING)
+    objects = [*checkpoint_folder._DATACLASSES, *members, *checkpoint_folder._NAMES.values()]
+    objects += [torch.Size, torch.serialization, torch.serialization._get_layout, pathlib.Path, pathlib.PosixPath]
+    return [(thing, dict(vars(thing))) for thing in [*objects, enum.Enum, os] if hasattr(thing, "__dict__")]
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_an_index_that_reaches_beyond_itself_is_refused(folder, kind):
+    index, before = folder / ".metadata", world()
+    good = index.read_bytes()
+    assert CheckpointFolder(folder).shapes()["w"] == (3,)  # control
+    index.write_bytes(good[:2] + HOSTILE[kind] + b"0" + good[2:])
+    with pytest.raises(Damaged, match="not the index of a checkpoint") as raised:
+        CheckpointFolder(folder)
+    assert world() == before and not pathlib.Path("executed").exists()
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "added",
+    [
+        sets(NEW_META, "modules", META),
+        sets(sets(NEW_META, "__setstate__", META), "x", b"N"),
+        sets(called(ENUM, b"K\x00"), "_value_", b"K\x01"),
+        sets(called(GETATTR, ENUM, text("TORCH_CHANNELS_LAST")), "value", b"K\x00"),
+        sets(called(PATH, text("x")), "_str", text("/")),
+    ],
+)
+def test_what_an_index_does_to_its_own_objects_stays_there(folder, added):
+    index, before = folder / ".metadata", world()
+    good = index.read_bytes()
+    index.write_bytes(good[:2] + added + b"0" + good[2:])
+    try:
+        CheckpointFolder(folder)
+    except Damaged:
+        pass
+    assert world() == before
+    index.write_bytes(good)
+    assert Reader(folder).read_metadata() == pickle.loads(good)
+
+
+def test_an_index_is_read_as_torch_reads_it(folder):
+    found, torchs = Reader(folder).read_metadata(), pickle.loads((folder / ".metadata").read_bytes())
+    assert found == torchs
+    assert {type(thing) for thing in found.storage_data.values()} == {_StorageInfo}
+    assert found.state_dict_metadata["w"].properties == torchs.state_dict_metadata["w"].properties
