@@ -3,6 +3,7 @@
 It is written last, so a folder with a manifest is complete.
 """
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -14,7 +15,8 @@ from pc.errors import UserError
 from pc_recipe.data.tokenizers import Tokenizer, load_tokenizer
 from pc_recipe.files.atomic import write_atomically
 
-FORMAT = 1
+FORMAT = 2
+"""Folders of format 1 have the files of their tokenizer as they were given."""
 SPLITS = ("train", "validation")
 TOKENIZER_FOLDER = "tokenizer"
 
@@ -39,6 +41,7 @@ class TokenizerRecord:
     name: str
     kind: str
     sha256: str
+    """Of `Tokenizer`; in format 1 of what it was given as."""
     vocab_size: int
     bos_id: int | None
     eos_id: int
@@ -54,6 +57,7 @@ class Manifest:
 
     folder: Path
     """The folder that it was read from."""
+    format: Literal[1, 2]
     dtype: Literal["uint16", "uint32"]
     """The type of a token, little-endian."""
     source: dict
@@ -78,13 +82,29 @@ class Manifest:
 
     def load_tokenizer(self) -> Tokenizer:
         """The tokenizer that made these shards, verified by its SHA-256."""
-        tokenizer = load_tokenizer(self.folder / TOKENIZER_FOLDER)
-        if tokenizer.sha256 != self.tokenizer.sha256:
-            raise UserError(f"the tokenizer in {self.folder / TOKENIZER_FOLDER} is not the one that made the shards")
+        folder = self.folder / TOKENIZER_FOLDER
+        tokenizer = load_tokenizer(folder)
+        if self.tokenizer.sha256 != (tokenizer.sha256 if self.format == FORMAT else self._sha256_of_given_files()):
+            raise UserError(f"the tokenizer in {folder} is not the one that made the shards")
+        tokenizer.name = self.tokenizer.name
         return tokenizer
 
+    def tokenizer_sha256(self) -> str:
+        """Of `Tokenizer`, also in format 1; of one that cannot be converted, of what it was given as."""
+        try:
+            return self.tokenizer.sha256 if self.format == FORMAT else self.load_tokenizer().sha256
+        except UserError:
+            return self.tokenizer.sha256
+
+    def _sha256_of_given_files(self) -> str:
+        made_with = self.tokenizer
+        digest = hashlib.sha256(f"{made_with.kind} bos={made_with.bos_id} eos={made_with.eos_id}".encode())
+        for file in sorted(path for path in (self.folder / TOKENIZER_FOLDER).iterdir() if path.is_file()):
+            digest.update(f"\n{file.name} {file.stat().st_size}\n".encode() + file.read_bytes())
+        return digest.hexdigest()
+
     def write(self) -> None:
-        content = {"format": FORMAT} | {k: v for k, v in asdict(self).items() if k not in ("folder", "shards")}
+        content = {k: v for k, v in asdict(self).items() if k not in ("folder", "shards")}
         content["splits"] = {
             split: {
                 "documents": self.documents(split),
@@ -103,8 +123,8 @@ class Manifest:
             raise UserError(_why_no_manifest(folder))
         try:
             content = json.loads(path.read_bytes())
-            if content["format"] != FORMAT:
-                raise ValueError(f"format {content['format']}; this version reads format {FORMAT}")
+            if content["format"] not in (1, FORMAT):
+                raise ValueError(f"format {content['format']}; this version reads formats 1 and {FORMAT}")
             content |= {"folder": folder, "shards": {split: content["splits"][split]["shards"] for split in SPLITS}}
             manifest = TypeAdapter(Manifest).validate_python(content)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -115,7 +135,8 @@ class Manifest:
 
 def require_same_tokenizer(one: Manifest, other: Manifest) -> None:
     """Raise if two data folders (such as training and validation) were made with different tokenizers."""
-    if one.tokenizer.sha256 != other.tokenizer.sha256:
+    same = one.tokenizer.sha256 == other.tokenizer.sha256 or one.tokenizer_sha256() == other.tokenizer_sha256()
+    if not same:
         raise UserError(
             f"{one.folder} was tokenised with {one.tokenizer.name!r} and {other.folder} with "
             f"{other.tokenizer.name!r}; one run needs one tokenizer"

@@ -1,75 +1,114 @@
-"""Text to token ids: one interface for SentencePiece, Hugging Face and tiktoken tokenizers.
+"""Text to token ids by one `tokenizer.json`, which `pc_recipe.data.tokenizer_formats` makes of whatever is given.
 
-For all of them:
+The same file encodes the shards, lies in the data folder and in an export, so both give the same ids:
 
-- Text that spells a control token ("</s>") is encoded as ordinary characters.
+- Text that spells BOS or EOS ("</s>") is encoded as ordinary characters.
+- BOS stands in front of each document, EOS behind it.
 - Encoding runs in the calling thread: work is parallelised over processes, not threads.
 """
 
 import hashlib
 import json
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from pc.errors import UserError
+from pc_recipe.data import tokenizer_formats
+from pc_recipe.data.tokenizer_formats import FILE, SETTINGS, Converted
+from pc_recipe.files.atomic import write_atomically
+
+if TYPE_CHECKING:  # its import takes seconds
+    from transformers import PreTrainedTokenizerFast
 
 DEFAULT_TOKENIZER = "mistral-common"
+SENTENCEPIECE, TIKTOKEN = "tokenizer.model", "tiktoken.txt"  # the latter names one, in data folders of format 1
 
 
-class Tokenizer(ABC):
-    """The common interface.
+class Tokenizer:
+    """A tokenizer.
 
     Attributes:
         name: as the user gave it.
-        kind: "sentencepiece", "huggingface" or "tiktoken".
-        vocab_size: ids are 0 … vocab_size - 1.
+        kind: what it was converted from: "sentencepiece", "huggingface" or "tiktoken".
         bos_id: None if the tokenizer has no BOS.
-        files: {name: bytes} of the files that define it, stored with the shards.
+        vocab_size: ids are below it; some of them may have no entry.
         sha256: of everything that determines the ids.
     """
 
-    kind: str
+    def __init__(self, name: str, converted: Converted):
+        self.name, self.kind, self._converted = name, converted.kind, converted
+        self._model = tokenizer_formats.build(converted.content)
+        self.bos_id = None if converted.bos is None else self._model.token_to_id(converted.bos)
+        self.eos_id = self._model.token_to_id(converted.eos)
+        self.vocab_size = 1 + max(self._model.get_vocab(with_added_tokens=True).values())
+        ends = f"bos={self.bos_id} eos={self.eos_id}\n".encode()
+        self.sha256 = hashlib.sha256(ends + converted.content).hexdigest()
 
-    def __init__(self, name: str, vocab_size: int, bos_id: int | None, eos_id: int | None, files: dict[str, bytes]):
-        if eos_id is None:
-            raise UserError(f"tokenizer {name!r} has no end-of-text token to separate documents")
-        if bos_id == eos_id:  # GPT-2's: one of them separates documents
-            bos_id = None
-        self.name = name
-        self.vocab_size = vocab_size
-        self.bos_id = bos_id
-        self.eos_id = eos_id
-        self.files = files
-        digest = hashlib.sha256(f"{self.kind} bos={bos_id} eos={eos_id}".encode())
-        for file_name in sorted(files):
-            digest.update(f"\n{file_name} {len(files[file_name])}\n".encode() + files[file_name])
-        self.sha256 = digest.hexdigest()
+    def require_equal(self, texts: Iterable[str]) -> None:
+        """Raise a `UserError` for a text of which what it was converted from makes other ids."""
+        try:
+            self._converted.require_equal(texts)
+        except UserError as error:
+            raise UserError(f"tokenizer {self.name!r}: {error}") from None
 
-    @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, without BOS and EOS."""
-
-    @abstractmethod
-    def decode(self, ids: Sequence[int]) -> str:
-        """Ids to text."""
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        return [one.ids for one in self._model.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Ids to text."""
+        return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
+
     def documents(self, texts: Sequence[str]) -> np.ndarray:
-        """Tokens of all texts, each between BOS and EOS [total]."""
+        """Tokens of all texts, each between BOS and EOS [total].
+
+        Raises:
+            UserError: the tokenizer makes BOS or EOS of text.
+        """
         encoded = self.encode_batch(texts)
-        if any(not {self.bos_id, self.eos_id}.isdisjoint(ids) for ids in encoded):
-            raise RuntimeError(f"tokenizer {self.name!r} encoded text as control tokens")
+        for text, ids in zip(texts, encoded, strict=True):
+            if not {self.bos_id, self.eos_id}.isdisjoint(ids):
+                raise UserError(
+                    f"tokenizer {self.name!r}: it makes {self._converted.eos!r} or {self._converted.bos!r}, which separate "
+                    f"documents, of the text {text!r:.60}; name other entries in {SETTINGS}"
+                )
         lead = [] if self.bos_id is None else [self.bos_id]
         stream = chain.from_iterable((*lead, *ids, self.eos_id) for ids in encoded)
         return np.fromiter(stream, smallest_dtype(self.vocab_size))
+
+    def save(self, folder: str | Path, max_length: int | None = None) -> None:
+        """Write the files with which `load_tokenizer(folder)` and transformers give the same ids.
+
+        max_length: the model's longest sequence.
+        """
+        # The class that reads tokenizer.json unchanged, by the name that old and new transformers know. A class such as
+        # LlamaTokenizer would rebuild parts of it and change ids.
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self._settings(max_length)}
+        write_atomically(Path(folder, FILE), self._converted.content)
+        write_atomically(Path(folder, SETTINGS), json.dumps(settings, indent=2) + "\n")
+
+    def to_transformers(self, max_length: int | None = None) -> "PreTrainedTokenizerFast":
+        """The same for tools of Hugging Face, with BOS in front of each text."""
+        from transformers import PreTrainedTokenizerFast
+
+        model = tokenizer_formats.build(self._converted.content)
+        return PreTrainedTokenizerFast(tokenizer_object=model, **self._settings(max_length))
+
+    def _settings(self, max_length: int | None) -> dict[str, Any]:
+        eos = self._converted.eos
+        names = {"bos_token": self._converted.bos, "eos_token": eos, "pad_token": eos}  # tools need one for padding
+        # "</s>" in a text is text, as in training
+        settings = {"split_special_tokens": True, "clean_up_tokenization_spaces": False, "model_max_length": max_length}
+        return {key: value for key, value in (names | settings).items() if value is not None}
 
 
 def smallest_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
@@ -77,109 +116,41 @@ def smallest_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
-class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece `.model` file, as used by Llama 2 and the first Mistral."""
-
-    kind = "sentencepiece"
-
-    def __init__(self, name: str, path: Path):
-        import sentencepiece
-
-        try:
-            self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
-        except (OSError, RuntimeError, ValueError) as error:
-            raise UserError(
-                f"tokenizer {name!r}: neither {DEFAULT_TOKENIZER!r}, a folder with tokenizer.json, a tiktoken encoding, "
-                f"nor a SentencePiece model ({error})"
-            ) from error
-        bos_id, eos_id = (i if i >= 0 else None for i in (self._model.bos_id(), self._model.eos_id()))
-        super().__init__(name, self._model.vocab_size(), bos_id, eos_id, {"tokenizer.model": path.read_bytes()})
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return self._model.encode(list(texts), num_threads=1)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._model.decode([int(i) for i in ids])
-
-
-class HuggingFaceTokenizer(Tokenizer):
-    """A folder with `tokenizer.json` and `tokenizer_config.json` (which names BOS and EOS)."""
-
-    kind = "huggingface"
-    FILES = ("tokenizer.json", "tokenizer_config.json")
-
-    def __init__(self, name: str, folder: Path):
-        import tokenizers
-
-        try:
-            files = {file: (folder / file).read_bytes() for file in self.FILES}
-            self._model = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
-            settings = json.loads(files["tokenizer_config.json"])
-            names = [settings.get(key) for key in ("bos_token", "eos_token")]
-            names = [name["content"] if isinstance(name, dict) else name for name in names]
-            bos_id, eos_id = (None if name is None else self._model.token_to_id(name) for name in names)
-            if unknown := [
-                name for name, token_id in zip(names, (bos_id, eos_id), strict=True) if name and token_id is None
-            ]:
-                raise ValueError(f"tokenizer_config.json names {unknown[0]!r}, which tokenizer.json does not have")
-        except Exception as error:  # the library raises bare Exception
-            raise UserError(f"{folder} does not hold a readable tokenizer: {error}") from error
-        self._model.no_truncation()
-        self._model.no_padding()
-        self._model.encode_special_tokens = True  # encode "</s>" in a text as ordinary text
-        super().__init__(name, self._model.get_vocab_size(with_added_tokens=True), bos_id, eos_id, files)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        return [one.ids for one in self._model.encode_batch_fast(list(texts), add_special_tokens=False)]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
-
-
-class TiktokenTokenizer(Tokenizer):
-    """One of tiktoken's named encodings, downloaded when first used. They have no BOS; EOS is `<|endoftext|>`."""
-
-    kind = "tiktoken"
-    FILE = "tiktoken.txt"
-
-    def __init__(self, encoding: str):
-        import tiktoken
-
-        try:
-            self.model = tiktoken.get_encoding(encoding)
-        except OSError as error:  # of the network; requests' errors are OSErrors
-            raise UserError(f"tiktoken's encoding {encoding!r} cannot be downloaded: {error}") from error
-        # The name is enough: tiktoken compares what it downloads with a checksum.
-        super().__init__(encoding, self.model.n_vocab, None, self.model.eot_token, {self.FILE: encoding.encode()})
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.model.encode_ordinary(text) for text in texts]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self.model.decode([int(i) for i in ids])
-
-
 def load_tokenizer(reference: str | Path) -> Tokenizer:
-    """Load a tokenizer.
+    """Load a tokenizer, converted if it is no tokenizer.json yet.
 
     reference: "mistral-common" (32,000 entries, Apache-2.0, installed with this package), the name of a tiktoken
     encoding, a folder with tokenizer.json or tokenizer.model, or a SentencePiece `.model` file.
+
+    Raises:
+        UserError: there is none, or a tokenizer.json cannot give the same ids, or it makes BOS or EOS of text.
     """
     name = str(reference)
-    if name == DEFAULT_TOKENIZER:
-        return SentencePieceTokenizer(name, _mistral_model())
-    path = Path(os.path.expanduser(name))
-    if not os.path.exists(path):
-        import tiktoken
+    try:
+        tokenizer = Tokenizer(name, _convert(name, Path(os.path.expanduser(name))))
+    except Exception as error:  # the libraries raise bare Exception
+        raise UserError(f"tokenizer {name!r}: {error}") from error
+    tokenizer.documents([entry for entry in (tokenizer._converted.bos, tokenizer._converted.eos) if entry])
+    return tokenizer
 
-        if name in tiktoken.list_encoding_names():
-            return TiktokenTokenizer(name)
-    if os.path.isfile(path / TiktokenTokenizer.FILE):  # of a data folder
-        return TiktokenTokenizer((path / TiktokenTokenizer.FILE).read_text())
-    if os.path.isdir(path) and os.path.isfile(path / "tokenizer.json"):
-        return HuggingFaceTokenizer(name, path)
-    return SentencePieceTokenizer(name, path / "tokenizer.model" if os.path.isdir(path) else path)
+
+def _convert(name: str, path: Path) -> Converted:
+    import tiktoken
+
+    if name == DEFAULT_TOKENIZER:
+        path = _mistral_model()
+    elif (path / TIKTOKEN).is_file():
+        return tokenizer_formats.from_tiktoken((path / TIKTOKEN).read_text())
+    elif not path.exists() and name in tiktoken.list_encoding_names():
+        return tokenizer_formats.from_tiktoken(name)
+    elif (path / FILE).is_file():
+        return tokenizer_formats.from_folder(path)
+    try:
+        return tokenizer_formats.from_sentencepiece((path / SENTENCEPIECE if path.is_dir() else path).read_bytes())
+    except (OSError, RuntimeError) as error:
+        raise UserError(
+            f"neither {DEFAULT_TOKENIZER!r}, a folder with {FILE}, a tiktoken encoding, nor a SentencePiece model ({error})"
+        ) from error
 
 
 def _mistral_model() -> Path:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from functools import lru_cache
 from itertools import count, islice
 from pathlib import Path
 
@@ -118,7 +119,7 @@ def _bar(unfinished: list[Unit], words: str) -> tqdm:
 def tokenize_unit(job: TokenizingJob, unit: Unit, advance: Callable[[int], object] = lambda characters: None) -> None:
     """Write the unit's shards and its record; `advance` is called with the characters of each batch of documents."""
     settings, replaced = job.settings, Counter[str]()
-    tokenizer = load_tokenizer(job.output / TOKENIZER_FOLDER)
+    tokenizer = _load_once(job.output / TOKENIZER_FOLDER, job.tokenizer.sha256)
     texts = islice(read_texts(unit, settings["text_key"], replaced), settings["max_documents"])
     shards: dict[str, list[TokenShard]] = {split: [] for split in SPLITS}
     for number in count():
@@ -132,6 +133,11 @@ def tokenize_unit(job: TokenizingJob, unit: Unit, advance: Callable[[int], objec
                 documents = int(np.count_nonzero(tokens == tokenizer.eos_id))
                 shards[split].append(write_shard(job.output, split, name, tokens, documents))
     record_unit(job, unit, shards, replaced)
+
+
+@lru_cache(maxsize=1)  # for all units of a process
+def _load_once(folder: Path, sha256: str) -> Tokenizer:
+    return load_tokenizer(folder)
 
 
 def _encode(

@@ -10,7 +10,8 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 from pc.errors import UserError
@@ -23,14 +24,17 @@ from pc_recipe.data.sources import (
     find_local_files,
     has_text,
     measure_files,
+    read_texts,
     size_of,
 )
-from pc_recipe.data.tokenizers import Tokenizer, smallest_dtype
+from pc_recipe.data.text_files import LONGEST
+from pc_recipe.data.tokenizers import Tokenizer, load_tokenizer, smallest_dtype
 from pc_recipe.files.atomic import write_atomically
 
 VALIDATION_SHARE = 0.0005  # of the documents, by default; of small data more:
 VALIDATION_BYTES = 2 * 10**6  # of text, some 500,000 tokens: 64 sequences of 8192, more than 1 % of 200 MB
 MOST_VALIDATION = 0.1
+COMPARED = 200  # texts, by a tokenizer and what it was converted from, before the first is stored
 DOCUMENT_BYTES = 3000  # of a document of a data set such as FineWeb, about
 
 
@@ -57,30 +61,32 @@ def open_job(output: Path, sources: list[str], tokenizer: Tokenizer, requested: 
         requested: the command's settings by name.
 
     Raises:
-        UserError: a setting or the sources' files are not those of the folder's job, or no model that is trained with
-            the tokenizer could be exported.
+        UserError: a setting or the sources' files are not those of the folder's job, or the tokenizer was converted and
+            gives other ids for its first texts.
     """
-    requested = {"format": FORMAT, "sources": sources, "tokenizer": tokenizer.sha256} | requested
+    requested = {"sources": sources, "tokenizer": tokenizer.sha256} | requested
     path = output / "tokenizing.json"
     if path.is_file():
         saved = json.loads(path.read_text())
         settings, units = saved["settings"], [Unit(**unit) for unit in saved["units"]]
+        # of a job of format 1, the settings have another checksum
+        before = settings | {"tokenizer": load_tokenizer(output / TOKENIZER_FOLDER).sha256}
         for key, value in requested.items():
-            if settings.get(key) != value:
+            if before.get(key) != value:
                 raise UserError(
-                    f"{output} was started with {key} = {settings.get(key)!r}, this command has "
+                    f"{output} was started with {key} = {before.get(key)!r}, this command has "
                     f"{value!r}: choose another --output, or delete the folder"
                 )
         _require_same_files(sources, settings, output)
     else:
-        from pc_recipe.data.hf_tokenizer import to_hugging_face  # takes seconds
-
-        to_hugging_face(tokenizer)  # or else the training would have been for nothing
         settings, units = _divide_source(sources, output, requested)
-        for name, content in tokenizer.files.items():
-            write_atomically(output / TOKENIZER_FOLDER / name, content)
+        for unit in units[:1]:
+            texts = islice(read_texts(unit, requested["text_key"], Counter()), COMPARED)
+            tokenizer.require_equal(text[:LONGEST] for text in texts)
+        tokenizer.save(output / TOKENIZER_FOLDER)
         write_atomically(path, json.dumps({"settings": settings, "units": [asdict(u) for u in units]}, indent=1))
-    return TokenizingJob(output, settings, TokenizerRecord.of(tokenizer), units)
+    record = replace(TokenizerRecord.of(tokenizer), sha256=settings["tokenizer"])
+    return TokenizingJob(output, settings, record, units)
 
 
 def _divide_source(sources: list[str], output: Path, requested: dict) -> tuple[dict, list[Unit]]:
@@ -97,7 +103,7 @@ def _divide_source(sources: list[str], output: Path, requested: dict) -> tuple[d
         "validation_share": share,
         "files": [{"name": file.file.rsplit("/", 1)[-1], "size": file.size} for file in files],
     }
-    return requested | settings, units
+    return {"format": FORMAT} | requested | settings, units
 
 
 def validation_share(text_bytes: int) -> float:
@@ -180,6 +186,7 @@ def write_manifest_if_finished(job: TokenizingJob) -> Manifest | None:
         raise UserError(f"--input {' '.join(settings['sources'])}: there is no text in it")
     manifest = Manifest(
         folder=job.output,
+        format=settings["format"],
         dtype=smallest_dtype(job.tokenizer.vocab_size),
         source={"input": " ".join(settings["sources"])}
         | {key: settings[key] for key in ("subset", "text_key", "max_documents", "files")}

@@ -21,12 +21,11 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
 )
 
 from pc.errors import UserError
-from pc_recipe.data import hf_tokenizer
-from pc_recipe.data.tokenizers import load_tokenizer
+from pc_recipe.data.manifest import Manifest
+from pc_recipe.data.tokenizers import Tokenizer, load_tokenizer
 from pc_recipe.evaluate import plain_weights
 from pc_recipe.evaluate.model_card import model_card
 from pc_recipe.evaluate.plain_weights import RunCheckpoint
@@ -70,39 +69,38 @@ def to_llama(weights: dict[str, Tensor], model_args: TransformerModelArgs) -> Ll
     return model.eval()
 
 
-def load_checkpoint(
-    run: RunCheckpoint, tokenizer: str | None = None
-) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+def load_checkpoint(run: RunCheckpoint, tokenizer: str | None = None) -> tuple[LlamaForCausalLM, Tokenizer]:
     """Model and tokenizer of a run's checkpoint, in memory. The default tokenizer is that of the run's data."""
     if tokenizer is not None:
-        converted = hf_tokenizer.to_hugging_face(load_tokenizer(tokenizer))
+        loaded = load_tokenizer(tokenizer)
     elif run.data.exists():
-        converted = hf_tokenizer.load(run.data)
+        loaded = Manifest.read(run.data).load_tokenizer()
     else:
         raise UserError(
             f"{run.data}: the run's data folder, which has its tokenizer, is missing; restore it, or export the "
             "checkpoint with scripts/export_hf.py --tokenizer TOKENIZER and use the export"
         )
-    _require_vocabulary(converted, run.model_args.vocab_size, run.path)
+    _require_vocabulary(loaded.vocab_size, run.model_args.vocab_size, run.path)
     model = to_llama(run.weights, run.model_args)
-    converted.model_max_length = run.model_args.max_seq_len
-    ids = {f"{name}_token_id": getattr(converted, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    ids = {"bos_token_id": loaded.bos_id, "eos_token_id": loaded.eos_id, "pad_token_id": loaded.eos_id}
     model.config.update(ids)
     model.generation_config = GenerationConfig(**ids, do_sample=True)
-    return model, converted
+    return model, loaded
 
 
-def _require_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, path: Path) -> None:
-    """A model may have more rows than its tokenizer has entries, such as rows up to a round number."""
-    if len(tokenizer) > vocab_size:
-        raise UserError(f"{path}: the model has {vocab_size} tokens, its tokenizer {len(tokenizer)}")
+def _require_vocabulary(ids: int, vocab_size: int, path: Path) -> None:
+    """A model may have more rows than its tokenizer has ids, such as rows up to a round number."""
+    if ids > vocab_size:
+        raise UserError(f"{path}: the model has {vocab_size} tokens, its tokenizer {ids}")
 
 
 def load(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model and tokenizer of a run's checkpoint or of any Hugging Face folder, for scoring and sampling."""
     if os.path.isfile(os.path.join(path, "config.json")):
         return _load_folder(Path(path))
-    return load_checkpoint(plain_weights.load(path))
+    run = plain_weights.load(path)
+    model, tokenizer = load_checkpoint(run)
+    return model, tokenizer.to_transformers(run.model_args.max_seq_len)
 
 
 def export(
@@ -123,11 +121,11 @@ def export(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: exists already; give a new folder")
     run = plain_weights.load(source)
-    model, converted = load_checkpoint(run, tokenizer)
+    model, loaded = load_checkpoint(run, tokenizer)
     model = model.to(getattr(torch, dtype))
     card = model_card(run, model, dtype, scores)
     try:
-        _write(model, converted, card, out)
+        _write(model, loaded, run.model_args.max_seq_len, card, out)
     except Exception as error:  # of the system, which safetensors and tokenizers raise as exceptions of their own
         if not isinstance(error, OSError) and "(os error " not in str(error):
             raise
@@ -135,13 +133,13 @@ def export(
     return out
 
 
-def _write(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, card: str, out: Path) -> None:
+def _write(model: LlamaForCausalLM, tokenizer: Tokenizer, max_length: int, card: str, out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     # Renamed when complete, so that an interrupted export does not look complete.
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as temporary:
         folder = Path(temporary) / out.name
         model.save_pretrained(folder)
-        hf_tokenizer.save(tokenizer, folder)
+        tokenizer.save(folder, max_length)
         write_atomically(folder / "README.md", card)
         for file in folder.iterdir():  # safetensors makes files that only the owner can read
             shutil.copymode(folder / "README.md", file)
@@ -199,5 +197,5 @@ def _load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         # a mismatched tensor is reported with its shapes, in the file and by config.json
         for tensor in sorted(report[f"{kind}_keys"]):
             raise UserError(f"{path}: tensor {tensor} is {kind}")
-    _require_vocabulary(tokenizer, model.config.vocab_size, path)
+    _require_vocabulary(len(tokenizer), model.config.vocab_size, path)
     return model.eval(), tokenizer

@@ -13,7 +13,7 @@ from torch import nn
 from torchtitan.distributed import ParallelDims
 
 from pc_recipe.config import Config
-from pc_recipe.data import hf_tokenizer
+from pc_recipe.data.manifest import Manifest
 from pc_recipe.evaluate import tasks
 from pc_recipe.evaluate.log_likelihoods import LogLikelihoods
 
@@ -42,7 +42,7 @@ class InTrainingScorer:
         batch_mesh = parallel_dims.get_optional_mesh("batch")
         self.lm = LogLikelihoods(
             self._model,
-            hf_tokenizer.load(next(iter(config.data.folders))),
+            Manifest.read(next(iter(config.data.folders))).load_tokenizer().to_transformers(),
             max_length=config.training.seq_len,
             batch_size=config.validation.local_batch_size,  # of sequences at least as long
             device=device,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pc_recipe.data.manifest import TOKENIZER_FOLDER, Manifest, TokenizerRecord, TokenShard
+from pc_recipe.data.manifest import FORMAT, TOKENIZER_FOLDER, Manifest, TokenizerRecord, TokenShard
 from pc_recipe.data.tokenizers import load_tokenizer
 
 
@@ -29,10 +29,8 @@ def make_sparse(folder: Path, *, train: int, validation: int, tokens: int) -> Ma
             with open(folder / shard.tokens_file, "wb") as file:
                 file.write(header.getvalue())
                 file.truncate(size)
-    (folder / TOKENIZER_FOLDER).mkdir()
-    for name, content in tokenizer.files.items():
-        (folder / TOKENIZER_FOLDER / name).write_bytes(content)
+    tokenizer.save(folder / TOKENIZER_FOLDER)
     source = {"input": "sparse", "subset": None, "files": []}
-    manifest = Manifest(folder, "uint16", source, "none", "sparse", TokenizerRecord.of(tokenizer), shards)
+    manifest = Manifest(folder, FORMAT, "uint16", source, "none", "sparse", TokenizerRecord.of(tokenizer), shards)
     manifest.write()
     return manifest

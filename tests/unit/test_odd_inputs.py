@@ -19,7 +19,7 @@ from pc.errors import UserError
 from pc_recipe.data.checks import RECORD, verify
 from pc_recipe.data.loader import GlobalOrderLoader
 from pc_recipe.data.manifest import Manifest
-from pc_recipe.data.tokenizers import load_tokenizer
+from pc_recipe.data.tokenizers import _mistral_model, load_tokenizer
 from pc_recipe.evaluate import hugging_face, plain_weights
 from pc_recipe.runs.sweep.spec import load as load_sweep
 
@@ -30,7 +30,7 @@ SWEEP = {
 }  # fmt: skip
 TOKENIZER = {
     "version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": None, "post_processor": None, "decoder": None,
-    "model": {"type": "BPE", "vocab": {"a": 0, "</s>": 1}, "merges": []},
+    "model": {"type": "BPE", "vocab": {"a": 0, "</s>": 1, "<s>": 2}, "merges": []},
 }  # fmt: skip
 
 
@@ -44,9 +44,9 @@ def made(tmp_path_factory, tiny_shards):
     (folder / "sweep" / "tiny.toml").write_text("[training]\nsteps = 5\n")
     (folder / "sweep" / "sweep.toml").write_text(tomli_w.dumps(SWEEP))
     (folder / "tokenizer" / "tokenizer.json").write_text(json.dumps(TOKENIZER))
-    config = {"eos_token": "</s>", "bos_token": {"content": "a"}}
+    config = {"eos_token": "</s>", "bos_token": {"content": "<s>"}}
     (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "model" / "tokenizer.model").write_bytes(load_tokenizer("mistral-common").files["tokenizer.model"])
+    (folder / "model" / "tokenizer.model").write_bytes(_mistral_model().read_bytes())
     export = hugging_face.export(run.checkpoint, folder / "export")
     return {
         "sweep": folder / "sweep", "data": tiny_shards, "tokenizer": folder / "tokenizer", "model": folder / "model",

@@ -1,5 +1,6 @@
 """A damaged or unsuitable data folder is refused by name, at the start or when the damage is read."""
 
+import json
 import os
 import shutil
 
@@ -56,8 +57,11 @@ def test_a_flipped_bit_is_met_in_reading_or_by_its_checksum(folder, num_workers,
 
 
 def test_an_exchanged_tokenizer(folder):
-    path = folder / "tokenizer" / "tokenizer.model"
-    path.write_bytes(path.read_bytes().replace(b"\xe2\x96\x81the", b"\xe2\x96\x81teh", 1))
+    path = folder / "tokenizer" / "tokenizer.json"
+    content = json.loads(path.read_bytes())
+    ids = content["model"]["vocab"]
+    ids["▁the"], ids["▁and"] = ids["▁and"], ids["▁the"]
+    path.write_text(json.dumps(content))
     with pytest.raises(UserError, match="is not the one that made the shards"):
         Manifest.read(folder).load_tokenizer()
 

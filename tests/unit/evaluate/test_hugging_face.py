@@ -108,7 +108,7 @@ def test_an_export_is_written_whole_or_not_at_all(tmp_path, pc_run, monkeypatch)
     def crash(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(hugging_face.hf_tokenizer, "save", crash)
+    monkeypatch.setattr(hugging_face.Tokenizer, "save", crash)
     with pytest.raises(KeyboardInterrupt):
         hugging_face.export(pc_run.checkpoint, tmp_path / "new" / "out")
     assert list((tmp_path / "new").iterdir()) == []

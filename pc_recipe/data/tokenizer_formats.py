@@ -1,0 +1,210 @@
+"""Converts what describes a tokenizer to one tokenizer.json, or refuses.
+
+A conversion is refused by what the given file says, where tokenizer.json cannot say the same, and then by comparison with
+the library that the file is made for: over every entry of the vocabulary, alone and in texts of many entries.
+"""
+
+import json
+import random
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from pc.errors import UserError
+
+FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+NORMAL, UNKNOWN, CONTROL, BYTE, BPE = 1, 2, 3, 6, 2  # types of SentencePiece's entries, and of its models
+NO_EOS = "it has no end-of-text token to separate documents"
+END = "<|endoftext|>"  # of tiktoken's encodings
+TOGETHER = 50  # texts compared at a time, and entries of the vocabulary in one of them
+Piece = TypeVar("Piece", str, bytes)
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A tokenizer.json, its BOS and EOS, and what it was made of."""
+
+    kind: str
+    """ "sentencepiece", "huggingface" or "tiktoken"."""
+    content: bytes
+    bos: str | None
+    eos: str
+    original: Callable[[list[str]], list[list[int]]] | None = None
+    """Ids of texts by the library that the given file is made for; None if that is the same."""
+
+    def require_equal(self, texts: Iterable[str]) -> None:
+        """Raise a `UserError` for a text of which the conversion makes other ids."""
+        if self.original is None:
+            return
+        model, texts = build(self.content), iter(texts)
+        while some := list(islice(texts, TOGETHER)):
+            made = [one.ids for one in model.encode_batch_fast(some, add_special_tokens=False)]
+            for text, ids, right in zip(some, made, self.original(some), strict=True):
+                if ids != right:
+                    raise UserError(f"as {FILE} it would encode {text!r:.60} differently")
+
+
+def build(content: bytes) -> Tokenizer:
+    """The tokenizer of a tokenizer.json, to which text that spells a special entry is text."""
+    model = Tokenizer.from_str(content.decode())
+    model.encode_special_tokens = True
+    return model
+
+
+def from_folder(folder: Path) -> Converted:
+    """tokenizer.json as it is, but that BOS is put in front, and nothing else is added to a text, cut off or filled up."""
+    given, settings = (folder / FILE).read_bytes(), json.loads((folder / SETTINGS).read_bytes())
+    names = [settings.get(key) for key in ("bos_token", "eos_token")]
+    bos, eos = (name["content"] if isinstance(name, dict) else name for name in names)
+    if bos == eos:  # GPT-2's: one of them separates documents
+        bos = None
+    if eos is None:
+        raise UserError(NO_EOS)
+    content, ids = json.loads(given), Tokenizer.from_str(given.decode()).get_vocab(with_added_tokens=True)
+    added = {entry["content"]: entry for entry in content["added_tokens"]}
+    for name in filter(None, (bos, eos)):
+        if name not in ids:
+            raise UserError(f"{SETTINGS} names {name!r}, which {FILE} does not have")
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        added[name] = {"id": ids[name], "content": name} | flags | added.get(name, {}) | {"special": True}
+    for name, entry in added.items():
+        if ids[name] != entry["id"]:
+            raise UserError(f"its entry {name!r} should have id {entry['id']}, and gets {ids[name]}")
+    content["added_tokens"] = sorted(added.values(), key=lambda entry: entry["id"])
+    if content["model"].get("type") == "Unigram":  # where they have the best score of all, so that text becomes them
+        vocab = content["model"]["vocab"]
+        content["model"]["vocab"] = [[piece, -1e6 if piece in (bos, eos) else score] for piece, score in vocab]
+    content |= {"truncation": None, "padding": None, "post_processor": None}
+    if bos is not None:
+        content["post_processor"] = json.loads(_bos_first(bos, ids[bos]).__getstate__())
+    # the same bytes if nothing changes, so that a converted one keeps its checksum
+    changed = content != json.loads(given)
+    return Converted("huggingface", json.dumps(content).encode() if changed else given, bos, eos)
+
+
+@cache  # a second
+def from_sentencepiece(file: bytes) -> Converted:
+    """A SentencePiece model of type BPE, such as Llama 2's or the first Mistral's."""
+    from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
+
+    read = SentencePieceProcessor(model_proto=file)
+    described = sentencepiece_model_pb2.ModelProto.FromString(file)  # type: ignore[attr-defined]  # made when imported
+    _require_bpe_of_the_text_itself(described)
+    pieces, unknown = described.pieces, described.pieces[read.unk_id()].piece
+    vocabulary = {piece.piece: index for index, piece in enumerate(pieces)}
+    merges = _list_merges({piece.piece: -piece.score for piece in pieces if piece.type == NORMAL})
+    model = Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    mark, unmark = normalizers.Replace(" ", "▁"), decoders.Replace("▁", " ")
+    model.normalizer, model.decoder = mark, decoders.Sequence([unmark, decoders.ByteFallback(), decoders.Fuse()])
+    if described.normalizer_spec.add_dummy_prefix:
+        model.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), mark])
+        model.decoder = decoders.Sequence([model.decoder, decoders.Strip(" ", 1, 0)])
+    special = [piece.piece for piece in pieces if piece.type in (UNKNOWN, CONTROL)]
+    bos, eos = (pieces[i].piece if i >= 0 else None for i in (read.bos_id(), read.eos_id()))
+    texts = [piece.piece.replace("▁", " ") for piece in pieces]
+    encode = partial(read.encode, num_threads=1)
+    return _compared("sentencepiece", model, vocabulary, special, (bos, eos), encode, texts)
+
+
+def _require_bpe_of_the_text_itself(model: Any) -> None:
+    """Raise a `UserError` for a SentencePiece model of another kind, or that does not encode every text as it is."""
+    trainer, rules = model.trainer_spec, model.normalizer_spec
+    others = [piece.piece for piece in model.pieces if piece.type not in (NORMAL, UNKNOWN, CONTROL, BYTE)]
+    reasons = {
+        "is not of type BPE": trainer.model_type != BPE,
+        f"normalises text ({rules.name})": bool(rules.precompiled_charsmap + model.denormalizer_spec.precompiled_charsmap),
+        "removes spaces": rules.remove_extra_whitespaces,
+        "marks no spaces, or marks them behind words": not rules.escape_whitespaces or trainer.treat_whitespace_as_suffix,
+        "has no byte fallback, so that characters are lost": not trainer.byte_fallback,
+        f"has symbols of a user, or unused ones: {', '.join(others[:3])}": bool(others),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise UserError(f"it is a SentencePiece model that {reason}; {FILE} cannot do the same")
+
+
+def from_tiktoken(name: str) -> Converted:
+    """One of tiktoken's named encodings, downloaded when first used. They have no BOS; EOS is `<|endoftext|>`."""
+    import tiktoken
+
+    try:
+        encoding = tiktoken.get_encoding(name)
+    except OSError as error:  # of the network; requests' errors are OSErrors
+        raise UserError(f"it is an encoding of tiktoken that cannot be downloaded: {error}") from error
+    # its entries and its pattern are in private attributes only
+    ranks, pattern = encoding._mergeable_ranks, encoding._pat_str
+    special = {name: number for number, name in {n: name for name, n in encoding._special_tokens.items()}.items()}
+    kept, others = {*range(33, 127), *range(161, 173), *range(174, 256)}, iter(range(256, 512))
+    letters = [chr(byte if byte in kept else next(others)) for byte in range(256)]  # of the library's byte-level models
+    names = {entry: "".join(letters[byte] for byte in entry) for entry in ranks}
+    merges = [(names[left], names[right]) for left, right in _list_merges(ranks)]
+    # with the special ones, which the library would number in a row behind the others
+    vocabulary = {names[entry]: rank for entry, rank in ranks.items()} | special
+    split = pre_tokenizers.Split(Regex(_to_oniguruma(pattern)), "isolated")
+    words = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    # A word that is an entry is that entry, without merges. It must not become a special one.
+    becomes_special = any(len(words.pre_tokenize_str(name)) == 1 for name in special)
+    model = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=not becomes_special))
+    model.pre_tokenizer, model.decoder = words, decoders.ByteLevel()
+    texts = [*(entry.decode(errors="ignore") for entry in ranks), *special]
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        return [encoding.encode_ordinary(text) for text in texts]
+
+    return _compared("tiktoken", model, vocabulary, list(special), (None, END), encode, texts)
+
+
+def _to_oniguruma(pattern: str) -> str:
+    """A regular expression of Rust's for Oniguruma, to which "$" is the end of a line and "+" after "{1,3}" repeats."""
+    repeated = re.sub(r"(\\p\{\w+\}|\\.|\[(?:\\.|[^\]\\])*\]|[^\\])(\{\d+(?:,\d*)?\})\+", r"(?>\1\2)", pattern)
+    return re.sub(r"(?<!\\)\$", r"\\z", repeated)
+
+
+def _list_merges(ranks: Mapping[Piece, float]) -> list[tuple[Piece, Piece]]:
+    """All pairs that make an entry, in the order in which both libraries merge neighbours: the lowest rank of the whole.
+
+    Of equal ones they merge the first in the text. In a text A B C where A B and B C are the same entry, that is A B,
+    whose end B is also its begin. Entries of equal rank are runs of spaces, which grow from the left.
+    """
+    pairs = []
+    for piece, rank in ranks.items():
+        for end in range(1, len(piece)):
+            left, right = piece[:end], piece[end:]
+            if left in ranks and right in ranks:
+                pairs.append((rank, not piece.startswith(right), -end, left, right))
+    return [(left, right) for *_, left, right in sorted(pairs)]
+
+
+def _bos_first(bos: str, bos_id: int) -> processors.TemplateProcessing:
+    return processors.TemplateProcessing(f"{bos} $A", f"{bos} $A {bos} $B", [(bos, bos_id)])
+
+
+def _compared(kind, model, vocabulary, special, names, original, texts) -> Converted:
+    """The conversion to `model`, with special entries, after a comparison with the original."""
+    bos, eos = names
+    if eos is None:
+        raise UserError(NO_EOS)
+    model.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in special])
+    if bos is not None:
+        model.post_processor = _bos_first(bos, vocabulary[bos])
+    content = model.to_str().encode()
+    converted = Converted(kind, content, bos, eos, original)
+    if build(content).get_vocab(with_added_tokens=True) != vocabulary:
+        raise UserError(f"as {FILE} its entries would have other ids")
+    converted.require_equal(_combine(texts))
+    return converted
+
+
+def _combine(entries: list[str]) -> Iterator[str]:
+    """Texts of a vocabulary: each entry, all of them one after another in two orders, runs of what is often repeated."""
+    yield from entries
+    for order in (entries, random.Random(0).sample(entries, len(entries))):
+        yield from ("".join(order[start : start + TOGETHER]) for start in range(0, len(order), TOGETHER))
+    for character in (" ", "\n", "\r\n", "\t", "0", "a", "."):
+        yield from (f"x{character * length}x {character * length}" for length in (*range(70), 10_000))
