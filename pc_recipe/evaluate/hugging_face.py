@@ -126,10 +126,11 @@ def export(
     card = model_card(run, model, dtype, scores)
     try:
         _write(model, loaded, run.model_args.max_seq_len, card, out)
-    except Exception as error:  # of the system, which safetensors and tokenizers raise as exceptions of their own
-        if not isinstance(error, OSError) and "(os error " not in str(error):
+    except Exception as error:  # of the system, which safetensors raises as an exception of its own
+        cause = error.__cause__ if isinstance(error, WriteFailed) else error
+        if not isinstance(cause, OSError) and "(os error " not in str(cause):
             raise
-        raise WriteFailed(f"could not write {out}: {getattr(error, 'strerror', None) or error}") from error
+        raise WriteFailed(f"could not write {out}: {getattr(cause, 'strerror', None) or cause}") from error
     return out
 
 
