@@ -76,12 +76,13 @@ def code_version() -> dict[str, str]:
 
 
 def data_checksums(config: Config) -> dict[str, str]:
-    """{key: checksum} of the settings that made the data, and of the files of `[experiment]`; of those that can be read."""
+    """{key: `Manifest.identity` of the data, checksum of a file of `[experiment]`}, of those that can be read."""
     checksums = {}
     for key, folders in (("path", config.data.folders), ("validation_path", config.data.validation_folders)):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # reported when the data are opened
             manifests = [json.loads(Path(folder, "manifest.json").read_text()) for folder in folders]
-            checksums[f"content of data.{key}"] = ", ".join(manifest["configuration_sha256"] for manifest in manifests)
+            identities = (m.get("configuration_sha256") or m["content_sha256"] for m in manifests)
+            checksums[f"content of data.{key}"] = ", ".join(identities)
     arm, options = config.experiment.arm.partition(":")[0], config.experiment.options
     files = {"arm": Path(__file__).parents[2] / f"{arm.replace('.', '/')}.py"}
     files |= {f"options.{name}": Path(value) for name, value in options.items() if isinstance(value, str)}

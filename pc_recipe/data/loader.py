@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from pc.errors import UserError
 from pc_recipe.data.checks import check_sample
-from pc_recipe.data.manifest import Manifest, require_same_tokenizer
+from pc_recipe.data.manifest import Manifest, require_different, require_same_tokenizer
 from pc_recipe.data.mixture import CYCLE, Mixture
 from pc_recipe.data.order import shuffled
 from pc_recipe.data.skip import Skip
@@ -75,17 +75,15 @@ class Sequences(Dataset):
         limit_sequences: int | None,
     ):
         # in the order of their content, so that folders may be moved and a table may be written anew
-        parts = sorted(zip(manifests, weights, strict=True), key=lambda part: part[0].configuration_sha256)
+        parts = sorted(zip(manifests, weights, strict=True), key=lambda part: part[0].identity)
         self.seq_len = seq_len
         self.folders = [FolderSequences(manifest, split, seq_len, seed) for manifest, _ in parts]
         self.limit = None if split == "train" else min(limit_sequences or self.length, self.length)
-        self.mixture, self.content = None, parts[0][0].configuration_sha256
+        self.mixture, self.content = None, parts[0][0].identity
         if len(parts) > 1:
             self.mixture = Mixture({str(manifest.folder): weight for manifest, weight in parts}, seed)
             shares = zip(self.mixture.counts, parts, strict=True)
-            self.content = ", ".join(
-                f"{n / CYCLE} of {manifest.configuration_sha256[:12]}" for n, (manifest, _) in shares
-            )
+            self.content = ", ".join(f"{n / CYCLE} of {manifest.identity[:12]}" for n, (manifest, _) in shares)
 
     @property
     def length(self) -> int:
@@ -160,6 +158,7 @@ class GlobalOrderLoader(Stateful):
     ) -> None:
         weights = path if isinstance(path, Mapping) else {str(path): 1.0}
         manifests = [Manifest.read(folder) for folder in weights]
+        require_different(manifests)
         for manifest in manifests:
             self._require_usable(manifest, manifests[0], split, vocab_size)
         seed = seed if split == "train" else VALIDATION_SEED

@@ -5,6 +5,8 @@ It is written last, so a folder with a manifest is complete.
 
 import hashlib
 import json
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal
@@ -14,6 +16,7 @@ from pydantic import NonNegativeInt, TypeAdapter
 from pc.errors import UserError
 from pc_recipe.data.tokenizers import Tokenizer, load_tokenizer
 from pc_recipe.files.atomic import write_atomically
+from pc_recipe.files.errors import WriteFailed
 
 FORMAT = 2
 """Folders of format 1 have the files of their tokenizer as they were given."""
@@ -64,11 +67,22 @@ class Manifest:
     """The input, its files with sizes, and how many of their bytes were not UTF-8."""
     split_rule: str
     """How documents were split, in words."""
-    configuration_sha256: str
-    """The checksum of all settings that determine the shards' bytes."""
     tokenizer: TokenizerRecord
     shards: dict[str, list[TokenShard]]
     """{split: its shards in order}."""
+    configuration_sha256: str = ""
+    """In format 1 the checksum of all settings that made the shards, by which runs of before know them."""
+
+    @property
+    def content_sha256(self) -> str:
+        """The checksum of the shards' checksums."""
+        sums = {split: [shard.tokens_sha256 for shard in shards] for split, shards in self.shards.items()}
+        return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def identity(self) -> str:
+        """By which runs know these data."""
+        return self.configuration_sha256 or self.content_sha256
 
     @property
     def vocab_size(self) -> int:
@@ -104,7 +118,8 @@ class Manifest:
         return digest.hexdigest()
 
     def write(self) -> None:
-        content = {k: v for k, v in asdict(self).items() if k not in ("folder", "shards")}
+        content = {k: v for k, v in asdict(self).items() if k not in ("folder", "shards") and v != ""}
+        content["content_sha256"] = self.content_sha256
         content["splits"] = {
             split: {
                 "documents": self.documents(split),
@@ -114,6 +129,12 @@ class Manifest:
             for split, shards in self.shards.items()
         }
         write_atomically(self.folder / "manifest.json", json.dumps(content, indent=1) + "\n")
+
+    def pin(self) -> None:
+        """Write the checksum of the shards' checksums to a manifest of format 1, which has none, if that is possible."""
+        if self.configuration_sha256:
+            with suppress(WriteFailed):
+                self.write()
 
     @staticmethod
     def read(folder: str | Path) -> "Manifest":
@@ -127,6 +148,9 @@ class Manifest:
                 raise ValueError(f"format {content['format']}; this version reads formats 1 and {FORMAT}")
             content |= {"folder": folder, "shards": {split: content["splits"][split]["shards"] for split in SPLITS}}
             manifest = TypeAdapter(Manifest).validate_python(content)
+            # in format 1 from the first start on (`pin`)
+            if content.get("content_sha256", manifest.content_sha256) != manifest.content_sha256:
+                raise ValueError("its shards are others than when it was written")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             reason = " ".join(str(error).split())[:200]
             raise UserError(f"{path} is damaged ({reason}); repeat the tokenising command to rewrite it") from error
@@ -141,6 +165,14 @@ def require_same_tokenizer(one: Manifest, other: Manifest) -> None:
             f"{one.folder} was tokenised with {one.tokenizer.name!r} and {other.folder} with "
             f"{other.tokenizer.name!r}; one run needs one tokenizer"
         )
+
+
+def require_different(manifests: Sequence[Manifest]) -> None:
+    """Raise if two folders of a mixture have the same shards."""
+    known: dict[str, Manifest] = {}
+    for manifest in manifests:
+        if (other := known.setdefault(manifest.identity, manifest)) is not manifest:
+            raise UserError(f"data.path: {manifest.folder} and {other.folder} are the same data; name one, with both weights")
 
 
 def _why_no_manifest(folder: Path) -> str:

@@ -61,7 +61,11 @@ def find_files(sources: str | Sequence[str], subset: str | None = None, output: 
     output: files in it are left out, if it is in a folder of `sources`.
     """
     sources = [sources] if isinstance(sources, str) else sources
-    return list(dict.fromkeys(file for source in sources for file in _find_files(source, subset, output)))
+    found: dict[str, str] = {}
+    for source in sources:
+        for file in _find_files(source, subset, output):
+            found.setdefault(os.path.realpath(file), file)  # not twice under two names
+    return list(found.values())
 
 
 def _find_files(source: str, subset: str | None, output: Path | None) -> list[str]:

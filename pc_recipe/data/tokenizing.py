@@ -132,6 +132,7 @@ def tokenize_unit(job: TokenizingJob, unit: Unit, advance: Callable[[int], objec
                 tokens = np.concatenate(batches)
                 documents = int(np.count_nonzero(tokens == tokenizer.eos_id))
                 shards[split].append(write_shard(job.output, split, name, tokens, documents))
+    job.require_unmodified(unit.groups)
     record_unit(job, unit, shards, replaced)
 
 

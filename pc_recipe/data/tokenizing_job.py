@@ -8,8 +8,9 @@ say, writes the manifest.
 import hashlib
 import json
 import math
+import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -47,6 +48,16 @@ class TokenizingJob:
     """All that determines the result."""
     tokenizer: TokenizerRecord
     units: list[Unit]
+    modified: dict[str, int]
+    """{local file: time of its last change when the job began}, until all is tokenised; as `_last_change`."""
+
+    def require_unmodified(self, files: Iterable[str]) -> None:
+        """Raise a `UserError` for a local file that was changed since the job began; it may be gone."""
+        for file in files:
+            if (now := _last_change(file)) and now != self.modified.get(file, now):
+                raise UserError(
+                    f"{file} was changed after {self.output} was started, which would mix both; choose another --output"
+                )
 
     @property
     def sha256(self) -> str:
@@ -78,15 +89,25 @@ def open_job(output: Path, sources: list[str], tokenizer: Tokenizer, requested: 
                     f"{value!r}: choose another --output, or delete the folder"
                 )
         _require_same_files(sources, settings, output)
+        modified = {} if (output / "manifest.json").exists() else saved.get("modified", {})
     else:
         settings, units = _divide_source(sources, output, requested)
         for unit in units[:1]:
             texts = islice(read_texts(unit, requested["text_key"], Counter()), COMPARED)
             tokenizer.require_equal(text[:LONGEST] for text in texts)
         tokenizer.save(output / TOKENIZER_FOLDER)
-        write_atomically(path, json.dumps({"settings": settings, "units": [asdict(u) for u in units]}, indent=1))
+        modified = {file: now for unit in units for file in unit.groups if (now := _last_change(file))}
+        saved = {"settings": settings, "units": [asdict(unit) for unit in units], "modified": modified}
+        write_atomically(path, json.dumps(saved, indent=1))
     record = replace(TokenizerRecord.of(tokenizer), sha256=settings["tokenizer"])
-    return TokenizingJob(output, settings, record, units)
+    job = TokenizingJob(output, settings, record, units, modified)
+    job.require_unmodified(modified)
+    return job
+
+
+def _last_change(file: str) -> int:
+    """Of a local file, in nanoseconds; else 0."""
+    return os.stat(file).st_mtime_ns if os.path.exists(file) else 0
 
 
 def _divide_source(sources: list[str], output: Path, requested: dict) -> tuple[dict, list[Unit]]:
@@ -192,9 +213,9 @@ def write_manifest_if_finished(job: TokenizingJob) -> Manifest | None:
         | {key: settings[key] for key in ("subset", "text_key", "max_documents", "files")}
         | {"replaced": dict(sum((Counter(record.replaced) for record in records), Counter()))},
         split_rule=f"validation if blake2b-64(text) / 2^64 < {settings['validation_share']:.6g}, else train",
-        configuration_sha256=job.sha256,
         tokenizer=job.tokenizer,
         shards=shards,
+        configuration_sha256=job.sha256 if settings["format"] == 1 else "",
     )
     manifest.write()
     return manifest

@@ -13,7 +13,7 @@ from pc_recipe.config.pc_section import PC
 from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.data.demo import FOLDER as DEMO
 from pc_recipe.data.loader import GlobalOrderLoader
-from pc_recipe.data.manifest import Manifest, require_same_tokenizer
+from pc_recipe.data.manifest import Manifest, require_different, require_same_tokenizer
 from pc_recipe.data.tokenizers import smallest_dtype
 from pc_recipe.files.run_folder import find_newest_checkpoint
 from pc_recipe.runs import cost, memory, micro_batch, needs, torchrun
@@ -211,6 +211,7 @@ def _check_data(result: CheckResult, config: Config, needs_data: bool, tokens: i
     if section.validation_path:
         key = "data.validation_path"
         validation = {section.validation_path: _read_manifest(result, key, section.validation_path, needs_data)}
+    _try(result, require_different, [manifest for manifest in train.values() if manifest])
     manifests = [manifest for manifest in (train | validation).values() if manifest]
     for other in manifests[1:]:
         _try(result, require_same_tokenizer, manifests[0], other)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from pc.errors import UserError
 from pc_recipe.config import Config, load_config, write_config
+from pc_recipe.data.manifest import Manifest
 from pc_recipe.files.errors import ReadFailed, WriteFailed
 from pc_recipe.files.lock import join_lock
 from pc_recipe.files.run_folder import keep_earlier_config, write_failure
@@ -80,6 +81,8 @@ def main() -> None:
             keep_earlier_config(folder, config.model_dump(exclude_unset=True), step)
             write_config(config, folder / "config.toml")
             write_environment(folder, config, dist.get_world_size(), step)
+            for data in config.data.folders | config.data.validation_folders:
+                Manifest.read(data).pin()
             (folder / "pending.toml").unlink(missing_ok=True)
 
         trainer.train(record)

@@ -31,6 +31,6 @@ def make_sparse(folder: Path, *, train: int, validation: int, tokens: int) -> Ma
                 file.truncate(size)
     tokenizer.save(folder / TOKENIZER_FOLDER)
     source = {"input": "sparse", "subset": None, "files": []}
-    manifest = Manifest(folder, FORMAT, "uint16", source, "none", "sparse", TokenizerRecord.of(tokenizer), shards)
+    manifest = Manifest(folder, FORMAT, "uint16", source, "none", TokenizerRecord.of(tokenizer), shards)
     manifest.write()
     return manifest

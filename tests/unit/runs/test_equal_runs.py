@@ -120,7 +120,7 @@ def test_other_content_of_the_data_is_another_run(folder):
     assert not differing_keys(before, result_key(config))
     Path("shards").mkdir()
     for content, expected in (("a", []), ("b", ["content of data.path", "content of data.validation_path"])):
-        Path("shards/manifest.json").write_text(json.dumps({"configuration_sha256": content}))
+        Path("shards/manifest.json").write_text(json.dumps({"content_sha256": content}))
         if content == "a":
             environment.write_environment("outputs/by-hand", config, 1, step=0)
         assert differing_keys(equal_runs.read_result_key(Path("outputs/by-hand")), result_key(config)) == expected

@@ -1,0 +1,139 @@
+"""Data are what they contain: other text, a replaced shard, a source that changes meanwhile are seen; a path is not part."""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from helpers.format_1 import make_format_1
+from pc.errors import UserError
+from pc_recipe.data import tokenizing
+from pc_recipe.data.loader import GlobalOrderLoader
+from pc_recipe.data.manifest import Manifest
+from pc_recipe.data.tokenizing import tokenize
+
+SETTINGS = dict(seq_len=8, local_batch_size=1, dp_rank=0, dp_world_size=1, vocab_size=300)
+TEXTS = [f"document {i} of some words" for i in range(40)]
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory) -> Path:
+    """A tokenizer of single bytes."""
+    folder = tmp_path_factory.mktemp("bytes")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    model = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.add_special_tokens(["</s>"])
+    model.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    return folder
+
+
+@pytest.fixture
+def make(letters, tmp_path):
+    """make(texts, output, source="in"): a data folder of them, one file each."""
+
+    def make(texts, output, source="in", **settings):
+        source = tmp_path / source
+        source.mkdir(exist_ok=True)
+        for number, text in enumerate(texts):
+            (source / f"{number:02}.txt").write_text(text)
+        settings = {"validation_fraction": 0, "tokenizer": str(letters)} | settings
+        return tokenize(str(source), tmp_path / output, **settings).folder
+
+    return make
+
+
+def resume(before, now) -> None:
+    """Continue on folder `now` a run on folder `before`."""
+    loader = GlobalOrderLoader(before, **SETTINGS)
+    next(iter(loader))
+    state = loader.state_dict()
+    GlobalOrderLoader(now, **SETTINGS).load_state_dict(state)
+
+
+def test_the_same_text_under_another_path_is_the_same(make):
+    resume(make(TEXTS, "a"), make(TEXTS, "b", source="elsewhere"))
+
+
+def test_other_text_of_the_same_names_and_sizes_is_refused(make):
+    other = [text.replace("some", "SOME") for text in TEXTS]
+    with pytest.raises(UserError, match=r"made with data.path \(its content\) = .*, this run has [^\n]*$"):
+        resume(make(TEXTS, "a"), make(other, "b", source="elsewhere"))
+
+
+def replace_shard(folder: Path, entry: str = "") -> None:
+    """Another shard of the same size, with its checksum in the manifest; entry: also that of the whole."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    shard = manifest["splits"]["train"]["shards"][0]
+    path = folder / shard["tokens_file"]
+    path.write_bytes(path.read_bytes()[:-20] + bytes(20))
+    shard["tokens_sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    manifest.pop(entry, None)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_a_replaced_shard_with_its_checksum_is_refused(make, tmp_path):
+    folder, before = make(TEXTS, "a"), make(TEXTS, "b")
+    replace_shard(folder)
+    with pytest.raises(UserError, match=r"manifest.json is damaged \(its shards are others than when it was written\)"):
+        Manifest.read(folder)
+    shutil.copytree(before, tmp_path / "c")
+    replace_shard(tmp_path / "c", "content_sha256")
+    with pytest.raises(UserError, match="data.path"):
+        resume(before, tmp_path / "c")
+
+
+def test_a_folder_of_format_1_is_known_as_before_and_gets_its_checksum_at_the_first_start(make, letters):
+    files = {file.name: file.read_bytes() for file in letters.iterdir()}
+    folder = make_format_1(make(TEXTS, "a"), files, "huggingface")
+    before = json.loads((folder / "manifest.json").read_text())
+    manifest = Manifest.read(folder)
+    # what a run of before has in its checkpoints
+    state = {"data.path (its content)": before["configuration_sha256"], "split": "train", "training.seq_len": 8}
+    loader = GlobalOrderLoader(folder, **SETTINGS)
+    loader.load_state_dict({"position": 3, "identity": json.dumps(state | {"data.seed": 0})})
+    assert loader.position == 3
+    manifest.pin()
+    assert Manifest.read(folder) == manifest
+    assert json.loads((folder / "manifest.json").read_text()) == before | {"content_sha256": manifest.content_sha256}
+    replace_shard(folder)
+    with pytest.raises(UserError, match="its shards are others"):
+        Manifest.read(folder)
+
+
+@pytest.mark.parametrize("moment", ["_encode", "record_unit"], ids=["while it is read", "between two commands"])
+def test_a_source_that_changes_before_all_is_tokenised_is_refused(moment, make, letters, tmp_path, monkeypatch):
+    file, real = tmp_path / "in" / "07.txt", getattr(tokenizing, moment)
+
+    def change(*arguments):
+        file.write_text(file.read_text().upper())  # of the same size
+        os.utime(file, ns=(1, 1))
+        if moment == "record_unit":
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    again = dict(sources=str(tmp_path / "in"), output=tmp_path / "a", validation_fraction=0, tokenizer=str(letters))
+    with monkeypatch.context() as meanwhile, pytest.raises((UserError, KeyboardInterrupt)):
+        meanwhile.setattr(tokenizing, moment, change)
+        make(TEXTS, "a")
+    with pytest.raises(UserError, match="in/07.txt was changed after .*a was started, which would mix both"):
+        tokenize(**again)
+    shutil.rmtree(tmp_path / "a")
+    manifest = tokenize(**again)
+    os.utime(file, ns=(2, 2))
+    assert tokenize(**again) == manifest  # what is finished no longer needs its input
+
+
+def test_a_file_or_a_folder_is_not_taken_twice_under_two_names(make, tmp_path, letters):
+    folder = make(TEXTS, "a")
+    (tmp_path / "link").symlink_to(tmp_path / "in")
+    twice = [f"{tmp_path}/in", f"{tmp_path}/in/../in", f"{tmp_path}/link/07.txt"]
+    manifest = tokenize(twice, tmp_path / "twice", validation_fraction=0, tokenizer=str(letters))
+    assert manifest.content_sha256 == Manifest.read(folder).content_sha256
+    with pytest.raises(UserError, match="data.path: .*twice and .*a are the same data; name one, with both weights"):
+        GlobalOrderLoader({str(folder): 1, str(manifest.folder): 1}, **SETTINGS)
