@@ -140,6 +140,9 @@ class Checkpoint(Section):
     initial_load_path: Text | None = key(None, "Checkpoint or Hugging Face folder that a new run starts from.", RESULT)
     initial_load_model_only: bool = key(True, "Load only its weights.", RESULT)
     initial_load_in_hf: bool = key(False, "It is a Hugging Face folder.", RESULT)
+    initial_load_tokenizer_is_the_same: bool = key(
+        False, "Its tokenizer is that of the data, which is not compared: of a folder without one."
+    )
     last_save_model_only: bool = key(True, "The last checkpoint holds only weights; it cannot be resumed.")
     export_dtype: Literal["float16", "bfloat16", "float32"] = key("float32", "Precision of weights saved alone.")
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = key("disabled", "Save while training goes on.")

@@ -172,7 +172,9 @@ def require_different(manifests: Sequence[Manifest]) -> None:
     known: dict[str, Manifest] = {}
     for manifest in manifests:
         if (other := known.setdefault(manifest.identity, manifest)) is not manifest:
-            raise UserError(f"data.path: {manifest.folder} and {other.folder} are the same data; name one, with both weights")
+            raise UserError(
+                f"data.path: {manifest.folder} and {other.folder} are the same data; name one, with both weights"
+            )
 
 
 def _why_no_manifest(folder: Path) -> str:

@@ -7,9 +7,9 @@ the library that the file is made for: over every entry of the vocabulary, alone
 import json
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -50,8 +50,9 @@ class Converted:
                     raise UserError(f"as {FILE} it would encode {text!r:.60} differently")
 
 
+@lru_cache(maxsize=2)
 def build(content: bytes) -> Tokenizer:
-    """The tokenizer of a tokenizer.json, to which text that spells a special entry is text."""
+    """The tokenizer of a tokenizer.json, to which text that spells a special entry is text; not to be changed."""
     model = Tokenizer.from_str(content.decode())
     model.encode_special_tokens = True
     return model
@@ -118,9 +119,12 @@ def _require_bpe_of_the_text_itself(model: Any) -> None:
     others = [piece.piece for piece in model.pieces if piece.type not in (NORMAL, UNKNOWN, CONTROL, BYTE)]
     reasons = {
         "is not of type BPE": trainer.model_type != BPE,
-        f"normalises text ({rules.name})": bool(rules.precompiled_charsmap + model.denormalizer_spec.precompiled_charsmap),
+        f"normalises text ({rules.name})": bool(
+            rules.precompiled_charsmap + model.denormalizer_spec.precompiled_charsmap
+        ),
         "removes spaces": rules.remove_extra_whitespaces,
-        "marks no spaces, or marks them behind words": not rules.escape_whitespaces or trainer.treat_whitespace_as_suffix,
+        "marks no spaces, or marks them behind words": not rules.escape_whitespaces
+        or trainer.treat_whitespace_as_suffix,
         "has no byte fallback, so that characters are lost": not trainer.byte_fallback,
         f"has symbols of a user, or unused ones: {', '.join(others[:3])}": bool(others),
     }
@@ -197,11 +201,11 @@ def _compared(kind, model, vocabulary, special, names, original, texts) -> Conve
     converted = Converted(kind, content, bos, eos, original)
     if build(content).get_vocab(with_added_tokens=True) != vocabulary:
         raise UserError(f"as {FILE} its entries would have other ids")
-    converted.require_equal(_combine(texts))
+    converted.require_equal(combine(texts))
     return converted
 
 
-def _combine(entries: list[str]) -> Iterator[str]:
+def combine(entries: list[str]) -> Iterator[str]:
     """Texts of a vocabulary: each entry, all of them one after another in two orders, runs of what is often repeated."""
     yield from entries
     for order in (entries, random.Random(0).sample(entries, len(entries))):

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -48,6 +49,19 @@ class Tokenizer:
         self.vocab_size = 1 + max(self._model.get_vocab(with_added_tokens=True).values())
         ends = f"bos={self.bos_id} eos={self.eos_id}\n".encode()
         self.sha256 = hashlib.sha256(ends + converted.content).hexdigest()
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Its name and checksum, as runs and exports have them."""
+        return {"name": self.name, "sha256": self.sha256}
+
+    def gives_the_ids_of(self, other: "Tokenizer") -> bool:
+        """Whether two tokenizers of different checksums have the same entries and give the same ids."""
+        vocabulary, theirs = (which._model.get_vocab(with_added_tokens=True) for which in (self, other))
+        if vocabulary != theirs or (self.bos_id, self.eos_id) != (other.bos_id, other.eos_id):
+            return False
+        texts = list(tokenizer_formats.combine([name.replace("▁", " ") for name in vocabulary]))
+        return self.encode_batch(texts) == other.encode_batch(texts)
 
     def require_equal(self, texts: Iterable[str]) -> None:
         """Raise a `UserError` for a text of which what it was converted from makes other ids."""
@@ -100,7 +114,7 @@ class Tokenizer:
         """The same for tools of Hugging Face, with BOS in front of each text."""
         from transformers import PreTrainedTokenizerFast
 
-        model = tokenizer_formats.build(self._converted.content)
+        model = deepcopy(self._model)  # which it changes
         return PreTrainedTokenizerFast(tokenizer_object=model, **self._settings(max_length))
 
     def _settings(self, max_length: int | None) -> dict[str, Any]:

@@ -24,13 +24,13 @@ from transformers import (
 )
 
 from pc.errors import UserError
-from pc_recipe.data.manifest import Manifest
 from pc_recipe.data.tokenizers import Tokenizer, load_tokenizer
 from pc_recipe.evaluate import plain_weights
 from pc_recipe.evaluate.model_card import model_card
 from pc_recipe.evaluate.plain_weights import RunCheckpoint
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.errors import WriteFailed
+from pc_recipe.train import run_tokenizer
 
 # Settings that determine a Llama's function of its weights.
 _ARCHITECTURE = (
@@ -70,20 +70,12 @@ def to_llama(weights: dict[str, Tensor], model_args: TransformerModelArgs) -> Ll
 
 
 def load_checkpoint(run: RunCheckpoint, tokenizer: str | None = None) -> tuple[LlamaForCausalLM, Tokenizer]:
-    """Model and tokenizer of a run's checkpoint, in memory. The default tokenizer is that of the run's data."""
-    if tokenizer is not None:
-        loaded = load_tokenizer(tokenizer)
-    elif run.data.exists():
-        loaded = Manifest.read(run.data).load_tokenizer()
-    else:
-        raise UserError(
-            f"{run.data}: the run's data folder, which has its tokenizer, is missing; restore it, or export the "
-            "checkpoint with scripts/export_hf.py --tokenizer TOKENIZER and use the export"
-        )
+    """Model and tokenizer of a run's checkpoint, in memory; tokenizer: as in `run_tokenizer.of_run`."""
+    loaded = run_tokenizer.of_run(run.folder, tokenizer)
     _require_vocabulary(loaded.vocab_size, run.model_args.vocab_size, run.path)
     model = to_llama(run.weights, run.model_args)
     ids = {"bos_token_id": loaded.bos_id, "eos_token_id": loaded.eos_id, "pad_token_id": loaded.eos_id}
-    model.config.update(ids)
+    model.config.update(ids | {"tokenizer": loaded.names})
     model.generation_config = GenerationConfig(**ids, do_sample=True)
     return model, loaded
 
@@ -123,7 +115,7 @@ def export(
     run = plain_weights.load(source)
     model, loaded = load_checkpoint(run, tokenizer)
     model = model.to(getattr(torch, dtype))
-    card = model_card(run, model, dtype, scores)
+    card = model_card(run, model, loaded, dtype, scores)
     try:
         _write(model, loaded, run.model_args.max_seq_len, card, out)
     except Exception as error:  # of the system, which safetensors raises as an exception of its own
@@ -199,4 +191,6 @@ def _load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         for tensor in sorted(report[f"{kind}_keys"]):
             raise UserError(f"{path}: tensor {tensor} is {kind}")
     _require_vocabulary(len(tokenizer), model.config.vocab_size, path)
+    if names := run_tokenizer.exported_names(path):
+        run_tokenizer.require_equal(names, load_tokenizer(path).names, f"{path} belongs to", "its folder now has")
     return model.eval(), tokenizer

@@ -1,6 +1,7 @@
 """The README.md of an export: what the model is, how it was trained, what came out, and the commands."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,15 @@ import tomli_w
 import yaml
 from transformers import LlamaForCausalLM
 
-from pc_recipe.data.manifest import Manifest
+from pc.errors import UserError
 from pc_recipe.data.sources import HUB_DATASET
+from pc_recipe.data.tokenizers import Tokenizer
 from pc_recipe.evaluate.plain_weights import RunCheckpoint
 from pc_recipe.files import markdown
 from pc_recipe.files.plots import short_tokens
 from pc_recipe.files.run_folder import read_environment
 from pc_recipe.files.run_log import METRICS_FILE, read_log
+from pc_recipe.train.run_tokenizer import data_of
 
 _USE = """
 ```python
@@ -32,15 +35,18 @@ It is a base model for research: neither tuned to follow instructions nor filter
 """
 
 
-def model_card(run: RunCheckpoint, model: LlamaForCausalLM, dtype: str, scores: str | Path | None = None) -> str:
+def model_card(
+    run: RunCheckpoint, model: LlamaForCausalLM, tokenizer: Tokenizer, dtype: str, scores: str | Path | None = None
+) -> str:
     """The card of `model`, made from `run`; scores: the table.md that scripts/score.py wrote, if there is one."""
-    data = Manifest.read(run.data) if run.data.exists() else None
+    source = "unknown, since the run's data are gone"
+    with suppress(UserError):
+        source = data_of(run.path.parent.parent).source.get("input", "")
     header: dict[str, Any] = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["llama", "pc-layer"],
     }
-    source = data.source.get("input", "") if data else ""
     if HUB_DATASET.fullmatch(source) and not Path(source).exists():
         header["datasets"] = [source]
     initial_path = run.config.get("checkpoint", {}).get("initial_load_path")
@@ -50,7 +56,8 @@ def model_card(run: RunCheckpoint, model: LlamaForCausalLM, dtype: str, scores: 
         ("base", f"trained on from `{initial_path}`" if initial_path else "none: pre-trained from scratch"),
         ("size", f"{parameters}, {shape.num_hidden_layers} layers, width {shape.hidden_size}"),
         ("method", _describe_method(run)),
-        ("data", f"{source}, tokenizer {data.tokenizer.name}" if data else f"`{run.data}`"),
+        ("data", source),
+        ("tokenizer", f"{tokenizer.name}, sha256 {tokenizer.sha256}"),
         *_read_logged(run),
         ("trained with", f"`./run_llama_train.sh config.toml` with the configuration below{environment}"),
         ("exported with", f"`python scripts/export_hf.py {run.path} FOLDER`"),

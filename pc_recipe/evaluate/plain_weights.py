@@ -34,7 +34,7 @@ class RunCheckpoint:
     config: dict[str, Any]
     """The run's resolved config.toml."""
     settings: Config
-    """What it says of model and method, the sequence length and the folder of data."""
+    """What it says of model and method, and the sequence length."""
     method: PC
     """The checkpoint's fingerprint: enable, level, blocks, mode, ..."""
     model_args: Llama2Args
@@ -48,11 +48,6 @@ class RunCheckpoint:
     @property
     def step(self) -> int:
         return step_of(self.path)
-
-    @property
-    def data(self) -> Path:
-        """The run's folder of token shards, or the first of several, which have one tokenizer."""
-        return Path(next(iter(self.settings.data.folders)))
 
 
 def load(path: str | Path) -> RunCheckpoint:
@@ -95,10 +90,9 @@ def _read_run_config(checkpoint: Path) -> tuple[dict[str, Any], Config]:
         config = tomllib.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: not the configuration of a run ({str(error).splitlines()[0]})") from None
-    read: dict[str, Any] = {name: config[name] for name in ("model", "training", "data", "pc") if name in config}
-    for section, needed in (("training", "seq_len"), ("data", "path")):
-        if isinstance(read.get(section), dict):  # other keys, possibly of an older version, are not checked
-            read[section] = {key: value for key, value in read[section].items() if key == needed}
+    read: dict[str, Any] = {name: config[name] for name in ("model", "training", "pc") if name in config}
+    if isinstance(training := read.get("training"), dict):  # other keys, perhaps of an older version, are not checked
+        read["training"] = {key: value for key, value in training.items() if key == "seq_len"}
     return config, validated(read, Config, str(path), extra="ignore")
 
 

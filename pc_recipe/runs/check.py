@@ -1,5 +1,6 @@
 """Finds errors in a config in seconds, without a GPU."""
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from pc_recipe.data.tokenizers import smallest_dtype
 from pc_recipe.files.run_folder import find_newest_checkpoint
 from pc_recipe.runs import cost, memory, micro_batch, needs, torchrun
 from pc_recipe.runs.cost import describe_pc
+from pc_recipe.train import run_tokenizer
 from pc_recipe.train.checkpoint_folder import CheckpointFolder
 
 LINES = (
@@ -154,12 +156,16 @@ def _check_initial_load(result: CheckResult, config: Config) -> None:
     if not start or find_newest_checkpoint(Path(config.job.dump_folder)):
         return
     try:
-        if not section.initial_load_in_hf:
-            CheckpointFolder(start)
-        elif not Path(start, "config.json").is_file():
+        weights: Path | CheckpointFolder = Path(start) if section.initial_load_in_hf else CheckpointFolder(start)
+        if section.initial_load_in_hf and not Path(start, "config.json").is_file():
             raise UserError(f"{start}: no config.json in it, which a Hugging Face folder has")
     except UserError as error:
         result.add_error(f"checkpoint.initial_load_path: {error}")
+        return
+    if not section.initial_load_tokenizer_is_the_same:
+        with suppress(UserError):  # `_check_data` reports it
+            data = Manifest.read(next(iter(config.data.folders)))
+            _try(result, run_tokenizer.require_for_start, weights, data)
 
 
 def _check_model(result: CheckResult, config: Config) -> memory.Sizes:

@@ -19,6 +19,7 @@ from pc_recipe.files.errors import ReadFailed, WriteFailed
 from pc_recipe.files.lock import join_lock
 from pc_recipe.files.run_folder import keep_earlier_config, write_failure
 from pc_recipe.runs.nodes import meet_privately
+from pc_recipe.train import run_tokenizer
 from pc_recipe.train.console import start_logging
 from pc_recipe.train.environment import write_environment
 from pc_recipe.train.nonfinite import Diverged
@@ -80,9 +81,10 @@ def main() -> None:
         def record(step: int) -> None:
             keep_earlier_config(folder, config.model_dump(exclude_unset=True), step)
             write_config(config, folder / "config.toml")
-            write_environment(folder, config, dist.get_world_size(), step)
+            write_environment(folder, config, dist.get_world_size(), step, trainer.tokenizer_names)
             for data in config.data.folders | config.data.validation_folders:
                 Manifest.read(data).pin()
+            run_tokenizer.keep(folder, trainer.data)
             (folder / "pending.toml").unlink(missing_ok=True)
 
         trainer.train(record)

@@ -42,7 +42,7 @@ class Damaged(UserError):
 
 
 class CheckpointFolder:
-    """One complete checkpoint, open for reading. The first read verifies its checksums.
+    """One complete checkpoint, open for reading. Its checksums are verified before tensors are read.
 
     Raises:
         UserError: there is no checkpoint at `path`.
@@ -98,10 +98,10 @@ class CheckpointFolder:
         return tensors
 
     def read_value(self, key: str) -> Any:
-        """An entry that is not a tensor, such as a string."""
-        if not self._verified:
-            self.verify()
+        """An entry that is not a tensor, such as a string; only its own file is verified."""
         info = self._index.storage_data[MetadataIndex(key)]
+        if not self._verified:
+            self._compare_checksums([info.relative_path])
         with open(self.path / info.relative_path, "rb") as file:
             file.seek(info.offset)
             return _load_value(io.BytesIO(file.read(info.length)), f"{file.name}: {key}")

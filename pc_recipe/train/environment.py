@@ -23,8 +23,10 @@ PACKAGES = ("torch", "torchtitan", "datasets", "lm-eval", "transformers", "numpy
 DIFFERENCES_SHOWN = 4
 
 
-def write_environment(folder: str | Path, config: Config, world_size: int, step: int) -> None:
-    """Write hardware, versions, commit and what the data contain to `environment.json`.
+def write_environment(
+    folder: str | Path, config: Config, world_size: int, step: int, tokenizer: dict[str, str] | None = None
+) -> None:
+    """Write hardware, versions, commit, what the data contain and their tokenizer's names to `environment.json`.
 
     Args:
         step: that the run continues from. After 0 it keeps, under "earlier", what was there before of other code, data,
@@ -36,6 +38,7 @@ def write_environment(folder: str | Path, config: Config, world_size: int, step:
         "commit": read_commit(),
         "code": code_version(),
         "data": data_checksums(config),
+        "tokenizer": tokenizer,
         "gpus": gpus,
         "cpu": torch.backends.cpu.get_cpu_capability(),  # another instruction set rounds otherwise
         "processor": read_processor(),

@@ -12,13 +12,13 @@ from pc_recipe.config.schema import Model
 from pc_recipe.train.checkpoint_folder import CheckpointFolder
 
 
-def fingerprint(pc: PC, model: Model) -> dict[str, str]:
-    """PC's settings, and those of the model that no tensor's shape shows, as the state "method" of every checkpoint, also
-    a baseline's.
+def fingerprint(pc: PC, model: Model, tokenizer: dict[str, str]) -> dict[str, str]:
+    """PC's settings, those of the model that no tensor's shape shows, and the tokenizer's name and checksum, as the state
+    "method" of every checkpoint, also a baseline's.
 
     Without it, a baseline config could resume a PC checkpoint, and silently train PC(W) with the optimizer state of W.
     """
-    return {"fingerprint": json.dumps(pc.model_dump(mode="json") | {"model": _sizes(model)})}
+    return {"fingerprint": json.dumps(pc.model_dump(mode="json") | {"model": _sizes(model), "tokenizer": tokenizer})}
 
 
 def _sizes(model: Model) -> dict[str, float]:
@@ -31,6 +31,11 @@ def read_pc_settings(folder: CheckpointFolder) -> PC | None:
     """The settings in a checkpoint's fingerprint; those that it leaves out are the defaults. None if it has none."""
     values = _read(folder)
     return PC.model_validate_json(values, extra="ignore") if values else None
+
+
+def read_tokenizer(folder: CheckpointFolder) -> dict[str, str] | None:
+    """Name and checksum of the tokenizer in a checkpoint's fingerprint; None in those of older versions."""
+    return json.loads(_read(folder) or "{}").get("tokenizer")
 
 
 def _read(folder: CheckpointFolder) -> str | None:

@@ -22,9 +22,10 @@ from pc.marking import preserve
 from pc.preconditioner import Preconditioner
 from pc_recipe.config import Config, rules
 from pc_recipe.config.rank_batches import RankBatches
+from pc_recipe.data.manifest import Manifest
 from pc_recipe.files.run_folder import write_state
 from pc_recipe.files.run_log import set_aside_metrics
-from pc_recipe.train import cpu, fingerprint, fsdp_sync, train_spec  # noqa: F401 (it registers itself)
+from pc_recipe.train import cpu, fingerprint, fsdp_sync, run_tokenizer, train_spec  # noqa: F401 (it registers itself)
 from pc_recipe.train.checkpoint import Checkpoints
 from pc_recipe.train.checkpoint_folder import CheckpointFolder
 from pc_recipe.train.environment import require_agreement
@@ -52,7 +53,9 @@ class PCTrainer(StepTrainer):
             super().__init__(config)
         self.scorer = self.build_scorer()
         self.checkpointer.may_save = lambda: not self.optimizers.skips_step
-        self.checkpointer.states["method"] = fingerprint.fingerprint(config.pc, config.model)
+        self.data = Manifest.read(next(iter(config.data.folders)))
+        self.tokenizer_names = run_tokenizer.describe(self.data)
+        self.checkpointer.states["method"] = fingerprint.fingerprint(config.pc, config.model, self.tokenizer_names)
 
     def make_preconditioner(self) -> Preconditioner | None:
         return self.optimizers.preconditioner
@@ -78,18 +81,25 @@ class PCTrainer(StepTrainer):
         newest, initial_path = checkpointer.newest_valid(), settings.initial_load_path
         if newest is not None:
             self._require_same_run(newest)
+            if saved := fingerprint.read_tokenizer(newest):
+                words = f"{newest.path} belongs to", f"{self.data.folder} was made with"
+                run_tokenizer.require_equal(saved, self.tokenizer_names, *words)
             checkpointer.exclude_from_loading = []  # it is for what a new run starts from
             checkpointer.read(newest.path)
         elif initial_path and settings.initial_load_in_hf:
             self.require_initial_load(initial_path)
+            self._require_same_tokenizer(Path(initial_path))
             checkpointer.read(initial_path, model_only=True, from_hf=True)
         elif initial_path and settings.initial_load_model_only:
             checkpoint = checkpointer.verified(initial_path)
             fingerprint.require_plain_weights(checkpoint)
             fingerprint.require_same_model(checkpoint, self.config.model, self._model_shapes())
+            self._require_same_tokenizer(checkpoint)
             checkpointer.read(initial_path, model_only=True)
         elif initial_path:
-            self._require_same_run(checkpointer.verified(initial_path))
+            checkpoint = checkpointer.verified(initial_path)
+            self._require_same_run(checkpoint)
+            self._require_same_tokenizer(checkpoint)
             checkpointer.read(initial_path)
         if self.step > (last := self.config.training.steps):
             path = newest.path if newest else initial_path
@@ -102,6 +112,10 @@ class PCTrainer(StepTrainer):
         kinds = {"adamw", self.config.optimizer.name.lower()}
         fingerprint.require_same_run(checkpoint, self.config.pc, kinds)
         fingerprint.require_same_model(checkpoint, self.config.model, self._model_shapes())
+
+    def _require_same_tokenizer(self, start: CheckpointFolder | Path) -> None:
+        if not self.config.checkpoint.initial_load_tokenizer_is_the_same:
+            run_tokenizer.require_for_start(start, self.data)
 
     def _model_shapes(self) -> dict[str, torch.Size]:
         return {name: tensor.shape for name, tensor in self.checkpointer.states["model"].state_dict().items()}

@@ -149,7 +149,9 @@ def byte_level(size: int, special=()) -> Tokenizer:
 def ranks() -> dict[bytes, int]:
     """Of 700 entries, bytes first; their own vocabularies need the network."""
     kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    byte_of = {chr(b): b for b in kept} | {chr(256 + n): b for n, b in enumerate(b for b in range(256) if b not in kept)}
+    byte_of = {chr(b): b for b in kept} | {
+        chr(256 + n): b for n, b in enumerate(b for b in range(256) if b not in kept)
+    }
     ids = byte_level(700).get_vocab()
     return {bytes(byte_of[letter] for letter in name): ids[name] for name in sorted(ids, key=ids.get)}
 
@@ -201,7 +203,7 @@ def test_a_conversion_that_gives_other_ids_is_refused(tmp_path, monkeypatch, ran
         load(r"[a-z]+|\s")  # leaves out all else
     with pytest.raises(UserError, match="^tokenizer 'gpt2': "):
         load(r"\S+|\s", th=ranks[b"th"] - 1)  # two entries of one id
-    monkeypatch.setattr("pc_recipe.data.tokenizer_formats._combine", lambda entries: iter(()))
+    monkeypatch.setattr("pc_recipe.data.tokenizer_formats.combine", lambda entries: iter(()))
     with pytest.raises(UserError, match="would encode 'Größe' differently"):  # in the user's own first texts
         load(r"[a-z]+|\s")
     assert not (tmp_path / "out").exists()
@@ -209,9 +211,7 @@ def test_a_conversion_that_gives_other_ids_is_refused(tmp_path, monkeypatch, ran
 
 # --- tokenizer.json ---------------------------------------------------------------------------------
 
-LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 CHINESE = "[一-龥\u3040-ゟ゠-ヿ]+"
 
 
@@ -363,7 +363,9 @@ def test_an_end_of_text_that_is_not_special_is_text_where_a_text_spells_it(tmp_p
 def test_an_end_of_text_that_text_becomes_is_refused(tmp_path):
     state = json.loads(byte_level(300).to_str())
     folder = changed(tmp_path / "t", state, {"eos_token": "e"})
-    with pytest.raises(UserError, match="^tokenizer '.*': it makes 'e' or None, which separate documents, of the text 'e'"):
+    with pytest.raises(
+        UserError, match="^tokenizer '.*': it makes 'e' or None, which separate documents, of the text 'e'"
+    ):
         load_tokenizer(folder)
 
 

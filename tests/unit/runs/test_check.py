@@ -110,7 +110,8 @@ def test_data_that_are_there_need_no_disk(tiny_shards):
     "words, complaint",
     [
         ([], "checkpoint.initial_load_path: .*start: a Hugging Face folder, .* checkpoint.initial_load_in_hf = true"),
-        (["--checkpoint.initial_load_in_hf"], None),
+        (["--checkpoint.initial_load_in_hf"], "initial_load_path = .*start: its tokenizer is not known"),
+        (["--checkpoint.initial_load_in_hf", "--checkpoint.initial_load_tokenizer_is_the_same"], None),
         (["--checkpoint.initial_load_path=nowhere"], "checkpoint.initial_load_path: nowhere: no such checkpoint"),
         (
             ["--checkpoint.initial_load_path=nowhere", "--checkpoint.initial_load_in_hf"],

@@ -1,0 +1,122 @@
+"""The tokenizer that weights belong to: a run keeps it in its folder and names it in its checkpoints.
+
+Weights under another tokenizer of as many entries load without a word, and are worthless. So checksums are compared
+wherever weights and a tokenizer meet: at a start, a resume, an export, when text is scored or generated.
+"""
+
+import json
+import tomllib
+from pathlib import Path
+
+from pc.errors import UserError
+from pc_recipe.config.schema import Data
+from pc_recipe.data.manifest import Manifest
+from pc_recipe.data.tokenizer_formats import FILE
+from pc_recipe.data.tokenizers import SENTENCEPIECE, Tokenizer, load_tokenizer
+from pc_recipe.files.run_folder import read_environment
+from pc_recipe.train.checkpoint_folder import CheckpointFolder
+from pc_recipe.train.fingerprint import read_tokenizer
+
+FOLDER = "tokenizer"
+THE_SAME = "checkpoint.initial_load_tokenizer_is_the_same = true"
+Names = dict[str, str]
+"""A tokenizer's "name" and "sha256"."""
+
+
+def describe(manifest: Manifest) -> Names:
+    """Of a data folder's tokenizer, as it is written to checkpoints."""
+    return {"name": manifest.tokenizer.name, "sha256": manifest.tokenizer_sha256()}
+
+
+def keep(run: Path, manifest: Manifest) -> None:
+    """Write the tokenizer of a run's data to its folder; nothing if it is of format 1 and cannot be converted."""
+    try:
+        tokenizer = manifest.load_tokenizer()
+    except UserError:
+        return
+    tokenizer.save(run / FOLDER)
+
+
+def of_run(checkpoint: CheckpointFolder, given: str | None = None) -> Tokenizer:
+    """The tokenizer of a run's checkpoint.
+
+    Args:
+        given: what the user takes for it, as in `load_tokenizer`.
+
+    Raises:
+        UserError: it is gone, or is not the one that the checkpoint names.
+    """
+    run, own = checkpoint.path.parent.parent, None
+    try:
+        own = load_tokenizer(run / FOLDER) if (run / FOLDER).exists() else data_of(run).load_tokenizer()
+    except UserError:
+        if given is None:
+            raise
+    used, words = own, f"{run / FOLDER} is"
+    if given is not None:
+        used, words = load_tokenizer(given), "--tokenizer is"
+    saved = read_tokenizer(checkpoint) or (own.names if own else used.names)
+    require_equal(saved, used.names, f"{checkpoint.path} belongs to", words)
+    used.name = saved["name"]
+    return used
+
+
+def data_of(run: Path) -> Manifest:
+    """The data of a run, of several folders the first.
+
+    Raises:
+        UserError: they are gone, or there are others in their place.
+    """
+    restore = "restore it, or export the checkpoint with scripts/export_hf.py --tokenizer TOKENIZER and use the export"
+    try:
+        section = tomllib.loads((run / "config.toml").read_text()).get("data", {})
+        folder = Path(next(iter(Data(path=section.get("path", Data().path)).folders)))
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise UserError(f"{run}/config.toml: does not say which data it trained on ({error})".splitlines()[0]) from None
+    if not folder.exists():
+        raise UserError(f"{folder}: the run's data folder, which has its tokenizer, is missing; {restore}")
+    manifest, known = Manifest.read(folder), (read_environment(run).get("data") or {}).get("content of data.path")
+    if known and known.split(", ")[0] != manifest.identity:
+        raise UserError(f"{folder}: has other data than those that {run} was trained on; {restore}")
+    return manifest
+
+
+def require_equal(one: Names, other: Names, has: str, other_has: str) -> None:
+    """Raise a `UserError` that names two tokenizers which differ; has, other_has: words in front of their names."""
+    if one["sha256"] != other["sha256"]:
+        names = [f"tokenizer {names['name']!r} ({names['sha256'][:12]})" for names in (one, other)]
+        raise UserError(f"{has} {names[0]}, {other_has} {names[1]}")
+
+
+def require_for_start(start: CheckpointFolder | Path, manifest: Manifest) -> None:
+    """Raise a `UserError` unless the weights that a new run starts from belong to the tokenizer of its data.
+
+    Args:
+        start: what `checkpoint.initial_load_path` names, a checkpoint or a Hugging Face folder.
+    """
+    where, theirs = f"checkpoint.initial_load_path = {start if isinstance(start, Path) else start.path}", None
+    try:
+        if isinstance(start, CheckpointFolder):
+            names = read_tokenizer(start) or of_run(start).names
+        elif (names := exported_names(start)) is None:
+            theirs = _of_hugging_face(start)
+            names = theirs.names
+    except UserError as error:
+        raise UserError(
+            f"{where}: its tokenizer is not known ({error}); if it is that of the data, set {THE_SAME}"
+        ) from None
+    own = describe(manifest)
+    if theirs is None or names["sha256"] == own["sha256"] or not theirs.gives_the_ids_of(manifest.load_tokenizer()):
+        require_equal(names, own, f"{where} belongs to", f"{manifest.folder} was made with")
+
+
+def exported_names(folder: Path) -> Names | None:
+    """What the config.json of an export says of its tokenizer; None of another folder."""
+    config = json.loads((folder / "config.json").read_bytes()) if (folder / "config.json").is_file() else {}
+    return config.get("tokenizer")
+
+
+def _of_hugging_face(folder: Path) -> Tokenizer:
+    if not (folder / FILE).exists() and not (folder / SENTENCEPIECE).exists():
+        raise UserError(f"no {FILE} beside the weights")
+    return load_tokenizer(folder)

@@ -1,0 +1,37 @@
+"""Tokenizers of single bytes, and weights folders of small Llamas, made in milliseconds."""
+
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+SIZE = 258  # entries
+
+
+def make_tokenizer(folder: Path, reverse: bool = False) -> Path:
+    """Bytes, <s> and </s>; reverse: the same entries under other ids."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=reverse)
+    model = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    model.add_special_tokens(["<s>", "</s>"])
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    return folder
+
+
+def make_llama(folder: Path, seed: int = 0, **save) -> LlamaForCausalLM:
+    """A folder of a Llama with random weights, as transformers writes it; save: for `save_pretrained`."""
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=SIZE, hidden_size=32, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=64, rms_norm_eps=1e-5, tie_word_embeddings=False,
+            initializer_range=0.1,
+        )
+    )  # fmt: skip
+    model.save_pretrained(folder, **save)
+    return model.eval()
