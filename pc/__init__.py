@@ -8,19 +8,19 @@ The modules at this level need only torch and work in any training loop:
     ...                                    # train as before, with preconditioner.pull_back() before clipping
     model = pc.merge(model)
 
-The modules, in the order of their imports:
+`weight` always holds PC(W), and W is `weight_orig`, as a mixed-precision optimizer has a master weight beside the
+model's. The modules, in the order of their imports:
 
     errors, maps, blocks, config      what a user names: levels and their maps, layers, `PCConfig`; without torch
     polynomial, spectral              polynomials of matrices, power iteration, singular values
     methods/                          what PC(W) is for one matrix, as an object; the paper's is the first
     shards, owner                     functions of whole matrices on sharded weights, each on one rank
-    splits, owner_functions           a stored weight as matrices, and what its owner computes once per step
-    muon, hyperball                   Muon by the same means; AdamH and MuonH, which keep the norms of weights
-    layer, weight                     PC(W) in a layer; a weight with what belongs to it
-    model_classes, targets, marking   how known models' weights are split; which get PC; attach, preserve, merge, detach
-    followed, preconditioner          what follows optimizers and is saved with them
-    change_check, per_step            its mode "step"
-    per_forward, factory              its mode "forward"; `precondition` makes either
+    splits                            a stored weight as matrices, and what its owner computes once per step
+    weight, model_classes, targets    a weight with what belongs to it; how known models' weights are split; which get PC
+    layer                             the paper's layer, with PC(W) in its autograd graph: the readable reference
+    optim/                            Muon by the same means; AdamH and MuonH, which keep the norms of weights
+    followed, preconditioner          the parameters that optimizers have; PC(W) once per optimizer step
+    api                               attach, precondition, preserve, merge, detach
     integrations/                     PC in the trainers of Hugging Face, Lightning and TorchTitan
 
 The training recipe is the package `pc_recipe` beside this one.
@@ -33,13 +33,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pc import owner, polynomial, spectral
+    from pc.api import attach, detach, merge, plain_state_dict, precondition, preserve
     from pc.config import MatrixSplit, PCConfig
     from pc.errors import UserError
-    from pc.factory import precondition
-    from pc.hyperball import AdamH, MuonH
     from pc.layer import PCLinear, effective_weight
-    from pc.marking import attach, detach, merge, preserve, refresh
-    from pc.muon import Muon
+    from pc.optim.hyperball import AdamH, MuonH
+    from pc.optim.muon import Muon
     from pc.targets import describe
     from pc.weight import named_weights
 
@@ -47,13 +46,12 @@ __version__ = "0.1.0"
 
 # Imported when first used: the packages of the recipe that read configs need no torch.
 _NAMES = {
-    "marking": ["attach", "detach", "merge", "preserve", "refresh"],
+    "api": ["attach", "detach", "merge", "plain_state_dict", "precondition", "preserve"],
     "config": ["MatrixSplit", "PCConfig"],
     "errors": ["UserError"],
-    "hyperball": ["AdamH", "MuonH"],
     "layer": ["PCLinear", "effective_weight"],
-    "muon": ["Muon"],
-    "factory": ["precondition"],
+    "optim.hyperball": ["AdamH", "MuonH"],
+    "optim.muon": ["Muon"],
     "targets": ["describe"],
     "weight": ["named_weights"],
 }

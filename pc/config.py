@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from pc.blocks import BLOCK_GROUPS, BLOCK_SUFFIXES
 from pc.errors import UserError
-from pc.maps import LEVEL_NAMES, TOLERANCE_AT_ONE, Coefficients, Map, evaluate, resolve, stages
+from pc.maps import LEVEL_NAMES, TOLERANCE_AT_ONE, Coefficients, Map, evaluate, resolve
 
 METHODS = {
     "polynomial": "pc.methods.normalised_polynomial.NormalisedPolynomial",
@@ -19,8 +19,7 @@ METHODS = {
 """What PC(W) can be: {name: class}. A class is imported when its name is used."""
 
 Level = int | str | Coefficients
-Mode = Literal["step", "forward"]
-ComputeDtype = Literal["float32", "tf32", "float16", "bfloat16"]
+ComputeDtype = Literal["float32", "tf32"]
 
 
 def _key(default: Any, help: str) -> Any:
@@ -87,11 +86,6 @@ class PCConfig:
     )
     method: str = _key("polynomial", f"What PC(W) is: {', '.join(METHODS)}.")
     cap: float = _key(1.0, "Of method cap: the largest singular value of PC(W), before gamma.")
-    mode: Mode = _key(
-        "step",
-        "step: compute PC(W) once per optimizer step; forward passes are those of the plain model. forward: compute it in "
-        "every forward pass, inside the autograd graph: the readable reference.",
-    )
     compute_dtype: ComputeDtype = _key(
         "float32",
         "Of method polynomial: precision of its matmuls. float32: that of the weight, so float64 for a float64 weight.",
@@ -138,21 +132,9 @@ class PCConfig:
             raise UserError(f"pc.power_iterations must be at least 1, got {self.power_iterations}")
         if not self.cap > 0:
             raise UserError(f"pc.cap must be above 0, got {self.cap}")
-        for key, choices in (("method", METHODS), ("mode", get_args(Mode)), ("compute_dtype", get_args(ComputeDtype))):
+        for key, choices in (("method", METHODS), ("compute_dtype", get_args(ComputeDtype))):
             if getattr(self, key) not in choices:
                 raise UserError(f"pc.{key} must be one of {', '.join(choices)}, got {getattr(self, key)!r}")
-        if self.compute_dtype == "float16" and any(len(stages(map)) > 1 for map in maps.values()):
-            raise UserError(
-                'pc.compute_dtype = "float16" needs a level of one stage: the gradient between stages overflows; use "tf32"'
-            )
-        if self.mode == "forward" and self.heads:
-            raise UserError('pc.heads needs pc.mode = "step"; with "forward" a layer is one matrix')
-        if self.mode == "forward" and self.compute_dtype in ("tf32", "float16"):
-            # TF32 is a process-wide switch; a compiled graph cannot set it for some of its matmuls only. In float16 the
-            # gradient that autograd hands to PC would underflow.
-            raise UserError(
-                f'pc.compute_dtype = "{self.compute_dtype}" needs pc.mode = "step"; with "forward" use "float32"'
-            )
 
     @property
     def map(self) -> Map:

@@ -1,15 +1,15 @@
-"""What a preconditioner needs to know of the optimizers that it follows: which of them train what."""
+"""The parameters that optimizers have: W in place of PC(W), and gamma beside it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 from torch.optim import Optimizer
 
 from pc.errors import UserError
-from pc.hyperball import Hyperball
-from pc.shards import local
+from pc.optim.hyperball import Hyperball
 from pc.weight import Weight
 
 
@@ -29,20 +29,106 @@ def unwrapped(optimizers: Iterable[Any]) -> list[Optimizer]:
 
 
 def ids_of_parameters(*optimizers: Optimizer) -> set[int]:
-    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"][:]}
 
 
-def joining_gammas(weights: Iterable[Weight], optimizers: list[Optimizer]) -> list[tuple[Any, Any]]:
-    """The gammas that no optimizer has, each with the parameter group that it shall join. Those of frozen weights are
-    among them: without a gradient they stay as they are.
+class Parameters(list):
+    """The parameters of a group, which are walked through only once gradients are pulled back: what unscales, clips or
+    measures them before that would miss those of PC(W).
+
+    Args:
+        require_pulled_back: raises if they are not. Copies are plain lists.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], require_pulled_back: Callable[[], None]) -> None:
+        super().__init__(parameters)
+        self._require_pulled_back = require_pulled_back
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        self._require_pulled_back()
+        return super().__iter__()
+
+    def __reduce_ex__(self, _):
+        return list, (self[:],)
+
+
+def join(weights: Iterable[Weight], optimizers: list[Optimizer], require_pulled_back: Callable[[], None]) -> None:
+    """Put W in the place of PC(W) in the optimizers, with what they have stored for it, and gamma into a group of the same
+    optimizer. Their `zero_grad` clears gradients of PC(W) too.
 
     Raises:
-        UserError: no optimizer holds some weight that is trained, or can train its gamma.
+        UserError: no optimizer holds some weight that is trained, or can train its gamma. Optimizers are then as before.
+    """
+    weights = [*weights]
+    joining = joining_gammas(weights, optimizers)  # all found before the first joins
+    for optimizer in optimizers:
+        has = ids_of_parameters(optimizer)
+        for group in optimizer.param_groups:
+            wanted = []
+            for p in group["params"][:]:
+                weight = next((w for w in weights if w.effective is p), None)
+                if weight is None:
+                    wanted.append(p)
+                elif id(weight.orig) not in has:  # else the optimizer was made of all parameters, after `pc.precondition`
+                    wanted.append(weight.orig)
+                    if p in optimizer.state:
+                        optimizer.state[weight.orig] = optimizer.state.pop(p)
+            wanted += [weight.gamma for weight, of_gamma in joining if of_gamma is group]
+            _introduce(optimizer, group, [p for p in wanted if id(p) not in has])
+            _set(group, wanted, require_pulled_back)
+        if not hasattr(optimizer.zero_grad, "without_pc"):
+            optimizer.zero_grad = _clearing(optimizer.zero_grad, weights)  # type: ignore[method-assign]
+
+
+def leave(weights: Iterable[Weight], optimizer: Optimizer) -> None:
+    """Undo `join`."""
+    optimizer.zero_grad = optimizer.zero_grad.without_pc  # type: ignore[method-assign, attr-defined]
+    gammas = {id(w.gamma) for w in weights}
+    for group in optimizer.param_groups:
+        given = []
+        for p in group["params"][:]:
+            weight = next((w for w in weights if w.orig is p), None)
+            if weight is not None and p in optimizer.state:
+                optimizer.state[weight.effective] = optimizer.state.pop(p)
+            given += [] if id(p) in gammas else [p if weight is None else weight.effective]
+        _set(group, given)
+
+
+def _introduce(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
+    """Let an optimizer prepare for new parameters of a group, as some do in `add_param_group`. A group of their own would
+    break schedulers that exist already."""
+    if parameters and type(optimizer).add_param_group is not Optimizer.add_param_group:
+        optimizer.add_param_group({**group, "params": parameters})
+        optimizer.param_groups.pop()
+
+
+def _set(group: dict[str, Any], parameters: list[nn.Parameter], check: Callable[[], None] | None = None) -> None:
+    group["params"][:] = parameters  # LBFGS keeps this list
+    group["params"] = Parameters(parameters, check) if check else parameters
+
+
+def _clearing(zero_grad: Callable, weights: list[Weight]) -> Callable:
+    @wraps(zero_grad)
+    def both(*args, **kwargs) -> None:
+        for weight in weights:
+            weight.effective.grad = None  # also with set_to_none=False: while there is one, no step is taken
+        zero_grad(*args, **kwargs)
+
+    both.without_pc = zero_grad  # type: ignore[attr-defined]
+    return both
+
+
+def joining_gammas(weights: Iterable[Weight], optimizers: list[Optimizer]) -> list[tuple[Weight, Any]]:
+    """The weights whose gamma no optimizer has, each with the parameter group that it shall join.
+
+    Raises:
+        UserError: as `join`; before `pc.precondition` has added anything too.
     """
     held = ids_of_parameters(*optimizers)
     joining = []
     for weight in weights:
-        is_trained, is_held = weight.parameter.requires_grad, id(weight.parameter) in held
+        is_trained = weight.effective.requires_grad
+        is_held = id(weight.effective) in held or id(weight.orig) in held
         if is_trained and not is_held:
             raise UserError(
                 f"no optimizer given to pc.precondition holds the weight of {weight.name}; create optimizers after any "
@@ -61,10 +147,10 @@ def joining_gammas(weights: Iterable[Weight], optimizers: list[Optimizer]) -> li
         holder = next(one for one in optimizers if any(group is other for other in one.param_groups))
         if type(holder).__name__ == "ZeroRedundancyOptimizer":  # divided its parameters when it was made
             raise UserError(
-                "a ZeroRedundancyOptimizer would not train gammas that join it: call preconditioner = pc.precondition(model) "
-                "first, then make it of model.parameters(), then preconditioner.follow(optimizer)"
+                "a ZeroRedundancyOptimizer would not train parameters that join it: call preconditioner = "
+                "pc.precondition(model) first, then make it of model.parameters(), then preconditioner.follow(optimizer)"
             )
-        joining.append((weight.gamma, group))
+        joining.append((weight, group))
     return joining
 
 
@@ -77,16 +163,18 @@ def _group_for_gamma(weight: Weight, optimizers: list[Optimizer]) -> Any:
     optimizer; None if there is none.
     """
     of_matrices = (torch.optim.Muon, Hyperball)
-    mesh = getattr(weight.parameter, "device_mesh", None)
+    mesh = getattr(weight.effective, "device_mesh", None)
 
     def has_vectors(group: dict) -> bool:
-        return any(p.ndim == 1 and getattr(p, "device_mesh", None) == mesh for p in group["params"])
+        return any(p.ndim == 1 and getattr(p, "device_mesh", None) == mesh for p in group["params"][:])
 
-    holder = next(optimizer for optimizer in optimizers if id(weight.parameter) in ids_of_parameters(optimizer))
+    def has_weight(group: dict) -> bool:
+        return any(p is weight.effective or p is weight.orig for p in group["params"][:])
+
+    holder, own = next((one, group) for one in optimizers for group in one.param_groups if has_weight(group))
     if isinstance(holder, of_matrices):
         others = [optimizer for optimizer in optimizers if not isinstance(optimizer, of_matrices)]
         return next((group for other in others for group in other.param_groups if has_vectors(group)), None)
-    own = next(group for group in holder.param_groups if any(p is weight.parameter for p in group["params"]))
     groups = [group for group in holder.param_groups if has_vectors(group)]
     if not own.get("use_muon"):  # some optimizers have Muon for such groups, and AdamW for the others
         groups = [group for group in groups if _rate(group) == _rate(own)]
@@ -96,18 +184,3 @@ def _group_for_gamma(weight: Weight, optimizers: list[Optimizer]) -> Any:
 def _rate(group: dict) -> Any:
     """The learning rate without a schedule's factor, which may be 0 now."""
     return group.get("initial_lr", group.get("lr"))
-
-
-def only_creates_state(optimizer: Optimizer, on_any_rank: Callable[[Tensor], Tensor]) -> bool:
-    """Whether this is the step with zero gradients and lr 0 that torch.distributed.checkpoint runs to create
-    optimizer state. It does not train.
-
-    Args:
-        on_any_rank: whether a condition is true there; a rank whose shards have no gradient decides as the others do.
-    """
-    if optimizer.state or not all(group.get("lr") == 0 for group in optimizer.param_groups):
-        return False
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    gradients = [local(p.grad) for p in parameters if p.grad is not None]
-    found = torch.stack([gradient.any() for gradient in gradients]).any() if gradients else torch.tensor(False)
-    return not on_any_rank(found.to(local(parameters[0]).device))

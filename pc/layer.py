@@ -1,4 +1,5 @@
-"""PC(W), and the linear layer of mode "forward" that multiplies by it."""
+"""PC(W), and the paper's layer, which computes it in every forward pass, inside the autograd graph. The readable reference
+that the library is tested against; training by `pc.precondition` computes the same once per optimizer step."""
 
 from typing import Any
 
@@ -7,16 +8,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pc.config import PCConfig
+from pc.errors import UserError
 from pc.methods import method_of
 from pc.methods.base import Method
 from pc.spectral import without_autocast
+from pc.targets import find, require_complete
 
 
 def effective_weight(weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor, config: PCConfig) -> Tensor:
     """PC(W) by the method that the config names (paper, algorithm 1, line 6: `pc.methods.normalised_polynomial`).
 
-    This is the reference that faster code is tested against. The backward pass treats `u` and `v` as constants;
-    for the paper's method gradient flows through the divisor `s`, but not through the factor `s.detach()`.
+    The backward pass treats `u` and `v` as constants; for the paper's method gradient flows through the divisor `s`, but
+    not through the factor `s.detach()`.
 
     Args:
         weight: W, [..., n, m]; leading dimensions are independent matrices.
@@ -39,11 +42,9 @@ def _evaluate(method: Method, weight: Tensor, gamma: Tensor | None, u: Tensor, v
 class PCLinear(nn.Linear):
     """A linear layer that multiplies by PC(W), computed in every forward pass, inside the autograd graph.
 
-    `weight` keeps its name and shape and holds W, so initialisation, sharding and conversion treat the layer as any
-    other. The layer adds the parameter `gamma` (unless `learnable_gamma` is off) and the buffers `u`
-    [out_features] and `v` [in_features]. Between optimizer steps these are constant; after a step `refresh` updates
-    them.
-    The preconditioner of an attached model calls it; in a loop of your own with layers made by hand, call it yourself.
+    `weight` holds W, so initialisation and sharding treat the layer as any other. It adds the parameter `gamma` (unless
+    `learnable_gamma` is off) and the buffers `u` [out_features] and `v` [in_features], which are constant between optimizer
+    steps: call `refresh` before the first forward pass and after every step (paper, algorithm 3).
 
     Args:
         config: with one level.
@@ -52,44 +53,33 @@ class PCLinear(nn.Linear):
     """
 
     gamma: nn.Parameter | None
-    # u and v are None while the weight is on the meta device, until `start_pc` or until a state is loaded
     u: Any
     v: Any
-    pc_method: Method
-    pc_name: str
-    pc_plain_class: Any
 
     def __init__(self, in_features: int, out_features: int, config: PCConfig, name: str = "", **others) -> None:
         super().__init__(in_features, out_features, **others)
-        add_pc(self, name, config)
-
-    def remove_pc(self) -> None:
-        """Turn the layer into what it was."""
-        self.__class__ = self.pc_plain_class
-        for key in ("gamma", "u", "v", "pc_name", "pc_method", "pc_plain_class"):
-            delattr(self, key)
+        self.pc_name, self.pc_method = name, method_of(config)
+        count = self.pc_method.count_gammas(out_features)
+        self.gamma = nn.Parameter(self.weight.new_ones(count)) if config.learnable_gamma else None
+        self.register_buffer("u", self.weight.new_empty(out_features))
+        self.register_buffer("v", self.weight.new_empty(in_features))
+        self.start()
 
     @torch.no_grad()
-    def start_pc(self) -> None:
-        """In a new layer, set gamma to 1, and `u`, `v` to the vectors that its method starts with."""
-        if self.u is not None:
-            return
-        weight = self.weight
-        self.u, self.v = (
-            x.to(weight.device, weight.dtype) for x in self.pc_method.initial_vectors(self.pc_name, weight.shape)
-        )
+    def start(self) -> None:
+        """Set gamma to 1, and u and v to the vectors that the method starts with; call it after `to_empty`."""
         if self.gamma is not None:
-            if self.gamma.is_meta:  # plain weights were assigned to a layer on the meta device
-                self.gamma = nn.Parameter(torch.empty_like(self.gamma, device=weight.device))
             self.gamma.fill_(1.0)
+        if not self.u.is_meta:
+            for own, first in zip((self.u, self.v), self.pc_method.initial_vectors(self.pc_name, self.weight.shape)):
+                own.copy_(first)
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Update `u` and `v` by `power_iterations` power iterations, from random ones in a new layer."""
-        self.start_pc()
+        """Update `u` and `v` by `power_iterations` power iterations."""
         weight = self.weight
         if hasattr(weight, "full_tensor"):  # a DTensor, a class that is slow to import
-            weight = weight.full_tensor()  # on every rank: this mode is the simple reference, not the fast one
+            weight = weight.full_tensor()  # on every rank: this is the simple reference, not the fast way
         with without_autocast(weight):
             u, v = self.pc_method.advance(weight.to(self.u.dtype), self.u, self.v)
         self.u.copy_(u)
@@ -103,29 +93,32 @@ class PCLinear(nn.Linear):
         """[..., in_features] to [..., out_features]."""
         return F.linear(x, self.effective_weight(), self.bias)
 
-    def _load_from_state_dict(self, state_dict, prefix, *rest) -> None:
-        if self.u is None and prefix + "u" in state_dict:
-            self.u, self.v = (torch.empty_like(state_dict[prefix + k], device=self.weight.device) for k in "uv")
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-        if prefix + "u" not in state_dict and prefix + "weight" in state_dict and not self.weight.is_meta:
-            # a plain layer's state, without u and v
-            if self.u is not None and not self.pc_method.uses_vectors:
-                self.u.zero_()  # a constant of the weights before
-            self.refresh()
-
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, PC({self.pc_method.describe()})"
 
 
-def add_pc(linear: nn.Linear, name: str, config: PCConfig) -> None:
-    """Turn an `nn.Linear` into a `PCLinear`, in place."""
-    layer: Any = linear
-    layer.pc_plain_class = type(linear)
-    layer.__class__ = PCLinear
-    layer.pc_name, layer.pc_method = name, method_of(config)
-    number = layer.pc_method.count_gammas(linear.out_features)
-    layer.register_parameter("gamma", nn.Parameter(linear.weight.new_ones(number)) if config.learnable_gamma else None)
-    layer.register_buffer("u", None)
-    layer.register_buffer("v", None)
-    if not linear.weight.is_meta:
-        layer.start_pc()
+def put_in_graph(model: nn.Module, config: PCConfig) -> dict[str, PCLinear]:
+    """Replace the linear layers that the config names by `PCLinear` layers with the same weights, in place.
+
+    Returns:
+        them by name; `refresh` each after every optimizer step.
+
+    Raises:
+        UserError: a weight that is not one matrix of an `nn.Linear`.
+    """
+    targets, others = find(model, config)
+    require_complete(config, targets, others)
+    layers = {}
+    for target in targets.values():
+        linear = target.module
+        if type(linear) is not nn.Linear or [part.count for part in target.split.parts] != [1]:
+            raise UserError(f"{target.name} is a {type(linear).__name__}; a PCLinear is one matrix of an nn.Linear")
+        size = linear.in_features, linear.out_features, target.config, target.name
+        has_bias = linear.bias is not None
+        layer = PCLinear(*size, bias=has_bias, device=linear.weight.device, dtype=linear.weight.dtype)
+        layer.weight, layer.bias = linear.weight, linear.bias
+        model.set_submodule(target.name, layer)
+        if not layer.weight.is_meta:
+            layer.refresh()
+        layers[target.name] = layer
+    return layers

@@ -40,12 +40,12 @@ def apply_and_keep(
     kept: list[Tensor] = []
     for index, coefficients in enumerate(composite):
         gram = gram_matrix(batch) if gram is None else gram.reshape(-1, *gram.shape[-2:])
-        gram = gram if factor is None else _scaled(gram, factor.square())
+        gram = gram if factor is None else gram * factor.square()
         value, *inner = _values(coefficients, gram)
         kept = kept or [gram, value, *inner]  # of the first stage
         if scale is not None and index == len(composite) - 1:
             factor = scale.reshape(-1, 1, 1) if factor is None else factor * scale.reshape(-1, 1, 1)
-        polynomial = value if factor is None else _scaled(value, factor)
+        polynomial = value if factor is None else value * factor
         batch = batch @ polynomial if batch.size(-2) > batch.size(-1) else polynomial @ batch
         gram = factor = None  # what was given is for the first stage
     return batch.reshape(matrix.shape), kept
@@ -76,12 +76,11 @@ def vjp(
 
     Returns:
         The gradient with respect to `A` [..., n, m], and the inner products `<g(N), H>` and `<dN, N>`, [...] each,
-        where `N = A / divisor` and `dN` is the gradient of `<g(N), H>` with respect to `N`. Inner products have at
-        least float32.
+        where `N = A / divisor` and `dN` is the gradient of `<g(N), H>` with respect to `N`.
     """
     first, *others = stages(map)
     batch, gradient = (x.reshape(-1, *x.shape[-2:]) for x in (matrix, gradient))
-    one = torch.ones(1, 1, 1, device=matrix.device, dtype=torch.promote_types(matrix.dtype, torch.float32))
+    one = matrix.new_ones(1, 1, 1)
     divisor, scale = (one if x is None else x.reshape(-1, 1, 1) for x in (divisor, scale))
     if others:  # the value is that of the last stage, the gradient goes back through the first
         gradient, value_product, _ = vjp(tuple(others), apply_and_keep(first, batch, divisor=divisor)[0], gradient)
@@ -149,7 +148,7 @@ def _stage_vjp(
     gradient: Tensor,
     kept: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`vjp` of one stage, for [B, n, m]; divisor and scale are [B, 1, 1] or [1, 1, 1] in at least float32.
+    """`vjp` of one stage, for [B, n, m]; divisor and scale are [B, 1, 1] or [1, 1, 1].
 
     `A` is wide (of a tall one all is transposed), `N = A / divisor`, `G = N N^T`, and `D = H N^T`. Then
     `<g(N), H> = <p(G), D>`. Its gradient with respect to the symmetric G is M / 2, where M is that of `<p(G), D + D^T>`. A
@@ -163,7 +162,7 @@ def _stage_vjp(
         return result.mT, value_product, matrix_product
     factor = divisor.reciprocal()
     if not kept:
-        gram = _scaled(matrix @ matrix.mT, factor.square())
+        gram = matrix @ matrix.mT * factor.square()
         kept = [gram, *_values(coefficients, gram)]
     gram, value, *inner = kept
     d_value = gradient @ matrix.mT  # without `factor`, which is applied at the end: what follows is linear in it
@@ -174,16 +173,11 @@ def _stage_vjp(
     # Multiply factor and scale first: the cube of a small factor underflows in float32. With norm_recovery scale is
     # gamma s and factor 1 / s, so that their product is gamma.
     outer = factor * scale
-    result = _scaled(value, outer) @ gradient
+    result = (value * outer) @ gradient
     right.mul_(factor.square() * outer)
     return torch.baddbmm(result, right, matrix, out=result), value_product, matrix_product
 
 
-def _scaled(matrix: Tensor, factor: Tensor) -> Tensor:
-    """The product with a factor [B, 1, 1] that may have more precision than the matrix; rounded only once."""
-    return (matrix * factor).to(matrix.dtype)
-
-
 def _inner_product(a: Tensor, b: Tensor) -> Tensor:
-    """[B, r, r] to [B], summed in at least float32."""
-    return (a * b).sum((-2, -1), dtype=torch.promote_types(a.dtype, torch.float32))
+    """[B, r, r] to [B]."""
+    return (a * b).sum((-2, -1))

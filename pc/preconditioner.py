@@ -1,14 +1,20 @@
-"""The object that `pc.precondition` makes: it follows optimizers, and is copied, saved and loaded with them. It changes
-weights around their steps, not their updates, as Shampoo would.
+"""PC once per optimizer step, because the weights change only then.
 
-The weights hold W or PC(W), and independently the gradients are those of W or of PC(W). A step of any followed optimizer
-needs W in the weights; PC(W) is written into them again after all have stepped, or else before the next forward pass or
-state dict. So an optimizer may be skipped or replaced.
+`weight` is PC(W), so forward and backward passes are those of a plain model, for any number of micro-batches and any
+parallelism. Where a gradient is says what it is of:
+
+    backward()             weight.grad: of PC(W)
+    pull_back()            weight.grad becomes weight_orig.grad and weight_gamma.grad: a vector-Jacobian product
+    optimizer.step()       moves W = weight_orig and gamma
+    after it               u and v advance, and PC(W) is written into weight
+
+`pull_back` is linear in the gradient, so one call on the accumulated gradient equals the sum of the backward passes of
+`pc.PCLinear`. Both passes need full matrices; `pc.owner` gathers each on one rank.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from functools import partial
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,240 +24,383 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from pc import followed
 from pc.errors import UserError
-from pc.followed import ids_of_parameters, joining_gammas, only_creates_state, unwrapped
-from pc.shards import copy_into, on_any_rank
-from pc.weight import Weight
+from pc.owner import Item, Plan, RecentPlans
+from pc.shards import local, viewed
+from pc.spectral import without_autocast
+from pc.splits import Kept, WeightSplit
+from pc.weight import Weight, named_weights
 
-LACKS_STATE = (
-    "the optimizer goes on from a run with PC, the preconditioner does not; load the preconditioner's state too, as that of "
-    "the optimizer was"
+# What a rank keeps from write_pc() to pull_back(), at most; it computes the rest again. Both need more while they run.
+KEPT_BYTES = 256 * 2**20
+
+NOT_PULLED_BACK = (
+    "there are gradients of PC(W), without preconditioner.pull_back() since the last backward(); it makes them those of W: "
+    "call it before what unscales, clips or measures gradients, and before optimizer.step()"
 )
-HOLDS_W = "it is a copy of a model that held W; call preconditioner.write_pc() before you copy, or use the model itself"
+NO_PRECONDITIONER = (
+    "it has no preconditioner; call pc.precondition(model, optimizer) after pc.attach, and after FSDP or DDP if used"
+)
 
 
-class Preconditioner(ABC):
-    """Decides when PC(W) is computed. `pc.per_step` and `pc.per_forward` are its two modes.
+class Guard:
+    """A hook before the forward pass of a module without PC(W) of its W.
+
+    Args:
+        write: makes PC(W); a copy of the hook, in a copy of the module, has none.
+    """
+
+    def __init__(self, write: Callable[[], None] | None = None) -> None:
+        self._write = write
+
+    def __reduce__(self):
+        return Guard, ()
+
+    def __call__(self, module: nn.Module, _) -> None:
+        if self._write is not None:
+            return self._write()
+        for name, weight in named_weights(module):
+            if weight.orig is None:
+                raise UserError(f"there is no PC(W) of {name}: {NO_PRECONDITIONER}")
+            raise UserError(
+                f"{name} is of a copy that was made when not all optimizers had stepped; call preconditioner.write_pc() "
+                "before you copy"
+            )
+
+    def put_on(self, modules: Iterable[nn.Module]) -> None:
+        remove_guards(modules)
+        for module in modules:
+            # before FSDP's own, which gathers the weights
+            module.register_forward_pre_hook(self, prepend=True)
+
+
+def remove_guards(modules: Iterable[nn.Module]) -> None:
+    for module in modules:
+        for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, Guard)]:
+            del module._forward_pre_hooks[key]
+
+
+class NotForDDP:
+    """Read by `DistributedDataParallel` when it wraps a model, which would wait for gradients of W in backward passes."""
+
+    def __iter__(self):
+        raise UserError("DDP cannot wrap a model after pc.precondition: call pc.precondition(ddp, optimizer) after it")
+
+
+_live: "weakref.WeakSet[Preconditioner]" = weakref.WeakSet()
+
+
+def preconditioner_of(*models: nn.Module) -> "Preconditioner | None":
+    """The one of a weight in the models; a copy of a model has none."""
+    modules = {module for model in models for module in model.modules()}
+    return next((one for one in _live if any(w.module in modules for w in one.weights.values())), None)
+
+
+class Preconditioner:
+    """Writes PC(W) and pulls gradients back; `pc.precondition` makes it.
 
     Attributes:
         weights: by name.
-        holds_pc: whether forward passes may use the weights: they hold PC(W), or (mode "forward") W whose vectors
-            are up to date.
-        has_started: whether PC(W) was written or loaded at least once.
-        is_pulled_back: whether gradients are those of W and gamma, since the last `pull_back`.
     """
 
-    saved: tuple[str, ...] = ("gamma", "u", "v")
-    """the tensors of a weight in the state"""
-
-    def __init__(
-        self, models: list[nn.Module], weights: dict[str, Weight], replicas: dist.ProcessGroup | None = None
-    ) -> None:
-        self.weights = weights
+    def __init__(self, models: list[nn.Module], replicas: dist.ProcessGroup | None = None) -> None:
+        self._models = models
+        self._fsdp_modules = [m for model in models for m in model.modules() if isinstance(m, FSDPModule)]
+        self.reshard()
+        self.weights: dict[str, Weight] = {name: w for model in models for name, w in named_weights(model)}
         self._replicas = replicas
-        """ranks that have the same plain weights"""
-        first = next(iter(weights.values()))
-        first.guard("")  # removes the hooks that `attach` has put on the modules listed then
-        parts = [module for model in models for module in model.modules() if isinstance(module, FSDPModule)]
-        # The first weight's hooks serve all weights: one on each model, and on each FSDP module, as it must run before
-        # that gathers.
-        first.guarded = [first.module, *dict.fromkeys((*models, *parts))]
-        for weight in weights.values():
-            self._add_tensors(weight)
-            weight.parameters = weight.parameter, weight.gamma
-            weight.preconditioner = self
+        """ranks that have the same plain weights, and share the work"""
+        self._plans = RecentPlans()
+        self._kept: dict[tuple, Kept] = {}
+        """by the matrices of a batch; for the PC(W) that the weights hold"""
         self._hooks: dict[Optimizer, list[RemovableHandle]] = {}
         """by followed optimizer"""
         self._stepped: set[Optimizer] = set()
-        """followed optimizers that have stepped since PC(W) was written"""
-        self._is_stepping = self.has_started = self.is_pulled_back = False
-        self._is_new = True
-        """whether no optimizer has stepped yet, and no state was loaded"""
-        self._optimizer_goes_on = False
-        """whether an optimizer's state with a gamma was loaded when this was new"""
-        self._set_holds_pc(False)
+        """followed optimizers that have moved W or gamma since PC(W) was written"""
+        self._is_pulled_back = False
+        """since PC(W) was written"""
+        self._is_stale = False
+        """whether W or gamma is newer than PC(W)"""
+        self._lock = threading.RLock()  # a thread may evaluate while a step is taken
+        remove_guards(m for model in models for m in model.modules())
+        for model in models:
+            model._ddp_params_and_buffers_to_ignore = NotForDDP()  # type: ignore[assignment]
+        _live.add(self)
+        new = [weight for weight in self.weights.values() if weight.orig is None]
+        for weight in new:
+            weight.start()
+        self._note_versions()
+        if new:
+            self._write(advance=True, share=True)
 
-    @abstractmethod
-    def _add_tensors(self, weight: Weight) -> None:
-        """Set gamma, raw, u and v of a weight."""
+    def __reduce__(self):
+        raise UserError(
+            "a preconditioner is not copied or saved: copy.deepcopy((model, optimizer)), and give the copies to "
+            "pc.precondition; states of model and optimizer are all there is"
+        )
 
-    @abstractmethod
+    def __repr__(self) -> str:
+        parts = [f"{weight.name}: {weight.split.describe()}" for weight in self.weights.values()]
+        return "\n  ".join([f"Preconditioner of {len(parts)} weights", *parts])
+
+    # --- once per step
+
+    @torch.no_grad()
+    def pull_back(self) -> None:
+        """Turn the gradients of PC(W) in `weight.grad` into gradients of W and gamma, which add up in theirs.
+
+        Call it after the last backward pass of a step, before unscaling and clipping; or after each backward pass.
+
+        Raises:
+            UserError: there are no gradients, W or PC(W) has changed since PC(W) was written, or no followed optimizer has
+                a weight.
+        """
+        with self._lock:
+            self._take_note_of_changes()
+            if self._is_stale:
+                raise UserError(
+                    "W is newer than PC(W), which the last forward pass used: an optimizer did not step, or W was changed; "
+                    "call preconditioner.write_pc() before the forward pass"
+                )
+            used = [weight for weight in self.weights.values() if weight.effective.grad is not None]
+            if not used:
+                raise UserError("pull_back() found no gradient of a weight with PC; call it after backward()")
+            held = followed.ids_of_parameters(*self._hooks) if self._hooks else {id(w.orig) for w in used}
+            for weight in used:
+                if weight.orig.requires_grad and id(weight.orig) not in held:
+                    raise UserError(f"{weight.name} was unfrozen; call preconditioner.follow(optimizer) first")
+            inputs: list[Item] = []
+            outputs: list[Item] = []
+            for weight in used:
+                gradient: Any = weight.effective.grad  # perhaps a view of DDP's bucket, so it is not written to
+                inputs.append((weight.orig, gradient, *weight.gammas, weight.u, weight.v))
+                outputs.append((torch.empty_like(gradient), *(torch.zeros_like(gamma) for gamma in weight.gammas)))
+            self._run("pull back", self._pull_back_batch, used, inputs, outputs)
+            for weight, (gradient, *of_gamma) in zip(used, outputs, strict=True):
+                weight.effective.grad = None
+                _add_gradient(weight.orig, gradient)
+                for each in of_gamma:
+                    _add_gradient(weight.gamma, viewed(each, weight.gamma.shape) if weight.split.stack else each)
+            self._is_pulled_back = True
+
+    @torch.no_grad()
     def write_pc(self, share: bool = False) -> None:
-        """Compute PC(W) of the current weights, unless they hold it. Called when all optimizers have stepped.
+        """Advance u and v and write PC(W), if W is newer. Without followed optimizers always, as steps are not seen.
 
         Args:
             share: all ranks call this now, so those with equal whole weights may divide the matrices among them.
-        """
-
-    @abstractmethod
-    def pull_back(self) -> None:
-        """Replace the gradient of PC(W) in `weight.grad` by that of W, and set `gamma.grad`.
-
-        Call it once per step, after the last backward pass and before clipping.
 
         Raises:
-            UserError: the weights hold W or were changed, there are no gradients, or they are already pulled back.
+            UserError: `weight` was changed, but not W.
         """
+        with self._lock:
+            self._take_note_of_changes()
+            if self._is_stale or not self._hooks:
+                self._write(advance=True, share=share)
 
-    @abstractmethod
-    def restore_raw(self) -> None:
-        """Write W into the weights, unless they hold it, so that the optimizer steps and decays W.
+    def write_if_stale(self) -> None:
+        """`write_pc` on this rank alone, also without followed optimizers only if W is newer."""
+        with self._lock:
+            self._take_note_of_changes()
+            if self._is_stale:
+                self._write(advance=True, share=False)
 
-        Raises:
-            UserError: the weights were changed, or there are gradients of PC(W).
-        """
+    def note_loaded(self) -> None:
+        """All tensors of all weights were set: `weight` is their PC(W)."""
+        self._kept.clear()
+        self._is_stale = False
+        self._stepped.clear()
+        self._note_versions()
+        remove_guards(self._guarded())
 
-    @abstractmethod
-    def write_raw(self) -> None:
-        """`restore_raw` without its checks; `pc.detach` calls it."""
+    def restart(self) -> None:
+        """Take what the weights hold as W, with gamma 1 and new u and v: after plain weights were loaded."""
+        with self._lock:
+            self.reshard()
+            for weight in self.weights.values():
+                weight.start()
+            self._write(advance=True, share=False)
 
-    @abstractmethod
-    def require_unchanged(self, alone: bool = False) -> None:
-        """Raise a `UserError` if a weight was changed while it held PC(W), on all ranks, or on this one `alone`."""
+    def _write(self, advance: bool, share: bool) -> None:
+        self.reshard()
+        weights = list(self.weights.values())
+        inputs = [(w.orig, *w.gammas, w.u, w.v) for w in weights]
+        outputs: list[Item] = [(w.effective, w.u, w.v) for w in weights]
+        self._kept.clear()
 
-    @abstractmethod
-    def _use_loaded(self) -> None:
-        """A state was loaded: hold its PC(W), computed with its `u` and `v` as they are."""
+        def write(matrices: tuple, split: WeightSplit, *tensors: Tensor) -> Sequence[Tensor]:
+            *results, kept = split.write(*tensors, advance=advance)
+            if sum(map(_bytes, self._kept.values())) + _bytes(kept) <= KEPT_BYTES:
+                self._kept[matrices] = kept
+            return results
 
-    def on_any_rank(self, found: Tensor, with_replicas: bool = True) -> Tensor:
-        """Whether a condition is true on this rank, or on any that has weights in common with it; see `pc.shards`."""
-        groups = [self._replicas] if self._replicas and with_replicas else []
-        return on_any_rank(found, [w.parameter for w in self.weights.values()], *groups)
+        try:
+            self._run("write", write, weights, inputs, outputs, share)
+        except BaseException:  # also Ctrl-C in a notebook: W is whole, and the next write starts from it
+            self._wait_for_write()
+            raise
+        self._is_pulled_back = self._is_stale = False
+        self._stepped.clear()
+        self._note_versions()
+        remove_guards(self._guarded())
 
-    def _prepare_step(self) -> bool:
-        """Before an optimizer's step. False if it cannot change a weight with PC, because none has a gradient."""
-        return True
+    def _pull_back_batch(self, matrices: tuple, split: WeightSplit, *tensors: Tensor) -> Sequence[Tensor]:
+        return split.pull_back(*tensors, kept=self._kept.get(matrices, ()))
 
-    # --- optimizers
+    def _run(
+        self, name: str, function: Callable, weights: list[Weight], inputs: list, outputs: list, share: bool = True
+    ) -> None:
+        """`function(matrices, split, *tensors)` of every weight on its owner, where `matrices` names those of the batch."""
+        replicas = self._replicas if share else None
+        splits, place = [w.split for w in weights], (weights[0].orig.dtype, weights[0].orig.device)
+        key = (name, replicas, place, *(w.name for w in weights))
+        plan = self._plans.get(key, lambda: Plan(inputs, outputs, splits, [split.cost for split in splits], replicas))
+        batches = iter(plan.batches)
+
+        def on_batch(split: WeightSplit, *tensors: Tensor) -> Sequence[Tensor]:
+            return function(tuple((weights[item].name, index) for item, index in next(batches)), split, *tensors)
+
+        with without_autocast(weights[0].orig):
+            plan.run(on_batch, inputs, outputs)
+
+    def reshard(self) -> None:
+        """Let FSDP's modules have the sharded parameters: while they hold unsharded ones, a write to a shard has no effect."""
+        for module in self._fsdp_modules:
+            module.reshard()
+
+    # --- what changes W
 
     def follow(self, *optimizers: Optimizer | Iterable[Optimizer]) -> None:
-        """From now on restore W before a step of these optimizers, and write PC(W) after all of them have stepped.
+        """From now on write PC(W) after all of these optimizers have stepped.
 
-        They take the place of earlier ones of the same weights. Call it again when weights were unfrozen. A gamma that none
-        of them has joins a parameter group of the optimizer of its weight (`pc.followed`), whose learning rate and weight
-        decay it gets.
+        W takes the place of `weight` in them, with what they have stored for it. A gamma that none of them has joins a
+        parameter group of the optimizer of its weight (`pc.followed`), whose learning rate and weight decay it gets. They
+        take the place of earlier ones of the same weights. Call it again when weights were unfrozen.
 
         Raises:
-            UserError: none of them holds some weight, or can train gammas.
+            UserError: none of them holds some weight, or can train gammas, or another preconditioner follows one.
         """
-        given = unwrapped(optimizers)
-        for gamma, group in joining_gammas(self.weights.values(), given):  # all found before the first joins
-            group["params"].append(gamma)
-        trained = ids_of_parameters(*given)
-        own = {id(p) for weight in self.weights.values() for p in (weight.parameter, weight.gamma)}
+        given = followed.unwrapped(optimizers)
+        for optimizer in given:
+            for hook in optimizer._optimizer_step_pre_hooks.values():
+                if isinstance(other := getattr(hook, "__self__", None), Preconditioner) and other is not self:
+                    raise UserError(f"a {type(optimizer).__name__} has a preconditioner already; use that one")
+        followed.join(self.weights.values(), given, self._require_pulled_back)
+        trained = followed.ids_of_parameters(*given)
+        own = {id(p) for weight in self.weights.values() for p in (weight.orig, weight.gamma)}
         for earlier in [*self._hooks]:
-            if (own & ids_of_parameters(earlier)) <= trained:  # the new ones train all of ours that it does
-                self._leave(earlier)
-        self._register(optimizer for optimizer in given if own & ids_of_parameters(optimizer))
-        self._observe()
-
-    def _observe(self) -> None:
-        """Note backward passes of the weights that are trained now."""
-
-    def _register(self, optimizers: Iterable[Optimizer]) -> None:
-        for optimizer in optimizers:
-            self._hooks[optimizer] = [
-                optimizer.register_step_pre_hook(self._before_step),
-                optimizer.register_step_post_hook(self._after_step),
-                optimizer.register_load_state_dict_post_hook(self._after_load),
-            ]
-
-    def _leave(self, optimizer: Optimizer) -> None:
-        for hook in self._hooks.pop(optimizer):
-            hook.remove()
+            if (own & followed.ids_of_parameters(earlier)) <= trained:  # the new ones train all of ours that it does
+                self._leave(earlier, restore=earlier not in given)
+        for optimizer in given:
+            if own & followed.ids_of_parameters(optimizer):
+                self._hooks[optimizer] = [
+                    optimizer.register_step_pre_hook(self._before_step),
+                    optimizer.register_step_post_hook(self._after_step),
+                ]
 
     def leave(self) -> None:
-        """Take all hooks away; `pc.merge` and `pc.detach` call it."""
+        """Give the optimizers their parameters back, and take all hooks away; `pc.merge` and `pc.detach` call it."""
         for optimizer in [*self._hooks]:
             self._leave(optimizer)
+        remove_guards(self._guarded())
+        for model in self._models:
+            del model._ddp_params_and_buffers_to_ignore
+        _live.discard(self)
+
+    def _leave(self, optimizer: Optimizer, restore: bool = True) -> None:
+        for hook in self._hooks.pop(optimizer):
+            hook.remove()
+        if restore:
+            followed.leave(self.weights.values(), optimizer)
+
+    def _require_pulled_back(self) -> None:
+        if any(weight.effective.grad is not None for weight in self.weights.values()):
+            raise UserError(NOT_PULLED_BACK)
 
     def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        if self._is_new and self._optimizer_goes_on:
-            raise UserError(LACKS_STATE)
-        # Replicas have equal gradients, and one of them alone may ask for its optimizer's state.
-        on_sharing_ranks = partial(self.on_any_rank, with_replicas=False)
-        self._is_stepping = not only_creates_state(optimizer, on_sharing_ranks) and self._prepare_step()
-        return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
+        if closure is None:
+            self._require_pulled_back()
+            return None
+
+        def with_pc() -> Any:
+            self._take_note_of_changes()
+            if self._is_stale:  # called again within a step, as by LBFGS, or after an optimizer was skipped
+                self._write(advance=False, share=False)
+            with torch.enable_grad():
+                loss = closure()
+            if any(weight.effective.grad is not None for weight in self.weights.values()):
+                self.pull_back()
+            return loss
+
+        return args[:1], {**kwargs, "closure": with_pc}
 
     def _after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        if not self._is_stepping:
+        if not self._is_pulled_back and not self._moves(optimizer):
+            self._note_versions()
             return
-        self._is_stepping = self._is_new = False
         self._stepped.add(optimizer)
-        self._set_holds_pc(False)
         if self._stepped.issuperset(self._hooks):
-            self.write_pc(share=True)
+            self._write(advance=True, share=True)
+        else:
+            self._note_versions()
+            self._wait_for_write()
 
-    def _after_load(self, optimizer: Optimizer) -> None:
-        gammas = [weight.gamma for weight in self.weights.values() if weight.gamma is not None]
-        self._optimizer_goes_on |= self._is_new and any(optimizer.state.get(gamma) for gamma in gammas)
+    def _moves(self, optimizer: Optimizer) -> bool:
+        """Whether a step without `pull_back` has moved W. One that creates optimizer state, as torch.distributed.checkpoint
+        takes it, has rate 0."""
+        is_zero = all(group.get("lr") == 0 for group in optimizer.param_groups)
+        return not is_zero and any(weight.orig.grad is not None for weight in self.weights.values())
 
-    def _set_holds_pc(self, holds_pc: bool) -> None:
-        self.holds_pc = holds_pc
-        for weight in self.weights.values():
-            weight.guard("" if holds_pc else HOLDS_W)
-        if holds_pc:
-            self.has_started = True
-            self._stepped.clear()
+    def _wait_for_write(self) -> None:
+        """W is newer than PC(W): write it before the next forward pass."""
+        self._is_stale = True
+        Guard(self.write_pc).put_on(self._guarded())
 
-    def has_gradients(self) -> bool:
-        """Whether any weight has one."""
-        return any(weight.parameter.grad is not None for weight in self.weights.values())
+    def _guarded(self) -> list[nn.Module]:
+        return [*dict.fromkeys((*self._models, *self._fsdp_modules, *(w.module for w in self.weights.values())))]
 
-    # --- copies and states
+    def _note_versions(self) -> None:
+        self._versions = [_versions(weight) for weight in self.weights.values()]
 
-    def __getstate__(self) -> dict:
-        return self.__dict__ | {"_hooks": {}, "_optimizers": list(self._hooks), "_replicas": None}
-
-    def __setstate__(self, state: dict) -> None:
-        """Of a copy: its optimizers have lost their hooks."""
-        optimizers = state.pop("_optimizers")
-        self.__dict__.update(state)
-        for weight in self.weights.values():
-            weight.preconditioner = self
-        self._register(optimizers)
-
-    def state_dict(self) -> dict[str, dict[str, Any]]:
-        """W (mode "step"), gamma, u and v of every weight by name, and under "config" what defines its PC(W), as text.
-        The model's state dict has the weights.
-
-        Before PC(W) is first written it is only a target to load a state into, not a state to save.
-        """
-        if self.has_started and not self.holds_pc:
-            self.write_pc()
-        return self._contents()
-
-    def _contents(self) -> dict[str, dict[str, Any]]:
-        return {"config": {name: weight.split.describe() for name, weight in self.weights.items()}, **self._tensors()}
-
-    def _tensors(self) -> dict[str, dict[str, Tensor]]:
-        return {
-            name: {key: getattr(weight, key).detach() for key in self.saved if getattr(weight, key) is not None}
-            for name, weight in self.weights.items()
-        }
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, dict[str, Any]]) -> None:
-        """Load a state, before or after the model's state dict of the same step. Whole tensors are sharded.
+    def _take_note_of_changes(self) -> None:
+        """Compare tensors' version counters with those when PC(W) was written. All of a weight's have changed if a state was
+        loaded, W alone if somebody changed it. Fused optimizers do not count; those that are followed are seen by hooks.
 
         Raises:
-            UserError: weights or tensors are missing or unknown, or have another shape, or another PC(W).
+            UserError: PC(W) alone has changed, or is not a parameter of its module any more.
         """
-        there, here = _summary(state_dict), _summary(self._contents())
-        for key in sorted(there.keys() | here.keys()):
-            if there.get(key) != here.get(key):
+        loaded = False
+        for weight, before in zip(self.weights.values(), self._versions, strict=True):
+            if not self._fsdp_modules and weight.module._parameters.get(weight.attribute) is not weight.effective:
                 raise UserError(
-                    f"PC's state has {key}: {there.get(key, 'nothing')}; the model has {here.get(key, 'nothing')}: "
-                    "make it with the PCConfig of the run that saved the state"
+                    f"{weight.name} has another {weight.attribute} than pc.precondition found: call it after DDP and "
+                    "fully_shard, and not with torch's parametrize or prune on the same weight"
                 )
-        for name, tensors in self._tensors().items():
-            for key, tensor in tensors.items():
-                copy_into(tensor, state_dict[name][key])
-        self._is_new = False
-        self._use_loaded()
+            effective, orig, u = (now != then for now, then in zip(_versions(weight), before, strict=True))
+            if effective and not (orig and u) and not self._is_stale:  # else it is written anew
+                raise UserError(
+                    f"{weight.name} was changed while it held PC(W), and optimizers train W: change {weight.attribute}_orig "
+                    "and call preconditioner.write_pc(); after loading plain weights preconditioner.restart(); give "
+                    "pc.precondition all optimizers"
+                )
+            loaded |= effective
+            self._is_stale |= orig and not effective
+        if loaded:
+            self.note_loaded()
+        self._note_versions()
 
 
-def _summary(state: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """{"weight.tensor": its shape, "config.weight": what defines its PC(W)}"""
-    flat = {f"{name}.{key}": value for name, values in state.items() for key, value in values.items()}
-    return {key: f"shape {[*x.shape]}" if isinstance(x, Tensor) else str(x) for key, x in flat.items()}
+def _versions(weight: Weight) -> list[tuple[int, int]]:
+    # of a DTensor both count: operations of autograd, and those on its shard
+    return [(tensor._version, local(tensor)._version) for tensor in (weight.effective, weight.orig, weight.u)]
+
+
+def _add_gradient(parameter: Any, gradient: Tensor) -> None:
+    if parameter.requires_grad:
+        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+
+def _bytes(kept: Kept) -> int:
+    return sum(tensor.nbytes for of_part in kept for tensor in of_part)

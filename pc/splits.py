@@ -24,6 +24,10 @@ from pc.methods.base import Method
 from pc.owner import matrix_cost
 
 
+Kept = Sequence[Sequence[Tensor]]
+"""Of each part: what its method's `write` leaves for `pull_back`."""
+
+
 @dataclass(frozen=True)
 class Part:
     """Rows of a weight that are `count` matrices [rows, columns]."""
@@ -142,6 +146,47 @@ class WeightSplit:
 
     def join_v(self, v: Sequence[Tensor]) -> Tensor:
         return self.join(v).reshape(-1, *self.v_shape[len(self.stack) :])
+
+    # What the owner of stored weights computes, once per optimizer step: `pc.owner` calls these with a batch of B weights
+    # [B, ...] and their gammas (absent where they are not learnable), u and v.
+
+    def write(self, orig: Tensor, *gamma_u_v: Tensor, advance: bool = True) -> tuple[Tensor, Tensor, Tensor, Kept]:
+        """PC(W) as stored, the u and v that it was computed with, and what `pull_back` can use again."""
+        results = [
+            part.method.write(matrix, gamma, u, v, advance)
+            for part, matrix, gamma, u, v in zip(
+                self.chosen, self.split_weight(orig), *self._gamma_u_v(gamma_u_v), strict=True
+            )
+        ]
+        weights, u, v = zip(*(of_part[:3] for of_part in results), strict=True)
+        return self.join_weight(weights, base=orig), self.join(u), self.join_v(v), [of[3:] for of in results]
+
+    def pull_back(self, orig: Tensor, gradient: Tensor, *gamma_u_v: Tensor, kept: Kept = ()) -> tuple[Tensor, ...]:
+        """The gradients with respect to W, as stored, and to the gammas if there are any, from that with respect to PC(W).
+
+        Rows that are not preconditioned keep their gradient.
+        """
+        matrices, gradients = self.split_weight(orig), self.split_weight(gradient)
+        results = [
+            part.method.pull_back(matrix, of_matrix, gamma, u, v, *of_part)
+            for part, matrix, of_matrix, gamma, u, v, of_part in zip(
+                self.chosen, matrices, gradients, *self._gamma_u_v(gamma_u_v), kept or [()] * len(matrices), strict=True
+            )
+        ]
+        weights, *gammas = zip(*results, strict=True)
+        return self.join_weight(weights, base=gradient), *(self.join(gamma) for gamma in gammas)
+
+    def invert(self, effective: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """W as stored, u and v, so that PC(W) is the given weight."""
+        matrices = zip(self.chosen, self.split_weight(effective), strict=True)
+        orig, u, v = zip(*(part.method.invert(matrix) for part, matrix in matrices), strict=True)
+        return self.join_weight(orig, base=effective), self.join(u), self.join_v(v)
+
+    def _gamma_u_v(self, tensors: tuple[Tensor, ...]) -> tuple[list, list[Tensor], list[Tensor]]:
+        """Gamma (or None), u and v of each part."""
+        *gamma, u, v = tensors
+        gammas = self.split_gamma(gamma[0]) if gamma else [None] * len(self.chosen)
+        return gammas, self.split_u(u), self.split_v(v)
 
     def _rows(self, weight: Tensor) -> Sequence[Tensor]:
         """Views [B, repeats, size, m] of each part's rows."""

@@ -47,6 +47,12 @@ def find(model: nn.Module, config: PCConfig) -> tuple[dict[str, Weight], dict[st
     modules = {clean_name(name): module for name, module in model.named_modules()}
     splits = _all_splits(config, modules)
     for module_name, module in modules.items():
+        for key in _computed_weights(module):
+            if entry := _entry_of(config, block_of(module_name) or "", module_name, _join(module_name, key)):
+                raise UserError(
+                    f"pc.blocks: {entry!r} matches {module_name}, whose {key} is computed from other parameters (torch's "
+                    "parametrize, prune, spectral_norm or weight_norm): undo that first, or leave it out"
+                )
         for key, parameter in module.named_parameters(recurse=False):
             if parameter.ndim < 2:
                 continue
@@ -73,6 +79,13 @@ def find(model: nn.Module, config: PCConfig) -> tuple[dict[str, Weight], dict[st
             name = module_name if key == "weight" and module_name else full_name
             targets[full_name] = Weight(name, module, key, found)
     return targets, others
+
+
+def _computed_weights(module: nn.Module) -> list[str]:
+    """What torch.nn.utils has put other parameters in the place of."""
+    own = [*module._parameters]
+    hidden = [key[: -len(end)] for key in own for end in ("_orig", "_g") if key.endswith(end)]
+    return [*getattr(module, "parametrizations", ()), *(key for key in hidden if key not in own)]
 
 
 def _all_splits(config: PCConfig, modules: dict[str, nn.Module]) -> dict[str, MatrixSplit | None]:

@@ -35,7 +35,7 @@ class Method(ABC):
 
     u and v follow the leading singular vectors of W, or are what else a method keeps: `advance` moves them once per
     optimizer step. They are constants for the gradient. Each matrix's owner calls `write` and `pull_back` once per step
-    (`pc.per_step`), with batches of independent matrices: W [B, n, m], gamma [B, gammas] or None for ones, u [B, n],
+    (`pc.preconditioner`), with batches of independent matrices: W [B, n, m], gamma [B, gammas] or None for ones, u [B, n],
     v [B, m]. A `PCLinear` calls `apply` in every forward pass, and `advance`, on one matrix without B.
 
     Args:
@@ -72,13 +72,13 @@ class Method(ABC):
     @torch.no_grad()
     @matmul_precision("ieee")
     def write(
-        self, weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor, advance_first: bool = True
+        self, weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor, advance: bool = True
     ) -> tuple[Tensor, ...]:
-        """PC(W) and the u and v that it was computed with, which have advanced, unless `advance_first` is false.
+        """PC(W) and the u and v that it was computed with, which have advanced, unless `advance` is false.
 
         Any further tensors are what `pull_back` of the same W, u and v can use again; none by default.
         """
-        if advance_first:
+        if advance:
             u, v = self.advance(weight, u, v)
         return self.apply(weight, gamma, u, v), u, v
 

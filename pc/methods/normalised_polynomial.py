@@ -8,11 +8,6 @@ The gradient flows through the divisor s, but not through the factor s.detach(),
 `apply` is the reference. `write` and `pull_back` give the same results faster: the power iteration reuses the Gram
 matrix, the gradient takes fewer matmuls (`polynomial.vjp`), and scale factors multiply the small square matrices
 instead of [n, m] ones, which saves passes over memory.
-
-In low precision each matrix is first divided by a positive number, its `unit`, since float16 ends at 6e-8 and at 65504.
-g(W / s) stays the same if W and s are both divided by it, and the gradient of W is linear in that of PC(W). The scale of
-the result may be out of range too. The square matrices are multiplied by scale / divisor; in low precision `early`, the
-scale that is passed, is the divisor, so that this is 1, and the real scale / divisor multiplies the result in float32.
 """
 
 import torch
@@ -24,9 +19,6 @@ from pc.errors import UserError
 from pc.methods.base import USE_AS_W, Method, matmul_precision
 from pc.spectral import power_iteration_by_gram, spectral_norm_estimate
 
-LOW_PRECISION = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-LOW_NORM = 8.0  # Frobenius norm of a matrix in low precision, so that a product of two has no entry above 64
-SMALLEST_UNIT = 1e-30  # of a zero matrix, so that one over it is finite
 GRID = 10_001  # grid points on [0, 1] that bracket the roots
 TOLERANCE = 1e-6  # of g(1) = 1; an error there is a relative error of the largest singular value
 
@@ -43,9 +35,7 @@ class NormalisedPolynomial(Method):
 
     def apply(self, weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor) -> Tensor:
         s = spectral_norm_estimate(weight, u, v)[..., None, None]
-        normalised = weight / s
-        normalised = normalised.to(LOW_PRECISION.get(self.config.compute_dtype, weight.dtype))
-        result = polynomial.apply(self.map, normalised).to(weight.dtype)
+        result = polynomial.apply(self.map, weight / s)
         scale = s.detach() if self.config.norm_recovery else None
         if gamma is not None:
             gamma = gamma.to(weight.dtype)[..., None]
@@ -55,22 +45,17 @@ class NormalisedPolynomial(Method):
     @torch.no_grad()
     @matmul_precision("ieee")
     def write(
-        self, weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor, advance_first: bool = True
+        self, weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor, advance: bool = True
     ) -> tuple[Tensor, ...]:
-        matrix, unit = self._for_matmuls(weight)
         with self._polynomial_precision():
-            gram = polynomial.gram_matrix(matrix)
-        if advance_first:
-            u, v = power_iteration_by_gram(weight, gram.to(weight.dtype), u, v, self.config.power_iterations)
-        s = spectral_norm_estimate(weight, u, v)
-        scale = self._scale(s, gamma)
-        divisor, early = (s, scale) if unit is None else (s / unit, s / unit)
+            gram = polynomial.gram_matrix(weight)
+        if advance:
+            u, v = power_iteration_by_gram(weight, gram, u, v, self.config.power_iterations)
+        s = spectral_norm_estimate(weight, u, v)[:, None, None]
         with self._polynomial_precision():
             result, kept = polynomial.apply_and_keep(
-                self.map, matrix, gram=gram, divisor=divisor[:, None, None], scale=early[:, None, None]
+                self.map, weight, gram=gram, divisor=s, scale=self._scale(s, gamma)
             )
-        if unit is not None:
-            result = _restored(result, scale / divisor, weight.dtype)
         return result, u, v, *kept
 
     @torch.no_grad()
@@ -84,29 +69,17 @@ class NormalisedPolynomial(Method):
         N = W / s, H is the gradient with respect to PC(W), and dN that of <g(N), H> with respect to N. The second term
         is the part through the divisor s, whose gradient is u v^T. `polynomial.vjp` gives dN and both inner products.
         """
-        s = spectral_norm_estimate(weight, u, v)
+        s = spectral_norm_estimate(weight, u, v)[:, None, None]
         scale = self._scale(s, gamma)
-        # In `write` s was not known yet, so the unit was another. What was kept depends on N alone.
-        matrix, unit = self._for_matmuls(weight, s)
-        gradient, unit_of_gradient = self._for_matmuls(gradient)
-        divisor, early = (s, scale) if unit is None else (s / unit, s / unit)
         with self._polynomial_precision():
             d_weight, value_product, matrix_product = polynomial.vjp(
-                self.map,
-                matrix,
-                gradient,
-                divisor=divisor[:, None, None],
-                scale=early[:, None, None],
-                kept=kept,
+                self.map, weight, gradient, divisor=s, scale=scale, kept=kept
             )
-        if unit_of_gradient is not None:
-            d_weight = _restored(d_weight, unit_of_gradient * scale / s, weight.dtype)
-            value_product, matrix_product = value_product * unit_of_gradient, matrix_product * unit_of_gradient
-        along_s = (scale / s * matrix_product)[:, None, None]
+        along_s = scale / s * matrix_product[:, None, None]
         d_weight.addcmul_(along_s * u[:, :, None], v[:, None, :], value=-1.0)
         if gamma is None:
             return (d_weight,)
-        return d_weight, ((s if self.config.norm_recovery else 1.0) * value_product)[:, None].to(weight.dtype)
+        return d_weight, (s[:, :, 0] if self.config.norm_recovery else 1.0) * value_product[:, None]
 
     @torch.no_grad()
     def invert(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,28 +110,10 @@ class NormalisedPolynomial(Method):
         """Matmul precision of the polynomial; everything else runs in float32."""
         return matmul_precision("tf32" if self.config.compute_dtype == "tf32" else "ieee")
 
-    def _for_matmuls(self, matrix: Tensor, unit: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """A matrix [B, n, m] divided by its unit in low precision, and the unit [B]; in other precisions itself and None.
-
-        Args:
-            unit: by default such that the Frobenius norm becomes `LOW_NORM`.
-        """
-        dtype = LOW_PRECISION.get(self.config.compute_dtype)
-        if dtype is None:
-            return matrix, None
-        if unit is None:
-            unit = (torch.linalg.matrix_norm(matrix) / LOW_NORM).clamp(min=SMALLEST_UNIT)
-        return torch.div(matrix, unit[:, None, None], out=torch.empty_like(matrix, dtype=dtype)), unit
-
     def _scale(self, s: Tensor, gamma: Tensor | None) -> Tensor:
-        """The factor of g(W / s), [B]: gamma times the recovered norm."""
+        """The factor of g(W / s), [B, 1, 1]: gamma times the recovered norm."""
         scale = s if self.config.norm_recovery else torch.ones_like(s)
-        return scale if gamma is None else scale * gamma[:, 0]
-
-
-def _restored(matrix: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A result in low precision times a factor [B] that may be out of its range."""
-    return (matrix * factor[:, None, None]).to(dtype)
+        return scale if gamma is None else scale * gamma[:, :, None]
 
 
 def smallest_root(map: maps.Map, values: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from pc.errors import UserError
-from pc.muon import Muon
+from pc.optim.muon import Muon
 from pc.shards import is_stack, local, on_any_rank, sharded_dims
 
 

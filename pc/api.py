@@ -1,0 +1,213 @@
+"""What users call: `attach` marks the weights of a model that get PC, `precondition` makes PC(W), `preserve` makes the
+given weights PC(W), `merge` leaves a plain model with PC(W), `detach` one with W."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from pc.config import PCConfig
+from pc.errors import UserError
+from pc.owner import Plan
+from pc import followed
+from pc.preconditioner import NO_PRECONDITIONER, Guard, Preconditioner, preconditioner_of, remove_guards
+from pc.shards import local
+from pc.splits import WeightSplit
+from pc.targets import clean_name, find, require_complete
+from pc.weight import Weight, named_weights, own_weights
+
+
+def attach(model: nn.Module, config: PCConfig) -> nn.Module:
+    """Mark the weights that `config.blocks` matches, in place; returns the model.
+
+    Nothing else changes, but forward passes are refused until `pc.precondition` is called. Call `attach` before wrapping
+    with DDP or FSDP.
+
+    The current weight becomes W. For trained weights call `pc.preserve` before `pc.precondition`: it makes the current
+    weight PC(W).
+
+    Raises:
+        UserError: the model is then as before.
+            - The model has PC already, or is wrapped in DDP or FSDP.
+            - An entry of `blocks` matches no weight, or two match the same one.
+            - It is not known how a matched weight, or one beside it, is split into matrices (`PCConfig.splits`).
+            - A matched weight is computed from others, by torch's parametrize or prune.
+    """
+    for module in model.modules():
+        if hasattr(module, "pc_weights"):
+            raise UserError("the model already has PC; call pc.attach only once, or pc.detach first")
+        if hasattr(module, "no_sync") or hasattr(module, "unshard"):
+            raise UserError("the model is already wrapped in DDP or FSDP; call pc.attach first")
+    targets, others = find(model, config)
+    require_complete(config, targets, others)
+    for target in targets.values():
+        target.mark()
+    Guard().put_on(dict.fromkeys([model, *(target.module for target in targets.values())]))
+    return model
+
+
+@torch.inference_mode(False)  # in which Lightning evaluates: tensors made there cannot be trained
+def precondition(
+    models: nn.Module | Iterable[nn.Module],
+    *optimizers: Optimizer | Iterable[Optimizer],
+    process_group: dist.ProcessGroup | None = None,
+) -> Preconditioner:
+    """Write PC(W) into the weights of models after `pc.attach`, with W beside it (`pc.weight`), and make the preconditioner.
+
+    A model that has W already, as a copy or one of `torch.load`, keeps it.
+
+    Args:
+        models: the model, or a list of its parts on this rank under pipeline parallelism; after sharding, with weights
+            off the meta device. Ranks of `DistributedDataParallel`, if that is what you give, share the work.
+        optimizers: all that train the model. The preconditioner follows them from now on (`follow`). Without optimizers,
+            call `follow` later, or `write_pc` after each step.
+        process_group: ranks that have equal weights and gradients, to share the work without DDP.
+
+    Raises:
+        UserError: no weight is marked, or one is on the meta device, is below float32, is shared, or has a
+            preconditioner already; the model is in FSDP1; those of `follow`. Model and optimizers are then as before.
+    """
+    models = _listed(models)
+    weights = _require_usable(models)
+    if optimizers:
+        followed.joining_gammas(weights, followed.unwrapped(optimizers))  # raises before anything is changed
+    replicas = [m.process_group for model in models for m in model.modules() if isinstance(m, DistributedDataParallel)]
+    made = Preconditioner(models, process_group or next(iter(replicas), None))
+    if optimizers:
+        made.follow(*optimizers)
+    return made
+
+
+def _listed(models: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
+    return [models] if isinstance(models, nn.Module) else list(models)
+
+
+def _require_usable(models: list[nn.Module]) -> list[Weight]:
+    """The weights of models that can be trained with PC."""
+    holders: dict[int, list[str]] = {}
+    for model in models:
+        for name, module in model.named_modules():
+            if isinstance(module, FullyShardedDataParallel):
+                raise UserError("FSDP1 makes weights parts of one flat parameter; shard with fully_shard (FSDP2)")
+            for parameter in module.parameters(recurse=False):
+                holders.setdefault(id(parameter), []).append(clean_name(name))
+    if preconditioner_of(*models) is not None:
+        raise UserError(
+            "the model has a preconditioner already; use that one. To start again: pc.merge (from PC(W)) or pc.detach "
+            "(from W), then pc.attach"
+        )
+    weights = [weight for model in models for _, weight in named_weights(model)]
+    if not weights:
+        raise UserError("pc.precondition found no weight with PC; call pc.attach(model, pc.PCConfig(...)) first")
+    first = weights[0]
+    for weight in weights:
+        if weight.effective.dtype != first.effective.dtype:
+            raise UserError(
+                f"{first.name} is {first.effective.dtype}, {weight.name} {weight.effective.dtype}; give weights with PC one "
+                "dtype, or leave some out of blocks"
+            )
+        if weight.effective.is_meta:
+            raise UserError(f"{weight.name} is on the meta device; call pc.precondition once the weights exist")
+        if weight.effective.dtype.itemsize < 4:
+            raise UserError(
+                f"{weight.name} is {weight.effective.dtype}, but W needs float32 to accumulate small updates; call "
+                "model.float(), and use autocast or FSDP's mixed precision for fast matmuls"
+            )
+        if len(sharing := holders[id(weight.effective)]) > 1:
+            raise UserError(
+                f"{weight.name} shares its weight: {', '.join(sharing)}; PC needs a separate one: untie it, or leave it "
+                "out of blocks"
+            )
+        if [other.name for other in weights].count(weight.name) > 1:
+            raise UserError(
+                f"two modules have PC of the name {weight.name}: give each model its own pc.precondition, and call "
+                "pc.attach after what copies modules, as peft does (modules_to_save)"
+            )
+    return weights
+
+
+@torch.no_grad()
+def preserve(models: nn.Module | Iterable[nn.Module]) -> None:
+    """Treat each marked weight as PC(W): set W, u and v to match, and gamma to 1. `weight` stays as it is.
+
+    Runs one singular value decomposition per matrix, on its owner rank. Call it when the weights exist, after DDP or FSDP,
+    and before `pc.precondition`; or after it, when given weights were loaded, and before the first step.
+
+    Raises:
+        UserError: no W exists for this method or these settings, or weights are on the meta device.
+    """
+    models = _listed(models)
+    preconditioner = preconditioner_of(*models)
+    weights = [*preconditioner.weights.values()] if preconditioner else [w for m in models for _, w in named_weights(m)]
+    for weight in weights:
+        for part in weight.split.chosen:
+            part.method.require_invertible()
+        if weight.effective.is_meta:
+            raise UserError(f"{weight.name} is on the meta device; call pc.preserve once the weights exist")
+    for weight in weights:
+        weight.start()
+    inputs = [(weight.effective,) for weight in weights]
+    outputs = [(weight.orig, weight.u, weight.v) for weight in weights]
+    Plan(inputs, outputs, [weight.split for weight in weights]).run(WeightSplit.invert, inputs, outputs)
+    if preconditioner is not None:
+        preconditioner.note_loaded()
+
+
+def plain_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The model's state dict with PC(W) under the names of a plain model, and without what PC has added."""
+    _require_pc(model)
+    modules = [(f"{name}." if name else "", module) for name, module in model.named_modules()]
+    added = {prefix + key for prefix, module in modules for weight in own_weights(module) for key in weight.added}
+    return {key: value for key, value in model.state_dict().items() if key not in added}
+
+
+def merge(model: nn.Module) -> nn.Module:
+    """Make every weight the plain parameter PC(W) of a layer as it was before `attach`, in place; returns the model.
+
+    The result has no overhead and does not need this package (paper, remark 1). The optimizers get its parameters back.
+
+    Raises:
+        UserError: there is no PC(W), or a weight was changed. The model is then as before.
+    """
+    _require_pc(model)
+    return _remove(model)
+
+
+@torch.no_grad()
+def detach(model: nn.Module) -> nn.Module:
+    """Undo `attach` and `pc.precondition`: plain layers that hold W, in place; returns the model."""
+    for weight in _weights(model):
+        if weight.orig is not None:
+            local(weight.effective).copy_(local(weight.orig))
+    return _remove(model)
+
+
+def _weights(model: nn.Module) -> list[Weight]:
+    preconditioner = preconditioner_of(model)
+    if preconditioner is not None:
+        preconditioner.reshard()
+    return [weight for _, weight in named_weights(model)]
+
+
+def _require_pc(model: nn.Module) -> None:
+    """Write PC(W) if it is not there yet; on this rank alone, as one rank may save alone."""
+    if (preconditioner := preconditioner_of(model)) is not None:
+        preconditioner.write_if_stale()
+    for weight in _weights(model):
+        if weight.orig is None:
+            raise UserError(f"there is no PC(W) of {weight.name}: {NO_PRECONDITIONER}")
+
+
+def _remove(model: nn.Module) -> nn.Module:
+    if (preconditioner := preconditioner_of(model)) is not None:
+        preconditioner.leave()
+    weights = _weights(model)
+    remove_guards(model.modules())
+    for weight in weights:
+        weight.remove()
+    return model
