@@ -35,7 +35,7 @@ STEP = str(ROOT / "benchmarks" / "step.py")
 # Row: estimated seconds on one H100, compilation included.
 ORDER: dict[str, int] = {
     "pc": 180, "stock": 180, "muon": 240, "dtype": 240, "checkpointing": 240, "attention": 180,
-    "float8": 180, "in-graph": 240, "271m": 120, "paper-batch": 420,
+    "float8": 180, "in-graph": 240, "memory": 180, "271m": 120, "paper-batch": 420,
 }  # fmt: skip
 TINY = ["--flavor", "debug", "--seq-len", "16", "--local-batch-size", "1", "--micro-batches", "2", "--rounds", "1"]
 # Rows whose three variants need some 100 GiB: on smaller GPUs with half the micro-batch, and the same tokens per step.

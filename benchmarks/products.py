@@ -1,6 +1,6 @@
 """PC's two passes: time by precision, and what they count, beside those of another checkout.
 
-    python benchmarks/products.py [--flavor 1B] [--precisions tf32 float16]    # on the GPU if there is one
+    python benchmarks/products.py [--flavor 1B] [--precisions tf32]    # on the GPU if there is one
     python benchmarks/products.py --against CHECKOUT --flavor 271M --precisions float32
     python benchmarks/products.py --against CHECKOUT --ranks 8 64 512          # counts alone
 
@@ -28,7 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pc.methods.base import Method
 from pc.owner import assign
-from pc.per_step import KEPT_BYTES
+from pc.preconditioner import KEPT_BYTES
 from pc.spectral import initial_vectors, power_iteration
 from pc_recipe.config import load_config
 from pc_recipe.files import markdown
@@ -46,7 +46,7 @@ def method_of(checkout: Path, **settings) -> Method:
     ours = {name: sys.modules.pop(name) for name in [*sys.modules] if name.split(".")[0] == "pc"}
     sys.path.insert(0, str(checkout))
     try:
-        config = import_module("pc.config").PCConfig(mode="step", **settings)
+        config = import_module("pc.config").PCConfig(**settings)
         return import_module("pc.methods").method_of(config)
     finally:
         sys.path.remove(str(checkout))
@@ -132,7 +132,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--flavor", default="1B", help="model size (default: 1B)")
     parser.add_argument("--level", type=int, default=4)
-    parser.add_argument("--precisions", nargs="+", default=["tf32", "float32", "float16", "bfloat16"])
+    parser.add_argument("--precisions", nargs="+", default=["tf32", "float32"])
     parser.add_argument("--against", type=Path, help="another checkout")
     parser.add_argument("--ranks", type=int, nargs="+", help="count, for so many")
     parser.add_argument("--rounds", type=int, default=3)

@@ -89,7 +89,10 @@ def ours(folder: Path, optimizer: str, changes: tuple[str, ...]) -> list[float]:
     overrides += [word for change in changes if change != "exact" for word in change.split("=")]
     trainer = Recorder(load_config(config, overrides))
     parameters = dict(trainer.model_parts[0].named_parameters())
-    weights = {name: getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for name, p in parameters.items()}
+    weights = {
+        name: getattr(p, "full_tensor", lambda p=p: p)().detach().clone()
+        for name, p in ((name, parameters.get(f"{name}_orig", p)) for name, p in parameters.items())
+    }
     trainer.train()
     trainer.close()
     torch.float32, torch.bfloat16 = dtypes  # torch.save needs them
@@ -178,7 +181,7 @@ def time_layers(clone: Path) -> dict[str, list[float]]:
     theirs = released_layer(nn.Linear(1024, 2816, bias=False), settings, 0)
     theirs.sn_u, theirs.sn_v = initial_vectors("w1", (2816, 1024))
     model = nn.ModuleDict({"w1": nn.Linear(1024, 2816, bias=False)})
-    pc.attach(model, pc.PCConfig(level=4, blocks=("*w1",), mode="step"))
+    pc.attach(model, pc.PCConfig(level=4, blocks=("*w1",)))
     preconditioner, batches = pc.precondition(model), torch.randn(10, 16, 1024)
 
     def passes(layer: nn.Module) -> None:
@@ -192,7 +195,6 @@ def time_layers(clone: Path) -> dict[str, list[float]]:
             preconditioner.write_pc(),
             passes(model["w1"]),
             preconditioner.pull_back(),
-            preconditioner.restore_raw(),
         ),
     }
     return interleaved(steps, rounds=3, on_gpu=False)

@@ -49,10 +49,12 @@ from torchtitan.protocols.train_spec import register_train_spec
 from torchtitan.train import Trainer
 
 from pc.errors import exit_on_user_error
+from pc.layer import PCLinear, put_in_graph
 from pc_recipe.config import Config, load_config
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.runs.torchrun import STEPS_ALONE
 from pc_recipe.train import cpu
+from pc_recipe.train.parallelize import parallelize
 from pc_recipe.train.train_spec import TRAIN_SPEC
 from pc_recipe.train.trainer import PCTrainer
 from pc_recipe.train.upstream_config import JobConfig
@@ -62,6 +64,8 @@ from timing import ON_GPU, hardware
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "train_configs"
 GIB = 2**30
+PASSES = {"pull back": "pull_back", "write": "_write"}
+"""of PC's preconditioner"""
 
 
 class RandomTokens:
@@ -97,6 +101,24 @@ def register_specs() -> None:
         build_metrics_processor_fn=build_metrics_processor,
     )
     register_train_spec("benchmark_stock", stock)
+    in_graph = dataclasses.replace(
+        ours, parallelize_fn=lambda model, dims, titan: parallelize(_in_graph(model, titan.ours), dims, titan.ours)
+    )
+    register_train_spec("benchmark_in_graph", in_graph)
+
+
+def _in_graph(model: torch.nn.Module, config: Config) -> torch.nn.Module:
+    put_in_graph(model, config.pc.pc_config)
+    return model
+
+
+def _refresh_after_steps(trainer: Trainer) -> None:
+    """What a loop does with `pc.PCLinear` layers."""
+    layers = [layer for model in trainer.model_parts for layer in model.modules() if isinstance(layer, PCLinear)]
+    for layer in layers:
+        layer.start()
+        layer.refresh()
+    trainer.optimizers.register_step_post_hook(lambda *_: [layer.refresh() for layer in layers])
 
 
 def build(variant: Variant, shape: dict[str, int | str], micro_batches: int, folder: str) -> Trainer:
@@ -113,8 +135,12 @@ def build(variant: Variant, shape: dict[str, int | str], micro_batches: int, fol
         overrides += ["--quantize.linear.float8.emulate", "true", "--compile.enable", "false"]
     config = load_config(CONFIGS / variant.config, overrides)
     config.training.global_batch_size = config.training.local_batch_size * micro_batches * dist.get_world_size()
-    config.model.name = f"benchmark_{'stock' if variant.stock else 'ours'}"
+    config.model.name = f"benchmark_{'stock' if variant.stock else 'in_graph' if variant.in_graph else 'ours'}"
+    if variant.in_graph:
+        config.pc = config.pc.model_copy(update={"enable": False})
     trainer = Trainer(JobConfig(config)) if variant.stock else PCTrainer(config)
+    if variant.in_graph:
+        _refresh_after_steps(trainer)
     if variant.attention:
         for model in trainer.model_parts:
             for module in model.modules():
@@ -160,8 +186,8 @@ def timed_step(trainer: Trainer, clock: Clock, step: Callable[[], None]) -> dict
 
     preconditioner = getattr(trainer, "preconditioner", None)
     with contextlib.ExitStack() as undo:
-        for name in ("pull_back", "restore_raw", "write_pc") if preconditioner is not None else ():
-            undo.enter_context(mock.patch.object(preconditioner, name, timed(name, getattr(preconditioner, name))))
+        for name, method in PASSES.items() if preconditioner is not None else ():
+            undo.enter_context(mock.patch.object(preconditioner, method, timed(name, getattr(preconditioner, method))))
         timed("step", step)()
     parts: dict[str, float] = defaultdict(float)
     for name, start, end in spans:

@@ -1,6 +1,6 @@
-"""FLOPs of a config's step and of PC; with --measure also time and memory of real steps with and without PC.
+"""FLOPs of a config's step and of PC. Time and memory of real steps: benchmarks/step.py.
 
-Usage: python scripts/cost.py CONFIG [--world-size N] [--measure] [--output DIR] [--section.key value ...]
+Usage: python scripts/cost.py CONFIG [--world-size N] [--output DIR] [--section.key value ...]
 """
 
 import argparse
@@ -15,12 +15,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(add_help=False, description=__doc__.splitlines()[0])
     parser.add_argument("config", type=Path, help="TOML of train_configs/")
     parser.add_argument("--world-size", type=int, default=8, help="GPUs to count for (default: 8)")
-    parser.add_argument("--measure", action="store_true", help="train a few steps here, on NGPU processes")
     parser.add_argument("--output", type=Path, help="folder for cost.md (default: print only)")
     arguments, overrides = parse_with_overrides(parser)
-    from pc_recipe.report.cost_report import report
+    from pc_recipe.config import load_config
+    from pc_recipe.files.atomic import write_atomically
+    from pc_recipe.runs import cost
 
-    report(arguments.config, overrides, arguments.world_size, arguments.measure, arguments.output)
+    text = cost.table(cost.RunCost(load_config(arguments.config, overrides), arguments.world_size))
+    print(text)
+    if arguments.output is not None:
+        write_atomically(arguments.output / "cost.md", text)
+        print(arguments.output / "cost.md")
 
 
 if __name__ == "__main__":

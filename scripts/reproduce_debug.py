@@ -72,8 +72,8 @@ def rows(evals: str) -> dict[str, list[list[str]]]:
         "estimator": [["scripts/curves.py", *ADAMW, "--output", f"{OUT}/figures/estimator"]],
         "cost": [["scripts/cost.py", "train_configs/1b_adamw_pc.toml", "--output", f"{OUT}/figures/cost"]],
         "memory": [
-            ["scripts/cost.py", f"{CONFIGS}/adamw_pc.toml", "--world-size", "1", "--measure"]
-            + ["--activation_checkpoint.mode", "none", "--compile.enable", "false", "--output", f"{OUT}/figures/memory"]
+            ["benchmarks/step.py", "memory", "--flavor", "tiny", "--seq-len", "16", "--local-batch-size", "1"]
+            + ["--micro-batches", "2", "--rounds", "1", "--output", f"{OUT}/figures/memory"]
         ],
         "theorem": [["scripts/theorem.py"]],
         "scores": [

@@ -8,7 +8,7 @@ import torchtitan.train
 from torch import Tensor
 
 from pc.errors import UserError, exit_on_user_error
-from pc.factory import precondition
+from pc.api import precondition
 from pc.preconditioner import Preconditioner
 from pc.weight import named_weights
 
@@ -23,8 +23,6 @@ class Trainer(torchtitan.train.Trainer):
             raise UserError(f"model.hf_assets_path: no folder {assets}; it should have the model's tokenizer.json")
         super().__init__(job_config)
         self.preconditioner = self.make_preconditioner()
-        if self.preconditioner is not None:
-            self.checkpointer.states["pc"] = self.preconditioner
 
     def make_preconditioner(self) -> Preconditioner | None:
         """None without PC, or in a pipeline stage without weights of PC."""
@@ -43,8 +41,6 @@ class Trainer(torchtitan.train.Trainer):
 
     def begin_step(self) -> None:
         """Before the first micro-batch."""
-        if self.preconditioner is not None and not self.preconditioner.holds_pc:
-            self.preconditioner.write_pc()  # the first step of a new run; any checkpoint is loaded by now
         self._micro_batches_done = 0
 
     @property

@@ -31,19 +31,19 @@ def _adamw(parameters: "list[dict]", config: "Optimizer") -> "torch.optim.Optimi
 
 
 def _adamh(parameters: "list[dict]", config: "Optimizer") -> "torch.optim.Optimizer":
-    from pc.hyperball import AdamH
+    from pc.optim.hyperball import AdamH
 
     return AdamH(parameters, **_of_adam(config))
 
 
 def _muon(parameters: "list[dict]", config: "Optimizer") -> "torch.optim.Optimizer":
-    from pc.muon import Muon
+    from pc.optim.muon import Muon
 
     return Muon(parameters, weight_decay=config.weight_decay, **_of_muon(config))
 
 
 def _muonh(parameters: "list[dict]", config: "Optimizer") -> "torch.optim.Optimizer":
-    from pc.hyperball import MuonH
+    from pc.optim.hyperball import MuonH
 
     return MuonH(parameters, **_of_muon(config))
 

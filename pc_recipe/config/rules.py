@@ -55,14 +55,6 @@ def _anywhere(config: Config) -> Iterator[str]:
         yield f"model.dim = {shape.dim} should be an even multiple of the {shape.n_heads} heads"
     if shape.n_kv_heads and shape.n_heads % shape.n_kv_heads:
         yield f"model.n_kv_heads = {shape.n_kv_heads} should divide the {shape.n_heads} heads"
-    excluded = config.checkpoint.exclude_from_loading
-    if config.pc.enable and ("model" in excluded) != ("pc" in excluded):
-        yield (
-            f"checkpoint.exclude_from_loading = {excluded} should name both model and pc or neither, because the saved "
-            "weights are PC(W) and W is in pc"
-        )
-    if not config.pc.enable and "pc" in excluded:
-        yield f"checkpoint.exclude_from_loading = {excluded} should not name pc: there is none with pc.enable = false"
     steps, schedule = config.training.steps, config.lr_scheduler
     if schedule.total_steps and schedule.total_steps < steps:
         yield (
@@ -77,9 +69,6 @@ def _anywhere(config: Config) -> Iterator[str]:
         yield "checkpoint.initial_load_in_hf = true needs checkpoint.initial_load_path, the Hugging Face folder"
     if config.checkpoint.keep_latest_k == 1:
         yield "checkpoint.keep_latest_k = 1 should be 2 or more, because the newest may be damaged, or 0 to keep all"
-    if config.model.converters:
-        if config.pc.enable and config.pc.mode == "forward":
-            yield 'pc.mode = "forward" would replace the matmuls of float8 layers; use "step"'
 
 
 def _on_ranks(config: Config, dims: Degrees) -> Iterator[str]:
@@ -88,8 +77,6 @@ def _on_ranks(config: Config, dims: Degrees) -> Iterator[str]:
             "parallelism.data_parallel_replicate_degree without sharding averages gradients twice in TorchTitan 0.2.2; "
             "use data_parallel_shard_degree, alone or with it"
         )
-    if config.pc.enable and config.pc.mode == "forward" and dims.tp > 1:
-        yield 'pc.mode = "forward" needs full weights, which tensor parallelism shards; use "step"'
     shape = shape_of(config.model)
     heads = shape.n_kv_heads or shape.n_heads
     if heads % dims.tp:

@@ -130,7 +130,7 @@ class Parallelism(Section):
     context_parallel_degree: Count = key(1, "Ranks that share each sequence.")
 
 
-State = Literal["model", "optimizer", "lr_scheduler", "dataloader", "train_state", "method", "pc"]
+State = Literal["model", "optimizer", "lr_scheduler", "dataloader", "train_state", "method"]
 
 
 class Checkpoint(Section):

@@ -1,5 +1,6 @@
 """A checkpoint of a run as the weights of a plain Llama: PC evaluated, every tensor accounted for."""
 
+import math
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,6 @@ from torchtitan.models.llama3.model.model import Transformer
 
 from pc import attach, named_weights
 from pc.errors import UserError
-from pc.layer import effective_weight
 from pc_recipe.config import Config
 from pc_recipe.config.inheritance import validated
 from pc_recipe.config.pc_section import PC
@@ -23,7 +23,7 @@ from pc_recipe.train.checkpoint_folder import CheckpointFolder
 from pc_recipe.train.llama2 import Llama2Args, model_args_of
 
 # Entries of a resumable checkpoint besides the model.
-_OTHER_STATES = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.", "method.", "pc.config.")
+_OTHER_STATES = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.", "method.")
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class RunCheckpoint:
     settings: Config
     """What it says of model and method, and the sequence length."""
     method: PC
-    """The checkpoint's fingerprint: enable, level, blocks, mode, ..."""
+    """The checkpoint's fingerprint: enable, level, blocks, ..."""
     model_args: Llama2Args
     weights: dict[str, Tensor]
     """{TorchTitan's name: effective weight}, on the CPU, in the saved dtype."""
@@ -66,21 +66,13 @@ def load(path: str | Path) -> RunCheckpoint:
     plain = {key: tensor.shape for key, tensor in model.state_dict().items()}
     shapes = folder.shapes()
     saved = fingerprint.read_pc_settings(folder)
-    if saved is None and settings.pc.enable and settings.pc.mode == "forward":
-        raise UserError(f"{path}: holds raw weights without gamma, u and v; use a checkpoint that can be resumed")
     method = saved or PC()
-    forward = method.enable and method.mode == "forward"
     if method.enable:
         attach(model, method.pc_config)
     pc_shapes = _pc_shapes(model)
     saved_shapes = {key: shape for key, shape in shapes.items() if not key.startswith(_OTHER_STATES)}
     require_shapes(plain | pc_shapes, saved_shapes, folder.path, " of config.toml")
-    keys = [*plain, *(key for key in pc_shapes if forward)]
-    tensors = folder.read_tensors(keys)
-    if forward:
-        _evaluate_pc(model, tensors)
-    weights = {key: tensors[key] for key in plain}
-    return RunCheckpoint(folder, config, settings, method, args, weights)
+    return RunCheckpoint(folder, config, settings, method, args, folder.read_tensors([*plain]))
 
 
 def _read_run_config(checkpoint: Path) -> tuple[dict[str, Any], Config]:
@@ -97,16 +89,15 @@ def _read_run_config(checkpoint: Path) -> tuple[dict[str, Any], Config]:
 
 
 def _pc_shapes(model: Transformer) -> dict[str, torch.Size]:
-    """Shapes of the entries `pc.*` that belong to the PC layers of `model`."""
+    """Shapes of what PC adds to the weights of `model`."""
     shapes: dict[str, torch.Size] = {}
     for name, weight in named_weights(model):
         split = weight.split
-        added = {"gamma": split.gamma_shape, "u": split.u_shape, "v": split.v_shape}
+        gammas = [math.prod(split.gamma_shape)]
+        added = {"orig": weight.effective.shape, "gamma": gammas, "u": split.u_shape, "v": split.v_shape}
         if not weight.config.learnable_gamma:
             del added["gamma"]
-        shapes |= {f"pc.{name}.{key}": torch.Size(shape) for key, shape in added.items()}
-        if weight.config.mode == "step":
-            shapes[f"pc.{name}.raw"] = weight.parameter.shape
+        shapes |= {f"{name}.weight_{key}": torch.Size(shape) for key, shape in added.items()}
     return shapes
 
 
@@ -127,11 +118,3 @@ def require_shapes(
             problem = f"does not belong to the model{whose}"
         if problem:
             raise UserError(f"{path}: tensor {key} {problem}")
-
-
-def _evaluate_pc(model: Transformer, tensors: dict[str, Tensor]) -> None:
-    """Mode "forward" saves the raw W as `weight`; replace it by PC(W)."""
-    for name, weight in named_weights(model):
-        u, v = (tensors[f"pc.{name}.{key}"] for key in ("u", "v"))
-        raw, gamma = tensors[f"{name}.weight"], tensors.get(f"pc.{name}.gamma")
-        tensors[f"{name}.weight"] = effective_weight(raw, gamma, u, v, weight.config)

@@ -7,7 +7,7 @@ as in the paper's appendix.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -16,12 +16,12 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.llama3.model.model import Transformer
 
-from pc import attach, effective_weight, named_weights
+from pc import attach, named_weights
 from pc.config import PCConfig
 from pc.maps import stages
 from pc.methods import method_of
 from pc.owner import assign
-from pc.per_step import KEPT_BYTES
+from pc.preconditioner import KEPT_BYTES
 from pc_recipe.config import Config
 from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.files import markdown
@@ -60,25 +60,12 @@ class Matrix:
 
     @cache
     def step_flops(self, keeps: bool) -> int:
-        """Mode "step", once per optimizer step: both passes. `keeps`: the second has what the first left for it."""
+        """Of both passes. `keeps`: the second has what the first left for it."""
         weight, vectors, method = self._weight(), self._vectors(), method_of(self.config)
         kept = method.write(weight, *vectors)[3:] if keeps else ()
         return _counted(lambda: method.write(weight, *vectors)) + _counted(
             lambda: method.pull_back(weight, weight, *vectors, *kept)
         )
-
-    @cache
-    def in_graph_flops(self, recomputed: bool) -> int:
-        """Mode "forward", per micro-batch and rank; activation checkpointing repeats the forward pass."""
-        weight, vectors = self._weight(), self._vectors()
-        forward = partial(effective_weight, weight, *vectors, self.config)
-        return _counted(lambda: forward().sum().backward()) + (_counted(forward) if recomputed else 0)
-
-    @cache
-    def power_iteration_flops(self) -> int:
-        """Mode "forward", once per optimizer step and rank."""
-        _, u, v = self._vectors()
-        return _counted(lambda: method_of(self.config).advance(self._weight(), u, v))
 
     def paper_bound(self, tokens: int) -> float:
         """The paper's bound ((k + 1) s + 2 q + 1) / B on PC's FLOPs relative to the matrix's own 6nmB, B = `tokens`."""
@@ -106,12 +93,9 @@ class StepCost:
     """Attention is counted fully, as TorchTitan does for its MFU."""
     recomputed: int | None
     """What activation checkpointing repeats of `model`; None with a memory budget, where the compiler decides."""
-    pc_step: int
-    """PC in mode "step"."""
-    pc_step_busiest: int
-    """PC in mode "step", on the rank with the most work."""
-    pc_forward: int
-    """PC in mode "forward"."""
+    pc: int
+    pc_busiest: int
+    """PC on the rank with the most work."""
     paper_bound: float | None
     """The paper's bound, the largest over matrices; its B is the tokens of the global batch. None for another method."""
 
@@ -144,9 +128,6 @@ class RunCost:
             keeps = kept <= free[owner]
             free[owner] -= kept * keeps
             load[owner] += sum(Matrix(*matrix).step_flops(keeps) for matrix in matrices_of(split))
-        recomputed = self.config.activation_checkpoint.mode == "full"
-        in_graph = sum(matrix.in_graph_flops(recomputed) for matrix in self.matrices)
-        power = sum(matrix.power_iteration_flops() for matrix in self.matrices)
         bounds = [matrix.paper_bound(self.tokens) for matrix in self.matrices]
         _, per_token = self.args.get_nparams_and_flops(self.model, seq_len)
         upper_triangle = 6 * self.args.n_layers * self.args.dim * seq_len  # of scores and their matmul with values
@@ -155,9 +136,8 @@ class RunCost:
             model=self.tokens * (per_token - upper_triangle),
             model_full_square=self.tokens * per_token,
             recomputed=self._recomputed_flops(),
-            pc_step=sum(load) * dims.dp_replicate,  # every replica repeats the work
-            pc_step_busiest=math.ceil(max(load) / dims.pp),
-            pc_forward=dims.world_size // dims.pp * (self.batches.micro_batches * in_graph + power),
+            pc=sum(load) * dims.dp_replicate,  # every replica repeats the work
+            pc_busiest=math.ceil(max(load) / dims.pp),
             paper_bound=max(bounds) if self.config.pc.method == "polynomial" else None,
         )
 
@@ -170,7 +150,7 @@ class RunCost:
         cost, pc = self.step_cost(), self.config.pc
         operations = cost.model + (cost.recomputed or 0)
         if pc.enable:
-            operations += cost.pc_step if pc.mode == "step" else cost.pc_forward
+            operations += cost.pc
         return self.config.training.steps * operations / (3600e12 * (tflops or assume_tflops(self.args.dim)))
 
     def _recomputed_flops(self) -> int | None:
@@ -198,13 +178,8 @@ def table(run_cost: RunCost) -> str:
     operations = [
         ("model, attention counted causally", cost.model, "100 %"),
         ("model, attention counted fully", cost.model_full_square, ""),
-        ('PC, mode "step", whole job', cost.pc_step, _percent(cost.pc_step / cost.model)),
-        (
-            'PC, mode "step", on the busiest rank',
-            cost.pc_step_busiest,
-            f"{_percent(cost.pc_step_busiest * ranks / cost.model)} of that rank's",
-        ),
-        ('PC, mode "forward", whole job', cost.pc_forward, _percent(cost.pc_forward / cost.model)),
+        ("PC, whole job", cost.pc, _percent(cost.pc / cost.model)),
+        ("PC, on the busiest rank", cost.pc_busiest, f"{_percent(cost.pc_busiest * ranks / cost.model)} of that rank's"),
     ]
     if cost.recomputed is not None:
         share = _percent(cost.recomputed / cost.model)

@@ -6,15 +6,13 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import nn
 from torchtitan.models.llama3.model.model import Transformer
 
 from pc.config import PCConfig
-from pc.layer import effective_weight
-from pc.marking import attach
+from pc.api import attach
 from pc.methods import method_of
-from pc.per_step import KEPT_BYTES
+from pc.preconditioner import KEPT_BYTES
 from pc.splits import WeightSplit
 from pc.weight import named_weights
 from pc_recipe.config import Config
@@ -45,10 +43,8 @@ class Sizes:
     ffn_dim: int
     layers: int
     vocabulary: int
-    pc_in_graph: int
-    """Elements that autograd keeps for PC in mode "forward"."""
     pc_kept: int
-    """Bytes that PC's first pass in mode "step" leaves for the second."""
+    """Bytes that PC's first pass leaves for the second."""
 
 
 def matrices_of(split: WeightSplit) -> list[tuple[int, int, PCConfig]]:
@@ -68,40 +64,20 @@ def count_sizes(model: Transformer) -> Sizes:
     return Sizes(
         total=total,
         hidden_matrices=sum(linear.weight.numel() for linear in linears),
-        preconditioned=sum(weight.parameter.numel() for weight in weights),
+        preconditioned=sum(weight.effective.numel() for weight in weights),
         largest_block=max(per_block),
         outside_blocks=total - sum(per_block),
         dim=model.tok_embeddings.embedding_dim,
         ffn_dim=blocks[0].feed_forward.w1.out_features,
         layers=len(blocks),
         vocabulary=model.tok_embeddings.num_embeddings,
-        pc_in_graph=sum(_count_kept_in_graph(*matrix) for matrix in matrices),
         pc_kept=sum(count_kept_bytes(*matrix) for matrix in matrices),
     )
 
 
 @cache
-def _count_kept_in_graph(n: int, m: int, config: PCConfig) -> int:
-    """Elements that autograd keeps between a forward and its backward pass of a weight [n, m]."""
-    with torch.device("meta"):
-        weight = torch.empty(1, n, m, requires_grad=True)
-        gamma = torch.empty(1, method_of(config).count_gammas(n), requires_grad=True)
-        u, v, inputs = torch.empty(1, n), torch.empty(1, m), torch.empty(m, 1, requires_grad=True)
-    kept = {}
-    given = {StorageWeakRef(tensor.untyped_storage()) for tensor in (weight, gamma, u, v)}
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept[StorageWeakRef(tensor.untyped_storage())] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        effective_weight(weight, gamma, u, v, config) @ inputs  # which keeps PC(W) for the gradient of its inputs
-    return sum(tensor.numel() for storage, tensor in kept.items() if storage not in given)
-
-
-@cache
 def count_kept_bytes(n: int, m: int, config: PCConfig) -> int:
-    """Bytes that mode "step" keeps from one pass over a weight [n, m] for the next, if there is room (`KEPT_BYTES`)."""
+    """Bytes that PC keeps from one pass over a weight [n, m] for the next, if there is room (`KEPT_BYTES`)."""
     with torch.device("meta"):
         gamma, u, v = (torch.empty(1, size) for size in (method_of(config).count_gammas(n), n, m))
         kept = method_of(config).write(torch.empty(1, n, m), gamma, u, v)[3:]
@@ -124,7 +100,7 @@ def estimate_memory(config: Config, dims: Degrees, sizes: Sizes | None = None) -
         dims: the parallel degrees.
         sizes: of the model, if known.
 
-    Not included: fragmentation, the CUDA context and NCCL's buffers (1 to 4 GiB), and the workspace of mode "step",
+    Not included: fragmentation, the CUDA context and NCCL's buffers (1 to 4 GiB), and the workspace of PC,
     which is used between steps when activations are already freed.
     """
     training, batches = config.training, RankBatches(dims, config.training)
@@ -151,27 +127,22 @@ def estimate_memory(config: Config, dims: Degrees, sizes: Sizes | None = None) -
         "weights": FLOAT32 * sizes.total / split,
         "gradients": FLOAT32 * sizes.total / (model_split if once and batches.micro_batches > 1 else split),
         "optimizer": FLOAT32 * states["optimizer"] / split,
-        "raw W": FLOAT32 * states["raw W"] / split,
+        "W beside PC(W)": FLOAT32 * states["W"] / split,
         "gathered": itemsize * gathered,
         "activations": itemsize * tokens * (sizes.layers * kept + recomputed) / model_split,
         "logits": per_logit * tokens * sizes.vocabulary / dims.tp,
     }
-    if config.pc.enable and config.pc.mode == "step":
+    if config.pc.enable:
         parts["PC's products"] = min(sizes.pc_kept / split, KEPT_BYTES)
-    elif config.pc.enable:
-        blocks = 1 if config.activation_checkpoint.mode == "full" else sizes.layers / dims.pp
-        parts["PC in the graph"] = itemsize * sizes.pc_in_graph / sizes.layers * blocks
     return {part: size / GIB for part, size in parts.items()}
 
 
 def count_state_elements(config: Config, sizes: Sizes) -> dict[str, int]:
-    """What is stored besides the weights. Mode "step" stores raw W in addition to the effective weight; "forward"
-    stores only raw W, as the weight."""
+    """What is stored besides the weights that forward passes use: of the optimizer, and W."""
     others = sizes.total - sizes.hidden_matrices
-    has_raw = config.pc.enable and config.pc.mode == "step"
     return {
         "optimizer": KINDS[config.optimizer.name].states * sizes.hidden_matrices + KINDS["AdamW"].states * others,
-        "raw W": sizes.preconditioned if has_raw else 0,
+        "W": sizes.preconditioned if config.pc.enable else 0,
     }
 
 

@@ -19,6 +19,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 
 from pc.errors import UserError
+from pc.weight import ADDED
 from pc_recipe.config.schema import Checkpoint
 from pc_recipe.files.errors import WriteFailed
 from pc_recipe.files.run_folder import INDEX, list_checkpoints
@@ -33,6 +34,12 @@ SECONDS_TO_END_A_SAVE = 60.0
 def select_expired(steps: Sequence[int], keep_latest: int, keep_every: int) -> list[int]:
     """The steps whose checkpoints are deleted, of all `steps` with a complete one: neither newest nor milestones."""
     return [step for step in sorted(steps)[:-keep_latest] if not keep_every or step % keep_every]
+
+
+def plain_keys(state: dict[str, Any]) -> dict[str, Any]:
+    """A model's state without what PC has added: that of a plain Llama, with PC(W)."""
+    added = {f"{key.removesuffix('orig')}{own}" for key in state if key.endswith("_orig") for own in ADDED}
+    return {key: value for key, value in state.items() if key not in added}
 
 
 class Checkpoints(CheckpointManager):
@@ -59,6 +66,8 @@ class Checkpoints(CheckpointManager):
     ):  # TorchTitan's signature
         if to_hf:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
+        if "optimizer" not in state_dict:  # weights alone
+            state_dict = plain_keys(state_dict)
         self._saved_at = begin = time.monotonic()
         self._saving, writer = checkpoint_id, ChecksummedWriter(checkpoint_id)
         if async_mode == AsyncMode.DISABLED:
@@ -209,6 +218,10 @@ class Checkpoints(CheckpointManager):
         logger.info(f"Loading the checkpoint from {path}.")
         self.dcp_load(self._states_to_load(model_only), str(path), from_hf, from_quantized=False)
         GarbageCollection.collect("GC collection for checkpoint loading.")
+
+    def _states_to_load(self, model_only: bool) -> dict[str, Any]:
+        states = super()._states_to_load(model_only)
+        return plain_keys(states) if model_only else states
 
     def dcp_load(self, state_dict, checkpoint_id, from_hf, from_quantized) -> None:
         if from_hf:

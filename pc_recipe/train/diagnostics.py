@@ -1,6 +1,6 @@
 """Diagnostics during training: output sizes, gamma, norms, condition numbers, error of the norm estimate.
 
-diagnostics = Diagnostics(config, model_parts, step_preconditioner, parallel_dims)   # before the first forward
+diagnostics = Diagnostics(config, model_parts, preconditioner, parallel_dims)   # before the first forward
 numbers = RankNumbers(diagnostics.factors, device)
 for step in ...:
     diagnostics.begin_step(step)
@@ -23,8 +23,6 @@ from torch import Tensor, nn
 from torchtitan.distributed import ParallelDims
 
 from pc.blocks import block_of, matches
-from pc.config import PCConfig
-from pc.layer import effective_weight
 from pc.owner import Plan
 from pc.preconditioner import Preconditioner
 from pc.shards import local
@@ -70,8 +68,7 @@ class Diagnostics:
         self._gammas = {n: w.gamma for n, w in self._pc_weights().items() if w.gamma is not None}
         self._outputs = OutputSizes(model_parts) if self._settings.freq else None
         self._measuring = False
-        is_stored = preconditioner is None or config.pc.mode == "step"  # the effective weight
-        watched = config.pc.blocks if is_stored and self._settings.spectra_freq else ()
+        watched = config.pc.blocks if self._settings.spectra_freq else ()
         self._update = UpdateSizes(model_parts, watched, self._stage_ranks)
         self.factors = self._list_factors()
         """name and factor of each number of `measure`, for `RankNumbers`"""
@@ -111,8 +108,8 @@ class Diagnostics:
         zeros = local(next(self._model_parts[0].parameters())).new_zeros
         numbers = [zeros(len(self.factors) - update)]
         if _is_due(step, self._settings.freq):
-            raws = {f"{name}.weight": weight.raw for name, weight in self._pc_weights().items()}
-            numbers = [self._norm.of_parameters(raws).float().reshape(1), *map(local, self._gammas.values())]
+            effective = {f"{name}.weight" for name in self._pc_weights()}
+            numbers = [self._norm.of_parameters(effective).float().reshape(1), *map(local, self._gammas.values())]
             if self._outputs is not None and self._outputs.outputs:
                 numbers.append(self._outputs.stop().flatten())
         return [*numbers, *(self._update.stop() or [zeros(update)])]
@@ -153,23 +150,17 @@ class Diagnostics:
         """
         names: list[str] = []
         inputs: list[tuple[Tensor, ...]] = []
-        settings: list[PCConfig | None] = []
         for model in self._model_parts:
             for name, linear in model.named_modules():
                 name = clean_name(name)
                 if not isinstance(linear, nn.Linear) or block_of(name) is None:
                     continue
                 names.append(name)
-                state = self._pc_weights().get(name)
-                if state is None or state.config.mode == "step":
-                    inputs.append((linear.weight if state is None else state.parameter,))
-                    settings.append(None)
-                else:
-                    inputs.append((state.raw, *state.gammas, state.u, state.v))
-                    settings.append(state.config)
+                weight = self._pc_weights().get(name)
+                inputs.append((linear.weight if weight is None else weight.effective,))
         metrics: dict[str, float] = {}
         conditions: dict[str, list[float]] = {"pc": [], "qkv": [], "all": []}
-        for name, numbers in self._compute_on_owners(_spectral, names, inputs, settings, len(SPECTRAL)).items():
+        for name, numbers in self._compute_on_owners(_spectral, names, inputs, [None] * len(names), len(SPECTRAL)).items():
             measured = dict(zip(SPECTRAL, numbers, strict=True))
             metrics |= {f"spectra/{metric}/{name}": number for metric, number in measured.items()}
             conditions["all"].append(measured["condition"])
@@ -185,11 +176,11 @@ class Diagnostics:
     def _estimate_metrics(self) -> dict[str, float]:
         """Relative error of s as an estimate of W's spectral norm, per block with PC; {} if nothing needs s."""
         weights = self._pc_weights().items()
-        states = {name: state for name, state in weights if state.split.chosen[0].method.uses_vectors}
-        inputs: list[tuple[Tensor, ...]] = [(state.raw, state.u, state.v) for state in states.values()]
-        splits = [state.split for state in states.values()]
+        used = {name: weight for name, weight in weights if weight.split.chosen[0].method.uses_vectors}
+        inputs: list[tuple[Tensor, ...]] = [(weight.orig, weight.u, weight.v) for weight in used.values()]
+        splits = [weight.split for weight in used.values()]
         errors: dict[str | None, list[float]] = {}
-        for name, (error,) in self._compute_on_owners(_largest_estimate_error, list(states), inputs, splits, 1).items():
+        for name, (error,) in self._compute_on_owners(_largest_estimate_error, list(used), inputs, splits, 1).items():
             if not math.isnan(error):
                 errors.setdefault(block_of(name), []).append(error)
         metrics = {}
@@ -230,15 +221,8 @@ def _gather_by_name(own: dict[Any, Any]) -> dict[Any, list]:
     return {name: [values[name] for values in all_ranks if name in values] for name in names}
 
 
-def _spectral(config: PCConfig | None, weight: Tensor, *rest: Tensor) -> tuple[Tensor]:
-    """`SPECTRAL` of the effective weight, [B, metrics].
-
-    Args:
-        config: None if `weight` [B, n, m] is effective; otherwise the tensors are W, perhaps gamma, u and v.
-    """
-    if config is not None:
-        *gammas, u, v = rest
-        weight = effective_weight(weight, gammas[0] if gammas else None, u, v, config)
+def _spectral(_, weight: Tensor) -> tuple[Tensor]:
+    """`SPECTRAL` of effective weights [B, n, m], [B, metrics]."""
     values = singular_values(weight)
     return (torch.stack([metric(values) for metric in SPECTRAL.values()], -1).to(weight.dtype),)
 

@@ -89,13 +89,3 @@ def _require_none(different: dict[str, tuple], checkpoint: CheckpointFolder) -> 
             f"cannot load {checkpoint.path}: {what} is {in_checkpoint} in the checkpoint, {in_config} in the config; "
             "use the checkpoint's settings, or another job.dump_folder to start a new run"
         )
-
-
-def require_plain_weights(checkpoint: CheckpointFolder) -> None:
-    """Raise a `UserError` for a checkpoint of mode "forward", whose `weight` is the raw W, not PC(W)."""
-    saved = read_pc_settings(checkpoint)
-    if saved is not None and saved.enable and saved.mode == "forward":
-        raise UserError(
-            f'checkpoint.initial_load_path = {checkpoint.path} holds raw weights, not PC(W) (mode "forward"); '
-            "export it with scripts/export_hf.py and start from the export with checkpoint.initial_load_in_hf = true"
-        )

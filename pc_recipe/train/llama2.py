@@ -83,14 +83,12 @@ class Llama2(Transformer):
                 module.sdpa_backends = [*module.sdpa_backends[:-1], SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
-        """Initialise all parameters and buffers but PC's, which its preconditioner initialises."""
+        """Initialise all parameters and buffers; `pc.precondition` adds PC's later."""
         with torch.device(buffer_device or self.freqs_cis.device):
             self.freqs_cis = self._precompute_freqs_cis()
         with torch.no_grad():
             for name, parameter in self.named_parameters():
-                name = clean_name(name)
-                if not name.endswith(".gamma"):
-                    draw_parameter(name, parameter, self.model_args)
+                draw_parameter(clean_name(name), parameter, self.model_args)
 
 
 def draw_parameter(name: str, parameter: Tensor, args: Llama2Args) -> None:

@@ -74,17 +74,14 @@ class FiniteSteps:
     def _find_own_nonfinite_tensors(self) -> Iterator[str]:
         """Names of this rank's: W first, then PC(W) of a finite W and other parameters, then gradients."""
         parameters = [(clean_name(name), p) for model in self._model_parts for name, p in model.named_parameters()]
-        raws = (
-            {}
-            if self._preconditioner is None
-            else {f"{n}.weight": s.raw for n, s in self._preconditioner.weights.items()}
-        )
-        nonfinite = [name for name, raw in raws.items() if _has_nonfinite(raw)]
+        weights = {} if self._preconditioner is None else self._preconditioner.weights
+        of_effective = {f"{name}.weight": weight.orig for name, weight in weights.items()}
+        nonfinite = [name for name, orig in of_effective.items() if _has_nonfinite(orig)]
         yield from nonfinite
         for name, parameter in parameters:
-            if name not in nonfinite and _has_nonfinite(parameter):
-                is_pc = name in raws
-                yield f"PC of {name} (largest weight {local(raws[name]).abs().max():.1e})" if is_pc else name
+            if name.removesuffix("_orig") not in nonfinite and _has_nonfinite(parameter):
+                orig = of_effective.get(name)
+                yield name if orig is None else f"PC of {name} (largest weight {local(orig).abs().max():.1e})"
         yield from (f"gradient of {name}" for name, p in parameters if p.grad is not None and _has_nonfinite(p.grad))
 
 

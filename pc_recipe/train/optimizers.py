@@ -17,7 +17,7 @@ from torchtitan.tools.logging import logger
 
 from pc.blocks import block_of
 from pc.config import MatrixSplit
-from pc.factory import precondition
+from pc.api import precondition
 from pc.preconditioner import Preconditioner
 from pc.targets import clean_name
 from pc.weight import named_weights
@@ -29,15 +29,15 @@ def is_hidden_matrix(name: str) -> bool:
     """Whether `optimizer.name` trains a parameter; AdamW trains embedding, head, norms and gammas. Raises ValueError for
     an unknown name instead of guessing an optimizer."""
     layer, _, kind = name.rpartition(".")
-    if block_of(layer) and kind in ("weight", "gamma"):
-        return kind == "weight"
+    if block_of(layer) and kind in ("weight", "weight_orig", "weight_gamma"):
+        return kind != "weight_gamma"
     if name in ("tok_embeddings.weight", "output.weight") or name.endswith("norm.weight"):
         return False
     raise ValueError(f"no optimizer for parameter {name}")
 
 
 class Optimizers(OptimizersContainer):
-    """AdamW, or the config's optimizer and AdamW, for each model part; with PC in mode "step", on the raw weights.
+    """AdamW, or the config's optimizer and AdamW, for each model part; with PC, of W in place of PC(W).
 
     TorchTitan's container saves only one optimizer per model part; this one saves all.
     """
@@ -47,14 +47,13 @@ class Optimizers(OptimizersContainer):
         self.preconditioner: Preconditioner | None = None
         """PC's"""
         if any(True for model in model_parts for _ in named_weights(model)):
-            # the first train step writes PC(W), after any checkpoint is loaded
             self.preconditioner = precondition(model_parts)
         self.by_part = [_build(model, config) for model in model_parts]
         self.optimizers = [optimizer for by_kind in self.by_part for optimizer in by_kind.values()]
         parameters = [p for model in model_parts for p in model.parameters()]
         self._post_init(parameters, {"lr": config.lr})
         if self.preconditioner is not None:
-            self.preconditioner.follow(self)
+            self.preconditioner.follow(*self.optimizers)
         self.skips_step = False
         """whether the next step changes nothing"""
 
@@ -120,11 +119,13 @@ def _build(model: nn.Module, config: Optimizer) -> dict[str, torch.optim.Optimiz
     """{kind: optimizer}: the config's optimizer for the hidden matrices, AdamW for the rest."""
     members: dict[str, dict[tuple[float, bool], list[nn.Parameter]]] = {config.name: {}, "AdamW": {}}
     """{kind: {(factor of the learning rate, whether a weight is one matrix for each attention head): parameters}}"""
-    for name, parameter in model.named_parameters():
-        name = clean_name(name)
+    parameters = {clean_name(name): parameter for name, parameter in model.named_parameters()}
+    for name, parameter in parameters.items():
+        if f"{name}_orig" in parameters:
+            continue  # PC(W)
         kind, factor, heads = "AdamW", 1.0, False
         if is_hidden_matrix(name):
-            layer = name.removesuffix(".weight")
+            layer = name.rpartition(".")[0]
             kind, factor = config.name, block_factor(config.lr_factors, layer)
             heads = KINDS[kind].splits_heads and block_of(layer) in config.muon_heads
         members[kind].setdefault((factor, heads), []).append(parameter)

@@ -17,9 +17,8 @@ from torchtitan.models.llama3.model.model import Transformer
 from pc.blocks import matches
 from pc.config import PCConfig
 from pc.errors import UserError
-from pc.marking import attach
+from pc.api import attach
 from pc.targets import clean_name
-from pc.weight import named_weights
 from pc_recipe.config import Config
 from pc_recipe.config.rules import compiles_model
 from pc_recipe.train.upstream_config import JobConfig
@@ -97,8 +96,6 @@ def _attach_pc(model: nn.Module, parallel_dims: AlwaysSharded, config: PCConfig)
         level = {entry: config.level[entry] for entry in blocks} if isinstance(config.level, dict) else config.level
         config = replace(config, blocks=blocks, level=level)
     attach(model, config)
-    for _, weight in named_weights(model):
-        weight.state_is_apart = True  # the checkpoint stores gamma, u and v apart from the model
 
 
 def _apply_fsdp(model: nn.Module, parallel_dims: AlwaysSharded, config: Config) -> None:

@@ -49,13 +49,13 @@ class SquaredNorm:
         return self._sum(_gradient)
 
     @torch.no_grad()
-    def of_parameters(self, instead: dict[str, Tensor]) -> Tensor:
+    def of_parameters(self, without: set[str]) -> Tensor:
         """In float64, because torch's float32 norm of many numbers is 1e-4 too small on a CPU.
 
         Args:
-            instead: by name, what to measure in place of a parameter; sharded like it.
+            without: names of parameters that are left out.
         """
-        return self._sum(lambda name, parameter: instead.get(name, parameter), torch.float64)
+        return self._sum(lambda name, parameter: None if name in without else parameter, torch.float64)
 
     def _shards(self, of: Callable) -> Iterator[tuple[float, list[Tensor]]]:
         for share, parameters in self._by_share.items():

@@ -6,7 +6,7 @@ after the last one      gradients of PC(W) become gradients of W and gamma      
                         finite, and whether to stop; the host waits for this
                         a step that is not finite is left out                   `pc_recipe.train.nonfinite`
                         clipping
-optimizers.step()       restore W; step; save W and write PC(W)                 `pc.preconditioner`
+optimizers.step()       step of W; then PC(W) is written                        `pc.preconditioner`
 logging                 one exchange of all numbers, if any are due; the host   `pc_recipe.train.metrics`,
                         waits for it                                            `pc_recipe.train.diagnostics`
 

@@ -18,7 +18,7 @@ from torchtitan.distributed.utils import init_distributed
 from torchtitan.tools.logging import logger
 
 from pc.errors import UserError
-from pc.marking import preserve
+from pc.api import preserve
 from pc.preconditioner import Preconditioner
 from pc_recipe.config import Config, rules
 from pc_recipe.config.rank_batches import RankBatches
@@ -26,7 +26,7 @@ from pc_recipe.data.manifest import Manifest
 from pc_recipe.files.run_folder import write_state
 from pc_recipe.files.run_log import set_aside_metrics
 from pc_recipe.train import cpu, fingerprint, fsdp_sync, run_tokenizer, train_spec  # noqa: F401 (it registers itself)
-from pc_recipe.train.checkpoint import Checkpoints
+from pc_recipe.train.checkpoint import Checkpoints, plain_keys
 from pc_recipe.train.checkpoint_folder import CheckpointFolder
 from pc_recipe.train.environment import require_agreement
 from pc_recipe.train.llama2 import Llama2Args
@@ -92,8 +92,7 @@ class PCTrainer(StepTrainer):
             checkpointer.read(initial_path, model_only=True, from_hf=True)
         elif initial_path and settings.initial_load_model_only:
             checkpoint = checkpointer.verified(initial_path)
-            fingerprint.require_plain_weights(checkpoint)
-            fingerprint.require_same_model(checkpoint, self.config.model, self._model_shapes())
+            fingerprint.require_same_model(checkpoint, self.config.model, plain_keys(self._model_shapes()))
             self._require_same_tokenizer(checkpoint)
             checkpointer.read(initial_path, model_only=True)
         elif initial_path:
@@ -101,12 +100,24 @@ class PCTrainer(StepTrainer):
             self._require_same_run(checkpoint)
             self._require_same_tokenizer(checkpoint)
             checkpointer.read(initial_path)
+        self._take_loaded(is_plain=newest is None and (settings.initial_load_in_hf or settings.initial_load_model_only))
         if self.step > (last := self.config.training.steps):
             path = newest.path if newest else initial_path
             raise UserError(
                 f"training.steps = {last} is below step {self.step} of {path}, which this run continues; raise "
                 "it, or go back by moving newer checkpoints out of the folder"
             )
+
+    def _take_loaded(self, is_plain: bool) -> None:
+        """Make PC's tensors those of the loaded weights: of plain ones by `pc.start`."""
+        if self.preconditioner is None:
+            return
+        if not (is_plain and self.config.checkpoint.initial_load_path):
+            self.preconditioner.note_loaded()
+        elif self.config.pc.start == "preserve":
+            preserve(self.model_parts)
+        else:
+            self.preconditioner.restart()
 
     def _require_same_run(self, checkpoint: CheckpointFolder) -> None:
         kinds = {"adamw", self.config.optimizer.name.lower()}
@@ -143,8 +154,6 @@ class PCTrainer(StepTrainer):
             write_state(folder, state, self.step, self.config.training.steps, reason)
 
     def train_step(self, data_iterator) -> None:
-        if self.step == 1 and self._starts_from_given_weights():
-            preserve(self.model_parts)
         self.metrics_processor.resume()
         super().train_step(data_iterator)
         self.metrics_processor.pause()
@@ -202,13 +211,6 @@ class PCTrainer(StepTrainer):
         for group in distributed_c10d._world.pg_map:
             if dist.get_backend(group) != "fake":  # TorchTitan's fake groups of mesh dimensions with one rank
                 set_timeout(timeout, group)
-
-    def _starts_from_given_weights(self) -> bool:
-        """Whether a new run has loaded weights and `pc.start` is "preserve"."""
-        pc, checkpoint = self.config.pc, self.config.checkpoint
-        if not (pc.enable and pc.start == "preserve" and checkpoint.initial_load_path):
-            return False
-        return checkpoint.initial_load_model_only or checkpoint.initial_load_in_hf
 
     def build_scorer(self):
         """None, or an object with `is_due(step)` and a collective `score()` that scores the model during training."""

@@ -16,8 +16,7 @@ NORM, CHANGE = "norm/effective", "change"
 class UpdateSizes:
     """Of the matrices that `entries` of `pc.blocks` match, also in a model without PC.
 
-    Create it while FSDP has the parameters sharded. Parameters hold the effective weights: PC(W) in mode "step", W without
-    PC.
+    Create it while FSDP has the parameters sharded.
 
     Args:
         model_parts: this rank's.
