@@ -179,7 +179,11 @@ def table(run_cost: RunCost) -> str:
         ("model, attention counted causally", cost.model, "100 %"),
         ("model, attention counted fully", cost.model_full_square, ""),
         ("PC, whole job", cost.pc, _percent(cost.pc / cost.model)),
-        ("PC, on the busiest rank", cost.pc_busiest, f"{_percent(cost.pc_busiest * ranks / cost.model)} of that rank's"),
+        (
+            "PC, on the busiest rank",
+            cost.pc_busiest,
+            f"{_percent(cost.pc_busiest * ranks / cost.model)} of that rank's",
+        ),
     ]
     if cost.recomputed is not None:
         share = _percent(cost.recomputed / cost.model)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torchtitan.models.llama3.model.model import Transformer
 
-from pc.config import PCConfig
 from pc.api import attach
+from pc.config import PCConfig
 from pc.methods import method_of
 from pc.preconditioner import KEPT_BYTES
 from pc.splits import WeightSplit

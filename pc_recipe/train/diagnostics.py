@@ -160,7 +160,9 @@ class Diagnostics:
                 inputs.append((linear.weight if weight is None else weight.effective,))
         metrics: dict[str, float] = {}
         conditions: dict[str, list[float]] = {"pc": [], "qkv": [], "all": []}
-        for name, numbers in self._compute_on_owners(_spectral, names, inputs, [None] * len(names), len(SPECTRAL)).items():
+        for name, numbers in self._compute_on_owners(
+            _spectral, names, inputs, [None] * len(names), len(SPECTRAL)
+        ).items():
             measured = dict(zip(SPECTRAL, numbers, strict=True))
             metrics |= {f"spectra/{metric}/{name}": number for metric, number in measured.items()}
             conditions["all"].append(measured["condition"])

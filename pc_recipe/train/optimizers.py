@@ -15,9 +15,9 @@ from torchtitan.components.lr_scheduler import LRSchedulersContainer, build_lr_s
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.tools.logging import logger
 
+from pc.api import precondition
 from pc.blocks import block_of
 from pc.config import MatrixSplit
-from pc.api import precondition
 from pc.preconditioner import Preconditioner
 from pc.targets import clean_name
 from pc.weight import named_weights

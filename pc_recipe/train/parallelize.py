@@ -14,10 +14,10 @@ from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list, apply_compile, apply_fsdp, apply_tp
 from torchtitan.models.llama3.model.model import Transformer
 
+from pc.api import attach
 from pc.blocks import matches
 from pc.config import PCConfig
 from pc.errors import UserError
-from pc.api import attach
 from pc.targets import clean_name
 from pc_recipe.config import Config
 from pc_recipe.config.rules import compiles_model

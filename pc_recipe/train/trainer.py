@@ -17,8 +17,8 @@ from torch.distributed import distributed_c10d
 from torchtitan.distributed.utils import init_distributed
 from torchtitan.tools.logging import logger
 
-from pc.errors import UserError
 from pc.api import preserve
+from pc.errors import UserError
 from pc.preconditioner import Preconditioner
 from pc_recipe.config import Config, rules
 from pc_recipe.config.rank_batches import RankBatches

@@ -1,8 +1,7 @@
-"""Both schedules on wrapped and sharded models against one process, in float64 on gloo."""
+"""Wrapped and sharded models against one process, in float64 on gloo."""
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -12,19 +11,20 @@ import pc
 from helpers.ranks import run_ranks
 from helpers.toy import toy_batch, toy_loss, toy_model
 from pc import PCConfig
+from pc.layer import put_in_graph
 
 BATCHES = 4  # micro-batches of one step over all ranks
 CASES = {
-    "DDP, step": ("step", "ddp", torch.optim.SGD),
-    "DDP, forward": ("forward", "ddp", torch.optim.SGD),
-    "FSDP2, step": ("step", "fsdp2", torch.optim.SGD),
+    "DDP": ("ddp", torch.optim.SGD),
+    "FSDP2": ("fsdp2", torch.optim.SGD),
     # whose steps of many tensors at once leave a DTensor's version counter as it is
-    "FSDP2, forward": ("forward", "fsdp2", torch.optim.AdamW),
+    "FSDP2, AdamW": ("fsdp2", torch.optim.AdamW),
 }
+CONFIG = PCConfig(level={"o": 2, "ffn": 4})
 
 
-def _model(mode="step", **sizes):
-    return pc.attach(toy_model(**sizes), PCConfig(level={"o": 2, "ffn": 4}, mode=mode))
+def _model(**sizes):
+    return pc.attach(toy_model(**sizes), CONFIG)
 
 
 def _full(tensor):
@@ -47,9 +47,9 @@ def _shard(model, mesh):
 
 
 def _train(model, make, rank=0, world=1, parts=BATCHES, trained=None):
-    """The model's state and W after three steps on this rank's micro-batches."""
+    """The model's state after three steps on this rank's micro-batches."""
     optimizer = make(model.parameters(), lr=0.05)
-    preconditioner = pc.precondition(model, optimizer)
+    preconditioner = pc.precondition(trained or model, optimizer)
     for step in range(3):
         for i in range(rank, BATCHES, world):
             (toy_loss(trained or model, toy_batch(100 * step + i)) / parts).backward()
@@ -58,105 +58,66 @@ def _train(model, make, rank=0, world=1, parts=BATCHES, trained=None):
         optimizer.zero_grad()
         with torch.no_grad():  # leaves unsharded parameters, which must not affect the next steps
             model(toy_batch(0))
-    state = model.state_dict() | {f"{name} raw": weight.raw for name, weight in preconditioner.weights.items()}
-    return {name: _full(tensor) for name, tensor in state.items()}
+    return {name: _full(tensor) for name, tensor in model.state_dict().items()}
 
 
-def _train_wrapped(rank, mode, wrapper, make):
-    model = _model(mode)
+def _train_wrapped(rank, wrapper, make):
+    model = _model()
     if wrapper == "ddp":  # averages over its two ranks; the shards are summed
         return _train(model, make, rank, 2, BATCHES / 2, DistributedDataParallel(model))
     return _train(_shard(model, _mesh()), make, rank, 2)
 
 
-@pytest.mark.parametrize("mode, wrapper, make", CASES.values(), ids=CASES)
-def test_wrapped_models_are_followed(mode, wrapper, make):
-    expected = _train(_model(mode), make)
+@pytest.mark.parametrize("wrapper, make", CASES.values(), ids=CASES)
+def test_wrapped_models_are_followed(wrapper, make):
+    expected = _train(_model(), make)
     # AdamW divides by root mean squares near zero, which amplifies rounding
     tolerance = 1e-8 if make is torch.optim.AdamW else 1e-12
-    for state in run_ranks(2, _train_wrapped, mode, wrapper, make):
+    for state in run_ranks(2, _train_wrapped, wrapper, make):
         assert state.keys() == expected.keys()
         for name, tensor in expected.items():
             torch.testing.assert_close(state[name], tensor, rtol=0, atol=tolerance, msg=name)
-    assert (expected["0.attention.wo raw"] - toy_model()[0].attention["wo"].weight).abs().max() > 1e-3  # control
+    assert (
+        expected["0.attention.wo.weight_orig"] - toy_model()[0].attention["wo"].weight
+    ).abs().max() > 1e-3  # control
 
 
-def _restored_while_gathered(rank):
-    """Whether each layer has its W back, where a forward pass left FSDP holding gathered weights."""
+def _written_while_gathered(rank):
+    """Whether each layer has PC(W), where a forward pass had left FSDP holding gathered weights."""
     model = fully_shard(_model(), mesh=_mesh(), reshard_after_forward=False)
     preconditioner = pc.precondition(model)
-    preconditioner.write_pc()
-    toy_loss(model, toy_batch(0)).backward()
-    preconditioner.pull_back()
     with torch.no_grad():
         toy_loss(model, toy_batch(0))
-    preconditioner.restore_raw()
+        for weight in preconditioner.weights.values():
+            weight.orig.mul_(2.0)
+    preconditioner.write_pc()
     parameters = dict(model.named_parameters())
     return [
-        torch.equal(_full(parameters[f"{name}.weight"]), _full(w.raw)) for name, w in preconditioner.weights.items()
+        (_full(parameters[f"{name}.weight"]) - pc.effective_weight(*map(_full, tensors), w.config)).abs().max() < 1e-12
+        for name, w in preconditioner.weights.items()
+        for tensors in [(w.orig, w.gamma, w.u, w.v)]
     ]
 
 
-def test_raw_weights_replace_gathered_ones():
-    for same in run_ranks(2, _restored_while_gathered):
+def test_pc_replaces_gathered_weights():
+    for same in run_ranks(2, _written_while_gathered):
         assert same and all(same)
 
 
 def _more_ranks_than_rows(rank):
     model = _shard(_model(d=2, f=3), _mesh(4))
     preconditioner = pc.precondition(model)
-    preconditioner.write_pc()
     toy_loss(model, toy_batch(0, d=2)).backward()
     preconditioner.pull_back()
-    return {name: _full(p.grad) / 4 for name, p in model.named_parameters()}
+    return {name: [_full(p.grad) / 4 for p in (w.orig, w.gamma)] for name, w in preconditioner.weights.items()}
 
 
 def test_empty_shards():
     """Seven of ten tensors have no rows on some of four ranks; gamma is on one only."""
-    reference = _model("forward", d=2, f=3)
-    pc.refresh(reference)
+    reference = toy_model(d=2, f=3)
+    layers = put_in_graph(reference, CONFIG)
     toy_loss(reference, toy_batch(0, d=2)).backward()
     for gradients in run_ranks(4, _more_ranks_than_rows):
-        for name, parameter in reference.named_parameters():
-            torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-12, msg=name)
-
-
-def _change_on_rank_0(rank):
-    """What restoring W says on each rank: two linear layers over all ranks, and before them one over half of them."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
-    model = pc.attach(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), PCConfig(blocks=("[012]*",)))
-    fully_shard(model[0], mesh=mesh["expert"])
-    for layer in (model[1], model[2]):
-        fully_shard(layer, mesh=mesh["data", "expert"]._flatten("all"))
-    preconditioner = pc.precondition(model)
-    preconditioner.write_pc()
-    if rank == 0:
-        with torch.no_grad():
-            model[1].weight.to_local().mul_(2.0)
-    try:
-        preconditioner.restore_raw()
-    except pc.UserError as error:
-        return str(error)
-
-
-def test_a_change_on_one_rank_is_said_on_all():
-    """Also if the first weight has another mesh: no rank may wait for one that has raised."""
-    for error in run_ranks(4, _change_on_rank_0):
-        assert error and "a weight was changed while it held PC(W)" in error
-
-
-def _without_zero_grad(rank):
-    """What a second pull_back says on each rank. A gamma of one element is on one of them alone."""
-    model = _shard(_model(), _mesh())
-    preconditioner = pc.precondition(model, torch.optim.AdamW(model.parameters()))
-    for _ in range(2):
-        toy_loss(model, toy_batch(rank)).backward()
-        try:
-            preconditioner.pull_back()
-        except pc.UserError as error:
-            return str(error)
-
-
-def test_gradients_without_zero_grad_are_said_on_all_ranks():
-    for error in run_ranks(2, _without_zero_grad, timeout=100.0):
-        assert error and "gradients that are already those of W" in error
+        for name, layer in layers.items():
+            for found, parameter in zip(gradients[name], (layer.weight, layer.gamma), strict=True):
+                torch.testing.assert_close(found, parameter.grad, rtol=0, atol=1e-12, msg=name)

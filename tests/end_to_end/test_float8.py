@@ -56,10 +56,10 @@ def test_runs_in_float8(tiny_config, tmp_path):
     for name in CASES[2]:
         if "gathered" in name:
             assert losses[name] == losses["FSDP2"], name
-    # raw weights stay in the checkpoint's format
+    # W stays in the checkpoint's format
     layer = "layers.0.attention.wo"
     for tensors in weights.values():
         assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
-    state = {key: weights["FSDP2"][f"pc.{layer}.{key}"] for key in ("raw", "gamma", "u", "v")}
-    effective = pc.effective_weight(state["raw"], state["gamma"], state["u"], state["v"], pc.PCConfig(level=4))
+    tensors = (weights["FSDP2"][f"{layer}.weight_{key}"] for key in ("orig", "gamma", "u", "v"))
+    effective = pc.effective_weight(*tensors, pc.PCConfig(level=4))
     torch.testing.assert_close(weights["FSDP2"][f"{layer}.weight"], effective)

@@ -13,9 +13,9 @@ def _figures(folder):
 
 def test_spectra_and_curves_of_a_pair(command, tmp_path):
     pair = tmp_path / "baseline", tmp_path / "pc"
-    for run, mode in zip(pair, (None, "step"), strict=True):
-        save_checkpoint(run, mode)
-        write_metrics(run, gain=0.05 * bool(mode), estimates=bool(mode))
+    for run, with_pc in zip(pair, (False, True), strict=True):
+        save_checkpoint(run, with_pc)
+        write_metrics(run, gain=0.05 * with_pc, estimates=with_pc)
     assert command("spectra.py", *pair, "--output", tmp_path)[0] == 0
     assert _figures(tmp_path) == {"histograms", "gmcn"}
 

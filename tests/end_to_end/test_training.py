@@ -19,7 +19,6 @@ BASELINE = ["--pc.enable", "false"]
 MUON = ["--optimizer.name", "Muon"]
 # of `python scripts/polynomials.py --cutoff 0.5 --degree 3`
 OWN_MAP = ["--pc.level", "2.616097,-3.550208,2.730920,-0.796809"]
-FORWARD = ["--pc.mode", "forward"]
 HEADS = [*MUON, "--pc.blocks", "qk,v,o,ffn", "--pc.heads", "q,k,v", "--optimizer.muon_heads", "q,k,v"]
 ROW_NORM = ["--optimizer.name", "MuonH", "--pc.method", "row_norm"]
 CAP = ["--optimizer.name", "AdamH", "--pc.method", "cap", "--pc.cap", "0.5"]
@@ -72,8 +71,8 @@ def plain(tiny_shards, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "ranks, overrides",
-    [(2, [*OWN_MAP, *ASYNC]), (2, HEADS), (1, [*MUON, *FORWARD]), (2, ROW_NORM), (2, CAP)],
-    ids=["pc-own-map-async-2", "muon-heads-2", "muon-forward", "muonh-row-norm-2", "adamh-cap-2"],
+    [(2, [*OWN_MAP, *ASYNC]), (2, HEADS), (1, MUON), (2, ROW_NORM), (2, CAP)],
+    ids=["pc-own-map-async-2", "muon-heads-2", "muon", "muonh-row-norm-2", "adamh-cap-2"],
 )
 def test_resume_is_exact(tiny_config, ranks, overrides):
     config, folder = tiny_config
@@ -113,7 +112,7 @@ def test_a_full_disk_is_said_in_a_line(tiny_config):
     assert not _steps(folder)
 
 
-def test_checkpoint_holds_a_plain_llama_and_the_raw_weights(trained):
+def test_checkpoint_holds_a_plain_llama_and_w(trained):
     import torch.distributed.checkpoint as dcp
     from torchtitan.models.llama3.model.model import Transformer
 
@@ -127,36 +126,35 @@ def test_checkpoint_holds_a_plain_llama_and_the_raw_weights(trained):
     dcp.load(wanted, checkpoint_id=str(folder / "checkpoint" / "step-6"), no_dist=True)
     plain.load_state_dict(wanted)  # strict: the names are those of a plain model
     assert torch.equal(plain.layers["1"].feed_forward.w2.weight, state["layers.1.feed_forward.w2.weight"])
-    layers = {name.removeprefix("pc.").rpartition(".")[0] for name in saved if name.startswith("pc.")}
-    assert len(layers) == 8
-    for name in layers:
-        raw, gamma, u, v = (saved[f"pc.{name}.{key}"] for key in ("raw", "gamma", "u", "v"))
-        effective = pc.effective_weight(raw, gamma, u, v, pc.PCConfig(level=4, blocks=("o",)))
+    weights = [name.removesuffix("_orig") for name in saved if name.startswith("layers.") and name.endswith("_orig")]
+    assert len(weights) == 8
+    for name in weights:
+        orig, gamma, u, v = (saved[f"{name}_{key}"] for key in ("orig", "gamma", "u", "v"))
+        effective = pc.effective_weight(orig, gamma, u, v, pc.PCConfig(level=4, blocks=("o",)))
         # the owner computed a batch of matrices, with another blocking of float32 matmuls
-        torch.testing.assert_close(saved[f"{name}.weight"], effective, rtol=0, atol=1e-6)
-        assert (saved[f"{name}.weight"] - raw).abs().max() > 1e-3  # control
+        torch.testing.assert_close(saved[name], effective, rtol=0, atol=1e-6)
+        assert (saved[name] - orig).abs().max() > 1e-3  # control
 
 
 def test_the_size_of_a_checkpoint_is_the_estimate(trained):
-    """Weights, raw W and optimizer states; the estimate leaves out gammas, and vectors beside matrices."""
+    """Weights, W and optimizer states; the estimate leaves out gammas, and vectors beside matrices."""
     from pc_recipe.config import load_config
     from pc_recipe.runs import memory
 
     config = load_config(trained[0])
     saved = tiny.load_all(trained[1] / "checkpoint" / "step-6")
-    elements = sum(tensor.numel() for name, tensor in saved.items() if not name.endswith((".u", ".v")))
+    elements = sum(tensor.numel() for name, tensor in saved.items() if not name.endswith(("_u", "_v")))
     assert memory.estimate_checkpoint_bytes(config, memory.count_sizes_of_config(config)) == pytest.approx(
         4 * elements, rel=0.005
     )
 
 
-def test_baseline_and_pc_start_from_the_same_raw_weights(tiny_config, tmp_path):
+def test_baseline_and_pc_start_from_the_same_w(tiny_config, tmp_path):
     config, _ = tiny_config
     with_pc = _run(2, config, NOTHING_LEARNT)
     baseline = _run(1, config, [*NOTHING_LEARNT, *BASELINE, *_elsewhere(tmp_path, "baseline")])
     for name, weight in baseline.items():
-        raw = f"pc.{name.removesuffix('.weight')}.raw"
-        assert torch.equal(with_pc.get(raw, with_pc[name]), weight), name
+        assert torch.equal(with_pc.get(f"{name}_orig", with_pc[name]), weight), name
 
 
 def test_plain_checkpoint_starts_a_pc_run(tiny_config, tmp_path, plain):
@@ -167,9 +165,9 @@ def test_plain_checkpoint_starts_a_pc_run(tiny_config, tmp_path, plain):
     assert torch.equal(preserved["layers.0.attention.wq.weight"], trained["layers.0.attention.wq.weight"])
     # float32 singular value decompositions; PC(W) of another W is another weight
     assert (preserved[f"{name}.weight"] - given).norm() < 1e-5 * given.norm()
-    assert (preserved[f"pc.{name}.raw"] - given).norm() > 1e-2 * given.norm()
+    assert (preserved[f"{name}.weight_orig"] - given).norm() > 1e-2 * given.norm()
     raw = _run(1, config, [*start, *NOTHING_LEARNT, "--pc.start", "raw", *_elsewhere(tmp_path, "raw")])
-    assert torch.equal(raw[f"pc.{name}.raw"], given) and not torch.equal(raw[f"{name}.weight"], given)
+    assert torch.equal(raw[f"{name}.weight_orig"], given) and not torch.equal(raw[f"{name}.weight"], given)
 
 
 def test_a_torn_first_checkpoint_does_not_hide_the_start(tiny_config, plain):

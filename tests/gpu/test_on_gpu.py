@@ -21,7 +21,7 @@ DEVICE = os.environ.get("PC_GPU_TESTS_ON") or ("cuda" if torch.cuda.is_available
 pytestmark = pytest.mark.skipif(DEVICE is None, reason="needs a GPU")
 
 # Relative errors of both passes at level 4 (docs/performance.md), with room for a factor of 4.
-TOLERANCES = {"float32": 2e-6, "tf32": 2.4e-3, "float16": 3.6e-3, "bfloat16": 2.8e-2}
+TOLERANCES = {"float32": 2e-6, "tf32": 2.4e-3}
 
 
 def _passes(precision, device, dtype, shape=(256, 700), size=3):
@@ -29,7 +29,7 @@ def _passes(precision, device, dtype, shape=(256, 700), size=3):
     weight, gradient = (torch.randn(size, *shape, generator=generator, dtype=torch.float64) for _ in range(2))
     u, v = (torch.randn(size, n, generator=generator, dtype=torch.float64) for n in shape)
     u, v = power_iteration(weight, u / u.norm(dim=1, keepdim=True), v / v.norm(dim=1, keepdim=True), 200)
-    config = PCConfig(compute_dtype=precision, mode="step")
+    config = PCConfig(compute_dtype=precision)
     weight, gradient, u, v = (tensor.to(device, dtype) for tensor in (weight, gradient, u, v))
     gamma = torch.full((size, 1), 0.9, device=device, dtype=dtype)
     effective, *_ = method_of(config).write(weight, gamma, u, v)
@@ -47,9 +47,7 @@ def test_passes_in_each_precision():
         for precision in TOLERANCES
     }
     assert all(errors[precision] < TOLERANCES[precision] for precision in errors), errors
-    # controls: less precise matmuls exceed the tolerance of the more precise ones
-    assert errors["bfloat16"] > TOLERANCES["float32"]
-    if DEVICE == "cuda":
+    if DEVICE == "cuda":  # control: less precise matmuls exceed the tolerance of the more precise ones
         assert errors["tf32"] > TOLERANCES["float32"], "TF32 is not in use"
 
 
@@ -65,7 +63,7 @@ def test_float32_where_the_process_has_tf32_on():
 
 
 def test_batches_are_their_matrices(monkeypatch):
-    config = PCConfig(mode="step")
+    config = PCConfig()
     generator = torch.Generator().manual_seed(3)
     items = [
         tuple(torch.randn(shape, generator=generator).to(DEVICE) for shape in ((96, 160), (1,), (96,), (160,)))

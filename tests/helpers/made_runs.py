@@ -64,7 +64,7 @@ def make_run(
     effective = dict(entries)
     method = {"enable": pc_config is not None}
     if pc_config is not None:
-        names = ("level", "blocks", "mode", "norm_recovery", "learnable_gamma")
+        names = ("level", "blocks", "norm_recovery", "learnable_gamma")
         method |= {name: getattr(pc_config, name) for name in names}
         with torch.device("meta"):
             layers = attach(Llama2(args), pc_config)
@@ -74,12 +74,10 @@ def make_run(
             u, v = power_iteration(weight, u, v, 3)
             gamma = 1 + 0.1 * torch.randn(1) if pc_config.learnable_gamma else None
             effective[f"{name}.weight"] = effective_weight(weight, gamma, u, v, layer.config)
-            entries |= {f"pc.{name}.u": u, f"pc.{name}.v": v}
+            entries |= {f"{name}.weight_{key}": tensor for key, tensor in (("orig", weight), ("u", u), ("v", v))}
             if gamma is not None:
-                entries[f"pc.{name}.gamma"] = gamma
-            if pc_config.mode == "step":
-                entries[f"pc.{name}.raw"] = weight
-                entries[f"{name}.weight"] = effective[f"{name}.weight"]
+                entries[f"{name}.weight_gamma"] = gamma
+            entries[f"{name}.weight"] = effective[f"{name}.weight"]
     states = entries | {
         "optimizer": {"state.norm.weight.exp_avg": torch.zeros(3)},
         "lr_scheduler": {"last_epoch": 7},
@@ -101,9 +99,9 @@ def make_run(
     return MadeRun(checkpoint, raw.eval())
 
 
-def save_checkpoint(run: Path, mode: str | None, step: int = 7, level=4) -> Llama2:
-    """A run of the tiny model, without PC if mode is None; returns the plain model with the effective weights."""
-    pc_config = PCConfig(mode=mode, level=level) if mode else None
+def save_checkpoint(run: Path, with_pc: bool, step: int = 7, level=4) -> Llama2:
+    """A run of the tiny model; returns the plain model with the effective weights."""
+    pc_config = PCConfig(level=level) if with_pc else None
     return make_run(run, None, pc_config, "tiny", vocab_size=64, step=step).model
 
 

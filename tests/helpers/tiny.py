@@ -118,7 +118,7 @@ def make_trainer(config: Path, overrides: list[str]):
 
 
 def train(rank: int, config: Path, overrides: list[str]) -> dict[str, torch.Tensor]:
-    """Run the trainer on one rank; returns all parameters and PC's tensors whole, by checkpoint name."""
+    """Run the trainer on one rank; returns all tensors of the model whole, by checkpoint name."""
     trainer = make_trainer(config, overrides)
     if rank == 0:
         write_resolved(trainer.config, Path(trainer.config.job.dump_folder) / "config.toml")
@@ -129,15 +129,8 @@ def train(rank: int, config: Path, overrides: list[str]) -> dict[str, torch.Tens
 
 
 def state_of(trainer) -> dict[str, torch.Tensor]:
-    """Parameters of this rank's model parts under checkpoint names, and `pc.<layer>.<key>`, as whole tensors."""
-    from pc.targets import clean_name
-
-    tensors = {clean_name(n): p for model in trainer.model_parts for n, p in model.named_parameters()}
-    if "pc" in trainer.checkpointer.states:
-        for name, state in trainer.checkpointer.states["pc"].state_dict().items():
-            if name != "config":
-                tensors |= {f"pc.{name}.{key}": tensor for key, tensor in state.items()}
-    return {name: whole(tensor) for name, tensor in tensors.items()}
+    """Parameters and buffers of this rank's model parts under checkpoint names, as whole tensors."""
+    return {name: whole(tensor) for name, tensor in trainer.checkpointer.states["model"].state_dict().items()}
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ def test_a_row_from_command_to_table(step, monkeypatch, tmp_path, capsys):
     variants = {
         "baseline": rows.Variant(rows.ADAMW, rows.EAGER),
         "step": rows.Variant(rows.PC, rows.EAGER + rows.TF32),
-        "in graph": rows.Variant(rows.PC, rows.EAGER + rows.IN_GRAPH),
+        "in graph": rows.Variant(rows.PC, rows.EAGER, in_graph=True),
     }
     monkeypatch.setitem(rows.ROWS, "small", rows.Row("of a test", variants, micro_batches=3))
     step.main(["small", *SHAPE, "--output", str(tmp_path)])
@@ -42,7 +42,7 @@ def test_a_row_from_command_to_table(step, monkeypatch, tmp_path, capsys):
 
     plain, in_step, in_graph = (record["variants"][name] for name in variants)
     assert plain["tokens_per_step"] == 2 * 16 * 3 and not plain["parts"]
-    assert {"pull_back", "restore_raw", "write_pc"} == set(in_step["parts"])
+    assert {"pull back", "write"} == set(in_step["parts"])
     for index, seconds in enumerate(in_step["seconds"]):
         assert 0 < sum(values[index] for values in in_step["parts"].values()) < seconds
     times = list(zip(*(of["seconds"] for of in (plain, in_step, in_graph)), strict=True))
@@ -108,8 +108,7 @@ def test_passes_beside_another_checkout_and_by_precision(step, monkeypatch, caps
     assert alone_now[2:] == alone[2:] and many_now[2:] == many[2:]  # the same code
     assert float(alone[2]) > float(many[2]) > 0 and float(alone[5]) > float(many[5]) > 0  # FLOPs, MiB kept
     rows = {row[1]: [float(cell) for cell in row[2:]] for row in table(precision, "--width", "32", "--levels", "4")}
-    for finer, coarser in (("float32", "tf32"), ("tf32", "bfloat16"), ("float16", "bfloat16")):
-        assert all(4 * one < other for one, other in zip(rows[finer], rows[coarser], strict=True))
+    assert all(4 * one < other for one, other in zip(rows["float32"], rows["tf32"], strict=True))
 
 
 @pytest.mark.soak
@@ -135,28 +134,3 @@ def test_a_row_on_two_ranks(tmp_path):
     done = subprocess.run([*torchrun, *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "exchange.json").read_text())["figures"]["time once / every micro-batch"]["n"] == 2
-
-
-@pytest.mark.soak
-def test_owners_against_gathering_and_dtensors():
-    """Over two ranks an owner gets half of each matrix and returns half, as much as a gather of both halves."""
-    words = "benchmarks/owner.py --processes 2 --width 32 --layers 2 --rounds 1".split()
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr  # it compares the weights of two ways itself
-    rows = {cells[1]: cells for line in done.stdout.splitlines() if len(cells := line.replace(" ", "").split("|")) == 8}
-    assert rows["owner"][3] == "1.00" and float(rows["full_tensor"][5]) == 1 < float(rows["torch"][5])
-
-
-@pytest.mark.soak
-def test_host_and_loader(demo_data):
-    """As one of 8 ranks: two exchanges beside the model, PC and the optimizer, and operations that do not grow with weights."""
-    done = subprocess.run(
-        [sys.executable, *"benchmarks/host.py --ranks 8 --rounds 1".split()], cwd=ROOT, capture_output=True, text=True
-    )
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()[2:]]
-    rest = {step: [int(cell) for cell in cells] for step, part, *cells, _ in rows if part == "rest"}
-    assert [exchanges for _, exchanges in rest.values()] == [5, 2, 1], done.stderr
-    assert all(operations < 100 for operations, _ in rest.values())
-    words = ["benchmarks/loader.py", "--data", str(demo_data), *"--steps 1 --compute 0.1".split()]
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.count("|") == 7 * 4, done.stderr

@@ -16,8 +16,8 @@ def data_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def pc_run(tmp_path_factory, data_folder) -> MadeRun:
-    """Level 4 in mode "step", the default."""
-    return make_run(tmp_path_factory.mktemp("runs") / "pc", data_folder, PCConfig(level=4, mode="step"))
+    """Level 4."""
+    return make_run(tmp_path_factory.mktemp("runs") / "pc", data_folder, PCConfig(level=4))
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from pc_recipe.train.llama2 import model_args
 # (measured); 32 leaves room for other kernels. Unpermuted heads are off by 10^5 times as much.
 ROUNDINGS = 32
 
-FORWARD = PCConfig(level={"o": 2, "ffn": 4}, learnable_gamma=False, norm_recovery=False, mode="forward")
+TWO_LEVELS = PCConfig(level={"o": 2, "ffn": 4}, learnable_gamma=False, norm_recovery=False)
 
 
 @pytest.fixture
@@ -38,8 +38,8 @@ def distance_in_roundings(run, tokens):
 @pytest.mark.parametrize(
     ("flavor", "config"),
     [
-        ("debug", None), ("debug", FORWARD),
-        *(pytest.param("60M", config, marks=pytest.mark.soak) for config in (None, PCConfig(mode="step"))),
+        ("debug", None), ("debug", TWO_LEVELS),
+        *(pytest.param("60M", config, marks=pytest.mark.soak) for config in (None, PCConfig())),
     ],
 )  # fmt: skip
 def test_logits_equal_the_trainers(tmp_path, data_folder, tokens, flavor, config):
@@ -59,7 +59,7 @@ def test_an_unpermuted_head_or_raw_weights_would_be_seen(pc_run, pc_export, toke
 
     def load_raw(path):
         run = load(path)
-        key = "pc.layers.0.attention.wo.raw"
+        key = "layers.0.attention.wo.weight_orig"
         raw = hugging_face.plain_weights.CheckpointFolder(path).read_tensors([key])
         run.weights["layers.0.attention.wo.weight"] = raw[key]
         return run

@@ -13,7 +13,7 @@ from pc_recipe.evaluate import hugging_face
 @pytest.fixture
 def run(tmp_path, data_folder):
     """A run at step 7, as the trainer leaves it."""
-    made = make_run(tmp_path / "run", data_folder, PCConfig(level=4, mode="step"))
+    made = make_run(tmp_path / "run", data_folder, PCConfig(level=4))
     lines = [
         {"step": 6, "tokens": 6000, "validation_loss": 4.5, "evaluation/piqa/acc": 0.5},
         {"step": 7, "tokens": 7000, "loss": 4.25, "max_loss": 4.75},

@@ -9,8 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-from helpers.made_runs import make_run
-from pc import PCConfig, UserError
+from pc import UserError
 from pc_recipe.evaluate import plain_weights
 from pc_recipe.train.checkpoint_folder import CheckpointFolder
 from pc_recipe.train.checkpoint_writer import CHECKSUMS
@@ -38,22 +37,27 @@ def same(weights, model):
     return weights.keys() == expected.keys() and all(torch.equal(weights[key], expected[key]) for key in expected)
 
 
-def test_weights_are_the_trainers(pc_run, tmp_path, data_folder):
+def test_weights_are_the_trainers(pc_run):
     run = plain_weights.load(pc_run.checkpoint)
     assert same(run.weights, pc_run.model)
     assert (run.step, run.method.level, run.model_args.max_seq_len) == (7, 4, 256)
-    forward = make_run(tmp_path / "run", data_folder, PCConfig(level=2, mode="forward"))
-    assert same(plain_weights.load(forward.checkpoint).weights, forward.model)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda e: e.pop("layers.1.attention.wk.weight"), r"tensor layers\.1\.attention\.wk\.weight is missing"),
-        (lambda e: e.pop("pc.layers.3.feed_forward.w2.u"), r"tensor pc\.layers\.3\.feed_forward\.w2\.u is missing"),
+        (
+            lambda e: e.pop("layers.3.feed_forward.w2.weight_u"),
+            r"tensor layers\.3\.feed_forward\.w2\.weight_u is missing",
+        ),
         (lambda e: e.update({"layers.9.w": torch.ones(2)}), r"tensor layers\.9\.w does not belong"),
         (lambda e: e.update({"norm.weight": torch.ones(5)}), r"tensor norm\.weight has shape \[5\].*\[256\]"),
-        (lambda e: e["method"].update(fingerprint='{"enable": false}'), r"tensor pc\..* does not belong"),
+        (lambda e: e["method"].update(fingerprint='{"enable": false}'), r"tensor .*weight_gamma does not belong"),
+        (
+            lambda e: e.update({"pc.layers.0.attention.wo.raw": torch.ones(2)}),
+            "of an older version, which kept W apart",
+        ),
     ],
 )
 def test_every_tensor_is_accounted_for(copied, change, message):
@@ -63,18 +67,12 @@ def test_every_tensor_is_accounted_for(copied, change, message):
 
 
 def test_a_checkpoint_of_the_model_alone(copied, pc_run):
-    """Mode "step" saves PC(W) as the weight; "forward" W, which is no model without gamma, u and v."""
-
     def only_the_model(entries):
-        for key in [key for key in entries if key.startswith(("pc.", "method", "optimizer.", "train_state."))]:
+        for key in [key for key in entries if "weight_" in key or key == "method"]:
             del entries[key]
 
     rewritten(copied, only_the_model)
     assert same(plain_weights.load(copied).weights, pc_run.model)
-    config = copied.parent.parent / "config.toml"
-    config.write_text(config.read_text() + 'mode = "forward"\n')
-    with pytest.raises(UserError, match="raw weights"):
-        plain_weights.load(copied)
 
 
 def test_no_checkpoint_at_all(copied, tmp_path):

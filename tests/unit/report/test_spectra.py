@@ -7,9 +7,9 @@ from pc.errors import UserError
 from pc_recipe.report import spectra
 
 
-@pytest.mark.parametrize("mode, level", [("step", 4), ("forward", {"o": 2, "ffn": 4}), (None, 4)])
-def test_singular_values_are_those_of_the_weights(tmp_path, mode, level):
-    merged = save_checkpoint(tmp_path / "run", mode, level=level)
+@pytest.mark.parametrize("with_pc, level", [(True, {"o": 2, "ffn": 4}), (False, 4)])
+def test_singular_values_are_those_of_the_weights(tmp_path, with_pc, level):
+    merged = save_checkpoint(tmp_path / "run", with_pc, level=level)
     for step in (3, 12):  # an older and a newer one that are not complete
         (tmp_path / "run" / "checkpoint" / f"step-{step}").mkdir()
     (checkpoint,) = spectra.checkpoints_of([tmp_path / "run"]).values()
@@ -17,7 +17,6 @@ def test_singular_values_are_those_of_the_weights(tmp_path, mode, level):
     assert {layer for layer, _ in found} == {1, 2} and {block for _, block in found} == {"o", "gate", "up", "down"}
     for (layer, block), sigma in found.items():
         weight = merged.get_submodule(f"layers.{layer - 1}.{BLOCK_SUFFIXES[block][0]}").weight.detach()
-        # The weights are float32; in mode "forward" PC(W) is computed from them.
         torch.testing.assert_close(sigma, torch.linalg.svdvals(weight.double()), rtol=1e-5, atol=1e-6)
     with pytest.raises(UserError, match="layers 1 to 2"):
         spectra.compute(checkpoint, [3])

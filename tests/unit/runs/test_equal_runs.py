@@ -82,7 +82,7 @@ def key_of(*words: str):
         ["--training.local_batch_size=4", "--parallelism.tensor_parallel_degree=2"],
         ["--checkpoint.initial_load_path=here"],  # of a section that is off
         # a default that is written out: so a key that is added later makes no finished run a stranger
-        ["--model.init_std=0.02", "--pc.mode=step", "--optimizer.beta1=0.9"],
+        ["--model.init_std=0.02", "--pc.compute_dtype=float32", "--optimizer.beta1=0.9"],
     ],
 )
 def test_the_same_run(folder, words):

@@ -15,7 +15,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from helpers.made_runs import save_checkpoint
 from helpers.ranks import run_ranks
 from pc.errors import UserError
 from pc_recipe.config import Config
@@ -23,7 +22,6 @@ from pc_recipe.train import checkpoint, checkpoint_folder
 from pc_recipe.train.checkpoint import Checkpoints
 from pc_recipe.train.checkpoint_folder import CheckpointFolder, Damaged, LoadPlanner, Reader
 from pc_recipe.train.checkpoint_writer import CHECKSUMS, ChecksummedWriter
-from pc_recipe.train.fingerprint import require_plain_weights
 from pc_recipe.train.upstream_config import JobConfig
 
 
@@ -226,12 +224,3 @@ def test_a_folder_that_is_not_writable_is_noticed_at_the_start(saved, kind):
         for answer in answers:
             assert answer.startswith(f"{folder}/checkpoint") and "Permission denied" in answer and "\n" not in answer
         assert not (folder / "checkpoint.damaged").exists()
-
-
-def test_raw_weights_of_schedule_forward_are_no_start(tmp_path):
-    for mode in ("step", None):
-        save_checkpoint(tmp_path / f"{mode}", mode)
-        require_plain_weights(CheckpointFolder(tmp_path / f"{mode}" / "checkpoint" / "step-7"))
-    save_checkpoint(tmp_path / "forward", "forward")
-    with pytest.raises(UserError, match="holds raw weights"):
-        require_plain_weights(CheckpointFolder(tmp_path / "forward" / "checkpoint" / "step-7"))
