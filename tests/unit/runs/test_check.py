@@ -28,7 +28,7 @@ def test_all_faults_come_at_once_and_each_once():
     words = [
         "--pc.level=9",
         "--lr_scheduler.warmup_steps=70000",
-        "--checkpoint.exclude_from_loading=pc",
+        "--checkpoint.keep_latest_k=1",
         "--data.path=none",
     ]
     with pytest.raises(UserError) as raised:
@@ -36,7 +36,7 @@ def test_all_faults_come_at_once_and_each_once():
     for key in (
         "pc.level = ",
         "lr_scheduler.warmup_steps = ",
-        "checkpoint.exclude_from_loading = ",
+        "checkpoint.keep_latest_k = ",
         "data.path: ",
         "3 GPUs",
     ):
