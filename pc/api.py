@@ -8,18 +8,25 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from pc.config import PCConfig
 from pc.errors import UserError
 from pc.owner import Plan
 from pc import followed
-from pc.preconditioner import NO_PRECONDITIONER, Guard, Preconditioner, preconditioner_of, remove_guards
+from pc.preconditioner import (
+    NO_PRECONDITIONER,
+    Guard,
+    NotForDDP,
+    Preconditioner,
+    preconditioner_of,
+    remove_guards,
+    reshard,
+)
 from pc.shards import local
 from pc.splits import WeightSplit
 from pc.targets import clean_name, find, require_complete
-from pc.weight import Weight, named_weights, own_weights
+from pc.weight import Weight, named_weights, own_weights, require_precision
 
 
 def attach(model: nn.Module, config: PCConfig) -> nn.Module:
@@ -47,7 +54,7 @@ def attach(model: nn.Module, config: PCConfig) -> nn.Module:
     require_complete(config, targets, others)
     for target in targets.values():
         target.mark()
-    Guard().put_on(dict.fromkeys([model, *(target.module for target in targets.values())]))
+    Guard(NO_PRECONDITIONER).put_on(dict.fromkeys([model, *(target.module for target in targets.values())]))
     return model
 
 
@@ -75,9 +82,8 @@ def precondition(
     models = _listed(models)
     weights = _require_usable(models)
     if optimizers:
-        followed.joining_gammas(weights, followed.unwrapped(optimizers))  # raises before anything is changed
-    replicas = [m.process_group for model in models for m in model.modules() if isinstance(m, DistributedDataParallel)]
-    made = Preconditioner(models, process_group or next(iter(replicas), None))
+        followed.find(weights, optimizers)  # raises before anything is changed
+    made = Preconditioner(models, process_group)
     if optimizers:
         made.follow(*optimizers)
     return made
@@ -101,7 +107,7 @@ def _require_usable(models: list[nn.Module]) -> list[Weight]:
             "the model has a preconditioner already; use that one. To start again: pc.merge (from PC(W)) or pc.detach "
             "(from W), then pc.attach"
         )
-    weights = [weight for model in models for _, weight in named_weights(model)]
+    weights = _weights(*models)
     if not weights:
         raise UserError("pc.precondition found no weight with PC; call pc.attach(model, pc.PCConfig(...)) first")
     first = weights[0]
@@ -113,11 +119,7 @@ def _require_usable(models: list[nn.Module]) -> list[Weight]:
             )
         if weight.effective.is_meta:
             raise UserError(f"{weight.name} is on the meta device; call pc.precondition once the weights exist")
-        if weight.effective.dtype.itemsize < 4:
-            raise UserError(
-                f"{weight.name} is {weight.effective.dtype}, but W needs float32 to accumulate small updates; call "
-                "model.float(), and use autocast or FSDP's mixed precision for fast matmuls"
-            )
+        require_precision(weight)
         if len(sharing := holders[id(weight.effective)]) > 1:
             raise UserError(
                 f"{weight.name} shares its weight: {', '.join(sharing)}; PC needs a separate one: untie it, or leave it "
@@ -143,7 +145,7 @@ def preserve(models: nn.Module | Iterable[nn.Module]) -> None:
     """
     models = _listed(models)
     preconditioner = preconditioner_of(*models)
-    weights = [*preconditioner.weights.values()] if preconditioner else [w for m in models for _, w in named_weights(m)]
+    weights = _weights(*models)
     for weight in weights:
         for part in weight.split.chosen:
             part.method.require_invertible()
@@ -187,11 +189,9 @@ def detach(model: nn.Module) -> nn.Module:
     return _remove(model)
 
 
-def _weights(model: nn.Module) -> list[Weight]:
-    preconditioner = preconditioner_of(model)
-    if preconditioner is not None:
-        preconditioner.reshard()
-    return [weight for _, weight in named_weights(model)]
+def _weights(*models: nn.Module) -> list[Weight]:
+    reshard(models)
+    return [weight for model in models for _, weight in named_weights(model)]
 
 
 def _require_pc(model: nn.Module) -> None:
@@ -206,8 +206,10 @@ def _require_pc(model: nn.Module) -> None:
 def _remove(model: nn.Module) -> nn.Module:
     if (preconditioner := preconditioner_of(model)) is not None:
         preconditioner.leave()
-    weights = _weights(model)
     remove_guards(model.modules())
-    for weight in weights:
+    for weight in _weights(model):
         weight.remove()
+    for module in model.modules():
+        if isinstance(getattr(module, "_ddp_params_and_buffers_to_ignore", None), NotForDDP):
+            del module._ddp_params_and_buffers_to_ignore
     return model

@@ -34,33 +34,33 @@ def ids_of_parameters(*optimizers: Optimizer) -> set[int]:
 
 class Parameters(list):
     """The parameters of a group, which are walked through only once gradients are pulled back: what unscales, clips or
-    measures them before that would miss those of PC(W).
+    measures them before that would miss those of PC(W). Copies are plain lists.
 
     Args:
-        require_pulled_back: raises if they are not. Copies are plain lists.
+        preconditioner: raises in its `before_walk` if they are not.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], require_pulled_back: Callable[[], None]) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], preconditioner: Any) -> None:
         super().__init__(parameters)
-        self._require_pulled_back = require_pulled_back
+        self.preconditioner = preconditioner
 
     def __iter__(self) -> Iterator[nn.Parameter]:
-        self._require_pulled_back()
+        self.preconditioner.before_walk()
         return super().__iter__()
 
     def __reduce_ex__(self, _):
         return list, (self[:],)
 
 
-def join(weights: Iterable[Weight], optimizers: list[Optimizer], require_pulled_back: Callable[[], None]) -> None:
+def join(weights: Iterable[Weight], given: Iterable[Any], preconditioner: Any) -> list[Optimizer]:
     """Put W in the place of PC(W) in the optimizers, with what they have stored for it, and gamma into a group of the same
     optimizer. Their `zero_grad` clears gradients of PC(W) too.
 
     Raises:
-        UserError: no optimizer holds some weight that is trained, or can train its gamma. Optimizers are then as before.
+        UserError: as `find`. Optimizers are then as before.
     """
     weights = [*weights]
-    joining = joining_gammas(weights, optimizers)  # all found before the first joins
+    optimizers, joining = find(weights, given, preconditioner)  # all found before the first joins
     for optimizer in optimizers:
         has = ids_of_parameters(optimizer)
         for group in optimizer.param_groups:
@@ -69,15 +69,18 @@ def join(weights: Iterable[Weight], optimizers: list[Optimizer], require_pulled_
                 weight = next((w for w in weights if w.effective is p), None)
                 if weight is None:
                     wanted.append(p)
-                elif id(weight.orig) not in has:  # else the optimizer was made of all parameters, after `pc.precondition`
+                elif (
+                    id(weight.orig) not in has
+                ):  # else the optimizer was made of all parameters, after `pc.precondition`
                     wanted.append(weight.orig)
                     if p in optimizer.state:
                         optimizer.state[weight.orig] = optimizer.state.pop(p)
             wanted += [weight.gamma for weight, of_gamma in joining if of_gamma is group]
             _introduce(optimizer, group, [p for p in wanted if id(p) not in has])
-            _set(group, wanted, require_pulled_back)
+            _set(group, wanted, Parameters(wanted, preconditioner))
         if not hasattr(optimizer.zero_grad, "without_pc"):
             optimizer.zero_grad = _clearing(optimizer.zero_grad, weights)  # type: ignore[method-assign]
+    return optimizers
 
 
 def leave(weights: Iterable[Weight], optimizer: Optimizer) -> None:
@@ -91,7 +94,7 @@ def leave(weights: Iterable[Weight], optimizer: Optimizer) -> None:
             if weight is not None and p in optimizer.state:
                 optimizer.state[weight.effective] = optimizer.state.pop(p)
             given += [] if id(p) in gammas else [p if weight is None else weight.effective]
-        _set(group, given)
+        _set(group, given, given)
 
 
 def _introduce(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
@@ -102,9 +105,9 @@ def _introduce(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.
         optimizer.param_groups.pop()
 
 
-def _set(group: dict[str, Any], parameters: list[nn.Parameter], check: Callable[[], None] | None = None) -> None:
+def _set(group: dict[str, Any], parameters: list[nn.Parameter], new: list[nn.Parameter]) -> None:
     group["params"][:] = parameters  # LBFGS keeps this list
-    group["params"] = Parameters(parameters, check) if check else parameters
+    group["params"] = new
 
 
 def _clearing(zero_grad: Callable, weights: list[Weight]) -> Callable:
@@ -118,12 +121,21 @@ def _clearing(zero_grad: Callable, weights: list[Weight]) -> Callable:
     return both
 
 
-def joining_gammas(weights: Iterable[Weight], optimizers: list[Optimizer]) -> list[tuple[Weight, Any]]:
-    """The weights whose gamma no optimizer has, each with the parameter group that it shall join.
+def find(
+    weights: Iterable[Weight], given: Iterable[Any], preconditioner: Any = None
+) -> tuple[list[Optimizer], list[tuple[Weight, Any]]]:
+    """The optimizers, and the weights whose gamma none of them has, each with the parameter group that it shall join; also
+    before `pc.precondition` has added anything.
 
     Raises:
-        UserError: as `join`; before `pc.precondition` has added anything too.
+        UserError: no optimizer holds some weight that is trained, or can train its gamma, or one has another preconditioner.
     """
+    optimizers = unwrapped(given)
+    for optimizer in optimizers:
+        if any(
+            getattr(g["params"], "preconditioner", preconditioner) != preconditioner for g in optimizer.param_groups
+        ):
+            raise UserError(f"a {type(optimizer).__name__} has a preconditioner already; use that one")
     held = ids_of_parameters(*optimizers)
     joining = []
     for weight in weights:
@@ -151,7 +163,7 @@ def joining_gammas(weights: Iterable[Weight], optimizers: list[Optimizer]) -> li
                 "pc.precondition(model) first, then make it of model.parameters(), then preconditioner.follow(optimizer)"
             )
         joining.append((weight, group))
-    return joining
+    return optimizers, joining
 
 
 def _group_for_gamma(weight: Weight, optimizers: list[Optimizer]) -> Any:

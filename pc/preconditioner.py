@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -30,7 +31,7 @@ from pc.owner import Item, Plan, RecentPlans
 from pc.shards import local, viewed
 from pc.spectral import without_autocast
 from pc.splits import Kept, WeightSplit
-from pc.weight import Weight, named_weights
+from pc.weight import Weight, named_weights, require_precision
 
 # What a rank keeps from write_pc() to pull_back(), at most; it computes the rest again. Both need more while they run.
 KEPT_BYTES = 256 * 2**20
@@ -44,29 +45,30 @@ NO_PRECONDITIONER = (
 )
 
 
+COPIED_EARLY = (
+    "this is a copy that was made when not all optimizers had stepped; call preconditioner.write_pc() before you copy"
+)
+
+
 class Guard:
     """A hook before the forward pass of a module without PC(W) of its W.
 
     Args:
+        reason: why there is none.
         write: makes PC(W); a copy of the hook, in a copy of the module, has none.
     """
 
-    def __init__(self, write: Callable[[], None] | None = None) -> None:
-        self._write = write
+    def __init__(self, reason: str, write: Callable[[], None] | None = None) -> None:
+        self._reason, self._write = reason, write
 
     def __reduce__(self):
-        return Guard, ()
+        return Guard, (self._reason,)
 
     def __call__(self, module: nn.Module, _) -> None:
         if self._write is not None:
             return self._write()
-        for name, weight in named_weights(module):
-            if weight.orig is None:
-                raise UserError(f"there is no PC(W) of {name}: {NO_PRECONDITIONER}")
-            raise UserError(
-                f"{name} is of a copy that was made when not all optimizers had stepped; call preconditioner.write_pc() "
-                "before you copy"
-            )
+        for name, _weight in named_weights(module):
+            raise UserError(f"there is no PC(W) of {name}: {self._reason}")
 
     def put_on(self, modules: Iterable[nn.Module]) -> None:
         remove_guards(modules)
@@ -75,10 +77,20 @@ class Guard:
             module.register_forward_pre_hook(self, prepend=True)
 
 
-def remove_guards(modules: Iterable[nn.Module]) -> None:
-    for module in modules:
-        for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, Guard)]:
-            del module._forward_pre_hooks[key]
+def remove_guards(modules: Iterable[nn.Module]) -> bool:
+    """Whether there were some."""
+    guards = [(m, key) for m in modules for key, hook in m._forward_pre_hooks.items() if isinstance(hook, Guard)]
+    for module, key in guards:
+        del module._forward_pre_hooks[key]
+    return bool(guards)
+
+
+def reshard(models: Iterable[nn.Module]) -> None:
+    """Let FSDP's modules have the sharded parameters: while they hold unsharded ones, a write to a shard has no effect."""
+    for model in models:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 class NotForDDP:
@@ -104,13 +116,15 @@ class Preconditioner:
         weights: by name.
     """
 
-    def __init__(self, models: list[nn.Module], replicas: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, models: list[nn.Module], process_group: dist.ProcessGroup | None = None) -> None:
+        reshard(models)
+        modules = [module for model in models for module in model.modules()]
         self._models = models
-        self._fsdp_modules = [m for model in models for m in model.modules() if isinstance(m, FSDPModule)]
-        self.reshard()
-        self.weights: dict[str, Weight] = {name: w for model in models for name, w in named_weights(model)}
-        self._replicas = replicas
+        self._fsdp_modules = [module for module in modules if isinstance(module, FSDPModule)]
+        self._ddp_modules = [module for module in modules if isinstance(module, DistributedDataParallel)]
+        self._replicas = process_group or next((module.process_group for module in self._ddp_modules), None)
         """ranks that have the same plain weights, and share the work"""
+        self.weights: dict[str, Weight] = {name: w for model in models for name, w in named_weights(model)}
         self._plans = RecentPlans()
         self._kept: dict[tuple, Kept] = {}
         """by the matrices of a batch; for the PC(W) that the weights hold"""
@@ -123,15 +137,16 @@ class Preconditioner:
         self._is_stale = False
         """whether W or gamma is newer than PC(W)"""
         self._lock = threading.RLock()  # a thread may evaluate while a step is taken
-        remove_guards(m for model in models for m in model.modules())
+        self._is_saving = False
+        """whether an optimizer's state is being taken, which may be between micro-batches"""
         for model in models:
             model._ddp_params_and_buffers_to_ignore = NotForDDP()  # type: ignore[assignment]
         _live.add(self)
-        new = [weight for weight in self.weights.values() if weight.orig is None]
-        for weight in new:
-            weight.start()
+        for weight in self.weights.values():
+            if weight.orig is None:
+                weight.start()
         self._note_versions()
-        if new:
+        if remove_guards(modules):
             self._write(advance=True, share=True)
 
     def __reduce__(self):
@@ -163,7 +178,11 @@ class Preconditioner:
                     "W is newer than PC(W), which the last forward pass used: an optimizer did not step, or W was changed; "
                     "call preconditioner.write_pc() before the forward pass"
                 )
+            if not all(ddp.require_backward_grad_sync for ddp in self._ddp_modules):
+                raise UserError("pull_back() within no_sync(): call it after the backward pass that averages gradients")
             used = [weight for weight in self.weights.values() if weight.effective.grad is not None]
+            if len(used) < len(self.weights):
+                self._require_in_place()
             if not used:
                 raise UserError("pull_back() found no gradient of a weight with PC; call it after backward()")
             held = followed.ids_of_parameters(*self._hooks) if self._hooks else {id(w.orig) for w in used}
@@ -186,21 +205,20 @@ class Preconditioner:
 
     @torch.no_grad()
     def write_pc(self, share: bool = False) -> None:
-        """Advance u and v and write PC(W), if W is newer. Without followed optimizers always, as steps are not seen.
+        """Advance u and v and write PC(W): in a loop without followed optimizers after each step, or after W was changed.
 
         Args:
             share: all ranks call this now, so those with equal whole weights may divide the matrices among them.
 
         Raises:
-            UserError: `weight` was changed, but not W.
+            UserError: `weight` was changed, but not W, or is not where it was.
         """
         with self._lock:
             self._take_note_of_changes()
-            if self._is_stale or not self._hooks:
-                self._write(advance=True, share=share)
+            self._write(advance=True, share=share)
 
     def write_if_stale(self) -> None:
-        """`write_pc` on this rank alone, also without followed optimizers only if W is newer."""
+        """`write_pc` on this rank alone, if W is known to be newer than PC(W)."""
         with self._lock:
             self._take_note_of_changes()
             if self._is_stale:
@@ -217,13 +235,13 @@ class Preconditioner:
     def restart(self) -> None:
         """Take what the weights hold as W, with gamma 1 and new u and v: after plain weights were loaded."""
         with self._lock:
-            self.reshard()
+            reshard(self._models)
             for weight in self.weights.values():
                 weight.start()
             self._write(advance=True, share=False)
 
     def _write(self, advance: bool, share: bool) -> None:
-        self.reshard()
+        self._require_in_place()
         weights = list(self.weights.values())
         inputs = [(w.orig, *w.gammas, w.u, w.v) for w in weights]
         outputs: list[Item] = [(w.effective, w.u, w.v) for w in weights]
@@ -241,7 +259,8 @@ class Preconditioner:
             self._wait_for_write()
             raise
         self._is_pulled_back = self._is_stale = False
-        self._stepped.clear()
+        if advance:
+            self._stepped.clear()
         self._note_versions()
         remove_guards(self._guarded())
 
@@ -252,22 +271,30 @@ class Preconditioner:
         self, name: str, function: Callable, weights: list[Weight], inputs: list, outputs: list, share: bool = True
     ) -> None:
         """`function(matrices, split, *tensors)` of every weight on its owner, where `matrices` names those of the batch."""
-        replicas = self._replicas if share else None
+        is_joining = any(ddp._join_config.enable for ddp in self._ddp_modules)  # some ranks have no batches any more
+        replicas = self._replicas if share and not is_joining else None
         splits, place = [w.split for w in weights], (weights[0].orig.dtype, weights[0].orig.device)
         key = (name, replicas, place, *(w.name for w in weights))
         plan = self._plans.get(key, lambda: Plan(inputs, outputs, splits, [split.cost for split in splits], replicas))
         batches = iter(plan.batches)
 
         def on_batch(split: WeightSplit, *tensors: Tensor) -> Sequence[Tensor]:
-            return function(tuple((weights[item].name, index) for item, index in next(batches)), split, *tensors)
+            matrices = place, *((weights[item].name, index) for item, index in next(batches))
+            return function(matrices, split, *tensors)
 
         with without_autocast(weights[0].orig):
             plan.run(on_batch, inputs, outputs)
 
-    def reshard(self) -> None:
-        """Let FSDP's modules have the sharded parameters: while they hold unsharded ones, a write to a shard has no effect."""
-        for module in self._fsdp_modules:
-            module.reshard()
+    def _require_in_place(self) -> None:
+        """Raise a `UserError` if a weight is not what its module multiplies by, or not precise any more."""
+        reshard(self._models)
+        for weight in self.weights.values():
+            if weight.module._parameters.get(weight.attribute) is not weight.effective:
+                raise UserError(
+                    f"{weight.name} has another {weight.attribute} than pc.precondition found: call it after DDP and "
+                    "fully_shard, and not with torch's parametrize, prune, spectral_norm or weight_norm on the same weight"
+                )
+            require_precision(weight)
 
     # --- what changes W
 
@@ -281,12 +308,7 @@ class Preconditioner:
         Raises:
             UserError: none of them holds some weight, or can train gammas, or another preconditioner follows one.
         """
-        given = followed.unwrapped(optimizers)
-        for optimizer in given:
-            for hook in optimizer._optimizer_step_pre_hooks.values():
-                if isinstance(other := getattr(hook, "__self__", None), Preconditioner) and other is not self:
-                    raise UserError(f"a {type(optimizer).__name__} has a preconditioner already; use that one")
-        followed.join(self.weights.values(), given, self._require_pulled_back)
+        given = followed.join(self.weights.values(), optimizers, self)
         trained = followed.ids_of_parameters(*given)
         own = {id(p) for weight in self.weights.values() for p in (weight.orig, weight.gamma)}
         for earlier in [*self._hooks]:
@@ -297,15 +319,14 @@ class Preconditioner:
                 self._hooks[optimizer] = [
                     optimizer.register_step_pre_hook(self._before_step),
                     optimizer.register_step_post_hook(self._after_step),
+                    optimizer.register_state_dict_pre_hook(lambda _: setattr(self, "_is_saving", True)),
+                    optimizer.register_state_dict_post_hook(lambda *_: setattr(self, "_is_saving", False)),
                 ]
 
     def leave(self) -> None:
         """Give the optimizers their parameters back, and take all hooks away; `pc.merge` and `pc.detach` call it."""
         for optimizer in [*self._hooks]:
             self._leave(optimizer)
-        remove_guards(self._guarded())
-        for model in self._models:
-            del model._ddp_params_and_buffers_to_ignore
         _live.discard(self)
 
     def _leave(self, optimizer: Optimizer, restore: bool = True) -> None:
@@ -314,30 +335,42 @@ class Preconditioner:
         if restore:
             followed.leave(self.weights.values(), optimizer)
 
-    def _require_pulled_back(self) -> None:
+    def require_pulled_back(self) -> None:
+        """Raise a `UserError` if there are gradients of PC(W)."""
         if any(weight.effective.grad is not None for weight in self.weights.values()):
             raise UserError(NOT_PULLED_BACK)
 
+    @torch.compiler.disable
+    def before_walk(self) -> None:
+        """Before the parameters in an optimizer's groups are walked through (`followed.Parameters`)."""
+        if not self._is_saving:
+            self.require_pulled_back()
+
+    @torch.compiler.disable
     def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
+        _, *given = args  # the optimizer is the first
+        closure = kwargs.get("closure", given[0] if given else None)
         if closure is None:
-            self._require_pulled_back()
+            self.require_pulled_back()
             return None
 
         def with_pc() -> Any:
             self._take_note_of_changes()
-            if self._is_stale:  # called again within a step, as by LBFGS, or after an optimizer was skipped
-                self._write(advance=False, share=False)
+            if self._is_stale:  # called again within a step, as by LBFGS, or others have stepped since
+                self._write(advance=optimizer in self._stepped, share=False)
             with torch.enable_grad():
                 loss = closure()
             if any(weight.effective.grad is not None for weight in self.weights.values()):
                 self.pull_back()
             return loss
 
-        return args[:1], {**kwargs, "closure": with_pc}
+        if given:
+            return (optimizer, with_pc, *given[1:]), kwargs
+        return args, {**kwargs, "closure": with_pc}
 
+    @torch.compiler.disable
     def _after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        if not self._is_pulled_back and not self._moves(optimizer):
+        if not self._moves(optimizer):
             self._note_versions()
             return
         self._stepped.add(optimizer)
@@ -348,15 +381,15 @@ class Preconditioner:
             self._wait_for_write()
 
     def _moves(self, optimizer: Optimizer) -> bool:
-        """Whether a step without `pull_back` has moved W. One that creates optimizer state, as torch.distributed.checkpoint
-        takes it, has rate 0."""
-        is_zero = all(group.get("lr") == 0 for group in optimizer.param_groups)
-        return not is_zero and any(weight.orig.grad is not None for weight in self.weights.values())
+        """Whether a step may have moved W. One that creates optimizer state, as torch.distributed.checkpoint takes it, has rate
+        0 and gradients that were not pulled back."""
+        is_real = self._is_pulled_back or any(group.get("lr") != 0 for group in optimizer.param_groups)
+        return is_real and any(weight.orig.grad is not None for weight in self.weights.values())
 
     def _wait_for_write(self) -> None:
         """W is newer than PC(W): write it before the next forward pass."""
         self._is_stale = True
-        Guard(self.write_pc).put_on(self._guarded())
+        Guard(COPIED_EARLY, self.write_if_stale).put_on(self._guarded())
 
     def _guarded(self) -> list[nn.Module]:
         return [*dict.fromkeys((*self._models, *self._fsdp_modules, *(w.module for w in self.weights.values())))]
@@ -369,25 +402,22 @@ class Preconditioner:
         loaded, W alone if somebody changed it. Fused optimizers do not count; those that are followed are seen by hooks.
 
         Raises:
-            UserError: PC(W) alone has changed, or is not a parameter of its module any more.
+            UserError: PC(W) alone has changed.
         """
-        loaded = False
+        loaded = []
         for weight, before in zip(self.weights.values(), self._versions, strict=True):
-            if not self._fsdp_modules and weight.module._parameters.get(weight.attribute) is not weight.effective:
-                raise UserError(
-                    f"{weight.name} has another {weight.attribute} than pc.precondition found: call it after DDP and "
-                    "fully_shard, and not with torch's parametrize or prune on the same weight"
-                )
             effective, orig, u = (now != then for now, then in zip(_versions(weight), before, strict=True))
-            if effective and not (orig and u) and not self._is_stale:  # else it is written anew
+            loaded.append(effective and orig and u)
+            if effective and not loaded[-1] and not self._is_stale:  # else it is written anew
                 raise UserError(
                     f"{weight.name} was changed while it held PC(W), and optimizers train W: change {weight.attribute}_orig "
                     "and call preconditioner.write_pc(); after loading plain weights preconditioner.restart(); give "
                     "pc.precondition all optimizers"
                 )
-            loaded |= effective
             self._is_stale |= orig and not effective
-        if loaded:
+        if any(loaded):
+            self._kept.clear()
+        if all(loaded):
             self.note_loaded()
         self._note_versions()
 

@@ -86,7 +86,9 @@ class Weight:
     @property
     def added(self) -> list[str]:
         """The names of what lies beside it, in its module."""
-        return [self._key(key) for key in ADDED if self._key(key) in {**self.module._parameters, **self.module._buffers}]
+        return [
+            self._key(key) for key in ADDED if self._key(key) in {**self.module._parameters, **self.module._buffers}
+        ]
 
     def mark(self) -> None:
         """Note on its module that it gets PC: name and split by attribute, which copies and `torch.save` keep."""
@@ -120,6 +122,14 @@ class Weight:
         for name in self.added:
             delattr(self.module, name)
         self.module.__dict__.pop("pc_weights", None)
+
+
+def require_precision(weight: Weight) -> None:
+    if weight.effective.dtype.itemsize < 4:
+        raise UserError(
+            f"{weight.name} is {weight.effective.dtype}, but W needs float32 to accumulate small updates; call "
+            "model.float(), and use autocast or FSDP's mixed precision for fast matmuls"
+        )
 
 
 def own_weights(module: nn.Module) -> Iterator[Weight]:

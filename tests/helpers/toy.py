@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 import pc
+from pc.layer import put_in_graph
 
 
 class ToyBlock(nn.Module):
@@ -48,30 +49,68 @@ def toy_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return (model(batch) - 1.0).square().mean()
 
 
-class Loop:
-    """A training loop on the toy model; a test leaves something out."""
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-2)
 
-    def __init__(self, mode="step", follow=True, make=lambda p: torch.optim.AdamW(p, lr=1e-2), seed=0, **settings):
-        self.model = pc.attach(toy_model(seed=seed), pc.PCConfig(mode=mode, **settings))
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+class Loop:
+    """A training loop on the toy model; a test leaves something out.
+
+    Args:
+        make: the optimizer of parameters, or several in a list.
+        follow: whether the preconditioner follows it, or the loop calls `write_pc` by hand.
+    """
+
+    def __init__(self, make=adamw, follow=True, seed=0, wrap=lambda model: model, **settings):
+        self.model = wrap(pc.attach(toy_model(seed=seed), pc.PCConfig(**settings)))
         if follow:
-            self.optimizer = make(self.model.parameters())
-            self.preconditioner = pc.precondition(self.model, self.optimizer)
+            self.optimizers = _listed(make(self.model.parameters()))
+            self.preconditioner = pc.precondition(self.model, *self.optimizers)
         else:
             self.preconditioner = pc.precondition(self.model)
-            self.optimizer = make(self.model.parameters())
+            self.optimizers = _listed(make(self.model.parameters()))
+        self.follows = follow
+
+    @property
+    def optimizer(self):
+        (optimizer,) = self.optimizers
+        return optimizer
 
     @property
     def parts(self):
-        return self.model, self.optimizer, self.preconditioner
+        return self.model, self.optimizer
 
-    def backward(self, batch=0):
-        toy_loss(self.model, toy_batch(batch)).backward()
+    def backward(self, batch=0, scale=1.0):
+        loss = toy_loss(self.model, toy_batch(batch)) * scale
+        loss.backward()
+        return loss.detach()
+
+    def pull_back(self):
+        self.preconditioner.pull_back()
+
+    def refresh(self):
+        """What a loop does after its optimizers' steps."""
+        if not self.follows:
+            self.preconditioner.write_pc()
+
+    def update(self):
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.zero_grad()
+        self.refresh()
+
+    def zero_grad(self, set_to_none=True):
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
 
     def step(self, batch=0):
         self.backward(batch)
-        self.preconditioner.pull_back()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.pull_back()
+        self.update()
 
     def call(self, *names):
         for name in names:
@@ -80,10 +119,63 @@ class Loop:
             )()
         return self
 
-    def raw(self):
-        """W and gamma of every weight."""
-        return {name: (state.raw.detach().clone(), state.gamma.detach().clone()) for name, state in
-                self.preconditioner.weights.items()}  # fmt: skip
+    def trained(self):
+        return trained(self.preconditioner)
+
+
+class InGraph(Loop):
+    """The same loop with the paper's layers, whose PC(W) is in the autograd graph: the reference."""
+
+    def __init__(self, make=adamw, **settings):
+        self.model = toy_model()
+        self.layers = put_in_graph(self.model, pc.PCConfig(**settings))
+        self.optimizers = _listed(make(self.model.parameters()))
+
+    def pull_back(self):
+        pass
+
+    def refresh(self):
+        for layer in self.layers.values():
+            layer.refresh()
+
+    def trained(self):
+        return {name: (whole(layer.weight), whole(layer.gamma)) for name, layer in self.layers.items()}
+
+
+def _listed(made):
+    return made if isinstance(made, list) else [made]
+
+
+def trained(preconditioner):
+    """W and gamma of every weight."""
+    return {name: (whole(w.orig), whole(w.gamma)) for name, w in preconditioner.weights.items()}
+
+
+def whole(tensor):
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def expected_pc(preconditioner):
+    """PC(W) of the preconditioner's W, gamma, u and v, by the reference."""
+    return {
+        name: pc.effective_weight(*map(whole, (w.orig, w.gamma, w.u, w.v)), w.config).detach()
+        for name, w in preconditioner.weights.items()
+    }
+
+
+def require_pc(preconditioner, tolerance=1e-12):
+    """That `weight` holds the PC(W) of W."""
+    for name, expected in expected_pc(preconditioner).items():
+        found = whole(preconditioner.weights[name].effective)
+        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance, msg=name)
+
+
+def require_near(found, expected, tolerance=1e-12):
+    """Of equal names the same tensors, up to rounding in float64."""
+    assert found.keys() == expected.keys()
+    for name, tensors in expected.items():
+        for tensor, other in zip(found[name], tensors, strict=True):
+            torch.testing.assert_close(tensor, other, rtol=0, atol=tolerance, msg=name)
 
 
 def same(one, other):

@@ -1,448 +1,342 @@
-"""The loops of docs/loops.md in one process: each gives what the plain loop gives, or one line says why not."""
+"""The loops of docs/loops.md in one process: each trains what the paper's layers in the graph train, or one line says why
+not."""
 
 import copy
 import io
-import re
+import threading
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import pc
-from helpers.toy import Loop, same, toy_batch, toy_loss, toy_model
-from pc import PCConfig, UserError, owner_functions
+from helpers.toy import (
+    InGraph,
+    Loop,
+    adamw,
+    expected_pc,
+    require_near,
+    require_pc,
+    same,
+    sgd,
+    toy_batch,
+    toy_loss,
+    toy_model,
+    trained,
+)
+from pc import PCConfig, UserError
+from pc.splits import WeightSplit
+
+# --- loops, as functions of a loop and the batches of a step
 
 
-def attached(**settings):
-    return pc.attach(toy_model(), PCConfig(**settings))
+def accumulate(loop, batches):
+    for batch in batches:
+        loop.backward(batch)
+    loop.pull_back()
+    loop.update()
 
 
-def halves(model, make):
-    """Two optimizers: of the first block and of the second."""
-    return [make([p for p in block.parameters()]) for block in model]
+def pull_back_each(loop, batches):
+    for batch in batches:
+        loop.backward(batch)
+        loop.pull_back()
+    loop.update()
 
 
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
-def expected_pc(preconditioner):
-    """PC(W) of the preconditioner's W, gamma, u and v, by the reference."""
-    return {
-        name: pc.effective_weight(w.raw, w.gamma, w.u, w.v, w.config).detach()
-        for name, w in preconditioner.weights.items()
-    }
-
-
-def require_holds_pc(model, preconditioner, tolerance=1e-12):
-    for name, weight in expected_pc(preconditioner).items():
-        found = model.get_submodule(name).weight.detach()
-        torch.testing.assert_close(found, weight, rtol=0, atol=tolerance)
-
-
-# what is trained
-
-
-def test_a_weight_that_is_unfrozen():
-    """A first phase trains the other layer; the call that the error names trains both, gammas too."""
-    model = pc.attach(toy_model(), PCConfig())
-    frozen = model[0].requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    preconditioner = pc.precondition(model, optimizer)
-
-    def step():
-        toy_loss(model, toy_batch(0)).backward()
-        preconditioner.pull_back()
+def skip(loop, batches):
+    """A step that a bad loss skips, before gradients are pulled back or after; and one without gradients."""
+    for is_pulled_back in (False, True):
+        loop.backward(99)
+        if is_pulled_back:
+            loop.pull_back()
+        loop.zero_grad(set_to_none=is_pulled_back)
+    for optimizer in loop.optimizers:
         optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    frozen.requires_grad_()
-    with pytest.raises(UserError, match=re.escape("was unfrozen; call preconditioner.follow(optimizer)")):
-        step()
-    optimizer.zero_grad()
-    assert all(weight.gamma == 1 for name, weight in preconditioner.weights.items() if name[0] == "0")
-    preconditioner.follow(optimizer)
-    for _ in range(2):
-        step()
-    assert all(weight.gamma != 1 for weight in preconditioner.weights.values())
-    assert len({id(p) for p in optimizer.param_groups[0]["params"]}) == len(optimizer.param_groups[0]["params"])
+    loop.zero_grad()
+    accumulate(loop, batches)
 
 
-def test_a_weight_that_is_unfrozen_in_a_loop_by_hand():
-    model = pc.attach(toy_model(), PCConfig())
-    frozen = model[0].requires_grad_(False)
-    preconditioner = pc.precondition(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for phase in range(2):
-        preconditioner.write_pc()
-        toy_loss(model, toy_batch(phase)).backward()
-        preconditioner.pull_back()
-        preconditioner.restore_raw()
-        optimizer.step()
-        optimizer.zero_grad()
-        frozen.requires_grad_()
-    assert all(weight.gamma != 1 for weight in preconditioner.weights.values())
-
-
-def test_an_optimizer_without_a_rate():
-    """As Adafactor's relative steps: it trains, although its lr is no number."""
-
-    class Relative(torch.optim.SGD):
-        def step(self, closure=None):
-            for group in self.param_groups:
-                for p in group["params"]:
-                    p.grad is None or p.data.sub_(p.grad)
-
-    loop = Loop(make=lambda p: Relative([{"params": [*p], "lr": None}], lr=0.1))
-    before = loop.raw()
-    loop.step()
-    assert loop.optimizer.param_groups[0]["lr"] is None and not same(loop.raw(), before)
-    require_holds_pc(loop.model, loop.preconditioner)
-
-
-# what the weights hold
-
-
-@pytest.mark.parametrize("then", ["forward", "load", "step", "detach"])
-@pytest.mark.parametrize("at", ["step", "load"])
-def test_an_interrupted_write_keeps_w(monkeypatch, at, then):
-    """By Ctrl-C in a notebook, or an error that the loop catches: W is saved before the first weight is overwritten."""
-    loop = Loop(make=sgd)
-    loop.step()
-    state = copy.deepcopy(loop.preconditioner.state_dict())
-    loop.backward()
-    loop.preconditioner.pull_back()
-    written = 0
-
-    def write(*given, original=owner_functions.write, **options):
-        nonlocal written
-        written += 1
-        if written == 2:
-            raise KeyboardInterrupt
-        return original(*given, **options)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(owner_functions, "write", write)
-        loop.optimizer.step() if at == "step" else loop.preconditioner.load_state_dict(state)
-    assert not loop.preconditioner.holds_pc
-    expected = loop.raw()
-    if then == "forward":
-        loop.model(toy_batch(0))
-        require_holds_pc(loop.model, loop.preconditioner)
-    elif then == "load":
-        loop.preconditioner.load_state_dict(state)
-        expected = {name: (tensors["raw"], tensors["gamma"]) for name, tensors in state.items() if name != "config"}
-    elif then == "step":
-        loop.optimizer.zero_grad(set_to_none=False)
-        loop.optimizer.step()  # of zero gradients
-    else:
-        weights = {name: w.parameter for name, w in loop.preconditioner.weights.items()}
-        pc.detach(loop.model)
-        assert same({name: raw for name, (raw, _) in expected.items()}, weights)
-        return
-    assert same(loop.raw(), expected)
-
-
-def test_a_skipped_optimizer_is_not_waited_for():
-    """As a gradient scaler skips the one whose gradients overflowed: the next forward pass sees PC(W)."""
-    model = attached()
-    one, other = halves(model, sgd)
-    preconditioner = pc.precondition(model, one, other)
-    for optimizers in ([one], [other], [one, other]):
-        toy_loss(model, toy_batch(0)).backward()
-        preconditioner.pull_back()
-        for optimizer in optimizers:
+def keep_gradients(loop, batches):
+    """Without `zero_grad`: they add up over steps."""
+    for batch in batches:
+        loop.backward(batch)
+        loop.pull_back()
+        for optimizer in loop.optimizers:
             optimizer.step()
-        model.zero_grad()
-        model(toy_batch(1))
-        require_holds_pc(model, preconditioner)
-    plain = toy_model().state_dict()  # control
-    assert not any(torch.equal(w.raw, plain[f"{name}.weight"]) for name, w in preconditioner.weights.items())
+        loop.refresh()
 
 
-def test_a_gradient_scaler_that_skips_one_of_two_optimizers():
-    model = pc.attach(toy_model().float(), PCConfig())
-    one, other = halves(model, sgd)
-    preconditioner, scaler = pc.precondition(model, one, other), torch.amp.GradScaler("cpu", init_scale=4.0)
-    start = copy.deepcopy(preconditioner.state_dict())
-    for step in range(2):
-        scaler.scale(toy_loss(model, toy_batch(step).float())).backward()
-        if step == 0:
-            model[1].attention["wq"].weight.grad.fill_(float("inf"))
-        preconditioner.pull_back()
-        for optimizer in (one, other):
-            scaler.step(optimizer)
-        scaler.update()
-        model.zero_grad()
-    moved = {name: not torch.equal(start[name]["raw"], w.raw) for name, w in preconditioner.weights.items()}
-    assert all(moved.values()) and scaler.get_scale() == 2.0
-    require_holds_pc(model, preconditioner, 1e-5)  # float32
+def clip(loop, batches):
+    for batch in batches:
+        loop.backward(batch)
+    loop.pull_back()
+    nn.utils.clip_grad_norm_([p for p in loop.model.parameters() if p.requires_grad], 0.01)
+    loop.update()
 
 
-@pytest.mark.parametrize("read", [lambda m: m.state_dict(), pc.merge, copy.deepcopy], ids=["state", "merge", "copy"])
-def test_while_an_optimizer_has_yet_to_step_what_is_read_is_pc(read):
-    model = attached()
-    one, other = halves(model, sgd)
-    preconditioner = pc.precondition(model, one, other)
+def look_around(loop, batches):
+    """What evaluates, copies and saves between the calls."""
+    for batch in batches:
+        loop.backward(batch)
+        with torch.inference_mode():
+            loop.model.eval()(toy_batch(7))
+        copy.deepcopy(loop.model)(toy_batch(7))
+        copy.deepcopy([loop.model.state_dict(), *(optimizer.state_dict() for optimizer in loop.optimizers)])
+        loop.model.train()
+    loop.pull_back()
+    get_optimizer_state_dict(loop.model, loop.optimizers)
+    loop.update()
+    get_optimizer_state_dict(loop.model, loop.optimizers)
+
+
+def by_closures(loop, batches):
+    for optimizer in loop.optimizers:
+
+        def closure():
+            loop.zero_grad()
+            return sum(loop.backward(batch) for batch in batches)
+
+        optimizer.step(closure)
+    loop.refresh()
+
+
+def by_clipping_closures(loop, batches):
+    def closure():
+        loop.zero_grad()
+        for batch in batches:
+            loop.backward(batch)
+        loop.pull_back()
+        nn.utils.clip_grad_norm_(loop.model.parameters(), 0.01)
+
+    loop.optimizers[0].step(closure)
+    loop.refresh()
+
+
+def lbfgs(parameters):
+    """It calls its closure several times in a step."""
+    return torch.optim.LBFGS([*parameters], lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
+
+
+def one_for_each_block(parameters):
+    parameters = [*parameters]
+    first = parameters[: len(parameters) // 2]
+    return [torch.optim.SGD(some, lr=0.1, momentum=0.9) for some in (first, parameters[len(first) :])]
+
+
+class Prepared(torch.optim.SGD):
+    """Prepares its parameters in `add_param_group`, as some of pytorch_optimizer do."""
+
+    def add_param_group(self, group):
+        super().add_param_group(group)
+        new = self.param_groups[-1]["params"]
+        self.buffers = getattr(self, "buffers", {}) | {p: torch.zeros_like(p) for p in new}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(self.buffers[p].mul_(0.9).add_(p.grad), alpha=group["lr"])
+
+
+LOOPS = {
+    "accumulation": (accumulate, sgd),
+    "pull back per micro-batch": (pull_back_each, sgd),
+    "skipped steps": (skip, sgd),
+    "no zero_grad": (keep_gradients, sgd),
+    "clipping": (clip, sgd),
+    "evaluation, copies and states between": (look_around, sgd),
+    "closures": (by_closures, adamw),
+    "closures that clip": (by_clipping_closures, sgd),
+    "LBFGS": (by_closures, lbfgs),
+    "two optimizers": (skip, one_for_each_block),
+    "an optimizer with its own add_param_group": (accumulate, lambda p: Prepared(p, lr=0.1)),
+    "no rate": (accumulate, lambda p: torch.optim.SGD([{"params": [*p], "lr": torch.tensor(0.1)}])),
+    "foreach": (accumulate, lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True)),
+    "fused": (accumulate, lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True)),
+    "a rate of 0 at first": (accumulate, lambda p: [torch.optim.SGD(p, lr=0.0)]),
+}
+
+
+@pytest.mark.parametrize("take_step, make", LOOPS.values(), ids=LOOPS)
+def test_a_loop_trains_what_layers_in_the_graph_do(take_step, make):
+    loops = [Loop(make), InGraph(make)]
+    for loop in loops:
+        for step in range(4):
+            take_step(loop, [2 * step, 2 * step + 1])
+            if step == 0 and loop.optimizers[0].param_groups[0]["lr"] == 0.0:
+                loop.optimizers[0].param_groups[0]["lr"] = 0.1
+    require_near(*(loop.trained() for loop in loops), tolerance=1e-9)  # AdamW divides by root mean squares near zero
+    require_pc(loops[0].preconditioner)
+    moved = loops[0].trained()["0.attention.wo"][0] - toy_model()[0].attention["wo"].weight
+    assert moved.abs().max() > 1e-3  # control
+
+
+@pytest.mark.parametrize("make", [adamw, sgd])
+def test_two_optimizers_by_closures(make):
+    """Each sees the PC(W) of what the other has done, and u and v advance once in a round."""
+    loops = [Loop(lambda p: one_for_each_block(p)), InGraph(lambda p: one_for_each_block(p))]
+    for loop in loops:
+        for step in range(3):
+            by_closures(loop, [step])
+    advanced, frozen = (loop.trained() for loop in loops)
+    assert advanced.keys() == frozen.keys()
+    require_pc(loops[0].preconditioner)
+    # PC(W) in the graph sees the first block's step at once as well, with the same u and v
+    require_near(advanced, frozen, 1e-9)
+
+
+def test_an_optimizer_that_has_stepped_takes_its_state_along():
+    """Trained for a while without PC; its momentum is W's then."""
+    model = toy_model()
+    optimizer = sgd(model.parameters())
     toy_loss(model, toy_batch(0)).backward()
-    preconditioner.pull_back()
-    one.step()
-    result = read(model)
-    if read is copy.deepcopy:
-        with pytest.raises(UserError, match="a copy of a model that held W; .* or use the model itself"):
-            result(toy_batch(0))
-        return
-    state = result if isinstance(result, dict) else result.state_dict()
-    for name, weight in expected_pc(preconditioner).items():
-        torch.testing.assert_close(state[f"{name}.weight"], weight, rtol=1e-12, atol=1e-12)
+    optimizer.step()
+    optimizer.zero_grad()
+    weight = model[0].attention["wo"].weight
+    momentum = optimizer.state[weight]["momentum_buffer"].clone()
+    preconditioner = pc.precondition(pc.attach(model, PCConfig()), optimizer)
+    orig = preconditioner.weights["0.attention.wo"].orig
+    assert same(optimizer.state[orig]["momentum_buffer"], momentum) and weight not in optimizer.state
+    places = [
+        any(p is orig for p in optimizer.param_groups[0]["params"]),
+        *(p is weight for p in optimizer.param_groups[0]["params"]),
+    ]
+    assert places == [True] + [False] * (len(places) - 1)
+
+
+# --- what the optimizers are
+
+
+def test_a_wrapped_optimizer_is_followed_once():
+    """As accelerate wraps it, and as a container steps another optimizer."""
+
+    class Outer(torch.optim.Optimizer):
+        def __init__(self, inner):
+            self.inner = inner
+            super().__init__(inner.param_groups, {"lr": 0.1})
+
+        def step(self, closure=None):
+            self.inner.step()
+
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner):
+            self.optimizer, self.param_groups, self.zero_grad = inner, inner.param_groups, inner.zero_grad
+
+        def step(self, closure=None):
+            self.optimizer.step()
+
+    loops = [Loop(), Loop(lambda p: Outer(adamw(p))), Loop(lambda p: Wrapper(adamw(p)))]
+    for loop in loops:
+        loop.step(0)
+        loop.optimizer.zero_grad()
+        loop.step(1)
+        assert same(loop.model.state_dict(), loops[0].model.state_dict())
+
+
+def test_an_optimizer_that_changes_weights_after_its_step():
+    """As Lookahead does in a class of its own."""
+
+    class Lookahead(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            with torch.no_grad():
+                for p in self.param_groups[0]["params"]:
+                    p.mul_(0.9)
+
+    torch.optim.SGD([nn.Parameter(torch.ones(1))])  # puts hooks into the step of the class that it extends
+    loop = Loop(lambda p: Lookahead(p, lr=0.1))
+    for batch in range(2):
+        loop.step(batch)
+        require_pc(loop.preconditioner)
 
 
 @pytest.mark.parametrize("least", [1, 2])
 def test_an_optimizer_can_be_replaced(least):
-    """In a second phase of training, by one of all parameters or without gammas; PC(W) is there right after the step, for
-    compiled models too."""
-    loop = Loop(make=sgd)
+    """In a second phase of training, by one of all parameters or without gammas; the earlier one gets its own back."""
+    loop = Loop(sgd)
     loop.step()
     chosen = [parameter for parameter in loop.model.parameters() if parameter.ndim >= least]
-    earlier, loop.optimizer = loop.optimizer, torch.optim.AdamW(chosen, lr=1e-2)
+    earlier, loop.optimizers = loop.optimizer, [adamw(chosen)]
     loop.preconditioner.follow(loop.optimizer)
     loop.step(1)
-    assert loop.preconditioner.holds_pc and not earlier._optimizer_step_pre_hooks
-    require_holds_pc(loop.model, loop.preconditioner)
+    require_pc(loop.preconditioner)
+    loop.zero_grad()
+    held = {id(p) for p in earlier.param_groups[0]["params"]}
+    assert held == {id(p) for name, p in loop.model.named_parameters() if name.endswith("weight")}
 
 
-def test_a_compiled_pass_that_saw_w_is_not_trained():
-    """Its graph has no check; the step is refused, and goes on after the call that the message names."""
-    model = attached()
-    optimizers = halves(model, sgd)
-    preconditioner = pc.precondition(model, *optimizers)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for batch in (0, 1):
-        toy_loss(compiled, toy_batch(batch)).backward()
-        if batch == 0:
-            preconditioner.pull_back()
-            optimizers[0].step()  # the other one does not
-            model.zero_grad()
-    with pytest.raises(UserError, match="call preconditioner.write_pc"):
+def test_one_optimizer_has_one_preconditioner():
+    first = Loop()
+    model = pc.attach(toy_model(), PCConfig())
+    state = model.state_dict()
+    first.optimizer.add_param_group({"params": [*model.parameters()]})
+    with pytest.raises(UserError, match="a AdamW has a preconditioner already"):
+        pc.precondition(model, first.optimizer)
+    assert model.state_dict().keys() == state.keys()
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_weight_that_is_unfrozen(by_hand):
+    """A first phase trains the other layer; where the optimizer lacks the weight, the error names the call."""
+    loop = Loop.__new__(Loop)
+    loop.model, loop.follows = pc.attach(toy_model(), PCConfig()), not by_hand
+    frozen = loop.model[0].requires_grad_(False)
+    loop.optimizers = [torch.optim.SGD(loop.model[1].parameters(), lr=0.1)]
+    loop.preconditioner = pc.precondition(loop.model, *([] if by_hand else loop.optimizers))
+    if by_hand:
+        loop.optimizers = [torch.optim.SGD(loop.model.parameters(), lr=0.1)]
+    loop.step()
+    frozen.requires_grad_()
+    if not by_hand:
+        loop.optimizer.add_param_group({"params": [*toy_model()[0].parameters()]})
+        loop.optimizer.param_groups[1]["params"][:] = [
+            p for name, p in frozen.named_parameters() if name.endswith("weight")
+        ]
+        with pytest.raises(UserError, match=r"was unfrozen; call preconditioner.follow\(optimizer\) first"):
+            loop.step()
+        loop.zero_grad()
+        assert all(weight.gamma == 1 for name, weight in loop.preconditioner.weights.items() if name[0] == "0")
+        loop.preconditioner.follow(loop.optimizer)
+    for _ in range(2):
+        loop.step()
+    assert all(weight.gamma != 1 for weight in loop.preconditioner.weights.values())
+    held = [id(p) for group in loop.optimizer.param_groups for p in group["params"]]
+    assert len(set(held)) == len(held)
+
+
+def test_a_gradient_scaler_that_skips_one_of_two_optimizers():
+    """Scaled gradients are pulled back, then unscaled; unscaled before, they are refused."""
+    model = pc.attach(toy_model().float(), PCConfig())
+    optimizers = one_for_each_block(model.parameters())
+    preconditioner, scaler = pc.precondition(model, *optimizers), torch.amp.GradScaler("cpu", init_scale=4.0)
+    start = trained(preconditioner)
+    for step in range(2):
+        scaler.scale(toy_loss(model, toy_batch(step).float())).backward()
+        with pytest.raises(UserError, match=r"without preconditioner.pull_back\(\) .* before what unscales, clips"):
+            scaler.unscale_(optimizers[0])
+        if step == 0:
+            model[1].attention["wq"].weight.grad.fill_(float("inf"))
         preconditioner.pull_back()
-    model.zero_grad()
-    preconditioner.write_pc()
-    toy_loss(compiled, toy_batch(1)).backward()
-    preconditioner.pull_back()
-    for optimizer in optimizers:
-        optimizer.step()
-    assert preconditioner.holds_pc  # right after the step
-    require_holds_pc(model, preconditioner)
-
-
-# closures
-
-
-def test_a_closure_is_a_step():
-    one, other = Loop(), Loop()
-    for batch in (0, 1):
-
-        def closure(loop=one, batch=batch):
-            loop.optimizer.zero_grad()
-            loss = toy_loss(loop.model, toy_batch(batch))
-            loss.backward()
-            return loss
-
-        with torch.no_grad():
-            expected = toy_loss(other.model, toy_batch(batch))
-        assert torch.equal(one.optimizer.step(closure), expected)
-        other.step(batch)
-    assert same(one.model.state_dict(), other.model.state_dict())
-
-
-def test_clipping_what_requires_gradients_clips_gammas_too():
-    """As loops have it that freeze some weights. Mode "forward" has the right gammas."""
-    gammas = {}
-    for mode in ("step", "forward"):
-        loop = Loop(mode, make=lambda p: torch.optim.SGD(p, lr=3.0, momentum=0.9))
-        for step in range(5):
-            loop.backward(step)
-            loop.preconditioner.pull_back()
-            nn.utils.clip_grad_norm_([p for p in loop.model.parameters() if p.requires_grad], 0.01)
-            loop.optimizer.step()
-            loop.optimizer.zero_grad()
-        gammas[mode] = torch.cat([weight.gamma.detach() for weight in loop.preconditioner.weights.values()])
-    torch.testing.assert_close(gammas["step"], gammas["forward"], rtol=1e-9, atol=0)
-    assert (gammas["step"] - 1).abs().max() > 1e-3  # control: they were trained
-
-
-def test_clipping_in_a_closure_is_of_gradients_of_w():
-    def train(step_by_closure):
-        loop = Loop(make=sgd)
-
-        def closure():
-            loop.backward()
-            loop.preconditioner.pull_back()
-            torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 0.01)
-
-        loop.optimizer.step(closure) if step_by_closure else (closure(), loop.optimizer.step())
-        return loop.raw()
-
-    assert same(train(True), train(False))
-
-
-def test_an_optimizer_that_calls_its_closure_again_is_refused():
-    loop = Loop(make=lambda p: torch.optim.LBFGS([*p], max_iter=3))
-
-    def closure():
-        loop.optimizer.zero_grad()
-        loss = toy_loss(loop.model, toy_batch(0))
-        loss.backward()
-        return loss
-
-    with pytest.raises(UserError, match='LBFGS calls its closure again .* use mode="forward"'):
-        loop.optimizer.step(closure)
-    forward = Loop("forward", make=lambda p: torch.optim.LBFGS(p, max_iter=3))
-    loop, losses = forward, [toy_loss(forward.model, toy_batch(0)).item()]
-    forward.optimizer.step(closure)
-    assert toy_loss(forward.model, toy_batch(0)) < losses[0]
-
-
-# states
-
-
-def test_a_model_resumed_without_its_preconditioner_is_noticed():
-    """By a mark in the state's metadata, which files of torch.save keep; the state itself is plain."""
-    loop = Loop()
-    loop.step()
-    file = io.BytesIO()
-    torch.save(loop.model.state_dict(), file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    toy_model().load_state_dict(saved)
-
-    def resume(state):
-        model = attached()
-        model.load_state_dict(state)
-        return model, pc.precondition(model, sgd(model.parameters()))
-
-    model, _ = resume(saved)
-    with pytest.raises(
-        UserError, match="PC\\(W\\) of a training run: load its preconditioner's state too, or call pc.pres"
-    ):
-        model(toy_batch(0))
-    model, preconditioner = resume(saved)
-    preconditioner.load_state_dict(loop.preconditioner.state_dict())
-    assert torch.equal(model(toy_batch(0)), loop.model(toy_batch(0)))
-    model, preconditioner = resume(dict(saved))  # as W, on purpose
-    assert torch.equal(preconditioner.weights["0.attention.wo"].raw, saved["0.attention.wo.weight"])
-    merged = pc.merge(copy.deepcopy(loop.model)).state_dict()
-    resume(merged)[0](toy_batch(0))  # plain weights of a finished run start another
-
-
-def test_a_plain_model_with_saved_weights_needs_the_preconditioners_state_too():
-    """The mark in the metadata is lost: PC(W) would become W, and each gamma 1. The optimizer's state has the gammas.
-    Mode "forward" has its gammas in the model's state, which a plain model refuses."""
-    straight = Loop()
-    straight.step(0)
-    saved = copy.deepcopy([part.state_dict() for part in straight.parts])
-
-    def resume():
-        loop = Loop(seed=1)
-        plain = toy_model()
-        plain.load_state_dict(saved[0])
-        loop.model = pc.attach(plain, PCConfig())
-        loop.optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-        loop.preconditioner = pc.precondition(plain, loop.optimizer)
-        return loop
-
-    loop = resume()
-    loop.step(1)  # a new run from these weights, on purpose: its optimizer is new
-    loop.optimizer.load_state_dict(copy.deepcopy(saved[1]))  # back to its state, as after a step that failed
-    loop.step(2)
-    for with_its_state in (False, True):
-        loop = resume()
-        if with_its_state:
-            loop.preconditioner.load_state_dict(saved[2])
-        loop.optimizer.load_state_dict(copy.deepcopy(saved[1]))
-        if with_its_state:
-            loop.step(1)
-            continue
-        before = copy.deepcopy(loop.model.state_dict())
-        with pytest.raises(UserError, match="load the preconditioner's state too, as that of the optimizer was"):
-            loop.step(1)
-        assert same(before, loop.model.state_dict())
-    straight.step(1)
-    assert same(straight.model.state_dict(), loop.model.state_dict())
-
-
-@pytest.mark.parametrize("settings", [{"level": 1}, {"norm_recovery": False}, {"splits": {"0.attention.wo": None}}])
-def test_a_state_of_another_pc_is_refused(settings):
-    loop = Loop(blocks=("o", "ffn"))
-    other = Loop(blocks=("o", "ffn"), **settings)
-    before = copy.deepcopy(other.preconditioner.state_dict())
-    with pytest.raises(UserError, match="PC's state has .*; the model has .*: make it with the PCConfig"):
-        other.preconditioner.load_state_dict(loop.preconditioner.state_dict())
-    assert same(before, other.preconditioner.state_dict())
-
-
-# all or nothing
-
-
-def names_and_hooks(model, optimizer=None):
-    """What attach, preconditioner and merge may change."""
-    modules = [(type(m), sorted(vars(m)), len(m._forward_pre_hooks), len(m._state_dict_hooks)) for m in model.modules()]
-    hooks = optimizer and [len(optimizer._optimizer_step_pre_hooks), [len(g["params"]) for g in optimizer.param_groups]]
-    return modules, [name for name, _ in model.named_parameters()], hooks
-
-
-def test_a_refused_attach_changes_nothing():
-    model = nn.Sequential(nn.Linear(4, 4), nn.TransformerEncoderLayer(4, 1, 8))
-    before = names_and_hooks(model)
-    with pytest.raises(UserError, match='1.linear1, a Linear, does not allow; use "step"'):
-        pc.attach(model, PCConfig(blocks=("0*", "1.linear*"), mode="forward"))
-    assert names_and_hooks(model) == before
-    pc.attach(model, PCConfig(blocks=("0*", "1.linear*")))
-
-
-def test_a_refused_precondition_changes_nothing():
-    model = attached()
-    optimizer = sgd(model[0].parameters())
-    before = names_and_hooks(model, optimizer)
-    with pytest.raises(UserError, match="no optimizer given to pc.precondition holds the weight of 1.attention.wo"):
-        pc.precondition(model, optimizer)
-    with pytest.raises(UserError, match="takes optimizers, not a int"):
-        pc.precondition(model, 3)
-    assert names_and_hooks(model, optimizer) == before
-    pc.precondition(model, [optimizer, sgd(model[1].parameters())])
-    model(toy_batch(0))
-
-
-@pytest.mark.parametrize("mode", ["forward", "step"])
-@pytest.mark.parametrize("leave", [pc.merge, pc.detach])
-def test_merge_and_detach_leave_a_plain_loop(mode, leave):
-    """The optimizer goes on without PC; merge leaves PC(W), detach W, which can be attached again."""
-    loop = Loop(mode)
-    loop.step()
-    output, raw = loop.model(toy_batch(0)).detach(), loop.raw()["0.attention.wo"][0]
-    leave(loop.model)
-    plain = toy_model()
-    plain.load_state_dict(loop.model.state_dict())
-    assert [n for n in loop.model.state_dict()] == [n for n in plain.state_dict()]
-    if leave is pc.merge:
-        torch.testing.assert_close(loop.model(toy_batch(0)), output, rtol=1e-12, atol=1e-12)
-    else:
-        assert torch.equal(loop.model[0].attention["wo"].weight, raw)
-    weight = loop.model[0].attention["wo"].weight.detach().clone()
-    toy_loss(loop.model, toy_batch(0)).backward()
-    loop.optimizer.step()
-    assert not torch.equal(loop.model[0].attention["wo"].weight, weight)
-    assert not loop.optimizer._optimizer_step_pre_hooks
-    pc.precondition(pc.attach(loop.model, PCConfig()), torch.optim.AdamW(loop.model.parameters()))
-    loop.model(toy_batch(0))
-
-
-# the rest of the list
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+        scaler.update()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        if step == 0:
+            moved = {name: not same(start[name], tensors) for name, tensors in trained(preconditioner).items()}
+            assert {name[0] for name in moved if moved[name]} == {"0"}
+            model(toy_batch(0).float())
+            require_pc(preconditioner, 1e-5)  # float32
+    assert scaler.get_scale() == 2.0
+    require_pc(preconditioner, 1e-5)
 
 
 class ScheduleFree(torch.optim.SGD):
-    """Keeps the average of W beside W; `eval` and `train` exchange them in place, as in preconditioner-free optimizers."""
+    """Keeps the average of W beside W; `eval` and `train` exchange them in place, as in schedule-free optimizers."""
 
     def eval(self):
         for group in self.param_groups:
@@ -454,33 +348,214 @@ class ScheduleFree(torch.optim.SGD):
 
 
 def test_a_schedule_free_optimizer():
-    """Its `eval` and `train` exchange W, with `restore_raw` before them; without it, merge notices."""
-    loop = Loop(make=lambda p: ScheduleFree(p, lr=0.1))
+    """Its `eval` and `train` exchange W, with `write_pc` after them."""
+    loop = Loop(lambda p: ScheduleFree(p, lr=0.1))
     loop.step()
-    wrong = copy.deepcopy(loop.parts)
-    wrong[1].eval()
-    with pytest.raises(UserError, match="was changed while it held PC"):
-        pc.merge(wrong[0])
-    before = loop.raw()
-    loop.preconditioner.restore_raw()
+    before = loop.trained()
     loop.optimizer.eval()
-    loop.model(toy_batch(0))
-    require_holds_pc(loop.model, loop.preconditioner)
-    name = "0.attention.wo"
-    torch.testing.assert_close(
-        loop.preconditioner.weights[name].raw, toy_model()[0].attention["wo"].weight, atol=0.1, rtol=1
-    )
-    assert not same(before[name][0], loop.raw()[name][0])
-    loop.preconditioner.restore_raw()
+    loop.preconditioner.write_pc()
+    require_pc(loop.preconditioner)
+    assert not same(before, loop.trained())
     loop.optimizer.train()
-    loop.model(toy_batch(0))
-    assert same(before, loop.raw())
+    loop.preconditioner.write_pc()
+    assert same(before, loop.trained())
+    require_pc(loop.preconditioner)
+    loop.step()
 
 
-def test_preserve_after_precondition_is_refused():
+def test_a_compiled_optimizer_step():
+    loop, reference = Loop(sgd), Loop(sgd)
+    step = torch.compile(loop.optimizer.step, backend="eager")
+    for batch in range(3):
+        loop.backward(batch)
+        loop.pull_back()
+        step()
+        loop.optimizer.zero_grad()
+        reference.step(batch)
+    assert same(loop.trained(), reference.trained())
+
+
+# --- what the weights hold
+
+
+@pytest.mark.parametrize("then", ["forward", "pull_back", "load", "step", "merge", "detach"])
+def test_an_interrupted_write_keeps_w(monkeypatch, then):
+    """By Ctrl-C in a notebook, or an error that the loop catches: the next call that needs PC(W) writes it."""
+    loop = Loop(sgd)
+    loop.step()
+    state = copy.deepcopy(loop.model.state_dict())
+    loop.backward()
+    loop.pull_back()
+    interrupt(monkeypatch, "write", loop.optimizer.step)
+    loop.zero_grad()
+    expected = loop.trained()
+    reference = Loop(sgd)
+    reference.step()
+    reference.step()
+    assert same(expected, reference.trained())
+    if then == "load":
+        loop.model.load_state_dict(state)
+        assert same(loop.model.state_dict(), state)
+        loop.step()
+        require_pc(loop.preconditioner)
+    elif then in ("merge", "detach"):
+        effective = expected_pc(loop.preconditioner)
+        getattr(pc, then)(loop.model)
+        found = loop.model[0].attention["wo"].weight
+        wanted = effective["0.attention.wo"] if then == "merge" else expected["0.attention.wo"][0]
+        torch.testing.assert_close(found.detach(), wanted, rtol=0, atol=1e-2 if then == "merge" else 0)
+    else:
+        if then == "step":
+            loop.zero_grad(set_to_none=False)
+            loop.optimizer.step()  # without gradients
+        elif then == "pull_back":
+            loop.step()
+        loop.model(toy_batch(0))
+        require_pc(loop.preconditioner)
+        assert then == "pull_back" or same(loop.trained(), expected)
+
+
+def test_an_interrupted_pull_back_has_done_nothing(monkeypatch):
+    loop, other = Loop(sgd), Loop(sgd)
+    for each in (loop, other):
+        each.backward()
+    interrupt(monkeypatch, "pull_back", loop.pull_back)
+    for each in (loop, other):
+        each.pull_back()
+        each.update()
+    assert same(loop.model.state_dict(), other.model.state_dict())
+
+
+def interrupt(monkeypatch, name, call):
+    """Ctrl-C while the second matrix is computed."""
+    done, original = [], getattr(WeightSplit, name)
+
+    def interrupted(*given, **options):
+        done.append(1)
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        return original(*given, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(WeightSplit, name, interrupted)
+        call()
+
+
+@pytest.mark.parametrize("read", ["merge", "plain_state_dict", "copy", "forward"])
+def test_while_an_optimizer_has_yet_to_step_what_is_read_is_pc(read):
+    loop = Loop(one_for_each_block)
+    loop.backward()
+    loop.pull_back()
+    loop.optimizers[0].step()
+    if read == "copy":
+        with pytest.raises(UserError, match="a copy that was made when not all optimizers had stepped; call"):
+            copy.deepcopy(loop.model)(toy_batch(0))
+        loop.preconditioner.write_pc()
+        copy.deepcopy(loop.model)(toy_batch(0))
+    elif read == "merge":
+        preconditioner = loop.preconditioner
+        effective = {name: weight.effective for name, weight in preconditioner.weights.items()}
+        weights = [(weight.split, weight.orig, *weight.gammas) for weight in preconditioner.weights.values()]
+        pc.merge(loop.model)
+        for weight, (_, orig, gamma) in zip(effective.values(), weights, strict=True):
+            u, s, v = torch.linalg.svd(orig)
+            assert (torch.linalg.svdvals(weight)[0] / (gamma * s[0]) - 1).abs() < 0.05  # and not that of W before
+    else:
+        loop.model(toy_batch(0)) if read == "forward" else pc.plain_state_dict(loop.model)
+        require_pc(loop.preconditioner)
+
+
+def test_a_compiled_pass_that_saw_old_weights_is_not_trained():
+    """Its graph has no check; the step is refused, and goes on after the call that the message names."""
+    loop = Loop(one_for_each_block)
+    compiled = torch.compile(loop.model, backend="aot_eager", fullgraph=True)
+    for batch in (0, 1):
+        toy_loss(compiled, toy_batch(batch)).backward()
+        if batch == 0:
+            loop.pull_back()
+            loop.optimizers[0].step()  # the other one does not
+            loop.model.zero_grad()
+    with pytest.raises(UserError, match="call preconditioner.write_pc"):
+        loop.pull_back()
+    loop.zero_grad()
+    loop.preconditioner.write_pc()
+    toy_loss(compiled, toy_batch(1)).backward()
+    loop.pull_back()
+    loop.update()
+    require_pc(loop.preconditioner)
+
+
+def test_a_load_of_some_weights():
+    """While one optimizer has yet to step: the weights that were not loaded get their PC(W)."""
+    loop, other = Loop(one_for_each_block), Loop(one_for_each_block, seed=1)
+    loop.backward()
+    loop.pull_back()
+    loop.optimizers[0].step()
+    loop.zero_grad()
+    some = {name: tensor for name, tensor in other.model.state_dict().items() if name.startswith("1.")}
+    loop.model.load_state_dict(some, strict=False)
+    loop.preconditioner.write_if_stale()
+    require_pc(loop.preconditioner)
+
+
+def test_a_thread_that_evaluates_and_saves():
+    """While steps run: W is what it would be without it."""
+
+    def train(is_watched):
+        loop, done, failed = Loop(), threading.Event(), []
+
+        def watch():
+            while not done.is_set():
+                try:
+                    loop.model(toy_batch(0))
+                    copy.deepcopy(loop.model.state_dict())
+                    loop.optimizer.state_dict()
+                except Exception as error:
+                    failed.append(error)
+                    return
+
+        thread = threading.Thread(target=watch)
+        if is_watched:
+            thread.start()
+        for step in range(40):
+            loop.step(step)
+        done.set()
+        if is_watched:
+            thread.join()
+        assert not failed, failed
+        return loop.model.state_dict()
+
+    assert same(train(True), train(False))
+
+
+def test_an_average_of_the_weights():
+    """torch's `AveragedModel` averages PC(W), and W beside it; the average is a copy that can be evaluated and merged."""
     loop = Loop()
-    with pytest.raises(UserError, match="call pc.preserve before pc.precondition"):
-        pc.preserve(loop.model)
+    average, seen = torch.optim.swa_utils.AveragedModel(loop.model), []
+    for batch in range(3):
+        loop.step(batch)
+        average.update_parameters(loop.model)
+        seen.append(loop.model[0].attention["wo"].weight.detach().clone())
+    torch.testing.assert_close(average.module[0].attention["wo"].weight, sum(seen) / 3, rtol=1e-12, atol=1e-12)
+    merged = pc.merge(copy.deepcopy(average.module))
+    assert torch.equal(merged(toy_batch(0)), average(toy_batch(0)))
+
+
+def test_a_mask_on_w():
+    """Gradients of `weight` are those of PC(W): a mask belongs on `weight_orig` and on its gradient."""
+    loop = Loop()
+    layer = loop.model[0].attention["wo"]
+    mask = torch.rand(7, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64) > 0.5
+    with torch.no_grad():
+        layer.weight_orig.mul_(mask)
+    loop.preconditioner.write_pc()
+    for batch in range(3):
+        loop.backward(batch)
+        loop.pull_back()
+        layer.weight_orig.grad.mul_(mask)
+        loop.update()
+    assert not layer.weight_orig[~mask].any() and layer.weight[~mask].abs().max() > 1e-3
+    require_pc(loop.preconditioner)
 
 
 def test_modules_that_read_weights_of_layers_they_do_not_call():
@@ -498,34 +573,67 @@ def test_modules_that_read_weights_of_layers_they_do_not_call():
     plain = pc.detach(model)
     with torch.inference_mode():
         assert (plain(x) - training).abs().max() > 1e-3  # control: W gives another result
-    with pytest.raises(UserError, match='does not allow; use "step"'):
-        pc.attach(nn.Sequential(nn.MultiheadAttention(8, 2)), PCConfig(blocks=("*.out_proj",), mode="forward"))
 
 
-def test_an_average_of_the_weights():
-    """torch's `AveragedModel` averages PC(W); the average is a copy that can be evaluated and merged."""
+# --- all or nothing
+
+
+def names_and_hooks(model, optimizer):
+    """What attach, preconditioner and merge may change."""
+    modules = [(type(m), sorted(vars(m)), len(m._forward_pre_hooks), len(m._state_dict_hooks)) for m in model.modules()]
+    hooks = len(optimizer._optimizer_step_pre_hooks), [type(g["params"]) for g in optimizer.param_groups]
+    return modules, [name for name, _ in model.named_parameters()], hooks, "zero_grad" in vars(optimizer)
+
+
+def test_a_refused_precondition_changes_nothing():
+    model = pc.attach(toy_model(), PCConfig())
+    optimizer = sgd(model[0].parameters())
+    before = names_and_hooks(model, optimizer)
+    with pytest.raises(UserError, match="no optimizer given to pc.precondition holds the weight of 1.attention.wo"):
+        pc.precondition(model, optimizer)
+    with pytest.raises(UserError, match="takes optimizers, not a int"):
+        pc.precondition(model, 3)
+    assert names_and_hooks(model, optimizer) == before
+    pc.precondition(model, [optimizer, sgd(model[1].parameters())])
+    model(toy_batch(0))
+
+
+@pytest.mark.parametrize("leave", [pc.merge, pc.detach])
+def test_merge_and_detach_leave_a_plain_loop(leave):
+    """The optimizer goes on without PC; merge leaves PC(W), detach W, which can be attached again."""
     loop = Loop()
-    average = torch.optim.swa_utils.AveragedModel(loop.model)
-    seen = []
-    for batch in range(3):
-        loop.step(batch)
-        average.update_parameters(loop.model)
-        seen.append(loop.model[0].attention["wo"].weight.detach().clone())
-    torch.testing.assert_close(average.module[0].attention["wo"].weight, sum(seen) / 3, rtol=1e-12, atol=1e-12)
-    merged = pc.merge(copy.deepcopy(average.module))
-    assert torch.equal(merged(toy_batch(0)), average(toy_batch(0)))
+    loop.step()
+    output, orig = loop.model(toy_batch(0)).detach(), loop.trained()["0.attention.wo"][0]
+    leave(loop.model)
+    assert list(loop.model.state_dict()) == list(toy_model().state_dict())
+    if leave is pc.merge:
+        assert torch.equal(loop.model(toy_batch(0)), output)
+    else:
+        assert torch.equal(loop.model[0].attention["wo"].weight, orig)
+    weight = loop.model[0].attention["wo"].weight.detach().clone()
+    toy_loss(loop.model, toy_batch(0)).backward()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    assert not torch.equal(loop.model[0].attention["wo"].weight, weight)
+    plain = toy_model()
+    assert names_and_hooks(loop.model, loop.optimizer)[:2] == names_and_hooks(plain, adamw(plain.parameters()))[:2]
+    assert not loop.optimizer._optimizer_step_pre_hooks
+    nn.parallel.DistributedDataParallel.__init__  # what wraps such models finds nothing that refuses it
+    assert not hasattr(loop.model, "_ddp_params_and_buffers_to_ignore")
+    pc.precondition(pc.attach(loop.model, PCConfig()), adamw(loop.model.parameters()))
+    loop.model(toy_batch(0))
 
 
-def test_a_compiled_optimizer_step():
-    loop, reference = Loop(make=sgd), Loop(make=sgd)
-    step = torch.compile(loop.optimizer.step, backend="eager")
-    for batch in range(3):
-        loop.backward(batch)
-        loop.preconditioner.pull_back()
-        step()
-        loop.optimizer.zero_grad()
-        reference.step(batch)
-    assert same(loop.raw(), reference.raw())
+def test_a_file_of_the_whole_model():
+    loop = Loop()
+    loop.step()
+    torch.save(loop.model, file := io.BytesIO())
+    file.seek(0)
+    model = torch.load(file, weights_only=False)
+    optimizer = adamw(model.parameters())
+    optimizer.load_state_dict(loop.optimizer.state_dict()) if False else None
+    pc.precondition(model, optimizer)
+    assert same(model.state_dict(), loop.model.state_dict())
 
 
 def test_words_and_devices():
