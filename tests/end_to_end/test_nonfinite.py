@@ -21,7 +21,7 @@ def _train(rank, config, overrides, bad_steps, value):
         if trainer.step in bad_steps and rank == 1:
             if value == "loss":
                 return loss * math.nan
-            trainer.model_parts[0].layers["0"].attention.wo.weight.grad._local_tensor[-1, -1] = value
+            trainer.model_parts[0].layers["0"].attention.wo.weight_orig.grad._local_tensor[-1, -1] = value
         return loss
 
     trainer._run_micro_batches = spoilt
@@ -73,7 +73,7 @@ def test_so_many_in_a_row_stop_the_run(tiny_config):
     for states, error in run_ranks(2, _train, config, [*FUSED, *words], range(4, 20), math.nan):
         assert "not finite in 3 steps in a row, up to step 6; data positions 36-71" in error
         assert (
-            "not finite now: gradient of layers.0.attention.wo.weight. None" in error
+            "not finite now: gradient of layers.0.attention.wo.weight_orig. None" in error
             and "data.skip" in error
             and "\n" not in error
         )
