@@ -10,10 +10,10 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
+from pc import followed
 from pc.config import PCConfig
 from pc.errors import UserError
 from pc.owner import Plan
-from pc import followed
 from pc.preconditioner import (
     NO_PRECONDITIONER,
     Guard,

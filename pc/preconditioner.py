@@ -348,6 +348,7 @@ class Preconditioner:
 
     @torch.compiler.disable
     def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        self._take_note_of_changes()  # by others, as by a load; after the step W has changed anyway
         _, *given = args  # the optimizer is the first
         closure = kwargs.get("closure", given[0] if given else None)
         if closure is None:
@@ -355,7 +356,7 @@ class Preconditioner:
             return None
 
         def with_pc() -> Any:
-            self._take_note_of_changes()
+            self._take_note_of_changes()  # by the step itself
             if self._is_stale:  # called again within a step, as by LBFGS, or others have stepped since
                 self._write(advance=optimizer in self._stepped, share=False)
             with torch.enable_grad():
@@ -402,13 +403,16 @@ class Preconditioner:
         loaded, W alone if somebody changed it. Fused optimizers do not count; those that are followed are seen by hooks.
 
         Raises:
-            UserError: PC(W) alone has changed.
+            UserError: PC(W) alone has changed, or a weight is not where it was.
         """
-        loaded = []
-        for weight, before in zip(self.weights.values(), self._versions, strict=True):
-            effective, orig, u = (now != then for now, then in zip(_versions(weight), before, strict=True))
-            loaded.append(effective and orig and u)
-            if effective and not loaded[-1] and not self._is_stale:  # else it is written anew
+        now = [_versions(weight) for weight in self.weights.values()]
+        changes = [[a != b for a, b in zip(*both, strict=True)] for both in zip(now, self._versions, strict=True)]
+        if not any(map(any, changes)):
+            return
+        self._require_in_place()
+        loaded = [all(of_weight) for of_weight in changes]
+        for weight, (effective, orig, _), is_loaded in zip(self.weights.values(), changes, loaded, strict=True):
+            if effective and not is_loaded and not self._is_stale:  # else it is written anew
                 raise UserError(
                     f"{weight.name} was changed while it held PC(W), and optimizers train W: change {weight.attribute}_orig "
                     "and call preconditioner.write_pc(); after loading plain weights preconditioner.restart(); give "

@@ -23,7 +23,6 @@ from pc.methods import method_of
 from pc.methods.base import Method
 from pc.owner import matrix_cost
 
-
 Kept = Sequence[Sequence[Tensor]]
 """Of each part: what its method's `write` leaves for `pull_back`."""
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import torchtitan.train
 from torch import Tensor
 
-from pc.errors import UserError, exit_on_user_error
 from pc.api import precondition
+from pc.errors import UserError, exit_on_user_error
 from pc.preconditioner import Preconditioner
 from pc.weight import named_weights
 

@@ -167,7 +167,9 @@ def require_pc(preconditioner, tolerance=1e-12):
     """That `weight` holds the PC(W) of W."""
     for name, expected in expected_pc(preconditioner).items():
         found = whole(preconditioner.weights[name].effective)
-        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance, msg=name)
+        torch.testing.assert_close(
+            found, expected, rtol=0, atol=tolerance, msg=lambda said, name=name: f"{name}: {said}"
+        )
 
 
 def require_near(found, expected, tolerance=1e-12):
@@ -175,7 +177,9 @@ def require_near(found, expected, tolerance=1e-12):
     assert found.keys() == expected.keys()
     for name, tensors in expected.items():
         for tensor, other in zip(found[name], tensors, strict=True):
-            torch.testing.assert_close(tensor, other, rtol=0, atol=tolerance, msg=name)
+            torch.testing.assert_close(
+                tensor, other, rtol=0, atol=tolerance, msg=lambda said, name=name: f"{name}: {said}"
+            )
 
 
 def same(one, other):
