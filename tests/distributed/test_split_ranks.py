@@ -1,4 +1,4 @@
-"""Mode "step" on sharded stacks, fused weights and heads against the same on one rank, in float64."""
+"""PC on sharded stacks, fused weights and heads against the same on one rank, in float64."""
 
 import math
 from dataclasses import replace
@@ -48,20 +48,19 @@ def train(part, change):
     preconditioner = pc.precondition([*part.values()] if isinstance(part, nn.ModuleDict) else [part])
     if all(weight.config.method == "polynomial" for weight in preconditioner.weights.values()):
         pc.preserve(part)
-    preconditioner.write_pc()
     preconditioner.follow(optimizer)
     results = {}
     for step in range(2):
         for name, weight in preconditioner.weights.items():
             index = list(WEIGHTS).index(name.partition(".")[2])
-            weight.parameter.grad = change(draw(100 * step + index, weight.parameter.shape), weight.parameter)
+            weight.effective.grad = change(draw(100 * step + index, weight.effective.shape), weight.effective)
         preconditioner.pull_back()
         for name, weight in preconditioner.weights.items():
-            results |= {f"{name} gradient {step}": weight.parameter.grad, f"{name} gamma {step}": weight.gamma.grad}
+            results |= {f"{name} gradient {step}": weight.orig.grad, f"{name} gamma {step}": weight.gamma.grad}
         optimizer.step()
         optimizer.zero_grad()
     for name, weight in preconditioner.weights.items():
-        results |= {f"{name} {key}": getattr(weight, key).detach() for key in ("parameter", "raw", "gamma", "u", "v")}
+        results |= {f"{name} {key}": getattr(weight, key).detach() for key in ("effective", "orig", "gamma", "u", "v")}
     return results
 
 
@@ -141,13 +140,12 @@ def test_split_weights_are_preserved_and_merged():
     model = pc.attach(plain(), CONFIG)
     pc.preserve(model)
     preconditioner = pc.precondition(model)
-    preconditioner.write_pc()
     for name, weight in preconditioner.weights.items():
         given = plain().get_parameter(name)
-        torch.testing.assert_close(weight.parameter, given, rtol=0, atol=1e-5)  # an epsilon of 1e-7 beside norms near 1
-        assert (weight.raw - given).abs().max() > 1e-2, name  # control: W is another weight
+        torch.testing.assert_close(weight.effective, given, rtol=0, atol=1e-5)  # an epsilon of 1e-7 beside norms near 1
+        assert (weight.orig - given).abs().max() > 1e-2, name  # control: W is another weight
     k = model["0"]["qkv"][12:16]
     assert torch.equal(k, plain()["0"]["qkv"][12:16])
-    effective = {name: weight.parameter for name, weight in preconditioner.weights.items()}
+    effective = {name: weight.effective for name, weight in preconditioner.weights.items()}
     merged = pc.merge(model).state_dict()
     assert [*merged] == [*plain().state_dict()] and all(torch.equal(merged[name], effective[name]) for name in merged)

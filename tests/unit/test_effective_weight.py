@@ -9,7 +9,7 @@ LEVELS = [1, 2, 3, 4, "polar_express"]
 
 
 def _config(level=4, **kwargs):
-    return PCConfig(level=level, blocks=("o",), mode="forward", **kwargs)
+    return PCConfig(level=level, blocks=("o",), **kwargs)
 
 
 def _weight(n=6, m=9, batch=(), converged=True):

@@ -31,7 +31,7 @@ def test_without_vectors_a_gamma_joins_the_group_of_its_weight():
     )
     preconditioner = pc.precondition(pc.attach(model, PCConfig()), optimizer)
     for group in optimizer.param_groups:
-        weights = [w for w in preconditioner.weights.values() if any(p is w.parameter for p in group["params"])]
+        weights = [w for w in preconditioner.weights.values() if any(p is w.orig for p in group["params"])]
         assert {id(w.gamma) for w in weights} == {id(p) for p in group["params"] if p.ndim == 1} and weights
 
 
@@ -126,14 +126,14 @@ def test_plans_of_changing_sets_of_weights_do_not_pile_up():
             weights = [*one.preconditioner.weights.values()]
             for index, weight in enumerate(weights):
                 if step >> index & 1 and index < len(weights) - 1:
-                    weight.parameter.grad = None
+                    weight.effective.grad = None
             one.preconditioner.pull_back()
             one.optimizer.step()
             one.optimizer.zero_grad()
             if one is other:
                 one.preconditioner._plans = RecentPlans()  # all made anew
     assert len(loop.preconditioner._plans._plans) == RecentPlans.LIMIT
-    assert same(loop.preconditioner.state_dict(), other.preconditioner.state_dict())
+    assert same(loop.model.state_dict(), other.model.state_dict())
 
 
 def test_muon_alone_cannot_train_gammas():

@@ -1,12 +1,10 @@
-"""The methods besides the paper's, in float64 against decompositions and sums by hand, and in both modes."""
-
-import copy
+"""The methods besides the paper's, in float64 against decompositions and sums by hand, and in a loop."""
 
 import pytest
 import torch
 
 import pc
-from helpers.toy import Loop, leading_vectors, same, toy_batch, toy_loss, toy_model
+from helpers.toy import InGraph, Loop, leading_vectors, require_near, toy_batch, toy_loss, toy_model
 from pc import PCConfig, UserError
 from pc.methods import method_of
 
@@ -59,7 +57,6 @@ def test_row_norm_starts_from_w_and_keeps_its_lengths():
     pc.attach(model, PCConfig(method="row_norm", learnable_gamma=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     preconditioner = pc.precondition(model, optimizer)
-    preconditioner.write_pc()
     torch.testing.assert_close(weight, first, rtol=1e-14, atol=0)
     lengths = []
     for step in range(3):
@@ -71,17 +68,17 @@ def test_row_norm_starts_from_w_and_keeps_its_lengths():
     expected = torch.cat([lengths[0][:1], first[1:].norm(dim=1)])
     for found in lengths:
         torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
-    raw = preconditioner.weights["0.attention.wo"].raw.norm(dim=1)
-    assert expected[0] > 1e-3 and (raw[1:] / expected[1:] - 1).min() > 1e-4  # controls: steps made W longer
+    orig = preconditioner.weights["0.attention.wo"].orig.norm(dim=1)
+    assert expected[0] > 1e-3 and (orig[1:] / expected[1:] - 1).min() > 1e-4  # controls: steps made W longer
 
 
 def test_row_norm_starts_from_plain_weights_that_are_loaded_late():
-    """Into a model whose first weights already had a preconditioner, in mode "forward"."""
-    model = pc.attach(toy_model(), PCConfig(method="row_norm", mode="forward"))
-    pc.precondition(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    """Into a model whose first weights already had a preconditioner."""
+    loop = Loop(method="row_norm")
     plain = {name: 3 * tensor for name, tensor in toy_model().state_dict().items()}
-    model.load_state_dict(plain, strict=False)
-    effective = pc.merge(model).state_dict()
+    loop.model.load_state_dict(plain, strict=False)
+    loop.preconditioner.restart()
+    effective = pc.plain_state_dict(loop.model)
     for name, tensor in plain.items():
         torch.testing.assert_close(effective[name], tensor, rtol=1e-14, atol=0)
 
@@ -123,7 +120,7 @@ def test_every_singular_value_by_the_norm(largest, error):
 
 @METHODS
 def test_bfloat16_weights_give_what_their_float32_ones_do(method):
-    """As a trainer with mixed precision has them in mode "forward"."""
+    """As a trainer with mixed precision has them in the graph."""
     weight, _, u, v, _ = _batch((24, 16), 1)
     config = PCConfig(method=method, blocks=("o",))
     given = [x.bfloat16() for x in (weight, torch.ones(3, method_of(config).count_gammas(24)), u, v)]
@@ -133,27 +130,16 @@ def test_bfloat16_weights_give_what_their_float32_ones_do(method):
 
 
 @METHODS
-def test_both_modes_train_alike_and_resume_bitwise(method):
+def test_a_loop_trains_what_layers_in_the_graph_do(method):
     settings = {"method": method, "cap": 0.4, "make": lambda p: torch.optim.SGD(p, lr=0.5)}
-    loops = {mode: Loop(mode, **settings) for mode in ("step", "forward")}
-    for step in range(3):
-        for loop in loops.values():
-            loop.step(step)
-    saved = copy.deepcopy([part.state_dict() for part in loops["step"].parts])
-    resumed = Loop("step", seed=1, **settings)
-    for part, state in zip(resumed.parts, saved, strict=True):
-        part.load_state_dict(state)
-    for loop in (*loops.values(), resumed):
-        loop.step(3)
-    assert same(loops["step"].preconditioner.state_dict(), resumed.preconditioner.state_dict())
-    for name, (raw, gamma) in loops["step"].raw().items():
-        other_raw, other_gamma = loops["forward"].raw()[name]
-        # float64 rounding, which the composite's slope of 2e4 amplifies
-        torch.testing.assert_close(raw, other_raw, rtol=0, atol=1e-9)
-        torch.testing.assert_close(gamma, other_gamma, rtol=0, atol=1e-9)
-        assert (gamma != 1).all() and len(gamma) == (len(raw) if method == "row_norm" else 1)
-    with pytest.raises(UserError, match="PC.s state has"):  # of another method
-        resumed.preconditioner.load_state_dict(Loop("step").preconditioner.state_dict())
+    loop, reference = Loop(**settings), InGraph(**settings)
+    for step in range(4):
+        for each in (loop, reference):
+            each.step(step)
+    # float64 rounding, which the composite's slope of 2e4 amplifies
+    require_near(loop.trained(), reference.trained(), 1e-9)
+    for orig, gamma in loop.trained().values():
+        assert (gamma != 1).all() and len(gamma) == (len(orig) if method == "row_norm" else 1)
 
 
 def test_identity_and_sigma_reparametrisation_are_maps():

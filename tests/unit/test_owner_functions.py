@@ -1,4 +1,4 @@
-"""Both passes of mode "step" against their readable definitions: power iteration, `effective_weight`, autograd."""
+"""Both passes against their readable definitions: power iteration, `effective_weight`, autograd."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from helpers.toy import leading_vectors
 from pc import PCConfig, effective_weight
 from pc.methods import method_of
 from pc.methods.base import Method
-from pc.spectral import power_iteration, spectral_norm_estimate
+from pc.spectral import power_iteration
 
 LEVELS = [1, 2, 3, 4, "polar_express"]
 OPTIONS = pytest.mark.parametrize("recovery, with_gamma", [(True, True), (False, True), (True, False), (False, False)])
@@ -73,44 +73,9 @@ def test_pull_back_equals_autograd(level, recovery, with_gamma, shape, converged
     assert (wrong[0] - expected[0]).abs().max() > 1e-3  # control
 
 
-# A few roundings of 2^-9 each in bfloat16, and of 2^-12 in float16, times coefficients up to 9 that partly cancel.
-@pytest.mark.parametrize("dtype, least, most", [("bfloat16", 2e-4, 3e-2), ("float16", 2e-5, 4e-3)])
-@pytest.mark.parametrize("level", [2, 4])
-@pytest.mark.parametrize("shape", [(64, 96), (96, 64)])
-@pytest.mark.parametrize("size", [1.0, 1e-10, 1e10])  # of weights and gradients; float16 itself ends at 6e-8 and 7e4
-def test_low_precision_stays_close(shape, level, dtype, least, most, size):
-    weight, gamma, u, v, gradient = (x.float() for x in _batch(shape))
-    weight, gradient = weight * size, gradient * size
-    near, exact = (_config(level, compute_dtype=kind) for kind in (dtype, "float32"))
-    for i in range(3):
-        one = [x[i : i + 1] for x in (weight, gamma, u, v, gradient)]
-        found, wanted = (method_of(config).write(*one[:4]) for config in (near, exact))
-        in_graph = effective_weight(*one[:2], *found[1:3], near)
-        for effective in (in_graph, found[0]):
-            assert least < (effective - wanted[0]).norm() / wanted[0].norm() < most
-        # the norm is close to full precision, because the last two products use W itself
-        norms = [spectral_norm_estimate(one[0], *written[1:3]) for written in (found, wanted)]
-        torch.testing.assert_close(*norms, rtol=1e-5, atol=0)
-        kept = found[3:]
-        wanted = method_of(exact).pull_back(one[0], one[4], *one[1:4])
-        for found in (method_of(near).pull_back(one[0], one[4], *one[1:4], *of) for of in ((), kept)):
-            assert least < (found[0] - wanted[0]).norm() / wanted[0].norm() < most
-            assert (found[1] - wanted[1]).abs() < most * one[4].norm() * one[0].norm() / 8
-
-
-def test_a_gradient_of_zero_and_one_that_is_not_finite_in_low_precision():
-    weight, gamma, u, v, gradient = (x.float() for x in _batch((64, 96)))
-    method = method_of(_config(compute_dtype="float16"))
-    assert not any(x.any() for x in method.pull_back(weight, 0 * gradient, gamma, u, v))
-    gradient[1, 0, 0] = torch.inf
-    finite = [x.isfinite().flatten(1).all(1).tolist() for x in method.pull_back(weight, gradient, gamma, u, v)]
-    assert finite == [[True, False, True]] * 2
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("norm_recovery", [True, False])
-def test_a_weight_of_zero(dtype, norm_recovery):
-    method = method_of(_config(compute_dtype=dtype, norm_recovery=norm_recovery))
+def test_a_weight_of_zero(norm_recovery):
+    method = method_of(_config(norm_recovery=norm_recovery))
     _, _, u, v, gradient = (x.float() for x in _batch((64, 96)))
     effective, u, v, *kept = method.write(0 * gradient, None, u, v)
     assert not effective.any()
