@@ -36,7 +36,7 @@ def main() -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
-    pc.attach(model, pc.PCConfig(level=4, mode="step"))
+    pc.attach(model, pc.PCConfig(level=4))
     settings = TrainingArguments(
         output_dir=str(arguments.folder),
         use_cpu=not torch.accelerator.is_available(),  # so that several processes on CPUs find each other

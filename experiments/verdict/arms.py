@@ -46,7 +46,7 @@ NORM_BEFORE = {
 def raw_weights(optimizers: Optimizers) -> dict[str, Tensor]:
     """{layer: W} of the layers with PC, after a step. Only this function knows where PC keeps W."""
     weights = {} if optimizers.preconditioner is None else optimizers.preconditioner.weights
-    return {name: local(weight.raw) for name, weight in weights.items()}
+    return {name: local(weight.orig) for name, weight in weights.items()}
 
 
 def describe(weight: Tensor, every_value: bool = False) -> dict[str, Any]:

@@ -110,7 +110,7 @@ def test_the_log_has_w_and_the_weight_that_is_used(run):
     )}  # fmt: skip
     for kind, tensor in (
         ("weight", state[f"{NAME}.weight"]),
-        ("raw", state[f"pc.{NAME}.raw"]),
+        ("raw", state[f"{NAME}.weight_orig"]),
         ("after_gain", state[f"{NAME}.weight"] * state["layers.0.ffn_norm.weight"]),
     ):
         sigma = torch.linalg.svdvals(tensor.double())
