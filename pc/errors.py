@@ -1,14 +1,22 @@
 """Errors that the user can fix, and what commands say of them: one or two lines, without a traceback."""
 
+import errno
 import functools
 import os
 import select
 import sys
 from collections.abc import Callable
 
+DISK_ERRORS = {errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
+"""A disk or a server that fails, a full disk, no quota left, a limit of a file's size, a file system that has become
+read-only. They may pass, unlike a mistake."""
+
 
 class UserError(ValueError):
     """The message is one or two lines that name the key or file and say what would be valid."""
+
+    kind, status = "error", 2
+    """How its line begins, and the status of the command that it ends."""
 
 
 def _reader_left() -> bool:
@@ -21,9 +29,9 @@ def _reader_left() -> bool:
 def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
     """Decorate a command's `main`: a `UserError` prints `error: ...` on stderr and exits with status 2.
 
-    So does an `OSError` about a named file or folder: none there, no permission, a full disk. A reader of the output
-    who leaves early, such as `head`, ends the command in silence, and so does Ctrl-C. Any other exception is a bug in this
-    project and keeps its traceback.
+    So does an `OSError` about a named file or folder, such as none there or no permission; if the disk failed, the line
+    begins with `failed: ` and the status is 1. A reader of the output who leaves early, such as `head`, ends the command
+    in silence, and so does Ctrl-C. Any other exception is a bug in this project and keeps its traceback.
     """
 
     @functools.wraps(main)
@@ -39,12 +47,13 @@ def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
         except KeyboardInterrupt:
             sys.exit(130)
         except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(2)
+            print(f"{error.kind}: {error}", file=sys.stderr)
+            sys.exit(error.status)
         except OSError as error:
             if error.filename is None:
                 raise
-            print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
-            sys.exit(2)
+            kind, status = ("failed", 1) if error.errno in DISK_ERRORS else ("error", 2)
+            print(f"{kind}: {error.filename}: {error.strerror}", file=sys.stderr)
+            sys.exit(status)
 
     return guarded

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pc.errors import exit_on_user_error
 from pc_recipe.config.command_line import existing
+from pc_recipe.files import look
 
 
 def _with_runs(text: str) -> Path:
@@ -16,7 +17,7 @@ def _with_runs(text: str) -> Path:
 
 
 def _with_results(text: str) -> Path:
-    if not Path(text, "results.jsonl").exists():
+    if not look.is_file(Path(text, "results.jsonl")):
         raise argparse.ArgumentTypeError(f"{text}/results.jsonl does not exist; scripts/sweep.py select writes it")
     return Path(text)
 

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from pc.errors import exit_on_user_error
+from pc_recipe.files import look
 
 ROOT = Path(__file__).parents[1]
 OUT = "outputs/reproduce"
@@ -77,7 +78,7 @@ def rows(evals: str) -> dict[str, list[list[str]]]:
         ],
         "theorem": [["scripts/theorem.py"]],
         "scores": [
-            *([] if Path(evals).is_dir() else [["scripts/fetch_eval_data.py", evals]]),
+            *([] if look.is_folder(evals) else [["scripts/fetch_eval_data.py", evals]]),
             ["scripts/score.py", *models, "--data", evals, "--limit", "2", "--output", f"{OUT}/figures/scores"],
         ],
     }

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,8 @@ from pc.errors import UserError
 from pc_recipe.config.inheritance import load_config
 from pc_recipe.config.schema import Config
 from pc_recipe.config.sections import keys_of
+from pc_recipe.files import look
+from pc_recipe.files.errors import ReadFailed
 
 EXAMPLES = """\
 all keys of a config can be set, such as
@@ -46,9 +47,12 @@ def at_least_one(text: str) -> int:
 
 def existing(text: str) -> Path:
     """A `type` of argparse for a file or folder that is read: answered before a script imports torch, which takes seconds."""
-    if not os.path.exists(text):
-        raise argparse.ArgumentTypeError(f"{text} does not exist")
-    return Path(text)
+    try:
+        if look.is_there(text):
+            return Path(text)
+    except ReadFailed as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    raise argparse.ArgumentTypeError(f"{text} does not exist")
 
 
 class _Help(argparse.Action):

@@ -21,6 +21,7 @@ from pc_recipe.config.pc_section import PC
 from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.config.schema import Config
 from pc_recipe.config.sections import METHOD, RESULT, keys_of
+from pc_recipe.files import look
 from pc_recipe.files.atomic import sha256_of
 
 BATCH = "training.global_batch_size"
@@ -70,7 +71,8 @@ def result_key(config: Config, world_size: int | None = None, data: dict[str, st
 def code_version() -> dict[str, str]:
     """What computes a result: versions of torch and TorchTitan, and a checksum of the files that a step depends on."""
     checkout, digest = Path(__file__).parents[2], hashlib.sha256()
-    for file in sorted(file for room in COMPUTES for file in (checkout / room).rglob("*.py")):
+    files = [file for room in COMPUTES for file in look.files_below(checkout / room) if file.suffix == ".py"]
+    for file in sorted(files):
         digest.update(f"{file.relative_to(checkout)} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
     return {"torch": version("torch"), "torchtitan": version("torchtitan"), "files": digest.hexdigest()}
 
@@ -79,14 +81,15 @@ def data_checksums(config: Config) -> dict[str, str]:
     """{key: `Manifest.identity` of the data, checksum of a file of `[experiment]`}, of those that can be read."""
     checksums = {}
     for key, folders in (("path", config.data.folders), ("validation_path", config.data.validation_folders)):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # reported when the data are opened
-            manifests = [json.loads(Path(folder, "manifest.json").read_text()) for folder in folders]
+        texts = [look.read(Path(folder, "manifest.json")) or b"" for folder in folders]
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # reported when the data are opened
+            manifests = [json.loads(text) for text in texts]
             identities = (m.get("configuration_sha256") or m["content_sha256"] for m in manifests)
             checksums[f"content of data.{key}"] = ", ".join(identities)
     arm, options = config.experiment.arm.partition(":")[0], config.experiment.options
     files = {"arm": Path(__file__).parents[2] / f"{arm.replace('.', '/')}.py"}
     files |= {f"options.{name}": Path(value) for name, value in options.items() if isinstance(value, str)}
-    return checksums | {f"content of experiment.{n}": sha256_of(file) for n, file in files.items() if file.is_file()}
+    return checksums | {f"content of experiment.{n}": sha256_of(file) for n, file in files.items() if look.is_file(file)}
 
 
 def differing_keys(one: dict[str, Any], other: dict[str, Any]) -> list[str]:

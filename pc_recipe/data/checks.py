@@ -2,7 +2,6 @@
 
 import os
 import random
-import stat
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from tqdm import tqdm
 from pc.errors import UserError
 from pc_recipe.data.manifest import SPLITS, Manifest, TokenShard
 from pc_recipe.data.token_files import read_tokens
+from pc_recipe.files import look
 from pc_recipe.files.atomic import sha256_of
 
 SAMPLE_TOKENS = 4096  # tokens looked at in each shard
@@ -27,12 +27,9 @@ RECORD = ".verified"
 def require_file(folder: Path, shard: TokenShard, *, checksum: bool = False) -> None:
     """Raise a `UserError` if the shard's file is missing, or has another size or checksum than the manifest says."""
     path = folder / shard.tokens_file
-    size: int | str = "no"
-    with suppress(OSError):
-        status = path.stat()
-        size = status.st_size if stat.S_ISREG(status.st_mode) else "no"
+    size = path.stat().st_size if look.is_file(path) else "no"
     problem = f"{path} has {size} bytes instead of {shard.tokens_bytes}" if size != shard.tokens_bytes else ""
-    if checksum and not problem and sha256_of(path) != shard.tokens_sha256:
+    if checksum and not problem and look.patiently(lambda: sha256_of(path), path) != shard.tokens_sha256:
         problem = f"{path} does not have the checksum of the manifest"
     if problem:
         raise UserError(f"{problem}; delete it and repeat the tokenising command to recreate it")
@@ -107,5 +104,5 @@ def verify(manifest: Manifest) -> None:
 def _line(manifest: Manifest, shard: TokenShard) -> str:
     """Of `RECORD`: another line if the file or what it should be has changed."""
     path = manifest.folder / shard.tokens_file
-    changed = path.stat().st_mtime_ns if path.exists() else 0
+    changed = path.stat().st_mtime_ns if look.is_file(path) else 0
     return f"{shard.tokens_sha256} {changed} {shard.tokens_file}"

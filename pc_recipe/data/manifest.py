@@ -15,6 +15,7 @@ from pydantic import NonNegativeInt, TypeAdapter
 
 from pc.errors import UserError
 from pc_recipe.data.tokenizers import Tokenizer, load_tokenizer
+from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.errors import WriteFailed
 
@@ -140,10 +141,11 @@ class Manifest:
     def read(folder: str | Path) -> "Manifest":
         folder = Path(folder)
         path = folder / "manifest.json"
-        if not path.is_file():
+        text = look.read(path)
+        if text is None:
             raise UserError(_why_no_manifest(folder))
         try:
-            content = json.loads(path.read_bytes())
+            content = json.loads(text)
             if content["format"] not in (1, FORMAT):
                 raise ValueError(f"format {content['format']}; this version reads formats 1 and {FORMAT}")
             content |= {"folder": folder, "shards": {split: content["splits"][split]["shards"] for split in SPLITS}}
@@ -178,8 +180,8 @@ def require_different(manifests: Sequence[Manifest]) -> None:
 
 
 def _why_no_manifest(folder: Path) -> str:
-    if not folder.is_dir():
+    if not look.is_folder(folder):
         return f"data folder {folder} does not exist; make it with scripts/tokenize_text.py"
-    if (folder / "tokenizing.json").is_file():
+    if look.is_file(folder / "tokenizing.json"):
         return f"{folder} is not finished; repeat the tokenising command, which continues where it stopped"
     return f"{folder} has no manifest.json, so it is not a folder of token shards"

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from pc.errors import UserError
 from pc_recipe.data.text_files import READERS, ending_of, is_compressed
+from pc_recipe.files import look
 
 logger = logging.getLogger(__name__)
 
@@ -97,14 +98,14 @@ def find_local_files(source: str, output: Path | None = None) -> list[str] | Non
     Of a folder, without hidden ones and without those of `output`.
     """
     path = Path(source).expanduser()
-    if path.is_dir():
-        shown = (file for file in path.rglob("*") if not any(p.startswith(".") for p in file.relative_to(path).parts))
+    if look.is_folder(path):
+        shown = (f for f in look.files_below(path) if not any(p.startswith(".") for p in f.relative_to(path).parts))
         without = output and Path(os.path.abspath(output))
-        return sorted(str(f) for f in shown if f.is_file() and without not in Path(os.path.abspath(f)).parents)
-    if path.is_file():
+        return [str(file) for file in shown if without not in Path(os.path.abspath(file)).parents]
+    if look.is_file(path):
         return [str(path)]
     if any(sign in source for sign in "*?["):
-        return sorted(file for file in glob.glob(str(path), recursive=True) if os.path.isfile(file))
+        return sorted(file for file in glob.glob(str(path), recursive=True) if look.is_file(file))
     return None
 
 

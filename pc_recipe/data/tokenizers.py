@@ -21,6 +21,7 @@ import numpy as np
 from pc.errors import UserError
 from pc_recipe.data import tokenizer_formats
 from pc_recipe.data.tokenizer_formats import FILE, SETTINGS, Converted
+from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
 
 if TYPE_CHECKING:  # its import takes seconds
@@ -153,14 +154,16 @@ def _convert(name: str, path: Path) -> Converted:
 
     if name == DEFAULT_TOKENIZER:
         path = _mistral_model()
-    elif (path / TIKTOKEN).is_file():
+    elif look.is_file(path / TIKTOKEN):
         return tokenizer_formats.from_tiktoken((path / TIKTOKEN).read_text())
-    elif not path.exists() and name in tiktoken.list_encoding_names():
+    elif not look.is_there(path) and name in tiktoken.list_encoding_names():
         return tokenizer_formats.from_tiktoken(name)
-    elif (path / FILE).is_file():
+    elif look.is_file(path / FILE):
         return tokenizer_formats.from_folder(path)
     try:
-        return tokenizer_formats.from_sentencepiece((path / SENTENCEPIECE if path.is_dir() else path).read_bytes())
+        return tokenizer_formats.from_sentencepiece(
+            (path / SENTENCEPIECE if look.is_folder(path) else path).read_bytes()
+        )
     except (OSError, RuntimeError) as error:
         raise UserError(
             f"neither {DEFAULT_TOKENIZER!r}, a folder with {FILE}, a tiktoken encoding, nor a SentencePiece model ({error})"

@@ -30,7 +30,9 @@ from pc_recipe.data.sources import (
 )
 from pc_recipe.data.text_files import LONGEST
 from pc_recipe.data.tokenizers import Tokenizer, load_tokenizer, smallest_dtype
+from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
+from pc_recipe.files.errors import ReadFailed
 
 VALIDATION_SHARE = 0.0005  # of the documents, by default; of small data more:
 VALIDATION_BYTES = 2 * 10**6  # of text, some 500,000 tokens: 64 sequences of 8192, more than 1 % of 200 MB
@@ -77,8 +79,8 @@ def open_job(output: Path, sources: list[str], tokenizer: Tokenizer, requested: 
     """
     requested = {"sources": sources, "tokenizer": tokenizer.sha256} | requested
     path = output / "tokenizing.json"
-    if path.is_file():
-        saved = json.loads(path.read_text())
+    if (text := look.read(path)) is not None:
+        saved = json.loads(text)
         settings, units = saved["settings"], [Unit(**unit) for unit in saved["units"]]
         # of a job of format 1, the settings have another checksum
         before = settings | {"tokenizer": load_tokenizer(output / TOKENIZER_FOLDER).sha256}
@@ -180,14 +182,17 @@ class UnitRecord:
 
 def read_finished(job: TokenizingJob, unit: Unit) -> UnitRecord | None:
     """The unit's record if it was finished with these settings and no file is missing, else None."""
+    text = look.read(_record_path(job, unit))
     try:
-        record = json.loads(_record_path(job, unit).read_text())
+        record = json.loads(text or b"")
         if record["settings_sha256"] != job.sha256:
             return None
         shards = {split: [TokenShard(**shard) for shard in record["shards"][split]] for split in SPLITS}
         for shard in (*shards["train"], *shards["validation"]):
             require_file(job.output, shard)
-    except (OSError, ValueError, KeyError, TypeError):
+    except ReadFailed:
+        raise
+    except (ValueError, KeyError, TypeError):
         return None
     return UnitRecord(shards, record["replaced"])
 

@@ -28,6 +28,7 @@ from pc_recipe.data.tokenizers import Tokenizer, load_tokenizer
 from pc_recipe.evaluate import plain_weights
 from pc_recipe.evaluate.model_card import model_card
 from pc_recipe.evaluate.plain_weights import RunCheckpoint
+from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.errors import WriteFailed
 from pc_recipe.train import run_tokenizer
@@ -88,7 +89,7 @@ def _require_vocabulary(ids: int, vocab_size: int, path: Path) -> None:
 
 def load(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model and tokenizer of a run's checkpoint or of any Hugging Face folder, for scoring and sampling."""
-    if os.path.isfile(os.path.join(path, "config.json")):
+    if look.is_file(Path(path, "config.json")):
         return _load_folder(Path(path))
     run = plain_weights.load(path)
     model, tokenizer = load_checkpoint(run)
@@ -110,7 +111,7 @@ def export(
         WriteFailed: the file system refuses, and nothing is left of the export.
     """
     out = Path(out).resolve()  # a folder cannot be renamed to a symbolic link
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if look.is_there(out) and look.names(out):
         raise UserError(f"{out}: exists already; give a new folder")
     run = plain_weights.load(source)
     model, loaded = load_checkpoint(run, tokenizer)
@@ -150,7 +151,7 @@ def require_initial_load(path: str | Path, model_args: TransformerModelArgs) -> 
     """
     path = Path(path)
     file = path / "config.json"
-    settings = json.loads(file.read_text()) if file.is_file() else {}
+    settings = json.loads(look.read(file) or b"{}")
     if settings.get("model_type") != "llama":
         raise UserError(f'{file}: model_type {settings.get("model_type")!r}, a run starts from "llama"')
     with torch.device("meta"):
@@ -164,7 +165,7 @@ def require_initial_load(path: str | Path, model_args: TransformerModelArgs) -> 
                 f"{path}: config.json has {key} {getattr(given, key)}, the run's model {getattr(expected, key)}"
             )
     shapes: dict[str, list[int]] = {}
-    for file in sorted(path.glob("*.safetensors")):
+    for file in [path / name for name in look.names(path) if name.endswith(".safetensors")]:
         with safe_open(file, framework="pt") as tensors:
             shapes |= {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}  # noqa: SIM118
     plain_weights.require_shapes({key: tensor.shape for key, tensor in model.state_dict().items()}, shapes, path)

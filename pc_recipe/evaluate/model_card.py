@@ -13,7 +13,7 @@ from pc.errors import UserError
 from pc_recipe.data.sources import HUB_DATASET
 from pc_recipe.data.tokenizers import Tokenizer
 from pc_recipe.evaluate.plain_weights import RunCheckpoint
-from pc_recipe.files import markdown
+from pc_recipe.files import look, markdown
 from pc_recipe.files.plots import short_tokens
 from pc_recipe.files.run_folder import read_environment
 from pc_recipe.files.run_log import METRICS_FILE, read_log
@@ -47,7 +47,7 @@ def model_card(
         "pipeline_tag": "text-generation",
         "tags": ["llama", "pc-layer"],
     }
-    if HUB_DATASET.fullmatch(source) and not Path(source).exists():
+    if HUB_DATASET.fullmatch(source) and not look.is_there(source):
         header["datasets"] = [source]
     initial_path = run.config.get("checkpoint", {}).get("initial_load_path")
     environment = _describe_environment(run)
@@ -86,7 +86,7 @@ def _describe_method(run: RunCheckpoint) -> str:
 def _read_logged(run: RunCheckpoint) -> list[tuple[str, str]]:
     """Tokens, losses and scores that the run had logged last at this step; none without a log."""
     folder = run.path.parent.parent
-    lines = read_log(folder).lines if (folder / METRICS_FILE).is_file() else []
+    lines = read_log(folder).lines if look.is_file(folder / METRICS_FILE) else []
     last = {key: value for line in lines if line["step"] <= run.step for key, value in line.items()}
     keys = [key for key in last if key in ("loss", "validation_loss") or key.startswith("evaluation/")]
     rows = [(key.replace("_", " "), f"{last[key]:.4f}") for key in keys if last[key] is not None]

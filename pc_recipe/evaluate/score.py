@@ -17,8 +17,9 @@ import torch
 from pc.errors import UserError
 from pc_recipe.evaluate import hugging_face, tables, tasks
 from pc_recipe.evaluate.log_likelihoods import LogLikelihoods
+from pc_recipe.files import look
 from pc_recipe.files.atomic import sha256_of, write_atomically
-from pc_recipe.files.run_folder import parse_model
+from pc_recipe.files.run_folder import INDEX, parse_model
 from pc_recipe.train.checkpoint_writer import CHECKSUMS
 from pc_recipe.train.environment import read_commit
 
@@ -65,7 +66,7 @@ def _score_model(
     """Score the tasks that `file` does not have yet; sets: {task: hash of its data}."""
     versions = {package: importlib.metadata.version(package) for package in _VERSIONED}
     conditions = {"model_sha256": _sha256_of_model(path), "limit": limit, "versions": versions}
-    saved = json.loads(file.read_text()) if file.is_file() else {}
+    saved = json.loads(look.read(file) or b"{}")
     scored = saved["tasks"] if all(saved.get(key) == value for key, value in conditions.items()) else {}
     missing = [task for task in sets if scored.get(task, {}).get("data") != sets[task]]
     results = {"name": name, "model": str(path)} | conditions | {"tasks": scored}
@@ -99,9 +100,13 @@ def _load(path: Path, batch_size: int) -> LogLikelihoods:
 
 def _sha256_of_model(path: Path) -> str:
     """One hash over everything that affects a model's scores; of a checkpoint, over its checksums if it has any."""
-    patterns = [CHECKSUMS] if (path / CHECKSUMS).exists() else ["*.safetensors", "*.json", ".metadata", "*.distcp"]
-    parts = sorted({file for pattern in patterns for file in path.glob(pattern)})
-    return hashlib.sha256("".join(f"{file.name} {sha256_of(file)}\n" for file in parts).encode()).hexdigest()
+    names = look.names(path)
+    if CHECKSUMS in names:
+        names = [CHECKSUMS]
+    parts = [
+        name for name in names if name in (CHECKSUMS, INDEX) or name.endswith((".safetensors", ".json", ".distcp"))
+    ]
+    return hashlib.sha256("".join(f"{name} {sha256_of(path / name)}\n" for name in parts).encode()).hexdigest()
 
 
 def _print_progress(text: str) -> None:

@@ -12,6 +12,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks.manager import TaskDict
 
 from pc.errors import UserError
+from pc_recipe.files import look
 
 # Each task's name in tables, metric, and folder in lm-eval's package. Metrics are those of the paper's
 # table of downstream evaluation: accuracy, normalised by length where the paper does so.
@@ -38,7 +39,7 @@ def require_known(names: Sequence[str]) -> None:
 def data_file(name: str, data: str | Path) -> Path:
     """The local file of a task."""
     path = Path(data) / f"{name}.jsonl"
-    if not path.is_file():
+    if not look.is_file(path):
         raise UserError(f"{path}: missing; create the folder with scripts/fetch_eval_data.py {data}")
     return path
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from pc.errors import UserError
+from pc_recipe.files import look
 
 _LOCKS = ("lock", "lock.ranks")
 """The launcher holds the first alone; the run's ranks share the second."""
@@ -20,12 +21,14 @@ def is_locked(folder: Path) -> bool:
 
 
 def _is_held(file: Path) -> bool:
+    if not look.is_there(file):
+        return False
     try:
         with _open_lock(file, os.O_RDWR) as opened:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         return True
-    except OSError:  # no such file, or a file system without locks
+    except OSError:  # a file system without locks
         return False
     return False
 

@@ -1,7 +1,6 @@
 """A run's folder: its state, its configuration, its checkpoints."""
 
 import json
-import os
 import re
 import tomllib
 from dataclasses import asdict, dataclass, replace
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pc.errors import UserError
+from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.lock import is_locked
 
@@ -17,6 +17,7 @@ INDEX = ".metadata"
 _STATUS = "status.json"
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 """Matches the whole name of a checkpoint's folder: nothing with another name is used as one, or deleted."""
+_EARLIER = re.compile(r"config\.[0-9].*\.toml")
 STATES = ("waiting", "running", "interrupted", "stopped", "finished", "failed", "diverged")
 
 
@@ -35,13 +36,14 @@ class RunState:
 def read_state(folder: Path) -> RunState:
     """The state in status.json; "interrupted" if it says "running" but no process holds the lock, or is damaged."""
     file, locked = folder / _STATUS, is_locked(folder)
-    if not file.exists():
+    content = look.read(file)
+    if content is None:
         return RunState("running" if locked else "waiting", 0, 0, "")
     try:
-        state = RunState(**json.loads(file.read_text()))
+        state = RunState(**json.loads(content))
         if state.state not in STATES:
             raise ValueError(state.state)
-    except (OSError, ValueError, TypeError, RecursionError):
+    except (ValueError, TypeError, RecursionError):
         state = RunState("running", 0, 0, f"{file} cannot be read")
     return replace(state, state="interrupted") if state.state == "running" and not locked else state
 
@@ -63,14 +65,15 @@ def write_failure(folder: str | Path, reason: str, step: int = 0, state: str = "
 
 def list_configs(run: Path) -> list[Path]:
     """config.toml, and the different ones, config.1.toml and so on, with which earlier parts of a run were trained."""
-    return [run / "config.toml", *sorted(run.glob("config.[0-9]*.toml"))]
+    return [run / "config.toml", *(run / name for name in look.names(run) if _EARLIER.fullmatch(name))]
 
 
 def read_environment(run: Path) -> dict[str, Any]:
     """What environment.json says of a run's machine, code and data; empty if there is none, or a damaged one."""
+    text = look.read(run / "environment.json") or b"{}"
     try:
-        content = json.loads((run / "environment.json").read_text())
-    except (OSError, ValueError, RecursionError):
+        content = json.loads(text)
+    except (ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -87,15 +90,15 @@ def keep_earlier_config(run: Path, resolved: dict, step: int) -> None:
     if step == 0:
         for file in earlier:
             file.unlink()
-    elif current.exists() and _read_toml(current) != resolved:
-        write_atomically(run / f"config.{len(earlier) + 1}.toml", current.read_bytes())
+    elif (content := look.read(current)) is not None and _parse_toml(content) != resolved:
+        write_atomically(run / f"config.{len(earlier) + 1}.toml", content)
 
 
-def _read_toml(file: Path) -> dict | None:
+def _parse_toml(content: bytes) -> dict | None:
     """None if it is damaged."""
     try:
-        return tomllib.loads(file.read_text())
-    except (OSError, ValueError, RecursionError):
+        return tomllib.loads(content.decode())
+    except (ValueError, RecursionError):
         return None
 
 
@@ -107,15 +110,23 @@ def step_of(checkpoint: str | Path) -> int:
 
 def list_checkpoints(folder: str | Path) -> dict[int, Path]:
     """{step: folder} of all checkpoints in RUN/checkpoint, complete or not, sorted by step."""
-    matches = {path: _STEP.fullmatch(path.name) for path in Path(folder).glob("step-*")}
-    by_step = {int(match[1]): path for path, match in matches.items() if match}
+    by_step = {int(match[1]): Path(folder, match[0]) for match in map(_STEP.fullmatch, look.names(folder)) if match}
     return dict(sorted(by_step.items()))
+
+
+def is_complete(checkpoint: str | Path) -> bool:
+    """Whether a checkpoint's folder was written to its end, whatever has become of it since."""
+    return look.is_file(Path(checkpoint, INDEX))
+
+
+def list_complete(folder: str | Path) -> dict[int, Path]:
+    """Those of `list_checkpoints` that are complete."""
+    return {step: path for step, path in list_checkpoints(folder).items() if is_complete(path)}
 
 
 def find_newest_checkpoint(run: Path) -> Path | None:
     """The newest complete checkpoint in a run's folder, without verifying its checksums."""
-    complete = [path for path in list_checkpoints(run / "checkpoint").values() if (path / INDEX).exists()]
-    return complete[-1] if complete else None
+    return next(reversed(list_complete(run / "checkpoint").values()), None)
 
 
 def find_newest_step(run: Path) -> int:
@@ -125,8 +136,8 @@ def find_newest_step(run: Path) -> int:
 
 def parse_model(text: str) -> tuple[str, Path]:
     """Name and path of `PATH` or `NAME=PATH`; a path may contain "=", a name may not. A run stands for its newest checkpoint."""
-    name, path = ("", text) if os.path.exists(text) else text.partition("=")[::2]
-    if not os.path.exists(path):
+    name, path = ("", text) if look.is_there(text) else text.partition("=")[::2]
+    if not look.is_there(path):
         raise UserError(f"{text}: no such model; expected a run, a checkpoint (RUN/checkpoint/step-N) or an export")
     model = find_newest_checkpoint(Path(path)) or Path(path)
     whole = model.resolve()

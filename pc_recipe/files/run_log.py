@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pc.errors import UserError
-from pc_recipe.files import json_lines
+from pc_recipe.files import json_lines, look
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -50,8 +50,8 @@ class RunLog:
 def read_log(path: str | Path, newest: int | None = None) -> RunLog:
     """Read the metrics of a run folder, or a `metrics.jsonl` file: all lines or the `newest`, without damaged ones."""
     path = Path(path)
-    file = path / METRICS_FILE if path.is_dir() else path
-    if not file.is_file():
+    file = path / METRICS_FILE if look.is_folder(path) else path
+    if not look.is_file(file):
         raise UserError(f"{file}: no such file; give a run's folder, which holds {METRICS_FILE}")
     if newest is None:
         lines = json_lines.read(file)
@@ -63,7 +63,7 @@ def read_log(path: str | Path, newest: int | None = None) -> RunLog:
 def set_aside_metrics(run: Path, step: int) -> None:
     """Move the lines of metrics.jsonl after `step` to metrics.abandoned.jsonl: training continues from there."""
     file = run / METRICS_FILE
-    kept = size = file.stat().st_size if file.exists() else 0
+    kept = size = file.stat().st_size if look.is_file(file) else 0
     for begin, line in json_lines.read_back(file) if size else ():
         if line["step"] <= step:
             break

@@ -10,7 +10,7 @@ from scipy import stats
 
 from pc_recipe.config.inheritance import resolve
 from pc_recipe.config.sections import Positive, Section, Text, key
-from pc_recipe.files import markdown
+from pc_recipe.files import look, markdown
 
 Contrast = Annotated[list[Text], Field(min_length=2, max_length=2)]
 
@@ -37,7 +37,7 @@ class Preregistration(Section):
 def read_preregistration(folder: Path) -> Preregistration:
     """`folder`/plan.toml; the defaults without one."""
     file = folder / "plan.toml"
-    return resolve(file, [], Preregistration) if file.is_file() else Preregistration()
+    return resolve(file, [], Preregistration) if look.is_file(file) else Preregistration()
 
 
 def contrast_table(runs: pd.DataFrame, preregistration: Preregistration) -> str:

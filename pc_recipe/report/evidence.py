@@ -28,6 +28,7 @@ from pc_recipe.config.model_sizes import Flavor, shape_of
 from pc_recipe.config.optimizers import KINDS
 from pc_recipe.config.run_key import all_values
 from pc_recipe.config.schema import Config
+from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.run_log import read_log, unique_names
 from pc_recipe.report.contrasts import Preregistration, read_preregistration
@@ -52,7 +53,7 @@ def collect(sweeps: Sequence[Path], study: str, output: Path) -> int:
     lines = [line for sweep in sweeps for result in read_results(sweep) if (line := _line(study, sweep, result))]
     if not lines:
         raise UserError(f"{', '.join(map(str, sweeps))}: no finished run with a {VALIDATION}")
-    earlier = read_json_lines(file) if file.exists() else []
+    earlier = read_json_lines(file) if look.is_file(file) else []
     kept = {(line["study"], line["resolved"]["job"]["dump_folder"]): line for line in earlier + lines}.values()
     write_atomically(file, "".join(json.dumps(line, allow_nan=False) + "\n" for line in kept))
     return len(lines)
@@ -60,7 +61,7 @@ def collect(sweeps: Sequence[Path], study: str, output: Path) -> int:
 
 def _line(study: str, sweep: Path, result: dict) -> dict | None:
     """A run's line; None if it was never validated and did not diverge."""
-    folder = sweep / result["name"] if (sweep / result["name"]).is_dir() else Path(result["folder"])
+    folder = sweep / result["name"] if look.is_folder(sweep / result["name"]) else Path(result["folder"])
     run = read_log(folder)
     last = run.series(VALIDATION).tail(1)
     diverged = result.get("state") == "diverged" or last.isna().any()

@@ -10,6 +10,7 @@ import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
 from pc.errors import UserError
+from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.plots import label_tokens, legend_below, save, subplots
 from pc_recipe.files.run_log import RunLog, read_log, read_logs, unique_names
@@ -40,7 +41,9 @@ def draw_sweeps(folders: Sequence[Path], baselines: Sequence[Path], output: Path
     for earlier in output.glob("sweep_*.png"):
         earlier.unlink()
     baseline_runs = [read_log(path) for path in baselines]
-    names = unique_names([folder.resolve() if folder.is_dir() else folder.resolve().parent for folder in folders])
+    names = unique_names(
+        [folder.resolve() if look.is_folder(folder) else folder.resolve().parent for folder in folders]
+    )
     for folder, name in zip(folders, names, strict=True):
         file = output / f"sweep_{name.replace('/', '-')}"
         print(points.plot(points.read_results(folder), file, baseline_runs))

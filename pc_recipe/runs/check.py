@@ -16,6 +16,7 @@ from pc_recipe.data.demo import FOLDER as DEMO
 from pc_recipe.data.loader import GlobalOrderLoader
 from pc_recipe.data.manifest import Manifest, require_different, require_same_tokenizer
 from pc_recipe.data.tokenizers import smallest_dtype
+from pc_recipe.files import look
 from pc_recipe.files.run_folder import find_newest_checkpoint
 from pc_recipe.runs import cost, memory, micro_batch, needs, torchrun
 from pc_recipe.runs.cost import describe_pc
@@ -157,7 +158,7 @@ def _check_initial_load(result: CheckResult, config: Config) -> None:
         return
     try:
         weights: Path | CheckpointFolder = Path(start) if section.initial_load_in_hf else CheckpointFolder(start)
-        if section.initial_load_in_hf and not Path(start, "config.json").is_file():
+        if section.initial_load_in_hf and not look.is_file(Path(start, "config.json")):
             raise UserError(f"{start}: no config.json in it, which a Hugging Face folder has")
     except UserError as error:
         result.add_error(f"checkpoint.initial_load_path: {error}")

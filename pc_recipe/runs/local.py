@@ -11,6 +11,7 @@ from pc_recipe.config import Config, load_config, rules, run_key
 from pc_recipe.config.command_line import parse_with_overrides
 from pc_recipe.config.schema import Data
 from pc_recipe.data.manifest import Manifest
+from pc_recipe.files import look
 from pc_recipe.files.lock import lock
 from pc_recipe.files.run_folder import find_newest_step, read_state
 from pc_recipe.runs import torchrun
@@ -86,7 +87,7 @@ def is_finished(config: Config, folder: Path) -> bool:
 def fetch_demo_data(config: Config) -> None:
     """Create the demo data if the config reads them and they are missing."""
     demo = str(Data().path)
-    if demo not in config.data.folders or Path(demo, "manifest.json").is_file():
+    if demo not in config.data.folders or look.is_file(Path(demo, "manifest.json")):
         return
     if subprocess.run([sys.executable, "-m", "pc_recipe.data.demo"]).returncode:
         raise UserError("the demo data could not be created (see above); to use other data: --data.path FOLDER")
@@ -106,7 +107,7 @@ def require_data(config: Config) -> None:
 def require_start(config: Config, folder: Path) -> None:
     """Raise a `UserError` if the folder that a new run starts from is missing."""
     start = config.checkpoint.enable and config.checkpoint.initial_load_path
-    if start and not Path(start).exists() and not find_newest_step(folder):
+    if start and not look.is_there(start) and not find_newest_step(folder):
         raise UserError(f"checkpoint.initial_load_path: {start} does not exist")
 
 

@@ -10,6 +10,7 @@ from pc.errors import UserError
 from pc_recipe.config import Config
 from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.config.schema import Checkpoint
+from pc_recipe.files import look
 from pc_recipe.runs import memory
 from pc_recipe.runs.micro_batch import Gpu, estimate_all
 
@@ -78,7 +79,7 @@ def describe_disk(writes: Iterable[OnDisk]) -> tuple[str, list[str]]:
 
 
 def _existing(folder: Path) -> Path:
-    return next(parent for parent in [folder, *folder.absolute().parents] if parent.exists())
+    return next(parent for parent in [folder, *folder.absolute().parents] if look.is_there(parent))
 
 
 def _gib(size: float) -> str:

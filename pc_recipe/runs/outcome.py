@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from pc.errors import UserError
+from pc_recipe.files import look
 from pc_recipe.files.run_folder import find_newest_checkpoint, read_state
 from pc_recipe.files.run_log import METRICS_FILE, read_log
 
@@ -53,7 +54,8 @@ def _list_next_commands(run: Path, checkpoint: Path | None) -> list[str]:
         min(os.path.relpath(programs / name), str(programs / name), key=len) for name in ("python", "tensorboard")
     )
     folder = shlex.quote(str(run))
-    parts = [name for name in ("checkpoint", METRICS_FILE, "tb") if (run / name).exists()]
+    names = look.names(run)
+    parts = [name for name in ("checkpoint", METRICS_FILE, "tb") if name in names]
     commands = [f"{python} scripts/curves.py {folder}    # and other runs, to compare"]
     if checkpoint is not None:
         commands.append(f"{python} scripts/export_hf.py {folder} {folder}/hugging_face/{checkpoint.name}")

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pc.errors import UserError, exit_on_user_error
 from pc_recipe.config import load_config
+from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.lock import is_locked, lock
 from pc_recipe.files.run_folder import find_newest_step, read_state, write_failure
@@ -142,9 +143,9 @@ def _count_attempt(run: Run) -> int:
     """Attempts of this job since the newest checkpoint, including this one."""
     file = run.folder / "attempts.json"
     now = {"job": _read_job(), "step": find_newest_step(run.folder)}
-    attempts = 1
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # no such file, or a damaged one
-        before = json.loads(file.read_text())
+    attempts, text = 1, look.read(file) or b"{}"
+    with contextlib.suppress(ValueError, LookupError, TypeError):  # damaged, or none
+        before = json.loads(text)
         attempts += before["attempts"] if before | now == before else 0
     write_atomically(file, json.dumps(now | {"attempts": attempts}) + "\n")
     return attempts

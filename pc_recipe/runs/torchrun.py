@@ -17,6 +17,7 @@ from typing import TextIO
 
 from pc.errors import UserError
 from pc_recipe.config import Config, write_config
+from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.runs.nodes import Nodes
 
@@ -211,7 +212,7 @@ def _wandb_environment(config: Config) -> dict[str, str]:
         return {}
     folder = Path(config.job.dump_folder)
     id_file = folder / "wandb_id"
-    if not id_file.exists():
+    if not look.is_file(id_file):
         page = uuid.uuid4().hex
         own = folder / f".wandb_id.{page}"
         write_atomically(own, page)
@@ -220,7 +221,7 @@ def _wandb_environment(config: Config) -> dict[str, str]:
         except FileExistsError:  # of nodes that start together, the first one's
             pass
         except OSError:  # a file system without hard links
-            if not id_file.exists():
+            if not look.is_file(id_file):
                 own.replace(id_file)
         finally:
             own.unlink(missing_ok=True)
@@ -240,7 +241,7 @@ def require_compiler() -> None:
 
     names = [os.environ.get("CC", "gcc"), "clang"] if torch.cuda.is_available() else [os.environ.get("CXX", "g++")]
     header = Path(sysconfig.get_path("include"), "Python.h")
-    if not any(shutil.which(name.split()[0]) for name in names) or not header.exists():
+    if not any(shutil.which(name.split()[0]) for name in names) or not look.is_file(header):
         raise UserError(
             f"compile.enable = true needs {' or '.join(names)} on the PATH and {header}; install them (Debian: apt-get "
             "install g++ python3-dev), or use false"
@@ -252,8 +253,9 @@ def find_failure(run_folder: Path) -> str | None:
 
     Lines that begin with "error: " are mistakes; "failed: " may succeed later. For a crash: the last line and the log.
     """
-    begin = (run_folder / "lock").stat().st_mtime if (run_folder / "lock").exists() else 0.0
-    logs = [log for log in (run_folder / "logs").rglob("stderr.log") if log.stat().st_mtime >= begin]
+    begin = (run_folder / "lock").stat().st_mtime if look.is_file(run_folder / "lock") else 0.0
+    files = [file for file in look.files_below(run_folder / "logs") if file.name == "stderr.log"]
+    logs = [log for log in files if log.stat().st_mtime >= begin]
     crash = None
     for log in sorted(logs, key=lambda log: log.stat().st_mtime):
         lines = [line.rstrip() for line in log.read_text(errors="replace").splitlines() if line.strip()]

@@ -5,17 +5,16 @@ Face folder that a run starts from.
 """
 
 import contextlib
-import errno
 import os
 import sys
 from pathlib import Path
 
 import torch.distributed as dist
 
-from pc.errors import UserError
+from pc.errors import DISK_ERRORS, UserError
 from pc_recipe.config import Config, load_config, write_config
 from pc_recipe.data.manifest import Manifest
-from pc_recipe.files.errors import ReadFailed, WriteFailed
+from pc_recipe.files.errors import DiskFailed
 from pc_recipe.files.lock import join_lock
 from pc_recipe.files.run_folder import keep_earlier_config, write_failure
 from pc_recipe.runs.nodes import meet_privately
@@ -44,26 +43,21 @@ class Trainer(PCTrainer):
         require_initial_load(folder, self.model_args)
 
 
-DISK_REFUSES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
-"""A full disk, no quota left, a limit of a file's size, a file system that has become read-only."""
-
-
 def end_with(error: BaseException, folder: str | None, step: int, rank: int) -> None:
     """Write to status.json why the run ends, and end it with one line if that is the user's matter, not a bug.
 
     Args:
         folder: of the run; None if its config cannot be read.
     """
-    if isinstance(error, OSError) and error.errno in DISK_REFUSES:  # under any file: TensorBoard's, a compiler's
-        error = WriteFailed(f"could not write {error.filename or folder}: {error.strerror}")
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:  # under any file: TensorBoard's, a compiler's
+        error = DiskFailed(f"{error.filename or folder}: {error.strerror}")
     if folder and (rank == 0 or isinstance(error, UserError)):
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        with contextlib.suppress(WriteFailed):  # the status then says "running" of a dead run: "interrupted"
+        with contextlib.suppress(UserError):  # the status then says "running" of a dead run: "interrupted"
             write_failure(folder, reason, step, "diverged" if isinstance(error, Diverged) else "failed")
     if isinstance(error, UserError):
-        kind, status = ("failed", 1) if isinstance(error, (ReadFailed, WriteFailed)) else ("error", 2)
-        print(f"{kind}: {error}", file=sys.stderr, flush=True)  # torchrun shows rank 0 and logs the others
-        os._exit(status)  # other ranks may wait in a collective
+        print(f"{error.kind}: {error}", file=sys.stderr, flush=True)  # torchrun shows rank 0 and logs the others
+        os._exit(error.status)  # other ranks may wait in a collective
 
 
 def main() -> None:

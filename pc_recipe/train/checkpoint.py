@@ -21,9 +21,9 @@ from torchtitan.tools.utils import GarbageCollection
 from pc.errors import UserError
 from pc.weight import ADDED
 from pc_recipe.config.schema import Checkpoint
-from pc_recipe.files.errors import WriteFailed
-from pc_recipe.files.run_folder import INDEX, list_checkpoints
-from pc_recipe.train.checkpoint_folder import CheckpointFolder, Damaged, LoadPlanner, Reader
+from pc_recipe.files.errors import DiskFailed, ReadFailed, WriteFailed
+from pc_recipe.files.run_folder import INDEX, is_complete, list_checkpoints, list_complete
+from pc_recipe.train.checkpoint_folder import CheckpointFolder, Damaged, LoadPlanner, Reader, plain_errors
 from pc_recipe.train.checkpoint_writer import ChecksummedWriter
 
 T = TypeVar("T")
@@ -115,9 +115,9 @@ class Checkpoints(CheckpointManager):
         if not self.enable:
             return
         self._async_wait()
-        path = Path(self._create_checkpoint_id(step))
-        if step and not self._call_on_rank_0(lambda: (path / INDEX).exists()):
-            self.dcp_save(self._flattened_model_states_sd(), str(path), AsyncMode.DISABLED)
+        path = self._create_checkpoint_id(step)
+        if step and not self._call_on_rank_0(lambda: is_complete(path)):
+            self.dcp_save(self._flattened_model_states_sd(), path, AsyncMode.DISABLED)
 
     def end_save(self) -> None:
         """After a failure: let an asynchronous save end, and remove what is not complete, since it may fill the disk."""
@@ -126,13 +126,14 @@ class Checkpoints(CheckpointManager):
         if self.save_future is not None:
             with contextlib.suppress(Exception, CheckpointException):  # the failure before it is reported
                 self.save_future.result(timeout=SECONDS_TO_END_A_SAVE)
-        if dist.get_rank() == 0 and not Path(self._saving, INDEX).exists():
-            shutil.rmtree(self._saving, ignore_errors=True)
+        with contextlib.suppress(ReadFailed):  # what may be complete stays
+            if dist.get_rank() == 0 and not is_complete(self._saving):
+                shutil.rmtree(self._saving, ignore_errors=True)
 
     def _purge_stale_checkpoints(self) -> None:
         """Instead of TorchTitan's, which deletes everything that has "step-N" in its name."""
         if self.keep_latest_k and dist.get_rank() == 0:
-            complete = {step: path for step, path in list_checkpoints(self.folder).items() if (path / INDEX).exists()}
+            complete = list_complete(self.folder)
             for step in select_expired(list(complete), self.keep_latest_k, self._keep_every):
                 self.purge_queue.put(str(complete[step]))
 
@@ -185,7 +186,7 @@ class Checkpoints(CheckpointManager):
         Path(self.folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=self.folder):
             pass
-        return [(path, (path / INDEX).exists()) for path in list_checkpoints(self.folder).values()][::-1]
+        return [(path, is_complete(path)) for path in list_checkpoints(self.folder).values()][::-1]
 
     def verified(self, checkpoint: str | Path) -> CheckpointFolder:
         """A checkpoint whose checksums were compared, each rank a share of the files. All ranks call it; all raise or
@@ -216,7 +217,8 @@ class Checkpoints(CheckpointManager):
     def read(self, path: str | Path, *, model_only: bool = False, from_hf: bool = False) -> None:
         """Load a checkpoint into the states of this run, or a Hugging Face folder into the model."""
         logger.info(f"Loading the checkpoint from {path}.")
-        self.dcp_load(self._states_to_load(model_only), str(path), from_hf, from_quantized=False)
+        with plain_errors():
+            self.dcp_load(self._states_to_load(model_only), str(path), from_hf, from_quantized=False)
         GarbageCollection.collect("GC collection for checkpoint loading.")
 
     def _states_to_load(self, model_only: bool) -> dict[str, Any]:
@@ -236,20 +238,22 @@ class Checkpoints(CheckpointManager):
         A network file system may show other nodes an older state, and ranks must decide equally.
 
         Raises:
-            UserError: the file system refused, on all ranks.
+            UserError: what `function` raised, or that the file system refused; on all ranks.
         """
-        result: Any = None
-        message = ""
+        both: list[Any] = [None, None]
         if dist.get_rank(self.group) == 0:
             try:
-                result = function()
+                both[0] = function()
+            except UserError as error:
+                both[1] = error
             except OSError as error:
-                message = f"{self.folder} must be readable and writable ({error.filename}: {error.strerror})"
-        both: list[Any] = [result, message]
+                both[1] = DiskFailed(
+                    f"{self.folder}: it must be possible to write there ({error.filename}: {error.strerror})"
+                )
         dist.broadcast_object_list(both, group=self.group)
-        result, message = both
-        if message:
-            raise UserError(message)
+        result, error = both
+        if error is not None:
+            raise error
         return result
 
     def _set_aside(self, problems: dict[Path, str]) -> None:

@@ -8,33 +8,31 @@ import hashlib
 import io
 import os
 import pickle
-import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as index_types
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.futures import Future
 from torchtitan.tools.logging import logger
 
 from pc.errors import UserError
-from pc_recipe.files.errors import ReadFailed
-from pc_recipe.files.run_folder import INDEX, find_newest_checkpoint
+from pc_recipe.files import look
+from pc_recipe.files.run_folder import INDEX, find_newest_checkpoint, is_complete
 from pc_recipe.train.checkpoint_writer import CHECKSUMS
 
-PAUSES = (2.0, 10.0)
-"""Seconds before a file is read again, because an error of a network file system may be transient."""
-
-T = TypeVar("T")
 
 
 class Damaged(UserError):
@@ -53,13 +51,13 @@ class CheckpointFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._verified = False
-        if not (self.path / INDEX).is_file():
+        if not is_complete(self.path):
             raise UserError(f"{self.path}: {_explain_missing_index(self.path)}")
         # The index comes first, because it names the other files. Its checksum is compared before it is unpickled: a
         # flipped bit could still give a valid index, with another offset of a tensor.
         has_checksums = self._compare_checksums([INDEX])
         try:
-            self._index = _read_with_retries(Reader(self.path).read_metadata, self.path / INDEX)
+            self._index = Reader(self.path).read_metadata()
             self._files = sorted({info.relative_path for info in self._index.storage_data.values()})
         except UserError:
             raise
@@ -97,7 +95,7 @@ class CheckpointFolder:
             self.verify()
         entries: dict[str, Any] = self._index.state_dict_metadata
         tensors = {key: torch.empty(entries[key].size, dtype=entries[key].properties.dtype) for key in keys}
-        with warnings.catch_warnings():
+        with plain_errors(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # no_dist is intended
             dcp.load(tensors, storage_reader=Reader(self.path), no_dist=True)
         return tensors
@@ -114,9 +112,10 @@ class CheckpointFolder:
     def _compare_checksums(self, names: Sequence[str]) -> bool:
         """Compare files with their checksums, in parallel; False if there is no file of checksums."""
         file = self.path / CHECKSUMS
-        if not file.exists():
+        content = look.read(file)
+        if content is None:
             return False
-        lines = _read_with_retries(lambda: file.read_text(errors="replace"), file).splitlines()
+        lines = content.decode(errors="replace").splitlines()
         sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
         if "" in sums:  # a line without a name
             raise Damaged(f"{file}: damaged, not a list of checksums")
@@ -128,7 +127,7 @@ class CheckpointFolder:
 
 
 class Reader(FileSystemReader):
-    """Torch's reader with the restricted unpickler, for any number of ranks.
+    """Torch's reader with the restricted unpickler, for any number of ranks. It reads again what was refused.
 
     Raises:
         Damaged: the index names a file that is none of the checkpoint's.
@@ -136,13 +135,28 @@ class Reader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = Path(self.path)
-        with open(path / INDEX, "rb") as file:
-            index = _IndexUnpickler(file).load()
+        file = path / INDEX
+        index = _IndexUnpickler(io.BytesIO(look.patiently(file.read_bytes, file))).load()
         index.storage_meta = index.storage_meta or StorageMeta()
         for name in {info.relative_path for info in index.storage_data.values()}:
-            if Path(name).name != name or not (path / name).is_file():  # reading a device or a pipe would never end
+            if Path(name).name != name or not look.is_file(path / name):  # reading a device or a pipe would never end
                 raise Damaged(f"{path / INDEX}: names {name!r}, which is no file of this checkpoint")
         return index
+
+    def read_data(self, *args: Any, **kwargs: Any) -> Future[None]:
+        return look.patiently(lambda: super(Reader, self).read_data(*args, **kwargs), self.path)
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """Raise what a rank said, if it is a `UserError`, in place of torch's exception about the ranks."""
+    try:
+        yield
+    except CheckpointException as error:
+        for cause, _ in error.failures.values():
+            if isinstance(cause, UserError):
+                raise cause from error
+        raise
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -235,38 +249,22 @@ def _hash_file(path: Path) -> str:
         with open(path, "rb", buffering=0) as file:
             return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
-    return _read_with_retries(digest, path)
-
-
-def _read_with_retries(read: Callable[[], T], path: Path) -> T:
-    """What `read` returns of a file, called again after `PAUSES` if the file system refuses.
-
-    Raises:
-        Damaged: there is no such file.
-        ReadFailed: every call was refused, which says nothing of the file: its disk may be gone, or its user another.
-    """
-    # The two errors have different consequences. A damaged checkpoint moves aside, and the run continues from an earlier
-    # one. After a refused read nothing may be concluded, least of all that hours of training are lost, so the run stops.
-    for pause in (*PAUSES, None):
-        try:
-            return read()
-        except (FileNotFoundError, IsADirectoryError) as error:
-            raise Damaged(f"{path}: {error.strerror}") from None
-        except OSError as error:
-            if pause is None:
-                raise ReadFailed(f"{path}: could not be read ({error.strerror}); nothing was changed") from None
-            time.sleep(pause)
-    raise AssertionError
+    # Two errors with different consequences. A damaged checkpoint moves aside, and the run continues from an earlier one.
+    # After a refused read nothing may be concluded, least of all that hours of training are lost, so the run stops.
+    try:
+        return look.patiently(digest, path)
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise Damaged(f"{path}: {error.strerror}") from None
 
 
 def _explain_missing_index(path: Path) -> str:
     """A line about a path that holds no index, and what to use instead."""
-    if any(path.glob("*.distcp")):
+    if look.is_folder(path) and any(name.endswith(".distcp") for name in look.names(path)):
         return "incomplete checkpoint (no .metadata, which is written last); use an earlier step"
-    if (path / "config.json").is_file():
+    if look.is_file(path / "config.json"):
         return "a Hugging Face folder, no checkpoint; a run starts from it with checkpoint.initial_load_in_hf = true"
     # of a run, or of its folder of checkpoints
     newest = find_newest_checkpoint(path) or find_newest_checkpoint(path.parent)
     if newest and newest.is_relative_to(path):
         return f"not a checkpoint itself; the newest one in it is {newest}"
-    return "not a checkpoint (no .metadata in it)" if path.exists() else "no such checkpoint"
+    return "not a checkpoint (no .metadata in it)" if look.is_there(path) else "no such checkpoint"

@@ -13,7 +13,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
 from pc_recipe.config.rank_batches import RankBatches
-from pc_recipe.files import json_lines
+from pc_recipe.files import json_lines, look
 from pc_recipe.files.run_log import METRICS_FILE, describe_seconds, read_log
 from pc_recipe.train import slow_ranks
 from pc_recipe.train.loss_spikes import LossSpikes
@@ -50,7 +50,7 @@ class JsonLinesLogger(BaseLogger):
     def __init__(self, file: Path, tokens: Callable[[], int]) -> None:
         self._file, self._tokens = file, tokens
         file.parent.mkdir(parents=True, exist_ok=True)
-        if file.exists():
+        if look.is_file(file):
             json_lines.cut_torn_end(file)
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
@@ -199,7 +199,7 @@ class PCMetricsProcessor(MetricsProcessor):
 def _spikes_so_far(file: Path) -> LossSpikes:
     """The state after the losses in a file, from its newest lines and the number of spikes that they say."""
     spikes = LossSpikes()
-    if file.exists():
+    if look.is_file(file):
         log = read_log(file, newest=LINES_FOR_SPIKES)
         for step, loss in log.series("loss").items():
             spikes.update(step, loss)

@@ -18,7 +18,7 @@ from pc.errors import UserError
 from pc_recipe.config import Config
 from pc_recipe.config.inheritance import validated
 from pc_recipe.config.run_key import BATCH, code_version, differing_keys, result_key
-from pc_recipe.files import run_folder
+from pc_recipe.files import look, run_folder
 from pc_recipe.runs.run import Run
 from pc_recipe.runs.sweep.spec import Sweep
 
@@ -30,13 +30,16 @@ ORDER = ("finished", "running", "diverged", "stopped", "interrupted", "failed", 
 
 
 def read_result_key(folder: Path) -> dict[str, Any] | None:
-    """The result key of a folder's run; None if there is no run, one that cannot be read, or one of changed settings."""
+    """The result key of a folder's run; None if there is no run, a damaged record, or one of changed settings."""
+    texts, read = [look.read(file) for file in run_folder.list_configs(folder)], run_folder.read_parts(folder)
+    if None in texts:
+        return None
     try:
-        parts = [(part.get("world_size"), part.get("data")) for part in run_folder.read_parts(folder)]
-        configs = [tomllib.loads(file.read_text()) for file in run_folder.list_configs(folder)]
+        parts = [(part.get("world_size"), part.get("data")) for part in read]
+        configs = [tomllib.loads((text or b"").decode()) for text in texts]
         known = [validated(config, Config, "", extra="ignore") for config in configs]
         first, *others = [result_key(config, *part) for config, part in itertools.product(known, parts)]
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError):  # a UserError is a ValueError
+    except (ValueError, AttributeError, TypeError, RecursionError):  # a UserError is a ValueError
         return None
     return None if any(other != first for other in others) else first
 
@@ -75,7 +78,7 @@ class EqualRuns(NamedTuple):
     @property
     def to_train(self) -> list[Run]:
         """Unfinished runs that had been started, which no link can replace; if none was started, the first."""
-        started = [run for run in self.runs if run.folder.exists()]
+        started = [run for run in self.runs if look.is_there(run.folder)]
         return [run for run in started or self.runs[:1] if run_folder.read_state(run.folder).state != "finished"]
 
 
@@ -132,9 +135,9 @@ def take_over(sweeps: Sequence[Sweep], world_size: int | None = None) -> None:
     """Make each run that has not started a link to the folder of an equal run that finished or diverged."""
     for group in group_runs(sweeps, world_size):
         for run in group.runs:
-            if run.folder.is_symlink() and not run.folder.exists():
+            if run.folder.is_symlink() and not look.is_there(run.folder):
                 run.folder.unlink()  # its target was deleted or moved
-            if group.state in ("finished", "diverged") and not run.folder.exists():
+            if group.state in ("finished", "diverged") and not look.is_there(run.folder):
                 run.folder.parent.mkdir(parents=True, exist_ok=True)
                 target = os.path.relpath(group.folder.resolve(), run.folder.parent.resolve())
                 with contextlib.suppress(FileExistsError):  # another command already did this

@@ -8,6 +8,7 @@ from pathlib import Path
 import pandas as pd
 
 from pc.errors import UserError
+from pc_recipe.files import look
 from pc_recipe.files.plots import save, subplots
 from pc_recipe.files.run_folder import read_state
 from pc_recipe.files.run_log import RunLog
@@ -22,11 +23,11 @@ def read_results(source: Path) -> list[dict]:
     Raises:
         UserError: no such file, one of other content, or one that is older than a run of its folder.
     """
-    file = source / "results.jsonl" if source.is_dir() else source
-    if not file.is_file():
+    file = source / "results.jsonl" if look.is_folder(source) else source
+    if not look.is_file(file):
         raise UserError(f"{file}: no such file; scripts/sweep.py select writes it into the sweep's folder")
     results = read_json_lines(file)
-    if source.is_dir():
+    if file != source:
         _require_up_to_date(file, {result.get("name", ""): result.get("state", "finished") for result in results})
     return results
 
@@ -43,7 +44,7 @@ def read_json_lines(file: Path) -> list[dict]:
 
 def _require_up_to_date(file: Path, known: dict[str, str]) -> None:
     """Array tasks of SLURM do not write the sweep's results when they end."""
-    for config in file.parent.rglob("config.toml"):
+    for config in (found for found in look.files_below(file.parent) if found.name == "config.toml"):
         name, state = str(config.parent.relative_to(file.parent)), read_state(config.parent).state
         if state in ("finished", "diverged") and known.get(name) != state:
             raise UserError(

@@ -125,8 +125,8 @@ def test_a_full_disk_is_said_in_a_line(tmp_path, pc_run, command, monkeypatch, f
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     last = said.splitlines()[-1]  # below the progress bar
-    assert last.startswith(f"error: could not write {tmp_path}/out: ") and "File too large" in last
-    assert status == 2 and "Traceback" not in said and list(tmp_path.iterdir()) == []
+    assert last.startswith(f"failed: could not write {tmp_path}/out: ") and "File too large" in last
+    assert status == 1 and "Traceback" not in said and list(tmp_path.iterdir()) == []
 
 
 def tampered(pc_export, folder, change_tensors=lambda tensors: None, **config):

@@ -61,8 +61,8 @@ def test_a_full_disk_under_any_file_is_one_line(ends, tmp_path):
         write_state(file.parent, "running", 1, 9)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    assert ends(train) == (1, "failed: could not write outputs/run: No space left on device\n", "failed")
-    assert json.loads(file.read_text())["reason"] == "could not write outputs/run: No space left on device"
+    assert ends(train) == (1, "failed: outputs/run: No space left on device\n", "failed")
+    assert json.loads(file.read_text())["reason"] == "outputs/run: No space left on device"
 
 
 def test_a_disk_that_takes_no_status_either_hides_no_reason(ends, tmp_path):

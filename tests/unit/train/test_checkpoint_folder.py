@@ -18,7 +18,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from helpers.ranks import run_ranks
 from pc.errors import UserError
 from pc_recipe.config import Config
-from pc_recipe.train import checkpoint, checkpoint_folder
+from pc_recipe.files import look
+from pc_recipe.train import checkpoint
 from pc_recipe.train.checkpoint import Checkpoints
 from pc_recipe.train.checkpoint_folder import CheckpointFolder, Damaged, LoadPlanner, Reader
 from pc_recipe.train.checkpoint_writer import CHECKSUMS, ChecksummedWriter
@@ -149,7 +150,7 @@ def _newest(rank, folder, failures=()):
     manager = _manager(folder)
     with (
         patch.object(hashlib, "file_digest", fails_first),
-        patch.object(checkpoint_folder, "PAUSES", (0.0, 0.0)),
+        patch.object(look, "PAUSES", (0.0, 0.0)),
     ):
         try:
             return manager.newest_valid().path.name
@@ -224,3 +225,24 @@ def test_a_folder_that_is_not_writable_is_noticed_at_the_start(saved, kind):
         for answer in answers:
             assert answer.startswith(f"{folder}/checkpoint") and "Permission denied" in answer and "\n" not in answer
         assert not (folder / "checkpoint.damaged").exists()
+
+
+def _newest_of_a_folder_that_is_not_listed(rank, folder, number):
+    manager = _manager(folder)
+    for ask, answer in (("exists", False), ("is_file", False), ("glob", ())):
+        setattr(Path, ask, lambda *_, answer=answer, **__: answer)  # as Python 3.14 does if the system refuses
+
+    def refused(path, *_, **__):
+        raise OSError(number, os.strerror(number), str(path))
+
+    with patch.object(os, "listdir", refused), patch.object(os, "scandir", refused), patch.object(look, "PAUSES", ()):
+        try:
+            return manager.newest_valid()
+        except UserError as error:
+            return f"{error.kind}: {error}"
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
+def test_a_folder_that_is_not_listed_is_not_empty(copied, number):
+    said = run_ranks(2, _newest_of_a_folder_that_is_not_listed, copied, number)
+    assert said == [f"failed: {copied}/checkpoint: could not be read ({os.strerror(number)}); nothing was changed"] * 2

@@ -1,0 +1,94 @@
+"""Asks what is at a path. "Nothing" and "could not look" are two answers.
+
+`Path.exists`, `is_file`, `is_dir` and `glob` answer "nothing" to some errors of the file system, from Python 3.14 on to
+all: a run that believes them starts anew over its checkpoints. So no other module asks in that way.
+
+All functions raise `ReadFailed` if the file system refuses, again after `PAUSES`.
+"""
+
+import os
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from pc.errors import UserError
+from pc_recipe.files.errors import ReadFailed
+
+PAUSES = (2.0, 10.0)
+"""Seconds before the next try, because an error of a network file system may pass."""
+
+T = TypeVar("T")
+
+
+def patiently(call: Callable[[], T], path: str | os.PathLike) -> T:
+    """What a call that reads `path` returns, called again after `PAUSES` if the file system refuses.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError, IsADirectoryError: there is no such thing.
+        ReadFailed: every call was refused, which says nothing of what is there: its disk may be gone.
+    """
+    for pause in (*PAUSES, None):
+        try:
+            return call()
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            raise
+        except OSError as error:
+            if pause is None or isinstance(error, PermissionError):
+                raise ReadFailed(
+                    f"{path}: could not be read ({error.strerror or error}); nothing was changed"
+                ) from error
+            time.sleep(pause)
+    raise AssertionError
+
+
+def is_there(path: str | os.PathLike) -> bool:
+    """Whether a path is one of anything; a link is what it leads to."""
+    return _mode(path) != 0
+
+
+def is_file(path: str | os.PathLike) -> bool:
+    return stat.S_ISREG(_mode(path))
+
+
+def is_folder(path: str | os.PathLike) -> bool:
+    return stat.S_ISDIR(_mode(path))
+
+
+def _mode(path: str | os.PathLike) -> int:
+    """0 where there is nothing."""
+    try:
+        return patiently(lambda: os.stat(path), path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+
+
+def names(folder: str | os.PathLike) -> list[str]:
+    """Of all that is in a folder, sorted; none if there is no folder."""
+    try:
+        return sorted(patiently(lambda: os.listdir(folder), folder))
+    except FileNotFoundError:
+        return []
+    except NotADirectoryError:
+        raise UserError(f"{folder} should be a folder") from None
+
+
+def files_below(folder: str | os.PathLike) -> list[Path]:
+    """All files in a folder and the folders in it, sorted; none if there is no folder."""
+
+    def refuse(error: OSError) -> None:
+        raise ReadFailed(f"{error.filename}: could not be read ({error.strerror})") from error
+
+    walk = os.walk(Path(folder), onerror=refuse) if is_folder(folder) else ()
+    return sorted(file for where, _, names in walk for name in names if is_file(file := Path(where, name)))
+
+
+def read(file: str | os.PathLike) -> bytes | None:
+    """A file's bytes; None if there is no file."""
+    try:
+        return patiently(Path(file).read_bytes, file)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except IsADirectoryError:
+        raise UserError(f"{file} should be a file, not a folder") from None

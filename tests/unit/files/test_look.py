@@ -1,0 +1,88 @@
+""" "Nothing" and "could not look" are two answers, and no module asks in another way."""
+
+import errno
+import os
+import re
+
+import pytest
+
+from helpers.tiny import ROOT
+from pc_recipe.files import look
+from pc_recipe.files.errors import ReadFailed
+
+ASKED = {  # function, what it says where there is nothing, what it asks the system
+    "is_there": (look.is_there, False, "stat"),
+    "is_file": (look.is_file, False, "stat"),
+    "is_folder": (look.is_folder, False, "stat"),
+    "names": (look.names, [], "listdir"),
+    "files_below": (look.files_below, [], "stat"),
+}
+
+
+def refuse(monkeypatch, call, number, times):
+    """Make `times` calls of a function of `os` fail; returns the list of those that are left."""
+    real, left = getattr(os, call), [number] * times
+
+    def refused(path, *arguments, **options):
+        if left:
+            raise OSError(left.pop(), "made by the test", path)
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(os, call, refused)
+    return left
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
+@pytest.mark.parametrize("name", ASKED)
+def test_a_refusal_is_not_nothing(tmp_path, monkeypatch, name, number):
+    ask, nothing, call = ASKED[name]
+    assert ask(tmp_path / "none") == nothing
+    monkeypatch.setattr(look, "PAUSES", (0.0, 0.0))
+    refuse(monkeypatch, call, number, times=3)
+    with pytest.raises(ReadFailed, match=re.escape(f"{tmp_path}: could not be read (")) as raised:
+        ask(tmp_path)
+    assert (raised.value.kind, raised.value.status) == ("failed", 1)
+
+
+def test_an_error_that_passes_is_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(look, "PAUSES", (0.0, 0.0))
+    (tmp_path / "file").write_text("text")
+    for call in ("stat", "listdir"):
+        left = refuse(monkeypatch, call, errno.EIO, times=2)
+        assert look.is_file(tmp_path / "file") and look.names(tmp_path) == ["file"]
+        assert not left
+
+
+def test_a_folder_below_that_cannot_be_listed_is_not_left_out(tmp_path, monkeypatch):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    real = os.scandir
+
+    def scandir(path):
+        if str(path).endswith("b"):
+            raise PermissionError(errno.EACCES, "made by the test", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(ReadFailed, match="a/b: could not be read"):
+        look.files_below(tmp_path)
+
+
+ELSEWHERE = {
+    "data/sources.py": "a pattern of the command line; the command says which files it has found",
+    "data/token_files.py": "leftovers of a killed process",
+    "data/train_tokenizer.py": "in a folder that it has just made",
+    "evaluate/hugging_face.py": "in a folder that it has just made",
+    "files/wheel.py": "in a folder that it has just made",
+    "report/figures.py": "its own pictures of an earlier call",
+    "train/cpu.py": "a device",
+}
+ASKS = re.compile(
+    r"(?<!look)\.(exists|is_file|is_dir|iterdir|glob|rglob)\(|os\.path\.(exists|isfile|isdir)|os\.(listdir|scandir)"
+)
+
+
+def test_no_other_module_asks():
+    """Python's own functions answer "nothing" to errors of the file system, from 3.14 on to all."""
+    rooms = ROOT / "pc_recipe", ROOT / "scripts"
+    found = {str(f.relative_to(room)) for room in rooms for f in room.rglob("*.py") if ASKS.search(f.read_text())}
+    assert found == {"files/look.py", *ELSEWHERE}
