@@ -19,8 +19,7 @@ from pc_recipe.evaluate import hugging_face, tables, tasks
 from pc_recipe.evaluate.log_likelihoods import LogLikelihoods
 from pc_recipe.files import look
 from pc_recipe.files.atomic import sha256_of, write_atomically
-from pc_recipe.files.run_folder import INDEX, parse_model
-from pc_recipe.train.checkpoint_writer import CHECKSUMS
+from pc_recipe.files.run_folder import CHECKSUMS, INDEX, parse_model
 from pc_recipe.train.environment import read_commit
 
 _VERSIONED = ("lm_eval", "transformers", "tokenizers", "datasets", "torch")

@@ -1,5 +1,6 @@
 """A run's folder: its state, its configuration, its checkpoints."""
 
+import itertools
 import json
 import re
 import tomllib
@@ -14,9 +15,12 @@ from pc_recipe.files.lock import is_locked
 
 INDEX = ".metadata"
 """It is written last, so a checkpoint that has it is complete."""
+CHECKSUMS = "XXH128SUMS"
+"""It is written just before the index, so one that has it without an index has lost the index."""
 _STATUS = "status.json"
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 """Matches the whole name of a checkpoint's folder: nothing with another name is used as one, or deleted."""
+_DAMAGED = re.compile(r"step-([0-9]+)\.damaged(-[0-9]+)?")
 _EARLIER = re.compile(r"config\.[0-9].*\.toml")
 STATES = ("waiting", "running", "interrupted", "stopped", "finished", "failed", "diverged")
 
@@ -117,6 +121,23 @@ def list_checkpoints(folder: str | Path) -> dict[int, Path]:
 def is_complete(checkpoint: str | Path) -> bool:
     """Whether a checkpoint's folder was written to its end, whatever has become of it since."""
     return look.is_file(Path(checkpoint, INDEX))
+
+
+def was_complete(checkpoint: str | Path) -> bool:
+    """Whether it is complete, or has lost its index since, as by a copy without hidden files."""
+    return is_complete(checkpoint) or look.is_file(Path(checkpoint, CHECKSUMS))
+
+
+def list_damaged(folder: str | Path) -> list[Path]:
+    """What was renamed in RUN/checkpoint because it could not be used, sorted by step."""
+    matches = filter(None, map(_DAMAGED.fullmatch, look.names(folder)))
+    return [Path(folder, match[0]) for match in sorted(matches, key=lambda match: int(match[1]))]
+
+
+def find_free_name(path: str) -> Path:
+    """The path, or with the first of -2, -3 and so on that is not there."""
+    names = (f"{path}-{number}" if number > 1 else path for number in itertools.count(1))
+    return next(Path(name) for name in names if not look.is_there(name))
 
 
 def list_complete(folder: str | Path) -> dict[int, Path]:

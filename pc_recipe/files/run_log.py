@@ -60,6 +60,13 @@ def read_log(path: str | Path, newest: int | None = None) -> RunLog:
     return RunLog(name=file.resolve().parent.name, file=file, lines=lines)
 
 
+def find_extent(run: Path) -> tuple[int, float]:
+    """The last step that was logged, and the seconds from the first line to the last; zeros without a log."""
+    lines = read_log(run).lines if look.is_file(run / METRICS_FILE) else []
+    times = [line["time"] for line in lines if "time" in line] or [0.0]
+    return max((line.get("step", 0) for line in lines), default=0), max(times) - min(times)
+
+
 def set_aside_metrics(run: Path, step: int) -> None:
     """Move the lines of metrics.jsonl after `step` to metrics.abandoned.jsonl: training continues from there."""
     file = run / METRICS_FILE

@@ -1,6 +1,7 @@
 """TorchTitan's checkpoint manager with checksums: finds damage before a load, and a failed save harms no checkpoint."""
 
 import contextlib
+import math
 import shutil
 import tempfile
 import time
@@ -22,11 +23,22 @@ from pc.errors import UserError
 from pc.weight import ADDED
 from pc_recipe.config.schema import Checkpoint
 from pc_recipe.files.errors import DiskFailed, ReadFailed, WriteFailed
-from pc_recipe.files.run_folder import INDEX, is_complete, list_checkpoints, list_complete
+from pc_recipe.files.run_folder import (
+    INDEX,
+    find_free_name,
+    is_complete,
+    list_checkpoints,
+    list_complete,
+    list_damaged,
+    read_state,
+    was_complete,
+)  # fmt: skip
+from pc_recipe.files.run_log import find_extent
 from pc_recipe.train.checkpoint_folder import CheckpointFolder, Damaged, LoadPlanner, Reader, plain_errors
 from pc_recipe.train.checkpoint_writer import ChecksummedWriter
 
 T = TypeVar("T")
+REMEDY = "Bring one back (a disk, a link?), or train anew with another --job.dump_folder"
 SECONDS_TO_END_A_SAVE = 60.0
 """The wait after a failure. Other ranks, without which the save cannot end, may be gone."""
 
@@ -55,6 +67,9 @@ class Checkpoints(CheckpointManager):
         config: Checkpoint = arguments["checkpoint_config"].ours
         self._seconds, self._saved_at = 60 * config.minutes, time.monotonic()
         self._keep_every = config.keep_every
+        saves = 1 if config.async_mode == "disabled" else 2  # a second save waits for the first
+        self._without_one = saves * config.interval, 2 * self._seconds or math.inf
+        """After more steps than these, or more seconds, a run has a complete checkpoint."""
         self._saving: str | None = None
         """The folder of the newest save."""
         super().__init__(**arguments)
@@ -116,7 +131,7 @@ class Checkpoints(CheckpointManager):
             return
         self._async_wait()
         path = self._create_checkpoint_id(step)
-        if step and not self._call_on_rank_0(lambda: is_complete(path)):
+        if step and not self.call_on_rank_0(lambda: is_complete(path)):
             self.dcp_save(self._flattened_model_states_sd(), path, AsyncMode.DISABLED)
 
     def end_save(self) -> None:
@@ -158,17 +173,17 @@ class Checkpoints(CheckpointManager):
     # --- loading ------------------------------------------------------------------------------------
 
     def newest_valid(self) -> CheckpointFolder | None:
-        """The verified checkpoint that this run continues from. Damaged and incomplete ones move aside.
+        """The verified checkpoint that this run continues from. Newer ones that cannot be used are renamed.
 
         Raises:
-            Damaged: all complete checkpoints are.
+            Damaged: all checkpoints are.
             ReadFailed: whether one is damaged cannot be known.
-            UserError: the folder cannot be written, so no checkpoint could be saved.
+            UserError: the folder cannot be written, so no checkpoint could be saved; or there must have been a checkpoint.
         """
         problems: dict[Path, str] = {}
         valid, damage = None, None
-        for path, complete in self._call_on_rank_0(self._list_checkpoints):
-            if not complete:
+        for path, was_whole in self.call_on_rank_0(self._list_checkpoints):
+            if not was_whole:
                 problems[path] = f"incomplete, without {INDEX}, which is written last"
             elif valid is None:
                 try:
@@ -176,17 +191,35 @@ class Checkpoints(CheckpointManager):
                 except Damaged as error:
                     problems[path] = str(error)
                     damage = damage or error
-        if valid is None and damage is not None:
-            raise Damaged(f"{damage}; no other checkpoint in {self.folder} is complete and undamaged")
-        self._call_on_rank_0(lambda: self._set_aside(problems))
+        if damage and not valid:
+            raise Damaged(f"{damage}; no other checkpoint in {self.folder} is complete and undamaged. {REMEDY}")
+        if not valid:
+            self.call_on_rank_0(lambda: self._require_new(len(problems)))
+        self.call_on_rank_0(lambda: self._set_aside(problems))
         return valid
 
     def _list_checkpoints(self) -> list[tuple[Path, bool]]:
-        """(folder, whether it is complete) of all checkpoints, the newest first, from a folder that can be written."""
+        """(folder, whether it was ever complete) of all checkpoints, the newest first, from a folder that can be written."""
         Path(self.folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=self.folder):
             pass
-        return [(path, is_complete(path)) for path in list_checkpoints(self.folder).values()][::-1]
+        return [(path, was_complete(path)) for path in list_checkpoints(self.folder).values()][::-1]
+
+    def _require_new(self, incomplete: int) -> None:
+        """Raise a `UserError` if a checkpoint was completed here, and is gone: its disk may be missing.
+
+        A crash before the first checkpoint, or while it is written, loses nothing that could have been kept.
+        """
+        run = Path(self.folder).parent
+        state, (trained, seconds) = read_state(run), find_extent(run)
+        # other states have the step of the failure
+        was_saved = state.step > 0 and state.state not in ("failed", "diverged")
+        steps_without_one, seconds_without_one = self._without_one
+        if was_saved or trained > steps_without_one or seconds > seconds_without_one or incomplete > 1:
+            raise UserError(
+                f"{run} has trained to step {max(state.step, trained)}, and {self.folder} has no complete checkpoint "
+                f"({incomplete} incomplete). {REMEDY}"
+            )
 
     def verified(self, checkpoint: str | Path) -> CheckpointFolder:
         """A checkpoint whose checksums were compared, each rank a share of the files. All ranks call it; all raise or
@@ -196,18 +229,14 @@ class Checkpoints(CheckpointManager):
             UserError: there is no checkpoint.
             Damaged, ReadFailed: names a file.
         """
-        folder = error = None
-        try:
-            folder = CheckpointFolder(checkpoint)
-            folder.verify(dist.get_rank(self.group), dist.get_world_size(self.group))
-        except UserError as caught:
-            error = caught
-        errors: list[UserError | None] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(errors, error, group=self.group)
-        for error in filter(None, errors):
-            raise error
-        assert folder is not None
-        return folder
+        opened: list[CheckpointFolder] = []
+
+        def verify() -> None:
+            opened.append(CheckpointFolder(checkpoint))
+            opened[0].verify(dist.get_rank(self.group), dist.get_world_size(self.group))
+
+        self.call_together(verify)
+        return opened[0]
 
     def load(self, step: int = -1) -> bool:
         """Nothing, for TorchTitan's loop: `PCTrainer.load` has loaded what there is."""
@@ -232,36 +261,43 @@ class Checkpoints(CheckpointManager):
         dcp.load(state_dict, storage_reader=Reader(checkpoint_id), planner=LoadPlanner())
         self.states["model"].load_state_dict(state_dict)
 
-    def _call_on_rank_0(self, function: Callable[[], T]) -> T:
-        """What `function` returns on rank 0; other ranks do not call it. All ranks wait for it.
+    def call_on_rank_0(self, function: Callable[[], T]) -> T:
+        """What `function` returns on rank 0; other ranks do not call it. All raise what it raises.
 
         A network file system may show other nodes an older state, and ranks must decide equally.
+        """
+        return self.call_together(function if dist.get_rank(self.group) == 0 else lambda: cast(T, None))
+
+    def call_together(self, function: Callable[[], T]) -> T:
+        """What `function` returns on rank 0. If it raises on any rank, all raise what the first of them did.
 
         Raises:
-            UserError: what `function` raised, or that the file system refused; on all ranks.
+            UserError: also in place of an error of the file system.
         """
-        both: list[Any] = [None, None]
-        if dist.get_rank(self.group) == 0:
-            try:
-                both[0] = function()
-            except UserError as error:
-                both[1] = error
-            except OSError as error:
-                both[1] = DiskFailed(
-                    f"{self.folder}: it must be possible to write there ({error.filename}: {error.strerror})"
-                )
-        dist.broadcast_object_list(both, group=self.group)
-        result, error = both
-        if error is not None:
-            raise error
-        return result
+        result = error = None
+        try:
+            result = function()
+        except UserError as caught:
+            error = caught
+        except OSError as caught:
+            error = DiskFailed(f"{self.folder}: cannot be used ({caught.filename}: {caught.strerror})")
+        of_ranks: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(of_ranks, (result, error), group=self.group)
+        for _, error in of_ranks:
+            if error:
+                raise error
+        return of_ranks[0][0]
 
     def _set_aside(self, problems: dict[Path, str]) -> None:
-        """Move checkpoints, the newest first, to `<run>/checkpoint.damaged`, which keeps the newest of them alone."""
-        where = Path(f"{self.folder}.damaged")
-        for path, problem in reversed(problems.items()):
-            where.mkdir(exist_ok=True)
-            for earlier in list_checkpoints(where).values():
-                shutil.rmtree(earlier, ignore_errors=True)
-            path.rename(where / path.name)
-            logger.warning(f"{path} is not used: {problem}; moved to {where}, in place of what was there")
+        """Rename checkpoints to step-N.damaged. Of incomplete ones the newest stays, of others all."""
+        for path, problem in problems.items():
+            aside = find_free_name(f"{path}.damaged")
+            path.rename(aside)
+            logger.warning(f"{path} is not used: {problem}; it is now {aside}")
+        damaged = list_damaged(self.folder)
+        for path in [path for path in damaged if not was_complete(path)][:-1]:
+            shutil.rmtree(path, ignore_errors=True)
+            damaged.remove(path)
+        if damaged:
+            names = ", ".join(path.name for path in damaged)
+            logger.warning(f"{self.folder} keeps {len(damaged)} damaged or incomplete checkpoints, not used: {names}")

@@ -30,8 +30,7 @@ from torchtitan.tools.logging import logger
 
 from pc.errors import UserError
 from pc_recipe.files import look
-from pc_recipe.files.run_folder import INDEX, find_newest_checkpoint, is_complete
-from pc_recipe.train.checkpoint_writer import CHECKSUMS
+from pc_recipe.files.run_folder import CHECKSUMS, INDEX, find_newest_checkpoint, is_complete, was_complete
 
 
 
@@ -52,6 +51,10 @@ class CheckpointFolder:
         self.path = Path(path)
         self._verified = False
         if not is_complete(self.path):
+            if was_complete(self.path):
+                raise Damaged(
+                    f"{self.path / INDEX}: missing, as after a copy without hidden files; {CHECKSUMS} names it"
+                )
             raise UserError(f"{self.path}: {_explain_missing_index(self.path)}")
         # The index comes first, because it names the other files. Its checksum is compared before it is unpickled: a
         # flipped bit could still give a valid index, with another offset of a tensor.

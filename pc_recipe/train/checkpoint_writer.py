@@ -21,9 +21,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from pc_recipe.files.atomic import write_atomically
-from pc_recipe.files.run_folder import INDEX
-
-CHECKSUMS = "XXH128SUMS"
+from pc_recipe.files.run_folder import CHECKSUMS, INDEX
 
 
 class ChecksummedWriter(FileSystemWriter):

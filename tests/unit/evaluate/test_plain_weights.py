@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from pc import UserError
 from pc_recipe.evaluate import plain_weights
+from pc_recipe.files.run_folder import CHECKSUMS
 from pc_recipe.train.checkpoint_folder import CheckpointFolder
-from pc_recipe.train.checkpoint_writer import CHECKSUMS
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 
 from pc import UserError
 from pc_recipe.evaluate import hugging_face, score, tasks
-from pc_recipe.train.checkpoint_writer import CHECKSUMS
+from pc_recipe.files.run_folder import CHECKSUMS
 
 NAMES = ["piqa", "arc_easy"]
 

@@ -19,10 +19,11 @@ from helpers.ranks import run_ranks
 from pc.errors import UserError
 from pc_recipe.config import Config
 from pc_recipe.files import look
+from pc_recipe.files.run_folder import CHECKSUMS, write_state
 from pc_recipe.train import checkpoint
 from pc_recipe.train.checkpoint import Checkpoints
 from pc_recipe.train.checkpoint_folder import CheckpointFolder, Damaged, LoadPlanner, Reader
-from pc_recipe.train.checkpoint_writer import CHECKSUMS, ChecksummedWriter
+from pc_recipe.train.checkpoint_writer import ChecksummedWriter
 from pc_recipe.train.upstream_config import JobConfig
 
 
@@ -174,22 +175,118 @@ def copied(saved, tmp_path):
 )
 def test_a_file_that_cannot_be_read_is_not_damaged(copied, failures, answer):
     assert re.fullmatch(answer, run_ranks(1, _newest, copied, failures)[0])
-    assert len(list(copied.glob("checkpoint/step-*"))) == 2 and not (copied / "checkpoint.damaged").exists()
+    assert _names(copied / "checkpoint") == ["step-10", "step-20"]
 
 
 def _names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_the_newest_of_what_is_not_used_is_kept(copied):
-    where, damaged = copied / "checkpoint", copied / "checkpoint.damaged"
-    for folder in (where / "step-5", where / "step-30", where / "step-40", damaged / "step-30.mine"):
-        folder.mkdir(parents=True)
+def test_what_is_not_used_is_renamed_and_counted(copied, capfd):
+    """Of incomplete ones the newest stays, of those that were complete all, under another name if there is one."""
+    where = copied / "checkpoint"
+    for name in ("step-5", "step-30", "step-40", "step-20.damaged", "step-30.mine"):
+        (where / name).mkdir()
+    (where / "step-20.damaged" / ".metadata").touch()
     assert run_ranks(1, _newest, copied) == ["step-20"]
-    assert _names(damaged) == ["step-30.mine", "step-40"] and _names(where) == ["step-10", "step-20"]
+    assert _names(where) == ["step-10", "step-20", "step-20.damaged", "step-30.mine", "step-40.damaged"]
+    assert (
+        "keeps 2 damaged or incomplete checkpoints, not used: step-20.damaged, step-40.damaged"
+        in capfd.readouterr().err
+    )
     _flip(where / "step-20" / "__0_0.distcp", None)
+    whole = {path.name: path.read_bytes() for path in (where / "step-20").iterdir()}
+    (where / "step-50").mkdir()
     assert run_ranks(1, _newest, copied) == ["step-10"]
-    assert _names(damaged) == ["step-20", "step-30.mine"] and _names(where) == ["step-10"]
+    kept = ["step-20.damaged", "step-20.damaged-2", "step-30.mine", "step-50.damaged"]
+    assert _names(where) == ["step-10", *kept]
+    assert {path.name: path.read_bytes() for path in (where / "step-20.damaged-2").iterdir()} == whole
+
+
+def _newest_where_nothing_is_renamed(rank, folder):
+    with patch.object(Path, "rename", side_effect=OSError(errno.EIO, "made by the test", "step-30")):
+        return _newest(rank, folder)
+
+
+def test_nothing_is_removed_before_the_rename_is_done(copied):
+    where = copied / "checkpoint"
+    for name in ("step-30", "step-1.damaged", "step-2.damaged"):
+        (where / name).mkdir()
+    (answer,) = run_ranks(1, _newest_where_nothing_is_renamed, copied)
+    assert answer == f"DiskFailed: {where}: cannot be used (step-30: made by the test)"
+    assert _names(where) == ["step-1.damaged", "step-10", "step-2.damaged", "step-20", "step-30"]
+
+
+def test_a_linked_folder_of_another_disk(copied, tmp_path):
+    """What is set aside stays on its disk; /dev/shm is another file system."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as disk:
+        elsewhere = shutil.move(copied / "checkpoint", f"{disk}/checkpoint")
+        (copied / "checkpoint").symlink_to(elsewhere)
+        _flip(copied / "checkpoint" / "step-20" / "__0_0.distcp", None)
+        assert run_ranks(1, _newest, copied) == ["step-10"]
+        assert _names(Path(elsewhere)) == ["step-10", "step-20.damaged"]
+
+
+def _log(folder, *steps):
+    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "time": {step}}}\n' for step in steps))
+
+
+def _without_hidden_files(folder):
+    for file in folder.glob("checkpoint/*/.metadata"):
+        file.unlink()
+
+
+def _without_a_disk(folder):
+    shutil.rmtree(folder / "checkpoint")
+    _log(folder, 501)
+
+
+def _with_a_link_to_nothing(folder):
+    _without_a_disk(folder)
+    (folder / "checkpoint").symlink_to(folder / "gone")
+
+
+def _stopped_and_gone(folder):
+    shutil.rmtree(folder / "checkpoint")
+    write_state(folder, "stopped", 20, 100)
+
+
+def _with_parts_of_several(folder):
+    for file in folder.glob("checkpoint/*/[.X]*"):
+        file.unlink()
+
+
+LOST = {
+    _without_hidden_files: r"Damaged: .*step-20/.metadata: missing, as after a copy without hidden files",
+    _without_a_disk: r"UserError: .* has trained to step 501, and .*/checkpoint has no complete checkpoint \(0 incompl",
+    _with_a_link_to_nothing: r"DiskFailed: .*/checkpoint: cannot be used .*File exists",
+    _stopped_and_gone: r"UserError: .* has trained to step 20, and ",
+    _with_parts_of_several: r"UserError: .* has no complete checkpoint \(2 incomplete\)",
+}
+
+
+@pytest.mark.parametrize("lose", LOST)
+def test_a_run_never_goes_back_to_its_first_step_by_itself(copied, lose):
+    lose(copied)
+    before = [path for path in sorted(copied.glob("**/*")) if path.is_file()]
+    (answer,) = run_ranks(1, _newest, copied)
+    assert re.match(LOST[lose], answer), answer
+    assert "Damaged" not in answer or "Bring one back" in answer
+    assert [path for path in sorted(copied.glob("**/*")) if path.is_file()] == before
+
+
+def _begins_anew(rank, folder):
+    return _manager(folder).newest_valid() is None
+
+
+@pytest.mark.parametrize("logged", [(), (1, 2, 3), range(1, 501)])
+def test_a_crash_before_the_first_checkpoint_loses_nothing(tmp_path, logged):
+    """A checkpoint is due after step 500; a kill during its save leaves a part of it."""
+    _log(tmp_path, *logged)
+    write_state(tmp_path, "running", 0, 1000)
+    (tmp_path / "checkpoint" / "step-500").mkdir(parents=True)
+    assert run_ranks(1, _begins_anew, tmp_path) == [True]
+    assert _names(tmp_path / "checkpoint") == ["step-500.damaged"]
 
 
 def _newest_without_rights(rank, folder):
@@ -224,7 +321,7 @@ def test_a_folder_that_is_not_writable_is_noticed_at_the_start(saved, kind):
                 path.chmod(0o755)
         for answer in answers:
             assert answer.startswith(f"{folder}/checkpoint") and "Permission denied" in answer and "\n" not in answer
-        assert not (folder / "checkpoint.damaged").exists()
+        assert not list(folder.glob("**/*.damaged"))
 
 
 def _newest_of_a_folder_that_is_not_listed(rank, folder, number):
