@@ -1,6 +1,5 @@
 """A run's folder: its state, its configuration, its checkpoints."""
 
-import itertools
 import json
 import re
 import tomllib
@@ -20,7 +19,7 @@ CHECKSUMS = "XXH128SUMS"
 _STATUS = "status.json"
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 """Matches the whole name of a checkpoint's folder: nothing with another name is used as one, or deleted."""
-_DAMAGED = re.compile(r"step-([0-9]+)\.damaged(-[0-9]+)?")
+_DAMAGED = re.compile(r"step-([0-9]+)(\.damaged)+")
 _EARLIER = re.compile(r"config\.[0-9].*\.toml")
 STATES = ("waiting", "running", "interrupted", "stopped", "finished", "failed", "diverged")
 
@@ -94,16 +93,17 @@ def keep_earlier_config(run: Path, resolved: dict, step: int) -> None:
     if step == 0:
         for file in earlier:
             file.unlink()
-    elif (content := look.read(current)) is not None and _parse_toml(content) != resolved:
+    elif content := _read_other_config(current, resolved):
         write_atomically(run / f"config.{len(earlier) + 1}.toml", content)
 
 
-def _parse_toml(content: bytes) -> dict | None:
-    """None if it is damaged."""
+def _read_other_config(file: Path, resolved: dict) -> bytes | None:
+    """None if there is none that says anything else than `resolved`."""
+    content = look.read(file) or b""
     try:
-        return tomllib.loads(content.decode())
+        return content if content and tomllib.loads(content.decode()) != resolved else None
     except (ValueError, RecursionError):
-        return None
+        return content
 
 
 def step_of(checkpoint: str | Path) -> int:
@@ -132,12 +132,6 @@ def list_damaged(folder: str | Path) -> list[Path]:
     """What was renamed in RUN/checkpoint because it could not be used, sorted by step."""
     matches = filter(None, map(_DAMAGED.fullmatch, look.names(folder)))
     return [Path(folder, match[0]) for match in sorted(matches, key=lambda match: int(match[1]))]
-
-
-def find_free_name(path: str) -> Path:
-    """The path, or with the first of -2, -3 and so on that is not there."""
-    names = (f"{path}-{number}" if number > 1 else path for number in itertools.count(1))
-    return next(Path(name) for name in names if not look.is_there(name))
 
 
 def list_complete(folder: str | Path) -> dict[int, Path]:

@@ -22,17 +22,8 @@ from torchtitan.tools.utils import GarbageCollection
 from pc.errors import UserError
 from pc.weight import ADDED
 from pc_recipe.config.schema import Checkpoint
-from pc_recipe.files.errors import DiskFailed, ReadFailed, WriteFailed
-from pc_recipe.files.run_folder import (
-    INDEX,
-    find_free_name,
-    is_complete,
-    list_checkpoints,
-    list_complete,
-    list_damaged,
-    read_state,
-    was_complete,
-)  # fmt: skip
+from pc_recipe.files import look, run_folder
+from pc_recipe.files.errors import DiskFailed, ReadFailed
 from pc_recipe.files.run_log import find_extent
 from pc_recipe.train.checkpoint_folder import CheckpointFolder, Damaged, LoadPlanner, Reader, plain_errors
 from pc_recipe.train.checkpoint_writer import ChecksummedWriter
@@ -86,10 +77,8 @@ class Checkpoints(CheckpointManager):
         self._saved_at = begin = time.monotonic()
         self._saving, writer = checkpoint_id, ChecksummedWriter(checkpoint_id)
         if async_mode == AsyncMode.DISABLED:
-            try:
+            with plain_errors(checkpoint_id):
                 dcp.save(state_dict, storage_writer=writer)
-            except CheckpointException as error:
-                self._raise_write_failure(error)
             GarbageCollection.collect("GC collection invoked by checkpointer.")
             logger.info(f"Saved {checkpoint_id} in {time.monotonic() - begin:.1f} s")
             return None
@@ -97,12 +86,8 @@ class Checkpoints(CheckpointManager):
         writer.per_thread_copy_ahead = 0  # The state is in CPU memory; copying ahead would use GPU 0 on every rank.
         arguments: dict[str, Any] = {"storage_writer": writer, "process_group": self.pg}
         if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
-            return dcp.async_save(
-                state_dict,
-                async_stager=self.stager,
-                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-                **arguments,
-            )
+            arguments |= {"async_stager": self.stager, "async_checkpointer_type": AsyncCheckpointerType.PROCESS}
+            return dcp.async_save(state_dict, **arguments)
         # torch's default stager without a writer; with a writer, torch would use the writer's older staging
         stager = DefaultStager(StagingOptions(False, False, False, False))
         future: Any = dcp.async_save(state_dict, async_stager=stager, **arguments)
@@ -131,7 +116,7 @@ class Checkpoints(CheckpointManager):
             return
         self._async_wait()
         path = self._create_checkpoint_id(step)
-        if step and not self.call_on_rank_0(lambda: is_complete(path)):
+        if step and not self.call_on_rank_0(lambda: run_folder.is_complete(path)):
             self.dcp_save(self._flattened_model_states_sd(), path, AsyncMode.DISABLED)
 
     def end_save(self) -> None:
@@ -142,33 +127,19 @@ class Checkpoints(CheckpointManager):
             with contextlib.suppress(Exception, CheckpointException):  # the failure before it is reported
                 self.save_future.result(timeout=SECONDS_TO_END_A_SAVE)
         with contextlib.suppress(ReadFailed):  # what may be complete stays
-            if dist.get_rank() == 0 and not is_complete(self._saving):
+            if dist.get_rank() == 0 and not run_folder.is_complete(self._saving):
                 shutil.rmtree(self._saving, ignore_errors=True)
 
     def _purge_stale_checkpoints(self) -> None:
         """Instead of TorchTitan's, which deletes everything that has "step-N" in its name."""
         if self.keep_latest_k and dist.get_rank() == 0:
-            complete = list_complete(self.folder)
+            complete = run_folder.list_complete(self.folder)
             for step in select_expired(list(complete), self.keep_latest_k, self._keep_every):
                 self.purge_queue.put(str(complete[step]))
 
     def _async_wait(self) -> None:
-        try:
+        with plain_errors(str(self._saving)):
             super()._async_wait()
-        except CheckpointException as error:
-            self.save_future = None
-            self._raise_write_failure(error)
-
-    def _raise_write_failure(self, error: CheckpointException) -> None:
-        """Raise a failed save's reason as `WriteFailed` if the file system refused. All ranks call it, or none."""
-        for rank, (cause, _) in sorted(error.failures.items()):
-            if isinstance(cause, OSError):
-                self.end_save()
-                raise WriteFailed(
-                    f"{self._saving} could not be written (rank {rank}: {cause.strerror}); earlier checkpoints are "
-                    "unchanged, and the same command resumes from the newest"
-                ) from error
-        raise error
 
     # --- loading ------------------------------------------------------------------------------------
 
@@ -184,7 +155,7 @@ class Checkpoints(CheckpointManager):
         valid, damage = None, None
         for path, was_whole in self.call_on_rank_0(self._list_checkpoints):
             if not was_whole:
-                problems[path] = f"incomplete, without {INDEX}, which is written last"
+                problems[path] = f"incomplete, without {run_folder.INDEX}, which is written last"
             elif valid is None:
                 try:
                     valid = self.verified(path)
@@ -203,7 +174,8 @@ class Checkpoints(CheckpointManager):
         Path(self.folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=self.folder):
             pass
-        return [(path, was_complete(path)) for path in list_checkpoints(self.folder).values()][::-1]
+        newest_first = reversed(run_folder.list_checkpoints(self.folder).values())
+        return [(path, run_folder.was_complete(path)) for path in newest_first]
 
     def _require_new(self, incomplete: int) -> None:
         """Raise a `UserError` if a checkpoint was completed here, and is gone: its disk may be missing.
@@ -211,7 +183,7 @@ class Checkpoints(CheckpointManager):
         A crash before the first checkpoint, or while it is written, loses nothing that could have been kept.
         """
         run = Path(self.folder).parent
-        state, (trained, seconds) = read_state(run), find_extent(run)
+        state, (trained, seconds) = run_folder.read_state(run), find_extent(run)
         # other states have the step of the failure
         was_saved = state.step > 0 and state.state not in ("failed", "diverged")
         steps_without_one, seconds_without_one = self._without_one
@@ -246,7 +218,7 @@ class Checkpoints(CheckpointManager):
     def read(self, path: str | Path, *, model_only: bool = False, from_hf: bool = False) -> None:
         """Load a checkpoint into the states of this run, or a Hugging Face folder into the model."""
         logger.info(f"Loading the checkpoint from {path}.")
-        with plain_errors():
+        with plain_errors(path):
             self.dcp_load(self._states_to_load(model_only), str(path), from_hf, from_quantized=False)
         GarbageCollection.collect("GC collection for checkpoint loading.")
 
@@ -291,11 +263,13 @@ class Checkpoints(CheckpointManager):
     def _set_aside(self, problems: dict[Path, str]) -> None:
         """Rename checkpoints to step-N.damaged. Of incomplete ones the newest stays, of others all."""
         for path, problem in problems.items():
-            aside = find_free_name(f"{path}.damaged")
+            aside = Path(f"{path}.damaged")
+            while look.is_there(aside):
+                aside = Path(f"{aside}.damaged")
             path.rename(aside)
             logger.warning(f"{path} is not used: {problem}; it is now {aside}")
-        damaged = list_damaged(self.folder)
-        for path in [path for path in damaged if not was_complete(path)][:-1]:
+        damaged = run_folder.list_damaged(self.folder)
+        for path in [path for path in damaged if not run_folder.was_complete(path)][:-1]:
             shutil.rmtree(path, ignore_errors=True)
             damaged.remove(path)
         if damaged:

@@ -30,8 +30,10 @@ from torchtitan.tools.logging import logger
 
 from pc.errors import UserError
 from pc_recipe.files import look
+from pc_recipe.files.errors import DiskFailed
 from pc_recipe.files.run_folder import CHECKSUMS, INDEX, find_newest_checkpoint, is_complete, was_complete
 
+UNCHANGED = "complete checkpoints are unchanged, and the same command continues from the newest"
 
 
 class Damaged(UserError):
@@ -98,7 +100,7 @@ class CheckpointFolder:
             self.verify()
         entries: dict[str, Any] = self._index.state_dict_metadata
         tensors = {key: torch.empty(entries[key].size, dtype=entries[key].properties.dtype) for key in keys}
-        with plain_errors(), warnings.catch_warnings():
+        with plain_errors(self.path), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # no_dist is intended
             dcp.load(tensors, storage_reader=Reader(self.path), no_dist=True)
         return tensors
@@ -151,12 +153,14 @@ class Reader(FileSystemReader):
 
 
 @contextmanager
-def plain_errors() -> Iterator[None]:
-    """Raise what a rank said, if it is a `UserError`, in place of torch's exception about the ranks."""
+def plain_errors(path: str | Path) -> Iterator[None]:
+    """In place of torch's exception about the ranks, raise the `UserError` of one, or what the file system said."""
     try:
         yield
     except CheckpointException as error:
-        for cause, _ in error.failures.values():
+        for rank, (cause, _) in sorted(error.failures.items()):
+            if isinstance(cause, OSError):
+                cause = DiskFailed(f"{path}: {cause.strerror} (rank {rank}); {UNCHANGED}")
             if isinstance(cause, UserError):
                 raise cause from error
         raise

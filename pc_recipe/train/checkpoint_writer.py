@@ -68,7 +68,12 @@ class _HashingFileSystem(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[io.FileIO, None, None]:
         with _HashedFile(path, mode) as stream:
-            yield stream
+            try:
+                yield stream
+            except (
+                RuntimeError
+            ) as error:  # torch's archive, which is told the reason and then fails at its end once more
+                raise error.__context__ or error
         self.sums[Path(path).name] = stream.digest.hexdigest()
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:

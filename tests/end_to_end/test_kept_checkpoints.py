@@ -60,5 +60,6 @@ def test_a_disk_that_fills_during_an_asynchronous_save(tiny_config):
     assert status == 1 and said.splitlines()[-1].startswith("failed: ") and "Traceback" not in said, said
     assert json.loads((folder / "status.json").read_text())["state"] == "failed"
     assert not list(folder.glob("checkpoint/*"))
-    assert run_ranks(1, _worker, words)[0][0] == 0
+    ((status, said),) = run_ranks(1, _worker, words)
+    assert status == 0, said
     assert json.loads((folder / "status.json").read_text())["state"] == "finished"

@@ -102,12 +102,16 @@ def test_a_run_without_a_whole_checkpoint_touches_none(copied):
 
 def _train_with_little_disk(rank, config):
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # less than a rank's part of a checkpoint
-    tiny.train(rank, config, [])
+    trainer = tiny.make_trainer(config, [])
+    try:
+        trainer.train()
+    finally:
+        trainer.checkpointer.end_save()  # as the worker does
 
 
 def test_a_full_disk_is_said_in_a_line(tiny_config):
     config, folder = tiny_config
-    with pytest.raises(AssertionError, match=r"WriteFailed: .*step-\d could not be written \(rank 0: File too large\)"):
+    with pytest.raises(AssertionError, match=r"DiskFailed: .*step-\d: File too large \(rank 0\)"):
         run_ranks(1, _train_with_little_disk, config)
     assert not _steps(folder)
 

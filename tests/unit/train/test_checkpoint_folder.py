@@ -4,6 +4,7 @@ import errno
 import hashlib
 import os
 import re
+import resource
 import shutil
 import tempfile
 from pathlib import Path
@@ -22,7 +23,7 @@ from pc_recipe.files import look
 from pc_recipe.files.run_folder import CHECKSUMS, write_state
 from pc_recipe.train import checkpoint
 from pc_recipe.train.checkpoint import Checkpoints
-from pc_recipe.train.checkpoint_folder import CheckpointFolder, Damaged, LoadPlanner, Reader
+from pc_recipe.train.checkpoint_folder import UNCHANGED, CheckpointFolder, Damaged, LoadPlanner, Reader, plain_errors
 from pc_recipe.train.checkpoint_writer import ChecksummedWriter
 from pc_recipe.train.upstream_config import JobConfig
 
@@ -121,7 +122,7 @@ def test_values_are_not_executed(tmp_path):
 def _manager(folder):
     """Of no trainer."""
     config = Config()
-    config.job.dump_folder, config.checkpoint.enable = str(folder), True
+    config.job.dump_folder, config.checkpoint.enable, config.checkpoint.minutes = str(folder), True, 60
     return Checkpoints(
         dataloader=None, model_parts=[], optimizers=None, lr_schedulers=None, states={}, sd_adapter=None,
         checkpoint_config=JobConfig(config).checkpoint, base_folder=folder,
@@ -131,7 +132,7 @@ def _manager(folder):
 def _chooses(rank, folder):
     manager = _manager(folder)
     if rank == 1:
-        checkpoint.list_checkpoints = lambda folder: {10: folder / "step-10"}  # what this node still sees
+        checkpoint.run_folder.list_checkpoints = lambda folder: {10: folder / "step-10"}  # what this node still sees
     return manager.newest_valid().path.name
 
 
@@ -182,25 +183,27 @@ def _names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_what_is_not_used_is_renamed_and_counted(copied, capfd):
+def _newest_and_what_is_said(rank, folder):
+    with patch.object(checkpoint.logger, "warning") as warning:
+        return _newest(rank, folder), warning.call_args[0][0]
+
+
+def test_what_is_not_used_is_renamed_and_counted(copied):
     """Of incomplete ones the newest stays, of those that were complete all, under another name if there is one."""
     where = copied / "checkpoint"
     for name in ("step-5", "step-30", "step-40", "step-20.damaged", "step-30.mine"):
         (where / name).mkdir()
     (where / "step-20.damaged" / ".metadata").touch()
-    assert run_ranks(1, _newest, copied) == ["step-20"]
+    says = f"{where} keeps 2 damaged or incomplete checkpoints, not used: step-20.damaged, step-40.damaged"
+    assert run_ranks(1, _newest_and_what_is_said, copied) == [("step-20", says)]
     assert _names(where) == ["step-10", "step-20", "step-20.damaged", "step-30.mine", "step-40.damaged"]
-    assert (
-        "keeps 2 damaged or incomplete checkpoints, not used: step-20.damaged, step-40.damaged"
-        in capfd.readouterr().err
-    )
     _flip(where / "step-20" / "__0_0.distcp", None)
     whole = {path.name: path.read_bytes() for path in (where / "step-20").iterdir()}
     (where / "step-50").mkdir()
     assert run_ranks(1, _newest, copied) == ["step-10"]
-    kept = ["step-20.damaged", "step-20.damaged-2", "step-30.mine", "step-50.damaged"]
+    kept = ["step-20.damaged", "step-20.damaged.damaged", "step-30.mine", "step-50.damaged"]
     assert _names(where) == ["step-10", *kept]
-    assert {path.name: path.read_bytes() for path in (where / "step-20.damaged-2").iterdir()} == whole
+    assert {path.name: path.read_bytes() for path in (where / "step-20.damaged.damaged").iterdir()} == whole
 
 
 def _newest_where_nothing_is_renamed(rank, folder):
@@ -227,8 +230,10 @@ def test_a_linked_folder_of_another_disk(copied, tmp_path):
         assert _names(Path(elsewhere)) == ["step-10", "step-20.damaged"]
 
 
-def _log(folder, *steps):
-    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "time": {step}}}\n' for step in steps))
+def _log(folder, *steps, seconds=1):
+    """A log with a line every so many seconds."""
+    lines = (f'{{"step": {step}, "time": {1e9 + seconds * step}}}\n' for step in steps)
+    (folder / "metrics.jsonl").write_text("".join(lines))
 
 
 def _without_hidden_files(folder):
@@ -239,6 +244,11 @@ def _without_hidden_files(folder):
 def _without_a_disk(folder):
     shutil.rmtree(folder / "checkpoint")
     _log(folder, 501)
+
+
+def _without_a_disk_after_two_hours(folder):
+    shutil.rmtree(folder / "checkpoint")
+    _log(folder, *range(1, 9), seconds=1200)
 
 
 def _with_a_link_to_nothing(folder):
@@ -259,6 +269,7 @@ def _with_parts_of_several(folder):
 LOST = {
     _without_hidden_files: r"Damaged: .*step-20/.metadata: missing, as after a copy without hidden files",
     _without_a_disk: r"UserError: .* has trained to step 501, and .*/checkpoint has no complete checkpoint \(0 incompl",
+    _without_a_disk_after_two_hours: r"UserError: .* has trained to step 8, and ",
     _with_a_link_to_nothing: r"DiskFailed: .*/checkpoint: cannot be used .*File exists",
     _stopped_and_gone: r"UserError: .* has trained to step 20, and ",
     _with_parts_of_several: r"UserError: .* has no complete checkpoint \(2 incomplete\)",
@@ -343,3 +354,43 @@ def _newest_of_a_folder_that_is_not_listed(rank, folder, number):
 def test_a_folder_that_is_not_listed_is_not_empty(copied, number):
     said = run_ranks(2, _newest_of_a_folder_that_is_not_listed, copied, number)
     assert said == [f"failed: {copied}/checkpoint: could not be read ({os.strerror(number)}); nothing was changed"] * 2
+
+
+def _save_with_little_disk(rank, folder):
+    """{bytes of each file that fit: what is said}"""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    said = {}
+    for limit in range(0, 70_000, 997):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            with plain_errors("step-1"):
+                dcp.save({f"w{i}": torch.ones(50 * i) for i in range(20)}, storage_writer=ChecksummedWriter(folder))
+            said[limit] = "saved"
+        except UserError as error:
+            said[limit] = f"{error.kind}: {error}"
+        except BaseException as error:
+            said[limit] = f"{type(error).__name__}: {error}"
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    return said
+
+
+def test_a_disk_that_fills_at_any_byte_is_one_line(tmp_path):
+    """The last files are small: the index and the checksums."""
+    (said,) = run_ranks(1, _save_with_little_disk, tmp_path / "step-1")
+    expected = f"failed: step-1: File too large (rank 0); {UNCHANGED}"
+    assert set(said.values()) - {"saved"} == {expected} and said[69_790] == "saved", said
+
+
+def _save_without_its_last_file(rank, folder):
+    with patch.object(os, "fsync", side_effect=[None, None, OSError(errno.ENOSPC, "No space left on device")]):
+        try:
+            with plain_errors("step-1"):
+                dcp.save({"w": torch.ones(3)}, storage_writer=ChecksummedWriter(folder))
+        except UserError as error:
+            return f"{error.kind}: {error}"
+
+
+def test_a_disk_that_fills_at_the_last_file_is_one_line(tmp_path):
+    (said,) = run_ranks(1, _save_without_its_last_file, tmp_path / "step-1")
+    assert said == f"failed: could not write {tmp_path}/step-1/XXH128SUMS: No space left on device"
