@@ -1,6 +1,7 @@
 """A run's folder: its state, its configuration, its checkpoints."""
 
 import json
+import os
 import re
 import tomllib
 from dataclasses import asdict, dataclass, replace
@@ -132,6 +133,12 @@ def list_damaged(folder: str | Path) -> list[Path]:
     """What was renamed in RUN/checkpoint because it could not be used, sorted by step."""
     matches = filter(None, map(_DAMAGED.fullmatch, look.names(folder)))
     return [Path(folder, match[0]) for match in sorted(matches, key=lambda match: int(match[1]))]
+
+
+def withdraw(checkpoint: str | os.PathLike) -> None:
+    """Make a checkpoint incomplete before its files are deleted or written anew, so that a kill leaves none that looks whole."""
+    for name in (INDEX, CHECKSUMS):
+        Path(checkpoint, name).unlink(missing_ok=True)
 
 
 def list_complete(folder: str | Path) -> dict[int, Path]:

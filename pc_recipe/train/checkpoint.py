@@ -133,9 +133,13 @@ class Checkpoints(CheckpointManager):
     def _purge_stale_checkpoints(self) -> None:
         """Instead of TorchTitan's, which deletes everything that has "step-N" in its name."""
         if self.keep_latest_k and dist.get_rank() == 0:
-            complete = run_folder.list_complete(self.folder)
-            for step in select_expired(list(complete), self.keep_latest_k, self._keep_every):
-                self.purge_queue.put(str(complete[step]))
+            try:
+                complete = run_folder.list_complete(self.folder)
+                for step in select_expired(list(complete), self.keep_latest_k, self._keep_every):
+                    run_folder.withdraw(complete[step])
+                    self.purge_queue.put(str(complete[step]))
+            except (OSError, ReadFailed) as error:
+                logger.warning(f"Old checkpoints stay for now: {error}")
 
     def _async_wait(self) -> None:
         with plain_errors(str(self._saving)):

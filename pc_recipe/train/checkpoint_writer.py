@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from pc_recipe.files.atomic import write_atomically
-from pc_recipe.files.run_folder import CHECKSUMS, INDEX
+from pc_recipe.files.run_folder import CHECKSUMS, withdraw
 
 
 class ChecksummedWriter(FileSystemWriter):
@@ -36,7 +36,7 @@ class ChecksummedWriter(FileSystemWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if is_coordinator:  # the folder is incomplete as soon as the first file is overwritten
-            Path(self.path, INDEX).unlink(missing_ok=True)
+            withdraw(self.path)
 
     def write_data(self, *args: Any, **kwargs: Any) -> Future[list[WriteResult]]:
         # Each rank knows only the checksums of its own files, and one file must list all. Write results are what torch

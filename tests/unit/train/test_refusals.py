@@ -1,0 +1,148 @@
+"""Each call to the file system that a save, a resume or a purge makes is refused, once or always."""
+
+import builtins
+import errno
+import hashlib
+import io
+import os
+import queue
+import re
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torchtitan.components.checkpoint import AsyncMode
+
+from helpers.ranks import run_ranks
+from pc.errors import UserError
+from pc_recipe.config import Config
+from pc_recipe.files import look
+from pc_recipe.files.run_folder import list_complete
+from pc_recipe.train import checkpoint_writer
+from pc_recipe.train.checkpoint import Checkpoints
+from pc_recipe.train.checkpoint_folder import LoadPlanner, Reader, plain_errors
+from pc_recipe.train.upstream_config import JobConfig
+
+ASKS = ("stat", "listdir", "scandir", "mkdir", "rename", "replace", "unlink", "rmdir", "open")
+READS = {"stat", "listdir", "open r", "read"}
+
+
+class Disk:
+    """Notes (call, file) of what is asked of a folder, and refuses one of them."""
+
+    def __init__(self, folder, refused=None, number=0, times=0):
+        self.folder, self.refused, self.number, self.left = folder, refused, number, times
+        self.calls = []
+
+    def note(self, call, path):
+        path = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
+        if not path.startswith(str(self.folder)):
+            return
+        self.calls.append((call, re.sub(r"\.[0-9a-f]{16}$", "", os.path.relpath(path, self.folder))))
+        if self.calls[-1] == self.refused and self.left:
+            self.left -= 1
+            raise OSError(self.number, os.strerror(self.number), path)
+
+    def __enter__(self):
+        self.patches = ExitStack()
+        for name in ASKS:
+            self._wrap(os, name, lambda path, *_, name=name, **__: self.note(name, path))
+        self._wrap(os, "fsync", lambda file: self.note("fsync", os.readlink(f"/proc/self/fd/{file}")))
+        for module in (builtins, io):
+            self._wrap(module, "open", lambda path, mode="r", *_, **__: self.note(f"open {mode[0]}", path))
+        self._wrap(hashlib, "file_digest", lambda file, _: self.note("read", file.name))
+        self._wrap(checkpoint_writer._HashedFile, "write", lambda file, _: self.note("write", file.name))
+        return self
+
+    def _wrap(self, owner, name, note):
+        real = getattr(owner, name)
+
+        def noted(*arguments, **options):
+            note(*arguments, **options)
+            return real(*arguments, **options)
+
+        self.patches.enter_context(patch.object(owner, name, noted))
+
+    def __exit__(self, *_):
+        self.patches.close()
+
+
+def _state(step):
+    return {"w": torch.full((40, 30), float(step)), "method": {"fingerprint": str(step)}}
+
+
+def _save(manager):
+    manager.dcp_save(_state(40), f"{manager.folder}/step-40", AsyncMode.DISABLED)
+    return 40
+
+
+def _resume(manager):
+    newest, state = manager.newest_valid(), _state(0)
+    with plain_errors(newest.path):
+        dcp.load(state, storage_reader=Reader(newest.path), planner=LoadPlanner())
+    return int(state["w"][0, 0])
+
+
+def _purge(manager):
+    manager.keep_latest_k, manager.purge_queue = 2, queue.Queue()
+    manager._purge_stale_checkpoints()
+    while not manager.purge_queue.empty():
+        shutil.rmtree(manager.purge_queue.get(), ignore_errors=True)  # as TorchTitan's thread
+    return 30
+
+
+def _bytes(folder):
+    return {path: {file.name: file.read_bytes() for file in path.iterdir()} for path in list_complete(folder).values()}
+
+
+def _refuse_each(rank, root, action, number, times):
+    """(calls that were refused, what went wrong)"""
+    look.PAUSES = (0.0, 0.0)
+    config = Config()
+    config.job.dump_folder, config.checkpoint.enable, config.checkpoint.keep_latest_k = str(root), True, 0
+    manager = Checkpoints(
+        dataloader=None, model_parts=[], optimizers=None, lr_schedulers=None, states={}, sd_adapter=None,
+        checkpoint_config=JobConfig(config).checkpoint, base_folder=root,
+    )  # fmt: skip
+    fresh = root / "fresh"
+    for step in (10, 20, 30):
+        dcp.save(_state(step), storage_writer=checkpoint_writer.ChecksummedWriter(fresh / f"step-{step}"))
+    (fresh / "step-35").mkdir()  # of a save that was killed
+
+    def act(disk):
+        shutil.rmtree(manager.folder, ignore_errors=True)
+        shutil.copytree(fresh, manager.folder)
+        before = _bytes(manager.folder)
+        with disk:
+            try:
+                found = action(manager)
+            except UserError as error:
+                found = error.kind
+        kept = _bytes(manager.folder)
+        return found, [path.name for path in list(before)[-2:] if kept.get(path) != before[path]]
+
+    disk = Disk(Path(manager.folder))
+    usual, _ = act(disk)
+    calls, wrong = list(dict.fromkeys(disk.calls)), []
+    for call in calls:
+        try:
+            found, changed = act(Disk(Path(manager.folder), call, number, times))
+            fine = found in (usual, "failed") and not changed and _resume(manager) >= 30
+            reads = action is _resume and call[0] in READS and call != ("stat", ".")  # which `mkdir` asks
+            if not fine or (times == 1 and reads and found != usual):
+                wrong.append((call, found, changed))
+        except BaseException as error:
+            wrong.append((call, f"{type(error).__name__}: {error}"))
+    return len(calls), wrong
+
+
+@pytest.mark.parametrize("times", [1, 1000], ids=["once", "always"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC], ids=["EIO", "ENOSPC"])
+@pytest.mark.parametrize("action", [_save, _resume, _purge])
+def test_a_refused_call_ends_in_a_line_and_harms_no_checkpoint(tmp_path, action, number, times):
+    ((count, wrong),) = run_ranks(1, _refuse_each, tmp_path, action, number, times)
+    assert count >= 9 and not wrong, (count, wrong)
