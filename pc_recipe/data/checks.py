@@ -6,33 +6,18 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 
-import numpy as np
 from tqdm import tqdm
 
-from pc.errors import UserError
 from pc_recipe.data.manifest import SPLITS, Manifest, TokenShard
-from pc_recipe.data.token_files import read_tokens
+from pc_recipe.data.token_files import is_plausible, read_tokens, require_file
 from pc_recipe.files import look
-from pc_recipe.files.atomic import sha256_of
 
 SAMPLE_TOKENS = 4096  # tokens looked at in each shard
 SAMPLE_BYTES = 2**28  # of shards whose checksum is computed at a start
 MOST_DOUBTFUL = 4
 READERS = 16  # a shared file system answers slowly, but many at once
 RECORD = ".verified"
-
-
-def require_file(folder: Path, shard: TokenShard, *, checksum: bool = False) -> None:
-    """Raise a `UserError` if the shard's file is missing, or has another size or checksum than the manifest says."""
-    path = folder / shard.tokens_file
-    size = path.stat().st_size if look.is_file(path) else "no"
-    problem = f"{path} has {size} bytes instead of {shard.tokens_bytes}" if size != shard.tokens_bytes else ""
-    if checksum and not problem and look.patiently(lambda: sha256_of(path), path) != shard.tokens_sha256:
-        problem = f"{path} does not have the checksum of the manifest"
-    if problem:
-        raise UserError(f"{problem}; delete it and repeat the tokenising command to recreate it")
 
 
 def check_sample(manifest: Manifest, split: str) -> str:
@@ -67,7 +52,7 @@ def _is_plausible(manifest: Manifest, shard: TokenShard) -> bool:
     require_file(manifest.folder, shard)
     count = min(SAMPLE_TOKENS, shard.tokens)
     tokens = read_tokens(manifest, shard, random.SystemRandom().randint(0, shard.tokens - count), count)
-    return count < 2 or bool(np.any(tokens != tokens[0]) and tokens.max() < manifest.vocab_size)
+    return is_plausible(tokens, manifest.vocab_size)
 
 
 def verify(manifest: Manifest) -> None:

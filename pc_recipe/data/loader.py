@@ -10,7 +10,9 @@ next sequence.
 import json
 import logging
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +173,9 @@ class GlobalOrderLoader(Stateful):
             )
         self.position = 0
         """Sequences that all ranks together have used so far."""
+        self._source: Iterator[Batch | UserError] = iter(())
+        self._ahead: deque[Batch | UserError] = deque()
+        """read, and not yet used"""
         self.local_batch_size, self.dp_rank, self.dp_world_size = local_batch_size, dp_rank, dp_world_size
         self._skip = Skip(skip)
         self._settings: dict[str, str | int] = {
@@ -226,11 +231,20 @@ class GlobalOrderLoader(Stateful):
             self.position = 0
         stride = self.local_batch_size * self.dp_world_size
         positions = self._positions(stride)
-        for batch in DataLoader(self.sequences, batch_size=None, sampler=positions, **self._workers):
+        self._source = iter(DataLoader(self.sequences, batch_size=None, sampler=positions, **self._workers))
+        self._ahead.clear()
+        while self.look_ahead(1) or self._ahead:
+            batch = self._ahead.popleft()
             if isinstance(batch, UserError):
                 raise batch
             self._advance(stride)
             yield batch
+
+    def look_ahead(self, count: int) -> UserError | None:
+        """Read the next `count` micro-batches before they are asked for; returns the error that the first of them will
+        raise, if one will."""
+        self._ahead.extend(islice(self._source, max(0, count - len(self._ahead))))
+        return next((batch for batch in self._ahead if isinstance(batch, UserError)), None)
 
     def _positions(self, stride: int) -> Iterator[list[int]]:
         """This rank's positions in each micro-batch; all ranks together use `stride` of them."""

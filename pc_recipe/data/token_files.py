@@ -15,7 +15,8 @@ import numpy as np
 
 from pc.errors import UserError
 from pc_recipe.data.manifest import Manifest, TokenShard
-from pc_recipe.files.atomic import write_atomically
+from pc_recipe.files import look
+from pc_recipe.files.atomic import sha256_of, write_atomically
 
 
 def write_shard(folder: Path, split: str, name: str, tokens: np.ndarray, documents: int) -> TokenShard:
@@ -36,13 +37,14 @@ def read_tokens(manifest: Manifest, shard: TokenShard, first: int = 0, count: in
     The file is open only meanwhile: 160 B tokens are 2,700 files, more than a process may usually hold open or mapped.
 
     Raises:
-        UserError: names a file that is gone, cannot be read or ends too early.
+        UserError: names a file that is gone or ends too early.
+        ReadFailed: the file system refuses to read it.
     """
     path, dtype = manifest.folder / shard.tokens_file, np.dtype(manifest.dtype)
     count = shard.tokens - first if count is None else count
     begin = shard.tokens_bytes - (shard.tokens - first) * dtype.itemsize  # NumPy's header comes first
     try:
-        tokens = np.fromfile(path, dtype, count, offset=begin)
+        tokens = look.patiently(lambda: np.fromfile(path, dtype, count, offset=begin), path)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
     if len(tokens) < count:
@@ -50,8 +52,24 @@ def read_tokens(manifest: Manifest, shard: TokenShard, first: int = 0, count: in
     return tokens
 
 
+def require_file(folder: Path, shard: TokenShard, *, checksum: bool = False) -> None:
+    """Raise a `UserError` if the shard's file is missing, or has another size or checksum than the manifest says."""
+    path = folder / shard.tokens_file
+    size = path.stat().st_size if look.is_file(path) else "no"
+    problem = f"{path} has {size} bytes instead of {shard.tokens_bytes}" if size != shard.tokens_bytes else ""
+    if checksum and not problem and look.patiently(lambda: sha256_of(path), path) != shard.tokens_sha256:
+        problem = f"{path} does not have the checksum of the manifest"
+    if problem:
+        raise UserError(f"{problem}; delete it and repeat the tokenising command to recreate it")
+
+
+def is_plausible(tokens: np.ndarray, vocab_size: int) -> bool:
+    """Whether tokens [count] differ and are all in the vocabulary. Equal ones may be text, or a hole in the file."""
+    return bool(tokens.max() < vocab_size and (len(tokens) < 2 or np.any(tokens != tokens[0])))
+
+
 class TokenStream:
-    """All tokens of one split as a single long array. Checks on every read that all ids are below `vocab_size`."""
+    """All tokens of one split as a single long array. What a read finds implausible is compared with the manifest."""
 
     def __init__(self, manifest: Manifest, split: str):
         self.manifest = manifest
@@ -71,10 +89,12 @@ class TokenStream:
         while start < stop:
             shard, end = self.shards[number], self.ends[number]
             piece = read_tokens(self.manifest, shard, start - (end - shard.tokens), min(stop, end) - start)
-            if int(piece.max()) >= self.manifest.vocab_size:
-                raise UserError(
-                    f"{self.manifest.folder / shard.tokens_file} holds token {int(piece.max())}, but its tokenizer has "
-                    f"{self.manifest.vocab_size}: the file is damaged; delete it and repeat the tokenising command"
-                )
+            if not is_plausible(piece, self.manifest.vocab_size):
+                require_file(self.manifest.folder, shard, checksum=True)
+                if piece.max() >= self.manifest.vocab_size:
+                    raise UserError(
+                        f"{self.manifest.folder / shard.tokens_file} holds token {piece.max()} as it was written, but its "
+                        f"tokenizer has {self.manifest.vocab_size}; delete the folder and tokenise again"
+                    )
             yield piece
             start, number = end, number + 1

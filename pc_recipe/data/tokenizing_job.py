@@ -16,7 +16,6 @@ from itertools import islice
 from pathlib import Path
 
 from pc.errors import UserError
-from pc_recipe.data.checks import require_file
 from pc_recipe.data.manifest import FORMAT, SPLITS, TOKENIZER_FOLDER, Manifest, TokenizerRecord, TokenShard
 from pc_recipe.data.sources import (
     Unit,
@@ -29,6 +28,7 @@ from pc_recipe.data.sources import (
     size_of,
 )
 from pc_recipe.data.text_files import LONGEST
+from pc_recipe.data.token_files import require_file
 from pc_recipe.data.tokenizers import Tokenizer, load_tokenizer, smallest_dtype
 from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically

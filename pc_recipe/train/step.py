@@ -13,6 +13,7 @@ logging                 one exchange of all numbers, if any are due; the host   
 TorchTitan's own step waits in between as well: to count tokens, for each batch that it copies, for each number it logs.
 """
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from pc.errors import UserError
 from pc.integrations.torchtitan_train import Trainer
 from pc_recipe.config import Config
 from pc_recipe.config.optimizers import KINDS
@@ -54,6 +56,8 @@ class StepTrainer(Trainer):
     """on this rank"""
     _stop_agreed = False
     """on any rank, before the last update"""
+    _data_error: UserError | None = None
+    """why this rank has no data for the next step"""
     _has_stepped = False
 
     def __init__(self, config: Config) -> None:
@@ -112,7 +116,11 @@ class StepTrainer(Trainer):
 
     def _update(self, loss: Tensor) -> float:
         """Clip and step, unless loss or gradients are not finite; returns the gradient norm."""
-        wishes = [self._stop_requested, self.checkpointer.minutes_are_over()]
+        if self.step < self.config.training.steps:
+            begin = time.perf_counter()
+            self._data_error = self.dataloader.look_ahead(self.gradient_accumulation_steps)
+            self.metrics_processor.data_loading_times[-1] += time.perf_counter() - begin
+        wishes = [self._stop_requested or self._data_error is not None, self.checkpointer.minutes_are_over()]
         agreed = agree(self._norm.of_gradients(), loss, wishes)
         self._stop_agreed, self.checkpointer.is_due = agreed.wishes
         self.optimizers.skips_step = self.finite_steps.skips(self.step, agreed.is_finite, self._positions())

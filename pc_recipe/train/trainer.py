@@ -188,7 +188,12 @@ class PCTrainer(StepTrainer):
             saves = "saving" if self.checkpointer.enable else "checkpoint.enable = false, so nothing is saved of"
             logger.info(f"Asked to stop: {saves} step {self.step}")
             self.checkpointer.save_and_stop(self.step)
+            self.checkpointer.call_together(self._require_data)
         return not self.stopped
+
+    def _require_data(self) -> None:
+        if self._data_error is not None:
+            raise self._data_error
 
     def _describe_start(self) -> str:
         config, device = self.config, self.metrics_processor.device_memory_monitor.device_name

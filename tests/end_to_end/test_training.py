@@ -1,18 +1,23 @@
 """The trainer: exact resume, what a checkpoint holds, what is refused, going back, and stopping on a signal."""
 
+import errno
 import json
 import os
+import re
 import resource
 import shutil
 import signal
 import time
+from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
 from helpers import tiny
 from helpers.ranks import run_ranks
+from pc.errors import UserError
 from pc_recipe.config import load_config
 
 BASELINE = ["--pc.enable", "false"]
@@ -190,8 +195,6 @@ def test_initial_weights_of_another_model_are_refused(tiny_config, plain):
 
 def _starts(rank, config, cases):
     """For each case what refuses the start, "" if nothing, and the steps that were recorded."""
-    from pc.errors import UserError
-
     said = []
     for overrides in cases:
         trainer, recorded, message = tiny.make_trainer(config, overrides), [], ""
@@ -254,6 +257,37 @@ def test_a_resume_uses_the_settings_of_its_config(copied):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     tokens = {1: 192, 2: 384, 3: 576, 4: 960, 5: 1344, 6: 1728}  # 12 sequences of 16 tokens, then 24
     assert len(lines) > 8 and all(line["tokens"] == tokens[line["step"]] for line in lines)
+
+
+def _train_on_a_disk_that_fails(rank, config, overrides):
+    """On rank 1 it does once step 4 has its data: what was read ahead is there."""
+    import numpy as np
+
+    from pc_recipe.files import look
+
+    look.PAUSES = (0.0, 0.0)
+
+    class Trainer(tiny.trainer_class()):
+        def train_step(self, data):
+            if self.step == 4 and rank == 1:
+                np.fromfile = mock.Mock(side_effect=OSError(errno.EIO, "made by the test"))
+            super().train_step(data)
+
+    trainer = Trainer(load_config(config, overrides))
+    tiny.write_resolved(trainer.config, Path(trainer.config.job.dump_folder) / "config.toml")
+    try:
+        trainer.train()
+    except UserError as error:
+        return f"{error.kind}: {error}"
+
+
+def test_data_that_cannot_be_read_end_a_run_with_a_checkpoint(trained, tmp_path):
+    config, folder, state = trained
+    there = _elsewhere(tmp_path, "failing")
+    for said in run_ranks(2, _train_on_a_disk_that_fails, config, there):
+        assert re.fullmatch(r"failed: .*tokens.npy: could not be read \(made by the test\); nothing was changed", said)
+    assert _steps(tmp_path / "failing") == ["step-3", "step-4"]
+    assert _equal(_run(2, config, there), state) and tiny.metrics(tmp_path / "failing") == tiny.metrics(folder)
 
 
 def test_the_logged_rate_is_that_of_blocks_without_a_factor(tiny_config):

@@ -1,17 +1,22 @@
 """A damaged or unsuitable data folder is refused by name, at the start or when the damage is read."""
 
+import errno
 import json
 import os
 import shutil
 
+import numpy as np
 import pytest
 
 from pc.errors import UserError
-from pc_recipe.data import checks
+from pc_recipe.data import checks, token_files
 from pc_recipe.data.checks import verify
 from pc_recipe.data.loader import GlobalOrderLoader
-from pc_recipe.data.manifest import Manifest
+from pc_recipe.data.manifest import Manifest, TokenizerRecord
+from pc_recipe.data.token_files import TokenStream, write_shard
 from pc_recipe.data.tokenizing import tokenize
+from pc_recipe.files import look
+from pc_recipe.files.errors import ReadFailed
 
 
 @pytest.fixture
@@ -39,9 +44,9 @@ def test_a_truncated_shard_is_named_and_made_again(folder, parquet_folder):
     path = folder / "train" / "00002.tokens.npy"
     whole = path.read_bytes()
     path.write_bytes(whole[:-10])
-    for look in (lambda: use(folder), lambda: verify(Manifest.read(folder))):
+    for act in (lambda: use(folder), lambda: verify(Manifest.read(folder))):
         with pytest.raises(UserError, match=rf"00002.tokens.npy has {len(whole) - 10} bytes instead of {len(whole)}"):
-            look()
+            act()
     tokenize(str(parquet_folder), folder, validation_fraction=0.2)  # the advice in the message
     assert path.read_bytes() == whole
 
@@ -50,7 +55,7 @@ def test_a_truncated_shard_is_named_and_made_again(folder, parquet_folder):
 def test_a_flipped_bit_is_met_in_reading_or_by_its_checksum(folder, num_workers, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")  # the first rank of a machine would find it at the start
     flip(folder / "train" / "00003.tokens.npy", 151)  # the high byte of a token: an id above the vocabulary
-    with pytest.raises(UserError, match="^[^\n]*00003.tokens.npy holds token [^\n]*$"):  # one line, no traceback
+    with pytest.raises(UserError, match="^[^\n]*00003.tokens.npy does not have the checksum [^\n]*$"):  # no traceback
         use(folder, num_workers=num_workers)
     with pytest.raises(UserError, match="00003.tokens.npy does not have the checksum"):
         verify(Manifest.read(folder))
@@ -105,10 +110,58 @@ def test_a_start_finds_shards_of_zeros(folder, monkeypatch, caplog):
         use(folder)
 
 
+def test_a_shard_that_becomes_zeros_under_a_run(folder, monkeypatch):
+    """Token 0 is valid, and a model soon predicts it with a loss of 0."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    use(folder)
+    hashed, real = [], token_files.sha256_of
+    monkeypatch.setattr(token_files, "sha256_of", lambda path: hashed.append(path.name) or real(path))
+    loader = GlobalOrderLoader(folder, seq_len=16, local_batch_size=4, dp_rank=0, dp_world_size=1, vocab_size=32000)
+    batches = iter(loader)
+    next(batches)
+    assert not hashed  # of what is plausible nothing is compared
+    for path in folder.glob("train/*.npy"):
+        fill_with_zeros(path, begin=128)
+    with pytest.raises(UserError, match="tokens.npy does not have the checksum"):
+        next(batches)
+
+
+def test_equal_tokens_may_be_text(tmp_path):
+    manifest = Manifest.read(make_equal(tmp_path))
+    assert set(TokenStream(manifest, "train").read(0, 50)) == {7}
+
+
+def make_equal(folder):
+    """Token shards of one token, as the manifest says."""
+    shard = write_shard(folder, "train", "00000", np.full(100, 7, np.uint16), documents=1)
+    tokenizer = TokenizerRecord("made", "made", "", 8, None, 0)
+    Manifest(folder, "uint16", {}, "", "", tokenizer, {"train": [shard], "validation": []}).write()
+    return folder
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
+def test_a_disk_that_fails(folder, monkeypatch, number):
+    """An error that passes is none; one that stays is no damage, and another try may help."""
+    monkeypatch.setattr(look, "PAUSES", (0.0, 0.0))
+    real, left = np.fromfile, [2 * (number != errno.EACCES)]
+
+    def fromfile(*arguments, **options):
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(number, os.strerror(number))
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(np, "fromfile", fromfile)
+    use(folder)
+    left[0] = 10**6
+    with pytest.raises(ReadFailed, match=f"^[^\n]*tokens.npy: could not be read .{os.strerror(number)}.[^\n]*$"):
+        use(folder, num_workers=1)
+
+
 def test_verification_continues_where_it_stopped(folder, monkeypatch):
     manifest, read = Manifest.read(folder), []
-    real = checks.sha256_of
-    monkeypatch.setattr(checks, "sha256_of", lambda path: read.append(path.name) or real(path))
+    real = token_files.sha256_of
+    monkeypatch.setattr(token_files, "sha256_of", lambda path: read.append(path.name) or real(path))
     monkeypatch.setattr(checks.os, "sched_getaffinity", lambda process: {0})
     damaged = manifest.shards["train"][3]
     whole = (folder / damaged.tokens_file).read_bytes()
