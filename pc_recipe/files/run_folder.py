@@ -12,6 +12,7 @@ from pc.errors import UserError
 from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.lock import is_locked
+from pc_recipe.files.run_log import find_extent
 
 INDEX = ".metadata"
 """It is written last, so a checkpoint that has it is complete."""
@@ -105,6 +106,18 @@ def _read_other_config(file: Path, resolved: dict) -> bytes | None:
         return content if content and tomllib.loads(content.decode()) != resolved else None
     except (ValueError, RecursionError):
         return content
+
+
+def require_no_other_run(run: Path, resolved: dict) -> None:
+    """Raise a `UserError` if a run without checkpoints, which begins at step 1, would mix its records with another's.
+
+    A run that is repeated as it was may begin anew.
+    """
+    other = find_extent(run)[0] and _read_other_config(run / "config.toml", resolved)
+    if list_checkpoints(run / "checkpoint") or other:
+        raise UserError(
+            f"{run} holds another run, which checkpoint.enable = false does not continue; give another --job.dump_folder"
+        )
 
 
 def step_of(checkpoint: str | Path) -> int:

@@ -23,7 +23,7 @@ from pc.preconditioner import Preconditioner
 from pc_recipe.config import Config, rules
 from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.data.manifest import Manifest
-from pc_recipe.files.run_folder import write_state
+from pc_recipe.files.run_folder import require_no_other_run, write_state
 from pc_recipe.files.run_log import set_aside_metrics
 from pc_recipe.train import cpu, fingerprint, fsdp_sync, run_tokenizer, train_spec  # noqa: F401 (it registers itself)
 from pc_recipe.train.checkpoint import Checkpoints, plain_keys
@@ -76,7 +76,11 @@ class PCTrainer(StepTrainer):
                 weights that are not plain.
         """
         checkpointer, settings = self.checkpointer, self.config.checkpoint
+        folder = Path(self.config.job.dump_folder)
         if not settings.enable:
+            checkpointer.call_on_rank_0(
+                lambda: require_no_other_run(folder, self.config.model_dump(exclude_unset=True))
+            )
             return
         newest, initial_path = checkpointer.newest_valid(), settings.initial_load_path
         if newest is not None:

@@ -259,6 +259,20 @@ def test_a_resume_uses_the_settings_of_its_config(copied):
     assert len(lines) > 8 and all(line["tokens"] == tokens[line["step"]] for line in lines)
 
 
+def test_no_second_run_in_a_folder(copied, tiny_config):
+    """One without checkpoints begins at step 1. It may be repeated as it was."""
+    config, folder = copied
+    names = [path.name for path in folder.rglob("*")]
+    without = ["--checkpoint.enable", "false"]
+    ((message, recorded),) = run_ranks(1, _starts, config, [without])[0]
+    assert f"{folder} holds another run, which checkpoint.enable = false does not continue" in message and not recorded
+    assert [path.name for path in folder.rglob("*")] == names
+    words = [*without, "--training.steps", "2", *_elsewhere(folder, "own")]
+    _run(1, config, words)
+    (_, again), (message, _) = run_ranks(1, _starts, config, [words, [*words, "--data.seed", "5"]])[0]
+    assert again == [0] and "holds another run" in message
+
+
 def _train_on_a_disk_that_fails(rank, config, overrides):
     """On rank 1 it does once step 4 has its data: what was read ahead is there."""
     import numpy as np
