@@ -55,12 +55,6 @@ def _anywhere(config: Config) -> Iterator[str]:
         yield f"model.dim = {shape.dim} should be an even multiple of the {shape.n_heads} heads"
     if shape.n_kv_heads and shape.n_heads % shape.n_kv_heads:
         yield f"model.n_kv_heads = {shape.n_kv_heads} should divide the {shape.n_heads} heads"
-    steps, schedule = config.training.steps, config.lr_scheduler
-    if schedule.total_steps and schedule.total_steps < steps:
-        yield (
-            f"lr_scheduler.total_steps = {schedule.total_steps} should be at least training.steps = {steps}: after its end "
-            "TorchTitan's schedule rises again, or falls below zero"
-        )
     if config.activation_checkpoint.mode == "memory_budget" and not compiles_model(config):
         yield 'activation_checkpoint.mode = "memory_budget" needs compile.enable = true, with model among its components'
     if config.checkpoint.initial_load_path and not config.checkpoint.enable:

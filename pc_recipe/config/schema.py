@@ -80,7 +80,9 @@ class Model(Section):
 class LRScheduler(Section):
     decides = RESULT
     warmup_steps: Interval = key(200, "Steps of linear warmup.")
-    total_steps: Count | None = key(None, "Steps of the whole schedule; unset: training.steps.")
+    total_steps: Count | None = key(
+        None, "Steps of the whole schedule, after which the rate stays; unset: training.steps."
+    )
     decay_ratio: Fraction | None = key(None, "Share of the steps that decay, at the end; unset: all after the warmup.")
     decay_type: Literal["linear", "sqrt", "cosine"] = key("linear", "Shape of the decay.")
     min_lr_factor: Fraction = key(0.0, "The last learning rate as a share of the peak.")

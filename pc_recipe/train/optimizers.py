@@ -54,6 +54,8 @@ class Optimizers(OptimizersContainer):
         self._post_init(parameters, {"lr": config.lr})
         if self.preconditioner is not None:
             self.preconditioner.follow(*self.optimizers)
+        self.saved_rates: list[float] = []
+        """those of the next step by the schedule of the checkpoint that was loaded"""
         self.skips_step = False
         """whether the next step changes nothing"""
 
@@ -79,8 +81,13 @@ class Optimizers(OptimizersContainer):
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         for model, by_kind in zip(self.model_parts, self.by_part, strict=True):
             set_optimizer_state_dict(model, list(by_kind.values()), optim_state_dict=state_dict, options=options)
+        self.saved_rates = self.rates()
         for group, of_config in zip(self._groups(), settings, strict=True):  # torch has made new groups
             group.update(of_config)
+
+    def rates(self) -> list[float]:
+        """The learning rate of each group at the next step."""
+        return [group["lr"] for group in self._groups()]
 
     def _groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -111,8 +118,14 @@ class LRSchedulers(LRSchedulersContainer):
 
 
 def build_schedulers(optimizers: Optimizers, titan: Any, training_steps: int) -> LRSchedulers:
-    """TorchTitan's warmup, plateau and decay for every optimizer, by its own section `lr_scheduler`."""
-    return LRSchedulers(optimizers, build_lr_schedulers(optimizers, titan, training_steps))
+    """TorchTitan's warmup, plateau and decay for every optimizer, by its own section `lr_scheduler`. After the schedule's
+    end, where TorchTitan's would rise again or fall below zero, the rate stays at that of its last step."""
+    built = LRSchedulers(optimizers, build_lr_schedulers(optimizers, titan, training_steps))
+    last = (titan.total_steps or training_steps) - 1
+    for scheduler in built.schedulers:
+        factors: list[Any] = scheduler.lr_lambdas  # type: ignore[attr-defined]
+        factors[:] = [lambda step, factor=factor: factor(min(step, last)) for factor in factors]
+    return built
 
 
 def _build(model: nn.Module, config: Optimizer) -> dict[str, torch.optim.Optimizer]:

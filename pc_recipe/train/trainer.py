@@ -1,6 +1,7 @@
 """A run: TorchTitan's trainer with the steps of `pc_recipe.train.step`, from its first weights or a checkpoint to its end
 or a signal (`pc_recipe.runs.worker` is the command)."""
 
+import math
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,8 +21,9 @@ from torchtitan.tools.logging import logger
 from pc.api import preserve
 from pc.errors import UserError
 from pc.preconditioner import Preconditioner
-from pc_recipe.config import Config, rules
+from pc_recipe.config import Config, load_config, rules
 from pc_recipe.config.rank_batches import RankBatches
+from pc_recipe.config.run_key import all_values
 from pc_recipe.data.manifest import Manifest
 from pc_recipe.files.run_folder import require_no_other_run, write_state
 from pc_recipe.files.run_log import set_aside_metrics
@@ -90,6 +92,8 @@ class PCTrainer(StepTrainer):
                 run_tokenizer.require_equal(saved, self.tokenizer_names, *words)
             checkpointer.exclude_from_loading = []  # it is for what a new run starts from
             checkpointer.read(newest.path)
+            if dist.get_rank() == 0:
+                self._say_what_changed(folder)
         elif initial_path and settings.initial_load_in_hf:
             self.require_initial_load(initial_path)
             self._require_same_tokenizer(Path(initial_path))
@@ -122,6 +126,24 @@ class PCTrainer(StepTrainer):
             preserve(self.model_parts)
         else:
             self.preconditioner.restart()
+
+    def _say_what_changed(self, folder: Path) -> None:
+        """Name the keys in which this run's learning rates differ from those of its earlier part, and the way back."""
+        try:
+            earlier = load_config(folder / "config.toml")
+        except UserError:  # of an older version
+            earlier = self.config
+        before, now = all_values(earlier), all_values(self.config)
+        keys = [key for key in now if key.startswith(("optimizer.", "lr_scheduler.")) or key == "training.steps"]
+        changed = [f"{key} {before[key]} -> {now[key]}" for key in keys if before[key] != now[key]]
+        rates = zip(self.optimizers.saved_rates, self.optimizers.rates(), strict=True)
+        old, new = max(rates, key=lambda pair: abs(pair[1] - pair[0]))
+        if changed or not math.isclose(old, new, rel_tol=1e-6):
+            total = earlier.lr_scheduler.total_steps or earlier.training.steps
+            logger.warning(
+                f"continues with {', '.join(changed) or 'another schedule'}: the rate goes from {old:.3g} to {new:.3g} "
+                f"(--lr_scheduler.total_steps {total} keeps a schedule of {total} steps)"
+            )
 
     def _require_same_run(self, checkpoint: CheckpointFolder) -> None:
         kinds = {"adamw", self.config.optimizer.name.lower()}

@@ -259,6 +259,34 @@ def test_a_resume_uses_the_settings_of_its_config(copied):
     assert len(lines) > 8 and all(line["tokens"] == tokens[line["step"]] for line in lines)
 
 
+def _train_and_say(rank, config, overrides):
+    from pc_recipe.train import trainer
+
+    with mock.patch.object(trainer.logger, "warning") as warning:
+        made = tiny.make_trainer(config, overrides)
+        made.train()
+        made.close()
+    tiny.write_resolved(made.config, Path(made.config.job.dump_folder) / "config.toml")
+    return next(call[0][0] for call in warning.call_args_list if "continues with" in call[0][0])
+
+
+def test_a_longer_run_says_how_its_rate_goes_on(copied):
+    config, folder = copied
+    before = tiny.metrics(folder, "lr")
+    kept = ["--training.steps", "7", "--lr_scheduler.total_steps", "6"]
+    (said,) = run_ranks(1, _train_and_say, config, kept)
+    assert tiny.metrics(folder, "lr") == pytest.approx([*before, before[-1]])  # the schedule is kept, and over
+    assert said.startswith(
+        "continues with lr_scheduler.total_steps None -> 6, training.steps 6 -> 7: the rate goes from "
+    )
+    (said,) = run_ranks(1, _train_and_say, config, ["--training.steps", "12", "--optimizer.lr", "2e-2"])
+    assert "optimizer.lr 0.01 -> 0.02" in said and "training.steps 7 -> 12" in said
+    rates = re.search(r"goes from (.*) to (.*) \(--lr_scheduler.total_steps 6 keeps", said)
+    assert [float(rate) for rate in rates.groups()] == pytest.approx(
+        [before[-1], tiny.metrics(folder, "lr")[7]], rel=1e-2
+    )
+
+
 def test_no_second_run_in_a_folder(copied, tiny_config):
     """One without checkpoints begins at step 1. It may be repeated as it was."""
     config, folder = copied

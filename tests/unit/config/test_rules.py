@@ -40,7 +40,6 @@ INTERLEAVED = {"parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}
 REFUSED_ANYWHERE = [
     ({}, {"dp_replicate": 2}, "data_parallel_replicate_degree without sharding averages gradients twice"),
     ({"evaluation.interval": 5}, {"pp": 2}, "without pipeline and context parallelism"),
-    ({"lr_scheduler.total_steps": 9, "training.steps": 10}, {}, "total_steps = 9 should be at least training.steps = 10"),
     ({"activation_checkpoint.mode": "memory_budget"}, {}, "needs compile.enable = true"),
     ({"checkpoint.enable": False, "checkpoint.initial_load_path": "x"}, {}, "without it nothing is loaded"),
     ({"checkpoint.initial_load_in_hf": True}, {}, "initial_load_in_hf = true needs checkpoint.initial_load_path"),
