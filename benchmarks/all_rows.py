@@ -38,8 +38,8 @@ ORDER: dict[str, int] = {
     "float8": 180, "in-graph": 240, "memory": 180, "271m": 120, "paper-batch": 420,
 }  # fmt: skip
 TINY = ["--flavor", "debug", "--seq-len", "16", "--local-batch-size", "1", "--micro-batches", "2", "--rounds", "1"]
-# Rows whose three variants need some 100 GiB: on smaller GPUs with half the micro-batch, and the same tokens per step.
-LARGE = {"dtype", "checkpointing"}
+# Rows whose variants need 80 to 100 GiB together: on smaller GPUs with half the micro-batch, and the same tokens per step.
+LARGE = {"pc", "stock", "muon", "dtype", "checkpointing"}
 HALVED = ["--local-batch-size", "2", "--micro-batches", "20"]
 LEAST_SECONDS = 45
 """Nothing is started when less time is left."""

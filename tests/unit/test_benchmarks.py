@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -91,6 +92,23 @@ def test_all_rows_goes_on_where_it_stopped(step, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(all_rows, "tasks", lambda output, tiny: [task("new", "")])
     all_rows.main([*words[:1], "--minutes", "0.1", *words[3:]])  # too little time to start anything
     assert "new" not in ran.read_text() and "repeat the command" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("gib, halved", [(78, {"pc", "stock", "muon", "dtype", "checkpointing"}), (139, set())])
+def test_large_rows_fit_the_memory(step, monkeypatch, tmp_path, gib, halved):
+    """By estimate, `pc` and `stock` need 82 GiB with whole micro-batches, `muon` 91."""
+    import all_rows
+
+    rows = sys.modules["rows"].ROWS
+    monkeypatch.setattr(all_rows.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        all_rows.torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=gib * 2**30)
+    )
+    queue = [task for task in all_rows.tasks(tmp_path, tiny=False) if task.name in rows]
+    assert {task.name for task in queue if "--local-batch-size" in task.command} == halved
+    for name in halved:  # as many tokens per step
+        batch, micro_batches = int(all_rows.HALVED[1]), int(all_rows.HALVED[3])
+        assert batch * micro_batches == 4 * rows[name].micro_batches
 
 
 def test_passes_beside_another_checkout_and_by_precision(step, monkeypatch, capsys):
