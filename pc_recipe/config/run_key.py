@@ -25,12 +25,24 @@ from pc_recipe.files import look
 from pc_recipe.files.atomic import sha256_of
 
 BATCH = "training.global_batch_size"
+STARTS = (
+    "checkpoint.initial_load_path", "checkpoint.initial_load_model_only", "checkpoint.initial_load_in_hf",
+    "checkpoint.exclude_from_loading", "debug.seed", "model.init_std", "model.init_factors", "pc.start",
+)  # fmt: skip
+"""what only a new run takes"""
 COMPUTES = ("pc", "pc_recipe/config", "pc_recipe/data", "pc_recipe/train")
 
 
 def all_values(config: Config) -> dict[str, Any]:
     """{"section.key": value}"""
     return {name: value for name, _, value, _ in keys_of(config)}
+
+
+def list_unapplied(config: Config, first: dict[str, Any]) -> list[str]:
+    """Settings that a resume cannot apply, where they differ from `first`, the config.toml with which the run began."""
+    now, defaults = all_values(config), all_values(Config())
+    began = {name: first.get(name.split(".")[0], {}).get(name.split(".")[1], defaults[name]) for name in STARTS}
+    return [f"{name} = {now[name]!r}" for name in STARTS if now[name] != began[name]]
 
 
 def method_key(pc: PC) -> dict[str, Any]:

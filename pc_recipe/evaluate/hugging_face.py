@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -164,14 +165,55 @@ def require_initial_load(path: str | Path, model_args: TransformerModelArgs) -> 
             raise UserError(
                 f"{path}: config.json has {key} {getattr(given, key)}, the run's model {getattr(expected, key)}"
             )
-    shapes: dict[str, list[int]] = {}
-    for file in [path / name for name in look.names(path) if name.endswith(".safetensors")]:
-        with safe_open(file, framework="pt") as tensors:
-            shapes |= {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}  # noqa: SIM118
+    found = _find_tensors(path)
+    for key in [key for key in found if key.endswith(".rotary_emb.inv_freq")]:  # Llama 2's own folders have them
+        with safe_open(found[key].file, framework="pt") as tensors:
+            frequencies = 1 / expected.rope_parameters["rope_theta"] ** torch.arange(0, 1, 2 / expected.head_dim)
+            # they are saved in two bytes; of another base they differ by much more
+            if not torch.allclose(tensors.get_tensor(key).float(), frequencies, rtol=1e-2):
+                raise UserError(
+                    f"{path}: tensor {key} is not what the run's model has, rope_theta {model_args.rope_theta}"
+                )
+        del found[key]
+    shapes = {key: tensor.shape for key, tensor in found.items()}
     plain_weights.require_shapes({key: tensor.shape for key, tensor in model.state_dict().items()}, shapes, path)
 
 
+@dataclass(frozen=True)
+class _Found:
+    file: Path
+    shape: list[int]
+
+
+def _find_tensors(folder: Path) -> dict[str, _Found]:
+    """{name: where it is} of the tensors in the single file or in those that the index names, as transformers reads them.
+
+    Raises:
+        UserError: a file is missing or damaged, or another one has a tensor of the same name; TorchTitan would read any.
+    """
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    used = [single]
+    try:
+        if index.exists() and not single.exists():
+            used = sorted({folder / name for name in json.loads(index.read_bytes())["weight_map"].values()})
+        if not used[0].exists() and (other := sorted(folder.glob("*.bin"))):
+            raise UserError(f"{other[0]} is no safetensors file: load it with transformers and `save_pretrained` it")
+        found: dict[str, _Found] = {}
+        for file in [*used, *sorted(set(folder.glob("*.safetensors")) - set(used))]:
+            with safe_open(file, framework="pt") as tensors:
+                for key in tensors.keys():  # noqa: SIM118
+                    one = _Found(file, tensors.get_slice(key).get_shape())
+                    if (known := found.setdefault(key, one)) is not one:
+                        raise UserError(
+                            f"tensor {key} is in {known.file.name} and in {file.name}: remove the wrong file"
+                        )
+    except Exception as error:  # of safetensors, which has its own, or the file system
+        raise UserError(f"{folder}: {error}") from None
+    return {key: one for key, one in found.items() if one.file in used}
+
+
 def _load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    _find_tensors(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         loaded: Any = AutoModelForCausalLM.from_pretrained(

@@ -15,7 +15,7 @@ from pc_recipe.data.tokenizers import Tokenizer
 from pc_recipe.evaluate.plain_weights import RunCheckpoint
 from pc_recipe.files import look, markdown
 from pc_recipe.files.plots import short_tokens
-from pc_recipe.files.run_folder import read_environment
+from pc_recipe.files.run_folder import read_environment, read_first_config
 from pc_recipe.files.run_log import METRICS_FILE, read_log
 from pc_recipe.train.run_tokenizer import data_of
 
@@ -49,7 +49,8 @@ def model_card(
     }
     if HUB_DATASET.fullmatch(source) and not look.is_there(source):
         header["datasets"] = [source]
-    initial_path = run.config.get("checkpoint", {}).get("initial_load_path")
+    # what later parts of the run were given does not count
+    initial_path = read_first_config(run.path.parent.parent).get("checkpoint", {}).get("initial_load_path")
     environment = _describe_environment(run)
     shape, parameters = model.config, f"{model.num_parameters():,} parameters ({dtype})"
     rows = [

@@ -73,6 +73,11 @@ def list_configs(run: Path) -> list[Path]:
     return [run / "config.toml", *(run / name for name in look.names(run) if _EARLIER.fullmatch(name))]
 
 
+def read_first_config(run: Path) -> dict[str, Any]:
+    """The configuration with which a run began; empty if it cannot be read."""
+    return _read_toml(list_configs(run)[:2][-1]) or {}
+
+
 def read_environment(run: Path) -> dict[str, Any]:
     """What environment.json says of a run's machine, code and data; empty if there is none, or a damaged one."""
     text = look.read(run / "environment.json") or b"{}"

@@ -10,13 +10,14 @@ import sys
 from pathlib import Path
 
 import torch.distributed as dist
+from torchtitan.tools.logging import logger
 
 from pc.errors import DISK_ERRORS, UserError
-from pc_recipe.config import Config, load_config, write_config
+from pc_recipe.config import Config, load_config, run_key, write_config
 from pc_recipe.data.manifest import Manifest
 from pc_recipe.files.errors import DiskFailed
 from pc_recipe.files.lock import join_lock
-from pc_recipe.files.run_folder import keep_earlier_config, write_failure
+from pc_recipe.files.run_folder import keep_earlier_config, read_first_config, write_failure
 from pc_recipe.runs.nodes import meet_privately
 from pc_recipe.train import run_tokenizer
 from pc_recipe.train.console import start_logging
@@ -73,6 +74,10 @@ def main() -> None:
         trainer = Trainer(config)
 
         def record(step: int) -> None:
+            for setting in run_key.list_unapplied(config, read_first_config(folder)) if step else ():
+                logger.warning(
+                    f"{setting} has no effect: only a new run takes it, and this one continues from step {step}"
+                )
             keep_earlier_config(folder, config.model_dump(exclude_unset=True), step)
             write_config(config, folder / "config.toml")
             write_environment(folder, config, dist.get_world_size(), step, trainer.tokenizer_names)

@@ -47,3 +47,17 @@ def test_the_card_of_a_run(run, tmp_path):
     ):
         assert expected in card
     assert "4.75" not in card
+
+
+def test_the_base_is_what_the_run_began_with(run, tmp_path):
+    """A resume does not load what `initial_load_path` names; its config.toml may say so all the same."""
+    config = tmp_path / "run" / "config.toml"
+    began = config.read_text()
+    for first, said in (
+        ("", "none: pre-trained from scratch"),
+        ('initial_load_path = "weights/a"', "from `weights/a`"),
+    ):
+        (tmp_path / "run" / "config.1.toml").write_text(f"{began}\n[checkpoint]\n{first}\n")
+        config.write_text(f'{began}\n[checkpoint]\ninitial_load_path = "weights/b"\n')
+        out = hugging_face.export(run, tmp_path / f"out-{len(first)}")
+        assert f"| base | {'trained on ' * bool(first)}{said} |" in (out / "README.md").read_text()

@@ -11,7 +11,7 @@ from helpers.made_runs import write_run
 from pc.errors import UserError
 from pc_recipe.config import Config, load_config, write_config
 from pc_recipe.config.pc_section import PC
-from pc_recipe.config.run_key import code_version, differing_keys, method_key, result_key
+from pc_recipe.config.run_key import code_version, differing_keys, list_unapplied, method_key, result_key
 from pc_recipe.files import run_folder
 from pc_recipe.files.lock import is_locked, lock
 from pc_recipe.runs.allocation import Allocation
@@ -105,6 +105,16 @@ def test_a_record_from_before_there_were_methods_is_of_the_same_run(folder):
     assert equal_runs.read_result_key(folder / "before") == result_key(now)
     of_cap = method_key(PC(enable=True, method="cap", cap=2.0))
     assert differing_keys(method_key(PC(enable=True)), of_cap) == ["method", "cap"]
+
+
+def test_what_a_resume_cannot_apply_is_known(folder):
+    words = ["--debug.seed=7", "--model.init_std=0.5", "--model.init_factors={o = 2.0}", "--optimizer.lr=1e-4"]
+    config = load_config("pc.toml", [*words, "--checkpoint.initial_load_path=hf"])
+    began = {"debug": {"seed": 7}, "model": {"init_std": 0.02}}
+    assert list_unapplied(config, began) == [
+        "checkpoint.initial_load_path = 'hf'", "model.init_std = 0.5", "model.init_factors = {'o': 2.0}"
+    ]  # fmt: skip
+    assert list_unapplied(config, config.model_dump(exclude_unset=True)) == []
 
 
 def test_the_batch_of_one_micro_batch_per_rank_depends_on_the_ranks(folder):
