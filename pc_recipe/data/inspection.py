@@ -33,6 +33,9 @@ def describe(manifest: Manifest) -> str:
             f"{split:12} {len(manifest.shards[split])} shards, {manifest.documents(split):,} documents, "
             f"{manifest.tokens(split):,} tokens ({manifest.dtype})"
         )
+    # of folders of format 1 it is not known
+    left_out = [f"{number:,} {reason}" for reason, number in source.get("left_out", {}).items()]
+    lines.append(f"left out     {'; '.join(left_out) or 'no file'}")
     replaced = source.get("replaced", {})
     for file, number in list(replaced.items())[:SHOWN_FILES]:
         lines.append(f"not UTF-8    {number:,} bytes became U+FFFD in {file}")

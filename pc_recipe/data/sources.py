@@ -1,7 +1,6 @@
 """Finds files with text, on this machine or on the Hub, divides them into units of work, and reads them."""
 
 import glob
-import logging
 import os
 import re
 from collections import Counter
@@ -21,14 +20,14 @@ from pc.errors import UserError
 from pc_recipe.data.text_files import READERS, ending_of, is_compressed
 from pc_recipe.files import look
 
-logger = logging.getLogger(__name__)
-
 PARQUET = ".parquet"
 TEXT_IN_COMPRESSED = 3  # bytes of text in a byte of a compressed file, roughly
+TEXTS = (pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(), pa.binary_view())
 ENDINGS = (PARQUET, *READERS)
 HUB_DATASET = re.compile(r"[\w.-]+/[\w.-]+")
 BATCH = 8
 """documents read and encoded together: more are no faster, and a file of 0.2 MB may hold one text of 100 MB many times"""
+_SPLIT = re.compile(r"(train|validation|valid|val|dev|test)(?:-\d{5}-of-\d{5})?\.[a-z.]+")
 _NOT_UTF8 = re.compile("[\ud800-\udfff]")
 
 
@@ -56,21 +55,28 @@ class Unit:
     text_bytes: int
 
 
-def find_files(sources: str | Sequence[str], subset: str | None = None, output: Path | None = None) -> list[str]:
+def find_files(
+    sources: str | Sequence[str],
+    subset: str | None = None,
+    output: Path | None = None,
+    left_out: Counter[str] | None = None,
+) -> list[str]:
     """The files of `sources`, one or several, each a file, a folder, a glob pattern or a Hub dataset `owner/name`.
 
-    output: files in it are left out, if it is in a folder of `sources`.
+    output: files in it are left out, if it is in a folder of `sources`. left_out: gets the number of other files that
+    are, by reason.
     """
     sources = [sources] if isinstance(sources, str) else sources
+    left_out = Counter() if left_out is None else left_out
     found: dict[str, str] = {}
     for source in sources:
-        for file in _find_files(source, subset, output):
-            found.setdefault(os.path.realpath(file), file)  # not twice under two names
+        for file in _find_files(source, subset, output, left_out):
+            left_out["named twice"] += found.setdefault(os.path.realpath(file), file) != file
     return list(found.values())
 
 
-def _find_files(source: str, subset: str | None, output: Path | None) -> list[str]:
-    files = None if subset else find_local_files(source, output)
+def _find_files(source: str, subset: str | None, output: Path | None, left_out: Counter[str]) -> list[str]:
+    files = None if subset else find_local_files(source, output, left_out)
     if files is None:
         if not HUB_DATASET.fullmatch(source) or has_text(source):
             raise UserError(f"--input {source}: no such file, folder or Hub dataset owner/name")
@@ -81,9 +87,7 @@ def _find_files(source: str, subset: str | None, output: Path | None) -> list[st
             f"--input {(other or [source])[0]}: no file of text, which ends in {', '.join(ENDINGS)}, or, but parquet, in "
             "these and .gz or .zst"
         )
-    if other:
-        more = f" and {len(other) - 1:,} more" if other[1:] else ""
-        logger.warning(f"{source}: left out for another ending: {other[0]}{more}")
+    left_out.update(f"of the ending {ending_of(file)!r}" for file in other)
     return [file for file in files if has_text(file)]
 
 
@@ -92,21 +96,48 @@ def has_text(file: str) -> bool:
     return ending_of(file) in ENDINGS
 
 
-def find_local_files(source: str, output: Path | None = None) -> list[str] | None:
+def find_local_files(source: str, output: Path | None = None, left_out: Counter[str] | None = None) -> list[str] | None:
     """The files of `source` on this machine, sorted; None if it is neither a file, a folder nor a glob pattern.
 
-    Of a folder, without hidden ones and without those of `output`.
+    Of a folder, also behind links, without those of `output`, and as `_walk` leaves out.
     """
     path = Path(source).expanduser()
     if look.is_folder(path):
-        shown = (f for f in look.files_below(path) if not any(p.startswith(".") for p in f.relative_to(path).parts))
+        left_out = Counter() if left_out is None else left_out
         without = output and Path(os.path.abspath(output))
-        return [str(file) for file in shown if without not in Path(os.path.abspath(file)).parents]
+        files = [file for file in _walk(path, left_out) if without not in Path(os.path.abspath(file)).parents]
+        present = [file for file in files if look.is_file(file)]
+        left_out["links to nothing"] += len(files) - len(present)
+        return sorted(map(str, _leave_out_other_splits(present, path, left_out)))
     if look.is_file(path):
         return [str(path)]
     if any(sign in source for sign in "*?["):
         return sorted(file for file in glob.glob(str(path), recursive=True) if look.is_file(file))
     return None
+
+
+def _walk(folder: Path, left_out: Counter[str]) -> Iterator[Path]:
+    """The files below a folder, also behind links, that are not hidden."""
+    visited: set[str] = set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        if (real := os.path.realpath(place)) in visited:  # a link leads back
+            folders.clear()
+            continue
+        visited.add(real)
+        left_out["hidden"] += sum(name.startswith(".") for name in folders + names)
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(place, name) for name in names if not name.startswith("."))
+
+
+def _leave_out_other_splits(files: list[Path], folder: Path, left_out: Counter[str]) -> list[Path]:
+    """Of a clone of a data set: without its card, and without the files of splits other than train, as from the Hub."""
+    splits = {file: match[1] for file in files if (match := _SPLIT.fullmatch(file.name))}
+    if "train" not in splits.values():
+        return files
+    reasons = {file: "of another split than train" for file, split in splits.items() if split != "train"}
+    reasons |= {file: "the card of a data set" for file in files if file == folder / "README.md"}
+    left_out.update(reasons.values())
+    return [file for file in files if file not in reasons]
 
 
 def find_hub_files(dataset: str, subset: str | None) -> list[str]:
@@ -120,7 +151,11 @@ def find_hub_files(dataset: str, subset: str | None) -> list[str]:
         raise UserError(
             f"--input {dataset}: no such file or folder here, and as a Hub dataset (subset {subset!r}): {reason}"
         ) from error
-    return [str(file) for file in builder.config.data_files["train"]]
+    if "train" not in (splits := builder.config.data_files or {}):
+        raise UserError(
+            f"--input {dataset}: no split train, only {', '.join(map(str, splits))}; give the files of one as --input"
+        )
+    return [str(file) for file in splits["train"]]
 
 
 def measure_files(files: list[str], text_key: str) -> list[SourceFile]:
@@ -143,11 +178,12 @@ def _row_groups(file: str, text_column: str) -> tuple[int, ...]:
     """Uncompressed bytes of text in each row group; reads the footer only."""
     with open_parquet(file) as parquet:
         schema = parquet.schema_arrow
-        kind = schema.field(text_column).type if text_column in schema.names else None
-        if kind not in (pa.string(), pa.large_string(), pa.binary()):
-            raise UserError(
-                f"{file}: column {text_column!r} should hold text; columns are {', '.join(schema.names)} (--text-key)"
-            )
+        if schema.names.count(text_column) != 1:
+            which = f"{schema.names.count(text_column) or 'no'} columns {text_column!r}"
+            raise UserError(f"{file}: {which}; columns are {', '.join(schema.names)} (--text-key)")
+        kind = schema.field(text_column).type
+        if (kind.value_type if pa.types.is_dictionary(kind) else kind) not in TEXTS:
+            raise UserError(f"{file}: column {text_column!r} holds {kind}, not text (--text-key)")
         metadata = parquet.metadata
         column = [metadata.schema.column(i).path for i in range(metadata.num_columns)].index(text_column)
         groups = [metadata.row_group(i).column(column) for i in range(metadata.num_row_groups)]

@@ -41,8 +41,14 @@ def read_json_lines(file: str, text_key: str) -> Iterator[str | None]:
 
 
 def _text_of(line: str, text_key: str, where: str) -> str | None:
+    def require_one_text(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        if [key for key, _ in pairs].count(text_key) > 1:
+            raise ValueError(f"{text_key!r} twice")
+        return dict(pairs)
+
     try:
-        record = json.loads(line)
+        twice = line.count(f'"{text_key}"') > 1  # the check takes time
+        record = json.loads(line, object_pairs_hook=require_one_text if twice else None)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not JSON ({error})") from None
     if not isinstance(record, dict) or text_key not in record:
@@ -56,11 +62,18 @@ def _text_of(line: str, text_key: str, where: str) -> str | None:
 def read_csv(file: str, text_key: str) -> Iterator[str | None]:
     csv.field_size_limit(2**31 - 1)  # a document may be long
     with open_text(file) as stream:
-        rows = csv.DictReader(stream, strict=True)  # else an open quote takes the rest as one text
-        if rows.fieldnames and text_key not in rows.fieldnames:
-            raise UserError(f"{file}: no column {text_key!r}; columns are {', '.join(rows.fieldnames)} (--text-key)")
-        for row in rows:
-            yield row[text_key]
+        rows = csv.reader(stream, strict=True)  # else an open quote takes the rest as one text
+        header: list[str] = next(filter(None, rows), [])
+        if header and header.count(text_key) != 1:
+            which = f"{header.count(text_key) or 'no'} columns {text_key!r}"
+            raise UserError(f"{file}: {which}; columns are {', '.join(header)} (--text-key)")
+        for row in filter(None, rows):  # without blank lines
+            if len(row) != len(header):
+                raise UserError(
+                    f"{file}, line {rows.line_num}: {len(row)} fields, the header has {len(header)}; a text with a comma needs "
+                    "quotes around it"
+                )
+            yield row[header.index(text_key)]
 
 
 def read_text(file: str, text_key: str) -> Iterator[str]:

@@ -113,10 +113,14 @@ def _last_change(file: str) -> int:
 
 
 def _divide_source(sources: list[str], output: Path, requested: dict) -> tuple[dict, list[Unit]]:
-    names, unit_bytes = find_files(sources, requested["subset"], output), requested["shard_megabytes"] * 10**6
+    left_out = Counter[str]()
+    names = find_files(sources, requested["subset"], output, left_out)
+    unit_bytes: float = requested["shard_megabytes"] * 10**6
     if requested["max_documents"]:
+        left_out["behind the first, for --max-documents"] += len(names) - 1
         names, unit_bytes = names[:1], math.inf
     files = measure_files(names, requested["text_key"])
+    left_out["empty"] += sum(not file.groups for file in files)
     units = divide_into_units(files, unit_bytes)
     text_bytes = sum(unit.text_bytes for unit in units)
     share = requested["validation_fraction"]
@@ -125,6 +129,7 @@ def _divide_source(sources: list[str], output: Path, requested: dict) -> tuple[d
     settings = {
         "validation_share": share,
         "files": [{"name": file.file.rsplit("/", 1)[-1], "size": file.size} for file in files],
+        "left_out": dict(+left_out),
     }
     return {"format": FORMAT} | requested | settings, units
 
@@ -216,6 +221,7 @@ def write_manifest_if_finished(job: TokenizingJob) -> Manifest | None:
         dtype=smallest_dtype(job.tokenizer.vocab_size),
         source={"input": " ".join(settings["sources"])}
         | {key: settings[key] for key in ("subset", "text_key", "max_documents", "files")}
+        | {"left_out": settings.get("left_out", {})}
         | {"replaced": dict(sum((Counter(record.replaced) for record in records), Counter()))},
         split_rule=f"validation if blake2b-64(text) / 2^64 < {settings['validation_share']:.6g}, else train",
         tokenizer=job.tokenizer,

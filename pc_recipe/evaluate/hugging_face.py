@@ -168,7 +168,7 @@ def require_initial_load(path: str | Path, model_args: TransformerModelArgs) -> 
     found = _find_tensors(path)
     for key in [key for key in found if key.endswith(".rotary_emb.inv_freq")]:  # Llama 2's own folders have them
         with safe_open(found[key].file, framework="pt") as tensors:
-            frequencies = 1 / expected.rope_parameters["rope_theta"] ** torch.arange(0, 1, 2 / expected.head_dim)
+            frequencies = model_args.rope_theta ** -torch.arange(0, 1, 2 * model_args.n_heads / model_args.dim)
             # they are saved in two bytes; of another base they differ by much more
             if not torch.allclose(tensors.get_tensor(key).float(), frequencies, rtol=1e-2):
                 raise UserError(

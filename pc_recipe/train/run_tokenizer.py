@@ -46,18 +46,18 @@ def of_run(checkpoint: CheckpointFolder, given: str | None = None) -> Tokenizer:
     Raises:
         UserError: it is gone, or is not the one that the checkpoint names.
     """
-    run, own = checkpoint.path.parent.parent, None
-    try:
-        own = load_tokenizer(run / FOLDER) if (run / FOLDER).exists() else data_of(run).load_tokenizer()
-    except UserError:
-        if given is None:
-            raise
-    used, words = own, f"{run / FOLDER} is"
-    if given is not None:
-        used, words = load_tokenizer(given), "--tokenizer is"
-    saved = read_tokenizer(checkpoint) or (own.names if own else used.names)
-    require_equal(saved, used.names, f"{checkpoint.path} belongs to", words)
-    used.name = saved["name"]
+    run, saved = checkpoint.path.parent.parent, read_tokenizer(checkpoint)
+    if given is None or not saved:
+        try:
+            own = load_tokenizer(run / FOLDER) if (run / FOLDER).exists() else data_of(run).load_tokenizer()
+            saved = saved or own.names
+        except UserError:
+            if given is None:
+                raise
+    used, words = (own, f"{run / FOLDER} is") if given is None else (load_tokenizer(given), "--tokenizer is")
+    if saved:
+        require_equal(saved, used.names, f"{checkpoint.path} belongs to", words)
+        used.name = saved["name"]
     return used
 
 
@@ -96,10 +96,9 @@ def require_for_start(start: CheckpointFolder | Path, manifest: Manifest) -> Non
     """
     where, theirs = f"checkpoint.initial_load_path = {start if isinstance(start, Path) else start.path}", None
     try:
-        if isinstance(start, CheckpointFolder):
-            names = read_tokenizer(start) or of_run(start).names
-        elif (names := exported_names(start)) is None:
-            theirs = _of_hugging_face(start)
+        names = read_tokenizer(start) if isinstance(start, CheckpointFolder) else exported_names(start)
+        if names is None:
+            theirs = of_run(start) if isinstance(start, CheckpointFolder) else _of_hugging_face(start)
             names = theirs.names
     except UserError as error:
         raise UserError(

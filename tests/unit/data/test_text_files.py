@@ -2,12 +2,12 @@
 
 import gzip
 import json
-import logging
 import tracemalloc
 from collections import Counter
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from pc.errors import UserError
@@ -62,7 +62,7 @@ def test_each_kind(name, tmp_path):
     assert texts_of(tmp_path / name) == expected
 
 
-def test_a_mixed_folder(tmp_path, write_parquet, caplog):
+def test_a_mixed_folder(tmp_path, write_parquet):
     source = tmp_path / "in"
     for name, (content, _) in KINDS.items():
         (source / name[0]).mkdir(parents=True)
@@ -70,11 +70,8 @@ def test_a_mixed_folder(tmp_path, write_parquet, caplog):
     write_parquet(source / "z.parquet", ["last", b"\xff"])
     (source / ".hidden.txt").write_text("never")
     (source / "picture.png").write_bytes(b"never")
-    with caplog.at_level(logging.WARNING):
-        manifest = tokenize(str(source), source / "out")  # inside, and no input when the command is repeated
-    assert [record.message for record in caplog.records] == [
-        f"{source}: left out for another ending: {source}/picture.png"
-    ]
+    manifest = tokenize(str(source), source / "out")  # inside, and no input when the command is repeated
+    assert describe(manifest).splitlines()[-5] == "left out     1 hidden; 1 of the ending '.png'; 2 empty"
     tokenizer = load_tokenizer("mistral-common")
     stored = [tokens.tolist()[1:-1] for split in SPLITS for tokens in read_documents(manifest, split)]
     wanted = [tokenizer.encode(text) for _, texts in KINDS.values() for text in texts]
@@ -147,7 +144,17 @@ def test_progress_counts_what_is_read(tmp_path, monkeypatch):
         ),
         ("a.jsonl", b'["x"]\n', "a.jsonl, line 1: no key 'text'; keys are none"),
         ("a.jsonl", b'{"text": 12}\n', "a.jsonl, line 1: 'text' should hold text, not 12"),
-        ("a.csv", b"id;text\n1;x\n", "a.csv: no column 'text'; columns are id;text (--text-key)"),
+        ("a.jsonl", b'{"text": "x", "a": {"text": 1}, "text": "y"}\n', "a.jsonl, line 1: not JSON ('text' twice)"),
+        ("a.csv", b"id;text\n1;x\n", "a.csv: no columns 'text'; columns are id;text (--text-key)"),
+        ("a.csv", b"text,id,text\nx,1,y\n", "a.csv: 2 columns 'text'; columns are text, id, text (--text-key)"),
+        ("a.csv", b"id,text\n1,x\n\n2,a, b\n", "a.csv, line 4: 3 fields, the header has 2; a text with a comma needs"),
+        ("a.csv", b"id,text\n1\n", "a.csv, line 2: 1 fields, the header has 2"),
+        ("a.csv", b'id,text\n1,"x\ny"\n2,x,\n', "a.csv, line 4: 3 fields, the header has 2"),
+        (
+            "a.csv.gz",
+            gzip.compress(b"id,text\n" + b"1,x\n" * 9 + b"2\n"),
+            "a.csv.gz, line 11: 1 fields, the header has 2",
+        ),
         ("a.csv", b'id,text\n1,"open\n2,x\n', "a.csv cannot be read: unexpected end of data"),
         ("a.txt", "x".encode("utf-16"), "a.txt: is UTF-16; convert it: iconv -f UTF-16 -t UTF-8"),
         ("a.txt.gz", b"no gzip", "a.txt.gz cannot be read: "),
@@ -159,6 +166,81 @@ def test_mistakes_in_files_end_with_one_line(name, content, message, tmp_path):
     with pytest.raises(UserError) as raised:
         tokenize(str(tmp_path / name), tmp_path / "out")
     assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+COLUMNS = {
+    "string": (pa.string(), None), "large_string": (pa.large_string(), None), "string_view": (pa.string_view(), None),
+    "binary": (pa.binary(), None), "large_binary": (pa.large_binary(), None), "binary_view": (pa.binary_view(), None),
+    "dictionary": (pa.dictionary(pa.int32(), pa.string()), None),
+    "dictionary of large strings": (pa.dictionary(pa.int8(), pa.large_string()), None),
+    "int64": (pa.int64(), "column 'text' holds int64, not text"),
+    "list": (pa.list_(pa.string()), "column 'text' holds list<"),
+    "struct": (pa.struct({"a": pa.string()}), "column 'text' holds struct<"),
+    "dictionary of numbers": (pa.dictionary(pa.int8(), pa.int64()), "column 'text' holds int64"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_columns_of_every_type_of_text_are_read(name, tmp_path):
+    kind, refusal = COLUMNS[name]
+    values = ["one", None, "naïve", "one"] if refusal is None else None
+    column = pa.array(values, pa.string()).cast(kind) if values else pa.nulls(2, kind)
+    pq.write_table(pa.table({"id": pa.array(range(len(column))), "text": column}), tmp_path / "a.parquet")
+    if refusal is None:
+        assert texts_of(tmp_path / "a.parquet") == ["one", "", "naïve", "one"]
+        return
+    with pytest.raises(UserError, match=f"a.parquet: {refusal}"):
+        texts_of(tmp_path / "a.parquet")
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    table = pa.Table.from_arrays([pa.array(["x"]), pa.array(["y"])], names=["text", "text"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="a.parquet: 2 columns 'text'; columns are text, text"):
+        texts_of(tmp_path / "a.parquet")
+
+
+def test_folders_behind_links_are_read_once(tmp_path):
+    for name in ("in/a.txt", "real/books/b.txt", "real/c.txt", "one.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    for name, target in {
+        "books": "real/books",
+        "again": "real",
+        "d.txt": "one.txt",
+        "loop": "in",
+        "gone": "none",
+    }.items():
+        (tmp_path / "in" / name).symlink_to(tmp_path / target)
+    left_out = Counter()
+    files = [Path(file).resolve() for file in find_files(str(tmp_path / "in"), left_out=left_out)]
+    assert sorted(str(file.relative_to(tmp_path)) for file in files) == [
+        "in/a.txt",
+        "one.txt",
+        "real/books/b.txt",
+        "real/c.txt",
+    ]
+    assert +left_out == {"links to nothing": 1}
+
+
+def test_a_clone_of_a_data_set_gives_its_training_split(tmp_path, write_parquet):
+    """As by its name on the Hub; the card is no text of it."""
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\nA card.")
+    for name in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001", "validation-00000-of-00001"):
+        write_parquet(tmp_path / "data" / f"{name}.parquet", [name])
+    (tmp_path / ".gitattributes").write_text("x")
+    (tmp_path / "data" / "notes.md").write_text("notes")
+    manifest = tokenize(str(tmp_path), tmp_path / "out")
+    assert sorted(file["name"] for file in manifest.source["files"]) == [
+        "notes.md", "train-00000-of-00002.parquet", "train-00001-of-00002.parquet"
+    ]  # fmt: skip
+    assert manifest.source["left_out"] == {"hidden": 1, "of another split than train": 2, "the card of a data set": 1}
+    # alone, or without a training split, they are what is asked for
+    for source in (tmp_path / "data" / "test-00000-of-00001.parquet", tmp_path / "README.md"):
+        assert len(texts_of(source)) == 1
+    (tmp_path / "only").mkdir()
+    (tmp_path / "only" / "test.jsonl").write_bytes(lines("x"))
+    assert texts_of(tmp_path / "only") == ["x"]
 
 
 def test_other_keys_and_columns(tmp_path):

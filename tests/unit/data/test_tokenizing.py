@@ -148,9 +148,9 @@ def test_other_files_are_not_taken_for_finished(change, tmp_path, write_parquet)
 
 def test_mistakes_in_parquet(tmp_path, write_parquet, make_texts):
     file = write_parquet(tmp_path / "in.parquet", make_texts(500, 1), column="content", compression="zstd")
-    with pytest.raises(UserError, match=r"in.parquet: column 'text' should hold text; columns are id, content"):
+    with pytest.raises(UserError, match=r"in.parquet: no columns 'text'; columns are id, content"):
         tokenize(str(file), tmp_path / "out")
-    with pytest.raises(UserError, match="in.parquet: column 'id' should hold text"):
+    with pytest.raises(UserError, match="in.parquet: column 'id' holds int64, not text"):
         tokenize(str(file), tmp_path / "out", text_key="id")
     content = bytearray(file.read_bytes())
     content[2000:4000] = bytes(2000)
@@ -254,6 +254,13 @@ def test_hub_subset_gives_its_files(tmp_path, write_parquet):
     assert files == ["sample/10BT/000.parquet", "sample/10BT/001.parquet"]
     with pytest.raises(UserError, match="no-such-subset"):
         find_hub_files(str(tmp_path), "no-such-subset")
+    (tmp_path / "other").mkdir()
+    for split in ("validation", "test"):
+        write_parquet(tmp_path / "other" / f"{split}.parquet", ["x"])
+    with pytest.raises(
+        UserError, match="other: no split train, only validation, test; give the files of one as --input"
+    ):
+        find_hub_files(str(tmp_path / "other"), None)
 
 
 def test_demo_is_made_once_and_continues_after_a_stop(tmp_path, monkeypatch):
