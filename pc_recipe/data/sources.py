@@ -119,7 +119,7 @@ def find_local_files(source: str, output: Path | None = None, left_out: Counter[
 def _walk(folder: Path, left_out: Counter[str]) -> Iterator[Path]:
     """The files below a folder, also behind links, that are not hidden."""
     visited: set[str] = set()
-    for place, folders, names in os.walk(folder, followlinks=True):
+    for place, folders, names in os.walk(folder, followlinks=True, onerror=look.refuse):
         if (real := os.path.realpath(place)) in visited:  # a link leads back
             folders.clear()
             continue

@@ -91,7 +91,7 @@ def open_job(output: Path, sources: list[str], tokenizer: Tokenizer, requested: 
                     f"{value!r}: choose another --output, or delete the folder"
                 )
         _require_same_files(sources, settings, output)
-        modified = {} if (output / "manifest.json").exists() else saved.get("modified", {})
+        modified = {} if look.is_there(output / "manifest.json") else saved.get("modified", {})
     else:
         settings, units = _divide_source(sources, output, requested)
         for unit in units[:1]:

@@ -194,12 +194,14 @@ def _find_tensors(folder: Path) -> dict[str, _Found]:
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     used = [single]
     try:
-        if index.exists() and not single.exists():
+        if look.is_there(index) and not look.is_there(single):
             used = sorted({folder / name for name in json.loads(index.read_bytes())["weight_map"].values()})
-        if not used[0].exists() and (other := sorted(folder.glob("*.bin"))):
-            raise UserError(f"{other[0]} is no safetensors file: load it with transformers and `save_pretrained` it")
+        names = look.names(folder)
+        if not look.is_there(used[0]) and (other := [name for name in names if name.endswith(".bin")]):
+            raise UserError(f"{folder / other[0]} is no safetensors file: load it with transformers and `save_pretrained` it")
         found: dict[str, _Found] = {}
-        for file in [*used, *sorted(set(folder.glob("*.safetensors")) - set(used))]:
+        others = (folder / name for name in names if name.endswith(".safetensors"))
+        for file in [*used, *(file for file in others if file not in used)]:
             with safe_open(file, framework="pt") as tensors:
                 for key in tensors.keys():  # noqa: SIM118
                     one = _Found(file, tensors.get_slice(key).get_shape())

@@ -74,12 +74,13 @@ def names(folder: str | os.PathLike) -> list[str]:
         raise UserError(f"{folder} should be a folder") from None
 
 
+def refuse(error: OSError) -> None:
+    """For `os.walk`, which would pass over a folder that it cannot list."""
+    raise ReadFailed(f"{error.filename}: could not be read ({error.strerror})") from error
+
+
 def files_below(folder: str | os.PathLike) -> list[Path]:
     """All files in a folder and the folders in it, sorted; none if there is no folder."""
-
-    def refuse(error: OSError) -> None:
-        raise ReadFailed(f"{error.filename}: could not be read ({error.strerror})") from error
-
     walk = os.walk(Path(folder), onerror=refuse) if is_folder(folder) else ()
     return sorted(file for where, _, names in walk for name in names if is_file(file := Path(where, name)))
 

@@ -75,7 +75,10 @@ def list_configs(run: Path) -> list[Path]:
 
 def read_first_config(run: Path) -> dict[str, Any]:
     """The configuration with which a run began; empty if it cannot be read."""
-    return _read_toml(list_configs(run)[:2][-1]) or {}
+    try:
+        return tomllib.loads((look.read(list_configs(run)[:2][-1]) or b"").decode())
+    except (ValueError, RecursionError):
+        return {}
 
 
 def read_environment(run: Path) -> dict[str, Any]:

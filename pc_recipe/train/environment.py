@@ -16,6 +16,7 @@ import torch.distributed as dist
 from pc.errors import UserError
 from pc_recipe.config import Config
 from pc_recipe.config.run_key import all_values, code_version, data_checksums
+from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.run_folder import read_parts
 
@@ -67,7 +68,7 @@ def read_versions() -> dict[str, str | None]:
 def read_processor() -> dict[str, str]:
     """What /proc/cpuinfo says of it: {"vendor_id": "AuthenticAMD", "model name": ...}; {} where there is none."""
     file = Path("/proc/cpuinfo")
-    text = file.read_text() if file.exists() else ""
+    text = file.read_text() if look.is_there(file) else ""
     return dict(re.findall(r"^(vendor_id|cpu family|model name|model)\t+: (.*)$", text, re.MULTILINE))
 
 

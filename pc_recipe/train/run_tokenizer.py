@@ -13,6 +13,7 @@ from pc_recipe.config.schema import Data
 from pc_recipe.data.manifest import Manifest
 from pc_recipe.data.tokenizer_formats import FILE
 from pc_recipe.data.tokenizers import SENTENCEPIECE, Tokenizer, load_tokenizer
+from pc_recipe.files import look
 from pc_recipe.files.run_folder import read_environment
 from pc_recipe.train.checkpoint_folder import CheckpointFolder
 from pc_recipe.train.fingerprint import read_tokenizer
@@ -49,7 +50,7 @@ def of_run(checkpoint: CheckpointFolder, given: str | None = None) -> Tokenizer:
     run, saved = checkpoint.path.parent.parent, read_tokenizer(checkpoint)
     if given is None or not saved:
         try:
-            own = load_tokenizer(run / FOLDER) if (run / FOLDER).exists() else data_of(run).load_tokenizer()
+            own = load_tokenizer(run / FOLDER) if look.is_there(run / FOLDER) else data_of(run).load_tokenizer()
             saved = saved or own.names
         except UserError:
             if given is None:
@@ -73,7 +74,7 @@ def data_of(run: Path) -> Manifest:
         folder = Path(next(iter(Data(path=section.get("path", Data().path)).folders)))
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise UserError(f"{run}/config.toml: does not say which data it trained on ({error})".splitlines()[0]) from None
-    if not folder.exists():
+    if not look.is_there(folder):
         raise UserError(f"{folder}: the run's data folder, which has its tokenizer, is missing; {restore}")
     manifest, known = Manifest.read(folder), (read_environment(run).get("data") or {}).get("content of data.path")
     if known and known.split(", ")[0] != manifest.identity:
@@ -111,11 +112,11 @@ def require_for_start(start: CheckpointFolder | Path, manifest: Manifest) -> Non
 
 def exported_names(folder: Path) -> Names | None:
     """What the config.json of an export says of its tokenizer; None of another folder."""
-    config = json.loads((folder / "config.json").read_bytes()) if (folder / "config.json").is_file() else {}
+    config = json.loads(look.read(folder / "config.json") or b"{}")
     return config.get("tokenizer")
 
 
 def _of_hugging_face(folder: Path) -> Tokenizer:
-    if not (folder / FILE).exists() and not (folder / SENTENCEPIECE).exists():
+    if not look.is_there(folder / FILE) and not look.is_there(folder / SENTENCEPIECE):
         raise UserError(f"no {FILE} beside the weights")
     return load_tokenizer(folder)
