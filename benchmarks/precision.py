@@ -80,7 +80,7 @@ def add_errors(worst: dict, values: Tensor, shape: tuple[int, int], level: int, 
         method = method_of(PCConfig(level=level, compute_dtype=precision))
         with nullcontext() if ON_GPU else EmulatedGPU():
             # without steps of power iteration, so that errors are those of the polynomial alone
-            effective, _, _, *kept = method.write(given[0], None, *given[1:3], advance=False)
+            effective, _, _, _, *kept = method.write(given[0], None, *given[1:3], advance=False)
             pulled_back = [method.pull_back(given[0], given[3], None, *given[1:3], *of)[0] for of in ((), kept)]
         inside = left.T @ (effective[0].double() - target[0]) @ right  # in the directions of W
         note(precision, "singular values", inside.diagonal().abs().max() / size)

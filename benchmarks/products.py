@@ -82,7 +82,7 @@ def measure(
             for item, of_item in zip(items, kept, strict=True):
                 method.pull_back(*item, *of_item)
 
-        kept = [method.write(weight, gamma, u, v)[3:] for weight, _, gamma, u, v in items]
+        kept = [method.write(weight, gamma, u, v)[4:] for weight, _, gamma, u, v in items]
         calls = write, partial(pull_back, kept=kept), partial(pull_back, kept=[()] * len(items))
         functions |= {(part, name): partial(call, method) for part, call in zip(PARTS, calls, strict=True)}
     seconds = interleaved(functions, rounds)
@@ -108,7 +108,7 @@ def count(method: Method, shape: tuple[int, int], keeps: bool) -> tuple[list[int
     """FLOPs, operations and bytes of both passes, and the bytes that the first leaves for the second."""
     weight, gradient, gamma, u, v = inputs_of(shape, "meta")
     with FlopCounterMode(display=False) as flops, Operations() as operations:
-        kept = method.write(weight, gamma, u, v)[3:]
+        kept = method.write(weight, gamma, u, v)[4:]
         method.pull_back(weight, gradient, gamma, u, v, *(kept if keeps else ()))
     return [flops.get_total_flops(), operations.number, operations.bytes], sum(x.nbytes for x in kept)
 

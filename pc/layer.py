@@ -81,7 +81,7 @@ class PCLinear(nn.Linear):
         if hasattr(weight, "full_tensor"):  # a DTensor, a class that is slow to import
             weight = weight.full_tensor()  # on every rank: this is the simple reference, not the fast way
         with without_autocast(weight):
-            u, v = self.pc_method.advance(weight.to(self.u.dtype), self.u, self.v)
+            u, v, _ = self.pc_method.advance(weight.to(self.u.dtype), self.u, self.v)
         self.u.copy_(u)
         self.v.copy_(v)
 

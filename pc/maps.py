@@ -37,7 +37,10 @@ POLAR_EXPRESS: tuple[Coefficients, ...] = (
 
 LEVEL_NAMES = ", ".join(map(str, [*sorted(COEFFICIENTS), "polar_express"]))
 
-# Own coefficients: the values that g may take on [0, 1.1], and how far g(1) may be from 1 without a warning.
+# How far beyond 1 a map may be evaluated: on [0, REACH] levels 1 to 4 stay below 1.26. Others are checked to, or bounded
+# up to, OTHER_REACH.
+REACH, OTHER_REACH = 1.2, 1.1
+# Own coefficients: the values that g may take on [0, OTHER_REACH], and how far g(1) may be from 1 without a warning.
 OWN_MAP_RANGE = (-0.05, 1.1)
 TOLERANCE_AT_ONE = 0.02
 
@@ -96,6 +99,11 @@ def evaluate(map: Map, sigma):
             value = value * squared + a
         sigma = sigma * value
     return sigma
+
+
+def reach(map: Map) -> float:
+    """How far beyond 1 a map may be evaluated, where its norm was underestimated."""
+    return REACH if map in COEFFICIENTS.values() else OTHER_REACH
 
 
 def stages(map: Map) -> tuple[Coefficients, ...]:

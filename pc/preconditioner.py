@@ -132,6 +132,10 @@ class Preconditioner:
         """by followed optimizer"""
         self._stepped: set[Optimizer] = set()
         """followed optimizers that have moved W or gamma since PC(W) was written"""
+        self._replaced: dict[tuple, Tensor] = {}
+        """by the matrices of a batch: how often their u and v were replaced, on the device"""
+        self._worst: Tensor | None = None
+        """the largest value that a second start found since `take_worst`, relative to the estimate"""
         self._is_pulled_back = False
         """since PC(W) was written"""
         self._is_stale = False
@@ -232,6 +236,21 @@ class Preconditioner:
         self._note_versions()
         remove_guards(self._guarded())
 
+    def replaced(self) -> dict[str, int]:
+        """How often u and v were replaced because the largest singular value was underestimated
+        (`pc.spectral.second_opinion`), by weight, of those that this rank computes. Waits for the device."""
+        counts = torch.stack([*self._replaced.values()]).tolist() if self._replaced else []
+        names = [", ".join(dict.fromkeys(name for name, _ in matrices)) for _, *matrices in self._replaced]
+        return {name: int(count) for name, count in zip(names, counts, strict=True) if count}
+
+    def take_estimates(self) -> Tensor:
+        """The number of `replaced` so far, and the largest value that a second start found since the last call, relative to
+        the estimate, on this rank [2]. Does not wait."""
+        device = local(next(iter(self.weights.values())).orig).device
+        counts = [*self._replaced.values()] or [torch.zeros((), device=device)]
+        worst, self._worst = self._worst, None
+        return torch.stack([torch.stack(counts).sum(), torch.zeros_like(counts[0]) if worst is None else worst])
+
     def restart(self) -> None:
         """Take what the weights hold as W, with gamma 1 and new u and v: after plain weights were loaded."""
         with self._lock:
@@ -248,7 +267,9 @@ class Preconditioner:
         self._kept.clear()
 
         def write(matrices: tuple, split: WeightSplit, *tensors: Tensor) -> Sequence[Tensor]:
-            *results, kept = split.write(*tensors, advance=advance)
+            *results, (replaced, found), kept = split.write(*tensors, advance=advance)
+            self._replaced[matrices] = self._replaced[matrices] + replaced if matrices in self._replaced else replaced
+            self._worst = found if self._worst is None else torch.maximum(self._worst, found)
             if sum(map(_bytes, self._kept.values())) + _bytes(kept) <= KEPT_BYTES:
                 self._kept[matrices] = kept
             return results

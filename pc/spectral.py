@@ -13,6 +13,11 @@ from pc.polynomial import gram_matrix
 # Added to the estimated spectral norm to avoid dividing by zero for a zero matrix (the value in the released code).
 EPSILON = 1e-7
 
+SECOND_PRODUCTS = 10  # with the Gram matrix: as many as the paper's power iterations
+GOLDEN_RATIO = (
+    0.6180339887498949  # its multiples' fractions are spread evenly, so that no direction is orthogonal to them
+)
+
 
 def initial_vectors(name: str, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Random unit vectors to start power iteration for weights [..., n, m]: `u` [..., n] and `v` [..., m], float32,
@@ -64,6 +69,41 @@ def power_iteration_by_gram(weight: Tensor, gram: Tensor, u: Tensor, v: Tensor, 
                 u = _max_normalised(_product(gram, u), u)
             v = _unit(_product(weight.mT, u), v)
         return _unit(_product(weight, v), u), v
+
+
+def second_opinion(weight: Tensor, gram: Tensor, u: Tensor, v: Tensor, reach: float) -> tuple[Tensor, Tensor, Tensor]:
+    """`u`, `v`, or where a second start finds a singular value more than `reach` times `u^T W v`, its vectors in their place.
+
+    A power iteration that goes on from the previous step's vectors does not see a direction that they have lost, or that
+    grew in one step. Its estimate is then too low, and a map is bounded only up to its reach. The second start is the same
+    dense vector each time, so it holds nothing to save, and gives equal results on any number of ranks. What it finds is a
+    length |W v| of a unit vector v, so no more than the largest singular value. It does not see a direction that ten
+    products do not lift: where all other singular values are near the largest (docs/faults.md has how often).
+
+    Args:
+        weight: [..., n, m].
+        gram: the smaller Gram matrix, [..., r, r].
+        reach: how far above 1 the map may be evaluated.
+
+    Returns:
+        u [..., n], v [..., m], and what the second start found, relative to `u^T W v` [...]: above `reach` they are new.
+    """
+    with torch.no_grad():
+        size = gram.size(-1)
+        index = torch.arange(1, size + 1, device=weight.device, dtype=weight.dtype)
+        vector = (index * GOLDEN_RATIO).frac().sub(0.5).expand(*gram.shape[:-2], size)
+        # of eigenvalues of at most 1, the largest is at least size^-1/2, so that ten products do not underflow
+        scale = torch.linalg.matrix_norm(gram, keepdim=True).clamp(min=torch.finfo(gram.dtype).tiny).reciprocal()
+        for _ in range(SECOND_PRODUCTS):
+            vector = _product(gram, vector) * scale[..., 0]
+        if weight.size(-2) > weight.size(-1):
+            other_v = _unit(vector, v)
+        else:
+            other_v = _unit(_product(weight.mT, vector), v)
+        other_u = _product(weight, other_v)
+        found = torch.linalg.vector_norm(other_u, dim=-1) / spectral_norm_estimate(weight, u, v)
+        is_missed = (found > reach)[..., None]
+        return torch.where(is_missed, _unit(other_u, u), u), torch.where(is_missed, other_v, v), found
 
 
 def spectral_norm_estimate(weight: Tensor, u: Tensor, v: Tensor) -> Tensor:

@@ -149,16 +149,21 @@ class WeightSplit:
     # What the owner of stored weights computes, once per optimizer step: `pc.owner` calls these with a batch of B weights
     # [B, ...] and their gammas (absent where they are not learnable), u and v.
 
-    def write(self, orig: Tensor, *gamma_u_v: Tensor, advance: bool = True) -> tuple[Tensor, Tensor, Tensor, Kept]:
-        """PC(W) as stored, the u and v that it was computed with, and what `pull_back` can use again."""
+    def write(
+        self, orig: Tensor, *gamma_u_v: Tensor, advance: bool = True
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Kept]:
+        """PC(W) as stored; the u and v that it was computed with; in how many matrices these were replaced, and the largest
+        value that a second start found, relative to the estimate [2]; and what `pull_back` can use again."""
         results = [
             part.method.write(matrix, gamma, u, v, advance)
             for part, matrix, gamma, u, v in zip(
                 self.chosen, self.split_weight(orig), *self._gamma_u_v(gamma_u_v), strict=True
             )
         ]
-        weights, u, v = zip(*(of_part[:3] for of_part in results), strict=True)
-        return self.join_weight(weights, base=orig), self.join(u), self.join_v(v), [of[3:] for of in results]
+        weights, u, v, found = zip(*(of_part[:4] for of_part in results), strict=True)
+        replaced = sum((one > part.method.reach).sum() for part, one in zip(self.chosen, found, strict=True))
+        noted = torch.stack([replaced.to(orig.dtype), torch.cat(found).max()])
+        return self.join_weight(weights, base=orig), self.join(u), self.join_v(v), noted, [of[4:] for of in results]
 
     def pull_back(self, orig: Tensor, gradient: Tensor, *gamma_u_v: Tensor, kept: Kept = ()) -> tuple[Tensor, ...]:
         """The gradients with respect to W, as stored, and to the gammas if there are any, from that with respect to PC(W).

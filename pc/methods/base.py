@@ -9,7 +9,8 @@ from torch import Tensor
 
 from pc.config import PCConfig
 from pc.errors import UserError
-from pc.spectral import initial_vectors, power_iteration
+from pc.polynomial import gram_matrix
+from pc.spectral import initial_vectors, power_iteration, second_opinion
 
 USE_AS_W = 'use them as W: without pc.preserve, or in the recipe by its key pc.start = "raw"'
 
@@ -44,6 +45,8 @@ class Method(ABC):
 
     uses_vectors = True
     """whether u and v are singular vectors, on which PC(W) depends"""
+    reach = 1.2
+    """how far the largest singular value may be above the estimate u^T W v, relative to it"""
 
     def __init__(self, config: PCConfig) -> None:
         self.config = config
@@ -65,22 +68,27 @@ class Method(ABC):
     def describe(self) -> str:
         """What defines PC(W), in a few words. A saved state has them, and another method refuses it."""
 
-    def advance(self, weight: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """u and v after one more optimizer step."""
-        return power_iteration(weight, u, v, self.config.power_iterations if self.uses_vectors else 0)
+    def advance(self, weight: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """u and v after one more optimizer step, and what a second start found, relative to the estimate by the first [...]."""
+        if not self.uses_vectors:
+            return u, v, weight.new_zeros(weight.shape[:-2])
+        u, v = power_iteration(weight, u, v, self.config.power_iterations)
+        return second_opinion(weight, gram_matrix(weight), u, v, self.reach)
 
     @torch.no_grad()
     @matmul_precision("ieee")
     def write(
         self, weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor, advance: bool = True
     ) -> tuple[Tensor, ...]:
-        """PC(W) and the u and v that it was computed with, which have advanced, unless `advance` is false.
+        """PC(W), the u and v that it was computed with, which have advanced, unless `advance` is false, and what a second start
+        found [B] (`advance`).
 
         Any further tensors are what `pull_back` of the same W, u and v can use again; none by default.
         """
+        found = weight.new_zeros(len(weight))
         if advance:
-            u, v = self.advance(weight, u, v)
-        return self.apply(weight, gamma, u, v), u, v
+            u, v, found = self.advance(weight, u, v)
+        return self.apply(weight, gamma, u, v), u, v, found
 
     @matmul_precision("ieee")
     def pull_back(

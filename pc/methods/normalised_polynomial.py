@@ -17,7 +17,7 @@ from pc import maps, polynomial
 from pc.config import PCConfig
 from pc.errors import UserError
 from pc.methods.base import USE_AS_W, Method, matmul_precision
-from pc.spectral import power_iteration_by_gram, spectral_norm_estimate
+from pc.spectral import power_iteration_by_gram, second_opinion, spectral_norm_estimate
 
 GRID = 10_001  # grid points on [0, 1] that bracket the roots
 TOLERANCE = 1e-6  # of g(1) = 1; an error there is a relative error of the largest singular value
@@ -29,6 +29,7 @@ class NormalisedPolynomial(Method):
     def __init__(self, config: PCConfig) -> None:
         super().__init__(config)
         self.map = config.map
+        self.reach = maps.reach(self.map)
 
     def describe(self) -> str:
         return maps.describe(self.map) + ("" if self.config.norm_recovery else ", norm 1")
@@ -49,14 +50,16 @@ class NormalisedPolynomial(Method):
     ) -> tuple[Tensor, ...]:
         with self._polynomial_precision():
             gram = polynomial.gram_matrix(weight)
+        found = weight.new_zeros(len(weight))
         if advance:
             u, v = power_iteration_by_gram(weight, gram, u, v, self.config.power_iterations)
+            u, v, found = second_opinion(weight, gram, u, v, self.reach)
         s = spectral_norm_estimate(weight, u, v)[:, None, None]
         with self._polynomial_precision():
             result, kept = polynomial.apply_and_keep(
                 self.map, weight, gram=gram, divisor=s, scale=self._scale(s, gamma)
             )
-        return result, u, v, *kept
+        return result, u, v, found, *kept
 
     @torch.no_grad()
     @matmul_precision("ieee")

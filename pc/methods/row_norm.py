@@ -29,8 +29,9 @@ class RowNorm(Method):
     def initial_vectors(self, name: str, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
         return torch.zeros(shape[:-1]), torch.zeros(*shape[:-2], shape[-1])
 
-    def advance(self, weight: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.where(u == 0, torch.linalg.vector_norm(weight, dim=-1), u), v
+    def advance(self, weight: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        lengths = torch.linalg.vector_norm(weight, dim=-1)
+        return torch.where(u == 0, lengths, u), v, weight.new_zeros(weight.shape[:-2])
 
     def apply(self, weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor) -> Tensor:
         norms = torch.linalg.vector_norm(weight, dim=-1).clamp(min=EPSILON)  # [..., n]

@@ -62,7 +62,7 @@ class Matrix:
     def step_flops(self, keeps: bool) -> int:
         """Of both passes. `keeps`: the second has what the first left for it."""
         weight, vectors, method = self._weight(), self._vectors(), method_of(self.config)
-        kept = method.write(weight, *vectors)[3:] if keeps else ()
+        kept = method.write(weight, *vectors)[4:] if keeps else ()
         return _counted(lambda: method.write(weight, *vectors)) + _counted(
             lambda: method.pull_back(weight, weight, *vectors, *kept)
         )

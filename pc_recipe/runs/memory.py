@@ -80,7 +80,7 @@ def count_kept_bytes(n: int, m: int, config: PCConfig) -> int:
     """Bytes that PC keeps from one pass over a weight [n, m] for the next, if there is room (`KEPT_BYTES`)."""
     with torch.device("meta"):
         gamma, u, v = (torch.empty(1, size) for size in (method_of(config).count_gammas(n), n, m))
-        kept = method_of(config).write(torch.empty(1, n, m), gamma, u, v)[3:]
+        kept = method_of(config).write(torch.empty(1, n, m), gamma, u, v)[4:]
     return sum(tensor.nbytes for tensor in kept)
 
 

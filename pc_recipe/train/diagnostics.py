@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchtitan.distributed import ParallelDims
+from torchtitan.tools.logging import logger
 
 from pc.blocks import block_of, matches
 from pc.owner import Plan
@@ -40,7 +41,7 @@ SPECTRAL: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """{NAME: function from the ascending singular values [B, min(n, m)] of B effective weights to B numbers [B]}.
 Logged as spectra/NAME/LAYER every `diagnostics.spectra_freq` steps. To add a metric, add a line here."""
-WEIGHT, GAMMA = "norm/weight", "pc/gamma/"
+WEIGHT, GAMMA, REPLACED, WORST = "norm/weight", "pc/gamma/", "pc/estimates_replaced", "pc/worst_estimate"
 
 
 class Diagnostics:
@@ -63,11 +64,13 @@ class Diagnostics:
         self._pc_entries: Sequence[str] = config.pc.blocks
         self._model_parts = model_parts
         self._preconditioner = preconditioner
+        self._replicas: int = parallel_dims.dp_replicate
         self._stage_ranks: int = parallel_dims.world_size // parallel_dims.pp
         self._norm = SquaredNorm(model_parts, self._stage_ranks)
         self._gammas = {n: w.gamma for n, w in self._pc_weights().items() if w.gamma is not None}
         self._outputs = OutputSizes(model_parts) if self._settings.freq else None
         self._measuring = False
+        self._said = 0.0
         watched = config.pc.blocks if self._settings.spectra_freq else ()
         self._update = UpdateSizes(model_parts, watched, self._stage_ranks)
         self.factors = self._list_factors()
@@ -76,6 +79,8 @@ class Diagnostics:
     def _list_factors(self) -> list[tuple[str, float]]:
         outputs = [] if self._outputs is None else self._outputs.outputs
         factors = [(WEIGHT, 1.0)]
+        if self._preconditioner is not None:
+            factors += [(REPLACED, 1.0 / self._replicas), (WORST, 1.0)]
         for name, gamma in self._gammas.items():  # their sum over all ranks is the mean
             factors += [(GAMMA + name, share_of(gamma, self._stage_ranks) / gamma.numel())] * local(gamma).numel()
         factors += [(f"{size}/{part}/{layer}", 1.0) for layer, part in outputs for size in SIZES]
@@ -109,7 +114,9 @@ class Diagnostics:
         numbers = [zeros(len(self.factors) - update)]
         if _is_due(step, self._settings.freq):
             effective = {f"{name}.weight" for name in self._pc_weights()}
-            numbers = [self._norm.of_parameters(effective).float().reshape(1), *map(local, self._gammas.values())]
+            numbers = [self._norm.of_parameters(effective).float().reshape(1)]
+            numbers += [] if self._preconditioner is None else [self._preconditioner.take_estimates()]
+            numbers += map(local, self._gammas.values())
             if self._outputs is not None and self._outputs.outputs:
                 numbers.append(self._outputs.stop().flatten())
         return [*numbers, *(self._update.stop() or [zeros(update)])]
@@ -135,6 +142,9 @@ class Diagnostics:
         """Output sizes, gamma of every weight, and the norm of all trained parameters (W where PC applies)."""
         sums, largest = of_ranks.sums(), of_ranks.largest()
         metrics = {WEIGHT: math.sqrt(sums[WEIGHT])} | {n: gamma for n, gamma in sums.items() if n.startswith(GAMMA)}
+        if REPLACED in sums:
+            metrics |= {REPLACED: sums[REPLACED], WORST: largest[WORST]}
+            self._say_replaced(sums[REPLACED])
         for name in sums if self._measuring else ():
             size, _, output = name.partition("/")
             if size == "squares":
@@ -142,6 +152,17 @@ class Diagnostics:
                 metrics[f"signal/{part}/rms/{layer}"] = math.sqrt(sums[name] / sums[f"count/{output}"])
                 metrics[f"signal/{part}/absmax/{layer}"] = largest[f"largest/{output}"]
         return metrics
+
+    def _say_replaced(self, count: float) -> None:
+        """Once, and then each time that the number has doubled."""
+        if count < max(1.0, 2 * self._said):
+            return
+        self._said = count
+        own = list(self._preconditioner.replaced()) if self._preconditioner is not None else []
+        logger.warning(
+            f"PC: {count:.0f} times so far a largest singular value was underestimated by more than a map allows, and found "
+            f"anew{' (' + ', '.join(own[:4]) + ')' if own else ''}; often means that optimizer.lr is high"
+        )
 
     def _spectra_metrics(self) -> dict[str, float]:
         """`SPECTRAL` of effective weights, and geometric means of condition numbers.

@@ -39,7 +39,7 @@ def config_of(freq: int, spectra_freq: int) -> Config:
 
 
 def one_rank() -> SimpleNamespace:
-    return SimpleNamespace(world_size=1, pp=1)
+    return SimpleNamespace(world_size=1, pp=1, dp_replicate=1)
 
 
 def collect(diagnostics: Diagnosing, step: int) -> dict[str, float]:
