@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import pc
 from helpers.ranks import run_ranks
-from helpers.toy import InGraph, Loop, ToyBlock, require_near, require_pc, toy_batch, toy_loss, toy_model, whole
+from helpers.toy import InGraph, Loop, ToyBlock, require_near, require_pc, toy_batch, toy_model, whole
 from pc import PCConfig, UserError
 from pc.layer import PCLinear, put_in_graph
 from pc.splits import WeightSplit

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from helpers.ranks import run_ranks
 from pc import MatrixSplit, PCConfig
-from pc.muon import Muon
+from pc.optim.muon import Muon
 from pc.splits import split_of
 
 # With three ranks (1, 4) and (2, 9) leave ranks empty.

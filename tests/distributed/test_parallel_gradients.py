@@ -71,6 +71,7 @@ def _in_float64() -> None:
 def _oracle(rank, config, levels) -> list[dict[str, torch.Tensor]]:
     """Gradients of one batch for each level of PC (None: the baseline), and their norm. No trainer, no sharding."""
     import pc
+    from pc.layer import put_in_graph
     from pc_recipe.config import load_config
     from pc_recipe.data.loader import GlobalOrderLoader
     from pc_recipe.train.llama2 import Llama2, model_args
@@ -97,7 +98,7 @@ def _oracle(rank, config, levels) -> list[dict[str, torch.Tensor]]:
         model.init_weights()
         model.double()
         if level is not None:
-            pc.refresh(pc.attach(model, pc.PCConfig(level=level, mode="forward")))
+            put_in_graph(model, pc.PCConfig(level=level))
         logits = model(inputs["input"])
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
         gradients = {name: p.grad for name, p in model.named_parameters()}
@@ -115,10 +116,11 @@ def _gradients(rank, config, cases) -> list[dict[str, torch.Tensor]]:
     class Recorded(PCTrainer):
         def finish_gradients(self, global_valid_tokens):
             super().finish_gradients(global_valid_tokens)
-            self.gradients = {
-                clean_name(name): tiny.whole(p.grad)
+            self.gradients = {  # by the names of layers in the graph
+                clean_name(name).replace("weight_orig", "weight").replace("weight_gamma", "gamma"): tiny.whole(p.grad)
                 for model in self.model_parts
                 for name, p in model.named_parameters()
+                if p.grad is not None  # that of PC(W) is gone
             }
 
     _in_float64()

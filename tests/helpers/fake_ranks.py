@@ -12,8 +12,8 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pc.per_step import PerStep
-from pc.shards import shard_like
+from pc import preconditioner
+from pc.shards import shard_gammas, shard_like
 from pc.weight import Weight
 from pc_recipe.config import Config
 from pc_recipe.config.rank_batches import RankBatches
@@ -58,20 +58,22 @@ def fake_rank(rank: int, world_size: int) -> Iterator[Counts]:
         # PC rejects weights on the meta device, because the initial vectors need data. Here shapes are enough.
         with (
             mock.patch.object(dist, "all_to_all_single", counts.all_to_all),
-            mock.patch("pc.factory._require_usable"),
-            mock.patch.object(PerStep, "_add_tensors", _start_with_shapes),
+            mock.patch("pc.api._require_usable"),
+            mock.patch.object(Weight, "start", _start_with_shapes),
+            mock.patch.object(preconditioner, "KEPT_BYTES", 0),
         ):
             yield counts
     finally:
         dist.destroy_process_group()
 
 
-def _start_with_shapes(_, weight: Weight) -> None:
-    vectors = (torch.empty(shape, device="meta") for shape in (weight.split.u_shape, weight.split.v_shape))
-    weight.u, weight.v = (shard_like(weight.parameter, vector) for vector in vectors)
-    weight.raw = weight.parameter.detach().clone()
-    gamma = nn.Parameter(shard_like(weight.parameter, torch.empty(weight.split.gamma_shape, device="meta")))
-    weight.module.register_parameter("gamma", gamma)
+def _start_with_shapes(weight: Weight) -> None:
+    effective, module = weight.effective, weight.module
+    for key, shape in (("u", weight.split.u_shape), ("v", weight.split.v_shape)):
+        module.register_buffer(f"weight_{key}", shard_like(effective, torch.empty(shape, device="meta")))
+    gamma = shard_gammas(effective, torch.empty(weight.split.gamma_shape, device="meta"))
+    module.register_parameter("weight_gamma", nn.Parameter(gamma))
+    module.register_parameter("weight_orig", nn.Parameter(effective.detach().clone()))
 
 
 def sharded(args: Llama2Args, config: Config, world_size: int) -> nn.Module:
@@ -80,7 +82,6 @@ def sharded(args: Llama2Args, config: Config, world_size: int) -> nn.Module:
     with torch.device("meta"):
         model = Llama2(args)
     parallelize(model, dims, config)
-    for name, parameter in model.named_parameters():
-        if not name.endswith("gamma"):  # `pull_back` sets those
-            parameter.grad = torch.empty_like(parameter)
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter)
     return model

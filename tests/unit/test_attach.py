@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 import pc
-from helpers.toy import ToyBlock, toy_batch, toy_model
+from helpers.toy import ToyBlock
 from pc import MatrixSplit, PCConfig, PCLinear, UserError
 from pc.blocks import block_of
-from pc.weight import MARKER
+from pc.layer import put_in_graph
 
 
 def _model(layers=2, seed=0):
@@ -17,16 +17,12 @@ def _model(layers=2, seed=0):
     return nn.Sequential(*(ToyBlock(8, 12) for _ in range(layers))).double()
 
 
-def _forward(blocks=("o", "ffn"), **settings):
-    return PCConfig(blocks=blocks, mode="forward", **settings)
-
-
 def _names(model):
     return {name for name, _ in pc.named_weights(model)}
 
 
 def _ready(model, config):
-    pc.precondition(pc.attach(model, config)).write_pc()
+    pc.precondition(pc.attach(model, config))
     return model
 
 
@@ -159,11 +155,7 @@ def test_wrong_blocks(blocks, message):
         ({"power_iterations": 0}, "power_iterations"),
         ({"heads": ["o"]}, "pc.heads: 'o' is not one of q, k, v"),
         ({"splits": {"*.qkv": ("q", "k", "v")}}, r"pc.splits: '\*.qkv' must be a pc.MatrixSplit or None"),
-        ({"mode": "steps"}, "must be one of step, forward"),
-        ({"compute_dtype": "tf32", "mode": "forward"}, "tf32"),
-        ({"compute_dtype": "float16", "mode": "forward"}, "float16"),
-        ({"compute_dtype": "float16", "level": {"o": 4, "ffn": "polar_express"}}, "level of one stage"),
-        ({"heads": ["q"], "mode": "forward"}, "pc.heads needs pc.mode = "),
+        ({"compute_dtype": "float16"}, "must be one of float32, tf32"),
     ],
 )
 def test_wrong_config(values, message):
@@ -179,17 +171,9 @@ def test_a_map_of_ones_own_is_a_level():
     assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
     assert len({PCConfig(level=own), PCConfig(level=tuple(own))}) == 1  # a batch on a GPU has one config
     assert not torch.equal(_ready(_model(), PCConfig(level=[2.083, -1.643, 0.559]))(x), outputs[0])
-    for settings in ({}, {"mode": "forward"}):  # each config warns, once, where it is made
-        with pytest.warns(UserWarning, match=r"g\(1\) = 0\.9\b") as warned:
-            pc.attach(_model(), PCConfig(level=[1.4, -0.5], **settings))
-        assert [warning.filename for warning in warned] == [__file__]
-
-
-class Doubled(nn.Linear):
-    """A linear layer with its own matmul, like those of quantisation libraries."""
-
-    def forward(self, x):
-        return 2 * super().forward(x)
+    with pytest.warns(UserWarning, match=r"g\(1\) = 0\.9\b") as warned:  # once, where the config is made
+        pc.attach(_model(), PCConfig(level=[1.4, -0.5]))
+    assert [warning.filename for warning in warned] == [__file__]
 
 
 def _wrapped():
@@ -213,12 +197,6 @@ def _wrapped():
         # a pattern may name the module
         (lambda: nn.Sequential(nn.Linear(4, 4)), {"splits": {"0": MatrixSplit(("q", "k", "v"))}}, "does not fit 0.wei"),
         (lambda: nn.Sequential(nn.Linear(4, 4)), {"splits": {"1": MatrixSplit()}}, "pc.splits: '1' matches no weight"),
-        (lambda: nn.Sequential(Doubled(4, 4)), {"mode": "forward"}, '0, a Doubled, does not allow; use "step"'),
-        (
-            lambda: nn.Sequential(nn.Linear(4, 4)),
-            {"mode": "forward", "splits": {"0.weight": MatrixSplit(("gate", "up"))}},
-            "of one matrix, in the call of its layer, which 0, a Linear",
-        ),
     ],
 )
 def test_what_cannot_be_attached_is_said(model, settings, message):
@@ -229,15 +207,13 @@ def test_what_cannot_be_attached_is_said(model, settings, message):
 def test_a_layer_used_twice_is_one_weight():
     torch.manual_seed(0)
     linear, x = nn.Linear(4, 4), torch.randn(3, 4)
-    for mode in ("forward", "step"):
-        model = copy.deepcopy(nn.Sequential(linear, nn.Tanh(), linear))
-        expected = _ready(model, PCConfig(blocks=("0*",), mode=mode))(x)
-        assert len(_names(model)) == 1 and torch.equal(pc.merge(model)(x), expected)
-        assert model[0] is model[2] and type(model[0]) is nn.Linear
+    model = nn.Sequential(linear, nn.Tanh(), linear)
+    expected = _ready(model, PCConfig(blocks=("0*",)))(x)
+    assert len(_names(model)) == 1 and torch.equal(pc.merge(model)(x), expected)
+    assert model[0] is model[2] and type(model[0]) is nn.Linear
 
 
-@pytest.mark.parametrize("mode", ["forward", "step"])
-def test_merge_gives_the_plain_model_with_equal_output(mode):
+def test_merge_gives_the_plain_model_with_equal_output():
     """With classes, hooks, frozen weights and eval mode as before."""
     plain = _model().eval()
     plain[0].attention["wo"].weight.requires_grad_(False)
@@ -245,8 +221,8 @@ def test_merge_gives_the_plain_model_with_equal_output(mode):
     plain[0].attention["wo"].register_forward_hook(lambda *_: calls.append(1))
     before = [vars(module).keys() for module in plain[0].modules()]
     model = copy.deepcopy(plain)
-    heads = {"heads": ("q",), "splits": {"*.wq.*": MatrixSplit(("q",), head_dim=4)}} if mode == "step" else {}
-    _ready(model, PCConfig(mode=mode, blocks=("q", "o", "ffn"), **heads))
+    heads = {"heads": ("q",), "splits": {"*.wq.*": MatrixSplit(("q",), head_dim=4)}}
+    _ready(model, PCConfig(blocks=("q", "o", "ffn"), **heads))
     x = torch.randn(3, 8, dtype=torch.float64)
     expected = model(x)
     merged = pc.merge(copy.deepcopy(model))
@@ -258,31 +234,17 @@ def test_merge_gives_the_plain_model_with_equal_output(mode):
     assert (plain(x) - expected).abs().max() > 1e-3 and len(calls) == 3  # control: PC changes the function
 
 
-def test_schedule_forward_shares_the_weight_and_saves_everything():
-    model = _model()
-    weights = {k: v.data_ptr() for k, v in model.state_dict().items()}
-    pc.refresh(pc.attach(model, _forward()))
-    state = model.state_dict()
-    assert {k.rsplit(".", 1)[1] for k in set(state) - set(weights)} == {"gamma", "u", "v"}
-    assert all(state[k].data_ptr() == pointer for k, pointer in weights.items())
-    other = pc.attach(_model(seed=2), _forward())
-    pc.refresh(other)
-    other.load_state_dict(state)
-    x = torch.randn(3, 8, dtype=torch.float64)
-    assert torch.equal(other(x), model(x))
-
-
 def test_a_pc_layer_of_ones_own():
-    layer = PCLinear(6, 4, PCConfig(mode="forward"), name="mine").double()
+    layer = PCLinear(6, 4, PCConfig(level=4), name="mine").double()
     layer.refresh()
     x = torch.randn(3, 6, dtype=torch.float64)
     effective = pc.effective_weight(layer.weight, layer.gamma, layer.u, layer.v, PCConfig())
     torch.testing.assert_close(layer(x), x @ effective.T + layer.bias)
 
 
-def test_schedule_forward_compiles_without_graph_break():
-    model = pc.attach(_model(1), _forward(blocks=("q", "ffn")))
-    pc.refresh(model)
+def test_layers_in_the_graph_compile_without_a_break():
+    model = _model(1)
+    put_in_graph(model, PCConfig(blocks=("q", "ffn")))
     x = torch.randn(3, 8, dtype=torch.float64)
     model(x).sum().backward()
     gradients = [p.grad.clone() for p in model.parameters()]
@@ -291,15 +253,6 @@ def test_schedule_forward_compiles_without_graph_break():
     torch.compile(model, backend="aot_eager", fullgraph=True)(x).sum().backward()
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-12)
-
-
-def test_a_model_evaluated_before_it_is_trained():
-    """`refresh` alone makes mode "forward" ready; its weights stay W, and training may begin."""
-    model = pc.attach(toy_model(), PCConfig(mode="forward"))
-    pc.refresh(model)
-    model(toy_batch(0))
-    assert MARKER not in model.state_dict()._metadata["0.attention.wo"]
-    pc.precondition(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def test_a_name_is_known_as_a_whole():

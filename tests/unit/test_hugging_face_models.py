@@ -148,14 +148,14 @@ def test_a_model_of_transformers(name, tmp_path):
     model = make(name)
     plain = outputs(model)
     preconditioner = pc.precondition(pc.attach(model, pc.PCConfig(blocks=tuple(expected), power_iterations=400)))
-    preconditioner.write_pc()
-    splits = [state.split for state in preconditioner.weights.values()]
+    splits = [weight.split for weight in preconditioner.weights.values()]
     found = [part.config.blocks[0] for s in splits for part in s.chosen for _ in range(part.count * math.prod(s.stack))]
     assert Counter(found) == expected
     # all parts of all weights, by a float64 SVD, after the vectors have converged
-    for state in preconditioner.weights.values():
-        raw, weight = (t if state.split.stack else t[None] for t in (state.raw, state.parameter.detach()))
-        for before, after in zip(state.split.split_weight(raw), state.split.split_weight(weight), strict=True):
+    for weight in preconditioner.weights.values():
+        split = weight.split
+        orig, effective = (t.detach() if split.stack else t.detach()[None] for t in (weight.orig, weight.effective))
+        for before, after in zip(split.split_weight(orig), split.split_weight(effective), strict=True):
             u, sigma, vh = torch.linalg.svd(before.double(), full_matrices=False)
             top = sigma[:, :1]
             wanted = u * (top * maps.evaluate(maps.resolve(4), sigma / top))[:, None] @ vh
@@ -179,7 +179,7 @@ def test_parts_are_those_of_the_forward_pass(name):
     weights = dict(pc.named_weights(pc.attach(make(name), pc.PCConfig(blocks=("qk", "v", "o", "ffn")))))
     for last, parts in PARTS[name].items():
         weight = next(weight for path, weight in weights.items() if path.endswith(last))
-        stored = weight.parameter.detach()
+        stored = weight.effective.detach()
         ours = weight.split.split_weight(stored if weight.split.stack else stored[None])
         for mine, theirs in zip(ours, parts(stored), strict=True):
             assert torch.equal(mine.flatten(0, 1), theirs.reshape(-1, theirs.size(-1)))

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import pc
 from helpers.fake_ranks import Counts, fake_rank, sharded
 from pc.owner import BUCKET_BYTES, assign, matrix_cost
-from pc.per_step import PerStep
+from pc.preconditioner import Preconditioner
 from pc_recipe.config import load_config
 from pc_recipe.runs.cost import RunCost
 from pc_recipe.train.llama2 import model_args
@@ -28,20 +28,15 @@ def play(rank, prepare, action, layout=(), world=WORLD) -> tuple[Counts, int]:
     config = load_config(CONFIG, [*layout, *NOT_COUNTED])
     with fake_rank(rank, world) as counts:
         prepared = prepare(sharded(model_args("1B"), config, world))
+        counts.all_to_alls.clear()  # of the first PC(W)
         with FlopCounterMode(display=False) as flops, counts:
             action(prepared)
     return counts, flops.get_total_flops()
 
 
-def _after_optimizer(model):
+def _with_pc(model):
     preconditioner = pc.precondition(model)
     assert {name.rpartition(".")[2] for name in preconditioner.weights} == {"wo", "w1", "w2", "w3"}
-    return preconditioner
-
-
-def _after_backward(model):
-    preconditioner = _after_optimizer(model)
-    preconditioner.holds_pc = True
     return preconditioner
 
 
@@ -55,9 +50,9 @@ def _muon(model):
     "prepare, action, shapes, input_bytes, output_bytes, layout",
     [
         # W and the gradient of PC(W) go to the owner, that of W comes back
-        (_after_backward, PerStep.pull_back, [(D, D), *FFN] * LAYERS, 8, 4, []),
+        (_with_pc, Preconditioner.pull_back, [(D, D), *FFN] * LAYERS, 8, 4, []),
         # context parallelism shards weights too
-        (_after_optimizer, PerStep.write_pc, [(D, D), *FFN] * LAYERS, 4, 4, CP2),
+        (_with_pc, Preconditioner.write_pc, [(D, D), *FFN] * LAYERS, 4, 4, CP2),
         # updates are sent in bfloat16
         (_muon, pc.Muon.step, [*[(D, D)] * 4, *FFN] * LAYERS, 2, 2, []),
     ],
