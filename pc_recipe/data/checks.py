@@ -12,6 +12,7 @@ from tqdm import tqdm
 from pc_recipe.data.manifest import SPLITS, Manifest, TokenShard
 from pc_recipe.data.token_files import is_plausible, read_tokens, require_file
 from pc_recipe.files import look
+from pc_recipe.files.inside import inside, no_link
 
 SAMPLE_TOKENS = 4096  # tokens looked at in each shard
 SAMPLE_BYTES = 2**28  # of shards whose checksum is computed at a start
@@ -80,7 +81,8 @@ def verify(manifest: Manifest) -> None:
         checks = pool.map(lambda line: require_file(manifest.folder, shards[line], checksum=True), missing)
         for line, _ in zip(missing, checks, strict=True):
             bar.update(shards[line].tokens_bytes)
-            with suppress(OSError), open(record, "a") as file:  # a folder that cannot be written is verified in one go
+            # a folder that cannot be written is verified in one go
+            with suppress(OSError), open(record, "a", opener=no_link) as file:
                 file.write(f"{line}\n")
     with suppress(OSError):
         record.unlink()
@@ -88,6 +90,6 @@ def verify(manifest: Manifest) -> None:
 
 def _line(manifest: Manifest, shard: TokenShard) -> str:
     """Of `RECORD`: another line if the file or what it should be has changed."""
-    path = manifest.folder / shard.tokens_file
+    path = inside(manifest.folder, shard.tokens_file)
     changed = path.stat().st_mtime_ns if look.is_file(path) else 0
     return f"{shard.tokens_sha256} {changed} {shard.tokens_file}"

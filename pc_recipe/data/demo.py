@@ -21,6 +21,7 @@ from pc_recipe.data.manifest import Manifest
 from pc_recipe.data.tokenizing import tokenize
 from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
+from pc_recipe.files.inside import no_link
 from pc_recipe.files.wheel import download_wheel
 
 FOLDER = Path("data/demo")  # data.path of the debug config
@@ -38,7 +39,7 @@ def make_demo(output: str | Path) -> Manifest:
     """Create the demo data in `output` if missing; returns their manifest. Safe to call from several processes."""
     output = Path(output)
     output.parent.mkdir(parents=True, exist_ok=True)
-    with open(output.parent / f"{output.name}.lock", "w") as lock:
+    with open(output.parent / f"{output.name}.lock", "w", opener=no_link) as lock:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(lock, fcntl.LOCK_EX)
         return _make(output)

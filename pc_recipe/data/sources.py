@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from pc.errors import UserError
 from pc_recipe.data.text_files import READERS, ending_of, is_compressed
 from pc_recipe.files import look
+from pc_recipe.files.inside import inside
 
 PARQUET = ".parquet"
 TEXT_IN_COMPRESSED = 3  # bytes of text in a byte of a compressed file, roughly
@@ -100,12 +101,16 @@ def find_local_files(source: str, output: Path | None = None, left_out: Counter[
     """The files of `source` on this machine, sorted; None if it is neither a file, a folder nor a glob pattern.
 
     Of a folder, also behind links, without those of `output`, and as `_walk` leaves out.
+
+    Raises:
+        UserError: a link in the folder leads out of it.
     """
     path = Path(source).expanduser()
     if look.is_folder(path):
         left_out = Counter() if left_out is None else left_out
         without = output and Path(os.path.abspath(output))
-        files = [file for file in _walk(path, left_out) if without not in Path(os.path.abspath(file)).parents]
+        found = (inside(path, str(file.relative_to(path))) for file in _walk(path, left_out))
+        files = [file for file in found if without not in Path(os.path.abspath(file)).parents]
         present = [file for file in files if look.is_file(file)]
         left_out["links to nothing"] += len(files) - len(present)
         return sorted(map(str, _leave_out_other_splits(present, path, left_out)))
@@ -155,7 +160,10 @@ def find_hub_files(dataset: str, subset: str | None) -> list[str]:
         raise UserError(
             f"--input {dataset}: no split train, only {', '.join(map(str, splits))}; give the files of one as --input"
         )
-    return [str(file) for file in splits["train"]]
+    files = [str(file) for file in splits["train"]]
+    if elsewhere := [file for file in files if not file.startswith("hf://")]:
+        raise UserError(f"--input {dataset}: its card names {elsewhere[0]!r}, which is not on the Hub")
+    return files
 
 
 def measure_files(files: list[str], text_key: str) -> list[SourceFile]:

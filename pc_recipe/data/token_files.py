@@ -17,6 +17,7 @@ from pc.errors import UserError
 from pc_recipe.data.manifest import Manifest, TokenShard
 from pc_recipe.files import look
 from pc_recipe.files.atomic import sha256_of, write_atomically
+from pc_recipe.files.inside import inside
 
 
 def write_shard(folder: Path, split: str, name: str, tokens: np.ndarray, documents: int) -> TokenShard:
@@ -40,7 +41,7 @@ def read_tokens(manifest: Manifest, shard: TokenShard, first: int = 0, count: in
         UserError: names a file that is gone or ends too early.
         ReadFailed: the file system refuses to read it.
     """
-    path, dtype = manifest.folder / shard.tokens_file, np.dtype(manifest.dtype)
+    path, dtype = inside(manifest.folder, shard.tokens_file), np.dtype(manifest.dtype)
     count = shard.tokens - first if count is None else count
     begin = shard.tokens_bytes - (shard.tokens - first) * dtype.itemsize  # NumPy's header comes first
     try:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pc_recipe.files.errors import WriteFailed
+from pc_recipe.files.inside import no_link
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ def append(path: str | Path, record: dict[str, Any]) -> None:
     """
     data = (json.dumps(record) + "\n").encode()
     try:
-        with open(path, "ab", buffering=0) as file:
+        with open(path, "ab", buffering=0, opener=no_link) as file:
             end, written = file.seek(0, os.SEEK_END), 0
             try:
                 while written < len(data):  # a disk that becomes full takes a part
@@ -63,7 +64,7 @@ def read_back(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def cut_torn_end(path: str | Path) -> None:
     """Remove a last line that a crash cut short."""
-    with open(path, "rb+") as file:
+    with open(path, "rb+", opener=no_link) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - CHUNK))
         end = file.read()

@@ -10,6 +10,7 @@ from typing import TextIO
 
 from pc.errors import UserError
 from pc_recipe.files import look
+from pc_recipe.files.inside import require_no_links
 
 _LOCKS = ("lock", "lock.ranks")
 """The launcher holds the first alone; the run's ranks share the second."""
@@ -35,11 +36,12 @@ def _is_held(file: Path) -> bool:
 
 def _open_lock(file: Path, flags: int = os.O_RDWR | os.O_CREAT) -> TextIO:
     """Only its owner can open it: a reader who locks a file that he may read would keep its owner from training."""
-    return os.fdopen(os.open(file, flags | os.O_APPEND, 0o600), "a")
+    return os.fdopen(os.open(file, flags | os.O_APPEND | os.O_NOFOLLOW, 0o600), "a")
 
 
 def _create_lock(file: Path) -> TextIO:
     file.parent.mkdir(parents=True, exist_ok=True)
+    require_no_links(file.parent)  # before the first of all that is written there
     try:
         opened = _open_lock(file)
     except PermissionError:
@@ -59,7 +61,7 @@ def lock(folder: Path, seconds: float = 1) -> TextIO:
         seconds: to wait for another process; a moment by default, because `is_locked` may hold it.
 
     Raises:
-        UserError: another process trains there.
+        UserError: another process trains there, or something in the folder is a link.
     """
     launcher, ranks = (folder / name for name in _LOCKS)
     file = _create_lock(launcher)  # stays open during the run

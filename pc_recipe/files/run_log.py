@@ -1,6 +1,5 @@
 """The log of a run, metrics.jsonl: one JSON object per logged step."""
 
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from pc.errors import UserError
 from pc_recipe.files import json_lines, look
+from pc_recipe.files.inside import no_link
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -76,10 +76,12 @@ def set_aside_metrics(run: Path, step: int) -> None:
             break
         kept = begin
     if kept < size:
-        with open(file, "rb") as metrics, open(file.with_suffix(".abandoned.jsonl"), "ab") as abandoned:
+        aside = file.with_suffix(".abandoned.jsonl")
+        with open(file, "rb+", opener=no_link) as metrics, open(aside, "ab", opener=no_link) as abandoned:
             metrics.seek(kept)
             shutil.copyfileobj(metrics, abandoned)
-        os.truncate(file, kept)
+            abandoned.flush()  # a line is in one of the files at least
+            metrics.truncate(kept)
 
 
 def read_logs(paths: Sequence[str | Path]) -> list[RunLog]:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from pc_recipe.files import markdown
+from pc_recipe.files.inside import no_link
 from pc_recipe.train.environment import read_commit, read_versions
 
 REPEATS = 5
@@ -175,7 +176,7 @@ def _files(folder: Path, size: int) -> dict[str, float]:
     file, content, cpu = folder / f"preflight-{dist.get_rank()}", os.urandom(size), torch.device("cpu")
 
     def write() -> None:
-        with open(file, "wb") as target:
+        with open(file, "wb", opener=no_link) as target:
             target.write(content)
             os.fsync(target.fileno())
             os.posix_fadvise(target.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # or the next read is of memory

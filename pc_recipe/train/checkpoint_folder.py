@@ -144,8 +144,9 @@ class Reader(FileSystemReader):
         index = _IndexUnpickler(io.BytesIO(look.patiently(file.read_bytes, file))).load()
         index.storage_meta = index.storage_meta or StorageMeta()
         for name in {info.relative_path for info in index.storage_data.values()}:
-            if Path(name).name != name or not look.is_file(path / name):  # reading a device or a pipe would never end
-                raise Damaged(f"{path / INDEX}: names {name!r}, which is no file of this checkpoint")
+            # reading a device or a pipe would never end
+            if Path(name).name != name or (path / name).is_symlink() or not look.is_file(path / name):
+                raise Damaged(f"{path / INDEX}: names {name!r}, which is no file of this checkpoint, or a link")
         return index
 
     def read_data(self, *args: Any, **kwargs: Any) -> Future[None]:

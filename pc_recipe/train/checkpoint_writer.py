@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from pc_recipe.files.atomic import write_atomically
+from pc_recipe.files.inside import no_link
 from pc_recipe.files.run_folder import CHECKSUMS, withdraw
 
 
@@ -88,7 +89,7 @@ class _HashedFile(io.FileIO):
     """Unbuffered, so that torch's fsync covers everything written."""
 
     def __init__(self, path: str | os.PathLike, mode: str) -> None:
-        super().__init__(path, mode)
+        super().__init__(path, mode, opener=no_link)
         self.digest = xxhash.xxh3_128()
 
     def write(self, data: Any) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from pc.errors import UserError
+from pc_recipe.files.inside import no_link
 from pc_recipe.files.lock import lock
 from pc_recipe.files.run_folder import find_newest_step, read_state, write_failure
 from pc_recipe.files.run_log import describe_seconds, read_log
@@ -80,7 +81,7 @@ def train_one(run: Run, lock_file: TextIO, processes: int, label: str) -> None:
     """
     log = run.folder / "train.log"
     try:
-        with lock_file, open(log, "a") as output:
+        with lock_file, open(log, "a", opener=no_link) as output:
             print(f"{label}: from step {find_newest_step(run.folder)}, log in {log}", flush=True)
             command = torchrun.build_command(run.resolved, processes)
             progress = functools.partial(_print_progress, run, label)

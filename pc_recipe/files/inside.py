@@ -1,0 +1,37 @@
+"""What lies in a folder leads nowhere else: nothing outside is changed by a link, or read by a name, that came with it."""
+
+import os
+from pathlib import Path
+
+from pc.errors import UserError
+from pc_recipe.files import look
+
+
+def require_no_links(folder: Path) -> None:
+    """Raise a `UserError` if a link is where a command writes, which would change what it leads to.
+
+    That is in `folder` or in a folder in it. `checkpoint` may be a link, to a larger disk; of what it leads to, only
+    checkpoints change.
+    """
+    entries = [folder / name for name in look.names(folder)]
+    below = [place / name for place in entries if look.is_folder(place) for name in look.names(place)]
+    for entry in [*entries, *below]:
+        if entry.is_symlink() and entry != folder / "checkpoint":
+            raise UserError(f"{entry} is a link, and what is written there stays in {folder}; move it away")
+
+
+def no_link(path: str, flags: int) -> int:
+    """An opener for `open`, to which a link is an `OSError`."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The path of a file that something in `folder` names.
+
+    Raises:
+        UserError: it is outside, by an absolute path, by `..` or by a link.
+    """
+    path = folder / name
+    if "\0" in name or not path.resolve().is_relative_to(folder.resolve()):
+        raise UserError(f"{folder} names {name!r}, which is a file outside of it")
+    return path

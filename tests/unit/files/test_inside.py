@@ -1,0 +1,166 @@
+"""Links and names in folders of others: nothing outside of the folder is changed or read."""
+
+import json
+import os
+import shutil
+from types import SimpleNamespace
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from pc.errors import UserError
+from pc_recipe.data.checks import check_sample, verify
+from pc_recipe.data.manifest import Manifest
+from pc_recipe.data.sources import find_files
+from pc_recipe.data.token_files import TokenStream
+from pc_recipe.data.tokenizing import tokenize
+from pc_recipe.files import json_lines
+from pc_recipe.files.lock import is_locked, join_lock, lock
+from pc_recipe.files.run_log import set_aside_metrics
+from pc_recipe.train.checkpoint_folder import CheckpointFolder, Damaged
+from pc_recipe.train.checkpoint_writer import ChecksummedWriter
+
+WRITTEN = [
+    "lock", "lock.ranks", "metrics.jsonl", "metrics.abandoned.jsonl", "status.json", "train.log", "checkpoint.damaged",
+    "tb", "logs", "slurm", "comm_traces/rank_0", "checkpoint/step-2", ".hidden",
+]  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path):
+    (tmp_path / "run" / "checkpoint").mkdir(parents=True)
+    (tmp_path / "run" / "comm_traces").mkdir()
+    (tmp_path / "disk" / "step-2").mkdir(parents=True)
+    (tmp_path / "target").write_text('{"step": 9}\nlast words')
+    return tmp_path / "run"
+
+
+def state(folder):
+    return {path: (path.lstat().st_mode, path.is_file() and path.read_bytes()) for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("begin", [lock, join_lock])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_run_does_not_begin_where_it_would_write_through_a_link(run, name, begin):
+    for target in ("target", "disk", "not there"):
+        (run / name).symlink_to(run.parent / target)
+        before = state(run.parent)
+        is_locked(run)
+        with pytest.raises(UserError, match=f"{run / name} is a link, and what is written there stays in {run}"):
+            begin(run)
+        after = state(run.parent)
+        assert after == before
+        (run / name).unlink()
+    begin(run).close()  # control
+
+
+@pytest.mark.parametrize("begin", [lock, join_lock])
+def test_checkpoints_may_be_on_another_disk(run, begin):
+    (run / "checkpoint").rmdir()
+    (run / "checkpoint").symlink_to(run.parent / "disk")
+    begin(run).close()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "metrics.abandoned.jsonl"])
+def test_a_link_that_comes_later_is_not_followed_either(run, name):
+    (run / "metrics.jsonl").write_text('{"step": 1}\n{"step": 9}\n')
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(run.parent / "target")
+    before = (run.parent / "target").read_bytes()
+    for write in (lambda: json_lines.append(run / name, {}), lambda: json_lines.cut_torn_end(run / name)):
+        with pytest.raises((UserError, OSError), match="symbolic links"):
+            write()
+    with pytest.raises(OSError, match="symbolic links"):
+        set_aside_metrics(run, 1)
+    assert (run.parent / "target").read_bytes() == before
+
+
+def test_a_checkpoint_is_not_written_through_a_link(run):
+    (run / "checkpoint" / "step-2").mkdir()
+    (run / "checkpoint" / "step-2" / "__0_0.distcp").symlink_to(run.parent / "target")
+    before = (run.parent / "target").read_bytes()
+    with pytest.raises(BaseException, match="symbolic links"):
+        dcp.save({"w": torch.ones(3)}, storage_writer=ChecksummedWriter(run / "checkpoint" / "step-2"), no_dist=True)
+    assert (run.parent / "target").read_bytes() == before
+
+
+def test_a_checkpoint_is_not_read_through_a_link(run):
+    folder = run / "checkpoint" / "step-2"
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=folder, no_dist=True)
+    (folder / "__0_0.distcp").rename(run.parent / "elsewhere")
+    (folder / "__0_0.distcp").symlink_to(run.parent / "elsewhere")
+    with pytest.raises(Damaged, match="names '__0_0.distcp', which is no file of this checkpoint, or a link"):
+        CheckpointFolder(folder)
+
+
+@pytest.fixture
+def data(tmp_path, tiny_shards):
+    """A data folder of someone else, and a file of mine that is as long as one of its shards."""
+    folder = shutil.copytree(tiny_shards, tmp_path / "shards")
+    shutil.copy(folder / "train" / "00000.tokens.npy", tmp_path / "mine.npy")
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["..", "absolute", "a link", "a link of a folder", "no name"])
+def test_a_manifest_names_files_of_its_folder(data, kind):
+    mine, file = data.parent / "mine.npy", data / "train" / "00000.tokens.npy"
+    names = {"..": "../mine.npy", "absolute": str(mine), "no name": "train/\0"}
+    if kind == "a link":
+        file.unlink()
+        file.symlink_to(mine)
+    if kind == "a link of a folder":
+        (data / "train").rename(data.parent / "other")
+        (data / "train").symlink_to(data.parent / "other")
+    content = json.loads((data / "manifest.json").read_text())
+    content["splits"]["train"]["shards"][0]["tokens_file"] = names.get(kind, "train/00000.tokens.npy")
+    (data / "manifest.json").write_text(json.dumps(content))
+    manifest = Manifest.read(data)
+    for read in (
+        lambda: check_sample(manifest, "train"),
+        lambda: verify(manifest),
+        lambda: TokenStream(manifest, "train").read(0, 9),
+    ):
+        with pytest.raises(UserError, match=f"{data} names .*, which is a file outside of it"):
+            read()
+
+
+def test_a_data_folder_may_be_a_link_itself(data):
+    (data.parent / "link").symlink_to(data)
+    assert np.array_equal(
+        *(TokenStream(Manifest.read(place), "train").read(0, 9) for place in (data, data.parent / "link"))
+    )
+
+
+@pytest.mark.parametrize("leads", ["elsewhere", "within"])
+def test_a_folder_of_documents_has_no_link_out_of_it(tmp_path, leads):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("mine")
+    (tmp_path / "secret.txt").write_text("mine too")
+    (tmp_path / "text" / "b.txt").symlink_to(tmp_path / ("secret.txt" if leads == "elsewhere" else "text/a.txt"))
+    if leads == "within":
+        assert [os.path.basename(file) for file in find_files(str(tmp_path / "text"))] == ["a.txt", "b.txt"]
+    else:
+        with pytest.raises(UserError, match="names 'b.txt', which is a file outside of it"):
+            find_files(str(tmp_path / "text"))
+
+
+@pytest.mark.parametrize("file", ["/etc/passwd.txt", "../secret.txt", "https://a.example/x.txt"])
+def test_the_card_of_a_dataset_names_files_of_the_hub(monkeypatch, file):
+    named = ["hf://datasets/owner/name@1/a.txt", file]
+    builder = SimpleNamespace(config=SimpleNamespace(data_files={"train": named}))
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_: builder)
+    with pytest.raises(UserError, match=f"its card names '{file}', which is not on the Hub"):
+        find_files("owner/name", "subset")
+
+
+def test_tokens_are_not_written_through_a_link(tmp_path):
+    (tmp_path / "text.txt").write_text("some words")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out" / "train").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="out/train is a link"):
+        tokenize(str(tmp_path / "text.txt"), tmp_path / "out", tokenizer="mistral-common")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
