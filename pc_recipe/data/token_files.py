@@ -55,7 +55,7 @@ def read_tokens(manifest: Manifest, shard: TokenShard, first: int = 0, count: in
 
 def require_file(folder: Path, shard: TokenShard, *, checksum: bool = False) -> None:
     """Raise a `UserError` if the shard's file is missing, or has another size or checksum than the manifest says."""
-    path = folder / shard.tokens_file
+    path = inside(folder, shard.tokens_file)
     size = path.stat().st_size if look.is_file(path) else "no"
     problem = f"{path} has {size} bytes instead of {shard.tokens_bytes}" if size != shard.tokens_bytes else ""
     if checksum and not problem and look.patiently(lambda: sha256_of(path), path) != shard.tokens_sha256:
