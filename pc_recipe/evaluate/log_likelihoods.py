@@ -52,6 +52,7 @@ class LogLikelihoods(TemplateLM):
         super().__init__()  # one rank for lm-eval: this class splits the requests
         self.model = model
         self.tokenizer = tokenizer
+        self._adds_end = tokenizer.encode("a")[-1:] == [tokenizer.eos_token_id]
         self.max_length = max_length
         self.batch_size = batch_size
         self._device = torch.device(device)
@@ -69,7 +70,9 @@ class LogLikelihoods(TemplateLM):
         return self.eot_token_id if bos is None else bos
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
-        return self.tokenizer.encode(string, add_special_tokens=add_special_tokens is not False)
+        ids = self.tokenizer.encode(string, add_special_tokens=add_special_tokens is not False)
+        # some tokenizers end each text, which a context is not
+        return ids[:-1] if self._adds_end and add_special_tokens is not False else ids
 
     def loglikelihood(self, requests, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         return super().loglikelihood(requests, disable_tqdm=True)

@@ -3,7 +3,6 @@
 import math
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from pc_recipe.config.pc_section import PC
 from pc_recipe.files.run_folder import find_newest_checkpoint, step_of
 from pc_recipe.train import fingerprint
 from pc_recipe.train.checkpoint_folder import CheckpointFolder
+from pc_recipe.train.hf_folder import require_shapes
 from pc_recipe.train.llama2 import Llama2Args, model_args_of
 
 # Entries of a resumable checkpoint besides the model.
@@ -101,20 +101,3 @@ def _pc_shapes(model: Transformer) -> dict[str, torch.Size]:
     return shapes
 
 
-def require_shapes(
-    expected: dict[str, torch.Size], saved: Mapping[str, Sequence[int] | None], path: Path, whose: str = ""
-) -> None:
-    """Raise `UserError` if an entry of `path` is extra, missing, misshapen or (shape None) not a tensor.
-
-    Args:
-        whose: words after "the model" in the error.
-    """
-    for key in sorted(expected.keys() | saved.keys()):
-        shapes = [None if (shape := entries.get(key)) is None else [*shape] for entries in (saved, expected)]
-        problem = f"has shape {shapes[0]}, the model{whose} {shapes[1]}" if shapes[0] != shapes[1] else ""
-        if key not in saved:
-            problem = "is missing"
-        elif key not in expected:
-            problem = f"does not belong to the model{whose}"
-        if problem:
-            raise UserError(f"{path}: tensor {key} {problem}")

@@ -1,7 +1,6 @@
 """One process of a run: `torchrun ... -m pc_recipe.runs.worker CONFIG.toml --section.key value ...`.
 
-The trainer of `pc_recipe.train` plus what needs `pc_recipe.evaluate`: scores during training, and the check of a Hugging
-Face folder that a run starts from.
+The trainer of `pc_recipe.train` plus what needs `pc_recipe.evaluate`: scores during training.
 """
 
 import contextlib
@@ -29,7 +28,7 @@ meet_privately()  # not in `main`, because a process that torch spawns imports t
 
 
 class Trainer(PCTrainer):
-    """Adds `[evaluation]` and `checkpoint.initial_load_in_hf`. Their imports take seconds and happen only if needed."""
+    """Adds `[evaluation]`, whose imports take seconds and happen only if needed."""
 
     def build_scorer(self):
         if not self.config.evaluation.interval:
@@ -37,11 +36,6 @@ class Trainer(PCTrainer):
         from pc_recipe.evaluate.in_training import InTrainingScorer
 
         return InTrainingScorer(self.config, self.model_parts, self.parallel_dims, self.device, self.maybe_enable_amp)
-
-    def require_initial_load(self, folder: str) -> None:
-        from pc_recipe.evaluate.hugging_face import require_initial_load
-
-        require_initial_load(folder, self.model_args)
 
 
 def end_with(error: BaseException, folder: str | None, step: int, rank: int) -> None:

@@ -95,7 +95,9 @@ class PCTrainer(StepTrainer):
             if dist.get_rank() == 0:
                 self._say_what_changed(folder)
         elif initial_path and settings.initial_load_in_hf:
-            self.require_initial_load(initial_path)
+            from pc_recipe.train.hf_folder import require_initial_load  # takes seconds
+
+            require_initial_load(initial_path, self.model_args)
             self._require_same_tokenizer(Path(initial_path))
             checkpointer.read(initial_path, model_only=True, from_hf=True)
         elif initial_path and settings.initial_load_model_only:
@@ -246,9 +248,6 @@ class PCTrainer(StepTrainer):
     def build_scorer(self):
         """None, or an object with `is_due(step)` and a collective `score()` that scores the model during training."""
         return None
-
-    def require_initial_load(self, folder: str) -> None:
-        """Raise if a Hugging Face folder does not fit this run's model; TorchTitan silently accepts mismatches."""
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAda
 from helpers.made_runs import make_run
 from pc import PCConfig, UserError
 from pc_recipe.evaluate import hugging_face
+from pc_recipe.train import hf_folder
 from pc_recipe.train.llama2 import model_args
 
 # Both models sum the same float32 products, in other orders (attention heads are permuted for the two RoPE
@@ -161,7 +162,7 @@ def test_wrong_tensors_are_refused(tmp_path, pc_export, change, loading, startin
     with pytest.raises(UserError, match=loading):
         hugging_face.load(folder)
     with pytest.raises(UserError, match=starting):
-        hugging_face.require_initial_load(folder, model_args("debug", max_seq_len=256))
+        hf_folder.require_initial_load(folder, model_args("debug", max_seq_len=256))
 
 
 @pytest.mark.parametrize(
@@ -177,9 +178,9 @@ def test_wrong_tensors_are_refused(tmp_path, pc_export, change, loading, startin
 def test_a_folder_that_starts_a_run_has_its_architecture(tmp_path, pc_export, config, message):
     folder, args = tampered(pc_export, tmp_path / "folder", **config), model_args("debug", max_seq_len=256)
     if not message:
-        return hugging_face.require_initial_load(folder, args)
+        return hf_folder.require_initial_load(folder, args)
     with pytest.raises(UserError, match=message):
-        hugging_face.require_initial_load(folder, args)
+        hf_folder.require_initial_load(folder, args)
 
 
 def test_nothing_in_a_folder_is_executed(tmp_path, pc_export):

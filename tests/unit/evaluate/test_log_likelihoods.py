@@ -5,6 +5,8 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from tokenizers import processors
+from transformers import AutoTokenizer
 
 from pc_recipe.evaluate import fetch, tasks
 from pc_recipe.evaluate.log_likelihoods import LogLikelihoods
@@ -82,3 +84,15 @@ def test_two_hundred_real_items(ours, theirs, tmp_path):
     difference = largest_difference(found, answers(theirs, tmp_path, limit=25))
     print(f"{items} items, {len(found)} answers: log-likelihoods differ by at most {difference:.1e} relative")
     assert items == 225 and difference < RELATIVE
+
+
+def test_a_tokenizer_that_ends_each_text_does_not_end_a_context(theirs, pc_run, pc_export):
+    """As T5's; the answer would follow an end of text."""
+    tokenizer = AutoTokenizer.from_pretrained(pc_export)
+    ends = processors.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
+    tokenizer.backend_tokenizer.post_processor = ends
+    assert tokenizer.encode("a")[-1] == tokenizer.eos_token_id  # control
+    lm = LogLikelihoods(pc_run.model, tokenizer, max_length=256, batch_size=5)
+    request = [Instance("loglikelihood", {}, ("The river carries", " water"), 0)]
+    (found, _), (expected, _) = lm.loglikelihood(request)[0], theirs.loglikelihood(request)[0]
+    assert abs(found - expected) < RELATIVE * abs(expected)

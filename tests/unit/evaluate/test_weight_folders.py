@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from helpers.small_tokenizers import SIZE, make_llama, make_tokenizer
 from pc.errors import UserError
 from pc_recipe.evaluate import hugging_face
+from pc_recipe.train import hf_folder
 from pc_recipe.train.llama2 import Llama2Args
 
 NORM, FREQUENCIES = "model.norm.weight", "model.layers.{}.self_attn.rotary_emb.inv_freq"
@@ -29,7 +30,7 @@ def saved(tmp_path_factory) -> dict[str, Path]:
 
 def start(folder: Path) -> None:
     args = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=SIZE, max_seq_len=64)
-    hugging_face.require_initial_load(folder, Llama2Args(**args, multiple_of=96, ffn_dim_multiplier=0.5 / 32))
+    hf_folder.require_initial_load(folder, Llama2Args(**args, multiple_of=96, ffn_dim_multiplier=0.5 / 32))
 
 
 def change(file: Path, **tensors: torch.Tensor) -> None:

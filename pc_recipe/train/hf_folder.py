@@ -1,0 +1,133 @@
+"""A Hugging Face folder of weights: one model, and whether a run can start from it. Its imports take seconds."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torchtitan.models.llama3.model.args import TransformerModelArgs
+from torchtitan.models.llama3.model.model import Transformer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pc.errors import UserError
+from pc_recipe.files import look
+
+# Settings that determine a Llama's function of its weights.
+_ARCHITECTURE = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "rope_parameters", "tie_word_embeddings",
+    "attention_bias", "mlp_bias",
+)  # fmt: skip
+
+
+def to_llama_config(model_args: TransformerModelArgs, ffn_dim: int) -> LlamaConfig:
+    """Hugging Face's config of TorchTitan's model."""
+    return LlamaConfig(
+        vocab_size=model_args.vocab_size,
+        hidden_size=model_args.dim,
+        intermediate_size=ffn_dim,
+        num_hidden_layers=model_args.n_layers,
+        num_attention_heads=model_args.n_heads,
+        num_key_value_heads=model_args.n_kv_heads or model_args.n_heads,
+        max_position_embeddings=model_args.max_seq_len,
+        rms_norm_eps=model_args.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": float(model_args.rope_theta)},
+        tie_word_embeddings=False,
+    )
+
+
+def require_initial_load(path: str | Path, model_args: TransformerModelArgs) -> None:
+    """Check that a run can start from a Hugging Face folder, before any weight is loaded.
+
+    TorchTitan's own loader silently accepts an extra tensor, another RoPE base or tied embeddings, which change the
+    model.
+
+    Raises:
+        UserError: naming the setting or tensor that differs.
+    """
+    path = Path(path)
+    file = path / "config.json"
+    settings = json.loads(look.read(file) or b"{}")
+    if settings.get("model_type") != "llama":
+        raise UserError(f'{file}: model_type {settings.get("model_type")!r}, a run starts from "llama"')
+    with torch.device("meta"):
+        block: Any = Transformer(model_args).layers["0"]
+        expected = to_llama_config(model_args, block.feed_forward.w1.out_features)
+        model = LlamaForCausalLM(expected)
+    given = LlamaConfig(**settings)
+    for key in _ARCHITECTURE:
+        if getattr(given, key) != getattr(expected, key):
+            raise UserError(
+                f"{path}: config.json has {key} {getattr(given, key)}, the run's model {getattr(expected, key)}"
+            )
+    found = find_tensors(path)
+    for key in [key for key in found if key.endswith(".rotary_emb.inv_freq")]:  # Llama 2's own folders have them
+        with safe_open(found[key].file, framework="pt") as tensors:
+            frequencies = model_args.rope_theta ** -torch.arange(0, 1, 2 * model_args.n_heads / model_args.dim)
+            # they are saved in two bytes; of another base they differ by much more
+            if not torch.allclose(tensors.get_tensor(key).float(), frequencies, rtol=1e-2):
+                raise UserError(
+                    f"{path}: tensor {key} is not what the run's model has, rope_theta {model_args.rope_theta}"
+                )
+        del found[key]
+    shapes = {key: tensor.shape for key, tensor in found.items()}
+    require_shapes({key: tensor.shape for key, tensor in model.state_dict().items()}, shapes, path)
+
+
+@dataclass(frozen=True)
+class _Found:
+    file: Path
+    shape: list[int]
+
+
+def find_tensors(folder: Path) -> dict[str, _Found]:
+    """{name: where it is} of the tensors in the single file or in those that the index names, as transformers reads them.
+
+    Raises:
+        UserError: a file is missing or damaged, or another one has a tensor of the same name; TorchTitan would read any.
+    """
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    used = [single]
+    try:
+        if look.is_there(index) and not look.is_there(single):
+            used = sorted({folder / name for name in json.loads(index.read_bytes())["weight_map"].values()})
+        names = look.names(folder)
+        if not look.is_there(used[0]) and (other := [name for name in names if name.endswith(".bin")]):
+            raise UserError(
+                f"{folder / other[0]} is no safetensors file: load it with transformers and `save_pretrained` it"
+            )
+        found: dict[str, _Found] = {}
+        others = (folder / name for name in names if name.endswith(".safetensors"))
+        for file in [*used, *(file for file in others if file not in used)]:
+            with safe_open(file, framework="pt") as tensors:
+                for key in tensors.keys():  # noqa: SIM118
+                    one = _Found(file, tensors.get_slice(key).get_shape())
+                    if (known := found.setdefault(key, one)) is not one:
+                        raise UserError(
+                            f"tensor {key} is in {known.file.name} and in {file.name}: remove the wrong file"
+                        )
+    except Exception as error:  # of safetensors, which has its own, or the file system
+        raise UserError(f"{folder}: {error}") from None
+    return {key: one for key, one in found.items() if one.file in used}
+
+
+def require_shapes(
+    expected: dict[str, torch.Size], saved: Mapping[str, Sequence[int] | None], path: Path, whose: str = ""
+) -> None:
+    """Raise `UserError` if an entry of `path` is extra, missing, misshapen or (shape None) not a tensor.
+
+    Args:
+        whose: words after "the model" in the error.
+    """
+    for key in sorted(expected.keys() | saved.keys()):
+        shapes = [None if (shape := entries.get(key)) is None else [*shape] for entries in (saved, expected)]
+        problem = f"has shape {shapes[0]}, the model{whose} {shapes[1]}" if shapes[0] != shapes[1] else ""
+        if key not in saved:
+            problem = "is missing"
+        elif key not in expected:
+            problem = f"does not belong to the model{whose}"
+        if problem:
+            raise UserError(f"{path}: tensor {key} {problem}")
