@@ -26,7 +26,7 @@ from pc.preconditioner import (
 from pc.shards import local
 from pc.splits import WeightSplit
 from pc.targets import clean_name, find, require_complete
-from pc.weight import Weight, named_weights, own_weights, require_precision
+from pc.weight import Weight, added_names, named_weights, require_precision
 
 
 def attach(model: nn.Module, config: PCConfig) -> nn.Module:
@@ -163,8 +163,7 @@ def preserve(models: nn.Module | Iterable[nn.Module]) -> None:
 def plain_state_dict(model: nn.Module) -> dict[str, Any]:
     """The model's state dict with PC(W) under the names of a plain model, and without what PC has added."""
     _require_pc(model)
-    modules = [(f"{name}." if name else "", module) for name, module in model.named_modules()]
-    added = {prefix + key for prefix, module in modules for weight in own_weights(module) for key in weight.added}
+    added = {*added_names(model)}
     return {key: value for key, value in model.state_dict().items() if key not in added}
 
 

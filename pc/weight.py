@@ -143,3 +143,9 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Weight]]:
     for module in model.modules():
         for weight in own_weights(module):
             yield weight.name, weight
+
+
+def added_names(model: nn.Module) -> list[str]:
+    """The names in the model's state of what lies beside its weights."""
+    modules = [(f"{name}." if name else "", module) for name, module in model.named_modules()]
+    return [prefix + key for prefix, module in modules for weight in own_weights(module) for key in weight.added]

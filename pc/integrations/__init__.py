@@ -1,20 +1,25 @@
 """PC in other projects' trainers, a module each: `hugging_face`, `lightning`, and TorchTitan's in `torchtitan`."""
 
-from typing import Any
-
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
-from pc.preconditioner import Preconditioner
-from pc.weight import named_weights
-
-
-def is_of(preconditioner: Preconditioner | None, model: nn.Module) -> bool:
-    """Whether this is the preconditioner of the model's weights, if it has any: a trainer may be given another model."""
-    return preconditioner is not None and all(w.preconditioner is preconditioner for _, w in named_weights(model))
+from pc.api import precondition
+from pc.preconditioner import Preconditioner, preconditioner_of
+from pc.weight import added_names, named_weights
 
 
-def whole_state(preconditioner: Preconditioner) -> dict[str, dict[str, Any]]:
-    """The preconditioner's state with whole tensors, which loads on any number of ranks. All ranks call it."""
-    return tree_map_only(DTensor, DTensor.full_tensor, preconditioner.state_dict())
+def started(model: nn.Module, is_replicated: bool) -> Preconditioner:
+    """The model's preconditioner, made now if it has none, for trainers that load a checkpoint or evaluate before they wrap
+    the model. Once it is wrapped, call `note_loaded`.
+
+    Args:
+        is_replicated: by DDP, which will give all ranks the weights of the first.
+    """
+    if (made := preconditioner_of(model)) is not None:
+        return made
+    group = dist.group.WORLD if is_replicated and dist.is_initialized() else None
+    for _, weight in named_weights(model) if group else ():
+        dist.broadcast(weight.effective.detach(), 0)
+    made = precondition(model, process_group=group)
+    model._ddp_params_and_buffers_to_ignore = added_names(model)  # type: ignore[assignment]  # no forward pass uses them
+    return made

@@ -7,37 +7,39 @@ trainer.train()
 pc.merge(model).save_pretrained(folder)
 """
 
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import Trainer
 
 from pc.errors import UserError
-from pc.factory import precondition
-from pc.integrations import is_of, whole_state
+from pc.integrations import started
 from pc.preconditioner import Preconditioner
-
-FILE = "pc.pt"  # the preconditioner's state, in the folder of a checkpoint
 
 
 class PCTrainerMixin(Trainer):
     """Comes before `transformers.Trainer` among the bases of a trainer, whose model has been given to `pc.attach`."""
 
-    preconditioner: Any = None  # a Preconditioner, once the model is evaluated or trained
-
-    def _started(self) -> Preconditioner:
+    @property
+    def preconditioner(self) -> Preconditioner:
         model: Any = self.model
-        if not is_of(self.preconditioner, model):
-            is_replica = dist.is_initialized() and not self.is_fsdp_enabled
-            self.preconditioner = precondition(model, process_group=dist.group.WORLD if is_replica else None)
-        return self.preconditioner
+        return started(model, is_replicated=not self.is_fsdp_enabled)
+
+    def create_optimizer(self, *args, **kwargs) -> torch.optim.Optimizer:
+        """Called before the model is wrapped. In a new run too the optimizer is made of W and gammas, for a resume has the
+        same groups."""
+        if not self.is_fsdp_enabled:
+            self.preconditioner.write_if_stale()
+        return super().create_optimizer(*args, **kwargs)
+
+    def get_decay_parameter_names(self, model) -> list[str]:
+        return [name for name in super().get_decay_parameter_names(model) if not name.endswith("_gamma")]
 
     def create_scheduler(self, num_training_steps: int, optimizer=None):
         """Called once model and optimizer are wrapped, before a checkpoint's optimizer state is loaded."""
         chosen: Any = optimizer or self.optimizer
-        self._started().follow(chosen)
+        self.preconditioner.note_loaded()
+        self.preconditioner.follow(chosen)
         return super().create_scheduler(num_training_steps, optimizer)
 
     def training_step(self, *args, **kwargs) -> torch.Tensor:
@@ -47,28 +49,21 @@ class PCTrainerMixin(Trainer):
         return loss
 
     def evaluation_loop(self, *args, **kwargs):
-        self._started()
+        self.preconditioner.write_if_stale()
         return super().evaluation_loop(*args, **kwargs)
 
-    def _save_checkpoint(self, model, trial) -> None:
-        super()._save_checkpoint(model, trial)
-        found = whole_state(self.preconditioner)  # of all ranks
-        if self.is_world_process_zero():
-            torch.save(found, Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}" / FILE)
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
+        """Called before the model is wrapped. It is not strict, so a checkpoint without W would pass.
 
-    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
-        """Called once a checkpoint's model is loaded; by transformers 5.0 in a new run too, with None."""
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            self.load_pc(Path(checkpoint))
-
-    def _load_best_model(self) -> None:
-        super()._load_best_model()
-        best: Any = self.state.best_model_checkpoint
-        self.load_pc(Path(best))
-
-    def load_pc(self, checkpoint: Path) -> None:
-        file = checkpoint / FILE
-        if not file.exists():
-            raise UserError(f"{file} is missing: the model there holds PC(W), and only that file has its W")
-        self.preconditioner.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+        Raises:
+            UserError: the checkpoint has no W.
+        """
+        preconditioner = self.preconditioner
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        try:
+            preconditioner.write_if_stale()
+        except UserError:
+            raise UserError(
+                f"{resume_from_checkpoint} has weights, but not their W (weight_orig): it is of a plain model, or of an earlier "
+                "version of this library"
+            ) from None

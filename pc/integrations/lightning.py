@@ -6,47 +6,41 @@ trainer.fit(module)  # whose network has been given to pc.attach
 
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.strategies import DDPStrategy
 
-from pc.factory import precondition
-from pc.integrations import is_of, whole_state
-from pc.preconditioner import Preconditioner
+from pc.integrations import started
+from pc.weight import named_weights
 
 
 class PCCallback(Callback):
-    """Makes PC's preconditioner, follows the module's optimizers, and is saved and loaded with Lightning's
-    checkpoints."""
+    """Makes PC's preconditioner, follows the module's optimizers, and pulls gradients back."""
 
-    def __init__(self) -> None:
-        self.preconditioner: Any = None  # a Preconditioner, from the first run on
-        self._loaded: dict[str, Any] | None = None
+    preconditioner: Any = None
+    """a Preconditioner, from the first run on"""
 
-    def _start(self, trainer) -> Preconditioner:
-        if not is_of(self.preconditioner, trainer.model):
-            self.preconditioner = precondition(trainer.model)
-        if self._loaded is not None:
-            self.preconditioner.load_state_dict(self._loaded)
-            self._loaded = None
-        return self.preconditioner
+    def _start(self, trainer, pl_module) -> None:
+        self.preconditioner = started(pl_module, is_replicated=isinstance(trainer.strategy, DDPStrategy))
+
+    def setup(self, trainer, pl_module, stage: str) -> None:
+        """Called before a checkpoint is loaded, but with strategies for sharded models, which load later."""
+        has_weights = any(True for _ in named_weights(pl_module))
+        if has_weights and not trainer.strategy.restore_checkpoint_after_setup:
+            pl_module.to(trainer.strategy.root_device)
+            self._start(trainer, pl_module)
 
     def on_fit_start(self, trainer, pl_module) -> None:
-        self._start(trainer).follow(*trainer.optimizers)
+        self._start(trainer, pl_module)
+        self.preconditioner.note_loaded()
+        self.preconditioner.follow(*trainer.optimizers)
 
     def on_validation_start(self, trainer, pl_module) -> None:
-        self._start(trainer)
+        self._start(trainer, pl_module)
 
     on_test_start = on_predict_start = on_validation_start
-    on_train_start = on_validation_start  # strategies for sharded models load after `on_fit_start`
 
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer: torch.optim.Optimizer) -> None:
-        """After the last backward pass of a step, before clipping."""
-        preconditioner = self._start(trainer)
-        if preconditioner.has_gradients() and not preconditioner.is_pulled_back:
-            preconditioner.pull_back()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {} if self.preconditioner is None else whole_state(self.preconditioner)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._loaded = state_dict or None  # for the preconditioner, which may not be there yet
+    def on_after_backward(self, trainer, pl_module) -> None:
+        """After the last backward pass of a step, before gradients are unscaled and clipped."""
+        is_synchronised = getattr(trainer.strategy.model, "require_backward_grad_sync", True)
+        if is_synchronised and not trainer.fit_loop._should_accumulate():
+            self.preconditioner.pull_back()

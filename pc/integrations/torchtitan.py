@@ -18,9 +18,9 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.tools.logging import logger
 
+from pc.api import attach
 from pc.config import PCConfig
 from pc.errors import UserError
-from pc.marking import attach
 from pc.targets import describe
 
 NAME = "pc"
@@ -44,8 +44,6 @@ class Converter:
             nearest = difflib.get_close_matches(key, known, n=1) or known
             raise UserError(f"[pc]: unknown key {key}; did you mean {' or '.join(nearest)}?")
         config = PCConfig(**values)
-        if config.mode != "step":
-            raise UserError('[pc]: here mode is "step"')
         if job_config.model.converters[-1] != NAME:
             raise UserError(f'model.converters: "{NAME}" must be the last; one after it could replace PC\'s layers')
         if is_enabled and parallel_dims.tp_enabled:

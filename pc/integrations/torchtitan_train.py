@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torchtitan.train
 from torch import Tensor
+from torchtitan.components.checkpoint import MODEL, ModelWrapper
 
 from pc.api import precondition
 from pc.errors import UserError, exit_on_user_error
@@ -14,8 +15,7 @@ from pc.weight import named_weights
 
 
 class Trainer(torchtitan.train.Trainer):
-    """Calls the preconditioner where TorchTitan's trainer has no hook: before the first step, after the last micro-batch,
-    and in checkpoints."""
+    """Makes the preconditioner, and calls it where TorchTitan's trainer has no hook: after the last micro-batch."""
 
     def __init__(self, job_config) -> None:
         assets = job_config.model.hf_assets_path
@@ -25,14 +25,16 @@ class Trainer(torchtitan.train.Trainer):
         self.preconditioner = self.make_preconditioner()
 
     def make_preconditioner(self) -> Preconditioner | None:
-        """None without PC, or in a pipeline stage without weights of PC."""
+        """None without PC, or in a pipeline stage without weights of PC, or before plain weights are loaded, which become W."""
+        settings = self.job_config.checkpoint
+        is_plain = settings.enable and settings.initial_load_model_only and not Path(self.checkpointer.folder).exists()
+        if self.step == 0 and is_plain:
+            return None
         if not any(True for part in self.model_parts for _ in named_weights(part)):
             return None
         preconditioner = precondition(self.model_parts)
         preconditioner.follow(self.optimizers.optimizers)
-        for weight in preconditioner.weights.values():
-            if weight.gamma is not None:
-                weight.gamma.requires_grad_()  # TorchTitan saves optimizer states of such parameters alone
+        self.checkpointer.states[MODEL] = ModelWrapper(self.model_parts)  # which has listed the model's state before
         return preconditioner
 
     def train_step(self, data_iterator) -> None:
@@ -41,6 +43,7 @@ class Trainer(torchtitan.train.Trainer):
 
     def begin_step(self) -> None:
         """Before the first micro-batch."""
+        self.preconditioner = self.preconditioner or self.make_preconditioner()
         self._micro_batches_done = 0
 
     @property
