@@ -1,4 +1,4 @@
-"""A plain training loop with PC in mode "step": accumulation, clipping, autocast, checkpoint and resume.
+"""A plain training loop with PC: accumulation, clipping, autocast, checkpoint and resume.
 
     python examples/loop.py --steps 20 --folder outputs/loop
     torchrun --nproc-per-node 2 examples/loop.py --steps 20 --folder outputs/loop
@@ -55,12 +55,12 @@ def main() -> None:
     model = nn.Sequential(
         nn.Embedding(VOCABULARY, WIDTH), Block(), Block(), nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
     ).to(device)
-    pc.attach(model, pc.PCConfig(level=4, blocks=("*.up", "*.down"), mode="step"))
+    pc.attach(model, pc.PCConfig(level=4, blocks=("*.up", "*.down")))
     trained = DistributedDataParallel(model) if world > 1 else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     preconditioner = pc.precondition(trained, optimizer)
 
-    parts = {"model": model, "optimizer": optimizer, "preconditioner": preconditioner}
+    parts = {"model": model, "optimizer": optimizer}  # the whole state: W and what belongs to it are in the model's
     checkpoint, start = arguments.folder / "last.pt", 0
     if checkpoint.exists():
         state = torch.load(checkpoint, map_location=device, weights_only=True)

@@ -3,8 +3,8 @@
     python examples/one_file.py                # a byte-level model on this file's own text, PC on
     python examples/one_file.py FILE --plain   # any text, without PC
 
-It needs torch alone and computes what `pc` computes in mode "step" (a test compares them), for plain weights on one
-device or under DDP, where every rank does the same work. For sharded weights, checkpoints and speed, use `pc`.
+It needs torch alone and computes what `pc` computes (a test compares them), for plain weights on one device or under DDP,
+where every rank does the same work. For sharded weights, checkpoints and speed, use `pc`.
 
 The paper is "PC Layer: Polynomial Weight Preconditioning for Improving LLM Pre-Training", arXiv:2606.06470.
 """
@@ -27,49 +27,51 @@ LEVELS = {
 class PC:
     """Trains W while the model multiplies by PC(W) = gamma s.detach() g(W / s), where s estimates W's spectral norm.
 
-    Weights change once per optimizer step, so PC(W) is computed once per step. Between steps the model's parameters hold
-    PC(W), and forward and backward passes are those of a plain model:
+    The model's own parameters hold PC(W); W is a parameter beside each, as a mixed-precision optimizer has a master weight
+    beside the model's. W changes once per optimizer step, so PC(W) is computed once per step:
 
-        loss.backward()  # every micro-batch: the gradient with respect to PC(W) accumulates
-        preconditioner.pull_back_and_restore()  # it becomes that of W and gamma; the model holds W. Clip after this.
-        optimizer.step()  # any optimizer; give it `preconditioner.gammas` too
+        loss.backward()  # every micro-batch: the gradient with respect to PC(W) adds up in the model
+        preconditioner.pull_back()  # it becomes that of W and gamma. Clip after this.
+        optimizer.step()  # any optimizer of `preconditioner.trained(model)`
         preconditioner.write_pc()  # the model holds the new PC(W)
 
     Make it after DDP has wrapped the model, which gives all ranks the same weights.
     """
 
-    def __init__(self, weights: list[nn.Parameter], level: int = 4, iterations: int = 10) -> None:
+    def __init__(self, effective: list[nn.Parameter], level: int = 4, iterations: int = 10) -> None:
         self.coefficients, self.iterations = LEVELS[level], iterations
-        self.weights = weights  # each [n, m]
-        self.gammas = [nn.Parameter(weight.new_ones(1)) for weight in weights]  # learnable, one per matrix
-        self.raw = [weight.detach().clone() for weight in weights]  # W
+        self.effective = effective  # PC(W), in the model, each [n, m]
+        self.weights = [nn.Parameter(weight.detach().clone()) for weight in effective]  # W
+        self.gammas = [nn.Parameter(weight.new_ones(1)) for weight in effective]  # learnable, one per matrix
         generator = torch.Generator().manual_seed(0)  # its own, so that all ranks of DDP draw the same vectors
-        drawn = [torch.randn(len(weight), generator=generator).to(weight) for weight in weights]
+        drawn = [torch.randn(len(weight), generator=generator).to(weight) for weight in effective]
         self.u = [nn.functional.normalize(vector, dim=0) for vector in drawn]  # [n]
-        self.v = [torch.zeros_like(weight[0]) for weight in weights]  # [m], from u in `write_pc`
+        self.v = [torch.zeros_like(weight[0]) for weight in effective]  # [m], from u in `write_pc`
         self.write_pc()
+
+    def trained(self, model: nn.Module) -> list[nn.Parameter]:
+        """What an optimizer gets: W in place of PC(W), and the gammas."""
+        left_out = {id(weight) for weight in self.effective}
+        return [*(p for p in model.parameters() if id(p) not in left_out), *self.weights, *self.gammas]
 
     @torch.no_grad()
     def write_pc(self) -> None:
-        """Keep W, move u and v on, and write PC(W) into the parameters."""
+        """Move u and v on, and write PC(W) into the model."""
         for i, weight in enumerate(self.weights):
-            self.raw[i].copy_(weight)
             for _ in range(self.iterations if weight.any() else 0):  # algorithm 3; u and v go on from the last step's
                 self.v[i] = nn.functional.normalize(weight.mT @ self.u[i], dim=0)
                 self.u[i] = nn.functional.normalize(weight @ self.v[i], dim=0)
-            weight.copy_(self.effective(self.raw[i], self.gammas[i], self.u[i], self.v[i]))
+            self.effective[i].copy_(self.pc(weight, self.gammas[i], self.u[i], self.v[i]))
 
-    def pull_back_and_restore(self) -> None:
-        """Replace the gradients with respect to PC(W) by those with respect to W and gamma, and PC(W) by W."""
-        for weight, raw, gamma, u, v in zip(self.weights, self.raw, self.gammas, self.u, self.v, strict=True):
-            if weight.grad is not None:
-                given = raw.clone().requires_grad_()
-                result = self.effective(given, gamma, u, v)  # with the u and v of this step's PC(W)
-                weight.grad, gamma.grad = torch.autograd.grad(result, (given, gamma), weight.grad)
-            with torch.no_grad():
-                weight.copy_(raw)
+    def pull_back(self) -> None:
+        """Turn the gradients with respect to PC(W) into those with respect to W and gamma."""
+        tensors = zip(self.effective, self.weights, self.gammas, self.u, self.v, strict=True)
+        for effective, weight, gamma, u, v in tensors:
+            if effective.grad is not None:  # with the u and v of this step's PC(W)
+                self.pc(weight, gamma, u, v).backward(effective.grad)
+                effective.grad = None
 
-    def effective(self, weight: Tensor, gamma: Tensor, u: Tensor, v: Tensor) -> Tensor:
+    def pc(self, weight: Tensor, gamma: Tensor, u: Tensor, v: Tensor) -> Tensor:
         """PC(W) [n, m] (algorithm 1). u and v are constants, and so is the s that puts the norm back."""
         s = u @ weight @ v + 1e-7  # the largest singular value, as far as u and v have converged
         scaled = weight / s  # singular values at most about 1; the gradient flows through this s
@@ -95,22 +97,20 @@ def main() -> None:
         nn.Embedding(256, 32), nn.Flatten(), nn.Linear(context * 32, width, bias=False), nn.SiLU(),
         nn.Linear(width, width, bias=False), nn.SiLU(), nn.Linear(width, 256),
     )  # fmt: skip
-    preconditioner = None if arguments.plain else PC([model[2].weight, model[4].weight])
-    gammas = preconditioner.gammas if preconditioner else []
-    optimizer = torch.optim.AdamW([*model.parameters(), *gammas], lr=3e-3)
+    preconditioner = PC([] if arguments.plain else [model[2].weight, model[4].weight])
+    trained = preconditioner.trained(model)
+    optimizer = torch.optim.AdamW(trained, lr=3e-3)
     for step in range(1, arguments.steps + 1):
         for _ in range(2):  # micro-batches
             begins = torch.randint(len(text) - context, (64, 1))
             windows = text[begins + torch.arange(context + 1)]  # [64, 17]
             loss = nn.functional.cross_entropy(model(windows[:, :-1]), windows[:, -1])
             (loss / 2).backward()
-        if preconditioner:
-            preconditioner.pull_back_and_restore()
-        nn.utils.clip_grad_norm_([*model.parameters(), *gammas], 1.0)
+        preconditioner.pull_back()
+        nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if preconditioner:
-            preconditioner.write_pc()
+        preconditioner.write_pc()
         if step == 1 or step % 20 == 0:
             print(f"step {step} loss {loss.item():.4f}", flush=True)
 

@@ -5,6 +5,7 @@ import io
 import json
 import random
 import tomllib
+from pathlib import Path
 
 import pytest
 import tomli_w
@@ -102,9 +103,9 @@ def only_losses(rank, runs):
     return [train(words)[0] for words in runs]
 
 
-def require_pc(weight, split, raw, gamma, u, v):
-    """weight = PC(raw) by a float64 singular value decomposition of each matrix, with s = u^T raw v."""
-    batched = [t.detach().double() if split.stack else t.detach().double()[None] for t in (weight, raw, gamma, u, v)]
+def require_pc(weight, split, orig, gamma, u, v):
+    """weight = PC(orig) by a float64 singular value decomposition of each matrix, with s = u^T orig v."""
+    batched = [t.detach().double() if split.stack else t.detach().double()[None] for t in (weight, orig, gamma, u, v)]
     functions = (split.split_weight, split.split_weight, split.split_gamma, split.split_u, split.split_v)
     matrices = [function(tensor) for function, tensor in zip(functions, batched, strict=True)]
     for after, before, scale, left, right in zip(*matrices, strict=True):
@@ -120,9 +121,14 @@ def require_pc(weight, split, raw, gamma, u, v):
 def straight_and_resumed(rank, words):
     """Losses of a run and of one from its checkpoint of step 2, and gammas; weights are checked against float64."""
     losses, trainer = train(words)
+    folder = Path(trainer.checkpointer.folder)
     resumed = train([*words, "--checkpoint.load_step", "2", "--checkpoint.interval", "9"])[0]
+    plain = ["--checkpoint.folder", "plain", "--checkpoint.initial_load_path", str(folder / "step-4")]
+    started = train([*words, *plain, "--training.steps", "1", "--checkpoint.interval", "9"])[
+        0
+    ]  # from PC(W), as plain weights
     model = trainer.model_parts[0]
-    rows = [(s.parameter, s.split, s.raw, s.gammas[0], s.u, s.v) for s in trainer.preconditioner.weights.values()]
+    rows = [(w.effective, w.split, w.orig, w.gammas[0], w.u, w.v) for w in trainer.preconditioner.weights.values()]
     for row in rows:
         require_pc(*row)
     gammas = torch.cat([row[3].detach().flatten() for row in rows])
@@ -131,17 +137,18 @@ def straight_and_resumed(rank, words):
         logits = model(tokens)
         torch.testing.assert_close(pc.merge(model)(tokens), logits, rtol=1e-5, atol=1e-5)
     assert not any("gamma" in name for name in model.state_dict())
-    return losses, resumed, gammas
+    return losses, resumed, started, gammas
 
 
 # o, gate, up and down of two layers; of the second layer's eight experts gate, up and down
 @pytest.mark.parametrize("name, matrices", [("qwen3", 8), ("deepseek_v3", 8 + 24)])
 def test_a_model_of_torchtitan(name, matrices, write):
-    losses, resumed, gammas = run_ranks(1, straight_and_resumed, write(name))[0]
+    losses, resumed, started, gammas = run_ranks(1, straight_and_resumed, write(name))[0]
     assert len(gammas) == matrices
     assert (gammas != 1).float().mean() > 0.9  # an expert without tokens has no gradient
     assert losses[4] < losses[1] - 1
     assert resumed == {3: losses[3], 4: losses[4]}
+    assert started[1] < losses[1] - 1
 
 
 def test_two_ranks_go_on_as_one(write):
@@ -163,7 +170,6 @@ def test_mistakes_are_one_line(write):
     mistakes = {
         "unknown key levl; did you mean level?": {"levl": 2},
         "'layers.*.ffn.w1' matches no weight of the model": {"blocks": ["layers.*.ffn.w1"]},
-        'here mode is "step"': {"mode": "forward"},
         "pc.splits: '*.w1' must be a pc.MatrixSplit or None": {"splits": {"*.w1": {"blocks": ["gate"]}}},
     }
     lines = run_ranks(1, refused, [write("llama3", f"{i}", pc=wrong) for i, wrong in enumerate(mistakes.values())])[0]

@@ -63,16 +63,13 @@ def test_ranks_with_seeds_of_their_own_start_alike(one_file):
 def test_it_trains_as_the_library_does(one_file):
     """Losses depend on weights and gammas of all earlier steps. float64 has 16 digits."""
     model = _model()
-    weights = [model[0].weight, model[1].weight]
-    given = [weight.detach().clone() for weight in weights]
-    preconditioner = one_file.PC(weights)
-    for i, weight in enumerate(weights):  # the library's own first u and v
-        weight.data.copy_(given[i])
+    preconditioner = one_file.PC([model[0].weight, model[1].weight])
+    for i, weight in enumerate(preconditioner.weights):  # the library's own first u and v
         u, v = initial_vectors(str(i), weight.shape)
         preconditioner.u[i], preconditioner.v[i] = u.double(), v.double()
     preconditioner.write_pc()
-    optimizer = torch.optim.AdamW([*model.parameters(), *preconditioner.gammas], lr=3e-2)
-    losses = _losses(model, optimizer, preconditioner.pull_back_and_restore, preconditioner.write_pc)
+    optimizer = torch.optim.AdamW(preconditioner.trained(model), lr=3e-2)
+    losses = _losses(model, optimizer, preconditioner.pull_back, preconditioner.write_pc)
     assert losses == pytest.approx(_losses_of_the_library(4), rel=1e-12)
     assert losses != pytest.approx(_losses_of_the_library(3), rel=1e-3)  # control
 
@@ -86,8 +83,8 @@ def test_weights_that_start_at_zero_or_are_not_used_train_as_in_the_library(one_
     model, expected = model_with_zeros(), pc.attach(model_with_zeros(), pc.PCConfig(level=4, blocks=("1*",)))
     unused = nn.Parameter(torch.ones(2, 3))
     preconditioner = one_file.PC([unused, model[1].weight])
-    optimizer = torch.optim.SGD([*model.parameters(), *preconditioner.gammas], lr=0.1)
-    losses = _losses(model, optimizer, preconditioner.pull_back_and_restore, preconditioner.write_pc)
+    optimizer = torch.optim.SGD(preconditioner.trained(model), lr=0.1)
+    losses = _losses(model, optimizer, preconditioner.pull_back, preconditioner.write_pc)
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
     wanted = _losses(expected, optimizer, pc.precondition(expected, optimizer).pull_back)
     assert losses == pytest.approx(wanted, rel=1e-3)  # the first vectors differ
