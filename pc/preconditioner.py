@@ -134,8 +134,8 @@ class Preconditioner:
         """followed optimizers that have moved W or gamma since PC(W) was written"""
         self._replaced: dict[tuple, Tensor] = {}
         """by the matrices of a batch: how often their u and v were replaced, on the device"""
-        self._worst: Tensor | None = None
-        """the largest value that a second start found since `take_worst`, relative to the estimate"""
+        self._estimates: Tensor | None = None
+        """[2]: the sum of `_replaced`, and the largest value that a second start found, relative to the estimate"""
         self._is_pulled_back = False
         """since PC(W) was written"""
         self._is_stale = False
@@ -246,10 +246,11 @@ class Preconditioner:
     def take_estimates(self) -> Tensor:
         """The number of `replaced` so far, and the largest value that a second start found since the last call, relative to
         the estimate, on this rank [2]. Does not wait."""
-        device = local(next(iter(self.weights.values())).orig).device
-        counts = [*self._replaced.values()] or [torch.zeros((), device=device)]
-        worst, self._worst = self._worst, None
-        return torch.stack([torch.stack(counts).sum(), torch.zeros_like(counts[0]) if worst is None else worst])
+        if self._estimates is None:  # this rank computes no matrix
+            return local(next(iter(self.weights.values())).orig).new_zeros(2)
+        taken = self._estimates.clone()
+        self._estimates[1].zero_()
+        return taken
 
     def restart(self) -> None:
         """Take what the weights hold as W, with gamma 1 and new u and v: after plain weights were loaded."""
@@ -267,9 +268,12 @@ class Preconditioner:
         self._kept.clear()
 
         def write(matrices: tuple, split: WeightSplit, *tensors: Tensor) -> Sequence[Tensor]:
-            *results, (replaced, found), kept = split.write(*tensors, advance=advance)
-            self._replaced[matrices] = self._replaced[matrices] + replaced if matrices in self._replaced else replaced
-            self._worst = found if self._worst is None else torch.maximum(self._worst, found)
+            *results, noted, kept = split.write(*tensors, advance=advance)
+            self._replaced[matrices] = self._replaced[matrices] + noted[0] if matrices in self._replaced else noted[0]
+            if self._estimates is None:
+                self._estimates = torch.zeros_like(noted)
+            self._estimates[0].add_(noted[0])
+            torch.maximum(self._estimates[1], noted[1], out=self._estimates[1])
             if sum(map(_bytes, self._kept.values())) + _bytes(kept) <= KEPT_BYTES:
                 self._kept[matrices] = kept
             return results

@@ -101,7 +101,9 @@ def data_checksums(config: Config) -> dict[str, str]:
     arm, options = config.experiment.arm.partition(":")[0], config.experiment.options
     files = {"arm": Path(__file__).parents[2] / f"{arm.replace('.', '/')}.py"}
     files |= {f"options.{name}": Path(value) for name, value in options.items() if isinstance(value, str)}
-    return checksums | {f"content of experiment.{n}": sha256_of(file) for n, file in files.items() if look.is_file(file)}
+    return checksums | {
+        f"content of experiment.{n}": sha256_of(file) for n, file in files.items() if look.is_file(file)
+    }
 
 
 def differing_keys(one: dict[str, Any], other: dict[str, Any]) -> list[str]:

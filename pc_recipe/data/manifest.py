@@ -114,7 +114,8 @@ class Manifest:
     def _sha256_of_given_files(self) -> str:
         made_with = self.tokenizer
         digest = hashlib.sha256(f"{made_with.kind} bos={made_with.bos_id} eos={made_with.eos_id}".encode())
-        for file in sorted(path for path in (self.folder / TOKENIZER_FOLDER).iterdir() if path.is_file()):
+        folder = self.folder / TOKENIZER_FOLDER
+        for file in (folder / name for name in look.names(folder) if look.is_file(folder / name)):
             digest.update(f"\n{file.name} {file.stat().st_size}\n".encode() + file.read_bytes())
         return digest.hexdigest()
 

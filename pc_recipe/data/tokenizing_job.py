@@ -111,7 +111,7 @@ def open_job(output: Path, sources: list[str], tokenizer: Tokenizer, requested: 
 
 def _last_change(file: str) -> int:
     """Of a local file, in nanoseconds; else 0."""
-    return os.stat(file).st_mtime_ns if os.path.exists(file) else 0
+    return os.stat(file).st_mtime_ns if look.is_there(file) else 0
 
 
 def _divide_source(sources: list[str], output: Path, requested: dict) -> tuple[dict, list[Unit]]:

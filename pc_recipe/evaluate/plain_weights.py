@@ -99,5 +99,3 @@ def _pc_shapes(model: Transformer) -> dict[str, torch.Size]:
             del added["gamma"]
         shapes |= {f"{name}.weight_{key}": torch.Size(shape) for key, shape in added.items()}
     return shapes
-
-

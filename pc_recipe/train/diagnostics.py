@@ -41,7 +41,7 @@ SPECTRAL: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """{NAME: function from the ascending singular values [B, min(n, m)] of B effective weights to B numbers [B]}.
 Logged as spectra/NAME/LAYER every `diagnostics.spectra_freq` steps. To add a metric, add a line here."""
-WEIGHT, GAMMA, REPLACED, WORST = "norm/weight", "pc/gamma/", "pc/estimates_replaced", "pc/worst_estimate"
+WEIGHT, GAMMA, REPLACED, WORST = "norm/weight", "pc/gamma/", "estimates/replaced", "estimates/worst"
 
 
 class Diagnostics:

@@ -20,7 +20,7 @@ def make_format_1(folder: Path, given: dict[str, bytes], kind: str) -> Path:
     job["settings"] |= {"format": 1, "tokenizer": digest.hexdigest()}
     settings_sha256 = hashlib.sha256(json.dumps(job["settings"], sort_keys=True).encode()).hexdigest()
     manifest["tokenizer"] |= {"sha256": digest.hexdigest(), "kind": kind}
-    del manifest["content_sha256"]
+    manifest.pop("content_sha256", None)
     manifest |= {"format": 1, "configuration_sha256": settings_sha256}
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
     (folder / "tokenizing.json").write_text(json.dumps(job, indent=1))

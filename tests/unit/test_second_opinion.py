@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import pc
-from helpers.toy import Loop, same
+from helpers.toy import Loop
 from pc import PCConfig
 from pc.maps import COEFFICIENTS, evaluate, reach, resolve
 from pc.methods import method_of
@@ -74,7 +74,9 @@ def test_whatever_w_is():
     u, v = torch.ones(1, 6) / 6**0.5, torch.ones(1, 9) / 3
     torch.testing.assert_close(method_of(LEVEL_4).write(zero, None, u, v)[:3], (zero, u, v))
     broken = torch.full((1, 6, 9), torch.nan)
-    assert not method_of(LEVEL_4).write(broken, None, u, v)[3] > 0  # nothing is replaced for a NaN, which the trainer names
+    assert (
+        not method_of(LEVEL_4).write(broken, None, u, v)[3] > 0
+    )  # nothing is replaced for a NaN, which the trainer names
 
 
 @pytest.mark.parametrize("level", [*COEFFICIENTS, "polar_express", (1.5, -0.5)])
