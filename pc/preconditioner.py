@@ -135,7 +135,7 @@ class Preconditioner:
         self._replaced: dict[tuple, Tensor] = {}
         """by the matrices of a batch: how often their u and v were replaced, on the device"""
         self._estimates: Tensor | None = None
-        """[2]: the sum of `_replaced`, and the largest value that a second start found, relative to the estimate"""
+        """[2]: how often since `take_estimates`, and the largest value that a second start found, relative to the estimate"""
         self._is_pulled_back = False
         """since PC(W) was written"""
         self._is_stale = False
@@ -244,12 +244,11 @@ class Preconditioner:
         return {name: int(count) for name, count in zip(names, counts, strict=True) if count}
 
     def take_estimates(self) -> Tensor:
-        """The number of `replaced` so far, and the largest value that a second start found since the last call, relative to
-        the estimate, on this rank [2]. Does not wait."""
+        """How often u and v were `replaced` since the last call, and the largest value that a second start found, relative
+        to the estimate, on this rank [2]. Does not wait."""
         if self._estimates is None:  # this rank computes no matrix
             return local(next(iter(self.weights.values())).orig).new_zeros(2)
-        taken = self._estimates.clone()
-        self._estimates[1].zero_()
+        taken, self._estimates = self._estimates, None
         return taken
 
     def restart(self) -> None:

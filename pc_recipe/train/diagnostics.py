@@ -70,7 +70,7 @@ class Diagnostics:
         self._gammas = {n: w.gamma for n, w in self._pc_weights().items() if w.gamma is not None}
         self._outputs = OutputSizes(model_parts) if self._settings.freq else None
         self._measuring = False
-        self._said = 0.0
+        self._replaced = self._said = 0.0
         watched = config.pc.blocks if self._settings.spectra_freq else ()
         self._update = UpdateSizes(model_parts, watched, self._stage_ranks)
         self.factors = self._list_factors()
@@ -143,8 +143,9 @@ class Diagnostics:
         sums, largest = of_ranks.sums(), of_ranks.largest()
         metrics = {WEIGHT: math.sqrt(sums[WEIGHT])} | {n: gamma for n, gamma in sums.items() if n.startswith(GAMMA)}
         if REPLACED in sums:
-            metrics |= {REPLACED: sums[REPLACED], WORST: largest[WORST]}
-            self._say_replaced(sums[REPLACED])
+            self._replaced += sums[REPLACED]
+            metrics |= {REPLACED: self._replaced, WORST: largest[WORST]}
+            self._say_replaced()
         for name in sums if self._measuring else ():
             size, _, output = name.partition("/")
             if size == "squares":
@@ -153,14 +154,14 @@ class Diagnostics:
                 metrics[f"signal/{part}/absmax/{layer}"] = largest[f"largest/{output}"]
         return metrics
 
-    def _say_replaced(self, count: float) -> None:
+    def _say_replaced(self) -> None:
         """Once, and then each time that the number has doubled."""
-        if count < max(1.0, 2 * self._said):
+        if self._replaced < max(1.0, 2 * self._said):
             return
-        self._said = count
+        self._said = self._replaced
         own = list(self._preconditioner.replaced()) if self._preconditioner is not None else []
         logger.warning(
-            f"PC: {count:.0f} times so far a largest singular value was underestimated by more than a map allows, and found "
+            f"PC: {self._replaced:.0f} times so far a largest singular value was underestimated by more than a map allows, and found "
             f"anew{' (' + ', '.join(own[:4]) + ')' if own else ''}; often means that optimizer.lr is high"
         )
 
