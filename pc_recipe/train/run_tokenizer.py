@@ -6,6 +6,7 @@ wherever weights and a tokenizer meet: at a start, a resume, an export, when tex
 
 import json
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 
 from pc.errors import UserError
@@ -95,28 +96,33 @@ def require_for_start(start: CheckpointFolder | Path, manifest: Manifest) -> Non
     Args:
         start: what `checkpoint.initial_load_path` names, a checkpoint or a Hugging Face folder.
     """
-    where, theirs = f"checkpoint.initial_load_path = {start if isinstance(start, Path) else start.path}", None
+    where, theirs = f"checkpoint.initial_load_path = {start if isinstance(start, Path) else start.path}", []
     try:
         names = read_tokenizer(start) if isinstance(start, CheckpointFolder) else exported_names(start)
         if names is None:
-            theirs = of_run(start) if isinstance(start, CheckpointFolder) else _of_hugging_face(start)
-            names = theirs.names
+            theirs = [of_run(start)] if isinstance(start, CheckpointFolder) else _of_hugging_face(start)
+            names = theirs[0].names
     except UserError as error:
         raise UserError(
             f"{where}: its tokenizer is not known ({error}); if it is that of the data, set {THE_SAME}"
         ) from None
     own = describe(manifest)
-    if theirs is None or names["sha256"] == own["sha256"] or not theirs.gives_the_ids_of(manifest.load_tokenizer()):
-        require_equal(names, own, f"{where} belongs to", f"{manifest.folder} was made with")
+    if names["sha256"] == own["sha256"] or any(one.gives_the_ids_of(manifest.load_tokenizer()) for one in theirs):
+        return
+    require_equal(names, own, f"{where} belongs to", f"{manifest.folder} was made with")
 
 
 def exported_names(folder: Path) -> Names | None:
     """What the config.json of an export says of its tokenizer; None of another folder."""
-    config = json.loads(look.read(folder / "config.json") or b"{}")
-    return config.get("tokenizer")
+    with suppress(ValueError, TypeError, KeyError):
+        names = json.loads(look.read(folder / "config.json") or b"{}")["tokenizer"]
+        return {key: names[key] for key in ("name", "sha256")}
+    return None
 
 
-def _of_hugging_face(folder: Path) -> Tokenizer:
-    if not look.is_there(folder / FILE) and not look.is_there(folder / SENTENCEPIECE):
+def _of_hugging_face(folder: Path) -> list[Tokenizer]:
+    """Both forms that there may be; in Llama 2's they give other ids for runs of spaces."""
+    found = [path for path, file in ((folder, FILE), (folder / SENTENCEPIECE, "")) if look.is_there(path / file)]
+    if not found:
         raise UserError(f"no {FILE} beside the weights")
-    return load_tokenizer(folder)
+    return [load_tokenizer(path) for path in found]

@@ -55,9 +55,6 @@ class PCTrainer(StepTrainer):
             super().__init__(config)
         self.scorer = self.build_scorer()
         self.checkpointer.may_save = lambda: not self.optimizers.skips_step
-        self.data = Manifest.read(next(iter(config.data.folders)))
-        self.tokenizer_names = run_tokenizer.describe(self.data)
-        self.checkpointer.states["method"] = fingerprint.fingerprint(config.pc, config.model, self.tokenizer_names)
 
     def make_preconditioner(self) -> Preconditioner | None:
         return self.optimizers.preconditioner
@@ -79,6 +76,10 @@ class PCTrainer(StepTrainer):
         """
         checkpointer, settings = self.checkpointer, self.config.checkpoint
         folder = Path(self.config.job.dump_folder)
+        self.data = Manifest.read(next(iter(self.config.data.folders)))
+        self.tokenizer_names = run_tokenizer.describe(self.data)
+        method = fingerprint.fingerprint(self.config.pc, self.config.model, self.tokenizer_names)
+        checkpointer.states["method"] = method
         if not settings.enable:
             checkpointer.call_on_rank_0(
                 lambda: require_no_other_run(folder, self.config.model_dump(exclude_unset=True))

@@ -15,6 +15,7 @@ from pc.errors import UserError
 from pc_recipe.config.pc_section import PC
 from pc_recipe.config.schema import Model
 from pc_recipe.data.manifest import Manifest
+from pc_recipe.data.tokenizers import _mistral_model
 from pc_recipe.data.tokenizing import tokenize
 from pc_recipe.evaluate import hugging_face
 from pc_recipe.train import run_tokenizer
@@ -145,3 +146,22 @@ def test_weights_of_an_older_version_belong_to_the_tokenizer_of_their_data(data,
     shutil.rmtree(folder)
     with pytest.raises(UserError, match="its tokenizer is not known .*initial_load_tokenizer_is_the_same = true$"):
         require_for_start(run, data["one"])
+
+
+@pytest.mark.parametrize("config", ["[]", "{", '{"tokenizer": "mine"}', '{"tokenizer": {"name": "x"}}'])
+def test_a_config_that_names_no_tokenizer_is_passed_over(config, data, tmp_path):
+    make_tokenizer(tmp_path / "llama")
+    (tmp_path / "llama" / "config.json").write_text(config)
+    require_for_start(tmp_path / "llama", data["one"])
+
+
+def test_weights_with_both_forms_of_a_tokenizer_belong_to_either(tmp_path):
+    """As Llama 2's folders have them, whose forms differ in runs of spaces."""
+    (tmp_path / "in.txt").write_text("The river.")
+    folder = make_tokenizer(tmp_path / "llama")
+    shutil.copy(_mistral_model(), folder / "tokenizer.model")
+    manifest = tokenize(str(tmp_path / "in.txt"), tmp_path / "data", validation_fraction=0)
+    require_for_start(folder, manifest)
+    (folder / "tokenizer.model").unlink()
+    with pytest.raises(UserError, match="llama belongs to tokenizer"):
+        require_for_start(folder, manifest)
