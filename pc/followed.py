@@ -183,14 +183,14 @@ def _group_for_gamma(weight: Weight, optimizers: list[Optimizer]) -> Any:
     def has_weight(group: dict) -> bool:
         return any(p is weight.effective or p is weight.orig for p in group["params"][:])
 
-    holder, own = next((one, group) for one in optimizers for group in one.param_groups if has_weight(group))
+    holder, its = next((one, group) for one in optimizers for group in one.param_groups if has_weight(group))
     if isinstance(holder, of_matrices):
         others = [optimizer for optimizer in optimizers if not isinstance(optimizer, of_matrices)]
         return next((group for other in others for group in other.param_groups if has_vectors(group)), None)
     groups = [group for group in holder.param_groups if has_vectors(group)]
-    if not own.get("use_muon"):  # some optimizers have Muon for such groups, and AdamW for the others
-        groups = [group for group in groups if _rate(group) == _rate(own)]
-    return own if has_vectors(own) or not groups else groups[0]
+    if not its.get("use_muon"):  # some optimizers have Muon for such groups, and AdamW for the others
+        groups = [group for group in groups if _rate(group) == _rate(its)]
+    return its if has_vectors(its) or not groups else groups[0]
 
 
 def _rate(group: dict) -> Any:

@@ -123,9 +123,6 @@ class RecentPlans:
     def __init__(self) -> None:
         self._plans: dict[Hashable, Plan] = {}
 
-    def __getstate__(self) -> dict:
-        return {"_plans": {}}  # of a copy, which makes its own: they hold process groups
-
     def get(self, key: Hashable, make: Callable[[], Plan]) -> Plan:
         plan = self._plans.pop(key, None) or make()
         self._plans[key] = plan
@@ -168,7 +165,7 @@ def _group(tensors: Sequence[Tensor], replicas: dist.ProcessGroup | None) -> _Gr
     if is_stack(tensors[0]):
         # Leave out the mesh dimensions that shard E of every tensor: there each rank holds its matrices whole. If one
         # tensor (a replicated gamma) is sharded otherwise, keep them.
-        alike = {frozenset(d for d, split in sharded_dims(tensor).items() if split == 0) for tensor in tensors}
+        alike = {frozenset(d for d, dim in sharded_dims(tensor).items() if dim == 0) for tensor in tensors}
         dimensions -= alike.pop() if len(alike) == 1 else set()
     if dimensions:
         return _group_of(meshes.pop(), tuple(sorted(dimensions)), dist.group.WORLD)

@@ -204,7 +204,7 @@ class Preconditioner:
                 weight.effective.grad = None
                 _add_gradient(weight.orig, gradient)
                 for each in of_gamma:
-                    _add_gradient(weight.gamma, viewed(each, weight.gamma.shape) if weight.split.stack else each)
+                    _add_gradient(weight.gamma, viewed(each, (each.numel(),)))
             self._is_pulled_back = True
 
     @torch.no_grad()
@@ -334,12 +334,12 @@ class Preconditioner:
         """
         given = followed.join(self.weights.values(), optimizers, self)
         trained = followed.ids_of_parameters(*given)
-        own = {id(p) for weight in self.weights.values() for p in (weight.orig, weight.gamma)}
+        ours = {id(p) for weight in self.weights.values() for p in (weight.orig, weight.gamma)}
         for earlier in [*self._hooks]:
-            if (own & followed.ids_of_parameters(earlier)) <= trained:  # the new ones train all of ours that it does
+            if (ours & followed.ids_of_parameters(earlier)) <= trained:  # the new ones train all of ours that it does
                 self._leave(earlier, restore=earlier not in given)
         for optimizer in given:
-            if own & followed.ids_of_parameters(optimizer):
+            if ours & followed.ids_of_parameters(optimizer):
                 self._hooks[optimizer] = [
                     optimizer.register_step_pre_hook(self._before_step),
                     optimizer.register_step_post_hook(self._after_step),

@@ -93,13 +93,6 @@ def viewed(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     return DTensor.from_local(part, mesh, tensor.placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def copy_into(tensor: Tensor, given: Tensor) -> None:
-    """Copy a tensor, or from a whole one this rank's shard."""
-    if isinstance(tensor, DTensor) and not isinstance(given, DTensor):
-        given = own_slice(given, tensor.device_mesh, tensor.placements)
-    local(tensor).copy_(local(given))
-
-
 def own_slice(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
     """The view of a whole tensor that this rank holds of a `DTensor` with these placements."""
     return tensor[held_slices(tensor.shape, tuple(placements), mesh.shape, tuple(mesh.get_coordinate() or ()))]

@@ -45,7 +45,7 @@ class Part:
         return method_of(self.config)
 
     @property
-    def gammas(self) -> int:
+    def gamma_count(self) -> int:
         """of one matrix"""
         return self.method.count_gammas(self.rows)
 
@@ -83,7 +83,7 @@ class WeightSplit:
 
     @property
     def gamma_shape(self) -> tuple[int, ...]:
-        return *self.stack, sum(part.count * part.gammas for part in self.chosen)
+        return *self.stack, sum(part.count * part.gamma_count for part in self.chosen)
 
     @property
     def u_shape(self) -> tuple[int, ...]:
@@ -116,7 +116,7 @@ class WeightSplit:
 
     def split_gamma(self, gamma: Tensor) -> list[Tensor]:
         """[B', gammas]"""
-        return self._split(gamma, [part.gammas for part in self.chosen])
+        return self._split(gamma, [part.gamma_count for part in self.chosen])
 
     def split_u(self, u: Tensor) -> list[Tensor]:
         """[B', rows]"""

@@ -63,7 +63,7 @@ class Weight:
         """Gamma in the shape that the split takes, [P] or [E, P], or nothing."""
         if self.gamma is None:
             return ()
-        return (viewed(self.gamma.detach(), self.split.gamma_shape) if self.split.stack else self.gamma.detach(),)
+        return (viewed(self.gamma.detach(), self.split.gamma_shape),)
 
     @property
     def u(self) -> Any:
@@ -106,7 +106,8 @@ class Weight:
         if self.orig is not None:
             for old, new in zip((self.orig, self.u, self.v), (effective, *vectors), strict=True):
                 local(old).copy_(local(new))
-            self.gamma is None or self.gamma.fill_(1.0)
+            if self.gamma is not None:
+                self.gamma.fill_(1.0)
             return
         module.register_parameter(self._key("orig"), nn.Parameter(effective.detach().clone(), effective.requires_grad))
         if self.config.learnable_gamma:
@@ -132,7 +133,7 @@ def require_precision(weight: Weight) -> None:
         )
 
 
-def own_weights(module: nn.Module) -> Iterator[Weight]:
+def weights_of(module: nn.Module) -> Iterator[Weight]:
     """Those of the module itself: a wrapper such as peft's hands attributes of the wrapped module on."""
     for attribute, (name, split) in vars(module).get("pc_weights", {}).items():
         yield Weight(name, module, attribute, split)
@@ -141,11 +142,11 @@ def own_weights(module: nn.Module) -> Iterator[Weight]:
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Weight]]:
     """Every marked weight with its name, in the model's order."""
     for module in model.modules():
-        for weight in own_weights(module):
+        for weight in weights_of(module):
             yield weight.name, weight
 
 
 def added_names(model: nn.Module) -> list[str]:
     """The names in the model's state of what lies beside its weights."""
     modules = [(f"{name}." if name else "", module) for name, module in model.named_modules()]
-    return [prefix + key for prefix, module in modules for weight in own_weights(module) for key in weight.added]
+    return [prefix + key for prefix, module in modules for weight in weights_of(module) for key in weight.added]

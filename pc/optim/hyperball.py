@@ -108,8 +108,8 @@ def matrix_norms(weights: Sequence[Tensor]) -> list[Tensor]:
     ]
     of_groups: dict[dist.ProcessGroup, list[int]] = defaultdict(list)
     for index, weight in enumerate(weights):
-        for dimension, split in sharded_dims(weight).items():
-            if isinstance(weight, DTensor) and (split != 0 or not is_stack(weight)):
+        for dimension, dim in sharded_dims(weight).items():
+            if isinstance(weight, DTensor) and (dim != 0 or not is_stack(weight)):
                 of_groups[weight.device_mesh.get_group(dimension)].append(index)
     for group, indices in of_groups.items():
         flat = torch.cat([squares[index].flatten() for index in indices])

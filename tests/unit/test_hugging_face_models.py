@@ -215,7 +215,7 @@ def test_language_models_that_attach_at_once(capsys):
     with capsys.disabled():
         print(Counter(found.values()), "attached:", *(name for name, result in found.items() if result == "attached"))
     document = (ROOT / "docs/library.md").read_text()
-    names = re.search(r"attach at once:(.*?)\. Of the others", document, re.DOTALL)[1].replace("\n", " ").split(", ")
+    names = re.search(r"attach at once:(.*?)\. Every other", document, re.DOTALL)[1].replace("\n", " ").split(", ")
     short = {
         re.sub("ForCausalLM|ForMaskedLM|LMHeadModel", "", name) for name, how in found.items() if how == "attached"
     }

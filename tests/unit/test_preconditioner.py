@@ -160,6 +160,9 @@ def test_copies_go_on_as_the_originals_do():
     loop.step(0)
     alone = pickle.loads(pickle.dumps(copy.deepcopy(loop.model)))
     assert torch.equal(alone(toy_batch(0)), loop.model(toy_batch(0)))
+    loaded = pickle.loads(pickle.dumps(loop.model))
+    pc.precondition(loaded, adamw(loaded.parameters()))
+    assert same(loaded.state_dict(), loop.model.state_dict())  # it keeps its W
     twin = copy.copy(loop)
     twin.model, optimizer = copy.deepcopy(loop.parts)
     twin.optimizers = [optimizer]
