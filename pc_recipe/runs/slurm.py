@@ -18,7 +18,7 @@ from pc.errors import UserError, exit_on_user_error
 from pc_recipe.config import load_config
 from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
-from pc_recipe.files.inside import require_no_links
+from pc_recipe.files.inside import inside
 from pc_recipe.files.lock import is_locked, lock
 from pc_recipe.files.run_folder import find_newest_step, read_state, write_failure
 from pc_recipe.runs import torchrun
@@ -54,8 +54,7 @@ def submit_run(config: str, overrides: Sequence[str], allocation: Allocation) ->
 
 def submit_job(folder: Path, options: list[str], arguments: Sequence[str]) -> str:
     """Submit train.sbatch with sbatch; returns the job's id."""
-    require_no_links(folder)
-    logs = folder / "slurm"
+    logs = inside(folder, "slurm")  # a sweep's folder has links to equal runs, so only this is looked at
     logs.mkdir(parents=True, exist_ok=True)  # without the folder SLURM drops the output
     is_array = any(option.startswith("--array") for option in options)
     output = f"--output={str(logs).replace('%', '%%')}/%x-{'%A_%a' if is_array else '%j'}.log"

@@ -258,7 +258,7 @@ def _join(rank, throw):
 def test_ranks_with_fewer_batches():
     one, other = run_ranks(2, _join, False, timeout=60)
     require_near(one, other, 0.0)
-    with pytest.raises(AssertionError, match="Detected at least one rank that exhausted inputs"):
+    with pytest.raises(AssertionError, match="exhausted"):
         run_ranks(2, _join, True, timeout=60)
 
 
