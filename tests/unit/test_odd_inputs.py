@@ -38,7 +38,7 @@ TOKENIZER = {
 def made(tmp_path_factory, tiny_shards):
     """Good inputs by kind: folders, read only."""
     folder = tmp_path_factory.mktemp("made")
-    run = make_run(folder / "run", make_shards(folder / "data"), PCConfig(level=4, mode="step"), flavor="tiny")
+    run = make_run(folder / "run", make_shards(folder / "data"), PCConfig(level=4), flavor="tiny")
     for kind in ("sweep", "tokenizer", "model"):
         (folder / kind).mkdir()
     (folder / "sweep" / "tiny.toml").write_text("[training]\nsteps = 5\n")
