@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 
 from pc.integrations import started
 from pc.weight import named_weights
@@ -31,11 +32,13 @@ class PCCallback(Callback):
 
     def on_fit_start(self, trainer, pl_module) -> None:
         self._start(trainer, pl_module)
-        self.preconditioner.note_loaded()
+        self.preconditioner.note_loaded()  # DDP has given all ranks the weights of the first, which they had
         self.preconditioner.follow(*trainer.optimizers)
 
     def on_validation_start(self, trainer, pl_module) -> None:
-        self._start(trainer, pl_module)
+        if trainer.state.fn != TrainerFn.FITTING:
+            self._start(trainer, pl_module)
+            self.preconditioner.note_loaded()
 
     on_test_start = on_predict_start = on_validation_start
 
