@@ -83,6 +83,9 @@ class RandomTokens:
         while True:
             yield {"input": self._tokens[:, :-1].contiguous()}, self._tokens[:, 1:].contiguous()
 
+    def look_ahead(self, count: int) -> None:
+        """There are always more tokens."""
+
 
 def _build_loader(dp_world_size, dp_rank, tokenizer, job_config) -> RandomTokens:
     return RandomTokens(job_config.ours)

@@ -161,6 +161,8 @@ def find_hub_files(dataset: str, subset: str | None) -> list[str]:
             f"--input {dataset}: no split train, only {', '.join(map(str, splits))}; give the files of one as --input"
         )
     files = [str(file) for file in splits["train"]]
+    if look.is_folder(dataset):  # laid out like a dataset on the Hub
+        return files
     if elsewhere := [file for file in files if not file.startswith("hf://")]:
         raise UserError(f"--input {dataset}: its card names {elsewhere[0]!r}, which is not on the Hub")
     return files

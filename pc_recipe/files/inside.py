@@ -16,7 +16,7 @@ def require_no_links(folder: Path) -> None:
     entries = [folder / name for name in look.names(folder)]
     below = [place / name for place in entries if look.is_folder(place) for name in look.names(place)]
     for entry in [*entries, *below]:
-        if entry.is_symlink() and entry != folder / "checkpoint":
+        if look.is_link(entry) and entry != folder / "checkpoint":
             raise UserError(f"{entry} is a link, and what is written there stays in {folder}; move it away")
 
 

@@ -56,10 +56,14 @@ def is_folder(path: str | os.PathLike) -> bool:
     return stat.S_ISDIR(_mode(path))
 
 
-def _mode(path: str | os.PathLike) -> int:
+def is_link(path: str | os.PathLike) -> bool:
+    return stat.S_ISLNK(_mode(path, follow=False))
+
+
+def _mode(path: str | os.PathLike, follow: bool = True) -> int:
     """0 where there is nothing."""
     try:
-        return patiently(lambda: os.stat(path), path).st_mode
+        return patiently(lambda: os.stat(path, follow_symlinks=follow), path).st_mode
     except (FileNotFoundError, NotADirectoryError):
         return 0
 

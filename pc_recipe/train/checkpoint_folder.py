@@ -145,7 +145,7 @@ class Reader(FileSystemReader):
         index.storage_meta = index.storage_meta or StorageMeta()
         for name in {info.relative_path for info in index.storage_data.values()}:
             # reading a device or a pipe would never end
-            if Path(name).name != name or (path / name).is_symlink() or not look.is_file(path / name):
+            if Path(name).name != name or look.is_link(path / name) or not look.is_file(path / name):
                 raise Damaged(f"{path / INDEX}: names {name!r}, which is no file of this checkpoint, or a link")
         return index
 

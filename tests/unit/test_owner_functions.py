@@ -7,7 +7,8 @@ from helpers.toy import leading_vectors
 from pc import PCConfig, effective_weight
 from pc.methods import method_of
 from pc.methods.base import Method
-from pc.spectral import power_iteration
+from pc.polynomial import gram_matrix
+from pc.spectral import power_iteration, second_opinion
 
 LEVELS = [1, 2, 3, 4, "polar_express"]
 OPTIONS = pytest.mark.parametrize("recovery, with_gamma", [(True, True), (False, True), (True, False), (False, False)])
@@ -38,7 +39,8 @@ def test_write_equals_its_definition(level, recovery, with_gamma, shape):
     # Polar Express diverges above one, where an unconverged estimate leaves singular values.
     weight, gamma, u, v, _ = _batch(shape, converged=level == "polar_express")
     config = _config(level, norm_recovery=recovery, power_iterations=3, learnable_gamma=with_gamma)
-    expected_u, expected_v = power_iteration(weight, u, v, 3)
+    found, reach = power_iteration(weight, u, v, 3), method_of(config).reach
+    expected_u, expected_v, _ = second_opinion(weight, gram_matrix(weight), *found, reach)
     gamma = gamma if with_gamma else None
     expected = effective_weight(weight, gamma, expected_u, expected_v, config)
     actual, *vectors = method_of(config).write(weight, gamma, u, v)[:3]
@@ -77,6 +79,6 @@ def test_pull_back_equals_autograd(level, recovery, with_gamma, shape, converged
 def test_a_weight_of_zero(norm_recovery):
     method = method_of(_config(norm_recovery=norm_recovery))
     _, _, u, v, gradient = (x.float() for x in _batch((64, 96)))
-    effective, u, v, *kept = method.write(0 * gradient, None, u, v)
+    effective, u, v, _, *kept = method.write(0 * gradient, None, u, v)
     assert not effective.any()
     assert all(x.isfinite().all() for x in method.pull_back(0 * gradient, gradient, None, u, v, *kept))

@@ -30,7 +30,7 @@ def _passes(strict):
             method = method_of(config)
             written = method.write(weight, gamma, u, v)
             pulled_back = method.pull_back(weight, gradient, gamma, u, v)
-            pulled_back += method.pull_back(weight, gradient, gamma, u, v, *written[3:])
+            pulled_back += method.pull_back(weight, gradient, gamma, u, v, *written[4:])
         assert {tensor.dtype for tensor in (*written[:3], *pulled_back)} == {torch.float32}
 
 

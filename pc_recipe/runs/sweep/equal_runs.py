@@ -135,7 +135,7 @@ def take_over(sweeps: Sequence[Sweep], world_size: int | None = None) -> None:
     """Make each run that has not started a link to the folder of an equal run that finished or diverged."""
     for group in group_runs(sweeps, world_size):
         for run in group.runs:
-            if run.folder.is_symlink() and not look.is_there(run.folder):
+            if look.is_link(run.folder) and not look.is_there(run.folder):
                 run.folder.unlink()  # its target was deleted or moved
             if group.state in ("finished", "diverged") and not look.is_there(run.folder):
                 run.folder.parent.mkdir(parents=True, exist_ok=True)

@@ -201,26 +201,26 @@ def test_two_columns_of_one_name_are_refused(tmp_path):
 
 
 def test_folders_behind_links_are_read_once(tmp_path):
-    for name in ("in/a.txt", "real/books/b.txt", "real/c.txt", "one.txt"):
+    for name in ("in/a.txt", "in/real/books/b.txt", "in/real/c.txt", "in/one.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     for name, target in {
-        "books": "real/books",
-        "again": "real",
-        "d.txt": "one.txt",
+        "books": "in/real/books",
+        "again": "in/real",
+        "d.txt": "in/one.txt",
         "loop": "in",
-        "gone": "none",
+        "gone": "in/none",
     }.items():
         (tmp_path / "in" / name).symlink_to(tmp_path / target)
     left_out = Counter()
     files = [Path(file).resolve() for file in find_files(str(tmp_path / "in"), left_out=left_out)]
     assert sorted(str(file.relative_to(tmp_path)) for file in files) == [
         "in/a.txt",
-        "one.txt",
-        "real/books/b.txt",
-        "real/c.txt",
+        "in/one.txt",
+        "in/real/books/b.txt",
+        "in/real/c.txt",
     ]
-    assert +left_out == {"links to nothing": 1}
+    assert +left_out == {"links to nothing": 1, "named twice": 1}
 
 
 def test_a_clone_of_a_data_set_gives_its_training_split(tmp_path, write_parquet):
