@@ -89,8 +89,8 @@ def viewed(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor.view(*shape)
     part = local(tensor).view(-1, *shape[1:])
-    like = {"shape": torch.Size(shape), "stride": part.stride()}
-    return DTensor.from_local(part, tensor.device_mesh, tensor.placements, run_check=False, **like)
+    mesh, stride = tensor.device_mesh, part.stride()
+    return DTensor.from_local(part, mesh, tensor.placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def own_slice(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
