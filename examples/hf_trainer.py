@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer with PC: accumulation, clipping, evaluation before training, checkpoints and resume.
+"""Hugging Face's Trainer with PC: accumulation, clipping, evaluation, checkpoints and resume.
 
     python examples/hf_trainer.py --steps 20 --folder outputs/hf_trainer
     torchrun --nproc-per-node 2 examples/hf_trainer.py --steps 20 --folder outputs/hf_trainer
@@ -53,9 +53,9 @@ def main() -> None:
     )
     data = counting(512, 64)
     trainer = PCTrainer(model=model, args=settings, train_dataset=data, eval_dataset=data[:32])
-    print(f"before: loss {trainer.evaluate()['eval_loss']:.4f}")
     newest = get_last_checkpoint(str(arguments.folder)) if arguments.folder.exists() else None
     trainer.train(resume_from_checkpoint=newest)
+    print(f"after: loss {trainer.evaluate()['eval_loss']:.4f}")
     pc.merge(model)
     if trainer.is_world_process_zero():
         model.save_pretrained(arguments.folder / "plain")  # an ordinary Llama
