@@ -79,7 +79,7 @@ class PCTrainer(StepTrainer):
         self.data = Manifest.read(next(iter(self.config.data.folders)))
         self.tokenizer_names = run_tokenizer.describe(self.data)
         method = fingerprint.fingerprint(self.config.pc, self.config.model, self.tokenizer_names)
-        checkpointer.states["method"] = method
+        checkpointer.states["method"] = dict(method)
         if not settings.enable:
             checkpointer.call_on_rank_0(
                 lambda: require_no_other_run(folder, self.config.model_dump(exclude_unset=True))
@@ -112,6 +112,7 @@ class PCTrainer(StepTrainer):
             self._require_same_tokenizer(checkpoint)
             checkpointer.read(initial_path)
         self._take_loaded(is_plain=newest is None and (settings.initial_load_in_hf or settings.initial_load_model_only))
+        checkpointer.states["method"] = method  # a load puts the checkpoint's in its place, perhaps of an older version
         if self.step > (last := self.config.training.steps):
             path = newest.path if newest else initial_path
             raise UserError(

@@ -19,6 +19,9 @@ from helpers import tiny
 from helpers.ranks import run_ranks
 from pc.errors import UserError
 from pc_recipe.config import load_config
+from pc_recipe.data.tokenizing import tokenize
+from pc_recipe.train.checkpoint_folder import CheckpointFolder
+from pc_recipe.train.fingerprint import read_tokenizer
 
 BASELINE = ["--pc.enable", "false"]
 MUON = ["--optimizer.name", "Muon"]
@@ -94,6 +97,18 @@ def test_resume_is_exact(tiny_config, ranks, overrides):
     assert tiny.metrics(folder) == expected[0][3:]
     assert tiny.metrics(folder, "validation_loss") == expected[1][-1:]
     assert (folder / "checkpoint" / "step-6.damaged").is_dir()
+
+
+def test_a_resumed_run_names_its_own_tokenizer(tiny_config, tiny_shards, tmp_path):
+    """Not what the checkpoint that it continues from has, which is nothing if an older version wrote it."""
+    config, folder = tiny_config
+    _run(1, config, ["--training.steps", "3", "--checkpoint.last_save_model_only", "false"])
+    shutil.copytree(tiny_shards / "tokenizer", tmp_path / "moved")
+    text = tiny_shards.parent / "text.parquet"
+    again = tokenize(str(text), tmp_path / "again", tokenizer=str(tmp_path / "moved"), validation_fraction=0.2)
+    _run(1, config, ["--data.path", str(again.folder), "--checkpoint.last_save_model_only", "false"])
+    names = [read_tokenizer(CheckpointFolder(folder / "checkpoint" / f"step-{step}"))["name"] for step in (3, 6)]
+    assert names == [str(tiny_shards.parent / "tokenizer"), str(tmp_path / "moved")]
 
 
 def test_a_run_without_a_whole_checkpoint_touches_none(copied):
