@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import pc
-from helpers.toy import Loop, require_pc, same, toy_batch, toy_loss, toy_model
+from helpers.toy import Loop, require_near, require_pc, same, sgd, toy_batch, toy_loss, toy_model, trained
 from pc import PCConfig, UserError
 from pc.integrations.hugging_face import PCTrainerMixin
 from pc.integrations.lightning import PCCallback
@@ -138,25 +138,71 @@ class Net(lightning.LightningModule):
     def training_step(self, batch, index):
         return toy_loss(self.net, toy_batch(index))
 
+    def validation_step(self, batch, index):
+        self.net(toy_batch(index))
+
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.net.parameters(), lr=1e-2)
+        return sgd(self.net.parameters())
 
     def train_dataloader(self):
-        return torch.utils.data.DataLoader(torch.zeros(2, 1))
+        return torch.utils.data.DataLoader(torch.zeros(3, 1))
+
+    val_dataloader = train_dataloader
 
 
-def test_a_callback_for_two_modules():
+class ByHand(Net):
+    """Two optimizers, and two backward passes for each step."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, index):
+        self.manual_backward(toy_loss(self.net, toy_batch(index)) / 2)
+        if index != 1:
+            for optimizer in self.optimizers():
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def configure_optimizers(self):
+        return [sgd(block.parameters()) for block in self.net]
+
+
+def lightning_trainer(callback, **settings):
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    return lightning.Trainer(callbacks=[callback], accelerator="cpu", **dict.fromkeys(quiet, False), **settings)
+
+
+def test_lightning(tmp_path):
+    """Accumulation with clipping and validation between micro-batches; a checkpoint that another module validates."""
+    module, loop = Net(), Loop(sgd)
+    trainer = lightning_trainer(
+        PCCallback(), max_epochs=2, accumulate_grad_batches=2, val_check_interval=1, gradient_clip_val=0.01
+    )
+    trainer.fit(module)
+    for batches in ((0, 1), (2,)) * 2:
+        for batch in batches:
+            loop.backward(batch, 0.5)
+        loop.pull_back()
+        torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 0.01)
+        loop.update()
+    assert same(module.net.state_dict(), loop.model.state_dict())
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    other = Net()
+    lightning_trainer(PCCallback()).validate(other, ckpt_path=tmp_path / "last.ckpt", verbose=False, weights_only=False)
+    assert same(other.state_dict(), module.state_dict())
+
+
+def test_lightning_by_hand_and_a_callback_for_two_modules():
     """One after the other, each by a trainer of its own."""
-    callback, quiet = PCCallback(), ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    callback, loop = PCCallback(), Loop(sgd)
+    for batches in ((0,), (1, 2)):
+        for batch in batches:
+            loop.backward(batch, 0.5)
+        loop.pull_back()
+        loop.update()
     for _ in range(2):
-        module = Net()
-        trainer = lightning.Trainer(
-            callbacks=[callback], max_epochs=1, accelerator="cpu", **dict.fromkeys(quiet, False)
-        )
-        trainer.fit(module)
-        weights = callback.preconditioner.weights
-        assert {w.module for w in weights.values()} == {w.module for _, w in pc.named_weights(module)}
-        assert all(w.gamma != 1 for w in weights.values())
+        module = ByHand()
+        lightning_trainer(callback, max_epochs=1).fit(module)
+        require_near(trained(callback.preconditioner), loop.trained())
 
 
 def test_a_trainer_goes_back_to_its_best_model_and_on_from_there(tmp_path):
