@@ -29,13 +29,9 @@ def is_hidden_matrix(name: str) -> bool:
     """Whether `optimizer.name` trains a parameter; AdamW trains embedding, head, norms and gammas. Raises ValueError for
     an unknown name instead of guessing an optimizer."""
     layer, _, kind = name.rpartition(".")
-    if block_of(layer) and kind in (
-        "weight",
-        "weight_orig",
-        "weight_gamma",
-        "gamma",
-    ):  # the last is `pc.layer.PCLinear`'s
-        return not kind.endswith("gamma")
+    gammas = ("weight_gamma", "gamma")  # the second is a `PCLinear`'s
+    if block_of(layer) and kind in ("weight", "weight_orig", *gammas):
+        return kind not in gammas
     if name in ("tok_embeddings.weight", "output.weight") or name.endswith("norm.weight"):
         return False
     raise ValueError(f"no optimizer for parameter {name}")
