@@ -69,12 +69,12 @@ def join(weights: Iterable[Weight], given: Iterable[Any], preconditioner: Any) -
                 weight = next((w for w in weights if w.effective is p), None)
                 if weight is None:
                     wanted.append(p)
-                elif (
-                    id(weight.orig) not in has
-                ):  # else the optimizer was made of all parameters, after `pc.precondition`
-                    wanted.append(weight.orig)
-                    if p in optimizer.state:
-                        optimizer.state[weight.orig] = optimizer.state.pop(p)
+                    continue
+                if id(weight.orig) in has:  # the optimizer was made of all parameters, after `pc.precondition`
+                    continue
+                wanted.append(weight.orig)
+                if p in optimizer.state:
+                    optimizer.state[weight.orig] = optimizer.state.pop(p)
             wanted += [weight.gamma for weight, of_gamma in joining if of_gamma is group]
             _introduce(optimizer, group, [p for p in wanted if id(p) not in has])
             _set(group, wanted, Parameters(wanted, preconditioner))

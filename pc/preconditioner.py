@@ -43,8 +43,6 @@ NOT_PULLED_BACK = (
 NO_PRECONDITIONER = (
     "it has no preconditioner; call pc.precondition(model, optimizer) after pc.attach, and after FSDP or DDP if used"
 )
-
-
 COPIED_EARLY = (
     "this is a copy that was made when not all optimizers had stepped; call preconditioner.write_pc() before you copy"
 )
