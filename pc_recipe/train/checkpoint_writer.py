@@ -71,9 +71,8 @@ class _HashingFileSystem(FileSystem):
         with _HashedFile(path, mode) as stream:
             try:
                 yield stream
-            except (
-                RuntimeError
-            ) as error:  # torch's archive, which is told the reason and then fails at its end once more
+            except RuntimeError as error:
+                # torch's archive, which is told the reason and then fails at its end once more
                 raise error.__context__ or error
         self.sums[Path(path).name] = stream.digest.hexdigest()
 
