@@ -84,7 +84,8 @@ def test_exchange():
 
 
 def _run(words, device=DEVICE):
-    environment = {**os.environ, "NGPU": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    places = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "NGPU": "1", "PYTHONPATH": os.pathsep.join(filter(None, places))}
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, cwd=ROOT)
