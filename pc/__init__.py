@@ -21,6 +21,8 @@ model's. The modules, in the order of their imports:
     optim/                            Muon by the same means; AdamH and MuonH, which keep the norms of weights
     followed, preconditioner          the parameters that optimizers have; PC(W) once per optimizer step
     api                               attach, precondition, preserve, merge, detach
+    matrices, measure                 all matrices of a model, and how well they are conditioned
+    report/                           the same of any checkpoint, as tables and a page: `python -m pc.report MODEL`
     integrations/                     PC in the trainers of Hugging Face, Lightning and TorchTitan
 
 The training recipe is the package `pc_recipe` beside this one.
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from pc.config import MatrixSplit, PCConfig
     from pc.errors import UserError
     from pc.layer import PCLinear, effective_weight
+    from pc.measure import conditioning
     from pc.optim.hyperball import AdamH, MuonH
     from pc.optim.muon import Muon
     from pc.targets import describe
@@ -50,6 +53,7 @@ _NAMES = {
     "config": ["MatrixSplit", "PCConfig"],
     "errors": ["UserError"],
     "layer": ["PCLinear", "effective_weight"],
+    "measure": ["conditioning"],
     "optim.hyperball": ["AdamH", "MuonH"],
     "optim.muon": ["Muon"],
     "targets": ["describe"],

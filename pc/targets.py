@@ -45,7 +45,7 @@ def find(model: nn.Module, config: PCConfig) -> tuple[dict[str, Weight], dict[st
     targets: dict[str, Weight] = {}
     others: dict[str, Other] = {}
     modules = {clean_name(name): module for name, module in model.named_modules()}
-    splits = _all_splits(config, modules)
+    splits = all_splits(config, modules)
     for module_name, module in modules.items():
         for key in _computed_weights(module):
             if entry := _entry_of(config, block_of(module_name) or "", module_name, _join(module_name, key)):
@@ -88,7 +88,7 @@ def _computed_weights(module: nn.Module) -> list[str]:
     return [*getattr(module, "parametrizations", ()), *(key for key in hidden if key not in own)]
 
 
-def _all_splits(config: PCConfig, modules: dict[str, nn.Module]) -> dict[str, MatrixSplit | None]:
+def all_splits(config: PCConfig, modules: dict[str, nn.Module]) -> dict[str, MatrixSplit | None]:
     """How weights are split, by full names: as the config says, else by the class of the module, else as a plain linear
     layer of a known name. None: known, and none of the blocks; a weight that is not known has no entry."""
     splits: dict[str, MatrixSplit | None] = {}

@@ -1,6 +1,6 @@
 """Singular values of runs: histograms at their checkpoints, and condition numbers against tokens.
 
-Usage: python scripts/spectra.py RUN_OR_CHECKPOINT... [--output DIR] [--layers L L L]
+Usage: python scripts/spectra.py RUN_OR_CHECKPOINT... [--output DIR] [--layers L L L] [--report]
 """
 
 import argparse
@@ -19,10 +19,13 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--output", type=Path, default=Path("outputs/spectra"), help="folder for figures")
     parser.add_argument("--layers", nargs="+", type=int, help="layers of the histograms, from 1 (default: the paper's)")
+    parser.add_argument("--report", action="store_true", help="also the page of pc.report, of every matrix")
     arguments = parser.parse_args()
-    from pc_recipe.report.figures import draw_spectra
+    from pc_recipe.report.figures import draw_spectra, write_report
 
     draw_spectra(arguments.sources, arguments.output, arguments.layers)
+    if arguments.report:
+        write_report(arguments.sources, arguments.output)
 
 
 if __name__ == "__main__":

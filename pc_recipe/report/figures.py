@@ -10,6 +10,10 @@ import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
 from pc.errors import UserError
+from pc.measure import conditioning
+from pc.report import page
+from pc.report.read import of_tensors
+from pc.report.terminal import announce_and_watch
 from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.plots import label_tokens, legend_below, save, subplots
@@ -59,6 +63,18 @@ def draw_spectra(sources: Sequence[Path], output: Path, layers: Sequence[int] | 
     print(spectra.plot(by_name, output))
     runs = [spectra.run_folder_of(checkpoint) for checkpoint in checkpoints.values()]
     _print_or_explain("gmcn", plot_gmcn, read_logs(runs), output)
+
+
+def write_report(sources: Sequence[Path], output: Path) -> None:
+    """The page of `pc.report` about the checkpoints; of a run with PC about W and PC(W)."""
+    models = {}
+    for name, checkpoint in spectra.checkpoints_of(sources).items():
+        for which, tensors in spectra.both_weights(checkpoint).items():
+            title = f"{name}, {which}" if which else name
+            found = of_tensors(title, tensors)
+            models[title] = conditioning(found.model, found.load, watch=announce_and_watch)
+    page.write(models, output / "report.html")
+    print(output / "report.html")
 
 
 def _print_or_explain(

@@ -4,13 +4,13 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from pc.blocks import BLOCK_SUFFIXES
 from pc.errors import UserError
+from pc.report.draw import histogram
 from pc.spectral import singular_values
 from pc_recipe.evaluate import plain_weights
 from pc_recipe.files.plots import legend_below, save, subplots
@@ -19,7 +19,6 @@ from pc_recipe.files.run_log import unique_names
 
 BLOCK_TITLES = {block.lower(): rf"$W_\mathrm{{{block}}}$" for block in ("Q", "K", "V", "O", "gate", "up", "down")}
 BLOCKS = ("o", "gate", "up", "down")
-BINS = 40
 
 Spectra = dict[tuple[int, str], Tensor]
 """{(layer counted from 1, block): singular values of the effective weight, descending [min(n, m)] in float64}."""
@@ -77,15 +76,22 @@ def plot(spectra: dict[str, Spectra], output: Path) -> Path:
     """
     layers = sorted({layer for values in spectra.values() for layer, _ in values})
     figure, panels = subplots(len(layers), len(BLOCKS), width=2.5, height=1.9, sharex=True, squeeze=False)
-    edges = np.linspace(0, 1, BINS + 1)
     for row, layer in zip(panels, layers, strict=True):
         for axes, block in zip(row, BLOCKS, strict=True):
-            for i, (name, values) in enumerate(spectra.items()):
-                sigma = values[layer, block]
-                axes.hist(sigma / sigma[0], edges, color=f"C{i}", alpha=0.55, label=name)
+            histogram(axes, {name: values[layer, block] for name, values in spectra.items()})
             axes.set_title(f"layer {layer}: {BLOCK_TITLES[block]}", fontsize=8)
         row[0].set_ylabel("count per bin")
     for axes in panels[-1]:
         axes.set_xlabel(r"$\sigma / \sigma_\mathrm{max}$")
     legend_below(figure, panels[0, 0])
     return save(figure, output / "histograms")
+
+
+def both_weights(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
+    """{"PC(W)" and "W", or "" in a run without PC: {TorchTitan's name: tensor}}, on the CPU, in the saved dtype."""
+    run = plain_weights.load(checkpoint)
+    orig = {name: f"{name}_orig" for name in run.weights if f"{name}_orig" in run.folder.shapes()}
+    if not orig:
+        return {"": run.weights}
+    read = run.folder.read_tensors([*orig.values()])
+    return {"W": run.weights | {name: read[key] for name, key in orig.items()}, "PC(W)": run.weights}

@@ -18,7 +18,7 @@ from torchtitan.models.llama3.model.model import Transformer
 
 from pc import attach, named_weights
 from pc.config import PCConfig
-from pc.maps import stages
+from pc.measure import cost_bound
 from pc.methods import method_of
 from pc.owner import assign
 from pc.preconditioner import KEPT_BYTES
@@ -68,9 +68,7 @@ class Matrix:
         )
 
     def paper_bound(self, tokens: int) -> float:
-        """The paper's bound ((k + 1) s + 2 q + 1) / B on PC's FLOPs relative to the matrix's own 6nmB, B = `tokens`."""
-        terms = sum(map(len, stages(self.config.map)))
-        return (terms * min(self.n, self.m) + 2 * self.config.power_iterations + 1) / tokens
+        return cost_bound((self.n, self.m), tokens, self.config)
 
 
 def _counted(function: Callable[[], object]) -> int:

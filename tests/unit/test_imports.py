@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FLOORS = [
     ["pc"],
-    ["pc.integrations"],
+    ["pc.integrations", "pc.report"],
     ["pc_recipe"],
     ["pc_recipe.files"],
     ["pc_recipe.config"],

@@ -1,0 +1,40 @@
+"""Histograms of singular values."""
+
+import io
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+from torch import Tensor
+
+BINS = 40
+_TEXT = "#010203"  # a colour that nothing else has, in place of which the page's own is put
+
+
+def histogram(axes: Any, spectra: Mapping[str, Tensor]) -> None:
+    """Draw singular values over the largest of their matrix; each of `spectra` in the same axes, with its name as label."""
+    edges = [i / BINS for i in range(BINS + 1)]
+    for i, (name, sigma) in enumerate(spectra.items()):
+        axes.hist(sigma / sigma.max(), edges, histtype="stepfilled", color=f"C{i}", alpha=0.55, label=name)
+
+
+def svg(title: str, spectra: Mapping[str, Tensor]) -> str:
+    """A histogram as SVG, in the colour of the text around it."""
+    style: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 9}
+    style |= {f"axes.spines.{side}": False for side in ("top", "right")}
+    colours = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    with matplotlib.rc_context(style | dict.fromkeys(colours, _TEXT)):
+        figure = Figure(figsize=(4.0, 2.6), layout="constrained")
+        axes = figure.subplots()
+        histogram(axes, spectra)
+        axes.set_title(title, fontsize=9, parse_math=False)
+        axes.set_xlabel("singular value / largest")
+        axes.set_ylabel("count")
+        axes.legend(frameon=False)
+        image = io.StringIO()
+        figure.savefig(image, format="svg", transparent=True, metadata={"Date": None})
+    drawn = image.getvalue()
+    drawn = drawn[drawn.index("<svg") :].replace(_TEXT, "currentColor")
+    return re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', r"<svg \1>", drawn, count=1, flags=re.DOTALL)
