@@ -38,7 +38,7 @@ class Stored:
 
 
 def stored_weights(model: nn.Module) -> tuple[list[Stored], list[str]]:
-    """The weights of a model that are matrices, and a line about each other parameter of two dimensions or more.
+    """The weights of a model that are matrices, by layer, and a line about each other parameter of two dimensions or more.
 
     A weight that is not known to be several matrices is one. Tensors that PC adds to a weight are left out.
 
@@ -62,7 +62,7 @@ def stored_weights(model: nn.Module) -> tuple[list[Stored], list[str]]:
             continue
         whole = split_of(name, parameter.shape, split, [_ALL_PARTS] * len(split.blocks), [0] * len(split.blocks))
         found.append(Stored(name, _layer(name), split.blocks, whole))
-    return found, others
+    return sorted(found, key=lambda stored: _natural(stored.layer)), others
 
 
 def _why_not(name: str, parameter: Tensor, is_known: bool) -> str:
@@ -83,6 +83,11 @@ def _why_not(name: str, parameter: Tensor, is_known: bool) -> str:
 def _layer(name: str) -> str:
     layer = re.match(r"(?:.*?\.)??\d+(?=\.)", name)
     return layer[0] if layer else ""
+
+
+def _natural(layer: str) -> list[tuple[str, int]]:
+    """A key by which layer 10 comes after layer 2: words between numbers, each with the number after it."""
+    return [(word, int(digits or 0)) for word, digits in re.findall(r"(\D*)(\d*)", layer)]
 
 
 def _label(name: str) -> str:

@@ -21,9 +21,7 @@ def announce_and_watch(weights: list[Stored]) -> Iterator[Stored]:
     """Say on stderr about how long it will take, then show which weight it is at and the time left."""
     console = Console(stderr=True)
     total = sum(map(work, weights))
-    begun = time.perf_counter()
-    exact_singular_values(torch.randn(_PROBE, _PROBE))
-    seconds = (time.perf_counter() - begun) * total / (5 * _PROBE**3)
+    seconds = min(_probe_seconds() for _ in range(3)) * total / (5 * _PROBE**3)
     if seconds > _MOMENT:
         console.print(
             f"{len(weights)} weights, about {seconds / 60:.0f} min on this machine; --sample 4 takes four layers"
@@ -35,6 +33,12 @@ def announce_and_watch(weights: list[Stored]) -> Iterator[Stored]:
             progress.update(task, description=stored.name)
             yield stored
             progress.advance(task, work(stored))
+
+
+def _probe_seconds() -> float:
+    begun = time.perf_counter()
+    exact_singular_values(torch.randn(_PROBE, _PROBE))
+    return time.perf_counter() - begun
 
 
 def show(models: dict[str, Conditioning]) -> None:
@@ -72,7 +76,9 @@ def _cell(matrices: Sequence) -> Text:
 def _print_table(console: Console, header: Iterable[str], rows: Sequence[Sequence], title: str | None = None) -> None:
     if not rows:
         return
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    if title:
+        console.print(Text(f"\n{title}", style="italic"))
+    table = Table(box=None, pad_edge=False)
     for index, column in enumerate(header):
         table.add_column(column, justify="right" if index else "left")
     for row in rows:

@@ -15,8 +15,8 @@ EVIDENCE = (
     ("30.0", "micro, AdamW, 0.96 tokens per parameter", "-0.037 per token", "-0.248 to +0.175"),
     ("29.2", "nano, AdamW, 1.5 tokens per parameter", "-0.105 per token", "-0.165 to -0.045"),
     ("28.3", "conditioning, AdamW, 20 tokens per parameter", "-0.048 per byte", "-0.056 to -0.041"),
-    ("19.7", "micro, AdamW, at another rate of the baseline", "+0.046 per token", "-0.014 to +0.105"),
-    ("13.8", "nano, AdamW, four times the tokens", "+0.010 per token", "-0.061 to +0.081"),
+    ("19.9", "micro, AdamW, at another rate of the baseline", "+0.046 per token", "-0.014 to +0.105"),
+    ("13.9", "nano, AdamW, four times the tokens", "+0.010 per token", "-0.061 to +0.081"),
     ("6.8", "regime, AdamW, 157 tokens per parameter", "+0.003 per byte", "-0.004 to +0.010"),
     ("6.0", "micro, Muon, 0.96 tokens per parameter", "+0.095 per token", "-0.018 to +0.209"),
 )
@@ -78,16 +78,11 @@ def block_rows(found: Conditioning, of_layers: bool) -> list[list[str]]:
     return [block_row(block, matrices) for block, matrices in found.by_block(of_layers).items()]
 
 
-def _natural(layer: str) -> list:
-    """Layer 10 after layer 2."""
-    return [int(word) if word.isdigit() else word for word in re.split(r"(\d+)", layer)]
-
-
 def cells(found: Conditioning) -> tuple[list[str], dict[str, list[list[Measured]]]]:
     """Blocks, and {layer: its matrices of each block}."""
     blocks = list(found.by_block(of_layers=True))
     rows: dict[str, list[list[Measured]]] = {}
-    for matrix in sorted(found.in_layers, key=lambda matrix: _natural(matrix.layer)):
+    for matrix in found.in_layers:
         row = rows.setdefault(matrix.layer, [[] for _ in blocks])
         row[blocks.index(matrix.block)].append(matrix)
     return blocks, rows

@@ -1,5 +1,6 @@
 """The plotting commands, run as a user runs them, on a small pair of run folders."""
 
+import re
 from pathlib import Path
 
 from helpers.made_runs import save_checkpoint, write_metrics
@@ -16,8 +17,10 @@ def test_spectra_and_curves_of_a_pair(command, tmp_path):
     for run, with_pc in zip(pair, (False, True), strict=True):
         save_checkpoint(run, with_pc)
         write_metrics(run, gain=0.05 * with_pc, estimates=with_pc)
-    assert command("spectra.py", *pair, "--output", tmp_path)[0] == 0
+    assert command("spectra.py", *pair, "--output", tmp_path, "--report")[0] == 0
     assert _figures(tmp_path) == {"histograms", "gmcn"}
+    page = (tmp_path / "report.html").read_text()
+    assert re.findall("<h2>(.*?)</h2>", page)[1:4] == ["baseline", "pc, W", "pc, PC(W)"]
 
     assert command("curves.py", *pair, "--output", tmp_path / "curves")[0] == 0
     drawn = {"training_loss", "validation_loss_by_time", "activation_rms", "estimator_error"}
