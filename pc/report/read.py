@@ -4,8 +4,9 @@ import json
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,8 +20,16 @@ _DTYPES |= {"C64": torch.complex64, "I64": torch.int64, "I32": torch.int32, "I16
 _QUANTISED = (".qweight", ".SCB", ".absmax", ".weight_packed", ".weight_scale", ".weight_scale_inv")
 _NOT_WEIGHTS = ("optimizer", "scheduler", "training_args", "rng_state", "scaler")  # beside the weights of a Trainer
 _GIVE = "give a folder with safetensors or .bin files, a .safetensors file, or a .pt file of a state dict"
+_UNQUANTISED = "give the weights in bfloat16, float16 or float32 that it was made from"
 
-Described = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+class Entry(NamedTuple):
+    """A tensor of a file."""
+
+    dtype: torch.dtype
+    """torch.uint8 for what is not in `_DTYPES`, all of which are types of quantised weights"""
+    shape: tuple[int, ...]
+    load: Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -33,12 +42,8 @@ class Checkpoint:
 
 
 def of_tensors(name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any] = {}) -> Checkpoint:
-    """Tensors in memory by their names. One that is there under two names, as where weights are tied, counts once."""
-    seen: dict[tuple, str] = {}
-    for key, tensor in tensors.items():
-        seen.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else (key,), key)
-    described = {key: (tensors[key].dtype, tuple(tensors[key].shape)) for key in seen.values()}
-    return _checkpoint(name, described, config, lambda key: tensors[key])
+    """Tensors in memory by their names."""
+    return _checkpoint(name, _entries(tensors), config)
 
 
 def read(path: Path, base: Path | None = None) -> Checkpoint:
@@ -82,9 +87,6 @@ def read(path: Path, base: Path | None = None) -> Checkpoint:
     raise UserError(f"{path}: no weights in it; {_GIVE}")
 
 
-_UNQUANTISED = "give the weights in bfloat16, float16 or float32 that it was made from"
-
-
 def _json(file: Path) -> dict[str, Any]:
     try:
         read = json.loads(file.read_text())
@@ -97,33 +99,33 @@ def _json(file: Path) -> dict[str, Any]:
 
 def _of_files(name: str, files: list[Path], config: Mapping[str, Any], index: Mapping[str, str] | None) -> Checkpoint:
     """Files of tensors, as one model. `index`: the name of the file that should have each tensor."""
-    if any(file.suffix != ".safetensors" for file in files):
-        tensors: dict[str, Tensor] = {}
-        for file in files:
-            state = _load_pickled(file)
-            _require_new(tensors.keys() & state.keys(), file)
-            tensors |= state
-        _require_all(index, tensors.keys(), name)
-        _require_plain(name, {key: str(tensor.dtype) for key, tensor in tensors.items()})
-        return of_tensors(name, tensors, config)
-    described: Described = {}
-    file_of: dict[str, Path] = {}
+    entries: dict[str, Entry] = {}
     for file in files:
-        with _opened(file) as shard:
-            names = shard.keys()
-            _require_new(file_of.keys() & set(names), file)
-            dtypes = {key: shard.get_slice(key).get_dtype() for key in names}
-            _require_plain(str(file), dtypes)
-            for key in names:
-                described[key] = (_DTYPES.get(dtypes[key], torch.uint8), tuple(shard.get_slice(key).get_shape()))
-                file_of[key] = file
-    _require_all(index, file_of.keys(), name)
+        found = _of_safetensors(file) if file.suffix == ".safetensors" else _entries(_load_pickled(file))
+        if twice := entries.keys() & found.keys():
+            raise UserError(
+                f"{file}: {min(twice)} is in another file of the folder too, and no index says which counts"
+            )
+        for key, entry in found.items():
+            if (
+                (entry.dtype.itemsize == 1 and key.endswith("weight"))
+                or key.endswith(_QUANTISED)
+                or ".quant_state" in key
+            ):
+                raise UserError(f"{file}: {key} is quantised; {_UNQUANTISED}")
+        entries |= found
+    if missing := (index or {}).keys() - entries.keys():
+        raise UserError(f"{name}: its index names {min(missing)}, which is in none of its files")
+    return _checkpoint(name, entries, config)
 
-    def load(key: str) -> Tensor:
-        with _opened(file_of[key]) as shard:  # opened anew, so that what was read before does not stay in memory
-            return shard.get_tensor(key)
 
-    return _checkpoint(name, described, config, load)
+def _of_safetensors(file: Path) -> dict[str, Entry]:
+    with _opened(file) as shard:
+        parts = {key: shard.get_slice(key) for key in shard.keys()}
+        return {
+            key: Entry(_DTYPES.get(part.get_dtype(), torch.uint8), tuple(part.get_shape()), partial(_load, file, key))
+            for key, part in parts.items()
+        }
 
 
 def _opened(file: Path):
@@ -131,6 +133,22 @@ def _opened(file: Path):
         return safe_open(file, framework="pt")
     except SafetensorError as error:
         raise UserError(f"{file}: not a safetensors file, or cut off ({error})") from None
+
+
+def _load(file: Path, key: str) -> Tensor:
+    with _opened(file) as shard:  # opened anew, so that what was read before does not stay in memory
+        return shard.get_tensor(key)
+
+
+def _entries(tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
+    """Of tensors in memory. One that is there under two names, as where weights are tied, counts once."""
+    seen: dict[tuple, str] = {}
+    for key, tensor in tensors.items():
+        seen.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else (key,), key)
+    return {
+        key: Entry(tensors[key].dtype, tuple(tensors[key].shape), partial(tensors.__getitem__, key))
+        for key in seen.values()
+    }
 
 
 def _load_pickled(file: Path) -> dict[str, Tensor]:
@@ -157,29 +175,10 @@ def _load_pickled(file: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _require_new(twice: set[str], file: Path) -> None:
-    if twice:
-        raise UserError(f"{file}: {min(twice)} is in another file of the folder too, and no index says which counts")
-
-
-def _require_all(index: Mapping[str, str] | None, names, folder: str) -> None:
-    if missing := (index or {}).keys() - names:
-        raise UserError(f"{folder}: its index names {min(missing)}, which is in none of its files")
-
-
-def _require_plain(file: str, dtypes: Mapping[str, str]) -> None:
-    for key, dtype in dtypes.items():
-        is_8_bit = dtype.lower().removeprefix("torch.").startswith(("f8", "float8"))
-        is_packed = key.endswith(".weight") and dtype.lower().removeprefix("torch.") in ("i8", "u8", "int8", "uint8")
-        if is_8_bit or is_packed or key.endswith(_QUANTISED) or ".quant_state" in key:
-            raise UserError(f"{file}: {key} ({dtype.removeprefix('torch.')}) is quantised; {_UNQUANTISED}")
-
-
-def _checkpoint(
-    name: str, described: Described, config: Mapping[str, Any], load: Callable[[str], Tensor]
-) -> Checkpoint:
+def _checkpoint(name: str, entries: Mapping[str, Entry], config: Mapping[str, Any]) -> Checkpoint:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return Checkpoint(name, skeleton.build(described, config), lambda key: load(key).to(device))
+    model = skeleton.build({key: (entry.dtype, entry.shape) for key, entry in entries.items()}, config)
+    return Checkpoint(name, model, lambda key: entries[key].load().to(device))
 
 
 def _merged(path: Path, base: Path | None) -> Checkpoint:

@@ -13,7 +13,7 @@ from pc.matrices import Stored
 from pc.measure import Conditioning, exact_singular_values, work
 from pc.report import words
 
-_PROBE = 768  # rows of the matrix by which the machine's speed is estimated
+_PROBE = 512  # rows of the matrix by which the machine's speed is estimated
 _MOMENT = 20  # seconds that need no announcement
 
 
