@@ -14,7 +14,7 @@ import torch
 
 from helpers import tiny
 from pc import PCConfig, owner
-from pc.methods import method_of
+from pc.method import method_of
 from pc.spectral import power_iteration
 
 ROOT = Path(__file__).resolve().parents[2]
