@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pc import PCConfig
-from pc.methods import method_of
+from pc.method import method_of
 from pc_recipe.files import markdown
 from timing import DEVICE, ON_GPU
 

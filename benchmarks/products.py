@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from pc.methods.base import Method
+from pc.method import Method
 from pc.owner import assign
 from pc.preconditioner import KEPT_BYTES
 from pc.spectral import initial_vectors, power_iteration
@@ -47,7 +47,7 @@ def method_of(checkout: Path, **settings) -> Method:
     sys.path.insert(0, str(checkout))
     try:
         config = import_module("pc.config").PCConfig(**settings)
-        return import_module("pc.methods").method_of(config)
+        return import_module("pc.method").method_of(config)
     finally:
         sys.path.remove(str(checkout))
         for name in [name for name in sys.modules if name.split(".")[0] == "pc"]:

@@ -13,7 +13,7 @@ model's. The modules, in the order of their imports:
 
     errors, maps, blocks, config      what a user names: levels and their maps, layers, `PCConfig`; without torch
     polynomial, spectral              polynomials of matrices, power iteration, singular values
-    methods/                          what PC(W) is for one matrix, as an object; the paper's is the first
+    method.py                         PC(W) of one matrix, as an object
     shards, owner                     functions of whole matrices on sharded weights, each on one rank
     splits                            a stored weight as matrices, and what its owner computes once per step
     weight, model_classes, targets    a weight with what belongs to it; how known models' weights are split; which get PC

@@ -11,13 +11,6 @@ from pc.blocks import BLOCK_GROUPS, BLOCK_SUFFIXES
 from pc.errors import UserError
 from pc.maps import LEVEL_NAMES, TOLERANCE_AT_ONE, Coefficients, Map, evaluate, resolve
 
-METHODS = {
-    "polynomial": "pc.methods.normalised_polynomial.NormalisedPolynomial",
-    "row_norm": "pc.methods.row_norm.RowNorm",
-    "cap": "pc.methods.cap.Cap",
-}
-"""What PC(W) can be: {name: class}. A class is imported when its name is used."""
-
 Level = int | str | Coefficients
 ComputeDtype = Literal["float32", "tf32"]
 
@@ -62,7 +55,7 @@ class PCConfig:
 
     level: Level | Mapping[str, Level] = _key(
         4,
-        f"Of method polynomial, its strength: {LEVEL_NAMES}; or your own coefficients of p from degree 0 up, such as [2.083, "
+        f"Its strength: {LEVEL_NAMES}; or your own coefficients of p from degree 0 up, such as [2.083, "
         "-1.643, 0.560]; or a table with one of these for each entry of blocks.",
     )
     blocks: tuple[str, ...] = _key(
@@ -76,19 +69,12 @@ class PCConfig:
         "How weights other than those of plain linear layers are split into matrices (pc.MatrixSplit), by patterns of "
         "parameter names. An entry of value None leaves a weight out. Classes in pc.model_classes.KNOWN need no entry.",
     )
-    power_iterations: int = _key(10, "Power iterations per optimizer step (q in algorithm 3); row_norm needs none.")
-    norm_recovery: bool = _key(
-        True,
-        "Multiply by the norm that was divided by, so that it stays; with method row_norm by each row's first norm.",
-    )
-    learnable_gamma: bool = _key(
-        True, "Multiply by one learnable scalar per matrix, with method row_norm per row, initialised to 1."
-    )
-    method: str = _key("polynomial", f"What PC(W) is: {', '.join(METHODS)}.")
-    cap: float = _key(1.0, "Of method cap: the largest singular value of PC(W), before gamma.")
+    power_iterations: int = _key(10, "Power iterations per optimizer step (q in algorithm 3).")
+    norm_recovery: bool = _key(True, "Multiply by the norm that was divided by, so that it stays.")
+    learnable_gamma: bool = _key(True, "Multiply by one learnable scalar per matrix, initialised to 1.")
     compute_dtype: ComputeDtype = _key(
         "float32",
-        "Of method polynomial: precision of its matmuls. float32: that of the weight, so float64 for a float64 weight.",
+        "Precision of its matmuls. float32: that of the weight, so float64 for a float64 weight.",
     )
 
     def __post_init__(self) -> None:
@@ -130,11 +116,8 @@ class PCConfig:
                 )
         if self.power_iterations < 1:
             raise UserError(f"pc.power_iterations must be at least 1, got {self.power_iterations}")
-        if not self.cap > 0:
-            raise UserError(f"pc.cap must be above 0, got {self.cap}")
-        for key, choices in (("method", METHODS), ("compute_dtype", get_args(ComputeDtype))):
-            if getattr(self, key) not in choices:
-                raise UserError(f"pc.{key} must be one of {', '.join(choices)}, got {getattr(self, key)!r}")
+        if self.compute_dtype not in (choices := get_args(ComputeDtype)):
+            raise UserError(f"pc.compute_dtype must be one of {', '.join(choices)}, got {self.compute_dtype!r}")
 
     @property
     def map(self) -> Map:

@@ -9,21 +9,20 @@ from torch import Tensor, nn
 
 from pc.config import PCConfig
 from pc.errors import UserError
-from pc.methods import method_of
-from pc.methods.base import Method
-from pc.spectral import without_autocast
+from pc.method import Method, method_of
+from pc.spectral import initial_vectors, without_autocast
 from pc.targets import find, require_complete
 
 
 def effective_weight(weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor, config: PCConfig) -> Tensor:
-    """PC(W) by the method that the config names (paper, algorithm 1, line 6: `pc.methods.normalised_polynomial`).
+    """PC(W) (paper, algorithm 1, line 6: `pc.method`).
 
-    The backward pass treats `u` and `v` as constants; for the paper's method gradient flows through the divisor `s`, but
-    not through the factor `s.detach()`.
+    The backward pass treats `u` and `v` as constants; gradient flows through the divisor `s`, but not through the factor
+    `s.detach()`.
 
     Args:
         weight: W, [..., n, m]; leading dimensions are independent matrices.
-        gamma: learnable scalars [..., 1], or of each row [..., n] (`Method.count_gammas`), or None for 1.
+        gamma: learnable scalars [..., 1], or None for 1.
         u: left singular vector estimates [..., n].
         v: right singular vector estimates [..., m].
         config: with one `level` (see `PCConfig.for_block`).
@@ -59,8 +58,7 @@ class PCLinear(nn.Linear):
     def __init__(self, in_features: int, out_features: int, config: PCConfig, name: str = "", **others) -> None:
         super().__init__(in_features, out_features, **others)
         self.pc_name, self.pc_method = name, method_of(config)
-        count = self.pc_method.count_gammas(out_features)
-        self.gamma = nn.Parameter(self.weight.new_ones(count)) if config.learnable_gamma else None
+        self.gamma = nn.Parameter(self.weight.new_ones(1)) if config.learnable_gamma else None
         self.register_buffer("u", self.weight.new_empty(out_features))
         self.register_buffer("v", self.weight.new_empty(in_features))
         self.start()
@@ -71,7 +69,7 @@ class PCLinear(nn.Linear):
         if self.gamma is not None:
             self.gamma.fill_(1.0)
         if not self.u.is_meta:
-            for own, first in zip((self.u, self.v), self.pc_method.initial_vectors(self.pc_name, self.weight.shape)):
+            for own, first in zip((self.u, self.v), initial_vectors(self.pc_name, self.weight.shape)):
                 own.copy_(first)
 
     @torch.no_grad()

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from pc.config import MatrixSplit, PCConfig
 from pc.errors import UserError
-from pc.methods import method_of
-from pc.methods.base import Method
+from pc.method import Method, method_of
 from pc.owner import matrix_cost
+from pc.spectral import initial_vectors
 
 Kept = Sequence[Sequence[Tensor]]
 """Of each part: what its method's `write` leaves for `pull_back`."""
@@ -44,18 +44,13 @@ class Part:
         assert self.config is not None
         return method_of(self.config)
 
-    @property
-    def gamma_count(self) -> int:
-        """of one matrix"""
-        return self.method.count_gammas(self.rows)
-
 
 @dataclass(frozen=True)
 class WeightSplit:
     """A `MatrixSplit` of a weight of known shape.
 
-    Functions take batches of B such weights [B, ...] and of their tensors: the gammas of all P matrices concatenated,
-    [B, sum of gammas]; u likewise, [B, sum of rows]; and v, [B, P, m], or [B, m] for P = 1, as in a `PCLinear`.
+    Functions take batches of B such weights [B, ...] and of their tensors: the gammas of all P matrices, [B, P]; u
+    concatenated, [B, sum of rows]; and v, [B, P, m], or [B, m] for P = 1, as in a `PCLinear`.
     """
 
     parts: tuple[Part, ...]
@@ -83,7 +78,7 @@ class WeightSplit:
 
     @property
     def gamma_shape(self) -> tuple[int, ...]:
-        return *self.stack, sum(part.count * part.gamma_count for part in self.chosen)
+        return *self.stack, sum(part.count for part in self.chosen)
 
     @property
     def u_shape(self) -> tuple[int, ...]:
@@ -98,9 +93,7 @@ class WeightSplit:
         """u and v before the first step (float32, CPU), which depend only on the weight's name and shape."""
         batch = math.prod(self.stack)
         drawn = [
-            part.method.initial_vectors(
-                f"{name}.{index}" if index else name, (batch * part.count, part.rows, self.columns)
-            )
+            initial_vectors(f"{name}.{index}" if index else name, (batch * part.count, part.rows, self.columns))
             for index, part in enumerate(self.chosen)
         ]
         of_u, of_v = ([pair[i].reshape(batch, -1) for pair in drawn] for i in (0, 1))
@@ -115,8 +108,8 @@ class WeightSplit:
         return [x.reshape(-1, part.rows, self.columns) for part, x in rows if part.config is not None]
 
     def split_gamma(self, gamma: Tensor) -> list[Tensor]:
-        """[B', gammas]"""
-        return self._split(gamma, [part.gamma_count for part in self.chosen])
+        """[B', 1]"""
+        return self._split(gamma, [1 for _ in self.chosen])
 
     def split_u(self, u: Tensor) -> list[Tensor]:
         """[B', rows]"""

@@ -55,7 +55,7 @@ class Weight:
 
     @property
     def gamma(self) -> nn.Parameter | None:
-        """[P] for P matrices of one gamma each, [E P] for a stack."""
+        """[P] for P matrices, [E P] for a stack."""
         return self.module._parameters.get(self._key("gamma"))
 
     @property

@@ -7,17 +7,15 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import ConfigDict, create_model
 
-from pc.config import METHODS, PCConfig
+from pc.config import PCConfig
 from pc.maps import LEVEL_NAMES
-from pc_recipe.config.sections import METHOD, RESULT, Count, Positive, Section, key, one_of, should
+from pc_recipe.config.sections import METHOD, RESULT, Count, Section, key, should
 
 Level = int | str | list[float]
 # where TOML's types differ, or a wrong value can be said with its file
 TYPES: dict[str, Any] = {
     "level": Annotated[Level | dict[str, Level], should(f"{LEVEL_NAMES}, coefficients, or a table of these")],
     "power_iterations": Count,
-    "cap": Positive,
-    "method": Annotated[str, one_of(METHODS)],
 }
 DECIDE_RESULT = ("power_iterations", "compute_dtype")  # the others define PC(W)
 KEYS = {field.name: field for field in fields(PCConfig) if field.name != "splits"}

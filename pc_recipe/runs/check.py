@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pc.errors import UserError
-from pc.methods import method_of
+from pc.method import method_of
 from pc_recipe.config import Config, rules
 from pc_recipe.config.pc_section import PC
 from pc_recipe.config.rank_batches import RankBatches

@@ -19,7 +19,7 @@ from torchtitan.models.llama3.model.model import Transformer
 from pc import attach, named_weights
 from pc.config import PCConfig
 from pc.measure import cost_bound
-from pc.methods import method_of
+from pc.method import method_of
 from pc.owner import assign
 from pc.preconditioner import KEPT_BYTES
 from pc_recipe.config import Config
@@ -53,8 +53,8 @@ class Matrix:
         return torch.empty(1, self.n, self.m, device="meta", requires_grad=True)
 
     def _vectors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """gamma [1, gammas], u [1, n], v [1, m]"""
-        gamma = torch.empty(1, method_of(self.config).count_gammas(self.n), device="meta", requires_grad=True)
+        """gamma [1, 1], u [1, n], v [1, m]"""
+        gamma = torch.empty(1, 1, device="meta", requires_grad=True)
         u, v = (torch.empty(1, size, device="meta") for size in (self.n, self.m))
         return gamma, u, v
 
@@ -66,9 +66,6 @@ class Matrix:
         return _counted(lambda: method.write(weight, *vectors)) + _counted(
             lambda: method.pull_back(weight, weight, *vectors, *kept)
         )
-
-    def paper_bound(self, tokens: int) -> float:
-        return cost_bound((self.n, self.m), tokens, self.config)
 
 
 def _counted(function: Callable[[], object]) -> int:
@@ -94,8 +91,8 @@ class StepCost:
     pc: int
     pc_busiest: int
     """PC on the rank with the most work."""
-    paper_bound: float | None
-    """The paper's bound, the largest over matrices; its B is the tokens of the global batch. None for another method."""
+    paper_bound: float
+    """The paper's bound, the largest over matrices; its B is the tokens of the global batch."""
 
 
 class RunCost:
@@ -126,7 +123,7 @@ class RunCost:
             keeps = kept <= free[owner]
             free[owner] -= kept * keeps
             load[owner] += sum(Matrix(*matrix).step_flops(keeps) for matrix in matrices_of(split))
-        bounds = [matrix.paper_bound(self.tokens) for matrix in self.matrices]
+        bounds = [cost_bound((matrix.n, matrix.m), self.tokens, matrix.config) for matrix in self.matrices]
         _, per_token = self.args.get_nparams_and_flops(self.model, seq_len)
         upper_triangle = 6 * self.args.n_layers * self.args.dim * seq_len  # of scores and their matmul with values
         return StepCost(
@@ -136,7 +133,7 @@ class RunCost:
             recomputed=self._recomputed_flops(),
             pc=sum(load) * dims.dp_replicate,  # every replica repeats the work
             pc_busiest=math.ceil(max(load) / dims.pp),
-            paper_bound=max(bounds) if self.config.pc.method == "polynomial" else None,
+            paper_bound=max(bounds),
         )
 
     def gpu_hours(self, tflops: float | None = None) -> float:
@@ -187,13 +184,11 @@ def table(run_cost: RunCost) -> str:
         share = _percent(cost.recomputed / cost.model)
         operations.insert(2, ("repeated by activation checkpointing", cost.recomputed, share))
     rows = [(what, f"{flops / 1e15:.4g}", share) for what, flops, share in operations]
-    bound = ""
-    if cost.paper_bound is not None:
-        rows.append(("paper's bound", "", _percent(cost.paper_bound)))
-        bound = (
-            "The paper's bound counts one forward and one backward evaluation of PC per step in the whole job, "
-            "relative to the preconditioned matrices' own matmuls.\n"
-        )
+    rows.append(("paper's bound", "", _percent(cost.paper_bound)))
+    bound = (
+        "The paper's bound counts one forward and one backward evaluation of PC per step in the whole job, "
+        "relative to the preconditioned matrices' own matmuls.\n"
+    )
     return (
         f"{parameters / 1e6:,.1f} M parameters, {ranks} GPUs, {cost.tokens:,} tokens per step in {run_cost.batches.micro_batches} "
         f"micro-batches of {config.training.local_batch_size} x {config.training.seq_len} per rank, PC: "

@@ -11,7 +11,7 @@ from torchtitan.models.llama3.model.model import Transformer
 
 from pc.api import attach
 from pc.config import PCConfig
-from pc.methods import method_of
+from pc.method import method_of
 from pc.preconditioner import KEPT_BYTES
 from pc.splits import WeightSplit
 from pc.weight import named_weights
@@ -79,7 +79,7 @@ def count_sizes(model: Transformer) -> Sizes:
 def count_kept_bytes(n: int, m: int, config: PCConfig) -> int:
     """Bytes that PC keeps from one pass over a weight [n, m] for the next, if there is room (`KEPT_BYTES`)."""
     with torch.device("meta"):
-        gamma, u, v = (torch.empty(1, size) for size in (method_of(config).count_gammas(n), n, m))
+        gamma, u, v = (torch.empty(1, size) for size in (1, n, m))
         kept = method_of(config).write(torch.empty(1, n, m), gamma, u, v)[4:]
     return sum(tensor.nbytes for tensor in kept)
 

@@ -198,9 +198,8 @@ class Diagnostics:
         return metrics
 
     def _estimate_metrics(self) -> dict[str, float]:
-        """Relative error of s as an estimate of W's spectral norm, per block with PC; {} if nothing needs s."""
-        weights = self._pc_weights().items()
-        used = {name: weight for name, weight in weights if weight.split.chosen[0].method.uses_vectors}
+        """Relative error of s as an estimate of W's spectral norm, per block with PC."""
+        used = self._pc_weights()
         inputs: list[tuple[Tensor, ...]] = [(weight.orig, weight.u, weight.v) for weight in used.values()]
         splits = [weight.split for weight in used.values()]
         errors: dict[str | None, list[float]] = {}

@@ -1,4 +1,4 @@
-"""A level, a method, a model size, an optimizer and a metric are one entry each: CONTRIBUTING's diffs, applied as printed to a copy."""
+"""A level, a model size, an optimizer and a metric are one entry each: CONTRIBUTING's diffs, applied as printed to a copy."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from helpers.tiny import ROOT, write_small_config
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """run(*words of Python) -> its output, in a copy of this project with the five entries."""
+    """run(*words of Python) -> its output, in a copy of this project with the four entries."""
     folder = tmp_path_factory.mktemp("contributed")
     for name in ("pc", "pc_recipe", "scripts", "tests", "train_configs", "docs", "examples", "results"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -38,8 +38,7 @@ def copy(tmp_path_factory):
 
 def test_the_diffs_apply(copy):
     assert "160M" in copy("-c", "print(open('pc_recipe/config/model_sizes.py').read())")
-    words = "import pc; print(pc.PCLinear(3, 4, pc.PCConfig(method='column_norm', blocks='o')))"
-    assert "columns of norm 1" in copy("-c", words)
+    assert "level 5" in copy("-c", "import pc; print(pc.PCLinear(3, 4, pc.PCConfig(level=5, blocks='o')))")
 
 
 @pytest.mark.soak
@@ -54,9 +53,6 @@ def test_entries_are_all_that_a_run_needs(copy, tiny_shards, tmp_path):
     rank, condition = (measured[f"spectra/{name}/layers.0.attention.wo"] for name in ("stable_rank", "condition"))
     assert condition > 1 < rank < 256  # of 256 singular values that differ
     said = [copy("scripts/dry_run.py", config, "--world-size=1", "--model.flavor=160M", *more) for more in (words, [])]
-    column_norm = ["--pc.method=column_norm", f"--job.dump_folder={tmp_path / 'columns'}"]
-    copy("-m", "pc_recipe.runs.local", config, *column_norm)
-    assert "columns of norm 1" in copy("scripts/dry_run.py", config, "--world-size=1", *column_norm)
     of_sgd, of_adamw = (float(re.search(r"optimizer ([0-9.]+)", text)[1]) for text in said)
     assert "level 5" in said[0] and 0 < of_sgd < of_adamw
 

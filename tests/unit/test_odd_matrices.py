@@ -9,7 +9,7 @@ import torch.distributed as dist
 import pc
 from helpers.toy import toy_model
 from pc import PCConfig, effective_weight
-from pc.methods import method_of
+from pc.method import method_of
 from pc.spectral import initial_vectors, power_iteration
 from pc_recipe.train.nonfinite import FiniteSteps
 

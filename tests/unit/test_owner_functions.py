@@ -5,8 +5,7 @@ import torch
 
 from helpers.toy import leading_vectors
 from pc import PCConfig, effective_weight
-from pc.methods import method_of
-from pc.methods.base import Method
+from pc.method import method_of
 from pc.polynomial import gram_matrix
 from pc.spectral import power_iteration, second_opinion
 
@@ -65,11 +64,9 @@ def test_pull_back_equals_autograd(level, recovery, with_gamma, shape, converged
     effective = effective_weight(weight.requires_grad_(), gamma, u, v, config)
     expected = torch.autograd.grad(effective, [x for x in (weight, gamma) if x is not None], gradient)
     actual = method_of(config).pull_back(weight, gradient, gamma, u, v)
-    by_default = Method.pull_back(method_of(config), weight, gradient, gamma, u, v)
     wrong = method_of(config).pull_back(weight, gradient, gamma, u, 1.01 * v)
     assert len(actual) == len(expected)
-    for mine, default, reference in zip(actual, by_default, expected, strict=True):
-        assert torch.equal(default, reference)  # which is autograd's
+    for mine, reference in zip(actual, expected, strict=True):
         assert mine.shape == reference.shape
         assert (mine - reference).abs().max() < 1e-11 * reference.abs().max()
     assert (wrong[0] - expected[0]).abs().max() > 1e-3  # control
@@ -82,3 +79,16 @@ def test_a_weight_of_zero(norm_recovery):
     effective, u, v, _, *kept = method.write(0 * gradient, None, u, v)
     assert not effective.any()
     assert all(x.isfinite().all() for x in method.pull_back(0 * gradient, gradient, None, u, v, *kept))
+
+
+def test_identity_and_sigma_reparametrisation_are_maps():
+    """W / sigma_1 times gamma (Zhai et al., arXiv:2303.06296), and W with a gradient that leaves the norm alone."""
+    weight, gamma, u, v, gradient = _batch((6, 9))
+    largest = torch.linalg.matrix_norm(weight, 2, keepdim=True)
+    for recovery, factor in ((False, 1 / largest), (True, 1.0)):
+        config = _config([1.0, 0.0], norm_recovery=recovery)
+        found = effective_weight(weight, gamma, u, v, config)
+        torch.testing.assert_close(found, gamma[..., None] * weight * factor, rtol=1e-5, atol=0)  # epsilon by 0.1
+        d_weight, _ = method_of(config).pull_back(weight, gradient, gamma, u, v)
+        along = torch.einsum("bij,bij->b", d_weight, weight) / (d_weight.norm(dim=(1, 2)) * weight.norm(dim=(1, 2)))
+        assert along.abs().max() < 1e-5  # a change of the length of W changes nothing

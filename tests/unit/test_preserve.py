@@ -7,8 +7,7 @@ import pc
 from helpers.toy import require_pc, toy_batch, toy_loss, toy_model
 from pc import PCConfig, UserError
 from pc.maps import evaluate, resolve
-from pc.methods import method_of
-from pc.methods.normalised_polynomial import smallest_root
+from pc.method import method_of, smallest_root
 
 OWN = (2.616, -3.550, 2.731, -0.797)  # as fitted with a cutoff of 0.5; g(1) = 1
 

@@ -12,7 +12,7 @@ from helpers import pretended_cuda
 from helpers.ranks import run_ranks
 from helpers.toy import ToyBlock
 from pc import PCConfig
-from pc.methods import method_of
+from pc.method import method_of
 from pc.optim.muon import Muon
 
 RANKS = 8

@@ -7,7 +7,7 @@ import pc
 from helpers.toy import Loop
 from pc import PCConfig
 from pc.maps import COEFFICIENTS, evaluate, reach, resolve
-from pc.methods import method_of
+from pc.method import method_of
 from pc.spectral import power_iteration
 
 LEVEL_4 = PCConfig(level=4)

@@ -63,7 +63,6 @@ REFUSED_ANYWHERE = [
     (INTERLEAVED, {"pp": 4}, "model.n_layers = 4 is too few for the 8 stages"),
     ({"training.global_batch_size": 12}, {"dp_shard": 2}, "training.global_batch_size = 12 is not a multiple"),
     ({"pc.level": 1.5}, {}, f"pc.level = 1.5 should be {LEVEL_NAMES}, coefficients"),
-    ({"pc.method": "none"}, {}, "pc.method = 'none' should be one of "),
     ({"pc.level": 9}, {}, f"PC level 9 does not exist; use {LEVEL_NAMES} or a list"),
 ]  # fmt: skip
 

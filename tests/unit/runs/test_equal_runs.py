@@ -10,8 +10,7 @@ import pytest
 from helpers.made_runs import write_run
 from pc.errors import UserError
 from pc_recipe.config import Config, load_config, write_config
-from pc_recipe.config.pc_section import PC
-from pc_recipe.config.run_key import code_version, differing_keys, list_unapplied, method_key, result_key
+from pc_recipe.config.run_key import code_version, differing_keys, list_unapplied, result_key
 from pc_recipe.files import run_folder
 from pc_recipe.files.lock import is_locked, lock
 from pc_recipe.runs.allocation import Allocation
@@ -92,19 +91,10 @@ def test_the_same_run(folder, words):
 @pytest.mark.parametrize(
     "word",
     ["--pc.level=3", "--optimizer.lr=2e-3", "--data.seed=1", "--data.path=other", "--pc.enable=false", "--pc.blocks=o"]
-    + ["--training.steps=6", "--validation.enable", "--optimizer.name=Muon", "--pc.method=cap", "--pc.cap=2.0"],
+    + ["--training.steps=6", "--validation.enable", "--optimizer.name=Muon"],
 )
 def test_another_run(folder, word):
     assert key_of(word) != key_of()
-
-
-def test_a_record_from_before_there_were_methods_is_of_the_same_run(folder):
-    finish("pc.toml", [], folder / "before")  # whose config.toml has neither key
-    assert "method" not in (folder / "before" / "config.toml").read_text()
-    now = load_config("pc.toml", ["--pc.method=polynomial", "--pc.cap=1.0"])
-    assert equal_runs.read_result_key(folder / "before") == result_key(now)
-    of_cap = method_key(PC(enable=True, method="cap", cap=2.0))
-    assert differing_keys(method_key(PC(enable=True)), of_cap) == ["method", "cap"]
 
 
 def test_what_a_resume_cannot_apply_is_known(folder):

@@ -105,17 +105,6 @@ def test_spectra_equal_a_float64_svd(enable):
         assert max(errors) > 1e-3  # three steps from a random start: an error there is to see
 
 
-def test_a_method_of_rows_has_a_mean_gamma_and_no_estimate():
-    model = pc.attach(transformer(), pc.PCConfig(method="row_norm"))
-    preconditioner = pc.precondition(model)
-    metrics = collect(Diagnostics(config_of(freq=1, spectra_freq=1), [model], preconditioner, one_rank()), 1)
-    assert (
-        metrics["pc/gamma/layers.0.attention.wo"] == pytest.approx(1, rel=1e-12)
-        and "spectra/condition/layers.0.attention.wo" in metrics
-    )
-    assert not any("estimate_error" in key for key in metrics)
-
-
 def test_weights_that_are_not_finite_do_not_end_the_run():
     model = transformer()
     with torch.no_grad():

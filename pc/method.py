@@ -10,31 +10,69 @@ matrix, the gradient takes fewer matmuls (`polynomial.vjp`), and scale factors m
 instead of [n, m] ones, which saves passes over memory.
 """
 
+from contextlib import contextmanager
+from functools import cache
+
 import torch
 from torch import Tensor
 
 from pc import maps, polynomial
 from pc.config import PCConfig
 from pc.errors import UserError
-from pc.methods.base import USE_AS_W, Method, matmul_precision
-from pc.spectral import power_iteration_by_gram, second_opinion, spectral_norm_estimate
+from pc.spectral import (
+    power_iteration,
+    power_iteration_by_gram,
+    second_opinion,
+    spectral_norm_estimate,
+)
 
 GRID = 10_001  # grid points on [0, 1] that bracket the roots
 TOLERANCE = 1e-6  # of g(1) = 1; an error there is a relative error of the largest singular value
+USE_AS_W = 'use them as W: without pc.preserve, or in the recipe by its key pc.start = "raw"'
 
 
-class NormalisedPolynomial(Method):
-    """gamma s.detach() g(W / s), with the map g of `PCConfig.level`."""
+@contextmanager
+def matmul_precision(precision: str):
+    """Run a GPU's float32 matmuls as "ieee" (plain float32) or "tf32", whatever the process-wide setting is.
+
+    CPU matmuls stay float32. This changes the CUDA setting only: torch's older switch,
+    `set_float32_matmul_precision`, raises an error if the user has set the new one.
+    """
+    setting = torch.backends.cuda.matmul
+    before = setting.fp32_precision
+    setting.fp32_precision = precision
+    try:
+        yield
+    finally:
+        setting.fp32_precision = before
+
+
+class Method:
+    """PC(W) = gamma s.detach() g(W / s) of one matrix, with the map g of `PCConfig.level`.
+
+    u and v follow the leading singular vectors of W, once per optimizer step; they are constants for the gradient. Each
+    matrix's owner calls `write` and `pull_back` once per step (`pc.preconditioner`), with batches of independent matrices:
+    W [B, n, m], gamma [B, 1] or None for ones, u [B, n], v [B, m]. A `PCLinear` calls `apply` in every forward pass, and
+    `advance`, on one matrix without B.
+
+    Args:
+        config: with one level.
+
+    Attributes:
+        reach: how far the largest singular value may be above the estimate u^T W v, relative to it.
+    """
 
     def __init__(self, config: PCConfig) -> None:
-        super().__init__(config)
+        self.config = config
         self.map = config.map
         self.reach = maps.reach(self.map)
 
     def describe(self) -> str:
+        """What defines PC(W), in a few words. A saved state has them, and another method refuses it."""
         return maps.describe(self.map) + ("" if self.config.norm_recovery else ", norm 1")
 
     def apply(self, weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor) -> Tensor:
+        """PC(W), [..., n, m], by operations that autograd can follow: the definition."""
         s = spectral_norm_estimate(weight, u, v)[..., None, None]
         result = polynomial.apply(self.map, weight / s)
         scale = s.detach() if self.config.norm_recovery else None
@@ -43,11 +81,18 @@ class NormalisedPolynomial(Method):
             scale = gamma if scale is None else scale * gamma
         return result if scale is None else result * scale
 
+    def advance(self, weight: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """u and v after one more optimizer step, and what a second start found, relative to the estimate by the first [...]."""
+        u, v = power_iteration(weight, u, v, self.config.power_iterations)
+        return second_opinion(weight, polynomial.gram_matrix(weight), u, v, self.reach)
+
     @torch.no_grad()
     @matmul_precision("ieee")
     def write(
         self, weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor, advance: bool = True
     ) -> tuple[Tensor, ...]:
+        """PC(W), the u and v that it was computed with, which have advanced, unless `advance` is false, and what a second start
+        found [B] (`advance`). The further tensors are what `pull_back` of the same W, u and v can use again."""
         with self._polynomial_precision():
             gram = polynomial.gram_matrix(weight)
         found = weight.new_zeros(len(weight))
@@ -66,7 +111,10 @@ class NormalisedPolynomial(Method):
     def pull_back(
         self, weight: Tensor, gradient: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor, *kept: Tensor
     ) -> tuple[Tensor, ...]:
-        """dW = gamma r / s (dN - <dN, N> u v^T), and dgamma = r <g(N), H>, where r = s.detach(), or 1 without
+        """The gradients of a loss with respect to W and gamma, given that with respect to PC(W): a vector-Jacobian product,
+        [B, n, m] and, if there is a gamma, [B, 1]. `kept`: the further tensors of `write`, or none, as where memory is short.
+
+        dW = gamma r / s (dN - <dN, N> u v^T), and dgamma = r <g(N), H>, where r = s.detach(), or 1 without
         `norm_recovery`.
 
         N = W / s, H is the gradient with respect to PC(W), and dN that of <g(N), H> with respect to N. The second term
@@ -98,6 +146,7 @@ class NormalisedPolynomial(Method):
         return raw.to(weight.dtype), left[:, :, 0].to(weight.dtype), right[:, 0].to(weight.dtype)
 
     def require_invertible(self) -> None:
+        """Raise a `UserError` with the reason if `invert` cannot work."""
         at_one = maps.evaluate(self.map, 1.0)
         if abs(at_one - 1.0) > TOLERANCE:
             raise UserError(
@@ -132,3 +181,9 @@ def smallest_root(map: maps.Map, values: Tensor) -> Tensor:
         is_below = maps.evaluate(map, middle) < values
         low, high = torch.where(is_below, middle, low), torch.where(is_below, high, middle)
     return torch.where(values > 0, (low + high) / 2, torch.zeros_like(values))
+
+
+@cache
+def method_of(config: PCConfig) -> Method:
+    """The method of a config with one level (`PCConfig.for_block`)."""
+    return Method(config)
