@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -126,11 +127,17 @@ class Measured:
         return {level: modified_condition_number(self.sigma_at(level)).item() for level in LEVELS}
 
     def as_dict(self) -> dict:
-        """For JSON; an infinite number is None."""
-        values = {
-            "name": self.name, "layer": self.layer, "block": self.block, "shape": self.shape, "by": self.by,
-            **asdict(self.figures), "random": asdict(self.random), "ratio": self.ratio, "condition_at": self.condition_at,
-        }  # fmt: skip
+        """For JSON, which has no infinity: None in its place."""
+        values: dict[str, Any] = {
+            "name": self.name,
+            "layer": self.layer,
+            "block": self.block,
+            "shape": self.shape,
+            "by": self.by,
+        }
+        values |= asdict(self.figures) | {"ratio": self.ratio}
+        values |= {f"condition_at_level_{level}": value for level, value in self.condition_at.items()}
+        values |= {f"random_{key}": value for key, value in asdict(self.random).items()}
         return {key: None if value == math.inf else value for key, value in values.items()}
 
 

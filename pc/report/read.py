@@ -185,9 +185,8 @@ def _merged(path: Path, base: Path | None) -> Checkpoint:
     """W + (alpha / r) B A of a LoRA adapter and the model that it changes."""
     config = _json(path / "adapter_config.json")
     base = base or Path(str(config.get("base_model_name_or_path")))
-    if config.get("peft_type") != "LORA" or any(
-        config.get(key) for key in ("use_dora", "rank_pattern", "alpha_pattern")
-    ):
+    is_plain = config.get("peft_type") == "LORA" and {"r", "lora_alpha"} <= config.keys()
+    if not is_plain or any(config.get(key) for key in ("use_dora", "rank_pattern", "alpha_pattern")):
         raise UserError(f"{path}: an adapter other than plain LoRA; save the model after PEFT's merge_and_unload()")
     if not base.is_dir():
         raise UserError(f"{path}: an adapter, which is no model alone; name the folder of its base by --base")

@@ -15,7 +15,7 @@ from helpers.tiny import ROOT
 from pc import maps, polynomial
 from pc.blocks import BLOCK_SUFFIXES
 from pc.measure import exact_singular_values, gaussian_singular_values
-from pc.report import words
+from pc.report import page, words
 from pc.report.read import of_tensors, read
 from pc.spectral import modified_condition_number
 from unit.test_hugging_face_models import ROWS, SIZES
@@ -119,6 +119,26 @@ def test_gaussian_matrices_have_the_figures_of_the_reference(shape):
     # control: another start is told apart
     orthogonal = torch.linalg.svdvals(nn.init.orthogonal_(torch.empty(*shape, dtype=torch.float64)))
     assert modified_condition_number(orthogonal) < 0.5 * modified_condition_number(reference)
+
+
+WIDE = SIZES | {"hidden_size": 256, "intermediate_size": 640}
+FRESH = {
+    "LlamaForCausalLM": WIDE, "BertForMaskedLM": WIDE, "GPTNeoXForCausalLM": WIDE,
+    "GPT2LMHeadModel": {"vocab_size": 50, "n_embd": 256, "n_layer": 2, "n_head": 4},
+    "T5ForConditionalGeneration": T5 | {"d_model": 256, "d_kv": 64, "d_ff": 640, "num_heads": 4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FRESH)
+def test_first_weights_are_as_random_ones(name):
+    """At a width of 256 one square matrix deviates by 3 %; the reference is 1 % low."""
+    torch.manual_seed(0)
+    model_class = getattr(hf, name)
+    found = pc.conditioning(model_class(model_class.config_class(**FRESH[name])))
+    assert words.times(found.in_layers) == pytest.approx(1.01, abs=0.03)
+    for block, matrices in found.by_block(of_layers=True).items():
+        if block != "relative_attention_bias":  # of T5: 4 columns
+            assert words.times(matrices) == pytest.approx(1.01, abs=0.1), block
 
 
 def one_linear():
@@ -236,12 +256,15 @@ def test_a_tensor_that_cannot_be_measured_is_named_and_the_rest_goes_on(tmp_path
         assert re.search(rf"layers\.{number}\.mlp\.up_proj\.weight[^l]*{reason}", reasons), reason
 
 
-def test_a_rank_deficient_matrix_and_a_model_without_blocks():
-    matrix = torch.ones(8, 8)
-    found = of_tensors("m", {"h.0.w.weight": matrix})
-    found = pc.conditioning(found.model, found.load)
-    assert found.matrices[0].figures.condition > 1e8 or found.matrices[0].figures.condition == math.inf
+def test_a_matrix_without_full_rank_and_a_model_without_blocks():
+    matrix = torch.eye(8)
+    matrix[7, 7] = 0
+    checkpoint = of_tensors("m", {"h.0.w.weight": matrix})
+    found = pc.conditioning(checkpoint.model, checkpoint.load)
+    assert found.matrices[0].figures.condition == math.inf and "×inf" in words.block_row("w", found.matrices)[4]
+    assert "Infinity" not in json.dumps(found.as_dict())
     assert "We do not know" in words.advice(found) and "nothing can be said" in words.summary(found)
+    assert "<svg" in page.page({"m": found})
 
 
 def test_the_page_and_the_tables(tmp_path, command):
@@ -250,18 +273,18 @@ def test_the_page_and_the_tables(tmp_path, command):
     for name in ("first", "<second>"):
         model = hf.LlamaForCausalLM(hf.LlamaConfig(**size))
         model.save_pretrained(tmp_path / name)
-    page = tmp_path / "pages" / "report.html"
-    status, said, err = command("pc.report", tmp_path / "first", tmp_path / "<second>", "--output", page)
+    file = tmp_path / "pages" / "report.html"
+    status, said, err = command("pc.report", tmp_path / "first", tmp_path / "<second>", "--output", file)
     assert status == 0 and "model.layers.11" in said and "Condition numbers side by side" in said
     assert said.index("model.layers.2 ") < said.index("model.layers.10 ")
     assert "We do not know" in said or "we do not know" in said
-    text = page.read_text()
+    text = file.read_text()
     assert len(text) < 300_000 and "<script" not in text and "<second>" not in text and "&lt;second&gt;" in text
     assert "prefers-color-scheme: dark" in text and "width=device-width" in text
     assert not re.findall(r'(?:src|href)="?(?!#)[^"]', text)  # nothing comes from elsewhere
-    assert [*page.parent.iterdir()] == [page]
+    assert [*file.parent.iterdir()] == [file]
 
-    status, said, _ = command("pc.report", tmp_path / "first", "--output", page, "--sample", "3", "--json")
+    status, said, _ = command("pc.report", tmp_path / "first", "--output", file, "--sample", "3", "--json")
     layers = {matrix["layer"] for matrix in json.loads(said)["first"]["matrices"]}
     assert status == 0 and layers == {"", "model.layers.0", "model.layers.6", "model.layers.11"}
 
