@@ -13,19 +13,17 @@ from pc.matrices import Stored
 from pc.measure import Conditioning, exact_singular_values, work
 from pc.report import words
 
-_PROBE = 512  # rows of the matrix by which the machine's speed is estimated
-_MOMENT = 20  # seconds that need no announcement
+_PROBE = 1024  # rows of the matrix by which the machine's speed is estimated
+_LONG = 3e11  # work of some twenty seconds, which needs no announcement
 
 
 def announce_and_watch(weights: list[Stored]) -> Iterator[Stored]:
     """Say on stderr about how long it will take, then show which weight it is at and the time left."""
     console = Console(stderr=True)
     total = sum(map(work, weights))
-    seconds = min(_probe_seconds() for _ in range(3)) * total / (5 * _PROBE**3)
-    if seconds > _MOMENT:
-        console.print(
-            f"{len(weights)} weights, about {seconds / 60:.0f} min on this machine; --sample 4 takes four layers"
-        )
+    if total > _LONG:
+        minutes = min(_probe_seconds() for _ in range(3)) * total / (5 * _PROBE**3) / 60
+        console.print(f"{len(weights)} weights, about {minutes:.0f} min on this machine; --sample 4 takes four layers")
     columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=total)
@@ -36,6 +34,7 @@ def announce_and_watch(weights: list[Stored]) -> Iterator[Stored]:
 
 
 def _probe_seconds() -> float:
+    """The least of several counts: the first loads libraries, and others may be disturbed."""
     begun = time.perf_counter()
     exact_singular_values(torch.randn(_PROBE, _PROBE))
     return time.perf_counter() - begun
