@@ -277,8 +277,6 @@ def test_a_line_break_in_an_override_cannot_leave_the_comment(write, tmp_path):
     "script, words",
     [
         ("curves", ["outputs/nothing"]),
-        ("evidence", ["collect", "outputs/nothing", "--output", "out"]),
-        ("evidence", ["report", "outputs/nothing"]),
         ("export_hf", ["outputs/nothing", "out"]),
         ("generate", ["outputs/nothing", "a prompt"]),
         ("inspect_data", ["outputs/nothing"]),
