@@ -139,9 +139,10 @@ def run_command(
         SystemExit: after one of these signals, when the command has ended, but not under SLURM.
     """
     stop = _Stop("torch.distributed.run" in command_line, under_slurm)
-    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGQUIT]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
-        numbers.append(signal.SIGHUP)
+    ends = signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP
+    numbers = [
+        number for number in ends if signal.getsignal(number) != signal.SIG_IGN
+    ]  # as by nohup, or a script's `&`
     # Before the start: no signal may leave a command without a launcher, and what starts inherits that USR2 is ignored.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     before = {number: signal.signal(number, stop.handle) for number in numbers}
