@@ -12,13 +12,14 @@ from pc.errors import UserError
 from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.lock import is_locked
-from pc_recipe.files.run_log import find_extent
+from pc_recipe.files.run_log import find_last_step
 
 INDEX = ".metadata"
 """It is written last, so a checkpoint that has it is complete."""
 CHECKSUMS = "XXH128SUMS"
 """It is written just before the index, so one that has it without an index has lost the index."""
 _STATUS = "status.json"
+_HAS_SAVED = "has_checkpoints"
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 """Matches the whole name of a checkpoint's folder: nothing with another name is used as one, or deleted."""
 _DAMAGED = re.compile(r"step-([0-9]+)(\.damaged)+")
@@ -121,7 +122,7 @@ def require_no_other_run(run: Path, resolved: dict) -> None:
 
     A run that is repeated as it was may begin anew.
     """
-    other = find_extent(run)[0] and _read_other_config(run / "config.toml", resolved)
+    other = find_last_step(run) and _read_other_config(run / "config.toml", resolved)
     if list_checkpoints(run / "checkpoint") or other:
         raise UserError(
             f"{run} holds another run, which checkpoint.enable = false does not continue; give another --job.dump_folder"
@@ -148,6 +149,18 @@ def is_complete(checkpoint: str | Path) -> bool:
 def was_complete(checkpoint: str | Path) -> bool:
     """Whether it is complete, or has lost its index since, as by a copy without hidden files."""
     return is_complete(checkpoint) or look.is_file(Path(checkpoint, CHECKSUMS))
+
+
+def note_saved(run: Path) -> None:
+    """Leave a file in a run's folder that says that a checkpoint was completed. `checkpoint` may be on a disk that gets lost."""
+    if not has_saved(run):
+        write_atomically(
+            run / _HAS_SAVED, "A checkpoint of this run was completed, so it does not begin anew by itself.\n"
+        )
+
+
+def has_saved(run: Path) -> bool:
+    return look.is_file(run / _HAS_SAVED)
 
 
 def list_damaged(folder: str | Path) -> list[Path]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -266,6 +267,21 @@ def find_failure(run_folder: Path) -> str | None:
         if crash is None and any(line.startswith("Traceback (most recent call last)") for line in lines):
             crash = f"rank {log.parent.name} ended with {lines[-1]!r}; its log is {log}"
     return crash
+
+
+def find_kill(status: int, words: str) -> str:
+    """ "killed by SIGKILL", if a signal ended a training command, or the first of its ranks; else "".
+
+    Args:
+        status: of `run_command`.
+        words: the command's output, which ends with torchrun's report if there are several ranks.
+    """
+    if status > 128:
+        return f"killed by {signal.Signals(status - 128).name}"
+    of_rank = (
+        re.search(r"Signal \d+ \((SIG\w+)\)", words.rpartition("Root Cause")[2]) if "Root Cause" in words else None
+    )
+    return f"a rank was killed by {of_rank[1]}" if of_rank else ""
 
 
 def build_environment(processes: int) -> dict[str, str]:
