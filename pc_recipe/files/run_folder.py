@@ -1,7 +1,6 @@
 """A run's folder: its state, its configuration, its checkpoints."""
 
 import json
-import os
 import re
 import tomllib
 from dataclasses import asdict, dataclass, replace
@@ -23,6 +22,7 @@ _HAS_SAVED = "has_checkpoints"
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 """Matches the whole name of a checkpoint's folder: nothing with another name is used as one, or deleted."""
 _DAMAGED = re.compile(r"step-([0-9]+)(\.damaged)+")
+_PURGED = re.compile(r"step-[0-9]+\.purged")
 _EARLIER = re.compile(r"config\.[0-9].*\.toml")
 STATES = ("waiting", "running", "interrupted", "stopped", "finished", "failed", "diverged")
 
@@ -169,10 +169,14 @@ def list_damaged(folder: str | Path) -> list[Path]:
     return [Path(folder, match[0]) for match in sorted(matches, key=lambda match: int(match[1]))]
 
 
-def withdraw(checkpoint: str | os.PathLike) -> None:
-    """Make a checkpoint incomplete before its files are deleted or written anew, so that a kill leaves none that looks whole."""
-    for name in (INDEX, CHECKSUMS):
-        Path(checkpoint, name).unlink(missing_ok=True)
+def purge(checkpoint: Path) -> None:
+    """Give it another name before it is deleted, so that a kill in between leaves none that looks whole."""
+    checkpoint.rename(f"{checkpoint}.purged")
+
+
+def list_purged(folder: str | Path) -> list[Path]:
+    """What is to be deleted, also that which a killed process left."""
+    return [Path(folder, name) for name in look.names(folder) if _PURGED.fullmatch(name)]
 
 
 def list_complete(folder: str | Path) -> dict[int, Path]:

@@ -132,8 +132,9 @@ class Checkpoints(CheckpointManager):
             try:
                 complete = run_folder.list_complete(self.folder)
                 for step in select_expired(list(complete), self.keep_latest_k, self._keep_every):
-                    run_folder.withdraw(complete[step])
-                    self.purge_queue.put(str(complete[step]))
+                    run_folder.purge(complete[step])
+                for path in run_folder.list_purged(self.folder):
+                    self.purge_queue.put(str(path))
             except (OSError, ReadFailed) as error:
                 logger.warning(f"Old checkpoints stay for now: {error}")
 

@@ -21,7 +21,7 @@ from helpers.ranks import run_ranks
 from pc.errors import UserError
 from pc_recipe.config import Config
 from pc_recipe.files import look
-from pc_recipe.files.run_folder import CHECKSUMS, list_complete, write_state
+from pc_recipe.files.run_folder import CHECKSUMS, write_state
 from pc_recipe.train import checkpoint
 from pc_recipe.train.checkpoint import Checkpoints
 from pc_recipe.train.checkpoint_folder import UNCHANGED, CheckpointFolder, Damaged, LoadPlanner, Reader, plain_errors
@@ -386,14 +386,16 @@ def test_a_disk_that_fills_at_the_last_file_is_one_line(tmp_path):
 
 
 def _purge_without_its_thread(rank, folder):
-    manager = _manager(folder)
+    """It was killed before it began; returns what it would have deleted."""
+    manager, paths = _manager(folder), []
     manager.keep_latest_k = 1
-    with patch.object(manager, "purge_queue", SimpleNamespace(put=lambda path: None)):  # it was killed before it began
+    with patch.object(manager, "purge_queue", SimpleNamespace(put=paths.append)):
         manager._purge_stale_checkpoints()
+    return paths
 
 
 def test_a_purge_that_is_killed_leaves_nothing_that_looks_whole(copied):
-    run_ranks(1, _purge_without_its_thread, copied)
-    assert list(list_complete(copied / "checkpoint")) == [20]
-    assert len(list((copied / "checkpoint" / "step-10").iterdir())) == 2  # tensors alone
-    assert run_ranks(1, _newest, copied) == ["step-20"]
+    for _ in range(2):  # the next one deletes what is left
+        assert run_ranks(1, _purge_without_its_thread, copied) == [[str(copied / "checkpoint" / "step-10.purged")]]
+        assert _names(copied / "checkpoint") == ["step-10.purged", "step-20"]
+        assert run_ranks(1, _newest, copied) == ["step-20"]
