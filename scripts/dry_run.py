@@ -20,7 +20,9 @@ def main() -> None:
     )
     parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="of each GPU (default: of one here, or 79)")
     parser.add_argument(
-        "--tflops", type=float, help="TFLOP/s of one GPU (default: by the model's width, an assumption)"
+        "--tflops",
+        type=float,
+        help="TFLOP/s of one GPU (default: by the model's width, an assumption; without a GPU or --world-size no time)",
     )
     parser.add_argument("--no-data", action="store_true", help="missing data is a warning, not an error")
     arguments, overrides = parse_with_overrides(parser)
