@@ -33,7 +33,7 @@ from pc_recipe.data.tokenizers import Tokenizer, load_tokenizer, smallest_dtype
 from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.errors import ReadFailed
-from pc_recipe.files.inside import require_no_links
+from pc_recipe.files.inside import require_plain
 
 VALIDATION_SHARE = 0.0005  # of the documents, by default; of small data more:
 VALIDATION_BYTES = 2 * 10**6  # of text, some 500,000 tokens: 64 sequences of 8192, more than 1 % of 200 MB
@@ -78,7 +78,7 @@ def open_job(output: Path, sources: list[str], tokenizer: Tokenizer, requested: 
         UserError: a setting or the sources' files are not those of the folder's job, or the tokenizer was converted and
             gives other ids for its first texts.
     """
-    require_no_links(output)
+    require_plain(output)
     requested = {"sources": sources, "tokenizer": tokenizer.sha256} | requested
     path = output / "tokenizing.json"
     if (text := look.read(path)) is not None:

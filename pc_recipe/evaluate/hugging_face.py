@@ -1,8 +1,10 @@
 """Convert a run's weights to an ordinary `LlamaForCausalLM`, in memory or as a folder; check such folders."""
 
+import fcntl
 import os
 import shutil
-import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -102,16 +104,45 @@ def export(
 
 
 def _write(model: LlamaForCausalLM, tokenizer: Tokenizer, max_length: int, card: str, out: Path) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    # Renamed when complete, so that an interrupted export does not look complete.
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as temporary:
-        folder = Path(temporary) / out.name
+    with _unfinished(out) as folder:
         model.save_pretrained(folder)
         tokenizer.save(folder, max_length)
         write_atomically(folder / "README.md", card)
         for file in folder.iterdir():  # safetensors makes files that only the owner can read
             shutil.copymode(folder / "README.md", file)
         os.replace(folder, out)
+
+
+@contextmanager
+def _unfinished(out: Path) -> Iterator[Path]:
+    """An empty folder beside `out`, which becomes it when complete. Its name is always the same, so that the next export
+    finds, and removes, what a killed one has left.
+
+    Raises:
+        UserError: another export is writing there.
+    """
+    folder = out.with_name(f".{out.name}.unfinished")
+    folder.mkdir(parents=True, exist_ok=True)
+    opened = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        _hold(opened, out)
+        try:
+            for file in folder.iterdir():
+                file.unlink()
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(opened)
+
+
+def _hold(opened: int, out: Path) -> None:
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{out}: another process is exporting to it") from None
+    except OSError:  # a file system without locks
+        pass
 
 
 def _load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -139,9 +140,10 @@ def run_command(
         SystemExit: after one of these signals, when the command has ended, but not under SLURM.
     """
     stop = _Stop("torch.distributed.run" in command_line, under_slurm)
-    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGQUIT]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
-        numbers.append(signal.SIGHUP)
+    ends = signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP
+    numbers = [
+        number for number in ends if signal.getsignal(number) != signal.SIG_IGN
+    ]  # as by nohup, or a script's `&`
     # Before the start: no signal may leave a command without a launcher, and what starts inherits that USR2 is ignored.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     before = {number: signal.signal(number, stop.handle) for number in numbers}
@@ -265,6 +267,21 @@ def find_failure(run_folder: Path) -> str | None:
         if crash is None and any(line.startswith("Traceback (most recent call last)") for line in lines):
             crash = f"rank {log.parent.name} ended with {lines[-1]!r}; its log is {log}"
     return crash
+
+
+def find_kill(status: int, words: str) -> str:
+    """ "killed by SIGKILL", if a signal ended a training command, or the first of its ranks; else "".
+
+    Args:
+        status: of `run_command`.
+        words: the command's output, which ends with torchrun's report if there are several ranks.
+    """
+    if status > 128:
+        return f"killed by {signal.Signals(status - 128).name}"
+    of_rank = (
+        re.search(r"Signal \d+ \((SIG\w+)\)", words.rpartition("Root Cause")[2]) if "Root Cause" in words else None
+    )
+    return f"a rank was killed by {of_rank[1]}" if of_rank else ""
 
 
 def build_environment(processes: int) -> dict[str, str]:

@@ -24,6 +24,8 @@ from pc_recipe.train.environment import write_environment
 from pc_recipe.train.nonfinite import Diverged
 from pc_recipe.train.trainer import PCTrainer
 
+REFUSALS = PermissionError, IsADirectoryError, NotADirectoryError
+
 meet_privately()  # not in `main`, because a process that torch spawns imports this module alone
 
 
@@ -44,7 +46,8 @@ def end_with(error: BaseException, folder: str | None, step: int, rank: int) -> 
     Args:
         folder: of the run; None if its config cannot be read.
     """
-    if isinstance(error, OSError) and error.errno in DISK_ERRORS:  # under any file: TensorBoard's, a compiler's
+    # under any file: TensorBoard's, a compiler's, one of another user
+    if isinstance(error, OSError) and (error.errno in DISK_ERRORS or isinstance(error, REFUSALS)):
         error = DiskFailed(f"{error.filename or folder}: {error.strerror}")
     if folder and (rank == 0 or isinstance(error, UserError)):
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -3,6 +3,9 @@
 import json
 import resource
 import shutil
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 
 from helpers.made_runs import make_run
+from helpers.tiny import ROOT
 from pc import PCConfig, UserError
 from pc_recipe.evaluate import hugging_face
 from pc_recipe.train import hf_folder
@@ -115,10 +119,37 @@ def test_an_export_is_written_whole_or_not_at_all(tmp_path, pc_run, monkeypatch)
     assert list((tmp_path / "new").iterdir()) == []
 
 
+EXPORT = """
+import sys
+from pc_recipe.evaluate import hugging_face
+def stop(*_):
+    print("writing", flush=True)
+    sys.stdin.read()
+hugging_face.Tokenizer.save = stop
+sys.path[:0] = ["scripts"]
+import export_hf
+export_hf.main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_killed_export_leaves_nothing_for_long(tmp_path, pc_run, number):
+    words = [sys.executable, "-c", EXPORT, str(pc_run.checkpoint), str(tmp_path / "out")]
+    with subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"writing\n"
+        with pytest.raises(UserError, match="out: another process is exporting to it"):
+            hugging_face.export(pc_run.checkpoint, tmp_path / "out")
+        process.send_signal(number)
+    assert process.returncode == (128 + number if number == signal.SIGTERM else -number)
+    assert len([*tmp_path.iterdir()]) == (number == signal.SIGKILL)
+    hugging_face.export(pc_run.checkpoint, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 @pytest.mark.parametrize("file, most", [("config.json", 100), ("model.safetensors", 9999), ("tokenizer.json", 9999)])
 def test_a_full_disk_is_said_in_a_line(tmp_path, pc_run, command, monkeypatch, file, most):
     if file == "tokenizer.json":  # which is the shorter one
-        monkeypatch.setattr(hugging_face.LlamaForCausalLM, "save_pretrained", lambda _, folder: folder.mkdir())
+        monkeypatch.setattr(hugging_face.LlamaForCausalLM, "save_pretrained", lambda *_: None)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
     try:

@@ -58,6 +58,15 @@ def test_a_run_does_not_begin_where_it_would_write_through_a_link(run, name, beg
 
 
 @pytest.mark.parametrize("begin", [lock, join_lock])
+@pytest.mark.parametrize("name", ["lock", "metrics.jsonl", "tb/events", ".hidden"])
+def test_a_run_does_not_begin_where_it_would_write_to_a_pipe(run, name, begin):
+    (run / "tb").mkdir()
+    os.mkfifo(run / name)
+    with pytest.raises(UserError, match=f"{run / name} is a pipe or a device, no file; move it away"):
+        begin(run)
+
+
+@pytest.mark.parametrize("begin", [lock, join_lock])
 def test_checkpoints_may_be_on_another_disk(run, begin):
     (run / "checkpoint").rmdir()
     (run / "checkpoint").symlink_to(run.parent / "disk")

@@ -214,6 +214,16 @@ def test_a_signal_asks_the_command_to_save(signalled, number, under_slurm, statu
     assert signalled("save", _send(number), under_slurm) == (status, "ready\nsaved\n")
 
 
+@pytest.mark.parametrize("number", [*ENDS, signal.SIGQUIT])
+def test_a_signal_that_was_ignored_stays_ignored(signalled, number):
+    """A script's `command &` and nohup start it so: Ctrl-C in the terminal is not meant for it."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        assert signalled("save", _send(number, signal.SIGUSR2)) == (7, "ready\nsaved\n")
+    finally:
+        signal.signal(number, before)
+
+
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_signal_that_comes_twice_at_once_is_one(signalled, monkeypatch, asked):
     """`timeout` sends it to the process and to the process's group, and other wishes to stop may precede it."""
