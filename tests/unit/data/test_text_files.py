@@ -223,6 +223,16 @@ def test_folders_behind_links_are_read_once(tmp_path):
     assert +left_out == {"links to nothing": 1, "named twice": 1}
 
 
+def test_folders_that_match_a_pattern_are_said(tmp_path):
+    """A shell's pattern gives folders, which are read; a quoted one matches files."""
+    (tmp_path / "books").mkdir()
+    for name in ("a.txt", "books/b.txt"):
+        (tmp_path / name).write_text(name)
+    manifest = tokenize(f"{tmp_path}/*", tmp_path / "out")
+    assert [file["name"] for file in manifest.source["files"]] == ["a.txt"]
+    assert manifest.source["left_out"] == {"folders that match a pattern": 1}
+
+
 def test_a_clone_of_a_data_set_gives_its_training_split(tmp_path, write_parquet):
     """As by its name on the Hub; the card is no text of it."""
     (tmp_path / "README.md").write_text("---\nlicense: mit\n---\nA card.")
