@@ -174,7 +174,7 @@ def require_different(manifests: Sequence[Manifest]) -> None:
     """Raise if two folders of a mixture have the same shards."""
     known: dict[str, Manifest] = {}
     for manifest in manifests:
-        if (other := known.setdefault(manifest.identity, manifest)) is not manifest:
+        if (other := known.setdefault(manifest.content_sha256, manifest)) is not manifest:
             raise UserError(
                 f"data.path: {manifest.folder} and {other.folder} are the same data; name one, with both weights"
             )

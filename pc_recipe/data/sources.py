@@ -106,8 +106,8 @@ def find_local_files(source: str, output: Path | None = None, left_out: Counter[
         UserError: a link in the folder leads out of it.
     """
     path = Path(source).expanduser()
+    left_out = Counter() if left_out is None else left_out
     if look.is_folder(path):
-        left_out = Counter() if left_out is None else left_out
         without = output and Path(os.path.abspath(output))
         found = (inside(path, str(file.relative_to(path))) for file in _walk(path, left_out))
         files = [file for file in found if without not in Path(os.path.abspath(file)).parents]
@@ -117,7 +117,9 @@ def find_local_files(source: str, output: Path | None = None, left_out: Counter[
     if look.is_file(path):
         return [str(path)]
     if any(sign in source for sign in "*?["):
-        return sorted(file for file in glob.glob(str(path), recursive=True) if look.is_file(file))
+        matches = glob.glob(str(path), recursive=True)
+        left_out["folders that match a pattern"] += sum(map(look.is_folder, matches))
+        return sorted(filter(look.is_file, matches))
     return None
 
 

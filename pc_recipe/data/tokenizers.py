@@ -10,7 +10,7 @@ The same file encodes the shards, lies in the data folder and in an export, so b
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from itertools import chain
 from pathlib import Path
@@ -64,7 +64,7 @@ class Tokenizer:
         texts = list(tokenizer_formats.combine([name.replace("▁", " ") for name in vocabulary]))
         return self.encode_batch(texts) == other.encode_batch(texts)
 
-    def require_equal(self, texts: Iterable[str]) -> None:
+    def require_equal(self, texts: Sequence[str]) -> None:
         """Raise a `UserError` for a text of which what it was converted from makes other ids."""
         try:
             self._converted.require_equal(texts)

@@ -98,7 +98,7 @@ def open_job(output: Path, sources: list[str], tokenizer: Tokenizer, requested: 
         settings, units = _divide_source(sources, output, requested)
         for unit in units[:1]:
             texts = islice(read_texts(unit, requested["text_key"], Counter()), COMPARED)
-            tokenizer.require_equal(text[:LONGEST] for text in texts)
+            tokenizer.require_equal([text[:LONGEST] for text in texts])
         tokenizer.save(output / TOKENIZER_FOLDER)
         modified = {file: now for unit in units for file in unit.groups if (now := _last_change(file))}
         saved = {"settings": settings, "units": [asdict(unit) for unit in units], "modified": modified}

@@ -165,7 +165,7 @@ def test_mistakes_in_files_end_with_one_line(name, content, message, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError) as raised:
         tokenize(str(tmp_path / name), tmp_path / "out")
-    assert message in str(raised.value) and "\n" not in str(raised.value)
+    assert str(raised.value).startswith(str(tmp_path / message)) and "\n" not in str(raised.value)
 
 
 COLUMNS = {
@@ -221,6 +221,16 @@ def test_folders_behind_links_are_read_once(tmp_path):
         "in/real/c.txt",
     ]
     assert +left_out == {"links to nothing": 1, "named twice": 1}
+
+
+def test_folders_that_match_a_pattern_are_said(tmp_path):
+    """A shell's pattern gives folders, which are read; a quoted one matches files."""
+    (tmp_path / "books").mkdir()
+    for name in ("a.txt", "books/b.txt"):
+        (tmp_path / name).write_text(name)
+    manifest = tokenize(f"{tmp_path}/*", tmp_path / "out")
+    assert [file["name"] for file in manifest.source["files"]] == ["a.txt"]
+    assert manifest.source["left_out"] == {"folders that match a pattern": 1}
 
 
 def test_a_clone_of_a_data_set_gives_its_training_split(tmp_path, write_parquet):

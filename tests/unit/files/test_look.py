@@ -79,7 +79,6 @@ def test_what_is_no_file_is_not_read(tmp_path, make):
 ELSEWHERE = {
     "data/sources.py": "a pattern of the command line; the command says which files it has found",
     "data/token_files.py": "leftovers of a killed process",
-    "data/train_tokenizer.py": "in a folder that it has just made",
     "evaluate/hugging_face.py": "in a folder that it has just made",
     "files/wheel.py": "in a folder that it has just made",
     "report/figures.py": "its own pictures of an earlier call",
