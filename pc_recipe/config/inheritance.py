@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from pc.errors import UserError
+from pc.terminal import plain
 from pc_recipe.config.schema import INSTEAD, Config, Job
 from pc_recipe.config.sections import Section, keys_of
 from pc_recipe.files.atomic import write_atomically
@@ -162,12 +163,12 @@ def _origin(path: Path, overrides: Sequence[str]) -> str:
     text = files[0][1].decode()
     if text.startswith(RESOLVED) and not overrides:
         return "".join(takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
-    # a line break in a word would end the comment
-    words = " ".join(overrides).replace("\n", " ").replace("\r", " ")
-    lines = [f"#   command line: {words}\n"] if overrides else []
+    lines = [f"command line: {' '.join(overrides)}"] if overrides else []
     for overlay in [Path(text) for name, text in _pairs(overrides) if name == OVERLAY and text]:
         files = [*_chain(overlay), *files]
-    return RESOLVED + "".join(lines + [f"#   {f}  sha256 {hashlib.sha256(text).hexdigest()}\n" for f, text, _ in files])
+    lines += [f"{file}  sha256 {hashlib.sha256(content).hexdigest()}" for file, content, _ in files]
+    # a line break in a name or a word would end the comment, and other control characters may not be in one
+    return RESOLVED + "".join(f"#   {plain(' '.join(line.splitlines()))}\n" for line in lines)
 
 
 def _said(finding: ErrorDetails, schema: type[Section]) -> str:
