@@ -7,6 +7,7 @@ Repeating the command does only the missing units.
 
 import hashlib
 import multiprocessing
+import os
 import signal
 import sys
 from collections import Counter
@@ -32,6 +33,7 @@ from pc_recipe.data.tokenizing_job import (
     record_unit,
     write_manifest_if_finished,
 )
+from pc_recipe.files.own_code import own_code
 
 LARGEST_SHARD = 2
 """The text of a shard in units of --shard-megabytes. A unit of work that holds more, such as one huge file, becomes
@@ -87,6 +89,7 @@ def tokenize(
 
 def _run_in_pool(job: TokenizingJob, unfinished: list[Unit], processes: int) -> None:
     context = multiprocessing.get_context("forkserver")
+    os.environ.update(own_code())  # for its server
     context.set_forkserver_preload([__name__])  # import once, not in every process
     bar = _bar(unfinished, f"tokenising ({processes} processes)")
     no_traceback = (signal.SIGINT, signal.SIG_DFL)  # on Ctrl-C

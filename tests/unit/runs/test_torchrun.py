@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -78,6 +79,20 @@ def test_ranks_of_one_machine_listen_on_the_loopback_alone(machine, monkeypatch,
     found = [json.loads((tmp_path / f"listens.{rank}.json").read_text()) for rank in range(processes)]
     assert found == [["0100007F"]] * processes
     assert os.stat(environment["PC_MEETING_PLACE"]).st_mode & 0o077 == 0
+
+
+def test_compiled_code_is_not_loaded_from_a_common_folder(monkeypatch, tmp_path):
+    """In /tmp another user may have made it first; `cache_dir` is where inductor looks."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    for given in (None, str(tmp_path / "mine")):
+        if given:
+            monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", given)
+        program = "from torch._inductor.runtime.cache_dir_utils import cache_dir as d, triton_cache_dir as t; print(d(), t(0))"
+        words, environment = [sys.executable, "-c", program], torchrun.build_environment(1) | {"TMPDIR": str(tmp_path)}
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+        folder = given or f"{tmp_path}/home/.cache/pc-layer"
+        assert [place.startswith(folder) for place in done.stdout.split()] == [True, True]
 
 
 def test_compilation_needs_a_compiler_and_headers(machine, monkeypatch, tmp_path):
