@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pc.errors import UserError
 from pc_recipe.files import look
+from pc_recipe.files.inside import inside
 
 # Settings that determine a Llama's function of its weights.
 _ARCHITECTURE = (
@@ -78,12 +79,14 @@ def require_initial_load(path: str | Path, model_args: TransformerModelArgs) -> 
 
 
 @dataclass(frozen=True)
-class _Found:
+class Found:
+    """A tensor in a file."""
+
     file: Path
     shape: list[int]
 
 
-def find_tensors(folder: Path) -> dict[str, _Found]:
+def find_tensors(folder: Path) -> dict[str, Found]:
     """{name: where it is} of the tensors in the single file or in those that the index names, as transformers reads them.
 
     Raises:
@@ -93,18 +96,22 @@ def find_tensors(folder: Path) -> dict[str, _Found]:
     used = [single]
     try:
         if look.is_there(index) and not look.is_there(single):
-            used = sorted({folder / name for name in json.loads(index.read_bytes())["weight_map"].values()})
+            used = sorted({inside(folder, name) for name in json.loads(index.read_bytes())["weight_map"].values()})
         names = look.names(folder)
         if not look.is_there(used[0]) and (other := [name for name in names if name.endswith(".bin")]):
             raise UserError(
                 f"{folder / other[0]} is no safetensors file: load it with transformers and `save_pretrained` it"
             )
-        found: dict[str, _Found] = {}
-        others = (folder / name for name in names if name.endswith(".safetensors"))
+        if "adapter_config.json" in names:  # which would change the weights, and may name others
+            raise UserError(
+                "it has an adapter, adapter_config.json: `merge_and_unload` it with peft and save the result"
+            )
+        found: dict[str, Found] = {}
+        others = [inside(folder, name) for name in names if name.endswith(".safetensors")]
         for file in [*used, *(file for file in others if file not in used)]:
             with safe_open(file, framework="pt") as tensors:
                 for key in tensors.keys():  # noqa: SIM118
-                    one = _Found(file, tensors.get_slice(key).get_shape())
+                    one = Found(file, tensors.get_slice(key).get_shape())
                     if (known := found.setdefault(key, one)) is not one:
                         raise UserError(
                             f"tensor {key} is in {known.file.name} and in {file.name}: remove the wrong file"
