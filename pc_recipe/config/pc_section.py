@@ -9,13 +9,13 @@ from pydantic import ConfigDict, create_model
 
 from pc.config import METHODS, PCConfig
 from pc.maps import LEVEL_NAMES
-from pc_recipe.config.sections import METHOD, RESULT, Count, Positive, Section, key, one_of, should
+from pc_recipe.config.sections import METHOD, RESULT, Few, Positive, Section, key, one_of, should
 
 Level = int | str | list[float]
 # where TOML's types differ, or a wrong value can be said with its file
 TYPES: dict[str, Any] = {
     "level": Annotated[Level | dict[str, Level], should(f"{LEVEL_NAMES}, coefficients, or a table of these")],
-    "power_iterations": Count,
+    "power_iterations": Few,
     "cap": Positive,
     "method": Annotated[str, one_of(METHODS)],
 }

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import PurePosixPath
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import fsspec
 import pyarrow as pa
@@ -33,7 +33,7 @@ def open_text(file: str) -> Iterator[io.TextIOWrapper]:
     """A local path or an hf:// address, decompressed, without a byte-order mark. No line ending is changed."""
     with open_bytes(file) as raw:
         compression = COMPRESSIONS.get(PurePosixPath(file.lower()).suffix)
-        stream = io.BufferedReader(pa.CompressedInputStream(raw, compression) if compression else raw)
+        stream: Any = io.BufferedReader(pa.CompressedInputStream(raw, compression) if compression else raw)
         if stream.peek(2)[:2] in (b"\xff\xfe", b"\xfe\xff"):
             raise UserError(f"{file}: is UTF-16; convert it: iconv -f UTF-16 -t UTF-8")
         yield io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")

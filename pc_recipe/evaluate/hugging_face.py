@@ -22,9 +22,10 @@ from transformers import (
 )
 
 from pc.errors import UserError
+from pc_recipe.data.tokenizer_formats import without_panics
 from pc_recipe.data.tokenizers import Tokenizer, load_tokenizer
 from pc_recipe.evaluate import plain_weights
-from pc_recipe.evaluate.model_card import model_card
+from pc_recipe.evaluate.model_card import model_card, without_folders
 from pc_recipe.evaluate.plain_weights import RunCheckpoint
 from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
@@ -55,6 +56,7 @@ def load_checkpoint(run: RunCheckpoint, tokenizer: str | None = None) -> tuple[L
     loaded = run_tokenizer.of_run(run.folder, tokenizer)
     _require_vocabulary(loaded.vocab_size, run.model_args.vocab_size, run.path)
     model = to_llama(run.weights, run.model_args)
+    loaded.name = without_folders(loaded.name)
     ids = {"bos_token_id": loaded.bos_id, "eos_token_id": loaded.eos_id, "pad_token_id": loaded.eos_id}
     model.config.update(ids | {"tokenizer": loaded.names})
     model.generation_config = GenerationConfig(**ids, do_sample=True)
@@ -127,7 +129,8 @@ def _load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         config: Any = AutoConfig.from_pretrained(path, **local)
         config._attn_implementation = None  # a config may name one to be downloaded
         _require_sizes(config, tensors)
-        tokenizer = AutoTokenizer.from_pretrained(path, **local)
+        with without_panics():
+            tokenizer = AutoTokenizer.from_pretrained(path, **local)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,

@@ -285,5 +285,6 @@ def build_environment(processes: int) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         "TORCHINDUCTOR_CACHE_DIR": os.path.expanduser("~/.cache/pc-layer"),
+        "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",  # of the CPU's kernels; they would lie in /tmp all the same
     }
     return {**defaults, **keeps_memory, **os.environ, **own_code()}

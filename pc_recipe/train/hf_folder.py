@@ -50,15 +50,11 @@ def require_initial_load(path: str | Path, model_args: TransformerModelArgs) -> 
         UserError: naming the setting or tensor that differs.
     """
     path = Path(path)
-    file = path / "config.json"
-    settings = json.loads(look.read(file) or b"{}")
-    if settings.get("model_type") != "llama":
-        raise UserError(f'{file}: model_type {settings.get("model_type")!r}, a run starts from "llama"')
+    given = _read_config(path / "config.json")
     with torch.device("meta"):
         block: Any = Transformer(model_args).layers["0"]
         expected = to_llama_config(model_args, block.feed_forward.w1.out_features)
         model = LlamaForCausalLM(expected)
-    given = LlamaConfig(**settings)
     for key in _ARCHITECTURE:
         if getattr(given, key) != getattr(expected, key):
             raise UserError(
@@ -76,6 +72,16 @@ def require_initial_load(path: str | Path, model_args: TransformerModelArgs) -> 
         del found[key]
     shapes = {key: tensor.shape for key, tensor in found.items()}
     require_shapes({key: tensor.shape for key, tensor in model.state_dict().items()}, shapes, path)
+
+
+def _read_config(file: Path) -> LlamaConfig:
+    try:
+        settings = dict(json.loads(look.read(file) or b"{}"))
+        if settings.get("model_type") != "llama":
+            raise UserError(f'model_type {settings.get("model_type")!r}, a run starts from "llama"')
+        return LlamaConfig(**settings)
+    except Exception as error:  # transformers checks types by an exception of its own
+        raise UserError(f"{file}: {' '.join(str(error).split())[:200]}") from None
 
 
 @dataclass(frozen=True)
