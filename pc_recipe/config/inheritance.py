@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from pc.errors import UserError
+from pc.terminal import plain
 from pc_recipe.config.schema import INSTEAD, Config
 from pc_recipe.config.sections import Section, keys_of
 from pc_recipe.files.atomic import write_atomically
@@ -162,16 +163,12 @@ def _origin(path: Path, overrides: Sequence[str]) -> str:
     text = files[0][1].decode()
     if text.startswith(RESOLVED) and not overrides:
         return "".join(takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
-    sources = [f"command line: {' '.join(overrides)}"] if overrides else []
+    lines = [f"command line: {' '.join(overrides)}"] if overrides else []
     for overlay in [Path(text) for name, text in _pairs(overrides) if name == OVERLAY and text]:
         files = [*_chain(overlay), *files]
-    sources += [f"{file}  sha256 {hashlib.sha256(content).hexdigest()}" for file, content, _ in files]
-    return RESOLVED + "".join(f"#   {_in_one_line(source)}\n" for source in sources)
-
-
-def _in_one_line(text: str) -> str:
-    """With escapes for what a comment of TOML may not hold, or what would end it."""
-    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+    lines += [f"{file}  sha256 {hashlib.sha256(content).hexdigest()}" for file, content, _ in files]
+    # a line break in a name or a word would end the comment, and other control characters may not be in one
+    return RESOLVED + "".join(f"#   {plain(' '.join(line.splitlines()))}\n" for line in lines)
 
 
 def _said(finding: ErrorDetails, schema: type[Section]) -> str:

@@ -7,6 +7,7 @@ Repeating the command does only the missing units.
 
 import hashlib
 import multiprocessing
+import os
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,7 @@ from pc_recipe.data.tokenizing_job import (
     record_unit,
     write_manifest_if_finished,
 )
+from pc_recipe.files.own_code import own_code
 from pc_recipe.files.progress import byte_bar
 
 LARGEST_SHARD = 2
@@ -86,6 +88,7 @@ def tokenize(
 
 def _run_in_pool(job: TokenizingJob, unfinished: list[Unit], processes: int) -> None:
     context = multiprocessing.get_context("forkserver")
+    os.environ.update(own_code())  # for its server
     context.set_forkserver_preload([__name__])  # import once, not in every process
     bar = byte_bar(sum(unit.text_bytes for unit in unfinished), f"tokenising ({processes} processes)")
     no_traceback = (signal.SIGINT, signal.SIG_DFL)  # on Ctrl-C

@@ -27,7 +27,7 @@ from pc_recipe.data.sources import (
     read_texts,
     size_of,
 )
-from pc_recipe.data.text_files import LONGEST
+from pc_recipe.data.text_files import HUB, LONGEST
 from pc_recipe.data.token_files import require_file
 from pc_recipe.data.tokenizers import Tokenizer, load_tokenizer, smallest_dtype
 from pc_recipe.files import look
@@ -92,7 +92,7 @@ def open_job(output: Path, sources: list[str], tokenizer: Tokenizer, requested: 
                     f"{output} was started with {key} = {before.get(key)!r}, this command has "
                     f"{value!r}: choose another --output, or delete the folder"
                 )
-        _require_same_files(sources, settings, output)
+        _require_same_files(sources, settings, units, output)
         modified = {} if look.is_there(output / "manifest.json") else saved.get("modified", {})
     else:
         settings, units = _divide_source(sources, output, requested)
@@ -141,14 +141,19 @@ def validation_share(text_bytes: int) -> float:
     return max(VALIDATION_SHARE, min(MOST_VALIDATION, VALIDATION_BYTES / max(1, text_bytes)))
 
 
-def _require_same_files(sources: list[str], settings: dict, output: Path) -> None:
-    """Compare names and sizes of local files with the job's. They may be gone, all of them, once tokenised."""
-    paths: list[str] = []
-    for source in sources:
-        files = find_local_files(source, output)
-        if files is None:
-            return
-        paths += [path for path in dict.fromkeys(files) if has_text(path)]
+def _require_same_files(sources: list[str], settings: dict, units: list[Unit], output: Path) -> None:
+    """Compare names and sizes of local files with the job's. They may be gone, all of them, once tokenised.
+
+    A job of someone else names no file that is not of `sources`.
+    """
+    found = [find_local_files(source, output) for source in sources]
+    paths = [path for path in dict.fromkeys(path for files in found for path in files or ()) if has_text(path)]
+    for file in {file for unit in units for file in unit.groups}.difference(paths):
+        if look.is_there(file) or file.startswith(HUB):
+            if not any(_is_of(file, source) for source in sources):
+                raise UserError(f"{output / 'tokenizing.json'} names {file!r}, which is not of {' '.join(sources)}")
+    if None in found:
+        return
     if settings["max_documents"]:
         paths = paths[:1]
     present = {(Path(path).name, size_of(path)) for path in paths}
@@ -158,6 +163,12 @@ def _require_same_files(sources: list[str], settings: dict, output: Path) -> Non
             f"{output} was started with other files of {' '.join(sources)}: {changed[0][0]} is new, changed or gone; "
             "choose another --output"
         )
+
+
+def _is_of(file: str, source: str) -> bool:
+    """Whether a file is of a Hub dataset, or in a folder."""
+    in_folder = Path(file).resolve().is_relative_to(Path(os.path.expanduser(source)).resolve())
+    return file.startswith(f"{HUB}datasets/{source}@") if file.startswith(HUB) else in_folder
 
 
 def record_unit(

@@ -30,10 +30,13 @@ def no_link(path: str, flags: int) -> int:
 def inside(folder: Path, name: str) -> Path:
     """The path of a file that something in `folder` names.
 
+    Hugging Face's cache keeps the files of `snapshots/REVISION` as links to `blobs`, where they belong to the folder too.
+
     Raises:
         UserError: it is outside, by an absolute path, by `..` or by a link.
     """
-    path = folder / name
-    if "\0" in name or not path.resolve().is_relative_to(folder.resolve()):
+    path, whole = folder / name, folder.resolve()
+    blobs = [place.parent / "blobs" for place in whole.parents if place.name == "snapshots"]
+    if "\0" in name or not any(map(path.resolve().is_relative_to, [whole, *blobs])):
         raise UserError(f"{folder} names {name!r}, which is a file outside of it")
     return path

@@ -20,6 +20,7 @@ from pc.errors import UserError
 from pc_recipe.config import Config, write_config
 from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
+from pc_recipe.files.own_code import own_code
 from pc_recipe.runs.nodes import Nodes
 
 TRAINER = "pc_recipe.runs.worker"
@@ -288,7 +289,8 @@ def build_environment(processes: int) -> dict[str, str]:
     """This process's environment, with the CPU's cores divided among the processes.
 
     GPU memory uses expandable segments, as in TorchTitan's launcher, so that changing shapes (PC's batches between
-    steps) do not fragment it. CPU memory is kept between steps.
+    steps) do not fragment it. CPU memory is kept between steps. Compiled code is loaded from a folder of the user: that
+    of torch is in the common /tmp, where another one may make it first.
     """
     import torch
 
@@ -299,5 +301,7 @@ def build_environment(processes: int) -> dict[str, str]:
         "PYTHONFAULTHANDLER": "1",  # a crash in native code says where the process was
         "PYTHONUNBUFFERED": "1",
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "TORCHINDUCTOR_CACHE_DIR": os.path.expanduser("~/.cache/pc-layer"),
+        "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",  # of the CPU's kernels; they would lie in /tmp all the same
     }
-    return {**defaults, **keeps_memory, **os.environ}
+    return {**defaults, **keeps_memory, **os.environ, **own_code()}

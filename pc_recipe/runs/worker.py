@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
 from pc.errors import DISK_ERRORS, UserError
+from pc.terminal import print_plainly
 from pc_recipe.config import Config, load_config, run_key, write_config
 from pc_recipe.data.manifest import Manifest
 from pc_recipe.files.errors import DiskFailed
@@ -60,6 +61,7 @@ def end_with(error: BaseException, folder: str | None, step: int, rank: int) -> 
 
 def main() -> None:
     rank = int(os.environ.get("RANK", "0"))
+    print_plainly()
     start_logging(rank)
     path, *overrides = sys.argv[1:]
     trainer: Trainer | None = None

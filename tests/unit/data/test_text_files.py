@@ -265,3 +265,28 @@ def test_small_data_give_more_to_validation(tmp_path, make_texts):
     manifest = tokenize(str(tmp_path / "a.jsonl"), tmp_path / "out")
     # 939 draws at 0.1: 94, standard deviation 9; at 0.0005, as for large data, 0.5
     assert 94 - 5 * 9 < manifest.documents("validation") < 94 + 5 * 9
+
+
+NAMES = [
+    "simplecache::ok.txt", "memory::a.txt", "C++::notes.txt", "file:ok.txt", "local:ok.txt", "file::ok.txt", "hf::ok.txt",
+    "hf:ok.txt", "http:ok.txt", "zip::ok.txt", "~.txt", "[ok].txt", "a*b.txt", "ok%2e.txt", "filecache::C::ok.csv",
+    "blockcache::ok.jsonl.gz", "reference::ok.parquet",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_local_name_is_that_of_a_file(name, tmp_path, monkeypatch):
+    """Whatever it looks like, and from whatever folder it is named."""
+    monkeypatch.chdir(tmp_path)
+    Path("ok.txt").write_text("another file")
+    if name.endswith(".parquet"):
+        pq.write_table(pa.table({"text": [name]}), tmp_path / name)
+    elif name.endswith(".gz"):
+        Path(name).write_bytes(gzip.compress(json.dumps({"text": name}).encode()))
+    else:
+        Path(name).write_text(f"text\n{name}\n" if name.endswith(".csv") else name)
+    for source in (name, str(tmp_path / name)):
+        files = measure_files(find_files(source), "text")
+        (unit,) = divide_into_units(files, 1e9)
+        assert [text.strip() for text in read_texts(unit, "text", Counter())] == [name]
+        assert files[0].size == Path(name).stat().st_size

@@ -6,11 +6,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
+from transformers import GenerationConfig
 
 from helpers.made_runs import make_run
 from helpers.tiny import ROOT
@@ -227,3 +229,43 @@ def test_nothing_in_a_folder_is_executed(tmp_path, pc_export):
     (folder / "model.safetensors").unlink()
     with pytest.raises(UserError, match="safetensors"):
         hugging_face.load(folder)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"num_hidden_layers": 10**7}, {"hidden_size": 2**40}, {"intermediate_size": 2**40}, {"vocab_size": 2**40},
+        {"num_attention_heads": 10**9}, {"num_key_value_heads": 10**9}, {"head_dim": 2**40}, {"hidden_size": "wide"},
+        {"num_hidden_layers": -1}, {"rope_parameters": {"rope_type": "mine", "rope_theta": 1}},
+    ],
+)  # fmt: skip
+def test_a_config_of_impossible_sizes_gets_a_line_at_once(tmp_path, pc_export, sizes):
+    folder, args = tampered(pc_export, tmp_path / "folder", **sizes), model_args("debug", max_seq_len=256)
+    begin = time.process_time()
+    for use in (hugging_face.load, lambda given: hf_folder.require_initial_load(given, args)):
+        with pytest.raises(UserError) as raised:
+            use(folder)
+        assert str(raised.value).count("\n") == 0
+    assert time.process_time() - begin < 5
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", "null", "[" * 100_000])
+def test_what_is_no_config_gets_a_line(tmp_path, pc_export, content):
+    folder, args = tampered(pc_export, tmp_path / "folder"), model_args("debug", max_seq_len=256)
+    (folder / "config.json").write_text(content)
+    for use in (hugging_face.load, lambda given: hf_folder.require_initial_load(given, args)):
+        with pytest.raises(UserError):
+            use(folder)
+
+
+def test_what_a_folder_says_of_sampling_is_not_followed(tmp_path, pc_export):
+    folder = tampered(pc_export, tmp_path / "folder", attn_implementation="someone/kernel")
+    settings = json.loads((folder / "generation_config.json").read_text())
+    more = {"num_beams": 10**9, "num_return_sequences": 10**9, "max_new_tokens": 10**9, "prompt_lookup_num_tokens": 9}
+    (folder / "generation_config.json").write_text(json.dumps(settings | more))
+    model, _ = hugging_face.load(folder)
+    assert {key: getattr(model.generation_config, key) for key in more} == {
+        key: getattr(GenerationConfig(), key) for key in more
+    }
+    assert model.generation_config.eos_token_id == settings["eos_token_id"]
+    assert model.config._attn_implementation in ("eager", "sdpa")
