@@ -22,5 +22,4 @@ if [[ $# -gt 0 && "$1" != -* ]]; then
 fi
 
 source "$here/scripts/set_up.sh"
-cd "$here"
 exec "$PYTHON" -m pc_recipe.runs.local "$config" "$@"

@@ -10,7 +10,6 @@ unset CDPATH  # with it cd prints the folder
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
 EXTRA="[dev]" source "$here/scripts/set_up.sh"
-cd "$here"
 # one process runs a whole file, whose tests share fixtures; in order of name, so that the quick tests/unit is last
 side_by_side=(--numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder)
 [[ " $* " == *" --soak "* || " $* " == *" --gpu "* ]] && side_by_side=()

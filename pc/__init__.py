@@ -11,7 +11,8 @@ The modules at this level need only torch and work in any training loop:
 `weight` always holds PC(W), and W is `weight_orig`, as a mixed-precision optimizer has a master weight beside the
 model's. The modules, in the order of their imports:
 
-    errors, maps, blocks, config      what a user names: levels and their maps, layers, `PCConfig`; without torch
+    terminal, errors                  what commands say of mistakes, and how they print; without torch
+    maps, blocks, config              what a user names: levels and their maps, layers, `PCConfig`; without torch
     polynomial, spectral              polynomials of matrices, power iteration, singular values
     method.py                         PC(W) of one matrix, as an object
     shards, owner                     functions of whole matrices on sharded weights, each on one rank

@@ -7,6 +7,8 @@ import select
 import sys
 from collections.abc import Callable
 
+from pc.terminal import print_plainly
+
 DISK_ERRORS = {errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 """A disk or a server that fails, a full disk, no quota left, a limit of a file's size, a file system that has become
 read-only. They may pass, unlike a mistake."""
@@ -31,11 +33,13 @@ def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
 
     So does an `OSError` about a named file or folder, such as none there or no permission; if the disk failed, the line
     begins with `failed: ` and the status is 1. A reader of the output who leaves early, such as `head`, ends the command
-    in silence, and so does Ctrl-C. Any other exception is a bug in this project and keeps its traceback.
+    in silence, and so does Ctrl-C. Any other exception is a bug in this project and keeps its traceback. All that the
+    command prints is plain text.
     """
 
     @functools.wraps(main)
     def guarded(*args, **kwargs) -> None:
+        print_plainly()
         try:
             main(*args, **kwargs)
             sys.stdout.flush()

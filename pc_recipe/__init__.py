@@ -6,7 +6,7 @@ data/       text to tokens to batches
 train/      the TorchTitan plug-in: model, trainer, checkpoints, diagnostics
 evaluate/   export, scores, generation
 runs/       check, memory and cost of a run; start it here or under SLURM; many runs from one TOML
-report/     curves, spectra, evidence, figures
+report/     curves, spectra, figures
 
 Each imports only those above it, and `pc`.
 """

@@ -8,7 +8,7 @@ import sys
 
 from pc.errors import exit_on_user_error
 from pc_recipe.config import load_config
-from pc_recipe.config.command_line import parse_with_overrides
+from pc_recipe.config.command_line import at_least_one, parse_with_overrides
 
 
 @exit_on_user_error
@@ -16,21 +16,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(add_help=False, description=__doc__.splitlines()[0])
     parser.add_argument("config", help="TOML file of the run")
     parser.add_argument(
-        "--world-size", type=int, help="total number of GPUs (default: as here, NGPU or all, at least 1)"
+        "--world-size", type=at_least_one, help="total number of GPUs (default: as here, NGPU or all, at least 1)"
     )
     parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="of each GPU (default: of one here, or 79)")
     parser.add_argument(
-        "--tflops", type=float, help="TFLOP/s of one GPU (default: by the model's width, an assumption)"
+        "--tflops",
+        type=float,
+        help="TFLOP/s of one GPU (default: by the model's width, an assumption; without a GPU or --world-size no time)",
     )
     parser.add_argument("--no-data", action="store_true", help="missing data is a warning, not an error")
     arguments, overrides = parse_with_overrides(parser)
     config = load_config(arguments.config, overrides)
+    import torch
+
     from pc_recipe.runs.check import check, estimate_hours  # takes seconds
     from pc_recipe.runs.torchrun import count_processes
 
     ranks = count_processes() if arguments.world_size is None else arguments.world_size
     report = check(config, ranks, needs_data=not arguments.no_data, gpu_gib=arguments.gpu_memory)
-    if not report.errors:
+    if not report.errors and (arguments.world_size or arguments.tflops or torch.cuda.is_available()):
         estimate_hours(report, ranks, arguments.tflops)
     print(report.text())
     sys.exit(2 if report.errors else 0)

@@ -4,6 +4,8 @@ Usage: python scripts/export_hf.py RUN OUT [--dtype bfloat16] [--tokenizer T] [-
 """
 
 import argparse
+import signal
+import sys
 
 from pc.errors import exit_on_user_error
 from pc_recipe.config.command_line import existing
@@ -27,6 +29,7 @@ def main() -> None:
     arguments = parser.parse_args()
     from pc_recipe.evaluate.hugging_face import export
 
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # nothing is left then
     print(export(**vars(arguments)))
 
 

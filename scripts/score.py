@@ -20,9 +20,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="+", metavar="[NAME=]MODEL")
     parser.add_argument("--data", help="folder of scripts/fetch_eval_data.py (default: the Hub)")
-    parser.add_argument(
-        "--limit", type=int, default=0, help="first items of each task, for a quick look (default: 0, all)"
-    )
+    parser.add_argument("--limit", type=at_least_one, help="first items of each task, for a quick look (default: all)")
     parser.add_argument("--output", default="outputs/scores", help="default: outputs/scores")
     parser.add_argument("--tasks", help="comma-separated; default: all nine", default=",".join(get_args(Task)))
     parser.add_argument("--batch-size", type=at_least_one, default=16, help="requests per forward pass (default: 16)")
@@ -31,7 +29,6 @@ def main() -> None:
         parse_model(model)  # answered before torch is imported
     from pc_recipe.evaluate.score import score
 
-    arguments["limit"] = arguments["limit"] or None
     names = [name.strip() for name in arguments.pop("tasks").split(",") if name.strip()]
     *results, table = score(arguments.pop("models"), names=names, **arguments)
     print(table.read_text())

@@ -71,5 +71,6 @@ sys.exit(not (2, 11) <= tuple(map(int, version("torch").split(".")[:2])) < (2, 1
 
 EXTRA=${EXTRA:-[recipe]}
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$ROOT"  # Python runs a pip.py of the folder that it starts in
 choose_environment
 install_project

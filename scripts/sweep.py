@@ -10,6 +10,7 @@ python scripts/sweep.py select SWEEP.toml...
 import argparse
 
 from pc.errors import UserError, exit_on_user_error
+from pc_recipe.config.command_line import at_least_one
 from pc_recipe.runs import torchrun
 from pc_recipe.runs.allocation import Allocation
 from pc_recipe.runs.sweep import equal_runs
@@ -40,7 +41,7 @@ def main() -> None:
         help="TFLOP/s of one GPU (default: 0.27 times the model's width, at most 400; an assumption)",
     )
     Allocation.add_options(commands["submit"])
-    commands["submit"].add_argument("--at-a-time", type=int, default=0, help="runs at once (default: all)")
+    commands["submit"].add_argument("--at-a-time", type=at_least_one, default=0, help="runs at once (default: all)")
     arguments, unknown = parser.parse_known_args()
     refuse_overrides(unknown)
     if unknown:

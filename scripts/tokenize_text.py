@@ -24,7 +24,7 @@ import re
 import sys
 import time
 
-from pc.errors import exit_on_user_error
+from pc.errors import UserError, exit_on_user_error
 from pc_recipe.config.command_line import at_least_one
 
 
@@ -72,10 +72,10 @@ def main() -> None:
     parser.add_argument(
         "--part",
         type=_parse_part,
-        default=_default_part(),
         help="K/N: do share K = 0 … N-1 of the work (default: this SLURM array task's, else all)",
     )
     options = parser.parse_args()
+    options.part = options.part or _default_part()
     if not 0 <= (options.validation_fraction or 0) < 1:
         parser.error(f"--validation-fraction {options.validation_fraction} is a share of the documents, below 1")
     from pc_recipe.data.inspection import describe
@@ -100,10 +100,19 @@ def main() -> None:
     print(f"Inspect it with: python scripts/inspect_data.py {options.output}")
 
 
-def _default_part() -> str:
-    """This process's share: that of the SLURM array task it is, or all."""
-    number = int(os.environ.get("SLURM_ARRAY_TASK_ID", 0)) - int(os.environ.get("SLURM_ARRAY_TASK_MIN", 0))
-    return f"{number}/{os.environ.get('SLURM_ARRAY_TASK_COUNT', 1)}"
+def _default_part() -> tuple[int, int]:
+    """(K, N) of the SLURM array task that this process is, or of all the work.
+
+    Raises:
+        UserError: nothing says how many tasks of the array come before this one, as with --array=3,7,12.
+    """
+    words = ("ID", 0), ("MIN", 0), ("MAX", 0), ("STEP", 1), ("COUNT", 1)
+    number, first, last, step, count = (int(os.environ.get(f"SLURM_ARRAY_TASK_{name}", one)) for name, one in words)
+    if (last - first) // step != count - 1:
+        raise UserError(
+            f"a SLURM array whose task {number} could be any; give --array=0-{count - 1}, or --part K/{count}"
+        )
+    return (number - first) // step, count
 
 
 def _parse_part(text: str) -> tuple[int, int]:

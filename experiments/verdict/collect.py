@@ -2,7 +2,7 @@
 
 python -m experiments.verdict.collect 20 outputs/sweeps/verdict_a_* outputs/sweeps/verdict_more_*
 
-The first word is the study: 5, 20, cells, 40 or width-32. A row is one of `scripts/evidence.py collect`, and `matrices`: the
+The first word is the study: 5, 20, cells, 40 or width-32. A row is one of `python -m experiments collect`, and `matrices`: the
 lines of the run's log (`experiments.verdict.arms`) at its start, thirds and end, without the singular values.
 """
 
@@ -10,11 +10,11 @@ import argparse
 import json
 from pathlib import Path
 
+from experiments import evidence
 from experiments.verdict.arms import LOG
 from experiments.verdict.reference import read_log
 from pc.errors import exit_on_user_error
 from pc_recipe.files.atomic import write_atomically
-from pc_recipe.report import evidence
 
 FOLDER = Path("experiments/verdict")
 

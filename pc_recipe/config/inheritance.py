@@ -23,7 +23,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from pc.errors import UserError
-from pc_recipe.config.schema import INSTEAD, Config, Job
+from pc.terminal import plain
+from pc_recipe.config.schema import INSTEAD, Config
 from pc_recipe.config.sections import Section, keys_of
 from pc_recipe.files.atomic import write_atomically
 
@@ -44,7 +45,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     config = resolve(path, overrides, Config)
     folder = config.job.dump_folder or str(Path("outputs") / Path(path).stem)
-    config = _overlaid(config, Config(job=Job(dump_folder=folder)))
+    config = _overlaid(config, validated({"job": {"dump_folder": folder}}, Config, f"name of {path}"))
     config._origin = _origin(Path(path), overrides)
     return config
 
@@ -90,7 +91,7 @@ def _chain(path: Path) -> Iterator[tuple[Path, bytes, dict[str, Any]]]:
             raise UserError(f"{path}{child}: parents form a cycle: {' -> '.join(map(os.path.basename, seen))}")
         try:
             content = path.read_bytes()
-            values = tomllib.loads(content.decode())
+            values = tomllib.loads(content.decode("utf-8-sig"))  # some editors begin a file with a mark
         except (OSError, ValueError, RecursionError) as error:  # wrong syntax, encoding, too many digits or levels
             reason = getattr(error, "strerror", None) or f"not valid TOML: {error}"
             raise UserError(f"{path}{child}: {reason}") from None
@@ -162,12 +163,12 @@ def _origin(path: Path, overrides: Sequence[str]) -> str:
     text = files[0][1].decode()
     if text.startswith(RESOLVED) and not overrides:
         return "".join(takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
-    # a line break in a word would end the comment
-    words = " ".join(overrides).replace("\n", " ").replace("\r", " ")
-    lines = [f"#   command line: {words}\n"] if overrides else []
+    lines = [f"command line: {' '.join(overrides)}"] if overrides else []
     for overlay in [Path(text) for name, text in _pairs(overrides) if name == OVERLAY and text]:
         files = [*_chain(overlay), *files]
-    return RESOLVED + "".join(lines + [f"#   {f}  sha256 {hashlib.sha256(text).hexdigest()}\n" for f, text, _ in files])
+    lines += [f"{file}  sha256 {hashlib.sha256(content).hexdigest()}" for file, content, _ in files]
+    # a line break in a name or a word would end the comment, and other control characters may not be in one
+    return RESOLVED + "".join(f"#   {plain(' '.join(line.splitlines()))}\n" for line in lines)
 
 
 def _said(finding: ErrorDetails, schema: type[Section]) -> str:

@@ -9,13 +9,13 @@ from pydantic import ConfigDict, create_model
 
 from pc.config import PCConfig
 from pc.maps import LEVEL_NAMES
-from pc_recipe.config.sections import METHOD, RESULT, Count, Section, key, should
+from pc_recipe.config.sections import METHOD, RESULT, Few, Section, key, should
 
 Level = int | str | list[float]
 # where TOML's types differ, or a wrong value can be said with its file
 TYPES: dict[str, Any] = {
     "level": Annotated[Level | dict[str, Level], should(f"{LEVEL_NAMES}, coefficients, or a table of these")],
-    "power_iterations": Count,
+    "power_iterations": Few,
 }
 DECIDE_RESULT = ("power_iterations", "compute_dtype")  # the others define PC(W)
 KEYS = {field.name: field for field in fields(PCConfig) if field.name != "splits"}

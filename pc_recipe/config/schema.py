@@ -16,12 +16,14 @@ from pc_recipe.config.sections import (
     Auto,
     BlockFactors,
     Count,
+    Few,
     Fraction,
     Interval,
     Positive,
     Section,
     Seed,
     Text,
+    Width,
     key,
     should,
 )
@@ -65,13 +67,13 @@ class Model(Section):
     decides = RESULT
     name: Literal["pc_llama2"] = key("pc_llama2", "TorchTitan's train spec.")
     flavor: FlavorName = key("debug", f"Model size: {', '.join(FLAVORS)}. Each size below replaces one of it.")
-    dim: Count | None = key(None, "Width of the residual stream.")
-    n_layers: Count | None = key(None, "Transformer blocks.")
-    n_heads: Count | None = key(None, "Attention heads.")
-    n_kv_heads: Count | None = key(None, "Heads of keys and values, which attention heads share in equal groups.")
-    ffn_dim: Count | None = key(None, "Width of the feed-forward layers; unset: 8/3 dim, rounded up as in the flavor.")
+    dim: Width | None = key(None, "Width of the residual stream.")
+    n_layers: Few | None = key(None, "Transformer blocks.")
+    n_heads: Width | None = key(None, "Attention heads.")
+    n_kv_heads: Width | None = key(None, "Heads of keys and values, which attention heads share in equal groups.")
+    ffn_dim: Width | None = key(None, "Width of the feed-forward layers; unset: 8/3 dim, rounded up as in the flavor.")
     rope_theta: Positive | None = key(None, "Base of the rotary positions; unset: 10000.")
-    vocab_size: Count = key(32_000, "Rows of embedding and head; at least the tokenizer's vocabulary size.")
+    vocab_size: Width = key(32_000, "Rows of embedding and head; at least the tokenizer's vocabulary size.")
     init_std: Positive = key(0.02, "Deviation of the blocks' initial weights; of wo, w2 and w3 it falls with depth.")
     init_factors: BlockFactors = key({}, "Factors of the initial weights of some blocks, such as {o = 1.6, ffn = 1.8}.")
     converters: list[Literal["quantize.linear.float8"]] = key([], "TorchTitan's converters of linear layers.")
@@ -89,9 +91,9 @@ class LRScheduler(Section):
 
 
 class DataLoader(Section):
-    num_workers: Interval = key(0, "Processes that read ahead, per rank.")
+    num_workers: Annotated[int, Field(ge=0, le=1000)] = key(0, "Processes that read ahead, per rank.")
     pin_memory: bool = key(False, "Copy batches to pinned memory first.")
-    prefetch_factor: Count | None = key(None, "Batches that each process reads ahead.")
+    prefetch_factor: Few | None = key(None, "Batches that each process reads ahead.")
 
 
 class Training(Section):

@@ -92,7 +92,9 @@ def _not_zero(number: int) -> int:
 Text = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$")]  # no NUL, which file names may not have
 Count = Annotated[int, Field(ge=1, le=MANY)]
 Interval = Annotated[int, Field(ge=0, le=MANY)]
-Auto = Annotated[int, Field(ge=-1, le=MANY), AfterValidator(_not_zero)]  # -1: a number that follows from others
+Auto = Annotated[int, Field(ge=-1, le=10**6), AfterValidator(_not_zero)]  # -1: a number that follows from others
+Few = Annotated[int, Field(ge=1, le=1000)]  # of what is built, started or repeated one by one
+Width = Annotated[int, Field(ge=1, le=2**20)]
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]

@@ -1,7 +1,7 @@
 """Shows what a folder of token shards contains."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import numpy as np
@@ -13,6 +13,7 @@ from pc_recipe.data.token_files import read_tokens
 
 SHOWN_CHARACTERS = 300  # of each document
 SHOWN_FILES = 10  # that are not UTF-8
+LOOKED_AT = 100_000  # documents, in a second
 
 
 def describe(manifest: Manifest) -> str:
@@ -49,6 +50,29 @@ def read_documents(manifest: Manifest, split: str) -> Iterator[np.ndarray]:
     for shard in manifest.shards[split]:
         tokens = read_tokens(manifest, shard)
         yield from np.split(tokens, np.flatnonzero(tokens == manifest.tokenizer.eos_id) + 1)[:-1]
+
+
+def list_repeated(training: Sequence[Manifest], validation: Sequence[Manifest]) -> list[str]:
+    """A line for each folder whose validation documents are training documents of another folder.
+
+    Of one folder they never are: a text's hash says its split (`tokenizing.split_by_hash`). The first `LOOKED_AT` of each
+    split are compared.
+    """
+
+    def first(manifest: Manifest, split: str) -> set[int]:
+        return {hash(tokens.tobytes()) for tokens in islice(read_documents(manifest, split), LOOKED_AT)}
+
+    lines = []
+    for one in validation:
+        others = [other for other in training if other.content_sha256 != one.content_sha256]
+        asked = first(one, "validation") if others else set()
+        for other in others:
+            if repeated := len(asked & first(other, "train")):
+                lines.append(
+                    f"{repeated:,} of {len(asked):,} validation documents of {one.folder} are training documents of "
+                    f"{other.folder} (of the first {LOOKED_AT:,} of each)"
+                )
+    return lines
 
 
 def inspect(folder: str, documents: int) -> None:

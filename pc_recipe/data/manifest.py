@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import NonNegativeInt, TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from pc.errors import UserError
 from pc_recipe.data.tokenizers import Tokenizer, load_tokenizer
@@ -23,6 +23,7 @@ FORMAT = 2
 """Folders of format 1 have the files of their tokenizer as they were given."""
 SPLITS = ("train", "validation")
 TOKENIZER_FOLDER = "tokenizer"
+Size = Annotated[int, Field(ge=0, le=2**50)]  # sums of them are offsets in files
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,9 @@ class TokenShard:
 
     tokens_file: str
     """Its path, relative to the data folder."""
-    tokens: NonNegativeInt
-    documents: NonNegativeInt
-    tokens_bytes: int
+    tokens: Size
+    documents: Size
+    tokens_bytes: Size
     """The size of the file."""
     tokens_sha256: str
 
@@ -46,9 +47,9 @@ class TokenizerRecord:
     kind: str
     sha256: str
     """Of `Tokenizer`; in format 1 of what it was given as."""
-    vocab_size: int
-    bos_id: int | None
-    eos_id: int
+    vocab_size: Size
+    bos_id: Size | None
+    eos_id: Size
 
     @staticmethod
     def of(tokenizer: Tokenizer) -> "TokenizerRecord":
@@ -174,7 +175,7 @@ def require_different(manifests: Sequence[Manifest]) -> None:
     """Raise if two folders of a mixture have the same shards."""
     known: dict[str, Manifest] = {}
     for manifest in manifests:
-        if (other := known.setdefault(manifest.identity, manifest)) is not manifest:
+        if (other := known.setdefault(manifest.content_sha256, manifest)) is not manifest:
             raise UserError(
                 f"data.path: {manifest.folder} and {other.folder} are the same data; name one, with both weights"
             )

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pc.errors import UserError
-from pc_recipe.data.text_files import READERS, ending_of, is_compressed
+from pc_recipe.data.text_files import HUB, READERS, ending_of, is_compressed, open_bytes
 from pc_recipe.files import look
 from pc_recipe.files.inside import inside
 
@@ -105,9 +104,9 @@ def find_local_files(source: str, output: Path | None = None, left_out: Counter[
     Raises:
         UserError: a link in the folder leads out of it.
     """
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
+    left_out = Counter() if left_out is None else left_out
     if look.is_folder(path):
-        left_out = Counter() if left_out is None else left_out
         without = output and Path(os.path.abspath(output))
         found = (inside(path, str(file.relative_to(path))) for file in _walk(path, left_out))
         files = [file for file in found if without not in Path(os.path.abspath(file)).parents]
@@ -117,7 +116,9 @@ def find_local_files(source: str, output: Path | None = None, left_out: Counter[
     if look.is_file(path):
         return [str(path)]
     if any(sign in source for sign in "*?["):
-        return sorted(file for file in glob.glob(str(path), recursive=True) if look.is_file(file))
+        matches = glob.glob(str(path), recursive=True)
+        left_out["folders that match a pattern"] += sum(map(look.is_folder, matches))
+        return sorted(filter(look.is_file, matches))
     return None
 
 
@@ -163,7 +164,7 @@ def find_hub_files(dataset: str, subset: str | None) -> list[str]:
     files = [str(file) for file in splits["train"]]
     if look.is_folder(dataset):  # laid out like a dataset on the Hub
         return files
-    if elsewhere := [file for file in files if not file.startswith("hf://")]:
+    if elsewhere := [file for file in files if not file.startswith(HUB)]:
         raise UserError(f"--input {dataset}: its card names {elsewhere[0]!r}, which is not on the Hub")
     return files
 
@@ -202,17 +203,15 @@ def _row_groups(file: str, text_column: str) -> tuple[int, ...]:
 
 def size_of(file: str) -> int:
     """Bytes of a local path or an hf:// address."""
-    file_system, path = fsspec.url_to_fs(file)
-    return file_system.size(path)
+    with open_bytes(file) as raw:
+        return raw.seek(0, os.SEEK_END)
 
 
 @contextmanager
 def open_parquet(file: str) -> Iterator[pq.ParquetFile]:
     """A local path or an hf:// address; an error in reading names the file, perhaps one of many."""
-    with _naming(file):
-        file_system, path = fsspec.url_to_fs(file)
-        with pq.ParquetFile(path, filesystem=file_system, pre_buffer=True) as parquet:
-            yield parquet
+    with _naming(file), open_bytes(file) as raw, pq.ParquetFile(raw, pre_buffer=True) as parquet:
+        yield parquet
 
 
 @contextmanager

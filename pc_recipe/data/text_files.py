@@ -10,23 +10,30 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import PurePosixPath
+from typing import Any, BinaryIO
 
 import fsspec
 import pyarrow as pa
 
 from pc.errors import UserError
 
+HUB = "hf://"
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 LONGEST = 16_384
 """characters of a document from a text file, some 4,000 tokens; a longer file is cut"""
 
 
+def open_bytes(file: str) -> BinaryIO:
+    """A local path or an hf:// address. `fsspec.open` would take a file that is called `http::a.txt` for an address."""
+    return fsspec.filesystem("hf").open(file) if file.startswith(HUB) else open(file, "rb")
+
+
 @contextmanager
 def open_text(file: str) -> Iterator[io.TextIOWrapper]:
     """A local path or an hf:// address, decompressed, without a byte-order mark. No line ending is changed."""
-    with fsspec.open(file, "rb") as raw:
+    with open_bytes(file) as raw:
         compression = COMPRESSIONS.get(PurePosixPath(file.lower()).suffix)
-        stream = io.BufferedReader(pa.CompressedInputStream(raw, compression) if compression else raw)
+        stream: Any = io.BufferedReader(pa.CompressedInputStream(raw, compression) if compression else raw)
         if stream.peek(2)[:2] in (b"\xff\xfe", b"\xfe\xff"):
             raise UserError(f"{file}: is UTF-16; convert it: iconv -f UTF-16 -t UTF-8")
         yield io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")

@@ -1,7 +1,8 @@
 """Token shards on disk: atomic writes, and reads that leave no file open.
 
 A shard is a NumPy file `NNNNN.tokens.npy`, uint16 or uint32 [tokens]: documents one after another, each ending with the
-only EOS in it.
+only EOS in it. It is right if its size and checksum are those of the manifest. Whatever is read, and is not what tokens
+look like, has its shard's checksum compared at once; `pc_recipe.data.checks` says what else is compared, and when.
 """
 
 import hashlib
@@ -38,7 +39,7 @@ def read_tokens(manifest: Manifest, shard: TokenShard, first: int = 0, count: in
     The file is open only meanwhile: 160 B tokens are 2,700 files, more than a process may usually hold open or mapped.
 
     Raises:
-        UserError: names a file that is gone or ends too early.
+        UserError: names a file that is gone, ends too early or is not as it was written.
         ReadFailed: the file system refuses to read it.
     """
     path, dtype = inside(manifest.folder, shard.tokens_file), np.dtype(manifest.dtype)
@@ -50,6 +51,13 @@ def read_tokens(manifest: Manifest, shard: TokenShard, first: int = 0, count: in
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
     if len(tokens) < count:
         raise UserError(f"{path} ends before its {shard.tokens:,} tokens; repeat the tokenising command to recreate it")
+    if not _is_plausible(tokens, manifest.vocab_size):
+        require_file(manifest.folder, shard, checksum=True)
+        if tokens.max() >= manifest.vocab_size:
+            raise UserError(
+                f"{path} holds token {tokens.max()} as it was written, but its tokenizer has {manifest.vocab_size}; delete "
+                "the folder and tokenise again"
+            )
     return tokens
 
 
@@ -64,13 +72,13 @@ def require_file(folder: Path, shard: TokenShard, *, checksum: bool = False) -> 
         raise UserError(f"{problem}; delete it and repeat the tokenising command to recreate it")
 
 
-def is_plausible(tokens: np.ndarray, vocab_size: int) -> bool:
+def _is_plausible(tokens: np.ndarray, vocab_size: int) -> bool:
     """Whether tokens [count] differ and are all in the vocabulary. Equal ones may be text, or a hole in the file."""
     return bool(tokens.max() < vocab_size and (len(tokens) < 2 or np.any(tokens != tokens[0])))
 
 
 class TokenStream:
-    """All tokens of one split as a single long array. What a read finds implausible is compared with the manifest."""
+    """All tokens of one split as a single long array."""
 
     def __init__(self, manifest: Manifest, split: str):
         self.manifest = manifest
@@ -89,13 +97,5 @@ class TokenStream:
         number = bisect_right(self.ends, start)
         while start < stop:
             shard, end = self.shards[number], self.ends[number]
-            piece = read_tokens(self.manifest, shard, start - (end - shard.tokens), min(stop, end) - start)
-            if not is_plausible(piece, self.manifest.vocab_size):
-                require_file(self.manifest.folder, shard, checksum=True)
-                if piece.max() >= self.manifest.vocab_size:
-                    raise UserError(
-                        f"{self.manifest.folder / shard.tokens_file} holds token {piece.max()} as it was written, but its "
-                        f"tokenizer has {self.manifest.vocab_size}; delete the folder and tokenise again"
-                    )
-            yield piece
+            yield read_tokens(self.manifest, shard, start - (end - shard.tokens), min(stop, end) - start)
             start, number = end, number + 1

@@ -8,6 +8,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from itertools import islice
@@ -48,6 +49,17 @@ class Converted:
             for text, ids, right in zip(some, made, self.original(some), strict=True):
                 if ids != right:
                     raise UserError(f"as {FILE} it would encode {text!r:.60} differently")
+
+
+@contextmanager
+def without_panics() -> Iterator[None]:
+    """Raise a `UserError` where the Rust of a damaged tokenizer panics, which is no `Exception`."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise UserError(f"its library fails ({error})") from None
 
 
 @lru_cache(maxsize=2)

@@ -10,7 +10,7 @@ The same file encodes the shards, lies in the data folder and in an export, so b
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from itertools import chain
 from pathlib import Path
@@ -64,7 +64,7 @@ class Tokenizer:
         texts = list(tokenizer_formats.combine([name.replace("▁", " ") for name in vocabulary]))
         return self.encode_batch(texts) == other.encode_batch(texts)
 
-    def require_equal(self, texts: Iterable[str]) -> None:
+    def require_equal(self, texts: Sequence[str]) -> None:
         """Raise a `UserError` for a text of which what it was converted from makes other ids."""
         try:
             self._converted.require_equal(texts)
@@ -74,7 +74,8 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, without BOS and EOS."""
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        return [one.ids for one in self._model.encode_batch_fast(list(texts), add_special_tokens=False)]
+        with tokenizer_formats.without_panics():
+            return [one.ids for one in self._model.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]
@@ -142,7 +143,8 @@ def load_tokenizer(reference: str | Path) -> Tokenizer:
     """
     name = str(reference)
     try:
-        tokenizer = Tokenizer(name, _convert(name, Path(os.path.expanduser(name))))
+        with tokenizer_formats.without_panics():
+            tokenizer = Tokenizer(name, _convert(name, Path(os.path.expanduser(name))))
     except Exception as error:  # the libraries raise bare Exception
         raise UserError(f"tokenizer {name!r}: {error}") from error
     tokenizer.documents([entry for entry in (tokenizer._converted.bos, tokenizer._converted.eos) if entry])

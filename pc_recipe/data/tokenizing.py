@@ -7,8 +7,8 @@ Repeating the command does only the missing units.
 
 import hashlib
 import multiprocessing
+import os
 import signal
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -18,7 +18,6 @@ from itertools import count, islice
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from pc.errors import UserError
 from pc_recipe.data.manifest import SPLITS, TOKENIZER_FOLDER, Manifest, TokenShard
@@ -32,6 +31,8 @@ from pc_recipe.data.tokenizing_job import (
     record_unit,
     write_manifest_if_finished,
 )
+from pc_recipe.files.own_code import own_code
+from pc_recipe.files.progress import byte_bar
 
 LARGEST_SHARD = 2
 """The text of a shard in units of --shard-megabytes. A unit of work that holds more, such as one huge file, becomes
@@ -77,7 +78,7 @@ def tokenize(
     k, n = part
     unfinished = [unit for unit in job.units[k::n] if read_finished(job, unit) is None]
     if processes == 1 or len(unfinished) < 2:
-        with _bar(unfinished, "tokenising") as bar:
+        with byte_bar(sum(unit.text_bytes for unit in unfinished), "tokenising") as bar:
             for unit in unfinished:
                 tokenize_unit(job, unit, bar.update)
     else:
@@ -87,8 +88,9 @@ def tokenize(
 
 def _run_in_pool(job: TokenizingJob, unfinished: list[Unit], processes: int) -> None:
     context = multiprocessing.get_context("forkserver")
+    os.environ.update(own_code())  # for its server
     context.set_forkserver_preload([__name__])  # import once, not in every process
-    bar = _bar(unfinished, f"tokenising ({processes} processes)")
+    bar = byte_bar(sum(unit.text_bytes for unit in unfinished), f"tokenising ({processes} processes)")
     no_traceback = (signal.SIGINT, signal.SIG_DFL)  # on Ctrl-C
     with bar, ProcessPoolExecutor(processes, context, signal.signal, no_traceback) as pool:
         units = {pool.submit(tokenize_unit, job, unit): unit for unit in unfinished}
@@ -103,17 +105,6 @@ def _run_in_pool(job: TokenizingJob, unfinished: list[Unit], processes: int) -> 
             ) from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)  # the first failure cancels units that have not started
-
-
-def _bar(unfinished: list[Unit], words: str) -> tqdm:
-    return tqdm(
-        total=sum(unit.text_bytes for unit in unfinished),
-        unit="B",
-        unit_scale=True,
-        desc=words,
-        delay=1,
-        mininterval=1 if sys.stderr.isatty() else 60,  # seconds; fewer lines in a log file
-    )
 
 
 def tokenize_unit(job: TokenizingJob, unit: Unit, advance: Callable[[int], object] = lambda characters: None) -> None:

@@ -27,13 +27,13 @@ from pc_recipe.data.sources import (
     read_texts,
     size_of,
 )
-from pc_recipe.data.text_files import LONGEST
+from pc_recipe.data.text_files import HUB, LONGEST
 from pc_recipe.data.token_files import require_file
 from pc_recipe.data.tokenizers import Tokenizer, load_tokenizer, smallest_dtype
 from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.errors import ReadFailed
-from pc_recipe.files.inside import require_no_links
+from pc_recipe.files.inside import require_plain
 
 VALIDATION_SHARE = 0.0005  # of the documents, by default; of small data more:
 VALIDATION_BYTES = 2 * 10**6  # of text, some 500,000 tokens: 64 sequences of 8192, more than 1 % of 200 MB
@@ -78,7 +78,7 @@ def open_job(output: Path, sources: list[str], tokenizer: Tokenizer, requested: 
         UserError: a setting or the sources' files are not those of the folder's job, or the tokenizer was converted and
             gives other ids for its first texts.
     """
-    require_no_links(output)
+    require_plain(output)
     requested = {"sources": sources, "tokenizer": tokenizer.sha256} | requested
     path = output / "tokenizing.json"
     if (text := look.read(path)) is not None:
@@ -92,13 +92,13 @@ def open_job(output: Path, sources: list[str], tokenizer: Tokenizer, requested: 
                     f"{output} was started with {key} = {before.get(key)!r}, this command has "
                     f"{value!r}: choose another --output, or delete the folder"
                 )
-        _require_same_files(sources, settings, output)
+        _require_same_files(sources, settings, units, output)
         modified = {} if look.is_there(output / "manifest.json") else saved.get("modified", {})
     else:
         settings, units = _divide_source(sources, output, requested)
         for unit in units[:1]:
             texts = islice(read_texts(unit, requested["text_key"], Counter()), COMPARED)
-            tokenizer.require_equal(text[:LONGEST] for text in texts)
+            tokenizer.require_equal([text[:LONGEST] for text in texts])
         tokenizer.save(output / TOKENIZER_FOLDER)
         modified = {file: now for unit in units for file in unit.groups if (now := _last_change(file))}
         saved = {"settings": settings, "units": [asdict(unit) for unit in units], "modified": modified}
@@ -141,14 +141,19 @@ def validation_share(text_bytes: int) -> float:
     return max(VALIDATION_SHARE, min(MOST_VALIDATION, VALIDATION_BYTES / max(1, text_bytes)))
 
 
-def _require_same_files(sources: list[str], settings: dict, output: Path) -> None:
-    """Compare names and sizes of local files with the job's. They may be gone, all of them, once tokenised."""
-    paths: list[str] = []
-    for source in sources:
-        files = find_local_files(source, output)
-        if files is None:
-            return
-        paths += [path for path in dict.fromkeys(files) if has_text(path)]
+def _require_same_files(sources: list[str], settings: dict, units: list[Unit], output: Path) -> None:
+    """Compare names and sizes of local files with the job's. They may be gone, all of them, once tokenised.
+
+    A job of someone else names no file that is not of `sources`.
+    """
+    found = [find_local_files(source, output) for source in sources]
+    paths = [path for path in dict.fromkeys(path for files in found for path in files or ()) if has_text(path)]
+    for file in {file for unit in units for file in unit.groups}.difference(paths):
+        if look.is_there(file) or file.startswith(HUB):
+            if not any(_is_of(file, source) for source in sources):
+                raise UserError(f"{output / 'tokenizing.json'} names {file!r}, which is not of {' '.join(sources)}")
+    if None in found:
+        return
     if settings["max_documents"]:
         paths = paths[:1]
     present = {(Path(path).name, size_of(path)) for path in paths}
@@ -158,6 +163,12 @@ def _require_same_files(sources: list[str], settings: dict, output: Path) -> Non
             f"{output} was started with other files of {' '.join(sources)}: {changed[0][0]} is new, changed or gone; "
             "choose another --output"
         )
+
+
+def _is_of(file: str, source: str) -> bool:
+    """Whether a file is of a Hub dataset, or in a folder."""
+    in_folder = Path(file).resolve().is_relative_to(Path(os.path.expanduser(source)).resolve())
+    return file.startswith(f"{HUB}datasets/{source}@") if file.startswith(HUB) else in_folder
 
 
 def record_unit(

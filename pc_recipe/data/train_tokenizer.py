@@ -5,11 +5,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from tempfile import TemporaryDirectory
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from pc.errors import UserError
 from pc_recipe.data.sources import divide_into_units, find_files, measure_files, read_texts
-from pc_recipe.files.atomic import write_atomically
+from pc_recipe.data.tokenizer_formats import Converted
+from pc_recipe.data.tokenizers import Tokenizer
 
 BOS, EOS = "<s>", "</s>"
 
@@ -31,10 +34,7 @@ def train_tokenizer(
         UserError: no file, no such column or key, no text.
         WriteFailed: the file system refuses.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    model = Tokenizer(models.BPE())
+    model = tokenizers.Tokenizer(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -47,10 +47,7 @@ def train_tokenizer(
     if first is None:
         raise UserError(f"--input {sources if isinstance(sources, str) else ' '.join(sources)}: there is no text in it")
     model.train_from_iterator(chain([first], texts), trainer)
-    with TemporaryDirectory() as made:
-        PreTrainedTokenizerFast(tokenizer_object=model, bos_token=BOS, eos_token=EOS).save_pretrained(made)
-        for file in Path(made).iterdir():
-            write_atomically(Path(output, file.name), file.read_bytes())
+    Tokenizer("trained", Converted("huggingface", model.to_str().encode(), BOS, EOS)).save(output)
     return model.get_vocab_size()
 
 

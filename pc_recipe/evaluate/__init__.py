@@ -2,6 +2,7 @@
 
 import logging
 
-# transformers imports torchao, which warns of kernels that are not used here, and of its own use of torch.
-for _name in ("torchao", "torch.utils._pytree"):
+# transformers imports torchao, which warns of kernels that are not used here, and of its own use of torch; lm-eval warns
+# of what its own tasks do not say.
+for _name in ("torchao", "torch.utils._pytree", "lm_eval.api.task"):
     logging.getLogger(_name).setLevel(logging.ERROR)

@@ -1,8 +1,10 @@
 """Convert a run's weights to an ordinary `LlamaForCausalLM`, in memory or as a folder; check such folders."""
 
+import fcntl
 import os
 import shutil
-import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import Tensor
 from torchtitan.models.llama3.model.args import TransformerModelArgs
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
@@ -20,15 +23,20 @@ from transformers import (
 )
 
 from pc.errors import UserError
+from pc_recipe.data.tokenizer_formats import without_panics
 from pc_recipe.data.tokenizers import Tokenizer, load_tokenizer
 from pc_recipe.evaluate import plain_weights
-from pc_recipe.evaluate.model_card import model_card
+from pc_recipe.evaluate.model_card import model_card, without_folders
 from pc_recipe.evaluate.plain_weights import RunCheckpoint
 from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.errors import WriteFailed
 from pc_recipe.train import run_tokenizer
-from pc_recipe.train.hf_folder import find_tensors, to_llama_config
+from pc_recipe.train.hf_folder import Found, find_tensors, to_llama_config
+
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+)  # fmt: skip
 
 
 def to_llama(weights: dict[str, Tensor], model_args: TransformerModelArgs) -> LlamaForCausalLM:
@@ -49,6 +57,7 @@ def load_checkpoint(run: RunCheckpoint, tokenizer: str | None = None) -> tuple[L
     loaded = run_tokenizer.of_run(run.folder, tokenizer)
     _require_vocabulary(loaded.vocab_size, run.model_args.vocab_size, run.path)
     model = to_llama(run.weights, run.model_args)
+    loaded.name = without_folders(loaded.name)
     ids = {"bos_token_id": loaded.bos_id, "eos_token_id": loaded.eos_id, "pad_token_id": loaded.eos_id}
     model.config.update(ids | {"tokenizer": loaded.names})
     model.generation_config = GenerationConfig(**ids, do_sample=True)
@@ -102,10 +111,7 @@ def export(
 
 
 def _write(model: LlamaForCausalLM, tokenizer: Tokenizer, max_length: int, card: str, out: Path) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    # Renamed when complete, so that an interrupted export does not look complete.
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as temporary:
-        folder = Path(temporary) / out.name
+    with _unfinished(out) as folder:
         model.save_pretrained(folder)
         tokenizer.save(folder, max_length)
         write_atomically(folder / "README.md", card)
@@ -114,17 +120,54 @@ def _write(model: LlamaForCausalLM, tokenizer: Tokenizer, max_length: int, card:
         os.replace(folder, out)
 
 
-def _load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    find_tensors(path)
+@contextmanager
+def _unfinished(out: Path) -> Iterator[Path]:
+    """An empty folder beside `out`, which becomes it when complete. Its name is always the same, so that the next export
+    finds, and removes, what a killed one has left.
+
+    Raises:
+        UserError: another export is writing there.
+    """
+    folder = out.with_name(f".{out.name}.unfinished")
+    folder.mkdir(parents=True, exist_ok=True)
+    opened = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        _hold(opened, out)
+        try:
+            for file in folder.iterdir():
+                file.unlink()
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(opened)
+
+
+def _hold(opened: int, out: Path) -> None:
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{out}: another process is exporting to it") from None
+    except OSError:  # a file system without locks
+        pass
+
+
+def _load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    tensors = find_tensors(path)
+    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        config: Any = AutoConfig.from_pretrained(path, **local)
+        config._attn_implementation = None  # a config may name one to be downloaded
+        _require_sizes(config, tensors)
+        with without_panics():
+            tokenizer = AutoTokenizer.from_pretrained(path, **local)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
-            local_files_only=True,
+            config=config,
             use_safetensors=True,
-            trust_remote_code=False,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # so that they are reported by name
+            **local,
         )
         model, report = loaded
     except Exception as error:  # with a damaged folder transformers may raise anything
@@ -138,4 +181,15 @@ def _load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     _require_vocabulary(len(tokenizer), model.config.vocab_size, path)
     if names := run_tokenizer.exported_names(path):
         run_tokenizer.require_equal(names, load_tokenizer(path).names, f"{path} belongs to", "its folder now has")
+    # what a folder says of sampling, such as a number of beams, is not followed
+    ids = {f"{kind}_token_id": getattr(model.generation_config, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
+    model.generation_config = GenerationConfig(**ids, do_sample=True)
     return model.eval(), tokenizer
+
+
+def _require_sizes(config: Any, tensors: Mapping[str, Found]) -> None:
+    """Raise a `UserError` if a model is larger than its weights, so that building it might never end."""
+    largest = max((size for tensor in tensors.values() for size in tensor.shape), default=0)
+    for name, most in {"num_hidden_layers": len(tensors), **dict.fromkeys(_SIZES, largest)}.items():
+        if isinstance(size := getattr(config, name, None), int) and size > most:
+            raise UserError(f"config.json has {name} = {size}, its weights at most {most}")

@@ -1,6 +1,7 @@
 """The README.md of an export: what the model is, how it was trained, what came out, and the commands."""
 
 import json
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,28 @@ It is a base model for research: neither tuned to follow instructions nor filter
 """
 
 
+_FOLDERS = re.compile(r"(?<![\w./-])(?!(?<=:)//)(?:~\w*|\.{1,2})?/(?:[^/\s]+/)*(?=[^/\s])")
+
+
+def without_folders(value: Any) -> Any:
+    """A string, or the strings in a list or table, in which each local path is its last part.
+
+    Folders name people, machines and other work. Relative paths stay, because names of the Hub are like them.
+    """
+    if isinstance(value, dict):
+        return {without_folders(key): without_folders(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_folders(item) for item in value]
+    return _FOLDERS.sub("", value) if isinstance(value, str) else value
+
+
 def model_card(
     run: RunCheckpoint, model: LlamaForCausalLM, tokenizer: Tokenizer, dtype: str, scores: str | Path | None = None
 ) -> str:
-    """The card of `model`, made from `run`; scores: the table.md that scripts/score.py wrote, if there is one."""
+    """The card of `model`, made from `run`; scores: the table.md that scripts/score.py wrote, if there is one.
+
+    What run and data folder say may be of others: it has no meaning in Markdown.
+    """
     source = "unknown, since the run's data are gone"
     with suppress(UserError):
         source = data_of(run.path.parent.parent).source.get("input", "")
@@ -53,26 +72,31 @@ def model_card(
     initial_path = read_first_config(run.path.parent.parent).get("checkpoint", {}).get("initial_load_path")
     environment = _describe_environment(run)
     shape, parameters = model.config, f"{model.num_parameters():,} parameters ({dtype})"
+    folder = run.path.parent.parent
     rows = [
-        ("base", f"trained on from `{initial_path}`" if initial_path else "none: pre-trained from scratch"),
+        ("base", f"trained on from {_shown(initial_path)}" if initial_path else "none: pre-trained from scratch"),
         ("size", f"{parameters}, {shape.num_hidden_layers} layers, width {shape.hidden_size}"),
         ("method", _describe_method(run)),
-        ("data", source),
-        ("tokenizer", f"{tokenizer.name}, sha256 {tokenizer.sha256}"),
+        ("data", _shown(source)),
+        ("tokenizer", f"{_shown(tokenizer.name)}, sha256 {tokenizer.sha256}"),
         *_read_logged(run),
         ("trained with", f"`./run_llama_train.sh config.toml` with the configuration below{environment}"),
-        ("exported with", f"`python scripts/export_hf.py {run.path} FOLDER`"),
+        ("exported with", f"`python scripts/export_hf.py RUN/checkpoint/{run.path.name} FOLDER`"),
     ]
     table = f"\n## Scores\n\n{Path(scores).read_text()}" if scores else ""
     return (
         f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n"
-        f"# {run.path.parent.parent.name}, step {run.step}\n\n{markdown.table(('', ''), rows)}{_USE}{table}"
-        f"\n## Training configuration\n\n```toml\n{tomli_w.dumps(run.config)}```\n"
+        f"# {_shown(folder.name)}, step {run.step}\n\n{markdown.table(('', ''), rows)}{_USE}{table}"
+        f"\n## Training configuration\n\n```toml\n{tomli_w.dumps(without_folders(run.config))}```\n"
     )
 
 
+def _shown(text: object) -> str:
+    return markdown.literal(without_folders(str(text)))
+
+
 def _describe_method(run: RunCheckpoint) -> str:
-    optimizer = run.config.get("optimizer", {}).get("name", "AdamW")
+    optimizer = _shown(run.config.get("optimizer", {}).get("name", "AdamW"))
     if not run.method.enable:
         return f"{optimizer}, without preconditioning"
     settings = ", ".join(
@@ -90,7 +114,7 @@ def _read_logged(run: RunCheckpoint) -> list[tuple[str, str]]:
     lines = read_log(folder).lines if look.is_file(folder / METRICS_FILE) else []
     last = {key: value for line in lines if line["step"] <= run.step for key, value in line.items()}
     keys = [key for key in last if key in ("loss", "validation_loss") or key.startswith("evaluation/")]
-    rows = [(key.replace("_", " "), f"{last[key]:.4f}") for key in keys if last[key] is not None]
+    rows = [(_shown(key.replace("_", " ")), f"{last[key]:.4f}") for key in keys if isinstance(last[key], float)]
     return [("trained on", f"{short_tokens(last['tokens'])} tokens"), *rows] if rows else []
 
 
@@ -98,4 +122,4 @@ def _describe_environment(run: RunCheckpoint) -> str:
     environment = read_environment(run.path.parent.parent)
     if not environment:
         return ""
-    return f" (world size {environment['world_size']}, commit {environment['commit']})"
+    return f" (world size {_shown(environment.get('world_size'))}, commit {_shown(environment.get('commit'))})"

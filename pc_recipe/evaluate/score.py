@@ -19,6 +19,7 @@ from pc_recipe.evaluate import hugging_face, tables, tasks
 from pc_recipe.evaluate.log_likelihoods import LogLikelihoods
 from pc_recipe.files import look
 from pc_recipe.files.atomic import sha256_of, write_atomically
+from pc_recipe.files.inside import require_plain
 from pc_recipe.files.run_folder import CHECKSUMS, INDEX, parse_model
 from pc_recipe.train.environment import read_commit
 
@@ -44,6 +45,7 @@ def score(
     """
     names = list(dict.fromkeys(names))
     tasks.require_known(names)
+    require_plain(Path(output))
     sets = {task: sha256_of(tasks.data_file(task, data)) if data else "hub" for task in names}
     suffix = f".limit-{limit}" if limit else ""
     files = {}

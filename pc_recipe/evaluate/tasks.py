@@ -1,11 +1,13 @@
 """The nine zero-shot tasks of the paper, as lm-eval defines them, from the Hub or from local JSON lines."""
 
+import json
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import lm_eval
+from datasets import Dataset
 from lm_eval.api.model import LM
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
@@ -75,9 +77,12 @@ def _load_one(name: str, data: str | Path | None, manager: TaskManager) -> Confi
         # Without perplexity: bootstrapping its error takes longer than scoring.
         settings["metric_list"] = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
     if data is not None:
-        settings |= {"dataset_path": "json", "dataset_name": None, "test_split": "test"}
-        settings |= {"dataset_kwargs": {"data_files": {"test": str(data_file(name, data).resolve())}}}
-        settings |= {"training_split": None, "validation_split": None}
+        file = data_file(name, data)
+
+        def read(**_: Any) -> dict[str, Dataset]:  # `load_dataset` asks the Hub, and stores a copy
+            return {"test": Dataset.from_list([json.loads(line) for line in file.read_bytes().splitlines()])}
+
+        settings |= {"custom_dataset": read, "test_split": "test", "training_split": None, "validation_split": None}
     try:
         # lm-eval changes a task's settings only for the members of a group
         task = manager.load({"group": f"{name} zero-shot", "task": [settings]})["tasks"][name]
@@ -85,7 +90,7 @@ def _load_one(name: str, data: str | Path | None, manager: TaskManager) -> Confi
         reason = f"{type(error).__name__}: {' '.join(str(error.__cause__ or error).split())[:200]}"
         message = f"task {name} cannot be loaded from the Hub ({reason}); fetch the sets and pass --data"
         if data is not None:
-            message = f"{data_file(name, data)}: not JSON lines of {name} ({reason})"
+            message = f"{file}: not JSON lines of {name} ({reason})"
         raise UserError(message) from None
     task.set_fewshot_seed(seed=0)
     return task

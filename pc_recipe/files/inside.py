@@ -7,17 +7,19 @@ from pc.errors import UserError
 from pc_recipe.files import look
 
 
-def require_no_links(folder: Path) -> None:
-    """Raise a `UserError` if a link is where a command writes, which would change what it leads to.
+def require_plain(folder: Path) -> None:
+    """Raise a `UserError` if something else than a file or a folder is where a command writes.
 
-    That is in `folder` or in a folder in it. `checkpoint` may be a link, to a larger disk; of what it leads to, only
-    checkpoints change.
+    That is in `folder` or in a folder in it. A link would change what it leads to, a pipe never ends. `checkpoint` may be a
+    link, to a larger disk; of what it leads to, only checkpoints change.
     """
     entries = [folder / name for name in look.names(folder)]
     below = [place / name for place in entries if look.is_folder(place) for name in look.names(place)]
     for entry in [*entries, *below]:
         if look.is_link(entry) and entry != folder / "checkpoint":
             raise UserError(f"{entry} is a link, and what is written there stays in {folder}; move it away")
+        if look.is_there(entry) and not (look.is_file(entry) or look.is_folder(entry)):
+            raise UserError(f"{entry} is a pipe or a device, no file; move it away")
 
 
 def no_link(path: str, flags: int) -> int:
@@ -28,10 +30,13 @@ def no_link(path: str, flags: int) -> int:
 def inside(folder: Path, name: str) -> Path:
     """The path of a file that something in `folder` names.
 
+    Hugging Face's cache keeps the files of `snapshots/REVISION` as links to `blobs`, where they belong to the folder too.
+
     Raises:
         UserError: it is outside, by an absolute path, by `..` or by a link.
     """
-    path = folder / name
-    if "\0" in name or not path.resolve().is_relative_to(folder.resolve()):
+    path, whole = folder / name, folder.resolve()
+    blobs = [place.parent / "blobs" for place in whole.parents if place.name == "snapshots"]
+    if "\0" in name or not any(map(path.resolve().is_relative_to, [whole, *blobs])):
         raise UserError(f"{folder} names {name!r}, which is a file outside of it")
     return path

@@ -10,7 +10,7 @@ from typing import TextIO
 
 from pc.errors import UserError
 from pc_recipe.files import look
-from pc_recipe.files.inside import require_no_links
+from pc_recipe.files.inside import require_plain
 
 _LOCKS = ("lock", "lock.ranks")
 """The launcher holds the first alone; the run's ranks share the second."""
@@ -41,7 +41,7 @@ def _open_lock(file: Path, flags: int = os.O_RDWR | os.O_CREAT) -> TextIO:
 
 def _create_lock(file: Path) -> TextIO:
     file.parent.mkdir(parents=True, exist_ok=True)
-    require_no_links(file.parent)  # before the first of all that is written there
+    require_plain(file.parent)  # before the first of all that is written there
     try:
         opened = _open_lock(file)
     except PermissionError:

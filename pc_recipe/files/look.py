@@ -90,10 +90,14 @@ def files_below(folder: str | os.PathLike) -> list[Path]:
 
 
 def read(file: str | os.PathLike) -> bytes | None:
-    """A file's bytes; None if there is no file."""
+    """A file's bytes; None if there is nothing.
+
+    Raises:
+        UserError: there is a folder, or a pipe, whose end would never come.
+    """
     try:
+        if not is_file(file) and is_there(file):
+            raise UserError(f"{file} should be a file")
         return patiently(Path(file).read_bytes, file)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except IsADirectoryError:
-        raise UserError(f"{file} should be a file, not a folder") from None

@@ -1,5 +1,6 @@
-"""Markdown tables."""
+"""Markdown tables, and text of others in Markdown."""
 
+import re
 from collections.abc import Iterable, Sequence
 
 
@@ -11,3 +12,8 @@ def table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
 def row(cells: Sequence[object]) -> str:
     """One line of a table; a bar in a cell does not end it."""
     return "| " + " | ".join(str(cell).replace("|", r"\|") for cell in cells) + " |\n"
+
+
+def literal(text: object) -> str:
+    """Text that shows as it is: in one line, and without links, headings and HTML."""
+    return re.sub(r"([\\`\[\]<>&#])", r"\\\1", " ".join(str(text).split()))

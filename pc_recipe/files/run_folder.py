@@ -1,7 +1,6 @@
 """A run's folder: its state, its configuration, its checkpoints."""
 
 import json
-import os
 import re
 import tomllib
 from dataclasses import asdict, dataclass, replace
@@ -12,16 +11,18 @@ from pc.errors import UserError
 from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.lock import is_locked
-from pc_recipe.files.run_log import find_extent
+from pc_recipe.files.run_log import find_last_step
 
 INDEX = ".metadata"
 """It is written last, so a checkpoint that has it is complete."""
 CHECKSUMS = "XXH128SUMS"
 """It is written just before the index, so one that has it without an index has lost the index."""
 _STATUS = "status.json"
+_HAS_SAVED = "has_checkpoints"
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 """Matches the whole name of a checkpoint's folder: nothing with another name is used as one, or deleted."""
 _DAMAGED = re.compile(r"step-([0-9]+)(\.damaged)+")
+_PURGED = re.compile(r"step-[0-9]+\.purged")
 _EARLIER = re.compile(r"config\.[0-9].*\.toml")
 STATES = ("waiting", "running", "interrupted", "stopped", "finished", "failed", "diverged")
 
@@ -121,7 +122,7 @@ def require_no_other_run(run: Path, resolved: dict) -> None:
 
     A run that is repeated as it was may begin anew.
     """
-    other = find_extent(run)[0] and _read_other_config(run / "config.toml", resolved)
+    other = find_last_step(run) and _read_other_config(run / "config.toml", resolved)
     if list_checkpoints(run / "checkpoint") or other:
         raise UserError(
             f"{run} holds another run, which checkpoint.enable = false does not continue; give another --job.dump_folder"
@@ -150,16 +151,32 @@ def was_complete(checkpoint: str | Path) -> bool:
     return is_complete(checkpoint) or look.is_file(Path(checkpoint, CHECKSUMS))
 
 
+def note_saved(run: Path) -> None:
+    """Leave a file in a run's folder that says that a checkpoint was completed. `checkpoint` may be on a disk that gets lost."""
+    if not has_saved(run):
+        write_atomically(
+            run / _HAS_SAVED, "A checkpoint of this run was completed, so it does not begin anew by itself.\n"
+        )
+
+
+def has_saved(run: Path) -> bool:
+    return look.is_file(run / _HAS_SAVED)
+
+
 def list_damaged(folder: str | Path) -> list[Path]:
     """What was renamed in RUN/checkpoint because it could not be used, sorted by step."""
     matches = filter(None, map(_DAMAGED.fullmatch, look.names(folder)))
     return [Path(folder, match[0]) for match in sorted(matches, key=lambda match: int(match[1]))]
 
 
-def withdraw(checkpoint: str | os.PathLike) -> None:
-    """Make a checkpoint incomplete before its files are deleted or written anew, so that a kill leaves none that looks whole."""
-    for name in (INDEX, CHECKSUMS):
-        Path(checkpoint, name).unlink(missing_ok=True)
+def purge(checkpoint: Path) -> None:
+    """Give it another name before it is deleted, so that a kill in between leaves none that looks whole."""
+    checkpoint.rename(f"{checkpoint}.purged")
+
+
+def list_purged(folder: str | Path) -> list[Path]:
+    """What is to be deleted, also that which a killed process left."""
+    return [Path(folder, name) for name in look.names(folder) if _PURGED.fullmatch(name)]
 
 
 def list_complete(folder: str | Path) -> dict[int, Path]:

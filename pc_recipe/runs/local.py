@@ -2,7 +2,6 @@
 --section.key value ...`."""
 
 import argparse
-import subprocess
 import sys
 from pathlib import Path
 
@@ -89,8 +88,14 @@ def fetch_demo_data(config: Config) -> None:
     demo = str(Data().path)
     if demo not in config.data.folders or look.is_file(Path(demo, "manifest.json")):
         return
-    if subprocess.run([sys.executable, "-m", "pc_recipe.data.demo"]).returncode:
-        raise UserError("the demo data could not be created (see above); to use other data: --data.path FOLDER")
+    from pc_recipe.data.demo import make_demo  # takes a second
+
+    try:
+        make_demo(demo)
+    except UserError as error:
+        raise UserError(
+            f"the demo data could not be created ({error}); to use other data: --data.path FOLDER"
+        ) from None
 
 
 def require_data(config: Config) -> None:

@@ -20,6 +20,7 @@ from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.inside import inside
 from pc_recipe.files.lock import is_locked, lock
+from pc_recipe.files.own_code import own_code
 from pc_recipe.files.run_folder import find_newest_step, read_state, write_failure
 from pc_recipe.runs import torchrun
 from pc_recipe.runs.allocation import TRAIN_SCRIPT, Allocation
@@ -58,8 +59,8 @@ def submit_job(folder: Path, options: list[str], arguments: Sequence[str]) -> st
     logs.mkdir(parents=True, exist_ok=True)  # without the folder SLURM drops the output
     is_array = any(option.startswith("--array") for option in options)
     output = f"--output={str(logs).replace('%', '%%')}/%x-{'%A_%a' if is_array else '%j'}.log"
-    # the job uses the interpreter that submitted it
-    environment = {**os.environ, "PC_PYTHON": sys.executable}
+    # the job uses the interpreter and the code that submitted it
+    environment = {**os.environ, "PC_PYTHON": sys.executable, **own_code()}
     command = ["sbatch", "--parsable", output, *options, str(TRAIN_SCRIPT), *arguments]
     submitted = subprocess.run(command, capture_output=True, text=True, env=environment)
     if submitted.returncode:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -19,6 +20,7 @@ from pc.errors import UserError
 from pc_recipe.config import Config, write_config
 from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
+from pc_recipe.files.own_code import own_code
 from pc_recipe.runs.nodes import Nodes
 
 TRAINER = "pc_recipe.runs.worker"
@@ -139,9 +141,10 @@ def run_command(
         SystemExit: after one of these signals, when the command has ended, but not under SLURM.
     """
     stop = _Stop("torch.distributed.run" in command_line, under_slurm)
-    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGQUIT]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
-        numbers.append(signal.SIGHUP)
+    ends = signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP
+    numbers = [
+        number for number in ends if signal.getsignal(number) != signal.SIG_IGN
+    ]  # as by nohup, or a script's `&`
     # Before the start: no signal may leave a command without a launcher, and what starts inherits that USR2 is ignored.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     before = {number: signal.signal(number, stop.handle) for number in numbers}
@@ -267,11 +270,27 @@ def find_failure(run_folder: Path) -> str | None:
     return crash
 
 
+def find_kill(status: int, words: str) -> str:
+    """ "killed by SIGKILL", if a signal ended a training command, or the first of its ranks; else "".
+
+    Args:
+        status: of `run_command`.
+        words: the command's output, which ends with torchrun's report if there are several ranks.
+    """
+    if status > 128:
+        return f"killed by {signal.Signals(status - 128).name}"
+    of_rank = (
+        re.search(r"Signal \d+ \((SIG\w+)\)", words.rpartition("Root Cause")[2]) if "Root Cause" in words else None
+    )
+    return f"a rank was killed by {of_rank[1]}" if of_rank else ""
+
+
 def build_environment(processes: int) -> dict[str, str]:
     """This process's environment, with the CPU's cores divided among the processes.
 
     GPU memory uses expandable segments, as in TorchTitan's launcher, so that changing shapes (PC's batches between
-    steps) do not fragment it. CPU memory is kept between steps.
+    steps) do not fragment it. CPU memory is kept between steps. Compiled code is loaded from a folder of the user: that
+    of torch is in the common /tmp, where another one may make it first.
     """
     import torch
 
@@ -282,5 +301,7 @@ def build_environment(processes: int) -> dict[str, str]:
         "PYTHONFAULTHANDLER": "1",  # a crash in native code says where the process was
         "PYTHONUNBUFFERED": "1",
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "TORCHINDUCTOR_CACHE_DIR": os.path.expanduser("~/.cache/pc-layer"),
+        "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",  # of the CPU's kernels; they would lie in /tmp all the same
     }
-    return {**defaults, **keeps_memory, **os.environ}
+    return {**defaults, **keeps_memory, **os.environ, **own_code()}

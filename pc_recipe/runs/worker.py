@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
 from pc.errors import DISK_ERRORS, UserError
+from pc.terminal import print_plainly
 from pc_recipe.config import Config, load_config, run_key, write_config
 from pc_recipe.data.manifest import Manifest
 from pc_recipe.files.errors import DiskFailed
@@ -23,6 +24,8 @@ from pc_recipe.train.console import start_logging
 from pc_recipe.train.environment import write_environment
 from pc_recipe.train.nonfinite import Diverged
 from pc_recipe.train.trainer import PCTrainer
+
+REFUSALS = PermissionError, IsADirectoryError, NotADirectoryError
 
 meet_privately()  # not in `main`, because a process that torch spawns imports this module alone
 
@@ -44,7 +47,8 @@ def end_with(error: BaseException, folder: str | None, step: int, rank: int) -> 
     Args:
         folder: of the run; None if its config cannot be read.
     """
-    if isinstance(error, OSError) and error.errno in DISK_ERRORS:  # under any file: TensorBoard's, a compiler's
+    # under any file: TensorBoard's, a compiler's, one of another user
+    if isinstance(error, OSError) and (error.errno in DISK_ERRORS or isinstance(error, REFUSALS)):
         error = DiskFailed(f"{error.filename or folder}: {error.strerror}")
     if folder and (rank == 0 or isinstance(error, UserError)):
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -57,6 +61,7 @@ def end_with(error: BaseException, folder: str | None, step: int, rank: int) -> 
 
 def main() -> None:
     rank = int(os.environ.get("RANK", "0"))
+    print_plainly()
     start_logging(rank)
     path, *overrides = sys.argv[1:]
     trainer: Trainer | None = None

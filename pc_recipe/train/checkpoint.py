@@ -1,7 +1,6 @@
 """TorchTitan's checkpoint manager with checksums: finds damage before a load, and a failed save harms no checkpoint."""
 
 import contextlib
-import math
 import shutil
 import tempfile
 import time
@@ -24,7 +23,6 @@ from pc.weight import ADDED
 from pc_recipe.config.schema import Checkpoint
 from pc_recipe.files import look, run_folder
 from pc_recipe.files.errors import DiskFailed, ReadFailed
-from pc_recipe.files.run_log import find_extent
 from pc_recipe.train.checkpoint_folder import CheckpointFolder, Damaged, LoadPlanner, Reader, plain_errors
 from pc_recipe.train.checkpoint_writer import ChecksummedWriter
 
@@ -58,9 +56,6 @@ class Checkpoints(CheckpointManager):
         config: Checkpoint = arguments["checkpoint_config"].ours
         self._seconds, self._saved_at = 60 * config.minutes, time.monotonic()
         self._keep_every = config.keep_every
-        saves = 1 if config.async_mode == "disabled" else 2  # a second save waits for the first
-        self._without_one = saves * config.interval, 2 * self._seconds or math.inf
-        """After more steps than these, or more seconds, a run has a complete checkpoint."""
         self._saving: str | None = None
         """The folder of the newest save."""
         super().__init__(**arguments)
@@ -79,6 +74,7 @@ class Checkpoints(CheckpointManager):
         if async_mode == AsyncMode.DISABLED:
             with plain_errors(checkpoint_id):
                 dcp.save(state_dict, storage_writer=writer)
+            self._note_saved()
             GarbageCollection.collect("GC collection invoked by checkpointer.")
             logger.info(f"Saved {checkpoint_id} in {time.monotonic() - begin:.1f} s")
             return None
@@ -136,14 +132,25 @@ class Checkpoints(CheckpointManager):
             try:
                 complete = run_folder.list_complete(self.folder)
                 for step in select_expired(list(complete), self.keep_latest_k, self._keep_every):
-                    run_folder.withdraw(complete[step])
-                    self.purge_queue.put(str(complete[step]))
+                    run_folder.purge(complete[step])
+                for path in run_folder.list_purged(self.folder):
+                    self.purge_queue.put(str(path))
             except (OSError, ReadFailed) as error:
                 logger.warning(f"Old checkpoints stay for now: {error}")
 
     def _async_wait(self) -> None:
         with plain_errors(str(self._saving)):
             super()._async_wait()
+        if self._saving is not None:
+            self._note_saved()
+
+    def _note_saved(self) -> None:
+        if dist.get_rank() == 0:
+            run_folder.note_saved(self._run)
+
+    @property
+    def _run(self) -> Path:
+        return Path(self.folder).parent
 
     # --- loading ------------------------------------------------------------------------------------
 
@@ -168,8 +175,7 @@ class Checkpoints(CheckpointManager):
                     damage = damage or error
         if damage and not valid:
             raise Damaged(f"{damage}; no other checkpoint in {self.folder} is complete and undamaged. {REMEDY}")
-        if not valid:
-            self.call_on_rank_0(lambda: self._require_new(len(problems)))
+        self.call_on_rank_0(self._note_saved if valid else lambda: self._require_new(len(problems)))
         self.call_on_rank_0(lambda: self._set_aside(problems))
         return valid
 
@@ -186,15 +192,11 @@ class Checkpoints(CheckpointManager):
 
         A crash before the first checkpoint, or while it is written, loses nothing that could have been kept.
         """
-        run = Path(self.folder).parent
-        state, (trained, seconds) = run_folder.read_state(run), find_extent(run)
-        # other states have the step of the failure
-        was_saved = state.step > 0 and state.state not in ("failed", "diverged")
-        steps_without_one, seconds_without_one = self._without_one
-        if was_saved or trained > steps_without_one or seconds > seconds_without_one or incomplete > 1:
+        run, state = self._run, run_folder.read_state(self._run)
+        was_saved = state.state in ("stopped", "finished") and state.step > 0
+        if run_folder.has_saved(run) or was_saved or incomplete > 1:
             raise UserError(
-                f"{run} has trained to step {max(state.step, trained)}, and {self.folder} has no complete checkpoint "
-                f"({incomplete} incomplete). {REMEDY}"
+                f"{run} has had a checkpoint, and {self.folder} has no complete one ({incomplete} incomplete). {REMEDY}"
             )
 
     def verified(self, checkpoint: str | Path) -> CheckpointFolder:

@@ -31,6 +31,7 @@ from torchtitan.tools.logging import logger
 from pc.errors import UserError
 from pc_recipe.files import look
 from pc_recipe.files.errors import DiskFailed
+from pc_recipe.files.inside import inside
 from pc_recipe.files.run_folder import CHECKSUMS, INDEX, find_newest_checkpoint, is_complete, was_complete
 
 UNCHANGED = "complete checkpoints are unchanged, and the same command continues from the newest"
@@ -145,8 +146,8 @@ class Reader(FileSystemReader):
         index.storage_meta = index.storage_meta or StorageMeta()
         for name in {info.relative_path for info in index.storage_data.values()}:
             # reading a device or a pipe would never end
-            if Path(name).name != name or look.is_link(path / name) or not look.is_file(path / name):
-                raise Damaged(f"{path / INDEX}: names {name!r}, which is no file of this checkpoint, or a link")
+            if Path(name).name != name or not look.is_file(inside(path, name)):
+                raise Damaged(f"{path / INDEX}: names {name!r}, which is no file of this checkpoint")
         return index
 
     def read_data(self, *args: Any, **kwargs: Any) -> Future[None]:

@@ -22,7 +22,7 @@ from torch.futures import Future
 
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.inside import no_link
-from pc_recipe.files.run_folder import CHECKSUMS, withdraw
+from pc_recipe.files.run_folder import CHECKSUMS, INDEX
 
 
 class ChecksummedWriter(FileSystemWriter):
@@ -37,7 +37,8 @@ class ChecksummedWriter(FileSystemWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if is_coordinator:  # the folder is incomplete as soon as the first file is overwritten
-            withdraw(self.path)
+            for name in (INDEX, CHECKSUMS):
+                Path(self.path, name).unlink(missing_ok=True)
 
     def write_data(self, *args: Any, **kwargs: Any) -> Future[list[WriteResult]]:
         # Each rank knows only the checksums of its own files, and one file must list all. Write results are what torch

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pc.errors import UserError
 from pc_recipe.files import look
+from pc_recipe.files.inside import inside
 
 # Settings that determine a Llama's function of its weights.
 _ARCHITECTURE = (
@@ -49,15 +50,11 @@ def require_initial_load(path: str | Path, model_args: TransformerModelArgs) -> 
         UserError: naming the setting or tensor that differs.
     """
     path = Path(path)
-    file = path / "config.json"
-    settings = json.loads(look.read(file) or b"{}")
-    if settings.get("model_type") != "llama":
-        raise UserError(f'{file}: model_type {settings.get("model_type")!r}, a run starts from "llama"')
+    given = _read_config(path / "config.json")
     with torch.device("meta"):
         block: Any = Transformer(model_args).layers["0"]
         expected = to_llama_config(model_args, block.feed_forward.w1.out_features)
         model = LlamaForCausalLM(expected)
-    given = LlamaConfig(**settings)
     for key in _ARCHITECTURE:
         if getattr(given, key) != getattr(expected, key):
             raise UserError(
@@ -77,13 +74,25 @@ def require_initial_load(path: str | Path, model_args: TransformerModelArgs) -> 
     require_shapes({key: tensor.shape for key, tensor in model.state_dict().items()}, shapes, path)
 
 
+def _read_config(file: Path) -> LlamaConfig:
+    try:
+        settings = dict(json.loads(look.read(file) or b"{}"))
+        if settings.get("model_type") != "llama":
+            raise UserError(f'model_type {settings.get("model_type")!r}, a run starts from "llama"')
+        return LlamaConfig(**settings)
+    except Exception as error:  # transformers checks types by an exception of its own
+        raise UserError(f"{file}: {' '.join(str(error).split())[:200]}") from None
+
+
 @dataclass(frozen=True)
-class _Found:
+class Found:
+    """A tensor in a file."""
+
     file: Path
     shape: list[int]
 
 
-def find_tensors(folder: Path) -> dict[str, _Found]:
+def find_tensors(folder: Path) -> dict[str, Found]:
     """{name: where it is} of the tensors in the single file or in those that the index names, as transformers reads them.
 
     Raises:
@@ -93,18 +102,22 @@ def find_tensors(folder: Path) -> dict[str, _Found]:
     used = [single]
     try:
         if look.is_there(index) and not look.is_there(single):
-            used = sorted({folder / name for name in json.loads(index.read_bytes())["weight_map"].values()})
+            used = sorted({inside(folder, name) for name in json.loads(index.read_bytes())["weight_map"].values()})
         names = look.names(folder)
         if not look.is_there(used[0]) and (other := [name for name in names if name.endswith(".bin")]):
             raise UserError(
                 f"{folder / other[0]} is no safetensors file: load it with transformers and `save_pretrained` it"
             )
-        found: dict[str, _Found] = {}
-        others = (folder / name for name in names if name.endswith(".safetensors"))
+        if "adapter_config.json" in names:  # which would change the weights, and may name others
+            raise UserError(
+                "it has an adapter, adapter_config.json: `merge_and_unload` it with peft and save the result"
+            )
+        found: dict[str, Found] = {}
+        others = [inside(folder, name) for name in names if name.endswith(".safetensors")]
         for file in [*used, *(file for file in others if file not in used)]:
             with safe_open(file, framework="pt") as tensors:
                 for key in tensors.keys():  # noqa: SIM118
-                    one = _Found(file, tensors.get_slice(key).get_shape())
+                    one = Found(file, tensors.get_slice(key).get_shape())
                     if (known := found.setdefault(key, one)) is not one:
                         raise UserError(
                             f"tensor {key} is in {known.file.name} and in {file.name}: remove the wrong file"

@@ -18,14 +18,18 @@ def test_array_tasks_share_the_work_which_is_inspected(tmp_path, monkeypatch, co
     (tmp_path / "parquet").mkdir()
     for number in range(6):
         pq.write_table(pa.table({"text": [f"document {number} {i}" for i in range(30)]}), f"parquet/{number}.parquet")
-    monkeypatch.setenv("SLURM_ARRAY_TASK_MIN", "10")
-    monkeypatch.setenv("SLURM_ARRAY_TASK_COUNT", "2")
+    for name, value in {"MIN": "10", "MAX": "13", "STEP": "3", "COUNT": "2"}.items():  # --array=10-13:3
+        monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
     files = sorted(map(str, Path("parquet").iterdir()))  # as the shell expands parquet/*.parquet
     words = ["--validation-fraction", "0.05", "--processes", "1", "--output", "array", "--input", *files]
-    for task in ("10", "11"):
+    for task in ("10", "13"):
         monkeypatch.setenv("SLURM_ARRAY_TASK_ID", task)
         _, printed, _ = command("tokenize_text.py", *words)
         assert ("complete when all are" in printed) == (task == "10")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_MAX", "20")  # as of --array=10,20
+    monkeypatch.setenv("SLURM_ARRAY_TASK_STEP", "1")
+    status, _, error = command("tokenize_text.py", *words)
+    assert status == 2 and "could be any; give --array=0-1, or --part K/2" in error
     alone = tokenize("parquet/*.parquet", tmp_path / "alone", validation_fraction=0.05)
     assert Manifest.read(tmp_path / "array").shards == alone.shards
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from helpers.sparse_shards import make_sparse
+from pc_recipe.data import token_files
 from pc_recipe.data.loader import GlobalOrderLoader
 
 pytestmark = pytest.mark.soak
@@ -53,6 +54,7 @@ class Rehearsal:
 def rehearse(folder, queue):
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
     rehearsal = Rehearsal()
+    token_files._is_plausible = lambda tokens, vocab_size: True  # the zeros stand for text
 
     def start(split, rank, **more):
         os.environ["LOCAL_RANK"] = str(rank)

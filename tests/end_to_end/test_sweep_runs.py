@@ -7,11 +7,11 @@ import subprocess
 import sys
 import time
 
+from experiments import evidence
 from helpers.slurm_cluster import descendants
 from helpers.tiny import ROOT, write_small_config
 from pc_recipe.files.lock import is_locked
 from pc_recipe.files.run_folder import find_newest_step, read_state
-from pc_recipe.report import evidence
 from pc_recipe.runs.sweep.points import read_results
 from pc_recipe.runs.sweep.spec import load
 

@@ -1,6 +1,6 @@
 """What the documents name is there: linked files and headings, paths, options of scripts, keys, tests.
 
-A paragraph that names a commit may name files of that commit, and so may a page of results.
+A paragraph that names a commit may name files of that commit, and so may a page of results or of a study.
 """
 
 import re
@@ -25,7 +25,7 @@ SECTIONS = "|".join(Config.model_fields.keys() - {"pc"})
 def paragraphs(document: str) -> Iterator[tuple[str, bool]]:
     """Each, and whether it may name what was. A table's row is one, and a block of commands, whose long lines are joined."""
     text = (ROOT / document).read_text().replace("\\\n", " ")
-    past = document.startswith("results/") and bool(COMMIT.search(text))
+    past = document.startswith(("results/", "experiments/")) and bool(COMMIT.search(text))
     for paragraph in re.split(r"\n\s*\n|\n(?=\| )", text):
         yield paragraph, past or bool(COMMIT.search(paragraph))
 

@@ -9,8 +9,8 @@ from typing import TextIO
 from pc.errors import UserError
 from pc_recipe.files.inside import no_link
 from pc_recipe.files.lock import lock
-from pc_recipe.files.run_folder import find_newest_step, read_state, write_failure
-from pc_recipe.files.run_log import describe_seconds, read_log
+from pc_recipe.files.run_folder import find_newest_step, read_state, write_failure, write_state
+from pc_recipe.files.run_log import describe_seconds, find_last_step, read_log
 from pc_recipe.runs import torchrun
 from pc_recipe.runs.local import fetch_demo_data
 from pc_recipe.runs.run import Run
@@ -79,19 +79,24 @@ def train_one(run: Run, lock_file: TextIO, processes: int, label: str) -> None:
     Raises:
         SystemExit: the run was asked to stop, and so is the sweep.
     """
-    log = run.folder / "train.log"
+    log, step = run.folder / "train.log", find_newest_step(run.folder)
     try:
         with lock_file, open(log, "a", opener=no_link) as output:
-            print(f"{label}: from step {find_newest_step(run.folder)}, log in {log}", flush=True)
-            command = torchrun.build_command(run.resolved, processes)
+            print(f"{label}: from step {step}, log in {log}", flush=True)
+            command, begin = torchrun.build_command(run.resolved, processes), output.tell()
+            write_state(run.folder, "running", step, run.resolved.training.steps)  # an earlier end is no longer true
             progress = functools.partial(_print_progress, run, label)
             status = torchrun.run_command(*command, [lock_file], output, progress)
     except SystemExit:  # after Ctrl-C or SIGTERM
         _print_state(run, label)
         raise
-    if status != 0 and read_state(run.folder).state != "failed":
-        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        write_failure(run.folder, f"status {status}: {(lines or ['no output'])[-1][:300]}")
+    if status != 0:
+        words = log.read_bytes()[begin:].decode(errors="replace")
+        killed = torchrun.find_kill(status, words)
+        if killed or read_state(run.folder).state != "failed":
+            last = [line.strip() for line in words.splitlines() if line.strip()][-1:] or ["no output"]
+            reason = f"{killed or f'status {status}'}, last words: {last[0][:300]}"
+            write_failure(run.folder, reason, find_last_step(run.folder))
     _print_state(run, label)
     if status == 0 and read_state(run.folder).state == "stopped":  # by SIGUSR2
         sys.exit(0)

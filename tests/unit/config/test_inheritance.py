@@ -266,19 +266,36 @@ def test_a_sweep_says_where_overrides_go():
     assert status == 2 and output.endswith('its file alone: "training.steps" = [VALUE] under [axes]\n')
 
 
-def test_a_line_break_in_an_override_cannot_leave_the_comment(write, tmp_path):
-    leaf, text = write("leaf.toml", ""), "x\n[training]\nsteps = 1"
-    write_config(load_config(leaf, ["--job.description", text]), tmp_path / "c.toml")
+@pytest.mark.parametrize("odd", ["\n[training]\nsteps = 1\n#", "\r", "\x01", "\x1b[0m", "\x7f", "\x85", "\u2028"])
+def test_no_character_leaves_the_comments_of_a_written_file(write, tmp_path, odd):
+    """Those of a word, of the config's path and of an overlay's."""
+    leaf, text = write(f"leaf{odd}.toml", ""), f"x{odd}y"
+    overlay = write(f"over{odd}.toml", "[optimizer]\nlr = 1.0")
+    config = load_config(leaf, ["--job.description", text, "--job.dump_folder=out", "--overlay", str(overlay)])
+    write_config(config, tmp_path / "c.toml")
     values = tomllib.loads((tmp_path / "c.toml").read_text())
-    assert values == {"job": {"description": text, "dump_folder": "outputs/leaf"}}
+    assert values == {"job": {"description": text, "dump_folder": "out"}, "optimizer": {"lr": 1.0}}
+    again = load_config(tmp_path / "c.toml")
+    write_config(again, tmp_path / "d.toml")
+    assert again == config and (tmp_path / "d.toml").read_bytes() == (tmp_path / "c.toml").read_bytes()
+
+
+def test_a_path_that_is_not_utf_8(write, tmp_path):
+    leaf = write("leaf\udcff.toml", "")
+    write_config(load_config(leaf, ["--job.dump_folder=out"]), tmp_path / "c.toml")
+    assert load_config(tmp_path / "c.toml").job.dump_folder == "out"
+    with pytest.raises(UserError, match="^name of .*: job.dump_folder = .* should be a valid string"):
+        load_config(leaf)
+
+
+def test_a_file_may_begin_with_a_mark_of_its_encoding(write):
+    assert resolve(write("leaf.toml", "\ufeff[training]\nsteps = 3")) == {"training": {"steps": 3}}
 
 
 @pytest.mark.parametrize(
     "script, words",
     [
         ("curves", ["outputs/nothing"]),
-        ("evidence", ["collect", "outputs/nothing", "--output", "out"]),
-        ("evidence", ["report", "outputs/nothing"]),
         ("export_hf", ["outputs/nothing", "out"]),
         ("generate", ["outputs/nothing", "a prompt"]),
         ("inspect_data", ["outputs/nothing"]),

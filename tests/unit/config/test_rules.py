@@ -3,8 +3,12 @@
 import itertools
 import math
 from types import SimpleNamespace
+from typing import get_args
+from unittest import mock
 
 import pytest
+import torch
+from torch.distributed.pipelining import schedules
 from torchtitan.distributed import pipeline_parallel
 
 from pc.errors import UserError
@@ -12,6 +16,7 @@ from pc.maps import LEVEL_NAMES
 from pc_recipe.config import Config, rules
 from pc_recipe.config.inheritance import validated
 from pc_recipe.config.rank_batches import Degrees
+from pc_recipe.config.schema import PipelineSchedule
 
 ONE = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1}
 
@@ -55,6 +60,8 @@ REFUSED_ANYWHERE = [
     ({"model.ffn_dim": 65}, {"tp": 2}, "tensor_parallel_degree = 2 should divide model.ffn_dim = 65"),
     ({"parallelism.pipeline_parallel_schedule": "1f1b"}, {}, "pipeline_parallel_schedule = '1f1b' should be '1F1B', "),
     ({"parallelism.pipeline_parallel_microbatch_size": 3}, {"pp": 2}, "local_batch_size = 8 should be a multiple of"),
+    ({"training.local_batch_size": 1}, {"pp": 2}, '= 1 makes 1 microbatches (parallelism.pipeline_parallel_microbatch_size); "1F1B"'),
+    ({**INTERLEAVED, "training.local_batch_size": 5}, {"pp": 2}, '"Interleaved1F1B" on 2 ranks needs a multiple of 2'),
     ({"parallelism.pipeline_parallel_layers_per_stage": 2}, {"pp": 2}, "makes 3 stages of 6 layers"),
     ({"parallelism.pipeline_parallel_layers_per_stage": 1}, {"pp": 3}, '"1F1B" on 3 ranks needs 3'),
     ({**INTERLEAVED, "parallelism.pipeline_parallel_layers_per_stage": 3}, {"pp": 2}, "a multiple of 2, 4 or more"),
@@ -133,3 +140,28 @@ def test_stages_are_refused_where_torchtitan_refuses_them(schedule, monkeypatch)
         assert refused == expected, (layers, ranks, wish, end)
         found.add(refused)
     assert found == {True, False}
+
+
+def _stage(index, count, ranks, shape_of_v):
+    at = {other: min(other, count - 1 - other) if shape_of_v else other % ranks for other in range(count)}
+    stage = {"num_stages": count, "group_size": ranks, "group_rank": 0, "stage_index": index, "has_backward": True}
+    ends = {"is_first": index == 0, "is_last": index == count - 1, "stage_index_to_group_rank": at}
+    return mock.MagicMock(**stage, **ends, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("schedule", get_args(PipelineSchedule))
+def test_microbatches_are_refused_where_torch_refuses_them(schedule):
+    kind = schedules.get_schedule_class(schedule)
+    several, shape_of_v = issubclass(kind, schedules.PipelineScheduleMulti), schedule in ("ZBVZeroBubble", "DualPipeV")
+    for ranks, microbatches in itertools.product((2, 3, 4), range(1, 13)):
+        count = ranks * (2 if several else 1)
+        indices = (0, count - 1) if shape_of_v else range(0, count, ranks)
+        stages = [_stage(index, count, ranks, shape_of_v) for index in indices]
+        try:
+            kind(stages if several else stages[0], microbatches, loss_fn=lambda *_: 0, scale_grads=False)
+            expected = False
+        except ValueError:
+            expected = True
+        config = Config()
+        config.parallelism.pipeline_parallel_schedule = schedule
+        assert bool([*rules._in_rounds(config, ranks, microbatches)]) == expected, (ranks, microbatches)

@@ -11,7 +11,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from helpers.format_1 import make_format_1
 from pc.errors import UserError
-from pc_recipe.data import tokenizing
+from pc_recipe.data import inspection, tokenizing
+from pc_recipe.data.inspection import list_repeated
 from pc_recipe.data.loader import GlobalOrderLoader
 from pc_recipe.data.manifest import Manifest
 from pc_recipe.data.tokenizing import tokenize
@@ -137,3 +138,28 @@ def test_a_file_or_a_folder_is_not_taken_twice_under_two_names(make, tmp_path, l
     assert manifest.content_sha256 == Manifest.read(folder).content_sha256
     with pytest.raises(UserError, match="data.path: .*twice and .*a are the same data; name one, with both weights"):
         GlobalOrderLoader({str(folder): 1, str(manifest.folder): 1}, **SETTINGS)
+
+
+def test_validation_documents_that_are_training_documents_elsewhere_are_counted(make, monkeypatch):
+    """The same text divided in two ways; alone each folder has none."""
+    small, large = (
+        Manifest.read(make(TEXTS, name, validation_fraction=share)) for name, share in (("a", 0.1), ("b", 0.6))
+    )
+    splits = {name: tokenizing.split_by_hash(TEXTS, share) for name, share in (("a", 0.1), ("b", 0.6))}
+    both = len({*splits["a"]["train"]} & {*splits["b"]["validation"]})
+    assert both > 10 and not {*splits["b"]["train"]} & {*splits["a"]["validation"]}
+    said = [
+        f"{both} of {len(splits['b']['validation'])} validation documents of {large.folder} are training documents of "
+    ]
+    for training, expected in (([small], said), ([large], []), ([large, small], said)):
+        lines = list_repeated(training, [small, large])
+        assert len(lines) == len(expected) and all(map(str.startswith, lines, expected))
+    monkeypatch.setattr(inspection, "LOOKED_AT", 3)
+    assert list_repeated([small], [large])[0].startswith(("1 of 3 ", "2 of 3 ", "3 of 3 "))
+
+
+def test_the_same_data_of_both_formats_are_the_same_data(make, letters):
+    folder, older = make(TEXTS, "a"), make(TEXTS, "b")
+    make_format_1(older, {file.name: file.read_bytes() for file in letters.iterdir()}, "huggingface")
+    with pytest.raises(UserError, match="are the same data; name one"):
+        GlobalOrderLoader({str(folder): 1, str(older): 1}, **SETTINGS)

@@ -165,7 +165,7 @@ def test_mistakes_in_files_end_with_one_line(name, content, message, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError) as raised:
         tokenize(str(tmp_path / name), tmp_path / "out")
-    assert message in str(raised.value) and "\n" not in str(raised.value)
+    assert str(raised.value).startswith(str(tmp_path / message)) and "\n" not in str(raised.value)
 
 
 COLUMNS = {
@@ -223,6 +223,16 @@ def test_folders_behind_links_are_read_once(tmp_path):
     assert +left_out == {"links to nothing": 1, "named twice": 1}
 
 
+def test_folders_that_match_a_pattern_are_said(tmp_path):
+    """A shell's pattern gives folders, which are read; a quoted one matches files."""
+    (tmp_path / "books").mkdir()
+    for name in ("a.txt", "books/b.txt"):
+        (tmp_path / name).write_text(name)
+    manifest = tokenize(f"{tmp_path}/*", tmp_path / "out")
+    assert [file["name"] for file in manifest.source["files"]] == ["a.txt"]
+    assert manifest.source["left_out"] == {"folders that match a pattern": 1}
+
+
 def test_a_clone_of_a_data_set_gives_its_training_split(tmp_path, write_parquet):
     """As by its name on the Hub; the card is no text of it."""
     (tmp_path / "README.md").write_text("---\nlicense: mit\n---\nA card.")
@@ -255,3 +265,28 @@ def test_small_data_give_more_to_validation(tmp_path, make_texts):
     manifest = tokenize(str(tmp_path / "a.jsonl"), tmp_path / "out")
     # 939 draws at 0.1: 94, standard deviation 9; at 0.0005, as for large data, 0.5
     assert 94 - 5 * 9 < manifest.documents("validation") < 94 + 5 * 9
+
+
+NAMES = [
+    "simplecache::ok.txt", "memory::a.txt", "C++::notes.txt", "file:ok.txt", "local:ok.txt", "file::ok.txt", "hf::ok.txt",
+    "hf:ok.txt", "http:ok.txt", "zip::ok.txt", "~.txt", "[ok].txt", "a*b.txt", "ok%2e.txt", "filecache::C::ok.csv",
+    "blockcache::ok.jsonl.gz", "reference::ok.parquet",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_local_name_is_that_of_a_file(name, tmp_path, monkeypatch):
+    """Whatever it looks like, and from whatever folder it is named."""
+    monkeypatch.chdir(tmp_path)
+    Path("ok.txt").write_text("another file")
+    if name.endswith(".parquet"):
+        pq.write_table(pa.table({"text": [name]}), tmp_path / name)
+    elif name.endswith(".gz"):
+        Path(name).write_bytes(gzip.compress(json.dumps({"text": name}).encode()))
+    else:
+        Path(name).write_text(f"text\n{name}\n" if name.endswith(".csv") else name)
+    for source in (name, str(tmp_path / name)):
+        files = measure_files(find_files(source), "text")
+        (unit,) = divide_into_units(files, 1e9)
+        assert [text.strip() for text in read_texts(unit, "text", Counter())] == [name]
+        assert files[0].size == Path(name).stat().st_size

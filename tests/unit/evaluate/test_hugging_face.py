@@ -3,13 +3,19 @@
 import json
 import resource
 import shutil
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
+from transformers import GenerationConfig
 
 from helpers.made_runs import make_run
+from helpers.tiny import ROOT
 from pc import PCConfig, UserError
 from pc_recipe.evaluate import hugging_face
 from pc_recipe.train import hf_folder
@@ -115,10 +121,37 @@ def test_an_export_is_written_whole_or_not_at_all(tmp_path, pc_run, monkeypatch)
     assert list((tmp_path / "new").iterdir()) == []
 
 
+EXPORT = """
+import sys
+from pc_recipe.evaluate import hugging_face
+def stop(*_):
+    print("writing", flush=True)
+    sys.stdin.read()
+hugging_face.Tokenizer.save = stop
+sys.path[:0] = ["scripts"]
+import export_hf
+export_hf.main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_killed_export_leaves_nothing_for_long(tmp_path, pc_run, number):
+    words = [sys.executable, "-c", EXPORT, str(pc_run.checkpoint), str(tmp_path / "out")]
+    with subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"writing\n"
+        with pytest.raises(UserError, match="out: another process is exporting to it"):
+            hugging_face.export(pc_run.checkpoint, tmp_path / "out")
+        process.send_signal(number)
+    assert process.returncode == (128 + number if number == signal.SIGTERM else -number)
+    assert len([*tmp_path.iterdir()]) == (number == signal.SIGKILL)
+    hugging_face.export(pc_run.checkpoint, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 @pytest.mark.parametrize("file, most", [("config.json", 100), ("model.safetensors", 9999), ("tokenizer.json", 9999)])
 def test_a_full_disk_is_said_in_a_line(tmp_path, pc_run, command, monkeypatch, file, most):
     if file == "tokenizer.json":  # which is the shorter one
-        monkeypatch.setattr(hugging_face.LlamaForCausalLM, "save_pretrained", lambda _, folder: folder.mkdir())
+        monkeypatch.setattr(hugging_face.LlamaForCausalLM, "save_pretrained", lambda *_: None)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
     try:
@@ -196,3 +229,43 @@ def test_nothing_in_a_folder_is_executed(tmp_path, pc_export):
     (folder / "model.safetensors").unlink()
     with pytest.raises(UserError, match="safetensors"):
         hugging_face.load(folder)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"num_hidden_layers": 10**7}, {"hidden_size": 2**40}, {"intermediate_size": 2**40}, {"vocab_size": 2**40},
+        {"num_attention_heads": 10**9}, {"num_key_value_heads": 10**9}, {"head_dim": 2**40}, {"hidden_size": "wide"},
+        {"num_hidden_layers": -1}, {"rope_parameters": {"rope_type": "mine", "rope_theta": 1}},
+    ],
+)  # fmt: skip
+def test_a_config_of_impossible_sizes_gets_a_line_at_once(tmp_path, pc_export, sizes):
+    folder, args = tampered(pc_export, tmp_path / "folder", **sizes), model_args("debug", max_seq_len=256)
+    begin = time.process_time()
+    for use in (hugging_face.load, lambda given: hf_folder.require_initial_load(given, args)):
+        with pytest.raises(UserError) as raised:
+            use(folder)
+        assert str(raised.value).count("\n") == 0
+    assert time.process_time() - begin < 5
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", "null", "[" * 100_000])
+def test_what_is_no_config_gets_a_line(tmp_path, pc_export, content):
+    folder, args = tampered(pc_export, tmp_path / "folder"), model_args("debug", max_seq_len=256)
+    (folder / "config.json").write_text(content)
+    for use in (hugging_face.load, lambda given: hf_folder.require_initial_load(given, args)):
+        with pytest.raises(UserError):
+            use(folder)
+
+
+def test_what_a_folder_says_of_sampling_is_not_followed(tmp_path, pc_export):
+    folder = tampered(pc_export, tmp_path / "folder", attn_implementation="someone/kernel")
+    settings = json.loads((folder / "generation_config.json").read_text())
+    more = {"num_beams": 10**9, "num_return_sequences": 10**9, "max_new_tokens": 10**9, "prompt_lookup_num_tokens": 9}
+    (folder / "generation_config.json").write_text(json.dumps(settings | more))
+    model, _ = hugging_face.load(folder)
+    assert {key: getattr(model.generation_config, key) for key in more} == {
+        key: getattr(GenerationConfig(), key) for key in more
+    }
+    assert model.generation_config.eos_token_id == settings["eos_token_id"]
+    assert model.config._attn_implementation in ("eager", "sdpa")

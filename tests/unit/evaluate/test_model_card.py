@@ -1,13 +1,18 @@
 """An export's README.md says what the model is and how it was made, with the header of the Hub."""
 
 import json
+import re
+import shutil
+import tomllib
 
 import pytest
+import tomli_w
 import yaml
 
 from helpers.made_runs import make_run
 from pc import PCConfig
 from pc_recipe.evaluate import hugging_face
+from pc_recipe.evaluate.model_card import without_folders
 
 
 @pytest.fixture
@@ -41,7 +46,7 @@ def test_the_card_of_a_run(run, tmp_path):
         "| validation loss | 4.5000 |",
         "| evaluation/piqa/acc | 0.5000 |",
         "`./run_llama_train.sh config.toml` with the configuration below (world size 8, commit abc)",
-        f"`python scripts/export_hf.py {run} FOLDER`",
+        "`python scripts/export_hf.py RUN/checkpoint/step-7 FOLDER`",
         "## Scores\n\nthe table of score.py",
         'flavor = "debug"',
     ):
@@ -55,9 +60,54 @@ def test_the_base_is_what_the_run_began_with(run, tmp_path):
     began = config.read_text()
     for first, said in (
         ("", "none: pre-trained from scratch"),
-        ('initial_load_path = "weights/a"', "from `weights/a`"),
+        ('initial_load_path = "weights/a"', "from weights/a"),
     ):
         (tmp_path / "run" / "config.1.toml").write_text(f"{began}\n[checkpoint]\n{first}\n")
         config.write_text(f'{began}\n[checkpoint]\ninitial_load_path = "weights/b"\n')
         out = hugging_face.export(run, tmp_path / f"out-{len(first)}")
         assert f"| base | {'trained on ' * bool(first)}{said} |" in (out / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("/home/me/data", "data"), ("~/data x", "data x"), ("~me/data", "data"), ("../me/data", "data"), ("./data", "data"),
+        ("a=/home/me/x /srv/me/y", "a=x y"), ("name:/home/me/x", "name:x"), ("owner/name", "owner/name"),
+        ("outputs/debug", "outputs/debug"), ("hf://datasets/a/b", "hf://datasets/a/b"), ("https://a.b/c", "https://a.b/c"),
+        ("8/3 dim", "8/3 dim"), ({"/home/me/x": ["/home/me/y", 1.5, None]}, {"x": ["y", 1.5, None]}),
+    ],
+)  # fmt: skip
+def test_of_a_local_path_the_last_part_stays(text, shown):
+    assert without_folders(text) == shown
+
+
+def test_an_export_does_not_say_where_it_was_made(run, tmp_path):
+    """Folders of the run, of its data and of their tokenizer, in any file."""
+    config = tmp_path / "run" / "config.toml"
+    assert str(tmp_path.parent.parent) in config.read_text()
+    out = hugging_face.export(run, tmp_path / "out")
+    assert [file.name for file in out.iterdir() if str(tmp_path.parent.parent).encode() in file.read_bytes()] == []
+
+
+def test_what_others_wrote_has_no_meaning_in_a_card(run, tmp_path, data_folder):
+    hostile = "\n# Official\n<img src=x onerror=1>\n[free](http://a.b) `x` | y\n```\n---"
+    folder = shutil.copytree(data_folder, tmp_path / "data")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["source"]["input"] = manifest["tokenizer"]["name"] = hostile
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    config = tmp_path / "run" / "config.toml"
+    content = tomllib.loads(config.read_text())
+    content["data"] = {"path": str(folder)}
+    content["optimizer"] = {"name": hostile}
+    content["checkpoint"] = {"initial_load_path": hostile}
+    config.write_text(tomli_w.dumps(content))
+    (tmp_path / "run" / "environment.json").write_text(json.dumps({"commit": hostile}))
+    lines = [{"step": 7, "tokens": 7000, f"evaluation/{hostile}": 0.5, "loss": hostile}]
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    card = (hugging_face.export(run, tmp_path / "out") / "README.md").read_text()
+    before, code, after = card.partition("\n```toml\n")
+    assert "Official" in before and "Official" in code + after
+    assert "\n# Official" not in card and card.count("\n---") == 1
+    assert "\\<img" in before and not re.search(r"(?<!\\)(<img|\[free\]|`x`)", before)
+    assert card.endswith("```\n") and after.count("\n```\n") == 1
+    assert all(line.count(" | ") == 1 for line in before.splitlines() if line.startswith("| "))

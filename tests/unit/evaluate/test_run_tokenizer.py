@@ -71,7 +71,7 @@ def test_a_run_keeps_its_tokenizer_whatever_becomes_of_its_data(run, data, tmp_p
         config = (run.parents[1] / "config.toml").read_text().replace(str(data["one"].folder), str(place))
         (run.parents[1] / "config.toml").write_text(config)
     replace(data, folder)
-    names = run_tokenizer.describe(data["one"])
+    names = run_tokenizer.describe(data["one"]) | {"name": "one"}  # without the folder that it was in
     out = hugging_face.export(run, tmp_path / "out")
     assert (out / "tokenizer.json").read_bytes() == (data["one"].folder / "tokenizer/tokenizer.json").read_bytes()
     assert json.loads((out / "config.json").read_text())["tokenizer"] == names

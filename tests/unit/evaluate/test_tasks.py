@@ -1,6 +1,8 @@
 """lm-eval's own tasks on local documents, without a network."""
 
+import json
 import socket
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -10,12 +12,21 @@ from pc_recipe.config.schema import Task
 from pc_recipe.evaluate import tasks
 
 
-def test_nine_zero_shot_tasks_on_local_documents(evaluation_data, monkeypatch):
-    def refuse(*_, **__):
-        raise AssertionError("went to the network")
+def test_nine_zero_shot_tasks_on_local_documents(evaluation_data, monkeypatch, tmp_path, request):
+    asked = []
+
+    def refuse(*address, **__):
+        asked.append(address)  # a library may go on without an answer
+        raise OSError("there is no network")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    request.addfinalizer(lambda: asked and pytest.fail(f"asked the network: {asked}"))
+    monkeypatch.chdir(tmp_path)  # where names of data sets and modules are other files
+    for name in ("json", "lm_eval", "datasets", "Rowan/hellaswag", "utils"):
+        (tmp_path / name).mkdir(parents=True)
+        for file in ("__init__.py", f"{Path(name).name}.py", "utils.py", "data.jsonl"):
+            (tmp_path / name / file).write_text("raise SystemExit(__file__)\n")
     loaded = tasks.load(list(tasks.METRICS), evaluation_data)["tasks"]
     assert list(loaded) == list(tasks.METRICS)
     for name, task in loaded.items():
@@ -23,6 +34,13 @@ def test_nine_zero_shot_tasks_on_local_documents(evaluation_data, monkeypatch):
         assert len(task.eval_docs) == 3
         assert tasks.METRICS[name] in task.aggregation()
         assert task.config.num_fewshot == 0
+
+
+def test_odd_line_ends_in_an_item_are_text(tmp_path):
+    item = {"goal": "a\u2028b\x85c", "sol1": "d", "sol2": "e", "label": 0}
+    (tmp_path / "piqa.jsonl").write_text(json.dumps(item, ensure_ascii=False) + "\n")
+    (loaded,) = tasks.load(["piqa"], tmp_path)["tasks"].values()
+    assert loaded.eval_docs[0] == item
 
 
 def test_the_configuration_knows_them_all():

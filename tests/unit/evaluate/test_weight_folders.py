@@ -111,6 +111,20 @@ REFUSED = {
         "one", lambda f, old: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:5000]), "hf: ",
     ),
     "an index of something else": ("five", lambda f, old: (f / "model.safetensors.index.json").write_text("[]"), "hf: "),
+    "an index that names a file elsewhere": (
+        "five", lambda f, old: (f / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {NORM: str(old["one"] / "model.safetensors")}})
+        ), "hf names '/.*', which is a file outside of it$",
+    ),
+    "a link to weights elsewhere": (
+        "one", lambda f, old: (
+            (f / "model.safetensors").unlink(), (f / "model.safetensors").symlink_to(old["one"] / "model.safetensors"),
+        ), "hf names 'model.safetensors', which is a file outside of it$",
+    ),
+    "an adapter": (
+        "one", lambda f, old: (f / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/"})),
+        "hf: it has an adapter, adapter_config.json: `merge_and_unload` it",
+    ),
     "only a pickle": (
         "one", lambda f, old: (torch.save({}, f / "pytorch_model.bin"), (f / "model.safetensors").unlink()),
         r"hf/pytorch_model\.bin is no safetensors file: load it with transformers and `save_pretrained` it$",

@@ -20,7 +20,7 @@ from pc_recipe.data.tokenizing import tokenize
 from pc_recipe.files import json_lines
 from pc_recipe.files.lock import is_locked, join_lock, lock
 from pc_recipe.files.run_log import set_aside_metrics
-from pc_recipe.train.checkpoint_folder import CheckpointFolder, Damaged
+from pc_recipe.train.checkpoint_folder import CheckpointFolder
 from pc_recipe.train.checkpoint_writer import ChecksummedWriter
 
 WRITTEN = [
@@ -58,6 +58,15 @@ def test_a_run_does_not_begin_where_it_would_write_through_a_link(run, name, beg
 
 
 @pytest.mark.parametrize("begin", [lock, join_lock])
+@pytest.mark.parametrize("name", ["lock", "metrics.jsonl", "tb/events", ".hidden"])
+def test_a_run_does_not_begin_where_it_would_write_to_a_pipe(run, name, begin):
+    (run / "tb").mkdir()
+    os.mkfifo(run / name)
+    with pytest.raises(UserError, match=f"{run / name} is a pipe or a device, no file; move it away"):
+        begin(run)
+
+
+@pytest.mark.parametrize("begin", [lock, join_lock])
 def test_checkpoints_may_be_on_another_disk(run, begin):
     (run / "checkpoint").rmdir()
     (run / "checkpoint").symlink_to(run.parent / "disk")
@@ -92,8 +101,50 @@ def test_a_checkpoint_is_not_read_through_a_link(run):
     dcp.save({"w": torch.ones(3)}, checkpoint_id=folder, no_dist=True)
     (folder / "__0_0.distcp").rename(run.parent / "elsewhere")
     (folder / "__0_0.distcp").symlink_to(run.parent / "elsewhere")
-    with pytest.raises(Damaged, match="names '__0_0.distcp', which is no file of this checkpoint, or a link"):
+    with pytest.raises(UserError, match="names '__0_0.distcp', which is a file outside of it"):
         CheckpointFolder(folder)
+
+
+@pytest.fixture
+def in_cache(tmp_path):
+    """As Hugging Face's cache keeps a folder: its files are links to blobs."""
+
+    def move(folder):
+        snapshot = tmp_path / "models--a--b" / "snapshots" / "1f0e"
+        (snapshot.parents[1] / "blobs").mkdir(parents=True)
+        for number, file in enumerate(sorted(file for file in folder.rglob("*") if file.is_file())):
+            link = snapshot / file.relative_to(folder)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, blob := snapshot.parents[1] / "blobs" / f"{number:08x}")
+            link.symlink_to(os.path.relpath(blob, link.parent))
+        return snapshot
+
+    return move
+
+
+def test_a_checkpoint_in_the_cache_of_hugging_face_is_read(tmp_path, in_cache):
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "step-2", no_dist=True)
+    assert CheckpointFolder(in_cache(tmp_path / "step-2")).read_tensors(["w"])["w"].tolist() == [1, 1, 1]
+
+
+def test_data_in_the_cache_of_hugging_face_are_read(data, in_cache):
+    snapshot = in_cache(data)
+    verify(Manifest.read(snapshot))
+    folders = (data, snapshot)
+    assert np.array_equal(*(TokenStream(Manifest.read(folder), "train").read(0, 9) for folder in folders))
+
+
+@pytest.mark.parametrize("below", ["", "part"])
+def test_documents_in_the_cache_of_hugging_face_are_found(tmp_path, in_cache, below):
+    (tmp_path / "text" / "part").mkdir(parents=True)
+    (tmp_path / "text" / "part" / "a.txt").write_text("mine")
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "secret.txt").write_text("mine too")
+    snapshot = in_cache(tmp_path / "text")
+    assert find_files(str(snapshot / below)) == [str(snapshot / "part" / "a.txt")]
+    (snapshot / "part" / "b.txt").symlink_to(tmp_path / "blobs" / "secret.txt")  # of another folder
+    with pytest.raises(UserError, match="b.txt', which is a file outside of it"):
+        find_files(str(snapshot / below))
 
 
 @pytest.fixture

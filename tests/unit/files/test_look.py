@@ -7,6 +7,7 @@ import re
 import pytest
 
 from helpers.tiny import ROOT
+from pc.errors import UserError
 from pc_recipe.files import look
 from pc_recipe.files.errors import ReadFailed
 
@@ -67,10 +68,17 @@ def test_a_folder_below_that_cannot_be_listed_is_not_left_out(tmp_path, monkeypa
         look.files_below(tmp_path)
 
 
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_what_is_no_file_is_not_read(tmp_path, make):
+    make(tmp_path / "it")
+    with pytest.raises(UserError, match="it should be a file$"):
+        look.read(tmp_path / "it")
+    assert look.read(tmp_path / "none") is None
+
+
 ELSEWHERE = {
     "data/sources.py": "a pattern of the command line; the command says which files it has found",
     "data/token_files.py": "leftovers of a killed process",
-    "data/train_tokenizer.py": "in a folder that it has just made",
     "evaluate/hugging_face.py": "in a folder that it has just made",
     "files/wheel.py": "in a folder that it has just made",
     "report/figures.py": "its own pictures of an earlier call",

@@ -43,6 +43,15 @@ def test_lines_after_the_checkpoint_are_set_aside(run):
     assert read_log(run / "metrics.abandoned.jsonl").lines == LINES[600:] + LINES[:600]
 
 
+@pytest.mark.parametrize("line", ['{"loss": 1.0}', '{"step": null}', '{"step": "9"}'])
+def test_a_line_without_a_step_is_left_out(tmp_path, line):
+    (tmp_path / METRICS_FILE).write_text(f'{line}\n{{"step": 1}}\n{line}\n{{"step": 2}}\n{line}\n')
+    assert read_log(tmp_path).lines == [{"step": 1}, {"step": 2}]
+    assert read_log(tmp_path, newest=2).lines == [{"step": 1}, {"step": 2}]
+    set_aside_metrics(tmp_path, 1)
+    assert read_log(tmp_path).lines == [{"step": 1}]
+
+
 def test_a_resume_reads_only_the_end(run, monkeypatch):
     read = []
     real = json.loads

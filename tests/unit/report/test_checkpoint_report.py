@@ -292,7 +292,7 @@ def test_the_page_and_the_tables(tmp_path, command):
 def test_the_runs_that_the_advice_rests_on():
     """Condition numbers: means of the baselines that were compared with PC, of the runs' own logs and documents."""
     of = {label: float(value) for value, label, *_ in words.EVIDENCE[1:]}
-    runs = [json.loads(line) for line in (ROOT / "results/2026-11-21-small/runs.jsonl").read_text().splitlines()]
+    runs = [json.loads(line) for line in (ROOT / "experiments/small/runs.jsonl").read_text().splitlines()]
 
     def mean(study, name):
         chosen = [run for run in runs if run["study"] == study and re.fullmatch(rf"{name}/seed-[123]", run["name"])]

@@ -9,12 +9,13 @@ import pandas as pd
 import pytest
 from scipy import stats
 
+from experiments import evidence
+from experiments.contrasts import Preregistration, Question, contrast_table
+from experiments.tables import arm_table, interval_and_verdict, pair_table, regime_table, report, untuned
 from helpers.made_runs import write_run
 from pc.errors import UserError
 from pc_recipe.config.model_sizes import FLAVORS
 from pc_recipe.files.run_folder import write_state
-from pc_recipe.report import evidence, evidence_report
-from pc_recipe.report.contrasts import Preregistration, Question, contrast_table
 from pc_recipe.runs.sweep.points import read_results
 
 # {(pc on, learning rate): final losses of seeds 0, 1, 2}; None: diverged
@@ -71,7 +72,7 @@ def _experiment(tmp_path, losses=LOSSES, **options):
 
 def _pairs(tmp_path, losses=LOSSES, **options) -> list[str]:
     """Lines of the table of differences."""
-    return evidence_report.pair_table(_experiment(tmp_path, losses, **options), margin=0.01).splitlines()
+    return pair_table(_experiment(tmp_path, losses, **options), margin=0.01).splitlines()
 
 
 def test_rate_by_the_first_seed_and_judged_on_the_others(tmp_path):
@@ -84,11 +85,11 @@ def test_rate_by_the_first_seed_and_judged_on_the_others(tmp_path):
     )
     assert at_the_references.startswith("| pc on | 0.002 | 0.002 | 1, 2 | -0.3500 ± 0.0500 |")
     runs = _experiment(tmp_path / "again").runs
-    table = evidence_report.arm_table(runs)
+    table = arm_table(runs)
     assert "| pc on | **0.001** | 0 | 3.7000 | 7.0 | - | - |" in table
     assert "| pc on | **0.001** | 1, 2 | 3.9000 ± 0.1000 | 7.0 | - | - |" in table
     assert "| pc off | 0.001 | 0 | 4.0000 |" in table
-    assert "better for pc off; pc on." in evidence_report.untuned(runs)
+    assert "better for pc off; pc on." in untuned(runs)
 
 
 def test_diverged_runs_are_shown_counted_and_never_the_best(tmp_path):
@@ -96,9 +97,9 @@ def test_diverged_runs_are_shown_counted_and_never_the_best(tmp_path):
     losses = LOSSES | {(True, 2e-3): [None, None, 4.0]}
     experiment = _experiment(tmp_path, losses, stops_at={"True-0.002/seed-1": 0})
     assert "NaN" not in (tmp_path / "kept" / "runs.jsonl").read_text()
-    arms = evidence_report.arm_table(experiment.runs)
+    arms = arm_table(experiment.runs)
     assert "| pc on | **0.001** |" in arms and "| pc on | 0.002 | 1, 2 | 1 of 2 diverged |" in arms
-    table = evidence_report.pair_table(experiment, margin=0.01)
+    table = pair_table(experiment, margin=0.01)
     assert "| pc on | 0.002 | 0.002 | 1, 2 | 1 of 2 diverged | - | no test | - |" in table
 
 
@@ -128,7 +129,7 @@ def test_the_verdict_of_paired_seeds(tmp_path, shift, interval, margin, verdict)
     }
     evidence.collect([_sweep(tmp_path / name, runs) for name, runs in sweeps.items()], "adamw", tmp_path / "kept")
     (tmp_path / "kept" / "plan.toml").write_text(f"margin = {margin}")
-    tables, _ = evidence_report.report(tmp_path / "kept")
+    tables, _ = report(tmp_path / "kept")
     mean = f"{-0.008 + shift:.4f} ± 0.0012"
     line = f"| pc on | 0.016 | 0.016 | 1, 2, 3, 4, 5, 6 | {mean} | {interval} | {verdict} |"
     assert line in tables.read_text()
@@ -145,7 +146,7 @@ def test_the_verdict_of_paired_seeds(tmp_path, shift, interval, margin, verdict)
 )
 def test_no_verdict(differences, expected):
     pair = pd.DataFrame({"difference": differences, "chose": False})
-    assert evidence_report.interval_and_verdict(pair, margin=0.01) == expected
+    assert interval_and_verdict(pair, margin=0.01) == expected
 
 
 PLAN = """
@@ -194,7 +195,7 @@ def test_the_planned_test(tmp_path):
             file.write_text(re.sub("(?m)^optimizer = .*$", f"optimizer = {optimizer}", file.read_text()))
         evidence.collect([folder], "study", tmp_path / "kept")
     (tmp_path / "kept" / "plan.toml").write_text(PLAN)
-    tables, _ = evidence_report.report(tmp_path / "kept")
+    tables, _ = report(tmp_path / "kept")
     text = tables.read_text()
     assert "| plain | **0.002** | 0, 1 |" in text and "no difference* if it lies inside ±0.01" in text
     # differences of the four other seeds; t and p by scipy's own formula for one sample, Holm's factors by hand
@@ -261,7 +262,7 @@ def test_only_planned_seeds_are_tested(tmp_path):
     evidence.collect([_sweep(tmp_path / "sweep", losses)], "study", tmp_path / "kept")
     plan = 'tuning_seeds = [0]\ntest_seeds = [2, 3, 4]\nquestions = [{ contrasts = [["pc on", "pc off"]] }]'
     (tmp_path / "kept" / "plan.toml").write_text(plan)
-    tables, _ = evidence_report.report(tmp_path / "kept")
+    tables, _ = report(tmp_path / "kept")
     text = tables.read_text()
     assert "| pc on - pc off | 3 | -0.0933 |" in text and "| pc on | 0.002 | 0.002 | 2, 3, 4 | -0.0933" in text
     assert "| pc on | **0.002** | 0, 1 | 3.9500" in text
@@ -316,7 +317,7 @@ def test_studies_in_one_file(tmp_path):
     evidence.collect([one], "alone", kept)
     both, _ = evidence.read_experiments(kept)
     assert both.runs.arm.unique().tolist() == ["c, pc off", "c, pc on", "muon, pc off", "muon, pc on"]
-    written = evidence_report.report(kept)
+    written = report(kept)
     assert [path.name for path in written] == ["tables.md", "both.png", "alone.png"]
     assert all(path.stat().st_size > 300 for path in written)
 
@@ -355,7 +356,7 @@ def test_runs_that_another_experiment_shares(tmp_path):
     (experiment,) = evidence.read_experiments(tmp_path / "kept")
     assert experiment.name == "new" and experiment.runs.arm[0] == "pc off"
     assert len(experiment.runs) == COUNT
-    header, _, repeated, *others = evidence_report.arm_table(experiment.runs).splitlines()
+    header, _, repeated, *others = arm_table(experiment.runs).splitlines()
     assert header.endswith("| their norm | mean relative step |")
     assert repeated.endswith("| 10 | 0.3 |")  # of its own line: the end of the norm, the mean of the step
     assert all(line.endswith("| - | - |") for line in others)
@@ -368,7 +369,7 @@ def test_the_regime_of_an_experiment(tmp_path):
     assert experiment.tokens_per_parameter == pytest.approx(100 * 10 / experiment.parameters)
     rates = [min(1, (step + 1) / 10) for step in range(10)]
     rates += [0.1 + 0.9 * (1 + math.cos(math.pi * step / 90)) / 2 for step in range(90)]
-    *_, warm_up, rate_times_decay, std, condition, _ = evidence_report.regime_table([experiment]).split("|")
+    *_, warm_up, rate_times_decay, std, condition, _ = regime_table([experiment]).split("|")
     # the sum of a rule: half a step's difference at both ends of 100 steps
     assert float(rate_times_decay) == pytest.approx(2e-3 * 10 * sum(rates), rel=0.03)
     assert (warm_up, condition) == (" 10.0% ", " 7.0 to 7.0 ")
@@ -388,7 +389,7 @@ def test_a_ladder_of_sizes(tmp_path):
     evidence.collect(sweeps, "ladder", tmp_path / "kept")
     experiments = evidence.read_experiments(tmp_path / "kept")
     assert [one.name for one in experiments] == [f"ladder: {f}, AdamW, 100 steps" for f in ("nano", "debug", "60M")]
-    evidence_report.report(tmp_path / "kept")
+    report(tmp_path / "kept")
     text = (tmp_path / "kept" / "tables.md").read_text()
     assert "| AdamW | 0.8 | pc on | 3 | +0.0200 to +0.0200 |" in text
     assert "best rates carried up: 1.953e-05 (N / 26,223,104)^-0.50." in text

@@ -15,6 +15,7 @@ from helpers.tiny import ROOT
 from pc.errors import UserError
 from pc_recipe.config import Config, load_config
 from pc_recipe.config.schema import ActivationCheckpoint
+from pc_recipe.data.tokenizing import tokenize
 from pc_recipe.runs import memory, torchrun
 from pc_recipe.runs.check import check, estimate_hours
 from pc_recipe.train.llama2 import Llama2, model_args
@@ -104,6 +105,16 @@ def test_data_that_are_there_need_no_disk(tiny_shards):
     words = [f"--data.path={tiny_shards}", "--training.seq_len=16"]
     disk = dict(check(load_config(ROOT / "train_configs" / "debug.toml", words), 1).facts)["disk"]
     assert "checkpoints" in disk and "data " not in disk
+
+
+def test_validation_documents_among_the_training_documents_are_counted(tmp_path, tiny_shards):
+    source = tiny_shards.parent
+    named = {"tokenizer": str(source / "tokenizer"), "validation_fraction": 0.6}
+    half = tokenize(str(source / "text.parquet"), tmp_path / "half", **named).folder
+    words = [f"--data.path={tiny_shards}", "--training.seq_len=16"]
+    for more, count in (([], 0), ([f"--data.validation_path={half}"], 1)):
+        warnings = check(load_config(ROOT / "train_configs" / "debug.toml", [*words, *more]), 1).warnings
+        assert sum(f"validation documents of {half} are training documents of" in one for one in warnings) == count
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,13 @@ from pc_recipe.runs.sweep.spec import load
 
 ROOT = Path(__file__).parents[3]
 ARMS = ROOT / "train_configs" / "sweeps" / "arms.toml"
-SWEEPS = sorted(set((ROOT / "train_configs").rglob("sweeps/*.toml")) - {ARMS})
+STUDIES = [ROOT / "experiments" / name for name in ("small", "regime", "conditioning", "rivals")]
+SWEEPS = sorted({*(ROOT / "train_configs").rglob("sweeps/*.toml")} - {ARMS}) + [
+    path for study in STUDIES for path in sorted(study.glob("sweeps/*.toml"))
+]
 LARGE = sorted(path for size in ("7b", "13b", "70b") for path in (ROOT / "train_configs").glob(f"{size}_*.toml"))
 CONFIGS = sorted(set((ROOT / "train_configs").glob("*.toml")) - set(LARGE))
-SMALL = sorted((ROOT / "train_configs" / "small").glob("*.toml"))
+SMALL = [path for study in STUDIES for path in sorted(study.glob("configs/*.toml"))]
 
 # flavor, optimizer, PC level or None, peak LR, steps, warmup, tokens (G)
 PAPER = {
@@ -121,7 +124,7 @@ def test_overlays_fit_the_machine_of_their_name(overlay, name, ranks, gpu_gib):
 def test_every_sweep_loads_and_each_first_run_dry_runs(path, monkeypatch):
     monkeypatch.chdir(ROOT)
     sweep = load(path)
-    assert check(sweep.runs[0].resolved, 1 if "small" in path.parts else 8, needs_data=False).errors == []
+    assert check(sweep.runs[0].resolved, 1 if "experiments" in path.parts else 8, needs_data=False).errors == []
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Odd values for every key, and files that are no configs: a line or two each, no traceback."""
 
 import itertools
+import time
 
 import pytest
 
@@ -40,6 +41,23 @@ def test_odd_values_of_every_key(every):
     cases = [(key, value) for key in KEYS for value in ODD] if every else zip(KEYS, itertools.cycle(ODD), strict=False)
     outcomes = [require_plain_words(key, value) for key, value in cases]
     assert 0.4 * len(outcomes) < sum(outcomes) < 0.9 * len(outcomes)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        f"model.dim={2**40}", "model.dim=999999984", "model.n_layers=10000000", "model.n_heads=1000000000",
+        "model.n_kv_heads=1000000000", "model.ffn_dim=1000000000", "model.vocab_size=1000000000",
+        "training.global_batch_size=1000000000", "training.local_batch_size=1000000000",
+        "training.dataloader.num_workers=1000000000", "training.dataloader.prefetch_factor=1000000000",
+        "pc.power_iterations=1000000000", "parallelism.tensor_parallel_degree=1000000000",
+        "parallelism.data_parallel_shard_degree=1000000000",
+    ],
+)  # fmt: skip
+def test_what_would_never_end_is_refused_at_once(setting):
+    begin = time.process_time()
+    assert require_plain_words(*setting.split("="))
+    assert time.process_time() - begin < 1
 
 
 def test_every_number_has_a_range_and_is_finite():

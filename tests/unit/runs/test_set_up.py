@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import tomllib
@@ -49,6 +50,23 @@ def test_what_is_installed_into_an_active_environment_is_said(tmp_path):
     done = subprocess.run([checkout / "run_llama_train.sh"], env=outside, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert f"into {environment}\nIt was active: packages in it change to the versions of constraints.txt" in done.stdout
+
+
+def test_no_file_of_the_folder_where_it_is_called_is_run(tmp_path):
+    """`python -m pip` runs a pip.py of the folder that it starts in."""
+    checkout, environment = make_checkout(tmp_path, 'echo "$PWD" >>"$MARK"')
+    (tmp_path / "data").mkdir()
+    outside = {"PATH": os.environ["PATH"], "VIRTUAL_ENV": str(environment), "MARK": str(tmp_path / "mark")}
+    subprocess.run([checkout / "run_llama_train.sh"], env=outside, cwd=tmp_path / "data", check=True)
+    folders = (tmp_path / "mark").read_text().split()
+    assert len(folders) >= 4 and set(folders) == {str(checkout)}
+
+
+def test_what_others_publish_is_named_by_what_cannot_be_moved():
+    for file in (ROOT / ".github" / "workflows").iterdir():
+        used = re.findall(r"uses: (\S+)", file.read_text())
+        assert used and all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", action) for action in used), used
+        assert "permissions:\n  contents: read\n" in file.read_text()
 
 
 def test_constraints_fit_the_requirements():

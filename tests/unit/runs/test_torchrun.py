@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -78,6 +79,20 @@ def test_ranks_of_one_machine_listen_on_the_loopback_alone(machine, monkeypatch,
     found = [json.loads((tmp_path / f"listens.{rank}.json").read_text()) for rank in range(processes)]
     assert found == [["0100007F"]] * processes
     assert os.stat(environment["PC_MEETING_PLACE"]).st_mode & 0o077 == 0
+
+
+def test_compiled_code_is_not_loaded_from_a_common_folder(monkeypatch, tmp_path):
+    """In /tmp another user may have made it first."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    program = "import torch; torch.compile(lambda x: (x * 2 + 1).sin())(torch.ones(8))"
+    subprocess.run([sys.executable, "-c", program], env=torchrun.build_environment(1), check=True)
+    libraries = [
+        str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*") if file.suffix in (".so", ".gch", ".h")
+    ]
+    assert libraries and all(file.startswith("home/.cache/pc-layer") for file in libraries), libraries
 
 
 def test_compilation_needs_a_compiler_and_headers(machine, monkeypatch, tmp_path):
@@ -212,6 +227,16 @@ def test_a_signal_asks_the_command_to_save(signalled, number, under_slurm, statu
     """The status after Ctrl-C ends a sweep; SLURM's task, which is signalled before a preemption, must know the run's.
     The lock is the command's too: a launcher that is killed alone leaves a trainer in the folder."""
     assert signalled("save", _send(number), under_slurm) == (status, "ready\nsaved\n")
+
+
+@pytest.mark.parametrize("number", [*ENDS, signal.SIGQUIT])
+def test_a_signal_that_was_ignored_stays_ignored(signalled, number):
+    """A script's `command &` and nohup start it so: Ctrl-C in the terminal is not meant for it."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        assert signalled("save", _send(number, signal.SIGUSR2)) == (7, "ready\nsaved\n")
+    finally:
+        signal.signal(number, before)
 
 
 @pytest.mark.parametrize("asked", [False, True])

@@ -21,7 +21,7 @@ from helpers.ranks import run_ranks
 from pc.errors import UserError
 from pc_recipe.config import Config
 from pc_recipe.files import look
-from pc_recipe.files.run_folder import CHECKSUMS, list_complete, write_state
+from pc_recipe.files.run_folder import CHECKSUMS, write_state
 from pc_recipe.train import checkpoint
 from pc_recipe.train.checkpoint import Checkpoints
 from pc_recipe.train.checkpoint_folder import UNCHANGED, CheckpointFolder, Damaged, LoadPlanner, Reader, plain_errors
@@ -231,25 +231,14 @@ def test_a_linked_folder_of_another_disk(copied, tmp_path):
         assert _names(Path(elsewhere)) == ["step-10", "step-20.damaged"]
 
 
-def _log(folder, *steps, seconds=1):
-    """A log with a line every so many seconds."""
-    lines = (f'{{"step": {step}, "time": {1e9 + seconds * step}}}\n' for step in steps)
-    (folder / "metrics.jsonl").write_text("".join(lines))
-
-
 def _without_hidden_files(folder):
     for file in folder.glob("checkpoint/*/.metadata"):
         file.unlink()
 
 
 def _without_a_disk(folder):
+    run_ranks(1, _newest, folder)  # which tells later starts that there was one
     shutil.rmtree(folder / "checkpoint")
-    _log(folder, 501)
-
-
-def _without_a_disk_after_two_hours(folder):
-    shutil.rmtree(folder / "checkpoint")
-    _log(folder, *range(1, 9), seconds=1200)
 
 
 def _with_a_link_to_nothing(folder):
@@ -269,11 +258,10 @@ def _with_parts_of_several(folder):
 
 LOST = {
     _without_hidden_files: r"Damaged: .*step-20/.metadata: missing, as after a copy without hidden files",
-    _without_a_disk: r"UserError: .* has trained to step 501, and .*/checkpoint has no complete checkpoint \(0 incompl",
-    _without_a_disk_after_two_hours: r"UserError: .* has trained to step 8, and ",
+    _without_a_disk: r"UserError: .* has had a checkpoint, and .*/checkpoint has no complete one \(0 incomplete\)\. Bring",
     _with_a_link_to_nothing: r"DiskFailed: .*/checkpoint: cannot be used .*File exists",
-    _stopped_and_gone: r"UserError: .* has trained to step 20, and ",
-    _with_parts_of_several: r"UserError: .* has no complete checkpoint \(2 incomplete\)",
+    _stopped_and_gone: r"UserError: .* has had a checkpoint, and ",
+    _with_parts_of_several: r"UserError: .* has no complete one \(2 incomplete\)",
 }
 
 
@@ -291,11 +279,11 @@ def _begins_anew(rank, folder):
     return _manager(folder).newest_valid() is None
 
 
-@pytest.mark.parametrize("logged", [(), (1, 2, 3), range(1, 501)])
-def test_a_crash_before_the_first_checkpoint_loses_nothing(tmp_path, logged):
-    """A checkpoint is due after step 500; a kill during its save leaves a part of it."""
-    _log(tmp_path, *logged)
-    write_state(tmp_path, "running", 0, 1000)
+@pytest.mark.parametrize("state", ["running", "failed"])
+def test_a_crash_before_the_first_checkpoint_loses_nothing(tmp_path, state):
+    """Also of a run that began at step 700 of another run's checkpoint; a kill during a save leaves a part of it."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 701, "time": 1e9}\n{"step": 1100, "time": 1.1e9}\n')
+    write_state(tmp_path, state, 700, 2000)
     (tmp_path / "checkpoint" / "step-500").mkdir(parents=True)
     assert run_ranks(1, _begins_anew, tmp_path) == [True]
     assert _names(tmp_path / "checkpoint") == ["step-500.damaged"]
@@ -398,14 +386,16 @@ def test_a_disk_that_fills_at_the_last_file_is_one_line(tmp_path):
 
 
 def _purge_without_its_thread(rank, folder):
-    manager = _manager(folder)
+    """It was killed before it began; returns what it would have deleted."""
+    manager, paths = _manager(folder), []
     manager.keep_latest_k = 1
-    with patch.object(manager, "purge_queue", SimpleNamespace(put=lambda path: None)):  # it was killed before it began
+    with patch.object(manager, "purge_queue", SimpleNamespace(put=paths.append)):
         manager._purge_stale_checkpoints()
+    return paths
 
 
 def test_a_purge_that_is_killed_leaves_nothing_that_looks_whole(copied):
-    run_ranks(1, _purge_without_its_thread, copied)
-    assert list(list_complete(copied / "checkpoint")) == [20]
-    assert len(list((copied / "checkpoint" / "step-10").iterdir())) == 2  # tensors alone
-    assert run_ranks(1, _newest, copied) == ["step-20"]
+    for _ in range(2):  # the next one deletes what is left
+        assert run_ranks(1, _purge_without_its_thread, copied) == [[str(copied / "checkpoint" / "step-10.purged")]]
+        assert _names(copied / "checkpoint") == ["step-10.purged", "step-20"]
+        assert run_ranks(1, _newest, copied) == ["step-20"]

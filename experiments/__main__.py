@@ -1,0 +1,50 @@
+"""Sweeps as evidence: collect their runs in one file, and make tables with n and noise from it.
+
+python -m experiments collect outputs/sweeps/NAME... --study NAME --output results/DATE-name
+python -m experiments report results/DATE-name
+"""
+
+import argparse
+from pathlib import Path
+
+from pc.errors import exit_on_user_error
+from pc_recipe.config.command_line import existing
+from pc_recipe.files import look
+
+
+def _with_runs(text: str) -> Path:
+    return existing(f"{text}/runs.jsonl").parent
+
+
+def _with_results(text: str) -> Path:
+    if not look.is_file(Path(text, "results.jsonl")):
+        raise argparse.ArgumentTypeError(f"{text}/results.jsonl does not exist; scripts/sweep.py select writes it")
+    return Path(text)
+
+
+@exit_on_user_error
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    actions = parser.add_subparsers(dest="action", required=True)
+    collecting = actions.add_parser("collect", help="add finished and diverged runs to runs.jsonl")
+    collecting.add_argument(
+        "sweeps", type=_with_results, nargs="+", help="folders with results.jsonl; the reference's first"
+    )
+    collecting.add_argument("--study", help="name of what is compared (default: the first folder's)")
+    collecting.add_argument("--output", type=Path, required=True, help="the experiment's folder")
+    reporting = actions.add_parser("report", help="tables.md and a figure for each study, from runs.jsonl")
+    reporting.add_argument("folder", type=_with_runs, help="the experiment's folder")
+    arguments = parser.parse_args()
+    from experiments.evidence import collect
+    from experiments.tables import report
+
+    if arguments.action == "collect":
+        study = arguments.study or arguments.sweeps[0].resolve().name
+        print(f"{arguments.output}: {collect(arguments.sweeps, study, arguments.output)} runs of {study}")
+    else:
+        for path in report(arguments.folder):
+            print(path)
+
+
+if __name__ == "__main__":
+    main()

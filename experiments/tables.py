@@ -1,0 +1,267 @@
+"""Tables and figures of the runs that `experiments.evidence` collects."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from experiments.contrasts import contrast_table, read_preregistration
+from experiments.evidence import (
+    CONDITION,
+    SIZES,
+    Experiment,
+    curve,
+    is_at_best,
+    read_experiments,
+    without_tuning_seeds,
+)
+from pc_recipe.config.model_sizes import shape_of
+from pc_recipe.files import markdown
+from pc_recipe.files.atomic import write_atomically
+from pc_recipe.files.plots import save, short_tokens, subplots
+from pc_recipe.report import curves
+from pc_recipe.runs.sweep.spec import VALIDATION, value_label
+
+NOTES = """
+Losses in nats per token, which for a vocabulary of bytes is per byte. ± is the standard error of the mean over seeds;
+differences and times fewer tokens are computed per seed. The learning rate of an arm, in bold, was chosen on its tuning
+seeds, or else its first seed; the results are those of the other seeds, if there are any. Interval: 95 %, of the mean difference, by Student's t. Verdict: *better* or
+*worse* if it does not contain 0; *no difference* if it lies inside ±{margin}; else *undecided*. "After" n tokens are the
+differences then, with the number of seeds in brackets if not all were validated. A run whose final loss is not a number
+diverged: it counts as infinite, and the plots leave it out.
+"""
+
+
+def mean_and_error(values: pd.Series) -> str:
+    """Mean, its standard error if there are two values or more, and how many diverged."""
+    diverged = (~np.isfinite(values)).sum()
+    if diverged:
+        return f"{diverged} of {len(values)} diverged"
+    return f"{values.mean():.4f}" + (f" ± {values.sem():.4f}" if len(values) > 1 else "")
+
+
+def half_width(error: float, freedom: int) -> float:
+    """Half the width of a 95 % interval by Student's t; infinite without a degree of freedom."""
+    return stats.t.ppf(0.975, freedom) * error if freedom else math.inf
+
+
+def interval_and_verdict(pair: pd.DataFrame, margin: float) -> tuple[str, str]:
+    """The 95 % interval of the mean difference, and what it says: better, worse, no difference (within ± `margin`),
+    undecided; no test if a run diverged, or a seed is alone or chose a rate."""
+    differences = pair.difference
+    if len(differences) < 2 or pair.chose.any() or not np.isfinite(differences).all():
+        return "-", "no test"
+    mean, half = differences.mean(), half_width(differences.sem(), len(differences) - 1)
+    text = f"{mean - half:+.4f} to {mean + half:+.4f}"
+    if abs(mean) > half:
+        return text, "better" if mean < 0 else "worse"
+    return text, "no difference" if abs(mean) + half < margin else "undecided"
+
+
+def regime_table(experiments: Sequence[Experiment]) -> str:
+    """The regime of each experiment: that of its reference at its best rate, on its first seed."""
+    header = "experiment|parameters|tokens per parameter|steps|warm-up|sum of rate x decay|std x sqrt(width)"
+    rows = []
+    for one in experiments:
+        config, run = one.config, one.reference[one.reference.best].iloc[0]
+        steps, warm_up = config.training.steps, config.lr_scheduler.warmup_steps / config.training.steps
+        # the rate rises linearly in the warm-up and then falls along a curve that is symmetric about its middle
+        mean = warm_up / 2 + (1 - warm_up) * (1 + config.lr_scheduler.min_lr_factor) / 2
+        decay = config.optimizer.weight_decay * (1 if config.optimizer.independent_decay else run.rate) * mean * steps
+        std = config.model.init_std * math.sqrt(shape_of(config.model).dim)
+        condition = curve(run.log, CONDITION[0])
+        ends = "-" if condition.empty else f"{condition.iloc[0]:.1f} to {condition.iloc[-1]:.1f}"
+        sizes = [f"{one.parameters:,}", f"{one.tokens_per_parameter:.3g}", f"{steps:,}"]
+        rows.append([one.name, *sizes, f"{warm_up:.1%}", f"{decay:.2f}", f"{std:.2f}", ends])
+    return markdown.table([*header.split("|"), "condition number of the reference, start to end"], rows)
+
+
+def arm_table(runs: pd.DataFrame) -> str:
+    """Of each arm and rate, the seed that chose the rate and then the others: final losses, and condition numbers
+    (geometric means) and the norm of the blocks that PC changes at the end, and the mean of their relative step; the last
+    two of the runs that logged them."""
+    rows = []
+    sizes = {key: title for key, title in SIZES.items() if any(key in log for log in runs.log)}
+    for (arm, rate, best, _), group in runs.groupby(["arm", "rate", "best", "chose"], sort=False):
+        shown = f"**{value_label(rate)}**" if best else value_label(rate)
+        ends = [pd.Series([_summary(log, key) for log in group.log]).mean() for key in (*CONDITION, *sizes)]
+        cells = [_cell(end, ".1f" if key in CONDITION else ".3g") for key, end in zip((*CONDITION, *sizes), ends)]
+        rows.append([arm, shown, _seeds(group), mean_and_error(group.loss), *cells])
+    header = "arm|learning rate|seeds|final validation loss|GMCN of PC blocks|of q, k, v|of all"
+    return markdown.table([*header.split("|"), *sizes.values()], rows)
+
+
+def _summary(log: pd.DataFrame, key: str) -> float:
+    """A run's last value; of a step's length its mean, as the last rate is low."""
+    values = curve(log, key)
+    return values.mean() if key == "norm/relative_step" else values.iloc[-1:].mean()
+
+
+def pair_table(experiment: Experiment, margin: float) -> str:
+    """Differences to the reference, by seed, at the end and at up to ten points of its training; "" without a pair."""
+    reference = without_tuning_seeds(experiment.reference[experiment.reference.best])
+    longest = max((curve(log, VALIDATION) for log in reference.log), key=len)
+    places = np.linspace(0, len(longest) - 1, min(len(longest), 11)).round().astype(int)[1:]
+    points = longest.index[places]
+    rows = []
+    for pair in experiment.pairs():
+        one, speedup = pair.iloc[0], pd.Series(math.nan)
+        if np.isfinite(pair.difference).all():
+            both = [[curve(log, VALIDATION) for log in logs] for logs in zip(pair.log_reference, pair.log, strict=True)]
+            speedup = pd.Series([curves.speedup(*loss_curves) for loss_curves in both])
+        seeds = f"{_seeds(pair)} (chose a rate)" if pair.chose.any() else _seeds(pair)
+        cells = [mean_and_error(pair.difference), *interval_and_verdict(pair, margin), _cell(speedup.mean(), ".2f")]
+        for _, then in _differences(pair).reindex(points).iterrows():
+            count = f" ({then.count()})" if 0 < then.count() < len(then) else ""
+            cells.append(_cell(then.mean(), "+.3f") + count)
+        rows.append([one.arm, value_label(one.rate), value_label(one.rate_reference), seeds, *cells])
+    header = ["arm", "learning rate", f"that of {reference.arm.iloc[0]}", "seeds", "difference", "interval", "verdict"]
+    after = [f"after {short_tokens(tokens)}" for tokens in points]
+    return markdown.table([*header, "times fewer tokens", *after], rows) if rows else ""
+
+
+def _differences(pair: pd.DataFrame) -> pd.DataFrame:
+    """[tokens, seed]: differences of validation losses where both runs were validated."""
+    runs = zip(pair.seed, pair.log, pair.log_reference, strict=True)
+    return pd.DataFrame({seed: curve(arm, VALIDATION) - curve(reference, VALIDATION) for seed, arm, reference in runs})
+
+
+def _seeds(runs: pd.DataFrame) -> str:
+    return ", ".join(map(str, runs.seed))
+
+
+def _cell(value: float, form: str) -> str:
+    return "-" if math.isnan(value) else format(value, form)
+
+
+def is_enclosed(arm: pd.DataFrame) -> bool:
+    """Whether rates on both sides of an arm's best one were run."""
+    best = arm.rate[arm.best].iloc[0]
+    return arm.rate.min() < best < arm.rate.max()
+
+
+def untuned(runs: pd.DataFrame) -> str:
+    """A warning of arms whose best rate is the lowest or highest that was run; "" if there are none."""
+    names = [name for name, arm in runs.groupby("arm", sort=False) if not is_enclosed(arm)]
+    return f"**Not tuned to the end:** a rate that was not run may be better for {'; '.join(names)}.\n" if names else ""
+
+
+def size_table(experiments: Sequence[Experiment]) -> str:
+    """How differences change with size at equal tokens per parameter, and the rule that carries rates up; "" if neither.
+
+    A line is fitted to the differences of all seeds, each arm at its best rate, over the logarithm of the parameters;
+    and one to the logarithm of the best rates of references that have worse rates on both sides.
+    """
+    points, rates = [], []
+    for one in experiments:
+        reference, size = one.reference, math.log2(one.parameters)
+        kind = one.config.optimizer.name, f"{one.tokens_per_parameter:.2g}"
+        if is_enclosed(reference):
+            rates.append((*kind, size, math.log2(reference.rate[reference.best].iloc[0])))
+        for pair in filter(is_at_best, one.pairs()):
+            values = pair.difference[np.isfinite(pair.difference)]
+            points += [(*kind, pair.arm.iloc[0], size, value) for value in values]
+    kinds = ["optimizer", "tokens per parameter"]
+    rows, text = [], ""
+    groups = pd.DataFrame(points, columns=[*kinds, "arm", "size", "difference"]).groupby([*kinds, "arm"], sort=False)
+    for names, group in groups:
+        if (sizes := group["size"].nunique()) > 2:
+            line = stats.linregress(group["size"], group["difference"])
+            half = half_width(line.stderr, len(group) - 2)
+            rows.append([*names, sizes, f"{line.slope - half:+.4f} to {line.slope + half:+.4f}"])
+    if rows:
+        text = markdown.table([*kinds, "arm", "sizes", "change of the difference when parameters double (95 %)"], rows)
+    for names, group in pd.DataFrame(rates, columns=[*kinds, "size", "rate"]).groupby(kinds, sort=False):
+        if group["size"].nunique() > 1:
+            size, rate = group.loc[group["size"].idxmax(), ["size", "rate"]]
+            power = f"(N / {2**size:,.0f})^{stats.linregress(group['size'], group['rate']).slope:.2f}"
+            text += f"\n{names[0]}, {names[1]} tokens per parameter: best rates carried up: {2**rate:.4g} {power}.\n"
+    return text
+
+
+def plot(experiments: Sequence[Experiment], path: Path) -> Path:
+    """Two rows for each experiment. Over tokens per parameter, of every seed, each arm at its best rate: loss, difference and
+    condition number. Below, the final loss of each arm: against the rate, and at its best rate with the 95 % interval of
+    the difference."""
+    figure, grid = subplots(2 * len(experiments), 3, width=3.4, height=2.6)
+    for panels, one in zip(grid.reshape(-1, 6), experiments, strict=True):
+        losses, differences, conditions, rates, finals, legend = panels
+        minus = f"minus {one.runs.arm.iloc[0]} (nats)"
+        names = ("validation loss (nats)", minus, "condition number", "final loss (nats)", f"final, {minus}")
+        colors = {name: f"C{i}" for i, name in enumerate(one.runs.arm.unique())}
+        for name, arm in one.runs[one.runs.best].groupby("arm", sort=False):
+            style = {"color": colors[name], "linewidth": 1, "label": f"{name}, {value_label(arm.rate.iloc[0])}"}
+            for log in without_tuning_seeds(arm).log:
+                losses.plot(_late(curve(log, VALIDATION), one), **style)
+                conditions.plot(_late(curve(log, CONDITION[0]), one), **style)
+                style["label"] = None  # one line of the legend per arm
+        for pair in filter(is_at_best, one.pairs()):
+            for _, over in _differences(pair).items():
+                differences.plot(_late(over.dropna(), one), linewidth=1, color=colors[pair.arm.iloc[0]])
+        _draw_rates(rates, one, colors)
+        _draw_finals(finals, one, colors)
+        for axes in (differences, finals):
+            axes.axhline(0, color="black", linewidth=0.5)
+        for axes, name in zip(panels[:5], names, strict=True):
+            axes.set_xlabel("rate" if axes is rates else "" if axes is finals else "tokens per parameter")
+            axes.set_ylabel(name)
+        losses.set_title(one.name, fontsize=8, loc="left")
+        legend.axis("off")
+        legend.legend(*conditions.get_legend_handles_labels(), title="arm, rate", loc="center left")
+    return save(figure, path)
+
+
+def _draw_rates(axes, one: Experiment, colors: dict[str, str]) -> None:
+    """Mean final loss of each arm against the rate, over the seeds that ran at most rates; its best rate as a ring."""
+    axes.set_xscale("log")
+    ticks = sorted(one.runs.rate.unique())
+    ticks = ticks[:: math.ceil(len(ticks) / 4)]  # more labels than four overlap
+    axes.set_xticks(ticks, map(value_label, ticks), fontsize=7)
+    axes.minorticks_off()
+    for name, arm in one.runs[np.isfinite(one.runs.loss)].groupby("arm", sort=False):
+        counts = arm.seed.value_counts()
+        tuning = arm[arm.seed.isin(counts[counts == counts.max()].index)]
+        means = tuning.groupby("rate").loss.mean()
+        axes.plot(means.index, means, "o-", color=colors[name], markersize=3, linewidth=1)
+        best = tuning.rate[tuning.best].unique()
+        axes.plot(best, means.reindex(best), "o", color=colors[name], markersize=8, fillstyle="none")
+
+
+def _draw_finals(axes, one: Experiment, colors: dict[str, str]) -> None:
+    """Final difference of each arm to the reference, each at its best rate: every seed, and if none diverged the mean with
+    its interval."""
+    pairs = [pair for pair in one.pairs() if is_at_best(pair)]
+    for place, pair in enumerate(pairs):
+        color, values = colors[pair.arm.iloc[0]], pair.difference
+        axes.plot([place] * len(values), values, ".", color=color, alpha=0.5, markersize=4)
+        if len(values) > 1 and np.isfinite(values).all():
+            half = half_width(values.sem(), len(values) - 1)
+            axes.errorbar(place + 0.2, values.mean(), half, fmt="o", color=color, capsize=3, markersize=4)
+    axes.set_xticks(range(len(pairs)), [pair.arm.iloc[0] for pair in pairs], rotation=35, ha="right", fontsize=7)
+    axes.set_xlim(-0.6, max(len(pairs), 1) - 0.2)
+
+
+def _late(values: pd.Series, experiment: Experiment) -> pd.Series:
+    """`values` by tokens per parameter, from a tenth of the tokens on: the start hides the rest."""
+    over = values.set_axis(values.index / experiment.parameters)
+    return over[over.index > experiment.tokens_per_parameter / 10]
+
+
+def report(folder: Path) -> list[Path]:
+    """Write tables.md and a figure for each study, from `folder`/runs.jsonl and its plan."""
+    preregistration = read_preregistration(folder)
+    studies: dict[str, list[Experiment]] = {}
+    for experiment in read_experiments(folder):
+        studies.setdefault(experiment.study, []).append(experiment)
+    text = regime_table([one for experiments in studies.values() for one in experiments])
+    for experiments in studies.values():
+        for one in experiments:
+            planned = contrast_table(one.runs, preregistration)
+            tables = [planned, arm_table(one.runs), untuned(one.runs), pair_table(one, preregistration.margin)]
+            text += "\n".join([f"\n## {one.name}\n", *filter(None, tables)])
+        text += "\n" + size_table(experiments)
+    write_atomically(folder / "tables.md", text + NOTES.format(margin=preregistration.margin))
+    return [folder / "tables.md", *(plot(experiments, folder / study) for study, experiments in studies.items())]

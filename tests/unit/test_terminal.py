@@ -1,0 +1,68 @@
+"""What others wrote shows as text, wherever a command prints it."""
+
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from pc.terminal import plain
+from pc_recipe.config import load_config, write_config
+from pc_recipe.config.inheritance import RESOLVED
+
+TITLE = "\x1b]0;mine\x07"
+SHOWN = r"\x1b]0;mine\x07"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (f"a{TITLE}b", f"a{SHOWN}b"),
+        ("\x9b2J", r"\x9b2J"),  # an escape sequence of one character
+        ("\x08\x7f\x00", r"\x08\x7f\x00"),
+        ("gpj.\u202eexe", r"gpj.\u202eexe"),
+        ("\udcff.txt", r"\udcff.txt"),  # a name that is not UTF-8
+        ("\r 50%|\u2588 |\tone\n", "\r 50%|\u2588 |\tone\n"),
+        ("Grüße, 漢字, \u0645\u06cc\u200c\u062e, 👩\u200d🔬", "Grüße, 漢字, \u0645\u06cc\u200c\u062e, 👩\u200d🔬"),
+    ],
+)
+def test_what_tells_a_terminal_something_is_written_out(text, shown):
+    assert plain(text) == plain(shown) == shown
+
+
+PRINTS = {
+    "print": "print(T)",
+    "error": "raise UserError(T)",
+    "a named file": "open('/nowhere/' + T)",
+    "a bug": "raise RuntimeError(T)",
+    "exit": "sys.exit(T)",
+    "warning": "warnings.warn(T)",
+    "logging": "logging.warning(T)",
+    "a handler of before": "logging.getLogger('pc').addHandler(logging.StreamHandler()); logging.getLogger('pc').error(T)",
+    "argparse": "argparse.ArgumentParser(prog=T).parse_args([T])",
+    "a bar": "list(tqdm.tqdm([1], desc=T))",
+    "a thread": "one = threading.Thread(target=lambda: 1 / 0, name=T); one.start(); one.join()",
+}
+
+
+@pytest.mark.parametrize("how", PRINTS)
+def test_all_that_a_command_prints(how):
+    program = (
+        "import argparse, logging, sys, threading, tqdm, warnings\n"
+        "from pc.errors import UserError, exit_on_user_error\n"
+        f"T = {TITLE!r}\n@exit_on_user_error\ndef main():\n    {PRINTS[how]}\nmain()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert SHOWN in done.stdout + done.stderr
+    assert not {"\x1b", "\x07"} & {*done.stdout, *done.stderr}
+
+
+def test_the_comments_of_a_written_config_stay_comments(tmp_path):
+    base = tmp_path / f"b{TITLE}\nmodel = 1.toml"
+    base.write_text("[training]\nsteps = 3\n")
+    config = load_config(base, [f"--job.description=x{TITLE}\nlr\u2028\x85y", "--overlay", str(base)])
+    write_config(config, tmp_path / "out.toml")
+    text = (tmp_path / "out.toml").read_text()
+    assert text.startswith(RESOLVED) and "\x1b" not in text
+    assert tomllib.loads(text)["job"]["description"] == config.job.description
+    assert load_config(tmp_path / "out.toml")._origin == config._origin
