@@ -10,14 +10,12 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.distributed.context_parallel import apply_cp_to_attention_module
-from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list, apply_compile, apply_fsdp, apply_tp
 from torchtitan.models.llama3.model.model import Transformer
 
 from pc.api import attach
 from pc.blocks import matches
 from pc.config import PCConfig
-from pc.errors import UserError
 from pc.targets import clean_name
 from pc_recipe.config import Config
 from pc_recipe.config.rules import compiles_model
@@ -117,13 +115,3 @@ def _apply_fsdp(model: nn.Module, parallel_dims: AlwaysSharded, config: Config) 
             module.set_force_sum_reduction_for_comms(True)
             if parallel_dims.dp_replicate * parallel_dims.dp_shard * parallel_dims.cp == 1:
                 module.set_gradient_divide_factor(None)  # type: ignore[arg-type]  # its default
-
-
-def pipeline(*args, **kwargs):
-    """TorchTitan's `pipeline_llm`, for a TrainSpec; raises UserError for a schedule that does not fit."""
-    try:
-        return pipeline_llm(*args, **kwargs)
-    except UserError:
-        raise
-    except ValueError as error:
-        raise UserError(f"parallelism (pipeline): {' '.join(str(error).split())}") from error

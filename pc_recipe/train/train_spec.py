@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
@@ -11,7 +12,7 @@ from pc_recipe.train.llama2 import Flavors, Llama2
 from pc_recipe.train.loss import build_loss
 from pc_recipe.train.metrics import PCMetricsProcessor
 from pc_recipe.train.optimizers import Optimizers, build_schedulers
-from pc_recipe.train.parallelize import parallelize, pipeline
+from pc_recipe.train.parallelize import parallelize
 from pc_recipe.train.validate import FixedValidator
 
 # TorchTitan calls what follows with its configuration; `ours` of it is the run's (`pc_recipe.train.upstream_config`).
@@ -45,7 +46,7 @@ TRAIN_SPEC = TrainSpec(
     model_cls=Llama2,
     model_args=Flavors(),
     parallelize_fn=lambda model, dims, titan: parallelize(model, dims, titan.ours),
-    pipelining_fn=pipeline,
+    pipelining_fn=pipeline_llm,
     build_optimizers_fn=lambda model_parts, titan, dims: Optimizers(model_parts, titan.ours),
     build_lr_schedulers_fn=build_schedulers,  # type: ignore[arg-type]  # of the optimizers that are made above
     build_dataloader_fn=_build_dataloader,

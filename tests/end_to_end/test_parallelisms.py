@@ -5,7 +5,6 @@ import torch
 
 from helpers import tiny
 from helpers.ranks import run_ranks
-from pc_recipe.config.rules import error_messages
 from pc_recipe.files.run_log import read_log
 
 MUON = ["--optimizer.name", "Muon"]
@@ -117,15 +116,3 @@ def test_checkpoint_moves_between_kinds(module_config, one_process, tmp_path, be
     for key in KEYS:
         expected = tiny.metrics(one_process["Muon PC"], key)
         assert tiny.metrics(tmp_path, key) == pytest.approx(expected, rel=TOLERANCE["Muon"]), key
-
-
-def _refusal(rank, config):
-    batch = ["--training.local_batch_size=5", "--training.global_batch_size=5", "--validation.local_batch_size=5"]
-    words = [*PP2, "--parallelism.pipeline_parallel_schedule=Interleaved1F1B", *batch]
-    return "".join(error_messages(tiny.make_trainer, config, words))
-
-
-def test_a_pipeline_that_torch_refuses_is_refused_in_a_sentence(tiny_config):
-    """What no rule knows: unit/config/test_rules.py has the others."""
-    for message in run_ranks(2, _refusal, tiny_config[0]):
-        assert message.startswith("parallelism (pipeline): Interleaved 1F1B requires") and "\n" not in message
