@@ -17,7 +17,7 @@ EVIDENCE = (
     ("28.3", "conditioning, AdamW, 20 tokens per parameter", "-0.048 per byte", "-0.056 to -0.041"),
     ("19.9", "micro, AdamW, at another rate of the baseline", "+0.046 per token", "-0.014 to +0.105"),
     ("13.9", "nano, AdamW, four times the tokens", "+0.010 per token", "-0.061 to +0.081"),
-    ("6.8", "regime, AdamW, 157 tokens per parameter", "+0.003 per byte", "-0.004 to +0.010"),
+    ("6.7", "regime, AdamW, 157 tokens per parameter", "+0.003 per byte", "-0.004 to +0.010"),
     ("6.0", "micro, Muon, 0.96 tokens per parameter", "+0.095 per token", "-0.018 to +0.209"),
 )
 _HIGH, _LOW = 28, 20
