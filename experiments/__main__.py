@@ -1,7 +1,7 @@
 """Sweeps as evidence: collect their runs in one file, and make tables with n and noise from it.
 
-python -m experiments collect outputs/sweeps/NAME... --study NAME --output results/DATE-name
-python -m experiments report results/DATE-name
+python -m experiments collect outputs/sweeps/NAME... --study NAME --output experiments/NAME
+python -m experiments report experiments/NAME
 """
 
 import argparse
@@ -24,7 +24,7 @@ def _with_results(text: str) -> Path:
 
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser("python -m experiments", description=__doc__.splitlines()[0])
     actions = parser.add_subparsers(dest="action", required=True)
     collecting = actions.add_parser("collect", help="add finished and diverged runs to runs.jsonl")
     collecting.add_argument(

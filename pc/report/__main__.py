@@ -36,9 +36,8 @@ def main() -> None:
         raise UserError(f"{error.name} is missing; install the extra: pip install 'pc-layer[report]'") from None
     from pc.measure import conditioning
 
-    checkpoints = [
-        read(path, arguments.base) for path in arguments.models
-    ]  # all are looked at before the first is measured
+    # all are looked at before the first is measured
+    checkpoints = [read(path, arguments.base) for path in arguments.models]
     names = [checkpoint.name for checkpoint in checkpoints]
     if len(set(names)) < len(names):
         names = [str(path) for path in arguments.models]
@@ -54,4 +53,5 @@ def main() -> None:
     print(arguments.output, file=sys.stderr)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -197,7 +197,7 @@ def _merged(path: Path, base: Path | None) -> Checkpoint:
     adapter = _of_files(path.name, files[:1], {}, None)
     known = dict(model.model.named_parameters())
     added = {}
-    for key, a in adapter.model.named_parameters():
+    for key, _ in adapter.model.named_parameters():
         if ".lora_A." not in key:
             continue
         target = key.split(".lora_A.")[0].removeprefix("base_model.model.") + ".weight"
