@@ -1,6 +1,7 @@
 """Tables and figures of the runs that `experiments.evidence` collects."""
 
 import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -185,7 +186,7 @@ def size_table(experiments: Sequence[Experiment]) -> str:
 def plot(experiments: Sequence[Experiment], path: Path) -> Path:
     """Two rows for each experiment. Over tokens per parameter, of every seed, each arm at its best rate: loss, difference and
     condition number. Below, the final loss of each arm: against the rate, and at its best rate with the 95 % interval of
-    the difference."""
+    the difference, in the order and the colours of the legend."""
     figure, grid = subplots(2 * len(experiments), 3, width=3.4, height=2.6)
     for panels, one in zip(grid.reshape(-1, 6), experiments, strict=True):
         losses, differences, conditions, rates, finals, legend = panels
@@ -193,7 +194,8 @@ def plot(experiments: Sequence[Experiment], path: Path) -> Path:
         names = ("validation loss (nats)", minus, "condition number", "final loss (nats)", f"final, {minus}")
         colors = {name: f"C{i}" for i, name in enumerate(one.runs.arm.unique())}
         for name, arm in one.runs[one.runs.best].groupby("arm", sort=False):
-            style = {"color": colors[name], "linewidth": 1, "label": f"{name}, {value_label(arm.rate.iloc[0])}"}
+            label = textwrap.fill(f"{name}, {value_label(arm.rate.iloc[0])}", 40)
+            style = {"color": colors[name], "linewidth": 1, "label": label}
             for log in without_tuning_seeds(arm).log:
                 losses.plot(_late(curve(log, VALIDATION), one), **style)
                 conditions.plot(_late(curve(log, CONDITION[0]), one), **style)
@@ -210,7 +212,7 @@ def plot(experiments: Sequence[Experiment], path: Path) -> Path:
             axes.set_ylabel(name)
         losses.set_title(one.name, fontsize=8, loc="left")
         legend.axis("off")
-        legend.legend(*conditions.get_legend_handles_labels(), title="arm, rate", loc="center left")
+        legend.legend(*conditions.get_legend_handles_labels(), title="arm, rate", loc="center left", fontsize=7)
     return save(figure, path)
 
 
@@ -219,7 +221,7 @@ def _draw_rates(axes, one: Experiment, colors: dict[str, str]) -> None:
     axes.set_xscale("log")
     ticks = sorted(one.runs.rate.unique())
     ticks = ticks[:: math.ceil(len(ticks) / 4)]  # more labels than four overlap
-    axes.set_xticks(ticks, map(value_label, ticks), fontsize=7)
+    axes.set_xticks(ticks, map(value_label, ticks), fontsize=7, rotation=35)
     axes.minorticks_off()
     for name, arm in one.runs[np.isfinite(one.runs.loss)].groupby("arm", sort=False):
         counts = arm.seed.value_counts()
@@ -240,7 +242,7 @@ def _draw_finals(axes, one: Experiment, colors: dict[str, str]) -> None:
         if len(values) > 1 and np.isfinite(values).all():
             half = half_width(values.sem(), len(values) - 1)
             axes.errorbar(place + 0.2, values.mean(), half, fmt="o", color=color, capsize=3, markersize=4)
-    axes.set_xticks(range(len(pairs)), [pair.arm.iloc[0] for pair in pairs], rotation=35, ha="right", fontsize=7)
+    axes.set_xticks([])
     axes.set_xlim(-0.6, max(len(pairs), 1) - 0.2)
 
 
