@@ -11,6 +11,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
+import psutil
 import pytest
 
 from helpers import tiny
@@ -218,4 +219,4 @@ def test_ranks_keep_their_folder_when_launcher_and_agent_are_killed(tiny_config,
 
 
 def _children(process: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    return [child.pid for child in psutil.Process(process).children()]

@@ -6,9 +6,9 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
-from helpers.slurm_cluster import descendants
 from helpers.tiny import ROOT, metrics, write_small_config
 from pc_recipe.files.lock import is_locked
 from pc_recipe.files.run_folder import find_newest_step, read_state
@@ -36,8 +36,9 @@ def _interrupt(words, run, number, processes=1):
         return started.wait(240), started.communicate()[0]
     finally:
         if started.poll() is None:
-            for process in descendants(started.pid):
-                os.kill(process, signal.SIGKILL)
+            for process in psutil.Process(started.pid).children(recursive=True):
+                process.kill()
+            started.kill()
 
 
 @pytest.mark.parametrize("number, processes", [(signal.SIGINT, 1), (signal.SIGINT, 2), (signal.SIGTERM, 2)])

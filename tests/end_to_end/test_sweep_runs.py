@@ -1,14 +1,13 @@
 """A sweep of real training runs: killed, repeated, finished and selected; two of them cannot finish."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
 
+import psutil
+
 from experiments import evidence
-from helpers.slurm_cluster import descendants
 from helpers.tiny import ROOT, write_small_config
 from pc_recipe.files.lock import is_locked
 from pc_recipe.files.run_folder import find_newest_step, read_state
@@ -44,8 +43,9 @@ def test_a_killed_sweep_goes_on_when_repeated_and_selects(tiny_shards, tmp_path,
             assert attempt.poll() is None, (tmp_path / "first_attempt.log").read_text()
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        for pid in descendants(attempt.pid):  # as when the machine loses power
-            os.kill(pid, signal.SIGKILL)
+        below = psutil.Process(attempt.pid).children(recursive=True)
+        for process in (attempt, *below):  # as when the machine loses power
+            process.kill()
         attempt.wait()
         while is_locked(run.folder):  # the trainer takes a moment to free its memory
             assert time.monotonic() < deadline

@@ -115,14 +115,6 @@ def cluster() -> Iterator[dict[str, str]]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def descendants(pid: int) -> list[int]:
-    """The process and all below it."""
-    children = [
-        child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
-    ]
-    return [pid, *(below for child in children for below in descendants(int(child)))]
-
-
 def _output(environment: dict[str, str], *command: str) -> str:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30).stdout.strip()
 

@@ -77,7 +77,7 @@ def test_ranks_of_one_machine_listen_on_the_loopback_alone(machine, monkeypatch,
     command, environment = torchrun.build_command(config, processes)
     assert torchrun.run_command(command, environment) == 0
     found = [json.loads((tmp_path / f"listens.{rank}.json").read_text()) for rank in range(processes)]
-    assert found == [["0100007F"]] * processes
+    assert found == [["127.0.0.1"]] * processes
     assert os.stat(environment["PC_MEETING_PLACE"]).st_mode & 0o077 == 0
 
 
