@@ -10,4 +10,4 @@ RUN useradd --create-home --uid $UID pc && install --directory --owner=pc /pc-la
 WORKDIR /pc-layer
 USER pc
 COPY --chown=pc . .
-RUN bash -c "source scripts/set_up.sh"
+RUN bash -c "./run_llama_train.sh --setup"

@@ -9,7 +9,9 @@ set -euo pipefail
 unset CDPATH  # with it cd prints the folder
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
-EXTRA="[dev]" source "$here/scripts/set_up.sh"
+EXTRA="[dev]"
+source "$here/scripts/set_up.sh"
+set_up
 # one process runs a whole file, whose tests share fixtures; in order of name, so that the quick tests/unit is last
 side_by_side=(--numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder)
 [[ " $* " == *" --soak "* || " $* " == *" --gpu "* ]] && side_by_side=()

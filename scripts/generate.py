@@ -19,19 +19,12 @@ def main() -> None:
     parser.add_argument("--top-p", type=float, default=0.95, help="of the likeliest tokens with this share together")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    import torch
-
-    from pc_recipe.evaluate import hugging_face  # before transformers, whose warnings it silences
-    from transformers import pipeline  # isort: skip
+    from pc_recipe.evaluate import hugging_face
+    from pc_recipe.evaluate.generate import continue_text
 
     llama, tokenizer = hugging_face.load(arguments.model)
-    sampling = {"do_sample": False}
-    if arguments.temperature:
-        sampling = {"do_sample": True, "temperature": arguments.temperature, "top_p": arguments.top_p}
-    torch.manual_seed(arguments.seed)
-    generate = pipeline("text-generation", llama, tokenizer=tokenizer)  # type: ignore[call-overload]  # knows fewer tokenizers
-    (continued,) = generate(arguments.prompt, max_new_tokens=arguments.max_new_tokens, max_length=None, **sampling)
-    print(continued["generated_text"])
+    how = arguments.max_new_tokens, arguments.temperature, arguments.top_p, arguments.seed
+    print(continue_text(llama, tokenizer, arguments.prompt, *how))
 
 
 if __name__ == "__main__":

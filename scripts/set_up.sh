@@ -1,5 +1,5 @@
-# Sourced by run_llama_train.sh and run_tests.sh: sets PYTHON to an interpreter with the project installed.
-# Uses the active environment, or creates .venv at the repository root. Quick if everything is installed:
+# Sourced by run_llama_train.sh and run_tests.sh, which then call set_up: it sets PYTHON to an interpreter with the project
+# installed. Uses the active environment, or creates .venv at the repository root. Quick if everything is installed:
 # a stamp in the environment holds the checksum of what was installed. EXTRA is "[recipe]", the default, or
 # "[dev]", which also has the dependencies of the tests.
 
@@ -17,18 +17,21 @@ is_new_enough() {
     "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
 }
 
-choose_environment() {
+find_environment() {
     if [[ -n "${VIRTUAL_ENV:-}" ]]; then
         ENVIRONMENT=$VIRTUAL_ENV
     elif [[ -n "${CONDA_PREFIX:-}" && "${CONDA_DEFAULT_ENV:-base}" != base ]]; then
         ENVIRONMENT=$CONDA_PREFIX
     else
         ENVIRONMENT=$ROOT/.venv
-        if ! is_new_enough "$ENVIRONMENT/bin/python"; then
-            make_environment
-        fi
     fi
     PYTHON=$ENVIRONMENT/bin/python
+}
+
+make_environment_if_needed() {
+    if [[ "$ENVIRONMENT" == "$ROOT/.venv" ]] && ! is_new_enough "$PYTHON"; then
+        make_environment
+    fi
     is_new_enough "$PYTHON" ||
         fail "Python 3.11 or newer is needed; $ENVIRONMENT has $("$PYTHON" --version 2>&1 || echo none)"
 }
@@ -47,11 +50,18 @@ make_environment() {
     fail "Python 3.11 or newer is needed; python3 here is $(python3 --version 2>&1 || echo missing)"
 }
 
-install_project() {
-    local wanted stamp=$ENVIRONMENT/.pc-layer-installed
-    wanted="$(cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt" | sha256sum) $ROOT"
+# What the environment should have, as its stamp says it.
+wanted() {
+    echo "$(cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt" | sha256sum) $ROOT"
+}
+
+is_installed() {
+    local stamp=$ENVIRONMENT/.pc-layer-installed
     # the extra "dev" includes all the others
-    [[ "$(cat "$stamp$EXTRA" 2>/dev/null)" == "$wanted" || "$(cat "$stamp[dev]" 2>/dev/null)" == "$wanted" ]] && return
+    [[ "$(cat "$stamp$EXTRA" 2>/dev/null)" == "$(wanted)" || "$(cat "$stamp[dev]" 2>/dev/null)" == "$(wanted)" ]]
+}
+
+install_project() {
     "$PYTHON" -m pip --version >/dev/null 2>&1 || "$PYTHON" -m ensurepip >/dev/null 2>&1 ||
         fail "$ENVIRONMENT has no pip; install pip there or deactivate it"
     # torch first, so that the pin decides and not a dependency
@@ -66,11 +76,15 @@ sys.exit(not (2, 11) <= tuple(map(int, version("torch").split(".")[:2])) < (2, 1
     [[ "$ENVIRONMENT" == "$ROOT/.venv" ]] ||
         echo "It was active: packages in it change to the versions of constraints.txt. Deactivate it to have $ROOT/.venv instead"
     "$PYTHON" -m pip install --quiet --constraint "$ROOT/constraints.txt" --editable "$ROOT$EXTRA" || fail "the project could not be installed; see above"
-    echo "$wanted" >"$stamp$EXTRA"
+    wanted >"$ENVIRONMENT/.pc-layer-installed$EXTRA"
+}
+
+set_up() {
+    make_environment_if_needed
+    is_installed || install_project
 }
 
 EXTRA=${EXTRA:-[recipe]}
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$ROOT"  # Python runs a pip.py of the folder that it starts in
-choose_environment
-install_project
+find_environment

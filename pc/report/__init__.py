@@ -5,6 +5,7 @@
     words       what is said of a measurement: tables, advice, costs
     terminal    the tables, and the progress, in a terminal
     page        the same as one file of HTML
+    html        what the pages of this project share
 
 What they need beside torch is in the extra `report`. The measuring is `pc.measure`.
 """

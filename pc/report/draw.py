@@ -1,8 +1,8 @@
-"""Histograms of singular values."""
+"""Figures of the pages: histograms of singular values, and SVG that fits light and dark."""
 
 import io
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import matplotlib
@@ -22,16 +22,25 @@ def histogram(axes: Any, spectra: Mapping[str, Tensor]) -> None:
 
 def svg(title: str, spectra: Mapping[str, Tensor]) -> str:
     """A histogram as SVG, in the colour of the text around it."""
+
+    def draw(axes: Any) -> None:
+        histogram(axes, spectra)
+        axes.set_xlabel("singular value / largest")
+        axes.set_ylabel("count")
+
+    return svg_of(title, draw)
+
+
+def svg_of(title: str, draw: Callable[[Any], None]) -> str:
+    """What `draw` draws in the axes that it is given, as SVG, in the colour of the text around it, with a legend."""
     style: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 9}
     style |= {f"axes.spines.{side}": False for side in ("top", "right")}
     colours = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
     with matplotlib.rc_context(style | dict.fromkeys(colours, _TEXT)):
         figure = Figure(figsize=(4.0, 2.6), layout="constrained")
         axes = figure.subplots()
-        histogram(axes, spectra)
+        draw(axes)
         axes.set_title(title, fontsize=9, parse_math=False)
-        axes.set_xlabel("singular value / largest")
-        axes.set_ylabel("count")
         axes.legend(frameon=False)
         image = io.StringIO()
         figure.savefig(image, format="svg", transparent=True, metadata={"Date": None})

@@ -11,6 +11,7 @@ import yaml
 from transformers import LlamaForCausalLM
 
 from pc.errors import UserError
+from pc_recipe.config.headline import describe
 from pc_recipe.data.sources import HUB_DATASET
 from pc_recipe.data.tokenizers import Tokenizer
 from pc_recipe.evaluate.plain_weights import RunCheckpoint
@@ -97,14 +98,15 @@ def _shown(text: object) -> str:
 
 def _describe_method(run: RunCheckpoint) -> str:
     optimizer = _shown(run.config.get("optimizer", {}).get("name", "AdamW"))
+    in_short = describe(run.settings.model, optimizer, run.method)
     if not run.method.enable:
-        return f"{optimizer}, without preconditioning"
+        return in_short
     settings = ", ".join(
         f"{key} = {json.dumps(value)}" for key, value in run.method.model_dump(exclude={"enable"}).items()
     )
     return (
-        f"{optimizer} with PC layers (polynomial weight preconditioning: {settings}); the weights here are the "
-        "preconditioned ones, PC(W), so this is an ordinary Llama"
+        f"{in_short}. Polynomial weight preconditioning with {settings}; the weights here are the preconditioned ones, "
+        "PC(W), so this is an ordinary Llama"
     )
 
 

@@ -13,6 +13,7 @@ from pc_recipe.files import markdown
 from pc_recipe.files.plots import label_tokens, legend_below, save, short_tokens, subplots
 from pc_recipe.files.run_folder import read_environment
 from pc_recipe.files.run_log import RunLog
+from pc_recipe.report import settings
 from pc_recipe.runs.sweep.spec import VALIDATION
 
 _REMEDY = "turn validation on with [validation] enable = true and a freq below the number of steps"
@@ -50,10 +51,11 @@ def compare(runs: Sequence[RunLog]) -> pd.DataFrame:
     """Compare every run with the first.
 
     `difference` is the final loss minus the reference's, so negative is better; `reached_at_tokens` is where the run
-    reaches the reference's final loss, NaN if it never does; `speedup` as by `speedup`.
+    reaches the reference's final loss, NaN if it never does; `speedup` as by `speedup`. Both are NaN for another model.
     """
     curves = [run.series(VALIDATION, "tokens", _REMEDY) for run in runs]
     final = curves[0].iloc[-1]
+    reference = settings.read(runs[0])
     rows = []
     for run, curve in zip(runs, curves, strict=True):
         row = {"name": run.name, "steps": run.series(VALIDATION).index[-1], "tokens": curve.index[-1]}
@@ -61,6 +63,9 @@ def compare(runs: Sequence[RunLog]) -> pd.DataFrame:
         # the reference may have had its final loss before, but the others are measured at its end
         row["reached_at_tokens"] = float(row["tokens"]) if run is runs[0] else tokens_to_reach(curve, final)
         row["speedup"] = 1.0 if run is runs[0] else speedup(curves[0], curve)
+        row["other_model"] = not settings.are_of_one_model(reference, settings.read(run))
+        if row["other_model"]:
+            row |= {"reached_at_tokens": math.nan, "speedup": math.nan}
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -71,6 +76,7 @@ def table(rows: pd.DataFrame) -> str:
     lines = []
     for row in rows.itertuples():
         reached = "never" if math.isnan(row.reached_at_tokens) else short_tokens(row.reached_at_tokens)
+        reached = "another model" if row.other_model else reached
         faster = "-" if math.isnan(row.speedup) else f"{row.speedup:.2f}x"
         losses = [f"{row.final_loss:.4f}", f"{row.difference:+.4f}"]
         lines.append([row.name, f"{row.steps:,}", short_tokens(row.tokens), *losses, reached, faster])

@@ -18,7 +18,7 @@ from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.plots import label_tokens, legend_below, save, subplots
 from pc_recipe.files.run_log import RunLog, read_log, read_logs, unique_names
-from pc_recipe.report import curves, spectra
+from pc_recipe.report import curves, settings, spectra
 from pc_recipe.report.spectra import BLOCK_TITLES
 from pc_recipe.runs.sweep import points
 
@@ -30,7 +30,7 @@ def draw_curves(paths: Sequence[Path], output: Path) -> None:
     """Validation curves with a summary table; all else if it was logged."""
     runs = curves.marked(read_logs(paths))
     rows = curves.compare(runs)
-    table = curves.table(rows)
+    table = curves.table(rows) + "".join(f"Runs differ in {line}.\n" for line in settings.differences(runs))
     print(table)
     write_atomically(output / "summary.md", table)
     print(curves.plot(runs, rows, output))

@@ -26,7 +26,7 @@ DESCRIPTION = (
 @exit_on_user_error
 def main() -> None:
     parser = argparse.ArgumentParser("./run_llama_train.sh", add_help=False, description=DESCRIPTION)
-    parser.add_argument("config", metavar="CONFIG", help="TOML file of the run (default: train_configs/debug.toml)")
+    parser.add_argument("config", metavar="CONFIG", help="TOML file of the run")
     arguments, overrides = parse_with_overrides(parser)
     config = load_config(arguments.config, overrides)
     rules.require(config)  # this, the start and the data before the import below, which takes seconds

@@ -22,6 +22,7 @@ from pc.api import preserve
 from pc.errors import UserError
 from pc.preconditioner import Preconditioner
 from pc_recipe.config import Config, load_config, rules
+from pc_recipe.config.headline import headline
 from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.config.run_key import all_values
 from pc_recipe.data.manifest import Manifest
@@ -229,7 +230,7 @@ class PCTrainer(StepTrainer):
         config, device = self.config, self.metrics_processor.device_memory_monitor.device_name
         sequences = config.training.local_batch_size * self._data_ranks * self.gradient_accumulation_steps
         return (
-            f"{config.job.description}: steps {self.step + 1} to {config.training.steps} of {sequences} sequences of "
+            f"{headline(config)}: steps {self.step + 1} to {config.training.steps} of {sequences} sequences of "
             f"{config.training.seq_len} tokens, {self.gradient_accumulation_steps} micro-batches of "
             f"{config.training.local_batch_size} on each of {dist.get_world_size()} x {device}"
         )

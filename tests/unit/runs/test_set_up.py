@@ -30,24 +30,65 @@ def make_checkout(folder: Path, python: str) -> tuple[Path, Path]:
     return checkout, environment
 
 
-@pytest.mark.parametrize("config", [DEBUG, None])
-def test_a_set_up_environment_is_used_at_once_and_from_anywhere(tmp_path, config):
-    """The active environment's python gets the config and the overrides; no pip runs."""
-    checkout, environment = make_checkout(tmp_path, 'case "$1" in -c) exit 0;; *) echo "$PWD|$*";; esac')
+def run(checkout: Path, environment: Path, *words: str, **others: str) -> subprocess.CompletedProcess:
+    outside = {"PATH": os.environ["PATH"], "VIRTUAL_ENV": str(environment)} | others
+    command = [checkout / "run_llama_train.sh", *words]
+    return subprocess.run(command, cwd="/", env=outside, capture_output=True, text=True)
+
+
+def make_set_up(folder: Path) -> tuple[Path, Path]:
+    """An environment in which all is installed: its python says what it is given."""
+    checkout, environment = make_checkout(folder, 'case "$1" in -c) exit 0;; *) echo "$PWD|$*";; esac')
     needs = [(checkout / name).read_bytes() for name in ("pyproject.toml", "constraints.txt")]
     digest = hashlib.sha256(b"".join(needs)).hexdigest()
     (environment / ".pc-layer-installed[recipe]").write_text(f"{digest}  - {checkout}\n")
-    words = [checkout / "run_llama_train.sh", *([config] if config else []), "--training.steps", "5"]
-    outside = {"PATH": os.environ["PATH"], "VIRTUAL_ENV": str(environment), "CDPATH": f".:{checkout}"}
-    done = subprocess.run(words, cwd="/", env=outside, capture_output=True, text=True)
+    return checkout, environment
+
+
+def test_a_set_up_environment_is_used_at_once_and_from_anywhere(tmp_path):
+    """The active environment's python gets the config and the overrides; no pip runs."""
+    checkout, environment = make_set_up(tmp_path)
+    done = run(checkout, environment, DEBUG, "--training.steps", "5", CDPATH=f".:{checkout}")
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{checkout}|-m pc_recipe.runs.local {checkout}/{DEBUG} --training.steps 5\n"
 
 
+def test_without_a_config_a_pair_is_trained_and_compared(tmp_path):
+    checkout, environment = make_set_up(tmp_path)
+    train = f"{checkout}|-m pc_recipe.runs.local {checkout}/train_configs/demo.toml"
+    assert run(checkout, environment, "--debug.seed", "3").stdout.splitlines() == [
+        f"{train} --pc.enable false --job.dump_folder outputs/demo/baseline --debug.seed 3",
+        f"{train} --job.dump_folder outputs/demo/pc --debug.seed 3",
+        f"{checkout}|scripts/report.py outputs/demo/baseline outputs/demo/pc --output outputs/demo/report.html",
+    ]
+
+
+def test_the_pair_ends_with_its_first_failure(tmp_path):
+    checkout, environment = make_set_up(tmp_path)
+    program = environment / "bin" / "python"
+    program.write_text('#!/bin/sh\ncase "$1" in -c) exit 0;; *) echo "$*"; exit 130;; esac\n')
+    done = run(checkout, environment)
+    assert (done.returncode, len(done.stdout.splitlines())) == (130, 1)
+
+
+@pytest.mark.parametrize("words", [["--help"], [DEBUG, "--help", "pc"], ["-h"]])
+def test_help_installs_nothing(tmp_path, words):
+    checkout, environment = make_checkout(tmp_path, "echo ran; exit 0")
+    done = run(checkout, environment, *words)
+    assert (done.returncode, "ran" in done.stdout) == (0, False)
+    assert done.stdout.startswith("Train a small Llama 2 twice") and "run_llama_train.sh --setup" in done.stdout
+    checkout, environment = make_set_up(tmp_path / "set_up")
+    assert run(checkout, environment, *words).stdout.endswith(f"{' '.join(words[words[0] == DEBUG:])}\n")
+
+
+def test_set_up_alone(tmp_path):
+    checkout, environment = make_set_up(tmp_path)
+    assert run(checkout, environment, "--setup").stdout.split()[-1] == f"{environment}/bin/activate"
+
+
 def test_what_is_installed_into_an_active_environment_is_said(tmp_path):
     checkout, environment = make_checkout(tmp_path, "exit 0")
-    outside = {"PATH": os.environ["PATH"], "VIRTUAL_ENV": str(environment)}
-    done = subprocess.run([checkout / "run_llama_train.sh"], env=outside, capture_output=True, text=True)
+    done = run(checkout, environment)
     assert done.returncode == 0, done.stderr
     assert f"into {environment}\nIt was active: packages in it change to the versions of constraints.txt" in done.stdout
 

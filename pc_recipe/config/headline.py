@@ -1,0 +1,54 @@
+"""What a configuration trains, in one line: made from it, so that no run calls itself what it is not."""
+
+from pc.blocks import BLOCK_GROUPS
+from pc_recipe.config.model_sizes import shape_of
+from pc_recipe.config.pc_section import PC
+from pc_recipe.config.schema import Config, Model
+
+_MATRICES_OF_A_BLOCK = 7  # q, k, v, o, gate, up, down
+
+
+def headline(config: Config) -> str:
+    """Such as "35M Llama, AdamW, PC level 4 on o, gate, up, down (24 of 43 matrices)", or "..., no PC"."""
+    return describe(config.model, config.optimizer.name, config.pc)
+
+
+def describe(model: Model, optimizer: str, pc: PC) -> str:
+    """`headline` of a configuration's parts."""
+    size = f"{_short(count_parameters(model))} Llama"
+    return f"{size}, {optimizer}, {_describe_pc(pc, shape_of(model).n_layers)}"
+
+
+def _describe_pc(pc: PC, layers: int) -> str:
+    if not pc.enable:
+        return "no PC"
+    blocks = [block for entry in pc.blocks for block in BLOCK_GROUPS.get(entry, (entry,))]
+    if isinstance(pc.level, dict):
+        level = "of several levels"
+    elif isinstance(pc.level, list):
+        level = "of given coefficients"
+    else:
+        level = f"level {pc.level}"
+    chosen, all_of_them = layers * len(blocks), layers * _MATRICES_OF_A_BLOCK + 1  # and the head
+    return f"PC {level} on {', '.join(blocks)} ({chosen} of {all_of_them} matrices)"
+
+
+def count_parameters(model: Model) -> int:
+    """Of the model without PC's gammas, counted from its sizes: the dry run and the start must not wait for torch."""
+    shape = shape_of(model)
+    wanted = int(8 * shape.dim / 3)
+    if shape.ffn_dim_multiplier is not None:
+        wanted = int(shape.ffn_dim_multiplier * wanted)
+    ffn_dim = -(-wanted // shape.multiple_of) * shape.multiple_of
+    of_attention = 2 * shape.dim**2 * (1 + (shape.n_kv_heads or shape.n_heads) / shape.n_heads)
+    of_block = int(of_attention) + 3 * shape.dim * ffn_dim + 2 * shape.dim  # and two norms
+    return 2 * model.vocab_size * shape.dim + shape.n_layers * of_block + shape.dim
+
+
+def _short(parameters: int) -> str:
+    """35M, 1.1B, 493k: two digits, or all before the point."""
+    for size, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if parameters >= size:
+            number = parameters / size
+            return f"{number:.1f}{suffix}" if number < 9.95 else f"{number:.0f}{suffix}"
+    return str(parameters)

@@ -1,0 +1,25 @@
+"""Text that a model writes after a prompt."""
+
+from typing import Any
+
+import torch
+
+
+def continue_text(
+    model: Any, tokenizer: Any, prompt: str, tokens: int, temperature: float = 0.8, top_p: float = 0.95, seed: int = 0
+) -> str:
+    """The prompt and what follows, decoded together: a token alone does not say whether a space stands before it.
+
+    Args:
+        tokens: at most so many; fewer if the model ends the document.
+        temperature: 0 always takes the most likely token.
+        top_p: of the likeliest tokens with this share together.
+    """
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature:
+        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p}
+    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+    inputs.pop("token_type_ids", None)
+    torch.manual_seed(seed)
+    (ids,) = model.generate(**inputs, max_new_tokens=tokens, max_length=None, **sampling)
+    return tokenizer.decode(ids, skip_special_tokens=True)

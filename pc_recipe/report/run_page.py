@@ -1,0 +1,202 @@
+"""What runs came to, as one page and as a few lines: losses, conditioning, text, cost, and what they do not show."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from torch import Tensor
+
+from pc.blocks import BLOCK_SUFFIXES
+from pc.errors import UserError
+from pc.report import draw, html
+from pc.spectral import singular_values
+from pc_recipe.config.headline import headline
+from pc_recipe.evaluate import plain_weights
+from pc_recipe.evaluate.generate import continue_text
+from pc_recipe.evaluate.hugging_face import load_checkpoint
+from pc_recipe.files.plots import short_tokens
+from pc_recipe.files.run_folder import find_newest_checkpoint, read_environment, read_state
+from pc_recipe.files.run_log import RunLog, read_logs
+from pc_recipe.report import curves, settings
+from pc_recipe.runs.sweep.spec import VALIDATION
+
+PROMPT = "The river"
+BLOCK = "up"
+"""Singular values are drawn of this block in the middle layer: chosen before any was seen."""
+_CONDITION = "spectra/gmcn/pc"
+_ONE_SEED = (
+    "One run each: another seed moves a final loss too, and nothing here says by how much. Neither learning rate was tuned "
+    "for its run, unless you did. A short run of a small model says nothing about a large one."
+)
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """A run, as far as the page shows it."""
+
+    name: str
+    headline: str
+    log: RunLog
+    state: str
+    sigma: Tensor | None
+    """Singular values of the drawn matrix; None without a checkpoint."""
+    text: str
+
+    def last(self, key: str) -> float:
+        """NaN if it was never logged."""
+        series = self.log.series(key)
+        return series.iloc[-1] if len(series) else math.nan
+
+    @property
+    def seconds(self) -> float:
+        """Of all its training steps."""
+        taken = self.log.series("step_seconds")
+        return float((taken * pd.Series(taken.index, taken.index).diff().fillna(taken.index[0])).sum()) if len(taken) else 0
+
+
+def write(paths: Sequence[Path], output: Path) -> str:
+    """Write the page of runs, the reference first; returns it in a few lines for a terminal.
+
+    Raises:
+        UserError: a folder without a run, without validations, or validated on other text than the first.
+    """
+    logs = curves.marked(read_logs(paths))
+    rows = curves.compare(logs)
+    runs = [_show(log) for log in logs]
+    differ = settings.differences(logs)
+    verdicts = [_verdict(rows, i) for i in range(1, len(runs))]
+    title = verdicts[0] if verdicts else f"{runs[0].name}: {runs[0].headline}"
+    parts = [
+        f"<h1>{escape(title)}</h1>",
+        *(f"<p class=head>{escape(line)}</p>" for line in verdicts[1:]),
+        "<p class=advice>" + "<br>".join(escape(f"{run.name}: {run.headline}") for run in runs) + "</p>",
+        *_losses(runs, rows),
+        *_conditioning(runs),
+        *_text(runs),
+        *_cost(runs),
+        "<h2>Settings in which they differ</h2>",
+        _list(differ or ["none"]),
+        "<h2>What this does not show</h2>",
+        f"<p>{escape(_ONE_SEED)}</p>",
+    ]
+    html.write(html.document(title, parts), output)
+    lines = [f"{run.name}: {run.headline}. {_figures(run)}" for run in runs]
+    return "\n".join([*lines, *verdicts, f"One seed each: {output} says what that does not show."])
+
+
+def _show(log: RunLog) -> _Shown:
+    folder = log.file.parent
+    config = settings.read(log)
+    checkpoint = find_newest_checkpoint(folder)
+    sigma, text = None, "no checkpoint"
+    if checkpoint is not None:
+        run = plain_weights.load(checkpoint)
+        layer = run.model_args.n_layers // 2
+        sigma = singular_values(run.weights[f"layers.{layer}.{BLOCK_SUFFIXES[BLOCK][0]}.weight"]).flip(-1)
+        try:
+            model, tokenizer = load_checkpoint(run)
+            text = continue_text(model, tokenizer.to_transformers(run.model_args.max_seq_len), PROMPT, 40)
+        except UserError as error:  # the tokenizer is gone; all else can be shown
+            text = str(error)
+    name = headline(config) if config else "its configuration is not known"
+    return _Shown(log.name, name, log, read_state(folder).state, sigma, text)
+
+
+def _verdict(rows: pd.DataFrame, i: int) -> str:
+    """How a run ends against the first: the sentence is made from the numbers."""
+    row, reference = rows.iloc[i], rows.iloc[0]
+    if row.other_model:
+        return f"{row['name']} is another model than {reference['name']}: their losses are not compared"
+    if not math.isfinite(row.difference):
+        return f"{row['name']} cannot be compared with {reference['name']}: a final loss is not finite"
+    side = "below" if row.difference < 0 else "above"
+    sentence = f"{row['name']} ends {abs(row.difference):.3f} nats per token {side} {reference['name']}"
+    if row.speedup > 1:
+        reached = f"{short_tokens(row.reached_at_tokens)} of {short_tokens(reference.tokens)} tokens"
+        return f"{sentence}, whose final loss it reaches after {reached} ({1 - row.reached_at_tokens / reference.tokens:.0%} saved)"
+    return f"{sentence}: it saves no tokens here"
+
+
+def _figures(run: _Shown) -> str:
+    condition = run.last(_CONDITION)
+    found = [f"Validation loss {run.last(VALIDATION):.3f}"]
+    found += [f"condition number {condition:.1f}"] if math.isfinite(condition) else []
+    found += [f"{_duration(run.seconds)} of steps"] if run.seconds else []
+    return ", ".join(found) + ("" if run.state == "finished" else f", {run.state}")
+
+
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
+
+
+def _losses(runs: Sequence[_Shown], rows: pd.DataFrame) -> list[str]:
+    def lines(axes: Any) -> None:
+        for i, run in enumerate(runs):
+            curve = run.log.series(VALIDATION, "tokens")
+            curve = curve[curve.index >= curve.index[-1] / 10] if len(curve) > 2 else curve  # the start falls too far
+            axes.plot(curve.index, curve, color=f"C{i}", marker=".", markersize=3, label=run.name)
+        axes.axhline(rows.final_loss[0], color="C0", linestyle=":", linewidth=1)
+        axes.xaxis.set_major_formatter(lambda value, _: short_tokens(value))
+        axes.set_xlabel("training tokens, from a tenth on")
+        axes.set_ylabel("validation loss (nats per token)")
+
+    header = ["run", "tokens", "final validation loss", "difference", "reaches the first one's loss after"]
+    table = []
+    for row in rows.itertuples():
+        reached = "never" if math.isnan(row.reached_at_tokens) else short_tokens(row.reached_at_tokens)
+        reached = "another model" if row.other_model else reached
+        losses = [f"{row.final_loss:.4f}", f"{row.difference:+.4f}"]
+        table.append([row.name, short_tokens(row.tokens), *losses, reached])
+    return ["<h2>Losses</h2>", _figure("Validation loss", lines), html.table(header, table)]
+
+
+def _conditioning(runs: Sequence[_Shown]) -> list[str]:
+    def lines(axes: Any) -> None:
+        for i, run in enumerate(runs):
+            curve = run.log.series(_CONDITION)
+            axes.plot(curve.index, curve, color=f"C{i}", marker=".", markersize=3, label=run.name)
+        axes.set_yscale("log")
+        axes.set_xlabel("step")
+        axes.set_ylabel("condition number")
+
+    spectra = {run.name: run.sigma for run in runs if run.sigma is not None}
+    figures = ""
+    if any(_CONDITION in run.log.keys() for run in runs):
+        figures += _figure("Condition number of o, gate, up, down", lines, "Geometric mean; 1 is perfect.")
+    if spectra:
+        drawn = draw.svg(f"Singular values of {BLOCK}, middle layer", spectra)
+        figures += f"<figure>{drawn}<figcaption>At the last checkpoint; of PC(W), the weight that is used.</figcaption></figure>"
+    return ["<h2>Conditioning</h2>", f"<div class=panels>{figures}</div>" if figures else "<p>Nothing was logged.</p>"]
+
+
+def _figure(title: str, lines: Any, caption: str = "") -> str:
+    return f"<figure>{draw.svg_of(title, lines)}<figcaption>{escape(caption)}</figcaption></figure>"
+
+
+def _text(runs: Sequence[_Shown]) -> list[str]:
+    header = f"<h2>What each writes after “{escape(PROMPT)}”</h2>"
+    return [header, *(f"<p><b>{escape(run.name)}</b><br>{escape(run.text)}</p>" for run in runs)]
+
+
+def _cost(runs: Sequence[_Shown]) -> list[str]:
+    header = ["run", "seconds a step, median", "all steps", "memory (GiB)", "machine"]
+    rows = []
+    for run in runs:
+        seconds, memory = run.log.series("step_seconds"), run.last("memory_active_gib_of_all_ranks")
+        machine = read_environment(run.log.file.parent)
+        where = machine.get("gpus") or [f"{machine.get('cpu_cores', 'unknown number of')} CPU cores"]
+        step = f"{seconds.median():.3g}" if len(seconds) else "-"
+        rows.append([run.name, step, _duration(run.seconds), f"{memory:.2f}", ", ".join(map(str, where))])
+    return [
+        "<h2>What it cost</h2>", html.table(header, rows),
+        "<p class=faint>PC's share shrinks with the tokens of a step: it is computed once per step, however many there are.</p>",
+    ]  # fmt: skip
+
+
+def _list(lines: Sequence[str]) -> str:
+    return f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>"

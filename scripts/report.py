@@ -1,0 +1,25 @@
+"""One page of what runs came to: losses, conditioning, text, cost, and what they do not show.
+
+Usage: python scripts/report.py RUN... [--output FILE]
+"""
+
+import argparse
+from pathlib import Path
+
+from pc.errors import exit_on_user_error
+from pc_recipe.config.command_line import existing
+
+
+@exit_on_user_error
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", nargs="+", type=existing, metavar="RUN", help="run folders; the first is the reference")
+    parser.add_argument("--output", type=Path, default=Path("outputs/report.html"), help="the page")
+    arguments = parser.parse_args()
+    from pc_recipe.report.run_page import write
+
+    print(write(arguments.runs, arguments.output))
+
+
+if __name__ == "__main__":
+    main()
