@@ -20,18 +20,14 @@ def histogram(axes: Any, spectra: Mapping[str, Tensor]) -> None:
         axes.hist(sigma / sigma.max(), edges, histtype="stepfilled", color=f"C{i}", alpha=0.55, label=name)
 
 
-def svg(title: str, spectra: Mapping[str, Tensor]) -> str:
-    """A histogram as SVG, in the colour of the text around it."""
-
-    def draw(axes: Any) -> None:
-        histogram(axes, spectra)
-        axes.set_xlabel("singular value / largest")
-        axes.set_ylabel("count")
-
-    return svg_of(title, draw)
+def histogram_of(axes: Any, spectra: Mapping[str, Tensor]) -> None:
+    """`histogram` with labelled axes."""
+    histogram(axes, spectra)
+    axes.set_xlabel("singular value / largest")
+    axes.set_ylabel("count")
 
 
-def svg_of(title: str, draw: Callable[[Any], None]) -> str:
+def svg(title: str, draw: Callable[[Any], None]) -> str:
     """What `draw` draws in the axes that it is given, as SVG, in the colour of the text around it, with a legend."""
     style: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 9}
     style |= {f"axes.spines.{side}": False for side in ("top", "right")}

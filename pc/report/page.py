@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 
 from pc.measure import Conditioning, Measured, gaussian_singular_values
 from pc.report import draw, html, words
+
 
 def write(models: dict[str, Conditioning], output: Path) -> None:
     """Write the page of {name: model}."""
@@ -58,7 +60,8 @@ def _histograms(found: Conditioning) -> str:
     for which, matrix in words.worst_and_median(found).items():
         spectra = {"W": matrix.sigma, "Gaussian": gaussian_singular_values(*matrix.shape), "PC 4": matrix.sigma_at(4)}
         caption = f"{matrix.name}, {matrix.shape[0]} x {matrix.shape[1]}, condition number {words.number(matrix.figures.condition)}"
-        drawn += f"<figure>{draw.svg(f'{which}: ×{matrix.ratio:.2f}', spectra)}<figcaption>{escape(caption)}</figcaption></figure>"
+        drawing = draw.svg(f"{which}: ×{matrix.ratio:.2f}", partial(draw.histogram_of, spectra=spectra))
+        drawn += f"<figure>{drawing}<figcaption>{escape(caption)}</figcaption></figure>"
     return drawn
 
 

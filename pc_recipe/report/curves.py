@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -75,11 +76,9 @@ def table(rows: pd.DataFrame) -> str:
     reference = rows.iloc[0]
     lines = []
     for row in rows.itertuples():
-        reached = "never" if math.isnan(row.reached_at_tokens) else short_tokens(row.reached_at_tokens)
-        reached = "another model" if row.other_model else reached
         faster = "-" if math.isnan(row.speedup) else f"{row.speedup:.2f}x"
         losses = [f"{row.final_loss:.4f}", f"{row.difference:+.4f}"]
-        lines.append([row.name, f"{row.steps:,}", short_tokens(row.tokens), *losses, reached, faster])
+        lines.append([row.name, f"{row.steps:,}", short_tokens(row.tokens), *losses, reached(row), faster])
     header = ["run", "steps", "tokens", "final validation loss", "difference"]
     text = markdown.table([*header, f"reaches {reference.final_loss:.4f} after", "speedup in tokens"], lines) + (
         f"\nDifference and speedup are against {reference['name']}. Between two validations the loss is interpolated "
@@ -91,6 +90,13 @@ def table(rows: pd.DataFrame) -> str:
             "learning rates that decay to the end the speedup is not a fair comparison.\n"
         )
     return text
+
+
+def reached(row: Any) -> str:
+    """After how many tokens a row's run reaches the first one's final loss, in words."""
+    if row.other_model:
+        return "another model"
+    return "never" if math.isnan(row.reached_at_tokens) else short_tokens(row.reached_at_tokens)
 
 
 def marked(runs: Sequence[RunLog]) -> list[RunLog]:

@@ -19,7 +19,7 @@ from pc_recipe.config.headline import headline
 from pc_recipe.evaluate import plain_weights
 from pc_recipe.evaluate.generate import continue_text
 from pc_recipe.evaluate.hugging_face import load_checkpoint
-from pc_recipe.files.plots import short_tokens
+from pc_recipe.files.plots import legend_below, save, short_tokens, subplots
 from pc_recipe.files.run_folder import find_newest_checkpoint, read_environment, read_state
 from pc_recipe.files.run_log import RunLog, read_logs
 from pc_recipe.report import curves, settings
@@ -56,11 +56,15 @@ class _Shown:
     def seconds(self) -> float:
         """Of all its training steps."""
         taken = self.log.series("step_seconds")
-        return float((taken * pd.Series(taken.index, taken.index).diff().fillna(taken.index[0])).sum()) if len(taken) else 0
+        return (
+            float((taken * pd.Series(taken.index, taken.index).diff().fillna(taken.index[0])).sum())
+            if len(taken)
+            else 0
+        )
 
 
 def write(paths: Sequence[Path], output: Path) -> str:
-    """Write the page of runs, the reference first; returns it in a few lines for a terminal.
+    """Write the page of runs, the reference first, and beside it a picture as PNG; returns it in a few lines for a terminal.
 
     Raises:
         UserError: a folder without a run, without validations, or validated on other text than the first.
@@ -85,6 +89,7 @@ def write(paths: Sequence[Path], output: Path) -> str:
         f"<p>{escape(_ONE_SEED)}</p>",
     ]
     html.write(html.document(title, parts), output)
+    _draw_picture(title, runs, rows, output.with_suffix(""))
     lines = [f"{run.name}: {run.headline}. {_figures(run)}" for run in runs]
     return "\n".join([*lines, *verdicts, f"One seed each: {output} says what that does not show."])
 
@@ -134,48 +139,66 @@ def _duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
-def _losses(runs: Sequence[_Shown], rows: pd.DataFrame) -> list[str]:
-    def lines(axes: Any) -> None:
-        for i, run in enumerate(runs):
-            curve = run.log.series(VALIDATION, "tokens")
-            curve = curve[curve.index >= curve.index[-1] / 10] if len(curve) > 2 else curve  # the start falls too far
-            axes.plot(curve.index, curve, color=f"C{i}", marker=".", markersize=3, label=run.name)
-        axes.axhline(rows.final_loss[0], color="C0", linestyle=":", linewidth=1)
-        axes.xaxis.set_major_formatter(lambda value, _: short_tokens(value))
-        axes.set_xlabel("training tokens, from a tenth on")
-        axes.set_ylabel("validation loss (nats per token)")
+def _draw_losses(axes: Any, runs: Sequence[_Shown], rows: pd.DataFrame) -> None:
+    for i, run in enumerate(runs):
+        curve = run.log.series(VALIDATION, "tokens")
+        curve = curve[curve.index >= curve.index[-1] / 10] if len(curve) > 2 else curve  # the start falls too far
+        axes.plot(curve.index, curve, color=f"C{i}", marker=".", markersize=3, label=run.name)
+    axes.axhline(rows.final_loss[0], color="C0", linestyle=":", linewidth=1)
+    axes.xaxis.set_major_formatter(lambda value, _: short_tokens(value))
+    axes.set_xlabel("training tokens, from a tenth on")
+    axes.set_ylabel("validation loss (nats per token)")
 
+
+def _draw_conditions(axes: Any, runs: Sequence[_Shown]) -> None:
+    for i, run in enumerate(runs):
+        curve = run.log.series(_CONDITION)
+        axes.plot(curve.index, curve, color=f"C{i}", marker=".", markersize=3, label=run.name)
+    axes.set_yscale("log")
+    for labelled in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        labelled(lambda value, _: f"{value:g}")
+    axes.set_xlabel("step")
+    axes.set_ylabel("condition number")
+
+
+def _draw_picture(title: str, runs: Sequence[_Shown], rows: pd.DataFrame, path: Path) -> None:
+    """Losses and condition numbers as a PNG, for where no page can be shown."""
+    figure, (left, right) = subplots(1, 2, width=4.4, height=3.2)
+    _draw_losses(left, runs, rows)
+    _draw_conditions(right, runs)
+    right.set_title("o, gate, up, down: geometric mean", fontsize=8)
+    figure.suptitle(title, fontsize=9, parse_math=False)
+    legend_below(figure, left)
+    save(figure, path)
+
+
+def _losses(runs: Sequence[_Shown], rows: pd.DataFrame) -> list[str]:
     header = ["run", "tokens", "final validation loss", "difference", "reaches the first one's loss after"]
     table = []
     for row in rows.itertuples():
-        reached = "never" if math.isnan(row.reached_at_tokens) else short_tokens(row.reached_at_tokens)
-        reached = "another model" if row.other_model else reached
         losses = [f"{row.final_loss:.4f}", f"{row.difference:+.4f}"]
-        table.append([row.name, short_tokens(row.tokens), *losses, reached])
-    return ["<h2>Losses</h2>", _figure("Validation loss", lines), html.table(header, table)]
+        table.append([row.name, short_tokens(row.tokens), *losses, curves.reached(row)])
+    figure = _figure("Validation loss", lambda axes: _draw_losses(axes, runs, rows))
+    return ["<h2>Losses</h2>", figure, html.table(header, table)]
 
 
 def _conditioning(runs: Sequence[_Shown]) -> list[str]:
-    def lines(axes: Any) -> None:
-        for i, run in enumerate(runs):
-            curve = run.log.series(_CONDITION)
-            axes.plot(curve.index, curve, color=f"C{i}", marker=".", markersize=3, label=run.name)
-        axes.set_yscale("log")
-        axes.set_xlabel("step")
-        axes.set_ylabel("condition number")
-
     spectra = {run.name: run.sigma for run in runs if run.sigma is not None}
     figures = ""
     if any(_CONDITION in run.log.keys() for run in runs):
-        figures += _figure("Condition number of o, gate, up, down", lines, "Geometric mean; 1 is perfect.")
+        title, caption = "Condition number of o, gate, up, down", "Geometric mean over the matrices; 1 is the least."
+        figures += _figure(title, lambda axes: _draw_conditions(axes, runs), caption)
     if spectra:
-        drawn = draw.svg(f"Singular values of {BLOCK}, middle layer", spectra)
-        figures += f"<figure>{drawn}<figcaption>At the last checkpoint; of PC(W), the weight that is used.</figcaption></figure>"
+        title, caption = (
+            f"Singular values of {BLOCK}, middle layer",
+            "At the last checkpoint, of the weight that is used.",
+        )
+        figures += _figure(title, lambda axes: draw.histogram_of(axes, spectra), caption)
     return ["<h2>Conditioning</h2>", f"<div class=panels>{figures}</div>" if figures else "<p>Nothing was logged.</p>"]
 
 
 def _figure(title: str, lines: Any, caption: str = "") -> str:
-    return f"<figure>{draw.svg_of(title, lines)}<figcaption>{escape(caption)}</figcaption></figure>"
+    return f"<figure>{draw.svg(title, lines)}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
 def _text(runs: Sequence[_Shown]) -> list[str]:

@@ -35,5 +35,3 @@ def differences(runs: Sequence[RunLog]) -> list[str]:
     return [f"{key}: {', '.join(f'{values[name].get(key)} in {name}' for name in known)}" for key in differing] + [
         f"{run.name}: its configuration is not known" for run in runs if run.name not in known
     ]
-
-

@@ -78,7 +78,7 @@ def test_help_installs_nothing(tmp_path, words):
     assert (done.returncode, "ran" in done.stdout) == (0, False)
     assert done.stdout.startswith("Train a small Llama 2 twice") and "run_llama_train.sh --setup" in done.stdout
     checkout, environment = make_set_up(tmp_path / "set_up")
-    assert run(checkout, environment, *words).stdout.endswith(f"{' '.join(words[words[0] == DEBUG:])}\n")
+    assert run(checkout, environment, *words).stdout.endswith(f"{' '.join(words[words[0] == DEBUG :])}\n")
 
 
 def test_set_up_alone(tmp_path):

@@ -1,0 +1,81 @@
+"""The page of runs: its sentences are made from the numbers."""
+
+import re
+
+import pytest
+import tomli_w
+
+import helpers.tiny  # noqa: F401 (the flavor)
+from helpers.made_runs import make_run, make_shards, validations, write_run
+from pc import PCConfig
+from pc.errors import UserError
+from pc_recipe.report import run_page
+from pc_recipe.report.figures import draw_curves
+
+BASE = {"model": {"flavor": "tiny", "vocab_size": 64}, "training": {"seq_len": 64}}
+
+
+def runs(folder, losses=((5.0, 4.0, 3.0), (4.0, 3.0, 2.5)), **differing):
+    """A baseline and a run of these validation losses, the second with other settings {"section": {...}}."""
+    paths = []
+    for name, values, more in zip(("baseline", "pc"), losses, ({}, differing), strict=True):
+        paths.append(write_run(folder / name, validations(values)))
+        settings = {section: BASE.get(section, {}) | more.get(section, {}) for section in BASE | more}
+        (folder / name / "config.toml").write_text(tomli_w.dumps(settings))
+    return paths
+
+
+def test_page_and_lines_say_the_same(tmp_path):
+    paths = runs(tmp_path, pc={"enable": True}, optimizer={"lr": 0.5})
+    text = run_page.write(paths, tmp_path / "out" / "report.html")
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert len(text.splitlines()) == 4 and (tmp_path / "out" / "report.png").is_file()
+    verdict = (
+        "pc ends 0.500 nats per token below baseline, whose final loss it reaches after 200 of 300 tokens (33% saved)"
+    )
+    assert verdict in text and f"<h1>{verdict}</h1>" in page
+    assert "Llama, AdamW, no PC" in text and "Llama, AdamW, PC level 4 on o, gate, up, down" in text
+    listed = re.findall("<li>(.*?)</li>", page)
+    assert listed == ["pc.enable: False in baseline, True in pc", "optimizer.lr: 0.0008 in baseline, 0.5 in pc"]
+    assert "One run each" in page and "no checkpoint" in page
+    assert len(page) < 1e6 and "<script" not in page and "http" not in page.replace("http://www.w3.org", "")
+
+
+@pytest.mark.parametrize(
+    "losses, sentence",
+    [
+        (((3.0, 2.0), (3.5, 2.5)), "pc ends 0.500 nats per token above baseline: it saves no tokens here"),
+        (((3.0, 2.0), (3.5, None)), "pc cannot be compared with baseline: a final loss is not finite"),
+    ],
+)
+def test_where_pc_does_not_lead_the_page_says_so(tmp_path, losses, sentence):
+    assert sentence in run_page.write(runs(tmp_path, losses), tmp_path / "report.html")
+
+
+def test_another_model_has_no_speedup(tmp_path, capsys):
+    """In the page, and in the table of curves; both name the difference."""
+    paths = runs(tmp_path, model={"dim": 64})
+    text = run_page.write(paths, tmp_path / "report.html")
+    assert "pc is another model than baseline" in text and "saved" not in text
+    draw_curves(paths, tmp_path)
+    printed = capsys.readouterr().out
+    assert "| another model" in printed and "1.50x" not in printed
+    assert "Runs differ in model.dim: None in baseline, 64 in pc." in printed
+
+
+def test_a_run_that_says_nothing_more_than_its_losses(tmp_path):
+    paths = [write_run(tmp_path / "<i>", validations([2.0, 1.0]), "stopped", "asked to stop")]
+    assert "not known" in run_page.write(paths, tmp_path / "report.html")
+    assert "&lt;i&gt;" in (tmp_path / "report.html").read_text() and "<i>" not in (tmp_path / "report.html").read_text()
+    with pytest.raises(UserError, match="no 'validation_loss' was logged"):
+        run_page.write([write_run(tmp_path / "empty", [])], tmp_path / "report.html")
+
+
+def test_matrix_and_text_are_those_of_the_checkpoint(tmp_path):
+    made = make_run(tmp_path / "run", make_shards(tmp_path / "data"), PCConfig(level=4))
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    write_run(tmp_path / "run", validations([2.0]))
+    run_page.write([tmp_path / "run"], tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert made.checkpoint.is_dir() and "Singular values of up, middle layer" in page
+    assert page.count("The river") == 2  # the heading's, and what was written after it
