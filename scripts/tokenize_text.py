@@ -3,7 +3,7 @@
 A folder of your own, with files of any of these kinds:
     python scripts/tokenize_text.py --input ~/texts --output data/own_text
 A subset of FineWeb from the Hub, on every core of this machine:
-    python scripts/tokenize_text.py --input HuggingFaceFW/fineweb --subset sample-10BT --output data/fineweb-10BT
+    python scripts/tokenize_text.py --input HuggingFaceFW/fineweb --subset sample-10BT --output data/fineweb
 Its first 10,000 documents, for a look within seconds:
     python scripts/tokenize_text.py --input HuggingFaceFW/fineweb --max-documents 10000 --output data/look
 Several inputs, with Llama 2's tokenizer:

@@ -8,6 +8,7 @@ the run is finished or cannot continue. No slurmdbd or sacct is needed: the stat
 import contextlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -33,8 +34,11 @@ MISTAKE = 2
 """The exit status after a `UserError`."""
 
 
-def submit_run(config: str, overrides: Sequence[str], allocation: Allocation) -> str:
+def submit_run(config: str, overrides: Sequence[str], allocation: Allocation, queues: bool = True) -> str:
     """Check one run, print what a dry run says, and queue it.
+
+    Args:
+        queues: False only returns the command that would.
 
     Raises:
         UserError: mistakes, or a time limit that is too short.
@@ -49,23 +53,30 @@ def submit_run(config: str, overrides: Sequence[str], allocation: Allocation) ->
         report.facts.append(("time limit", allocation.describe_limit(hours)))
     print(report.text(), flush=True)
     folder = Path(report.config.job.dump_folder)
-    job = submit_job(folder, [f"--job-name={folder.name}", *allocation.sbatch_options()], [config, *overrides])
+    words = folder, [f"--job-name={folder.name}", *allocation.sbatch_options()], [config, *overrides]
+    if not queues:
+        return shlex.join(job_command(*words))
+    job = submit_job(*words)
     return f"job {job}: {config}, logs in {folder}/slurm"
 
 
 def submit_job(folder: Path, options: list[str], arguments: Sequence[str]) -> str:
     """Submit train.sbatch with sbatch; returns the job's id."""
-    logs = inside(folder, "slurm")  # a sweep's folder has links to equal runs, so only this is looked at
-    logs.mkdir(parents=True, exist_ok=True)  # without the folder SLURM drops the output
-    is_array = any(option.startswith("--array") for option in options)
-    output = f"--output={str(logs).replace('%', '%%')}/%x-{'%A_%a' if is_array else '%j'}.log"
+    inside(folder, "slurm").mkdir(parents=True, exist_ok=True)  # without the folder SLURM drops the output
     # the job uses the interpreter and the code that submitted it
     environment = {**os.environ, "PC_PYTHON": sys.executable, **own_code()}
-    command = ["sbatch", "--parsable", output, *options, str(TRAIN_SCRIPT), *arguments]
-    submitted = subprocess.run(command, capture_output=True, text=True, env=environment)
+    submitted = subprocess.run(job_command(folder, options, arguments), capture_output=True, text=True, env=environment)
     if submitted.returncode:
         raise UserError(" ".join(submitted.stderr.split()))
     return submitted.stdout.strip().split(";")[0]
+
+
+def job_command(folder: Path, options: list[str], arguments: Sequence[str]) -> list[str]:
+    """What `submit_job` runs. Its logs lie in the run's or sweep's folder."""
+    logs = inside(folder, "slurm")  # a sweep's folder has links to equal runs, so only this is looked at
+    is_array = any(option.startswith("--array") for option in options)
+    output = f"--output={str(logs).replace('%', '%%')}/%x-{'%A_%a' if is_array else '%j'}.log"
+    return ["sbatch", "--parsable", output, *options, str(TRAIN_SCRIPT), *arguments]
 
 
 # --- inside a job -----------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Check a config on the login node, say what it takes, and queue its training.
 
 python scripts/slurm/submit.py CONFIG.toml [--gpus-per-node 8] [--nodes 1]
-                               [--sbatch="--partition=main --time=8:00:00"] [--section.key value ...]
+                               [--sbatch="--partition=main --time=8:00:00"] [--print] [--section.key value ...]
 """
 
 import argparse
@@ -18,10 +18,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(add_help=False, description=__doc__.splitlines()[0])
     parser.add_argument("config", help="TOML file of the run")
     Allocation.add_options(parser)
+    parser.add_argument("--print", action="store_true", help="print the command that would queue it, and queue nothing")
     arguments, overrides = parse_with_overrides(parser)
     rules.require(load_config(arguments.config, overrides))  # before what takes seconds
 
-    print(submit_run(arguments.config, overrides, Allocation.of(arguments)))
+    print(submit_run(arguments.config, overrides, Allocation.of(arguments), queues=not arguments.print))
 
 
 if __name__ == "__main__":

@@ -20,10 +20,14 @@ SMALLER = (
 )
 
 
+ON_A_CPU = " --overlay train_configs/overlays/cpu.toml --training.steps 200 --lr_scheduler.warmup_steps 10"
+
+
 def commands(folder: Path) -> Iterator[str]:
     """The page's commands, with everything that they read and write below `folder`."""
-    lines = PAGE.split("```")[1].strip().splitlines()
-    assert len(lines) == 8
+    gpu, cpu = (block.strip().splitlines() for block in PAGE.split("```")[3:6:2])
+    assert len(gpu) == 8 and [line.replace(ON_A_CPU, "") for line in cpu] == gpu
+    lines = gpu
     for line in lines:
         for place in ("~/texts", "data/own_text", "data/evals", "outputs/"):
             line = line.replace(place, f"{folder}/{place.removeprefix('~/')}")
@@ -31,7 +35,6 @@ def commands(folder: Path) -> Iterator[str]:
             run = "" if "--job.dump_folder" in line else f"--job.dump_folder {folder}/outputs/own_text"
             line = line.replace("./run_llama_train.sh", "python -m pc_recipe.runs.local")  # without its set-up
             line = f"{line} --data.path {folder}/data/own_text {run} {SMALLER}"
-        line = line.replace("curves.py", f"curves.py --output {folder}/outputs/curves")
         yield line.replace("--limit 200", f"--limit 2 --tasks piqa,arc_easy --output {folder}/outputs/scores")
 
 
@@ -60,9 +63,9 @@ def test_the_eight_commands(tmp_path):
         assert done.returncode == 0, (line, done.stderr[-2000:])
         assert "Traceback" not in done.stderr and "torchao" not in done.stderr and "_pytree" not in done.stderr
         printed.append(done.stdout)
-    tokenised, _, _, curves, exported, generated, _, scores = printed
+    tokenised, _, _, compared, exported, generated, _, scores = printed
     assert "old.txt" in tokenised and "(3 .txt, 1 .jsonl, 1 .md)" in tokenised
-    assert "own_text_baseline" in curves and (tmp_path / "outputs" / "curves" / "summary.md").is_file()
+    assert "own_text_baseline: " in compared and (tmp_path / "outputs" / "own_text.html").is_file()
     assert exported.strip() == str(tmp_path / "outputs" / "own_text_export")
     assert generated.startswith("Once upon a time")
     assert "| own_text_baseline step-4 |" in scores and "| own_text step-4 |" in scores

@@ -210,4 +210,6 @@ def test_submit_says_what_a_dry_run_says(command, monkeypatch, tmp_path, tiny_sh
     assert [line for line in report if line not in limit] == dry.splitlines()
     status, _, err = command("slurm/submit.py", config, "--nodes=2", "--sbatch=--no-requeue", *words)
     assert status == 2 and err.startswith("error: ") and err.count("\n") == 1 and "its time limit is 24:00:00" in err
+    status, said, _ = command("slurm/submit.py", config, "--nodes=2", "--print", "--sbatch=--comment='a b'", *words)
+    assert status == 0 and said.splitlines()[-1].startswith("sbatch --parsable ") and "'--comment=a b'" in said
     assert len(sent) == 1  # nothing was queued
