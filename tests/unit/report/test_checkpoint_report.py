@@ -19,7 +19,7 @@ from pc.measure import exact_singular_values, gaussian_singular_values
 from pc.report import page, words
 from pc.report.read import of_tensors, read
 from pc.spectral import modified_condition_number
-from unit.test_hugging_face_models import ROWS, SIZES
+from unit.pc.test_hugging_face_models import ROWS, SIZES
 
 T5 = {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
 MODELS = ROWS | {"T5ForConditionalGeneration": (T5, {})}

@@ -16,7 +16,7 @@ from pc_recipe.config import load_config
 from pc_recipe.runs.cost import RunCost
 from pc_recipe.train.llama2 import model_args
 
-CONFIG = Path(__file__).parents[2] / "train_configs" / "1b_adamw_pc.toml"
+CONFIG = Path(__file__).parents[3] / "train_configs" / "1b_adamw_pc.toml"
 WORLD, LAYERS, D, F = 8, 18, 2048, 5632
 FFN = [(F, D), (D, F), (F, D)]
 CP2 = ["--parallelism.context_parallel_degree", "2"]
