@@ -29,8 +29,8 @@ from pc.targets import clean_name, find, require_complete
 from pc.weight import Weight, added_names, named_weights, require_precision
 
 
-def attach(model: nn.Module, config: PCConfig) -> nn.Module:
-    """Mark the weights that `config.blocks` matches, in place; returns the model.
+def attach(model: nn.Module, config: PCConfig = PCConfig(), **settings: Any) -> nn.Module:
+    """Mark the weights that `config.blocks` matches, in place; returns the model, which says so when it is printed.
 
     Nothing else changes, but forward passes are refused until `pc.precondition` is called. Call `attach` before wrapping
     with DDP or FSDP.
@@ -45,11 +45,9 @@ def attach(model: nn.Module, config: PCConfig) -> nn.Module:
             - It is not known how a matched weight, or one beside it, is split into matrices (`PCConfig.splits`).
             - A matched weight is computed from others, by torch's parametrize or prune.
     """
-    for module in model.modules():
-        if hasattr(module, "pc_weights"):
-            raise UserError("the model already has PC; call pc.attach only once, or pc.detach first")
-        if hasattr(module, "no_sync") or hasattr(module, "unshard"):
-            raise UserError("the model is already wrapped in DDP or FSDP; call pc.attach first")
+    if settings:
+        given = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+        raise UserError(f"pc.attach takes its settings as a pc.PCConfig: pc.attach(model, pc.PCConfig({given}))")
     targets, others = find(model, config)
     require_complete(config, targets, others)
     for target in targets.values():
@@ -90,7 +88,12 @@ def precondition(
 
 
 def _listed(models: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
-    return [models] if isinstance(models, nn.Module) else list(models)
+    parts: Any = [models] if isinstance(models, nn.Module) else models
+    if isinstance(parts, Iterable):
+        parts = [*parts]
+        if all(isinstance(part, nn.Module) for part in parts):
+            return parts
+    raise UserError(f"pc.precondition takes the model, or its parts, first, not a {type(models).__name__}")
 
 
 def _require_usable(models: list[nn.Module]) -> list[Weight]:

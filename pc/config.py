@@ -2,7 +2,7 @@
 torch."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -79,7 +79,9 @@ class PCConfig:
 
     def __post_init__(self) -> None:
         for key in ("blocks", "heads"):
-            names = getattr(self, key)
+            names: Any = getattr(self, key)
+            if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
+                raise UserError(f"pc.{key} must be names{' or patterns' * (key == 'blocks')}, not {names!r}")
             object.__setattr__(self, key, (names,) if isinstance(names, str) else tuple(names))
         if not self.blocks:
             raise UserError("pc.blocks is empty; name at least one, for example o or ffn")

@@ -71,8 +71,8 @@ _GATED_QUERY: Splits = {  # each head's query, then the gate of its output
 _GATE_UP: Splits = {"gate_up_proj.weight": MatrixSplit(("gate", "up")), **_one(down_proj="down")}
 _NUMBERED = {"w1": "gate", "w2": "down", "w3": "up"}
 
-# Weights of transformers' and TorchTitan's model classes that the names of layers do not tell: parameters by the class
-# of the module that they belong to.
+# Weights of classes of transformers, TorchTitan, torch and others that the names of layers do not tell: parameters by the
+# class of the module that they belong to.
 KNOWN: dict[str, Splits] = {
     "Phi3Attention": {"qkv_proj.weight": _by_group},
     "PhiAttention": _one(dense="o"),
@@ -89,6 +89,15 @@ KNOWN: dict[str, Splits] = {
         "query_key_value.weight": lambda module: MatrixSplit(_QKV, repeats=module.config.num_attention_heads),
         **_one(dense="o"),
     },
+    # nanoGPT's, and nanochat's
+    "CausalSelfAttention": {
+        "c_attn.weight": MatrixSplit(_QKV),
+        **_one(c_q="q", c_k="k", c_v="v", c_proj="o"),
+        **_none("ve_gate"),
+    },
+    # torch's
+    "MultiheadAttention": {"in_proj_weight": MatrixSplit(_QKV), **_one(out_proj="o")},
+    **dict.fromkeys(("TransformerEncoderLayer", "TransformerDecoderLayer"), _one(linear1="up", linear2="down")),
     "GPTJMLP": _one(fc_in="up", fc_out="down"),
     "FalconAttention": {"query_key_value.weight": _falcon, **_one(dense="o")},
     "MptAttention": {"Wqkv.weight": MatrixSplit(_QKV), **_one(out_proj="o")},

@@ -31,6 +31,7 @@ from pc.owner import Item, Plan, RecentPlans
 from pc.shards import local, viewed
 from pc.spectral import without_autocast
 from pc.splits import Kept, WeightSplit
+from pc.targets import counted, wildcard_layers
 from pc.weight import Weight, named_weights, require_precision
 
 # What a rank keeps from write_pc() to pull_back(), at most; it computes the rest again. Both need more while they run.
@@ -158,8 +159,8 @@ class Preconditioner:
         )
 
     def __repr__(self) -> str:
-        parts = [f"{weight.name}: {weight.split.describe()}" for weight in self.weights.values()]
-        return "\n  ".join([f"Preconditioner of {len(parts)} weights", *parts])
+        lines = [f"{wildcard_layers(name)}: {weight.split.describe()}" for name, weight in self.weights.items()]
+        return "\n  ".join([f"Preconditioner of {len(lines)} weights", *counted(lines)])
 
     # --- once per step
 

@@ -29,19 +29,28 @@ class Other(NamedTuple):
     shape: list[int]
     is_known: bool
     """whether it is known how it is split, or that it is none of the blocks"""
+    is_linear: bool
+    """of a linear layer, which a pattern may name"""
 
 
 def find(model: nn.Module, config: PCConfig) -> tuple[dict[str, Weight], dict[str, Other]]:
     """The weights that `config` names, not marked yet, and all others, by their parameters' full names.
 
     Raises:
-        UserError: `config` is something else, or a weight is matched twice, or it is not known how it is split, or the
-            split does not fit.
+        UserError: `model` or `config` is something else, or the model has PC already or is wrapped; a weight is matched
+            twice, or it is not known how it is split, or the split does not fit.
     """
     if not isinstance(config, PCConfig):
         raise UserError(
             f"pc.attach takes a pc.PCConfig, not a {type(config).__name__}; write pc.PCConfig(level=4, blocks=...)"
         )
+    if not isinstance(model, nn.Module):
+        raise UserError(f"pc.attach takes a torch.nn.Module, not a {type(model).__name__}")
+    for module in model.modules():
+        if hasattr(module, "pc_weights"):
+            raise UserError("the model already has PC; call pc.attach only once, or pc.detach first")
+        if hasattr(module, "no_sync") or hasattr(module, "unshard"):
+            raise UserError("the model is already wrapped in DDP or FSDP; call pc.attach first")
     targets: dict[str, Weight] = {}
     others: dict[str, Other] = {}
     modules = {clean_name(name): module for name, module in model.named_modules()}
@@ -58,7 +67,8 @@ def find(model: nn.Module, config: PCConfig) -> tuple[dict[str, Weight], dict[st
                 continue
             full_name = _join(module_name, key)
             is_known, split = full_name in splits, splits.get(full_name)
-            if not is_known and isinstance(module, nn.Linear) and key == "weight":
+            is_linear = isinstance(module, nn.Linear) and key == "weight"
+            if not is_known and is_linear:
                 split = MatrixSplit()  # a pattern may name any of these
             if split is not None:
                 blocks = split.blocks
@@ -66,7 +76,7 @@ def find(model: nn.Module, config: PCConfig) -> tuple[dict[str, Weight], dict[st
                 blocks = () if is_known else ("",)
             entries = [_entry_of(config, block, module_name, full_name) for block in blocks]
             if not any(entries):
-                others[full_name] = Other([*parameter.shape], is_known)
+                others[full_name] = Other([*parameter.shape], is_known, is_linear)
                 continue
             if split is None:
                 raise UserError(
@@ -112,14 +122,17 @@ def require_complete(config: PCConfig, targets: dict[str, Weight], others: dict[
     for entry in config.blocks:
         found = [parameter for parameter, target in targets.items() if entry in target.entries]
         if not found:
+            patterns = _patterns(others)
             raise UserError(
-                f"pc.blocks: {entry!r} matches no weight of the model; see print(pc.describe(model, config))"
+                f"pc.blocks: {entry!r} matches no weight of the model; "
+                + (f"name layers: {patterns}, or those of them that shall have PC; " if patterns else "")
+                + "see print(pc.describe(model, config))"
             )
         if entry not in BLOCK_SUFFIXES and entry not in BLOCK_GROUPS:
             continue  # a pattern finds what it says
         modules = {parameter.removesuffix(f".{targets[parameter].attribute}") for parameter in found}
         beside = tuple(f"{_part_of_layer(name)}." for name in modules if "." in name)
-        unknown = {_wildcard_layers(parameter) for parameter, other in others.items() if not other.is_known}
+        unknown = {wildcard_layers(parameter) for parameter, other in others.items() if not other.is_known}
         missed = sorted(name for name in unknown if name.startswith(beside))
         if missed:
             raise UserError(
@@ -159,30 +172,43 @@ def _join(name: str, key: str) -> str:
     return f"{name}.{key}" if name else key
 
 
-def _wildcard_layers(name: str) -> str:
+def counted(lines: Iterable[str]) -> list[str]:
+    """Each line once, with how often it is there."""
+    return [f"{count} x {line}" for line, count in Counter(lines).items()]
+
+
+def wildcard_layers(name: str) -> str:
     """A name with * for the number of the layer: "layers.*.mlp" for "layers.0.mlp"."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", name)
 
 
 def _part_of_layer(name: str) -> str:
     """The part of its layer that a module is in: "layers.*.mlp" for "layers.0.mlp.shared.up_proj"."""
-    around = _wildcard_layers(name.rpartition(".")[0])
+    around = wildcard_layers(name.rpartition(".")[0])
     layer = re.match(r"(.*\.)?\*\.[^.]+", around)
     return layer[0] if layer else around
 
 
+def _patterns(others: dict[str, Other]) -> str:
+    """An argument of `PCConfig` that names the unknown linear layers in numbered layers; "" if there are none."""
+    unknown = [parameter for parameter, other in others.items() if other.is_linear and not other.is_known]
+    names = dict.fromkeys(wildcard_layers(parameter).removesuffix(".weight") for parameter in unknown)
+    quoted = [f'"{name}"' for name in names if "*." in name]
+    return f"blocks=({', '.join(quoted)}{',' * (len(quoted) == 1)})" if quoted else ""
+
+
 def _splits_to_add(names: Iterable[str], between: str = " ") -> str:
     """An argument of `PCConfig` for these weights, with "?" where only the user knows."""
-    entries = f",{between}".join(f'"{_wildcard_layers(name)}": pc.MatrixSplit(("?",))' for name in names)
+    entries = f",{between}".join(f'"{wildcard_layers(name)}": pc.MatrixSplit(("?",))' for name in names)
     return (
         f'splits={{{entries}}}, with the names of the parts, in the order of their rows, in place of "?", '
         "or None in place of a MatrixSplit for a weight that is none of the blocks"
     )
 
 
-def describe(model: nn.Module, config: PCConfig) -> str:
+def describe(model: nn.Module, config: PCConfig = PCConfig()) -> str:
     """Which weights get PC, as which matrices, and which are left out; one line for each kind, to print. Then what to
-    add to `PCConfig.splits` if some of those that are not known, in numbered layers, are blocks.
+    write to give PC to those that are not known, in numbered layers: patterns, and `PCConfig.splits`.
 
     Args:
         model: before `attach`.
@@ -191,11 +217,13 @@ def describe(model: nn.Module, config: PCConfig) -> str:
     lines = []
     for parameter, target in targets.items():
         shape = [*getattr(target.module, target.attribute).shape]
-        lines.append(f"{_wildcard_layers(parameter)} {shape}: {target.split.describe()}")
+        lines.append(f"{wildcard_layers(parameter)} {shape}: {target.split.describe()}")
     for parameter, other in others.items():
-        lines.append(f"left out: {_wildcard_layers(parameter)} {other.shape}{'' if other.is_known else ', not known'}")
-    text = [f"{count} x {line}" for line, count in Counter(lines).items()]
-    unknown = dict.fromkeys(_wildcard_layers(parameter) for parameter, other in others.items() if not other.is_known)
+        lines.append(f"left out: {wildcard_layers(parameter)} {other.shape}{'' if other.is_known else ', not known'}")
+    text = counted(lines)
+    if patterns := _patterns(others):
+        text.append(f"To give PC to layers that are not known, each as one matrix, name them: {patterns}")
+    unknown = dict.fromkeys(wildcard_layers(parameter) for parameter, other in others.items() if not other.is_known)
     if numbered := [name for name in unknown if "*" in name]:
         text += ["If one of those not known is a block, add", _splits_to_add(numbered, between="\n        ")]
     return "\n".join(text)

@@ -10,6 +10,7 @@ them.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,6 +94,7 @@ class Weight:
     def mark(self) -> None:
         """Note on its module that it gets PC: name and split by attribute, which copies and `torch.save` keep."""
         self.module.__dict__.setdefault("pc_weights", {})[self.attribute] = (self.name, self.split)
+        self.module.__dict__["extra_repr"] = partial(_extra_repr, self.module)
 
     @torch.no_grad()
     def start(self) -> None:
@@ -122,7 +124,14 @@ class Weight:
         """Leave a plain module, whose parameter stays as it is."""
         for name in self.added:
             delattr(self.module, name)
-        self.module.__dict__.pop("pc_weights", None)
+        for noted in ("pc_weights", "extra_repr"):
+            self.module.__dict__.pop(noted, None)
+
+
+def _extra_repr(module: nn.Module) -> str:
+    """What its class says in the model's printed form, and which weights have PC."""
+    weights = [f"{weight.attribute}: PC, {weight.split.describe()}" for weight in weights_of(module)]
+    return ", ".join([text for text in [type(module).extra_repr(module)] if text] + weights)
 
 
 def require_precision(weight: Weight) -> None:

@@ -260,8 +260,101 @@ def test_a_name_is_known_as_a_whole():
     assert block_of("layers.0.cross_attention.wq") is None
 
 
-@pytest.mark.parametrize("settings", [{"level": 4}, None])
+@pytest.mark.parametrize("given", [({"level": 4},), (None,), (4,)], ids=str)
 @pytest.mark.parametrize("call", [pc.attach, pc.describe])
-def test_settings_that_are_no_config_are_one_line(call, settings):
-    with pytest.raises(UserError, match=f"takes a pc.PCConfig, not a {type(settings).__name__}; write pc.PCConfig"):
-        call(nn.Sequential(nn.Linear(4, 4)), settings)
+def test_settings_that_are_no_config_are_one_line(call, given):
+    with pytest.raises(UserError, match=f"takes a pc.PCConfig, not a {type(*given).__name__}; write pc.PCConfig"):
+        call(_model(), *given)
+
+
+class CausalSelfAttention(nn.Module):
+    """As in nanoGPT; with `c_q`, `c_k` and `c_v` as in nanochat."""
+
+    def __init__(self, *inputs):
+        super().__init__()
+        for name, size in [*inputs, ("c_proj", 6)]:
+            self.add_module(name, nn.Linear(6, size))
+
+
+class Block(nn.Module):
+    def __init__(self, *inputs):
+        super().__init__()
+        self.attn = CausalSelfAttention(*inputs)
+        self.mlp = nn.ModuleDict({"c_fc": nn.Linear(6, 24), "c_proj": nn.Linear(24, 6)})
+
+
+@pytest.mark.parametrize(
+    "layer, qkv",
+    [
+        (lambda: Block(("c_attn", 18)), {"c_attn"}),
+        (lambda: Block(("c_q", 6), ("c_k", 2), ("c_v", 2)), {"c_q", "c_k", "c_v"}),
+        (lambda: nn.TransformerEncoderLayer(6, 2, 24), {"in_proj_weight"}),
+        (lambda: nn.TransformerDecoderLayer(6, 2, 24), {"in_proj_weight"}),
+    ],
+    ids=["nanoGPT", "nanochat", "torch's encoder", "torch's decoder"],
+)
+def test_layers_that_people_have_are_known(layer, qkv):
+    """With the default configuration, which needs no argument, and by all names."""
+    model = nn.ModuleDict({"wte": nn.Embedding(5, 6), "h": nn.ModuleList([layer(), layer()]), "head": nn.Linear(6, 5)})
+    linear = {name for name, module in model.h.named_modules() if isinstance(module, nn.Linear)}
+    found = {name.removeprefix("h.") for name in _names(pc.attach(copy.deepcopy(model)))}
+    assert found == {name for name in linear if name.rpartition(".")[2] not in qkv}
+    more = _names(pc.attach(model, PCConfig(blocks=("qk", "v", "o", "ffn"))))
+    assert {name.rpartition(".")[2] for name in more} == qkv | {name.rpartition(".")[2] for name in found}
+    assert all("not known" not in line for line in pc.describe(_model(), PCConfig()).splitlines())
+
+
+def test_layers_of_unknown_names_are_proposed_as_patterns():
+    """By the error and by `describe`; the pattern as printed works."""
+
+    def model():
+        layers = [nn.ModuleDict({"mix": nn.Linear(4, 4), "up": nn.Linear(4, 8)}) for _ in range(2)]
+        return nn.ModuleDict({"layers": nn.ModuleList(layers), "head": nn.Linear(4, 9)})
+
+    proposed = 'blocks=("layers.*.mix", "layers.*.up")'
+    with pytest.raises(UserError, match=re.escape(f"'o' matches no weight of the model; name layers: {proposed}")):
+        pc.attach(model())
+    assert proposed in pc.describe(model())
+    assert len(_names(pc.attach(model(), eval(f"PCConfig({proposed})")))) == 4
+
+
+def test_a_model_says_what_has_pc():
+    """Printed; a copy says it too, and a plain model that merge leaves does not."""
+    model = pc.attach(_model())
+    assert str(model[0].attention["wo"]).endswith("bias=False, weight: PC, 1 of [8, 8], level 4)")
+    assert str(model).count("PC, 1 of [8, 8], level 4") == 2 and str(copy.deepcopy(model)) == str(model)
+    preconditioner = pc.precondition(model)
+    assert str(preconditioner).splitlines() == [
+        "Preconditioner of 8 weights",
+        "  2 x *.attention.wo: 1 of [8, 8], level 4",
+        "  2 x *.feed_forward.w1: 1 of [12, 8], level 4",
+        "  2 x *.feed_forward.w2: 1 of [8, 12], level 4",
+        "  2 x *.feed_forward.w3: 1 of [12, 8], level 4",
+    ]
+    assert str(pc.merge(model)) == str(_model())
+
+
+ARGUMENTS = {
+    "settings without a config": (
+        lambda: pc.attach(_model(), level=4),
+        "pc.attach takes its settings as a pc.PCConfig: pc.attach(model, pc.PCConfig(level=4))",
+    ),
+    "a model that is none": (lambda: pc.attach([1]), "takes a torch.nn.Module, not a list"),
+    "parameters": (
+        lambda: pc.precondition(model := pc.attach(_model()), model.parameters()),
+        "pc.precondition takes optimizers, not a Parameter",
+    ),
+    "the wrong order": (
+        lambda: pc.precondition(torch.optim.SGD((model := pc.attach(_model())).parameters(), lr=0.1), model),
+        "pc.precondition takes the model, or its parts, first, not a SGD",
+    ),
+    "blocks that are no names": (lambda: PCConfig(blocks=5), "pc.blocks must be names or patterns, not 5"),
+    "a number as text": (lambda: PCConfig(level="4"), "PC level '4' does not exist; use 1, 2, 3, 4, polar_express"),
+}
+
+
+@pytest.mark.parametrize("call, said", ARGUMENTS.values(), ids=ARGUMENTS)
+def test_arguments_of_a_wrong_kind_are_one_line(call, said):
+    with pytest.raises(UserError, match=re.escape(said)) as raised:
+        call()
+    assert "\n" not in str(raised.value)

@@ -547,11 +547,10 @@ def test_a_mask_on_w():
 def test_modules_that_read_weights_of_layers_they_do_not_call():
     """`nn.MultiheadAttention` never calls `out_proj`, and the encoder's fast path calls nothing."""
     torch.manual_seed(0)
-    config = PCConfig(blocks=("*.out_proj", "*.linear1"))
     model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True))
     x = torch.randn(2, 3, 8)
     with pytest.raises(UserError, match="it has no preconditioner"):
-        pc.attach(model, config)(x)
+        pc.attach(model)(x)
     pc.precondition(model, torch.optim.SGD(model.parameters(), lr=0.1))
     training = model(x)
     with torch.inference_mode():
