@@ -66,11 +66,12 @@ def add_errors(worst: dict, values: Tensor, shape: tuple[int, int], level: int, 
     gaussian = (torch.randn(n, len(values), generator=generator, dtype=torch.float64, device=DEVICE) for n in shape)
     left, right = (torch.linalg.qr(one)[0] for one in gaussian)
     gradient = torch.randn(shape, generator=generator, dtype=torch.float64, device=DEVICE)
-    exact = [x[None] for x in (size * (left * values) @ right.T, left[:, 0], right[:, 0], size * gradient)]
+    gamma = torch.ones(1, dtype=torch.float64, device=DEVICE)
+    exact = [x[None] for x in (size * (left * values) @ right.T, gamma, left[:, 0], right[:, 0], size * gradient)]
     given = [x.float() for x in exact]
     method = method_of(PCConfig(level=level))
-    target, *_ = method.write(exact[0], None, *exact[1:3], advance=False)
-    (target_gradient,) = method.pull_back(exact[0], exact[3], None, *exact[1:3])
+    target, *_ = method.write(*exact[:4], advance=False)
+    target_gradient, _ = method.pull_back(exact[0], exact[4], *exact[1:4])
 
     def note(precision: str, what: str, value: Tensor) -> None:
         worst[level, precision, what] = max(worst[level, precision, what], value.item())
@@ -80,8 +81,8 @@ def add_errors(worst: dict, values: Tensor, shape: tuple[int, int], level: int, 
         method = method_of(PCConfig(level=level, compute_dtype=precision))
         with nullcontext() if ON_GPU else EmulatedGPU():
             # without steps of power iteration, so that errors are those of the polynomial alone
-            effective, _, _, _, *kept = method.write(given[0], None, *given[1:3], advance=False)
-            pulled_back = [method.pull_back(given[0], given[3], None, *given[1:3], *of)[0] for of in ((), kept)]
+            effective, _, _, _, *kept = method.write(*given[:4], advance=False)
+            pulled_back = [method.pull_back(given[0], given[4], *given[1:4], *of)[0] for of in ((), kept)]
         inside = left.T @ (effective[0].double() - target[0]) @ right  # in the directions of W
         note(precision, "singular values", inside.diagonal().abs().max() / size)
         note(precision, "PC(W)", error(effective, target))

@@ -5,11 +5,12 @@ import warnings
 from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 from pc.blocks import BLOCK_GROUPS, BLOCK_SUFFIXES
 from pc.errors import UserError
-from pc.maps import LEVEL_NAMES, TOLERANCE_AT_ONE, Coefficients, Map, evaluate, resolve
+from pc.maps import LEVEL_NAMES, TOLERANCE_AT_ONE, Coefficients, Map, evaluate, name_of, resolve
 
 Level = int | str | Coefficients
 ComputeDtype = Literal["float32", "tf32"]
@@ -91,26 +92,15 @@ class PCConfig:
                 raise UserError(f"pc.blocks: {name!r} is not a block; use {known}, or a full-name pattern")
         if unknown := set(self.heads) - {"q", "k", "v"}:
             raise UserError(f"pc.heads: {sorted(unknown)[0]!r} is not one of q, k, v")
-        levels: Mapping[str, Any] = (
-            self.level if isinstance(self.level, Mapping) else dict.fromkeys(self.blocks, self.level)
-        )
-        if set(levels) != set(self.blocks):
-            raise UserError(
-                f"pc.level names {sorted(levels)} but pc.blocks names {sorted(self.blocks)}; give one level for each"
-            )
-        try:
-            maps = {block: resolve(level) for block, level in levels.items()}
-        except ValueError as error:
-            raise UserError(f"pc.level: {error}") from None
-        for coefficients in set(maps.values()):
+        levels = {block: name_of(map) for block, map in self.maps.items()}
+        object.__setattr__(self, "level", levels if isinstance(self.level, Mapping) else levels[self.blocks[0]])
+        for coefficients in set(self.maps.values()):
             if abs((at_one := evaluate(coefficients, 1.0)) - 1.0) > TOLERANCE_AT_ONE:
                 warnings.warn(
                     f"pc.level: coefficients {list(coefficients)} have g(1) = {at_one:.4g}, so the norm of PC(W) is that factor times "
                     "the norm of W; the published maps have g(1) = 1",
                     stacklevel=3,  # who calls PCConfig(...), by its __init__
                 )
-        levels = {block: level if isinstance(level, (int, str)) else maps[block] for block, level in levels.items()}
-        object.__setattr__(self, "level", levels if isinstance(self.level, Mapping) else levels[self.blocks[0]])
         for pattern, split in (self.splits or {}).items():
             if not isinstance(split, MatrixSplit | None):
                 raise UserError(
@@ -121,11 +111,22 @@ class PCConfig:
         if self.compute_dtype not in (choices := get_args(ComputeDtype)):
             raise UserError(f"pc.compute_dtype must be one of {', '.join(choices)}, got {self.compute_dtype!r}")
 
+    @cached_property
+    def maps(self) -> dict[str, Map]:
+        """The map g of each entry of `blocks`, found once."""
+        levels: Mapping[str, Any] = (
+            self.level if isinstance(self.level, Mapping) else dict.fromkeys(self.blocks, self.level)
+        )
+        if set(levels) != set(self.blocks):
+            raise UserError(
+                f"pc.level names {sorted(levels)} but pc.blocks names {sorted(self.blocks)}; give one level for each"
+            )
+        return {block: resolve(level) for block, level in levels.items()}
+
     @property
     def map(self) -> Map:
-        """The map g of a config with one level (see `for_block`)."""
-        assert not isinstance(self.level, Mapping)
-        return resolve(self.level)
+        """That of a config with one level (see `for_block`)."""
+        return self.maps[self.blocks[0]]
 
     def for_block(self, block: str) -> "PCConfig":
         """The configuration of one entry of `blocks`, with that entry's level."""

@@ -11,6 +11,8 @@ from functools import cache
 from numbers import Real
 from typing import Any, NamedTuple
 
+from pc.errors import UserError
+
 Coefficients = tuple[float, ...]
 Map = Coefficients | tuple[Coefficients, ...]
 
@@ -35,7 +37,8 @@ POLAR_EXPRESS: tuple[Coefficients, ...] = (
     (1.8648, -1.2224, 0.3577),
 )
 
-LEVEL_NAMES = ", ".join(map(str, [*sorted(COEFFICIENTS), "polar_express"]))
+LEVELS: dict[int | str, Map] = {**dict(sorted(COEFFICIENTS.items())), "polar_express": POLAR_EXPRESS}
+LEVEL_NAMES = ", ".join(map(str, LEVELS))
 
 # How far beyond 1 a map may be evaluated: on [0, REACH] levels 1 to 4 stay below 1.26. Others are checked to, or bounded
 # up to, OTHER_REACH.
@@ -46,22 +49,22 @@ TOLERANCE_AT_ONE = 0.02
 
 
 def resolve(level: int | str | Sequence[float]) -> Map:
-    """The map of a level: a key of `COEFFICIENTS`, `"polar_express"`, or coefficients of one's own.
+    """The map of a level: a key of `LEVELS`, or coefficients of one's own.
 
     Raises:
-        ValueError: no such level, or coefficients that are not usable.
+        UserError: no such level, or coefficients that are not usable.
     """
     if isinstance(level, Sequence) and not isinstance(level, str):
         if len(level) < 2 or not all(map(_is_number, level)):
-            raise ValueError(f"coefficients {list(level)} must be two or more numbers: those of p from degree 0 up")
+            raise UserError(
+                f"pc.level: coefficients {list(level)} must be two or more numbers: those of p from degree 0 up"
+            )
         own = tuple(map(float, level))
         _require_within_range(own)
         return own
-    if level == "polar_express":
-        return POLAR_EXPRESS
-    if not _is_number(level) or level not in COEFFICIENTS:
-        raise ValueError(f"PC level {level!r} does not exist; use {LEVEL_NAMES} or a list of coefficients")
-    return COEFFICIENTS[level]
+    if not (isinstance(level, str) or _is_number(level)) or level not in LEVELS:
+        raise UserError(f"pc.level: PC level {level!r} does not exist; use {LEVEL_NAMES} or a list of coefficients")
+    return LEVELS[level]
 
 
 def _is_number(value: Any) -> bool:
@@ -79,16 +82,15 @@ def _require_within_range(coefficients: Coefficients) -> None:
     values = ((x, evaluate(coefficients, x)) for x in (i / 10_000 for i in range(11_001)))
     outside, sigma, value = max((max(y - highest, lowest - y), x, y) for x, y in values)
     if outside > 0:
-        raise ValueError(
-            f"coefficients {list(coefficients)}: g({sigma:.4g}) = {value:.4g}, but on [0, 1.1] a map must stay within "
+        raise UserError(
+            f"pc.level: coefficients {list(coefficients)}: g({sigma:.4g}) = {value:.4g}, but on [0, 1.1] a map must stay within "
             f"[{lowest}, {highest}]"
         )
 
 
-def describe(map: Map) -> str:
-    """The published level of a map, or its coefficients."""
-    published: list[tuple[int | str, Map]] = [("polar_express", POLAR_EXPRESS), *COEFFICIENTS.items()]
-    return next((f"level {name}" for name, one in published if one == map), f"coefficients {map}")
+def name_of(map: Map) -> Any:
+    """The key of `LEVELS` of a map, also if it was given by its coefficients; else the coefficients."""
+    return next((name for name, published in LEVELS.items() if published == map), map)
 
 
 def evaluate(map: Map, sigma):
@@ -101,9 +103,9 @@ def evaluate(map: Map, sigma):
     return sigma
 
 
-def reach(map: Map) -> float:
-    """How far beyond 1 a map may be evaluated, where its norm was underestimated."""
-    return REACH if map in COEFFICIENTS.values() else OTHER_REACH
+def reach(name: Any) -> float:
+    """How far beyond 1 the map of a `name_of` may be evaluated, where its norm was underestimated."""
+    return REACH if name in COEFFICIENTS else OTHER_REACH
 
 
 def stages(map: Map) -> tuple[Coefficients, ...]:

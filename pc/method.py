@@ -12,6 +12,7 @@ instead of [n, m] ones, which saves passes over memory.
 
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ class Method:
 
     u and v follow the leading singular vectors of W, once per optimizer step; they are constants for the gradient. Each
     matrix's owner calls `write` and `pull_back` once per step (`pc.preconditioner`), with batches of independent matrices:
-    W [B, n, m], gamma [B, 1] or None for ones, u [B, n], v [B, m]. A `PCLinear` calls `apply` in every forward pass, and
+    W [B, n, m], gamma [B, 1], u [B, n], v [B, m]. A `PCLinear` calls `apply` in every forward pass, and
     `advance`, on one matrix without B.
 
     Args:
@@ -65,14 +66,16 @@ class Method:
     def __init__(self, config: PCConfig) -> None:
         self.config = config
         self.map = config.map
-        self.reach = maps.reach(self.map)
+        self.reach = maps.reach(config.level)
 
     def describe(self) -> str:
-        """What defines PC(W), in a few words. A saved state has them, and another method refuses it."""
-        return maps.describe(self.map) + ("" if self.config.norm_recovery else ", norm 1")
+        """What defines PC(W), in a few words."""
+        level: Any = self.config.level
+        said = f"coefficients {level}" if isinstance(level, tuple) else f"level {level}"
+        return said + ("" if self.config.norm_recovery else ", norm 1")
 
     def apply(self, weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor) -> Tensor:
-        """PC(W), [..., n, m], by operations that autograd can follow: the definition."""
+        """PC(W), [..., n, m], by operations that autograd can follow: the definition. Without a gamma it is 1."""
         s = spectral_norm_estimate(weight, u, v)[..., None, None]
         result = polynomial.apply(self.map, weight / s)
         scale = s.detach() if self.config.norm_recovery else None
@@ -88,9 +91,7 @@ class Method:
 
     @torch.no_grad()
     @matmul_precision("ieee")
-    def write(
-        self, weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor, advance: bool = True
-    ) -> tuple[Tensor, ...]:
+    def write(self, weight: Tensor, gamma: Tensor, u: Tensor, v: Tensor, advance: bool = True) -> tuple[Tensor, ...]:
         """PC(W), the u and v that it was computed with, which have advanced, unless `advance` is false, and what a second start
         found [B] (`advance`). The further tensors are what `pull_back` of the same W, u and v can use again."""
         with self._polynomial_precision():
@@ -109,10 +110,10 @@ class Method:
     @torch.no_grad()
     @matmul_precision("ieee")
     def pull_back(
-        self, weight: Tensor, gradient: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor, *kept: Tensor
-    ) -> tuple[Tensor, ...]:
+        self, weight: Tensor, gradient: Tensor, gamma: Tensor, u: Tensor, v: Tensor, *kept: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """The gradients of a loss with respect to W and gamma, given that with respect to PC(W): a vector-Jacobian product,
-        [B, n, m] and, if there is a gamma, [B, 1]. `kept`: the further tensors of `write`, or none, as where memory is short.
+        [B, n, m] and [B, 1]. `kept`: the further tensors of `write`, or none, as where memory is short.
 
         dW = gamma r / s (dN - <dN, N> u v^T), and dgamma = r <g(N), H>, where r = s.detach(), or 1 without
         `norm_recovery`.
@@ -128,8 +129,6 @@ class Method:
             )
         along_s = scale / s * matrix_product[:, None, None]
         d_weight.addcmul_(along_s * u[:, :, None], v[:, None, :], value=-1.0)
-        if gamma is None:
-            return (d_weight,)
         return d_weight, (s[:, :, 0] if self.config.norm_recovery else 1.0) * value_product[:, None]
 
     @torch.no_grad()
@@ -162,10 +161,9 @@ class Method:
         """Matmul precision of the polynomial; everything else runs in float32."""
         return matmul_precision("tf32" if self.config.compute_dtype == "tf32" else "ieee")
 
-    def _scale(self, s: Tensor, gamma: Tensor | None) -> Tensor:
+    def _scale(self, s: Tensor, gamma: Tensor) -> Tensor:
         """The factor of g(W / s), [B, 1, 1]: gamma times the recovered norm."""
-        scale = s if self.config.norm_recovery else torch.ones_like(s)
-        return scale if gamma is None else scale * gamma[:, :, None]
+        return gamma[:, :, None] * (s if self.config.norm_recovery else 1.0)
 
 
 def smallest_root(map: maps.Map, values: Tensor) -> Tensor:

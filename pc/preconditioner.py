@@ -196,14 +196,13 @@ class Preconditioner:
             outputs: list[Item] = []
             for weight in used:
                 gradient: Any = weight.effective.grad  # perhaps a view of DDP's bucket, so it is not written to
-                inputs.append((weight.orig, gradient, *weight.gammas, weight.u, weight.v))
-                outputs.append((torch.empty_like(gradient), *(torch.zeros_like(gamma) for gamma in weight.gammas)))
+                inputs.append((weight.orig, gradient, weight.factors, weight.u, weight.v))
+                outputs.append((torch.empty_like(gradient), torch.zeros_like(weight.factors)))
             self._run("pull back", self._pull_back_batch, used, inputs, outputs)
-            for weight, (gradient, *of_gamma) in zip(used, outputs, strict=True):
+            for weight, (gradient, of_gamma) in zip(used, outputs, strict=True):
                 weight.effective.grad = None
                 _add_gradient(weight.orig, gradient)
-                for each in of_gamma:
-                    _add_gradient(weight.gamma, viewed(each, (each.numel(),)))
+                _add_gradient(weight.gamma, viewed(of_gamma, (of_gamma.numel(),)))
             self._is_pulled_back = True
 
     @torch.no_grad()
@@ -261,7 +260,7 @@ class Preconditioner:
     def _write(self, advance: bool, share: bool) -> None:
         self._require_in_place()
         weights = list(self.weights.values())
-        inputs = [(w.orig, *w.gammas, w.u, w.v) for w in weights]
+        inputs = [(w.orig, w.factors, w.u, w.v) for w in weights]
         outputs: list[Item] = [(w.effective, w.u, w.v) for w in weights]
         self._kept.clear()
 
@@ -455,7 +454,7 @@ def _versions(weight: Weight) -> list[tuple[int, int]]:
 
 
 def _add_gradient(parameter: Any, gradient: Tensor) -> None:
-    if parameter.requires_grad:
+    if parameter is not None and parameter.requires_grad:
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 

@@ -71,8 +71,7 @@ class WeightSplit:
         return sum(part.count * matrix_cost((part.rows, self.columns)) for part in self.chosen)
 
     def describe(self) -> str:
-        """What defines PC(W): the shapes and the methods of the matrices. A saved state has these words, and is refused
-        by a model that has others."""
+        """What defines PC(W): the shapes and the methods of the matrices."""
         matrices = [f"{part.count} of [{part.rows}, {self.columns}], {part.method.describe()}" for part in self.chosen]
         return (f"{self.stack[0]} times " if self.stack else "") + "; ".join(matrices)
 
@@ -140,38 +139,43 @@ class WeightSplit:
         return self.join(v).reshape(-1, *self.v_shape[len(self.stack) :])
 
     # What the owner of stored weights computes, once per optimizer step: `pc.owner` calls these with a batch of B weights
-    # [B, ...] and their gammas (absent where they are not learnable), u and v.
+    # [B, ...] and their gammas, u and v.
 
     def write(
-        self, orig: Tensor, *gamma_u_v: Tensor, advance: bool = True
+        self, orig: Tensor, gamma: Tensor, u: Tensor, v: Tensor, advance: bool = True
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Kept]:
         """PC(W) as stored; the u and v that it was computed with; in how many matrices these were replaced, and the largest
         value that a second start found, relative to the estimate [2]; and what `pull_back` can use again."""
         results = [
-            part.method.write(matrix, gamma, u, v, advance)
-            for part, matrix, gamma, u, v in zip(
-                self.chosen, self.split_weight(orig), *self._gamma_u_v(gamma_u_v), strict=True
-            )
+            part.method.write(*tensors, advance)
+            for part, *tensors in zip(self.chosen, self.split_weight(orig), *self._split_all(gamma, u, v), strict=True)
         ]
         weights, u, v, found = zip(*(of_part[:4] for of_part in results), strict=True)
         replaced = sum((one > part.method.reach).sum() for part, one in zip(self.chosen, found, strict=True))
         noted = torch.stack([replaced.to(orig.dtype), torch.cat(found).max()])
         return self.join_weight(weights, base=orig), self.join(u), self.join_v(v), noted, [of[4:] for of in results]
 
-    def pull_back(self, orig: Tensor, gradient: Tensor, *gamma_u_v: Tensor, kept: Kept = ()) -> tuple[Tensor, ...]:
-        """The gradients with respect to W, as stored, and to the gammas if there are any, from that with respect to PC(W).
+    def pull_back(
+        self, orig: Tensor, gradient: Tensor, gamma: Tensor, u: Tensor, v: Tensor, kept: Kept = ()
+    ) -> tuple[Tensor, Tensor]:
+        """The gradients with respect to W, as stored, and to the gammas, from that with respect to PC(W).
 
         Rows that are not preconditioned keep their gradient.
         """
         matrices, gradients = self.split_weight(orig), self.split_weight(gradient)
         results = [
-            part.method.pull_back(matrix, of_matrix, gamma, u, v, *of_part)
-            for part, matrix, of_matrix, gamma, u, v, of_part in zip(
-                self.chosen, matrices, gradients, *self._gamma_u_v(gamma_u_v), kept or [()] * len(matrices), strict=True
+            part.method.pull_back(*tensors, *of_part)
+            for part, of_part, *tensors in zip(
+                self.chosen,
+                kept or [()] * len(matrices),
+                matrices,
+                gradients,
+                *self._split_all(gamma, u, v),
+                strict=True,
             )
         ]
-        weights, *gammas = zip(*results, strict=True)
-        return self.join_weight(weights, base=gradient), *(self.join(gamma) for gamma in gammas)
+        weights, gammas = zip(*results, strict=True)
+        return self.join_weight(weights, base=gradient), self.join(gammas)
 
     def invert(self, effective: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """W as stored, u and v, so that PC(W) is the given weight."""
@@ -179,11 +183,8 @@ class WeightSplit:
         orig, u, v = zip(*(part.method.invert(matrix) for part, matrix in matrices), strict=True)
         return self.join_weight(orig, base=effective), self.join(u), self.join_v(v)
 
-    def _gamma_u_v(self, tensors: tuple[Tensor, ...]) -> tuple[list, list[Tensor], list[Tensor]]:
-        """Gamma (or None), u and v of each part."""
-        *gamma, u, v = tensors
-        gammas = self.split_gamma(gamma[0]) if gamma else [None] * len(self.chosen)
-        return gammas, self.split_u(u), self.split_v(v)
+    def _split_all(self, gamma: Tensor, u: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        return self.split_gamma(gamma), self.split_u(u), self.split_v(v)
 
     def _rows(self, weight: Tensor) -> Sequence[Tensor]:
         """Views [B, repeats, size, m] of each part's rows."""

@@ -60,11 +60,10 @@ class Weight:
         return self.module._parameters.get(self._key("gamma"))
 
     @property
-    def gammas(self) -> tuple[Tensor, ...]:
-        """Gamma in the shape that the split takes, [P] or [E, P], or nothing."""
-        if self.gamma is None:
-            return ()
-        return (viewed(self.gamma.detach(), self.split.gamma_shape),)
+    def factors(self) -> Tensor:
+        """The values of gamma in the shape that the split takes, [P] or [E, P]; ones where it is not learnable."""
+        gamma = self._ones() if self.gamma is None else self.gamma.detach()
+        return viewed(gamma, self.split.gamma_shape)
 
     @property
     def u(self) -> Any:
@@ -113,12 +112,13 @@ class Weight:
             return
         module.register_parameter(self._key("orig"), nn.Parameter(effective.detach().clone(), effective.requires_grad))
         if self.config.learnable_gamma:
-            ones = torch.ones(self.split.gamma_shape, device=effective.device, dtype=effective.dtype)
-            module.register_parameter(
-                self._key("gamma"), nn.Parameter(shard_gammas(effective, ones), effective.requires_grad)
-            )
+            module.register_parameter(self._key("gamma"), nn.Parameter(self._ones(), effective.requires_grad))
         for key, vector in zip("uv", vectors, strict=True):
             module.register_buffer(self._key(key), vector)
+
+    def _ones(self) -> Tensor:
+        ones = torch.ones(self.split.gamma_shape, device=self.effective.device, dtype=self.effective.dtype)
+        return shard_gammas(self.effective, ones)
 
     def remove(self) -> None:
         """Leave a plain module, whose parameter stays as it is."""

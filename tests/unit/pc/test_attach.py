@@ -169,7 +169,7 @@ def test_a_map_of_ones_own_is_a_level():
     x = torch.randn(3, 8, dtype=torch.float64)
     outputs = [_ready(_model(), PCConfig(level=level))(x) for level in (2, own, {"o": own, "ffn": 2})]
     assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
-    assert len({PCConfig(level=own), PCConfig(level=tuple(own))}) == 1  # a batch on a GPU has one config
+    assert len({PCConfig(level=level) for level in (own, tuple(own), 2)}) == 1  # a batch on a GPU has one config
     assert not torch.equal(_ready(_model(), PCConfig(level=[2.083, -1.643, 0.559]))(x), outputs[0])
     with pytest.warns(UserWarning, match=r"g\(1\) = 0\.9\b") as warned:  # once, where the config is made
         pc.attach(_model(), PCConfig(level=[1.4, -0.5]))

@@ -174,6 +174,20 @@ def test_a_loop_trains_what_layers_in_the_graph_do(take_step, make):
     assert moved.abs().max() > 1e-3  # control
 
 
+def test_without_gammas():
+    """Nothing stands for them in model or optimizer."""
+    loop, reference = (kind(sgd, learnable_gamma=False) for kind in (Loop, InGraph))
+    for one in (loop, reference):
+        for step in range(3):
+            one.backward(step)
+            one.pull_back()
+            one.update()
+    for name, layer in reference.layers.items():
+        found = loop.preconditioner.weights[name].orig
+        torch.testing.assert_close(found, layer.weight, rtol=0, atol=1e-12)
+    assert not any("gamma" in name for name in loop.model.state_dict())
+
+
 def test_an_optimizer_that_has_stepped_takes_its_state_along():
     """Trained for a while without PC; its momentum is W's then."""
     model = toy_model()
@@ -441,7 +455,7 @@ def test_while_an_optimizer_has_yet_to_step_what_is_read_is_pc(read):
     elif read == "merge":
         preconditioner = loop.preconditioner
         effective = {name: weight.effective for name, weight in preconditioner.weights.items()}
-        weights = [(weight.split, weight.orig, *weight.gammas) for weight in preconditioner.weights.values()]
+        weights = [(weight.split, weight.orig, weight.factors) for weight in preconditioner.weights.values()]
         pc.merge(loop.model)
         for weight, (_, orig, gamma) in zip(effective.values(), weights, strict=True):
             u, s, v = torch.linalg.svd(orig)
