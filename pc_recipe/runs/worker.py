@@ -14,7 +14,6 @@ from torchtitan.tools.logging import logger
 from pc.errors import DISK_ERRORS, UserError
 from pc.terminal import print_plainly
 from pc_recipe.config import Config, load_config, run_key, write_config
-from pc_recipe.data.manifest import Manifest
 from pc_recipe.files.errors import DiskFailed
 from pc_recipe.files.lock import join_lock
 from pc_recipe.files.run_folder import keep_earlier_config, read_first_config, write_failure
@@ -80,8 +79,6 @@ def main() -> None:
             keep_earlier_config(folder, config.model_dump(exclude_unset=True), step)
             write_config(config, folder / "config.toml")
             write_environment(folder, config, dist.get_world_size(), step, trainer.tokenizer_names)
-            for data in config.data.folders | config.data.validation_folders:
-                Manifest.read(data).pin()
             run_tokenizer.keep(folder, trainer.data)
             (folder / "pending.toml").unlink(missing_ok=True)
 
