@@ -6,10 +6,10 @@ from itertools import islice
 
 import numpy as np
 
-from pc_recipe.data.checks import verify
 from pc_recipe.data.manifest import SPLITS, Manifest
 from pc_recipe.data.sources import ending_of
-from pc_recipe.data.token_files import read_tokens
+from pc_recipe.data.token_files import read_tokens, require_files
+from pc_recipe.files.progress import byte_bar
 
 SHOWN_CHARACTERS = 300  # of each document
 SHOWN_FILES = 10  # that are not UTF-8
@@ -42,6 +42,13 @@ def describe(manifest: Manifest) -> str:
     if len(replaced) > SHOWN_FILES:
         lines.append(f"not UTF-8    {len(replaced) - SHOWN_FILES:,} more files, named in manifest.json")
     return "\n".join(lines)
+
+
+def verify(manifest: Manifest) -> None:
+    """Raise a `UserError` that names a shard whose size or checksum is not the manifest's, after reading every byte."""
+    shards = [shard for split in SPLITS for shard in manifest.shards[split]]
+    with byte_bar(sum(shard.tokens_bytes for shard in shards), "verifying") as bar:
+        require_files(manifest.folder, shards, bar.update)
 
 
 def read_documents(manifest: Manifest, split: str) -> Iterator[np.ndarray]:

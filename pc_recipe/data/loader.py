@@ -22,12 +22,11 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import DataLoader, Dataset
 
 from pc.errors import UserError
-from pc_recipe.data.checks import check_sample
 from pc_recipe.data.manifest import Manifest, require_different, require_same_tokenizer
 from pc_recipe.data.mixture import CYCLE, Mixture
 from pc_recipe.data.order import shuffled
 from pc_recipe.data.skip import Skip
-from pc_recipe.data.token_files import TokenStream
+from pc_recipe.data.token_files import TokenStream, require_files
 
 logger = logging.getLogger(__name__)
 
@@ -194,7 +193,7 @@ class GlobalOrderLoader(Stateful):
 
     @staticmethod
     def _require_usable(manifest: Manifest, first: Manifest, split: str, vocab_size: int) -> None:
-        """Check a folder against the model and the first folder, and a part of its bytes."""
+        """Check a folder against the model and the first folder, and the sizes of its files."""
         require_same_tokenizer(first, manifest)
         if manifest.vocab_size > vocab_size:
             raise UserError(
@@ -202,7 +201,10 @@ class GlobalOrderLoader(Stateful):
                 f"but model.vocab_size is {vocab_size}"
             )
         if os.environ.get("LOCAL_RANK", "0") == "0":  # the others of this machine would find the same
-            logger.info(check_sample(manifest, split))
+            require_files(manifest.folder, manifest.shards[split])
+            if split == "train":
+                tokens, files = manifest.tokens(split), len(manifest.shards[split])
+                logger.info(f"Data: {manifest.folder}, {tokens:,} tokens in {files:,} files of the right sizes")
 
     def shares(self) -> dict[str, float]:
         """{folder: its share of the sequences so far}"""

@@ -1,14 +1,16 @@
 """Token shards on disk: atomic writes, and reads that leave no file open.
 
 A shard is a NumPy file `NNNNN.tokens.npy`, uint16 or uint32 [tokens]: documents one after another, each ending with the
-only EOS in it. It is right if its size and checksum are those of the manifest. Whatever is read, and is not what tokens
-look like, has its shard's checksum compared at once; `pc_recipe.data.checks` says what else is compared, and when.
+only EOS in it. It is right if its size and checksum are those of the manifest. A start compares all sizes, and
+`scripts/inspect_data.py` every checksum. Whatever is read, and is not what tokens look like, has its shard's checksum
+compared at once.
 """
 
 import hashlib
 import io
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
 
@@ -19,6 +21,8 @@ from pc_recipe.data.manifest import Manifest, TokenShard
 from pc_recipe.files import look
 from pc_recipe.files.atomic import sha256_of, write_atomically
 from pc_recipe.files.inside import inside
+
+READERS = 16  # a shared file system answers slowly, but many at once
 
 
 def write_shard(folder: Path, split: str, name: str, tokens: np.ndarray, documents: int) -> TokenShard:
@@ -70,6 +74,16 @@ def require_file(folder: Path, shard: TokenShard, *, checksum: bool = False) -> 
         problem = f"{path} does not have the checksum of the manifest"
     if problem:
         raise UserError(f"{problem}; delete it and repeat the tokenising command to recreate it")
+
+
+def require_files(folder: Path, shards: Sequence[TokenShard], advance: Callable[[int], object] | None = None) -> None:
+    """`require_file` for all shards of a folder; with `advance`, called with the bytes of each, also their checksums."""
+    checksum = advance is not None
+    with ThreadPoolExecutor(READERS) as pool:
+        checks = pool.map(lambda shard: require_file(folder, shard, checksum=checksum), shards)
+        for shard, _ in zip(shards, checks, strict=True):
+            if advance:
+                advance(shard.tokens_bytes)
 
 
 def _is_plausible(tokens: np.ndarray, vocab_size: int) -> bool:

@@ -16,7 +16,7 @@ import tomli_w
 from helpers.made_runs import make_run, make_shards
 from pc import PCConfig
 from pc.errors import UserError
-from pc_recipe.data.checks import verify
+from pc_recipe.data.inspection import verify
 from pc_recipe.data.loader import GlobalOrderLoader
 from pc_recipe.data.manifest import Manifest
 from pc_recipe.data.tokenizers import _mistral_model, load_tokenizer

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from pc.errors import UserError
-from pc_recipe.data.checks import check_sample, verify
+from pc_recipe.data.inspection import verify
 from pc_recipe.data.manifest import Manifest
 from pc_recipe.data.sources import find_files
 from pc_recipe.data.token_files import TokenStream
@@ -170,7 +170,6 @@ def test_a_manifest_names_files_of_its_folder(data, kind):
     (data / "manifest.json").write_text(json.dumps(content))
     manifest = Manifest.read(data)
     for read in (
-        lambda: check_sample(manifest, "train"),
         lambda: verify(manifest),
         lambda: TokenStream(manifest, "train").read(0, 9),
     ):
