@@ -15,19 +15,23 @@ class Kind:
     """What the trainer needs to know about an optimizer. Its own keys begin with its name: "muon_" for "Muon"."""
 
     build: "Callable[[list[dict], Optimizer], torch.optim.Optimizer]"
-    """Makes the optimizer of parameter groups; imports torch when it is called."""
+    """Makes the optimizer of parameter groups, which say their rate and decay; imports torch when it is called."""
     states: int
     """State tensors per parameter and of its size, for the memory estimate."""
-    lr: "Callable[[Optimizer], float]" = lambda config: config.lr
-    """Its peak learning rate."""
+    keeps_norms: bool = False
+    """Whether its rate is `hyperball_lr`; it has no decay then, because the norm is what a decay would control."""
     splits_heads: bool = False
     """Whether a parameter group may say that each attention head is a matrix (`muon_heads`)."""
+
+    def lr(self, config: "Optimizer") -> float:
+        """Its peak learning rate."""
+        return config.hyperball_lr if self.keeps_norms else config.lr
 
 
 def _adamw(parameters: "list[dict]", config: "Optimizer") -> "torch.optim.Optimizer":
     import torch
 
-    return torch.optim.AdamW(parameters, weight_decay=config.weight_decay, **_of_adam(config))
+    return torch.optim.AdamW(parameters, **_of_adam(config))
 
 
 def _adamh(parameters: "list[dict]", config: "Optimizer") -> "torch.optim.Optimizer":
@@ -39,7 +43,7 @@ def _adamh(parameters: "list[dict]", config: "Optimizer") -> "torch.optim.Optimi
 def _muon(parameters: "list[dict]", config: "Optimizer") -> "torch.optim.Optimizer":
     from pc.optim.muon import Muon
 
-    return Muon(parameters, weight_decay=config.weight_decay, **_of_muon(config))
+    return Muon(parameters, **_of_muon(config))
 
 
 def _muonh(parameters: "list[dict]", config: "Optimizer") -> "torch.optim.Optimizer":
@@ -50,7 +54,6 @@ def _muonh(parameters: "list[dict]", config: "Optimizer") -> "torch.optim.Optimi
 
 def _of_adam(config: "Optimizer") -> dict[str, Any]:
     return {
-        "lr": config.lr,
         "betas": (config.beta1, config.beta2),
         "eps": config.eps,
         "fused": config.implementation == "fused",
@@ -60,7 +63,6 @@ def _of_adam(config: "Optimizer") -> dict[str, Any]:
 
 def _of_muon(config: "Optimizer") -> dict[str, Any]:
     return {
-        "lr": config.lr,
         "momentum": config.muon_momentum,
         "nesterov": config.muon_nesterov,
         "ns_steps": config.muon_steps,
@@ -71,8 +73,8 @@ def _of_muon(config: "Optimizer") -> dict[str, Any]:
 KINDS: dict[str, Kind] = {
     "AdamW": Kind(_adamw, states=2),
     "Muon": Kind(_muon, states=1, splits_heads=True),
-    "AdamH": Kind(_adamh, states=2, lr=lambda config: config.hyperball_lr),
-    "MuonH": Kind(_muonh, states=1, lr=lambda config: config.hyperball_lr, splits_heads=True),
+    "AdamH": Kind(_adamh, states=2, keeps_norms=True),
+    "MuonH": Kind(_muonh, states=1, keeps_norms=True, splits_heads=True),
 }
 """{optimizer.name: Kind}; the lower-case names are those of the optimizer states in a checkpoint."""
 

@@ -58,6 +58,8 @@ def _anywhere(config: Config) -> Iterator[str]:
         yield f"model.dim = {shape.dim} should be an even multiple of the {shape.n_heads} heads"
     if shape.n_kv_heads and shape.n_heads % shape.n_kv_heads:
         yield f"model.n_kv_heads = {shape.n_kv_heads} should divide the {shape.n_heads} heads"
+    if config.optimizer.independent_decay and not config.optimizer.lr:
+        yield "optimizer.independent_decay = true needs optimizer.lr above 0, which the decay is divided by"
     if config.activation_checkpoint.mode == "memory_budget" and not compiles_model(config):
         yield 'activation_checkpoint.mode = "memory_budget" needs compile.enable = true, with model among its components'
     if config.checkpoint.initial_load_path and not config.checkpoint.enable:

@@ -147,18 +147,21 @@ def _build(model: nn.Module, config: Optimizer) -> dict[str, torch.optim.Optimiz
     for kind, by_setting in members.items():
         count = sum(parameter.numel() for some in by_setting.values() for parameter in some)
         logger.info(f"{kind} trains {count:,} parameters")
-        lr = KINDS[kind].lr(config)
-        groups = [_group(model, config, lr, *setting, some) for setting, some in sorted(by_setting.items())]
+        groups = [_group(model, config, kind, *setting, some) for setting, some in sorted(by_setting.items())]
         if groups:
             made[kind.lower()] = KINDS[kind].build(groups, config)
     return made
 
 
 def _group(
-    model: nn.Module, config: Optimizer, lr: float, factor: float, heads: bool, some: list[nn.Parameter]
+    model: nn.Module, config: Optimizer, kind: str, factor: float, heads: bool, some: list[nn.Parameter]
 ) -> dict[str, Any]:
     """A parameter group, with its own learning rate and decay."""
-    lr *= factor
-    group = {"params": some, "lr": lr, "weight_decay": config.weight_decay / (lr if config.independent_decay else 1)}
-    args: Any = model.model_args
-    return group | ({"split": MatrixSplit(head_dim=args.dim // args.n_heads)} if heads else {})
+    lr = KINDS[kind].lr(config) * factor
+    group: dict[str, Any] = {"params": some, "lr": lr, "weight_decay": 0.0}
+    if not KINDS[kind].keeps_norms:
+        group["weight_decay"] = config.weight_decay / (lr if config.independent_decay else 1)
+    if heads:
+        args: Any = model.model_args
+        group["split"] = MatrixSplit(head_dim=args.dim // args.n_heads)
+    return group

@@ -48,6 +48,7 @@ REFUSED_ANYWHERE = [
     ({"activation_checkpoint.mode": "memory_budget"}, {}, "needs compile.enable = true"),
     ({"checkpoint.enable": False, "checkpoint.initial_load_path": "x"}, {}, "without it nothing is loaded"),
     ({"checkpoint.initial_load_in_hf": True}, {}, "initial_load_in_hf = true needs checkpoint.initial_load_path"),
+    ({"optimizer.independent_decay": True, "optimizer.lr": 0.0}, {}, "needs optimizer.lr above 0"),
     ({"checkpoint.keep_latest_k": 1}, {}, "checkpoint.keep_latest_k = 1 should be 2 or more"),
     ({"model.n_kv_heads": 2}, {"tp": 4}, "tensor_parallel_degree = 4 should divide the 2 (key-value) heads"),
     ({"model.dim": 66}, {}, "model.dim = 66 should be an even multiple of the 4 heads"),

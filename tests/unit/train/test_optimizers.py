@@ -61,6 +61,12 @@ def test_a_block_has_its_own_rate_and_an_independent_decay_is_the_same_for_all()
 
 
 @pytest.mark.parametrize("name", ["AdamH", "MuonH"])
+def test_a_length_of_step_of_zero_has_no_decay_that_is_divided_by_it(name):
+    _, made = _made(name=name, hyperball_lr=0.0, independent_decay=True)
+    assert {(group["lr"], group["weight_decay"]) for group in made.optimizers[0].param_groups} == {(0.0, 0.0)}
+
+
+@pytest.mark.parametrize("name", ["AdamH", "MuonH"])
 def test_hidden_matrices_keep_their_norms_at_a_rate_of_their_own(name):
     settings = {"name": name, "lr": 1e-3, "hyperball_lr": 0.05, "lr_factors": {"o": 2.0}}
     model, made = _made(**settings, muon_heads=[])
