@@ -16,7 +16,7 @@ set_up
 side_by_side=(--numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder)
 [[ " $* " == *" --soak "* || " $* " == *" --gpu "* ]] && side_by_side=()
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # parallel tests should use one thread each
-# as in the launchers (pc_recipe/runs/torchrun.py): tests free and allocate large tensors too
+# as in the launchers (pc_recipe/runs/launch.py): tests free and allocate large tensors too
 export MALLOC_MMAP_MAX_=${MALLOC_MMAP_MAX_:-0} MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-1099511627776}
 [[ "$*" == --soak ]] || exec "$PYTHON" -m pytest "${side_by_side[@]}" "$@"
 

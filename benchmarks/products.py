@@ -33,7 +33,7 @@ from pc.spectral import initial_vectors, power_iteration
 from pc_recipe.config import load_config
 from pc_recipe.files import markdown
 from pc_recipe.files.atomic import write_atomically
-from pc_recipe.runs.cost import RunCost
+from pc_recipe.plan.cost import RunCost
 from timing import DEVICE, hardware, interleaved
 
 ROOT = Path(__file__).resolve().parents[1]

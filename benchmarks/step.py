@@ -52,7 +52,7 @@ from pc.errors import exit_on_user_error
 from pc.layer import PCLinear, put_in_graph
 from pc_recipe.config import Config, load_config
 from pc_recipe.files.atomic import write_atomically
-from pc_recipe.runs.torchrun import STEPS_ALONE
+from pc_recipe.runs.launch import STEPS_ALONE
 from pc_recipe.train import cpu
 from pc_recipe.train.parallelize import parallelize
 from pc_recipe.train.train_spec import TRAIN_SPEC

@@ -5,7 +5,8 @@ config/     every key, the chain of TOML files, rules; without torch
 data/       text to tokens to batches
 train/      the TorchTitan plug-in: model, trainer, checkpoints, diagnostics
 evaluate/   export, scores, generation
-runs/       check, memory and cost of a run; start it here or under SLURM; many runs from one TOML
+plan/       a run before it starts: mistakes, memory, cost
+runs/       start a run here or under SLURM; many runs from one TOML
 report/     curves, spectra, figures
 
 Each imports only those above it, and `pc`.

@@ -19,7 +19,7 @@ def main() -> None:
     arguments, overrides = parse_with_overrides(parser)
     from pc_recipe.config import load_config
     from pc_recipe.files.atomic import write_atomically
-    from pc_recipe.runs import cost
+    from pc_recipe.plan import cost
 
     text = cost.table(cost.RunCost(load_config(arguments.config, overrides), arguments.world_size))
     print(text)

@@ -29,8 +29,8 @@ def main() -> None:
     config = load_config(arguments.config, overrides)
     import torch
 
-    from pc_recipe.runs.check import check, estimate_hours  # takes seconds
-    from pc_recipe.runs.torchrun import count_processes
+    from pc_recipe.plan.check import check, estimate_hours  # takes seconds
+    from pc_recipe.runs.launch import count_processes
 
     ranks = count_processes() if arguments.world_size is None else arguments.world_size
     report = check(config, ranks, needs_data=not arguments.no_data, gpu_gib=arguments.gpu_memory)

@@ -11,8 +11,8 @@ import argparse
 
 from pc.errors import UserError, exit_on_user_error
 from pc_recipe.config.command_line import at_least_one
-from pc_recipe.runs import torchrun
-from pc_recipe.runs.allocation import Allocation
+from pc_recipe.plan.allocation import Allocation
+from pc_recipe.runs import launch
 from pc_recipe.runs.sweep import equal_runs
 from pc_recipe.runs.sweep.local import train_all
 from pc_recipe.runs.sweep.results import collect, describe_status
@@ -53,11 +53,11 @@ def main() -> None:
     if arguments.action == "plan":
         from pc_recipe.runs.sweep import budget  # takes seconds
 
-        print(budget.table(sweeps, arguments.tflops, torchrun.count_processes()))
+        print(budget.table(sweeps, arguments.tflops, launch.count_processes()))
         return
     world_size = None
     if arguments.action == "run":
-        world_size = torchrun.count_processes()
+        world_size = launch.count_processes()
     elif arguments.action == "submit":
         world_size = Allocation.of(arguments).world_size
     for sweep in sweeps:

@@ -17,24 +17,10 @@ _STAGES_PER_RANK = {"1F1B": 1, "GPipe": 1, "ZBVZeroBubble": 2, "DualPipeV": 2}
 """Of schedules that have a fixed number; the others have two or more."""
 
 
-def require(config: Config, dims: Degrees | None = None, on_cpu: bool = False) -> None:
-    """Raise a `UserError` with a line for each of the `findings`."""
-    if found := list(findings(config, dims, on_cpu)):
+def require(config: Config, dims: Degrees, on_cpu: bool = False) -> None:
+    """Raise a `UserError` with a line for each broken rule, of `anywhere` and `on_ranks`."""
+    if found := [*anywhere(config), *on_ranks(config, dims, on_cpu)]:
         raise UserError("\nerror: ".join(found))
-
-
-def findings(config: Config, dims: Degrees | None = None, on_cpu: bool = False) -> Iterator[str]:
-    """A sentence for each broken rule.
-
-    Args:
-        dims: the ranks of the run; None: only what is wrong on any number of ranks.
-        on_cpu: whether they train on CPUs, which support fewer features.
-    """
-    yield from _anywhere(config)
-    if dims is not None:
-        yield from _on_ranks(config, dims)
-        yield from _in_pipelines(config, dims.pp) if dims.pp > 1 else ()
-        yield from _on_cpus(config, dims) if on_cpu else ()
 
 
 def error_messages(function: Callable, *arguments) -> Iterator[str]:
@@ -50,7 +36,8 @@ def compiles_model(config: Config) -> bool:
     return config.compile.enable and "model" in config.compile.components
 
 
-def _anywhere(config: Config) -> Iterator[str]:
+def anywhere(config: Config) -> Iterator[str]:
+    """A sentence for each rule that is broken on any number of ranks."""
     if config.pc.enable:
         yield from error_messages(lambda: config.pc.pc_config)
     shape = shape_of(config.model)
@@ -70,7 +57,12 @@ def _anywhere(config: Config) -> Iterator[str]:
         yield "checkpoint.keep_latest_k = 1 should be 2 or more, because the newest may be damaged, or 0 to keep all"
 
 
-def _on_ranks(config: Config, dims: Degrees) -> Iterator[str]:
+def on_ranks(config: Config, dims: Degrees, on_cpu: bool = False) -> Iterator[str]:
+    """A sentence for each rule that is broken on these ranks.
+
+    Args:
+        on_cpu: whether they train on CPUs, which support fewer features.
+    """
     if dims.dp_replicate > 1 and dims.dp_shard == 1 and dims.cp == 1:
         yield (
             "parallelism.data_parallel_replicate_degree without sharding averages gradients twice in TorchTitan 0.2.2; "
@@ -93,6 +85,8 @@ def _on_ranks(config: Config, dims: Degrees) -> Iterator[str]:
             "(tensor parallel degree x 2 x context parallel degree)"
         )
     yield from error_messages(lambda: RankBatches(dims, config.training).micro_batches)
+    yield from _in_pipelines(config, dims.pp) if dims.pp > 1 else ()
+    yield from _on_cpus(config, dims) if on_cpu else ()
 
 
 def _in_pipelines(config: Config, ranks: int) -> Iterator[str]:

@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 
 from pc.errors import UserError, exit_on_user_error
-from pc_recipe.config import Config, load_config, rules, run_key
+from pc_recipe.config import Config, load_config, run_key
 from pc_recipe.config.command_line import parse_with_overrides
 from pc_recipe.config.schema import Data
-from pc_recipe.data.manifest import Manifest
 from pc_recipe.files import look
 from pc_recipe.files.lock import lock
 from pc_recipe.files.run_folder import find_newest_step, read_state
-from pc_recipe.runs import torchrun
+from pc_recipe.plan.check import check_data, check_on_ranks, check_settings
+from pc_recipe.runs import launch
 from pc_recipe.runs.nodes import Nodes, find_gloo_interface
 from pc_recipe.runs.outcome import describe_outcome
 
@@ -29,7 +29,8 @@ def main() -> None:
     parser.add_argument("config", metavar="CONFIG", help="TOML file of the run")
     arguments, overrides = parse_with_overrides(parser)
     config = load_config(arguments.config, overrides)
-    rules.require(config)  # this, the start and the data before the import below, which takes seconds
+    report = check_settings(config)
+    report.raise_errors()
     folder = Path(config.job.dump_folder)
     if is_finished(config, folder):
         print(
@@ -37,23 +38,21 @@ def main() -> None:
             f"--job.dump_folder.\n{describe_outcome(folder)}"
         )
         return
-    require_start(config, folder)
     fetch_demo_data(config)
-    require_data(config)
-    from pc_recipe.runs import check
-
+    check_data(report)
+    report.raise_errors()
     nodes = Nodes.from_environment()
-    processes = torchrun.count_processes()
+    processes = launch.count_processes()
     # Report mistakes here, one line each, because torchrun's report of a failed process would bury them.
-    report = check.check(config, processes * nodes.count)
+    check_on_ranks(report, processes * nodes.count)
     report.raise_errors()
     for warning in report.warnings if nodes.rank == 0 else ():
         print(f"warning: {warning}", file=sys.stderr)
     locks = [lock(folder)] if nodes.rank == 0 else []
-    command, environment = torchrun.build_command(config, processes, nodes)
+    command, environment = launch.build_command(report.config, processes, nodes)
     network_here = find_gloo_interface(nodes.master_addr) if nodes.count > 1 else {}
     try:
-        status = torchrun.run_command(command, network_here | environment, locks)
+        status = launch.run_command(command, network_here | environment, locks)
     except SystemExit:  # after Ctrl-C or SIGTERM
         for file in locks:
             file.close()
@@ -62,7 +61,7 @@ def main() -> None:
         raise
     if status == 0 and nodes.rank == 0:
         print(describe_outcome(folder))
-    elif status and processes > 1 and (reason := torchrun.find_failure(folder)):
+    elif status and processes > 1 and (reason := launch.find_failure(folder)):
         print(reason, file=sys.stderr)  # repeated below torchrun's report
         if reason.startswith("error: "):
             sys.exit(2)
@@ -96,24 +95,6 @@ def fetch_demo_data(config: Config) -> None:
         raise UserError(
             f"the demo data could not be created ({error}); to use other data: --data.path FOLDER"
         ) from None
-
-
-def require_data(config: Config) -> None:
-    """Raise the first `UserError` of a folder of data that is missing or damaged."""
-    data = config.data
-    keys = dict.fromkeys(data.validation_folders, "data.validation_path") | dict.fromkeys(data.folders, "data.path")
-    for folder, key in keys.items():
-        try:
-            Manifest.read(folder)
-        except UserError as error:
-            raise UserError(f"{key}: {error}") from None
-
-
-def require_start(config: Config, folder: Path) -> None:
-    """Raise a `UserError` if the folder that a new run starts from is missing."""
-    start = config.checkpoint.enable and config.checkpoint.initial_load_path
-    if start and not look.is_there(start) and not find_newest_step(folder):
-        raise UserError(f"checkpoint.initial_load_path: {start} does not exist")
 
 
 if __name__ == "__main__":

@@ -23,8 +23,9 @@ from pc_recipe.files.inside import inside
 from pc_recipe.files.lock import is_locked, lock
 from pc_recipe.files.own_code import own_code
 from pc_recipe.files.run_folder import find_newest_step, read_state, write_failure
-from pc_recipe.runs import torchrun
-from pc_recipe.runs.allocation import TRAIN_SCRIPT, Allocation
+from pc_recipe.plan.allocation import TRAIN_SCRIPT, Allocation
+from pc_recipe.plan.check import check_data, check_on_ranks, check_settings, estimate_hours
+from pc_recipe.runs import launch
 from pc_recipe.runs.nodes import Nodes, find_gloo_interface
 from pc_recipe.runs.run import Run
 
@@ -43,9 +44,10 @@ def submit_run(config: str, overrides: Sequence[str], allocation: Allocation, qu
     Raises:
         UserError: mistakes, or a time limit that is too short.
     """
-    from pc_recipe.runs.check import check, estimate_hours  # takes seconds
-
-    report = check(load_config(config, overrides), allocation.world_size)
+    report = check_settings(load_config(config, overrides))
+    check_data(report)
+    report.raise_errors(f"{config}: ")
+    check_on_ranks(report, allocation.world_size)
     report.raise_errors(f"{config}: ")
     if allocation.gpus_per_node:  # the estimate is of GPUs
         hours = estimate_hours(report, allocation.world_size)
@@ -95,19 +97,22 @@ def read_run(arguments: Sequence[str]) -> Run:
 
 def run_task(run: Run) -> int:
     """Run torchrun on this node of the allocation; returns its exit status."""
+    from pc_recipe.plan import micro_batch  # takes seconds
+
     nodes = Nodes(int(os.environ.get("SLURM_NNODES", "1")), int(os.environ.get("SLURM_NODEID", "0")))
     # Only the first node takes the lock of the run's folder; the others wait for it at the rendezvous. After a requeue it
     # is patient, because a network file system keeps the locks of a lost node for a while, often 90 seconds.
     patience = SECONDS_FOR_LOCKS_OF_A_LOST_NODE if int(os.environ.get("SLURM_RESTART_COUNT", "0")) else 1
     locks = [lock(run.folder, patience)] if nodes.rank == 0 else []
-    processes, network_here = torchrun.count_processes(), {}
+    processes, network_here = launch.count_processes(), {}
     if nodes.count > 1:
         # The first node, where the batch script runs and has drawn a free port, has rank 0.
         host = os.environ["SLURM_LAUNCH_NODE_IPADDR"]
         nodes = replace(nodes, master_addr=host, master_port=int(os.environ["MASTER_PORT"]))
         network_here = find_gloo_interface(host if nodes.rank else _find_last_host())
-    command, environment = torchrun.build_command(run.resolved, processes, nodes, under_torchrun=True)
-    return torchrun.run_command(command, network_here | environment, locks, under_slurm=True)
+    config = micro_batch.choose(run.resolved, processes * nodes.count)
+    command, environment = launch.build_command(config, processes, nodes, under_torchrun=True)
+    return launch.run_command(command, network_here | environment, locks, under_slurm=True)
 
 
 def _find_last_host() -> str:
@@ -132,7 +137,7 @@ def requeue_or_end(run: Run, returncode: int) -> int:
     if returncode == MISTAKE and is_locked(run.folder):
         print(f"{run.name}: another process trains it; its state is left as it is", flush=True)
         return MISTAKE
-    failure = torchrun.find_failure(run.folder) or ""
+    failure = launch.find_failure(run.folder) or ""
     # torchrun ends with 1 whatever its ranks' status, so the log tells a mistake from a crash
     is_mistake = returncode == MISTAKE or failure.startswith("error: ")
     attempts = 0 if is_mistake else _count_attempt(run)

@@ -7,9 +7,8 @@ python scripts/slurm/submit.py CONFIG.toml [--gpus-per-node 8] [--nodes 1]
 import argparse
 
 from pc.errors import exit_on_user_error
-from pc_recipe.config import load_config, rules
 from pc_recipe.config.command_line import parse_with_overrides
-from pc_recipe.runs.allocation import Allocation
+from pc_recipe.plan.allocation import Allocation
 from pc_recipe.runs.slurm import submit_run
 
 
@@ -20,8 +19,6 @@ def main() -> None:
     Allocation.add_options(parser)
     parser.add_argument("--print", action="store_true", help="print the command that would queue it, and queue nothing")
     arguments, overrides = parse_with_overrides(parser)
-    rules.require(load_config(arguments.config, overrides))  # before what takes seconds
-
     print(submit_run(arguments.config, overrides, Allocation.of(arguments), queues=not arguments.print))
 
 

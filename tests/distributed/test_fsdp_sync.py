@@ -69,7 +69,7 @@ def _held(rank, config, overrides) -> tuple[float, float]:
 
     from pc.shards import local
     from pc_recipe.config import load_config
-    from pc_recipe.runs import memory
+    from pc_recipe.plan import memory
     from pc_recipe.train.trainer import PCTrainer
 
     def gib() -> float:

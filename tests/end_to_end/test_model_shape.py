@@ -8,7 +8,7 @@ from helpers.tiny import ROOT, VOCAB_SIZE, load_all, make_trainer, write_config
 from pc.config import MatrixSplit
 from pc_recipe.config import load_config
 from pc_recipe.config import write_config as write_resolved
-from pc_recipe.runs import memory
+from pc_recipe.plan import memory
 
 SHAPE = {"dim": 32, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 40, "rope_theta": 500.0}
 WORDS = [f"--model.{name}={size}" for name, size in SHAPE.items()]

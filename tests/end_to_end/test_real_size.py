@@ -18,7 +18,7 @@ from helpers.made_runs import make_evaluation_data
 from pc_recipe.config import load_config
 from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.files.run_folder import read_state
-from pc_recipe.runs import memory
+from pc_recipe.plan import memory
 
 pytestmark = pytest.mark.soak
 

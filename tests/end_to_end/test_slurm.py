@@ -16,7 +16,7 @@ from helpers import slurm_cluster
 from helpers.made_runs import make_evaluation_data, make_shards
 from helpers.tiny import ROOT, write_small_config
 from pc_recipe.files.run_folder import find_newest_step, read_state
-from pc_recipe.runs.allocation import Allocation
+from pc_recipe.plan.allocation import Allocation
 from pc_recipe.runs.nodes import find_gloo_interface
 from pc_recipe.runs.sweep.select import select
 from pc_recipe.runs.sweep.spec import load

@@ -162,7 +162,7 @@ def test_checkpoint_holds_a_plain_llama_and_w(trained):
 def test_the_size_of_a_checkpoint_is_the_estimate(trained):
     """Weights, W and optimizer states; the estimate leaves out gammas, and vectors beside matrices."""
     from pc_recipe.config import load_config
-    from pc_recipe.runs import memory
+    from pc_recipe.plan import memory
 
     config = load_config(trained[0])
     saved = tiny.load_all(trained[1] / "checkpoint" / "step-6")

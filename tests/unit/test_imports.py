@@ -16,6 +16,7 @@ FLOORS = [
     ["pc_recipe.data"],
     ["pc_recipe.train"],
     ["pc_recipe.evaluate"],
+    ["pc_recipe.plan"],
     ["pc_recipe.runs"],
     ["pc_recipe.runs.sweep"],
     ["pc_recipe.report"],

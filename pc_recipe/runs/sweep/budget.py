@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from pc_recipe.runs import cost
+from pc_recipe.plan import cost
 from pc_recipe.runs.run import Run
 from pc_recipe.runs.sweep import equal_runs
 from pc_recipe.runs.sweep.spec import Sweep

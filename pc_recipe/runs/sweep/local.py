@@ -11,7 +11,7 @@ from pc_recipe.files.inside import no_link
 from pc_recipe.files.lock import lock
 from pc_recipe.files.run_folder import find_newest_step, read_state, write_failure, write_state
 from pc_recipe.files.run_log import describe_seconds, find_last_step, read_log
-from pc_recipe.runs import torchrun
+from pc_recipe.runs import launch
 from pc_recipe.runs.local import fetch_demo_data
 from pc_recipe.runs.run import Run
 from pc_recipe.runs.sweep import equal_runs
@@ -26,7 +26,7 @@ def train_all(sweeps: Sequence[Sweep]) -> None:
     on the same sweeps: each skips runs that another one is training. Of equal runs one is trained, and the others reuse
     it.
     """
-    processes = torchrun.count_processes()
+    processes = launch.count_processes()
     order = [(sweep, run) for sweep in sweeps for run in sweep.runs]
     order.sort(key=lambda one: one[1].seed or 0)  # so that an end before the last run leaves pairs of arms
     for number, (sweep, run) in enumerate(order, start=1):
@@ -79,20 +79,23 @@ def train_one(run: Run, lock_file: TextIO, processes: int, label: str) -> None:
     Raises:
         SystemExit: the run was asked to stop, and so is the sweep.
     """
+    from pc_recipe.plan import micro_batch  # takes seconds
+
     log, step = run.folder / "train.log", find_newest_step(run.folder)
     try:
         with lock_file, open(log, "a", opener=no_link) as output:
             print(f"{label}: from step {step}, log in {log}", flush=True)
-            command, begin = torchrun.build_command(run.resolved, processes), output.tell()
+            config, begin = micro_batch.choose(run.resolved, processes), output.tell()
+            command = launch.build_command(config, processes)
             write_state(run.folder, "running", step, run.resolved.training.steps)  # an earlier end is no longer true
             progress = functools.partial(_print_progress, run, label)
-            status = torchrun.run_command(*command, [lock_file], output, progress)
+            status = launch.run_command(*command, [lock_file], output, progress)
     except SystemExit:  # after Ctrl-C or SIGTERM
         _print_state(run, label)
         raise
     if status != 0:
         words = log.read_bytes()[begin:].decode(errors="replace")
-        killed = torchrun.find_kill(status, words)
+        killed = launch.find_kill(status, words)
         if killed or read_state(run.folder).state != "failed":
             last = [line.strip() for line in words.splitlines() if line.strip()][-1:] or ["no output"]
             reason = f"{killed or f'status {status}'}, last words: {last[0][:300]}"

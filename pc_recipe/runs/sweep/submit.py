@@ -5,9 +5,9 @@ import secrets
 from collections.abc import Sequence
 
 from pc_recipe.files.atomic import write_atomically
+from pc_recipe.plan.allocation import Allocation
+from pc_recipe.plan.check import check
 from pc_recipe.runs import slurm
-from pc_recipe.runs.allocation import Allocation
-from pc_recipe.runs.check import check
 from pc_recipe.runs.sweep import equal_runs
 from pc_recipe.runs.sweep.spec import Sweep
 

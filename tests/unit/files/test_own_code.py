@@ -8,7 +8,7 @@ import pytest
 
 from pc_recipe.files import wheel
 from pc_recipe.files.own_code import ROOT, own_code
-from pc_recipe.runs import slurm, torchrun
+from pc_recipe.runs import launch, slurm
 
 CODE = "import os; open(os.environ['MARK'], 'a').write(__name__ + ' '); print('mine')\n"
 NAMES = [
@@ -60,7 +60,7 @@ def test_without_it_the_folder_comes_first(folder):
 def test_commands_start_processes_so(start, folder, monkeypatch, tmp_path):
     given = []
     if start == "ranks":
-        given.append(torchrun.build_environment(1))
+        given.append(launch.build_environment(1))
     else:
         done = subprocess.CompletedProcess([], 0, "1", "")
         monkeypatch.setattr(subprocess, "run", lambda *_, env, **__: given.append(env) or done)

@@ -13,7 +13,7 @@ from helpers.fake_ranks import Counts, fake_rank, sharded
 from pc.owner import BUCKET_BYTES, assign, matrix_cost
 from pc.preconditioner import Preconditioner
 from pc_recipe.config import load_config
-from pc_recipe.runs.cost import RunCost
+from pc_recipe.plan.cost import RunCost
 from pc_recipe.train.llama2 import model_args
 
 CONFIG = Path(__file__).parents[3] / "train_configs" / "1b_adamw_pc.toml"

@@ -13,8 +13,8 @@ from pc_recipe.config import Config, load_config, write_config
 from pc_recipe.config.run_key import code_version, differing_keys, list_unapplied, result_key
 from pc_recipe.files import run_folder
 from pc_recipe.files.lock import is_locked, lock
-from pc_recipe.runs.allocation import Allocation
-from pc_recipe.runs.check import CheckResult
+from pc_recipe.plan.allocation import Allocation
+from pc_recipe.plan.check import CheckResult
 from pc_recipe.runs.sweep import budget, equal_runs
 from pc_recipe.runs.sweep.local import train_all
 from pc_recipe.runs.sweep.results import describe_status

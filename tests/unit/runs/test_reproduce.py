@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from helpers.tiny import ROOT
-from pc_recipe.runs.check import check
+from pc_recipe.plan.check import check
 from pc_recipe.runs.sweep import equal_runs
 from pc_recipe.runs.sweep.spec import load
 

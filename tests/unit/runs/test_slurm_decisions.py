@@ -9,8 +9,8 @@ import pytest
 from helpers.tiny import ROOT
 from pc.errors import UserError, exit_on_user_error
 from pc_recipe.files.lock import join_lock, lock
+from pc_recipe.plan.allocation import Allocation
 from pc_recipe.runs import slurm
-from pc_recipe.runs.allocation import Allocation
 from pc_recipe.runs.run import Run
 from pc_recipe.runs.slurm import requeue_or_end
 
@@ -104,15 +104,13 @@ def test_a_second_job_leaves_the_state_of_the_run_that_another_trains(run, reque
 
 def test_a_requeued_job_waits_for_the_locks_of_a_lost_node(run, monkeypatch):
     """A network file system lets go of them later."""
-    monkeypatch.setattr(slurm.torchrun, "count_processes", lambda: "the lock is had")
-    monkeypatch.setattr(slurm.torchrun, "build_command", lambda config, processes, *_, **__: sys.exit(processes))
-    config = type("Config", (), {"resolved": None, "folder": run.folder})
+    monkeypatch.setattr(slurm.launch, "count_processes", lambda: sys.exit("the lock is had"))
     for restarts, answer in (("0", UserError), ("1", SystemExit)):
         monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
         lost = join_lock(run.folder)
         threading.Timer(2, lost.close).start()
         with pytest.raises(answer, match="another process" if answer is UserError else "the lock is had"):
-            slurm.run_task(config)
+            slurm.run_task(run)
         lost.close()
 
 

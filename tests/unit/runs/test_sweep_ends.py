@@ -8,7 +8,7 @@ import pytest
 
 from pc_recipe.files.lock import lock
 from pc_recipe.files.run_folder import read_state, write_state
-from pc_recipe.runs import torchrun
+from pc_recipe.runs import launch
 from pc_recipe.runs.run import Run
 from pc_recipe.runs.sweep import local
 
@@ -37,7 +37,7 @@ Root Cause (first observed failure):
 def test_step_and_reason_are_this_attempts(tmp_path, monkeypatch, words, reason, state):
     """What is said of an earlier attempt, in status.json or train.log, is not said again."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torchrun, "build_command", lambda *_: ([sys.executable, "-c", words], dict(os.environ)))
+    monkeypatch.setattr(launch, "build_command", lambda *_: ([sys.executable, "-c", words], dict(os.environ)))
     (tmp_path / "base.toml").write_text("[training]\nsteps = 20\n")
     (tmp_path / "train.log").write_text("words of an earlier attempt\n")
     write_state(tmp_path, state, 3, 20, "why an earlier attempt ended")
@@ -50,7 +50,7 @@ def test_step_and_reason_are_this_attempts(tmp_path, monkeypatch, words, reason,
 def test_a_trainers_own_reason_stays(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = "from pc_recipe.files.run_folder import write_failure; import sys; write_failure('.', 'no data', 4); sys.exit(2)"
-    monkeypatch.setattr(torchrun, "build_command", lambda *_: ([sys.executable, "-c", words], dict(os.environ)))
+    monkeypatch.setattr(launch, "build_command", lambda *_: ([sys.executable, "-c", words], dict(os.environ)))
     (tmp_path / "base.toml").write_text("")
     local.train_one(Run("one", str(tmp_path / "base.toml"), (), tmp_path), lock(tmp_path), 1, "one")
     assert (read_state(tmp_path).step, read_state(tmp_path).reason) == (4, "no data")
@@ -58,4 +58,4 @@ def test_a_trainers_own_reason_stays(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("status", [0, 1, 2, 128 + signal.SIGTERM])
 def test_find_kill(status):
-    assert torchrun.find_kill(status, "Signal 9 (SIGKILL)") == ("killed by SIGTERM" if status > 128 else "")
+    assert launch.find_kill(status, "Signal 9 (SIGKILL)") == ("killed by SIGTERM" if status > 128 else "")

@@ -1,6 +1,4 @@
-"""The micro-batch that is chosen divides, fits, and is the largest; it is what a run records."""
-
-import tomllib
+"""The micro-batch that is chosen divides, fits, and is the largest."""
 
 import pytest
 
@@ -8,8 +6,7 @@ from helpers.tiny import ROOT
 from pc.errors import UserError
 from pc_recipe.config import load_config
 from pc_recipe.config.rank_batches import RankBatches
-from pc_recipe.runs import memory, micro_batch, torchrun
-from pc_recipe.runs.nodes import Nodes
+from pc_recipe.plan import memory, micro_batch
 
 CONFIG = ROOT / "train_configs" / "271m_adamw_pc.toml"
 
@@ -21,12 +18,12 @@ def test_it_is_the_largest_that_divides_and_fits(ranks, gpu_gib):
         config = load_config(CONFIG, [f"--training.local_batch_size={size}"])
         return sum(memory.estimate_memory(config, RankBatches.of(config, ranks).dims).values())
 
-    choice = micro_batch.choose(load_config(CONFIG), ranks, gpu_gib)
-    chosen, share = choice.config.training.local_batch_size, 320 // ranks
+    config = micro_batch.choose(load_config(CONFIG), ranks, micro_batch.find_gpu(gpu_gib))
+    chosen, share = config.training.local_batch_size, 320 // ranks
     larger = [size for size in range(chosen + 1, share + 1) if share % size == 0]
     assert share % chosen == 0 and needs(chosen) <= 0.85 * gpu_gib
     assert all(needs(size) > 0.85 * gpu_gib for size in larger)
-    assert choice.config.validation.local_batch_size == chosen
+    assert config.validation.local_batch_size == chosen
 
 
 @pytest.mark.parametrize(
@@ -40,13 +37,5 @@ def test_it_is_the_largest_that_divides_and_fits(ranks, gpu_gib):
 )
 def test_what_cannot_be_chosen_is_one_line(words, ranks, gpu_gib, complaint):
     with pytest.raises(UserError, match=complaint) as raised:
-        micro_batch.choose(load_config(CONFIG, words), ranks, gpu_gib)
+        micro_batch.choose(load_config(CONFIG, words), ranks, micro_batch.find_gpu(gpu_gib))
     assert "\n" not in str(raised.value)
-
-
-def test_a_run_records_the_number(tmp_path):
-    """All its processes read the file that the launcher writes."""
-    words = [f"--job.dump_folder={tmp_path}", "--training.local_batch_size=-1", "--validation.local_batch_size=-1"]
-    torchrun.build_command(load_config(ROOT / "train_configs" / "debug.toml", words), 2, Nodes(2))
-    written = tomllib.loads((tmp_path / "pending.toml").read_text())
-    assert written["training"]["local_batch_size"] == written["validation"]["local_batch_size"] == 4  # 16 on 4 ranks

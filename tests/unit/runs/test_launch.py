@@ -2,12 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -17,8 +17,9 @@ from torchtitan.components.metrics import WandBLogger
 from helpers.tiny import ROOT
 from pc.errors import UserError, exit_on_user_error
 from pc_recipe.config import Config
-from pc_recipe.files.lock import is_locked, lock
-from pc_recipe.runs import torchrun
+from pc_recipe.files.lock import is_locked, join_lock, lock
+from pc_recipe.plan import installed
+from pc_recipe.runs import launch
 from pc_recipe.train import cpu
 from pc_recipe.train.upstream_config import JobConfig
 
@@ -44,38 +45,38 @@ def machine(monkeypatch, tmp_path):
 )
 def test_count_processes(machine, seen, given, wish, expected):
     machine(seen, given, device=seen > 0, wish=wish)
-    assert torchrun.count_processes() == expected
+    assert launch.count_processes() == expected
 
 
 @pytest.mark.parametrize("wish, gpus", [("0", 0), ("two", 0), ("5", 4)])
 def test_wrong_ngpu(machine, wish, gpus):
     machine(gpus, wish=wish)
     with pytest.raises(UserError, match=f"NGPU={wish}"):
-        torchrun.count_processes()
+        launch.count_processes()
 
 
 def test_gpus_that_are_missing_or_that_torch_cannot_use(machine, monkeypatch):
     machine(7, given=8)
     with pytest.raises(SystemExit, match="shows 7 of the 8 GPUs of this job"):  # status 1: requeued
-        torchrun.count_processes()
+        launch.count_processes()
     for given, device in ((8, False), (None, True)):
         machine(0, given, device)
-        for trains in (torchrun.count_processes, cpu.use_cpu_where_there_is_no_gpu):
+        for trains in (launch.count_processes, cpu.use_cpu_where_there_is_no_gpu):
             with pytest.raises(UserError, match="has GPUs that torch .* cannot use"):
                 trains()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert torchrun.count_processes() == 1  # as wished
+    assert launch.count_processes() == 1  # as wished
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_ranks_of_one_machine_listen_on_the_loopback_alone(machine, monkeypatch, tmp_path, processes):
     """torch's stores of TCP listen everywhere, and what is in them is unpickled."""
     machine(0)
-    monkeypatch.setattr(torchrun, "TRAINER", "helpers.listens")
+    monkeypatch.setattr(launch, "TRAINER", "helpers.listens")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'tests'}")
     config = Config(job={"dump_folder": str(tmp_path)})
-    command, environment = torchrun.build_command(config, processes)
-    assert torchrun.run_command(command, environment) == 0
+    command, environment = launch.build_command(config, processes)
+    assert launch.run_command(command, environment) == 0
     found = [json.loads((tmp_path / f"listens.{rank}.json").read_text()) for rank in range(processes)]
     assert found == [["127.0.0.1"]] * processes
     assert os.stat(environment["PC_MEETING_PLACE"]).st_mode & 0o077 == 0
@@ -88,7 +89,7 @@ def test_compiled_code_is_not_loaded_from_a_common_folder(monkeypatch, tmp_path)
     (tmp_path / "tmp").mkdir()
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     program = "import torch; torch.compile(lambda x: (x * 2 + 1).sin())(torch.ones(8))"
-    subprocess.run([sys.executable, "-c", program], env=torchrun.build_environment(1), check=True)
+    subprocess.run([sys.executable, "-c", program], env=launch.build_environment(1), check=True)
     libraries = [
         str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*") if file.suffix in (".so", ".gch", ".h")
     ]
@@ -98,14 +99,14 @@ def test_compiled_code_is_not_loaded_from_a_common_folder(monkeypatch, tmp_path)
 def test_compilation_needs_a_compiler_and_headers(machine, monkeypatch, tmp_path):
     config = Config(job={"dump_folder": str(tmp_path / "run")}, compile={"enable": True})
     machine(0)
-    torchrun.build_command(config, 1)
+    launch.build_command(config, 1)
     with monkeypatch.context() as patch:
         patch.setenv("PATH", str(tmp_path))
         with pytest.raises(UserError, match=r"compile.enable = true needs .*on the PATH and .*/Python.h; install them"):
-            torchrun.build_command(config, 1)
-    monkeypatch.setattr(torchrun.sysconfig, "get_path", lambda name: str(tmp_path))
+            launch.build_command(config, 1)
+    monkeypatch.setattr(installed.sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(UserError, match="compile.enable"):
-        torchrun.build_command(config, 1)
+        launch.build_command(config, 1)
 
 
 def test_find_failure_reads_the_newest_attempt(tmp_path):
@@ -115,15 +116,15 @@ def test_find_failure_reads_the_newest_attempt(tmp_path):
         file.write_text(text)
         os.utime(file, (file.stat().st_mtime - age,) * 2)
 
-    assert torchrun.find_failure(tmp_path) is None
+    assert launch.find_failure(tmp_path) is None
     log("a", 0, "error: of yesterday\n", age=90000)
     lock(tmp_path).close()
-    assert torchrun.find_failure(tmp_path) is None  # an attempt that has said nothing yet
+    assert launch.find_failure(tmp_path) is None  # an attempt that has said nothing yet
     log("b", 0, "step 1\n")
     log("b", 1, "step 1\nTraceback (most recent call last):\n  File\nRuntimeError: no more\n")
-    assert torchrun.find_failure(tmp_path).startswith("rank 1 ended with 'RuntimeError: no more'; its log is ")
+    assert launch.find_failure(tmp_path).startswith("rank 1 ended with 'RuntimeError: no more'; its log is ")
     log("b", 2, "Traceback (most recent call last):\nUserError: x\nerror: x.y = 1 is wrong\nerror: z too\n")
-    assert torchrun.find_failure(tmp_path) == "error: x.y = 1 is wrong\nerror: z too"
+    assert launch.find_failure(tmp_path) == "error: x.y = 1 is wrong\nerror: z too"
 
 
 # what TorchTitan calls of the package; the page is the one in the environment, as in the real init
@@ -144,7 +145,7 @@ def test_every_attempt_continues_one_page_of_weights_and_biases(tmp_path, monkey
     def start(run: str, lr: float = 1e-3) -> tuple:
         """The page that an attempt logs to."""
         config = Config(job={"dump_folder": str(tmp_path / run)}, metrics={"enable_wandb": True}, optimizer={"lr": lr})
-        _, environment = torchrun.build_command(config, 2)
+        _, environment = launch.build_command(config, 2)
         with mock.patch.dict(os.environ, environment):
             logger = WandBLogger(str(tmp_path), JobConfig(config))
         logger.log({"loss": 2.5}, 7)
@@ -153,19 +154,20 @@ def test_every_attempt_continues_one_page_of_weights_and_biases(tmp_path, monkey
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     with mock.patch.dict(sys.modules):
         with monkeypatch.context() as patch:
-            patch.setattr(torchrun, "find_spec", lambda name: None)
+            patch.setattr(installed, "find_spec", lambda name: None)
             with pytest.raises(UserError, match=r"enable_wandb = true needs the package: pip install '.\[wandb]'"):
                 start("one")
         (tmp_path / "wandb.py").write_text(WANDB)
         *page, lr = start("one")
         assert page == ["pc-layer", "one", page[2], "allow"] and lr == 1e-3
         assert start("one", 2e-3) == (*page, 2e-3)
-        with mock.patch.object(Path, "exists", lambda path: False):  # another node does not see its file yet
-            assert start("one") == (*page, 1e-3)
+        lock(tmp_path / "one").close()  # a later attempt
+        join_lock(tmp_path / "one").close()
+        assert start("one") == (*page, 1e-3)
         assert start("two")[2] != page[2]
-        with mock.patch("os.link", side_effect=PermissionError):  # a file system without hard links
-            page_without_links = start("three")
-        assert start("three") == page_without_links and not list((tmp_path / "three").glob(".wandb_id*"))
+        shutil.rmtree(tmp_path / "one")  # it is trained anew
+        assert start("one")[2] != page[2]
+        page[2] = start("one")[2]
         monkeypatch.setenv("WANDB_PROJECT", "ours")
         assert start("one") == ("ours", *page[1:], 1e-3)
         assert sys.modules["wandb"].lines == 7 * [(7, {"loss": 2.5})]
@@ -188,7 +190,7 @@ def signalled(tmp_path, monkeypatch):
     """signalled(a command's handler of SIGUSR2, what to do once it is ready, under_slurm): (its status, its words)"""
 
     def run(handler: str, send, under_slurm: bool = False) -> tuple[int, str]:
-        monkeypatch.setattr(torchrun, "SECONDS_BETWEEN_PROGRESS_LINES", 0.1)
+        monkeypatch.setattr(launch, "SECONDS_BETWEEN_PROGRESS_LINES", 0.1)
         said, before = tmp_path / "said", [signal.getsignal(number) for number in (*ENDS, signal.SIGQUIT)]
         held, sent = lock(tmp_path), []
 
@@ -201,9 +203,7 @@ def signalled(tmp_path, monkeypatch):
         words = [sys.executable, "-c", SAVES.format(handler=handler)]
         with open(said, "w") as output:
             try:
-                status = torchrun.run_command(
-                    words, dict(os.environ), [held], output, meanwhile, under_slurm=under_slurm
-                )
+                status = launch.run_command(words, dict(os.environ), [held], output, meanwhile, under_slurm=under_slurm)
             except SystemExit as end:
                 status = end.code
         assert [signal.getsignal(number) for number in (*ENDS, signal.SIGQUIT)] == before and not is_locked(tmp_path)
@@ -242,7 +242,7 @@ def test_a_signal_that_was_ignored_stays_ignored(signalled, number):
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_signal_that_comes_twice_at_once_is_one(signalled, monkeypatch, asked):
     """`timeout` sends it to the process and to the process's group, and other wishes to stop may precede it."""
-    monkeypatch.setattr(torchrun, "SECONDS_OF_ONE_WISH", 0.3)
+    monkeypatch.setattr(launch, "SECONDS_OF_ONE_WISH", 0.3)
 
     def send() -> None:
         if asked:
@@ -261,7 +261,7 @@ def test_sigquit_ends_the_command_at_once(signalled):
 def test_a_second_signal_ends_the_command_at_once(signalled, capfd):
     def send() -> None:
         os.kill(os.getpid(), signal.SIGINT)
-        threading.Timer(torchrun.SECONDS_OF_ONE_WISH + 0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        threading.Timer(launch.SECONDS_OF_ONE_WISH + 0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
 
     begin = time.monotonic()
     assert signalled("signal.SIG_IGN", send) == (128 + signal.SIGINT, "ready\n")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pc_recipe.config import load_config
-from pc_recipe.runs.check import check
+from pc_recipe.plan.check import check
 from pc_recipe.runs.sweep import equal_runs
 from pc_recipe.runs.sweep.spec import load
 

@@ -7,13 +7,13 @@ import torch
 from pc.errors import UserError
 from pc_recipe.config import Config
 from pc_recipe.config.rank_batches import RankBatches
-from pc_recipe.runs import memory
+from pc_recipe.plan import memory
 
 ASSUMED_GIB = 79.0
 """What torch shows of a GPU that is sold with 80 GB."""
 USABLE = 0.85
 """The share of a GPU's memory that the estimate may fill. The paper measured 6 % more than the estimate
-(`tests/unit/runs/test_check.py`); 1 to 4 GiB of CUDA and NCCL are 5 % of 80 GB."""
+(`tests/unit/plan/test_check.py`); 1 to 4 GiB of CUDA and NCCL are 5 % of 80 GB."""
 
 
 @dataclass(frozen=True)
@@ -29,28 +29,21 @@ class Gpu:
         return USABLE * self.gib
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A config with its micro-batch, and what it was chosen from."""
-
-    config: Config
-    """The given config if its micro-batch is a number."""
-    gpu: Gpu
-
-
-def choose(config: Config, world_size: int, gpu_gib: float | None = None) -> Choice:
+def choose(config: Config, world_size: int, gpu: Gpu | None = None, sizes: memory.Sizes | None = None) -> Config:
     """Replace -1 in both `local_batch_size`: by the most sequences that divide the global batch and fit, in
     training; by the same number in validation.
 
     Args:
-        gpu_gib: as in `find_gpu`.
+        gpu: None: `find_gpu`.
+        sizes: of the model, if known.
 
     Raises:
         UserError: there is nothing to divide, or nothing fits.
     """
-    gpu, config = find_gpu(gpu_gib), config.model_copy(deep=True)
+    config = config.model_copy(deep=True)
     if config.training.local_batch_size == -1:
-        estimates = estimate_all(config, RankBatches.of(config, world_size))
+        gpu, sizes = gpu or find_gpu(), sizes or memory.count_sizes_of_config(config)
+        estimates = estimate_all(config, RankBatches.of(config, world_size), sizes)
         fitting = [size for size, estimate in estimates.items() if estimate <= gpu.usable_gib]
         if not fitting:
             raise UserError(
@@ -61,7 +54,7 @@ def choose(config: Config, world_size: int, gpu_gib: float | None = None) -> Cho
         config.training.local_batch_size = fitting[-1]
     if config.validation.local_batch_size == -1:
         config.validation.local_batch_size = config.training.local_batch_size
-    return Choice(config, gpu)
+    return config
 
 
 def find_gpu(gib: float | None = None) -> Gpu:
@@ -75,14 +68,13 @@ def find_gpu(gib: float | None = None) -> Gpu:
     return Gpu(smallest.total_memory / memory.GIB, f"{smallest.name}, found here")
 
 
-def estimate_all(config: Config, batches: RankBatches) -> dict[int, float]:
+def estimate_all(config: Config, batches: RankBatches, sizes: memory.Sizes) -> dict[int, float]:
     """GiB per GPU for every micro-batch that divides, from the smallest to the largest.
 
     Raises:
         UserError: there is nothing to divide (`RankBatches.micro_batch_sizes`).
     """
-    sizes, config = memory.count_sizes_of_config(config), config.model_copy(deep=True)
-    estimates = {}
+    config, estimates = config.model_copy(deep=True), {}
     for size in batches.micro_batch_sizes():
         config.training.local_batch_size = size
         estimates[size] = sum(memory.estimate_memory(config, batches.dims, sizes).values())

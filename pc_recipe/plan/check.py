@@ -1,28 +1,27 @@
-"""Finds errors in a config in seconds, without a GPU."""
+"""Finds errors in a config in seconds, without a GPU.
 
-from contextlib import suppress
+`check` has three parts, and no two check the same thing. A launcher may stop after each: `check_settings` and `check_data`
+answer within a second, because only `check_on_ranks` imports torch, which takes seconds.
+"""
+
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pc.errors import UserError
-from pc.method import method_of
 from pc_recipe.config import Config, rules
-from pc_recipe.config.pc_section import PC
 from pc_recipe.config.rank_batches import RankBatches
-from pc_recipe.data.demo import FOLDER as DEMO
-from pc_recipe.data.inspection import list_repeated
-from pc_recipe.data.loader import GlobalOrderLoader
+from pc_recipe.config.schema import Data
 from pc_recipe.data.manifest import Manifest, require_different, require_same_tokenizer
 from pc_recipe.data.tokenizers import smallest_dtype
 from pc_recipe.files import look
 from pc_recipe.files.run_folder import find_newest_checkpoint
-from pc_recipe.runs import cost, memory, micro_batch, needs, torchrun
-from pc_recipe.runs.cost import describe_pc
-from pc_recipe.train import run_tokenizer
-from pc_recipe.train.checkpoint_folder import CheckpointFolder
+from pc_recipe.plan.installed import require_compiler, require_wandb
+
+if TYPE_CHECKING:
+    from pc_recipe.plan.memory import Sizes
 
 LINES = (
     "fits", "micro-batch", "batch", "steps", "tokens", "time", "time limit", "disk", "training data", "validation data",
@@ -36,11 +35,16 @@ class CheckResult:
     """What a dry run has found."""
 
     config: Config
-    """With its micro-batch."""
+    """With its micro-batch after `check_on_ranks`."""
     facts: list[tuple[str, str]] = field(default_factory=list)
     """(one of `LINES`, text)"""
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    can_build: bool = True
+    """Whether its model can be built."""
+    train: dict[str, Manifest | None] = field(default_factory=dict)
+    """{folder of training data: what it says of itself, None if it is missing}"""
+    validation: dict[str, Manifest | None] = field(default_factory=dict)
 
     def add_error(self, error: str) -> None:
         """Add an error, unless another check has found the same."""
@@ -61,46 +65,94 @@ class CheckResult:
 
 
 def check(config: Config, world_size: int, *, needs_data: bool = True, gpu_gib: float | None = None) -> CheckResult:
-    """Check a run on `world_size` GPUs.
+    """Check a run on `world_size` GPUs; the arguments are those of the three parts."""
+    result = check_settings(config)
+    check_data(result, needs_data)
+    check_on_ranks(result, world_size, gpu_gib)
+    return result
+
+
+def check_settings(config: Config) -> CheckResult:
+    """What is wrong on any number of GPUs."""
+    result = CheckResult(config, errors=list(rules.anywhere(config)))
+    result.can_build = not result.errors
+    _check_steps(result, config)
+    _try(result, require_wandb, config)
+    start = _start_of(config)
+    if start and not look.is_there(start):
+        result.add_error(f"checkpoint.initial_load_path: {start} does not exist")
+    return result
+
+
+def check_data(result: CheckResult, needs_data: bool = True) -> None:
+    """Whether the folders of data are there and fit together.
 
     Args:
-        gpu_gib: as in `pc_recipe.runs.micro_batch.find_gpu`.
         needs_data: report missing data as an error; otherwise as a warning with the command that creates them.
     """
-    result = CheckResult(config, errors=list(rules.findings(config)))
-    is_valid = not result.errors
-    choice = _try(result, micro_batch.choose, config, world_size, gpu_gib) if is_valid else None
-    result.config = config = choice.config if choice else config
-    batches = _try(result, RankBatches.of, config, world_size) if choice or not is_valid else None
-    tokens = 0
-    if batches:
+    section = result.config.data
+    result.train = {folder: _read_manifest(result, "data.path", folder, needs_data) for folder in section.folders}
+    result.validation = result.train
+    if section.validation_path:
+        key = "data.validation_path"
+        result.validation = {section.validation_path: _read_manifest(result, key, section.validation_path, needs_data)}
+    _try(result, require_different, _known(result.train))
+    manifests = _known(result.train | result.validation)
+    for other in manifests[1:]:
+        _try(result, require_same_tokenizer, manifests[0], other)
+
+
+def check_on_ranks(result: CheckResult, world_size: int, gpu_gib: float | None = None) -> None:
+    """What is wrong on `world_size` GPUs, and what the run needs of them; its micro-batch is chosen here.
+
+    Args:
+        gpu_gib: as in `pc_recipe.plan.micro_batch.find_gpu`.
+    """
+    from pc_recipe.plan import memory, micro_batch, needs
+
+    gpu, sizes = micro_batch.find_gpu(gpu_gib), None
+    batches = _try(result, RankBatches.of, result.config, world_size)
+    if result.can_build:
+        sizes = memory.count_sizes_of_config(result.config)
+        if batches:
+            result.config = _try(result, micro_batch.choose, result.config, world_size, gpu, sizes) or result.config
+    config, tokens, writes = result.config, 0, []
+    if batches and config.training.local_batch_size != -1:  # else nothing fits, or there is no model
+        batches = RankBatches(batches.dims, config.training)
         tokens = config.training.steps * _check_batch(result, config, batches)
         # the trainer's rules, without those for CPUs, because the run may use another machine
-        for finding in rules.findings(config, batches.dims):
+        for finding in rules.on_ranks(config, batches.dims):
             result.add_error(finding)
-    _check_steps(result, config)
-    _check_initial_load(result, config)
-    writes = []
-    if is_valid:
-        sizes = _check_model(result, config)
-        if batches and choice:
-            _try(result, _check_memory, result, batches, sizes, choice.gpu)
+        if sizes:
+            facts, warning = _try(result, needs.describe_memory, config, batches, sizes, gpu) or ({}, "")
+            result.facts += facts.items()
+            result.warnings += [warning] if warning else []
+    _check_start(result, config)
+    if sizes:
+        _check_model(result, config, sizes)
         if config.checkpoint.enable:
             writes.append(needs.checkpoints_on_disk(config, sizes))
-    missing = _check_data(result, config, needs_data, tokens)
+    _check_size_of_data(result, config, tokens)
     width = np.dtype(smallest_dtype(config.model.vocab_size)).itemsize
-    writes += [needs.data_on_disk(folder, share * tokens, width) for folder, share in missing.items() if tokens]
-    _check_disk(result, writes)
-    _check_installed(result, config)
-    return result
+    missing = [folder for folder, manifest in result.train.items() if manifest is None]
+    writes += [needs.data_on_disk(folder, _share(config, folder) * tokens, width) for folder in missing if tokens]
+    text, warnings = needs.describe_disk(writes)
+    result.warnings += warnings
+    result.facts += [("disk", text)] if text else []
+    try:
+        require_compiler(config)
+    except UserError as error:  # an error where the run starts, which may be another machine
+        result.warnings.append(f"on this machine {error}")
 
 
 def estimate_hours(result: CheckResult, world_size: int, tflops: float | None = None) -> float:
     """Hours of a run without errors, which are added to the result's facts. It takes seconds.
 
     Args:
-        tflops: as in `pc_recipe.runs.cost.RunCost.gpu_hours`.
+        tflops: as in `pc_recipe.plan.cost.RunCost.gpu_hours`.
     """
+    from pc_recipe.plan import cost
+
     run_cost = cost.RunCost(result.config, world_size)
     gpu_hours = run_cost.gpu_hours(tflops)
     rate = f"{tflops or cost.assume_tflops(run_cost.args.dim):.3g} TFLOP/s per GPU, "
@@ -151,11 +203,20 @@ def _check_steps(result: CheckResult, config: Config) -> None:
         result.warnings.append("checkpoint.last_save_model_only is true: the last checkpoint cannot be resumed")
 
 
-def _check_initial_load(result: CheckResult, config: Config) -> None:
-    """Whether there is what a new run starts from, in the format that it says."""
+def _start_of(config: Config) -> str | None:
+    """What a new run starts from, if this is one."""
     section = config.checkpoint
-    start = section.enable and section.initial_load_path
-    if not start or find_newest_checkpoint(Path(config.job.dump_folder)):
+    start = section.initial_load_path if section.enable else None
+    return start if start and not find_newest_checkpoint(Path(config.job.dump_folder)) else None
+
+
+def _check_start(result: CheckResult, config: Config) -> None:
+    """Whether what a new run starts from has the format that it says, and the data's tokenizer."""
+    from pc_recipe.train import run_tokenizer
+    from pc_recipe.train.checkpoint_folder import CheckpointFolder
+
+    section, start = config.checkpoint, _start_of(config)
+    if not start or not look.is_there(start):
         return
     try:
         weights: Path | CheckpointFolder = Path(start) if section.initial_load_in_hf else CheckpointFolder(start)
@@ -164,75 +225,49 @@ def _check_initial_load(result: CheckResult, config: Config) -> None:
     except UserError as error:
         result.add_error(f"checkpoint.initial_load_path: {error}")
         return
-    if not section.initial_load_tokenizer_is_the_same:
-        with suppress(UserError):  # `_check_data` reports it
-            data = Manifest.read(next(iter(config.data.folders)))
-            _try(result, run_tokenizer.require_for_start, weights, data)
+    first = next(iter(result.train.values()), None)
+    if first and not section.initial_load_tokenizer_is_the_same:
+        _try(result, run_tokenizer.require_for_start, weights, first)
 
 
-def _check_model(result: CheckResult, config: Config) -> memory.Sizes:
-    sizes = memory.count_sizes_of_config(config)
-    parameters = memory.count_sizes_of_config(config.model_copy(update={"pc": PC()})).total
-    result.facts.append(
-        ("parameters", f"{parameters:,}, {parameters - sizes.outside_blocks:,} without embedding and head")
-    )
+def _check_model(result: CheckResult, config: Config, sizes: "Sizes") -> None:
+    from pc.method import method_of
+    from pc_recipe.plan.cost import describe_pc
+
+    outside = sizes.total - sizes.outside_blocks
+    result.facts.append(("parameters", f"{sizes.total:,}, {outside:,} without embedding and head"))
+    if not config.pc.enable:
+        return
+    pc_config = config.pc.pc_config
     loads = config.checkpoint.enable and config.checkpoint.initial_load_path
-    if config.pc.enable and loads and config.pc.start == "preserve":
-        pc_config = config.pc.pc_config
-        for block in pc_config.blocks:
-            _try(result, method_of(pc_config.for_block(block)).require_invertible)
-    if config.pc.enable:
-        share = sizes.preconditioned / parameters
-        what = describe_pc(config.pc.pc_config)
-        result.facts.append(("preconditioned", f"{sizes.preconditioned:,} weights ({share:.0%}), {what}"))
-    return sizes
+    for block in pc_config.blocks if loads and config.pc.start == "preserve" else ():
+        _try(result, method_of(pc_config.for_block(block)).require_invertible)
+    share = sizes.preconditioned / sizes.total
+    what = f"{sizes.preconditioned:,} weights ({share:.0%}), {describe_pc(pc_config)}"
+    result.facts.append(("preconditioned", what))
 
 
-def _check_memory(result: CheckResult, batches: RankBatches, sizes: memory.Sizes, gpu: micro_batch.Gpu) -> None:
-    facts, warning = needs.describe_memory(result.config, batches, sizes, gpu)
-    result.facts += facts.items()
-    if warning:
-        result.warnings.append(warning)
+def _known(manifests: dict[str, Manifest | None]) -> list[Manifest]:
+    return [manifest for manifest in manifests.values() if manifest]
 
 
-def _check_disk(result: CheckResult, writes: list[needs.OnDisk]) -> None:
-    text, warnings = needs.describe_disk(writes)
-    result.warnings += warnings
-    if text:
-        result.facts.append(("disk", text))
+def _share(config: Config, folder: str) -> float:
+    """Of the training sequences."""
+    folders = config.data.folders
+    return folders[folder] / sum(folders.values())
 
 
-def _check_installed(result: CheckResult, config: Config) -> None:
-    _try(result, torchrun.require_wandb, config)
-    if config.compile.enable:
-        try:
-            torchrun.require_compiler()
-        except UserError as error:  # an error where the run starts, which may be another machine
-            result.warnings.append(f"on this machine {error}")
+def _check_size_of_data(result: CheckResult, config: Config, tokens: int) -> None:
+    """Whether the data are enough for a run over `tokens` tokens."""
+    from pc_recipe.data.inspection import list_repeated
 
-
-def _check_data(result: CheckResult, config: Config, needs_data: bool, tokens: int) -> dict[str, float]:
-    """Check the data for a run over `tokens` tokens; returns {folder of training data that is missing: its share}."""
-    section = config.data
-    train = {folder: _read_manifest(result, "data.path", folder, needs_data) for folder in section.folders}
-    validation = train
-    if section.validation_path:
-        key = "data.validation_path"
-        validation = {section.validation_path: _read_manifest(result, key, section.validation_path, needs_data)}
-    _try(result, require_different, [manifest for manifest in train.values() if manifest])
-    manifests = [manifest for manifest in (train | validation).values() if manifest]
-    for other in manifests[1:]:
-        _try(result, require_same_tokenizer, manifests[0], other)
-    shares = {folder: weight / sum(section.folders.values()) for folder, weight in section.folders.items()}
-    for folder, manifest in train.items():
+    for folder, manifest in result.train.items():
         if manifest:
-            _check_training(result, config, manifest, shares[folder], tokens)
-    for manifest in validation.values() if config.validation.enable else ():
-        if manifest:
-            _check_validation(result, config, manifest)
-    known = [[manifest for manifest in split.values() if manifest] for split in (train, validation)]
-    result.warnings += _try(result, list_repeated, *known) or ()
-    return {folder: share for folder, share in shares.items() if train[folder] is None}
+            _check_training(result, config, manifest, _share(config, folder), tokens)
+    validation = _known(result.validation)
+    for manifest in validation if config.validation.enable else ():
+        _check_validation(result, config, manifest)
+    result.warnings += _try(result, list_repeated, _known(result.train), validation) or ()
 
 
 def _check_training(result: CheckResult, config: Config, manifest: Manifest, share: float, needed_tokens: int) -> None:
@@ -258,6 +293,8 @@ def _check_validation(result: CheckResult, config: Config, manifest: Manifest) -
 
 def _count_sequences(result: CheckResult, config: Config, manifest: Manifest, split: str) -> int:
     """Sequences of a split; 0 after adding the error that the run's own loader raises."""
+    from pc_recipe.data.loader import GlobalOrderLoader
+
     sizes: dict[str, Any] = {"seq_len": config.training.seq_len, "vocab_size": config.model.vocab_size}
     rank: dict[str, Any] = {"local_batch_size": 1, "dp_rank": 0, "dp_world_size": 1}
     loader = _try(result, lambda: GlobalOrderLoader(manifest.folder, split, **sizes, **rank))
@@ -268,6 +305,6 @@ def _read_manifest(result: CheckResult, key: str, path: str, needs_data: bool) -
     try:
         return Manifest.read(path)
     except UserError as error:
-        remedy = "; create it with `python -m pc_recipe.data.demo`" if Path(path) == DEMO else ""
+        remedy = "; create it with `python -m pc_recipe.data.demo`" if path == Data().path else ""
         (result.add_error if needs_data else result.warnings.append)(f"{key}: {error}{remedy}")
         return None

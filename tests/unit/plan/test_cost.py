@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pc_recipe.config import load_config
-from pc_recipe.runs.cost import RunCost, table
+from pc_recipe.plan.cost import RunCost, table
 
 CONFIGS = Path(__file__).parents[3] / "train_configs"
 

@@ -1,26 +1,24 @@
 """The command that trains one config: `pc_recipe.runs.worker`, under torchrun if there are several processes."""
 
 import contextlib
+import hashlib
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import sysconfig
 import time
-import uuid
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
 
 from pc.errors import UserError
 from pc_recipe.config import Config, write_config
 from pc_recipe.files import look
-from pc_recipe.files.atomic import write_atomically
+from pc_recipe.files.lock import join_lock
 from pc_recipe.files.own_code import own_code
+from pc_recipe.plan.installed import require_compiler, require_wandb
 from pc_recipe.runs.nodes import Nodes
 
 TRAINER = "pc_recipe.runs.worker"
@@ -184,17 +182,14 @@ def build_command(
     needs no torchrun, which takes seconds.
 
     Args:
+        config: with its micro-batch (`pc_recipe.plan.micro_batch`).
         under_torchrun: also a single process.
 
     Raises:
-        UserError: this machine cannot compile or has no wandb, or no micro-batch fits its GPUs.
+        UserError: this machine cannot compile or has no wandb.
     """
-    from pc_recipe.runs import micro_batch  # takes seconds
-
-    if config.compile.enable:
-        require_compiler()
+    require_compiler(config)
     folder = Path(config.job.dump_folder)
-    config = micro_batch.choose(config, processes * nodes.count).config
     write_config(config, folder / "pending.toml")
     rendezvous, meeting = nodes.rendezvous()
     environment = _wandb_environment(config) | build_environment(processes) | meeting
@@ -214,41 +209,10 @@ def _wandb_environment(config: Config) -> dict[str, str]:
     if not config.metrics.enable_wandb:
         return {}
     folder = Path(config.job.dump_folder)
-    id_file = folder / "wandb_id"
-    if not look.is_file(id_file):
-        page = uuid.uuid4().hex
-        own = folder / f".wandb_id.{page}"
-        write_atomically(own, page)
-        try:
-            os.link(own, id_file)
-        except FileExistsError:  # of nodes that start together, the first one's
-            pass
-        except OSError:  # a file system without hard links
-            if not look.is_file(id_file):
-                own.replace(id_file)
-        finally:
-            own.unlink(missing_ok=True)
+    with join_lock(folder) as file:  # nothing writes to it, so that its time is that of the run's first start
+        first = f"{folder.resolve()} {os.fstat(file.fileno()).st_mtime_ns}"
     names = {"WANDB_PROJECT": "pc-layer", "WANDB_RUN_NAME": folder.name}
-    return names | {"WANDB_RUN_ID": id_file.read_text(), "WANDB_RESUME": "allow"}
-
-
-def require_wandb(config: Config) -> None:
-    """Raise a `UserError` if the package is missing, without which TorchTitan would train and log nothing there."""
-    if config.metrics.enable_wandb and find_spec("wandb") is None:
-        raise UserError("metrics.enable_wandb = true needs the package: pip install '.[wandb]', or use false")
-
-
-def require_compiler() -> None:
-    """Triton builds its driver with a C compiler; on a CPU, inductor builds its kernels with a C++ compiler."""
-    import torch
-
-    names = [os.environ.get("CC", "gcc"), "clang"] if torch.cuda.is_available() else [os.environ.get("CXX", "g++")]
-    header = Path(sysconfig.get_path("include"), "Python.h")
-    if not any(shutil.which(name.split()[0]) for name in names) or not look.is_file(header):
-        raise UserError(
-            f"compile.enable = true needs {' or '.join(names)} on the PATH and {header}; install them (Debian: apt-get "
-            "install g++ python3-dev), or use false"
-        )
+    return names | {"WANDB_RUN_ID": hashlib.sha256(first.encode()).hexdigest()[:32], "WANDB_RESUME": "allow"}
 
 
 def find_failure(run_folder: Path) -> str | None:

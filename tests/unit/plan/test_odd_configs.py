@@ -9,7 +9,7 @@ from helpers.tiny import ROOT
 from pc.errors import UserError
 from pc_recipe.config import Config, load_config
 from pc_recipe.config.run_key import all_values
-from pc_recipe.runs.check import check
+from pc_recipe.plan.check import check
 
 DEBUG = ROOT / "train_configs" / "debug.toml"
 KEYS = list(all_values(Config()))

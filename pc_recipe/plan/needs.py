@@ -11,8 +11,8 @@ from pc_recipe.config import Config
 from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.config.schema import Checkpoint
 from pc_recipe.files import look
-from pc_recipe.runs import memory
-from pc_recipe.runs.micro_batch import Gpu, estimate_all
+from pc_recipe.plan import memory
+from pc_recipe.plan.micro_batch import Gpu, estimate_all
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def describe_memory(config: Config, batches: RankBatches, sizes: memory.Sizes, g
     facts = {
         "fits": f"{verdict}: {needed:.1f} GiB per GPU, {gpu.usable_gib:.1f} usable on "
         f"{batches.dims.world_size} x {gpu.gib:.3g} GiB ({gpu.where})",
-        "micro-batch": _describe_micro_batches(config, batches, gpu),
+        "micro-batch": _describe_micro_batches(config, batches, sizes, gpu),
         "memory per GPU": f"{needed:.1f} GiB estimated: {', '.join(f'{part} {gib:.2f}' for part, gib in parts.items())}",
     }
     if verdict == "yes":
@@ -48,16 +48,16 @@ def describe_memory(config: Config, batches: RankBatches, sizes: memory.Sizes, g
     )
 
 
-def _describe_micro_batches(config: Config, batches: RankBatches, gpu: Gpu) -> str:
+def _describe_micro_batches(config: Config, batches: RankBatches, sizes: memory.Sizes, gpu: Gpu) -> str:
     """The micro-batch, the largest that fits, and the memory around that."""
     chosen = config.training.local_batch_size
     try:
-        estimates = estimate_all(config, batches)
+        estimates = estimate_all(config, batches, sizes)
     except UserError:  # nothing to divide
         return f"{chosen} sequences"
-    sizes, fitting = list(estimates), sum(gib <= gpu.usable_gib for gib in estimates.values())
-    largest = f"the largest that fits is {sizes[fitting - 1]}" if fitting else "none fits"
-    near = ", ".join(f"{size}: {estimates[size]:.1f} GiB" for size in sizes[max(0, fitting - 2) : fitting + 1])
+    given, fitting = list(estimates), sum(gib <= gpu.usable_gib for gib in estimates.values())
+    largest = f"the largest that fits is {given[fitting - 1]}" if fitting else "none fits"
+    near = ", ".join(f"{size}: {estimates[size]:.1f} GiB" for size in given[max(0, fitting - 2) : fitting + 1])
     return f"{chosen} sequences; {largest} ({near})"
 
 

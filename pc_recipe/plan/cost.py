@@ -25,8 +25,8 @@ from pc.preconditioner import KEPT_BYTES
 from pc_recipe.config import Config
 from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.files import markdown
-from pc_recipe.runs import micro_batch
-from pc_recipe.runs.memory import count_kept_bytes, matrices_of
+from pc_recipe.plan import micro_batch
+from pc_recipe.plan.memory import count_kept_bytes, matrices_of
 from pc_recipe.train.llama2 import model_args_of
 from pc_recipe.train.parallelize import SAVED_OPERATIONS
 from pc_recipe.train.upstream_config import JobConfig
@@ -103,7 +103,7 @@ class RunCost:
     """
 
     def __init__(self, config: Config, world_size: int) -> None:
-        self.config = micro_batch.choose(config, world_size).config
+        self.config = micro_batch.choose(config, world_size)
         self.batches = RankBatches.of(self.config, world_size)
         self.tokens = self.batches.tokens
         self.args = model_args_of(self.config)
