@@ -6,7 +6,7 @@ import tomllib
 import pytest
 
 from helpers.tiny import ROOT
-from helpers.torchless import launch, run_without_torch
+from helpers.torchless import launch
 from pc.errors import UserError
 from pc_recipe.config import Config, command_line, inheritance, load_config, write_config
 from pc_recipe.config.run_key import all_values
@@ -92,6 +92,7 @@ def test_command_line_words_take_the_declared_type(write, words, expected):
         ("[optimiser]\nlr = 1", "unknown key optimiser; did you mean optimizer?"),
         ("[training]\nstep = 1", "did you mean training.steps?"),
         ("lr = 1", "unknown key lr; did you mean optimizer.lr?"),
+        ("[training]\ndataset = 'x'", "training.dataset is not supported by this trainer; see data.path"),
         ("training = 3", "training = 3 should be a valid dictionary"),
         ("[training]\nsteps = 0", "training.steps = 0 should be greater than or equal to 1"),
         ("[optimizer]\nlr = nan", "optimizer.lr = nan should be a finite number"),
@@ -173,12 +174,6 @@ def test_every_faulty_key_is_named_once(write):
     assert len(lines) == 3 and all(str(file) in line for line in lines)
 
 
-def test_a_key_of_torchtitan_that_is_not_read_names_its_replacement(write):
-    file = write("theirs.toml", "[training]\ndataset_path = 'x'")
-    with pytest.raises(UserError, match="training.dataset_path is not supported by this trainer; see data.path"):
-        load_config(file)
-
-
 def test_every_key_is_read():
     """By TorchTitan, under its name, or by this project; none that exists has a replacement."""
     from functools import reduce
@@ -198,27 +193,6 @@ def test_every_key_is_read():
     assert not [k for k in keys if not is_theirs(k) and not re.search(rf"\.{k.rpartition('.')[2]}\b", code)]
     assert not is_theirs("training.step") and is_theirs("training.steps")  # controls
     assert not set(keys) & set(inheritance.INSTEAD)
-
-
-def run_script(script, *words) -> tuple[int, str]:
-    return run_without_torch(f"sys.argv = {['x', *words]!r}\ntry: runpy.run_path({str(script)!r}, run_name='__main__')")
-
-
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        (["--help", "lerning"], "no key has 'lerning' in its name"),
-        (["--pc.levl", "3"], "did you mean pc.level?"),
-        (["--training.steps=0"], "should be greater than or equal to 1"),
-        (["--pc.level=7"], "PC level 7 does not exist"),
-        (["--data.path=nowhere"], "data.path: data folder nowhere does not exist"),
-        (["--data.path=tests", "--data.validation_path=nowhere"], "data.validation_path: data folder nowhere"),
-        (["--checkpoint.initial_load_path=nowhere"], "checkpoint.initial_load_path: nowhere does not exist"),
-    ],
-)
-def test_mistakes_need_no_torch(words, said):
-    status, output = launch("train_configs/271m_adamw_pc.toml", *words)
-    assert said in output and status == 2
 
 
 def test_help_lists_the_keys_and_describes_those_with_a_word():
@@ -246,26 +220,6 @@ def test_what_the_help_shows_is_what_the_command_line_takes():
         )
 
 
-TAKE_OVERRIDES = ("cost.py", "dry_run.py", "submit.py")
-
-
-@pytest.mark.parametrize("script", sorted((ROOT / "scripts").rglob("*.py")), ids=lambda file: file.name)
-def test_help_of_a_script_needs_no_torch(script):
-    status, output = run_script(script, "--help")
-    assert status == 0 and output.startswith("usage: ")
-    assert ("[--section.key=value ...]" in output) == (script.name in TAKE_OVERRIDES)
-
-
-def test_a_mistake_is_not_queued_and_needs_no_torch():
-    status, output = run_script("scripts/slurm/submit.py", "train_configs/271m_adamw_pc.toml", "--pc.blocks=ffm")
-    assert status == 2 and "error: pc.blocks: 'ffm' is not a block" in output
-
-
-def test_a_sweep_says_where_overrides_go():
-    status, output = run_script("scripts/sweep.py", "run", "train_configs/sweeps/debug_lr.toml", "--training.steps=9")
-    assert status == 2 and output.endswith('its file alone: "training.steps" = [VALUE] under [axes]\n')
-
-
 @pytest.mark.parametrize("odd", ["\n[training]\nsteps = 1\n#", "\r", "\x01", "\x1b[0m", "\x7f", "\x85", "\u2028"])
 def test_no_character_leaves_the_comments_of_a_written_file(write, tmp_path, odd):
     """Those of a word, of the config's path and of an overlay's."""
@@ -290,20 +244,3 @@ def test_a_path_that_is_not_utf_8(write, tmp_path):
 
 def test_a_file_may_begin_with_a_mark_of_its_encoding(write):
     assert resolve(write("leaf.toml", "\ufeff[training]\nsteps = 3")) == {"training": {"steps": 3}}
-
-
-@pytest.mark.parametrize(
-    "script, words",
-    [
-        ("curves", ["outputs/nothing"]),
-        ("export_hf", ["outputs/nothing", "out"]),
-        ("generate", ["outputs/nothing", "a prompt"]),
-        ("inspect_data", ["outputs/nothing"]),
-        ("score", ["name=outputs/nothing"]),
-        ("spectra", ["outputs/nothing"]),
-        ("tokenize_text", ["--input", "outputs/nothing.txt", "--output", "out"]),
-    ],
-)
-def test_a_wrong_path_needs_no_torch(script, words):
-    status, output = run_script(f"scripts/{script}.py", *words)
-    assert status == 2 and re.search("outputs/nothing.*(does not exist|no such)", output.splitlines()[-1])

@@ -1,0 +1,77 @@
+"""What commands say of mistakes, and their help, before they import torch, which takes seconds."""
+
+import re
+
+import pytest
+
+from helpers.tiny import ROOT
+from helpers.torchless import launch, run_without_torch
+
+TAKE_OVERRIDES = ("cost.py", "dry_run.py", "submit.py")
+CONFIG, NONE, SMALL = "train_configs/271m_adamw_pc.toml", "outputs/nothing", "should be a whole number, 1 or more"
+
+
+def run_script(script, *words) -> tuple[int, str]:
+    return run_without_torch(f"sys.argv = {['x', *words]!r}\ntry: runpy.run_path({str(script)!r}, run_name='__main__')")
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--help lerning", "no key has 'lerning' in its name"),
+        ("--pc.levl 3", "did you mean pc.level?"),
+        ("--training.steps=0", "should be greater than or equal to 1"),
+        ("--pc.level=7", "PC level 7 does not exist"),
+        ("--data.path=nowhere", "data.path: data folder nowhere does not exist"),
+        ("--data.path=tests --data.validation_path=nowhere", "data.validation_path: data folder nowhere"),
+        ("--checkpoint.initial_load_path=nowhere", "checkpoint.initial_load_path: nowhere does not exist"),
+    ],
+)
+def test_a_start_answers_mistakes(words, said):
+    status, output = launch(CONFIG, *words.split())
+    assert said in output and status == 2
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (f"slurm/submit.py {CONFIG} --pc.blocks=ffm", "error: pc.blocks: 'ffm' is not a block"),
+        (f"slurm/submit.py {CONFIG} --data.path=nowhere", "data.path: data folder nowhere does not exist"),
+        (
+            "sweep.py run train_configs/sweeps/debug_lr.toml --training.steps=9",
+            r'its file alone: "training.steps" = \[VALUE\] under \[axes\]$',
+        ),
+        *(
+            (f"{command} {number}", f"{number} {SMALL}")
+            for command, number in (
+                ("tokenize_text.py --input a.txt --output out --shard-megabytes", "0"),
+                ("tokenize_text.py --input a.txt --output out --max-documents", "-1"),
+                ("tokenize_text.py --input a.txt --output out --processes", "1.5"),
+                ("inspect_data.py data --documents", "0"),
+            )
+        ),
+        *(
+            (f"{command}", "outputs/nothing.*(does not exist|no such)")
+            for command in (
+                f"curves.py {NONE}",
+                f"export_hf.py {NONE} out",
+                f"generate.py {NONE} prompt",
+                f"inspect_data.py {NONE}",
+                f"score.py name={NONE}",
+                f"spectra.py {NONE}",
+                f"tokenize_text.py --input {NONE}.txt --output out",
+            )
+        ),
+    ],
+)
+def test_a_script_answers_mistakes(words, said):
+    script, *rest = words.split()
+    status, output = run_script(f"scripts/{script}", *rest)
+    assert status == 2 and re.search(said, output.splitlines()[-1])
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "scripts").rglob("*.py")), ids=lambda file: file.name)
+def test_help_of_a_script(script):
+    status, output = run_script(script, "--help")
+    assert status == 0 and output.startswith("usage: ")
+    assert ("[--section.key=value ...]" in output) == (script.name in TAKE_OVERRIDES)
