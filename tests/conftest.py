@@ -1,6 +1,7 @@
 import logging
 import os
 import runpy
+import signal
 import sys
 from pathlib import Path
 from unittest import mock
@@ -15,30 +16,6 @@ from helpers.tiny import make_shards, write_config
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 
-# `--fast`: tests of the method, the configuration and the order of the data, and one training run.
-FAST = (
-    "tests/unit/pc/test_attach.py",
-    "tests/unit/pc/test_effective_weight.py",
-    "tests/unit/pc/test_hugging_face_models.py",
-    "tests/unit/pc/test_owner.py",
-    "tests/distributed/test_muon_ranks.py::test_alone_it_is_torch_muon_too",
-    "tests/distributed/test_step_ranks.py::test_empty_shards",
-    "tests/distributed/test_step_ranks.py::test_raw_weights_replace_gathered_ones",
-    "tests/unit/pc/test_owner_functions.py",
-    "tests/unit/pc/test_polynomial.py",
-    "tests/unit/pc/test_spectral.py",
-    "tests/unit/pc/test_preserve.py",
-    "tests/unit/pc/test_preconditioner.py",
-    "tests/unit/pc/test_preconditioner_mistakes.py",
-    "tests/unit/config/test_rules.py",
-    "tests/unit/config/test_inheritance.py",
-    "tests/unit/config/test_rank_batches.py",
-    "tests/unit/data/test_global_order.py::test_a_shuffle_has_every_item_once",
-    "tests/unit/data/test_global_order.py::test_an_epoch_has_every_token_once_in_another_order",
-    "tests/unit/data/test_global_order.py::test_resume_goes_on_with_the_next_sequence[0]",
-    "tests/golden/test_golden_losses.py::test_first_losses[adamw_pc]",
-)
-
 
 def pytest_addoption(parser):
     parser.addoption("--fast", action="store_true", help="run the core of the tests, in a minute or two")
@@ -47,11 +24,10 @@ def pytest_addoption(parser):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """`--fast` does not even import the other files and conftests, which takes longer than some of its tests."""
-    place = collection_path.relative_to(config.rootpath).as_posix()
-    if config.getoption("--fast") and place != ".":
-        inside = f"{place}/" if collection_path.is_dir() else place
-        return not any(test.startswith(inside) for test in FAST) or None
+    """`--fast` does not even import files and conftests without such tests, which takes longer than some of its tests."""
+    if config.getoption("--fast"):
+        files = collection_path.rglob("test_*.py") if collection_path.is_dir() else [collection_path]
+        return not any("mark.fast" in file.read_text() for file in files) or None
     return None
 
 
@@ -64,15 +40,26 @@ def pytest_collection_modifyitems(config, items):
             item for item in items if (item.get_closest_marker("soak") is not None) == soak and not _is_for_gpu(item)
         ]
     if config.getoption("--fast"):
-        if gone := [test for test in FAST if not (config.rootpath / test.partition("::")[0]).is_file()]:
-            raise pytest.UsageError(f"tests/conftest.py: FAST names {gone[0]}, which is not there")
-        chosen = [item for item in chosen if item.nodeid.startswith(FAST)]
+        chosen = [item for item in chosen if item.get_closest_marker("fast")]
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = chosen
 
 
 def _is_for_gpu(item) -> bool:
     return item.path.parent.name == "gpu"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def signals_are_not_ignored():
+    """Under `nohup ./run_tests.sh &` they are, and what tests start would inherit that. This process goes on when its
+    terminal ends: a handler is not inherited."""
+    for number, handler in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGQUIT, signal.SIG_DFL),
+        (signal.SIGHUP, lambda *_: None),
+    ):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)

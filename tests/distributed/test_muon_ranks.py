@@ -93,6 +93,7 @@ def test_bitwise_equal_to_unsharded_torch(shape, options):
         _require_equal(weights, expected)
 
 
+@pytest.mark.fast
 def test_alone_it_is_torch_muon_too():
     _require_equal(found := _train(0, (), {}), _reference())
     with pytest.raises(AssertionError):  # control

@@ -99,6 +99,7 @@ def _written_while_gathered(rank):
     ]
 
 
+@pytest.mark.fast
 def test_pc_replaces_gathered_weights():
     for same in run_ranks(2, _written_while_gathered):
         assert same and all(same)
@@ -112,6 +113,7 @@ def _more_ranks_than_rows(rank):
     return {name: [_full(p.grad) / 4 for p in (w.orig, w.gamma)] for name, w in preconditioner.weights.items()}
 
 
+@pytest.mark.fast
 def test_empty_shards():
     """Seven of ten tensors have no rows on some of four ranks; gamma is on one only."""
     reference = toy_model(d=2, f=3)

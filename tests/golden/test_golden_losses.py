@@ -24,7 +24,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.fast] * (n == "adamw_pc")) for n in RUNS])
 def test_first_losses(demo_data, tmp_path, name):
     overrides = {
         "job.dump_folder": tmp_path,

@@ -12,6 +12,8 @@ from pc_recipe.config import Config, command_line, inheritance, load_config, wri
 from pc_recipe.config.run_key import all_values
 from pc_recipe.files.atomic import sha256_of
 
+pytestmark = pytest.mark.fast
+
 
 def resolve(path, words=()) -> dict:
     """What is set."""

@@ -7,6 +7,8 @@ import pytest
 from pc.errors import UserError
 from pc_recipe.config.rank_batches import accumulation_steps
 
+pytestmark = pytest.mark.fast
+
 
 @pytest.mark.parametrize("local, ranks, expected", [(8, 8, 5), (4, 8, 10), (8, 4, 10), (8, 2, 20), (8, 1, 40)])
 def test_paper_batch_of_320_on_fewer_gpus(local, ranks, expected):

@@ -18,6 +18,8 @@ from pc_recipe.config.inheritance import validated
 from pc_recipe.config.rank_batches import Degrees
 from pc_recipe.config.schema import PipelineSchedule
 
+pytestmark = pytest.mark.fast
+
 ONE = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1}
 
 

@@ -50,6 +50,7 @@ def order(build) -> list[tuple[int, ...]]:
 
 @settings(max_examples=100, deadline=None)
 @given(n=st.integers(1, 3000), seed=st.integers(0, 2**40), epoch=st.integers(0, 5))
+@pytest.mark.fast
 def test_a_shuffle_has_every_item_once(n, seed, epoch):
     assert sorted(shuffled(i, n, seed, epoch) for i in range(n)) == list(range(n))
 
@@ -65,6 +66,7 @@ def test_shuffles_mix_well():
     assert len({tuple(shuffled(i, 500, seed, epoch) for i in range(500)) for seed in (0, 1) for epoch in (0, 1)}) == 4
 
 
+@pytest.mark.fast
 def test_an_epoch_has_every_token_once_in_another_order(shards, order):
     stream = TokenStream(shards, "train")
     length = (len(stream) - 1) // SEQ_LEN
@@ -74,7 +76,7 @@ def test_an_epoch_has_every_token_once_in_another_order(shards, order):
     assert first != second != every != first
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [pytest.param(0, marks=pytest.mark.fast), 2])
 def test_resume_goes_on_with_the_next_sequence(build, order, num_workers):
     """2 → 4 → 1 ranks, each stopped at a random batch, with another micro-batch; workers have read ahead."""
     for trial in range(3 if num_workers else 30):

@@ -11,6 +11,8 @@ from pc import MatrixSplit, PCConfig, PCLinear, UserError
 from pc.blocks import block_of
 from pc.layer import put_in_graph
 
+pytestmark = pytest.mark.fast
+
 
 def _model(layers=2, seed=0):
     torch.manual_seed(seed)

@@ -5,6 +5,8 @@ from helpers.toy import leading_vectors
 from pc import PCConfig, effective_weight, maps, polynomial
 from pc.spectral import EPSILON, power_iteration, spectral_norm_estimate
 
+pytestmark = pytest.mark.fast
+
 LEVELS = [1, 2, 3, 4, "polar_express"]
 
 

@@ -5,75 +5,66 @@ import torch
 from torch import nn
 
 import pc
-from helpers.toy import Loop, ToyBlock, same, toy_batch, toy_loss, toy_model
+from helpers.toy import Loop, ToyBlock, same, toy_model
 from pc import MatrixSplit, PCConfig, UserError
 from pc.owner import RecentPlans
 
 
-def test_a_gamma_is_trained_as_other_vectors_are():
-    """Whether the optimizer was made before or after attach, or from a filter: it is one parameter of one dimension."""
-    model = nn.Sequential(ToyBlock(7, 10), nn.LayerNorm(7)).double()
+def normed():
+    return nn.Sequential(ToyBlock(7, 10), nn.LayerNorm(7)).double()
+
+
+def two_normed():
+    return nn.Sequential(normed(), normed())
+
+
+def by_dimension(model):
     matrices, vectors = ([p for p in model.parameters() if p.ndim == n] for n in (2, 1))
-    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}])
-    preconditioner = pc.precondition(pc.attach(model, PCConfig()), optimizer)
-    gammas = [w.gamma for w in preconditioner.weights.values()]
-    assert [id(p) for p in optimizer.param_groups[1]["params"][2:]] == [id(gamma) for gamma in gammas]
-    toy_loss(model, toy_batch(0)).backward()
-    preconditioner.pull_back()
-    optimizer.step()
-    assert all((gamma - 1).abs() > 1e-4 for gamma in gammas)  # AdamW's first step is the learning rate, 1e-3
+    return [torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}])]
 
 
-def test_without_vectors_a_gamma_joins_the_group_of_its_weight():
-    model = toy_model()
-    optimizer = torch.optim.AdamW(
-        [{"params": block.parameters(), "lr": 0.1 / (i + 1)} for i, block in enumerate(model)]
-    )
-    preconditioner = pc.precondition(pc.attach(model, PCConfig()), optimizer)
-    for group in optimizer.param_groups:
-        weights = [w for w in preconditioner.weights.values() if any(p is w.orig for p in group["params"])]
-        assert {id(w.gamma) for w in weights} == {id(p) for p in group["params"] if p.ndim == 1} and weights
+def by_part(model):
+    """A group each, with a rate of its own."""
+    return [torch.optim.SGD([{"params": part.parameters(), "lr": 10.0**-i} for i, part in enumerate(model)])]
 
 
-def test_a_gamma_stays_with_the_optimizer_of_its_weight():
-    """Also where the vectors of another come first, as of a generator and its critic."""
-    models = [nn.Sequential(ToyBlock(7, 10), nn.LayerNorm(7)).double() for _ in range(2)]
-    both = nn.ModuleDict({"generator": models[0], "critic": models[1]})
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    preconditioner = pc.precondition(pc.attach(both, PCConfig()), *optimizers)
-    for weight in preconditioner.weights.values():
-        index = weight.name.startswith("critic")
-        assert any(p is weight.gamma for p in optimizers[index].param_groups[0]["params"])
-
-
-def test_a_gamma_has_the_rate_of_its_weight():
-    """Of two layers with a rate each, both with vectors; the decay of neither keeps it out of its group."""
-    layers = [nn.Sequential(ToyBlock(7, 10), nn.LayerNorm(7)).double() for _ in range(2)]
-    model = nn.Sequential(*layers)
-    optimizer = torch.optim.SGD([{"params": x.parameters(), "lr": 10.0**-i} for i, x in enumerate(layers)])
-    preconditioner = pc.precondition(pc.attach(model, PCConfig()), optimizer)
-    for weight in preconditioner.weights.values():
-        group = optimizer.param_groups[int(weight.name[0])]
-        assert any(p is weight.gamma for p in group["params"])
-
-
-def test_a_gamma_has_the_rate_of_its_weight_in_a_warm_up_from_zero():
+def warming_up(model):
     """A schedule that was made first has set all rates to 0."""
-    model = nn.Sequential(ToyBlock(7, 10), nn.LayerNorm(7)).double()
     groups = [{"params": model[1].parameters(), "lr": 1e-4}, {"params": model[0].parameters(), "lr": 1e-2}]
     optimizer = torch.optim.SGD(groups)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
-    pc.precondition(pc.attach(model, PCConfig()), optimizer)
-    assert [sum(p.ndim == 1 for p in group["params"]) for group in optimizer.param_groups] == [2, 4]
+    return [optimizer]
 
 
-def test_gammas_of_muons_groups_join_the_others():
-    """Of an optimizer that has both kinds, by a key of the group."""
-    model = nn.Sequential(ToyBlock(7, 10), nn.LayerNorm(7)).double()
+def of_both_kinds(model):
+    """Muon for groups with a key, something else for the others."""
     groups = [{"params": model[0].parameters(), "use_muon": True}, {"params": model[1].parameters(), "lr": 1e-4}]
-    optimizer = torch.optim.SGD(groups, lr=0.1)
-    pc.precondition(pc.attach(model, PCConfig()), optimizer)
-    assert [sum(p.ndim == 1 for p in group["params"]) for group in optimizer.param_groups] == [0, 6]
+    return [torch.optim.SGD(groups, lr=0.1)]
+
+
+# a model, its optimizers, and the group, of all of theirs, that the gamma of a weight joins
+GROUPS = {
+    "that of other vectors": (normed, by_dimension, lambda name: 1),
+    "without vectors that of its weight": (toy_model, by_part, lambda name: int(name[0])),
+    "that with the rate of its weight": (two_normed, by_part, lambda name: int(name[0])),
+    "also in a warm-up from zero": (normed, warming_up, lambda name: 1),
+    "of the optimizer of its weight": (
+        two_normed,
+        lambda model: [torch.optim.SGD(part.parameters(), lr=0.1) for part in model],
+        lambda name: int(name[0]),
+    ),
+    "none of Muon's": (normed, of_both_kinds, lambda name: 1),
+}
+
+
+@pytest.mark.parametrize("make, make_optimizers, group_of", GROUPS.values(), ids=GROUPS)
+def test_the_group_that_a_gamma_joins(make, make_optimizers, group_of):
+    model = make()
+    optimizers = make_optimizers(model)
+    preconditioner = pc.precondition(pc.attach(model), *optimizers)
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    for name, weight in preconditioner.weights.items():
+        assert [i for i, g in enumerate(groups) if any(p is weight.gamma for p in g["params"])] == [group_of(name)]
 
 
 class Experts(nn.Module):

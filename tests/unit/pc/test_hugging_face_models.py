@@ -16,6 +16,8 @@ import pc
 from helpers.tiny import ROOT
 from pc import maps
 
+pytestmark = pytest.mark.fast
+
 SIZES = {
     "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,

@@ -6,6 +6,8 @@ import torch
 from pc import UserError, owner
 from pc.owner import Plan
 
+pytestmark = pytest.mark.fast
+
 
 def test_alone_runs_alike_items_in_batches(monkeypatch):
     matrices = [torch.full((2, 3), float(i)) for i in range(5)] + [torch.ones(4, 2)]

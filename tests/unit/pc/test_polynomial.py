@@ -3,6 +3,8 @@ import torch
 
 from pc import maps, polynomial
 
+pytestmark = pytest.mark.fast
+
 LEVELS = [*maps.COEFFICIENTS, "polar_express"]
 
 

@@ -14,6 +14,8 @@ import pc
 from helpers.toy import InGraph, Loop, adamw, require_near, require_pc, same, toy_batch, toy_loss, toy_model
 from pc import PCConfig, UserError
 
+pytestmark = pytest.mark.fast
+
 MATMUL = torch.backends.cuda.matmul
 
 

@@ -13,6 +13,8 @@ import pc
 from helpers.toy import Loop, require_pc, same, toy_batch, toy_loss, toy_model
 from pc import PCConfig, UserError
 
+pytestmark = pytest.mark.fast
+
 
 def require_refused(said, action):
     with pytest.raises(UserError, match=re.escape(said)) as raised:

@@ -9,6 +9,8 @@ from pc import PCConfig, UserError
 from pc.maps import evaluate, resolve
 from pc.method import method_of, smallest_root
 
+pytestmark = pytest.mark.fast
+
 OWN = (2.616, -3.550, 2.731, -0.797)  # as fitted with a cutoff of 0.5; g(1) = 1
 
 

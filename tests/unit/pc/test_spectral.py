@@ -3,6 +3,8 @@ import torch
 
 from pc.spectral import EPSILON, initial_vectors, power_iteration, spectral_norm_estimate
 
+pytestmark = pytest.mark.fast
+
 
 def _weights(seed=0, shape=(3, 12, 20)):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
