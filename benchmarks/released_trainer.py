@@ -80,7 +80,7 @@ def ours(folder: Path, optimizer: str, changes: tuple[str, ...]) -> list[float]:
             return loss
 
     config = Path(__file__).parents[1] / f"train_configs/271m_{optimizer.lower()}_pc.toml"
-    overrides = f"""--job.dump_folder {folder}/run --data.path data/demo --training.dataloader.num_workers 0
+    overrides = f"""--job.dump_folder {folder}/run --data.path data/demo
         --model.flavor nano --training.seq_len {SEQ_LEN} --training.steps {STEPS}
         --training.local_batch_size {BATCH} --training.global_batch_size {BATCH * MICRO_BATCHES}
         --optimizer.lr {RATE[optimizer]} --optimizer.implementation foreach --lr_scheduler.warmup_steps 0

@@ -91,9 +91,7 @@ class LRScheduler(Section):
 
 
 class DataLoader(Section):
-    num_workers: Annotated[int, Field(ge=0, le=1000)] = key(0, "Processes that read ahead, per rank.")
     pin_memory: bool = key(False, "Copy batches to pinned memory first.")
-    prefetch_factor: Few | None = key(None, "Batches that each process reads ahead.")
 
 
 class Training(Section):

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.utils.data import DataLoader, Dataset
 
 from pc.errors import UserError
 from pc_recipe.data.manifest import Manifest, require_different, require_same_tokenizer
@@ -58,7 +57,7 @@ class FolderSequences:
         return self.stream.read(first, first + self.seq_len + 1)
 
 
-class Sequences(Dataset):
+class Sequences:
     """Sequences of one folder, or of several by `Mixture`, by position.
 
     Attributes:
@@ -100,24 +99,18 @@ class Sequences(Dataset):
         """Sequences of each folder before a position."""
         return self.mixture.used(position).tolist() if self.mixture else [position]
 
-    def __getitem__(self, positions: Sequence[int]) -> Batch | UserError:
-        """({"input": int64 [B, seq_len]}, labels int64 [B, seq_len]); beyond `limit`, labels are `IGNORED_LABEL`.
-
-        Returns a `UserError` instead of raising it, because torch would wrap it in a worker's traceback.
-        """
+    def batch(self, positions: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and labels, int64 [B, seq_len] each; beyond `limit`, labels are `IGNORED_LABEL`."""
         shape = len(positions), self.seq_len
         inputs, labels = (np.empty(shape, dtype=np.int64) for _ in range(2))
-        try:
-            for row, position in enumerate(positions):
-                if self.limit is None or position < self.limit:
-                    tokens = self.tokens(position)
-                    inputs[row] = tokens[:-1]
-                    labels[row] = tokens[1:]
-                else:
-                    inputs[row], labels[row] = 0, IGNORED_LABEL
-        except UserError as error:
-            return error
-        return {"input": torch.from_numpy(inputs)}, torch.from_numpy(labels)
+        for row, position in enumerate(positions):
+            if self.limit is None or position < self.limit:
+                tokens = self.tokens(position)
+                inputs[row] = tokens[:-1]
+                labels[row] = tokens[1:]
+            else:
+                inputs[row], labels[row] = 0, IGNORED_LABEL
+        return torch.from_numpy(inputs), torch.from_numpy(labels)
 
 
 class GlobalOrderLoader(Stateful):
@@ -135,7 +128,7 @@ class GlobalOrderLoader(Stateful):
         local_batch_size: sequences per rank and micro-batch.
         vocab_size: the model's.
         seed: of the training order.
-        num_workers: processes that read ahead, `prefetch_factor` micro-batches each.
+        pin_memory: copies to an accelerator can then run while the host goes on.
         limit_sequences: sequences of a validation pass over all ranks.
         skip: training positions to skip (`Skip`), counted without skipping, so it may change on resume.
     """
@@ -151,8 +144,6 @@ class GlobalOrderLoader(Stateful):
         dp_world_size: int,
         vocab_size: int,
         seed: int = 0,
-        num_workers: int = 0,
-        prefetch_factor: int | None = None,
         pin_memory: bool = False,
         limit_sequences: int | None = None,
         skip: Sequence[str] = (),
@@ -183,13 +174,7 @@ class GlobalOrderLoader(Stateful):
             "training.seq_len": seq_len,
             "data.seed": seed,
         }
-        self._workers: dict[str, Any] = {
-            "num_workers": num_workers,
-            "prefetch_factor": prefetch_factor if num_workers else None,
-            "pin_memory": pin_memory and torch.accelerator.is_available(),
-            # torch draws a seed per iterator, which must not advance the global generator
-            "generator": torch.Generator(),
-        }
+        self._pin = pin_memory and torch.accelerator.is_available()
 
     @staticmethod
     def _require_usable(manifest: Manifest, first: Manifest, split: str, vocab_size: int) -> None:
@@ -232,8 +217,7 @@ class GlobalOrderLoader(Stateful):
         if self.sequences.limit is not None:
             self.position = 0
         stride = self.local_batch_size * self.dp_world_size
-        positions = self._positions(stride)
-        self._source = iter(DataLoader(self.sequences, batch_size=None, sampler=positions, **self._workers))
+        self._source = map(self._read, self._positions(stride))
         self._ahead.clear()
         while self.look_ahead(1) or self._ahead:
             batch = self._ahead.popleft()
@@ -247,6 +231,16 @@ class GlobalOrderLoader(Stateful):
         raise, if one will."""
         self._ahead.extend(islice(self._source, max(0, count - len(self._ahead))))
         return next((batch for batch in self._ahead if isinstance(batch, UserError)), None)
+
+    def _read(self, positions: list[int]) -> Batch | UserError:
+        """A micro-batch, or the error to raise where it is used: reading ahead raises none."""
+        try:
+            inputs, labels = self.sequences.batch(positions)
+        except UserError as error:
+            return error
+        if self._pin:
+            inputs, labels = inputs.pin_memory(), labels.pin_memory()
+        return {"input": inputs}, labels
 
     def _positions(self, stride: int) -> Iterator[list[int]]:
         """This rank's positions in each micro-batch; all ranks together use `stride` of them."""

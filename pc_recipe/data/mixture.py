@@ -1,7 +1,7 @@
 """Several data folders in one order: position → folder and position in it, without a state.
 
 Every `CYCLE` positions hold each folder's share exactly, in a seeded shuffle; a folder's own sequences come in its own
-order. So the order does not depend on ranks or workers, and one number, the position, resumes all folders.
+order. So the order does not depend on ranks, and one number, the position, resumes all folders.
 """
 
 from bisect import bisect_right
@@ -41,7 +41,7 @@ class Mixture:
         return folder, int(cycle * self.counts[folder] + before[folder])
 
 
-@lru_cache(maxsize=4)  # 50 ms each; ranks and workers are within one or two cycles
+@lru_cache(maxsize=4)  # 50 ms each; ranks are within one or two cycles
 def _count_used_in_cycle(ends: tuple[int, ...], seed: int, cycle: int) -> np.ndarray:
     """Positions of each folder before each place of a cycle [CYCLE + 1, folders]."""
     chosen = np.zeros((CYCLE + 1, len(ends)), dtype=np.int64)

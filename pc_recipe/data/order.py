@@ -1,7 +1,7 @@
 """A seeded shuffle of n items as a function position → item, without a stored permutation.
 
 160 B tokens are 20 million sequences of 8192. A stored permutation would take 80 MB and a second per epoch on every
-rank and worker; this takes a few microseconds per sequence. It is a Feistel network on the smallest even number of
+rank; this takes a few microseconds per sequence. It is a Feistel network on the smallest even number of
 bits that covers n, repeated until the result is below n ("cycle walking"), which makes it a bijection on 0 … n - 1.
 """
 

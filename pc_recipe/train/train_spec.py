@@ -21,7 +21,6 @@ from pc_recipe.train.validate import FixedValidator
 def _build_dataloader(job_config: Any, dp_rank: int, dp_world_size: int, tokenizer: None) -> Any:
     """Shards in global order."""
     config: Config = job_config.ours
-    loader = config.training.dataloader
     return GlobalOrderLoader(
         config.data.folders,
         "train",
@@ -32,9 +31,7 @@ def _build_dataloader(job_config: Any, dp_rank: int, dp_world_size: int, tokeniz
         dp_rank=dp_rank,
         dp_world_size=dp_world_size,
         vocab_size=config.model.vocab_size,
-        num_workers=loader.num_workers,
-        prefetch_factor=loader.prefetch_factor,
-        pin_memory=loader.pin_memory,
+        pin_memory=config.training.dataloader.pin_memory,
     )
 
 

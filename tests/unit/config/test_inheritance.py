@@ -44,13 +44,16 @@ def test_precedence_is_command_line_then_file_then_parents(write):
 
 
 def test_sections_merge_and_values_replace(write):
-    write("base.toml", '[training.dataloader]\nnum_workers = 2\n[pc]\nblocks = ["q", "k"]\nlevel = {o = 4, ffn = 2}')
+    write(
+        "base.toml",
+        '[training]\nsteps = 2\n[training.dataloader]\npin_memory = true\n[pc]\nblocks = ["q", "k"]\nlevel = {o = 4, ffn = 2}',
+    )
     leaf = write(
         "leaf.toml",
-        'parent = "base.toml"\n[training.dataloader]\nprefetch_factor = 3\n[pc]\nblocks = ["v"]\nlevel = {ffn = 3}',
+        'parent = "base.toml"\n[training]\nseq_len = 3\n[pc]\nblocks = ["v"]\nlevel = {ffn = 3}',
     )
     assert resolve(leaf) == {
-        "training": {"dataloader": {"num_workers": 2, "prefetch_factor": 3}},
+        "training": {"steps": 2, "seq_len": 3, "dataloader": {"pin_memory": True}},
         "pc": {"blocks": ["v"], "level": {"ffn": 3}},
     }
 
@@ -59,7 +62,7 @@ def test_sections_merge_and_values_replace(write):
     "words, expected",
     [
         (["--training.steps", "5"], {"training": {"steps": 5}}),
-        (["--training.dataloader.num_workers=2"], {"training": {"dataloader": {"num_workers": 2}}}),
+        (["--training.dataloader.pin_memory"], {"training": {"dataloader": {"pin_memory": True}}}),
         (["--training.max-norm", "2"], {"training": {"max_norm": 2.0}}),
         (["--optimizer.lr", "3"], {"optimizer": {"lr": 3.0}}),
         (["--optimizer.lr=.5"], {"optimizer": {"lr": 0.5}}),

@@ -25,10 +25,13 @@ def folder(shards, tmp_path):
     return shutil.copytree(shards.folder, tmp_path / "data")
 
 
-def use(folder, **kwargs):
+def load(folder):
+    return GlobalOrderLoader(folder, seq_len=16, local_batch_size=4, dp_rank=0, dp_world_size=1, vocab_size=32000)
+
+
+def use(folder):
     """Reads the training split once."""
-    settings = dict(seq_len=16, local_batch_size=4, dp_rank=0, dp_world_size=1, vocab_size=32000)
-    loader = GlobalOrderLoader(folder, **settings | kwargs)
+    loader = load(folder)
     iterator = iter(loader)
     for _ in range(loader.sequences.length // 4):
         next(iterator)
@@ -51,11 +54,10 @@ def test_a_truncated_shard_is_named_and_made_again(folder, parquet_folder):
     assert path.read_bytes() == whole
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_flipped_bit_is_met_in_reading_or_by_its_checksum(folder, num_workers, monkeypatch):
+def test_a_flipped_bit_is_met_in_reading_or_by_its_checksum(folder):
     flip(folder / "train" / "00003.tokens.npy", 151)  # the high byte of a token: an id above the vocabulary
     with pytest.raises(UserError, match="^[^\n]*00003.tokens.npy does not have the checksum [^\n]*$"):  # no traceback
-        use(folder, num_workers=num_workers)
+        use(folder)
     with pytest.raises(UserError, match="00003.tokens.npy does not have the checksum"):
         verify(Manifest.read(folder))
 
@@ -87,7 +89,7 @@ def test_folder_without_a_usable_manifest(make, message, folder):
 
 
 def test_a_shard_that_is_cut_under_a_run_is_named(folder):
-    loader = GlobalOrderLoader(folder, seq_len=16, local_batch_size=4, dp_rank=0, dp_world_size=1, vocab_size=32000)
+    loader = load(folder)
     os.truncate(folder / "train" / "00001.tokens.npy", 200)
     iterator = iter(loader)
     with pytest.raises(UserError, match="00001.tokens.npy ends before its"):
@@ -104,7 +106,7 @@ def test_a_shard_that_becomes_zeros_under_a_run(folder, monkeypatch):
     """As a file system leaves after a crash: the size is right. Token 0 is valid, and a model soon predicts it with a loss of 0."""
     hashed, real = [], token_files.sha256_of
     monkeypatch.setattr(token_files, "sha256_of", lambda path: hashed.append(path.name) or real(path))
-    loader = GlobalOrderLoader(folder, seq_len=16, local_batch_size=4, dp_rank=0, dp_world_size=1, vocab_size=32000)
+    loader = load(folder)
     batches = iter(loader)
     next(batches)
     assert not hashed  # of what is plausible nothing is compared
@@ -143,7 +145,7 @@ def test_a_disk_that_fails(folder, monkeypatch, number):
     use(folder)
     left[0] = 10**6
     with pytest.raises(ReadFailed, match=f"^[^\n]*tokens.npy: could not be read .{os.strerror(number)}.[^\n]*$"):
-        use(folder, num_workers=1)
+        use(folder)
 
 
 def test_a_verification_reads_every_shard_once(folder, monkeypatch):

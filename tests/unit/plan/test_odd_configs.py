@@ -49,7 +49,6 @@ def test_odd_values_of_every_key(every):
         f"model.dim={2**40}", "model.dim=999999984", "model.n_layers=10000000", "model.n_heads=1000000000",
         "model.n_kv_heads=1000000000", "model.ffn_dim=1000000000", "model.vocab_size=1000000000",
         "training.global_batch_size=1000000000", "training.local_batch_size=1000000000",
-        "training.dataloader.num_workers=1000000000", "training.dataloader.prefetch_factor=1000000000",
         "pc.power_iterations=1000000000", "parallelism.tensor_parallel_degree=1000000000",
         "parallelism.data_parallel_shard_degree=1000000000",
     ],
