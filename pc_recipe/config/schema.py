@@ -216,6 +216,9 @@ class Data(Section):
     validation_path: Text = key("", "Folder of the validation split; empty: the same as path.")
     validation_sequences: Count = key(64, "Sequences per validation over all ranks, the same ones every time.")
     seed: Seed = key(0, "Seed of the order of training sequences.")
+    max_epochs: Count = key(
+        100, "Passes over the training data; a run that would make more, as by the wrong folder, is refused.", "run"
+    )
     skip: list[Annotated[str, StringConstraints(pattern=r"^[0-9]{1,18}(-[0-9]{1,18})?$")]] = key(
         [], 'Training sequences to skip, by the positions shown in the log: "1200-1263".'
     )

@@ -11,6 +11,7 @@ import io
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def read_tokens(manifest: Manifest, shard: TokenShard, first: int = 0, count: in
         UserError: names a file that is gone, ends too early or is not as it was written.
         ReadFailed: the file system refuses to read it.
     """
-    path, dtype = inside(manifest.folder, shard.tokens_file), np.dtype(manifest.dtype)
+    path, dtype = _path_of(manifest.folder, shard.tokens_file), np.dtype(manifest.dtype)
     count = shard.tokens - first if count is None else count
     begin = shard.tokens_bytes - (shard.tokens - first) * dtype.itemsize  # NumPy's header comes first
     try:
@@ -65,11 +66,15 @@ def read_tokens(manifest: Manifest, shard: TokenShard, first: int = 0, count: in
     return tokens
 
 
+_path_of = cache(inside)
+"""Where a file leads is looked at once, not at each read."""
+
+
 def require_file(folder: Path, shard: TokenShard, *, checksum: bool = False) -> None:
     """Raise a `UserError` if the shard's file is missing, or has another size or checksum than the manifest says."""
     path = inside(folder, shard.tokens_file)
-    size = path.stat().st_size if look.is_file(path) else "no"
-    problem = f"{path} has {size} bytes instead of {shard.tokens_bytes}" if size != shard.tokens_bytes else ""
+    size = look.size_of(path)
+    problem = f"{path} has {size or 'no'} bytes instead of {shard.tokens_bytes}" if size != shard.tokens_bytes else ""
     if checksum and not problem and look.patiently(lambda: sha256_of(path), path) != shard.tokens_sha256:
         problem = f"{path} does not have the checksum of the manifest"
     if problem:

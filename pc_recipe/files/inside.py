@@ -35,8 +35,8 @@ def inside(folder: Path, name: str) -> Path:
     Raises:
         UserError: it is outside, by an absolute path, by `..` or by a link.
     """
-    path, whole = folder / name, folder.resolve()
+    path, whole = folder / name, Path(os.path.realpath(folder))
     blobs = [place.parent / "blobs" for place in whole.parents if place.name == "snapshots"]
-    if "\0" in name or not any(map(path.resolve().is_relative_to, [whole, *blobs])):
+    if "\0" in name or not any(map(Path(os.path.realpath(path)).is_relative_to, [whole, *blobs])):
         raise UserError(f"{folder} names {name!r}, which is a file outside of it")
     return path

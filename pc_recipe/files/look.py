@@ -45,27 +45,35 @@ def patiently(call: Callable[[], T], path: str | os.PathLike) -> T:
 
 def is_there(path: str | os.PathLike) -> bool:
     """Whether a path is one of anything; a link is what it leads to."""
-    return _mode(path) != 0
+    return _status(path) is not None
 
 
 def is_file(path: str | os.PathLike) -> bool:
-    return stat.S_ISREG(_mode(path))
+    return size_of(path) is not None
+
+
+def size_of(path: str | os.PathLike) -> int | None:
+    """A file's bytes; None of anything else."""
+    status = _status(path)
+    return status.st_size if status and stat.S_ISREG(status.st_mode) else None
 
 
 def is_folder(path: str | os.PathLike) -> bool:
-    return stat.S_ISDIR(_mode(path))
+    status = _status(path)
+    return status is not None and stat.S_ISDIR(status.st_mode)
 
 
 def is_link(path: str | os.PathLike) -> bool:
-    return stat.S_ISLNK(_mode(path, follow=False))
+    status = _status(path, follow=False)
+    return status is not None and stat.S_ISLNK(status.st_mode)
 
 
-def _mode(path: str | os.PathLike, follow: bool = True) -> int:
-    """0 where there is nothing."""
+def _status(path: str | os.PathLike, follow: bool = True) -> os.stat_result | None:
+    """None where there is nothing."""
     try:
-        return patiently(lambda: os.stat(path, follow_symlinks=follow), path).st_mode
+        return patiently(lambda: os.stat(path, follow_symlinks=follow), path)
     except (FileNotFoundError, NotADirectoryError):
-        return 0
+        return None
 
 
 def names(folder: str | os.PathLike) -> list[str]:

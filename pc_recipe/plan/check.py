@@ -275,11 +275,15 @@ def _check_training(result: CheckResult, config: Config, manifest: Manifest, sha
     whole = "" if share == 1 else f"{share:.1%} of the sequences, "
     line = f"{manifest.folder}: {whole}{tokens:,} tokens, tokenizer {manifest.tokenizer.name}"
     result.facts.append(("training data", line))
-    if _count_sequences(result, config, manifest, "train") > 0 and tokens < needed_tokens * share:
-        which = "its" if share == 1 else f"{manifest.folder}:"
-        result.warnings.append(
-            f"the run repeats {which} {tokens:,} training tokens {needed_tokens * share / tokens:.1f} times"
-        )
+    if _count_sequences(result, config, manifest, "train") == 0:
+        return
+    epochs, most = needed_tokens * share / tokens, config.data.max_epochs
+    which = "its" if share == 1 else f"{manifest.folder}:"
+    repeats = f"the run repeats {which} {tokens:,} training tokens {epochs:,.1f} times"
+    if epochs > most:
+        result.add_error(f"{repeats}; data.max_epochs = {most} allows fewer")
+    elif epochs > 1:
+        result.warnings.append(repeats)
 
 
 def _check_validation(result: CheckResult, config: Config, manifest: Manifest) -> None:

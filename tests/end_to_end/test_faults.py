@@ -201,7 +201,7 @@ def _alive(processes: list[int]) -> list[int]:
 
 def test_ranks_keep_their_folder_when_launcher_and_agent_are_killed(tiny_config, tmp_path, launch):
     config, folder = _for_other_processes(tiny_config), tmp_path / "run"
-    launcher = launch(2, config, f"--job.dump_folder={folder}", "--training.steps=100000")
+    launcher = launch(2, config, f"--job.dump_folder={folder}", "--training.steps=5000")
     ranks = _ranks_at(launcher, folder, step=1)
     (agent,) = _children(launcher.pid)
     for process in (launcher.pid, agent):

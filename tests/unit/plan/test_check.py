@@ -15,6 +15,7 @@ from torchtitan.distributed.activation_checkpoint import apply_ac
 from helpers.tiny import ROOT
 from pc_recipe.config import Config, load_config, rules
 from pc_recipe.config.schema import ActivationCheckpoint
+from pc_recipe.data.manifest import Manifest
 from pc_recipe.data.tokenizing import tokenize
 from pc_recipe.plan import memory
 from pc_recipe.plan.check import check, estimate_hours
@@ -156,6 +157,20 @@ def test_a_start_says_the_warnings_and_hands_on_the_micro_batch(command, tiny_co
     assert status == 3 and err.startswith("warning: the run repeats its ") and err.count("\n") == 1
     read = load_config(tmp_path / "run" / "pending.toml")  # by all processes
     assert read.training.local_batch_size == read.validation.local_batch_size == 4
+
+
+@pytest.mark.parametrize(("steps", "found"), [(12, "warnings"), (13, "errors")])
+def test_more_epochs_than_asked_for_are_refused(tiny_config, tiny_shards, steps, found):
+    """As a run of 57 B tokens whose --data.path was forgotten would make."""
+    path, tokens = tiny_config[0], Manifest.read(tiny_shards).tokens("train")
+    batch = tokens // (4 * 16)  # four steps are just below an epoch
+    words = [f"--training.global_batch_size={batch}", f"--training.steps={steps}", "--data.max_epochs=3"]
+    words += ["--training.local_batch_size=1", "--lr_scheduler.warmup_steps=1"]
+    result = check(load_config(path, words), 1)
+    (line,) = [line for line in getattr(result, found) if "repeats" in line]
+    end = r"; data.max_epochs = 3 allows fewer" if found == "errors" else ""
+    assert re.fullmatch(rf"the run repeats its {tokens:,} training tokens 3\.[0-9] times{end}", line)
+    assert len(result.errors) == (found == "errors")
 
 
 @pytest.mark.parametrize("node, lines", [("0", 1), ("1", 0)])

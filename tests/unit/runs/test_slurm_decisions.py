@@ -198,7 +198,7 @@ def test_submit_says_what_a_dry_run_says(command, monkeypatch, tmp_path, tiny_sh
     monkeypatch.delenv("SBATCH_TIMELIMIT", raising=False)
     config = ROOT / "train_configs" / "1b_adamw_pc.toml"
     words = [f"--data.path={tiny_shards}", f"--job.dump_folder={tmp_path / 'run'}"]
-    words += ["--training.seq_len=16", "--training.steps=1000000000"]
+    words += ["--training.seq_len=16", "--training.steps=1000000000", "--data.max_epochs=1000000000"]
     status, dry, _ = command("dry_run.py", config, "--world-size=16", *words)
     assert status == 0 and "warning: the run repeats its" in dry
     status, said, _ = command("slurm/submit.py", config, "--nodes=2", *words)
