@@ -11,6 +11,7 @@ An experiment's folder has `runs.jsonl`, one line per run with its config, envir
 `experiments.tables` makes from it: `tables.md` and a figure for each study.
 """
 
+import hashlib
 import json
 import math
 import tomllib
@@ -185,6 +186,13 @@ def read_experiments(folder: Path) -> list[Experiment]:
         arms = [_chosen(rows, plan) for _, rows in same.tail(1).groupby("arm", sort=False)]
         experiments.append(Experiment(study, name, group[0][1], pd.concat(arms, ignore_index=True)))
     return experiments
+
+
+def digest(folder: Path) -> str:
+    """Of all that the tables and figures of `folder` are made of."""
+    shared = [folder / path for path in read_preregistration(folder).shared_runs]
+    files = filter(look.is_file, [folder / "runs.jsonl", folder / "plan.toml", *shared])
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def _by_kind(file: Path) -> dict[tuple, list[tuple[dict, Config]]]:

@@ -1,9 +1,9 @@
 """Tables and figures of the runs that `experiments.evidence` collects."""
 
 import math
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -15,6 +15,7 @@ from experiments.evidence import (
     SIZES,
     Experiment,
     curve,
+    digest,
     is_at_best,
     read_experiments,
     without_tuning_seeds,
@@ -44,8 +45,9 @@ def mean_and_error(values: pd.Series) -> str:
     return f"{values.mean():.4f}" + (f" ± {values.sem():.4f}" if len(values) > 1 else "")
 
 
-def half_width(error: float, freedom: int) -> float:
-    """Half the width of a 95 % interval by Student's t; infinite without a degree of freedom."""
+def half_width(error: Any, freedom: int) -> Any:
+    """Half the width of a 95 % interval by Student's t, of one standard error or of a series; infinite without a degree of
+    freedom."""
     return stats.t.ppf(0.975, freedom) * error if freedom else math.inf
 
 
@@ -183,67 +185,125 @@ def size_table(experiments: Sequence[Experiment]) -> str:
     return text
 
 
-def plot(experiments: Sequence[Experiment], path: Path) -> Path:
-    """Two rows for each experiment. Over tokens per parameter, of every seed, each arm at its best rate: loss, difference and
-    condition number. Below, the final loss of each arm: against the rate, and at its best rate with the 95 % interval of
-    the difference, in the order and the colours of the legend."""
-    figure, grid = subplots(2 * len(experiments), 3, width=3.4, height=2.6)
+PLAIN = {
+    "pc off": "baseline",
+    "pc on": "PC",
+    "level-4": "PC",
+    "identity": "PC without polynomial",
+    "scale": "larger o, ffn",
+    "worsening": "worsening polynomial",
+    "row-norm": "row norms",
+    "muon": "Muon",
+    "muon-level-2": "Muon + PC",
+    "MuonH-level-2": "MuonH + PC",
+    "norm_recovery on": "",
+    "norm_recovery off": "no recovery",
+    "learnable_gamma on": "",
+    "learnable_gamma off": "no gamma",
+    "level polar_express": "Polar Express",
+    "warmup_steps 45": "longer warm-up",
+}
+"""{part of an arm's name: what figures call it}; parts without an entry keep their name"""
+
+
+def plain(arm: str) -> str:
+    return ", ".join(filter(None, (PLAIN.get(part, part) for part in arm.split(", "))))
+
+
+def plot(experiments: Sequence[Experiment], path: Path, rows: str) -> Path:
+    """Two rows of panels for each experiment. Over tokens per parameter, each arm at its best rate, the mean over seeds and
+    its 95 % band: loss, difference and condition number. Below: the final loss against the rate, and the final differences.
+
+    Args:
+        rows: `evidence.digest` of what is drawn; the picture keeps it, so that one that is older can be found.
+    """
+    figure, grid = subplots(2 * len(experiments), 3, width=4.0, height=2.8)
     for panels, one in zip(grid.reshape(-1, 6), experiments, strict=True):
-        losses, differences, conditions, rates, finals, legend = panels
-        minus = f"minus {one.runs.arm.iloc[0]} (nats)"
-        names = ("validation loss (nats)", minus, "condition number", "final loss (nats)", f"final, {minus}")
+        losses, differences, conditions, rates, finals, names_of_finals = panels
+        names_of_finals.axis("off")
+        minus = f"minus {plain(one.runs.arm.iloc[0])} (nats)"
         colors = {name: f"C{i}" for i, name in enumerate(one.runs.arm.unique())}
-        for name, arm in one.runs[one.runs.best].groupby("arm", sort=False):
-            label = textwrap.fill(f"{name}, {value_label(arm.rate.iloc[0])}", 40)
-            style = {"color": colors[name], "linewidth": 1, "label": label}
-            for log in without_tuning_seeds(arm).log:
-                losses.plot(_late(curve(log, VALIDATION), one), **style)
-                conditions.plot(_late(curve(log, CONDITION[0]), one), **style)
-                style["label"] = None  # one line of the legend per arm
-        for pair in filter(is_at_best, one.pairs()):
-            for _, over in _differences(pair).items():
-                differences.plot(_late(over.dropna(), one), linewidth=1, color=colors[pair.arm.iloc[0]])
-        _draw_rates(rates, one, colors)
-        _draw_finals(finals, one, colors)
-        for axes in (differences, finals):
-            axes.axhline(0, color="black", linewidth=0.5)
-        for axes, name in zip(panels[:5], names, strict=True):
-            axes.set_xlabel("rate" if axes is rates else "" if axes is finals else "tokens per parameter")
+        best = {name: without_tuning_seeds(arm).log for name, arm in one.runs[one.runs.best].groupby("arm", sort=False)}
+        for axes, key, name in (
+            (losses, VALIDATION, "validation loss (nats)"),
+            (conditions, CONDITION[0], "condition number"),
+        ):
+            _draw_bands(axes, one, colors, {arm: [curve(log, key) for log in logs] for arm, logs in best.items()})
             axes.set_ylabel(name)
+        pairs = {pair.arm.iloc[0]: pair for pair in one.pairs() if is_at_best(pair)}
+        over = {arm: [values for _, values in _differences(pair).items()] for arm, pair in pairs.items()}
+        _draw_bands(differences, one, colors, over)
+        differences.set_ylabel(minus)
+        differences.axhline(0, color="black", linewidth=0.5)
+        _draw_rates(rates, one, colors)
+        _draw_finals(finals, pairs, colors)
+        finals.set_xlabel(f"final loss, {minus}")
         losses.set_title(one.name, fontsize=8, loc="left")
-        legend.axis("off")
-        legend.legend(*conditions.get_legend_handles_labels(), title="arm, rate", loc="center left", fontsize=7)
-    return save(figure, path)
+    return save(figure, path, metadata={"Rows": rows})
+
+
+def _draw_bands(axes, one: Experiment, colors: dict[str, str], arms: dict[str, list[pd.Series]]) -> None:
+    """Of each arm the mean of its curves by tokens, the 95 % band of the mean, and its name at the end."""
+    ends = {}
+    for arm, curves_of_seeds in arms.items():
+        values = pd.concat(curves_of_seeds, axis=1)
+        mean, n = _late(values.mean(axis=1), one), values.shape[1]
+        if mean.empty:
+            continue
+        axes.plot(mean, color=colors[arm], linewidth=1.2)
+        half = half_width(_late(values.sem(axis=1), one), n - 1)
+        if n > 1:
+            axes.fill_between(mean.index, mean - half, mean + half, color=colors[arm], alpha=0.2, linewidth=0)
+        ends[arm] = mean.iloc[-1]
+    axes.set_xlabel("tokens per parameter")
+    order = sorted(ends, key=ends.get)
+    bottom, top = axes.get_ylim()
+    apart = (top - bottom) / 16
+    places = [ends[arm] for arm in order]
+    for i in range(1, len(places)):
+        places[i] = max(places[i], places[i - 1] + apart)
+    for i in reversed(range(len(places))):
+        places[i] = min(places[i], top - apart * (len(places) - 1 - i))
+    for arm, place in zip(order, places, strict=True):
+        _name(axes, place, plain(arm), colors[arm])
+
+
+def _name(axes, place: float, text: str, color: str):
+    """`text` to the right of the axes."""
+    return axes.annotate(text, (1.02, place), xycoords=("axes fraction", "data"), color=color, fontsize=7, va="center")
 
 
 def _draw_rates(axes, one: Experiment, colors: dict[str, str]) -> None:
-    """Mean final loss of each arm against the rate, over the seeds that ran at most rates; its best rate as a ring."""
-    axes.set_xscale("log")
-    ticks = sorted(one.runs.rate.unique())
-    ticks = ticks[:: math.ceil(len(ticks) / 4)]  # more labels than four overlap
-    axes.set_xticks(ticks, map(value_label, ticks), fontsize=7, rotation=35)
-    axes.minorticks_off()
+    """Final loss of each arm against the rate, over the seeds that ran at most rates: mean and standard error. Rates are
+    relative to the arm's best, as those of optimizers differ in kind."""
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("rate / the arm's best")
+    axes.set_ylabel("final loss (nats)")
     for name, arm in one.runs[np.isfinite(one.runs.loss)].groupby("arm", sort=False):
         counts = arm.seed.value_counts()
         tuning = arm[arm.seed.isin(counts[counts == counts.max()].index)]
-        means = tuning.groupby("rate").loss.mean()
-        axes.plot(means.index, means, "o-", color=colors[name], markersize=3, linewidth=1)
-        best = tuning.rate[tuning.best].unique()
-        axes.plot(best, means.reindex(best), "o", color=colors[name], markersize=8, fillstyle="none")
+        losses = tuning.groupby("rate").loss
+        at = losses.mean().index / arm.rate[arm.best].iloc[0]
+        axes.errorbar(
+            at, losses.mean(), losses.sem(), fmt="o-", color=colors[name], markersize=3, linewidth=1, capsize=2
+        )
 
 
-def _draw_finals(axes, one: Experiment, colors: dict[str, str]) -> None:
+def _draw_finals(axes, pairs: dict[str, pd.DataFrame], colors: dict[str, str]) -> None:
     """Final difference of each arm to the reference, each at its best rate: every seed, and if none diverged the mean with
-    its interval."""
-    pairs = [pair for pair in one.pairs() if is_at_best(pair)]
-    for place, pair in enumerate(pairs):
-        color, values = colors[pair.arm.iloc[0]], pair.difference
-        axes.plot([place] * len(values), values, ".", color=color, alpha=0.5, markersize=4)
+    its 95 % interval."""
+    for place, (name, pair) in enumerate(pairs.items()):
+        color, values = colors[name], pair.difference
+        axes.plot(values, [place] * len(values), ".", color=color, alpha=0.5, markersize=4)
         if len(values) > 1 and np.isfinite(values).all():
             half = half_width(values.sem(), len(values) - 1)
-            axes.errorbar(place + 0.2, values.mean(), half, fmt="o", color=color, capsize=3, markersize=4)
-    axes.set_xticks([])
-    axes.set_xlim(-0.6, max(len(pairs), 1) - 0.2)
+            axes.errorbar(values.mean(), place + 0.25, xerr=half, fmt="o", color=color, capsize=3, markersize=4)
+        text = _name(axes, place, f"{plain(name)}, rate {value_label(pair.rate.iloc[0])}", color)
+        text.set_in_layout(False)  # it stands in the empty panel
+    axes.axvline(0, color="black", linewidth=0.5)
+    axes.set_yticks([])
+    axes.set_ylim(max(len(pairs), 1) - 0.3, -0.7)
 
 
 def _late(values: pd.Series, experiment: Experiment) -> pd.Series:
@@ -266,4 +326,7 @@ def report(folder: Path) -> list[Path]:
             text += "\n".join([f"\n## {one.name}\n", *filter(None, tables)])
         text += "\n" + size_table(experiments)
     write_atomically(folder / "tables.md", text + NOTES.format(margin=preregistration.margin))
-    return [folder / "tables.md", *(plot(experiments, folder / study) for study, experiments in studies.items())]
+    return [
+        folder / "tables.md",
+        *(plot(experiments, folder / study, digest(folder)) for study, experiments in studies.items()),
+    ]

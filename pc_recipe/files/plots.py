@@ -37,11 +37,11 @@ def legend_below(figure, axes) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
 
 
-def save(figure, path: str | Path) -> Path:
-    """Write `figure` to `path` plus ".png" and close it; returns the file."""
+def save(figure, path: str | Path, metadata: dict[str, str] | None = None) -> Path:
+    """Write `figure` to `path` plus ".png", with texts that the file keeps, and close it; returns the file."""
     written, image = Path(f"{path}.png"), io.BytesIO()
     with plt.rc_context(STYLE):
-        figure.savefig(image)
+        figure.savefig(image, metadata=metadata)
     plt.close(figure)
     write_atomically(written, image.getvalue())
     return written
