@@ -1,0 +1,50 @@
+"""Pages quote the rows of today: each number is computed again, and each figure says of which rows it was drawn."""
+
+import re
+from functools import cache
+
+import pytest
+from PIL import Image
+
+from experiments import numbers
+from experiments.evidence import digest
+from experiments.power import powers
+from helpers.tiny import ROOT
+
+PAGES = ("README.md", "docs/conditioning.md", "docs/evidence.md", "docs/should-i.md")
+quoted_texts = cache(numbers.of_pages)
+
+
+def words(page: str) -> str:
+    return " ".join((ROOT / page).read_text().split())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_has_the_numbers_of_its_rows(page):
+    text = words(page)
+    assert not [quoted for quoted in quoted_texts()[page] if quoted not in text]
+
+
+@pytest.mark.parametrize("page", PAGES[2:])
+def test_no_other_number_stands_there(page):
+    """None with two decimals or more, which a loss has, is left when the quoted texts are gone."""
+    text = words(page)
+    for quoted in sorted(quoted_texts()[page], key=len, reverse=True):
+        text = text.replace(quoted, "")
+    assert not re.findall(r".{0,20}\d\.\d\d.{0,10}", text)
+
+
+@pytest.mark.parametrize("figure", sorted(ROOT.glob("experiments/**/*.png")), ids=lambda file: file.stem)
+def test_a_figure_is_as_new_as_its_rows(figure):
+    """If not: python -m experiments report FOLDER."""
+    assert Image.open(figure).text["Rows"] == digest(figure.parent)
+
+
+def test_what_a_plan_can_find():
+    """By the textbook for equal spreads: t of 18 degrees of freedom times sqrt(2 / 10), and (t + t of 80 %) times it, nearly."""
+    half, found, inside = powers((1.0, 1.0), seeds=10, margin=1.0)
+    assert half == pytest.approx(2.101 * 0.2**0.5 * 0.987, rel=0.02)  # the mean of an estimated spread is 1.3 % too low
+    assert found == pytest.approx((2.101 + 0.862) * 0.2**0.5, rel=0.02)
+    assert (
+        powers((1.0, 1.0), seeds=10, margin=0.5)[2] < 0.01 < 0.05 < inside < powers((1.0, 1.0), seeds=10, margin=2.0)[2]
+    )
