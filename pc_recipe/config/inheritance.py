@@ -185,5 +185,15 @@ def _unknown(name: str, schema: type[Section]) -> str:
     known = [key for key, *_ in keys_of(schema())]
     elsewhere = [key for key in known if key.rpartition(".")[2] == name.rpartition(".")[2]]
     names = [*known, *(key.rpartition(".")[0] for key in known)]
-    candidates = elsewhere or difflib.get_close_matches(name, names, n=1) or ["one that --help shows"]
+    section, _, key = name.rpartition(".")
+    # such as "learning_rate" of `optimizer.lr`, whose description has both words
+    meant = [
+        other
+        for other, _, _, field in keys_of(schema())
+        if "_" in key
+        and other.startswith(f"{section}.")
+        and all(w in field.description.lower() for w in key.split("_"))
+    ]
+    typed = difflib.get_close_matches(name, names, n=1, cutoff=0.85)
+    candidates = elsewhere or typed or meant[:1] or difflib.get_close_matches(name, names, n=1) or ["one that --help shows"]
     return f"unknown key {name}; did you mean {' or '.join(candidates[:3])}?"

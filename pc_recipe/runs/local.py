@@ -22,6 +22,8 @@ DESCRIPTION = (
     "1)."
 )
 
+FOR_A_GPU = "this config is made for a GPU, and there is none here; --overlay train_configs/overlays/cpu.toml makes a run for a CPU"
+
 
 @exit_on_user_error
 def main() -> None:
@@ -41,6 +43,8 @@ def main() -> None:
     fetch_demo_data(config)
     check_data(report)
     report.raise_errors()
+    import torch
+
     nodes = Nodes.from_environment()
     processes = launch.count_processes()
     # Report mistakes here, one line each, because torchrun's report of a failed process would bury them.
@@ -48,6 +52,8 @@ def main() -> None:
     report.raise_errors()
     for warning in report.warnings if nodes.rank == 0 else ():
         print(f"warning: {warning}", file=sys.stderr)
+    if not torch.cuda.is_available() and config.training.mixed_precision_param != "float32":
+        print(f"warning: {FOR_A_GPU}", file=sys.stderr)
     locks = [lock(folder)] if nodes.rank == 0 else []
     command, environment = launch.build_command(report.config, processes, nodes)
     network_here = find_gloo_interface(nodes.master_addr) if nodes.count > 1 else {}

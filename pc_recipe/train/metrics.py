@@ -144,14 +144,14 @@ class PCMetricsProcessor(MetricsProcessor):
         return {"memory_active_gib_of_all_ranks": of_ranks[:, 0].max().item()}
 
     def _describe(self, step: int, loss: float, grad_norm: float, more: dict[str, Any]) -> str:
-        """The line of a step."""
-        numbers = [f"loss {loss:.4f}", f"grad_norm {grad_norm:.4g}"]
-        numbers += [f"lr {more['lr']:.3g}"] if "lr" in more else []
-        numbers.append(f"tokens/s {more['tokens_per_second']:,.0f}")
-        numbers += [f"memory {memory:.2f} GiB"] if (memory := more.get("memory_active_gib_of_all_ranks")) else []
-        per_device = more["tokens_per_second"] / self.parallel_dims.world_size
+        """The line of a step, at most 100 columns with the time of day; metrics.jsonl has more, and more digits."""
+        numbers = [f"loss {loss:.4f}", f"norm {grad_norm:.3g}"]
+        numbers += [f"lr {more['lr']:.2g}"] if "lr" in more else []
+        speed = more["tokens_per_second"]
+        numbers.append(f"{speed:,.0f} tok/s" if speed < 1e5 else f"{speed / 1000:,.0f}k tok/s")
+        per_device = speed / self.parallel_dims.world_size
         mfu = self.num_flops_per_token * per_device / self.gpu_peak_flops
-        numbers += [f"mfu {mfu:.1%}"] if math.isfinite(mfu) else []
+        numbers += [f"mfu {mfu:.0%}"] if math.isfinite(mfu) else []
         return "  ".join([self.progress.describe(step), *numbers, describe_seconds(more.get("seconds_left"))]).rstrip()
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:

@@ -191,8 +191,10 @@ class PCTrainer(StepTrainer):
         if self.scorer is not None and self.scorer.is_due(self.step):
             self.metrics_processor.log_metrics(self.step, self.scorer.score())
             fsdp_sync.reshard(self.model_parts)
-        # Before the checkpoint of this step, not after it as upstream: a kill in between would lose the validation.
-        if self.config.validation.enable and self.validator.is_due(self.step):
+        # Before the checkpoint of this step, not after it as upstream: a kill in between would lose the validation. Who
+        # asks to stop does not wait for one, but the last step's is the run's result.
+        waits = not self._stop_agreed or self.step == self.config.training.steps
+        if self.config.validation.enable and self.validator.is_due(self.step) and waits:
             self.validator.validate(self)
         if not self._has_stepped:
             self._set_timeouts()

@@ -93,7 +93,7 @@ def test_command_line_words_take_the_declared_type(write, words, expected):
 @pytest.mark.parametrize(
     "text, said",
     [
-        ("[optimizer]\nlearning_rate = 1", "unknown key optimizer.learning_rate"),
+        ("[optimizer]\nlearning_rate = 1", "unknown key optimizer.learning_rate; did you mean optimizer.lr?"),
         ("[optimiser]\nlr = 1", "unknown key optimiser; did you mean optimizer?"),
         ("[training]\nstep = 1", "did you mean training.steps?"),
         ("lr = 1", "unknown key lr; did you mean optimizer.lr?"),

@@ -83,6 +83,16 @@ def _processor(folder):
     return processor
 
 
+def test_the_line_of_a_step_fits_100_columns(tmp_path):
+    """Of a long run on many GPUs, with the time of day before it."""
+    processor = _processor(tmp_path)
+    processor.progress.steps, processor.gpu_peak_flops = 61_100, 3.0e6
+    numbers = {"lr": 3.8241e-4, "tokens_per_second": 1_234_567.8, "seconds_left": 50_593.0}
+    line = processor._describe(61_099, 2.61334, 0.4733, numbers)
+    assert line == "step 61099/61100  loss 2.6133  norm 0.473  lr 0.00038  1,235k tok/s  mfu 41%  14:03:13 left"
+    assert len("23:59:59 " + line) <= 100
+
+
 def test_processor_logs_lines_and_counts_spikes_across_a_resume(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(torchtitan_logger, "propagate", True)
     caplog.set_level(logging.INFO)
@@ -106,7 +116,7 @@ def test_processor_logs_lines_and_counts_spikes_across_a_resume(tmp_path, caplog
     processor.log_validation(2.5, 18, {"validation_seconds": 1.5})
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines[0]["mfu"] is None  # the peak of a CPU is not known
-    assert ["mfu 3.2%" in record.message for record in caplog.records if "loss 9.0000" in record.message] == [
+    assert ["mfu 3%" in record.message for record in caplog.records if "loss 9.0000" in record.message] == [
         False,
         True,
     ]
