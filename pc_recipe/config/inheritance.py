@@ -195,5 +195,7 @@ def _unknown(name: str, schema: type[Section]) -> str:
         and all(w in field.description.lower() for w in key.split("_"))
     ]
     typed = difflib.get_close_matches(name, names, n=1, cutoff=0.85)
-    candidates = elsewhere or typed or meant[:1] or difflib.get_close_matches(name, names, n=1) or ["one that --help shows"]
+    candidates = (
+        elsewhere or typed or meant[:1] or difflib.get_close_matches(name, names, n=1) or ["one that --help shows"]
+    )
     return f"unknown key {name}; did you mean {' or '.join(candidates[:3])}?"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from matplotlib.ticker import LogLocator, NullFormatter
 from torch import Tensor
 
 from pc.blocks import BLOCK_SUFFIXES
@@ -155,8 +156,9 @@ def _draw_conditions(axes: Any, runs: Sequence[_Shown]) -> None:
         curve = run.log.series(_CONDITION)
         axes.plot(curve.index, curve, color=f"C{i}", marker=".", markersize=3, label=run.name)
     axes.set_yscale("log")
-    for labelled in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-        labelled(lambda value, _: f"{value:g}")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("step")
     axes.set_ylabel("condition number")
 

@@ -56,7 +56,7 @@ def _list_next_commands(run: Path, checkpoint: Path | None) -> list[str]:
     folder = shlex.quote(str(run))
     names = look.names(run)
     parts = [name for name in ("checkpoint", METRICS_FILE, "tb") if name in names]
-    commands = [f"{python} scripts/curves.py {folder}    # and other runs, to compare"]
+    commands = [f"{python} scripts/report.py {folder}    # and other runs, to compare"]
     if checkpoint is not None:
         commands.append(f"{python} scripts/export_hf.py {folder} {folder}/hugging_face/{checkpoint.name}")
         commands.append(f'{python} scripts/generate.py {folder} "The river"')

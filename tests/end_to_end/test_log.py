@@ -48,7 +48,7 @@ def test_the_commands_at_the_end_run_as_they_stand(finished, command, monkeypatc
     (begin,) = [number for number, line in enumerate(lines) if line.endswith("Next:")]
     assert lines[begin] == f"{finished[1]} has checkpoint, metrics.jsonl. Next:"  # no TensorBoard here
     commands = [shlex.split(line, comments=True) for line in lines[begin + 1 :]]
-    assert [words[1] for words in commands] == [f"scripts/{name}.py" for name in ("curves", "export_hf", "generate")]
+    assert [words[1] for words in commands] == [f"scripts/{name}.py" for name in ("report", "export_hf", "generate")]
     for python, script, *words in commands:
         assert os.path.samefile(python, sys.executable)
         status, _, err = command(script.removeprefix("scripts/"), *words)
