@@ -65,14 +65,14 @@ def ours(folder: Path, optimizer: str, changes: tuple[str, ...]) -> list[float]:
     from torchtitan.config import TORCH_DTYPE_MAP
 
     from pc_recipe.config import load_config
-    from pc_recipe.train.trainer import PCTrainer
+    from pc_recipe.train.trainer import Trainer
 
     dtypes, batches, losses = (torch.float32, torch.bfloat16), [], []
     TORCH_DTYPE_MAP["float32"] = torch.float32 = torch.float64  # FSDP's
     if "exact" in changes:
         torch.bfloat16, torch.Tensor.bfloat16 = torch.float64, torch.Tensor.double
 
-    class Recorder(PCTrainer):
+    class Recorder(Trainer):
         def forward_backward_step(self, *, input_dict, labels, **rest):
             loss = super().forward_backward_step(input_dict=input_dict, labels=labels, **rest)
             batches.append((input_dict["input"].clone(), labels.clone()))

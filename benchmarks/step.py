@@ -37,6 +37,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torchtitan.train
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torchtitan.components.lr_scheduler import build_lr_schedulers
@@ -46,7 +47,6 @@ from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 from torchtitan.models.llama3 import parallelize_llama
 from torchtitan.models.llama3.model.model import Transformer
 from torchtitan.protocols.train_spec import register_train_spec
-from torchtitan.train import Trainer
 
 from pc.errors import exit_on_user_error
 from pc.layer import PCLinear, put_in_graph
@@ -56,7 +56,7 @@ from pc_recipe.runs.launch import STEPS_ALONE
 from pc_recipe.train import cpu
 from pc_recipe.train.parallelize import parallelize
 from pc_recipe.train.train_spec import TRAIN_SPEC
-from pc_recipe.train.trainer import PCTrainer
+from pc_recipe.train.trainer import Trainer
 from pc_recipe.train.upstream_config import JobConfig
 from rows import BY_OPERATION, ROWS, Row, Variant, overrides_of, table
 from timing import ON_GPU, hardware
@@ -115,7 +115,7 @@ def _in_graph(model: torch.nn.Module, config: Config) -> torch.nn.Module:
     return model
 
 
-def _refresh_after_steps(trainer: Trainer) -> None:
+def _refresh_after_steps(trainer: torchtitan.train.Trainer) -> None:
     """What a loop does with `pc.PCLinear` layers."""
     layers = [layer for model in trainer.model_parts for layer in model.modules() if isinstance(layer, PCLinear)]
     for layer in layers:
@@ -124,7 +124,7 @@ def _refresh_after_steps(trainer: Trainer) -> None:
     trainer.optimizers.register_step_post_hook(lambda *_: [layer.refresh() for layer in layers])
 
 
-def build(variant: Variant, shape: dict[str, int | str], micro_batches: int, folder: str) -> Trainer:
+def build(variant: Variant, shape: dict[str, int | str], micro_batches: int, folder: str) -> torchtitan.train.Trainer:
     """A trainer that logs, saves and validates nothing."""
     overrides = [
         *STEPS_ALONE,
@@ -141,7 +141,7 @@ def build(variant: Variant, shape: dict[str, int | str], micro_batches: int, fol
     config.model.name = f"benchmark_{'stock' if variant.stock else 'in_graph' if variant.in_graph else 'ours'}"
     if variant.in_graph:
         config.pc = config.pc.model_copy(update={"enable": False})
-    trainer = Trainer(JobConfig(config)) if variant.stock else PCTrainer(config)
+    trainer = torchtitan.train.Trainer(JobConfig(config)) if variant.stock else Trainer(config)
     if variant.in_graph:
         _refresh_after_steps(trainer)
     if variant.attention:
@@ -174,7 +174,7 @@ class Clock:
         return end - start
 
 
-def timed_step(trainer: Trainer, clock: Clock, step: Callable[[], None]) -> dict[str, float]:
+def timed_step(trainer: torchtitan.train.Trainer, clock: Clock, step: Callable[[], None]) -> dict[str, float]:
     """Take one step: seconds of it, "step", and of the calls of PC's preconditioner in it."""
     spans: list[tuple[str, object, object]] = []
 

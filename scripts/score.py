@@ -7,11 +7,9 @@ models: the better of each pair is marked. A repeated command scores only what i
 """
 
 import argparse
-from typing import get_args
 
 from pc.errors import exit_on_user_error
 from pc_recipe.config.command_line import at_least_one
-from pc_recipe.config.schema import Task
 from pc_recipe.files.run_folder import parse_model
 
 
@@ -22,15 +20,16 @@ def main() -> None:
     parser.add_argument("--data", help="folder of scripts/fetch_eval_data.py (default: the Hub)")
     parser.add_argument("--limit", type=at_least_one, help="first items of each task, for a quick look (default: all)")
     parser.add_argument("--output", default="outputs/scores", help="default: outputs/scores")
-    parser.add_argument("--tasks", help="comma-separated; default: all nine", default=",".join(get_args(Task)))
+    parser.add_argument("--tasks", help="comma-separated; default: all nine")
     parser.add_argument("--batch-size", type=at_least_one, default=16, help="requests per forward pass (default: 16)")
     arguments = vars(parser.parse_args())
     for model in arguments["models"]:
         parse_model(model)  # answered before torch is imported
     from pc_recipe.evaluate.score import score
 
-    names = [name.strip() for name in arguments.pop("tasks").split(",") if name.strip()]
-    *results, table = score(arguments.pop("models"), names=names, **arguments)
+    if (tasks := arguments.pop("tasks")) is not None:
+        arguments["names"] = [name.strip() for name in tasks.split(",") if name.strip()]
+    *results, table = score(arguments.pop("models"), **arguments)
     print(table.read_text())
     print(*results, table, sep="\n")
 

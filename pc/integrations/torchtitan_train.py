@@ -22,9 +22,9 @@ class Trainer(torchtitan.train.Trainer):
         if assets and not Path(assets).is_dir():  # TorchTitan names another key
             raise UserError(f"model.hf_assets_path: no folder {assets}; it should have the model's tokenizer.json")
         super().__init__(job_config)
-        self.preconditioner = self.make_preconditioner()
+        self.preconditioner = self._make_preconditioner()
 
-    def make_preconditioner(self) -> Preconditioner | None:
+    def _make_preconditioner(self) -> Preconditioner | None:
         """None without PC, or in a pipeline stage without weights of PC, or before plain weights are loaded, which become W."""
         settings = self.job_config.checkpoint
         is_plain = settings.enable and settings.initial_load_model_only and not Path(self.checkpointer.folder).exists()
@@ -38,34 +38,16 @@ class Trainer(torchtitan.train.Trainer):
         return preconditioner
 
     def train_step(self, data_iterator) -> None:
-        self.begin_step()
+        self.preconditioner = self.preconditioner or self._make_preconditioner()
+        self._micro_batches_left = self.gradient_accumulation_steps
         super().train_step(data_iterator)
-
-    def begin_step(self) -> None:
-        """Before the first micro-batch."""
-        self.preconditioner = self.preconditioner or self.make_preconditioner()
-        self._micro_batches_done = 0
-
-    @property
-    def is_last_micro_batch(self) -> bool:
-        """Whether the next call of `forward_backward_step` is the last of its step."""
-        return self._micro_batches_done + 1 == self.gradient_accumulation_steps
 
     def forward_backward_step(self, **batch) -> Tensor:
         loss = super().forward_backward_step(**batch)
-        if self.is_last_micro_batch:
-            self.finish_gradients(batch["global_valid_tokens"])
-        self._micro_batches_done += 1
+        self._micro_batches_left -= 1
+        if not self._micro_batches_left and self.preconditioner is not None:
+            self.preconditioner.pull_back()  # before clipping
         return loss
-
-    def finish_gradients(self, global_valid_tokens: Tensor | int) -> None:
-        """Turn the gradients of all micro-batches into those of W and gamma, before clipping.
-
-        Args:
-            global_valid_tokens: not needed here; a subclass may have to divide by it first, as under pipeline parallelism.
-        """
-        if self.preconditioner is not None:
-            self.preconditioner.pull_back()
 
 
 @exit_on_user_error

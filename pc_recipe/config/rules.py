@@ -74,11 +74,6 @@ def on_ranks(config: Config, dims: Degrees, on_cpu: bool = False) -> Iterator[st
         yield f"parallelism.tensor_parallel_degree = {dims.tp} should divide the {heads} (key-value) heads"
     if config.model.ffn_dim and config.model.ffn_dim % dims.tp:
         yield f"parallelism.tensor_parallel_degree = {dims.tp} should divide model.ffn_dim = {config.model.ffn_dim}"
-    if config.evaluation.interval and (dims.pp > 1 or dims.cp > 1):
-        yield (
-            "evaluation.interval works without pipeline and context parallelism; set it to 0 and score checkpoints with "
-            "scripts/score.py"
-        )
     if config.training.seq_len % (divisor := dims.tp * 2 * dims.cp):
         yield (
             f"training.seq_len = {config.training.seq_len} should be a multiple of {divisor} "

@@ -242,22 +242,6 @@ class Diagnostics(Section):
     )
 
 
-Task = Literal[
-    "lambada_openai", "hellaswag", "winogrande", "piqa", "boolq", "arc_easy", "arc_challenge", "commonsense_qa",
-    "openbookqa",
-]  # fmt: skip
-
-
-class Evaluation(Section):
-    """Zero-shot scores during training (docs/evaluation.md)."""
-
-    decides = RESULT
-    interval: Interval = key(0, "Steps between evaluations; 0: never.")
-    tasks: list[Task] = key(["lambada_openai", "piqa", "arc_easy"], "Tasks to score, out of the nine.")
-    limit: Interval = key(200, "Items per task; 0: all.")
-    data: Text = key("", "Folder of the tasks as JSON lines; empty: download from the Hub.")
-
-
 class Experiment(Section):
     """An arm of a study that no other key describes (`pc_recipe.train.arm`)."""
 
@@ -291,7 +275,6 @@ class Config(Section):
     pc: PC = PC()
     data: Data = Data()
     diagnostics: Diagnostics = Diagnostics()
-    evaluation: Evaluation = Evaluation()
     experiment: Experiment = Experiment()
     _origin: str = (
         ""  # comments that name the files and the words that it was read from (`pc_recipe.config.inheritance`)

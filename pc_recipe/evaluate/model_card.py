@@ -111,12 +111,12 @@ def _describe_method(run: RunCheckpoint) -> str:
 
 
 def _read_logged(run: RunCheckpoint) -> list[tuple[str, str]]:
-    """Tokens, losses and scores that the run had logged last at this step; none without a log."""
+    """Tokens and losses that the run had logged last at this step; none without a log."""
     folder = run.path.parent.parent
     lines = read_log(folder).lines if look.is_file(folder / METRICS_FILE) else []
     last = {key: value for line in lines if line["step"] <= run.step for key, value in line.items()}
-    keys = [key for key in last if key in ("loss", "validation_loss") or key.startswith("evaluation/")]
-    rows = [(_shown(key.replace("_", " ")), f"{last[key]:.4f}") for key in keys if isinstance(last[key], float)]
+    keys = [key for key in ("loss", "validation_loss") if isinstance(last.get(key), float)]
+    rows = [(key.replace("_", " "), f"{last[key]:.4f}") for key in keys]
     return [("trained on", f"{short_tokens(last['tokens'])} tokens"), *rows] if rows else []
 
 

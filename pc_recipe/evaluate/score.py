@@ -87,16 +87,9 @@ def _score_model(
 
 
 def _load(path: Path, batch_size: int) -> LogLikelihoods:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    llama, tokenizer = hugging_face.load(path)
-    llama.to(device)  # type: ignore[arg-type]  # its wrapper hides the argument
-    return LogLikelihoods(
-        lambda tokens: llama(tokens).logits,
-        tokenizer,
-        max_length=llama.config.max_position_embeddings,
-        batch_size=batch_size,
-        device=device,
-    )
+    model, tokenizer = hugging_face.load(path)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]  # its wrapper hides the argument
+    return LogLikelihoods(model, tokenizer, batch_size)
 
 
 def _sha256_of_model(path: Path) -> str:

@@ -1,7 +1,4 @@
-"""One process of a run: `torchrun ... -m pc_recipe.runs.worker CONFIG.toml --section.key value ...`.
-
-The trainer of `pc_recipe.train` plus what needs `pc_recipe.evaluate`: scores during training.
-"""
+"""One process of a run: `torchrun ... -m pc_recipe.runs.worker CONFIG.toml --section.key value ...`."""
 
 import contextlib
 import os
@@ -14,6 +11,7 @@ from torchtitan.tools.logging import logger
 from pc.errors import DISK_ERRORS, UserError
 from pc.terminal import print_plainly
 from pc_recipe.config import Config, load_config, run_key, write_config
+from pc_recipe.data.manifest import Manifest
 from pc_recipe.files.errors import DiskFailed
 from pc_recipe.files.lock import join_lock
 from pc_recipe.files.run_folder import keep_earlier_config, read_first_config, write_failure
@@ -22,22 +20,11 @@ from pc_recipe.train import run_tokenizer
 from pc_recipe.train.console import start_logging
 from pc_recipe.train.environment import write_environment
 from pc_recipe.train.nonfinite import Diverged
-from pc_recipe.train.trainer import PCTrainer
+from pc_recipe.train.trainer import Trainer
 
 REFUSALS = PermissionError, IsADirectoryError, NotADirectoryError
 
 meet_privately()  # not in `main`, because a process that torch spawns imports this module alone
-
-
-class Trainer(PCTrainer):
-    """Adds `[evaluation]`, whose imports take seconds and happen only if needed."""
-
-    def build_scorer(self):
-        if not self.config.evaluation.interval:
-            return None
-        from pc_recipe.evaluate.in_training import InTrainingScorer
-
-        return InTrainingScorer(self.config, self.model_parts, self.parallel_dims, self.device, self.maybe_enable_amp)
 
 
 def end_with(error: BaseException, folder: str | None, step: int, rank: int) -> None:
@@ -78,8 +65,9 @@ def main() -> None:
                 )
             keep_earlier_config(folder, config.model_dump(exclude_unset=True), step)
             write_config(config, folder / "config.toml")
-            write_environment(folder, config, dist.get_world_size(), step, trainer.tokenizer_names)
-            run_tokenizer.keep(folder, trainer.data)
+            data = Manifest.read(next(iter(config.data.folders)))
+            write_environment(folder, config, dist.get_world_size(), step, run_tokenizer.describe(data))
+            run_tokenizer.keep(folder, data)
             (folder / "pending.toml").unlink(missing_ok=True)
 
         trainer.train(record)

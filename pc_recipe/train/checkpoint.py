@@ -23,8 +23,9 @@ from pc.weight import ADDED
 from pc_recipe.config.schema import Checkpoint
 from pc_recipe.files import look, run_folder
 from pc_recipe.files.errors import DiskFailed, ReadFailed
-from pc_recipe.train.checkpoint_folder import CheckpointFolder, Damaged, LoadPlanner, Reader, plain_errors
+from pc_recipe.train.checkpoint_folder import CheckpointFolder, Damaged, plain_errors
 from pc_recipe.train.checkpoint_writer import ChecksummedWriter
+from pc_recipe.train.optimizers import Optimizers
 
 T = TypeVar("T")
 REMEDY = "Bring one back (a disk, a link?), or train anew with another --job.dump_folder"
@@ -49,8 +50,7 @@ class Checkpoints(CheckpointManager):
     def __init__(self, **arguments) -> None:
         self.group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
         """All ranks, on the CPU, so that GPUs do not wait for each other."""
-        self.may_save: Callable[[], bool] = lambda: True
-        """Whether the weights are known to be finite. They are not in a step that is left out: the cause may be in W itself."""
+        self._optimizers: Optimizers | None = arguments["optimizers"]
         self.is_due = False
         """Whether all ranks have agreed to save the current step, whatever the interval says."""
         config: Checkpoint = arguments["checkpoint_config"].ours
@@ -91,7 +91,8 @@ class Checkpoints(CheckpointManager):
         return future
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
-        if last_step or self.may_save():
+        # The weights of a step that is left out are not known to be finite: the cause may be in W itself.
+        if last_step or not (self._optimizers and self._optimizers.skips_step):
             super().save(curr_step, last_step)
 
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
@@ -217,27 +218,30 @@ class Checkpoints(CheckpointManager):
         return opened[0]
 
     def load(self, step: int = -1) -> bool:
-        """Nothing, for TorchTitan's loop: `PCTrainer.load` has loaded what there is."""
+        """Nothing, for TorchTitan's loop: `pc_recipe.train.start` has loaded what there is."""
         return False
 
+    def model_shapes(self) -> dict[str, torch.Size]:
+        """{name: shape} of the tensors that the model saves and expects."""
+        return {name: tensor.shape for name, tensor in self.states["model"].state_dict().items()}
+
     @torch.no_grad()
-    def read(self, path: str | Path, *, model_only: bool = False, from_hf: bool = False) -> None:
-        """Load a checkpoint into the states of this run, or a Hugging Face folder into the model."""
-        logger.info(f"Loading the checkpoint from {path}.")
-        with plain_errors(path):
-            self.dcp_load(self._states_to_load(model_only), str(path), from_hf, from_quantized=False)
+    def read(self, start: CheckpointFolder | Path, *, model_only: bool = False) -> None:
+        """Load a checkpoint into the states of this run, or a Hugging Face folder, which is `model_only`, into the model."""
+        state = self._states_to_load(model_only)
+        if isinstance(start, CheckpointFolder):
+            logger.info(f"Loading the checkpoint from {start.path}.")
+            start.load(state)
+            self.states["model"].load_state_dict(state)
+        else:
+            logger.info(f"Loading the weights from {start}.")
+            with plain_errors(start):
+                self.dcp_load(state, str(start), from_hf=True, from_quantized=False)
         GarbageCollection.collect("GC collection for checkpoint loading.")
 
     def _states_to_load(self, model_only: bool) -> dict[str, Any]:
         states = super()._states_to_load(model_only)
         return plain_keys(states) if model_only else states
-
-    def dcp_load(self, state_dict, checkpoint_id, from_hf, from_quantized) -> None:
-        if from_hf:
-            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
-            return
-        dcp.load(state_dict, storage_reader=Reader(checkpoint_id), planner=LoadPlanner())
-        self.states["model"].load_state_dict(state_dict)
 
     def call_on_rank_0(self, function: Callable[[], T]) -> T:
         """What `function` returns on rank 0; other ranks do not call it. All raise what it raises.

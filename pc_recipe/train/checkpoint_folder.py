@@ -63,7 +63,8 @@ class CheckpointFolder:
         # flipped bit could still give a valid index, with another offset of a tensor.
         has_checksums = self._compare_checksums([INDEX])
         try:
-            self._index = Reader(self.path).read_metadata()
+            self._reader = Reader(self.path)
+            self._index = self._reader.read_metadata()
             self._files = sorted({info.relative_path for info in self._index.storage_data.values()})
         except UserError:
             raise
@@ -101,10 +102,15 @@ class CheckpointFolder:
             self.verify()
         entries: dict[str, Any] = self._index.state_dict_metadata
         tensors = {key: torch.empty(entries[key].size, dtype=entries[key].properties.dtype) for key in keys}
-        with plain_errors(self.path), warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # no_dist is intended
-            dcp.load(tensors, storage_reader=Reader(self.path), no_dist=True)
+            self.load(tensors, no_dist=True)
         return tensors
+
+    def load(self, state: dict[str, Any], no_dist: bool = False) -> None:
+        """Fill the tensors and values of `state`. All ranks call it, unless `no_dist` says that there is one."""
+        with plain_errors(self.path):
+            dcp.load(state, storage_reader=self._reader, planner=LoadPlanner(), no_dist=no_dist)
 
     def read_value(self, key: str) -> Any:
         """An entry that is not a tensor, such as a string; only its own file is verified."""
@@ -133,13 +139,21 @@ class CheckpointFolder:
 
 
 class Reader(FileSystemReader):
-    """Torch's reader with the restricted unpickler, for any number of ranks. It reads again what was refused.
+    """Torch's reader with the restricted unpickler, for any number of ranks. It reads again what was refused, and an index
+    that it has read not again.
 
     Raises:
         Damaged: the index names a file that is none of the checkpoint's.
     """
 
+    _read_index: Metadata | None = None
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._read_index is None:
+            self._read_index = self._read_anew()
+        return self._read_index
+
+    def _read_anew(self) -> Metadata:
         path = Path(self.path)
         file = path / INDEX
         index = _IndexUnpickler(io.BytesIO(look.patiently(file.read_bytes, file))).load()

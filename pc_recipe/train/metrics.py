@@ -74,12 +74,10 @@ class PCMetricsProcessor(MetricsProcessor):
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
         super().__init__(job_config, parallel_dims)
         self.config = config = job_config.ours
-        self.tokens: Callable[[], int] = lambda: 0
-        """Returns the tokens of all ranks since the start of training."""
-        self.positions: Callable[[], range] = lambda: range(0)
-        """Returns the positions of the current step's sequences in the order of the data."""
-        self.output_seconds: Callable[[], float] = lambda: 0.0
-        """Returns the seconds of this rank since the last call (`pc_recipe.train.slow_ranks`)."""
+        self.tokens = 0
+        """of all ranks since the start of training, those of the current step included"""
+        self.positions = range(0)
+        """of the current step's sequences in the order of the data"""
         self._json_lines: JsonLinesLogger | None = None
         self._spikes: LossSpikes | None = None
         self._batches = RankBatches.of(config, parallel_dims.world_size)
@@ -92,7 +90,7 @@ class PCMetricsProcessor(MetricsProcessor):
             self.gpu_peak_flops = math.nan
         if rank != _get_metrics_rank(parallel_dims, self.job_config):
             return
-        self._json_lines = JsonLinesLogger(Path(config.job.dump_folder, METRICS_FILE), lambda: self.tokens())
+        self._json_lines = JsonLinesLogger(Path(config.job.dump_folder, METRICS_FILE), lambda: self.tokens)
         loggers = LoggerContainer()
         loggers.add_logger(self._json_lines)
         loggers.add_logger(self.logger)
@@ -130,12 +128,16 @@ class PCMetricsProcessor(MetricsProcessor):
         # `log_validation` has begun a new interval if it ran in between
         self.time_last_log += time.perf_counter() - max(self._paused_at, self.time_last_log)
 
-    def own_numbers(self) -> list[float]:
-        """`NUMBERS` of this rank since the last log. Call it before `log`, with which the next interval begins."""
+    def own_numbers(self, output_seconds: float) -> list[float]:
+        """`NUMBERS` of this rank since the last log. Call it before `log`, with which the next interval begins.
+
+        Args:
+            output_seconds: of `slow_ranks.OutputTimes`.
+        """
         return [
             self.device_memory_monitor.get_peak_stats().max_active_gib,
             sum(self.data_loading_times),
-            self.output_seconds(),
+            output_seconds,
         ]
 
     def add_numbers(self, of_ranks: Tensor) -> dict[str, float]:
@@ -183,7 +185,7 @@ class PCMetricsProcessor(MetricsProcessor):
         before, count = self._spikes.count, self._spikes.update(step, loss)
         if count == before:
             return {"loss_spikes": count}
-        first, last = self.positions().start, self.positions().stop - 1
+        first, last = self.positions.start, self.positions.stop - 1
         logger.warning(
             f"Loss spike {count} begins at step {step} with {loss:.4g}; data positions {first}-{last} "
             f"(to rerun without them: --data.skip {first}-{last})"

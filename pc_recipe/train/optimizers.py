@@ -87,7 +87,7 @@ class Optimizers(OptimizersContainer):
             group.update(of_config)
 
     def rates(self) -> list[float]:
-        """The learning rate of each group at the next step."""
+        """The learning rate of each group at the next step; first that of the config's optimizer without `lr_factors`."""
         return [group["lr"] for group in self._groups()]
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -147,7 +147,8 @@ def _build(model: nn.Module, config: Optimizer) -> dict[str, torch.optim.Optimiz
     for kind, by_setting in members.items():
         count = sum(parameter.numel() for some in by_setting.values() for parameter in some)
         logger.info(f"{kind} trains {count:,} parameters")
-        groups = [_group(model, config, kind, *setting, some) for setting, some in sorted(by_setting.items())]
+        settings = sorted(by_setting, key=lambda setting: (setting[0] != 1, *setting))
+        groups = [_group(model, config, kind, *setting, by_setting[setting]) for setting in settings]
         if groups:
             made[kind.lower()] = KINDS[kind].build(groups, config)
     return made

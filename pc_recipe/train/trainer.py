@@ -1,8 +1,23 @@
-"""A run: TorchTitan's trainer with the steps of `pc_recipe.train.step`, from its first weights or a checkpoint to its end
-or a signal (`pc_recipe.runs.worker` is the command)."""
+"""A run: TorchTitan's trainer with a step of its own. `pc_recipe.runs.worker` is the command, and `pc_recipe.train.start`
+loads what a run begins with.
 
-import math
+A step, as `Trainer.train_step` has it:
+
+each micro-batch     forward and backward with PC(W)                             TorchTitan, `pc_recipe.train.fsdp_sync`
+gradients            those of PC(W) become those of W and gamma                  `pc.preconditioner`
+agree                all ranks learn the gradient norm, whether it is finite,    `pc_recipe.train.rank_sums`
+                     and whether to stop; the host waits for this
+                     a step that is not finite will be left out                  `pc_recipe.train.nonfinite`
+update               clipping; step of W, after which PC(W) is written           `pc_recipe.train.optimizers`
+log                  one exchange of all numbers, if any are due; the host       `pc_recipe.train.metrics`,
+                     waits for it                                                `pc_recipe.train.diagnostics`
+validate             before TorchTitan saves the step's checkpoint               `pc_recipe.train.validate`
+
+TorchTitan's own step waits in between as well: to count tokens, for each batch that it copies, for each number it logs.
+"""
+
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -14,153 +29,223 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torchtitan.train
+from torch import Tensor
 from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
 from torchtitan.distributed.utils import init_distributed
 from torchtitan.tools.logging import logger
 
-from pc.api import preserve
 from pc.errors import UserError
-from pc.preconditioner import Preconditioner
-from pc_recipe.config import Config, load_config, rules
+from pc_recipe.config import Config, rules
 from pc_recipe.config.headline import headline
 from pc_recipe.config.rank_batches import RankBatches
-from pc_recipe.config.run_key import all_values
-from pc_recipe.data.manifest import Manifest
-from pc_recipe.files.run_folder import require_no_other_run, write_state
+from pc_recipe.data.loader import GlobalOrderLoader
+from pc_recipe.files.run_folder import write_state
 from pc_recipe.files.run_log import set_aside_metrics
-from pc_recipe.train import cpu, fingerprint, fsdp_sync, run_tokenizer, train_spec  # noqa: F401 (it registers itself)
-from pc_recipe.train.checkpoint import Checkpoints, plain_keys
-from pc_recipe.train.checkpoint_folder import CheckpointFolder
+from pc_recipe.train import cpu, fsdp_sync, start, train_spec  # noqa: F401 (it registers itself)
+from pc_recipe.train.arm import make_arm
+from pc_recipe.train.checkpoint import Checkpoints
+from pc_recipe.train.diagnostics import Diagnostics
 from pc_recipe.train.environment import require_agreement
-from pc_recipe.train.llama2 import Llama2Args
+from pc_recipe.train.metrics import PCMetricsProcessor
+from pc_recipe.train.nonfinite import FiniteSteps
+from pc_recipe.train.optimizers import Optimizers
 from pc_recipe.train.parallelize import AlwaysSharded
-from pc_recipe.train.step import StepTrainer
+from pc_recipe.train.rank_sums import Agreement, RankNumbers, SquaredNorm, agree
+from pc_recipe.train.slow_ranks import OutputTimes
+from pc_recipe.train.upstream_config import JobConfig
+from pc_recipe.train.validate import FixedValidator
 
 
-class PCTrainer(StepTrainer):
+class Trainer(torchtitan.train.Trainer):
     """TorchTitan's trainer with PC, a stop signal, and a status file.
 
     On SIGUSR2 to any rank, all ranks save a checkpoint after the current step and exit normally; after the next one, if
     they have already agreed on the current step's update.
     """
 
-    model_args: Llama2Args
+    # what TRAIN_SPEC and this class make of TorchTitan's annotations
+    checkpointer: Checkpoints
+    metrics_processor: PCMetricsProcessor
+    optimizers: Optimizers
+    parallel_dims: AlwaysSharded
+    # TorchTitan's base classes ask for more than its trainer calls
+    dataloader: GlobalOrderLoader  # type: ignore[assignment]
+    validator: FixedValidator  # type: ignore[assignment]
+
+    def train_step(self, data_iterator: Iterator) -> None:
+        self._begin_step()
+        loss = self._run_micro_batches(data_iterator)
+        self._finish_gradients()
+        agreed = self._agree(loss)
+        self._update(agreed.norm)
+        self._log(loss, agreed.logged_norm)
+        self.lr_schedulers.step()
+        self._validate()
+        self._end_step()
 
     def __init__(self, config: Config) -> None:
+        self.config = config
         self.stopped = False
+        self._stop_requested = False
+        """on this rank"""
+        self._stop_agreed = False
+        """on any rank, before the last update"""
+        self._data_error: UserError | None = None
+        """why this rank has no data for the next step"""
+        self._has_stepped = False
         cpu.use_cpu_where_there_is_no_gpu()
         # Before all that takes long: the launcher's children ignore the signal until they handle it.
         signal.signal(signal.SIGUSR2, lambda *_: setattr(self, "_stop_requested", True))
-        # All pipeline stages know the loss (`pc_recipe.train.step`); TorchTitan would warn that rank 0 does not.
+        # All pipeline stages know the loss (`_log`); TorchTitan would warn that rank 0 does not.
         with replaced(torchtitan.train, CheckpointManager=Checkpoints, ensure_pp_loss_visible=_nothing):
-            super().__init__(config)
-        self.scorer = self.build_scorer()
-        self.checkpointer.may_save = lambda: not self.optimizers.skips_step
-
-    def make_preconditioner(self) -> Preconditioner | None:
-        return self.optimizers.preconditioner
+            super().__init__(JobConfig(config))
+        parts, dims = self.model_parts, self.parallel_dims
+        self.preconditioner = self.optimizers.preconditioner
+        self.diagnostics = Diagnostics(config, parts, self.preconditioner, dims)
+        self._output_times = OutputTimes(parts)
+        self._arm = make_arm(parts, self.optimizers, config)
+        self._finite_steps = FiniteSteps(parts, self.preconditioner, config.training.max_nonfinite_steps)
+        self._norm = SquaredNorm(parts, dims.world_size // dims.pp)
+        own = [(name, 1.0) for name in ("loss", *self.metrics_processor.NUMBERS)]
+        self._rank_numbers = RankNumbers(own + self.diagnostics.factors, self.device)
 
     def init_distributed(self) -> AlwaysSharded:
         """TorchTitan's, with FSDP on any number of ranks, after all ranks have agreed on what they train."""
         world_size = init_distributed(self.job_config.comm, base_folder=self.config.job.dump_folder)
         require_agreement(self.config)
-        dims = RankBatches.of(self.config, world_size).dims
+        self._batches = RankBatches.of(self.config, world_size)
+        dims = self._batches.dims
         rules.require(self.config, dims, on_cpu=cpu.is_cpu())
         return AlwaysSharded(**asdict(dims), ep=1, etp=1, once_per_step=fsdp_sync.once_per_step(self.config))
 
-    def load(self) -> None:
-        """Load what this run continues or starts from, if there is anything. Nothing changes before all is checked.
+    # --- a step -------------------------------------------------------------------------------------
 
-        Raises:
-            UserError: a checkpoint of another method, model or optimizer, or of a step after the last; or initial
-                weights that are not plain.
+    def _begin_step(self) -> None:
+        self.metrics_processor.resume()
+        self.optimizers.zero_grad()
+        self._first_position = self.dataloader.position
+        self.diagnostics.begin_step(self.step, measure_outputs=not self._pipeline_finds_shapes())
+
+    def _pipeline_finds_shapes(self) -> bool:
+        """Whether the pipeline will first infer shapes with uninitialised inputs: at the start and after validation."""
+        if not self.parallel_dims.pp_enabled:
+            return False
+        validated = self.config.validation.enable and self.validator.is_due(self.step - 1)
+        return not self._has_stepped or validated
+
+    def _run_micro_batches(self, batches: Iterator) -> Tensor:
+        """Accumulate gradients; returns this rank's part of the mean loss over the tokens of all ranks."""
+        losses, last = [], self.gradient_accumulation_steps - 1
+        for index in range(self.gradient_accumulation_steps):
+            inputs, labels = next(batches)
+            if index in (0, last) and not self.parallel_dims.pp_enabled:  # each call walks through all modules
+                fsdp_sync.prepare_micro_batch(self.model_parts, self.parallel_dims.once_per_step, index == last)
+            # Not blocking: from pageable memory the host waits for the copy, from pinned memory for nothing.
+            loss = self.forward_backward_step(
+                input_dict={name: tensor.to(self.device, non_blocking=True) for name, tensor in inputs.items()},
+                labels=labels.to(self.device, non_blocking=True),
+                global_valid_tokens=self._batches.tokens,  # type: ignore[arg-type]  # in training all labels count
+            )
+            losses.append(loss.detach())
+        self.metrics_processor.tokens = self.ntokens_seen * self._batches.data_ranks
+        self.metrics_processor.positions = range(self._first_position, self.dataloader.position)
+        if self.parallel_dims.pp_enabled and not self.pp_has_last_stage:
+            return torch.zeros((), device=self.device)  # it has no loss; TorchTitan returns -1
+        total = torch.sum(torch.stack(losses))
+        return total.full_tensor() if isinstance(total, DTensor) else total
+
+    def _finish_gradients(self) -> None:
+        """Make a step's gradients those of the mean loss, then those of W and gamma."""
+        if self.parallel_dims.pp_enabled:
+            # With pipeline parallelism, TorchTitan 0.2.2 does not divide by the token count.
+            torch._foreach_div_(self._norm.gradients(), self._batches.tokens)
+        self.diagnostics.begin_update(self.step)
+        if self.preconditioner is not None:
+            self.preconditioner.pull_back()
+
+    def _agree(self, loss: Tensor) -> Agreement:
+        """What all ranks know before the update; whether it is left out."""
+        processor = self.metrics_processor
+        if self.step < self.config.training.steps:
+            begin = time.perf_counter()
+            self._data_error = self.dataloader.look_ahead(self.gradient_accumulation_steps)
+            processor.data_loading_times[-1] += time.perf_counter() - begin
+        wishes = [self._stop_requested or self._data_error is not None, self.checkpointer.minutes_are_over()]
+        agreed = agree(self._norm.of_gradients(), loss, wishes)
+        self._stop_agreed, self.checkpointer.is_due = agreed.wishes
+        self.optimizers.skips_step = self._finite_steps.skips(self.step, agreed.is_finite, processor.positions)
+        if self.optimizers.skips_step:
+            processor.log_metrics(self.step, {"steps_left_out": self._finite_steps.count})
+        return agreed
+
+    def _update(self, norm: Tensor) -> None:
+        """Clip gradients of this `norm`, and step, unless that is left out."""
+        self._clip(norm)
+        self.checkpointer.maybe_wait_for_staging()
+        if not self.optimizers.skips_step:
+            self._arm.before_step(self.step)
+        self.optimizers.step()
+        if not self.optimizers.skips_step:
+            self._arm.after_step(self.step)
+
+    def _clip(self, norm: Tensor) -> None:
+        parameters = [parameter for part in self.model_parts for parameter in part.parameters()]
+        torch.nn.utils.clip_grads_with_norm_(parameters, self.config.training.max_norm, norm, foreach=True)
+
+    def _log(self, loss: Tensor, grad_norm: float) -> None:
+        """What is due after this step."""
+        processor, dims = self.metrics_processor, self.parallel_dims
+        is_logged = processor.should_log(self.step)
+        if not is_logged and not self.diagnostics.is_due(self.step):
+            return
+        numbers = processor.own_numbers(self._output_times.take()) if is_logged else [0.0] * len(processor.NUMBERS)
+        times = torch.tensor(numbers).to(self.device, non_blocking=True)
+        of_ranks = self._rank_numbers.gather([loss.reshape(1), times, *self.diagnostics.measure(self.step)])
+        if is_logged:
+            losses = of_ranks.of("loss")
+            processor.log(
+                self.step,
+                # as the sum of a rank's micro-batches is rounded; TP's ranks have the same tokens
+                losses.sum().float().item() / dims.tp,
+                losses.max().item() * self._batches.data_ranks * dims.cp,
+                grad_norm,
+                extra_metrics={
+                    "n_tokens_seen": processor.tokens,
+                    "lr": self.optimizers.rates()[0],
+                    **processor.add_numbers(of_ranks.of(*processor.NUMBERS)),
+                },
+            )
+        processor.log_metrics(self.step, self.diagnostics.collect(self.step, of_ranks))
+
+    def _validate(self) -> None:
+        """Before the checkpoint of this step, not after it as upstream: a kill in between would lose the validation."""
+        self.metrics_processor.pause()
+        # Who asks to stop does not wait for one, but the last step's is the run's result.
+        waits = not self._stop_agreed or self.step == self.config.training.steps
+        if self.config.validation.enable and self.validator.is_due(self.step) and waits:
+            self.validator.validate(self)
+
+    def _end_step(self) -> None:
+        if not self._has_stepped:
+            self._set_timeouts()
+        self._has_stepped = True
+        self.metrics_processor.progress.show(self.step)
+
+    def _set_timeouts(self) -> None:
+        """After the first step, set `comm.train_timeout_seconds` for all process groups that it has created.
+
+        TorchTitan does so only after step 1, which a resumed run does not have, not for the groups of `pc.owner`, and by
+        a private function of torch, which has a public one in its place from 2.15 on.
         """
-        checkpointer, settings = self.checkpointer, self.config.checkpoint
-        folder = Path(self.config.job.dump_folder)
-        self.data = Manifest.read(next(iter(self.config.data.folders)))
-        self.tokenizer_names = run_tokenizer.describe(self.data)
-        method = fingerprint.fingerprint(self.config.pc, self.config.model, self.tokenizer_names)
-        checkpointer.states["method"] = dict(method)
-        if not settings.enable:
-            checkpointer.call_on_rank_0(
-                lambda: require_no_other_run(folder, self.config.model_dump(exclude_unset=True))
-            )
-            return
-        newest, initial_path = checkpointer.newest_valid(), settings.initial_load_path
-        if newest is not None:
-            self._require_same_run(newest)
-            if saved := fingerprint.read_tokenizer(newest):
-                words = f"{newest.path} belongs to", f"{self.data.folder} was made with"
-                run_tokenizer.require_equal(saved, self.tokenizer_names, *words)
-            checkpointer.exclude_from_loading = []  # it is for what a new run starts from
-            checkpointer.read(newest.path)
-            if dist.get_rank() == 0:
-                self._say_what_changed(folder)
-        elif initial_path and settings.initial_load_in_hf:
-            from pc_recipe.train.hf_folder import require_initial_load  # takes seconds
+        dist.barrier(group=self.checkpointer.group)  # a rank's first step may take longer than the timeout
+        timeout = timedelta(seconds=self.config.comm.train_timeout_seconds)
+        set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+        for group in distributed_c10d._world.pg_map:
+            if dist.get_backend(group) != "fake":  # TorchTitan's fake groups of mesh dimensions with one rank
+                set_timeout(timeout, group)
 
-            require_initial_load(initial_path, self.model_args)
-            self._require_same_tokenizer(Path(initial_path))
-            checkpointer.read(initial_path, model_only=True, from_hf=True)
-        elif initial_path and settings.initial_load_model_only:
-            checkpoint = checkpointer.verified(initial_path)
-            fingerprint.require_same_model(checkpoint, self.config.model, plain_keys(self._model_shapes()))
-            self._require_same_tokenizer(checkpoint)
-            checkpointer.read(initial_path, model_only=True)
-        elif initial_path:
-            checkpoint = checkpointer.verified(initial_path)
-            self._require_same_run(checkpoint)
-            self._require_same_tokenizer(checkpoint)
-            checkpointer.read(initial_path)
-        self._take_loaded(is_plain=newest is None and (settings.initial_load_in_hf or settings.initial_load_model_only))
-        checkpointer.states["method"] = method  # a load puts the checkpoint's in its place, perhaps of an older version
-        if self.step > (last := self.config.training.steps):
-            path = newest.path if newest else initial_path
-            raise UserError(
-                f"training.steps = {last} is below step {self.step} of {path}, which this run continues; raise "
-                "it, or go back by moving newer checkpoints out of the folder"
-            )
-
-    def _take_loaded(self, is_plain: bool) -> None:
-        """Make PC's tensors those of the loaded weights: of plain ones by `pc.start`."""
-        if self.preconditioner is None:
-            return
-        if not (is_plain and self.config.checkpoint.initial_load_path):
-            self.preconditioner.note_loaded()
-        elif self.config.pc.start == "preserve":
-            preserve(self.model_parts)
-        else:
-            self.preconditioner.restart()
-
-    def _say_what_changed(self, folder: Path) -> None:
-        """Name the keys in which this run's learning rates differ from those of its earlier part, and the way back."""
-        try:
-            earlier = load_config(folder / "config.toml")
-        except UserError:  # of an older version
-            earlier = self.config
-        before, now = all_values(earlier), all_values(self.config)
-        keys = [key for key in now if key.startswith(("optimizer.", "lr_scheduler.")) or key == "training.steps"]
-        changed = [f"{key} {before[key]} -> {now[key]}" for key in keys if before[key] != now[key]]
-        rates = zip(self.optimizers.saved_rates, self.optimizers.rates(), strict=True)
-        old, new = max(rates, key=lambda pair: abs(pair[1] - pair[0]))
-        if changed or not math.isclose(old, new, rel_tol=1e-6):
-            total = earlier.lr_scheduler.total_steps or earlier.training.steps
-            logger.warning(
-                f"continues with {', '.join(changed) or 'another schedule'}: the rate goes from {old:.3g} to {new:.3g} "
-                f"(--lr_scheduler.total_steps {total} keeps a schedule of {total} steps)"
-            )
-
-    def _require_same_run(self, checkpoint: CheckpointFolder) -> None:
-        kinds = {"adamw", self.config.optimizer.name.lower()}
-        fingerprint.require_same_run(checkpoint, self.config.pc, kinds)
-        fingerprint.require_same_model(checkpoint, self.config.model, self._model_shapes())
-
-    def _require_same_tokenizer(self, start: CheckpointFolder | Path) -> None:
-        if not self.config.checkpoint.initial_load_tokenizer_is_the_same:
-            run_tokenizer.require_for_start(start, self.data)
-
-    def _model_shapes(self) -> dict[str, torch.Size]:
-        return {name: tensor.shape for name, tensor in self.checkpointer.states["model"].state_dict().items()}
+    # --- a run --------------------------------------------------------------------------------------
 
     def train(self, record: Callable[[int], None] = lambda step: None) -> None:
         """Load, and train to the end or to a request to stop.
@@ -168,11 +253,19 @@ class PCTrainer(StepTrainer):
         Args:
             record: called on rank 0 with the step that training starts from, once nothing can refuse this start: the
                 record of the run in the folder must not change before.
+
+        Raises:
+            UserError: what `start.load` raises; or what was loaded is of a step after the last.
         """
-        self.load()
-        folder = Path(self.config.job.dump_folder)
+        folder, last = Path(self.config.job.dump_folder), self.config.training.steps
+        loaded = start.load(self.config, self.checkpointer, self.optimizers)
+        if self.step > last:
+            raise UserError(
+                f"training.steps = {last} is below step {self.step} of {loaded}, which this run continues; raise "
+                "it, or go back by moving newer checkpoints out of the folder"
+            )
         if dist.get_rank() == 0:
-            write_state(folder, "running", self.step, self.config.training.steps)
+            write_state(folder, "running", self.step, last)
             set_aside_metrics(folder, self.step)
             record(self.step)
         logger.info(self._describe_start())
@@ -182,32 +275,15 @@ class PCTrainer(StepTrainer):
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         if dist.get_rank() == 0:
             state, reason = ("stopped", "asked to stop") if self.stopped else ("finished", "")
-            write_state(folder, state, self.step, self.config.training.steps, reason)
+            write_state(folder, state, self.step, last, reason)
 
-    def train_step(self, data_iterator) -> None:
-        self.metrics_processor.resume()
-        super().train_step(data_iterator)
-        self.metrics_processor.pause()
-        if self.scorer is not None and self.scorer.is_due(self.step):
-            self.metrics_processor.log_metrics(self.step, self.scorer.score())
-            fsdp_sync.reshard(self.model_parts)
-        # Before the checkpoint of this step, not after it as upstream: a kill in between would lose the validation. Who
-        # asks to stop does not wait for one, but the last step's is the run's result.
-        waits = not self._stop_agreed or self.step == self.config.training.steps
-        if self.config.validation.enable and self.validator.is_due(self.step) and waits:
-            self.validator.validate(self)
-        if not self._has_stepped:
-            self._set_timeouts()
-        self._has_stepped = True
-        self.metrics_processor.progress.show(self.step)
-
-    def state_dict(self) -> dict:
-        """TorchTitan's, with the tokens of all ranks, so that a resume on another number of ranks counts correctly."""
-        return super().state_dict() | {"ntokens_seen": self.ntokens_seen * self._data_ranks}
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        super().load_state_dict(state_dict)
-        self.ntokens_seen = state_dict["ntokens_seen"] // self._data_ranks
+    def _describe_start(self) -> str:
+        config, device = self.config, self.metrics_processor.device_memory_monitor.device_name
+        return (
+            f"{headline(config)}: steps {self.step + 1} to {config.training.steps} of {self._batches.sequences} "
+            f"sequences of {config.training.seq_len} tokens, {self.gradient_accumulation_steps} micro-batches of "
+            f"{config.training.local_batch_size} on each of {dist.get_world_size()} x {device}"
+        )
 
     def should_continue_training(self) -> bool:
         if not super().should_continue_training():
@@ -228,31 +304,13 @@ class PCTrainer(StepTrainer):
         if self._data_error is not None:
             raise self._data_error
 
-    def _describe_start(self) -> str:
-        config, device = self.config, self.metrics_processor.device_memory_monitor.device_name
-        sequences = config.training.local_batch_size * self._data_ranks * self.gradient_accumulation_steps
-        return (
-            f"{headline(config)}: steps {self.step + 1} to {config.training.steps} of {sequences} sequences of "
-            f"{config.training.seq_len} tokens, {self.gradient_accumulation_steps} micro-batches of "
-            f"{config.training.local_batch_size} on each of {dist.get_world_size()} x {device}"
-        )
+    def state_dict(self) -> dict:
+        """TorchTitan's, with the tokens of all ranks, so that a resume on another number of ranks counts correctly."""
+        return super().state_dict() | {"ntokens_seen": self.ntokens_seen * self._batches.data_ranks}
 
-    def _set_timeouts(self) -> None:
-        """After the first step, set `comm.train_timeout_seconds` for all process groups that it has created.
-
-        TorchTitan does so only after step 1, which a resumed run does not have, not for the groups of `pc.owner`, and by
-        a private function of torch, which has a public one in its place from 2.15 on.
-        """
-        dist.barrier(group=self.checkpointer.group)  # a rank's first step may take longer than the timeout
-        timeout = timedelta(seconds=self.config.comm.train_timeout_seconds)
-        set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
-        for group in distributed_c10d._world.pg_map:
-            if dist.get_backend(group) != "fake":  # TorchTitan's fake groups of mesh dimensions with one rank
-                set_timeout(timeout, group)
-
-    def build_scorer(self):
-        """None, or an object with `is_due(step)` and a collective `score()` that scores the model during training."""
-        return None
+    def load_state_dict(self, state_dict: dict) -> None:
+        super().load_state_dict(state_dict)
+        self.ntokens_seen = state_dict["ntokens_seen"] // self._batches.data_ranks
 
 
 @contextmanager

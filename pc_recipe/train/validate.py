@@ -45,7 +45,7 @@ class FixedValidator:
         return step in (1, self._last) or step % self._freq == 0
 
     def should_validate(self, step: int) -> bool:
-        """Never, for TorchTitan's loop, which validates after it saves; `PCTrainer.train_step` validates before."""
+        """Never, for TorchTitan's loop, which validates after it saves; `Trainer.train_step` validates before."""
         return False
 
     @torch.no_grad()
@@ -53,7 +53,7 @@ class FixedValidator:
         """Log the loss; of several folders the mean by weight, and each one's loss and share. All ranks call it.
 
         Args:
-            trainer: the `PCTrainer`.
+            trainer: the `pc_recipe.train.trainer.Trainer`.
         """
         begin = time.perf_counter()
         for model in trainer.model_parts:

@@ -70,7 +70,7 @@ def _held(rank, config, overrides) -> tuple[float, float]:
     from pc.shards import local
     from pc_recipe.config import load_config
     from pc_recipe.plan import memory
-    from pc_recipe.train.trainer import PCTrainer
+    from pc_recipe.train.trainer import Trainer
 
     def gib() -> float:
         gc.collect()
@@ -78,7 +78,7 @@ def _held(rank, config, overrides) -> tuple[float, float]:
         storages = {(storage := local(tensor).untyped_storage()).data_ptr(): storage.nbytes() for tensor in tensors}
         return sum(storages.values()) / memory.GIB
 
-    class Measured(PCTrainer):
+    class Measured(Trainer):
         held: list[float] = []
 
         def forward_backward_step(self, **batch):

@@ -111,11 +111,11 @@ def _gradients(rank, config, cases) -> list[dict[str, torch.Tensor]]:
     """For each case, a list of overrides: this rank's gradients as the trainer clips them, whole, and their norm."""
     from pc.targets import clean_name
     from pc_recipe.config import load_config
-    from pc_recipe.train.trainer import PCTrainer
+    from pc_recipe.train.trainer import Trainer
 
-    class Recorded(PCTrainer):
-        def finish_gradients(self, global_valid_tokens):
-            super().finish_gradients(global_valid_tokens)
+    class Recorded(Trainer):
+        def _finish_gradients(self):
+            super()._finish_gradients()
             self.gradients = {  # by the names of layers in the graph
                 clean_name(name).replace("weight_orig", "weight").replace("weight_gamma", "gamma"): tiny.whole(p.grad)
                 for model in self.model_parts

@@ -14,17 +14,20 @@ from pc_recipe.train.nonfinite import Diverged
 def _train(rank, config, overrides, bad_steps, value):
     """Train; in `bad_steps` a gradient of rank 1 gets `value`. Returns the state after each step and the error."""
     trainer = tiny.make_trainer(config, overrides)
-    run_micro_batches, seen = trainer._run_micro_batches, [_state(trainer)]
+    run_micro_batches, finish_gradients, seen = trainer._run_micro_batches, trainer._finish_gradients, [_state(trainer)]
 
-    def spoilt(batches):
-        loss = run_micro_batches(batches)
-        if trainer.step in bad_steps and rank == 1:
-            if value == "loss":
-                return loss * math.nan
+    def is_bad():
+        return trainer.step in bad_steps and rank == 1
+
+    def finish():
+        finish_gradients()
+        if is_bad() and value != "loss":
             trainer.model_parts[0].layers["0"].attention.wo.weight_orig.grad._local_tensor[-1, -1] = value
-        return loss
 
-    trainer._run_micro_batches = spoilt
+    trainer._run_micro_batches = lambda data: (
+        run_micro_batches(data) * (math.nan if is_bad() and value == "loss" else 1)
+    )
+    trainer._finish_gradients = finish
     save, error = trainer.checkpointer.save, ""
     trainer.checkpointer.save = lambda *args, **kwargs: (seen.append(_state(trainer)), save(*args, **kwargs))
     try:

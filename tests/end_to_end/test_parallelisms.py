@@ -90,8 +90,10 @@ RESHARDED = {
 
 def _load_and_go_on(rank, config, overrides):
     """All tensors as loaded, after which the run continues."""
+    from pc_recipe.train import start
+
     trainer = tiny.make_trainer(config, overrides)
-    trainer.load()
+    start.load(trainer.config, trainer.checkpointer, trainer.optimizers)
     states = trainer.optimizers.state_dict().items()
     optimizer = {f"optimizer.{key}": tiny.whole(value) for key, value in states if isinstance(value, torch.Tensor)}
     state = tiny.state_of(trainer)

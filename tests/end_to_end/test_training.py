@@ -9,7 +9,6 @@ import shutil
 import signal
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -20,6 +19,7 @@ from helpers.ranks import run_ranks
 from pc.errors import UserError
 from pc_recipe.config import load_config
 from pc_recipe.data.tokenizing import tokenize
+from pc_recipe.files.run_log import read_log
 from pc_recipe.train.checkpoint_folder import CheckpointFolder
 from pc_recipe.train.fingerprint import read_tokenizer
 
@@ -254,8 +254,8 @@ def test_an_abandoned_branch_is_not_taken_up_again(copied):
     (folder / "checkpoint" / "step-6").rename(folder / "step-6")
     _run(1, config, ["--data.skip", "36-47"])
     assert tiny.metrics(folder, "step") == [1, 2, 3, 4, 5, 6]
-    abandoned = (folder / "metrics.abandoned.jsonl").read_text().splitlines()
-    assert {json.loads(line)["step"] for line in abandoned} == {4, 5, 6}
+    log = read_log(folder).lines
+    assert [line["step"] for line in log if "loss" in line] == [1, 2, 3, 4, 5, 6]  # once each
     branch = tiny.metrics(folder)
     assert branch[:3] == straight[:3] and branch[3] != pytest.approx(straight[3], rel=1e-6)
 
@@ -268,7 +268,7 @@ def test_a_resume_uses_the_settings_of_its_config(copied):
     changed = ["--optimizer.lr", "1e-3", "--training.global_batch_size", "24"]
     _run(1, config, [*changed, "--diagnostics.freq", "1", "--metrics.log_freq", "2"])
     assert tiny.metrics(folder, "lr")[-1] == pytest.approx(rates[-1] / 10)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = read_log(folder).lines
     tokens = {1: 192, 2: 384, 3: 576, 4: 960, 5: 1344, 6: 1728}  # 12 sequences of 16 tokens, then 24
     assert len(lines) > 8 and all(line["tokens"] == tokens[line["step"]] for line in lines)
 
@@ -354,17 +354,16 @@ def test_the_logged_rate_is_that_of_blocks_without_a_factor(tiny_config):
 
 
 def _train_where_all_else_is_slow(rank, config, overrides):
-    """Loading takes two seconds; what follows a step, its score and its checkpoint, one."""
+    """Loading takes two seconds; what follows a step, its validation and its checkpoint, one."""
     trainer = tiny.make_trainer(config, overrides)
-    load, save = trainer.load, trainer.checkpointer.save
-    trainer.load = lambda: (time.sleep(2.0), load())
+    save = trainer.checkpointer.save
     trainer.checkpointer.save = lambda *args, **more: (time.sleep(0.5), save(*args, **more))
-    trainer.scorer = SimpleNamespace(is_due=lambda step: True, score=lambda: time.sleep(0.5))
-    trainer.train()
+    trainer.validator.is_due, trainer.validator.validate = lambda step: True, lambda trainer: time.sleep(0.5)
+    trainer.train(lambda step: time.sleep(2.0))
     trainer.close()
 
 
-def test_the_time_of_steps_is_without_loading_scores_and_checkpoints(tiny_config):
+def test_the_time_of_steps_is_without_loading_validation_and_checkpoints(tiny_config):
     config, folder = tiny_config
     run_ranks(1, _train_where_all_else_is_slow, config, ["--training.steps=4", "--checkpoint.interval=1"])
     seconds = tiny.metrics(folder, "step_seconds")
@@ -375,14 +374,14 @@ def test_the_time_of_steps_is_without_loading_scores_and_checkpoints(tiny_config
 def _train_with_signal(rank, config, overrides):
     """Rank 1 is signalled in step 2."""
     trainer = tiny.make_trainer(config, overrides)
-    begin_step = trainer.begin_step
+    begin_step = trainer._begin_step
 
     def signalled():
         if trainer.step == 2 and rank == 1:
             os.kill(os.getpid(), signal.SIGUSR2)
         begin_step()
 
-    trainer.begin_step = signalled
+    trainer._begin_step = signalled
     trainer.train()
     trainer.close()
 

@@ -106,7 +106,7 @@ def write_small_config(path: Path, shards: Path, steps: int, interval: int) -> P
 def trainer_class():
     import torchtitan.train
 
-    from pc_recipe.runs.worker import Trainer
+    from pc_recipe.train.trainer import Trainer
 
     # TorchTitan's trainer waits two seconds for other ranks at its end, most of such a run's time.
     torchtitan.train.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)

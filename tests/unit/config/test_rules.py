@@ -46,7 +46,6 @@ INTERLEAVED = {"parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}
 
 REFUSED_ANYWHERE = [
     ({}, {"dp_replicate": 2}, "data_parallel_replicate_degree without sharding averages gradients twice"),
-    ({"evaluation.interval": 5}, {"pp": 2}, "without pipeline and context parallelism"),
     ({"activation_checkpoint.mode": "memory_budget"}, {}, "needs compile.enable = true"),
     ({"checkpoint.enable": False, "checkpoint.initial_load_path": "x"}, {}, "without it nothing is loaded"),
     ({"checkpoint.initial_load_in_hf": True}, {}, "initial_load_in_hf = true needs checkpoint.initial_load_path"),

@@ -20,7 +20,7 @@ def run(tmp_path, data_folder):
     """A run at step 7, as the trainer leaves it."""
     made = make_run(tmp_path / "run", data_folder, PCConfig(level=4))
     lines = [
-        {"step": 6, "tokens": 6000, "validation_loss": 4.5, "evaluation/piqa/acc": 0.5},
+        {"step": 6, "tokens": 6000, "validation_loss": 4.5},
         {"step": 7, "tokens": 7000, "loss": 4.25, "max_loss": 4.75},
         {"step": 8, "tokens": 8000, "loss": 1.0},  # after the exported checkpoint
     ]
@@ -44,7 +44,6 @@ def test_the_card_of_a_run(run, tmp_path):
         "| trained on | 7 k tokens |",
         "| loss | 4.2500 |",
         "| validation loss | 4.5000 |",
-        "| evaluation/piqa/acc | 0.5000 |",
         "`./run_llama_train.sh config.toml` with the configuration below (world size 8, commit abc)",
         "`python scripts/export_hf.py RUN/checkpoint/step-7 FOLDER`",
         "## Scores\n\nthe table of score.py",
@@ -102,7 +101,7 @@ def test_what_others_wrote_has_no_meaning_in_a_card(run, tmp_path, data_folder):
     content["checkpoint"] = {"initial_load_path": hostile}
     config.write_text(tomli_w.dumps(content))
     (tmp_path / "run" / "environment.json").write_text(json.dumps({"commit": hostile}))
-    lines = [{"step": 7, "tokens": 7000, f"evaluation/{hostile}": 0.5, "loss": hostile}]
+    lines = [{"step": 7, "tokens": 7000, "loss": hostile}]
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     card = (hugging_face.export(run, tmp_path / "out") / "README.md").read_text()
     before, code, after = card.partition("\n```toml\n")

@@ -24,7 +24,6 @@ from pc_recipe.files import look
 from pc_recipe.files.run_folder import list_complete
 from pc_recipe.train import checkpoint_writer
 from pc_recipe.train.checkpoint import Checkpoints
-from pc_recipe.train.checkpoint_folder import LoadPlanner, Reader, plain_errors
 from pc_recipe.train.upstream_config import JobConfig
 
 ASKS = ("stat", "listdir", "scandir", "mkdir", "rename", "replace", "unlink", "rmdir", "open")
@@ -82,8 +81,7 @@ def _save(manager):
 
 def _resume(manager):
     newest, state = manager.newest_valid(), _state(0)
-    with plain_errors(newest.path):
-        dcp.load(state, storage_reader=Reader(newest.path), planner=LoadPlanner())
+    newest.load(state)
     return int(state["w"][0, 0])
 
 

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from helpers import pretended_cuda, tiny
 from helpers.ranks import run_ranks
 from pc_recipe.train.diagnostics import Diagnostics
-from pc_recipe.train.trainer import PCTrainer
+from pc_recipe.train.trainer import Trainer
 
 RANKS, MICRO_BATCHES = 8, 3
 LOGGED = ["--metrics.log_freq=1", "--diagnostics.freq=1"]
@@ -103,12 +103,7 @@ def _measure(rank, config) -> dict:
     """Counts of steps; for control also of TorchTitan's own."""
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
-    ours, upstream = PCTrainer.train_step, torchtitan.train.Trainer.train_step
-
-    def theirs(trainer, batches):
-        trainer.begin_step()
-        upstream(trainer, batches)
-
+    ours, theirs = Trainer.train_step, torchtitan.train.Trainer.train_step
     with pretended_cuda.pretended_cuda(), _on_a_fake_gpu() as counted:
         torchtitan.train.Trainer.forward_backward_step = counted.without()(_backward)
         return {

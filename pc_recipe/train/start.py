@@ -1,0 +1,108 @@
+"""What a run continues or starts from: its newest checkpoint, another run's, weights alone, or a Hugging Face folder."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torchtitan.tools.logging import logger
+
+from pc.api import preserve
+from pc.errors import UserError
+from pc_recipe.config import Config, load_config
+from pc_recipe.config.run_key import all_values
+from pc_recipe.data.manifest import Manifest
+from pc_recipe.files.run_folder import require_no_other_run
+from pc_recipe.train import fingerprint, run_tokenizer
+from pc_recipe.train.checkpoint import Checkpoints, plain_keys
+from pc_recipe.train.checkpoint_folder import CheckpointFolder
+from pc_recipe.train.optimizers import Optimizers
+
+
+def load(config: Config, checkpointer: Checkpoints, optimizers: Optimizers) -> Path | None:
+    """Load it into the states of the checkpointer; returns its folder, None if there is nothing to load. All ranks call
+    it. Nothing changes before all is checked.
+
+    Raises:
+        UserError: a checkpoint of another method, model or optimizer; initial weights that are not plain; or a folder of
+            another run.
+    """
+    settings, folder = config.checkpoint, Path(config.job.dump_folder)
+    data = Manifest.read(next(iter(config.data.folders)))
+    names = run_tokenizer.describe(data)
+    method = fingerprint.fingerprint(config.pc, config.model, names)
+    checkpointer.states["method"] = dict(method)
+    if not settings.enable:
+        checkpointer.call_on_rank_0(lambda: require_no_other_run(folder, config.model_dump(exclude_unset=True)))
+        return None
+    newest, initial = checkpointer.newest_valid(), Path(settings.initial_load_path or "")
+    if newest is not None:
+        _require_same_run(newest, config, checkpointer)
+        if saved := fingerprint.read_tokenizer(newest):
+            run_tokenizer.require_equal(saved, names, f"{newest.path} belongs to", f"{data.folder} was made with")
+        checkpointer.exclude_from_loading = []  # it is for what a new run starts from
+        checkpointer.read(newest)
+        if dist.get_rank() == 0:
+            _say_what_changed(folder, config, optimizers)
+    elif not settings.initial_load_path:
+        return None
+    elif settings.initial_load_in_hf:
+        from pc_recipe.train.hf_folder import require_initial_load  # takes seconds
+
+        model: Any = optimizers.model_parts[0]
+        require_initial_load(initial, model.model_args)
+        _require_same_tokenizer(initial, config, data)
+        checkpointer.read(initial, model_only=True)
+    else:
+        checkpoint = checkpointer.verified(initial)
+        if settings.initial_load_model_only:
+            fingerprint.require_same_model(checkpoint, config.model, plain_keys(checkpointer.model_shapes()))
+        else:
+            _require_same_run(checkpoint, config, checkpointer)
+        _require_same_tokenizer(checkpoint, config, data)
+        checkpointer.read(checkpoint, model_only=settings.initial_load_model_only)
+    is_plain = newest is None and (settings.initial_load_in_hf or settings.initial_load_model_only)
+    _take_loaded(config, optimizers, is_plain)
+    checkpointer.states["method"] = method  # a load puts the checkpoint's in its place, perhaps of an older version
+    return newest.path if newest else initial
+
+
+def _take_loaded(config: Config, optimizers: Optimizers, is_plain: bool) -> None:
+    """Make PC's tensors those of the loaded weights: of plain ones by `pc.start`."""
+    if optimizers.preconditioner is None:
+        return
+    if not is_plain:
+        optimizers.preconditioner.note_loaded()
+    elif config.pc.start == "preserve":
+        preserve(optimizers.model_parts)
+    else:
+        optimizers.preconditioner.restart()
+
+
+def _say_what_changed(folder: Path, config: Config, optimizers: Optimizers) -> None:
+    """Name the keys in which this run's learning rates differ from those of its earlier part, and the way back."""
+    try:
+        earlier = load_config(folder / "config.toml")
+    except UserError:  # of an older version
+        earlier = config
+    before, now = all_values(earlier), all_values(config)
+    keys = [key for key in now if key.startswith(("optimizer.", "lr_scheduler.")) or key == "training.steps"]
+    changed = [f"{key} {before[key]} -> {now[key]}" for key in keys if before[key] != now[key]]
+    rates = zip(optimizers.saved_rates, optimizers.rates(), strict=True)
+    old, new = max(rates, key=lambda pair: abs(pair[1] - pair[0]))
+    if changed or not math.isclose(old, new, rel_tol=1e-6):
+        total = earlier.lr_scheduler.total_steps or earlier.training.steps
+        logger.warning(
+            f"continues with {', '.join(changed) or 'another schedule'}: the rate goes from {old:.3g} to {new:.3g} "
+            f"(--lr_scheduler.total_steps {total} keeps a schedule of {total} steps)"
+        )
+
+
+def _require_same_run(checkpoint: CheckpointFolder, config: Config, checkpointer: Checkpoints) -> None:
+    fingerprint.require_same_run(checkpoint, config.pc, {"adamw", config.optimizer.name.lower()})
+    fingerprint.require_same_model(checkpoint, config.model, checkpointer.model_shapes())
+
+
+def _require_same_tokenizer(start: CheckpointFolder | Path, config: Config, data: Manifest) -> None:
+    if not config.checkpoint.initial_load_tokenizer_is_the_same:
+        run_tokenizer.require_for_start(start, data)
