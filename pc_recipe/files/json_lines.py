@@ -44,22 +44,21 @@ def read(path: str | Path) -> list[dict[str, Any]]:
     return [record for record in records if record is not None]
 
 
-def read_back(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(offset of its first byte, line) from the last line to the first; reads no more of the file than it is asked for."""
+def read_back(path: str | Path) -> Iterator[dict[str, Any]]:
+    """The lines from the last to the first; reads no more of the file than it is asked for."""
     with open(path, "rb") as file:
-        begin = size = file.seek(0, os.SEEK_END)
-        first = b""  # a line that begins in an earlier chunk
+        begin = file.seek(0, os.SEEK_END)
+        first, is_whole = b"", False  # a line that begins in an earlier chunk; the last line has no end
         while begin > 0:
-            end = begin + len(first)
-            begin = max(0, begin - CHUNK)
+            end, begin = begin, max(0, begin - CHUNK)
             file.seek(begin)
-            first, *whole = (file.read(end - len(first) - begin) + first).split(b"\n")
-            for text in reversed(whole):
-                if end < size and (record := _parse(text)) is not None:  # the last line has no end
-                    yield end - len(text), record
-                end -= len(text) + 1
-        if len(first) < size and (record := _parse(first)) is not None:
-            yield 0, record
+            first, *others = (file.read(end - begin) + first).split(b"\n")
+            for text in reversed(others):
+                if is_whole and (record := _parse(text)) is not None:
+                    yield record
+                is_whole = True
+        if is_whole and (record := _parse(first)) is not None:
+            yield record
 
 
 def cut_torn_end(path: str | Path) -> None:

@@ -1,7 +1,7 @@
 """The log of a run, metrics.jsonl: one JSON object per logged step."""
 
-import shutil
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import islice
@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 
 from pc.errors import UserError
 from pc_recipe.files import json_lines, look
-from pc_recipe.files.inside import no_link
 
 if TYPE_CHECKING:
     import pandas as pd
 
 METRICS_FILE = "metrics.jsonl"
+RESUMED_FROM = "resumed_from"
+"""In a line of its own, without a step: training continued after this one."""
 
 
 @dataclass(frozen=True)
@@ -48,25 +49,24 @@ class RunLog:
 
 
 def read_log(path: str | Path, newest: int | None = None) -> RunLog:
-    """Read the metrics of a run folder, or a `metrics.jsonl` file: all lines or the `newest`, without damaged ones."""
+    """Read the metrics of a run folder, or a `metrics.jsonl` file: all lines or the `newest`, without damaged ones and
+    without those of steps that a resume has given up."""
     path = Path(path)
     file = path / METRICS_FILE if look.is_folder(path) else path
     if not look.is_file(file):
         raise UserError(f"{file}: no such file; give a run's folder, which holds {METRICS_FILE}")
-    if newest is None:
-        lines = [line for line in json_lines.read(file) if _has_step(line)]
-    else:
-        lines = [line for _, line in islice(_read_back(file), newest)][::-1]
-    return RunLog(name=file.resolve().parent.name, file=file, lines=lines)
+    newest_first = json_lines.read_back(file) if newest else reversed(json_lines.read(file))
+    return RunLog(name=file.resolve().parent.name, file=file, lines=[*islice(_kept(newest_first), newest)][::-1])
 
 
-def _read_back(file: Path) -> Iterator[tuple[int, dict]]:
-    return ((begin, line) for begin, line in json_lines.read_back(file) if _has_step(line))
-
-
-def _has_step(line: dict) -> bool:
-    """Or it is none that this module's commands wrote."""
-    return isinstance(line.get("step"), int)
+def _kept(newest_first: Iterable[dict]) -> Iterator[dict]:
+    """The lines of steps that no later resume has given up; the newest first."""
+    last = math.inf
+    for line in newest_first:
+        if isinstance(resumed := line.get(RESUMED_FROM), int):
+            last = min(last, resumed)
+        elif isinstance(line.get("step"), int) and line["step"] <= last:  # or this module's commands did not write it
+            yield line
 
 
 def find_last_step(run: Path) -> int:
@@ -75,21 +75,10 @@ def find_last_step(run: Path) -> int:
     return max((line["step"] for line in lines), default=0)
 
 
-def set_aside_metrics(run: Path, step: int) -> None:
-    """Move the lines of metrics.jsonl after `step` to metrics.abandoned.jsonl: training continues from there."""
-    file = run / METRICS_FILE
-    kept = size = file.stat().st_size if look.is_file(file) else 0
-    for begin, line in _read_back(file) if size else ():
-        if line["step"] <= step:
-            break
-        kept = begin
-    if kept < size:
-        aside = file.with_suffix(".abandoned.jsonl")
-        with open(file, "rb+", opener=no_link) as metrics, open(aside, "ab", opener=no_link) as abandoned:
-            metrics.seek(kept)
-            shutil.copyfileobj(metrics, abandoned)
-            abandoned.flush()  # a line is in one of the files at least
-            metrics.truncate(kept)
+def note_start(run: Path, step: int) -> None:
+    """Write into a log that is there that training continues after `step`: lines of later steps count no more."""
+    if look.is_file(run / METRICS_FILE):
+        json_lines.append(run / METRICS_FILE, {RESUMED_FROM: step})
 
 
 def read_logs(paths: Sequence[str | Path]) -> list[RunLog]:

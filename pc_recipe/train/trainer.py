@@ -41,7 +41,7 @@ from pc_recipe.config.headline import headline
 from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.data.loader import GlobalOrderLoader
 from pc_recipe.files.run_folder import write_state
-from pc_recipe.files.run_log import set_aside_metrics
+from pc_recipe.files.run_log import note_start
 from pc_recipe.train import cpu, fsdp_sync, start, train_spec  # noqa: F401 (it registers itself)
 from pc_recipe.train.arm import make_arm
 from pc_recipe.train.checkpoint import Checkpoints
@@ -266,7 +266,7 @@ class Trainer(torchtitan.train.Trainer):
             )
         if dist.get_rank() == 0:
             write_state(folder, "running", self.step, last)
-            set_aside_metrics(folder, self.step)
+            note_start(folder, self.step)
             record(self.step)
         logger.info(self._describe_start())
         with replaced(torchtitan.train.dist_utils, set_pg_timeouts=_nothing):  # `_set_timeouts` does it

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pc_recipe.files import json_lines
-from pc_recipe.files.run_log import METRICS_FILE, read_log, set_aside_metrics
+from pc_recipe.files.run_log import METRICS_FILE, note_start, read_log
 
 LINES = [{"step": step, "loss": 1 / step, "text": "ä" * (step % 90)} for step in range(1, 1001)]
 
@@ -29,18 +29,17 @@ def test_torn_lines_are_skipped_and_the_file_is_named_once(run, caplog):
 @pytest.mark.parametrize("chunk", [7, 2**16])
 def test_from_the_end_the_lines_are_the_same(run, chunk, monkeypatch):
     monkeypatch.setattr(json_lines, "CHUNK", chunk)
-    found = list(json_lines.read_back(run / METRICS_FILE))
-    content = (run / METRICS_FILE).read_bytes()
-    assert [line for _, line in found] == LINES[::-1]
-    assert all(content[begin:].startswith(b'{"step": %d,' % line["step"]) for begin, line in found)
+    assert list(json_lines.read_back(run / METRICS_FILE)) == LINES[::-1]
 
 
-def test_lines_after_the_checkpoint_are_set_aside(run):
+def test_lines_after_the_checkpoint_count_no_more(run):
     json_lines.cut_torn_end(run / METRICS_FILE)
-    for step in (1000, 600, 600, 0):
-        set_aside_metrics(run, step)
-        assert read_log(run).lines == LINES[:step]
-    assert read_log(run / "metrics.abandoned.jsonl").lines == LINES[600:] + LINES[:600]
+    for step in (1000, 600, 700, 0):
+        note_start(run, step)
+        kept = LINES[: min(step, 600) if step < 1000 else step]
+        assert read_log(run).lines == kept and read_log(run, newest=9).lines == kept[-9:]
+    json_lines.append(run / METRICS_FILE, LINES[0])
+    assert read_log(run).lines == LINES[:1]
 
 
 @pytest.mark.parametrize("line", ['{"loss": 1.0}', '{"step": null}', '{"step": "9"}'])
@@ -48,13 +47,11 @@ def test_a_line_without_a_step_is_left_out(tmp_path, line):
     (tmp_path / METRICS_FILE).write_text(f'{line}\n{{"step": 1}}\n{line}\n{{"step": 2}}\n{line}\n')
     assert read_log(tmp_path).lines == [{"step": 1}, {"step": 2}]
     assert read_log(tmp_path, newest=2).lines == [{"step": 1}, {"step": 2}]
-    set_aside_metrics(tmp_path, 1)
-    assert read_log(tmp_path).lines == [{"step": 1}]
 
 
-def test_a_resume_reads_only_the_end(run, monkeypatch):
+def test_of_the_newest_lines_only_the_end_is_read(run, monkeypatch):
     read = []
     real = json.loads
     monkeypatch.setattr(json_lines.json, "loads", lambda text: read.append(text) or real(text))
-    set_aside_metrics(run, 990)
+    read_log(run, newest=9)
     assert len(read) < 15
