@@ -26,7 +26,7 @@ from pc_recipe.config import Config
 from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.files import markdown
 from pc_recipe.plan import micro_batch
-from pc_recipe.plan.memory import count_kept_bytes, matrices_of
+from pc_recipe.plan.memory import count_kept_bytes, count_sizes, matrices_of
 from pc_recipe.train.llama2 import model_args_of
 from pc_recipe.train.parallelize import SAVED_OPERATIONS
 from pc_recipe.train.upstream_config import JobConfig
@@ -103,12 +103,13 @@ class RunCost:
     """
 
     def __init__(self, config: Config, world_size: int) -> None:
-        self.config = micro_batch.choose(config, world_size)
+        self.args = model_args_of(config)
+        with torch.device("meta"):
+            self.model = Transformer(self.args)
+        attach(self.model, config.pc.pc_config)
+        self.config = micro_batch.choose(config, world_size, sizes=count_sizes(self.model))
         self.batches = RankBatches.of(self.config, world_size)
         self.tokens = self.batches.tokens
-        self.args = model_args_of(self.config)
-        with torch.device("meta"):
-            self.model = attach(Transformer(self.args), self.config.pc.pc_config)
         self.splits = [weight.split for _, weight in named_weights(self.model)]
         self.matrices = [Matrix(*matrix) for split in self.splits for matrix in matrices_of(split)]
 
