@@ -206,18 +206,15 @@ class Preconditioner:
             self._is_pulled_back = True
 
     @torch.no_grad()
-    def write_pc(self, share: bool = False) -> None:
+    def write_pc(self) -> None:
         """Advance u and v and write PC(W): in a loop without followed optimizers after each step, or after W was changed.
-
-        Args:
-            share: all ranks call this now, so those with equal whole weights may divide the matrices among them.
 
         Raises:
             UserError: `weight` was changed, but not W, or is not where it was.
         """
         with self._lock:
             self._take_note_of_changes()
-            self._write(advance=True, share=share)
+            self._write(advance=True, share=False)
 
     def write_if_stale(self) -> None:
         """`write_pc` on this rank alone, if W is known to be newer than PC(W)."""
@@ -258,6 +255,7 @@ class Preconditioner:
             self._write(advance=True, share=False)
 
     def _write(self, advance: bool, share: bool) -> None:
+        """`share`: all ranks call this now, so that those with equal whole weights may divide the matrices among them."""
         self._require_in_place()
         weights = list(self.weights.values())
         inputs = [(w.orig, w.factors, w.u, w.v) for w in weights]
