@@ -91,7 +91,7 @@ class Method:
 
     @torch.no_grad()
     @matmul_precision("ieee")
-    def write(self, weight: Tensor, gamma: Tensor, u: Tensor, v: Tensor, advance: bool = True) -> tuple[Tensor, ...]:
+    def write(self, weight: Tensor, gamma: Tensor, u: Tensor, v: Tensor, *, advance: bool = True) -> tuple[Tensor, ...]:
         """PC(W), the u and v that it was computed with, which have advanced, unless `advance` is false, and what a second start
         found [B] (`advance`). The further tensors are what `pull_back` of the same W, u and v can use again."""
         with self._polynomial_precision():

@@ -142,21 +142,27 @@ class WeightSplit:
     # [B, ...] and their gammas, u and v.
 
     def write(
-        self, orig: Tensor, gamma: Tensor, u: Tensor, v: Tensor, advance: bool = True
+        self, orig: Tensor, gamma: Tensor, u: Tensor, v: Tensor, *, advance: bool = True
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Kept]:
         """PC(W) as stored; the u and v that it was computed with; in how many matrices these were replaced, and the largest
         value that a second start found, relative to the estimate [2]; and what `pull_back` can use again."""
         results = [
-            part.method.write(*tensors, advance)
+            part.method.write(*tensors, advance=advance)
             for part, *tensors in zip(self.chosen, self.split_weight(orig), *self._split_all(gamma, u, v), strict=True)
         ]
-        weights, u, v, found = zip(*(of_part[:4] for of_part in results), strict=True)
+        weights, of_u, of_v, found = zip(*(of_part[:4] for of_part in results), strict=True)
         replaced = sum((one > part.method.reach).sum() for part, one in zip(self.chosen, found, strict=True))
         noted = torch.stack([replaced.to(orig.dtype), torch.cat(found).max()])
-        return self.join_weight(weights, base=orig), self.join(u), self.join_v(v), noted, [of[4:] for of in results]
+        return (
+            self.join_weight(weights, base=orig),
+            self.join(of_u),
+            self.join_v(of_v),
+            noted,
+            [of[4:] for of in results],
+        )
 
     def pull_back(
-        self, orig: Tensor, gradient: Tensor, gamma: Tensor, u: Tensor, v: Tensor, kept: Kept = ()
+        self, orig: Tensor, gradient: Tensor, gamma: Tensor, u: Tensor, v: Tensor, *, kept: Kept = ()
     ) -> tuple[Tensor, Tensor]:
         """The gradients with respect to W, as stored, and to the gammas, from that with respect to PC(W).
 
