@@ -256,7 +256,7 @@ def _draw_bands(axes, one: Experiment, colors: dict[str, str], arms: dict[str, l
             axes.fill_between(mean.index, mean - half, mean + half, color=colors[arm], alpha=0.2, linewidth=0)
         ends[arm] = mean.iloc[-1]
     axes.set_xlabel("tokens per parameter")
-    order = sorted(ends, key=ends.get)
+    order = sorted(ends, key=lambda arm: ends[arm])
     bottom, top = axes.get_ylim()
     apart = (top - bottom) / 16
     places = [ends[arm] for arm in order]

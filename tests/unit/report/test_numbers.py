@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 
 from experiments import numbers
+from experiments.contrasts import contrast_table, read_preregistration
 from experiments.evidence import digest
 from experiments.power import powers
 from helpers.tiny import ROOT
@@ -32,6 +33,17 @@ def test_no_other_number_stands_there(page):
     for quoted in sorted(quoted_texts()[page], key=len, reverse=True):
         text = text.replace(quoted, "")
     assert not re.findall(r".{0,20}\d\.\d\d.{0,10}", text)
+
+
+@pytest.mark.parametrize(
+    "study, folder", [("cell-20", "conditioning"), ("rivals", "rivals"), ("rivals-again", "rivals/again")]
+)
+def test_the_tables_of_a_page_come_out_again(study, folder):
+    """From rates by the plan's tuning seeds to Holm's correction; also of runs that one study shares with another."""
+    plan = read_preregistration(ROOT / "experiments" / folder)
+    table = contrast_table(numbers.studies()[study].experiment.runs, plan)
+    page = ROOT / "experiments" / folder.removesuffix("/again") / "README.md"
+    assert len(table.splitlines()) == 8 and table.strip() in page.read_text()
 
 
 @pytest.mark.parametrize("figure", sorted(ROOT.glob("experiments/**/*.png")), ids=lambda file: file.stem)
