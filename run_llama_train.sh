@@ -41,6 +41,7 @@ if [[ -n "$config" || " $* " == *" --help"* || " $* " == *" -h "* ]]; then
     exec "$PYTHON" -m pc_recipe.runs.local "${config:-$demo}" "$@"
 fi
 runs=outputs/demo
+export NGPU=${NGPU:-1}  # its steps are too small to be shared
 "$PYTHON" -m pc_recipe.runs.local "$demo" --pc.enable false --job.dump_folder $runs/baseline "$@"
 "$PYTHON" -m pc_recipe.runs.local "$demo" --job.dump_folder $runs/pc "$@"
 exec "$PYTHON" scripts/report.py $runs/baseline $runs/pc --output $runs/report.html
