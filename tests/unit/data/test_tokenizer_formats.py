@@ -394,14 +394,3 @@ def test_where_the_library_panics_there_is_a_line(what, tmp_path):
     with pytest.raises(UserError, match="its library fails") as raised:
         load_tokenizer(changed(tmp_path / "t", json.loads(model.to_str()) | settings, ENDS)).encode(text)
     assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    "content", ["", "[]", "null", "[" * 10_000, '{"version": "1.0"}', '{"model": {"type": "BPE"}}']
-)
-def test_what_is_no_tokenizer_gets_a_line(content, tmp_path):
-    (tmp_path / "tokenizer.json").write_text(content)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(ENDS))
-    with pytest.raises(UserError, match="^tokenizer '.*': ") as raised:
-        load_tokenizer(tmp_path)
-    assert "\n" not in str(raised.value)

@@ -1,8 +1,8 @@
-"""Each kind of tokenizer: the library's own ids, no control ids from text, clear errors; and a newly trained one."""
+"""A newly trained tokenizer, and what is none: clear errors. `test_tokenizer_formats` has the ids of each kind."""
 
 import json
+from pathlib import Path
 
-import numpy as np
 import pytest
 
 from pc.errors import UserError
@@ -10,10 +10,6 @@ from pc_recipe.data.tokenizers import load_tokenizer
 from pc_recipe.data.train_tokenizer import train_tokenizer
 
 TEXTS = ["The weight ground corn past the mill. " * 20, "Größe, naïve, 東京", None]
-ODD_TEXTS = [
-    "", " ", "   \n\t ", "\x00", "\ufffd", " ▁ x", "é e\u0301", "\u3000", "👨‍👩‍👧", "<s>", "a</s>b", "<s> x </s><unk>",
-    "<|endoftext|>", "<0x41>",
-]  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -37,30 +33,6 @@ def test_no_text_and_a_file_in_the_way_are_said(source, tmp_path):
         train_tokenizer(source, tmp_path / "empty.txt", 300, 1)
 
 
-@pytest.fixture(params=["mistral-common", "huggingface", "tiktoken"])
-def tokenizer(request, hugging_face_folder, tiny_encoding):
-    return load_tokenizer(
-        {"huggingface": hugging_face_folder, "tiktoken": tiny_encoding}.get(request.param, request.param)
-    )
-
-
-def test_odd_texts_never_give_control_ids_and_come_back(tokenizer):
-    control = {tokenizer.bos_id, tokenizer.eos_id}
-    for text, ids in zip(ODD_TEXTS, tokenizer.encode_batch(ODD_TEXTS), strict=True):
-        assert not control & set(ids)
-        # SentencePiece represents a space as "▁", so it cannot distinguish the two.
-        assert tokenizer.decode(ids) == (text.replace("▁", " ") if tokenizer.kind == "sentencepiece" else text)
-
-
-def test_documents_get_bos_and_eos(tokenizer):
-    texts = ["the weight", "", "x"]
-    tokens = tokenizer.documents(texts)
-    lead = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    expected = [[*lead, *tokenizer.encode(text), tokenizer.eos_id] for text in texts]
-    assert tokens.dtype == np.uint16
-    assert tokens.tolist() == sum(expected, [])
-
-
 @pytest.mark.parametrize("bos", [None, "</s>"], ids=["none", "the EOS, as GPT-2's"])
 def test_without_a_bos_of_its_own(hugging_face_folder, tmp_path, bos):
     config = json.loads((hugging_face_folder / "tokenizer_config.json").read_text())
@@ -71,25 +43,33 @@ def test_without_a_bos_of_its_own(hugging_face_folder, tmp_path, bos):
     assert without.documents(["x"]).tolist() == [*without.encode("x"), without.eos_id]
 
 
-@pytest.mark.parametrize("reference", ["no/such/folder", "gpt3", "broken.model", "."])
-def test_bad_references_are_explained(reference, tmp_path, monkeypatch):
+NONE, MADE = "neither .* nor a SentencePiece model", {"bos_token": "<s>", "eos_token": "</s>"}
+MISTAKES = {
+    "no/such/folder": ({}, NONE),
+    "gpt3": ({}, NONE),
+    "broken.model": ({"broken.model": "not a model"}, NONE),
+    ".": ({}, NONE),
+    "no settings": ({"tokenizer.json": None}, "tokenizer_config.json"),
+    "other names": (
+        {"tokenizer.json": None, "tokenizer_config.json": {"eos_token": "<end>"}},
+        "names '<end>', which tokenizer.json does not have",
+    ),
+    "no names": ({"tokenizer.json": None, "tokenizer_config.json": {}}, "no end-of-text token"),
+} | {
+    f"tokenizer.json is {content:.20}": ({"tokenizer.json": content, "tokenizer_config.json": MADE}, "")
+    for content in ("", "[]", "null", "[" * 10_000, '{"version": "1.0"}', '{"model": {"type": "BPE"}}')
+}
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_what_is_no_tokenizer_gets_a_line(what, hugging_face_folder, tmp_path, monkeypatch):
+    """{what is given: (its files; None: a whole tokenizer.json, the sentence)}"""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "broken.model").write_bytes(b"not a model")
-    with pytest.raises(UserError, match=f"^tokenizer '{reference}': neither .* nor a SentencePiece model"):
+    files, sentence = MISTAKES[what]
+    for name, content in files.items():
+        whole = (hugging_face_folder / name).read_text() if content is None else content
+        Path(name).write_text(whole if isinstance(whole, str) else json.dumps(whole))
+    reference = "." if "tokenizer.json" in files else what
+    with pytest.raises(UserError, match=f"^tokenizer '{reference}': .*{sentence}") as raised:
         load_tokenizer(reference)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (None, "tokenizer_config.json"),
-        ('{"eos_token": "<end>"}', "names '<end>', which tokenizer.json does not have"),
-        ("{}", "no end-of-text token"),
-    ],
-)
-def test_folder_without_bos_and_eos_settings_is_refused(hugging_face_folder, tmp_path, settings, message):
-    (tmp_path / "tokenizer.json").write_bytes((hugging_face_folder / "tokenizer.json").read_bytes())
-    if settings:
-        (tmp_path / "tokenizer_config.json").write_text(settings)
-    with pytest.raises(UserError, match=message):
-        load_tokenizer(tmp_path)
+    assert "\n" not in str(raised.value)
