@@ -145,10 +145,10 @@ def _require_same_files(sources: list[str], settings: dict, units: list[Unit], o
     """
     found = [find_local_files(source, output) for source in sources]
     paths = [path for path in dict.fromkeys(path for files in found for path in files or ()) if has_text(path)]
+    of_hub = tuple(f"{HUB}datasets/{source}@" for source in sources)
     for file in {file for unit in units for file in unit.groups}.difference(paths):
-        if look.is_there(file) or file.startswith(HUB):
-            if not any(_is_of(file, source) for source in sources):
-                raise UserError(f"{output / 'tokenizing.json'} names {file!r}, which is not of {' '.join(sources)}")
+        if not file.startswith(of_hub) and (file.startswith(HUB) or look.is_there(file)):
+            raise UserError(f"{output / 'tokenizing.json'} names {file!r}, which is not of {' '.join(sources)}")
     if None in found:
         return
     if settings["max_documents"]:
@@ -160,12 +160,6 @@ def _require_same_files(sources: list[str], settings: dict, units: list[Unit], o
             f"{output} was started with other files of {' '.join(sources)}: {changed[0][0]} is new, changed or gone; "
             "choose another --output"
         )
-
-
-def _is_of(file: str, source: str) -> bool:
-    """Whether a file is of a Hub dataset, or in a folder."""
-    in_folder = Path(file).resolve().is_relative_to(Path(os.path.expanduser(source)).resolve())
-    return file.startswith(f"{HUB}datasets/{source}@") if file.startswith(HUB) else in_folder
 
 
 def record_unit(

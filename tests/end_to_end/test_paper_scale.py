@@ -7,7 +7,6 @@ import os
 import resource
 import sys
 import time
-from collections import Counter
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -28,22 +27,24 @@ class Rehearsal:
     """Rows of figures: seconds, opens and stats of shards, descriptors and maps held, peak memory."""
 
     def __init__(self):
-        self.counts = Counter()
+        self.seen = []  # threads append to it
         self.rows = {}
         sys.addaudithook(lambda event, given: self.count(event, given[0]) if event == "open" else None)
         real = os.stat
         os.stat = lambda path, *more, **named: self.count("stat", path) or real(path, *more, **named)
 
     def count(self, event, path):
-        self.counts[event] += str(path).endswith(".tokens.npy")
+        if str(path).endswith(".tokens.npy"):
+            self.seen.append(event)
 
     def measure(self, what, act):
-        before, begin = self.counts.copy(), time.perf_counter()
+        self.seen.clear()
+        begin = time.perf_counter()
         result = act()
         self.rows[what] = {
             "seconds": time.perf_counter() - begin,
-            "opens": self.counts["open"] - before["open"],
-            "stats": self.counts["stat"] - before["stat"],
+            "opens": self.seen.count("open"),
+            "stats": self.seen.count("stat"),
             "descriptors": len(os.listdir("/proc/self/fd")),
             "maps": len(Path("/proc/self/maps").read_text().splitlines()),
             "peak MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
