@@ -192,7 +192,7 @@ def _unknown(name: str, schema: type[Section]) -> str:
         for other, _, _, field in keys_of(schema())
         if "_" in key
         and other.startswith(f"{section}.")
-        and all(w in field.description.lower() for w in key.split("_"))
+        and all(word in (field.description or "").lower() for word in key.split("_"))
     ]
     typed = difflib.get_close_matches(name, names, n=1, cutoff=0.85)
     candidates = (

@@ -90,13 +90,13 @@ def code_version() -> dict[str, str]:
 
 
 def data_checksums(config: Config) -> dict[str, str]:
-    """{key: `Manifest.content_sha256` of the data, checksum of a file of `[experiment]`}, of those that can be read."""
+    """{key: `Manifest.identity` of the data, checksum of a file of `[experiment]`}, of those that can be read."""
     checksums = {}
     for key, folders in (("path", config.data.folders), ("validation_path", config.data.validation_folders)):
         texts = [look.read(Path(folder, "manifest.json")) or b"" for folder in folders]
         with contextlib.suppress(ValueError, KeyError, TypeError):  # reported when the data are opened
             manifests = [json.loads(text) for text in texts]
-            identities = (manifest["content_sha256"] for manifest in manifests)
+            identities = (m.get("configuration_sha256") or m["content_sha256"] for m in manifests)
             checksums[f"content of data.{key}"] = ", ".join(identities)
     arm, options = config.experiment.arm.partition(":")[0], config.experiment.options
     files = {"arm": Path(__file__).parents[2] / f"{arm.replace('.', '/')}.py"}

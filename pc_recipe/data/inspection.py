@@ -20,7 +20,7 @@ def describe(manifest: Manifest) -> str:
     """Source, tokenizer, split rule and size of each split, in lines."""
     tokenizer, source = manifest.tokenizer, manifest.source
     subset = f", subset {source['subset']}" if source["subset"] else ""
-    first = f", its first {source['max_documents']:,} documents" if source["max_documents"] else ""
+    first = f", its first {source['max_documents']:,} documents" if source.get("max_documents") else ""
     endings = Counter(ending_of(file["name"]) for file in source["files"])
     kinds = ", ".join(f"{number:,} {ending}" for ending, number in endings.most_common())
     lines = [
@@ -34,9 +34,10 @@ def describe(manifest: Manifest) -> str:
             f"{split:12} {len(manifest.shards[split])} shards, {manifest.documents(split):,} documents, "
             f"{manifest.tokens(split):,} tokens ({manifest.dtype})"
         )
-    left_out = [f"{number:,} {reason}" for reason, number in source["left_out"].items()]
+    # of folders of format 1 it is not known
+    left_out = [f"{number:,} {reason}" for reason, number in source.get("left_out", {}).items()]
     lines.append(f"left out     {'; '.join(left_out) or 'no file'}")
-    replaced = source["replaced"]
+    replaced = source.get("replaced", {})
     for file, number in list(replaced.items())[:SHOWN_FILES]:
         lines.append(f"not UTF-8    {number:,} bytes became U+FFFD in {file}")
     if len(replaced) > SHOWN_FILES:

@@ -75,15 +75,15 @@ class Sequences:
         limit_sequences: int | None,
     ):
         # in the order of their content, so that folders may be moved and a table may be written anew
-        parts = sorted(zip(manifests, weights, strict=True), key=lambda part: part[0].content_sha256)
+        parts = sorted(zip(manifests, weights, strict=True), key=lambda part: part[0].identity)
         self.seq_len = seq_len
         self.folders = [FolderSequences(manifest, split, seq_len, seed) for manifest, _ in parts]
         self.limit = None if split == "train" else min(limit_sequences or self.length, self.length)
-        self.mixture, self.content = None, parts[0][0].content_sha256
+        self.mixture, self.content = None, parts[0][0].identity
         if len(parts) > 1:
             self.mixture = Mixture({str(manifest.folder): weight for manifest, weight in parts}, seed)
             shares = zip(self.mixture.counts, parts, strict=True)
-            self.content = ", ".join(f"{n / CYCLE} of {manifest.content_sha256[:12]}" for n, (manifest, _) in shares)
+            self.content = ", ".join(f"{n / CYCLE} of {manifest.identity[:12]}" for n, (manifest, _) in shares)
 
     @property
     def length(self) -> int:

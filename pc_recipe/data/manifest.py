@@ -6,6 +6,7 @@ It is written last, so a folder with a manifest is complete.
 import hashlib
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal
@@ -16,8 +17,10 @@ from pc.errors import UserError
 from pc_recipe.data.tokenizers import Tokenizer, load_tokenizer
 from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
+from pc_recipe.files.errors import WriteFailed
 
 FORMAT = 2
+"""Folders of format 1 have the files of their tokenizer as they were given."""
 SPLITS = ("train", "validation")
 TOKENIZER_FOLDER = "tokenizer"
 Size = Annotated[int, Field(ge=0, le=2**50)]  # sums of them are offsets in files
@@ -43,7 +46,7 @@ class TokenizerRecord:
     name: str
     kind: str
     sha256: str
-    """As `Tokenizer` has it."""
+    """Of `Tokenizer`; in format 1 of what it was given as."""
     vocab_size: Size
     bos_id: Size | None
     eos_id: Size
@@ -59,7 +62,7 @@ class Manifest:
 
     folder: Path
     """The folder that it was read from."""
-    format: Literal[2]
+    format: Literal[1, 2]
     dtype: Literal["uint16", "uint32"]
     """The type of a token, little-endian."""
     source: dict
@@ -69,12 +72,19 @@ class Manifest:
     tokenizer: TokenizerRecord
     shards: dict[str, list[TokenShard]]
     """{split: its shards in order}."""
+    configuration_sha256: str = ""
+    """In format 1 the checksum of all settings that made the shards, by which runs of before know them."""
 
     @property
     def content_sha256(self) -> str:
-        """The checksum of the shards' checksums, by which runs know these data."""
+        """The checksum of the shards' checksums."""
         sums = {split: [shard.tokens_sha256 for shard in shards] for split, shards in self.shards.items()}
         return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def identity(self) -> str:
+        """By which runs know these data."""
+        return self.configuration_sha256 or self.content_sha256
 
     @property
     def vocab_size(self) -> int:
@@ -90,13 +100,28 @@ class Manifest:
         """The tokenizer that made these shards, verified by its SHA-256."""
         folder = self.folder / TOKENIZER_FOLDER
         tokenizer = load_tokenizer(folder)
-        if self.tokenizer.sha256 != tokenizer.sha256:
+        if self.tokenizer.sha256 != (tokenizer.sha256 if self.format == FORMAT else self._sha256_of_given_files()):
             raise UserError(f"the tokenizer in {folder} is not the one that made the shards")
         tokenizer.name = self.tokenizer.name
         return tokenizer
 
+    def tokenizer_sha256(self) -> str:
+        """Of `Tokenizer`, also in format 1; of one that cannot be converted, of what it was given as."""
+        try:
+            return self.tokenizer.sha256 if self.format == FORMAT else self.load_tokenizer().sha256
+        except UserError:
+            return self.tokenizer.sha256
+
+    def _sha256_of_given_files(self) -> str:
+        made_with = self.tokenizer
+        digest = hashlib.sha256(f"{made_with.kind} bos={made_with.bos_id} eos={made_with.eos_id}".encode())
+        folder = self.folder / TOKENIZER_FOLDER
+        for file in (folder / name for name in look.names(folder) if look.is_file(folder / name)):
+            digest.update(f"\n{file.name} {file.stat().st_size}\n".encode() + file.read_bytes())
+        return digest.hexdigest()
+
     def write(self) -> None:
-        content = {k: v for k, v in asdict(self).items() if k not in ("folder", "shards")}
+        content = {k: v for k, v in asdict(self).items() if k not in ("folder", "shards") and v != ""}
         content["content_sha256"] = self.content_sha256
         content["splits"] = {
             split: {
@@ -108,6 +133,12 @@ class Manifest:
         }
         write_atomically(self.folder / "manifest.json", json.dumps(content, indent=1) + "\n")
 
+    def pin(self) -> None:
+        """Write the checksum of the shards' checksums to a manifest of format 1, which has none, if that is possible."""
+        if self.configuration_sha256:
+            with suppress(WriteFailed):
+                self.write()
+
     @staticmethod
     def read(folder: str | Path) -> "Manifest":
         folder = Path(folder)
@@ -117,21 +148,23 @@ class Manifest:
             raise UserError(_why_no_manifest(folder))
         try:
             content = json.loads(text)
-            if content["format"] != FORMAT:
-                raise ValueError(f"format {content['format']}; this version reads format {FORMAT}")
+            if content["format"] not in (1, FORMAT):
+                raise ValueError(f"format {content['format']}; this version reads formats 1 and {FORMAT}")
             content |= {"folder": folder, "shards": {split: content["splits"][split]["shards"] for split in SPLITS}}
             manifest = TypeAdapter(Manifest).validate_python(content)
-            if content["content_sha256"] != manifest.content_sha256:
+            # in format 1 from the first start on (`pin`)
+            if content.get("content_sha256", manifest.content_sha256) != manifest.content_sha256:
                 raise ValueError("its shards are others than when it was written")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             reason = " ".join(str(error).split())[:200]
-            raise UserError(f"{path} cannot be used ({reason}); repeat the tokenising command to rewrite it") from error
+            raise UserError(f"{path} is damaged ({reason}); repeat the tokenising command to rewrite it") from error
         return manifest
 
 
 def require_same_tokenizer(one: Manifest, other: Manifest) -> None:
     """Raise if two data folders (such as training and validation) were made with different tokenizers."""
-    if one.tokenizer.sha256 != other.tokenizer.sha256:
+    same = one.tokenizer.sha256 == other.tokenizer.sha256 or one.tokenizer_sha256() == other.tokenizer_sha256()
+    if not same:
         raise UserError(
             f"{one.folder} was tokenised with {one.tokenizer.name!r} and {other.folder} with "
             f"{other.tokenizer.name!r}; one run needs one tokenizer"

@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # its import takes seconds
     from transformers import PreTrainedTokenizerFast
 
 DEFAULT_TOKENIZER = "mistral-common"
-SENTENCEPIECE = "tokenizer.model"
+SENTENCEPIECE, TIKTOKEN = "tokenizer.model", "tiktoken.txt"  # the latter names one, in data folders of format 1
 
 
 class Tokenizer:
@@ -156,6 +156,8 @@ def _convert(name: str, path: Path) -> Converted:
 
     if name == DEFAULT_TOKENIZER:
         path = _mistral_model()
+    elif look.is_file(path / TIKTOKEN):
+        return tokenizer_formats.from_tiktoken((path / TIKTOKEN).read_text())
     elif not look.is_there(path) and name in tiktoken.list_encoding_names():
         return tokenizer_formats.from_tiktoken(name)
     elif look.is_file(path / FILE):

@@ -11,7 +11,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from pc_recipe.data.sources import (
 )
 from pc_recipe.data.text_files import HUB, LONGEST
 from pc_recipe.data.token_files import require_file
-from pc_recipe.data.tokenizers import Tokenizer, smallest_dtype
+from pc_recipe.data.tokenizers import Tokenizer, load_tokenizer, smallest_dtype
 from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.errors import ReadFailed
@@ -79,15 +79,17 @@ def open_job(output: Path, sources: list[str], tokenizer: Tokenizer, requested: 
             gives other ids for its first texts.
     """
     require_plain(output)
-    requested = {"format": FORMAT, "sources": sources, "tokenizer": tokenizer.sha256} | requested
+    requested = {"sources": sources, "tokenizer": tokenizer.sha256} | requested
     path = output / "tokenizing.json"
     if (text := look.read(path)) is not None:
         saved = json.loads(text)
         settings, units = saved["settings"], [Unit(**unit) for unit in saved["units"]]
+        # of a job of format 1, the settings have another checksum
+        before = settings | {"tokenizer": load_tokenizer(output / TOKENIZER_FOLDER).sha256}
         for key, value in requested.items():
-            if settings.get(key) != value:
+            if before.get(key) != value:
                 raise UserError(
-                    f"{output} was started with {key} = {settings.get(key)!r}, this command has "
+                    f"{output} was started with {key} = {before.get(key)!r}, this command has "
                     f"{value!r}: choose another --output, or delete the folder"
                 )
         _require_same_files(sources, settings, units, output)
@@ -101,7 +103,8 @@ def open_job(output: Path, sources: list[str], tokenizer: Tokenizer, requested: 
         modified = {file: now for unit in units for file in unit.groups if (now := _last_change(file))}
         saved = {"settings": settings, "units": [asdict(unit) for unit in units], "modified": modified}
         write_atomically(path, json.dumps(saved, indent=1))
-    job = TokenizingJob(output, settings, TokenizerRecord.of(tokenizer), units, modified)
+    record = replace(TokenizerRecord.of(tokenizer), sha256=settings["tokenizer"])
+    job = TokenizingJob(output, settings, record, units, modified)
     job.require_unmodified(modified)
     return job
 
@@ -130,7 +133,7 @@ def _divide_source(sources: list[str], output: Path, requested: dict) -> tuple[d
         "files": [{"name": file.file.rsplit("/", 1)[-1], "size": file.size} for file in files],
         "left_out": dict(+left_out),
     }
-    return requested | settings, units
+    return {"format": FORMAT} | requested | settings, units
 
 
 def validation_share(text_bytes: int) -> float:
@@ -221,14 +224,16 @@ def write_manifest_if_finished(job: TokenizingJob) -> Manifest | None:
         raise UserError(f"--input {' '.join(settings['sources'])}: there is no text in it")
     manifest = Manifest(
         folder=job.output,
-        format=FORMAT,
+        format=settings["format"],
         dtype=smallest_dtype(job.tokenizer.vocab_size),
         source={"input": " ".join(settings["sources"])}
-        | {key: settings[key] for key in ("subset", "text_key", "max_documents", "files", "left_out")}
+        | {key: settings[key] for key in ("subset", "text_key", "max_documents", "files")}
+        | {"left_out": settings.get("left_out", {})}
         | {"replaced": dict(sum((Counter(record.replaced) for record in records), Counter()))},
         split_rule=f"validation if blake2b-64(text) / 2^64 < {settings['validation_share']:.6g}, else train",
         tokenizer=job.tokenizer,
         shards=shards,
+        configuration_sha256=job.sha256 if settings["format"] == 1 else "",
     )
     manifest.write()
     return manifest

@@ -67,6 +67,8 @@ def main() -> None:
             write_config(config, folder / "config.toml")
             data = Manifest.read(next(iter(config.data.folders)))
             write_environment(folder, config, dist.get_world_size(), step, run_tokenizer.describe(data))
+            for path in config.data.folders | config.data.validation_folders:
+                Manifest.read(path).pin()
             run_tokenizer.keep(folder, data)
             (folder / "pending.toml").unlink(missing_ok=True)
 

@@ -27,12 +27,16 @@ Names = dict[str, str]
 
 def describe(manifest: Manifest) -> Names:
     """Of a data folder's tokenizer, as it is written to checkpoints."""
-    return {"name": manifest.tokenizer.name, "sha256": manifest.tokenizer.sha256}
+    return {"name": manifest.tokenizer.name, "sha256": manifest.tokenizer_sha256()}
 
 
 def keep(run: Path, manifest: Manifest) -> None:
-    """Write the tokenizer of a run's data to its folder."""
-    manifest.load_tokenizer().save(run / FOLDER)
+    """Write the tokenizer of a run's data to its folder; nothing if it is of format 1 and cannot be converted."""
+    try:
+        tokenizer = manifest.load_tokenizer()
+    except UserError:
+        return
+    tokenizer.save(run / FOLDER)
 
 
 def of_run(checkpoint: CheckpointFolder, given: str | None = None) -> Tokenizer:
@@ -74,7 +78,7 @@ def data_of(run: Path) -> Manifest:
     if not look.is_there(folder):
         raise UserError(f"{folder}: the run's data folder, which has its tokenizer, is missing; {restore}")
     manifest, known = Manifest.read(folder), (read_environment(run).get("data") or {}).get("content of data.path")
-    if known and known.split(", ")[0] != manifest.content_sha256:
+    if known and known.split(", ")[0] != manifest.identity:
         raise UserError(f"{folder}: has other data than those that {run} was trained on; {restore}")
     return manifest
 

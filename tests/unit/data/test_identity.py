@@ -1,14 +1,15 @@
 """Data are what they contain: other text, a replaced shard, a source that changes meanwhile are seen; a path is not part."""
 
 import hashlib
+import json
 import os
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from helpers.format_1 import make_format_1
 from pc.errors import UserError
 from pc_recipe.data import inspection, tokenizing
 from pc_recipe.data.inspection import list_repeated
@@ -66,23 +67,44 @@ def test_other_text_of_the_same_names_and_sizes_is_refused(make):
         resume(make(TEXTS, "a"), make(other, "b", source="elsewhere"))
 
 
-def test_a_replaced_shard_with_its_checksum_is_refused(make):
-    """Another shard of the same size, with its checksum in the manifest, and then with that of the whole."""
-    folder, before = make(TEXTS, "a"), make(TEXTS, "b")
-    old = Manifest.read(folder)
-    shard = old.shards["train"][0]
-    path = folder / shard.tokens_file
+def replace_shard(folder: Path, entry: str = "") -> None:
+    """Another shard of the same size, with its checksum in the manifest; entry: also that of the whole."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    shard = manifest["splits"]["train"]["shards"][0]
+    path = folder / shard["tokens_file"]
     path.write_bytes(path.read_bytes()[:-20] + bytes(20))
-    new = replace(shard, tokens_sha256=hashlib.sha256(path.read_bytes()).hexdigest())
-    changed = replace(old, shards=old.shards | {"train": [new]})
-    changed.write()
-    manifest, text = folder / "manifest.json", (folder / "manifest.json").read_text()
-    manifest.write_text(text.replace(changed.content_sha256, old.content_sha256))
-    with pytest.raises(UserError, match=r"cannot be used \(its shards are others than when it was written\)"):
+    shard["tokens_sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    manifest.pop(entry, None)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_a_replaced_shard_with_its_checksum_is_refused(make, tmp_path):
+    folder, before = make(TEXTS, "a"), make(TEXTS, "b")
+    replace_shard(folder)
+    with pytest.raises(UserError, match=r"manifest.json is damaged \(its shards are others than when it was written\)"):
         Manifest.read(folder)
-    manifest.write_text(text)
+    shutil.copytree(before, tmp_path / "c")
+    replace_shard(tmp_path / "c", "content_sha256")
     with pytest.raises(UserError, match="data.path"):
-        resume(before, folder)
+        resume(before, tmp_path / "c")
+
+
+def test_a_folder_of_format_1_is_known_as_before_and_gets_its_checksum_at_the_first_start(make, letters):
+    files = {file.name: file.read_bytes() for file in letters.iterdir()}
+    folder = make_format_1(make(TEXTS, "a"), files, "huggingface")
+    before = json.loads((folder / "manifest.json").read_text())
+    manifest = Manifest.read(folder)
+    # what a run of before has in its checkpoints
+    state = {"data.path (its content)": before["configuration_sha256"], "split": "train", "training.seq_len": 8}
+    loader = GlobalOrderLoader(folder, **SETTINGS)
+    loader.load_state_dict({"position": 3, "identity": json.dumps(state | {"data.seed": 0})})
+    assert loader.position == 3
+    manifest.pin()
+    assert Manifest.read(folder) == manifest
+    assert json.loads((folder / "manifest.json").read_text()) == before | {"content_sha256": manifest.content_sha256}
+    replace_shard(folder)
+    with pytest.raises(UserError, match="its shards are others"):
+        Manifest.read(folder)
 
 
 @pytest.mark.parametrize("moment", ["_encode", "record_unit"], ids=["while it is read", "between two commands"])
@@ -134,3 +156,10 @@ def test_validation_documents_that_are_training_documents_elsewhere_are_counted(
         assert len(lines) == len(expected) and all(map(str.startswith, lines, expected))
     monkeypatch.setattr(inspection, "LOOKED_AT", 3)
     assert list_repeated([small], [large])[0].startswith(("1 of 3 ", "2 of 3 ", "3 of 3 "))
+
+
+def test_the_same_data_of_both_formats_are_the_same_data(make, letters):
+    folder, older = make(TEXTS, "a"), make(TEXTS, "b")
+    make_format_1(older, {file.name: file.read_bytes() for file in letters.iterdir()}, "huggingface")
+    with pytest.raises(UserError, match="are the same data; name one"):
+        GlobalOrderLoader({str(folder): 1, str(older): 1}, **SETTINGS)

@@ -5,6 +5,7 @@ Each is compared with the library that its file is made for, which the project d
 
 import io
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,9 +18,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
+from helpers.format_1 import make_format_1
 from pc.errors import UserError
 from pc_recipe.data.inspection import read_documents
-from pc_recipe.data.manifest import Manifest
+from pc_recipe.data.manifest import Manifest, require_same_tokenizer
 from pc_recipe.data.tokenizers import _mistral_model, load_tokenizer
 from pc_recipe.data.tokenizing import tokenize
 
@@ -394,3 +396,38 @@ def test_where_the_library_panics_there_is_a_line(what, tmp_path):
     with pytest.raises(UserError, match="its library fails") as raised:
         load_tokenizer(changed(tmp_path / "t", json.loads(model.to_str()) | settings, ENDS)).encode(text)
     assert "\n" not in str(raised.value)
+
+
+# --- data folders of format 1 -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def older(shards, tmp_path):
+    """Of the default tokenizer, as an older version left it."""
+    folder = shutil.copytree(shards.folder, tmp_path / "older")
+    return make_format_1(folder, {"tokenizer.model": _mistral_model().read_bytes()}, "sentencepiece")
+
+
+def test_an_older_folder_has_the_same_tokenizer(older, shards, parquet_folder):
+    manifest = Manifest.read(older)
+    assert manifest.tokenizer.sha256 != shards.tokenizer.sha256 == manifest.load_tokenizer().sha256
+    require_same_tokenizer(shards, manifest)
+    content = json.loads((older / "manifest.json").read_text())
+    lost = older / manifest.shards["train"][2].tokens_file
+    whole = lost.read_bytes()
+    lost.unlink()
+    assert tokenize(str(parquet_folder), older, validation_fraction=0.2) == manifest
+    now = json.loads((older / "manifest.json").read_text())
+    assert now.pop("content_sha256") == manifest.content_sha256  # which format 1 did not have
+    assert lost.read_bytes() == whole and now == content
+
+
+def test_an_older_folder_whose_tokenizer_was_exchanged_or_cannot_be_converted(older, tmp_path):
+    (older / "tokenizer/tokenizer.model").write_bytes(train())
+    with pytest.raises(UserError, match="older/tokenizer is not the one that made the shards"):
+        Manifest.read(older).load_tokenizer()
+    make_format_1(older, {"tokenizer.model": train(model_type="unigram")}, "sentencepiece")
+    manifest = Manifest.read(older)
+    require_same_tokenizer(manifest, Manifest.read(older))  # it is trained on
+    with pytest.raises(UserError, match="is not of type BPE"):
+        manifest.load_tokenizer()

@@ -8,6 +8,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 from tokenizers import Tokenizer
 
+from helpers.format_1 import make_format_1
 from helpers.made_runs import make_run
 from helpers.small_tokenizers import SIZE, make_llama, make_tokenizer
 from pc.errors import UserError
@@ -46,7 +47,7 @@ def run(data, tmp_path):
 def as_trained(folder: Path, manifest: Manifest, *, names: bool = True) -> Path:
     """names: what a checkpoint of this version has."""
     checkpoint = make_run(folder, manifest.folder, None, "tiny", vocab_size=SIZE).checkpoint
-    environment = {"world_size": 1, "commit": None, "data": {"content of data.path": manifest.content_sha256}}
+    environment = {"world_size": 1, "commit": None, "data": {"content of data.path": manifest.identity}}
     (folder / "environment.json").write_text(json.dumps(environment))
     if names:
         tensors = CheckpointFolder(checkpoint)
@@ -135,9 +136,11 @@ def test_a_start_from_a_folder_of_another_origin(data, tmp_path):
 
 
 def test_weights_of_an_older_version_belong_to_the_tokenizer_of_their_data(data, tmp_path):
-    folder = shutil.copytree(data["one"].folder, tmp_path / "data")
+    files = {file.name: file.read_bytes() for file in Path(data["one"].tokenizer.name).iterdir()}
+    folder = make_format_1(shutil.copytree(data["one"].folder, tmp_path / "data"), files, "huggingface")
     run = CheckpointFolder(as_trained(tmp_path / "run", Manifest.read(folder), names=False))
-    require_for_start(run, data["one"])
+    for same in (Manifest.read(folder), data["one"]):
+        require_for_start(run, same)
     with pytest.raises(UserError, match=OTHER):
         require_for_start(run, data["two"])
     shutil.rmtree(folder)
