@@ -84,7 +84,7 @@ STEPS = int(os.environ.get("STEPS", 3_000))  # in six minutes on two busy cores
 
 
 def test_the_number_of_steps_of_a_run_changes_nothing(tiny_config, tmp_path):
-    """Memory, descriptors, objects, time per step and size of records; figures in docs/faults.md."""
+    """Memory, descriptors, objects, time per step and size of records; figures in results/2026-11-21-cpu-step."""
     config, _ = tiny_config
     words = [f"--job.dump_folder={tmp_path}/run", f"--training.steps={STEPS}", "--training.global_batch_size=2"]
     words += ["--validation.freq=5000", "--checkpoint.interval=5000", "--checkpoint.keep_latest_k=2"]

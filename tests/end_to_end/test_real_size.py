@@ -1,4 +1,4 @@
-"""The paper's 271M on this CPU, from the first step to scores, on one and on two processes; figures in docs/configuration.md.
+"""The paper's 271M on this CPU, from the first step to scores, on one and on two processes; figures in results/2026-11-21-cpu-step.
 
 pytest --soak -s tests/end_to_end/test_real_size.py
 """
