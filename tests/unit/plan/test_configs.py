@@ -68,10 +68,10 @@ def test_main_configs_hold_the_papers_numbers(name):
 @pytest.mark.parametrize(
     "path, world_size, batch",
     [
-        (path, ranks, {"debug": 16, "own_text": 64}.get(path.stem, 320))
+        (path, ranks, {"debug": 16, "demo": 16, "own_text": 64}.get(path.stem, 320))
         for path in CONFIGS
         if path.stem != "base"
-        for ranks in (8, 1)
+        for ranks in ((1,) if path.stem == "demo" else (8, 1))  # the demo's launcher starts one process
     ]
     + [(path, 1, 32 if path.stem[:4] in ("nano", "micr") else 64) for path in SMALL]  # one micro-batch, for one process
     + [(path, 64, 1024) for path in LARGE],
