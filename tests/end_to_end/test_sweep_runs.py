@@ -59,7 +59,9 @@ def test_a_killed_sweep_goes_on_when_repeated_and_selects(tiny_shards, tmp_path,
     assert f"[1/3] good: from step {reached}" in said and read_state(run.folder).state == "finished"
     assert "diverged at step" in said and "no-such-folder does not exist" in said
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    assert max(sum(line.get("step") == step and "loss" in line for line in lines) for step in range(1, reached + 1)) == 1
+    assert (
+        max(sum(line.get("step") == step and "loss" in line for line in lines) for step in range(1, reached + 1)) == 1
+    )
     good, hot = read_results(tmp_path / "out")
     assert good["settings"]["optimizer.lr"] == 1e-3 and good["tokens"] == 20 * 2 * 32
     assert (hot["name"], hot["state"], hot["validation_loss"]) == ("hot", "diverged", None)
